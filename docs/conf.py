@@ -1,0 +1,86 @@
+"""Sphinx configuration. The build executes the examples and fetches nothing."""
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+# The examples run on CPU, wherever the docs are built.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+_project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+
+project = "radixkv"
+author = "The radixkv authors"
+copyright = author
+version = release = _project["version"]
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.doctest",
+    "sphinx.ext.napoleon",
+    "sphinx_gallery.gen_gallery",
+]
+exclude_patterns = ["_build", "examples/*.rst", "examples/*.md"]
+html_theme = "furo"
+html_title = f"radixkv {release}"
+html_static_path = ["_static"]
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented_params"
+autodoc_class_signature = "separated"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+
+# Docstring examples begin with what a reader of the page has imported.
+doctest_global_setup = "from radixkv.kvcache import *"
+
+# Other projects' objects are named, not linked: their inventories would have to be fetched.
+nitpick_ignore_regex = [
+    ("py:.*", r"(jax|jaxlib|jaxtyping|numpy|np|jnp|collections|pathlib|typing|argparse)\..*"),
+    ("py:class", r"'.*'"),  # shapes in jaxtyping annotations
+]
+
+sphinx_gallery_conf = {
+    "examples_dirs": "examples",
+    "gallery_dirs": "auto_examples",
+    "filename_pattern": "/plot_",
+    "abort_on_example_error": True,
+    "download_all_examples": False,
+    "write_computation_times": False,
+    "show_memory": False,
+    "min_reported_time": 1e9,
+}
+
+
+_COLON = "\N{SMALL COLON}"
+
+
+def _hide_colons(*event: Any) -> None:
+    """Keep napoleon from taking the words before a colon for a type: types are in annotations.
+
+    It does so on the first line of an attribute's docstring and of a Returns section.
+    """
+    what, lines = event[1], event[-1]
+    describes_attribute = what in ("property", "attribute", "data")
+    hide = False
+    for i, line in enumerate(lines):
+        if line and not line.startswith(" "):
+            hide = describes_attribute or line == "Returns:"
+        if hide and line != "Returns:":
+            lines[i] = line.replace(":", _COLON)
+
+
+def _show_colons(*event: Any) -> None:
+    event[-1][:] = [line.replace(_COLON, ":") for line in event[-1]]
+
+
+def setup(app: Any) -> None:
+    """Surround napoleon, which has the default priority of 500."""
+    app.connect("autodoc-process-docstring", _hide_colons, priority=100)
+    app.connect("autodoc-process-docstring", _show_colons, priority=900)

@@ -1,0 +1,22 @@
+"""Array code of the KV cache: paged attention, KV writes and block copies.
+
+All functions are pure and can be jitted; those that return a pool update it in place when the pool
+is donated. A pool is one layer's K or V, `[num_blocks + 1, kv_heads, block_size, head_dim]`, and
+its block 0 is a padding sink: it may be written and read at any time and means nothing.
+"""
+
+from .block_copy import copy_blocks, gather_blocks, scatter_blocks
+from .checks import KernelArgumentError
+from .kv_write import kv_write
+from .paged_decode import paged_decode
+from .paged_extend import paged_extend
+
+__all__ = [
+    "KernelArgumentError",
+    "copy_blocks",
+    "gather_blocks",
+    "kv_write",
+    "paged_decode",
+    "paged_extend",
+    "scatter_blocks",
+]

@@ -1,0 +1,71 @@
+"""Everything the cache refuses, as a tree of types; each error carries the numbers it was refused for.
+
+::
+
+    RadixKVError
+    ├── TokenError            tokens that are not one-dimensional int32
+    ├── CountError            a count that is negative, or not an integer
+    ├── NamespaceError        a namespace that is not bytes
+    ├── OutOfBlocksError      not now: fewer blocks are free or evictable than are needed
+    ├── RequestTooLargeError  never: more blocks than the pool has
+    ├── RecycleError          block ids that were not allocated; the others were recycled
+    └── LeaseError            a lease that was released, is of an older epoch, or has too little room
+
+After any of them, except RecycleError as it says, the cache is as it was before the call.
+A broken invariant is not in this tree: it is an AssertionError, and a bug of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class RadixKVError(Exception):
+    """Base of everything that radixkv raises on purpose."""
+
+
+class TokenError(RadixKVError, ValueError):
+    """Tokens are not a one-dimensional sequence of int32."""
+
+
+class CountError(RadixKVError, ValueError):
+    """A number of blocks or tokens is out of range."""
+
+
+class NamespaceError(RadixKVError, ValueError):
+    """A namespace is not bytes, or its fields cannot be encoded."""
+
+
+class OutOfBlocksError(RadixKVError):
+    """More blocks are needed than are free or evictable now; nothing was changed."""
+
+    def __init__(self, needed: int, available: int) -> None:
+        super().__init__(f"needs {needed} blocks, but only {available} are free or evictable")
+        self.needed = needed
+        self.available = available
+
+
+class RequestTooLargeError(RadixKVError):
+    """A request needs more blocks than the whole pool has: it can never be admitted."""
+
+    def __init__(self, num_tokens: int, needed: int, num_blocks: int) -> None:
+        super().__init__(f"{num_tokens} tokens need {needed} blocks, but the pool has {num_blocks}")
+        self.num_tokens = num_tokens
+        self.needed = needed
+        self.num_blocks = num_blocks
+
+
+class RecycleError(RadixKVError):
+    """Some ids were not allocated (or came twice): they are refused, the others are recycled."""
+
+    def __init__(self, refused: Sequence[int], recycled: int) -> None:
+        super().__init__(
+            f"refused block ids {list(refused)}: not allocated, out of range or repeated; "
+            f"the other {recycled} were recycled"
+        )
+        self.refused = tuple(refused)
+        self.recycled = recycled
+
+
+class LeaseError(RadixKVError):
+    """A lease cannot be used in this way; nothing was changed."""

@@ -1,0 +1,430 @@
+"""The cache manager: leases over a block pool and a radix tree. No I/O, no clock, no JAX."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NewType, TypeAlias
+
+import numpy as np
+
+from .block_pool import BlockPool
+from .block_tables import BlockTables
+from .errors import LeaseError, NamespaceError, OutOfBlocksError, RequestTooLargeError
+from .radix_tree import Node, RadixTree, Walk
+from .tokens import Int32Array, Tokens, as_count, as_tokens
+
+Epoch = NewType("Epoch", int)
+
+NextBlock: TypeAlias = tuple[Node, bytes]
+"""Identifies a block that is not published: the node it would follow, and its tokens."""
+
+
+class Match:
+    """What of some tokens is published: the result of `CacheManager.match`. It holds no blocks.
+
+    Attributes:
+        num_blocks: the whole blocks that can be shared.
+        num_tokens: the tokens in them.
+        next_block: identifies the first block that is not published; None if fewer than a block's
+            tokens follow. Equal to `CacheManager.next_block` of a lease that is computing it.
+    """
+
+    __slots__ = ("_length", "_namespace", "_tokens", "_version", "_walk", "next_block", "num_blocks", "num_tokens")
+
+    def __init__(
+        self, tokens: bytes, length: int, namespace: bytes, walk: Walk | None, version: int, block_size: int
+    ) -> None:
+        self._tokens = tokens
+        self._length = length
+        self._namespace = namespace
+        self._walk = walk
+        self._version = version
+        num_bytes = walk.num_bytes if walk is not None else 0
+        self.num_tokens = num_bytes // 4
+        self.num_blocks = self.num_tokens // block_size
+        self.next_block: NextBlock | None = None
+        if walk is not None and walk.inside is None and num_bytes < len(tokens):
+            self.next_block = (walk.node, tokens[num_bytes : num_bytes + block_size * 4])
+
+
+class Lease:
+    """The blocks of one request, its only hold on the cache, until it is released.
+
+    ::
+
+        block_table  | hit at admission | published since | private |
+                     0          num_hit_blocks   num_shared_blocks   num_blocks
+
+    The first `num_shared_blocks` are pinned in the tree and immutable; the rest are its own.
+    """
+
+    __slots__ = ("_tables", "epoch", "node", "num_hit_blocks", "num_shared_blocks", "row")
+
+    def __init__(self, tables: BlockTables, row: int, epoch: Epoch, node: Node, num_hit_blocks: int) -> None:
+        self._tables = tables
+        self.row = row
+        self.epoch = epoch
+        self.node = node
+        self.num_hit_blocks = num_hit_blocks
+        self.num_shared_blocks = num_hit_blocks
+
+    @property
+    def num_blocks(self) -> int:
+        """The blocks it holds."""
+        return int(self._tables.num_blocks[self.row])
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens it has asked room for."""
+        return int(self._tables.num_tokens[self.row])
+
+    @property
+    def block_table(self) -> Int32Array:
+        """Its block ids in order, a read-only int32 view: read it anew after each call."""
+        view = self._tables.ids[self.row, : self.num_blocks]
+        view.flags.writeable = False
+        return view
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """Counts of blocks now, and of events since the manager was made.
+
+    `num_blocks = free_blocks + cached_blocks + private_blocks`, and idle blocks are those of the
+    cached that no lease uses. Events: `hit_blocks` and `admitted` at admission, `evicted_blocks`,
+    and `duplicate_blocks` that two requests computed and one gave back.
+    """
+
+    num_blocks: int
+    free_blocks: int
+    cached_blocks: int
+    idle_blocks: int
+    private_blocks: int
+    live_leases: int
+    admitted: int
+    hit_blocks: int
+    evicted_blocks: int
+    duplicate_blocks: int
+
+
+class CacheManager:
+    """Paged KV cache bookkeeping with prefix sharing, for the device tier.
+
+    A request's life: `match` what is published, `admit` it (pins the hit and reserves the rest),
+    `publish` what has been computed, `extend` it while it decodes, `release`. Every call does all
+    of its work or, with an error, none. One thread at a time.
+
+    Example:
+        >>> manager = CacheManager(num_blocks=8, block_size=2)
+        >>> lease = manager.admit(manager.match([1, 2, 3, 4, 5]))
+        >>> manager.publish(lease, [1, 2, 3, 4, 5])
+        >>> manager.release(lease)
+        >>> manager.match([1, 2, 3, 4, 9]).num_tokens
+        4
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        """Make a manager with all of its blocks free.
+
+        Args:
+            num_blocks: usable blocks, with ids ``1 .. num_blocks``; id 0 is the padding sink.
+            block_size: tokens per block.
+
+        Raises:
+            CountError: if either is less than 1.
+        """
+        self.num_blocks = as_count("num_blocks", num_blocks, minimum=1)
+        self.block_size = as_count("block_size", block_size, minimum=1)
+        self.epoch = Epoch(0)
+        self.tables = BlockTables()
+        self._pool = BlockPool(num_blocks)
+        self._tree = RadixTree(block_size)
+        self._leases: dict[int, Lease] = {}
+        self._admitted = self._hit_blocks = self._evicted_blocks = self._duplicate_blocks = 0
+
+    @property
+    def available(self) -> int:
+        """How many blocks are free or can be evicted now."""
+        return self._pool.num_free + self._tree.num_idle
+
+    def available_after(self, match: Match) -> int:
+        """How many blocks would be free or evictable once a match is pinned. Changes nothing."""
+        if match._version != self._tree.version:
+            match = self._match(match._tokens, match._length, match._namespace)
+        pinned = self._tree.idle_blocks_on(match._walk) if match._walk is not None else 0
+        return self.available - pinned
+
+    # A request's life
+
+    def match(self, tokens: Tokens, namespace: bytes = b"") -> Match:
+        """Find the longest published prefix of tokens, in whole blocks. Changes nothing.
+
+        Raises:
+            TokenError, NamespaceError: for arguments of the wrong kind.
+        """
+        tokens = as_tokens(tokens)
+        if not isinstance(namespace, bytes):
+            raise NamespaceError(f"namespace must be bytes, got {namespace!r}")
+        length = len(tokens)
+        whole = tokens[: length - length % self.block_size].tobytes()
+        return self._match(whole, length, namespace)
+
+    def _match(self, whole: bytes, length: int, namespace: bytes) -> Match:
+        root = self._tree.roots.get(namespace)
+        walk = self._tree.walk(root, whole) if root is not None else None
+        return Match(whole, length, namespace, walk, self._tree.version, self.block_size)
+
+    def admit(self, match: Match) -> Lease:
+        """Pin what was matched and reserve a block for every other token of the match.
+
+        The hit may be all of the tokens. Compute then from the last token on, for its logits, and
+        write no KV below the hit: those blocks are shared.
+
+        Raises:
+            RequestTooLargeError: if the tokens need more blocks than the pool has.
+            OutOfBlocksError: if too few blocks are free or evictable now.
+        """
+        tree = self._tree
+        if match._version != tree.version:
+            match = self._match(match._tokens, match._length, match._namespace)
+        num_blocks = -(-match._length // self.block_size)
+        needed = num_blocks - match.num_blocks
+        walk = match._walk
+        if needed > self._pool.num_free:
+            if num_blocks > self.num_blocks:
+                raise RequestTooLargeError(match._length, num_blocks, self.num_blocks)
+            pinned = tree.idle_blocks_on(walk) if walk is not None else 0
+            if needed > self.available - pinned:
+                raise OutOfBlocksError(needed, self.available - pinned)
+        if walk is None:
+            walk = Walk(tree.root(match._namespace), 0, None, 0)
+        node = tree.pin(walk)
+        tables = self.tables
+        row = tables.take_row()
+        tables.widen(num_blocks)
+        ids = tables.ids[row]
+        if match.num_blocks:
+            ids[: match.num_blocks] = np.frombuffer(
+                tree.path_blocks(Walk(node, 0, None, 0)), np.int32
+            )
+        ids[match.num_blocks : num_blocks] = self._take(needed)
+        tables.num_blocks[row] = num_blocks
+        tables.num_tokens[row] = match._length
+        lease = self._leases[row] = Lease(tables, row, self.epoch, node, match.num_blocks)
+        self._admitted += 1
+        self._hit_blocks += match.num_blocks
+        return lease
+
+    def extend(self, lease: Lease, num_tokens: int) -> None:
+        """Make room for num_tokens more tokens of a lease.
+
+        Raises:
+            CountError, LeaseError: for a negative count, or a lease that is not live.
+            OutOfBlocksError: if too few blocks are free or evictable now.
+        """
+        as_count("num_tokens", num_tokens)
+        self._require_live(lease)
+        tables, row = self.tables, lease.row
+        total = lease.num_tokens + num_tokens
+        held = lease.num_blocks
+        needed = -(-total // self.block_size) - held
+        if needed > 0:
+            self._require_available(needed)
+            tables.widen(held + needed)
+            tables.ids[row, held : held + needed] = self._take(needed)
+            tables.num_blocks[row] = held + needed
+        tables.num_tokens[row] = total
+
+    def extend_batch(self, rows: Int32Array) -> None:
+        """Make room for one more token of every lease in rows, all of them or none.
+
+        Args:
+            rows: int32 ``[batch]``, distinct `Lease.row` values.
+
+        Raises:
+            LeaseError: if a row is not that of a live lease, or comes twice.
+            OutOfBlocksError: if too few blocks are free or evictable now.
+        """
+        tables = self.tables
+        if not tables.rows_are_live(rows):
+            raise LeaseError(f"rows {np.asarray(rows).tolist()} are not all rows of live leases")
+        num_tokens = tables.num_tokens[rows] + 1
+        held = tables.num_blocks[rows]
+        crosses = num_tokens > held * self.block_size
+        crossing = rows[crosses]
+        if len(set(rows.tolist())) != len(rows):
+            raise LeaseError(f"rows {rows.tolist()} name a lease twice")
+        if len(crossing):
+            self._require_available(len(crossing))
+            columns = held[crosses]
+            tables.widen(int(columns.max()) + 1)
+            tables.ids[crossing, columns] = self._take(len(crossing))
+            tables.num_blocks[crossing] = columns + 1
+        tables.num_tokens[rows] = num_tokens
+
+    def publish(self, lease: Lease, tokens: Tokens) -> None:
+        """Let others share the whole blocks of a lease that have been computed.
+
+        Where another request has published the same block first, that one stays: this lease's copy
+        is recycled and its block table repointed. So call it when no running step reads the table.
+
+        Args:
+            lease: the lease that computed them.
+            tokens: every token whose KV is written, from the first of the sequence on; may be
+                fewer than before, which does nothing.
+
+        Raises:
+            TokenError: for tokens that are not int32.
+            LeaseError: if the lease is not live or has no room for so many tokens.
+        """
+        tokens = as_tokens(tokens)
+        self._require_live(lease)
+        if len(tokens) > lease.num_tokens:
+            raise LeaseError(
+                f"{len(tokens)} tokens published on a lease with room for {lease.num_tokens}"
+            )
+        first, last = lease.num_shared_blocks, len(tokens) // self.block_size
+        if last <= first:
+            return
+        tree, block_size = self._tree, self.block_size
+        ids = self.tables.ids[lease.row]
+        run = tokens[first * block_size : last * block_size].tobytes()
+        walk = tree.walk(lease.node, run)
+        if walk.num_bytes:
+            published = first + walk.num_bytes // (block_size * 4)
+            above = lease.node
+            lease.node = tree.pin(walk, above)
+            copies = ids[first:published].copy()
+            theirs = tree.path_blocks(Walk(lease.node, 0, None, 0))
+            ids[first:published] = np.frombuffer(theirs, np.int32)[first:published]
+            self._pool.recycle(copies)
+            self._duplicate_blocks += published - first
+            run = run[walk.num_bytes :]
+            first = published
+        if run:
+            lease.node = tree.append(lease.node, run, ids[first:last].tobytes())
+        lease.num_shared_blocks = last
+
+    def next_block(self, lease: Lease, tokens: Tokens) -> NextBlock | None:
+        """Identify the first block that a lease has yet to publish, if tokens fill it.
+
+        Whoever waits for the same block (`Match.next_block` is equal) need not compute it too.
+        """
+        self._require_live(lease)
+        first = lease.num_shared_blocks * self.block_size
+        block = as_tokens(tokens)[first : first + self.block_size]
+        return (lease.node, block.tobytes()) if len(block) == self.block_size else None
+
+    def release(self, lease: Lease) -> None:
+        """End a lease: its private blocks are free, its published ones evictable when unused.
+
+        A lease of an older epoch ended with `reset`: releasing it changes nothing.
+
+        Raises:
+            LeaseError: if the lease was released before.
+        """
+        if lease.epoch != self.epoch:
+            return
+        self._require_live(lease)
+        row = lease.row
+        private = self.tables.ids[row, lease.num_shared_blocks : lease.num_blocks].copy()
+        self._tree.unpin(lease.node)
+        self._pool.recycle(private)
+        self.tables.give_row(row)
+        del self._leases[row]
+        lease.row = -1
+
+    # The cache as a whole
+
+    def evict(self, num_blocks: int) -> int:
+        """Free up to num_blocks of the least recently used idle blocks; return how many.
+
+        Raises:
+            CountError: if num_blocks is negative.
+        """
+        victims = self._tree.evict(as_count("num_blocks", num_blocks))
+        self._pool.recycle(victims)
+        self._evicted_blocks += len(victims)
+        return len(victims)
+
+    def reset(self) -> Epoch:
+        """Forget everything (the weights have changed): every lease ends, every block is free."""
+        self.epoch = Epoch(self.epoch + 1)
+        self._tree = RadixTree(self.block_size)
+        self._pool.reset()
+        self.tables = BlockTables()
+        self._leases.clear()
+        return self.epoch
+
+    def stats(self) -> CacheStats:
+        """Return the counts; O(1)."""
+        free, cached = self._pool.num_free, self._tree.num_cached
+        return CacheStats(
+            num_blocks=self.num_blocks,
+            free_blocks=free,
+            cached_blocks=cached,
+            idle_blocks=self._tree.num_idle,
+            private_blocks=self.num_blocks - free - cached,
+            live_leases=len(self._leases),
+            admitted=self._admitted,
+            hit_blocks=self._hit_blocks,
+            evicted_blocks=self._evicted_blocks,
+            duplicate_blocks=self._duplicate_blocks,
+        )
+
+    def check(self) -> None:
+        """Assert every invariant of the cache; costs a walk over all of it."""
+        self._pool.check()
+        self._tree.check()
+        self.tables.check()
+        assert sorted(self._leases) == np.flatnonzero(self.tables.live).tolist(), (
+            "leases and live rows disagree"
+        )
+        nodes = list(self._tree.nodes())
+        uses = {id(node): 0 for node in [*nodes, *self._tree.roots.values()]}
+        private: list[int] = []
+        for lease in self._leases.values():
+            private += self._check_lease(lease, uses)
+        # A node's users are the leases with the node on their path, no more and no fewer.
+        for node in [*nodes, *self._tree.roots.values()]:
+            assert node.refs == uses[id(node)], f"{node.refs} refs, but {uses[id(node)]} users"
+        # Every block is free, in the tree, or private to a lease: exactly one of them.
+        cached = [b for node in nodes for b in np.frombuffer(node.device_blocks, np.int32).tolist()]
+        owned = self._pool.free_ids().tolist() + cached + private
+        assert sorted(owned) == list(range(1, self.num_blocks + 1)), (
+            f"{len(owned)} blocks are owned, {len(set(owned))} of them distinct, "
+            f"but there are {self.num_blocks}"
+        )
+
+    def _check_lease(self, lease: Lease, uses: dict[int, int]) -> list[int]:
+        assert lease.epoch == self.epoch, "a live lease is of an older epoch"
+        # Its blocks suffice for its tokens, and are no more than those need.
+        assert lease.num_blocks == -(-lease.num_tokens // self.block_size), "wrong table length"
+        # The shared part is the path of its node, block for block.
+        shared = self._tree.path_blocks(Walk(lease.node, 0, None, 0))
+        table = lease.block_table
+        assert table[: lease.num_shared_blocks].tobytes() == shared, "shared blocks are not the path"
+        node: Node | None = lease.node
+        while node is not None:
+            uses[id(node)] += 1
+            node = node.parent
+        return [int(block) for block in table[lease.num_shared_blocks :]]
+
+    # Shared steps
+
+    def _require_live(self, lease: Lease) -> None:
+        if lease.epoch != self.epoch:
+            raise LeaseError(f"the lease is of epoch {lease.epoch}, the cache of {self.epoch}")
+        if self._leases.get(lease.row) is not lease:
+            raise LeaseError("the lease was released, or is of another manager")
+
+    def _require_available(self, needed: int) -> None:
+        if needed > self.available:
+            raise OutOfBlocksError(needed, self.available)
+
+    def _take(self, num_blocks: int) -> Int32Array:
+        """Allocate blocks that are known to be available, evicting exactly what is short."""
+        short = num_blocks - self._pool.num_free
+        if short > 0:
+            self.evict(short)
+        return self._pool.allocate(num_blocks)

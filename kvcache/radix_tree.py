@@ -1,0 +1,372 @@
+"""The prefix cache: a path-compressed radix tree of blocks, evicted in exact leaf-LRU order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from .tokens import Int32Array
+
+_ITEM: Final = 4  # bytes of an int32 token or block id
+_DEAD: Final = -1  # Node.refs of an evicted node, unlike that of any live one
+
+
+class Node:
+    """A run of consecutive blocks on one path, all with the same users and the same last use.
+
+    Token and block ids are kept as bytes of int32: they compare with one memcmp, and a path joins
+    without an object per block. The node is one residency: `device_blocks` are its blocks in the
+    device tier.
+
+    Attributes:
+        parent: the node before; None for a root.
+        key: the tokens of the first block, under which the parent has it; a root's namespace.
+        tokens: the tokens of the run.
+        device_blocks: the block ids of the run, in order.
+        children: the nodes that continue the run, by key.
+        refs: how many leases have the node on their path.
+        last_use: the tick at which the last of them left.
+        colder, warmer: neighbours in the idle list.
+    """
+
+    __slots__ = (
+        "children",
+        "colder",
+        "device_blocks",
+        "key",
+        "last_use",
+        "parent",
+        "refs",
+        "tokens",
+        "warmer",
+    )
+
+    def __init__(
+        self, parent: Node | None, key: bytes, tokens: bytes | bytearray, device_blocks: bytes
+    ) -> None:
+        self.parent = parent
+        self.key = key
+        self.tokens = tokens
+        self.device_blocks = device_blocks
+        self.children: dict[bytes, Node] = {}
+        self.refs = 0
+        self.last_use = 0
+        self.colder: Node | None = None
+        self.warmer: Node | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        """The length of the run in blocks."""
+        return len(self.device_blocks) // _ITEM
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the node was evicted."""
+        return self.refs == _DEAD
+
+
+class Walk:
+    """Where a walk along tokens ended: after `node`, and `inside_blocks` further into `inside`.
+
+    Attributes:
+        node: the last node that matched whole.
+        num_bytes: token bytes matched, `inside` included.
+        inside: the child that matched in part, or None.
+        inside_blocks: how many of its blocks matched; 0 if `inside` is None.
+    """
+
+    __slots__ = ("inside", "inside_blocks", "node", "num_bytes")
+
+    def __init__(self, node: Node, num_bytes: int, inside: Node | None, inside_blocks: int) -> None:
+        self.node = node
+        self.num_bytes = num_bytes
+        self.inside = inside
+        self.inside_blocks = inside_blocks
+
+
+class RadixTree:
+    """Published blocks by the tokens that lead to them.
+
+    ::
+
+        root --[blocks 4 9 2]--+--[blocks 7 1]      a node is a run; children differ in their
+                               +--[blocks 5]        first block; a root per namespace
+
+    **The idle list** holds every node without users, coldest first. When a lease leaves a path,
+    its nodes are appended from the tail up, so a child always stands before its parent: the head
+    of the list is the least recently used *leaf*, with no heap and no search. A run is trimmed
+    from its tail, so the victims are those of a block-by-block leaf LRU.
+
+    Source: the order is that of vLLM's free queue (tail first), carried over to a tree of runs.
+
+    Attributes:
+        version: grows whenever a walk could end differently than before.
+        clock: ticks once per release; the logical time of `Node.last_use`.
+        num_cached: blocks in the tree.
+        num_idle: blocks of it that no lease uses: all of them can be evicted.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_bytes = block_size * _ITEM
+        self._idle = Node(None, b"", b"", b"")  # sentinel: .warmer is the coldest, .colder the warmest
+        self._idle.warmer = self._idle.colder = self._idle
+        self.roots: dict[bytes, Node] = {}
+        self.version = 0
+        self.clock = 0
+        self.num_cached = 0
+        self.num_idle = 0
+
+    # Reading
+
+    def walk(self, node: Node, tokens: bytes) -> Walk:
+        """Follow tokens (whole blocks) down from node as far as they are published."""
+        block_bytes = self._block_bytes
+        position, end = 0, len(tokens)
+        while position < end:
+            child = node.children.get(tokens[position : position + block_bytes])
+            if child is None:
+                break
+            if not tokens.startswith(child.tokens, position):
+                inside_blocks = self._common_blocks(tokens, position, child.tokens)
+                return Walk(node, position + inside_blocks * block_bytes, child, inside_blocks)
+            position += len(child.tokens)
+            node = child
+        return Walk(node, position, None, 0)
+
+    def _common_blocks(self, tokens: bytes, position: int, run: bytes | bytearray) -> int:
+        # The first block is known to be equal (it was the key), the whole run is known not to be.
+        num_items = min(len(tokens) - position, len(run)) // _ITEM
+        mine = np.frombuffer(tokens, np.int32, num_items, position)
+        differs = mine != np.frombuffer(run, np.int32, num_items)
+        first = int(differs.argmax())
+        return (first if differs[first] else num_items) * _ITEM // self._block_bytes
+
+    def path_blocks(self, walk: Walk) -> bytes:
+        """Return the ids of the matched blocks in order, as bytes of int32."""
+        runs = []
+        if walk.inside is not None:
+            runs.append(walk.inside.device_blocks[: walk.inside_blocks * _ITEM])
+        node = walk.node
+        while node.parent is not None:
+            runs.append(node.device_blocks)
+            node = node.parent
+        runs.reverse()
+        return b"".join(runs)
+
+    def idle_blocks_on(self, walk: Walk) -> int:
+        """Count the matched blocks that no lease uses: pinning takes them from the evictable."""
+        idle = walk.inside_blocks if walk.inside is not None and walk.inside.refs == 0 else 0
+        node = walk.node
+        while node.refs == 0 and node.parent is not None:  # users of a node use its parents too
+            idle += node.num_blocks
+            node = node.parent
+        return idle
+
+    # Pins
+
+    def root(self, namespace: bytes) -> Node:
+        """Return the root of a namespace, made if it is new."""
+        root = self.roots.get(namespace)
+        if root is None:
+            root = self.roots[namespace] = Node(None, namespace, b"", b"")
+            self.version += 1
+        return root
+
+    def pin(self, walk: Walk, above: Node | None = None) -> Node:
+        """Pin all that a walk matched and return its last node, split off where it ends inside.
+
+        Args:
+            walk: the result of `walk`, with no change to the tree since.
+            above: pin only the nodes below this one, which is pinned already; None for all.
+        """
+        last = walk.node if walk.inside is None else self._split(walk.inside, walk.inside_blocks)
+        node: Node | None = last
+        while node is not above:
+            assert node is not None, "pinned to a node that is not on the path"
+            if node.refs == 0 and node.parent is not None:
+                self._unlink(node)
+                self.num_idle -= node.num_blocks
+            node.refs += 1
+            node = node.parent
+        return last
+
+    def unpin(self, node: Node) -> None:
+        """End one use of the path to node: what nobody else uses becomes evictable, tail first."""
+        self.clock += 1
+        place: Node | None = node
+        while place is not None:
+            place.refs -= 1
+            assert place.refs >= 0, "a node was unpinned more often than pinned"
+            if place.refs == 0:
+                if place.parent is None:
+                    self._drop_empty(place)
+                else:
+                    place.last_use = self.clock
+                    self._link_before(self._idle, place)
+                    self.num_idle += place.num_blocks
+            place = place.parent
+
+    # Changes
+
+    def append(self, node: Node, tokens: bytes, device_blocks: bytes) -> Node:
+        """Publish a run of blocks after node, pinned by the one lease that computed them.
+
+        Args:
+            node: the last node of that lease; no child of it begins with the same block.
+            tokens, device_blocks: the run, as bytes of int32.
+
+        Returns:
+            The lease's last node now: the same one, grown, if nobody else uses it.
+        """
+        self.version += 1
+        self.num_cached += len(device_blocks) // _ITEM
+        if node.refs == 1 and not node.children and node.parent is not None:
+            if isinstance(node.tokens, bytes):
+                node.tokens = bytearray(node.tokens)  # grows in place from here on
+            node.tokens += tokens
+            node.device_blocks += device_blocks
+            return node
+        key = tokens[: self._block_bytes]
+        assert key not in node.children, "a block is published twice under one parent"
+        child = Node(node, key, tokens, device_blocks)
+        child.refs = 1
+        node.children[key] = child
+        return child
+
+    def _split(self, lower: Node, num_blocks: int) -> Node:
+        """Cut a run in two and return the upper part; the lower keeps its identity and its age."""
+        self.version += 1
+        cut = num_blocks * self._block_bytes
+        upper = Node(
+            lower.parent, lower.key, lower.tokens[:cut], lower.device_blocks[: num_blocks * _ITEM]
+        )
+        upper.refs = lower.refs
+        upper.last_use = lower.last_use
+        assert lower.parent is not None, "a root cannot be split"
+        lower.parent.children[lower.key] = upper
+        lower.parent = upper
+        lower.tokens = lower.tokens[cut:]
+        lower.device_blocks = lower.device_blocks[num_blocks * _ITEM :]
+        lower.key = bytes(lower.tokens[: self._block_bytes])
+        upper.children[lower.key] = lower
+        if lower.refs == 0:
+            assert lower.warmer is not None, "an unused node is not in the idle list"
+            self._link_before(lower.warmer, upper)
+        return upper
+
+    def evict(self, num_blocks: int) -> Int32Array:
+        """Take the num_blocks least recently used leaf blocks (all idle ones, if fewer) out.
+
+        Returns:
+            Their ids, for one batched recycle. The cost is per run, whatever the tree holds.
+        """
+        short = num_blocks = min(num_blocks, self.num_idle)
+        if short <= 0:
+            return np.empty(0, np.int32)
+        self.version += 1
+        self.num_idle -= num_blocks
+        self.num_cached -= num_blocks
+        victims: list[bytes] = []
+        short *= _ITEM
+        node = self._idle.warmer
+        while short > 0:
+            assert node is not None, "the idle list is shorter than its count"
+            run = node.device_blocks
+            if len(run) > short:
+                self._trim(node, short)
+                victims.append(run[-short:])
+                break
+            victims.append(run)
+            short -= len(run)
+            parent = node.parent
+            assert parent is not None, "a root is in the idle list"
+            del parent.children[node.key]
+            if parent.parent is None and not parent.children:
+                self._drop_empty(parent)
+            # A dead node keeps nothing alive, and is unlike any live one.
+            node.refs = _DEAD
+            node.parent = node.colder = None
+            node.warmer, node = None, node.warmer
+        assert node is not None, "the idle list is not closed"
+        self._idle.warmer = node
+        node.colder = self._idle
+        return np.frombuffer(b"".join(victims), np.int32)
+
+    def _trim(self, node: Node, num_bytes: int) -> None:
+        node.device_blocks = node.device_blocks[:-num_bytes]
+        node.tokens = node.tokens[: node.num_blocks * self._block_bytes]
+
+    def _drop_empty(self, root: Node) -> None:
+        if root.refs == 0 and not root.children:
+            root.refs = _DEAD
+            del self.roots[root.key]
+            self.version += 1
+
+    def _link_before(self, warmer: Node, node: Node) -> None:
+        colder = warmer.colder
+        assert colder is not None, "the idle list is not closed"
+        node.colder, node.warmer = colder, warmer
+        colder.warmer = warmer.colder = node
+
+    def _unlink(self, node: Node) -> None:
+        colder, warmer = node.colder, node.warmer
+        assert colder is not None and warmer is not None, "an unused node is not in the idle list"
+        colder.warmer, warmer.colder = warmer, colder
+        node.colder = node.warmer = None
+
+    # Checks
+
+    def nodes(self) -> Iterator[Node]:
+        """Yield every node that is not a root, parents first."""
+        stack = [child for root in self.roots.values() for child in root.children.values()]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def idle_nodes(self) -> Iterator[Node]:
+        """Yield the nodes that no lease uses, coldest first."""
+        node = self._idle.warmer
+        while node is not None and node is not self._idle:
+            yield node
+            node = node.warmer
+
+    def check(self) -> None:
+        """Assert every invariant of the tree; costs a walk over all of it."""
+        nodes = list(self.nodes())
+        for root in self.roots.values():
+            assert root.refs > 0 or root.children, "an empty root was kept"
+        for node in nodes:
+            self._check_node(node)
+        idle = list(self.idle_nodes())
+        # The idle list holds the nodes without users, each once.
+        assert len(idle) == len(set(map(id, idle))), "a node is in the idle list twice"
+        assert {id(n) for n in idle} == {id(n) for n in nodes if n.refs == 0}, (
+            "the idle list is not the set of unused nodes"
+        )
+        # Its order is (last use, deeper first): a child stands before its parent.
+        place = {id(node): index for index, node in enumerate(idle)}
+        for colder, warmer in zip(idle, idle[1:], strict=False):
+            assert colder.warmer is warmer and warmer.colder is colder, "the idle list is torn"
+            assert colder.last_use <= warmer.last_use, "the idle list is not in order of last use"
+        for node in idle:
+            assert all(place[id(c)] < place[id(node)] for c in node.children.values()), (
+                "a parent would be evicted before its child"
+            )
+        # The counts are those of the nodes.
+        assert self.num_cached == sum(n.num_blocks for n in nodes), "num_cached is wrong"
+        assert self.num_idle == sum(n.num_blocks for n in idle), "num_idle is wrong"
+
+    def _check_node(self, node: Node) -> None:
+        # Links agree in both directions, and the key is the first block.
+        assert node.parent is not None and node.parent.children.get(node.key) is node, "bad parent"
+        assert node.key == bytes(node.tokens[: self._block_bytes]), "a key is not the first block"
+        # Whole blocks only, at least one.
+        assert len(node.tokens) == node.num_blocks * self._block_bytes > 0, "a run is not blocks"
+        # A lease that uses a node uses its parents too.
+        assert node.refs >= sum(c.refs for c in node.children.values()), "refs grow downwards"
+        assert node.parent.refs >= node.refs >= 0, "a parent has fewer users than its child"
+        # Whoever is not in the idle list has no links to it.
+        assert node.refs == 0 or (node.colder is None and node.warmer is None), "a pinned idle node"

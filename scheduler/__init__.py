@@ -1,0 +1,61 @@
+"""Requests, schedulers, the engine and trace replay.
+
+Names are imported when they are first used: the command line must start without JAX and numpy.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .engine import Engine, EngineStats
+    from .errors import ConfigError, RequestError, SchedulerError, StepOrderError
+    from .mixed import MixedScheduler
+    from .plan import Chunk, SchedulerStats, StepPlan
+    from .policy import Fcfs, Policy, Priority
+    from .request import Request, RequestStatus, SamplingParams
+
+_HOME = {
+    "Chunk": "plan",
+    "ConfigError": "errors",
+    "Engine": "engine",
+    "EngineStats": "engine",
+    "Fcfs": "policy",
+    "MixedScheduler": "mixed",
+    "Policy": "policy",
+    "Priority": "policy",
+    "Request": "request",
+    "RequestError": "errors",
+    "RequestStatus": "request",
+    "SamplingParams": "request",
+    "SchedulerError": "errors",
+    "SchedulerStats": "plan",
+    "StepOrderError": "errors",
+    "StepPlan": "plan",
+}
+
+__all__ = [
+    "Chunk",
+    "ConfigError",
+    "Engine",
+    "EngineStats",
+    "Fcfs",
+    "MixedScheduler",
+    "Policy",
+    "Priority",
+    "Request",
+    "RequestError",
+    "RequestStatus",
+    "SamplingParams",
+    "SchedulerError",
+    "SchedulerStats",
+    "StepOrderError",
+    "StepPlan",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOME:
+        return getattr(import_module(f".{_HOME[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,84 @@
+"""Cost of growing a running batch by one token.
+
+All prompts have one length, so all requests need a new block in the same step: the mean counts
+the allocations, the 99th percentile shows that step where `block_size` is below 100.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...kvcache import CacheManager
+from ...kvcache.tokens import Int32Array
+from .timing import Nanoseconds, clock_cost_ns, now_ns, quiet_heap, us_summary
+from .workload import TokenSupply
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBench:
+    """What one run of the benchmark measured."""
+
+    batch: int
+    prompt_tokens: int
+    block_size: int
+    spans_ns: Nanoseconds
+    """int64[steps]: CPU time of each step, the clock's own cost subtracted."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures: per request and step, and per step."""
+        percentile_us = np.percentile(self.spans_ns, [50, 99]) / 1000
+        return {
+            "batch": self.batch,
+            "steps": len(self.spans_ns),
+            "prompt_tokens": self.prompt_tokens,
+            "block_size": self.block_size,
+            "us_per_request": us_summary(self.spans_ns, per=self.batch),
+            "us_per_step": {
+                "mean": round(float(self.spans_ns.mean()) / 1000, 4),
+                "p50": round(float(percentile_us[0]), 4),
+                "p99": round(float(percentile_us[1]), 4),
+            },
+        }
+
+
+def bench_decode(*, batch: int, steps: int, prompt_tokens: int, block_size: int) -> DecodeBench:
+    """Admit `batch` different prompts, then grow all by one token, `steps` times.
+
+    The same is run once before, on a manager that is thrown away.
+
+    Args:
+        batch: Running requests.
+        steps: Tokens that each grows by.
+        prompt_tokens: Length of each prompt.
+        block_size: Tokens per block.
+    """
+    num_blocks = batch * -(-(prompt_tokens + steps) // block_size)
+    for _ in range(2):
+        manager = CacheManager(num_blocks, block_size)
+        rows = _admit_batch(manager, batch, prompt_tokens)
+        spans = _grow(manager, rows, steps)
+    return DecodeBench(
+        batch=batch,
+        prompt_tokens=prompt_tokens,
+        block_size=block_size,
+        spans_ns=np.array(spans, dtype=np.int64) - clock_cost_ns(),
+    )
+
+
+def _admit_batch(manager: CacheManager, batch: int, prompt_tokens: int) -> Int32Array:
+    supply = TokenSupply()
+    leases = [manager.admit(manager.match(supply.take(prompt_tokens))) for _ in range(batch)]
+    return np.array([lease.row for lease in leases], dtype=np.int32)
+
+
+def _grow(manager: CacheManager, rows: Int32Array, steps: int) -> list[int]:
+    spans = []
+    with quiet_heap():
+        for _ in range(steps):
+            start = now_ns()
+            manager.extend_batch(rows)
+            spans.append(now_ns() - start)
+    return spans

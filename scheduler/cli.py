@@ -1,0 +1,304 @@
+"""The `radixkv` command line: options here, work in `radixkv.scheduler.commands`.
+
+This module imports neither numpy nor JAX, so that `radixkv --help` is immediate: a command's own
+module is imported when it runs.
+
+Exit status: 0 done, 1 a check of the command failed, 2 bad usage or input (one line on stderr),
+130 interrupted, 141 the reader of stdout went away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from .commands.errors import BadInputError
+
+EXIT_OK = 0
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+LARGEST_INT32 = 2**31 - 1
+"""Block ids and token ids are int32, so no size can be larger."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: The arguments after the program's name; those of the process when None.
+
+    Returns:
+        The exit status, as listed in the module's docstring.
+    """
+    try:
+        arguments = build_parser().parse_args(argv)
+        status: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except SystemExit as stop:  # argparse has printed --help or --version
+        return EXIT_OK if stop.code is None else int(stop.code)
+    except KeyboardInterrupt:
+        return _fail("interrupted", EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        # Python flushes stdout once more when it ends: give that flush somewhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except Exception as error:
+        message = _explain(error)
+        if message is None:
+            raise  # a defect of radixkv: its traceback is the report
+        return _fail(message, EXIT_BAD_INPUT)
+    return status
+
+
+def _explain(error: Exception) -> str | None:
+    """Put an error that the user can act on in one line; None for any other."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, MemoryError):
+        return f"not enough memory on this machine: {error}"
+    if isinstance(error, BadInputError | OSError):
+        return _one_line(error)
+    from ..kvcache.errors import RadixKVError  # here, because --help must not load numpy
+
+    return _one_line(error) if isinstance(error, RadixKVError) else None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"radixkv: {message}", file=sys.stderr)
+    return status
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose complaint is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BadInputError(f"{message} (see `{self.prog} --help`)")
+
+
+class _VersionAction(argparse.Action):
+    """Print the installed version; reading the metadata is put off until it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"radixkv {version('radixkv')}")
+        except PackageNotFoundError:
+            print("radixkv (not installed: run from a source tree)")
+        parser.exit()
+
+
+def positive_int(text: str) -> int:
+    """Parse an option that must be between 1 and the largest int32."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
+    if value > LARGEST_INT32:
+        raise argparse.ArgumentTypeError(f"{value} is larger than {LARGEST_INT32}")
+    return value
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of every command; each sets `run(arguments) -> exit status`."""
+    parser = _Parser(prog="radixkv", description="A KV cache for LLM inference in JAX.")
+    parser.add_argument(
+        "--version", action=_VersionAction, nargs=0, help="print the version and exit"
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_replay(commands)
+    _add_hits(commands)
+    _add_generate(commands)
+    _add_bench(commands)
+    return parser
+
+
+_Commands = Any  # argparse's type for this is private, and generic only for type checkers
+
+
+def _add_replay(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "replay",
+        help="replay a request trace and check what the cache did",
+        description="Replay a request trace (Mooncake JSONL: timestamp, input_length, "
+        "output_length, hash_ids) and check the results. Exits with 1 if a check fails.",
+    )
+    parser.add_argument(
+        "trace", nargs="?", metavar="TRACE", help="a .jsonl trace (default: the packaged slice)"
+    )
+    _add_requests(parser)
+    parser.add_argument(
+        "--skip-malformed", action="store_true", help="count and leave out lines that do not parse"
+    )
+    parser.add_argument("--model", metavar="NAME", help="the model whose costs are simulated")
+    parser.add_argument("--gpu", metavar="NAME", help="the GPU whose costs are simulated")
+    parser.add_argument(
+        "--costs", metavar="FILE.json", help="figures that replace those of model and GPU"
+    )
+    parser.add_argument("--quiet", action="store_true", help="show no progress on stderr")
+    _add_json(parser)
+    parser.set_defaults(run=_run_replay)
+
+
+def _add_hits(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "hits",
+        help="count the prefix hits a cache of a given size has on a trace",
+        description="Count the prefix hits that a cache of N blocks (one block = one id of the "
+        "trace, 512 tokens) has on a trace, one request after the other.",
+    )
+    parser.add_argument("trace", metavar="TRACE", help="a .jsonl trace")
+    _add_size(parser, "--device-blocks", "size of the cache, in blocks of 512 tokens")
+    _add_requests(parser)
+    _add_json(parser)
+    parser.set_defaults(run=_run_hits)
+
+
+def _add_generate(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="complete prompts with a Hugging Face checkpoint",
+        description="Complete every prompt greedily, all submitted at once. A completion ends "
+        "after N tokens, or with the checkpoint's eos_token_id (kept in the output, as vLLM does) "
+        "unless --ignore-eos is given.",
+    )
+    parser.add_argument("model_dir", metavar="MODEL_DIR", help="a checkpoint's directory")
+    parser.add_argument(
+        "--prompts",
+        required=True,
+        metavar="FILE.json",
+        help="a list of prompts: lists of token ids, or strings if the checkpoint has a tokenizer",
+    )
+    _add_size(parser, "--max-new-tokens", "tokens to generate for each prompt, at most")
+    _add_size(parser, "--block-size", "tokens per block (default: %(default)s)", default=16)
+    _add_size(
+        parser,
+        "--device-blocks",
+        "blocks of KV cache (default: room for all prompts at once, within 4 GiB)",
+        required=False,
+    )
+    _add_size(parser, "--token-budget", "tokens per step (default: %(default)s)", default=512)
+    parser.add_argument(
+        "--no-prefix-cache", action="store_true", help="compute every prompt from its first token"
+    )
+    parser.add_argument(
+        "--ignore-eos", action="store_true", help="do not stop at the checkpoint's eos_token_id"
+    )
+    _add_json(parser)
+    parser.set_defaults(run=_run_generate)
+
+
+def _add_bench(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="measure the cost of the cache manager",
+        description="Measure the CPU time of the cache manager, on the thread that calls it.",
+    )
+    benches = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+
+    cache = benches.add_parser(
+        "cache",
+        help="whole life of a request, on a trace",
+        description="Match, admit, extend, publish and release each request of a trace, one after "
+        "the other; each id stands for 512 tokens of its own, output tokens are unique. The trace "
+        "runs three times on equal managers: to warm up, timed per request, timed per phase.",
+    )
+    cache.add_argument("trace", metavar="TRACE", help="a .jsonl trace")
+    _add_size(cache, "--block-size", "tokens per block")
+    _add_size(cache, "--device-tokens", "size of the cache in tokens (cut to whole blocks)")
+    _add_requests(cache)
+    _add_json(cache)
+    cache.set_defaults(run=_run_bench, benchmark="cache")
+
+    evict = benches.add_parser(
+        "evict",
+        help="one eviction in a full cache",
+        description="Fill a pool with published, unreferenced blocks and evict some in one call; "
+        "refill, and repeat.",
+    )
+    _add_size(evict, "--device-blocks", "size of the pool")
+    _add_size(evict, "--evict", "blocks to evict in one call")
+    _add_size(evict, "--chain", "blocks per leaf")
+    _add_size(evict, "--block-size", "tokens per block (default: %(default)s)", default=16)
+    _add_size(evict, "--calls", "timed calls (default: %(default)s)", default=9)
+    _add_json(evict)
+    evict.set_defaults(run=_run_bench, benchmark="evict")
+
+    decode = benches.add_parser(
+        "decode",
+        help="one more token for every running request",
+        description="Grow a batch of leases by one token a step, in one extend_batch call.",
+    )
+    _add_size(decode, "--batch", "running requests (default: %(default)s)", default=256)
+    _add_size(decode, "--steps", "tokens each request grows by")
+    _add_size(decode, "--prompt-tokens", "their prompts (default: %(default)s)", default=1024)
+    _add_size(decode, "--block-size", "tokens per block (default: %(default)s)", default=16)
+    _add_json(decode)
+    decode.set_defaults(run=_run_bench, benchmark="decode")
+
+
+def _add_size(
+    parser: argparse.ArgumentParser,
+    option: str,
+    help_text: str,
+    *,
+    default: int | None = None,
+    required: bool = True,
+) -> None:
+    parser.add_argument(
+        option,
+        type=positive_int,
+        metavar="N",
+        default=default,
+        required=required and default is None,
+        help=help_text,
+    )
+
+
+def _add_requests(parser: argparse.ArgumentParser) -> None:
+    _add_size(parser, "--requests", "use the first N requests of the trace only", required=False)
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the results as JSON; - puts only them on stdout"
+    )
+
+
+def _run_replay(arguments: argparse.Namespace) -> int:
+    from .commands.replay import run
+
+    return run(arguments)
+
+
+def _run_hits(arguments: argparse.Namespace) -> int:
+    from .commands.hits import run
+
+    return run(arguments)
+
+
+def _run_generate(arguments: argparse.Namespace) -> int:
+    from .commands.generate import run
+
+    return run(arguments)
+
+
+def _run_bench(arguments: argparse.Namespace) -> int:
+    from .commands.bench import run
+
+    return run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

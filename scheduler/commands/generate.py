@@ -1,0 +1,111 @@
+"""`radixkv generate`: complete prompts with a checkpoint, greedily, all at once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ..engine import Engine
+from ..models import ModelConfig, load_config, load_model, load_tokenizer
+from ..request import Request
+from .errors import BadInputError
+from .output import check_destination, emit, format_table
+from .prompts import read_prompts
+
+_MAX_RUNNING = 256
+_DEFAULT_CACHE_BYTES = 4 * 2**30
+_BYTES_PER_ELEMENT = 4  # the pools have the model's dtype, float32
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Generate, and print the new tokens of each prompt in the order of the file."""
+    check_destination(arguments.json)
+    model_dir = Path(arguments.model_dir)
+    config = load_config(model_dir)
+    prompts = read_prompts(
+        Path(arguments.prompts),
+        vocab_size=config.vocab_size,
+        encode=_make_encoder(model_dir),
+    )
+    new_tokens, block_size = arguments.max_new_tokens, arguments.block_size
+    _check_positions(prompts, new_tokens, config)
+    needed = [-(-(len(prompt) + new_tokens) // block_size) for prompt in prompts]
+    num_blocks = arguments.device_blocks or _default_blocks(needed, config, block_size)
+    _check_fit(prompts, new_tokens, needed, num_blocks, block_size)
+
+    engine = Engine(
+        load_model(model_dir),
+        block_size=block_size,
+        num_blocks=num_blocks,
+        token_budget=arguments.token_budget,
+        max_running=min(len(prompts), arguments.token_budget, _MAX_RUNNING),
+        max_model_len=max(map(len, prompts)) + new_tokens,
+        prefix_cache=not arguments.no_prefix_cache,
+    )
+    stop_token_ids = () if arguments.ignore_eos else config.eos_token_ids
+    requests = [
+        Request(str(index), prompt, new_tokens, stop_token_ids=stop_token_ids)
+        for index, prompt in enumerate(prompts)
+    ]
+    for request in requests:
+        engine.add_request(request)
+    engine.run()
+    outputs = [[int(token) for token in request.output_tokens] for request in requests]
+    results = {"outputs": outputs, "stats": asdict(engine.stats())}
+    emit(arguments.json, results, lambda: _describe(results))
+    return 0
+
+
+def _make_encoder(model_dir: Path) -> Callable[[str], list[int]]:
+    """Return what turns a string into token ids; the tokenizer is loaded at its first call."""
+    load = cache(load_tokenizer)
+
+    def encode(text: str) -> list[int]:
+        tokenizer = load(model_dir)
+        if tokenizer is None:
+            raise BadInputError(f"a prompt is a string, but {model_dir} has no tokenizer.json")
+        return list(tokenizer.encode(text).ids)
+
+    return encode
+
+
+def _check_positions(prompts: list[list[int]], new_tokens: int, config: ModelConfig) -> None:
+    for index, prompt in enumerate(prompts):
+        if len(prompt) + new_tokens > config.max_positions:
+            raise BadInputError(
+                f"prompt {index}: its {len(prompt)} tokens and {new_tokens} new ones are more "
+                f"than the {config.max_positions} positions of the model"
+            )
+
+
+def _default_blocks(needed: list[int], config: ModelConfig, block_size: int) -> int:
+    """Blocks for all prompts at once, within the default size; never too few for the longest."""
+    elements_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    bytes_per_block = elements_per_token * block_size * _BYTES_PER_ELEMENT
+    return max(min(sum(needed), _DEFAULT_CACHE_BYTES // bytes_per_block), max(needed))
+
+
+def _check_fit(
+    prompts: list[list[int]],
+    new_tokens: int,
+    needed: list[int],
+    num_blocks: int,
+    block_size: int,
+) -> None:
+    for index, (prompt, blocks) in enumerate(zip(prompts, needed, strict=True)):
+        if blocks > num_blocks:
+            raise BadInputError(
+                f"prompt {index}: its {len(prompt)} tokens and {new_tokens} new ones need "
+                f"{blocks} blocks of {block_size}, but the cache has {num_blocks}"
+            )
+
+
+def _describe(results: dict[str, Any]) -> str:
+    """One line of token ids per prompt, then the statistics."""
+    rows = [(name, str(value)) for name, value in results["stats"].items()]
+    return "\n".join([*map(json.dumps, results["outputs"]), "", format_table(rows)])

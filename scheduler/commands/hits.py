@@ -1,0 +1,29 @@
+"""`radixkv hits`: the prefix hits of a trace in a cache of a given size."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..replay.hits import count_hits
+from ..replay.trace import read_trace
+from .output import check_destination, emit
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Count the hits and print them."""
+    check_destination(arguments.json)
+    trace = read_trace(Path(arguments.trace), limit=arguments.requests)
+    results = asdict(count_hits(trace, arguments.device_blocks))
+    emit(arguments.json, results, lambda: _describe(results))
+    return 0
+
+
+def _describe(results: dict[str, Any]) -> str:
+    return (
+        f"{results['requests']:,} requests, {results['blocks']:,} blocks of 512 tokens: "
+        f"{results['hit_blocks']:,} hit ({results['hit_rate']:.2%}), "
+        f"{results['evicted_blocks']:,} evicted"
+    )

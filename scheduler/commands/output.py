@@ -1,0 +1,56 @@
+"""Where a command's results and its progress go."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .errors import BadInputError
+
+
+def check_destination(json_path: str | None) -> None:
+    """Refuse a `--json FILE` that cannot be written, before the work is done.
+
+    Raises:
+        BadInputError: The path is a directory, or its directory does not exist.
+    """
+    if json_path in (None, "-"):
+        return
+    path = Path(str(json_path))
+    if path.is_dir():
+        raise BadInputError(f"--json {path}: is a directory")
+    if not path.parent.is_dir():
+        raise BadInputError(f"--json {path}: there is no directory {path.parent}")
+
+
+def emit(json_path: str | None, results: Mapping[str, Any], text: Callable[[], str]) -> None:
+    """Write results where `--json` says.
+
+    Args:
+        json_path: None: text on stdout; `-`: JSON on stdout; else text on stdout, JSON in the file.
+        results: What JSON shall hold; NaN and infinity are refused, since JSON has neither.
+        text: Makes the text for people; called only where it is shown.
+    """
+    if json_path != "-":
+        print(text())
+    if json_path is not None:
+        document = json.dumps(results, indent=2, allow_nan=False)
+        if json_path == "-":
+            print(document)
+        else:
+            Path(json_path).write_text(document + "\n", encoding="utf-8")
+
+
+def format_table(rows: Iterable[tuple[str, ...]]) -> str:
+    """Align rows of cells: the first column to the left, the others to the right."""
+    table = list(rows)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in table
+    )

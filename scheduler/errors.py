@@ -1,0 +1,32 @@
+"""What the scheduler and the engine refuse.
+
+::
+
+    RadixKVError
+    └── SchedulerError
+        ├── RequestError        a request that is malformed, or a twin of a live one
+        ├── ConfigError         sizes that cannot work together
+        └── StepOrderError      schedule and update called out of turn
+
+A request that could never fit gets `radixkv.kvcache.RequestTooLargeError`.
+"""
+
+from __future__ import annotations
+
+from ..kvcache import RadixKVError
+
+
+class SchedulerError(RadixKVError):
+    """Base of what the scheduler and the engine refuse."""
+
+
+class RequestError(SchedulerError, ValueError):
+    """A request is malformed, or has the id of a live one."""
+
+
+class ConfigError(SchedulerError, ValueError):
+    """Sizes cannot work together."""
+
+
+class StepOrderError(SchedulerError):
+    """`schedule` and `update` were called out of turn."""

@@ -1,0 +1,45 @@
+"""Llama and Qwen3 over a paged KV cache, loaded from a Hugging Face directory.
+
+The model code is small enough to copy: `transformer.py` is plain functions over arrays and the
+kernels of `radixkv.kernels`; `checkpoint.py` fills its parameters; `tiny.py` makes a checkpoint
+for tests without a download.
+"""
+
+from .checkpoint import Model, load_model, load_tokenizer
+from .config import ModelConfig, load_config
+from .errors import (
+    CheckpointError,
+    CheckpointFileError,
+    MissingExtraError,
+    TensorDtypeError,
+    TensorMissingError,
+    TensorShapeError,
+    TensorUnexpectedError,
+    UnsupportedModelError,
+)
+from .rope import RopeConfig
+from .tiny import make_tiny_checkpoint
+from .transformer import Batch, LayerParams, Linear, Params, forward
+
+__all__ = [
+    "Batch",
+    "CheckpointError",
+    "CheckpointFileError",
+    "LayerParams",
+    "Linear",
+    "MissingExtraError",
+    "Model",
+    "ModelConfig",
+    "Params",
+    "RopeConfig",
+    "TensorDtypeError",
+    "TensorMissingError",
+    "TensorShapeError",
+    "TensorUnexpectedError",
+    "UnsupportedModelError",
+    "forward",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "make_tiny_checkpoint",
+]

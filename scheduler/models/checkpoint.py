@@ -1,0 +1,217 @@
+"""From a Hugging Face directory to parameters on the device: config.json, *.safetensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from safetensors import SafetensorError, safe_open
+
+from .config import ModelConfig, load_config
+from .errors import (
+    CheckpointFileError,
+    MissingExtraError,
+    TensorDtypeError,
+    TensorMissingError,
+    TensorShapeError,
+    TensorUnexpectedError,
+)
+from .transformer import LayerParams, Linear, Params
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A loaded model: what `forward` takes as its first two arguments."""
+
+    config: ModelConfig
+    params: Params
+
+
+def load_model(directory: str | Path, dtype: DTypeLike = jnp.float32) -> Model:
+    """Load a Llama or Qwen3 model from a Hugging Face directory.
+
+    Tensors are read one by one, converted to `dtype` on the host and put on the default device, so
+    that the host holds one tensor at a time.
+
+    Args:
+        directory: holds config.json and either model.safetensors or shards with
+            model.safetensors.index.json; float32, float16 or bfloat16.
+        dtype: of the parameters, and so of the computation.
+
+    Raises:
+        CheckpointError: see `radixkv.scheduler.models.errors` for the kinds. All names and shapes
+            are checked before the first tensor is read.
+    """
+    directory = Path(directory)
+    config = load_config(directory)
+    with ExitStack() as stack:
+        tensors = _open_tensors(directory, stack)
+        _check_tensors(directory, config, tensors)
+        return Model(config, _build_params(config, tensors, dtype))
+
+
+def load_tokenizer(directory: str | Path) -> Tokenizer | None:
+    """Load `tokenizer.json` of a Hugging Face directory, or None where there is no such file.
+
+    Raises:
+        MissingExtraError: the file is there, but the library `tokenizers` is not installed.
+        CheckpointFileError: the file is not a tokenizer.
+    """
+    path = Path(directory) / "tokenizer.json"
+    if not path.exists():
+        return None
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise MissingExtraError(path, "tokenizers", "text") from None
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for whatever it cannot parse
+        raise CheckpointFileError(path, f"not a tokenizer: {error}") from error
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that a checkpoint of this configuration holds, in order."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_width = config.num_heads * config.head_dim
+    kv_width = config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+
+    def add_linear(name: str, out_width: int, in_width: int, bias: bool) -> None:
+        shapes[f"{name}.weight"] = (out_width, in_width)
+        if bias:
+            shapes[f"{name}.bias"] = (out_width,)
+
+    for index in range(config.num_layers):
+        layer = f"model.layers.{index}"
+        shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
+        add_linear(f"{layer}.self_attn.q_proj", q_width, hidden, config.attention_bias)
+        add_linear(f"{layer}.self_attn.k_proj", kv_width, hidden, config.attention_bias)
+        add_linear(f"{layer}.self_attn.v_proj", kv_width, hidden, config.attention_bias)
+        add_linear(f"{layer}.self_attn.o_proj", hidden, q_width, config.attention_bias)
+        if config.qk_norm:
+            shapes[f"{layer}.self_attn.q_norm.weight"] = (config.head_dim,)
+            shapes[f"{layer}.self_attn.k_norm.weight"] = (config.head_dim,)
+        shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
+        add_linear(f"{layer}.mlp.gate_proj", inner, hidden, config.mlp_bias)
+        add_linear(f"{layer}.mlp.up_proj", inner, hidden, config.mlp_bias)
+        add_linear(f"{layer}.mlp.down_proj", hidden, inner, config.mlp_bias)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor that has not been read: its file, and the open handle on it."""
+
+    path: Path
+    name: str
+    file: Any  # safetensors' `safe_open` has no public type
+
+    def read(self, dtype: DTypeLike) -> jax.Array:
+        values: np.ndarray = self.file.get_tensor(self.name)
+        array: jax.Array = jax.device_put(values.astype(dtype))
+        return array
+
+
+def _open_tensors(directory: Path, stack: ExitStack) -> dict[str, _Tensor]:
+    """Open the single file or every shard; the handles live as long as `stack`."""
+    index_path = directory / _INDEX_FILE
+    if (directory / _SINGLE_FILE).exists():
+        paths = [directory / _SINGLE_FILE]
+    elif index_path.exists():
+        paths = [directory / name for name in _shard_names(index_path)]
+    else:
+        raise CheckpointFileError(directory, f"neither {_SINGLE_FILE} nor {_INDEX_FILE}")
+    tensors: dict[str, _Tensor] = {}
+    for path in paths:
+        try:
+            # "numpy" reads bfloat16 too, because importing jax registers that dtype with numpy.
+            file = stack.enter_context(safe_open(path, framework="numpy"))
+        except FileNotFoundError:
+            raise CheckpointFileError(
+                path, f"no such file, though {_INDEX_FILE} names it"
+            ) from None
+        except SafetensorError as error:
+            raise CheckpointFileError(path, f"not a safetensors file: {error}") from error
+        names = file.keys()  # the handle is no mapping: it cannot be iterated over itself
+        tensors.update({name: _Tensor(path, name, file) for name in names})
+    return tensors
+
+
+def _shard_names(index_path: Path) -> list[str]:
+    try:
+        return sorted(
+            set(json.loads(index_path.read_text(encoding="utf-8"))["weight_map"].values())
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointFileError(index_path, "not JSON with a 'weight_map'") from error
+
+
+def _check_tensors(directory: Path, config: ModelConfig, tensors: Mapping[str, _Tensor]) -> None:
+    expected = tensor_shapes(config)
+    for name, shape in expected.items():
+        if name not in tensors:
+            raise TensorMissingError(directory, name)
+        tensor = tensors[name]
+        header = tensor.file.get_slice(name)
+        if tuple(header.get_shape()) != shape:
+            raise TensorShapeError(tensor.path, name, header.get_shape(), shape)
+        if header.get_dtype() not in ("F32", "F16", "BF16"):
+            raise TensorDtypeError(tensor.path, name, header.get_dtype())
+    unexpected = [name for name in tensors if name not in expected and not _is_redundant(name)]
+    if unexpected:
+        raise TensorUnexpectedError(directory, sorted(unexpected))
+
+
+def _is_redundant(name: str) -> bool:
+    # Old checkpoints hold the rope frequencies, and some hold a tied output matrix twice.
+    return name.endswith(".rotary_emb.inv_freq") or name == "lm_head.weight"
+
+
+def _build_params(config: ModelConfig, tensors: Mapping[str, _Tensor], dtype: DTypeLike) -> Params:
+    def read(name: str) -> jax.Array:
+        return tensors[name].read(dtype)
+
+    def linear(name: str) -> Linear:
+        bias = read(f"{name}.bias") if f"{name}.bias" in tensors else None
+        return Linear(read(f"{name}.weight"), bias)
+
+    def layer(name: str) -> LayerParams:
+        return LayerParams(
+            attention_norm=read(f"{name}.input_layernorm.weight"),
+            q_proj=linear(f"{name}.self_attn.q_proj"),
+            k_proj=linear(f"{name}.self_attn.k_proj"),
+            v_proj=linear(f"{name}.self_attn.v_proj"),
+            o_proj=linear(f"{name}.self_attn.o_proj"),
+            q_norm=read(f"{name}.self_attn.q_norm.weight") if config.qk_norm else None,
+            k_norm=read(f"{name}.self_attn.k_norm.weight") if config.qk_norm else None,
+            mlp_norm=read(f"{name}.post_attention_layernorm.weight"),
+            gate_proj=linear(f"{name}.mlp.gate_proj"),
+            up_proj=linear(f"{name}.mlp.up_proj"),
+            down_proj=linear(f"{name}.mlp.down_proj"),
+        )
+
+    embedding = read("model.embed_tokens.weight")
+    return Params(
+        embedding=embedding,
+        layers=tuple(layer(f"model.layers.{index}") for index in range(config.num_layers)),
+        norm=read("model.norm.weight"),
+        lm_head=Linear(embedding) if config.tie_embeddings else linear("lm_head"),
+    )

@@ -1,0 +1,169 @@
+"""What a checkpoint's config.json says of the model, checked and in one spelling."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from .errors import CheckpointError, CheckpointFileError, UnsupportedModelError
+from .rope import RopeConfig, parse_rope
+
+Family = Literal["llama", "qwen3"]
+
+_ARCHITECTURES: dict[Family, str] = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shapes and switches of a decoder-only transformer; hashable, so static under `jax.jit`.
+
+    Attributes:
+        family: "llama" or "qwen3".
+        vocab_size, hidden_size, intermediate_size: widths of the logits, the residual stream and
+            the feed-forward layer.
+        num_layers, num_heads, num_kv_heads, head_dim: attention's shape. `num_heads * head_dim`
+            need not be `hidden_size`.
+        rms_norm_eps: added to the mean square before the root.
+        rope: the rotary embedding.
+        max_positions: the longest sequence the model was made for, in tokens.
+        tie_embeddings: the output matrix is the embedding matrix.
+        attention_bias, mlp_bias: the projections have biases.
+        qk_norm: queries and keys are normalised per head (Qwen3).
+        eos_token_ids: tokens that end a text, for `Request.stop_token_ids`.
+    """
+
+    family: Family
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_positions: int
+    tie_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+
+
+def load_config(directory: str | Path) -> ModelConfig:
+    """Read `config.json` of a Hugging Face directory, and `generation_config.json` where present.
+
+    Raises:
+        CheckpointFileError: config.json is missing, or a file is not a JSON object.
+        UnsupportedModelError: another architecture, activation, rope type or quantised weights.
+        CheckpointError: an entry is missing or makes no sense.
+    """
+    path = Path(directory) / "config.json"
+    config = parse_config(_read_object(path), path)
+    generation_path = path.with_name("generation_config.json")
+    if not generation_path.exists():
+        return config
+    # Chat models list more end tokens here than in config.json.
+    end_tokens = _end_tokens(_read_object(generation_path), generation_path)
+    return replace(config, eos_token_ids=end_tokens or config.eos_token_ids)
+
+
+def parse_config(config: Mapping[str, Any], path: Path) -> ModelConfig:
+    """Turn the entries of a config.json into a `ModelConfig`.
+
+    Args:
+        config: the parsed file.
+        path: the file, for error messages.
+
+    Raises:
+        UnsupportedModelError, CheckpointError: as `load_config`.
+    """
+    family = _family(config, path)
+    _refuse_unsupported(config, path)
+    num_heads = _count(config, path, "num_attention_heads")
+    num_kv_heads = _count(config, path, "num_key_value_heads", num_heads)
+    hidden_size = _count(config, path, "hidden_size")
+    head_dim = _count(
+        config, path, "head_dim", hidden_size // num_heads if family == "llama" else 128
+    )
+    if num_heads % num_kv_heads != 0:
+        raise CheckpointError(
+            f"{path}: num_attention_heads {num_heads} is no multiple of "
+            f"num_key_value_heads {num_kv_heads}"
+        )
+    if head_dim % 2 != 0:
+        raise CheckpointError(f"{path}: head_dim {head_dim} is odd; rope turns pairs")
+    return ModelConfig(
+        family=family,
+        vocab_size=_count(config, path, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=_count(config, path, "intermediate_size"),
+        num_layers=_count(config, path, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope=parse_rope(config, path),
+        max_positions=_count(config, path, "max_position_embeddings"),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        attention_bias=bool(config.get("attention_bias", False)),
+        mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
+        qk_norm=family == "qwen3",
+        eos_token_ids=_end_tokens(config, path),
+    )
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointFileError(path, "no such file") from None
+    except ValueError as error:
+        raise CheckpointFileError(path, f"not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointFileError(path, f"expected a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _family(config: Mapping[str, Any], path: Path) -> Family:
+    model_type = config.get("model_type")
+    for family, architecture in _ARCHITECTURES.items():
+        if model_type == family:
+            # The body of a Llama also serves classifiers; their heads are not ours.
+            architectures = config.get("architectures") or [architecture]
+            if architecture not in architectures:
+                raise UnsupportedModelError(path, "architectures", architectures, architecture)
+            return family
+    raise UnsupportedModelError(path, "model_type", model_type, " or ".join(_ARCHITECTURES))
+
+
+def _refuse_unsupported(config: Mapping[str, Any], path: Path) -> None:
+    if (activation := config.get("hidden_act", "silu")) != "silu":
+        raise UnsupportedModelError(path, "hidden_act", activation, "'silu'")
+    if config.get("quantization_config") is not None:
+        method = config["quantization_config"].get("quant_method")
+        raise UnsupportedModelError(path, "quantization_config", method, "none")
+    if config.get("use_sliding_window", False):
+        raise UnsupportedModelError(path, "use_sliding_window", True, "False")
+
+
+def _count(config: Mapping[str, Any], path: Path, key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise CheckpointError(f"{path}: no entry {key!r}")
+    if not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"{path}: {key} is {value!r}, but a count of at least 1 is needed")
+    return value
+
+
+def _end_tokens(config: Mapping[str, Any], path: Path) -> tuple[int, ...]:
+    value = config.get("eos_token_id")
+    tokens = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(token, int) for token in tokens):
+        raise CheckpointError(f"{path}: eos_token_id is {value!r}, but token ids are needed")
+    return tuple(tokens)

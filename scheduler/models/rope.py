@@ -1,0 +1,125 @@
+"""Rotary position embedding: its settings in config.json, its frequencies, its rotation.
+
+Source: transformers' `modeling_rope_utils.py` (the settings and the llama3 formula), and
+Su et al., RoFormer, arXiv 2104.09864.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jaxtyping import Array, Float, Int32
+
+from .errors import CheckpointError, UnsupportedModelError
+
+RopeKind = Literal["default", "linear", "llama3"]
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Settings of the rotary embedding.
+
+    Attributes:
+        theta: base of the geometric series of frequencies.
+        kind: "default" (unscaled), "linear" (all frequencies over `factor`) or "llama3"
+            (only the low frequencies over `factor`, with a smooth passage).
+        factor: by how much the context was stretched ("linear", "llama3").
+        low_freq_factor, high_freq_factor: bounds of the passage, in periods per original context
+            ("llama3").
+        original_max_positions: the context before it was stretched, in tokens ("llama3").
+    """
+
+    theta: float = 10_000.0
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192
+
+
+def parse_rope(config: Mapping[str, Any], path: Path) -> RopeConfig:
+    """Read the rope settings of a config.json, in the spelling of transformers 5 or an older one.
+
+    Args:
+        config: the parsed file: `rope_parameters` (new), or `rope_theta` and `rope_scaling` (old).
+        path: the file, for error messages.
+
+    Raises:
+        UnsupportedModelError: another rope type, or a rotation of only a part of each head.
+        CheckpointError: a setting that the rope type needs is missing.
+    """
+    settings: dict[str, Any] = dict(
+        config.get("rope_parameters") or config.get("rope_scaling") or {}
+    )
+    theta = float(settings.get("rope_theta", config.get("rope_theta", 10_000.0)))
+    kind = settings.get("rope_type", settings.get("type", "default"))
+    rotary_factor = settings.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if rotary_factor != 1.0:
+        raise UnsupportedModelError(path, "partial_rotary_factor", rotary_factor, "1.0")
+
+    def setting(key: str) -> float:
+        if key not in settings:
+            raise CheckpointError(f"{path}: rope type {kind!r} needs the setting {key!r}")
+        return float(settings[key])
+
+    if kind == "default":
+        return RopeConfig(theta)
+    if kind == "linear":
+        return RopeConfig(theta, "linear", setting("factor"))
+    if kind == "llama3":
+        return RopeConfig(
+            theta,
+            "llama3",
+            setting("factor"),
+            setting("low_freq_factor"),
+            setting("high_freq_factor"),
+            int(setting("original_max_position_embeddings")),
+        )
+    raise UnsupportedModelError(path, "rope type", kind, "default, linear or llama3")
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> npt.NDArray[np.float32]:
+    """Angle per position of each pair of a head's dimensions.
+
+    Returns:
+        float32 `[head_dim // 2]`, in radians per token, highest frequency first.
+    """
+    exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    frequencies = rope.theta**-exponents
+    if rope.kind == "linear":
+        frequencies = frequencies / rope.factor
+    elif rope.kind == "llama3":
+        # 0 where fewer than low_freq_factor periods fit the original context, 1 from
+        # high_freq_factor on: these were seen whole in training and need no stretching.
+        periods = rope.original_max_positions * frequencies / (2 * math.pi)
+        passage = (periods - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        keep = np.clip(passage, 0.0, 1.0)
+        frequencies = keep * frequencies + (1 - keep) * frequencies / rope.factor
+    return frequencies.astype(np.float32)
+
+
+def rope_tables(
+    rope: RopeConfig, head_dim: int, positions: Int32[Array, " tokens"]
+) -> tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]:
+    """Cosine and sine of each token's angles: two float32 arrays `[tokens, head_dim // 2]`."""
+    angles = positions[:, None].astype(jnp.float32) * inverse_frequencies(rope, head_dim)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(
+    x: Float[Array, "tokens heads head_dim"],
+    cos: Float[Array, "tokens half"],
+    sin: Float[Array, "tokens half"],
+) -> Float[Array, "tokens heads head_dim"]:
+    """Turn each pair (i, i + head_dim / 2) of every head by its token's angle, in float32."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)

@@ -1,0 +1,199 @@
+"""Llama and Qwen3 as plain functions over a paged KV cache: what runs in one engine step.
+
+A step computes a flat run of T tokens, the chunks of up to B requests one after the other. A row is
+one request's chunk::
+
+    tokens      [ 17 | 4 9 2 6 | 31 8 5 | 0 0 0 0 ]     T = 12: three rows, the rest is padding
+    positions   [ 40 | 0 1 2 3 | 16 17 18 | 0 0 0 0 ]   place in the request's own sequence
+    slots       [ 88 | 32 33 34 35 | -1 49 50 | -1 ... ] where KV goes: block * block_size + offset;
+                                                        negative: nowhere (padding, or a block that
+                                                        is shared and already holds it)
+    q_starts    [ 0, 1, 5, 0 ]    q_lengths  [ 1, 4, 3, 0 ]     B = 4: the last row is padding
+    kv_lengths  [ 41, 4, 19, 0 ]  logit_rows [ 0, 4, 7, 0 ]     index in `tokens` of each last token
+
+Each layer writes its KV before it attends, so a chunk sees its own tokens through the cache, and
+how a prompt is cut into chunks changes nothing but the order of the work.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from ...kernels import kv_write, paged_decode, paged_extend
+from .config import ModelConfig
+from .rope import rope_tables, rotate
+
+Pools = tuple[Float[Array, "blocks kv_heads block_size head_dim"], ...]
+
+
+class Batch(NamedTuple):
+    """The tokens of one step and where their KV lies; the module's docstring draws one.
+
+    Attributes:
+        tokens: `[T]` token ids.
+        positions: `[T]` place of each token in its request.
+        slots: `[T]` `block * block_size + offset` for its KV; negative writes nothing.
+        block_tables: `[B, P]` block ids of each row; entries past its length are not read.
+        kv_lengths: `[B]` tokens of the row after this step, the chunk's own included; 0 = no row.
+        q_lengths: `[B]` tokens of the row in this step.
+        q_starts: `[B]` index in `tokens` of the row's first token.
+        logit_rows: `[B]` index in `tokens` of the token whose logits are wanted.
+
+    All are int32.
+    """
+
+    tokens: Int32[Array, " tokens"]
+    positions: Int32[Array, " tokens"]
+    slots: Int32[Array, " tokens"]
+    block_tables: Int32[Array, "rows width"]
+    kv_lengths: Int32[Array, " rows"]
+    q_lengths: Int32[Array, " rows"]
+    q_starts: Int32[Array, " rows"]
+    logit_rows: Int32[Array, " rows"]
+
+
+class Linear(NamedTuple):
+    """A matrix as checkpoints hold it, `[out, in]`, and a bias `[out]` or None."""
+
+    weight: Float[Array, "out in"]
+    bias: Float[Array, " out"] | None = None
+
+
+class LayerParams(NamedTuple):
+    """Parameters of one layer; `q_norm` and `k_norm` are None where the family has none."""
+
+    attention_norm: Float[Array, " hidden"]
+    q_proj: Linear
+    k_proj: Linear
+    v_proj: Linear
+    o_proj: Linear
+    q_norm: Float[Array, " head_dim"] | None
+    k_norm: Float[Array, " head_dim"] | None
+    mlp_norm: Float[Array, " hidden"]
+    gate_proj: Linear
+    up_proj: Linear
+    down_proj: Linear
+
+
+class Params(NamedTuple):
+    """Parameters of the model; with tied embeddings `lm_head.weight` is `embedding` itself."""
+
+    embedding: Float[Array, "vocab hidden"]
+    layers: tuple[LayerParams, ...]
+    norm: Float[Array, " hidden"]
+    lm_head: Linear
+
+
+def forward(
+    config: ModelConfig,
+    params: Params,
+    batch: Batch,
+    k_pools: Pools,
+    v_pools: Pools,
+    *,
+    decode: bool = False,
+) -> tuple[Float[Array, "rows vocab"], Pools, Pools]:
+    """Run one step: write the KV of its tokens into the pools and return the wanted logits.
+
+    Pure; jit it with `config` and `decode` static and the pools donated, and the writes are in
+    place. Matrices are multiplied in the parameters' dtype (float32: at full precision, on GPUs
+    too); norms, softmax and rotation are float32.
+
+    Args:
+        config: the model's shapes.
+        params: its parameters, of one dtype.
+        batch: the step.
+        k_pools: one pool of keys per layer, `[num_blocks + 1, kv_heads, block_size, head_dim]`.
+        v_pools: the same of values.
+        decode: every row is one token (T = B, row i is token i): use the decode kernel.
+
+    Returns:
+        float32 logits `[B, vocab]` (of a padding row: finite, without meaning) and the new pools.
+    """
+    cos, sin = rope_tables(config.rope, config.head_dim, batch.positions)
+    x = params.embedding[batch.tokens]
+    new_k_pools, new_v_pools = [], []
+    for layer, k_pool, v_pool in zip(params.layers, k_pools, v_pools, strict=True):
+        h = rms_norm(x, layer.attention_norm, config.rms_norm_eps)
+        q, k, v = _project_qkv(config, layer, h)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        k_pool, v_pool = kv_write(
+            k.astype(k_pool.dtype), v.astype(v_pool.dtype), batch.slots, k_pool, v_pool
+        )
+        attended = _attend(config, batch, q, k_pool, v_pool, decode=decode)
+        x = x + linear(layer.o_proj, attended.astype(x.dtype).reshape(x.shape[0], -1))
+        h = rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
+        gate = jax.nn.silu(linear(layer.gate_proj, h))
+        x = x + linear(layer.down_proj, gate * linear(layer.up_proj, h))
+        new_k_pools.append(k_pool)
+        new_v_pools.append(v_pool)
+    last = rms_norm(x[batch.logit_rows], params.norm, config.rms_norm_eps)
+    logits = _matmul(params.lm_head.weight, last)
+    return logits, tuple(new_k_pools), tuple(new_v_pools)
+
+
+def rms_norm(
+    x: Float[Array, "*rows width"], weight: Float[Array, " width"], eps: float
+) -> Float[Array, "*rows width"]:
+    """Scale each row to a root mean square of one (in float32), then by `weight`."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale).astype(x.dtype) * weight
+
+
+def linear(layer: Linear, x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
+    """Multiply by a matrix and add its bias, accumulating in float32."""
+    y = _matmul(layer.weight, x)
+    if layer.bias is not None:
+        y = y + layer.bias.astype(jnp.float32)
+    return y.astype(x.dtype)
+
+
+def _matmul(weight: Float[Array, "out in"], x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
+    # Without HIGHEST a GPU multiplies float32 as TF32, with 10 bits of mantissa.
+    return jnp.einsum(
+        "ri,oi->ro",
+        x,
+        weight,
+        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _project_qkv(
+    config: ModelConfig, layer: LayerParams, h: Float[Array, "tokens hidden"]
+) -> tuple[
+    Float[Array, "tokens q_heads head_dim"],
+    Float[Array, "tokens kv_heads head_dim"],
+    Float[Array, "tokens kv_heads head_dim"],
+]:
+    num_tokens = h.shape[0]
+    q = linear(layer.q_proj, h).reshape(num_tokens, config.num_heads, config.head_dim)
+    k = linear(layer.k_proj, h).reshape(num_tokens, config.num_kv_heads, config.head_dim)
+    v = linear(layer.v_proj, h).reshape(num_tokens, config.num_kv_heads, config.head_dim)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q = rms_norm(q, layer.q_norm, config.rms_norm_eps)
+        k = rms_norm(k, layer.k_norm, config.rms_norm_eps)
+    return q, k, v
+
+
+def _attend(
+    config: ModelConfig,
+    batch: Batch,
+    q: Float[Array, "tokens q_heads head_dim"],
+    k_pool: Float[Array, "blocks kv_heads block_size head_dim"],
+    v_pool: Float[Array, "blocks kv_heads block_size head_dim"],
+    *,
+    decode: bool,
+) -> Float[Array, "tokens q_heads head_dim"]:
+    sm_scale = config.head_dim**-0.5
+    tables, lengths = batch.block_tables, batch.kv_lengths
+    if decode:
+        return paged_decode(q, k_pool, v_pool, tables, lengths, sm_scale=sm_scale)
+    return paged_extend(
+        q, k_pool, v_pool, tables, lengths, batch.q_lengths, batch.q_starts, sm_scale=sm_scale
+    )

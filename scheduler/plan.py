@@ -1,0 +1,68 @@
+"""What a scheduler decides for one step, and what it counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens ``start .. start + length - 1`` of a request, to be computed in one step."""
+
+    request: Request
+    start: int
+    length: int
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What one step computes.
+
+    Attributes:
+        chunks: decode rows first (one token each), then prefill chunks.
+        num_decode: how many of the chunks are decode rows.
+        num_tokens: the tokens of all chunks; at most the budget.
+        admitted: requests that got their blocks for this step.
+        preempted: requests that lost theirs.
+    """
+
+    chunks: list[Chunk] = field(default_factory=list)
+    num_decode: int = 0
+    num_tokens: int = 0
+    admitted: list[Request] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+
+    def add(self, chunk: Chunk) -> None:
+        """Append a chunk and count its tokens."""
+        self.chunks.append(chunk)
+        self.num_tokens += chunk.length
+
+
+@dataclass
+class SchedulerStats:
+    """Counts of events. Tokens of prompts: `hit` + `prefill` = prompt + `recomputed`, if all ended.
+
+    Attributes:
+        steps: plans made that were not empty.
+        admitted: first admissions; resumed: admissions after a preemption.
+        preemptions: requests that lost their blocks.
+        hit_tokens: prompt tokens that were not computed, counted at first admission.
+        resumed_hit_tokens: tokens that a resumed request found in the cache.
+        prefill_tokens: tokens computed in prefill chunks.
+        recomputed_tokens: those of them that had been computed before a preemption.
+        decode_tokens: tokens computed in decode rows.
+        waits_for_leader: times a request waited for another to compute the block it needs.
+    """
+
+    steps: int = 0
+    admitted: int = 0
+    resumed: int = 0
+    preemptions: int = 0
+    hit_tokens: int = 0
+    resumed_hit_tokens: int = 0
+    prefill_tokens: int = 0
+    recomputed_tokens: int = 0
+    decode_tokens: int = 0
+    waits_for_leader: int = 0

@@ -1,0 +1,295 @@
+"""A scaled slice of the trace through the real engine and a tiny model: the tokens must not vary.
+
+Prompts are divided by 32, so that 512 tokens of the trace are one block of 16, and the tokens of a
+block are a hash of its id: requests share here exactly the blocks they share in the trace. Outputs
+are divided by 8 only, or they would be too short to outgrow their blocks. Three runs of the same
+requests::
+
+    reference   no prefix cache, room for all     what the tokens should be
+    cache off   no prefix cache, a tight pool     preemption and recomputation
+    cache on    prefix cache,    a tight pool     also sharing and eviction
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ...kvcache.tokens import Int32Array
+from ..engine import Engine
+from ..models import Model, load_model, make_tiny_checkpoint
+from ..request import Request
+from .checks import Check
+from .ledger import check_all_blocks_returned
+from .progress import Progress, no_progress
+from .trace import TOKENS_PER_HASH_ID, Trace, TraceRequest
+
+PROMPT_SCALE = 32
+OUTPUT_SCALE = 8
+BLOCK_SIZE = TOKENS_PER_HASH_ID // PROMPT_SCALE
+
+Words: TypeAlias = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class RealRunConfig:
+    """How many requests, and how tight the pool.
+
+    Attributes:
+        max_requests: requests taken from the trace.
+        max_model_len: longest prompt and output, in scaled tokens; longer requests are left out.
+        tight_num_blocks: the small pool: at least one request must fit, a few must not.
+        token_budget, max_running: of the engine.
+        min_pressure: the requests together need so many tight pools, or the trace is held to be
+            too small to force preemption and eviction.
+        seed: of the model's weights.
+    """
+
+    max_requests: int = 40
+    max_model_len: int = 512
+    tight_num_blocks: int = 72
+    token_budget: int = 128
+    max_running: int = 8
+    min_pressure: float = 4.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRun:
+    """One pass of the requests through an engine.
+
+    Attributes:
+        prefill_tokens: prompt tokens computed, recomputation after preemption included.
+        compilations: after warm-up; each is a stall in production.
+    """
+
+    name: str
+    num_blocks: int
+    steps: int
+    prefill_tokens: int
+    hit_tokens: int
+    preemptions: int
+    evicted_blocks: int
+    compilations: int
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RealRun:
+    """Three passes, and whether they agree."""
+
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    runs: tuple[EngineRun, ...]
+    checks: tuple[Check, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledRequest:
+    """A request of the trace, small enough for a tiny model."""
+
+    prompt: Int32Array
+    max_new_tokens: int
+
+
+def run_real(
+    trace: Trace, config: RealRunConfig | None = None, progress: Progress = no_progress
+) -> RealRun:
+    """Run a slice of a trace through the engine, without and with the prefix cache, and compare."""
+    config = config or RealRunConfig()
+    chosen = select_requests(trace, config.max_requests, config.max_model_len)
+    if not chosen:
+        reason = f"no request is shorter than {config.max_model_len:,} tokens when scaled down"
+        return RealRun(0, 0, 0, (), (Check("identical tokens", True, reason, skipped=True),))
+    with tempfile.TemporaryDirectory() as directory:
+        make_tiny_checkpoint(directory, seed=config.seed)
+        model = load_model(directory)
+    requests = [scale_request(request, model.config.vocab_size) for request in chosen]
+    num_blocks = [_num_blocks(request) for request in requests]
+    tight = max(config.tight_num_blocks, max(num_blocks))
+    plans = (
+        ("reference", False, max(tight, sum(num_blocks))),
+        ("cache off", False, tight),
+        ("cache on", True, tight),
+    )
+    passes = [_run_engine(model, requests, config, plan, progress) for plan in plans]
+    runs = tuple(one.run for one in passes)
+    # A handful of requests may fit side by side; then there is nothing to preempt or evict.
+    may_lack_pressure = sum(num_blocks) < config.min_pressure * tight
+    return RealRun(
+        requests=len(requests),
+        prompt_tokens=sum(len(request.prompt) for request in requests),
+        output_tokens=sum(len(output) for output in passes[0].outputs),
+        runs=runs,
+        checks=(
+            _check_tokens(passes, requests),
+            _check_exercised(runs, may_lack_pressure),
+            _check_saved(runs),
+            _check_compilations(runs),
+            _check_no_leak(passes),
+        ),
+    )
+
+
+def _num_blocks(request: ScaledRequest) -> int:
+    return -(-(len(request.prompt) + request.max_new_tokens) // BLOCK_SIZE)
+
+
+def select_requests(trace: Trace, max_requests: int, max_model_len: int) -> list[TraceRequest]:
+    """Choose requests that fit the model, in file order: conversations of several turns first.
+
+    A conversation is told by its first two blocks (in Mooncake's conversation trace the first is
+    the same for all). Consecutive requests would share little else: turns are minutes apart.
+    """
+    fitting = [
+        request
+        for request in trace.requests
+        if sum(_scaled_lengths(request)) <= max_model_len
+    ]
+    turns: dict[tuple[int, ...], list[int]] = {}
+    for index, request in enumerate(fitting):
+        turns.setdefault(request.hash_ids[:2], []).append(index)
+    singles = [key for key, indices in turns.items() if len(key) < 2 or len(indices) == 1]
+    for key in singles:  # to the end of the order
+        turns[key] = turns.pop(key)
+    chosen = [index for indices in turns.values() for index in indices][:max_requests]
+    return [fitting[index] for index in sorted(chosen)]
+
+
+def scale_request(request: TraceRequest, vocab_size: int) -> ScaledRequest:
+    """Scale a request down. Token i of a block is a hash of (hash id, i), below vocab_size."""
+    ids = np.asarray(request.hash_ids, dtype=np.int64)
+    words = (ids[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).astype(np.uint64)
+    prompt = (_mix(words) % np.uint64(vocab_size)).astype(np.int32).reshape(-1)
+    num_prompt, num_outputs = _scaled_lengths(request)
+    return ScaledRequest(prompt[:num_prompt], num_outputs)
+
+
+def _scaled_lengths(request: TraceRequest) -> tuple[int, int]:
+    return -(-request.input_length // PROMPT_SCALE), -(-request.output_length // OUTPUT_SCALE)
+
+
+def _mix(words: Words) -> Words:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): neighbours become unrelated."""
+    words = words + np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+# ------------------------------------------------------------------------------------- one pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    run: EngineRun
+    outputs: list[list[int]]
+    leak: Check
+
+
+def _run_engine(
+    model: Model,
+    requests: Sequence[ScaledRequest],
+    config: RealRunConfig,
+    plan: tuple[str, bool, int],
+    progress: Progress,
+) -> _Pass:
+    """Run all requests, added at once, through a new engine."""
+    name, prefix_cache, num_blocks = plan
+    progress(f"real run, {name}", 0, len(requests))
+    engine = Engine(
+        model,
+        block_size=BLOCK_SIZE,
+        num_blocks=num_blocks,
+        token_budget=config.token_budget,
+        max_running=config.max_running,
+        max_model_len=config.max_model_len,
+        prefix_cache=prefix_cache,
+        reserve_tokens=0,  # no room kept for growth: the surest way to preemptions
+    )
+    for index, request in enumerate(requests):
+        engine.add_request(Request(str(index), request.prompt, request.max_new_tokens))
+    started = time.perf_counter()
+    outputs: list[list[int]] = [[] for _ in requests]
+    finished = 0
+    while engine.has_work:
+        for done in engine.step():
+            outputs[int(done.request_id)] = list(done.output_tokens)
+            finished += 1
+        progress(f"real run, {name}", finished, len(requests))
+    wall_s = time.perf_counter() - started
+    stats = engine.stats()
+    run = EngineRun(
+        name=name,
+        num_blocks=num_blocks,
+        steps=stats.steps,
+        prefill_tokens=stats.prefill_tokens_computed,
+        hit_tokens=stats.scheduler.hit_tokens,
+        preemptions=stats.scheduler.preemptions,
+        evicted_blocks=stats.cache.evicted_blocks,
+        compilations=stats.compilations_after_warm_up,
+        wall_s=wall_s,
+    )
+    return _Pass(run, outputs, check_all_blocks_returned(engine.manager))
+
+
+# --------------------------------------------------------------------------------------- checks
+
+
+def _check_tokens(passes: Sequence[_Pass], requests: Sequence[ScaledRequest]) -> Check:
+    name = "identical tokens"
+    reference = passes[0]
+    for other in passes[1:]:
+        for index, (wanted, got) in enumerate(zip(reference.outputs, other.outputs, strict=True)):
+            if wanted != got:
+                place = next(
+                    (i for i, (a, b) in enumerate(zip(wanted, got, strict=False)) if a != b),
+                    min(len(wanted), len(got)),
+                )
+                detail = f"{other.run.name}: request {index} differs at output token {place}"
+                return Check(name, False, detail)
+    for index, (request, output) in enumerate(zip(requests, reference.outputs, strict=True)):
+        if len(output) != request.max_new_tokens:
+            numbers = f"{len(output)} tokens of {request.max_new_tokens}"
+            return Check(name, False, f"{reference.run.name}: request {index} has {numbers}")
+    total = sum(map(len, reference.outputs))
+    return Check(name, True, f"{total:,} output tokens, {len(passes)} times")
+
+
+def _check_exercised(runs: Sequence[EngineRun], may_lack_pressure: bool) -> Check:
+    """Whether the tight pool did preempt and evict: without, equal tokens prove little."""
+    off, on = runs[1:]
+    detail = (
+        f"{off.preemptions} and {on.preemptions} preemptions, {on.evicted_blocks} blocks evicted"
+    )
+    ok = off.preemptions > 0 and on.preemptions > 0 and on.evicted_blocks > 0
+    skipped = not ok and may_lack_pressure
+    if not ok:
+        detail = f"not exercised: {detail}"
+    return Check("the tight pool preempts and evicts", ok or skipped, detail, skipped)
+
+
+def _check_saved(runs: Sequence[EngineRun]) -> Check:
+    _, off, on = runs
+    saved = off.prefill_tokens - on.prefill_tokens
+    detail = f"{off.prefill_tokens:,} - {on.prefill_tokens:,} = {saved:,} tokens"
+    return Check("hits are prefill that is not computed", saved > 0 or not on.hit_tokens, detail)
+
+
+def _check_compilations(runs: Sequence[EngineRun]) -> Check:
+    detail = ", ".join(f"{run.name} {run.compilations}" for run in runs)
+    return Check("no compilation after warm-up", not any(run.compilations for run in runs), detail)
+
+
+def _check_no_leak(passes: Sequence[_Pass]) -> Check:
+    broken = [p for p in passes if not p.leak.ok]
+    if broken:
+        return Check(broken[0].leak.name, False, f"{broken[0].run.name}: {broken[0].leak.detail}")
+    return Check(passes[-1].leak.name, True, f"{passes[-1].run.name}: {passes[-1].leak.detail}")

@@ -1,0 +1,66 @@
+"""The whole replay: hits, simulation, real run."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+
+from .cost_model import load_costs, named_costs
+from .hit_curve import measure_hit_curve
+from .progress import Progress, no_progress
+from .real_run import RealRunConfig, run_real
+from .report import RealSection, ReplayReport, SimulationSection
+from .simulation import SimulationConfig, simulate
+from .trace import bundled_trace_path, read_trace
+
+
+def run_replay(
+    trace_path: Path | None = None,
+    num_requests: int | None = None,
+    *,
+    skip_malformed: bool = False,
+    model: str | None = None,
+    gpu: str | None = None,
+    costs: Path | None = None,
+    progress: Progress = no_progress,
+) -> ReplayReport:
+    """Replay a trace in three ways and check each.
+
+    Args:
+        trace_path: a Mooncake-format trace; None for the one in the package.
+        num_requests: replay only so many of its first requests; None for all.
+        skip_malformed: leave malformed lines out instead of refusing the file.
+        model, gpu: names of `cost_model.MODELS` and `GPUS` to simulate; None for the defaults.
+        costs: a JSON file of figures that replace theirs.
+        progress: told how far it is.
+
+    Raises:
+        TraceError: the trace cannot be read or has a malformed line.
+        CostError: an unknown name, a malformed cost file, or a model too large for the GPU.
+    """
+    started = time.perf_counter()
+    cost_model = named_costs(model, gpu) if costs is None else load_costs(costs, model, gpu)
+    config = SimulationConfig()
+    cost_model.num_blocks(config.block_size)  # refuse at once, not after the hits
+    trace = read_trace(trace_path or bundled_trace_path(), num_requests, skip_malformed)
+    hits = measure_hit_curve(trace, progress=progress)
+    runs = {
+        name: simulate(
+            trace,
+            cost_model,
+            dataclasses.replace(config, prefix_cache=prefix_cache),
+            progress,
+            f"simulation, {name}",
+        )
+        for name, prefix_cache in (("cache off", False), ("cache on", True))
+    }
+    real_config = RealRunConfig()
+    real = run_real(trace, real_config, progress)
+    return ReplayReport(
+        trace,
+        hits,
+        SimulationSection(cost_model, config, runs),
+        RealSection(real_config, real),
+        time.perf_counter() - started,
+    )

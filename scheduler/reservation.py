@@ -1,0 +1,79 @@
+"""How many blocks to keep for what already runs, before somebody new is admitted.
+
+With `held` blocks, a request of n tokens that may come to need m at most grows, within a horizon
+of h more tokens, by::
+
+    growth(h) = ceil(min(n + h, m) / block_size) - held
+
+A request q is admitted if the blocks left after its own are at least
+
+* the growth of all running requests and of q within the horizon (`None`: to their ends, so that
+  nobody is ever preempted), and
+* what the neediest of them lacks to reach its end when all the others are preempted: one can
+  always finish.
+
+Source: the rule of SGLang's decode side, with TensorRT-LLM's GUARANTEED_NO_EVICT as the case of no
+horizon; counted here in blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .request import Request
+
+HORIZON_CLIP_TOKENS = 4096
+"""A horizon is cut to this: limits are often far above what is generated (SGLang's value)."""
+
+
+class Reservation:
+    """The sum and the guard over the running requests, for one round of admissions."""
+
+    def __init__(
+        self, running: Iterable[Request], block_size: int, reserve_tokens: int | None
+    ) -> None:
+        self._block_size = block_size
+        self._horizon_tokens = (
+            None if reserve_tokens is None else min(reserve_tokens, HORIZON_CLIP_TOKENS)
+        )
+        self._growth = 0
+        self._private = 0
+        # max over r of growth(r) + private(r); less all private blocks, this is the guard.
+        self._neediest = 0
+        for request in running:
+            assert request.lease is not None, f"{request!r} runs without a lease"
+            held = request.lease.num_blocks
+            self.add(request, held, held - request.lease.num_shared_blocks)
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    def _growth_of(self, request: Request, held: int) -> int:
+        most = request.max_kv_tokens
+        if self._horizon_tokens is not None:
+            most = min(most, request.num_tokens + self._horizon_tokens)
+        return max(self._blocks(most) - held, 0)
+
+    def _lack_of(self, request: Request, held: int, private: int) -> int:
+        return self._blocks(request.max_kv_tokens) - held + private
+
+    def add(self, request: Request, held: int, private: int) -> None:
+        """Count a request that runs, or has just been admitted."""
+        self._growth += self._growth_of(request, held)
+        self._private += private
+        self._neediest = max(self._neediest, self._lack_of(request, held, private))
+
+    def allows(self, request: Request, num_hit_blocks: int, available: int) -> bool:
+        """Tell whether a request may be admitted.
+
+        Args:
+            request: it; all of its tokens so far get blocks at once.
+            num_hit_blocks: how many of those blocks are shared from the cache.
+            available: blocks free or evictable once the hit is pinned.
+        """
+        held = self._blocks(request.num_tokens)
+        private = held - num_hit_blocks
+        left = available - private
+        growth = self._growth + self._growth_of(request, held)
+        neediest = max(self._neediest, self._lack_of(request, held, private))
+        return left >= growth and left >= neediest - (self._private + private)

@@ -1,0 +1,95 @@
+"""`radixkv bench`: JSON, text and refusals of each benchmark."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+COST_KEYS = {"us_per_request", "ns_per_block"}
+
+
+def test_cache_json(radixkv: Any, trace: Path) -> None:
+    outcome = radixkv(
+        "bench", "cache", trace, "--block-size", 16, "--device-tokens", 16_000, "--json", "-"
+    )
+    assert (outcome.status, outcome.stderr) == (0, "")
+    figures = json.loads(outcome.stdout)
+    assert {*COST_KEYS, "hit_tokens", "hit_rate", "evicted_blocks", "clock_ns"} <= set(figures)
+    assert set(figures["us_per_request"]) == {"median", "mean"}
+    assert set(figures["phases"]) == {"match", "admit", "extend", "publish", "release"}
+    assert all(set(cost) == COST_KEYS for cost in figures["phases"].values())
+    assert figures["trace"] == "trace.jsonl"
+    assert figures["device_blocks"] == 1000
+    assert figures["hit_tokens"] == 512 + 992
+
+
+def test_cache_text_and_first_requests_only(radixkv: Any, trace: Path) -> None:
+    outcome = radixkv(
+        "bench", "cache", trace, "--block-size", 16, "--device-tokens", 16_000, "--requests", 2
+    )
+    assert outcome.status == 0
+    assert "trace.jsonl: 2 requests, 2,536 + 13 tokens; cache of 1,000 blocks of 16" in (
+        outcome.stdout
+    )
+    assert "hit 512 tokens (20.19%), evicted 0 blocks" in outcome.stdout
+    assert "whole request" in outcome.stdout
+
+
+def test_cache_below_one_block_is_refused(radixkv: Any, trace: Path) -> None:
+    outcome = radixkv("bench", "cache", trace, "--block-size", 16, "--device-tokens", 15)
+    assert outcome.status == 2
+    assert outcome.stderr == "radixkv: --device-tokens 15 is less than one block of 16\n"
+
+
+def test_cache_too_small_for_a_request_is_refused(radixkv: Any, trace: Path) -> None:
+    outcome = radixkv("bench", "cache", trace, "--block-size", 16, "--device-tokens", 1024)
+    assert outcome.status == 2
+    assert outcome.stderr == (
+        "radixkv: request 1 has 1539 tokens and needs 97 blocks of 16, but the cache has 64\n"
+    )
+
+
+def test_evict_json(radixkv: Any) -> None:
+    outcome = radixkv(
+        *("bench", "evict", "--device-blocks", 64, "--evict", 16, "--chain", 8),
+        *("--block-size", 2, "--json", "-"),
+    )
+    assert outcome.status == 0
+    figures = json.loads(outcome.stdout)
+    assert {"ms_per_call", "us_per_block", "calls"} <= set(figures)
+    assert figures["calls"] == 9
+
+
+def test_evict_text(radixkv: Any) -> None:
+    outcome = radixkv("bench", "evict", "--device-blocks", 64, "--evict", 16, "--chain", 8)
+    assert outcome.stdout.startswith("evict 16 of 64 blocks in leaves of 8: ")
+
+
+def test_evict_more_than_the_pool_is_refused(radixkv: Any) -> None:
+    outcome = radixkv("bench", "evict", "--device-blocks", 8, "--evict", 9, "--chain", 1)
+    assert (outcome.status, outcome.stderr) == (
+        2,
+        "radixkv: cannot evict 9 blocks in a pool of 8\n",
+    )
+
+
+def test_decode_json(radixkv: Any) -> None:
+    outcome = radixkv("bench", "decode", "--batch", 4, "--steps", 20, "--json", "-")
+    assert outcome.status == 0
+    figures = json.loads(outcome.stdout)
+    assert {"batch", "steps", "us_per_request", "us_per_step"} <= set(figures)
+
+
+def test_decode_text(radixkv: Any) -> None:
+    outcome = radixkv("bench", "decode", "--batch", 4, "--steps", 20)
+    assert outcome.stdout.startswith("4 requests, 20 steps: ")
+
+
+@pytest.mark.parametrize("value", ["0", "-3", "1.5", "many"])
+def test_decode_steps_must_be_positive(radixkv: Any, value: str) -> None:
+    outcome = radixkv("bench", "decode", f"--steps={value}")
+    assert outcome.status == 2
+    assert f"argument --steps: expected a positive integer, got '{value}'" in outcome.stderr

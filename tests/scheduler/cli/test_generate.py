@@ -1,0 +1,159 @@
+"""`radixkv generate` on a tiny checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixkv.scheduler.models import load_config, make_tiny_checkpoint
+
+PROMPTS = [[1, 2, 3, 4, 5], [7] * 20, [1, 2, 3, 4, 5, 6]]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    make_tiny_checkpoint(directory)
+    return directory
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    return _write(tmp_path, PROMPTS)
+
+
+def _write(directory: Path, prompts: Sequence[object]) -> Path:
+    path = directory / "prompts.json"
+    path.write_text(json.dumps(prompts))
+    return path
+
+
+def test_json_has_the_outputs_in_order(radixkv: Any, model_dir: Path, prompts: Path) -> None:
+    arguments = ["generate", model_dir, "--prompts", prompts, "--max-new-tokens", 4]
+    outcome = radixkv(*arguments, "--ignore-eos", "--json", "-")
+    assert (outcome.status, outcome.stderr) == (0, "")
+    results = json.loads(outcome.stdout)
+    assert set(results) == {"outputs", "stats"}
+    assert [len(output) for output in results["outputs"]] == [4, 4, 4]
+    assert isinstance(results["stats"], dict)
+
+
+def test_sizes_do_not_change_the_outputs(radixkv: Any, model_dir: Path, prompts: Path) -> None:
+    arguments = ["generate", model_dir, "--prompts", prompts, "--max-new-tokens", 6, "--json", "-"]
+    outputs = json.loads(radixkv(*arguments).stdout)["outputs"]
+    tight = ["--block-size", 4, "--device-blocks", 7, "--token-budget", 5, "--no-prefix-cache"]
+    assert json.loads(radixkv(*arguments, *tight).stdout)["outputs"] == outputs
+
+
+def test_text_has_one_line_per_prompt(radixkv: Any, model_dir: Path, prompts: Path) -> None:
+    outcome = radixkv("generate", model_dir, "--prompts", prompts, "--max-new-tokens", 2)
+    assert outcome.status == 0
+    lines = outcome.stdout.splitlines()
+    assert all(1 <= len(json.loads(line)) <= 2 for line in lines[:3])
+    assert lines[3] == ""
+    assert len(lines) > 4
+
+
+def test_eos_stops_unless_ignored(
+    radixkv: Any, model_dir: Path, tmp_path: Path, prompts: Path
+) -> None:
+    arguments = ["--prompts", prompts, "--max-new-tokens", 4, "--json", "-"]
+    whole = json.loads(radixkv("generate", model_dir, *arguments, "--ignore-eos").stdout)["outputs"]
+    # The same weights with the second token of the first output declared the end.
+    end = whole[0][1]
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in model_dir.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+
+    stopped = json.loads(radixkv("generate", copy, *arguments).stdout)["outputs"]
+    expected = [output[: output.index(end) + 1] if end in output else output for output in whole]
+    assert stopped == expected
+    ignored = json.loads(radixkv("generate", copy, *arguments, "--ignore-eos").stdout)["outputs"]
+    assert ignored == whole
+
+
+def test_an_id_outside_the_vocabulary_is_refused(
+    radixkv: Any, model_dir: Path, tmp_path: Path
+) -> None:
+    vocab_size = load_config(model_dir).vocab_size
+    path = _write(tmp_path, [[1], [2, vocab_size]])
+    outcome = radixkv("generate", model_dir, "--prompts", path, "--max-new-tokens", 1)
+    assert outcome.status == 2
+    assert outcome.stderr == (
+        f"radixkv: {path}: prompt 1: token 1 is {vocab_size}, "
+        f"outside the vocabulary of {vocab_size}\n"
+    )
+
+
+def test_a_string_without_a_tokenizer_is_refused(
+    radixkv: Any, model_dir: Path, tmp_path: Path
+) -> None:
+    path = _write(tmp_path, ["hello"])
+    outcome = radixkv("generate", model_dir, "--prompts", path, "--max-new-tokens", 1)
+    assert outcome.status == 2
+    assert outcome.stderr == (
+        f"radixkv: a prompt is a string, but {model_dir} has no tokenizer.json\n"
+    )
+
+
+def test_a_string_is_encoded_by_the_checkpoints_tokenizer(
+    radixkv: Any, model_dir: Path, tmp_path: Path
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    vocab = {"one": 1, "two": 2, "[UNK]": 0}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in model_dir.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    tokenizer.save(str(copy / "tokenizer.json"))
+
+    path = _write(tmp_path, ["two one two", [2, 1, 2]])
+    outcome = radixkv("generate", copy, "--prompts", path, "--max-new-tokens", 3, "--json", "-")
+    text, ids = json.loads(outcome.stdout)["outputs"]
+    assert text == ids
+
+
+def test_a_prompt_that_cannot_fit_is_refused(radixkv: Any, model_dir: Path, prompts: Path) -> None:
+    outcome = radixkv(
+        *("generate", model_dir, "--prompts", prompts, "--max-new-tokens", 5),
+        *("--block-size", 4, "--device-blocks", 6),
+    )
+    assert outcome.status == 2
+    assert outcome.stderr == (
+        "radixkv: prompt 1: its 20 tokens and 5 new ones need 7 blocks of 4, but the cache has 6\n"
+    )
+
+
+def test_more_tokens_than_positions_are_refused(
+    radixkv: Any, model_dir: Path, prompts: Path
+) -> None:
+    positions = load_config(model_dir).max_positions
+    outcome = radixkv("generate", model_dir, "--prompts", prompts, "--max-new-tokens", positions)
+    assert outcome.status == 2
+    assert outcome.stderr == (
+        f"radixkv: prompt 0: its 5 tokens and {positions} new ones are more than "
+        f"the {positions} positions of the model\n"
+    )
+
+
+def test_a_directory_without_a_model_is_refused(
+    radixkv: Any, tmp_path: Path, prompts: Path
+) -> None:
+    outcome = radixkv("generate", tmp_path, "--prompts", prompts, "--max-new-tokens", 1)
+    assert outcome.status == 2
+    assert outcome.stderr == f"radixkv: {tmp_path / 'config.json'}: no such file\n"
+
+
+def test_a_missing_prompts_file_is_refused(radixkv: Any, model_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "none.json"
+    outcome = radixkv("generate", model_dir, "--prompts", path, "--max-new-tokens", 1)
+    assert outcome.status == 2
+    assert outcome.stderr == f"radixkv: {path}: No such file or directory\n"

@@ -1,0 +1,52 @@
+"""`radixkv hits`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def test_json_counts_blocks(radixkv: Any, trace: Path) -> None:
+    outcome = radixkv("hits", trace, "--device-blocks", 100, "--json", "-")
+    assert (outcome.status, outcome.stderr) == (0, "")
+    assert json.loads(outcome.stdout) == {
+        "requests": 5,
+        "blocks": 11,
+        "hit_blocks": 3,
+        "evicted_blocks": 0,
+        "hit_rate": 3 / 11,
+    }
+
+
+def test_a_small_cache_evicts(radixkv: Any, trace: Path) -> None:
+    outcome = radixkv("hits", trace, "--device-blocks", 3, "--json", "-")
+    assert json.loads(outcome.stdout)["evicted_blocks"] > 0
+
+
+def test_text_of_the_first_requests(radixkv: Any, trace: Path) -> None:
+    outcome = radixkv("hits", trace, "--device-blocks", 100, "--requests", 2)
+    assert outcome.stdout == ("2 requests, 5 blocks of 512 tokens: 1 hit (20.00%), 0 evicted\n")
+
+
+def test_a_missing_trace_is_refused(radixkv: Any, tmp_path: Path) -> None:
+    outcome = radixkv("hits", tmp_path / "none.jsonl", "--device-blocks", 100)
+    assert outcome.status == 2
+    assert outcome.stderr == (
+        f"radixkv: {tmp_path / 'none.jsonl'}: cannot be read: No such file or directory\n"
+    )
+
+
+def test_a_malformed_trace_is_refused(radixkv: Any, trace: Path) -> None:
+    trace.write_text('{"timestamp": 0}\n')
+    outcome = radixkv("hits", trace, "--device-blocks", 100)
+    assert (outcome.status, outcome.stderr) == (
+        2,
+        f"radixkv: {trace}, line 1: has no input_length\n",
+    )
+
+
+def test_the_cache_needs_a_size(radixkv: Any, trace: Path) -> None:
+    outcome = radixkv("hits", trace)
+    assert outcome.status == 2
+    assert "the following arguments are required: --device-blocks" in outcome.stderr

@@ -1,0 +1,163 @@
+"""The command line as a whole: help, version, destinations of results, exit statuses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixkv.kvcache import OutOfBlocksError
+from radixkv.scheduler import cli
+
+COMMANDS = ["replay", "hits", "generate", "bench"]
+
+
+def _python(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *argv], capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def test_help_lists_the_commands(radixkv: Any) -> None:
+    outcome = radixkv("--help")
+    assert outcome.status == 0
+    assert all(f"\n    {command} " in outcome.stdout for command in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    "command", [*COMMANDS, "bench cache", "bench evict", "bench decode"], ids=str
+)
+def test_each_command_has_help(radixkv: Any, command: str) -> None:
+    outcome = radixkv(*command.split(), "--help")
+    assert outcome.status == 0
+    assert outcome.stdout.startswith(f"usage: radixkv {command} ")
+
+
+def test_help_loads_neither_numpy_nor_jax() -> None:
+    script = (
+        "import sys\n"
+        "from radixkv.scheduler.cli import main\n"
+        "assert main(['--help']) == 0\n"
+        "assert main(['no-such-command']) == 2\n"
+        "loaded = {'numpy', 'jax', 'radixkv.kvcache'} & set(sys.modules)\n"
+        "assert not loaded, loaded\n"
+    )
+    finished = _python("-c", script)
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_version(radixkv: Any) -> None:
+    outcome = radixkv("--version")
+    assert outcome.status == 0
+    assert outcome.stdout.startswith("radixkv ")
+
+
+def test_runs_as_a_module() -> None:
+    finished = _python("-m", "radixkv.scheduler.cli", "hits", "no-such-file", "--device-blocks=4")
+    assert finished.returncode == 2
+    assert finished.stderr == ("radixkv: no-such-file: cannot be read: No such file or directory\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        ([], "the following arguments are required: COMMAND (see `radixkv --help`)"),
+        (["bench"], "the following arguments are required: BENCHMARK (see `radixkv bench --help`)"),
+        (["nope"], "invalid choice: 'nope'"),
+        (["hits", "t", "--device-blocks", "0"], "expected a positive integer, got '0'"),
+        (["hits", "t", "--device-blocks", "2147483648"], "2147483648 is larger than 2147483647"),
+        (
+            ["replay", "--requests", "x"],
+            "argument --requests: expected a positive integer, got 'x'",
+        ),
+        (["replay", "--what"], "unrecognized arguments: --what"),
+    ],
+    ids=["no command", "no benchmark", "unknown", "zero", "too large", "no number", "no option"],
+)
+def test_wrong_usage_is_one_line(radixkv: Any, argv: list[str], complaint: str) -> None:
+    outcome = radixkv(*argv)
+    assert outcome.status == 2
+    assert complaint in outcome.stderr
+    assert outcome.stderr.startswith("radixkv: ")
+    assert outcome.stderr.count("\n") == 1
+
+
+def test_json_to_a_file_leaves_the_text_on_stdout(
+    radixkv: Any, trace: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "results.json"
+    outcome = radixkv("hits", trace, "--device-blocks", 100, "--json", path)
+    assert outcome.stdout.startswith("5 requests, ")
+    assert json.loads(path.read_text())["hit_blocks"] == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("", "is a directory"), ("missing/results.json", "there is no directory")],
+    ids=["a directory", "in no directory"],
+)
+def test_a_destination_that_cannot_be_written_is_refused_first(
+    radixkv: Any, tmp_path: Path, name: str, reason: str
+) -> None:
+    # The trace does not exist either: the destination is looked at before any work.
+    outcome = radixkv("hits", "none", "--device-blocks", 4, "--json", tmp_path / name)
+    assert outcome.status == 2
+    assert outcome.stderr.startswith(f"radixkv: --json {tmp_path / name}: {reason}")
+
+
+def _raise(error: BaseException) -> Any:
+    def run(arguments: argparse.Namespace) -> int:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (KeyboardInterrupt(), 130, "radixkv: interrupted\n"),
+        (MemoryError("1 TiB"), 2, "radixkv: not enough memory on this machine: 1 TiB\n"),
+        (PermissionError(13, "Permission denied", "f"), 2, "radixkv: f: Permission denied\n"),
+        (
+            OutOfBlocksError(3, 2),
+            2,
+            "radixkv: needs 3 blocks, but only 2 are free or evictable\n",
+        ),
+    ],
+    ids=["interrupt", "memory", "file", "refusal"],
+)
+def test_errors_of_a_command_are_one_line(
+    radixkv: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    status: int,
+    message: str,
+) -> None:
+    monkeypatch.setattr(cli, "_run_hits", _raise(error))
+    outcome = radixkv("hits", "t", "--device-blocks", 1)
+    assert outcome == (status, "", message)
+
+
+def test_a_defect_keeps_its_traceback(radixkv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_run_hits", _raise(AssertionError("a broken invariant")))
+    with pytest.raises(AssertionError, match="a broken invariant"):
+        radixkv("hits", "t", "--device-blocks", 1)
+
+
+def test_a_reader_that_goes_away_is_no_error(trace: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "radixkv.scheduler.cli", "hits", str(trace), "--device-blocks=4"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.wait(timeout=60) == 141
+    assert process.stderr.read() == ""
+    process.stderr.close()

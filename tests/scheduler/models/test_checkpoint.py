@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer, models
+
+from radixkv.scheduler.models import (
+    CheckpointFileError,
+    MissingExtraError,
+    TensorDtypeError,
+    TensorMissingError,
+    TensorShapeError,
+    TensorUnexpectedError,
+    UnsupportedModelError,
+    load_model,
+    load_tokenizer,
+    make_tiny_checkpoint,
+)
+
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    make_tiny_checkpoint(tmp_path, "qwen3", 3)
+    return tmp_path
+
+
+def rewrite(directory, change):
+    """Apply `change` to the dictionary of tensors and write it back."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    path.unlink()
+    save_file(tensors, path)
+
+
+def shard(directory):
+    """Split the single file in two with an index, as transformers does."""
+    single = directory / "model.safetensors"
+    tensors = load_file(single)
+    names = sorted(tensors)
+    weight_map = {}
+    for number, part in enumerate((names[::2], names[1::2]), start=1):
+        file = f"model-{number:05}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, directory / file)
+        weight_map.update(dict.fromkeys(part, file))
+    single.unlink()
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return index
+
+
+def assert_same_params(left, right):
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_same_arguments_make_the_same_checkpoint(tmp_path):
+    for folder, seed in (("a", 5), ("b", 5), ("c", 6)):
+        make_tiny_checkpoint(tmp_path / folder, "llama", seed)
+    a, b, c = (load_file(tmp_path / folder / "model.safetensors") for folder in "abc")
+    assert all(np.array_equal(a[name], b[name]) for name in a)
+    assert not any(np.array_equal(a[name], c[name]) for name in a)
+    assert sum(tensor.size for tensor in a.values()) < 1_000_000
+
+
+def test_parameters_are_the_tensors_of_the_file(tiny):
+    tensors = load_file(tiny / "model.safetensors")
+    model = load_model(tiny)
+    assert len(model.params.layers) == model.config.num_layers == 2
+    layer = model.params.layers[1]
+    np.testing.assert_array_equal(layer.q_proj.weight, tensors[Q_PROJ])
+    np.testing.assert_array_equal(layer.q_norm, tensors["model.layers.1.self_attn.q_norm.weight"])
+    assert layer.q_proj.bias is None
+    num_values = sum(leaf.size for leaf in jax.tree.leaves(model.params))
+    tied = model.params.embedding.size
+    assert num_values == sum(tensor.size for tensor in tensors.values()) + tied
+
+
+def test_tied_embeddings_are_one_array(tiny, tmp_path):
+    params = load_model(tiny).params
+    assert params.lm_head.weight is params.embedding
+    make_tiny_checkpoint(tmp_path / "llama")
+    params = load_model(tmp_path / "llama").params
+    assert not np.array_equal(params.lm_head.weight, params.embedding)
+
+
+def test_tied_checkpoint_may_hold_the_output_matrix_and_old_rope_tensors(tiny):
+    expected = load_model(tiny).params
+
+    def add(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1.0
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(16, np.float32)
+
+    rewrite(tiny, add)
+    assert_same_params(load_model(tiny).params, expected)
+
+
+def test_sharded_checkpoint_gives_the_same_parameters(tiny):
+    expected = load_model(tiny).params
+    shard(tiny)
+    assert_same_params(load_model(tiny).params, expected)
+
+
+@pytest.mark.parametrize("stored", [jnp.bfloat16, jnp.float16])
+def test_half_precision_checkpoint_loads_as_float32(tiny, stored):
+    expected = jax.tree.map(
+        lambda leaf: leaf.astype(stored).astype(jnp.float32), load_model(tiny).params
+    )
+
+    def convert(tensors):
+        tensors.update({name: tensor.astype(stored) for name, tensor in tensors.items()})
+
+    rewrite(tiny, convert)
+    assert_same_params(load_model(tiny).params, expected)
+
+
+def test_bfloat16_computation_stays_near_float32(tiny, make_runner):
+    def convert(tensors):
+        tensors.update({name: tensor.astype(jnp.bfloat16) for name, tensor in tensors.items()})
+
+    rewrite(tiny, convert)
+    prompt = list(range(100, 140))
+    exact = make_runner(load_model(tiny)).prefill(prompt, chunk=64)
+    model = load_model(tiny, dtype=jnp.bfloat16)
+    assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {jnp.dtype(jnp.bfloat16)}
+    runner = make_runner(model)
+    logits = runner.prefill(prompt, chunk=64)
+    assert logits.dtype == np.float32
+    assert {pool.dtype for pool in runner.k_pools} == {jnp.dtype(jnp.bfloat16)}
+    # bfloat16 keeps 8 bits; the logits have a spread of about 3.
+    assert np.corrcoef(exact, logits)[0, 1] > 0.995
+    assert np.abs(exact - logits).max() < 0.1 * np.abs(exact).max()
+
+
+def test_missing_weights_are_refused(tiny):
+    (tiny / "model.safetensors").unlink()
+    with pytest.raises(CheckpointFileError) as caught:
+        load_model(tiny)
+    assert str(caught.value) == (
+        f"{tiny}: neither model.safetensors nor model.safetensors.index.json"
+    )
+
+
+def test_missing_shard_is_refused(tiny):
+    shard(tiny)
+    lost = tiny / "model-00002-of-00002.safetensors"
+    lost.unlink()
+    with pytest.raises(CheckpointFileError) as caught:
+        load_model(tiny)
+    assert str(caught.value) == (
+        f"{lost}: no such file, though model.safetensors.index.json names it"
+    )
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 3}'])
+def test_broken_index_is_refused(tiny, content):
+    index = shard(tiny)
+    index.write_text(content)
+    with pytest.raises(CheckpointFileError) as caught:
+        load_model(tiny)
+    assert str(caught.value) == f"{index}: not JSON with a 'weight_map'"
+
+
+def test_broken_weights_are_refused(tiny):
+    path = tiny / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(CheckpointFileError) as caught:
+        load_model(tiny)
+    assert str(caught.value).startswith(f"{path}: not a safetensors file: ")
+
+
+def test_missing_tensor_is_refused(tiny):
+    rewrite(tiny, lambda tensors: tensors.pop(Q_PROJ))
+    with pytest.raises(TensorMissingError) as caught:
+        load_model(tiny)
+    assert str(caught.value) == f"{tiny}: no tensor '{Q_PROJ}'"
+    assert caught.value.name == Q_PROJ
+
+
+def test_wrong_shape_is_refused(tiny):
+    rewrite(tiny, lambda tensors: tensors.update({Q_PROJ: np.zeros((128, 128), np.float32)}))
+    with pytest.raises(TensorShapeError) as caught:
+        load_model(tiny)
+    assert str(caught.value) == (
+        f"{tiny / 'model.safetensors'}: tensor '{Q_PROJ}' has shape [128, 128], "
+        "but config.json calls for [256, 128]"
+    )
+    assert caught.value.shape == (128, 128) and caught.value.expected == (256, 128)
+
+
+def test_quantised_tensor_is_refused(tiny):
+    rewrite(tiny, lambda tensors: tensors.update({Q_PROJ: np.zeros((256, 128), np.int8)}))
+    with pytest.raises(TensorDtypeError) as caught:
+        load_model(tiny)
+    assert str(caught.value) == (
+        f"{tiny / 'model.safetensors'}: tensor '{Q_PROJ}' has dtype I8, "
+        "but only F32, F16 and BF16 are supported"
+    )
+
+
+def test_biases_that_the_configuration_does_not_know_are_refused(tiny):
+    names = [f"model.layers.{layer}.self_attn.q_proj.bias" for layer in (0, 1)]
+    rewrite(tiny, lambda tensors: tensors.update({n: np.zeros(256, np.float32) for n in names}))
+    with pytest.raises(TensorUnexpectedError) as caught:
+        load_model(tiny)
+    assert str(caught.value) == (
+        f"{tiny}: 2 tensors that config.json does not account for, the first is '{names[0]}'"
+    )
+    assert caught.value.names == tuple(names)
+
+
+def test_tiny_refuses_overrides_that_cannot_be_loaded_and_writes_nothing(tmp_path):
+    with pytest.raises(UnsupportedModelError, match="hidden_act is 'gelu'"):
+        make_tiny_checkpoint(tmp_path / "x", overrides={"hidden_act": "gelu"})
+    assert not (tmp_path / "x").exists()
+
+
+def test_tokenizer_is_loaded_where_there_is_one(tiny):
+    assert load_tokenizer(tiny) is None
+    vocabulary = {"hello": 0, "world": 1}
+    Tokenizer(models.WordLevel(vocabulary, unk_token="hello")).save(str(tiny / "tokenizer.json"))
+    tokenizer = load_tokenizer(tiny)
+    assert tokenizer is not None
+    assert tokenizer.encode("world").ids == [1]
+
+
+def test_tokenizer_without_its_library_names_the_extra(tiny, monkeypatch):
+    (tiny / "tokenizer.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(MissingExtraError) as caught:
+        load_tokenizer(tiny)
+    assert str(caught.value) == (
+        f"{tiny / 'tokenizer.json'}: reading it needs the library 'tokenizers': "
+        "pip install 'radixkv[text]'"
+    )
+    assert caught.value.extra == "text"
+
+
+def test_broken_tokenizer_is_refused(tiny):
+    path = tiny / "tokenizer.json"
+    path.write_text("{}")
+    with pytest.raises(CheckpointFileError) as caught:
+        load_tokenizer(tiny)
+    assert str(caught.value).startswith(f"{path}: not a tokenizer: ")

@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from radixkv.kvcache import RadixKVError
+from radixkv.scheduler.models import (
+    CheckpointError,
+    CheckpointFileError,
+    RopeConfig,
+    UnsupportedModelError,
+    load_config,
+    make_tiny_checkpoint,
+)
+from radixkv.scheduler.models.config import parse_config
+from radixkv.scheduler.models.rope import inverse_frequencies
+
+PATH = Path("config.json")
+# What Qwen3-0.6B says, as published.
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-05,
+}
+LLAMA3_ROPE = {
+    "factor": 32.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+
+
+def test_qwen3_entries_are_read():
+    config = parse_config(QWEN3, PATH)
+    assert config.family == "qwen3" and config.qk_norm and config.tie_embeddings
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (16, 8, 128)
+    assert (config.num_layers, config.hidden_size, config.vocab_size) == (28, 1024, 151936)
+    assert config.rope == RopeConfig(1_000_000.0)
+    assert config.max_positions == 40960
+    assert config.eos_token_ids == (151645,)
+    assert not config.attention_bias and not config.mlp_bias
+
+
+def test_llama_entries_that_are_left_out_take_their_defaults():
+    config = parse_config(LLAMA, PATH)
+    assert config.family == "llama" and not config.qk_norm and not config.tie_embeddings
+    assert (config.num_kv_heads, config.head_dim) == (32, 64)
+    assert config.rope == RopeConfig(10_000.0)
+    assert config.rms_norm_eps == 1e-5
+    assert config.eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"rope_theta": 500_000.0, "rope_scaling": LLAMA3_ROPE},
+        {"rope_parameters": {"rope_theta": 500_000.0, **LLAMA3_ROPE}},
+    ],
+)
+def test_old_and_new_spelling_of_rope_mean_the_same(entries):
+    config = parse_config({**LLAMA, **entries}, PATH)
+    assert config.rope == RopeConfig(500_000.0, "llama3", 32.0, 1.0, 4.0, 8192)
+
+
+def test_linear_rope_divides_every_frequency():
+    plain = inverse_frequencies(RopeConfig(10_000.0), 64)
+    scaled = inverse_frequencies(RopeConfig(10_000.0, "linear", 4.0), 64)
+    assert plain.dtype == np.float32 and plain.shape == (32,) and plain[0] == 1.0
+    np.testing.assert_allclose(scaled, plain / 4.0, rtol=1e-6)
+
+
+def test_llama3_rope_keeps_high_frequencies_and_divides_low_ones():
+    rope = RopeConfig(500_000.0, "llama3", 32.0, 1.0, 4.0, 8192)
+    ratio = inverse_frequencies(RopeConfig(500_000.0), 128) / inverse_frequencies(rope, 128)
+    periods = 8192 * inverse_frequencies(RopeConfig(500_000.0), 128) / (2 * np.pi)
+    np.testing.assert_allclose(ratio[periods > 4.0], 1.0, rtol=1e-6)
+    np.testing.assert_allclose(ratio[periods < 1.0], 32.0, rtol=1e-6)
+    between = ratio[(periods > 1.0) & (periods < 4.0)]
+    assert len(between) > 0 and ((between > 1.0) & (between < 32.0)).all()
+    assert (np.diff(between) > 0).all()
+
+
+def test_generation_config_gives_the_end_tokens(tmp_path):
+    make_tiny_checkpoint(tmp_path)
+    assert load_config(tmp_path).eos_token_ids == (1,)
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": [1, 7]}))
+    assert load_config(tmp_path).eos_token_ids == (1, 7)
+    path.write_text(json.dumps({"do_sample": True}))
+    assert load_config(tmp_path).eos_token_ids == (1,)
+
+
+@pytest.mark.parametrize(
+    ("entries", "text"),
+    [
+        (
+            {"model_type": "gpt2"},
+            "config.json: model_type is 'gpt2', but only llama or qwen3 is supported",
+        ),
+        (
+            {"model_type": None},
+            "config.json: model_type is None, but only llama or qwen3 is supported",
+        ),
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            "config.json: architectures is ['LlamaForSequenceClassification'], "
+            "but only LlamaForCausalLM is supported",
+        ),
+        (
+            {"hidden_act": "gelu"},
+            "config.json: hidden_act is 'gelu', but only 'silu' is supported",
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "config.json: quantization_config is 'fp8', but only none is supported",
+        ),
+        (
+            {"use_sliding_window": True},
+            "config.json: use_sliding_window is True, but only False is supported",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "config.json: rope type is 'yarn', but only default, linear or llama3 is supported",
+        ),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+            "config.json: rope type is 'dynamic', but only default, linear or llama3 is supported",
+        ),
+        (
+            {"partial_rotary_factor": 0.5},
+            "config.json: partial_rotary_factor is 0.5, but only 1.0 is supported",
+        ),
+    ],
+)
+def test_what_is_not_computed_is_refused(entries, text):
+    with pytest.raises(UnsupportedModelError) as caught:
+        parse_config({**LLAMA, **entries}, PATH)
+    assert str(caught.value) == text
+    assert isinstance(caught.value, RadixKVError)
+
+
+@pytest.mark.parametrize(
+    ("entries", "text"),
+    [
+        ({"hidden_size": None}, "config.json: no entry 'hidden_size'"),
+        ({"max_position_embeddings": None}, "config.json: no entry 'max_position_embeddings'"),
+        (
+            {"vocab_size": 0},
+            "config.json: vocab_size is 0, but a count of at least 1 is needed",
+        ),
+        (
+            {"num_hidden_layers": "16"},
+            "config.json: num_hidden_layers is '16', but a count of at least 1 is needed",
+        ),
+        (
+            {"num_key_value_heads": 5},
+            "config.json: num_attention_heads 32 is no multiple of num_key_value_heads 5",
+        ),
+        ({"head_dim": 63}, "config.json: head_dim 63 is odd; rope turns pairs"),
+        (
+            {"eos_token_id": "</s>"},
+            "config.json: eos_token_id is '</s>', but token ids are needed",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "linear"}},
+            "config.json: rope type 'linear' needs the setting 'factor'",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "config.json: rope type 'llama3' needs the setting 'low_freq_factor'",
+        ),
+    ],
+)
+def test_entries_that_make_no_sense_are_refused(entries, text):
+    with pytest.raises(CheckpointError) as caught:
+        parse_config({**LLAMA, **entries}, PATH)
+    assert str(caught.value) == text
+
+
+def test_missing_and_broken_files_are_refused(tmp_path):
+    path = tmp_path / "config.json"
+    with pytest.raises(CheckpointFileError) as caught:
+        load_config(tmp_path)
+    assert str(caught.value) == f"{path}: no such file"
+    assert caught.value.path == path
+    path.write_text("[1]")
+    with pytest.raises(CheckpointFileError) as caught:
+        load_config(tmp_path)
+    assert str(caught.value) == f"{path}: expected a JSON object, got list"
+    path.write_text("{")
+    with pytest.raises(CheckpointFileError) as caught:
+        load_config(tmp_path)
+    assert str(caught.value).startswith(f"{path}: not JSON: ")

@@ -1,0 +1,39 @@
+"""What the replay tests share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from radixkv.scheduler.replay.trace import Trace, TraceRequest, bundled_trace_path, read_trace
+
+
+@pytest.fixture(scope="session")
+def bundled_trace() -> Trace:
+    return read_trace(bundled_trace_path())
+
+
+@pytest.fixture
+def write_lines(tmp_path: Path) -> Callable[..., Path]:
+    """Write lines (objects become JSON, bytes stay) to a file and return its path."""
+
+    def write(*lines: object) -> Path:
+        path = tmp_path / "trace.jsonl"
+        encoded = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+        path.write_bytes(b"".join(line + b"\n" for line in encoded))
+        return path
+
+    return write
+
+
+def make_trace(*paths: Sequence[int], output_length: int = 1, gap_ms: float = 0.0) -> Trace:
+    """A trace of whole 512-token blocks."""
+    return Trace(
+        tuple(
+            TraceRequest(index * gap_ms, 512 * len(path), output_length, tuple(path))
+            for index, path in enumerate(paths)
+        )
+    )

@@ -1,0 +1,118 @@
+"""The report: the numbers are there, a failed check is seen, and JSON holds all of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from radixkv.scheduler.replay.checks import Check
+from radixkv.scheduler.replay.cost_model import named_costs
+from radixkv.scheduler.replay.hit_curve import measure_hit_curve
+from radixkv.scheduler.replay.real_run import EngineRun, RealRun, RealRunConfig
+from radixkv.scheduler.replay.report import RealSection, ReplayReport, SimulationSection
+from radixkv.scheduler.replay.simulation import SimulationConfig, simulate
+from radixkv.scheduler.replay.trace import SkippedLine, Trace
+
+
+def engine_run(name: str, prefill_tokens: int) -> EngineRun:
+    return EngineRun(name, 72, 900, prefill_tokens, 64, 5, 40, 0, 1.25)
+
+
+@pytest.fixture(scope="module")
+def report(bundled_trace: Trace) -> ReplayReport:
+    """A report of the first 20 requests, with a made-up real run."""
+    skipped = tuple(SkippedLine(line, f"reason {line}") for line in range(1, 8))
+    trace = Trace(bundled_trace.requests[:20], skipped, "mine.jsonl")
+    costs, config = named_costs(), SimulationConfig()
+    real = RealRun(
+        requests=20,
+        prompt_tokens=4000,
+        output_tokens=300,
+        runs=(engine_run("reference", 4000), engine_run("cache on", 3000)),
+        checks=(
+            Check("identical tokens", True, "300 output tokens, 2 times"),
+            Check("the tight pool preempts and evicts", True, "not exercised", skipped=True),
+        ),
+    )
+    return ReplayReport(
+        trace,
+        measure_hit_curve(trace, (50,)),
+        SimulationSection(costs, config, {"cache on": simulate(trace, costs, config)}),
+        RealSection(RealRunConfig(), real),
+        wall_s=12.34,
+    )
+
+
+def test_the_text_has_every_section_check_and_skipped_line(report: ReplayReport) -> None:
+    text = report.text()
+    lines = text.splitlines()
+    assert lines[0].startswith("mine.jsonl: 20 requests, ")
+    assert "  7 malformed lines were skipped:" in lines
+    assert "    line 5: reason 5" in lines and "    line 6: reason 6" not in lines
+    assert "    and 2 more" in lines
+    for heading in ("a. HITS", "b. SIMULATION: llama3-8b on h200x2", "c. REAL RUN: 20 requests"):
+        assert heading in text
+    for label in ("time to first token, s", "goodput, requests/s", "preemptions", "no limit"):
+        assert label in text
+    for _, check in report.checks():
+        assert check.name in text and check.detail in text
+    assert "   SKIP  the tight pool preempts and evicts: not exercised" in lines
+    assert lines[-1] == "PASS: 6 checks, 1 skipped; 12.3 s"
+    assert all(len(line) <= 100 for line in lines), [line for line in lines if len(line) > 100]
+
+
+def test_a_failed_check_fails_the_report(report: ReplayReport) -> None:
+    assert report.ok
+    broken = Check("identical tokens", False, "cache on: request 3 differs at output token 7")
+    real = dataclasses.replace(report.real.run, checks=(broken,))
+    failed = dataclasses.replace(report, real=RealSection(RealRunConfig(), real))
+    assert not failed.ok
+    assert f"   FAIL  {broken.name}: {broken.detail}" in failed.text().splitlines()
+    assert failed.text().splitlines()[-1] == "FAIL: 1 of 6 checks; 12.3 s"
+    assert failed.to_json()["ok"] is False
+
+
+def test_the_json_is_complete_and_has_no_nan(report: ReplayReport) -> None:
+    document = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert set(document) == {
+        "ok",
+        "wall_s",
+        "environment",
+        "trace",
+        "hits",
+        "simulation",
+        "real_run",
+        "checks",
+    }
+    assert document["ok"] is True
+    assert set(document["environment"]) == {"versions", "python", "platform", "cpu_count"}
+    assert document["trace"]["requests"] == 20
+    assert document["trace"]["skipped"][0] == {"line": 1, "reason": "reason 1"}
+    assert [row["num_blocks"] for row in document["hits"]["rows"]] == [50, None]
+    assert document["hits"]["rows"][1]["counts"]["hit_rate"] <= 1
+    assert document["simulation"]["costs"]["model"]["name"] == "llama3-8b"
+    assert document["simulation"]["config"]["slo_ttft_s"] == 30.0
+    assert document["simulation"]["runs"]["cache on"]["finished"] == 20
+    assert set(document["simulation"]["runs"]["cache on"]["latencies"]["ttft_s"]) == {
+        "p50",
+        "p90",
+        "p99",
+    }
+    assert document["real_run"]["config"]["seed"] == 0
+    assert [run["name"] for run in document["real_run"]["runs"]] == ["reference", "cache on"]
+    assert document["checks"][-1] == {
+        "section": "real_run",
+        "name": "the tight pool preempts and evicts",
+        "ok": True,
+        "detail": "not exercised",
+        "skipped": True,
+    }
+
+
+def test_a_real_run_without_requests(report: ReplayReport) -> None:
+    check = Check("identical tokens", True, "no request has 16,384 tokens or fewer", skipped=True)
+    empty = RealSection(RealRunConfig(), RealRun(0, 0, 0, (), (check,)))
+    text = dataclasses.replace(report, real=empty).text()
+    assert "c. REAL RUN: 0 requests" in text and f"SKIP  {check.name}: {check.detail}" in text

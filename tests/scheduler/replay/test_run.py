@@ -1,0 +1,85 @@
+"""`run_replay` from end to end on a short trace, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from radixkv.scheduler import replay
+from radixkv.scheduler.replay import CostError, TraceError, bundled_trace_path, run_replay
+from radixkv.scheduler.replay.report import ReplayReport
+
+WriteLines = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def report() -> ReplayReport:
+    return run_replay(num_requests=24)
+
+
+def test_a_replay_of_the_bundled_trace_passes(report: ReplayReport) -> None:
+    assert report.ok, report.text()
+    assert len(report.trace.requests) == 24
+    assert list(report.simulation.runs) == ["cache off", "cache on"]
+    assert report.simulation.runs["cache off"].hit_tokens == 0
+    assert report.simulation.runs["cache on"].hit_tokens > 0
+    assert report.text().splitlines()[-1].startswith("PASS: ")
+    json.dumps(report.to_json(), allow_nan=False)
+
+
+def test_every_stage_reports_progress_to_its_end(write_lines: WriteLines) -> None:
+    calls: list[tuple[str, int, int]] = []
+    lines = bundled_trace_path().read_bytes().splitlines()[:3]
+    report = run_replay(
+        write_lines(b"oops", *lines),
+        skip_malformed=True,
+        progress=lambda stage, done, total: calls.append((stage, done, total)),
+    )
+    assert report.ok
+    assert [line.line for line in report.trace.skipped] == [1]
+    last = {stage: (done, total) for stage, done, total in calls}
+    assert list(last) == [
+        "hits",
+        "simulation, cache off",
+        "simulation, cache on",
+        "real run, reference",
+        "real run, cache off",
+        "real run, cache on",
+    ]
+    assert all(done == total for done, total in last.values())
+
+
+def test_what_cannot_work_is_refused_before_the_work(
+    write_lines: WriteLines, tmp_path: Path
+) -> None:
+    with pytest.raises(TraceError, match=r"trace\.jsonl, line 1: is not JSON: "):
+        run_replay(write_lines(b"oops"))
+    with pytest.raises(CostError, match="no model 'gpt-5'"):
+        run_replay(model="gpt-5")
+    with pytest.raises(CostError, match="no GPU 'abacus'"):
+        run_replay(gpu="abacus")
+    with pytest.raises(CostError, match="llama3-70b does not fit"):
+        run_replay(model="llama3-70b", gpu="h100")
+    costs = tmp_path / "costs.json"
+    costs.write_text('{"step": {"overhead_s": "soon"}}')
+    with pytest.raises(
+        CostError, match=r'step\.overhead_s must be a number below 1e30, got "soon"'
+    ):
+        run_replay(costs=costs)
+
+
+def test_counting_hits_needs_no_jax() -> None:
+    code = "import sys, radixkv.scheduler.replay as r; r.count_hits; sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_public_name_exists() -> None:
+    for name in replay.__all__:
+        assert getattr(replay, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = replay.nothing
