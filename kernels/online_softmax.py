@@ -22,6 +22,9 @@ from .checks import check_positive, check_sinks, check_window
 # A finite stand-in for -inf: the difference of two of them is 0, not NaN.
 LOWEST = float(np.finfo(np.float32).min) / 2
 
+# Values are halved when loaded, and `finish` makes up for it, exactly: see `load_chunk` for why.
+V_FACTOR = 0.5
+
 
 class AttentionOptions(NamedTuple):
     """What is compiled into an attention kernel (hashable)."""
@@ -35,7 +38,7 @@ class SoftmaxState(NamedTuple):
     """A softmax in progress: sums over the tokens seen so far, relative to `exp(peak)`."""
 
     weighted: Float[Array, "*queries head_dim"]
-    """Sum of `exp(logit - peak) * v`, f32."""
+    """Sum of `exp(logit - peak) * v * V_FACTOR`, f32."""
     peak: Float[Array, "*queries"]
     """Largest logit seen, f32; `LOWEST` when none was."""
     total: Float[Array, "*queries"]
@@ -74,9 +77,11 @@ def fence(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
 
 
 def load_chunk(
-    pool: Float[Array, "blocks kv_heads block_size head_dim"], ids: Int[Array, "w n"]
+    pool: Float[Array, "blocks kv_heads block_size head_dim"],
+    ids: Int[Array, "w n"],
+    factor: float,
 ) -> Float[Array, "w kv_heads n*block_size head_dim"]:
-    """Gather the blocks `ids` head-major, as f32, so that each head's tokens are one matrix.
+    """Gather the blocks `ids` head-major, as f32 times `factor`: a head's tokens are one matrix.
 
     Each (block, head) tile of the pool is contiguous; seen as a row of a matrix it is copied whole:
 
@@ -89,12 +94,13 @@ def load_chunk(
     ids = jnp.clip(ids, 0, num_blocks - 1)
     tiles = ids[:, None, :] * kv_heads + jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
     rows = pool.reshape(num_blocks * kv_heads, block_size * head_dim)
-    # Fences for XLA's CPU backend: it would lift a conversion of the whole bfloat16 pool out of the
-    # caller's loop, and would mix the copy of whole tiles with slower work on single elements.
+    # Workarounds for XLA's CPU backend, each measured. The first fence keeps a conversion of the
+    # whole bfloat16 pool from being lifted out of the caller's loop. A float32 gather alone is
+    # slow, fused with a product it is not; the second fence keeps slower work out of that fusion.
     rows, tiles = fence((rows, tiles))
-    (chunk,) = fence((rows.at[tiles].get(mode="promise_in_bounds"),))
-    shape = (ids.shape[0], kv_heads, ids.shape[1] * block_size, head_dim)
-    return chunk.reshape(shape).astype(jnp.float32)
+    chunk = rows.at[tiles].get(mode="promise_in_bounds").astype(jnp.float32) * factor
+    (chunk,) = fence((chunk,))
+    return chunk.reshape(ids.shape[0], kv_heads, ids.shape[1] * block_size, head_dim)
 
 
 def attend_chunk(
@@ -105,12 +111,12 @@ def attend_chunk(
     written: Bool[Array, "w c"],
     options: AttentionOptions,
 ) -> SoftmaxState:
-    """Softmax state of queries `q` (f32, already times `sm_scale`) over one chunk.
+    """Softmax state of queries `q` (f32) over one chunk.
 
     Args:
         q: Queries.
-        k: Keys, f32.
-        v: Values, f32.
+        k: Keys, f32, already times `sm_scale`.
+        v: Values, f32, already times `V_FACTOR`.
         visible: Which tokens each query may see.
         written: Tokens that some query may see. The values of the others may be NaN, and
             0 * NaN is NaN: they are zeroed, a weight of zero is not enough.
@@ -168,5 +174,5 @@ def finish(
         state = rescale(state, jnp.maximum(state.peak, sinks))
         state = state._replace(total=state.total + jnp.exp(sinks - state.peak))
     total = jnp.where(empty, 1.0, state.total)
-    out = jnp.where(empty[..., None], 0.0, state.weighted / total[..., None])
+    out = jnp.where(empty[..., None], 0.0, state.weighted / (V_FACTOR * total[..., None]))
     return out, jnp.where(empty, -jnp.inf, state.peak + jnp.log(total))

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int32
 
 from .checks import check_block_tables, check_int32, check_pools, check_queries
 from .online_softmax import (
+    V_FACTOR,
     AttentionOptions,
     SoftmaxState,
     attend_chunk,
@@ -154,7 +155,7 @@ def decode(
     first_chunk = first_visible // chunk_tokens
     num_chunks = jnp.maximum((lengths + chunk_tokens - 1) // chunk_tokens - first_chunk, 0)
     ends = jnp.cumsum(num_chunks)
-    queries = q.reshape(batch, kv_heads, group, head_dim).astype(jnp.float32) * options.sm_scale
+    queries = q.reshape(batch, kv_heads, group, head_dim).astype(jnp.float32)
 
     def step(i: Array, state: SoftmaxState) -> SoftmaxState:
         item = i * num_items + jnp.arange(num_items, dtype=jnp.int32)
@@ -165,7 +166,8 @@ def decode(
         ids = block_tables.at[row[:, None], columns].get(mode="clip")
         position = chunk[:, None] * chunk_tokens + jnp.arange(chunk_tokens)
         visible = (position >= first_visible[row, None]) & (position < lengths[row, None])
-        k, v = load_chunk(k_blocks, ids), load_chunk(v_blocks, ids)
+        k = load_chunk(k_blocks, ids, options.sm_scale)
+        v = load_chunk(v_blocks, ids, V_FACTOR)
         part = attend_chunk(queries[row], k, v, visible[:, None], visible, options)
         return merge_into_rows(state, part, owner)
 

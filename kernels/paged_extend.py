@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int32
 
 from .checks import check_block_tables, check_int32, check_pools, check_queries
 from .online_softmax import (
+    V_FACTOR,
     AttentionOptions,
     SoftmaxState,
     attend_chunk,
@@ -230,7 +231,7 @@ def _attend_tile(
     if options.window is not None:
         first_visible = jnp.maximum(positions - options.window + 1, 0)
     first = first_visible[0]  # positions rise, so the first query's window starts first
-    queries = q.astype(jnp.float32).reshape(tile, kv_heads, group, head_dim) * options.sm_scale
+    queries = q.astype(jnp.float32).reshape(tile, kv_heads, group, head_dim)
     queries = queries.transpose(1, 0, 2, 3).reshape(1, kv_heads, tile * group, head_dim)
 
     def step(chunk: Array, state: SoftmaxState) -> SoftmaxState:
@@ -240,7 +241,8 @@ def _attend_tile(
         visible = (key <= positions[:, None]) & (key >= first_visible[:, None])
         visible = jnp.repeat(visible, group, axis=0)[None]
         written = ((key >= first) & (key <= last))[None]
-        k, v = load_chunk(k_blocks, ids), load_chunk(v_blocks, ids)
+        k = load_chunk(k_blocks, ids, options.sm_scale)
+        v = load_chunk(v_blocks, ids, V_FACTOR)
         return merge(state, attend_chunk(queries, k, v, visible, written, options))
 
     shape = (1, kv_heads, tile * group)

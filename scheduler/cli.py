@@ -188,7 +188,12 @@ def _add_generate(commands: _Commands) -> None:
         "blocks of KV cache (default: room for all prompts at once, within 4 GiB)",
         required=False,
     )
-    _add_size(parser, "--token-budget", "tokens per step (default: %(default)s)", default=512)
+    _add_size(
+        parser,
+        "--token-budget",
+        "tokens per step (default: 512, or all of the prompts' if fewer)",
+        required=False,
+    )
     parser.add_argument(
         "--no-prefix-cache", action="store_true", help="compute every prompt from its first token"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,8 @@ class EngineStats:
         steps: programs run.
         padding_tokens: tokens that the programs computed only to fill their shapes.
         prefill_tokens_computed: tokens of prefill chunks, recomputed ones included.
-        compilations_at_warm_up: what XLA compiled when the engine was made.
+        compilations_at_warm_up: what XLA compiled when the engine was made; programs that an
+            engine of the same sizes compiled before, in this process, are used again.
         compilations_after_warm_up: what it compiled during steps: 0, unless something is wrong.
         scheduler, cache: see `SchedulerStats` and `CacheStats`.
     """
@@ -123,14 +123,14 @@ class Engine:
         """Compile every shape, the largest first: what does not fit in memory fails at once."""
         shapes = sorted((*self._shapes.decode, *self._shapes.extend), key=lambda s: -s.num_tokens)
         return {
-            shape: jax.jit(partial(_step, self._model.config, shape), donate_argnums=(2, 3))
-            .lower(
+            shape: _program.lower(
+                self._model.config,
+                shape,
                 self._model.params,
                 np.zeros(sum(shape.sizes), np.int32),
                 self._arrays.keys,
                 self._arrays.values,
-            )
-            .compile()
+            ).compile()
             for shape in shapes
         }
 
@@ -222,3 +222,7 @@ def _step(
         config, params, batch, k_pools, v_pools, decode=shape.is_decode
     )
     return sample(logits.astype(jnp.float32), sampling), k_pools, v_pools
+
+
+# One function for all engines, so that JAX finds the programs of an earlier one.
+_program = jax.jit(_step, static_argnums=(0, 1), donate_argnums=(4, 5))

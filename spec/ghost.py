@@ -87,7 +87,9 @@ class GhostMemory:
             what = "was never written" if found is None else "holds another prefix"
             raise ContentError(block, position, what)
 
-    def write_sequence(self, block_table: Sequence[int], tags: Sequence[Tag], start: int = 0) -> None:
+    def write_sequence(
+        self, block_table: Sequence[int], tags: Sequence[Tag], start: int = 0
+    ) -> None:
         """Write the tags of a sequence from position start on, through its block table."""
         for position in range(start, len(tags)):
             index, offset = divmod(position, self.block_size)

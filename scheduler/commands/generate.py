@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from .output import check_destination, emit, format_table
 from .prompts import read_prompts
 
 _MAX_RUNNING = 256
+_DEFAULT_TOKEN_BUDGET = 512
 _DEFAULT_CACHE_BYTES = 4 * 2**30
 _BYTES_PER_ELEMENT = 4  # the pools have the model's dtype, float32
 
@@ -37,13 +38,15 @@ def run(arguments: argparse.Namespace) -> int:
     needed = [-(-(len(prompt) + new_tokens) // block_size) for prompt in prompts]
     num_blocks = arguments.device_blocks or _default_blocks(needed, config, block_size)
     _check_fit(prompts, new_tokens, needed, num_blocks, block_size)
+    # Each size up to the budget is a program to compile: none that these prompts cannot fill.
+    token_budget = arguments.token_budget or min(_DEFAULT_TOKEN_BUDGET, sum(map(len, prompts)))
 
     engine = Engine(
         load_model(model_dir),
         block_size=block_size,
         num_blocks=num_blocks,
-        token_budget=arguments.token_budget,
-        max_running=min(len(prompts), arguments.token_budget, _MAX_RUNNING),
+        token_budget=token_budget,
+        max_running=min(len(prompts), token_budget, _MAX_RUNNING),
         max_model_len=max(map(len, prompts)) + new_tokens,
         prefix_cache=not arguments.no_prefix_cache,
     )
@@ -107,5 +110,14 @@ def _check_fit(
 
 def _describe(results: dict[str, Any]) -> str:
     """One line of token ids per prompt, then the statistics."""
-    rows = [(name, str(value)) for name, value in results["stats"].items()]
+    rows = [(name, str(value)) for name, value in _flatten(results["stats"])]
     return "\n".join([*map(json.dumps, results["outputs"]), "", format_table(rows)])
+
+
+def _flatten(stats: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each figure with its place, as `cache.free_blocks`."""
+    for name, value in stats.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

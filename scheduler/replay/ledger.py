@@ -148,7 +148,7 @@ class Ledger:
                 f"{len(self.times):,} finished, {self.refused:,} refused",
             ),
             _check(
-                "prompt = hit + computed tokens, for every request",
+                "prompt = hit + computed tokens, each request",
                 self._wrong_accounts,
                 f"{self.prompt_tokens:,} = {self.hit_tokens:,} + {computed:,}",
             ),

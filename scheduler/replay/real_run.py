@@ -45,16 +45,17 @@ class RealRunConfig:
         max_requests: requests taken from the trace.
         max_model_len: longest prompt and output, in scaled tokens; longer requests are left out.
         tight_num_blocks: the small pool: at least one request must fit, a few must not.
-        token_budget, max_running: of the engine.
+        token_budget, max_running: of the engine; each power of two up to them is a program to
+            compile, which takes longer than the run.
         min_pressure: the requests together need so many tight pools, or the trace is held to be
             too small to force preemption and eviction.
         seed: of the model's weights.
     """
 
     max_requests: int = 40
-    max_model_len: int = 512
-    tight_num_blocks: int = 72
-    token_budget: int = 128
+    max_model_len: int = 320
+    tight_num_blocks: int = 48
+    token_budget: int = 32
     max_running: int = 8
     min_pressure: float = 4.0
     seed: int = 0
@@ -130,7 +131,7 @@ def run_real(
         runs=runs,
         checks=(
             _check_tokens(passes, requests),
-            _check_exercised(runs, may_lack_pressure),
+            check_exercised(runs, may_lack_pressure),
             _check_saved(runs),
             _check_compilations(runs),
             _check_no_leak(passes),
@@ -149,9 +150,7 @@ def select_requests(trace: Trace, max_requests: int, max_model_len: int) -> list
     the same for all). Consecutive requests would share little else: turns are minutes apart.
     """
     fitting = [
-        request
-        for request in trace.requests
-        if sum(_scaled_lengths(request)) <= max_model_len
+        request for request in trace.requests if sum(_scaled_lengths(request)) <= max_model_len
     ]
     turns: dict[tuple[int, ...], list[int]] = {}
     for index, request in enumerate(fitting):
@@ -263,7 +262,7 @@ def _check_tokens(passes: Sequence[_Pass], requests: Sequence[ScaledRequest]) ->
     return Check(name, True, f"{total:,} output tokens, {len(passes)} times")
 
 
-def _check_exercised(runs: Sequence[EngineRun], may_lack_pressure: bool) -> Check:
+def check_exercised(runs: Sequence[EngineRun], may_lack_pressure: bool) -> Check:
     """Whether the tight pool did preempt and evict: without, equal tokens prove little."""
     off, on = runs[1:]
     detail = (

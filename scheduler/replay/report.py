@@ -212,10 +212,11 @@ def _simulation_lines(section: SimulationSection) -> Iterator[str]:
     add("requests refused", (f"{r.refused:,}" for r in results))
     add("simulated time, s", (f"{r.simulated_s:,.1f}" for r in results))
     add("steps", (f"{r.steps:,}" for r in results))
+    add("token budget in use, mean", (f"{r.mean_budget_use:.0%}" for r in results))
     add("scheduler, us CPU per step", (f"{r.scheduler_us_per_step:.0f}" for r in results))
     yield from _table([("", *runs), *((label, *cells) for label, cells in rows)])
     yield ""
-    yield "   p50 / p90 / p99. Manager and scheduler are real; the GPU is a roofline,"
+    yield "   Times are p50 / p90 / p99. Manager and scheduler are real; the GPU is a roofline,"
     yield (
         f"   at {costs.step.flops_efficiency:.0%} of peak FLOP/s, "
         f"{costs.step.bandwidth_efficiency:.0%} of bandwidth, "

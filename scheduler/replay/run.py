@@ -23,6 +23,8 @@ def run_replay(
     model: str | None = None,
     gpu: str | None = None,
     costs: Path | None = None,
+    simulation: SimulationConfig | None = None,
+    real: RealRunConfig | None = None,
     progress: Progress = no_progress,
 ) -> ReplayReport:
     """Replay a trace in three ways and check each.
@@ -33,6 +35,7 @@ def run_replay(
         skip_malformed: leave malformed lines out instead of refusing the file.
         model, gpu: names of `cost_model.MODELS` and `GPUS` to simulate; None for the defaults.
         costs: a JSON file of figures that replace theirs.
+        simulation, real: set-ups of the simulated and of the real engine; None for the defaults.
         progress: told how far it is.
 
     Raises:
@@ -41,26 +44,25 @@ def run_replay(
     """
     started = time.perf_counter()
     cost_model = named_costs(model, gpu) if costs is None else load_costs(costs, model, gpu)
-    config = SimulationConfig()
-    cost_model.num_blocks(config.block_size)  # refuse at once, not after the hits
+    simulation, real = simulation or SimulationConfig(), real or RealRunConfig()
+    cost_model.num_blocks(simulation.block_size)  # refuse at once, not after the hits
     trace = read_trace(trace_path or bundled_trace_path(), num_requests, skip_malformed)
     hits = measure_hit_curve(trace, progress=progress)
     runs = {
         name: simulate(
             trace,
             cost_model,
-            dataclasses.replace(config, prefix_cache=prefix_cache),
+            dataclasses.replace(simulation, prefix_cache=prefix_cache),
             progress,
             f"simulation, {name}",
         )
         for name, prefix_cache in (("cache off", False), ("cache on", True))
     }
-    real_config = RealRunConfig()
-    real = run_real(trace, real_config, progress)
+    real_run = run_real(trace, real, progress)
     return ReplayReport(
         trace,
         hits,
-        SimulationSection(cost_model, config, runs),
-        RealSection(real_config, real),
+        SimulationSection(cost_model, simulation, runs),
+        RealSection(real, real_run),
         time.perf_counter() - started,
     )

@@ -62,6 +62,7 @@ class SimulationResult:
         recomputed_tokens: computed again after a preemption.
         preemptions: by the scheduler, for want of blocks.
         steps: engine steps.
+        mean_budget_use: the part of the token budget that a step fills; near 1, prompts queue.
         num_blocks: of the pool.
         mean_occupancy, peak_occupancy: the part of the pool that running requests hold; the mean
             is over the time in steps.
@@ -79,6 +80,7 @@ class SimulationResult:
     recomputed_tokens: int
     preemptions: int
     steps: int
+    mean_budget_use: float
     num_blocks: int
     mean_occupancy: float
     peak_occupancy: float
@@ -133,6 +135,7 @@ class _Simulation:
         self.first_arrival_s = self.clock_s = self._next_arrival_s()
         self.next_token = FIRST_OUTPUT_TOKEN
         self.steps = 0
+        self.computed_tokens = 0
         self.busy_s = 0.0
         self.held_block_s = 0.0
         self.peak_blocks = 0
@@ -161,6 +164,7 @@ class _Simulation:
         finished = scheduler.update(plan, new_tokens)
         self.scheduler_s += time.perf_counter() - updating + scheduled - started
         self.steps += 1
+        self.computed_tokens += plan.num_tokens
         for request in finished:
             self.ledger.finish(request, self.clock_s)
         return True
@@ -210,6 +214,7 @@ class _Simulation:
             recomputed_tokens=ledger.recomputed_tokens,
             preemptions=ledger.preemptions,
             steps=self.steps,
+            mean_budget_use=self.computed_tokens / (max(self.steps, 1) * config.token_budget),
             num_blocks=num_blocks,
             mean_occupancy=self.held_block_s / (self.busy_s * num_blocks) if self.steps else 0.0,
             peak_occupancy=self.peak_blocks / num_blocks,

@@ -1,18 +1,16 @@
-"""A cache manager under traffic, checked after each step against ghost memory and a block-level oracle.
+"""A cache manager under traffic, beside ghost memory and a block-level oracle.
 
 `Harness` has a method per rule. The parameters are small integers that it resolves to requests, so
-the Hypothesis machine (`test_manager_machine.py`) and a plain random driver (`drive`, for planted
-bugs) share every rule and every check. It uses the public API only.
+the Hypothesis machine (`test_manager_machine.py`) and the random driver (`driver.py`) share every
+rule and every check. It uses the public API only.
 """
 
 from __future__ import annotations
 
-import inspect
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Final
 
@@ -24,6 +22,8 @@ from radixkv.spec import GhostMemory, prefix_tags
 
 from .leaf_lru import Entry, Key, LeafLru
 from .observe import Probe, observe
+from .settle import settle
+from .wrong_calls import calls_of_ended, wrong_calls, wrong_calls_of
 
 MAX_WAITING: Final = 4
 MAX_RUNNING: Final = 6
@@ -31,35 +31,19 @@ NAMESPACES: Final = (b"", b"", b"tenant")
 
 BOUNDS: Final = {
     "base": 8,
-    "keep": 6,
-    "blocks": 6,
+    "keep": 5,
+    "blocks": 5,
     "delta": 3,
     "fill": 81,
     "namespace": len(NAMESPACES),
     "who": MAX_RUNNING,
-    "num_tokens": 9,
+    "num_tokens": 5,
     "num_blocks": 6,
     "token": 3,
     "rows": 2**MAX_RUNNING,
     "kind": 16,
 }
 """Every parameter of a rule is drawn from ``range(BOUNDS[its name])``."""
-
-WEIGHTS: Final = {
-    "submit": 7,
-    "admit": 9,
-    "twin": 3,
-    "compute": 5,
-    "publish": 4,
-    "finish": 6,
-    "extend": 3,
-    "extend_batch": 3,
-    "release": 9,
-    "evict": 1,
-    "refuse": 1,
-    "reset": 0.2,
-}
-"""How often the random driver takes a rule."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +70,11 @@ class Request:
 class Harness:
     """One manager, its requests, and what must be true of both."""
 
-    def __init__(self, config: Config, kvcache: ModuleType = radixkv.kvcache) -> None:
+    def __init__(
+        self, config: Config, kvcache: ModuleType = radixkv.kvcache, white_box: bool = True
+    ) -> None:
         self.config = config
+        self.white_box = white_box
         self.kvcache = kvcache
         self.manager: CacheManager = kvcache.CacheManager(config.num_blocks, config.block_size)
         self.oracle = LeafLru(config.block_size)
@@ -119,19 +106,32 @@ class Harness:
 
     # Rules: requests come
 
-    def submit(self, base: int, keep: int, blocks: int, delta: int, fill: int, namespace: int) -> None:
-        """A prompt that continues an earlier one, of a length at or beside a block boundary; matched now."""
+    def submit(
+        self, base: int, keep: int, blocks: int, delta: int, fill: int, namespace: int
+    ) -> None:
+        """A prompt that continues an earlier one, as long as some blocks or a token off; matched now."""
         size, alphabet = self.config.block_size, self.config.alphabet
         length = max(0, blocks * size + delta - 1)
         tokens = self.prompts[base % len(self.prompts)][: keep * size]
         digits = [fill // alphabet**digit % alphabet for digit in range(4)]
         tokens = (tokens + digits * length)[:length]
-        self._wait(tokens, NAMESPACES[namespace])
+        self.arrive(tokens, NAMESPACES[namespace])
+
+    def serve(
+        self, base: int, keep: int, blocks: int, delta: int, fill: int, namespace: int
+    ) -> None:
+        """A whole request, from match to release."""
+        self.submit(base, keep, blocks, delta, fill, namespace)
+        if self._admit(self.waiting[-1]):
+            self.finish(len(self.running) - 1)
+            self.release(len(self.running) - 1)
 
     def twin(self, who: int) -> None:
-        """The same prompt again, while the first is running: both may compute the same blocks."""
-        if request := self._pick(self.running, who):
-            self._wait(list(request.tokens), request.namespace)
+        """The same prompt twice at once: both may compute the same blocks."""
+        if request := self._pick([*self.waiting, *self.running], who):
+            if request in self.waiting:
+                self._admit(request)
+            self.arrive(list(request.tokens), request.namespace)
             self._admit(self.waiting[-1])
 
     def admit(self, who: int) -> None:
@@ -139,14 +139,15 @@ class Harness:
         if request := self._pick(self.waiting, who):
             self._admit(request)
 
-    def _wait(self, tokens: list[int], namespace: bytes) -> None:
+    def arrive(self, tokens: list[int], namespace: bytes) -> None:
+        """A request comes, and waits with the match of now."""
         match = self.manager.match(np.array(tokens, np.int32), namespace)
         self.waiting = [*self.waiting[-MAX_WAITING + 1 :], Request(namespace, tokens, match)]
         self.prompts = [*self.prompts[-BOUNDS["base"] + 1 :], tokens]
 
-    def _admit(self, request: Request) -> None:
+    def _admit(self, request: Request) -> bool:
         if len(self.running) == MAX_RUNNING:
-            return
+            return False
         length, total = len(request.tokens), self.blocks_for(len(request.tokens))
         path = self.oracle.path(request.namespace, request.tokens)
         hit = path[: self.oracle.hit(path)]
@@ -155,14 +156,18 @@ class Harness:
         if request.match.num_blocks != len(hit):
             self.seen["admit with a stale match"] += 1
         if total > self.config.num_blocks:
-            message = f"{length} tokens need {total} blocks, but the pool has {self.config.num_blocks}"
-            self._refused("RequestTooLargeError", message, lambda: self.manager.admit(request.match))
+            message = (
+                f"{length} tokens need {total} blocks, but the pool has {self.config.num_blocks}"
+            )
+            self._refused(
+                "RequestTooLargeError", message, lambda: self.manager.admit(request.match)
+            )
             self.waiting.remove(request)
-            return
+            return False
         if needed > available:
             message = f"needs {needed} blocks, but only {available} are free or evictable"
             self._refused("OutOfBlocksError", message, lambda: self.manager.admit(request.match))
-            return
+            return False
         self.oracle.pin(hit)
         self._make_room(needed)
         request.lease = self.manager.admit(request.match)
@@ -175,11 +180,12 @@ class Harness:
         self.running.append(request)
         if hit:
             self.seen["full hit" if not needed else "hit"] += 1
+        return True
 
     # Rules: requests run
 
     def compute(self, who: int, num_tokens: int, token: int) -> None:
-        """Write the KV of the next tokens; one is sampled where all that are known have been computed."""
+        """Write the KV of the next tokens; where all are written, sample one more."""
         if request := self._pick(self.running, who):
             self._compute(request, num_tokens, token % self.config.alphabet)
 
@@ -286,12 +292,14 @@ class Harness:
         expected = len(self.oracle.evict(num_blocks))
         self.evicted_blocks += expected
         evicted = self.manager.evict(num_blocks)
-        assert evicted == expected, f"evicted {evicted} of {num_blocks} blocks, should be {expected}"
+        assert evicted == expected, (
+            f"evicted {evicted} of {num_blocks} blocks, should be {expected}"
+        )
 
     def reset(self) -> None:
         """Forget all. Who is waiting keeps a match of the old epoch."""
         epoch = self.manager.epoch
-        assert self.manager.reset() == epoch + 1 == self.manager.epoch
+        assert self.manager.reset() == epoch + 1 == self.manager.epoch, "a reset begins an epoch"
         self.oracle = LeafLru(self.config.block_size)
         for request in self.running:
             self._end(request)
@@ -315,65 +323,16 @@ class Harness:
 
     def refuse(self, kind: int, who: int) -> None:
         """A call that must be refused by type and text, and change nothing."""
-        manager, calls = self.manager, list(self._wrong_calls())
+        manager, calls = self.manager, list(wrong_calls(self))
         if request := self._pick(self.running, who):
-            calls += self._wrong_calls_of(request)
+            calls += wrong_calls_of(self, request)
         if ended := self._pick(self.ended, who):
-            calls += self._calls_of_ended(ended)
+            calls += calls_of_ended(self, ended)
         if dead := sorted(set(range(4)) - {request.lease.row for request in self.running}):
             row = np.array([dead[0]], np.int32)
             message = f"rows [{dead[0]}] are not all rows of live leases"
             calls.append(("LeaseError", message, lambda: manager.extend_batch(row)))
         self._refused(*calls[kind % len(calls)])
-
-    def _wrong_calls(self) -> Iterator[tuple[str, str, Callable[[], object]]]:
-        manager = self.manager
-        bad_namespace: Any = "tenant"
-        yield "CountError", "num_blocks must be at least 0, got -1", lambda: manager.evict(-1)
-        yield (
-            "TokenError",
-            "token 1 is 2147483648, outside int32",
-            lambda: manager.match([0, 2**31]),
-        )
-        yield (
-            "NamespaceError",
-            "namespace must be bytes, got 'tenant'",
-            lambda: manager.match([0], bad_namespace),
-        )
-
-    def _wrong_calls_of(
-        self, request: Request
-    ) -> Iterator[tuple[str, str, Callable[[], object]]]:
-        manager, lease, room = self.manager, request.lease, self.room(request)
-        yield (
-            "LeaseError",
-            f"{room + 1} tokens published on a lease with room for {room}",
-            lambda: manager.publish(lease, [0] * (room + 1)),
-        )
-        yield "CountError", "num_tokens must be at least 0, got -2", lambda: manager.extend(lease, -2)
-        yield (
-            "LeaseError",
-            f"rows [{lease.row}, {lease.row}] name a lease twice",
-            lambda: manager.extend_batch(np.array([lease.row, lease.row], np.int32)),
-        )
-        needed = len(self.free_ids) + self.oracle.num_idle + 1
-        yield (
-            "OutOfBlocksError",
-            f"needs {needed} blocks, but only {needed - 1} are free or evictable",
-            lambda: manager.extend(lease, needed * self.config.block_size),
-        )
-
-    def _calls_of_ended(self, lease: Lease) -> Iterator[tuple[str, str, Callable[[], object]]]:
-        manager = self.manager
-        message = "the lease was released, or is of another manager"
-        if lease.epoch != manager.epoch:
-            message = f"the lease is of epoch {lease.epoch}, the cache of {manager.epoch}"
-            yield "", "", lambda: manager.release(lease)  # it ended with the reset: harmless
-        else:
-            yield "LeaseError", message, lambda: manager.release(lease)
-        yield "LeaseError", message, lambda: manager.publish(lease, [])
-        yield "LeaseError", message, lambda: manager.extend(lease, 1)
-        yield "LeaseError", message, lambda: manager.next_block(lease, [0, 0])
 
     def _refused(self, error: str, message: str, call: Callable[[], object]) -> None:
         with self.unchanged():
@@ -383,7 +342,8 @@ class Harness:
             try:
                 call()
             except self.kvcache.RadixKVError as caught:
-                assert (type(caught).__name__, str(caught)) == (error, message)
+                found = f"{type(caught).__name__}: {caught}"
+                assert found == f"{error}: {message}", f"{found}, should be {error}: {message}"
             else:
                 raise AssertionError(f"not refused with {error}: {message}")
         self.seen[error] += 1
@@ -405,103 +365,9 @@ class Harness:
         requests = [(r.namespace, r.tokens) for r in [*self.running, *self.waiting]]
         return [*self.oracle.entries, *requests]
 
-    # What must be true after each step
-
     def settle(self) -> None:
-        """Check the manager's own invariants, then all of it from outside."""
-        self.manager.check()
-        self._check_stats()
-        for request in self.running:
-            self._check_lease(request)
-        self._check_matches()
-        self._check_next_blocks()
-
-    def _check_stats(self) -> None:
-        entries, free = self.oracle.entries, len(self.free_ids)
-        expected = {
-            "num_blocks": self.config.num_blocks,
-            "free_blocks": free,
-            "cached_blocks": len(entries),
-            "idle_blocks": self.oracle.num_idle,
-            "private_blocks": sum(len(request.private) for request in self.running),
-            "live_leases": len(self.running),
-            "admitted": self.admitted,
-            "hit_blocks": self.hit_blocks,
-            "evicted_blocks": self.evicted_blocks,
-            "duplicate_blocks": self.duplicate_blocks,
-        }
-        stats = asdict(self.manager.stats())
-        wrong = {name: (stats[name], n) for name, n in expected.items() if stats[name] != n}
-        assert not wrong, f"stats and what they should be: {wrong}"
-        available = self.manager.available
-        assert available == free + self.oracle.num_idle, f"{available} blocks available"
-
-    def _check_lease(self, request: Request) -> None:
-        lease = request.lease
-        table = lease.block_table.tolist()
-        assert table == self.table(request), f"table {table}, should be {self.table(request)}"
-        assert lease.num_blocks == len(table) == self.blocks_for(lease.num_tokens)
-        assert lease.num_hit_blocks == request.num_hit_blocks
-        assert lease.num_shared_blocks == len(request.shared)
-        row = self.manager.tables.ids[lease.row]
-        assert row[: len(table)].tolist() == table and not row[len(table) :].any()
-        # The oracle of content: whatever blocks it was given, it reads its own prefix.
-        tags = prefix_tags(request.namespace, request.tokens[: request.computed])
-        self.ghost.read_sequence(table, tags)
-
-    def _check_matches(self) -> None:
-        # Each published block is found; with the equal counts of the stats: nothing else is.
-        for namespace, tokens in self.probes():
-            match = self.manager.match(tokens, namespace)
-            hit = self.oracle.hit(self.oracle.path(namespace, tokens))
-            assert match.num_blocks == hit, f"{tokens}: {match.num_blocks} blocks hit, not {hit}"
-            assert match.num_tokens == hit * self.config.block_size
-
-    def _check_next_blocks(self) -> None:
-        # Two requests wait for the same block if and only if it would be the same.
-        size = self.config.block_size
-        following: list[tuple[Key, object]] = []
-        for request in self.running:
-            found = self.manager.next_block(request.lease, request.tokens)
-            end = (len(request.shared) + 1) * size
-            if len(request.tokens) < end:
-                assert found is None, "there is no next block"
-                continue
-            key = (request.namespace, tuple(request.tokens[:end]))
-            following.append((key, found))
-            match = self.manager.match(request.tokens, request.namespace)
-            if match.num_blocks == len(request.shared):
-                assert match.next_block == found, "leader and follower name another next block"
-        for key, found in following:
-            for other_key, other in following:
-                assert (found == other) == (key == other_key), f"next blocks of {key}, {other_key}"
+        """Assert what must be true after each step."""
+        settle(self)
 
     def _pick(self, things: list[Any], who: int) -> Any:
         return things[who % len(things)] if things else None
-
-
-def drive(
-    seed: int, num_steps: int, kvcache: ModuleType = radixkv.kvcache, steps_per_case: int = 80
-) -> Counter[str]:
-    """Run the rules in random order on one tiny configuration after another.
-
-    Returns:
-        How often each situation of interest came up.
-    """
-    rng = random.Random(seed)
-    names, weights = list(WEIGHTS), list(WEIGHTS.values())
-    parameters = {name: list(inspect.signature(getattr(Harness, name)).parameters)[1:] for name in names}
-    seen: Counter[str] = Counter()
-    for _ in range(num_steps // steps_per_case):
-        harness = Harness(random_config(rng), kvcache)
-        for name in rng.choices(names, weights, k=steps_per_case):
-            arguments = [rng.randrange(BOUNDS[parameter]) for parameter in parameters[name]]
-            getattr(harness, name)(*arguments)
-            harness.settle()
-        harness.drain()
-        seen += harness.seen
-    return seen
-
-
-def random_config(rng: random.Random) -> Config:
-    return Config(rng.randint(4, 14), rng.randint(1, 4), rng.randint(2, 3))

@@ -1,4 +1,4 @@
-"""The oracle of the prefix cache: published blocks one by one, evicted as a leaf LRU. Slow, and obvious."""
+"""The oracle of the prefix cache: blocks one by one, evicted as a leaf LRU. Slow, and obvious."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ class LeafLru:
     def path(self, namespace: bytes, tokens: Sequence[int]) -> list[Key]:
         """The keys of the whole blocks of tokens."""
         size = self.block_size
-        return [(namespace, tuple(tokens[: end + size])) for end in range(0, len(tokens) - size + 1, size)]
+        return [
+            (namespace, tuple(tokens[: end + size]))
+            for end in range(0, len(tokens) - size + 1, size)
+        ]
 
     def hit(self, path: Sequence[Key]) -> int:
         """How many blocks of a path are published, from the first on."""
@@ -61,12 +64,16 @@ class LeafLru:
                 entry.last_use = self.clock
 
     def evict(self, num_blocks: int) -> list[Key]:
-        """Take up to num_blocks out: each the least recently used unused leaf, the deepest of equals."""
+        """Take blocks out: each the unused leaf that was used longest ago, the deepest of equals."""
         victims = []
         for _ in range(min(num_blocks, self.num_idle)):
             parents = {(ns, tokens[: -self.block_size]) for ns, tokens in self.entries}
             victim = min(
-                (key for key, entry in self.entries.items() if entry.users == 0 and key not in parents),
+                (
+                    key
+                    for key, entry in self.entries.items()
+                    if entry.users == 0 and key not in parents
+                ),
                 key=lambda key: (self.entries[key].last_use, -len(key[1])),
             )
             del self.entries[victim]

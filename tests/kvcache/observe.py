@@ -1,4 +1,4 @@
-"""Everything a caller can see of a cache manager, as a value to compare; and what he would see next."""
+"""Everything a caller can see of a cache manager, and would see next, as a value to compare."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Probe: TypeAlias = tuple[bytes, Sequence[int]]
 
 
 def eviction_order(manager: CacheManager, probes: Iterable[Probe]) -> list[list[int]]:
-    """The hits of each probe as block after block is evicted from a copy: this shows the LRU order."""
+    """The hits of each probe as block after block is evicted from a copy."""
     twin, probes = copy.deepcopy(manager), list(probes)
     order = []
     while twin.evict(1):
@@ -25,7 +25,9 @@ def eviction_order(manager: CacheManager, probes: Iterable[Probe]) -> list[list[
 def allocation_order(manager: CacheManager) -> list[int]:
     """The ids that a copy hands out next, until nothing is free or evictable."""
     twin = copy.deepcopy(manager)
-    lease = twin.admit(twin.match([0] * (twin.available * twin.block_size), b"a namespace of nobody"))
+    lease = twin.admit(
+        twin.match([0] * (twin.available * twin.block_size), b"a namespace of nobody")
+    )
     return lease.block_table.tolist()
 
 

@@ -17,7 +17,9 @@ def test_the_examples_of_the_module():
 
 
 @given(st.binary(max_size=3), TOKENS, st.binary(max_size=3), TOKENS)
-def test_tags_are_equal_where_namespace_and_prefix_are_equal_and_only_there(ns, tokens, other_ns, others):
+def test_tags_are_equal_where_namespace_and_prefix_are_equal_and_only_there(
+    ns, tokens, other_ns, others
+):
     tags, other_tags = prefix_tags(ns, tokens), prefix_tags(other_ns, others)
     assert len(tags) == len(tokens)
     for end in range(min(len(tokens), len(others))):

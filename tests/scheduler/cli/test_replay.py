@@ -11,55 +11,66 @@ import pytest
 from radixkv.scheduler.commands import replay
 
 
-def test_text_and_json_file(radixkv: Any, trace: Path, tmp_path: Path) -> None:
+class FakeReport:
+    """A report of which the test chooses the verdict."""
+
+    def __init__(self, ok: bool) -> None:
+        self.ok = ok
+
+    def text(self) -> str:
+        return "the report"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"ok": self.ok}
+
+
+def test_a_real_replay_that_skips_a_malformed_line(
+    radixkv: Any, trace: Path, tmp_path: Path
+) -> None:
+    trace.write_text(trace.read_text() + "{\n")
     path = tmp_path / "report.json"
-    outcome = radixkv("replay", trace, "--json", path)
+    outcome = radixkv("replay", trace, "--skip-malformed", "--json", path)
     assert outcome.status == 0, outcome.stdout
     assert outcome.stdout.strip()
     assert outcome.stderr == ""
     assert isinstance(json.loads(path.read_text()), dict)
 
 
-def test_json_alone_on_stdout(radixkv: Any, trace: Path) -> None:
-    outcome = radixkv("replay", trace, "--requests", 2, "--json", "-", "--quiet")
-    assert outcome.status == 0
-    assert isinstance(json.loads(outcome.stdout), dict)
-
-
-def test_malformed_lines_are_refused_or_skipped(radixkv: Any, trace: Path) -> None:
+def test_a_malformed_line_is_refused(radixkv: Any, trace: Path) -> None:
     trace.write_text(trace.read_text() + "{\n")
-    refused = radixkv("replay", trace)
-    assert refused.status == 2
-    assert refused.stderr.startswith(f"radixkv: {trace}, line 6: is not JSON: ")
-    assert radixkv("replay", trace, "--skip-malformed").status == 0
+    outcome = radixkv("replay", trace)
+    assert outcome.status == 2
+    assert outcome.stderr.startswith(f"radixkv: {trace}, line 6: is not JSON: ")
 
 
-def test_a_failed_check_is_status_1(
+@pytest.mark.parametrize(("ok", "status"), [(True, 0), (False, 1)], ids=["passed", "failed"])
+def test_the_verdict_is_the_status(
+    radixkv: Any, trace: Path, monkeypatch: pytest.MonkeyPatch, ok: bool, status: int
+) -> None:
+    monkeypatch.setattr(replay, "run_replay", lambda *args, **options: FakeReport(ok))
+    assert radixkv("replay", trace) == (status, "the report\n", "")
+    alone = radixkv("replay", trace, "--json", "-")
+    assert (alone.status, json.loads(alone.stdout)) == (status, {"ok": ok})
+
+
+def test_options_reach_the_replay(
     radixkv: Any, trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Failed:
-        ok = False
-
-        def text(self) -> str:
-            return "FAILED"
-
-        def to_json(self) -> dict[str, Any]:
-            return {"ok": False}
-
     calls: list[Any] = []
 
-    def run_replay(*args: Any, progress: Any, **options: Any) -> Failed:
+    def run_replay(*args: Any, progress: Any, **options: Any) -> FakeReport:
         calls.append((args, options))
-        return Failed()
+        return FakeReport(ok=True)
 
     monkeypatch.setattr(replay, "run_replay", run_replay)
-    outcome = radixkv("replay", trace, "--requests", 3, "--model", "m", "--gpu", "g")
-    assert (outcome.status, outcome.stdout) == (1, "FAILED\n")
+    radixkv("replay")
+    radixkv("replay", trace, "--requests", 3, "--model", "m", "--gpu", "g", "--costs", "c.json")
     assert calls == [
+        ((None, None), {"skip_malformed": False, "model": None, "gpu": None, "costs": None}),
         (
             (trace, 3),
-            {"skip_malformed": False, "model": "m", "gpu": "g", "costs": None},
-        )
+            {"skip_malformed": False, "model": "m", "gpu": "g", "costs": Path("c.json")},
+        ),
     ]
 
 

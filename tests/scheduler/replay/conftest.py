@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from radixkv.scheduler.replay.real_run import RealRunConfig
 from radixkv.scheduler.replay.trace import Trace, TraceRequest, bundled_trace_path, read_trace
+
+# The least that is still under pressure: each engine compiles three programs.
+SMALL_REAL_RUN = RealRunConfig(
+    max_requests=8, max_model_len=160, tight_num_blocks=12, token_budget=16, max_running=2
+)
 
 
 @pytest.fixture(scope="session")

@@ -14,17 +14,35 @@ from radixkv.scheduler import replay
 from radixkv.scheduler.replay import CostError, TraceError, bundled_trace_path, run_replay
 from radixkv.scheduler.replay.report import ReplayReport
 
+from .conftest import SMALL_REAL_RUN
+
 WriteLines = Callable[..., Path]
 
 
+Calls = list[tuple[str, int, int]]
+
+
 @pytest.fixture(scope="module")
-def report() -> ReplayReport:
-    return run_replay(num_requests=24)
+def replayed(tmp_path_factory: pytest.TempPathFactory) -> tuple[ReplayReport, Calls]:
+    """A replay of a malformed line and the first of the bundled trace, and what it told."""
+    calls: Calls = []
+    path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
+    path.write_bytes(b"oops\n" + bundled_trace_path().read_bytes())
+    report = run_replay(
+        path,
+        150,
+        skip_malformed=True,
+        real=SMALL_REAL_RUN,
+        progress=lambda stage, done, total: calls.append((stage, done, total)),
+    )
+    return report, calls
 
 
-def test_a_replay_of_the_bundled_trace_passes(report: ReplayReport) -> None:
+def test_a_replay_passes(replayed: tuple[ReplayReport, Calls]) -> None:
+    report, _ = replayed
     assert report.ok, report.text()
-    assert len(report.trace.requests) == 24
+    assert len(report.trace.requests) == 150
+    assert [line.line for line in report.trace.skipped] == [1]
     assert list(report.simulation.runs) == ["cache off", "cache on"]
     assert report.simulation.runs["cache off"].hit_tokens == 0
     assert report.simulation.runs["cache on"].hit_tokens > 0
@@ -32,17 +50,24 @@ def test_a_replay_of_the_bundled_trace_passes(report: ReplayReport) -> None:
     json.dumps(report.to_json(), allow_nan=False)
 
 
-def test_every_stage_reports_progress_to_its_end(write_lines: WriteLines) -> None:
-    calls: list[tuple[str, int, int]] = []
-    lines = bundled_trace_path().read_bytes().splitlines()[:3]
-    report = run_replay(
-        write_lines(b"oops", *lines),
-        skip_malformed=True,
-        progress=lambda stage, done, total: calls.append((stage, done, total)),
-    )
-    assert report.ok
-    assert [line.line for line in report.trace.skipped] == [1]
-    last = {stage: (done, total) for stage, done, total in calls}
+def test_the_real_run_is_under_pressure(replayed: tuple[ReplayReport, Calls]) -> None:
+    real = replayed[0].real.run
+    assert [(check.verdict, check.name) for check in real.checks] == [
+        ("PASS", "identical tokens"),
+        ("PASS", "the tight pool preempts and evicts"),
+        ("PASS", "hits are prefill that is not computed"),
+        ("PASS", "no compilation after warm-up"),
+        ("PASS", "no block is leaked"),
+    ], real
+    reference, off, on = real.runs
+    assert [run.name for run in real.runs] == ["reference", "cache off", "cache on"]
+    assert reference.prefill_tokens == real.prompt_tokens
+    assert reference.preemptions == reference.hit_tokens == off.hit_tokens == 0
+    assert on.hit_tokens > 0 and on.num_blocks == off.num_blocks == 12
+
+
+def test_every_stage_reports_progress_to_its_end(replayed: tuple[ReplayReport, Calls]) -> None:
+    last = {stage: (done, total) for stage, done, total in replayed[1]}
     assert list(last) == [
         "hits",
         "simulation, cache off",

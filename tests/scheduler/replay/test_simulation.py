@@ -49,6 +49,7 @@ def test_two_requests_by_hand() -> None:
     assert (result.finished, result.refused, result.steps) == (2, 0, 6)
     assert (result.prompt_tokens, result.hit_tokens, result.recomputed_tokens) == (1536, 512, 0)
     assert result.simulated_s == pytest.approx(13.0)
+    assert result.mean_budget_use == pytest.approx((512 + 2 + 512 + 2) / (6 * 1024))
     latencies = result.latencies
     assert latencies.ttft_s is not None and latencies.ttft_s.p99 == pytest.approx(1.0)
     assert latencies.tpot_s is not None and latencies.tpot_s.p50 == pytest.approx(1.0)
@@ -147,7 +148,7 @@ def test_a_lying_hit_count_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(MixedScheduler, "schedule", lie)
     check = simulate(make_trace([0]), ONE_SECOND, SimulationConfig(64, 32)).checks[1]
-    assert check.name == "prompt = hit + computed tokens, for every request"
+    assert check.name == "prompt = hit + computed tokens, each request"
     assert check.detail == "1 violations, the first: request 0: 64 tokens hit, computed from 0"
     assert not check.ok
 

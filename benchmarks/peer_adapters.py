@@ -1,0 +1,274 @@
+"""The cache manager and its peers, each behind the same few calls, for `peers.py`.
+
+Of a peer only its own classes run, on the CPU. Where that differs from its use on a GPU, the
+docstring of its adapter says how.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any, Protocol
+
+from radixkv.kvcache import CacheManager
+from radixkv.kvcache.tokens import Int32Array
+
+BLOCK_SIZE = 16
+
+
+class Adapter(Protocol):
+    """One manager behind the calls of the benchmark."""
+
+    def __init__(self, num_blocks: int, max_tokens: int) -> None:
+        """Make a manager of so many blocks, for requests of up to so many tokens."""
+
+    def load(self, tokens: Int32Array) -> Any:
+        """Return the tokens in the form that the manager takes; not timed."""
+
+    def run(self, prompt: Any, tokens: Any) -> int:
+        """Take one request through its whole life; return the hit tokens."""
+
+    def available_tokens(self) -> int:
+        """Return the tokens' worth of blocks that are free or can be evicted."""
+
+
+# ---------------------------------------------------------------------------------------- ours
+
+
+class RadixKV:
+    """The manager of this package."""
+
+    def __init__(self, num_blocks: int, max_tokens: int) -> None:
+        self._manager = CacheManager(num_blocks, BLOCK_SIZE)
+
+    def load(self, tokens: Int32Array) -> Int32Array:
+        """Return int32 numpy tokens as they are."""
+        return tokens
+
+    def run(self, prompt: Int32Array, tokens: Int32Array) -> int:
+        """Take one request through its whole life."""
+        match = self._manager.match(prompt)
+        lease = self._manager.admit(match)
+        self._manager.publish(lease, prompt)
+        self._manager.extend(lease, len(tokens) - len(prompt))
+        self._manager.publish(lease, tokens)
+        self._manager.release(lease)
+        # A hit of the whole prompt saves all but its last token, which the peers never match.
+        return min(match.num_tokens, len(prompt) - 1)
+
+    def available_tokens(self) -> int:
+        """Count free and evictable blocks."""
+        return self._manager.available * BLOCK_SIZE
+
+
+# --------------------------------------------------------------------------------------- peers
+
+
+class MiniSGLang:
+    """mini-sglang's CacheManager over its radix cache, with its C++ comparison of keys.
+
+    Memory is not pinned without a GPU. The scheduler's copy of the tokens into its token pool is
+    left out, since the other managers keep none.
+    """
+
+    def __init__(self, num_blocks: int, max_tokens: int) -> None:
+        self._torch = torch = one_thread_torch()
+        if not torch.cuda.is_available():
+            empty = torch.empty
+            torch.empty = lambda *size, pin_memory=False, **options: empty(*size, **options)
+        core = importlib.import_module("minisgl.core")
+        if core._GLOBAL_CTX is None:
+            core.set_global_ctx(core.Context(BLOCK_SIZE))
+        self._request_class, self._sampling = core.Req, core.SamplingParams()
+        self._table = torch.zeros((1, whole_blocks(max_tokens)), dtype=torch.int32)
+        cache = importlib.import_module("minisgl.scheduler.cache")
+        self._manager = cache.CacheManager(num_blocks, BLOCK_SIZE, self._table, "radix")
+
+    def load(self, tokens: Int32Array) -> Any:
+        """Return an int32 tensor over the same memory."""
+        return self._torch.from_numpy(tokens)
+
+    def run(self, prompt: Any, tokens: Any) -> int:
+        """Take one request through its whole life."""
+        manager = self._manager
+        pending = SimpleNamespace(input_ids=prompt, input_len=len(prompt))
+        handle = manager.match_req(pending).cuda_handle
+        num_hit_tokens = int(handle.cached_len)
+        manager.lock(handle)
+        if num_hit_tokens:
+            self._table[0, :num_hit_tokens].copy_(handle.get_matched_indices())
+        num_output = len(tokens) - len(prompt)
+        request = self._request_class(
+            prompt, 0, num_hit_tokens, num_output, 0, self._sampling, handle
+        )
+        manager.allocate_paged([request])
+        request.cached_len = len(prompt)
+        manager.cache_req(request, finished=False)
+        request.input_ids, request.device_len = tokens, len(tokens)
+        manager.allocate_paged([request])
+        request.cached_len = len(tokens)
+        manager.cache_req(request, finished=True)
+        return num_hit_tokens
+
+    def available_tokens(self) -> int:
+        """Count free and evictable pages, after the manager's own check."""
+        self._manager.check_integrity()
+        return int(self._manager.available_size)
+
+
+class SGLangRadix:
+    """SGLang's RadixCache over its paged allocator and its table of requests.
+
+    Pages come from `alloc`, because `alloc_extend` is a Triton kernel on a GPU and its fallback on
+    the CPU would be unfair. The request has only the fields that the cache reads. Five of
+    SGLang's packages that the cache imports but does not call are replaced, as they need a GPU's
+    libraries or load the models' configurations.
+    """
+
+    STUBS = tuple(
+        f"sglang.srt.{name}"
+        for name in ("configs", "multimodal", "constrained", "parser", "entrypoints")
+    )
+
+    def __init__(self, num_blocks: int, max_tokens: int) -> None:
+        stub_modules(self.STUBS)
+        torch = one_thread_torch()
+        caches = "sglang.srt.mem_cache."
+        pools = importlib.import_module(caches + "memory_pool")
+        allocators = importlib.import_module(caches + "allocator.paged")
+        base = importlib.import_module(caches + "base_prefix_cache")
+        self._match_params = base.MatchPrefixParams
+        self._key = importlib.import_module(caches + "radix_cache").RadixKey
+        self._kv_info = importlib.import_module("sglang.srt.managers.schedule_batch").ReqKvInfo
+        self._rows = pools.ReqToTokenPool(1, whole_blocks(max_tokens), "cpu", False)
+        self._allocator = allocators.PagedTokenToKVPoolAllocator(
+            num_blocks * BLOCK_SIZE, BLOCK_SIZE, torch.float16, "cpu", None, False
+        )
+        params = importlib.import_module(caches + "cache_init_params").CacheInitParams
+        self._cache = self._make_cache(
+            params, disable=False, page_size=BLOCK_SIZE,
+            req_to_token_pool=self._rows, token_to_kv_pool_allocator=self._allocator,
+        )  # fmt: skip
+
+    def _make_cache(self, params: Any, **fields: Any) -> Any:
+        module = importlib.import_module("sglang.srt.mem_cache.radix_cache")
+        return module.RadixCache(params(**fields))
+
+    def load(self, tokens: Int32Array) -> array[int]:
+        """Return an array of 64-bit integers."""
+        return array("q", tokens.astype("int64").tobytes())
+
+    def run(self, prompt: array[int], tokens: array[int]) -> int:
+        """Take one request through its whole life."""
+        cache = self._cache
+        key = self._key(prompt, limit=len(prompt) - 1)
+        match = cache.match_prefix(self._match_params(key=key))
+        node, num_hit_tokens = match.last_device_node, int(match.device_prefix_len)
+        lock = cache.lock(node)
+        row = self._rows.alloc_rows(1)[0]
+        kv = self._kv_info(req_pool_idx=row, cache_protected_len=num_hit_tokens)
+        request = SimpleNamespace(
+            rid="", kv=kv, lock=lock, last_node=node, origin_input_ids=prompt,
+            full_untruncated_fill_ids=prompt, finished=lambda: False, extra_key=None,
+            cache_salt=None, priority=0, session=None, session_id=None, kv_rotation_base=None,
+        )  # fmt: skip
+        if num_hit_tokens:
+            self._rows.write((row, slice(0, num_hit_tokens)), cache.path_device_indices(node))
+        self._allocate(row, num_hit_tokens, len(prompt))
+        cache.checkpoint(request, up_to=len(prompt))
+        self._allocate(row, whole_blocks(len(prompt)), len(tokens))
+        request.full_untruncated_fill_ids, request.finished = tokens, lambda: True
+        cache.checkpoint(request, up_to=len(tokens))
+        cache.free_kv_row(kv, [(kv.cache_protected_len, len(tokens))])
+        cache.unlock(request.lock)
+        self._rows.free_rows([row])
+        return num_hit_tokens
+
+    def _allocate(self, row: int, start: int, end: int) -> None:
+        """Fill a row from a block's first token on, evicting what is needed."""
+        end = whole_blocks(end)
+        if start < end:
+            self._allocator.evict_to_free_tokens(self._cache, end - start)
+            self._rows.write((row, slice(start, end)), self._allocator.alloc(end - start))
+
+    def available_tokens(self) -> int:
+        """Count free and evictable pages."""
+        return int(self._allocator.available_size() + self._cache.evictable_size())
+
+
+class SGLangUnified(SGLangRadix):
+    """The same calls on SGLang's UnifiedRadixCache with its tree in Rust."""
+
+    def _make_cache(self, params: Any, **fields: Any) -> Any:
+        components = importlib.import_module("sglang.srt.mem_cache.unified_cache.component_type")
+        module = importlib.import_module("sglang.srt.mem_cache.unified_radix_cache")
+        full = (components.ComponentType.FULL,)
+        cache = module.UnifiedRadixCache(
+            params(**fields, tree_components=full, tree_core_backend="rust")
+        )
+        if cache._tree_core_backend != "rust":
+            raise ImportError("SGLang's tree in Rust does not load here")
+        return cache
+
+
+# --------------------------------------------------------------------------------- beneath them
+
+
+def whole_blocks(num_tokens: int) -> int:
+    """Round up to whole blocks, in tokens."""
+    return -(-num_tokens // BLOCK_SIZE) * BLOCK_SIZE
+
+
+def one_thread_torch() -> Any:
+    """Import torch and keep it on the thread that is timed."""
+    torch = importlib.import_module("torch")
+    torch.set_num_threads(1)
+    return torch
+
+
+class Anything(type):
+    """A class whose every public attribute is such a class."""
+
+    def __getattr__(cls, name: str) -> Anything:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Anything(name, (), {})
+
+
+class StubModule(ModuleType):
+    """A package that holds whatever is imported from it."""
+
+    __path__: Iterable[str] = ()
+
+    def __getattr__(self, name: str) -> Anything:
+        return Anything.__getattr__(Anything, name)
+
+
+class StubFinder(MetaPathFinder, Loader):
+    """Finds stubs for some packages and everything under them."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+        """Answer for the packages to replace, and for no other."""
+        if not any(f"{name}.".startswith(f"{stub}.") for stub in self._names):
+            return None
+        return ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Make an empty stub."""
+        return StubModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Leave it empty."""
+
+
+def stub_modules(names: Sequence[str]) -> None:
+    """Replace packages by stubs in what is imported from now on."""
+    sys.meta_path.insert(0, StubFinder(names))

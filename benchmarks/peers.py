@@ -1,0 +1,218 @@
+"""Print the cost of the cache manager beside that of its peers, as Markdown tables.
+
+Run:
+    python benchmarks/peers.py TRACE [--requests N] [--pool-tokens M ...] [--rounds R]
+
+Every manager sees the same requests, one after the other: match the prompt, pin the hit, allocate
+the rest, publish the prompt, extend by the output, publish, release; blocks have 16 tokens. Each
+run is a process of its own, and the managers take turns in every round. Timed is the CPU time of
+the calling thread in a second pass, on a new manager; tokens are made, in the form that the
+manager takes, outside the spans. A ratio is the median of the rounds' ratios.
+
+A peer takes part if it can be imported: install it, or put its folder on PYTHONPATH. One that
+cannot is named, with the reason and the way to get it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+
+from control_plane import installed, processor
+from peer_adapters import BLOCK_SIZE, Adapter, MiniSGLang, RadixKV, SGLangRadix, SGLangUnified
+
+from radixkv.scheduler.bench.timing import clock_cost_ns, now_ns, quiet_heap
+from radixkv.scheduler.bench.workload import expand
+from radixkv.scheduler.replay.trace import TraceRequest, read_trace
+
+SGLANG = "`pip install sglang`, or unpack its wheel into a folder on PYTHONPATH"
+MINI_SGLANG = "clone github.com/sgl-project/mini-sglang, put its folder `python` on PYTHONPATH"
+MANAGERS: dict[str, tuple[type[Adapter], str, str]] = {
+    "radixkv": (RadixKV, "radixkv", ""),
+    "mini-sglang CacheManager": (MiniSGLang, "minisgl", MINI_SGLANG),
+    "SGLang RadixCache": (SGLangRadix, "sglang", SGLANG),
+    "SGLang UnifiedRadixCache (Rust)": (SGLangUnified, "sglang", SGLANG),
+}
+"""By the name in the table: the adapter, the distribution, and how to get that."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run of a manager measured."""
+
+    us_per_request: float
+    hit_tokens: int
+
+
+class MissingPeerError(Exception):
+    """A peer cannot be imported; says why."""
+
+
+def main() -> None:
+    """Let the managers take turns, and print a table for each size of the pool."""
+    arguments = parse_arguments()
+    if arguments.run is not None:
+        run_here(arguments)
+        return
+    missing: dict[str, str] = {}
+    tables = [compare(arguments, pool_tokens, missing) for pool_tokens in arguments.pool_tokens]
+    print("\n".join(describe_run(arguments, missing)))
+    for pool_tokens, runs in zip(arguments.pool_tokens, tables, strict=True):
+        print(f"\nPool of {pool_tokens:,} tokens:\n")
+        print("\n".join(format_table(runs)))
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("trace", type=Path, help="a Mooncake trace, .jsonl")
+    parser.add_argument("--requests", type=int, help="its first N requests only")
+    parser.add_argument(
+        "--pool-tokens", type=int, nargs="+", default=[3_000_000, 30_000_000],
+        help="tokens of the pool, one table each; default: 3 and 30 million",
+    )  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--run", choices=MANAGERS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rounds < 1:
+        parser.error(f"argument --rounds: expected a positive integer, got {arguments.rounds}")
+    return arguments
+
+
+def compare(
+    arguments: argparse.Namespace, pool_tokens: int, missing: dict[str, str]
+) -> dict[str, list[Run]]:
+    """Return every manager's runs, one a round; note in `missing` which cannot run."""
+    runs: dict[str, list[Run]] = {name: [] for name in MANAGERS if name not in missing}
+    for round_number in range(1, arguments.rounds + 1):
+        for name in list(runs):
+            progress = f"pool of {pool_tokens}, round {round_number} of {arguments.rounds}: {name}"
+            print(progress, file=sys.stderr)
+            try:
+                runs[name].append(run_alone(arguments, pool_tokens, name))
+            except MissingPeerError as error:
+                missing[name] = str(error)
+                del runs[name]
+    return runs
+
+
+def run_alone(arguments: argparse.Namespace, pool_tokens: int, name: str) -> Run:
+    """Run one manager in a process of its own.
+
+    Raises:
+        MissingPeerError: It is a peer that cannot be imported.
+    """
+    command = [sys.executable, __file__, str(arguments.trace), "--run", name]
+    command += ["--pool-tokens", str(pool_tokens)]
+    if arguments.requests is not None:
+        command += ["--requests", str(arguments.requests)]
+    finished = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+    # What a peer prints while it is imported comes before our one line.
+    result = json.loads(finished.stdout.splitlines()[-1])
+    if "missing" in result:
+        raise MissingPeerError(result["missing"])
+    return Run(**result)
+
+
+def run_here(arguments: argparse.Namespace) -> None:
+    """Measure one manager in this process and print the figures as one line of JSON."""
+    adapter = MANAGERS[arguments.run][0]
+    requests = read_trace(arguments.trace, arguments.requests).requests
+    try:
+        replay(adapter, requests, arguments.pool_tokens[0])
+    except ImportError as error:
+        if adapter is RadixKV:
+            raise
+        print(json.dumps({"missing": str(error)}))
+        return
+    print(json.dumps(asdict(replay(adapter, requests, arguments.pool_tokens[0]))))
+
+
+def replay(adapter: type[Adapter], requests: Sequence[TraceRequest], pool_tokens: int) -> Run:
+    """Take the requests through a new manager, each timed as one span."""
+    num_blocks = pool_tokens // BLOCK_SIZE
+    max_tokens = max(request.input_length + request.output_length for request in requests)
+    manager = adapter(num_blocks, max_tokens)
+    spent_ns = hit_tokens = 0
+    with quiet_heap():
+        for work in expand(requests):
+            prompt, tokens = manager.load(work.prompt), manager.load(work.tokens)
+            start_ns = now_ns()
+            num_hit = manager.run(prompt, tokens)
+            spent_ns += now_ns() - start_ns
+            hit_tokens += num_hit
+    available = manager.available_tokens()
+    assert available == num_blocks * BLOCK_SIZE, (
+        f"{adapter.__name__} has {available} tokens available after the last release, "
+        f"of {num_blocks * BLOCK_SIZE}: its calls are not made as it expects"
+    )
+    return Run((spent_ns / len(requests) - clock_cost_ns()) / 1000, hit_tokens)
+
+
+def format_table(runs: dict[str, list[Run]]) -> list[str]:
+    """Make the lines of a Markdown table, a manager each."""
+    ours = [run.us_per_request for run in runs["radixkv"]]
+    lines = [
+        "| Manager | us/request: median [range] | Ratio to radixkv | Hit tokens |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for name, of_rounds in runs.items():
+        times_us = [run.us_per_request for run in of_rounds]
+        ratio = median(time / our for time, our in zip(times_us, ours, strict=True))
+        hits = {run.hit_tokens for run in of_rounds}
+        assert len(hits) == 1, f"{name} hit {sorted(hits)} tokens in different rounds"
+        lines.append(
+            f"| {name} | {median(times_us):.0f} [{min(times_us):.0f} to {max(times_us):.0f}] "
+            f"| {ratio:.2f} | {hits.pop():,} |"
+        )
+    return lines
+
+
+def describe_run(arguments: argparse.Namespace, missing: dict[str, str]) -> list[str]:
+    """Say where, when and with what the figures were measured, and what is missing."""
+    words = ["python", "benchmarks/peers.py", arguments.trace.name]
+    if arguments.requests is not None:
+        words += ["--requests", str(arguments.requests)]
+    words += ["--pool-tokens", *map(str, arguments.pool_tokens), "--rounds", str(arguments.rounds)]
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    names = dict.fromkeys(
+        distribution for name, (_, distribution, _) in MANAGERS.items() if name not in missing
+    )
+    versions = ", ".join(f"{name} {version_of(name)}" for name in [*names, "numpy", "torch"])
+    return [
+        f"- Command: `{shlex.join(words)}`",
+        f"- Machine: {processor()}, {os.cpu_count()} cores, load average {load}",
+        f"- Date: {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        f"- Versions: Python {platform.python_version()}, {versions}",
+        *(
+            f"- Left out: {name} ({reason}). To get it: {MANAGERS[name][2]}."
+            for name, reason in missing.items()
+        ),
+    ]
+
+
+def version_of(package: str) -> str:
+    """Return an installed version or, of a source tree in git, its commit."""
+    version = installed(package)
+    spec = importlib.util.find_spec(package)
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    if version != "(source tree)" or not folders:
+        return version if spec else "(none)"
+    command = ["git", "-C", folders[0], "rev-parse", "--short", "HEAD"]
+    finished = subprocess.run(command, capture_output=True, text=True)
+    return f"commit {finished.stdout.strip()}" if finished.returncode == 0 else version
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Tiny models, and engines that share their compiled programs."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from radixkv.kvcache import BlockArrays, CacheManager
+from radixkv.scheduler.engine import Engine
+from radixkv.scheduler.mixed import MixedScheduler
+from radixkv.scheduler.models import Model, load_model, make_tiny_checkpoint
+
+NUM_BLOCKS = {4: 160, 16: 40}
+TOKEN_BUDGET = 32
+MAX_RUNNING = 4
+MAX_MODEL_LEN = 384
+
+
+@pytest.fixture(scope="session")
+def goldens() -> dict[str, Any]:
+    path = Path(__file__).parents[1] / "goldens" / "models.json"
+    return json.loads(path.read_text(encoding="utf-8"))["cases"]
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @functools.cache
+    def make(family: Any) -> Path:
+        directory = tmp_path_factory.mktemp(family)
+        make_tiny_checkpoint(directory, family)
+        return directory
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def model(model_dir: Callable[[str], Path]) -> Callable[[str], Model]:
+    return functools.cache(lambda family: load_model(model_dir(family)))
+
+
+@pytest.fixture(scope="session")
+def engine(model: Callable[[str], Model]) -> Callable[[str, int], Engine]:
+    """An engine that has compiled its programs; each is made once."""
+
+    @functools.cache
+    def make(family: str, block_size: int) -> Engine:
+        return Engine(
+            model(family),
+            block_size=block_size,
+            num_blocks=NUM_BLOCKS[block_size],
+            token_budget=TOKEN_BUDGET,
+            max_running=MAX_RUNNING,
+            max_model_len=MAX_MODEL_LEN,
+        )
+
+    return make
+
+
+def fresh(engine: Engine, *, num_blocks: int | None = None, **options: Any) -> Engine:
+    """Return an engine with the same programs and other options, and pools full of NaN.
+
+    Compiling is nearly all of an engine's time in these tests. NaN is what a pool may hold on a
+    device: one that is read before it is written, even times zero, shows in every later token.
+
+    Args:
+        engine: whose programs to use.
+        num_blocks: usable blocks, at most those of the arrays.
+        options: of `MixedScheduler`.
+    """
+    manager = engine.manager
+    num_blocks = manager.num_blocks if num_blocks is None else num_blocks
+    assert num_blocks <= manager.num_blocks
+    other = copy.copy(engine)
+    other.manager = CacheManager(num_blocks, manager.block_size)
+    options = {"token_budget": TOKEN_BUDGET, "max_running": MAX_RUNNING} | options
+    other.scheduler = MixedScheduler(other.manager, **options)
+    shapes = jax.eval_shape(lambda: engine._arrays.keys)
+    other._arrays = BlockArrays(
+        tuple(jnp.full(pool.shape, jnp.nan, pool.dtype) for pool in shapes),
+        tuple(jnp.full(pool.shape, jnp.nan, pool.dtype) for pool in shapes),
+    )
+    other._steps = other._padding_tokens = other._late_compilations = 0
+    return other

@@ -1,0 +1,371 @@
+"""The engine on tiny models: the same tokens however they are scheduled, and nothing leaks."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from radixkv.kvcache import CountError, RadixKVError, RequestTooLargeError
+from radixkv.scheduler.engine import Engine, EngineStats
+from radixkv.scheduler.errors import ConfigError, RequestError
+from radixkv.scheduler.policy import Priority
+from radixkv.scheduler.request import GREEDY, Request, RequestStatus, SamplingParams
+
+from .conftest import MAX_MODEL_LEN, MAX_RUNNING, NUM_BLOCKS, TOKEN_BUDGET, fresh
+
+ENGINES = [("llama", 16), ("llama", 4), ("qwen3", 4)]
+"""Each has five programs to compile, of a second or two."""
+
+
+@pytest.fixture(params=ENGINES, ids=lambda param: "-".join(map(str, param)))
+def compiled(engine, request):
+    """The engine whose programs a test uses."""
+    return engine(*request.param)
+
+
+def complete(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    samplings: Sequence[SamplingParams] = (GREEDY,),
+) -> list[list[int]]:
+    """Complete all prompts at once; the pool must be whole afterwards."""
+    requests = [
+        Request(str(i), prompt, max_new_tokens, sampling=samplings[i % len(samplings)])
+        for i, prompt in enumerate(prompts)
+    ]
+    for request in requests:
+        engine.add_request(request)
+    finished = engine.run()
+    assert sorted(map(id, finished)) == sorted(map(id, requests))
+    assert_nothing_leaked(engine)
+    return [request.output_tokens for request in requests]
+
+
+def assert_nothing_leaked(engine: Engine) -> None:
+    assert not engine.has_work
+    engine.manager.check()
+    cache = engine.stats().cache
+    assert cache.live_leases == cache.private_blocks == 0
+    assert cache.free_blocks + cache.idle_blocks == cache.num_blocks
+
+
+PREFIX = [(7 * i) % 1000 + 2 for i in range(40)]
+PROMPTS = [
+    [*PREFIX, 500],
+    [*PREFIX, 501, 502],
+    PREFIX,
+    [*PREFIX[:20], 77],
+    [900, 901],
+    [*PREFIX, 500],
+    [900, 901],
+]
+"""Shared prefixes, a prompt twice, and whole hits for blocks of 4 and of 2."""
+
+SAMPLED = (
+    GREEDY,
+    SamplingParams(temperature=0.9, seed=1),
+    SamplingParams(temperature=1.4, top_k=40, top_p=0.95, seed=2),
+    SamplingParams(temperature=0.7, top_p=0.8, seed=3),
+)
+
+
+# The same tokens
+
+
+@pytest.mark.parametrize(("family", "block_size"), ENGINES)
+def test_greedy_tokens_equal_those_of_transformers(engine, goldens, family, block_size):
+    cases = goldens[family]["prompts"]
+    prompts, expected = [c["prompt"] for c in cases], [c["tokens"] for c in cases]
+    serving = fresh(engine(family, block_size))
+    assert complete(serving, prompts, 64) == expected
+    # Once more, with the prompts and what was generated in the cache.
+    before = serving.stats().scheduler.hit_tokens
+    assert complete(serving, prompts, 64) == expected
+    whole_blocks = sum(len(prompt) // block_size * block_size for prompt in prompts)
+    whole_hits = sum(len(prompt) % block_size == 0 for prompt in prompts)
+    assert serving.stats().scheduler.hit_tokens - before == whole_blocks - whole_hits
+
+
+@pytest.mark.parametrize("samplings", [(GREEDY,), SAMPLED], ids=["greedy", "sampled"])
+def test_tokens_do_not_depend_on_how_they_are_scheduled(compiled, samplings):
+    expected = [
+        complete(fresh(compiled), [prompt], 24, [samplings[i % len(samplings)]])[0]
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    assert len(set(map(tuple, expected))) >= 5
+    for prefix_cache, token_budget, max_running in product((True, False), (16, 32), (2, 4)):
+        engine = fresh(
+            compiled,
+            prefix_cache=prefix_cache,
+            token_budget=token_budget,
+            max_running=max_running,
+        )
+        assert complete(engine, PROMPTS, 24, samplings) == expected
+        stats = engine.stats()
+        assert bool(stats.scheduler.hit_tokens) == prefix_cache
+        prompt_tokens = sum(map(len, PROMPTS))
+        assert stats.prefill_tokens_computed + stats.scheduler.hit_tokens == prompt_tokens
+
+
+@pytest.mark.parametrize("samplings", [(GREEDY,), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("policy", [None, Priority()], ids=["fcfs", "priority"])
+def test_evictions_and_preemptions_do_not_change_a_token(compiled, samplings, policy):
+    expected = complete(fresh(compiled), PROMPTS, 24, samplings)
+    num_tokens = 112
+    for prefix_cache, token_budget in product((True, False), (16, 32)):
+        engine = fresh(
+            compiled,
+            num_blocks=num_tokens // compiled.manager.block_size,
+            prefix_cache=prefix_cache,
+            token_budget=token_budget,
+            reserve_tokens=0,
+            policy=policy,
+        )
+        assert complete(engine, PROMPTS, 24, samplings) == expected
+        stats = engine.stats()
+        assert stats.scheduler.preemptions > 0
+        assert stats.scheduler.resumed == stats.scheduler.preemptions
+        assert bool(stats.cache.evicted_blocks) == prefix_cache
+
+
+def test_block_sizes_and_a_real_small_engine_give_the_same_tokens(engine, model):
+    """Without `fresh`: an engine as a user makes it, with another budget and a small pool."""
+    expected = complete(fresh(engine("llama", 16)), PROMPTS, 24, SAMPLED)
+    assert complete(fresh(engine("llama", 4)), PROMPTS, 24, SAMPLED) == expected
+    small = Engine(
+        model("llama"),
+        block_size=8,
+        num_blocks=14,
+        token_budget=16,
+        max_running=3,
+        max_model_len=72,
+        reserve_tokens=0,
+    )
+    assert complete(small, PROMPTS, 24, SAMPLED) == expected
+    stats = small.stats()
+    assert stats.scheduler.preemptions > 0 and stats.cache.evicted_blocks > 0
+    assert stats.compilations_at_warm_up == 4  # decode of 1, 2 and 3 rows, extend of 16 tokens
+    assert stats.compilations_after_warm_up == 0
+
+
+def test_a_namespace_shares_nothing_with_another(engine):
+    serving = fresh(engine("llama", 4))
+    requests = [Request(name, PREFIX, 4, namespace=name.encode()) for name in ("a", "b")]
+    for request in requests:
+        serving.add_request(request)
+        serving.run()
+    assert serving.stats().scheduler.hit_tokens == 0
+    assert requests[0].output_tokens == requests[1].output_tokens
+    assert_nothing_leaked(serving)
+
+
+def test_a_stop_token_ends_a_request_and_is_kept(engine):
+    serving = fresh(engine("llama", 4))
+    (whole,) = complete(serving, [PREFIX], 16)
+    stop = whole[5]
+    request = Request("a", PREFIX, 16, stop_token_ids=[stop])
+    serving.add_request(request)
+    assert serving.run() == [request]
+    assert request.output_tokens == whole[: whole.index(stop) + 1]
+    assert request.finish_reason == "stop"
+    assert_nothing_leaked(serving)
+
+
+# Aborts
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3, 6, 12])
+def test_an_abort_leaks_nothing_and_does_not_disturb_the_others(engine, num_steps):
+    compiled = engine("llama", 4)
+    expected = complete(fresh(compiled), PROMPTS, 24)
+    serving = fresh(compiled, num_blocks=28, reserve_tokens=0)
+    requests = [Request(str(i), prompt, 24) for i, prompt in enumerate(PROMPTS)]
+    for request in requests:
+        serving.add_request(request)
+    for _ in range(num_steps):
+        serving.step()
+    aborted = [r for r in requests[::2] if serving.abort(r.request_id)]
+    assert len(aborted) >= 2
+    serving.manager.check()
+    serving.run()
+    assert_nothing_leaked(serving)
+    for request, tokens in zip(requests, expected, strict=True):
+        if request in aborted:
+            assert request.status is RequestStatus.ABORTED
+            assert request.output_tokens == tokens[: len(request.output_tokens)]
+        else:
+            assert request.output_tokens == tokens
+    assert not serving.abort("0") and not serving.abort("no such request")
+
+
+# Programs and arrays
+
+
+def test_nothing_is_compiled_after_warm_up(engine):
+    """Every shape runs here: 1 to 4 decode rows, and chunks of 1 to 32 tokens."""
+    compiled = engine("llama", 16)
+    serving = fresh(compiled)
+    used = set()
+    for count, length in product(range(1, MAX_RUNNING + 1), (1, 9, 17, 40)):
+        for i in range(count):
+            prompt = [100 + count, 200 + i, *range(300, 300 + length)]
+            serving.add_request(Request(f"{count} {length} {i}", prompt, 1 + i))
+        while serving.has_work:
+            before = serving.stats()
+            serving.step()
+            after = serving.stats()
+            used.add(computed(after) - computed(before) + after.padding_tokens - before.padding_tokens)
+    assert used == {shape.num_tokens for shape in compiled._programs}
+    stats = serving.stats()
+    assert stats.compilations_at_warm_up == len(compiled._programs) == 5
+    assert stats.compilations_after_warm_up == 0
+
+
+def computed(stats: EngineStats) -> int:
+    return stats.prefill_tokens_computed + stats.scheduler.decode_tokens
+
+
+def test_a_late_compilation_would_be_counted(engine):
+    serving = fresh(engine("llama", 16))
+    run = serving._run
+
+    def run_and_compile(chunks: Any) -> list[int]:
+        jnp.ones(7).at[3].multiply(1.25).block_until_ready()
+        return run(chunks)
+
+    serving._run = run_and_compile  # type: ignore[method-assign]
+    complete(serving, [[1, 2, 3]], 2)
+    assert serving.stats().compilations_after_warm_up > 0
+
+
+def test_pools_are_donated_to_each_step(engine):
+    serving = fresh(engine("llama", 16))
+    for _ in range(3):
+        serving.add_request(Request("a", [5, 6, 7], 1))
+        before = [*serving._arrays.keys, *serving._arrays.values]
+        places = [pool.unsafe_buffer_pointer() for pool in before]
+        serving.step()
+        after = [*serving._arrays.keys, *serving._arrays.values]
+        assert all(pool.is_deleted() for pool in before)
+        assert not any(pool.is_deleted() for pool in after)
+        assert [pool.unsafe_buffer_pointer() for pool in after] == places
+
+
+def test_only_the_blocks_of_requests_are_written(engine):
+    """The pools start as NaN: what is finite afterwards was written, and no more than needed was."""
+    serving = fresh(engine("llama", 4), prefix_cache=False)
+    complete(serving, [PREFIX[:10]], 3)  # 12 tokens have KV: three whole blocks
+    for pool in (*serving._arrays.keys, *serving._arrays.values):
+        written = jnp.isfinite(pool[1:]).all(axis=(1, 2, 3))
+        untouched = jnp.isnan(pool[1:]).all(axis=(1, 2, 3))
+        assert int(written.sum()) == 3 and bool((written | untouched).all())
+
+
+def test_stats_count_steps_tokens_and_padding(engine):
+    serving = fresh(engine("llama", 16))
+    assert replace(serving.stats(), compilations_at_warm_up=0) == EngineStats(
+        0, 0, 0, 0, 0, serving.scheduler.stats(), serving.manager.stats()
+    )
+    complete(serving, [list(range(2, 42))], 3)  # 32, 8 in a program of 16, then two decode steps
+    stats = serving.stats()
+    assert (stats.steps, stats.padding_tokens, stats.prefill_tokens_computed) == (4, 8, 40)
+    assert stats.scheduler.decode_tokens == 2
+    assert serving.step() == [] and serving.run() == []
+    assert serving.stats() == stats
+
+
+# Refusals
+
+
+def refused(error: type[RadixKVError], text: str):
+    return pytest.raises(error, match=f"^{re.escape(text)}$")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new", "error", "text"),
+    [
+        (
+            [5, 1024, 2000],
+            1,
+            RequestError,
+            "request 'a': token 1024 at place 1 is outside the vocabulary of 1024",
+        ),
+        (
+            [-1],
+            1,
+            RequestError,
+            "request 'a': token -1 at place 0 is outside the vocabulary of 1024",
+        ),
+        (
+            [5] * 380,
+            5,
+            RequestError,
+            "request 'a': 380 prompt tokens and 5 new ones are more than max_model_len 384",
+        ),
+        ([5] * 81, 1, RequestTooLargeError, "81 tokens need 6 blocks, but the pool has 5"),
+    ],
+)
+def test_requests_that_cannot_run_are_refused(engine, prompt, new, error, text):
+    serving = fresh(engine("llama", 16), num_blocks=5)
+    with refused(error, text):
+        serving.add_request(Request("a", prompt, new))
+    assert not serving.has_work
+    complete(serving, [[0, 1023], [5] * 80], 1)
+
+
+def test_a_request_of_the_greatest_length_runs(engine):
+    serving = fresh(engine("llama", 16))
+    (tokens,) = complete(serving, [[5] * (MAX_MODEL_LEN - 2)], 2)
+    assert len(tokens) == 2
+
+
+def test_a_live_id_is_refused(engine):
+    serving = fresh(engine("llama", 16))
+    serving.add_request(Request("a", [1], 1))
+    with refused(RequestError, "request 'a' is live already"):
+        serving.add_request(Request("a", [2], 1))
+    assert len(serving.run()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        (
+            {"max_model_len": 8193},
+            ConfigError,
+            "max_model_len must be at least 1 and at most the model's 8192 positions, got 8193",
+        ),
+        (
+            {"max_model_len": 0},
+            ConfigError,
+            "max_model_len must be at least 1 and at most the model's 8192 positions, got 0",
+        ),
+        (
+            {"max_running": 33},
+            ConfigError,
+            "max_running must be at least 1 and at most token_budget 32, got 33",
+        ),
+        ({"num_blocks": 0}, CountError, "num_blocks must be at least 1, got 0"),
+        ({"block_size": 0}, CountError, "block_size must be at least 1, got 0"),
+        (
+            {"reserve_tokens": -1},
+            ConfigError,
+            "reserve_tokens must be at least 0 or None, got -1",
+        ),
+    ],
+)
+def test_sizes_that_cannot_work_are_refused(model, options, error, text):
+    sizes = {
+        "block_size": 16,
+        "num_blocks": NUM_BLOCKS[16],
+        "token_budget": TOKEN_BUDGET,
+        "max_running": MAX_RUNNING,
+        "max_model_len": MAX_MODEL_LEN,
+    }
+    with refused(error, text):
+        Engine(model("llama"), **{**sizes, **options})

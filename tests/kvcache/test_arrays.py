@@ -1,0 +1,23 @@
+"""The arrays that hold the blocks: one more block than the pool has, for padding."""
+
+import jax.numpy as jnp
+import pytest
+
+from radixkv.kvcache import BlockArrays, CountError
+
+SIZES = {"num_layers": 2, "num_blocks": 3, "kv_heads": 4, "block_size": 5, "head_dim": 6}
+
+
+def test_one_pool_per_layer_with_a_sink():
+    arrays = BlockArrays.zeros(**SIZES, dtype=jnp.dtype(jnp.bfloat16))
+    assert len(arrays.keys) == len(arrays.values) == 2
+    for pool in (*arrays.keys, *arrays.values):
+        assert pool.shape == (4, 4, 5, 6)
+        assert pool.dtype == jnp.bfloat16
+        assert not pool.any()
+
+
+@pytest.mark.parametrize("name", list(SIZES))
+def test_every_size_is_at_least_one(name):
+    with pytest.raises(CountError, match=f"^{name} must be at least 1, got 0$"):
+        BlockArrays.zeros(**{**SIZES, name: 0}, dtype=jnp.dtype(jnp.float32))

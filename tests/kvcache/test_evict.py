@@ -1,0 +1,171 @@
+"""Eviction: the least recently used leaf, never one in use, exactly as many as asked."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixkv.kvcache import CacheManager, CountError
+
+from .harness import Config, Harness
+from .helpers import hit, serve, start
+from .observe import eviction_order, observe
+
+
+def test_a_run_goes_from_its_tail():
+    manager = CacheManager(8, 1)
+    serve(manager, [1, 2, 3])
+    assert eviction_order(manager, [(b"", [1, 2, 3])]) == [[2], [1], [0]]
+
+
+def test_the_least_recently_used_goes_first():
+    manager = CacheManager(8, 1)
+    serve(manager, [1, 2])
+    serve(manager, [3, 4])
+    serve(manager, [1, 2])
+    probes = [(b"", [1, 2]), (b"", [3, 4])]
+    assert eviction_order(manager, probes) == [[2, 1], [2, 0], [1, 0], [0, 0]]
+
+
+def test_age_counts_from_release_not_from_admission():
+    manager = CacheManager(8, 1)
+    early, late = start(manager, [1]), start(manager, [2])
+    manager.publish(early, [1])
+    manager.publish(late, [2])
+    manager.release(late)
+    manager.release(early)
+    assert eviction_order(manager, [(b"", [1]), (b"", [2])]) == [[1, 0], [0, 0]]
+
+
+def test_a_branch_is_older_than_the_prefix_it_shares():
+    manager = CacheManager(8, 1)
+    serve(manager, [1, 2, 3])
+    serve(manager, [1, 2, 4])
+    probes = [(b"", [1, 2, 3]), (b"", [1, 2, 4])]
+    assert eviction_order(manager, probes) == [[2, 3], [2, 2], [1, 1], [0, 0]]
+
+
+def test_order_across_namespaces():
+    manager = CacheManager(8, 1)
+    serve(manager, [1], b"b")
+    serve(manager, [1], b"a")
+    assert eviction_order(manager, [(b"a", [1]), (b"b", [1])]) == [[1, 0], [0, 0]]
+
+
+def test_exactly_as_many_as_asked_over_several_runs():
+    manager = CacheManager(16, 1)
+    serve(manager, [1, 2, 3])
+    serve(manager, [4, 5, 6])
+    assert manager.evict(4) == 4
+    assert (hit(manager, [1, 2, 3]), hit(manager, [4, 5, 6])) == (0, 2)
+    stats = manager.stats()
+    assert (stats.evicted_blocks, stats.cached_blocks, stats.free_blocks) == (4, 2, 14)
+    manager.check()
+
+
+def test_all_that_is_idle_and_no_more():
+    manager = CacheManager(8, 1)
+    serve(manager, [1, 2, 3])
+    assert manager.evict(0) == 0
+    assert manager.evict(100) == 3
+    assert manager.evict(1) == 0
+    assert manager.stats().free_blocks == 8
+    manager.check()
+
+
+def test_blocks_in_use_are_never_victims():
+    manager = CacheManager(8, 1)
+    lease = start(manager, [1, 2, 3, 4])
+    manager.publish(lease, [1, 2, 3])
+    serve(manager, [1, 2, 7])
+    assert manager.evict(8) == 1
+    assert hit(manager, [1, 2, 3]) == 3
+    assert manager.stats().private_blocks == 1
+    manager.check()
+
+
+def test_a_hit_saves_its_blocks_until_release():
+    manager = CacheManager(4, 1)
+    serve(manager, [1, 2, 3, 4])
+    lease = start(manager, [1, 2])
+    assert manager.evict(4) == 2
+    manager.release(lease)
+    assert manager.evict(4) == 2
+    manager.check()
+
+
+def test_a_trimmed_run_is_found_and_continued():
+    manager = CacheManager(8, 2)
+    serve(manager, [1, 2, 3, 4, 5, 6])
+    manager.evict(1)
+    lease = start(manager, [1, 2, 3, 4, 5, 6])
+    assert lease.num_hit_blocks == 2
+    manager.publish(lease, [1, 2, 3, 4, 5, 6])
+    assert hit(manager, [1, 2, 3, 4, 5, 6]) == 3
+    manager.check()
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "message"),
+    [
+        (-1, "num_blocks must be at least 0, got -1"),
+        (1.5, "num_blocks must be an integer, got 1.5"),
+    ],
+)
+def test_a_wrong_number_of_blocks(num_blocks: Any, message: str):
+    manager = CacheManager(4, 1)
+    serve(manager, [1, 2])
+    with pytest.raises(CountError) as caught:
+        manager.evict(num_blocks)
+    assert str(caught.value) == message
+    assert hit(manager, [1, 2]) == 2
+
+
+def test_evicting_many_equals_evicting_one_by_one():
+    managers = [CacheManager(16, 1), CacheManager(16, 1)]
+    for manager in managers:
+        for tokens in ([1, 2, 3], [1, 2, 4, 5], [6], [1, 7]):
+            serve(manager, tokens)
+    managers[0].evict(5)
+    for _ in range(5):
+        managers[1].evict(1)
+    probes = [(b"", tokens) for tokens in ([1, 2, 3], [1, 2, 4, 5], [6], [1, 7])]
+    one, other = (observe(manager, probes=probes) for manager in managers)
+    for seen in (one, other):
+        seen["matches"] = [match[:2] for match in seen["matches"]]  # nodes of two trees differ
+        seen["allocation order"].sort()  # the same blocks are free, in whatever order
+    assert one == other
+
+
+TRAFFIC = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 1), min_size=1, max_size=6),
+        st.integers(0, 7),  # how long it runs: how many requests come before it is released
+        st.booleans(),  # whether it publishes
+    ),
+    max_size=12,
+)
+
+
+@given(TRAFFIC, st.integers(1, 2))
+def test_the_order_is_that_of_a_leaf_lru_over_single_blocks(traffic, block_size):
+    """Every victim, one by one, after traffic that overlaps; the oracle is `LeafLru`."""
+    harness = Harness(Config(num_blocks=60, block_size=block_size))
+    ends: list[tuple[int, Any]] = []
+    for now, (tokens, lasts, publishes) in enumerate(traffic):
+        for _, request in [end for end in ends if end[0] <= now]:
+            if request in harness.running:
+                harness.release(harness.running.index(request))
+        if len(harness.running) == 6:
+            harness.release(0)
+        harness.arrive(tokens * 2, b"")
+        harness.admit(len(harness.waiting) - 1)
+        request = harness.running[-1]
+        ends.append((now + lasts, request))
+        if publishes:
+            harness.finish(len(harness.running) - 1)
+    harness.settle()
+    while harness.oracle.num_idle:
+        harness.evict(1)
+        harness.settle()

@@ -1,0 +1,42 @@
+"""Policies: orders that are total and do not change."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixkv.scheduler.policy import Fcfs, Policy, Priority
+from radixkv.scheduler.request import Request
+
+
+def arrived(priorities: list[int]) -> list[Request]:
+    requests = [Request(str(i), [1], 1, priority=p) for i, p in enumerate(priorities)]
+    for arrival, request in enumerate(requests):
+        request.arrival = arrival
+    return requests
+
+
+@given(st.lists(st.integers(-3, 3)))
+def test_fcfs_is_the_order_of_arrival(priorities):
+    requests = arrived(priorities)
+    assert sorted(reversed(requests), key=Fcfs().order) == requests
+
+
+@given(st.lists(st.integers(-3, 3)))
+def test_priority_is_by_number_and_by_arrival_among_equals(priorities):
+    requests = arrived(priorities)
+    expected = sorted(requests, key=lambda request: request.priority)  # stable
+    assert sorted(reversed(requests), key=Priority().order) == expected
+
+
+@pytest.mark.parametrize("policy", [Fcfs(), Priority()])
+@given(priorities=st.lists(st.integers(-3, 3)))
+def test_an_order_is_unique_and_does_not_change_as_a_request_goes_on(
+    policy: Policy, priorities: list[int]
+):
+    requests = arrived(priorities)
+    orders = [policy.order(request) for request in requests]
+    assert len(set(orders)) == len(orders)
+    for request in requests:
+        request.append(3)
+        request.num_preemptions += 1
+    assert [policy.order(request) for request in requests] == orders

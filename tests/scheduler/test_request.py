@@ -1,0 +1,128 @@
+"""Requests and sampling parameters: what they accept, hold and refuse."""
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixkv.kvcache import RadixKVError, TokenError
+from radixkv.scheduler.errors import RequestError
+from radixkv.scheduler.request import GREEDY, Request, RequestStatus, SamplingParams
+
+
+def refused(error: type[RadixKVError], text: str):
+    return pytest.raises(error, match=f"^{re.escape(text)}$")
+
+
+def test_a_new_request_waits_and_has_nothing():
+    request = Request("a", [1, 2, 3], 4)
+    assert request.status is RequestStatus.WAITING and request.finish_reason is None
+    assert request.prompt.tolist() == request.tokens.tolist() == [1, 2, 3]
+    assert request.prompt.dtype == request.tokens.dtype == np.int32
+    assert request.output_tokens == [] and request.num_tokens == request.num_prompt_tokens == 3
+    assert request.num_computed == request.num_hit_tokens == request.num_preemptions == 0
+    assert request.sampling == GREEDY == SamplingParams()
+    assert not request.is_prefilling and request.lease is None
+
+
+def test_the_prompt_is_copied_and_cannot_be_changed():
+    prompt = np.array([1, 2, 3], np.int32)
+    request = Request("a", prompt, 4)
+    prompt[0] = 9
+    assert request.prompt.tolist() == [1, 2, 3]
+    with pytest.raises(ValueError, match="read-only"):
+        request.prompt[0] = 9
+
+
+def test_appended_tokens_follow_the_prompt():
+    request = Request("a", [1, 2], 3)
+    assert [request.append(token) for token in (7, 8, 9)] == [None, None, "length"]
+    assert request.tokens.tolist() == [1, 2, 7, 8, 9]
+    assert request.prompt.tolist() == [1, 2] and request.output_tokens == [7, 8, 9]
+
+
+def test_a_stop_token_ends_it_even_at_the_limit():
+    assert Request("a", [1], 5, stop_token_ids=[4, 6]).append(6) == "stop"
+    assert Request("a", [1], 1, stop_token_ids=(6,)).append(6) == "stop"
+    assert Request("a", [6], 1, stop_token_ids=(6,)).append(7) == "length"
+
+
+@pytest.mark.parametrize(("prompt", "new", "tokens"), [(1, 1, 1), (5, 1, 5), (5, 3, 7)])
+def test_the_last_token_generated_needs_no_kv(prompt, new, tokens):
+    assert Request("a", [0] * prompt, new).max_kv_tokens == tokens
+
+
+def test_it_prefills_until_what_it_was_admitted_with_is_computed():
+    request = Request("a", [1, 2, 3], 4)
+    request.num_prefill_tokens = 3
+    for computed, prefilling in ((0, True), (2, True), (3, False)):
+        request.num_computed = computed
+        assert request.is_prefilling == prefilling
+
+
+def test_repr_names_it_and_says_how_far_it_is():
+    request = Request("a", [1, 2], 3)
+    request.append(7)
+    assert repr(request) == "Request('a', waiting, 2 prompt and 1 of 3 output tokens)"
+
+
+def test_an_empty_prompt_is_refused():
+    with refused(RequestError, "request 'a' has an empty prompt"):
+        Request("a", [], 1)
+
+
+@pytest.mark.parametrize("limit", [0, -3])
+def test_a_limit_below_one_is_refused(limit):
+    with refused(RequestError, f"request 'a': max_new_tokens must be at least 1, got {limit}"):
+        Request("a", [1], limit)
+
+
+@pytest.mark.parametrize("limit", [1.0, True, None, "2"])
+def test_a_limit_that_is_no_integer_is_refused(limit: Any):
+    text = f"request 'a': max_new_tokens must be an integer, got {limit!r}"
+    with refused(RequestError, text):
+        Request("a", [1], limit)
+
+
+def test_a_limit_may_be_of_numpy():
+    assert Request("a", [1], np.int64(3)).max_new_tokens == 3  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        (np.zeros(3), "tokens must be int32, got float64"),
+        (np.zeros((1, 3), np.int32), "tokens must have one dimension, got shape (1, 3)"),
+        ([1, 2**31], "token 1 is 2147483648, outside int32"),
+        (["a"], "token 0 must be an integer, got 'a'"),
+    ],
+)
+def test_a_prompt_of_another_kind_is_refused(prompt: Any, text):
+    with refused(TokenError, text):
+        Request("a", prompt, 1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("temperature", -0.5, "temperature must be finite and at least 0, got -0.5"),
+        ("temperature", float("inf"), "temperature must be finite and at least 0, got inf"),
+        ("temperature", float("nan"), "temperature must be finite and at least 0, got nan"),
+        ("top_k", -1, "top_k must be at least 0 and below 2**31, got -1"),
+        ("top_k", 2**31, "top_k must be at least 0 and below 2**31, got 2147483648"),
+        ("top_p", 0.0, "top_p must be above 0 and at most 1, got 0.0"),
+        ("top_p", 1.5, "top_p must be above 0 and at most 1, got 1.5"),
+        ("top_p", float("nan"), "top_p must be above 0 and at most 1, got nan"),
+        ("seed", -1, "seed must be at least 0 and below 2**32, got -1"),
+        ("seed", 2**32, "seed must be at least 0 and below 2**32, got 4294967296"),
+    ],
+)
+def test_sampling_values_out_of_range_are_refused(field, value, text):
+    with refused(RequestError, text):
+        SamplingParams(**{field: value})
+
+
+def test_sampling_values_at_the_ends_of_their_ranges_are_accepted():
+    SamplingParams(temperature=0.0, top_k=0, top_p=1e-9, seed=0)
+    SamplingParams(temperature=1e9, top_k=2**31 - 1, top_p=1.0, seed=2**32 - 1)
