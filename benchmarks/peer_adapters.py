@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import MutableSequence, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
@@ -77,13 +77,13 @@ class MiniSGLang:
     """
 
     def __init__(self, num_blocks: int, max_tokens: int) -> None:
-        self._torch = torch = one_thread_torch()
-        if not torch.cuda.is_available():
-            empty = torch.empty
-            torch.empty = lambda *size, pin_memory=False, **options: empty(*size, **options)
         core = importlib.import_module("minisgl.core")
-        if core._GLOBAL_CTX is None:
+        self._torch = torch = one_thread_torch()
+        if core._GLOBAL_CTX is None:  # the first manager of this process
             core.set_global_ctx(core.Context(BLOCK_SIZE))
+            if not torch.cuda.is_available():
+                empty = torch.empty
+                torch.empty = lambda *size, pin_memory=False, **options: empty(*size, **options)
         self._request_class, self._sampling = core.Req, core.SamplingParams()
         self._table = torch.zeros((1, whole_blocks(max_tokens)), dtype=torch.int32)
         cache = importlib.import_module("minisgl.scheduler.cache")
@@ -243,10 +243,12 @@ class Anything(type):
 class StubModule(ModuleType):
     """A package that holds whatever is imported from it."""
 
-    __path__: Iterable[str] = ()
+    __path__: MutableSequence[str] = []  # noqa: RUF012 - what makes a module a package
 
     def __getattr__(self, name: str) -> Anything:
-        return Anything.__getattr__(Anything, name)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Anything(name, (), {})
 
 
 class StubFinder(MetaPathFinder, Loader):
@@ -270,5 +272,6 @@ class StubFinder(MetaPathFinder, Loader):
 
 
 def stub_modules(names: Sequence[str]) -> None:
-    """Replace packages by stubs in what is imported from now on."""
-    sys.meta_path.insert(0, StubFinder(names))
+    """Replace packages by stubs in what is imported from now on; again changes nothing."""
+    if not any(isinstance(finder, StubFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, StubFinder(names))

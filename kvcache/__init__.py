@@ -16,7 +16,8 @@ from .errors import (
     RequestTooLargeError,
     TokenError,
 )
-from .manager import CacheManager, CacheStats, Epoch, Lease, Match, NextBlock
+from .lease import CacheStats, Epoch, Lease, Match, NextBlock
+from .manager import CacheManager
 from .radix_tree import RadixTree
 from .tokens import Int32Array, Tokens, as_tokens, make_namespace
 

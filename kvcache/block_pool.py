@@ -1,11 +1,17 @@
-"""Which block ids are free: a stack of ids and a bit per id."""
+"""Which block ids are free: a stack of ids, and the place of each on it."""
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
+import numpy.typing as npt
 
 from .errors import OutOfBlocksError, RecycleError
 from .tokens import Int32Array, as_count
+
+_OUT_OF_RANGE: Final = -1
+_FEW: Final = 8  # ids: up to here a loop is faster than numpy
 
 
 class BlockPool:
@@ -29,16 +35,19 @@ class BlockPool:
             CountError: if num_blocks is less than 1.
         """
         self.num_blocks = as_count("num_blocks", num_blocks, minimum=1)
-        self._stack = np.empty(num_blocks, np.int32)
-        self._is_allocated = np.empty(num_blocks + 1, np.bool_)
-        self._position = np.zeros(num_blocks + 1, np.int32)  # scratch: finds repeated ids
+        self._stack = np.empty(num_blocks, np.intp)  # intp: as an index it needs no conversion
+        # By id: where it lies on the stack, counted from 1; 0 if it is allocated. The places of
+        # id 0 and of one id past the last are never 0: an id out of range clips to one of them.
+        self._place = np.empty(num_blocks + 2, np.int32)
         self.num_free = 0
         self.reset()
 
     def reset(self) -> None:
         """Make every block free."""
-        self._stack[:] = np.arange(self.num_blocks, 0, -1, dtype=np.int32)
-        self._is_allocated[:] = False
+        self._stack[:] = np.arange(self.num_blocks, 0, -1)
+        self._place[:] = np.arange(self.num_blocks + 1, -1, -1, dtype=np.int32)
+        self._place[-1] = _OUT_OF_RANGE
+        self._place[0] = _OUT_OF_RANGE
         self.num_free = self.num_blocks
 
     def allocate(self, num_blocks: int) -> Int32Array:
@@ -52,10 +61,10 @@ class BlockPool:
         rest = self.num_free - num_blocks
         if rest < 0:
             raise OutOfBlocksError(num_blocks, self.num_free)
-        ids = self._stack[rest : self.num_free][::-1].copy()
-        self._is_allocated[ids] = True
+        taken = self._stack[rest : self.num_free]
+        self._place[taken] = 0
         self.num_free = rest
-        return ids
+        return taken[::-1].astype(np.int32)
 
     def recycle(self, ids: Int32Array) -> None:
         """Give allocated ids back, all in one go: the same as one by one, in any order.
@@ -64,48 +73,50 @@ class BlockPool:
             RecycleError: if some ids were not allocated or came twice. Those are refused; the
                 others are free again.
         """
-        if len(ids) == 0:
-            return
-        if int(ids.min()) < 1 or int(ids.max()) > self.num_blocks:
-            valid = (ids >= 1) & (ids <= self.num_blocks)
-        else:
-            valid = self._is_allocated[ids]
-            order = np.arange(len(ids), dtype=np.int32)
-            self._position[ids] = order
-            if valid.all() and (self._position[ids] == order).all():
-                self._push(ids)
-                return
-        self._recycle_valid(ids, valid)
+        if len(ids) <= _FEW or not self._recycle_at_once(ids.astype(np.intp)):
+            self._recycle_one_by_one(ids)
 
-    def _recycle_valid(self, ids: Int32Array, in_range: np.ndarray) -> None:
-        kept, refused = [], []
-        for block, inside in zip(ids.tolist(), in_range.tolist(), strict=True):
-            if inside and self._is_allocated[block]:
-                self._push(np.array([block], np.int32))
-                kept.append(block)
+    def _recycle_at_once(self, ids: npt.NDArray[np.intp]) -> bool:
+        if np.count_nonzero(self._place.take(ids, mode="clip")):
+            return False
+        num_free = self.num_free + len(ids)
+        places = np.arange(self.num_free + 1, num_free + 1, dtype=np.int32)
+        self._place[ids] = places
+        if np.count_nonzero(self._place.take(ids) == places) < len(ids):
+            self._place[ids] = 0  # some id came twice: it has only one of its two places
+            return False
+        self._stack[self.num_free : num_free] = ids
+        self.num_free = num_free
+        return True
+
+    def _recycle_one_by_one(self, ids: Int32Array) -> None:
+        refused = []
+        for block in ids.tolist():
+            if 1 <= block <= self.num_blocks and self._place[block] == 0:
+                self._stack[self.num_free] = block
+                self.num_free += 1
+                self._place[block] = self.num_free
             else:
                 refused.append(block)
-        raise RecycleError(refused, len(kept))
-
-    def _push(self, ids: Int32Array) -> None:
-        self._is_allocated[ids] = False
-        self._stack[self.num_free : self.num_free + len(ids)] = ids
-        self.num_free += len(ids)
+        if refused:
+            raise RecycleError(refused, len(ids) - len(refused))
 
     def free_ids(self) -> Int32Array:
         """Return a copy of the free ids, the next to be allocated last."""
-        return self._stack[: self.num_free].copy()
+        return self._stack[: self.num_free].astype(np.int32)
 
     def check(self) -> None:
-        """Assert that the stack and the bits agree."""
+        """Assert that the stack and the places agree."""
         free = self.free_ids()
         assert 0 <= self.num_free <= self.num_blocks, f"{self.num_free} of {self.num_blocks} free"
         # Every free id is in range and on the stack once.
         assert len(np.unique(free)) == len(free), "a block is on the free stack twice"
         assert ((free >= 1) & (free <= self.num_blocks)).all(), "a free id is out of range"
         # A block is allocated if and only if it is not on the stack.
-        assert not self._is_allocated[free].any(), "a free block is marked as allocated"
-        allocated = int(self._is_allocated.sum())
+        assert (self._place[free] == np.arange(1, self.num_free + 1)).all(), (
+            "a free block is marked as allocated, or as free elsewhere"
+        )
+        allocated = self.num_blocks - int(np.count_nonzero(self._place[1:-1]))
         assert allocated + self.num_free == self.num_blocks, (
             f"{allocated} allocated + {self.num_free} free != {self.num_blocks} blocks"
         )

@@ -60,7 +60,7 @@ class BlockTables:
         """Make sure that a row can hold width blocks."""
         if width > self.ids.shape[1]:
             wider = np.zeros((len(self.live), 1 << (width - 1).bit_length()), np.int32)
-            wider[:, : self.ids.shape[1]] = self.ids
+            wider[self.live, : self.ids.shape[1]] = self.ids[self.live]
             self.ids = wider
 
     def rows_are_live(self, rows: Int32Array) -> bool:

@@ -2,109 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NewType, TypeAlias
-
 import numpy as np
 
 from .block_pool import BlockPool
 from .block_tables import BlockTables
 from .errors import LeaseError, NamespaceError, OutOfBlocksError, RequestTooLargeError
-from .radix_tree import Node, RadixTree, Walk
+from .invariants import check_ownership
+from .lease import CacheStats, Epoch, Lease, Match, NextBlock
+from .radix_node import ITEM_BYTES, Walk
+from .radix_tree import RadixTree
 from .tokens import Int32Array, Tokens, as_count, as_tokens
-
-Epoch = NewType("Epoch", int)
-
-NextBlock: TypeAlias = tuple[Node, bytes]
-"""Identifies a block that is not published: the node it would follow, and its tokens."""
-
-
-class Match:
-    """What of some tokens is published: the result of `CacheManager.match`. It holds no blocks.
-
-    Attributes:
-        num_blocks: the whole blocks that can be shared.
-        num_tokens: the tokens in them.
-        next_block: identifies the first block that is not published; None if fewer than a block's
-            tokens follow. Equal to `CacheManager.next_block` of a lease that is computing it.
-    """
-
-    __slots__ = ("_length", "_namespace", "_tokens", "_version", "_walk", "next_block", "num_blocks", "num_tokens")
-
-    def __init__(
-        self, tokens: bytes, length: int, namespace: bytes, walk: Walk | None, version: int, block_size: int
-    ) -> None:
-        self._tokens = tokens
-        self._length = length
-        self._namespace = namespace
-        self._walk = walk
-        self._version = version
-        num_bytes = walk.num_bytes if walk is not None else 0
-        self.num_tokens = num_bytes // 4
-        self.num_blocks = self.num_tokens // block_size
-        self.next_block: NextBlock | None = None
-        if walk is not None and walk.inside is None and num_bytes < len(tokens):
-            self.next_block = (walk.node, tokens[num_bytes : num_bytes + block_size * 4])
-
-
-class Lease:
-    """The blocks of one request, its only hold on the cache, until it is released.
-
-    ::
-
-        block_table  | hit at admission | published since | private |
-                     0          num_hit_blocks   num_shared_blocks   num_blocks
-
-    The first `num_shared_blocks` are pinned in the tree and immutable; the rest are its own.
-    """
-
-    __slots__ = ("_tables", "epoch", "node", "num_hit_blocks", "num_shared_blocks", "row")
-
-    def __init__(self, tables: BlockTables, row: int, epoch: Epoch, node: Node, num_hit_blocks: int) -> None:
-        self._tables = tables
-        self.row = row
-        self.epoch = epoch
-        self.node = node
-        self.num_hit_blocks = num_hit_blocks
-        self.num_shared_blocks = num_hit_blocks
-
-    @property
-    def num_blocks(self) -> int:
-        """The blocks it holds."""
-        return int(self._tables.num_blocks[self.row])
-
-    @property
-    def num_tokens(self) -> int:
-        """The tokens it has asked room for."""
-        return int(self._tables.num_tokens[self.row])
-
-    @property
-    def block_table(self) -> Int32Array:
-        """Its block ids in order, a read-only int32 view: read it anew after each call."""
-        view = self._tables.ids[self.row, : self.num_blocks]
-        view.flags.writeable = False
-        return view
-
-
-@dataclass(frozen=True)
-class CacheStats:
-    """Counts of blocks now, and of events since the manager was made.
-
-    `num_blocks = free_blocks + cached_blocks + private_blocks`, and idle blocks are those of the
-    cached that no lease uses. Events: `hit_blocks` and `admitted` at admission, `evicted_blocks`,
-    and `duplicate_blocks` that two requests computed and one gave back.
-    """
-
-    num_blocks: int
-    free_blocks: int
-    cached_blocks: int
-    idle_blocks: int
-    private_blocks: int
-    live_leases: int
-    admitted: int
-    hit_blocks: int
-    evicted_blocks: int
-    duplicate_blocks: int
 
 
 class CacheManager:
@@ -197,16 +104,14 @@ class CacheManager:
             if needed > self.available - pinned:
                 raise OutOfBlocksError(needed, self.available - pinned)
         if walk is None:
-            walk = Walk(tree.root(match._namespace), 0, None, 0)
+            walk = Walk(tree.root(match._namespace), 0)
         node = tree.pin(walk)
         tables = self.tables
         row = tables.take_row()
         tables.widen(num_blocks)
         ids = tables.ids[row]
         if match.num_blocks:
-            ids[: match.num_blocks] = np.frombuffer(
-                tree.path_blocks(Walk(node, 0, None, 0)), np.int32
-            )
+            ids[: match.num_blocks] = np.frombuffer(tree.path_blocks(node), np.int32)
         ids[match.num_blocks : num_blocks] = self._take(needed)
         tables.num_blocks[row] = num_blocks
         tables.num_tokens[row] = match._length
@@ -291,13 +196,13 @@ class CacheManager:
         run = tokens[first * block_size : last * block_size].tobytes()
         walk = tree.walk(lease.node, run)
         if walk.num_bytes:
-            published = first + walk.num_bytes // (block_size * 4)
+            published = first + walk.num_bytes // (block_size * ITEM_BYTES)
             above = lease.node
             lease.node = tree.pin(walk, above)
-            copies = ids[first:published].copy()
-            theirs = tree.path_blocks(Walk(lease.node, 0, None, 0))
-            ids[first:published] = np.frombuffer(theirs, np.int32)[first:published]
+            copies = ids[first:published]
             self._pool.recycle(copies)
+            theirs = tree.path_blocks(lease.node)
+            ids[first:published] = np.frombuffer(theirs, np.int32)[first:]
             self._duplicate_blocks += published - first
             run = run[walk.num_bytes :]
             first = published
@@ -327,9 +232,8 @@ class CacheManager:
             return
         self._require_live(lease)
         row = lease.row
-        private = self.tables.ids[row, lease.num_shared_blocks : lease.num_blocks].copy()
         self._tree.unpin(lease.node)
-        self._pool.recycle(private)
+        self._pool.recycle(self.tables.ids[row, lease.num_shared_blocks : lease.num_blocks])
         self.tables.give_row(row)
         del self._leases[row]
         lease.row = -1
@@ -342,15 +246,16 @@ class CacheManager:
         Raises:
             CountError: if num_blocks is negative.
         """
-        victims = self._tree.evict(as_count("num_blocks", num_blocks))
+        victims = self._evict(as_count("num_blocks", num_blocks))
         self._pool.recycle(victims)
-        self._evicted_blocks += len(victims)
         return len(victims)
 
     def reset(self) -> Epoch:
         """Forget everything (the weights have changed): every lease ends, every block is free."""
         self.epoch = Epoch(self.epoch + 1)
+        version = self._tree.version + 1  # so that a match of before is done again
         self._tree = RadixTree(self.block_size)
+        self._tree.version = version
         self._pool.reset()
         self.tables = BlockTables()
         self._leases.clear()
@@ -380,35 +285,9 @@ class CacheManager:
         assert sorted(self._leases) == np.flatnonzero(self.tables.live).tolist(), (
             "leases and live rows disagree"
         )
-        nodes = list(self._tree.nodes())
-        uses = {id(node): 0 for node in [*nodes, *self._tree.roots.values()]}
-        private: list[int] = []
         for lease in self._leases.values():
-            private += self._check_lease(lease, uses)
-        # A node's users are the leases with the node on their path, no more and no fewer.
-        for node in [*nodes, *self._tree.roots.values()]:
-            assert node.refs == uses[id(node)], f"{node.refs} refs, but {uses[id(node)]} users"
-        # Every block is free, in the tree, or private to a lease: exactly one of them.
-        cached = [b for node in nodes for b in np.frombuffer(node.device_blocks, np.int32).tolist()]
-        owned = self._pool.free_ids().tolist() + cached + private
-        assert sorted(owned) == list(range(1, self.num_blocks + 1)), (
-            f"{len(owned)} blocks are owned, {len(set(owned))} of them distinct, "
-            f"but there are {self.num_blocks}"
-        )
-
-    def _check_lease(self, lease: Lease, uses: dict[int, int]) -> list[int]:
-        assert lease.epoch == self.epoch, "a live lease is of an older epoch"
-        # Its blocks suffice for its tokens, and are no more than those need.
-        assert lease.num_blocks == -(-lease.num_tokens // self.block_size), "wrong table length"
-        # The shared part is the path of its node, block for block.
-        shared = self._tree.path_blocks(Walk(lease.node, 0, None, 0))
-        table = lease.block_table
-        assert table[: lease.num_shared_blocks].tobytes() == shared, "shared blocks are not the path"
-        node: Node | None = lease.node
-        while node is not None:
-            uses[id(node)] += 1
-            node = node.parent
-        return [int(block) for block in table[lease.num_shared_blocks :]]
+            assert lease.epoch == self.epoch, "a live lease is of an older epoch"
+        check_ownership(self._pool, self._tree, self._leases.values())
 
     # Shared steps
 
@@ -425,6 +304,15 @@ class CacheManager:
     def _take(self, num_blocks: int) -> Int32Array:
         """Allocate blocks that are known to be available, evicting exactly what is short."""
         short = num_blocks - self._pool.num_free
-        if short > 0:
-            self.evict(short)
-        return self._pool.allocate(num_blocks)
+        if short <= 0:
+            return self._pool.allocate(num_blocks)
+        # Evicted blocks go straight to their new owner, not through the pool.
+        victims = self._evict(short)
+        if short == num_blocks:
+            return victims
+        return np.concatenate([self._pool.allocate(num_blocks - short), victims])
+
+    def _evict(self, num_blocks: int) -> Int32Array:
+        victims = self._tree.evict(num_blocks)
+        self._evicted_blocks += len(victims)
+        return victims

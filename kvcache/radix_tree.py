@@ -3,87 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
 
 import numpy as np
 
+from .invariants import check_tree
+from .radix_node import DEAD, ITEM_BYTES, Node, Walk
 from .tokens import Int32Array
-
-_ITEM: Final = 4  # bytes of an int32 token or block id
-_DEAD: Final = -1  # Node.refs of an evicted node, unlike that of any live one
-
-
-class Node:
-    """A run of consecutive blocks on one path, all with the same users and the same last use.
-
-    Token and block ids are kept as bytes of int32: they compare with one memcmp, and a path joins
-    without an object per block. The node is one residency: `device_blocks` are its blocks in the
-    device tier.
-
-    Attributes:
-        parent: the node before; None for a root.
-        key: the tokens of the first block, under which the parent has it; a root's namespace.
-        tokens: the tokens of the run.
-        device_blocks: the block ids of the run, in order.
-        children: the nodes that continue the run, by key.
-        refs: how many leases have the node on their path.
-        last_use: the tick at which the last of them left.
-        colder, warmer: neighbours in the idle list.
-    """
-
-    __slots__ = (
-        "children",
-        "colder",
-        "device_blocks",
-        "key",
-        "last_use",
-        "parent",
-        "refs",
-        "tokens",
-        "warmer",
-    )
-
-    def __init__(
-        self, parent: Node | None, key: bytes, tokens: bytes | bytearray, device_blocks: bytes
-    ) -> None:
-        self.parent = parent
-        self.key = key
-        self.tokens = tokens
-        self.device_blocks = device_blocks
-        self.children: dict[bytes, Node] = {}
-        self.refs = 0
-        self.last_use = 0
-        self.colder: Node | None = None
-        self.warmer: Node | None = None
-
-    @property
-    def num_blocks(self) -> int:
-        """The length of the run in blocks."""
-        return len(self.device_blocks) // _ITEM
-
-    @property
-    def is_dead(self) -> bool:
-        """Whether the node was evicted."""
-        return self.refs == _DEAD
-
-
-class Walk:
-    """Where a walk along tokens ended: after `node`, and `inside_blocks` further into `inside`.
-
-    Attributes:
-        node: the last node that matched whole.
-        num_bytes: token bytes matched, `inside` included.
-        inside: the child that matched in part, or None.
-        inside_blocks: how many of its blocks matched; 0 if `inside` is None.
-    """
-
-    __slots__ = ("inside", "inside_blocks", "node", "num_bytes")
-
-    def __init__(self, node: Node, num_bytes: int, inside: Node | None, inside_blocks: int) -> None:
-        self.node = node
-        self.num_bytes = num_bytes
-        self.inside = inside
-        self.inside_blocks = inside_blocks
 
 
 class RadixTree:
@@ -102,6 +27,7 @@ class RadixTree:
     Source: the order is that of vLLM's free queue (tail first), carried over to a tree of runs.
 
     Attributes:
+        block_bytes: the length of a block's tokens as bytes.
         version: grows whenever a walk could end differently than before.
         clock: ticks once per release; the logical time of `Node.last_use`.
         num_cached: blocks in the tree.
@@ -109,8 +35,9 @@ class RadixTree:
     """
 
     def __init__(self, block_size: int) -> None:
-        self._block_bytes = block_size * _ITEM
-        self._idle = Node(None, b"", b"", b"")  # sentinel: .warmer is the coldest, .colder the warmest
+        self.block_bytes = block_size * ITEM_BYTES
+        # The sentinel of the idle list: its .warmer is the coldest node, its .colder the warmest.
+        self._idle = Node(None, b"", b"", b"")
         self._idle.warmer = self._idle.colder = self._idle
         self.roots: dict[bytes, Node] = {}
         self.version = 0
@@ -122,7 +49,7 @@ class RadixTree:
 
     def walk(self, node: Node, tokens: bytes) -> Walk:
         """Follow tokens (whole blocks) down from node as far as they are published."""
-        block_bytes = self._block_bytes
+        block_bytes = self.block_bytes
         position, end = 0, len(tokens)
         while position < end:
             child = node.children.get(tokens[position : position + block_bytes])
@@ -133,22 +60,19 @@ class RadixTree:
                 return Walk(node, position + inside_blocks * block_bytes, child, inside_blocks)
             position += len(child.tokens)
             node = child
-        return Walk(node, position, None, 0)
+        return Walk(node, position)
 
     def _common_blocks(self, tokens: bytes, position: int, run: bytes | bytearray) -> int:
         # The first block is known to be equal (it was the key), the whole run is known not to be.
-        num_items = min(len(tokens) - position, len(run)) // _ITEM
+        num_items = min(len(tokens) - position, len(run)) // ITEM_BYTES
         mine = np.frombuffer(tokens, np.int32, num_items, position)
         differs = mine != np.frombuffer(run, np.int32, num_items)
         first = int(differs.argmax())
-        return (first if differs[first] else num_items) * _ITEM // self._block_bytes
+        return (first if differs[first] else num_items) * ITEM_BYTES // self.block_bytes
 
-    def path_blocks(self, walk: Walk) -> bytes:
-        """Return the ids of the matched blocks in order, as bytes of int32."""
+    def path_blocks(self, node: Node) -> bytes:
+        """Return the ids of the blocks from the root through node, as bytes of int32."""
         runs = []
-        if walk.inside is not None:
-            runs.append(walk.inside.device_blocks[: walk.inside_blocks * _ITEM])
-        node = walk.node
         while node.parent is not None:
             runs.append(node.device_blocks)
             node = node.parent
@@ -221,36 +145,39 @@ class RadixTree:
             The lease's last node now: the same one, grown, if nobody else uses it.
         """
         self.version += 1
-        self.num_cached += len(device_blocks) // _ITEM
+        self.num_cached += len(device_blocks) // ITEM_BYTES
         if node.refs == 1 and not node.children and node.parent is not None:
             if isinstance(node.tokens, bytes):
                 node.tokens = bytearray(node.tokens)  # grows in place from here on
             node.tokens += tokens
             node.device_blocks += device_blocks
             return node
-        key = tokens[: self._block_bytes]
+        key = tokens[: self.block_bytes]
         assert key not in node.children, "a block is published twice under one parent"
         child = Node(node, key, tokens, device_blocks)
         child.refs = 1
-        node.children[key] = child
+        node.adopt(child)
         return child
 
     def _split(self, lower: Node, num_blocks: int) -> Node:
         """Cut a run in two and return the upper part; the lower keeps its identity and its age."""
         self.version += 1
-        cut = num_blocks * self._block_bytes
+        assert lower.parent is not None, "a root cannot be split"
+        cut = num_blocks * self.block_bytes
         upper = Node(
-            lower.parent, lower.key, lower.tokens[:cut], lower.device_blocks[: num_blocks * _ITEM]
+            lower.parent,
+            lower.key,
+            lower.tokens[:cut],
+            lower.device_blocks[: num_blocks * ITEM_BYTES],
         )
         upper.refs = lower.refs
         upper.last_use = lower.last_use
-        assert lower.parent is not None, "a root cannot be split"
-        lower.parent.children[lower.key] = upper
+        lower.parent.adopt(upper)
         lower.parent = upper
         lower.tokens = lower.tokens[cut:]
-        lower.device_blocks = lower.device_blocks[num_blocks * _ITEM :]
-        lower.key = bytes(lower.tokens[: self._block_bytes])
-        upper.children[lower.key] = lower
+        lower.device_blocks = lower.device_blocks[num_blocks * ITEM_BYTES :]
+        lower.key = bytes(lower.tokens[: self.block_bytes])
+        upper.adopt(lower)
         if lower.refs == 0:
             assert lower.warmer is not None, "an unused node is not in the idle list"
             self._link_before(lower.warmer, upper)
@@ -269,7 +196,7 @@ class RadixTree:
         self.num_idle -= num_blocks
         self.num_cached -= num_blocks
         victims: list[bytes] = []
-        short *= _ITEM
+        short *= ITEM_BYTES
         node = self._idle.warmer
         while short > 0:
             assert node is not None, "the idle list is shorter than its count"
@@ -285,8 +212,7 @@ class RadixTree:
             del parent.children[node.key]
             if parent.parent is None and not parent.children:
                 self._drop_empty(parent)
-            # A dead node keeps nothing alive, and is unlike any live one.
-            node.refs = _DEAD
+            node.refs = DEAD
             node.parent = node.colder = None
             node.warmer, node = None, node.warmer
         assert node is not None, "the idle list is not closed"
@@ -296,11 +222,15 @@ class RadixTree:
 
     def _trim(self, node: Node, num_bytes: int) -> None:
         node.device_blocks = node.device_blocks[:-num_bytes]
-        node.tokens = node.tokens[: node.num_blocks * self._block_bytes]
+        kept = node.num_blocks * self.block_bytes
+        if isinstance(node.tokens, bytes):
+            node.tokens = bytearray(memoryview(node.tokens)[:kept])
+        else:
+            del node.tokens[kept:]  # in place, because the coldest run is trimmed again and again
 
     def _drop_empty(self, root: Node) -> None:
         if root.refs == 0 and not root.children:
-            root.refs = _DEAD
+            root.refs = DEAD
             del self.roots[root.key]
             self.version += 1
 
@@ -335,38 +265,4 @@ class RadixTree:
 
     def check(self) -> None:
         """Assert every invariant of the tree; costs a walk over all of it."""
-        nodes = list(self.nodes())
-        for root in self.roots.values():
-            assert root.refs > 0 or root.children, "an empty root was kept"
-        for node in nodes:
-            self._check_node(node)
-        idle = list(self.idle_nodes())
-        # The idle list holds the nodes without users, each once.
-        assert len(idle) == len(set(map(id, idle))), "a node is in the idle list twice"
-        assert {id(n) for n in idle} == {id(n) for n in nodes if n.refs == 0}, (
-            "the idle list is not the set of unused nodes"
-        )
-        # Its order is (last use, deeper first): a child stands before its parent.
-        place = {id(node): index for index, node in enumerate(idle)}
-        for colder, warmer in zip(idle, idle[1:], strict=False):
-            assert colder.warmer is warmer and warmer.colder is colder, "the idle list is torn"
-            assert colder.last_use <= warmer.last_use, "the idle list is not in order of last use"
-        for node in idle:
-            assert all(place[id(c)] < place[id(node)] for c in node.children.values()), (
-                "a parent would be evicted before its child"
-            )
-        # The counts are those of the nodes.
-        assert self.num_cached == sum(n.num_blocks for n in nodes), "num_cached is wrong"
-        assert self.num_idle == sum(n.num_blocks for n in idle), "num_idle is wrong"
-
-    def _check_node(self, node: Node) -> None:
-        # Links agree in both directions, and the key is the first block.
-        assert node.parent is not None and node.parent.children.get(node.key) is node, "bad parent"
-        assert node.key == bytes(node.tokens[: self._block_bytes]), "a key is not the first block"
-        # Whole blocks only, at least one.
-        assert len(node.tokens) == node.num_blocks * self._block_bytes > 0, "a run is not blocks"
-        # A lease that uses a node uses its parents too.
-        assert node.refs >= sum(c.refs for c in node.children.values()), "refs grow downwards"
-        assert node.parent.refs >= node.refs >= 0, "a parent has fewer users than its child"
-        # Whoever is not in the idle list has no links to it.
-        assert node.refs == 0 or (node.colder is None and node.warmer is None), "a pinned idle node"
+        check_tree(self)

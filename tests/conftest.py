@@ -8,20 +8,17 @@ from hypothesis import HealthCheck, settings
 # Each test process would otherwise reserve most of a GPU's memory. Set before anything imports JAX.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-# Engines of equal shapes are made again and again, in several processes: compile each step once per
-# session. The folder goes with its owner; worker processes inherit the variables.
-_compiled: tempfile.TemporaryDirectory[str] | None = None
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    _compiled = tempfile.TemporaryDirectory(prefix="radixkv-tests-")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+# Engines of equal shapes are made again and again: compile each step once per test process. Not
+# once for all of them: JAX does not write the entries of this cache atomically.
+_compiled = tempfile.TemporaryDirectory(prefix="radixkv-tests-")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 
 def pytest_unconfigure() -> None:
-    """Remove what was compiled; the owner ends after its workers."""
-    if _compiled is not None:
-        _compiled.cleanup()
+    """Remove what this process compiled."""
+    _compiled.cleanup()
 
 
 # No deadline anywhere: the first call of a jitted function compiles.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from radixkv.kvcache import BlockArrays, CacheManager
 from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.mixed import MixedScheduler
 from radixkv.scheduler.models import Model, load_model, make_tiny_checkpoint
+from radixkv.scheduler.request import GREEDY, Request, SamplingParams
 
 NUM_BLOCKS = {4: 160, 16: 40}
 TOKEN_BUDGET = 32
@@ -89,3 +90,31 @@ def fresh(engine: Engine, *, num_blocks: int | None = None, **options: Any) -> E
     )
     other._steps = other._padding_tokens = other._late_compilations = 0
     return other
+
+
+def complete(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    samplings: Sequence[SamplingParams] = (GREEDY,),
+) -> list[list[int]]:
+    """Complete all prompts at once; the pool must be whole afterwards."""
+    requests = [
+        Request(str(i), prompt, max_new_tokens, sampling=samplings[i % len(samplings)])
+        for i, prompt in enumerate(prompts)
+    ]
+    for request in requests:
+        engine.add_request(request)
+    finished = engine.run()
+    assert sorted(map(id, finished)) == sorted(map(id, requests))
+    assert_nothing_leaked(engine)
+    return [request.output_tokens for request in requests]
+
+
+def assert_nothing_leaked(engine: Engine) -> None:
+    """No request is left, and every block is free or evictable."""
+    assert not engine.has_work
+    engine.manager.check()
+    cache = engine.stats().cache
+    assert cache.live_leases == cache.private_blocks == 0
+    assert cache.free_blocks + cache.idle_blocks == cache.num_blocks

@@ -109,7 +109,7 @@ class Harness:
     def submit(
         self, base: int, keep: int, blocks: int, delta: int, fill: int, namespace: int
     ) -> None:
-        """A prompt that continues an earlier one, as long as some blocks or a token off; matched now."""
+        """A prompt that continues an earlier one, of some blocks or a token off; matched now."""
         size, alphabet = self.config.block_size, self.config.alphabet
         length = max(0, blocks * size + delta - 1)
         tokens = self.prompts[base % len(self.prompts)][: keep * size]

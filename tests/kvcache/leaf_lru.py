@@ -64,7 +64,7 @@ class LeafLru:
                 entry.last_use = self.clock
 
     def evict(self, num_blocks: int) -> list[Key]:
-        """Take blocks out: each the unused leaf that was used longest ago, the deepest of equals."""
+        """Take blocks out: each the unused leaf used longest ago, the deepest of equals."""
         victims = []
         for _ in range(min(num_blocks, self.num_idle)):
             parents = {(ns, tokens[: -self.block_size]) for ns, tokens in self.entries}

@@ -1,6 +1,6 @@
 """A Hypothesis state machine over the cache manager: any order of calls, checked after each."""
 
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
@@ -102,7 +102,11 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 TestManagerMachine = ManagerMachine.TestCase
-TestManagerMachine.settings = settings(max_examples=4 * settings.default.max_examples)
+TestManagerMachine.settings = settings(
+    max_examples=4 * settings().max_examples,
+    # Explaining takes longer than finding and shrinking, and names only the line that asserts.
+    phases=[phase for phase in Phase if phase is not Phase.explain],
+)
 
 
 def test_random_traffic_meets_every_situation_of_interest():

@@ -57,8 +57,8 @@ BUGS = [
     Bug(
         "a trimmed run keeps its tokens",
         "radix_tree.py",
-        "node.tokens = node.tokens[: node.num_blocks * self._block_bytes]",
-        "pass",
+        "kept = node.num_blocks * self.block_bytes",
+        "kept = len(node.tokens)",
     ),
     Bug(
         "a run in use by others grows in place",
@@ -87,7 +87,10 @@ BUGS = [
     ),
     Bug("a stale match is not redone", "manager.py", "match._version != tree.version", "False"),
     Bug(
-        "more is evicted than is short", "manager.py", "self.evict(short)", "self.evict(short + 1)"
+        "more is evicted than is short",
+        "manager.py",
+        "victims = self._evict(short)",
+        "self.evict(1); victims = self._evict(short)",
     ),
     Bug(
         "the hit itself counts as evictable",
@@ -106,8 +109,8 @@ BUGS = [
     Bug(
         "recycle does not look what is allocated",
         "block_pool.py",
-        "valid = self._is_allocated[ids]",
-        "valid = ids > 0",
+        "if 1 <= block <= self.num_blocks and self._place[block] == 0:",
+        "if 1 <= block <= self.num_blocks:",
     ),
 ]
 

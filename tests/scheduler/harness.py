@@ -7,9 +7,10 @@ request must produce is known without any scheduler. A ghost memory stands for t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from itertools import pairwise
+from typing import Any
 
 from radixkv.kvcache import CacheManager
 from radixkv.scheduler.mixed import MixedScheduler
@@ -29,7 +30,8 @@ def next_token(namespace: bytes, tokens: Sequence[int]) -> int:
 
 def alone(request: Request) -> tuple[list[int], FinishReason]:
     """What the model alone makes of a request, and why it ends."""
-    tokens, outputs = request.prompt.tolist(), []
+    tokens = request.prompt.tolist()
+    outputs: list[int] = []
     while len(outputs) < request.max_new_tokens:
         outputs.append(next_token(request.namespace, [*tokens, *outputs]))
         if outputs[-1] in request.stop_token_ids:
@@ -96,7 +98,7 @@ class Harness:
             assert request.finish_reason == "abort"
         return was_live
 
-    def step(self, during: Callable[[StepPlan], None] = lambda plan: None) -> StepPlan:
+    def step(self, during: Callable[[StepPlan], object] = lambda plan: None) -> StepPlan:
         """Run one step; `during` is called between `schedule` and `update`."""
         states = {request: (request.status, request.num_computed) for request in self.requests}
         evicted_blocks = self.manager.stats().evicted_blocks
@@ -125,7 +127,7 @@ class Harness:
 
     def drain(self) -> None:
         """Run to the end within a bound, then check results, counts and that nothing leaked."""
-        # The first in the policy's order is never preempted: each gets its turn, at worst one by one.
+        # The first in the policy's order is never preempted: at worst they go one by one.
         live = [r for r in self.requests if r.finish_reason is None]
         work = sum(r.num_prompt_tokens + r.max_new_tokens for r in live)
         self.run(max_steps=(len(live) + 1) * work)
@@ -220,7 +222,8 @@ class Harness:
             shared = chunk.request.lease.num_shared_blocks * self.manager.block_size
             self.ghost.write_sequence(table, tags, start=max(chunk.start, shared))
         for chunk in chunks:
-            self.ghost.read_sequence(*self._table_and_tags(chunk.request, chunk.start + chunk.length))
+            end = chunk.start + chunk.length
+            self.ghost.read_sequence(*self._table_and_tags(chunk.request, end))
 
     def _table_and_tags(self, request: Request, end: int) -> tuple[list[int], list[bytes]]:
         assert request.lease is not None, f"{request!r} is computed without blocks"
@@ -242,6 +245,9 @@ class Harness:
         """Check what must be true between any two calls."""
         self.manager.check()
         running, waiting = self.scheduler.running, self.scheduler.waiting
+        order = self.scheduler.policy.order
+        tried = [(r.status is not RequestStatus.PREEMPTED, order(r)) for r in waiting]
+        assert tried == sorted(tried), "preempted ones first, then in the policy's order"
         for request in self.requests:
             holds_blocks = request.status is RequestStatus.RUNNING
             assert (request.lease is not None) == holds_blocks, request
@@ -255,3 +261,28 @@ class Harness:
         expected = {name: self.books[name] for name in stats}
         assert stats == expected
         assert self.manager.stats().live_leases == len(running)
+
+
+# What the tests of the mixed scheduler share
+
+PREFIX = list(range(100, 112))
+"""Three blocks of 4."""
+
+
+def chunks(plan: StepPlan) -> list[tuple[str, int, int]]:
+    """Who is computed: id, start and length."""
+    return [(chunk.request.request_id, chunk.start, chunk.length) for chunk in plan.chunks]
+
+
+def names(requests: Iterable[Request]) -> list[str]:
+    """The ids of some requests."""
+    return [request.request_id for request in requests]
+
+
+def pressed(**options: Any) -> Harness:
+    """Six blocks for three requests that come to need three each; nothing is reserved."""
+    sizes: dict[str, Any] = {"num_blocks": 6, "block_size": 2, "token_budget": 8}
+    harness = Harness(**{**sizes, **options})
+    for name in "abc":
+        harness.submit([ord(name), 1, 2], 4, name=name)
+    return harness

@@ -1,7 +1,8 @@
-"""The mixed scheduler under random requests, aborts and sizes: every run is checked from outside."""
+"""The mixed scheduler under random requests, aborts and sizes, checked from outside."""
 
 import random
 from collections import Counter
+from functools import partial
 from typing import Any
 
 from hypothesis import given
@@ -10,12 +11,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from radixkv.kvcache import RequestTooLargeError
 from radixkv.scheduler.plan import StepPlan
-from radixkv.scheduler.policy import Fcfs, Priority
+from radixkv.scheduler.policy import Fcfs, Policy, Priority
 from radixkv.scheduler.request import Request
 
 from .harness import VOCABULARY, Harness, alone
 
-POLICIES = {"fcfs": Fcfs, "priority": Priority}
+POLICIES: list[Policy] = [Fcfs(), Priority()]
 RESERVES = (None, 0, 2)
 
 
@@ -27,7 +28,7 @@ def options(draw: st.DrawFn) -> dict[str, Any]:
         "block_size": draw(st.integers(1, 4)),
         "token_budget": draw(st.integers(max_running, 12)),
         "max_running": max_running,
-        "policy": POLICIES[draw(st.sampled_from(list(POLICIES)))](),
+        "policy": draw(st.sampled_from(POLICIES)),
         "reserve_tokens": draw(st.sampled_from(RESERVES)),
         "prefix_cache": draw(st.sampled_from([True, True, True, False])),
     }
@@ -74,7 +75,12 @@ class MixedSchedulerMachine(RuleBasedStateMachine):
         namespace=st.sampled_from([b"", b"", b"other"]),
     )
     def submit(
-        self, prompt: list[int], max_new_tokens: int, priority: int, stop: list[int], namespace: bytes
+        self,
+        prompt: list[int],
+        max_new_tokens: int,
+        priority: int,
+        stop: list[int],
+        namespace: bytes,
     ) -> None:
         request = Request(
             str(len(self.harness.requests)),
@@ -151,7 +157,7 @@ def random_harness(rng: random.Random) -> Harness:
         rng.randint(2, 4),
         token_budget=rng.choice([max_running, 20]),
         max_running=max_running,
-        policy=rng.choice([Fcfs(), Priority()]),
+        policy=rng.choice(POLICIES),
         reserve_tokens=rng.choice(RESERVES),
         prefix_cache=rng.random() < 0.9,
     )
@@ -163,7 +169,8 @@ def random_request(rng: random.Random, name: str) -> Request:
     return Request(name, shared + prompt, rng.randint(1, 12), priority=rng.randint(0, 2))
 
 
-def abort_random(harness: Harness, rng: random.Random) -> None:
+def abort_random(harness: Harness, rng: random.Random, plan: StepPlan | None = None) -> None:
+    del plan
     request = pick(harness, rng.randrange(10))
     status, prefilling = request.status.value, request.is_prefilling
     if harness.abort(request):
@@ -183,7 +190,7 @@ def test_random_runs_meet_every_situation():
             if harness.requests and rng.random() < 0.08:
                 abort_random(harness, rng)
             if harness.requests and rng.random() < 0.08:
-                harness.step(during=lambda plan, h=harness, r=rng: abort_random(h, r))
+                harness.step(during=partial(abort_random, harness, rng))
             harness.step()
         harness.drain()
         seen += harness.seen

@@ -1,0 +1,93 @@
+"""What a radix tree is made of: runs of blocks, and the place where a walk along them ended."""
+
+from __future__ import annotations
+
+from typing import Final
+
+ITEM_BYTES: Final = 4  # of an int32 token or block id
+DEAD: Final = -1  # Node.refs of an evicted node, unlike that of any live one
+
+
+class Node:
+    """A run of consecutive blocks on one path, all with the same users and the same last use.
+
+    Token and block ids are kept as bytes of int32: they compare with one memcmp, and a path joins
+    without an object per block. The node is one residency: `device_blocks` are its blocks in the
+    device tier.
+
+    Attributes:
+        parent: the node before; None for a root.
+        key: the tokens of the first block, under which the parent has it; a root's namespace.
+        tokens: the tokens of the run.
+        device_blocks: the block ids of the run, in order.
+        children: the nodes that continue the run, by key; to be changed by `adopt` and `del` only.
+        refs: how many leases have the node on their path.
+        last_use: the tick at which the last of them left.
+        colder, warmer: neighbours in the idle list.
+    """
+
+    __slots__ = (
+        "children",
+        "colder",
+        "device_blocks",
+        "key",
+        "last_use",
+        "parent",
+        "refs",
+        "tokens",
+        "warmer",
+    )
+
+    def __init__(
+        self, parent: Node | None, key: bytes, tokens: bytes | bytearray, device_blocks: bytes
+    ) -> None:
+        self.parent = parent
+        self.key = key
+        self.tokens = tokens
+        self.device_blocks = device_blocks
+        self.children = NO_CHILDREN
+        self.refs = 0
+        self.last_use = 0
+        self.colder: Node | None = None
+        self.warmer: Node | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        """The length of the run in blocks."""
+        return len(self.device_blocks) // ITEM_BYTES
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the node was evicted."""
+        return self.refs == DEAD
+
+    def adopt(self, child: Node) -> None:
+        """Make child a child of this node, under its key."""
+        if self.children is NO_CHILDREN:
+            self.children = {}
+        self.children[child.key] = child
+
+
+NO_CHILDREN: Final[dict[bytes, Node]] = {}
+"""The children of every leaf that never had one: most nodes need no dict of their own."""
+
+
+class Walk:
+    """Where a walk along tokens ended: after `node`, and `inside_blocks` further into `inside`.
+
+    Attributes:
+        node: the last node that matched whole.
+        num_bytes: token bytes matched, `inside` included.
+        inside: the child that matched in part, or None.
+        inside_blocks: how many of its blocks matched; 0 if `inside` is None.
+    """
+
+    __slots__ = ("inside", "inside_blocks", "node", "num_bytes")
+
+    def __init__(
+        self, node: Node, num_bytes: int, inside: Node | None = None, inside_blocks: int = 0
+    ) -> None:
+        self.node = node
+        self.num_bytes = num_bytes
+        self.inside = inside
+        self.inside_blocks = inside_blocks

@@ -1,0 +1,95 @@
+"""What an engine refuses, by the text of the error, and that it goes on serving."""
+
+import re
+
+import pytest
+
+from radixkv.kvcache import CountError, RadixKVError, RequestTooLargeError
+from radixkv.scheduler.engine import Engine
+from radixkv.scheduler.errors import ConfigError, RequestError
+from radixkv.scheduler.request import Request
+
+from .conftest import MAX_MODEL_LEN, MAX_RUNNING, NUM_BLOCKS, TOKEN_BUDGET, complete, fresh
+
+
+def refused(error: type[RadixKVError], text: str):
+    return pytest.raises(error, match=f"^{re.escape(text)}$")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new", "error", "text"),
+    [
+        (
+            [5, 1024, 2000],
+            1,
+            RequestError,
+            "request 'a': token 1024 at place 1 is outside the vocabulary of 1024",
+        ),
+        (
+            [-1],
+            1,
+            RequestError,
+            "request 'a': token -1 at place 0 is outside the vocabulary of 1024",
+        ),
+        (
+            [5] * 380,
+            5,
+            RequestError,
+            "request 'a': 380 prompt tokens and 5 new ones are more than max_model_len 384",
+        ),
+        ([5] * 81, 1, RequestTooLargeError, "81 tokens need 6 blocks, but the pool has 5"),
+    ],
+)
+def test_requests_that_cannot_run_are_refused(engine, prompt, new, error, text):
+    serving = fresh(engine("llama", 16), num_blocks=5)
+    with refused(error, text):
+        serving.add_request(Request("a", prompt, new))
+    assert not serving.has_work
+    complete(serving, [[0, 1023], [5] * 80], 1)
+
+
+def test_a_request_of_the_greatest_length_runs(engine):
+    (tokens,) = complete(fresh(engine("llama", 16)), [[5] * (MAX_MODEL_LEN - 2)], 2)
+    assert len(tokens) == 2
+
+
+def test_a_live_id_is_refused(engine):
+    serving = fresh(engine("llama", 16))
+    serving.add_request(Request("a", [1], 1))
+    with refused(RequestError, "request 'a' is live already"):
+        serving.add_request(Request("a", [2], 1))
+    assert len(serving.run()) == 1
+
+
+LENGTHS = "max_model_len must be at least 1 and at most the model's 8192 positions, got"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"max_model_len": 8193}, ConfigError, f"{LENGTHS} 8193"),
+        ({"max_model_len": 0}, ConfigError, f"{LENGTHS} 0"),
+        (
+            {"max_running": 33},
+            ConfigError,
+            "max_running must be at least 1 and at most token_budget 32, got 33",
+        ),
+        ({"num_blocks": 0}, CountError, "num_blocks must be at least 1, got 0"),
+        ({"block_size": 0}, CountError, "block_size must be at least 1, got 0"),
+        (
+            {"reserve_tokens": -1},
+            ConfigError,
+            "reserve_tokens must be at least 0 or None, got -1",
+        ),
+    ],
+)
+def test_sizes_that_cannot_work_are_refused(model, options, error, text):
+    sizes = {
+        "block_size": 16,
+        "num_blocks": NUM_BLOCKS[16],
+        "token_budget": TOKEN_BUDGET,
+        "max_running": MAX_RUNNING,
+        "max_model_len": MAX_MODEL_LEN,
+    }
+    with refused(error, text):
+        Engine(model("llama"), **{**sizes, **options})
