@@ -1,4 +1,4 @@
-"""Everything the cache refuses, as a tree of types; each error carries the numbers it was refused for.
+"""Everything the cache refuses, as a tree of types; each error carries its numbers.
 
 ::
 
@@ -9,7 +9,7 @@
     ├── OutOfBlocksError      not now: fewer blocks are free or evictable than are needed
     ├── RequestTooLargeError  never: more blocks than the pool has
     ├── RecycleError          block ids that were not allocated; the others were recycled
-    └── LeaseError            a lease that was released, is of an older epoch, or has too little room
+    └── LeaseError            a lease that was released, is of an older epoch, or is too small
 
 After any of them, except RecycleError as it says, the cache is as it was before the call.
 A broken invariant is not in this tree: it is an AssertionError, and a bug of ours.

@@ -63,8 +63,8 @@ class Node:
 
     def adopt(self, child: Node) -> None:
         """Make child a child of this node, under its key."""
-        if self.children is NO_CHILDREN:
-            self.children = {}
+        if not self.children:
+            self.children = {}  # it may be the one that all leaves share
         self.children[child.key] = child
 
 

@@ -61,22 +61,29 @@ def make_namespace(**fields: str | bytes | int) -> bytes:
     ``lora="a"`` and ``salt="a"`` differ, and so do ``a="bc"`` and ``ab="c"``.
 
     Example:
-        >>> make_namespace(lora="sql", salt="tenant-7") == make_namespace(salt="tenant-7", lora="sql")
+        >>> make_namespace(lora="sql", salt="7") == make_namespace(salt="7", lora="sql")
         True
 
     Raises:
-        NamespaceError: for a value that is neither str, bytes nor int.
+        NamespaceError: for a value that is neither str, bytes nor int, or a str without UTF-8.
     """
     parts = []
     for name, value in sorted(fields.items()):
         if isinstance(value, str):
-            tag, encoded = b"s", value.encode()
+            tag, encoded = b"s", _encode(value)
         elif isinstance(value, bytes):
             tag, encoded = b"b", value
         elif isinstance(value, int) and not isinstance(value, bool):
             tag, encoded = b"i", str(value).encode()
         else:
             raise NamespaceError(f"namespace field {name} must be str, bytes or int, got {value!r}")
-        for item in (name.encode(), tag + encoded):
+        for item in (_encode(name), tag + encoded):
             parts += [len(item).to_bytes(4, "little"), item]
     return b"".join(parts)
+
+
+def _encode(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise NamespaceError(f"namespace text {text!r} has no UTF-8 encoding") from error

@@ -42,7 +42,10 @@ class StepPlan:
 
 @dataclass
 class SchedulerStats:
-    """Counts of events. Tokens of prompts: `hit` + `prefill` = prompt + `recomputed`, if all ended.
+    """Counts of events.
+
+    When all requests ran to their ends and none was preempted, their prompts are `hit_tokens` +
+    `prefill_tokens`.
 
     Attributes:
         steps: plans made that were not empty.

@@ -36,7 +36,8 @@ class SamplingParams:
     Attributes:
         temperature: 0 takes the most likely token; else logits are divided by it.
         top_k: keep this many most likely tokens; 0 keeps all.
-        top_p: keep the smallest set of most likely tokens with at least this probability.
+        top_p: of those, keep the smallest set of most likely tokens with at least this part of
+            their probability.
         seed: of the draws, a uint32.
 
     Raises:

@@ -41,13 +41,15 @@ def sample(logits: Float[Array, "rows vocab"], batch: SamplingBatch) -> Int32[Ar
 
 
 def _draw_row(logits: Array, row: SamplingBatch) -> Array:
-    scaled = logits / jnp.where(row.temperature > 0, row.temperature, 1.0)
+    # From the greatest down, so that no temperature overflows it.
+    scaled = (logits - jnp.max(logits)) / jnp.where(row.temperature > 0, row.temperature, 1.0)
     order = jnp.argsort(-scaled)
     ranked = scaled[order]
-    probability = jax.nn.softmax(ranked)
-    before = jnp.cumsum(probability) - probability
     rank = jnp.arange(ranked.shape[0])
-    kept = ((row.top_k == 0) | (rank < row.top_k)) & ((before < row.top_p) | (rank == 0))
+    ranked = jnp.where((row.top_k == 0) | (rank < row.top_k), ranked, -jnp.inf)
+    probability = jax.nn.softmax(ranked)  # of what top_k left, as vLLM has it
+    before = jnp.cumsum(probability) - probability
+    kept = (before < row.top_p) | (rank == 0)
     key = jax.random.fold_in(jax.random.key(row.seed), row.position)
     # Noise belongs to the token, not to its rank: the draw is the Gumbel maximum.
     noise = jax.random.gumbel(key, ranked.shape)[order]

@@ -170,8 +170,9 @@ def test_a_field_of_another_type_is_refused(value: Any):
 @pytest.mark.parametrize("fields", [{"a": "\ud800"}, {"\ud800": "a"}])
 def test_a_field_that_cannot_be_encoded_is_refused_with_our_error(fields):
     # A lone surrogate is a str, but has no UTF-8.
-    with pytest.raises(NamespaceError):
+    with pytest.raises(NamespaceError) as caught:
         make_namespace(**fields)
+    assert str(caught.value) == "namespace text '\\ud800' has no UTF-8 encoding"
 
 
 @pytest.mark.parametrize("namespace", ["tenant", None, 3, bytearray(b"x")])

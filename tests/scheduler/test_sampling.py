@@ -42,13 +42,15 @@ def kept(logits, temperature: float, top_k: int, top_p: float) -> set[int]:
     probabilities = np.exp(scaled - scaled.max())
     probabilities /= probabilities.sum()
     ranked = sorted(range(len(logits)), key=lambda token: -probabilities[token])
+    ranked = ranked[: top_k or len(ranked)]
+    probabilities /= probabilities[ranked].sum()
     nucleus, total = [], 0.0
     for token in ranked:
         nucleus.append(token)
         total += probabilities[token]
         if total >= top_p:
             break
-    return set(nucleus) & set(ranked[: top_k or len(ranked)])
+    return set(nucleus)
 
 
 LOGITS = (0.3, 2.0, -1.0, 1.1, 0.9, -4.0, 1.6)
