@@ -253,9 +253,7 @@ class CacheManager:
     def reset(self) -> Epoch:
         """Forget everything (the weights have changed): every lease ends, every block is free."""
         self.epoch = Epoch(self.epoch + 1)
-        version = self._tree.version + 1  # so that a match of before is done again
         self._tree = RadixTree(self.block_size)
-        self._tree.version = version
         self._pool.reset()
         self.tables = BlockTables()
         self._leases.clear()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
+from typing import Final
 
 import numpy as np
 
 from .invariants import check_tree
 from .radix_node import DEAD, ITEM_BYTES, Node, Walk
 from .tokens import Int32Array
+
+_FIRST_VERSIONS: Final = count(0, 2**40)
 
 
 class RadixTree:
@@ -28,7 +32,7 @@ class RadixTree:
 
     Attributes:
         block_bytes: the length of a block's tokens as bytes.
-        version: grows whenever a walk could end differently than before.
+        version: grows whenever a walk could end differently than before; no two trees share one.
         clock: ticks once per release; the logical time of `Node.last_use`.
         num_cached: blocks in the tree.
         num_idle: blocks of it that no lease uses: all of them can be evicted.
@@ -40,7 +44,7 @@ class RadixTree:
         self._idle = Node(None, b"", b"", b"")
         self._idle.warmer = self._idle.colder = self._idle
         self.roots: dict[bytes, Node] = {}
-        self.version = 0
+        self.version = next(_FIRST_VERSIONS)
         self.clock = 0
         self.num_cached = 0
         self.num_idle = 0

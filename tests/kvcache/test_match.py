@@ -206,3 +206,16 @@ def test_no_next_block_of_a_full_hit_or_of_half_a_block():
     serve(manager, [1, 2])
     assert manager.match([1, 2]).next_block is None
     assert manager.match([1, 2, 3]).next_block is None
+
+
+def test_a_match_of_another_manager_is_done_again():
+    ours, other = CacheManager(8, 2), CacheManager(8, 2)
+    lease = other.admit(other.match([1, 2, 3, 4]))
+    other.publish(lease, [1, 2, 3, 4])
+    theirs = other.match([1, 2, 3, 4])
+    assert theirs.num_blocks == 2
+    assert ours.available_after(theirs) == 8
+    mine = ours.admit(theirs)
+    assert mine.num_hit_blocks == 0
+    ours.check()
+    other.check()
