@@ -58,13 +58,26 @@ class BlockPool:
             OutOfBlocksError: if fewer are free.
         """
         as_count("num_blocks", num_blocks)
-        rest = self.num_free - num_blocks
-        if rest < 0:
+        if num_blocks > self.num_free:
             raise OutOfBlocksError(num_blocks, self.num_free)
+        ids = np.empty(num_blocks, np.int32)
+        self.fill(ids)
+        return ids
+
+    def fill(self, ids: Int32Array) -> None:
+        """Fill ids with free ids, as many as it has room for, which are then allocated."""
+        num_blocks = len(ids)
+        rest = self.num_free - num_blocks
+        assert rest >= 0, f"{num_blocks} blocks wanted, {self.num_free} are free"
         taken = self._stack[rest : self.num_free]
-        self._place[taken] = 0
+        if num_blocks <= _FEW:
+            for place, block in enumerate(reversed(taken.tolist())):
+                self._place[block] = 0
+                ids[place] = block
+        else:
+            self._place[taken] = 0
+            ids[:] = taken[::-1]
         self.num_free = rest
-        return taken[::-1].astype(np.int32)
 
     def recycle(self, ids: Int32Array) -> None:
         """Give allocated ids back, all in one go: the same as one by one, in any order.
@@ -92,7 +105,7 @@ class BlockPool:
     def _recycle_one_by_one(self, ids: Int32Array) -> None:
         refused = []
         for block in ids.tolist():
-            if 1 <= block <= self.num_blocks and self._place[block] == 0:
+            if 1 <= block <= self.num_blocks and not self._place.item(block):
                 self._stack[self.num_free] = block
                 self.num_free += 1
                 self._place[block] = self.num_free

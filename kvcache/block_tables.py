@@ -50,7 +50,7 @@ class BlockTables:
 
     def give_row(self, row: int) -> None:
         """Give a row back, emptied."""
-        self.ids[row, : self.num_blocks[row]] = 0
+        self.ids[row, : self.num_blocks.item(row)] = 0
         self.num_blocks[row] = 0
         self.num_tokens[row] = 0
         self.live[row] = False

@@ -49,7 +49,9 @@ def _check_node(node: Node, block_bytes: int) -> None:
     assert node.parent is not None and node.parent.children.get(node.key) is node, "bad parent"
     assert node.key == bytes(node.tokens[:block_bytes]), "a key is not the first block"
     # Whole blocks only, at least one.
-    assert len(node.tokens) == node.num_blocks * block_bytes > 0, "a run is not blocks"
+    num_bytes = node.num_blocks * block_bytes
+    assert len(node.tokens) >= num_bytes > 0, "a run has too few tokens"
+    assert len(node.tokens) % block_bytes == 0, "a run is not blocks"
     # A lease that uses a node uses its parents too.
     assert node.refs >= sum(c.refs for c in node.children.values()), "refs grow downwards"
     assert node.parent.refs >= node.refs >= 0, "a parent has fewer users than its child"

@@ -38,7 +38,7 @@ class Match:
 
     def __init__(
         self,
-        tokens: bytes,
+        tokens: Int32Array,
         length: int,
         namespace: bytes,
         walk: Walk | None,
@@ -54,8 +54,9 @@ class Match:
         self.num_tokens = num_bytes // ITEM_BYTES
         self.num_blocks = self.num_tokens // block_size
         self.next_block: NextBlock | None = None
-        if walk is not None and walk.inside is None and num_bytes < len(tokens):
-            self.next_block = (walk.node, tokens[num_bytes : num_bytes + block_size * ITEM_BYTES])
+        if walk is not None and walk.inside is None and self.num_tokens < len(tokens):
+            block = tokens[self.num_tokens : self.num_tokens + block_size]
+            self.next_block = (walk.node, block.tobytes())
 
 
 class Lease:

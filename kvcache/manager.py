@@ -11,7 +11,7 @@ from .invariants import check_ownership
 from .lease import CacheStats, Epoch, Lease, Match, NextBlock
 from .radix_node import ITEM_BYTES, Walk
 from .radix_tree import RadixTree
-from .tokens import Int32Array, Tokens, as_count, as_tokens
+from .tokens import Int32Array, Tokens, as_bytes, as_count, as_tokens
 
 
 class CacheManager:
@@ -66,6 +66,8 @@ class CacheManager:
     def match(self, tokens: Tokens, namespace: bytes = b"") -> Match:
         """Find the longest published prefix of tokens, in whole blocks. Changes nothing.
 
+        The tokens are not copied: leave them as they are until the match is admitted.
+
         Raises:
             TokenError, NamespaceError: for arguments of the wrong kind.
         """
@@ -73,12 +75,11 @@ class CacheManager:
         if not isinstance(namespace, bytes):
             raise NamespaceError(f"namespace must be bytes, got {namespace!r}")
         length = len(tokens)
-        whole = tokens[: length - length % self.block_size].tobytes()
-        return self._match(whole, length, namespace)
+        return self._match(tokens[: length - length % self.block_size], length, namespace)
 
-    def _match(self, whole: bytes, length: int, namespace: bytes) -> Match:
+    def _match(self, whole: Int32Array, length: int, namespace: bytes) -> Match:
         root = self._tree.roots.get(namespace)
-        walk = self._tree.walk(root, whole) if root is not None else None
+        walk = self._tree.walk(root, as_bytes(whole)) if root is not None else None
         return Match(whole, length, namespace, walk, self._tree.version, self.block_size)
 
     def admit(self, match: Match) -> Lease:
@@ -112,7 +113,7 @@ class CacheManager:
         ids = tables.ids[row]
         if match.num_blocks:
             ids[: match.num_blocks] = np.frombuffer(tree.path_blocks(node), np.int32)
-        ids[match.num_blocks : num_blocks] = self._take(needed)
+        self._fill(ids[match.num_blocks : num_blocks])
         tables.num_blocks[row] = num_blocks
         tables.num_tokens[row] = match._length
         lease = self._leases[row] = Lease(tables, row, self.epoch, node, match.num_blocks)
@@ -136,7 +137,7 @@ class CacheManager:
         if needed > 0:
             self._require_available(needed)
             tables.widen(held + needed)
-            tables.ids[row, held : held + needed] = self._take(needed)
+            self._fill(tables.ids[row, held : held + needed])
             tables.num_blocks[row] = held + needed
         tables.num_tokens[row] = total
 
@@ -163,7 +164,9 @@ class CacheManager:
             self._require_available(len(crossing))
             columns = held[crosses]
             tables.widen(int(columns.max()) + 1)
-            tables.ids[crossing, columns] = self._take(len(crossing))
+            new = np.empty(len(crossing), np.int32)
+            self._fill(new)
+            tables.ids[crossing, columns] = new
             tables.num_blocks[crossing] = columns + 1
         tables.num_tokens[rows] = num_tokens
 
@@ -194,8 +197,8 @@ class CacheManager:
         tree, block_size = self._tree, self.block_size
         ids = self.tables.ids[lease.row]
         run = tokens[first * block_size : last * block_size].tobytes()
-        walk = tree.walk(lease.node, run)
-        if walk.num_bytes:
+        # Mostly nobody has published after its node, and there is nothing to walk.
+        if lease.node.children and (walk := tree.walk(lease.node, memoryview(run))).num_bytes:
             published = first + walk.num_bytes // (block_size * ITEM_BYTES)
             above = lease.node
             lease.node = tree.pin(walk, above)
@@ -299,16 +302,15 @@ class CacheManager:
         if needed > self.available:
             raise OutOfBlocksError(needed, self.available)
 
-    def _take(self, num_blocks: int) -> Int32Array:
-        """Allocate blocks that are known to be available, evicting exactly what is short."""
-        short = num_blocks - self._pool.num_free
-        if short <= 0:
-            return self._pool.allocate(num_blocks)
-        # Evicted blocks go straight to their new owner, not through the pool.
-        victims = self._evict(short)
-        if short == num_blocks:
-            return victims
-        return np.concatenate([self._pool.allocate(num_blocks - short), victims])
+    def _fill(self, ids: Int32Array) -> None:
+        """Fill ids with blocks that are known to be available, evicting exactly what is short."""
+        short = len(ids) - self._pool.num_free
+        if short > 0:
+            # Evicted blocks go straight to their new owner, not through the pool.
+            ids[-short:] = self._evict(short)
+            ids = ids[:-short]
+        if len(ids):
+            self._pool.fill(ids)
 
     def _evict(self, num_blocks: int) -> Int32Array:
         victims = self._tree.evict(num_blocks)

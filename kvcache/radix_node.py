@@ -18,7 +18,7 @@ class Node:
     Attributes:
         parent: the node before; None for a root.
         key: the tokens of the first block, under which the parent has it; a root's namespace.
-        tokens: the tokens of the run.
+        tokens: the tokens of the run, and after a trim whatever followed them.
         device_blocks: the block ids of the run, in order.
         children: the nodes that continue the run, by key; to be changed by `adopt` and `del` only.
         refs: how many leases have the node on their path.

@@ -51,26 +51,27 @@ class RadixTree:
 
     # Reading
 
-    def walk(self, node: Node, tokens: bytes) -> Walk:
-        """Follow tokens (whole blocks) down from node as far as they are published."""
+    def walk(self, node: Node, tokens: memoryview) -> Walk:
+        """Follow tokens (whole blocks, as bytes) down from node as far as they are published."""
         block_bytes = self.block_bytes
         position, end = 0, len(tokens)
         while position < end:
-            child = node.children.get(tokens[position : position + block_bytes])
+            child = node.children.get(tokens[position : position + block_bytes].tobytes())
             if child is None:
                 break
-            if not tokens.startswith(child.tokens, position):
-                inside_blocks = self._common_blocks(tokens, position, child.tokens)
+            run = child.tokens
+            after = position + len(child.device_blocks) // ITEM_BYTES * block_bytes
+            if after > end or not run.startswith(tokens[position:after]):
+                inside_blocks = self._common_blocks(tokens[position:after], run)
                 return Walk(node, position + inside_blocks * block_bytes, child, inside_blocks)
-            position += len(child.tokens)
+            position = after
             node = child
         return Walk(node, position)
 
-    def _common_blocks(self, tokens: bytes, position: int, run: bytes | bytearray) -> int:
+    def _common_blocks(self, tokens: memoryview, run: bytes | bytearray) -> int:
         # The first block is known to be equal (it was the key), the whole run is known not to be.
-        num_items = min(len(tokens) - position, len(run)) // ITEM_BYTES
-        mine = np.frombuffer(tokens, np.int32, num_items, position)
-        differs = mine != np.frombuffer(run, np.int32, num_items)
+        num_items = len(tokens) // ITEM_BYTES
+        differs = np.frombuffer(tokens, np.int32) != np.frombuffer(run, np.int32, num_items)
         first = int(differs.argmax())
         return (first if differs[first] else num_items) * ITEM_BYTES // self.block_bytes
 
@@ -146,19 +147,21 @@ class RadixTree:
             tokens, device_blocks: the run, as bytes of int32.
 
         Returns:
-            The lease's last node now: the same one, grown, if nobody else uses it.
+            The lease's last node now: the same one, grown, or a child of it.
         """
         self.version += 1
         self.num_cached += len(device_blocks) // ITEM_BYTES
+        run: bytes | bytearray = tokens
         if node.refs == 1 and not node.children and node.parent is not None:
-            if isinstance(node.tokens, bytes):
-                node.tokens = bytearray(node.tokens)  # grows in place from here on
-            node.tokens += tokens
-            node.device_blocks += device_blocks
-            return node
+            if isinstance(node.tokens, bytearray):
+                node.tokens += tokens
+                node.device_blocks += device_blocks
+                return node
+            # A prompt is long and is not copied to grow: what follows it is, and grows in place.
+            run = bytearray(tokens)
         key = tokens[: self.block_bytes]
         assert key not in node.children, "a block is published twice under one parent"
-        child = Node(node, key, tokens, device_blocks)
+        child = Node(node, key, run, device_blocks)
         child.refs = 1
         node.adopt(child)
         return child
@@ -178,7 +181,7 @@ class RadixTree:
         upper.last_use = lower.last_use
         lower.parent.adopt(upper)
         lower.parent = upper
-        lower.tokens = lower.tokens[cut:]
+        lower.tokens = lower.tokens[cut : cut + lower.num_blocks * self.block_bytes]
         lower.device_blocks = lower.device_blocks[num_blocks * ITEM_BYTES :]
         lower.key = bytes(lower.tokens[: self.block_bytes])
         upper.adopt(lower)
@@ -226,11 +229,10 @@ class RadixTree:
 
     def _trim(self, node: Node, num_bytes: int) -> None:
         node.device_blocks = node.device_blocks[:-num_bytes]
-        kept = node.num_blocks * self.block_bytes
-        if isinstance(node.tokens, bytes):
-            node.tokens = bytearray(memoryview(node.tokens)[:kept])
-        else:
-            del node.tokens[kept:]  # in place, because the coldest run is trimmed again and again
+        kept = len(node.device_blocks) // ITEM_BYTES * self.block_bytes
+        # In place or not at all, because the coldest run is trimmed again and again.
+        if isinstance(node.tokens, bytearray):
+            del node.tokens[kept:]
 
     def _drop_empty(self, root: Node) -> None:
         if root.refs == 0 and not root.children:

@@ -21,7 +21,7 @@ import radixkv.kvcache
 
 from .driver import drive, drive_pool
 
-NUM_SEEDS = 10
+NUM_SEEDS = 30
 NUM_STEPS = 1_600  # per seed
 
 
@@ -57,8 +57,8 @@ BUGS = [
     Bug(
         "a trimmed run keeps its tokens",
         "radix_tree.py",
-        "kept = node.num_blocks * self.block_bytes",
-        "kept = len(node.tokens)",
+        "after = position + len(child.device_blocks) // ITEM_BYTES * block_bytes",
+        "after = position + len(run)",
     ),
     Bug(
         "a run in use by others grows in place",
@@ -89,8 +89,8 @@ BUGS = [
     Bug(
         "more is evicted than is short",
         "manager.py",
-        "victims = self._evict(short)",
-        "self.evict(1); victims = self._evict(short)",
+        "ids[-short:] = self._evict(short)",
+        "self.evict(1); ids[-short:] = self._evict(short)",
     ),
     Bug(
         "the hit itself counts as evictable",
@@ -109,7 +109,7 @@ BUGS = [
     Bug(
         "recycle does not look what is allocated",
         "block_pool.py",
-        "if 1 <= block <= self.num_blocks and self._place[block] == 0:",
+        "if 1 <= block <= self.num_blocks and not self._place.item(block):",
         "if 1 <= block <= self.num_blocks:",
     ),
 ]
