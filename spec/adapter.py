@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, TypeAlias
 
 
@@ -63,12 +63,19 @@ class Snapshot:
         cached: the block of each published prefix: by namespace and all tokens up to its last.
         users: how many requests use it, by the same key.
         idle: the blocks that nobody uses, coldest first: the order in which they would go.
+        rows: the row of each request in a matrix of block tables, if there is one.
+        next_blocks: by request, what identifies the first block that it has yet to publish; None
+            if its tokens do not fill one.
+        counts: counters that are reported, by name.
     """
 
     free: Sequence[int]
     cached: dict[tuple[bytes, tuple[int, ...]], int]
     users: dict[tuple[bytes, tuple[int, ...]], int]
     idle: Sequence[int]
+    rows: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    next_blocks: Mapping[str, Hashable] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -95,7 +102,7 @@ class Promises:
     @classmethod
     def all(cls) -> Promises:
         """Claim everything."""
-        return cls(**{field.name: True for field in fields(cls)})
+        return cls(**{promise.name: True for promise in fields(cls)})
 
 
 Factory: TypeAlias = Callable[[int, int], Any]

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias
 from .rules import Violation
 
 Operation: TypeAlias = list[Any]
-"""Plain data: a word, then what it needs, as ``["admit", "r1"]``. It names things, by no position."""
+"""Plain data: a word, then what it needs, as ``["admit", "r1"]``. It names things, not places."""
 
 Trace: TypeAlias = list[Operation]
 """Operations in order. With its configuration it replays anywhere."""

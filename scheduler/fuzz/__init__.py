@@ -1,0 +1,1 @@
+"""What points the specification at this package: adapters, and the runs of ``radixkv fuzz``."""

@@ -1,0 +1,213 @@
+"""Our cache manager as the specification sees it, at every depth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from ... import kvcache as own_kvcache
+from ...spec.adapter import Events, Factory, Promises, Snapshot
+from .misuse import misuse
+
+
+def make_factory(kvcache: ModuleType | None = None) -> Factory:
+    """Return a factory of adapters for a copy of `radixkv.kvcache`; without one, for our own."""
+    module = own_kvcache if kvcache is None else kvcache
+
+    def make(num_blocks: int, block_size: int) -> CacheAdapter:
+        return CacheAdapter(module, num_blocks, block_size)
+
+    return make
+
+
+class CacheAdapter:
+    """A `CacheManager` whose leases have names.
+
+    The tokens go in as arrays that are overwritten after the call: the cache must not lean on them.
+    """
+
+    promises = Promises.all()
+
+    def __init__(self, kvcache: ModuleType, num_blocks: int, block_size: int) -> None:
+        self.kvcache = kvcache
+        self.manager = kvcache.CacheManager(num_blocks, block_size)
+        self.leases: dict[str, Any] = {}
+        self.ended: list[Any] = []  # leases that were released, or ended by a reset
+        self._matches: dict[str, tuple[Any, np.ndarray]] = {}
+        self._refusal = (0, 0)
+        self._events: Events | None = None
+        self._publisher = ""
+
+    # Depth api
+
+    def match(self, name: str, tokens: Sequence[int], namespace: bytes) -> int:
+        """Keep a match for the next admission of a name."""
+        array = np.array(tokens, np.int32)
+        match = self.manager.match(array, namespace)
+        self._matches[name] = (match, array)
+        hit: int = match.num_tokens
+        return hit
+
+    def admit(self, name: str, tokens: Sequence[int], namespace: bytes) -> int | None:
+        """Admit with the match that was kept, however old, or a new one."""
+        match, array = self._matches.pop(name, (None, None))
+        if array is None or array.tolist() != list(tokens):
+            array = np.array(tokens, np.int32)
+            match = self.manager.match(array, namespace)
+        try:
+            lease = self.manager.admit(match)
+        except self.kvcache.OutOfBlocksError as error:
+            self._refusal = (error.needed, error.available)
+            return None
+        except self.kvcache.RequestTooLargeError as error:
+            self._refusal = (error.needed, error.num_blocks)
+            return None
+        array[:] = -7
+        self.leases[name] = lease
+        self._report_new(name, lease.num_shared_blocks)
+        return int(lease.num_hit_blocks * self.manager.block_size)
+
+    def append(self, name: str, tokens: Sequence[int]) -> bool:
+        """Make room for more tokens."""
+        lease = self.leases[name]
+        return self._grow([name], lambda: self.manager.extend(lease, len(tokens)))
+
+    def append_batch(self, names: Sequence[str]) -> bool:
+        """Make room for one more token of each, in one call."""
+        rows = np.array([self.leases[name].row for name in names], np.int32)
+        return self._grow(names, lambda: self.manager.extend_batch(rows))
+
+    def _grow(self, names: Sequence[str], call: Callable[[], None]) -> bool:
+        before = {name: self.leases[name].num_blocks for name in names}
+        try:
+            call()
+        except self.kvcache.OutOfBlocksError as error:
+            self._refusal = (error.needed, error.available)
+            return False
+        for name, held in before.items():
+            self._report_new(name, held)
+        return True
+
+    def refusal(self) -> tuple[int, int]:
+        """Return the numbers of the last refusal."""
+        return self._refusal
+
+    def publish(self, name: str, tokens: Sequence[int]) -> None:
+        """Publish what is computed."""
+        array = np.array(tokens, np.int32)
+        self._publisher = name
+        self.manager.publish(self.leases[name], array)
+        array[:] = -7
+
+    def release(self, name: str) -> None:
+        """End a lease."""
+        lease = self.leases.pop(name)
+        self.manager.release(lease)
+        self.ended = [*self.ended[-2:], lease]
+
+    def block_table(self, name: str) -> list[int]:
+        """Return the block table of a lease."""
+        table: list[int] = self.leases[name].block_table.tolist()
+        return table
+
+    def available(self) -> int:
+        """Return how many blocks are free or can be evicted."""
+        number: int = self.manager.available
+        return number
+
+    def evict(self, num_blocks: int) -> int:
+        """Evict some of the idle blocks."""
+        number: int = self.manager.evict(num_blocks)
+        return number
+
+    def reset(self) -> None:
+        """Forget everything; the leases are void from here on."""
+        epoch = self.manager.epoch
+        assert self.manager.reset() == epoch + 1 == self.manager.epoch, "a reset begins an epoch"
+        self.ended = [*self.ended, *self.leases.values()][-3:]
+        self.leases.clear()
+        if self._events is not None:
+            self.report_to(self._events)
+
+    def misuse(self, kind: int, name: str) -> None:
+        """Make a wrong call and see it refused; see `misuse.py`."""
+        misuse(self, kind, name)
+
+    def check(self) -> None:
+        """Run the manager's own check."""
+        self.manager.check()
+
+    # Depth events
+
+    def report_to(self, events: Events) -> None:
+        """Report from now on: pool and tree are watched where blocks pass through them."""
+        self._events = events
+        pool, tree = self.manager._pool, self.manager._tree
+
+        # Of the class, as they are unwatched: a reset keeps the pool, and this is called again.
+        def watched_recycle(ids: np.ndarray) -> None:
+            type(pool).recycle(pool, ids)
+            events.freed(ids.tolist())
+
+        def watched_evict(num_blocks: int) -> np.ndarray:
+            victims: np.ndarray = type(tree).evict(tree, num_blocks)
+            events.evicted(victims.tolist())
+            return victims
+
+        def watched_append(node: Any, tokens: bytes, device_blocks: bytes) -> Any:
+            events.published(self._publisher, np.frombuffer(device_blocks, np.int32).tolist())
+            return type(tree).append(tree, node, tokens, device_blocks)
+
+        pool.recycle, tree.evict, tree.append = watched_recycle, watched_evict, watched_append
+
+    def _report_new(self, name: str, held: int) -> None:
+        if self._events is not None:
+            new = self.leases[name].block_table[held:].tolist()
+            if new:
+                self._events.allocated(name, new)
+
+    # Depth full
+
+    def snapshot(self) -> Snapshot:
+        """Return all that pool, tree, tables and leases hold."""
+        manager = self.manager
+        cached: dict[tuple[bytes, tuple[int, ...]], int] = {}
+        users: dict[tuple[bytes, tuple[int, ...]], int] = {}
+        for namespace, root in manager._tree.roots.items():
+            for child in root.children.values():
+                self._walk(namespace, child, (), cached, users)
+        idle: list[int] = []
+        for node in manager._tree.idle_nodes():
+            idle += reversed(memoryview(node.device_blocks).cast("i").tolist())
+        tables = manager.tables
+        stats = manager.stats()
+        return Snapshot(
+            free=manager._pool.free_ids().tolist(),
+            cached=cached,
+            users=users,
+            idle=idle,
+            rows={name: tables.ids[lease.row].tolist() for name, lease in self.leases.items()},
+            counts={name: getattr(stats, name) for name in stats.__dataclass_fields__},
+        )
+
+    def _walk(
+        self,
+        namespace: bytes,
+        node: Any,
+        before: tuple[int, ...],
+        cached: dict[tuple[bytes, tuple[int, ...]], int],
+        users: dict[tuple[bytes, tuple[int, ...]], int],
+    ) -> None:
+        size = self.manager.block_size
+        tokens = before + tuple(memoryview(node.tokens).cast("i").tolist())
+        end = len(before)
+        for block in memoryview(node.device_blocks).cast("i").tolist():
+            end += size
+            prefix = (namespace, tokens[:end])
+            cached[prefix] = block
+            users[prefix] = node.refs
+        for child in node.children.values():
+            self._walk(namespace, child, tokens[:end], cached, users)

@@ -1,0 +1,92 @@
+"""Calls to our cache manager that cannot be right, each with the refusal it must meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from ...spec.cache_rules import R3, R4, R5
+from ...spec.rules import Rule, require
+
+if TYPE_CHECKING:
+    from .cache_adapter import CacheAdapter
+
+Call: TypeAlias = tuple[Rule, str, Callable[[], object]]
+"""The rule that is broken if it is not refused; type and text of the error, or "" if the call is
+harmless; the call."""
+
+
+def misuse(adapter: CacheAdapter, kind: int, name: str) -> None:
+    """Make one of the wrong calls; that it changed nothing is seen by the checks that follow.
+
+    Args:
+        adapter: what to call.
+        kind: which call, of those that can be made now.
+        name: a request that holds blocks, or "" if there is none.
+    """
+    calls = list(_wrong(adapter))
+    if name:
+        calls += _wrong_of(adapter, adapter.leases[name])
+    if adapter.ended:
+        calls += _of_ended(adapter, adapter.ended[kind % len(adapter.ended)])
+    rule, wanted, call = calls[kind % len(calls)]
+    try:
+        call()
+        found = ""
+    except adapter.kvcache.RadixKVError as error:
+        found = f"{type(error).__name__}: {error}"
+    require(found == wanted, rule, "refused with {!r}, should be {!r}", found, wanted)
+
+
+def _wrong(adapter: CacheAdapter) -> Iterator[Call]:
+    manager = adapter.manager
+    bad: Any = "tenant"
+    yield R3, "CountError: num_blocks must be at least 0, got -1", lambda: manager.evict(-1)
+    yield R3, "TokenError: token 1 is 2147483648, outside int32", lambda: manager.match([0, 2**31])
+    yield (
+        R3,
+        "NamespaceError: namespace must be bytes, got 'tenant'",
+        lambda: manager.match([0], bad),
+    )
+    rows = {lease.row for lease in adapter.leases.values()}
+    dead = next(row for row in range(len(rows) + 1) if row not in rows)
+    yield (
+        R3,
+        f"LeaseError: rows [{dead}] are not all rows of live leases",
+        lambda: manager.extend_batch(np.array([dead], np.int32)),
+    )
+
+
+def _wrong_of(adapter: CacheAdapter, lease: Any) -> Iterator[Call]:
+    manager, room = adapter.manager, lease.num_tokens
+    yield (
+        R3,
+        f"LeaseError: {room + 1} tokens published on a lease with room for {room}",
+        lambda: manager.publish(lease, [0] * (room + 1)),
+    )
+    yield (
+        R3,
+        "CountError: num_tokens must be at least 0, got -2",
+        lambda: manager.extend(lease, -2),
+    )
+    yield (
+        R3,
+        f"LeaseError: rows [{lease.row}, {lease.row}] name a lease twice",
+        lambda: manager.extend_batch(np.array([lease.row, lease.row], np.int32)),
+    )
+
+
+def _of_ended(adapter: CacheAdapter, lease: Any) -> Iterator[Call]:
+    manager = adapter.manager
+    rule, text = R4, "LeaseError: the lease was released, or is of another manager"
+    if lease.epoch != manager.epoch:
+        rule = R5
+        text = f"LeaseError: the lease is of epoch {lease.epoch}, the cache of {manager.epoch}"
+        yield rule, "", lambda: manager.release(lease)  # it ended with the reset: harmless
+    else:
+        yield rule, text, lambda: manager.release(lease)
+    yield rule, text, lambda: manager.publish(lease, [])
+    yield rule, text, lambda: manager.extend(lease, 1)
+    yield rule, text, lambda: manager.next_block(lease, [0, 0])

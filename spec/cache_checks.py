@@ -1,0 +1,155 @@
+"""What must be true of a manager after each call, at each depth."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
+
+from . import cache_rules as rules
+from .adapter import Snapshot
+from .cache_model import FREE
+from .ghost import Tag
+from .rules import require
+
+if TYPE_CHECKING:
+    from .cache_model import CacheModel
+    from .cache_requests import Request
+    from .cache_world import CacheWorld
+
+
+def check(world: CacheWorld) -> None:
+    """Check every rule that is about a state, not about a step."""
+    running = world.running()
+    for request in running:
+        request.table = world.target.block_table(request.name)
+        _check_table(world, request)
+    if world.model is None:
+        held = {block for request in running for block in request.table}
+        _check_available(world, len(held))
+        return
+    world.model.settled()
+    if world.promises.exact:
+        found, derived = world.target.available(), world.model.available()
+        require(found == derived, rules.S2, "{} available, should be {}", found, derived)
+    if world.depth == "full":
+        _check_inside(world, world.model, world.target.snapshot())
+
+
+def _check_table(world: CacheWorld, request: Request) -> None:
+    name, table = request.name, request.table
+    needed = world.blocks_for(len(request.tokens))
+    require(
+        len(table) >= needed,
+        rules.A4,
+        "{} has {} blocks for {} tokens",
+        name,
+        len(table),
+        len(request.tokens),
+    )
+    if world.promises.exact:
+        require(
+            len(table) == needed,
+            rules.A5,
+            "{} has {} blocks, needs {}",
+            name,
+            len(table),
+            needed,
+        )
+    require(len(set(table)) == len(table), rules.A3, "the table of {} is {}", name, table)
+    if world.model is not None:
+        wanted = world.model.table(name)
+        require(table == wanted, rules.R1, "the table of {} is {}, not {}", name, table, wanted)
+    world.device.read(name, table, request.tags[: request.written])
+
+
+def _check_available(world: CacheWorld, num_held: int) -> None:
+    found, most = world.target.available(), world.config["num_blocks"] - num_held
+    require(
+        0 <= found <= most, rules.S2, "{} available, with {} of the blocks held", found, num_held
+    )
+    if world.promises.exact:  # then it is just that: what no request holds is free or unused
+        require(found == most, rules.S2, "{} available, should be {}", found, most)
+
+
+def _check_inside(world: CacheWorld, model: CacheModel, shot: Snapshot) -> None:
+    free = sorted(shot.free)
+    taken = {block for block, owner in model.owner.items() if owner != FREE}
+    wrong = [block for block in free if block in taken]
+    require(not wrong, rules.W1, "blocks {} are in the pool, but somebody has them", wrong)
+    require(
+        len(set(free)) == len(free) == model.num_free,
+        rules.W1,
+        "the pool holds {}, but {} blocks are free",
+        free,
+        model.num_free,
+    )
+    _check_cached(world, model, shot)
+    _check_idle(model, shot)
+    _check_reports(world, model, shot)
+
+
+def _check_cached(world: CacheWorld, model: CacheModel, shot: Snapshot) -> None:
+    found = {world.tag_of(*prefix): block for prefix, block in shot.cached.items()}
+    wanted = {tag: entry.block for tag, entry in model.published_at.items()}
+    require(
+        found == wanted,
+        rules.W2,
+        "cached are blocks {}, published {}",
+        sorted(found.values()),
+        sorted(wanted.values()),
+    )
+    users = dict.fromkeys(wanted, 0)
+    for holding in model.holdings.values():
+        for tag in holding.shared:
+            users[tag] += 1
+    for prefix, number in shot.users.items():
+        tag = world.tag_of(*prefix)
+        require(
+            users.get(tag) == number,
+            rules.W3,
+            "block {} counts {} users, has {}",
+            found.get(tag),
+            number,
+            users.get(tag),
+        )
+
+
+def _check_idle(model: CacheModel, shot: Snapshot) -> None:
+    used = model.used()
+    unused = {entry.block: tag for tag, entry in model.published_at.items() if tag not in used}
+    require(
+        sorted(shot.idle) == sorted(unused),
+        rules.W4,
+        "idle are blocks {}, unused {}",
+        shot.idle,
+        sorted(unused),
+    )
+    if model.lru:
+        order = [model.published_at[unused[block]] for block in shot.idle]
+        ages = [(entry.last_use, -entry.depth) for entry in order]
+        require(ages == sorted(ages), rules.W5, "the idle blocks {} are not in order", shot.idle)
+
+
+def _check_reports(world: CacheWorld, model: CacheModel, shot: Snapshot) -> None:
+    size = world.config["block_size"]
+    for name, row in shot.rows.items():
+        table = world.requests[name].table
+        wanted = table + [0] * (len(row) - len(table))
+        require(list(row) == wanted, rules.R2, "the row of {} is {}, not {}", name, row, wanted)
+    following: dict[Hashable, Tag] = {}  # the prefix that each next block would hold
+    for name, next_block in shot.next_blocks.items():
+        request = world.requests[name]
+        end = (len(model.holdings[name].shared) + 1) * size
+        prefix = request.tags[end - 1] if end <= len(request.tags) else None
+        require((next_block is None) == (prefix is None), rules.H7, "{} names {}", name, next_block)
+        if prefix is not None:
+            known = following.setdefault(next_block, prefix)
+            require(known == prefix, rules.H7, "{} names another's next block", name)
+    distinct = len(set(following.values()))
+    require(len(following) == distinct, rules.H7, "one next block has several names")
+    expected = {**world.counts(), **model.counts} if shot.counts else {}
+    for word, number in shot.counts.items():
+        wanted_number = expected.get(word, 0)
+        require(
+            number == wanted_number, rules.S3, "{} is {}, should be {}", word, number, wanted_number
+        )

@@ -1,0 +1,118 @@
+"""Which operation comes next: weighed, and only what applies."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from .cache_requests import MAX_WAITING, NAMESPACES, draw_prompt
+from .engine import Below, Operation
+
+if TYPE_CHECKING:
+    from .cache_world import CacheWorld
+
+WEIGHTS: Final = {
+    "submit": 30,
+    "admit": 40,
+    "forward": 50,
+    "append": 40,
+    "finish": 25,
+    "match": 12,
+    "append_batch": 12,
+    "launch": 12,
+    "done": 30,
+    "fail": 4,
+    "again": 4,
+    "preempt": 12,
+    "evict": 6,
+    "reset": 1,
+    "misuse": 6,
+    "drain": 3,
+}
+
+COMMON: Final = ("submit", "admit", "forward", "finish")
+"""What no world leaves out: without them nothing happens."""
+
+
+def weights_of(rare: int) -> dict[str, int]:
+    """Return the weights of a world that almost leaves out some operations.
+
+    Args:
+        rare: a bit per operation that is not common.
+    """
+    weights = dict(WEIGHTS)
+    others = [word for word in WEIGHTS if word not in COMMON]
+    for bit, word in enumerate(others):
+        if rare >> bit & 1:
+            weights[word] = 1 if word != "reset" else 0
+    return weights
+
+
+def draw(world: CacheWorld, below: Below) -> Operation:
+    """Draw an operation that applies now."""
+    choices = enabled(world)
+    pick = below(sum(world.weights[word] for word in choices))
+    for word in choices:
+        pick -= world.weights[word]
+        if pick < 0:
+            return draw_operation(world, word, choices[word], below)
+    raise AssertionError("the weights do not add up")
+
+
+def enabled(world: CacheWorld) -> dict[str, list[str]]:
+    """Return the words of the operations that apply, each with the names it may name."""
+    waiting, running, idle, ready = [], [], [], []
+    for name, request in world.requests.items():
+        if request.state == "waiting":
+            waiting.append(name)
+        elif request.state == "running":
+            running.append(name)
+            if not request.job:
+                num_tokens = len(request.tokens)
+                if request.written < num_tokens:
+                    idle.append(name)
+                elif num_tokens < request.limit:
+                    ready.append(name)
+    can = world.target.can
+    choices = {
+        "submit": [""] if len(waiting) < MAX_WAITING else [],
+        "admit": waiting if len(running) < world.config["max_running"] else [],
+        "forward": idle,
+        "append": ready,
+        "finish": running,
+        "match": waiting if "match" in can else [],
+        "append_batch": ready if "append_batch" in can else [],
+        "launch": idle,
+        "done": list(world.jobs),
+        "fail": list(world.jobs),
+        "again": [name for name, job in world.heard.items() if job.request in running],
+        "preempt": running,
+        "evict": [""] if "evict" in can else [],
+        "reset": [""] if "reset" in can else [],
+        "misuse": [*running[:1], ""] if "misuse" in can else [],
+        "drain": [""],
+    }
+    return {word: names for word, names in choices.items() if names}
+
+
+def draw_operation(world: CacheWorld, word: str, names: list[str], below: Below) -> Operation:
+    """Draw what an operation needs besides its word."""
+    name = names[below(len(names))] if len(names) > 1 else names[0]
+    alphabet = world.config["alphabet"]
+    if word == "submit":
+        past = world.past
+        prompt = draw_prompt(below, past, world.config)
+        namespace = below(len(NAMESPACES)) if below(3) == 0 else 0
+        return [word, f"r{len(past) + 1}", prompt, below(9), namespace]
+    if word in ("forward", "launch"):
+        everything = len(world.requests[name].tokens)
+        return [word, name, everything if below(2) else 1 + below(5)]
+    if word == "append":
+        tokens = [below(alphabet) for _ in range(1 if below(3) else 1 + below(4))]
+        return [word, name, tokens]
+    if word == "append_batch":
+        return [word, [[each, below(alphabet)] for each in names if below(3)]]
+    if word == "evict":
+        return [word, below(5)]
+    if word == "misuse":
+        return [word, below(1 << 10), name]
+    return [word, name] if name else [word]

@@ -1,0 +1,138 @@
+"""Shrinks a failing trace: fewer operations, simpler arguments, the same rule broken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any, Final
+
+from .engine import Config, Finding, Subject, Trace, replay
+
+MAX_REPLAYS: Final = 4_000
+
+SMALLEST: Final = {"num_blocks": 1, "block_size": 1, "max_running": 1, "alphabet": 1}
+"""The sizes of a configuration that are made smaller where they can."""
+
+
+class _Shrinker:
+    """Tries simpler candidates, and keeps those that break the same rule.
+
+    Operations name requests, so that leaving one out changes the meaning of no other; what then
+    names nothing is skipped by the replay, and goes in a later round.
+
+    Source: delta debugging (ddmin, Zeller and Hildebrandt 2002), to a fixpoint.
+    """
+
+    def __init__(self, subject: Subject, finding: Finding) -> None:
+        self.subject = subject
+        self.rule = finding.rule
+        self.config: Config = dict(finding.config)
+        self.trace: Trace = deepcopy(finding.trace)
+        self.why = finding.why
+        self.num_replays = 0
+
+    def keeps(self, config: Config, trace: Trace) -> bool:
+        """Tell whether a candidate still breaks the rule; if so, go on from it."""
+        if self.num_replays >= MAX_REPLAYS:
+            return False
+        self.num_replays += 1
+        violation = replay(self.subject, config, trace)
+        if violation is None or violation.rule.name != self.rule:
+            return False
+        self.config, self.trace, self.why = config, trace, violation.why
+        return True
+
+    def run(self) -> None:
+        """Shrink until a whole round changes nothing."""
+        before = None
+        while before != (self.config, self.trace):
+            before = (self.config, self.trace)
+            self.leave_out_requests()
+            self.leave_out_operations()
+            self.simplify_arguments()
+            self.shrink_sizes()
+        self.rename()
+
+    def leave_out_requests(self) -> None:
+        """Leave out whole requests, with all that names them."""
+        for operation in list(self.trace):
+            if operation[0] == "submit":
+                name = operation[1]
+                self.keeps(self.config, [each for each in self.trace if not _names(each, name)])
+
+    def leave_out_operations(self) -> None:
+        """Leave out runs of operations, long ones first."""
+        length = max(1, len(self.trace) // 2)
+        while length:
+            start = 0
+            while start < len(self.trace):
+                shorter = self.trace[:start] + self.trace[start + length :]
+                if not self.keeps(self.config, shorter):
+                    start += length
+            length //= 2
+
+    def simplify_arguments(self) -> None:
+        """Make numbers smaller and lists shorter."""
+        for index in range(len(self.trace)):
+            for place in range(1, len(self.trace[index])):
+                for simpler in _simpler(self.trace[index][place]):
+                    candidate = deepcopy(self.trace)
+                    candidate[index][place] = simpler
+                    if self.keeps(self.config, candidate):
+                        break
+
+    def shrink_sizes(self) -> None:
+        """Make the world smaller."""
+        for name, smallest in SMALLEST.items():
+            for size in range(smallest, self.config.get(name, 0)):
+                if self.keeps({**self.config, name: size}, self.trace):
+                    break
+
+    def rename(self) -> None:
+        """Number the requests anew."""
+        submitted = [operation[1] for operation in self.trace if operation[0] == "submit"]
+        names = {name: f"r{number}" for number, name in enumerate(submitted, 1)}
+        self.keeps(self.config, [_renamed(operation, names) for operation in self.trace])
+
+
+def shrink(subject: Subject, finding: Finding) -> Finding:
+    """Return a finding of the same rule with a trace from which nothing can be left out.
+
+    Args:
+        subject: what the finding was found in.
+        finding: it must come up again when its trace is replayed; else it is returned as it is.
+    """
+    shrinker = _Shrinker(subject, finding)
+    if not shrinker.keeps(shrinker.config, shrinker.trace):
+        return finding
+    shrinker.run()
+    return Finding(finding.rule, shrinker.why, shrinker.config, shrinker.trace)
+
+
+def _names(value: Any, name: str) -> bool:
+    if isinstance(value, str):
+        return value == name or value.startswith(f"{name}.")
+    return isinstance(value, list) and any(_names(each, name) for each in value)
+
+
+def _renamed(value: Any, names: dict[str, str]) -> Any:
+    if isinstance(value, list):
+        return [_renamed(each, names) for each in value]
+    if isinstance(value, str):
+        name, dot, rest = value.partition(".")
+        return names.get(name, name) + dot + rest
+    return value
+
+
+def _simpler(value: Any) -> Iterator[Any]:
+    """Yield simpler values, the simplest first."""
+    if isinstance(value, bool):
+        return
+    if isinstance(value, int):
+        yield from range(value)
+    elif isinstance(value, list):
+        yield from (value[:length] for length in range(len(value)))
+        yield from (value[:index] + value[index + 1 :] for index in range(len(value)))
+        for index, each in enumerate(value):
+            if isinstance(each, int) and each:
+                yield [*value[:index], 0, *value[index + 1 :]]
