@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from . import cache_rules as rules
-from .cache_model import CacheModel, Holding
+from .blocks import Holding
+from .cache_model import CacheModel
 from .cache_requests import NAMESPACES, Request
 from .ghost import Tag
 from .rules import require
@@ -40,6 +41,7 @@ def match(world: CacheWorld, name: str) -> bool:
             blocks,
         )
     world.situations["match"] += 1
+    request.matched_at = world.num_steps + 1
     return True
 
 
@@ -65,6 +67,9 @@ def admit(world: CacheWorld, name: str) -> bool:
             holding.shared = hittable[:longest]
         model.holdings[name] = holding
         model.actor, model.needed = name, needed
+    if 0 < request.matched_at < world.num_steps:
+        world.situations["admitted with an old match"] += 1
+    request.matched_at = 0
     hit = world.target.admit(name, request.tokens, request.namespace)
     if hit is None:
         _refused(world, name, model, needed, can, total)

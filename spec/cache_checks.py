@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from . import cache_rules as rules
 from .adapter import Snapshot
-from .cache_model import FREE
+from .blocks import FREE
 from .ghost import Tag
 from .rules import require
 

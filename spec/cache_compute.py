@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from . import cache_rules as rules
-from .cache_model import CacheModel, Holding
+from .blocks import Holding
+from .cache_model import CacheModel
 from .cache_requests import Request
 from .device import Job
 from .ghost import Tag
@@ -195,7 +196,7 @@ def _grow(
     model, can = world.model, world.target.available()
     if model is not None:
         can = model.available()
-        model.actor, model.needed = "", needed
+        model.actor, model.needed = "growth", needed
     if call():
         world.demand += needed
         if needed > 0:

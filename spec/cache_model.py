@@ -13,48 +13,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Final, TypeAlias
 
 from . import cache_rules as rules
+from .blocks import EVICTED, FREE, Holding, Owner, Published
 from .ghost import Tag
 from .rules import Violation, require
-
-FREE: Final = "free"
-EVICTED: Final = "evicted"  # taken out of the cache by the present call, not yet given or freed
-
-Owner: TypeAlias = str | Tag
-"""FREE, EVICTED, the name of a request, or the tag of the prefix that is published there."""
-
-
-@dataclass(slots=True)
-class Published:
-    """A published block: where it is, what it continues, and when it was last used."""
-
-    block: int
-    parent: Tag
-    depth: int
-    last_use: int = 0
-
-
-@dataclass(slots=True)
-class Holding:
-    """What a request holds: a path of published prefixes, then private blocks.
-
-    `path` has the tag of each whole block of its tokens, `computed` how many tokens are written.
-    """
-
-    path: list[Tag]
-    root: Tag
-    computed: int = 0
-    shared: list[Tag] = field(default_factory=list)
-    private: list[int] = field(default_factory=list)
 
 
 class CacheModel:
     """What a cache manager may do. It receives `Events`, and says which rule one breaks.
 
     Attributes:
+        situations: how often each situation of interest came up.
         needed: the blocks that the present call may ask for: evicting beyond them is waste.
         actor: the request that the present call is about.
     """
@@ -72,6 +42,7 @@ class CacheModel:
         self.actor = ""
         self.ending = False
         self.counts: Counter[str] = Counter()
+        self.situations: Counter[str] = Counter()
         self.num_free = num_blocks
 
     # What follows from who has what
@@ -99,6 +70,9 @@ class CacheModel:
         """The block table of a request."""
         holding = self.holdings[name]
         return [self.published_at[tag].block for tag in holding.shared] + holding.private
+
+    def _is_followed(self, tag: Tag) -> bool:
+        return any(entry.parent == tag for entry in self.published_at.values())
 
     def coldest_leaf(self) -> Tag:
         """The unused leaf whose last use is longest ago; the deepest of equals."""
@@ -129,6 +103,8 @@ class CacheModel:
             num_blocks,
             longest,
         )
+        if num_blocks and self._is_followed(holding.path[num_blocks - 1]):
+            self.situations["hit that ends before a published block"] += 1
         holding.shared = holding.path[:num_blocks]
         holding.computed = num_blocks * self.block_size
         self.holdings[name] = holding
@@ -257,6 +233,7 @@ class CacheModel:
                 raise Violation(rules.E1, f"block {block} is evicted, but belongs to {tag}")
             entry = self.published_at[tag]
             victims.append((entry.last_use, -entry.depth, block, tag))
+        parents = [self.published_at[tag].parent for *_, tag in victims]
         # A batch is equal to singles in the right order, in whatever order it is reported.
         for _, _, block, tag in sorted(victims):
             require(
@@ -264,13 +241,29 @@ class CacheModel:
             )
             self._evict(block, tag)
             self.owner[block] = EVICTED
-            self.counts["evicted_blocks"] += 1
+        self.counts["evicted_blocks"] += len(victims)
+        self._see_eviction([tag for *_, tag in victims], parents)
+
+    def _see_eviction(self, victims: Sequence[Tag], parents: Sequence[Tag]) -> None:
+        if not victims:
+            return
+        used, situations = self.used(), self.situations
+        situations["evicted under pressure" if self.actor else "evicted when asked"] += 1
+        situations["evicted several"] += len(victims) > 1
+        situations["evicted next to a used block"] += any(tag in used for tag in parents)
+        situations["evicted the tail of a path"] += any(
+            tag in self.published_at and tag not in used for tag in parents
+        )
 
     def _evict(self, block: int, tag: Tag) -> None:
         users = [name for name, holding in self.holdings.items() if tag in holding.shared]
         require(not users, rules.E2, "block {} is evicted, and {} use it", block, users)
-        followed = any(entry.parent == tag for entry in self.published_at.values())
-        require(not followed, rules.E3, "block {} is evicted before what follows it", block)
+        require(
+            not self._is_followed(tag),
+            rules.E3,
+            "block {} is evicted before what follows it",
+            block,
+        )
         if self.exactly:
             in_hand = self.num_free + sum(owner == EVICTED for owner in self.owner.values())
             require(

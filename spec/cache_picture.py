@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .cache_model import EVICTED, FREE
+from .blocks import EVICTED, FREE
 from .ghost import Tag
 
 if TYPE_CHECKING:

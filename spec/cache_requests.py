@@ -42,6 +42,7 @@ class Request:
         published: the tokens that were last published.
         admission: counts its admissions.
         job: its step in flight, if there is one.
+        matched_at: the step of its last match that no admission has used; 0 if there is none.
         table: its block table after the last call.
     """
 
@@ -57,6 +58,7 @@ class Request:
     admission: int = 0
     num_jobs: int = 0
     job: str = ""
+    matched_at: int = 0
     table: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:

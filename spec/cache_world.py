@@ -53,7 +53,7 @@ class CacheWorld:
         self.jobs: dict[str, Job] = {}
         self.heard: dict[str, Job] = {}
         self.written: set[Tag] = set()
-        self.demand = 0
+        self.demand = self.num_steps = 0
         self.num_admitted = self.num_hit_blocks = 0
         self.situations: Counter[str] = Counter()
         self._tags: dict[tuple[bytes, tuple[int, ...]], Tag] = {}
@@ -63,6 +63,7 @@ class CacheWorld:
             self.model = CacheModel(
                 config["num_blocks"], self.block_size, promises.lru, promises.evicts_exactly
             )
+            self.model.situations = self.situations
             self.target.report_to(self.model)
 
     # What an engine calls
@@ -76,6 +77,7 @@ class CacheWorld:
         word, *arguments = operation
         if not OPERATIONS[word](self, *arguments):
             return False
+        self.num_steps += 1
         check(self)
         return True
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 from .adapter import AdapterError, Events, Factory, Promises, Snapshot
-from .cache_rules import C3, S4
+from .cache_rules import C3, S4, W6
 from .rules import Violation
 
 Depth: TypeAlias = Literal["api", "events", "full"]
@@ -58,7 +58,8 @@ class Target:
             raise
         except Exception as error:
             shown = ", ".join(map(repr, arguments))
-            raise Violation(S4, f"{method}({shown}) raised {error!r}") from error
+            rule = W6 if method == "check" else S4
+            raise Violation(rule, f"{method}({shown}) raised {error!r}") from error
 
     def _expect(self, method: str, result: Any, kind: type, wanted: str) -> Any:
         if not isinstance(result, kind) or (kind is int and isinstance(result, bool)):

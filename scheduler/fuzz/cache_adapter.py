@@ -40,6 +40,7 @@ class CacheAdapter:
         self._refusal = (0, 0)
         self._events: Events | None = None
         self._publisher = ""
+        self._tokens: dict[str, list[int]] = {}  # of those whose tokens are all known here
 
     # Depth api
 
@@ -67,16 +68,22 @@ class CacheAdapter:
             return None
         array[:] = -7
         self.leases[name] = lease
+        self._tokens[name] = list(tokens)
         self._report_new(name, lease.num_shared_blocks)
         return int(lease.num_hit_blocks * self.manager.block_size)
 
     def append(self, name: str, tokens: Sequence[int]) -> bool:
         """Make room for more tokens."""
         lease = self.leases[name]
-        return self._grow([name], lambda: self.manager.extend(lease, len(tokens)))
+        done = self._grow([name], lambda: self.manager.extend(lease, len(tokens)))
+        if done and name in self._tokens:
+            self._tokens[name] += tokens
+        return done
 
     def append_batch(self, names: Sequence[str]) -> bool:
         """Make room for one more token of each, in one call."""
+        for name in names:
+            self._tokens.pop(name, None)
         rows = np.array([self.leases[name].row for name in names], np.int32)
         return self._grow(names, lambda: self.manager.extend_batch(rows))
 
@@ -190,6 +197,11 @@ class CacheAdapter:
             users=users,
             idle=idle,
             rows={name: tables.ids[lease.row].tolist() for name, lease in self.leases.items()},
+            next_blocks={
+                name: manager.next_block(self.leases[name], tokens)
+                for name, tokens in self._tokens.items()
+                if name in self.leases
+            },
             counts={name: getattr(stats, name) for name in stats.__dataclass_fields__},
         )
 

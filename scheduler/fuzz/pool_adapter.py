@@ -1,0 +1,58 @@
+"""Our block pool as the specification sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import numpy as np
+
+from ... import kvcache as own_kvcache
+from ...spec.pool_world import PoolFactory
+
+
+def make_factory(kvcache: ModuleType | None = None) -> PoolFactory:
+    """Return a factory of adapters for a copy of `radixkv.kvcache`; without one, for our own."""
+    module = own_kvcache if kvcache is None else kvcache
+
+    def make(num_blocks: int) -> PoolAdapter:
+        return PoolAdapter(module, num_blocks)
+
+    return make
+
+
+class PoolAdapter:
+    """A `BlockPool` that takes and returns lists."""
+
+    def __init__(self, kvcache: ModuleType, num_blocks: int) -> None:
+        self.kvcache = kvcache
+        self.pool = kvcache.BlockPool(num_blocks)
+
+    def allocate(self, num_blocks: int) -> list[int] | None:
+        """Allocate ids, or return None."""
+        try:
+            ids: list[int] = self.pool.allocate(num_blocks).tolist()
+        except self.kvcache.OutOfBlocksError:
+            return None
+        return ids
+
+    def recycle(self, ids: Sequence[int]) -> list[int]:
+        """Recycle ids; returns the refused."""
+        try:
+            self.pool.recycle(np.array(ids, np.int32))
+        except self.kvcache.RecycleError as error:
+            return list(error.refused)
+        return []
+
+    def free_ids(self) -> list[int]:
+        """Return the free ids."""
+        ids: list[int] = self.pool.free_ids().tolist()
+        return ids
+
+    def reset(self) -> None:
+        """Make every id free."""
+        self.pool.reset()
+
+    def check(self) -> None:
+        """Run the pool's own check."""
+        self.pool.check()
