@@ -66,6 +66,9 @@ class Snapshot:
         rows: the row of each request in a matrix of block tables, if there is one.
         next_blocks: by request, what identifies the first block that it has yet to publish; None
             if its tokens do not fill one.
+        waiting_blocks: the same for requests that wait; None also where the first block that they
+            miss follows none that a request has yet to publish.
+        available_after: by waiting request, what would be available if its match were held.
         counts: counters that are reported, by name.
     """
 
@@ -75,6 +78,8 @@ class Snapshot:
     idle: Sequence[int]
     rows: Mapping[str, Sequence[int]] = field(default_factory=dict)
     next_blocks: Mapping[str, Hashable] = field(default_factory=dict)
+    waiting_blocks: Mapping[str, Hashable] = field(default_factory=dict)
+    available_after: Mapping[str, int] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -111,7 +116,9 @@ Factory: TypeAlias = Callable[[int, int], Any]
 It has the methods of `Manager`, and may have more: ``evict(num_blocks) -> int``, ``reset()``,
 ``match(name, tokens, namespace) -> int`` (a match that the next `admit` of that name uses),
 ``append_batch(names) -> bool`` (one token each), `promises`, ``report_to(events)`` for depth
-``events``, ``snapshot()`` for depth ``full``, and ``check()`` for its own invariants.
+``events``, ``snapshot()`` for depth ``full``, ``refusal() -> (needed, available)`` of the last
+refusal, ``misuse(kind, name)`` that makes a wrong call and sees it refused, and ``check()`` for its
+own invariants.
 """
 
 

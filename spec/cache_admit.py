@@ -67,12 +67,16 @@ def admit(world: CacheWorld, name: str) -> bool:
             holding.shared = hittable[:longest]
         model.holdings[name] = holding
         model.actor, model.needed = name, needed
+        num_published = len(model.published_at)
     if 0 < request.matched_at < world.num_steps:
         world.situations["admitted with an old match"] += 1
     request.matched_at = 0
     hit = world.target.admit(name, request.tokens, request.namespace)
     if hit is None:
         _refused(world, name, model, needed, can, total)
+        if model is not None:
+            evicted = num_published - len(model.published_at)
+            require(not evicted, rules.A8, "{} was refused, and {} evicted", name, evicted)
         require(world.target.available() == before, rules.A8, "{} was refused, not unchanged", name)
         return True
     world.demand += total

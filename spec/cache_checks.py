@@ -131,25 +131,41 @@ def _check_idle(model: CacheModel, shot: Snapshot) -> None:
 
 
 def _check_reports(world: CacheWorld, model: CacheModel, shot: Snapshot) -> None:
-    size = world.config["block_size"]
     for name, row in shot.rows.items():
         table = world.requests[name].table
         wanted = table + [0] * (len(row) - len(table))
         require(list(row) == wanted, rules.R2, "the row of {} is {}, not {}", name, row, wanted)
-    following: dict[Hashable, Tag] = {}  # the prefix that each next block would hold
-    for name, next_block in shot.next_blocks.items():
+    for name, number in shot.available_after.items():
         request = world.requests[name]
-        end = (len(model.holdings[name].shared) + 1) * size
-        prefix = request.tags[end - 1] if end <= len(request.tags) else None
-        require((next_block is None) == (prefix is None), rules.H7, "{} names {}", name, next_block)
-        if prefix is not None:
-            known = following.setdefault(next_block, prefix)
-            require(known == prefix, rules.H7, "{} names another's next block", name)
-    distinct = len(set(following.values()))
-    require(len(following) == distinct, rules.H7, "one next block has several names")
+        path = request.path(world.block_size)
+        left = model.num_free + model.num_unused(path[: model.longest_hit(path)])
+        require(number == left, rules.S2, "{} available after {}, not {}", number, name, left)
     expected = {**world.counts(), **model.counts} if shot.counts else {}
     for word, number in shot.counts.items():
-        wanted_number = expected.get(word, 0)
-        require(
-            number == wanted_number, rules.S3, "{} is {}, should be {}", word, number, wanted_number
-        )
+        counted = expected.get(word, 0)
+        require(number == counted, rules.S3, "{} is {}, should be {}", word, number, counted)
+    _check_next_blocks(world, model, shot)
+
+
+def _check_next_blocks(world: CacheWorld, model: CacheModel, shot: Snapshot) -> None:
+    prefixes: dict[Hashable, Tag] = {}  # the prefix that each next block would hold
+    for name, next_block in shot.next_blocks.items():
+        prefix = _next_prefix(world, name, len(model.holdings[name].shared))
+        require((next_block is None) == (prefix is None), rules.H7, "{} names {}", name, next_block)
+        if prefix is not None:
+            known = prefixes.setdefault(next_block, prefix)
+            require(known == prefix, rules.H7, "{} names another's next block", name)
+    names = {prefix: next_block for next_block, prefix in prefixes.items()}
+    require(len(names) == len(prefixes), rules.H7, "one next block has several names")
+    for name, next_block in shot.waiting_blocks.items():
+        path = world.requests[name].path(world.block_size)
+        prefix = _next_prefix(world, name, model.longest_hit(path))
+        if prefix in names:
+            require(next_block == names[prefix], rules.H7, "{} waits for another block", name)
+        else:
+            require(next_block not in prefixes, rules.H7, "{} waits for another's block", name)
+
+
+def _next_prefix(world: CacheWorld, name: str, num_blocks: int) -> Tag | None:
+    path = world.requests[name].path(world.block_size)
+    return path[num_blocks] if num_blocks < len(path) else None

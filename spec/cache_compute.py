@@ -197,6 +197,7 @@ def _grow(
     if model is not None:
         can = model.available()
         model.actor, model.needed = "growth", needed
+        num_published = len(model.published_at)
     if call():
         world.demand += needed
         if needed > 0:
@@ -215,7 +216,9 @@ def _grow(
             "{} was refused, and its table changed",
             request.name,
         )
-    require(
-        model is None or world.target.available() == can, rules.A8, "refused, and not unchanged"
-    )
+    if model is not None:
+        evicted = num_published - len(model.published_at)
+        require(not evicted, rules.A8, "growth was refused, and {} evicted", evicted)
+        found = world.target.available()
+        require(found == can, rules.A8, "{} available after a refusal, {} before", found, can)
     return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from .cache_requests import MAX_WAITING, NAMESPACES, draw_prompt
+from .cache_requests import MAX_WAITING, NAMESPACES, TOKENS, draw_prompt
 from .engine import Below, Operation
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ WEIGHTS: Final = {
     "again": 4,
     "preempt": 12,
     "evict": 6,
-    "reset": 1,
+    "reset": 3,
     "misuse": 6,
     "drain": 3,
 }
@@ -107,10 +107,10 @@ def draw_operation(world: CacheWorld, word: str, names: list[str], below: Below)
         everything = len(world.requests[name].tokens)
         return [word, name, everything if below(2) else 1 + below(5)]
     if word == "append":
-        tokens = [below(alphabet) for _ in range(1 if below(3) else 1 + below(4))]
+        tokens = [TOKENS[below(alphabet)] for _ in range(1 if below(3) else 1 + below(4))]
         return [word, name, tokens]
     if word == "append_batch":
-        return [word, [[each, below(alphabet)] for each in names if below(3)]]
+        return [word, [[each, TOKENS[below(alphabet)]] for each in names if below(3)]]
     if word == "evict":
         return [word, below(5)]
     if word == "misuse":

@@ -14,6 +14,9 @@ State: TypeAlias = Literal["waiting", "running", "ended"]
 NAMESPACES: Final = (b"", b"tenant")
 MAX_WAITING: Final = 3
 
+TOKENS: Final = (0, 1 << 16, 3)
+"""Few, so that prefixes are shared; two of them are equal in their low 16 bits."""
+
 
 def draw_config(below: Below) -> Config:
     """Draw the sizes of a world, and the operations that it leaves out (or almost).
@@ -88,4 +91,4 @@ def draw_prompt(below: Below, past: Sequence[Request], config: Config) -> list[i
     length = near_blocks if below(2) else len(prompt) + below(5)
     length = max(1, min(length, size * (config["num_blocks"] + 1)))
     prompt = prompt[:length]
-    return prompt + [below(alphabet) for _ in range(length - len(prompt))]
+    return prompt + [TOKENS[below(alphabet)] for _ in range(length - len(prompt))]

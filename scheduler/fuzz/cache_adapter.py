@@ -202,6 +202,13 @@ class CacheAdapter:
                 for name, tokens in self._tokens.items()
                 if name in self.leases
             },
+            waiting_blocks={
+                name: manager.match(array, match._namespace).next_block
+                for name, (match, array) in self._matches.items()
+            },
+            available_after={
+                name: manager.available_after(match) for name, (match, _) in self._matches.items()
+            },
             counts={name: getattr(stats, name) for name in stats.__dataclass_fields__},
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -26,6 +27,9 @@ def misuse(adapter: CacheAdapter, kind: int, name: str) -> None:
         kind: which call, of those that can be made now.
         name: a request that holds blocks, or "" if there is none.
     """
+    for lease in adapter.ended:
+        if lease.epoch == adapter.manager.epoch:
+            require(lease.num_blocks == 0, R4, "a released lease has {} blocks", lease.num_blocks)
     calls = list(_wrong(adapter))
     if name:
         calls += _wrong_of(adapter, adapter.leases[name])
@@ -50,13 +54,26 @@ def _wrong(adapter: CacheAdapter) -> Iterator[Call]:
         "NamespaceError: namespace must be bytes, got 'tenant'",
         lambda: manager.match([0], bad),
     )
-    rows = {lease.row for lease in adapter.leases.values()}
-    dead = next(row for row in range(len(rows) + 1) if row not in rows)
+    yield R3, "TokenError: token 0 must be an integer, got 1.5", lambda: manager.match([1.5])
+    yield R3, "TokenError: token 0 must be an integer, got True", lambda: manager.match([True])
     yield (
         R3,
-        f"LeaseError: rows [{dead}] are not all rows of live leases",
-        lambda: manager.extend_batch(np.array([dead], np.int32)),
+        "TokenError: tokens must be int32, got int64",
+        lambda: manager.match(np.zeros(2, np.int64)),
     )
+    yield (
+        R3,
+        "TokenError: tokens must have one dimension, got shape (1, 2)",
+        lambda: manager.match(np.zeros((1, 2), np.int32)),
+    )
+    live = [lease.row for lease in adapter.leases.values()]
+    dead = next(row for row in range(len(live) + 1) if row not in live)
+    for rows in ([dead], [*live, dead], [-1], [*live, len(manager.tables.live)]):
+        yield (
+            R3,
+            f"LeaseError: rows {rows} are not all rows of live leases",
+            partial(manager.extend_batch, np.array(rows, np.int32)),
+        )
 
 
 def _wrong_of(adapter: CacheAdapter, lease: Any) -> Iterator[Call]:
