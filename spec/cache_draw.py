@@ -33,17 +33,21 @@ COMMON: Final = ("submit", "admit", "forward", "finish")
 """What no world leaves out: without them nothing happens."""
 
 
-def weights_of(rare: int) -> dict[str, int]:
-    """Return the weights of a world that almost leaves out some operations.
+def weights_of(rare: int, often: int) -> dict[str, int]:
+    """Return the weights of a world that prefers some operations and almost leaves out others.
 
     Args:
-        rare: a bit per operation that is not common.
+        rare: a bit per operation that is not common: it is almost left out.
+        often: a bit per operation: it comes four times as often.
     """
     weights = dict(WEIGHTS)
     others = [word for word in WEIGHTS if word not in COMMON]
     for bit, word in enumerate(others):
         if rare >> bit & 1:
             weights[word] = 1 if word != "reset" else 0
+    for bit, word in enumerate(WEIGHTS):
+        if often >> bit & 1:
+            weights[word] *= 4
     return weights
 
 

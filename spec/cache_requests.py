@@ -30,6 +30,7 @@ def draw_config(below: Below) -> Config:
         "max_running": 2 + below(4),
         "alphabet": 1 + below(3),
         "rare": below(1 << 12) & below(1 << 12) if below(3) else 0,
+        "often": below(1 << 16) & below(1 << 16) if below(3) else 0,
     }
 
 

@@ -46,7 +46,7 @@ class CacheWorld:
         self.block_size: int = config["block_size"]
         self.target = Target(factory, config["num_blocks"], self.block_size, depth)
         self.promises = self.target.promises
-        self.weights = weights_of(config.get("rare", 0))
+        self.weights = weights_of(config.get("rare", 0), config.get("often", 0))
         self.device = Device(self.block_size)
         self.requests: dict[str, Request] = {}
         self.past: list[Request] = []
