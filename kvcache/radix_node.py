@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import repeat
+from operator import itemgetter
 from typing import Final
 
 ITEM_BYTES: Final = 4  # of an int32 token or block id
-DEAD: Final = -1  # Node.refs of an evicted node, unlike that of any live one
 
 
 class Node:
@@ -56,11 +57,6 @@ class Node:
         """The length of the run in blocks."""
         return len(self.device_blocks) // ITEM_BYTES
 
-    @property
-    def is_dead(self) -> bool:
-        """Whether the node was evicted."""
-        return self.refs == DEAD
-
     def adopt(self, child: Node) -> None:
         """Make child a child of this node, under its key."""
         if not self.children:
@@ -70,6 +66,42 @@ class Node:
 
 NO_CHILDREN: Final[dict[bytes, Node]] = {}
 """The children of every leaf that never had one: most nodes need no dict of their own."""
+
+
+def coldest(idle: Node, most: int) -> tuple[list[Node], Node]:
+    """Return the first nodes of an idle list, as many as there are up to most, and the next."""
+    nodes = []
+    node = idle.warmer
+    for _ in repeat(None, most):
+        if node is None or node is idle:
+            break
+        nodes.append(node)
+        node = node.warmer
+    assert node is not None, "the idle list is not closed"
+    return nodes, node
+
+
+def cut_off(leaves: list[Node]) -> list[Node]:
+    """Take leaves from their parents and clear their links; return the parents left childless."""
+    parents = [leaf.parent for leaf in leaves]
+    first = parents[0] if parents else None
+    if first is not None and parents.count(first) == len(leaves):
+        # Siblings can lie in a dict larger than any cache. `del` would wait for each cache miss;
+        # in a loop as tight as this lookup of all of them, the processor waits for many together.
+        children = first.children
+        itemgetter(*[leaf.key for leaf in leaves])(children)
+        for leaf in leaves:
+            del children[leaf.key]
+            leaf.colder = leaf.warmer = None
+        return [] if children else [first]
+    childless = []
+    for leaf, parent in zip(leaves, parents, strict=True):
+        assert parent is not None, "a root is in the idle list"
+        del parent.children[leaf.key]
+        leaf.colder = leaf.warmer = None
+        if not parent.children:
+            childless.append(parent)
+    return childless
 
 
 class Walk:

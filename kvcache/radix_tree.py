@@ -9,10 +9,12 @@ from typing import Final
 import numpy as np
 
 from .invariants import check_tree
-from .radix_node import DEAD, ITEM_BYTES, Node, Walk
+from .radix_node import ITEM_BYTES, Node, Walk, coldest, cut_off
 from .tokens import Int32Array
 
 _FIRST_VERSIONS: Final = count(0, 2**40)
+_AT_ONCE: Final = 1024  # leaves: so many fit a processor's second-level cache
+_FEW: Final = 16  # leaves: most evictions need fewer
 
 
 class RadixTree:
@@ -196,36 +198,61 @@ class RadixTree:
         Returns:
             Their ids, for one batched recycle. The cost is per run, whatever the tree holds.
         """
-        short = num_blocks = min(num_blocks, self.num_idle)
-        if short <= 0:
+        if (num_blocks := min(num_blocks, self.num_idle)) <= 0:
             return np.empty(0, np.int32)
         self.version += 1
         self.num_idle -= num_blocks
         self.num_cached -= num_blocks
+        short = num_blocks * ITEM_BYTES
+        victims = self._evict_few(short)
+        while len(victims) < short:
+            victims += self._evict_many(short - len(victims))
+        return np.frombuffer(victims, np.int32)
+
+    def _evict_few(self, num_bytes: int) -> bytes:
+        """Take up to num_bytes of the coldest blocks out, leaf after leaf, of some leaves."""
         victims: list[bytes] = []
-        short *= ITEM_BYTES
         node = self._idle.warmer
-        while short > 0:
+        while num_bytes > 0 and len(victims) < _FEW:
             assert node is not None, "the idle list is shorter than its count"
             run = node.device_blocks
-            if len(run) > short:
-                self._trim(node, short)
-                victims.append(run[-short:])
+            if len(run) > num_bytes:
+                self._trim(node, num_bytes)
+                victims.append(run[-num_bytes:])
                 break
             victims.append(run)
-            short -= len(run)
+            num_bytes -= len(run)
             parent = node.parent
             assert parent is not None, "a root is in the idle list"
             del parent.children[node.key]
             if parent.parent is None and not parent.children:
                 self._drop_empty(parent)
-            node.refs = DEAD
-            node.parent = node.colder = None
+            node.colder = None
             node.warmer, node = None, node.warmer
         assert node is not None, "the idle list is not closed"
-        self._idle.warmer = node
-        node.colder = self._idle
-        return np.frombuffer(b"".join(victims), np.int32)
+        self._idle.warmer, node.colder = node, self._idle
+        return b"".join(victims)
+
+    def _evict_many(self, num_bytes: int) -> bytes:
+        """Do the same in phases, each over many leaves: twice as fast where memory is slow."""
+        idle = self._idle
+        assert idle.warmer is not None, "the idle list is not closed"
+        # So many would do if all were as long as the coldest; those too many are kept below.
+        guess = num_bytes // len(idle.warmer.device_blocks) or 1
+        leaves, node = coldest(idle, min(guess, _AT_ONCE))
+        run = b"".join([leaf.device_blocks for leaf in leaves])
+        excess = len(run) - num_bytes
+        while excess > 0:
+            node = leaves.pop()
+            excess -= len(node.device_blocks)
+            if excess < 0:  # a part of its blocks is taken, from its tail
+                run = run[: num_bytes + excess] + node.device_blocks[excess:]
+                self._trim(node, -excess)
+        idle.warmer, node.colder = node, idle
+        for parent in cut_off(leaves):
+            if parent.parent is None:
+                self._drop_empty(parent)
+        return run[:num_bytes]
 
     def _trim(self, node: Node, num_bytes: int) -> None:
         node.device_blocks = node.device_blocks[:-num_bytes]
@@ -236,7 +263,6 @@ class RadixTree:
 
     def _drop_empty(self, root: Node) -> None:
         if root.refs == 0 and not root.children:
-            root.refs = DEAD
             del self.roots[root.key]
             self.version += 1
 

@@ -33,6 +33,10 @@ class CacheAdapter:
 
     def __init__(self, kvcache: ModuleType, num_blocks: int, block_size: int) -> None:
         self.kvcache = kvcache
+        # Half of the worlds evict as a large cache does.
+        kvcache.radix_tree._FEW, kvcache.radix_tree._AT_ONCE = (
+            (1, 2) if num_blocks % 2 else (16, 99)
+        )
         self.manager = kvcache.CacheManager(num_blocks, block_size)
         self.leases: dict[str, Any] = {}
         self.ended: list[Any] = []  # leases that were released, or ended by a reset

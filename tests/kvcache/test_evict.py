@@ -138,6 +138,22 @@ def test_evicting_many_equals_evicting_one_by_one():
     assert one == other
 
 
+@pytest.mark.parametrize("fan_out", [1, 2, 100], ids=["cousins", "pairs", "siblings"])
+@pytest.mark.parametrize("num_blocks", [60, 151, 1000])
+def test_evicting_very_many_equals_evicting_one_by_one(fan_out: int, num_blocks: int):
+    # Enough for the phases over many leaves, whose runs are of 1 to 3 blocks.
+    managers = [CacheManager(400, 1), CacheManager(400, 1)]
+    prompts = [[-1 - n // fan_out, 10 + n, *([9] * (n % 3))] for n in range(100)]
+    for manager in managers:
+        for tokens in prompts:
+            serve(manager, tokens)
+    evicted = managers[0].evict(num_blocks)
+    assert sum(managers[1].evict(1) for _ in range(num_blocks)) == evicted
+    managers[0].check()
+    left = [[hit(manager, tokens) for tokens in prompts] for manager in managers]
+    assert left[0] == left[1]
+
+
 TRAFFIC = st.lists(
     st.tuples(
         st.lists(st.integers(0, 1), min_size=1, max_size=6),

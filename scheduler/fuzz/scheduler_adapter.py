@@ -1,0 +1,201 @@
+"""Our mixed scheduler, as the specification drives it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from types import ModuleType
+from typing import Any, Final
+
+import numpy as np
+
+from ... import scheduler as own_scheduler
+from ...kvcache import CacheManager, Int32Array, OutOfBlocksError, RequestTooLargeError
+from ...spec.engine import Config
+from ...spec.scheduler_adapter import (
+    Chunk,
+    Reason,
+    SchedulerFactory,
+    SchedulerPromises,
+    Submission,
+)
+
+IN_FLIGHT: Final = ("schedule again", "update another plan", "update with a token too few")
+"""Wrong calls while a step is in flight."""
+
+BETWEEN: Final = ("add a twin", "update the last plan again", "abort a stranger")
+"""Wrong calls between two steps."""
+
+
+class SinglesManager(CacheManager):
+    """Grows a batch one lease at a time: it must be the same."""
+
+    def extend_batch(self, rows: Int32Array) -> None:
+        """See `CacheManager.extend_batch`."""
+        leases = [self._leases[row] for row in rows.tolist()]
+        needed = sum(lease.num_tokens == lease.num_blocks * self.block_size for lease in leases)
+        if needed > self.available:
+            raise OutOfBlocksError(needed, self.available)
+        for lease in leases:
+            self.extend(lease, 1)
+
+
+class MixedAdapter:
+    """A `MixedScheduler` and its `CacheManager`, with names for requests.
+
+    Args:
+        config: as drawn by `radixkv.spec.scheduler_draw`; ``"growth": "singles"`` grows the decode
+            batch one request at a time.
+        scheduler: the package, or a copy of it.
+        promises: what to claim; all of it by default.
+    """
+
+    def __init__(self, config: Config, scheduler: Any, promises: SchedulerPromises) -> None:
+        self.promises = promises
+        singles = config.get("growth") == "singles"
+        kind = SinglesManager if singles else CacheManager
+        self.manager = kind(config["num_blocks"], config["block_size"])
+        self.package = scheduler
+        policy = scheduler.Priority() if config["policy"] == "priority" else scheduler.Fcfs()
+        self.scheduler = scheduler.MixedScheduler(
+            self.manager,
+            token_budget=config["token_budget"],
+            max_running=config["max_running"],
+            policy=policy,
+            reserve_tokens=config["reserve_tokens"],
+            prefix_cache=config["prefix_cache"],
+        )
+        self.requests: dict[str, Any] = {}
+        self.plan: Any = None
+        self.last_plan: Any = None
+
+    def add(self, request: Submission) -> bool:
+        """Queue a request; False if it is too large for the pool."""
+        made = self._make(request.name, request)
+        try:
+            self.scheduler.add(made)
+        except RequestTooLargeError:
+            return False
+        self.requests[request.name] = made
+        return True
+
+    def _make(self, name: str, request: Submission) -> Any:
+        return self.package.Request(
+            name,
+            list(request.prompt),
+            request.max_new_tokens,
+            priority=request.priority,
+            stop_token_ids=request.stop,
+            namespace=request.namespace,
+        )
+
+    def schedule(self) -> list[Chunk]:
+        """Plan the next step."""
+        plan = self.scheduler.schedule()
+        self.plan = plan if plan.chunks else None
+        return [(chunk.request.request_id, chunk.start, chunk.length) for chunk in plan.chunks]
+
+    def update(self, tokens: Sequence[int]) -> list[str]:
+        """Take in the token after each chunk; return who ended."""
+        plan, self.plan = self.plan, None
+        self.last_plan = plan
+        return [request.request_id for request in self.scheduler.update(plan, tokens)]
+
+    def abort(self, name: str) -> bool:
+        """End a request; False if it is not live."""
+        return bool(self.scheduler.abort(name))
+
+    def running(self) -> list[str]:
+        """Return who holds blocks, in order of admission."""
+        return [request.request_id for request in self.scheduler.running]
+
+    def waiting(self) -> list[str]:
+        """Return who does not, in the order in which they are tried."""
+        return [request.request_id for request in self.scheduler.waiting]
+
+    def num_computed(self, name: str) -> int:
+        """Return how many leading tokens have their KV in the cache."""
+        return int(self.requests[name].num_computed)
+
+    def num_hit(self, name: str) -> int:
+        """Return how many tokens were found in the cache when it was last admitted."""
+        lease = self.requests[name].lease
+        return lease.num_hit_blocks * self.manager.block_size if lease is not None else 0
+
+    def block_table(self, name: str) -> list[int]:
+        """Return the ids of its blocks, in the order of its tokens."""
+        lease = self.requests[name].lease
+        return lease.block_table.tolist() if lease is not None else []
+
+    def output(self, name: str) -> list[int]:
+        """Return the tokens generated so far, as the request's own array has them too."""
+        request = self.requests[name]
+        after_prompt = request.tokens[request.num_prompt_tokens :].tolist()
+        assert after_prompt == request.output_tokens, f"{request!r} has two outputs"
+        return list(request.output_tokens)
+
+    def reason(self, name: str) -> Reason | None:
+        """Return why it ended, or None while it lives."""
+        reason: Reason | None = self.requests[name].finish_reason
+        return reason
+
+    def available(self) -> int:
+        """Return how many blocks are free or could be evicted now."""
+        return self.manager.available
+
+    def counts(self) -> dict[str, int]:
+        """Return the counters of events."""
+        counts: dict[str, int] = asdict(self.scheduler.stats())
+        return counts
+
+    def check(self) -> None:
+        """Check the cache's own invariants."""
+        self.manager.check()
+
+    def misuse(self, kind: int, name: str) -> bool:
+        """Make a wrong call; return whether it was refused."""
+        if self.plan is not None:
+            return self._misuse_in_flight(IN_FLIGHT[kind % len(IN_FLIGHT)])
+        return self._misuse_between(BETWEEN[kind % len(BETWEEN)], name)
+
+    def _misuse_in_flight(self, what: str) -> bool:
+        scheduler, plan = self.scheduler, self.plan
+        try:
+            if what == "schedule again":
+                scheduler.schedule()
+            elif what == "update another plan":
+                scheduler.update(self.package.StepPlan(list(plan.chunks)), [0] * len(plan.chunks))
+            else:
+                scheduler.update(plan, [0] * (len(plan.chunks) - 1))
+        except self.package.StepOrderError:
+            return True
+        return False
+
+    def _misuse_between(self, what: str, name: str) -> bool:
+        scheduler, request = self.scheduler, self.requests.get(name)
+        try:
+            if what == "update the last plan again":
+                plan = self.last_plan
+                if plan is None:
+                    return True
+                scheduler.update(plan, np.zeros(len(plan.chunks), np.int32))
+            elif what == "abort a stranger":
+                return not scheduler.abort(f"{name}.stranger")
+            elif request is not None:
+                is_live = request.finish_reason is None
+                twin = Submission(name, [1], 1, 0, (), b"")
+                scheduler.add(self._make(name, twin) if is_live else request)
+            else:
+                return True
+        except (self.package.StepOrderError, self.package.RequestError):
+            return True
+        return False
+
+
+def make_factory(
+    scheduler: ModuleType | None = None, promises: SchedulerPromises | None = None
+) -> SchedulerFactory:
+    """Return what makes adapters of a scheduler package: ours, or a copy with a planted bug."""
+    package = own_scheduler if scheduler is None else scheduler
+    claimed = SchedulerPromises.all() if promises is None else promises
+    return lambda config: MixedAdapter(config, package, claimed)
