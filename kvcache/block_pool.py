@@ -70,10 +70,9 @@ class BlockPool:
         rest = self.num_free - num_blocks
         assert rest >= 0, f"{num_blocks} blocks wanted, {self.num_free} are free"
         taken = self._stack[rest : self.num_free]
-        if num_blocks <= _FEW:
-            for place, block in enumerate(reversed(taken.tolist())):
-                self._place[block] = 0
-                ids[place] = block
+        if num_blocks == 1:  # mostly: what the last release gave back
+            ids[0] = block = self._stack.item(rest)
+            self._place[block] = 0
         else:
             self._place[taken] = 0
             ids[:] = taken[::-1]

@@ -21,17 +21,15 @@ class Match:
     Attributes:
         num_blocks: the whole blocks that can be shared.
         num_tokens: the tokens in them.
-        next_block: identifies the first block that is not published; None if fewer than a block's
-            tokens follow. Equal to `CacheManager.next_block` of a lease that is computing it.
     """
 
     __slots__ = (
+        "_block_size",
         "_length",
         "_namespace",
         "_tokens",
         "_version",
         "_walk",
-        "next_block",
         "num_blocks",
         "num_tokens",
     )
@@ -50,13 +48,23 @@ class Match:
         self._namespace = namespace
         self._walk = walk
         self._version = version
+        self._block_size = block_size
         num_bytes = walk.num_bytes if walk is not None else 0
         self.num_tokens = num_bytes // ITEM_BYTES
         self.num_blocks = self.num_tokens // block_size
-        self.next_block: NextBlock | None = None
-        if walk is not None and walk.inside is None and self.num_tokens < len(tokens):
-            block = tokens[self.num_tokens : self.num_tokens + block_size]
-            self.next_block = (walk.node, block.tobytes())
+
+    @property
+    def next_block(self) -> NextBlock | None:
+        """Identifies the first block that is not published, by what it follows and its tokens.
+
+        Equal to `CacheManager.next_block` of a lease that is computing it; None if fewer than a
+        block's tokens follow, or if the match ends inside a run: then nobody is computing it.
+        """
+        walk, first = self._walk, self.num_tokens
+        if walk is None or walk.inside is not None or first == len(self._tokens):
+            return None
+        block = self._tokens[first : first + self._block_size]
+        return (walk.node, block.tobytes())
 
 
 class Lease:

@@ -91,7 +91,7 @@ class RadixTree:
         idle = walk.inside_blocks if walk.inside is not None and walk.inside.refs == 0 else 0
         node = walk.node
         while node.refs == 0 and node.parent is not None:  # users of a node use its parents too
-            idle += node.num_blocks
+            idle += len(node.device_blocks) // ITEM_BYTES
             node = node.parent
         return idle
 
@@ -118,7 +118,7 @@ class RadixTree:
             assert node is not None, "pinned to a node that is not on the path"
             if node.refs == 0 and node.parent is not None:
                 self._unlink(node)
-                self.num_idle -= node.num_blocks
+                self.num_idle -= len(node.device_blocks) // ITEM_BYTES
             node.refs += 1
             node = node.parent
         return last
@@ -136,7 +136,7 @@ class RadixTree:
                 else:
                     place.last_use = self.clock
                     self._link_before(self._idle, place)
-                    self.num_idle += place.num_blocks
+                    self.num_idle += len(place.device_blocks) // ITEM_BYTES
             place = place.parent
 
     # Changes

@@ -51,6 +51,8 @@ def as_count(name: str, value: int, minimum: int = 0) -> int:
     Raises:
         CountError: if it is not.
     """
+    if type(value) is int and value >= minimum:  # nearly always
+        return value
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise CountError(f"{name} must be an integer, got {value!r}")
     if value < minimum:

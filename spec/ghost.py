@@ -17,7 +17,7 @@ _SHIFT: Final = 1 << 31  # makes an int32 token not negative: hash(-1) == hash(-
 
 def first_tag(namespace: bytes) -> Tag:
     """Return the tag of the empty prefix."""
-    return hash(namespace)
+    return hash(tuple(namespace))  # the hash of bytes differs from process to process
 
 
 def next_tag(tag: Tag, token: int) -> Tag:

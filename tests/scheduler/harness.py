@@ -25,7 +25,7 @@ VOCABULARY = 3
 
 def next_token(namespace: bytes, tokens: Sequence[int]) -> int:
     """The model: the token that follows."""
-    return prefix_tags(namespace, tokens)[-1][0] % VOCABULARY
+    return prefix_tags(namespace, tokens)[-1] % VOCABULARY
 
 
 def alone(request: Request) -> tuple[list[int], FinishReason]:
@@ -225,7 +225,7 @@ class Harness:
             end = chunk.start + chunk.length
             self.ghost.read_sequence(*self._table_and_tags(chunk.request, end))
 
-    def _table_and_tags(self, request: Request, end: int) -> tuple[list[int], list[bytes]]:
+    def _table_and_tags(self, request: Request, end: int) -> tuple[list[int], list[int]]:
         assert request.lease is not None, f"{request!r} is computed without blocks"
         tags = prefix_tags(request.namespace, request.tokens[:end].tolist())
         return request.lease.block_table.tolist(), tags
