@@ -1,0 +1,62 @@
+"""How often each situation must come up, or a run proves nothing about it.
+
+A generator that never evicts finds no bug in eviction, and says "ok". So each situation of interest
+is counted, and has a floor: about half of what was measured when it was set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+PER_STEPS: Final = 200_000
+
+CACHE_FLOORS: Final = {
+    "admitted": 22_000,
+    "admitted with an old match": 3_300,
+    "batch that needs blocks": 45,
+    "completion heard twice": 900,
+    "duplicate of a held copy": 450,
+    "duplicate of an unheld": 270,
+    "evicted next to a used block": 280,
+    "evicted several": 3_000,
+    "evicted the tail of a path": 1_100,
+    "evicted under pressure": 3_500,
+    "evicted when asked": 1_100,
+    "failed step": 150,
+    "full hit": 1_700,
+    "grown into a new block": 2_800,
+    "growth refused": 680,
+    "hit": 3_100,
+    "hit that ends before a published block": 1_900,
+    "late completion": 1_200,
+    "match": 7_000,
+    "misuse": 4_700,
+    "preempted": 4_200,
+    "preempted in prefill": 2_600,
+    "refused": 3_500,
+    "released with a step in flight": 1_000,
+    "reset with live leases": 1_000,
+    "resumed": 3_500,
+    "resumed with a hit": 1_700,
+    "too large": 1_200,
+}
+"""Per 200,000 random steps on a manager that has every optional method, at depth ``full``."""
+
+
+def too_rare(
+    situations: Mapping[str, int], floors: Mapping[str, int], num_steps: int
+) -> dict[str, tuple[int, float]]:
+    """Return the situations that came up too rarely: how often, and how often they should.
+
+    Args:
+        situations: what a run counted.
+        floors: per `PER_STEPS` steps.
+        num_steps: the steps of the run.
+    """
+    wanted = {name: floor * num_steps / PER_STEPS for name, floor in floors.items()}
+    return {
+        name: (situations.get(name, 0), floor)
+        for name, floor in wanted.items()
+        if situations.get(name, 0) < floor
+    }

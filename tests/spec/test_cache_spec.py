@@ -1,0 +1,70 @@
+"""Our cache manager and its pool under the specification, and that the traffic is worth it."""
+
+from __future__ import annotations
+
+import pytest
+
+from radixkv.scheduler.fuzz import cache_adapter, pool_adapter
+from radixkv.spec.cache_rules import CACHE_RULES
+from radixkv.spec.cache_world import CacheSubject
+from radixkv.spec.engine import replay
+from radixkv.spec.pool_world import PoolSubject
+from radixkv.spec.random_engine import run
+from radixkv.spec.situations import CACHE_FLOORS, PER_STEPS, too_rare
+from radixkv.spec.target import DEPTHS, Depth
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("seed", range(3))
+def test_our_manager_keeps_every_rule(depth: Depth, seed: int) -> None:
+    result = run(CacheSubject(cache_adapter.make_factory(), depth), seed, 20_000)
+    assert result.finding is None, result.finding
+    assert result.num_steps >= 20_000
+
+
+def test_our_pool_keeps_every_rule() -> None:
+    result = run(PoolSubject(pool_adapter.make_factory()), 0, 20_000)
+    assert result.finding is None, result.finding
+    wanted = {"allocation refused", "wrong ids", "recycled many"}
+    assert set(result.situations) == wanted and min(result.situations.values()) > 500
+
+
+def test_every_situation_comes_up_often_enough() -> None:
+    result = run(CacheSubject(cache_adapter.make_factory(), "full"), 7, PER_STEPS)
+    assert result.finding is None, result.finding
+    assert not too_rare(result.situations, CACHE_FLOORS, result.num_steps)
+    assert set(result.situations) == set(CACHE_FLOORS), "a situation has no floor"
+    assert len(CACHE_FLOORS) >= 20
+
+
+def test_what_is_rare_is_told() -> None:
+    found = too_rare({"hit": 10, "full hit": 4}, {"hit": 10, "full hit": 5, "resumed": 1}, 200_000)
+    assert found == {"full hit": (4, 5.0), "resumed": (0, 1.0)}
+    assert not too_rare({"hit": 1}, {"hit": 10}, 20_000)
+
+
+def test_a_run_is_determined_by_its_seed() -> None:
+    subject = CacheSubject(cache_adapter.make_factory(), "full")
+    first, again, other = (run(subject, seed, 3_000) for seed in (5, 5, 6))
+    assert first == again != other
+
+
+def test_a_trace_replays_and_what_does_not_apply_is_skipped() -> None:
+    subject = CacheSubject(cache_adapter.make_factory(), "full")
+    config = {"num_blocks": 4, "block_size": 2, "max_running": 2, "alphabet": 1}
+    trace = [
+        ["admit", "r1"],
+        ["submit", "r1", [1, 2, 3], 2, 0],
+        ["admit", "r1"],
+        ["forward", "r1", 3],
+        ["append", "r1", [4, 5]],
+        ["done", "r9.1"],
+        ["drain"],
+    ]
+    assert replay(subject, config, trace) is None
+    world = subject.world(config)
+    assert [world.apply(operation) for operation in trace] == [False, *[True] * 4, False, True]
+
+
+def test_there_are_enough_rules() -> None:
+    assert len(CACHE_RULES) >= 45
