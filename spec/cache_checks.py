@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .cache_world import CacheWorld
 
 
-def check(world: CacheWorld) -> None:
+def check_all(world: CacheWorld) -> None:
     """Check every rule that is about a state, not about a step."""
     running = world.running()
     for request in running:

@@ -26,6 +26,7 @@ WEIGHTS: Final = {
     "evict": 6,
     "reset": 3,
     "misuse": 6,
+    "check": 3,
     "drain": 3,
 }
 
@@ -93,6 +94,7 @@ def enabled(world: CacheWorld) -> dict[str, list[str]]:
         "evict": [""] if "evict" in can else [],
         "reset": [""] if "reset" in can else [],
         "misuse": [*running[:1], ""] if "misuse" in can else [],
+        "check": [""] if "check" in can else [],
         "drain": [""],
     }
     return {word: names for word, names in choices.items() if names}

@@ -93,6 +93,14 @@ def misuse(world: CacheWorld, kind: int, name: str = "") -> bool:
     return True
 
 
+def check(world: CacheWorld) -> bool:
+    """The manager checks itself."""
+    if "check" not in world.target.can:
+        return False
+    world.target.run("check")
+    return True
+
+
 def drain(world: CacheWorld) -> bool:
     """Everyone computes what it has and ends; then every block can be had, and is of use."""
     for name in list(world.jobs):
@@ -104,8 +112,7 @@ def drain(world: CacheWorld) -> bool:
     num_blocks = world.config["num_blocks"]
     found = world.target.available()
     require(found == num_blocks, rules.D1, "{} of {} blocks can be had", found, num_blocks)
-    if "check" in world.target.can:
-        world.target.run("check")
+    check(world)
     _use_all(world, num_blocks)
     return True
 

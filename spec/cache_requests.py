@@ -29,8 +29,8 @@ def draw_config(below: Below) -> Config:
         "block_size": 1 + below(4),
         "max_running": 2 + below(4),
         "alphabet": 1 + below(3),
-        "rare": below(1 << 12) & below(1 << 12) if below(3) else 0,
-        "often": below(1 << 16) & below(1 << 16) if below(3) else 0,
+        "rare": below(1 << 13) & below(1 << 13) if below(3) else 0,
+        "often": below(1 << 17) & below(1 << 17) if below(3) else 0,
     }
 
 

@@ -8,10 +8,10 @@ from typing import Final
 
 from .adapter import Factory
 from .cache_admit import admit, match, submit
-from .cache_checks import check
+from .cache_checks import check_all
 from .cache_compute import again, append, append_batch, done, fail, forward, launch
 from .cache_draw import draw, weights_of
-from .cache_end import drain, evict, finish, misuse, preempt, reset
+from .cache_end import check, drain, evict, finish, misuse, preempt, reset
 from .cache_model import CacheModel
 from .cache_picture import picture
 from .cache_requests import Request, draw_config
@@ -24,7 +24,7 @@ OPERATIONS: Final[dict[str, Callable[..., bool]]] = {
     operation.__name__: operation
     for operation in (
         submit, match, admit, forward, launch, done, fail, again, append, append_batch,
-        finish, preempt, evict, reset, misuse, drain,
+        finish, preempt, evict, reset, misuse, check, drain,
     )
 }  # fmt: skip
 """By its word. Each returns False, and has done nothing, if what it names is not there."""
@@ -78,7 +78,7 @@ class CacheWorld:
         if not OPERATIONS[word](self, *arguments):
             return False
         self.num_steps += 1
-        check(self)
+        check_all(self)
         return True
 
     def picture(self) -> str:

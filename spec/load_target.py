@@ -1,4 +1,4 @@
-"""Imports what is to be tested, from the words ``package.module:factory`` or ``file.py:factory``."""
+"""Imports what is to be tested, from words: ``package.module:factory`` or ``file.py:factory``."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def load_target(target: str) -> Make:
     """
     where, colon, name = target.rpartition(":")
     if not colon or not where or not name:
-        raise TargetError(f"{target}: expected package.module:factory or path/to/file.py:factory")
+        raise TargetError(f"expected package.module:factory or path/to/file.py:factory")
     module = _load_file(Path(where)) if where.endswith(".py") else _load_module(where)
     found = module
     for part in name.split("."):
         if not hasattr(found, part):
-            raise TargetError(f"{target}: {where} has no {name}")
+            raise TargetError(f"{where} has no {name}")
         found = getattr(found, part)
     if not callable(found):
-        raise TargetError(f"{target}: {name} is not callable, it is {found!r}")
-    return _explained(found, target)
+        raise TargetError(f"{name} in {where} cannot be called, it is {found!r}")
+    return _explained(found, name)
 
 
 def _load_module(name: str) -> Any:
@@ -87,7 +87,7 @@ def _failed(what: str, error: Exception) -> TargetError:
     return TargetError(f"importing {what} raised {type(error).__name__}: {error}")
 
 
-def _explained(factory: Make, target: str) -> Make:
+def _explained(factory: Make, name: str) -> Make:
     def make(*sizes: Any) -> Any:
         try:
             return factory(*sizes)
@@ -95,8 +95,6 @@ def _explained(factory: Make, target: str) -> Make:
             raise
         except Exception as error:
             shown = ", ".join(map(repr, sizes))
-            raise AdapterError(
-                f"{target}: called with ({shown}) it raised {type(error).__name__}: {error}"
-            ) from error
+            raise AdapterError(f"{name}({shown}) raised {type(error).__name__}: {error}") from error
 
     return make

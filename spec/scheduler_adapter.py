@@ -86,7 +86,8 @@ class SchedulerPromises:
         resumed_first: Q7 and Q8.
         whole: Q21; all of a request's tokens get their blocks at once.
         leaders: Q17; who needs a block that another computes waits for it.
-        reserves: Q18, Q26, Q27, Q28; growth is reserved as the configuration says.
+        reserves: Q26, Q27, Q28; growth is reserved as the configuration says.
+        never_preempts: Q18; nobody is preempted if the configuration reserves all.
         exact: Q22, Q23, Q25; `available` counts every block that nobody who runs holds.
     """
 
@@ -96,6 +97,7 @@ class SchedulerPromises:
     whole: bool = False
     leaders: bool = False
     reserves: bool = False
+    never_preempts: bool = False
     exact: bool = False
 
     @classmethod

@@ -114,16 +114,16 @@ class Step:
 
     Attributes:
         chunks: who is computed, with start and length.
-        before: who ran before it, in order.
         running: who runs in it, in order of admission.
+        growth: the blocks that those who decode need for it.
         admitted, preempted: what became of the others.
         available: blocks that could be had before it.
         available_now: blocks that can be had since.
     """
 
     chunks: list[tuple[Tracked, int, int]]
-    before: list[Tracked]
     running: list[Tracked]
+    growth: int
     available: int
     available_now: int
     admitted: list[Tracked] = field(default_factory=list)

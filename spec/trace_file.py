@@ -28,7 +28,7 @@ class TraceFile:
     Attributes:
         finding: the rule that broke, and how.
         what: the kind of thing that was tested: ``"cache"``, ``"pool"`` or ``"scheduler"``.
-        target: how to import what was tested, as ``"package.module:factory"``; "" for our own.
+        target: how to import what was tested, as ``"package.module:factory"``; "" if not known.
         depth: how deep it was looked into.
     """
 
@@ -74,7 +74,9 @@ def read_trace_file(path: Path) -> TraceFile:
             raise TraceFileError(f'{path}: "{part}" must be {wanted}')
     for number, operation in enumerate(document["trace"], 1):
         if not isinstance(operation, list) or not operation or not isinstance(operation[0], str):
-            raise TraceFileError(f"{path}: operation {number} must be a list that begins with a word")
+            raise TraceFileError(
+                f"{path}: operation {number} must be a list that begins with a word"
+            )
     origin = {part: document[part] for part in ("what", "target", "depth") if part in document}
     for part, value in origin.items():
         if not isinstance(value, str):

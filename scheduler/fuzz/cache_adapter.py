@@ -23,6 +23,13 @@ def make_factory(kvcache: ModuleType | None = None) -> Factory:
     return make
 
 
+def _set_sizes(kvcache: ModuleType, large: bool) -> None:
+    """Let a tiny cache do what a large one does: evict many at once, and outgrow its tables."""
+    kvcache.radix_tree._FEW, kvcache.radix_tree._AT_ONCE = (1, 2) if large else (16, 1024)
+    size = 2 if large else 64
+    kvcache.block_tables._FIRST_ROWS = kvcache.block_tables._FIRST_WIDTH = size
+
+
 class CacheAdapter:
     """A `CacheManager` whose leases have names.
 
@@ -33,10 +40,7 @@ class CacheAdapter:
 
     def __init__(self, kvcache: ModuleType, num_blocks: int, block_size: int) -> None:
         self.kvcache = kvcache
-        # Half of the worlds evict as a large cache does.
-        kvcache.radix_tree._FEW, kvcache.radix_tree._AT_ONCE = (
-            (1, 2) if num_blocks % 2 else (16, 99)
-        )
+        _set_sizes(kvcache, large=num_blocks % 2 == 1)
         self.manager = kvcache.CacheManager(num_blocks, block_size)
         self.leases: dict[str, Any] = {}
         self.ended: list[Any] = []  # leases that were released, or ended by a reset
@@ -107,9 +111,12 @@ class CacheAdapter:
         return self._refusal
 
     def publish(self, name: str, tokens: Sequence[int]) -> None:
-        """Publish what is computed."""
-        array = np.array(tokens, np.int32)
+        """Publish what is computed; some lengths go in as a list."""
         self._publisher = name
+        if len(tokens) % 4 == 3:
+            self.manager.publish(self.leases[name], tokens)
+            return
+        array = np.array(tokens, np.int32)
         self.manager.publish(self.leases[name], array)
         array[:] = -7
 

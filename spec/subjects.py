@@ -1,0 +1,34 @@
+"""The kinds of things that can be tested, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, Literal, TypeAlias
+
+from .engine import Subject
+from .target import Depth
+
+What: TypeAlias = Literal["cache", "pool", "scheduler"]
+
+WHATS: Final[tuple[What, ...]] = ("cache", "pool", "scheduler")
+
+
+def make_subject(what: What, factory: Callable[..., Any], depth: Depth) -> Subject:
+    """Return worlds of one kind around what a factory makes.
+
+    Args:
+        what: the kind of thing.
+        factory: see `Factory`, `PoolFactory` or `SchedulerFactory`.
+        depth: how deep a cache is looked into; the others have one depth.
+    """
+    if what == "cache":
+        from .cache_world import CacheSubject
+
+        return CacheSubject(factory, depth)
+    if what == "pool":
+        from .pool_world import PoolSubject
+
+        return PoolSubject(factory)
+    from .scheduler_world import SchedulerSubject
+
+    return SchedulerSubject(factory)
