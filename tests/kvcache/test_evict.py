@@ -3,12 +3,9 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from radixkv.kvcache import CacheManager, CountError
 
-from .harness import Config, Harness
 from .helpers import hit, serve, start
 from .observe import eviction_order, observe
 
@@ -152,36 +149,3 @@ def test_evicting_very_many_equals_evicting_one_by_one(fan_out: int, num_blocks:
     managers[0].check()
     left = [[hit(manager, tokens) for tokens in prompts] for manager in managers]
     assert left[0] == left[1]
-
-
-TRAFFIC = st.lists(
-    st.tuples(
-        st.lists(st.integers(0, 1), min_size=1, max_size=6),
-        st.integers(0, 7),  # how long it runs: how many requests come before it is released
-        st.booleans(),  # whether it publishes
-    ),
-    max_size=12,
-)
-
-
-@given(TRAFFIC, st.integers(1, 2))
-def test_the_order_is_that_of_a_leaf_lru_over_single_blocks(traffic, block_size):
-    """Every victim, one by one, after traffic that overlaps; the oracle is `LeafLru`."""
-    harness = Harness(Config(num_blocks=60, block_size=block_size))
-    ends: list[tuple[int, Any]] = []
-    for now, (tokens, lasts, publishes) in enumerate(traffic):
-        for _, request in [end for end in ends if end[0] <= now]:
-            if request in harness.running:
-                harness.release(harness.running.index(request))
-        if len(harness.running) == 6:
-            harness.release(0)
-        harness.arrive(tokens * 2, b"")
-        harness.admit(len(harness.waiting) - 1)
-        request = harness.running[-1]
-        ends.append((now + lasts, request))
-        if publishes:
-            harness.finish(len(harness.running) - 1)
-    harness.settle()
-    while harness.oracle.num_idle:
-        harness.evict(1)
-        harness.settle()
