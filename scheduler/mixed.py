@@ -243,11 +243,10 @@ class MixedScheduler:
 
     def _must_wait(self, request: Request, in_progress: set[NextBlock | None]) -> bool:
         """Match a request; tell whether another is about to compute the block it needs next."""
-        known = request.match
-        if known is None or known.next_block not in in_progress:
-            # A block in progress is not published, so an older match that ends there still holds.
-            request.match = known = self.manager.match(request.tokens, request.namespace)
-        waits = known.next_block in in_progress
+        # Matched anew each time: what follows an older match may be another prefix by now, as the
+        # node where it ended has grown.
+        match = request.match = self.manager.match(request.tokens, request.namespace)
+        waits = match.next_block in in_progress
         self._stats.waits_for_leader += waits
         return waits
 

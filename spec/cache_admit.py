@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def submit(world: CacheWorld, name: str, prompt: list[int], more: int, namespace: int) -> bool:
     """A request comes, and waits; it may grow by `more` tokens."""
-    if any(request.name == name for request in world.past):
+    if not prompt or any(request.name == name for request in world.past):
         return False
     request = Request(name, NAMESPACES[namespace], list(prompt), len(prompt) + more)
     world.requests[name] = request

@@ -19,21 +19,20 @@ if TYPE_CHECKING:
 
 def forward(world: CacheWorld, name: str, num_tokens: int) -> bool:
     """A step runs: it reads what is written, writes on, and publishes."""
-    if not launch(world, name, num_tokens):
-        return False
-    return done(world, world.requests[name].job)
+    job = f"{name}.now"
+    return launch(world, name, num_tokens, job) and done(world, job)
 
 
-def launch(world: CacheWorld, name: str, num_tokens: int) -> bool:
-    """A step is enqueued, with the block table of now."""
+def launch(world: CacheWorld, name: str, num_tokens: int, job: str) -> bool:
+    """A step is enqueued, with the block table of now; it is named, for what becomes of it."""
     request = world.get(name, "running")
     if request is None or request.job or request.written == len(request.tokens):
         return False
-    request.num_jobs += 1
+    if num_tokens < 1 or job in world.jobs:
+        return False
     table = world.target.block_table(name)
     start = request.written
     tags = request.tags[start : start + num_tokens]
-    job = Job(f"{name}.{request.num_jobs}", name, request.admission, table, start, tags)
     for other in world.running():
         shared = set(table[start // world.block_size :]) & set(other.table)
         require(
@@ -44,9 +43,10 @@ def launch(world: CacheWorld, name: str, num_tokens: int) -> bool:
             shared,
             other.name,
         )
-    world.jobs[job.name] = job
-    request.job = job.name
-    world.device.launch(job)
+    request.num_jobs += 1
+    request.job = job
+    world.jobs[job] = Job(job, name, request.admission, table, start, tags)
+    world.device.launch(world.jobs[job])
     return True
 
 

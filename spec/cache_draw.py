@@ -110,8 +110,9 @@ def draw_operation(world: CacheWorld, word: str, names: list[str], below: Below)
         namespace = below(len(NAMESPACES)) if below(3) == 0 else 0
         return [word, f"r{len(past) + 1}", prompt, below(9), namespace]
     if word in ("forward", "launch"):
-        everything = len(world.requests[name].tokens)
-        return [word, name, everything if below(2) else 1 + below(5)]
+        request = world.requests[name]
+        operation = [word, name, len(request.tokens) if below(2) else 1 + below(5)]
+        return operation if word == "forward" else [*operation, f"{name}.{request.num_jobs + 1}"]
     if word == "append":
         tokens = [TOKENS[below(alphabet)] for _ in range(1 if below(3) else 1 + below(4))]
         return [word, name, tokens]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from .adapter import Factory
@@ -16,7 +16,7 @@ from .cache_model import CacheModel
 from .cache_picture import picture
 from .cache_requests import Request, draw_config
 from .device import Device, Job
-from .engine import Below, Config, Operation
+from .engine import Below, Config, Operation, Trace
 from .ghost import Tag, first_tag, next_tag
 from .target import Depth, Target
 
@@ -141,6 +141,14 @@ class CacheSubject:
     def configure(self, below: Below) -> Config:
         """Draw the sizes of a world."""
         return draw_config(below)
+
+    def simpler(self, trace: Trace) -> Iterator[Trace]:
+        """Yield traces in which a step that is launched, and is done later, runs at once."""
+        for index, (word, *arguments) in enumerate(trace):
+            if word == "launch":
+                name, num_tokens, job = arguments
+                at_once = [*trace[:index], ["forward", name, num_tokens], *trace[index + 1 :]]
+                yield [operation for operation in at_once if operation != ["done", job]]
 
     def world(self, config: Config) -> CacheWorld:
         """Make a world with an empty cache."""

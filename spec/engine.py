@@ -54,6 +54,8 @@ class Subject(Protocol):
     def world(self, config: Config) -> World:
         """Make a world with nothing in it yet."""
 
+    # It may have `simpler(trace) -> Iterator[Trace]`: traces that shrinking should try.
+
 
 @dataclass(frozen=True)
 class Finding:

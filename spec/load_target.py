@@ -33,7 +33,7 @@ def load_target(target: str) -> Make:
     """
     where, colon, name = target.rpartition(":")
     if not colon or not where or not name:
-        raise TargetError(f"expected package.module:factory or path/to/file.py:factory")
+        raise TargetError("expected package.module:factory or path/to/file.py:factory")
     module = _load_file(Path(where)) if where.endswith(".py") else _load_module(where)
     found = module
     for part in name.split("."):

@@ -190,7 +190,9 @@ class CacheMachine(RuleBasedStateMachine, unittest.TestCase):
     @rule(i=INDEX, num_tokens=COUNT)
     def launch(self, i: int, num_tokens: int) -> None:
         """A step is enqueued."""
-        self.do("launch", self.pick("launch", i), num_tokens)
+        name = self.pick("launch", i)
+        number = self.world.requests[name].num_jobs + 1
+        self.do("launch", name, num_tokens, f"{name}.{number}")
 
     @applies("done")
     @rule(i=INDEX)

@@ -36,7 +36,7 @@ def draw_config(below: Below) -> Config:
         "policy": ("fcfs", "priority")[below(2)],
         "reserve_tokens": (None, 0, 0, 0, 0, 2)[below(6)],
         "prefix_cache": below(5) > 0,
-        "alphabet": 1 + below(3),
+        "alphabet": (1, 2, 3, 8)[below(4)],
     }
 
 
@@ -45,12 +45,10 @@ def draw_prompt(below: Below, past: Sequence[Sequence[int]], config: Config) -> 
     size, alphabet = config["block_size"], config["alphabet"]
     prompt: list[int] = []
     if past and below(6):
-        base = past[-1 - below(min(6, len(past)))]
+        base = past[-1 - below(1 + below(min(6, len(past))))]
         prompt = list(base[: below(len(base) + 2) if below(3) else len(base)])
-    if below(2):
-        length = max(1, size * (1 + below(3)) + below(3) - 1)
-    else:
-        length = len(prompt) + below(4)
+    near_whole_blocks = size * (1 + below(3)) + below(3) - 1
+    length = near_whole_blocks if below(2) else len(prompt) + below(4)
     length = max(1, min(length, size * config["num_blocks"] + 2))
     prompt = prompt[:length]
     return prompt + [below(alphabet) for _ in range(length - len(prompt))]

@@ -102,7 +102,7 @@ def check_order(world: SchedulerWorld, step: Step) -> None:
 
 
 def next_block(world: SchedulerWorld, request: Tracked) -> int:
-    """Where the first block ends that a prefilling request has yet to publish; 0 if it fills none."""
+    """Where the first block ends that a prefilling request has yet to publish; 0 if none."""
     if not (request.prefilling and world.config["prefix_cache"]):
         return 0
     end = (request.shared_blocks(world.block_size) + 1) * world.block_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from .engine import Below, Config, Operation
@@ -11,7 +11,7 @@ from .ghost import GhostMemory
 from .rules import require
 from .scheduler_adapter import SchedulerFactory, Submission
 from .scheduler_checks import check_settled
-from .scheduler_draw import MAX_WAITING, NAMESPACES, draw, draw_config
+from .scheduler_draw import MAX_WAITING, NAMESPACES, WEIGHTS, draw, draw_config
 from .scheduler_requests import Books, Tracked
 from .scheduler_rules import Q14, Q15, Q19, Q20, Q30
 from .scheduler_step import end_by_abort, run_step
@@ -19,6 +19,9 @@ from .scheduler_target import SchedulerTarget
 
 LAST_PRIORITY: Final = 3
 """Of requests that must overtake nobody."""
+
+OPERATIONS: Final = tuple(WEIGHTS)
+"""The words of the operations: each is a method of the world."""
 
 
 class SchedulerWorld:
@@ -54,11 +57,8 @@ class SchedulerWorld:
     def apply(self, operation: Operation) -> bool:
         """Do one operation and check every rule; False if it does not apply."""
         word, *arguments = operation
-        method = {
-            "submit": self.submit, "step": self.step, "step_abort": self.step_abort,
-            "step_misuse": self.step_misuse, "abort": self.abort, "misuse": self.misuse,
-            "flood": self.flood, "drain": self.drain,
-        }[word]  # fmt: skip
+        assert word in OPERATIONS, f"{word!r} is no operation"
+        method: Callable[..., bool] = getattr(self, word)
         if not method(*arguments):
             return False
         check_settled(self)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any, Final
 
@@ -51,6 +51,7 @@ class _Shrinker:
             self.leave_out_operations()
             self.simplify_arguments()
             self.shrink_sizes()
+            self.simplify_by_subject()
         self.rename()
 
     def leave_out_requests(self) -> None:
@@ -86,6 +87,15 @@ class _Shrinker:
         for name, smallest in SMALLEST.items():
             for size in range(smallest, self.config.get(name, 0)):
                 if self.keeps({**self.config, name: size}, self.trace):
+                    break
+
+    def simplify_by_subject(self) -> None:
+        """Try what the subject knows to be simpler."""
+        simpler: Callable[[Trace], Iterator[Trace]] | None
+        simpler = getattr(self.subject, "simpler", None)
+        if simpler is not None:
+            for candidate in simpler(self.trace):
+                if self.keeps(self.config, candidate):
                     break
 
     def rename(self) -> None:

@@ -33,20 +33,21 @@ STYLE: Final = (
 )
 
 
-def to_svg(subject: Subject, finding: Finding) -> str:
+def to_svg(subject: Subject, finding: Finding, *, calls: bool = True) -> str:
     """Draw a finding as an SVG document.
 
     The calls stand on top, the failing one in red; below, the state before it: the published
     blocks as a tree and the pool as a strip where there is a model of them, else as text.
+
+    Args:
+        subject: what it was found in.
+        finding: best a shrunk one.
+        calls: whether to write the calls, too.
     """
     world = world_before(subject, finding)
     canvas = _Canvas()
-    for operation in finding.trace[:-1]:
-        canvas.text(to_call(operation))
-    if finding.trace:
-        canvas.text(to_call(finding.trace[-1]), "bad")
-    canvas.text(f"{finding.rule}: {finding.why}", "bad")
-    canvas.skip(LINE // 2)
+    if calls:
+        _calls(canvas, finding)
     model: CacheModel | None = getattr(world, "model", None)
     tree = getattr(model, "published_at", None)
     if model is None or tree is None:
@@ -59,6 +60,15 @@ def to_svg(subject: Subject, finding: Finding) -> str:
             if " block " not in line and not line.startswith("blocks |"):
                 canvas.text(line)
     return canvas.document()
+
+
+def _calls(canvas: _Canvas, finding: Finding) -> None:
+    for operation in finding.trace[:-1]:
+        canvas.text(to_call(operation))
+    if finding.trace:
+        canvas.text(to_call(finding.trace[-1]), "bad")
+    canvas.text(f"{finding.rule}: {finding.why}", "bad")
+    canvas.skip(LINE // 2)
 
 
 class _Canvas:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from .adapter import AdapterError
 from .engine import Finding, Subject, replay
 from .rules import Violation
 
@@ -99,7 +100,9 @@ def replay_file(subject: Subject, file: TraceFile) -> Finding | None:
             world.apply(operation)
     except Violation as violation:
         return Finding(violation.rule.name, violation.why, finding.config, done)
-    except (KeyError, ValueError, IndexError, AttributeError) as error:
+    except AdapterError:
+        raise
+    except (KeyError, ValueError, IndexError, AttributeError, TypeError) as error:
         place = f"operation {len(done)}, {json.dumps(done[-1])}," if done else "the configuration"
         raise TraceFileError(f"{place} fits no world of a {file.what}: {error!r}") from error
     return None

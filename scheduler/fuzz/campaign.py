@@ -23,7 +23,7 @@ from ...spec.load_target import load_target
 from ...spec.random_engine import Run
 from ...spec.subjects import What, make_subject
 from ...spec.target import Depth
-from .own import own_factory
+from .own import OWN
 
 EngineName: TypeAlias = Literal["random", "hypothesis"]
 
@@ -41,14 +41,14 @@ class Aim:
 
     Attributes:
         what: the kind of thing.
-        target: where its factory is imported from; "" for our own.
+        target: where its factory is imported from.
         depth: how deep it is looked into.
         engine: who chooses.
         seed: of the campaign.
     """
 
     what: What = "cache"
-    target: str = ""
+    target: str = OWN["cache"]
     depth: Depth = "full"
     engine: EngineName = "random"
     seed: int = 0
@@ -89,8 +89,7 @@ def subject_of(what: What, target: str, depth: Depth) -> Subject:
     Raises:
         TargetError: it cannot be imported.
     """
-    factory = load_target(target) if target else own_factory(what)
-    return make_subject(what, factory, depth)
+    return make_subject(what, load_target(target), depth)
 
 
 def run_part(aim: Aim, number: int, num_steps: int) -> Run:

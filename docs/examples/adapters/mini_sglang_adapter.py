@@ -1,0 +1,152 @@
+r"""mini-sglang's `CacheManager` over its radix cache, as the specification drives it.
+
+It needs mini-sglang's sources, on any CPU, and some of its dependencies::
+
+    pip install torch transformers apache-tvm-ffi msgpack pyzmq
+    git clone https://github.com/sgl-project/mini-sglang
+    PYTHONPATH=mini-sglang/python radixkv fuzz --target \
+        docs/examples/adapters/mini_sglang_adapter.py:make
+
+Its pages are token slots; block b is the slots from b * block_size on. As its scheduler does, this
+publishes when the prompt is computed, with ``cache_req(finished=False)``, and when a request ends.
+`make_repointed` repairs what is found, to see whether there is more. `make_uncounted` says that
+no block is available while a request runs: then the rules about counts are silent, and what is
+found is what comes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from radixkv.spec.adapter import Promises
+
+try:
+    import minisgl.core
+    import torch
+    from minisgl.scheduler.cache import CacheManager
+except ModuleNotFoundError as error:
+    raise ImportError(
+        f"{error}: `pip install torch transformers apache-tvm-ffi msgpack pyzmq`, then clone"
+        " mini-sglang and put its folder python on PYTHONPATH"
+    ) from error
+
+VERSION = "mini-sglang 20fcd7f"  # the commit it was tried with; it makes no releases
+NUM_ROWS = 16  # more than ever run at once
+
+torch.set_num_threads(1)
+_empty = torch.empty
+torch.empty = lambda *size, pin_memory=False, **options: _empty(*size, **options)  # no GPU, no pin
+
+
+class MiniSGLang:
+    """A request is a row of the page table. It has no namespaces: a token says its tenant."""
+
+    promises = Promises(exact=True)
+
+    def __init__(self, num_blocks: int, block_size: int, repoint: bool = False) -> None:
+        minisgl.core._GLOBAL_CTX = None  # each manager takes its page size from a global
+        minisgl.core.set_global_ctx(minisgl.core.Context(block_size))
+        self.block_size = block_size
+        self.repoint = repoint
+        self.table = torch.zeros((NUM_ROWS, (num_blocks + 1) * block_size), dtype=torch.int32)
+        self.rows = list(range(NUM_ROWS))
+        self.manager = CacheManager(num_blocks, block_size, self.table, "radix")
+        self.requests: dict[str, Any] = {}
+
+    def admit(self, name: str, tokens: Sequence[int], namespace: bytes) -> int | None:
+        tenant = len(namespace) << 24
+        ids = torch.tensor([token + tenant for token in tokens], dtype=torch.int32)
+        pending = SimpleNamespace(input_ids=ids, input_len=len(ids))
+        handle = self.manager.match_req(pending).cuda_handle
+        num_hit = int(handle.cached_len)
+        self.manager.lock(handle)
+        if not self._is_room(self._num_blocks(len(ids)) - num_hit // self.block_size):
+            self.manager.unlock(handle)
+            return None
+        row = self.rows.pop()
+        if num_hit:
+            self.table[row, :num_hit].copy_(handle.get_matched_indices())
+        request = SimpleNamespace(
+            input_ids=ids, table_idx=row, cached_len=num_hit, device_len=len(ids),
+            cache_handle=handle, tenant=tenant, num_prompt=len(ids), is_prefill=True,
+        )  # fmt: skip
+        self.manager.allocate_paged([request])
+        self.requests[name] = request
+        return num_hit
+
+    def append(self, name: str, tokens: Sequence[int]) -> bool:
+        request = self.requests[name]
+        end = request.device_len + len(tokens)
+        if self._num_blocks(end) - self._num_blocks(request.device_len) > MiniSGLang.available(
+            self
+        ):
+            return False
+        more = torch.tensor([token + request.tenant for token in tokens], dtype=torch.int32)
+        request.input_ids, request.device_len = torch.cat([request.input_ids, more]), end
+        self.manager.allocate_paged([request])
+        return True
+
+    def publish(self, name: str, tokens: Sequence[int]) -> None:
+        request = self.requests[name]
+        request.cached_len = len(tokens)
+        if not request.is_prefill or len(tokens) < request.num_prompt:
+            return
+        request.is_prefill = False
+        self.manager.cache_req(request, finished=False)
+        num_cached = int(request.cache_handle.cached_len)
+        if self.repoint and num_cached:
+            cached = request.cache_handle.get_matched_indices()
+            self.table[request.table_idx, :num_cached].copy_(cached)
+
+    def release(self, name: str) -> None:
+        request = self.requests.pop(name)
+        computed = self._num_blocks(request.cached_len) * self.block_size
+        held = self._num_blocks(request.device_len) * self.block_size
+        self.manager.cache_req(request, finished=True)
+        # It allocates a chunk when it schedules it, so that it never ends one with more than this.
+        self.manager._free(self.table[request.table_idx, computed:held])
+        self.rows.append(request.table_idx)
+
+    def block_table(self, name: str) -> Sequence[int]:
+        request = self.requests[name]
+        slots = self.table[request.table_idx, : request.device_len : self.block_size].tolist()
+        return [slot // self.block_size for slot in slots]
+
+    def available(self) -> int:
+        return int(self.manager.available_size) // self.block_size
+
+    def _is_room(self, num_blocks: int) -> bool:
+        return num_blocks * self.block_size <= self.manager.available_size
+
+    def check(self) -> None:
+        if not self.requests:  # it holds, and is asked, only then
+            self.manager.check_integrity()
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+
+def make(num_blocks: int, block_size: int) -> MiniSGLang:
+    """Make a manager with its adapter."""
+    return MiniSGLang(num_blocks, block_size)
+
+
+class Uncounted(MiniSGLang):
+    """One whose count says nothing while a request runs."""
+
+    promises = Promises()
+
+    def available(self) -> int:
+        return 0 if self.requests else super().available()
+
+
+def make_uncounted(num_blocks: int, block_size: int) -> MiniSGLang:
+    """Make one whose count says nothing while a request runs."""
+    return Uncounted(num_blocks, block_size)
+
+
+def make_repointed(num_blocks: int, block_size: int) -> MiniSGLang:
+    """Make one whose page table is pointed to what is in the tree after each publication."""
+    return MiniSGLang(num_blocks, block_size, repoint=True)

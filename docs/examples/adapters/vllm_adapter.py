@@ -1,0 +1,121 @@
+"""vLLM's `KVCacheManager`, one group of full-attention layers, as the specification drives it.
+
+It needs torch and vLLM's sources, on any CPU, and few of vLLM's dependencies::
+
+    pip install torch numpy msgspec packaging psutil pyzmq regex urllib3 uvloop
+    pip download --no-deps vllm && unzip vllm-*.whl -d vllm-unpacked
+    PYTHONPATH=vllm-unpacked radixkv fuzz --target docs/examples/adapters/vllm_adapter.py:make
+
+vLLM caches the blocks of a step when it schedules the step. Here they are cached when the step has
+run, by ``delay_cache_blocks`` and `cache_blocks`: its own way where blocks are filled later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from stubs import stub_modules
+
+from radixkv.spec.adapter import Promises
+
+# Imported by what is tested, and not called by it. Some need a GPU's libraries.
+stub_modules(
+    "cbor2", "cpuinfo", "vllm.config", "vllm.distributed", "vllm.multimodal", "vllm.pooling_params",
+    "vllm.sampling_params", "vllm.usage", "vllm.v1.attention", "vllm.v1.engine",
+    "vllm.v1.metrics.stats", "vllm.v1.structured_output",
+)  # fmt: skip
+
+try:
+    import torch
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.request import Request
+    from vllm.version import __version__
+except ModuleNotFoundError as error:
+    raise ImportError(
+        f"{error}: `pip install torch numpy msgspec packaging psutil pyzmq regex urllib3 uvloop`,"
+        " then `pip download --no-deps vllm`, unzip the wheel and put that folder on PYTHONPATH"
+    ) from error
+
+VERSION = f"vllm {__version__}"
+ENDLESS = 1 << 20  # tokens, as the longest sequence: the pool is the only limit
+POOLING = SimpleNamespace(skip_reading_prefix_cache=False)  # the shortest way to make a Request
+
+init_none_hash(sha256)
+
+
+class VLLM:
+    """A request is vLLM's `Request`; its hashes grow with its tokens."""
+
+    promises = Promises(hits_all=True, exact=True)
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        layers = FullAttentionSpec(
+            block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
+        )
+        config = KVCacheConfig(
+            num_blocks=num_blocks + 1,  # block 0 is padding
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["layer"], layers)],
+        )
+        self.manager = KVCacheManager(
+            config, ENDLESS, scheduler_block_size=block_size, hash_block_size=block_size
+        )
+        self.hasher = get_request_block_hasher(block_size, sha256)
+        self.requests: dict[str, Any] = {}
+
+    def admit(self, name: str, tokens: Sequence[int], namespace: bytes) -> int | None:
+        request = Request(
+            name,
+            list(tokens),
+            sampling_params=None,
+            pooling_params=POOLING,
+            cache_salt=namespace.decode() or None,
+            block_hasher=self.hasher,
+        )
+        blocks, num_hit, _ = self.manager.get_computed_blocks(request)
+        allocated = self.manager.allocate_slots(
+            request, len(tokens) - num_hit, num_hit, blocks, delay_cache_blocks=True
+        )
+        if allocated is None:
+            return None
+        request.num_computed_tokens = num_hit
+        self.requests[name] = request
+        return int(num_hit)
+
+    def append(self, name: str, tokens: Sequence[int]) -> bool:
+        request = self.requests[name]
+        allocated = self.manager.allocate_slots(request, len(tokens), delay_cache_blocks=True)
+        if allocated is not None:
+            request.append_output_token_ids(list(tokens))
+        return allocated is not None
+
+    def publish(self, name: str, tokens: Sequence[int]) -> None:
+        request = self.requests[name]
+        request.num_computed_tokens = len(tokens)
+        self.manager.cache_blocks(request, len(tokens))
+
+    def release(self, name: str) -> None:
+        self.manager.free(self.requests.pop(name))
+
+    def block_table(self, name: str) -> Sequence[int]:
+        table: list[int] = self.manager.get_block_ids(name)[0]
+        return table
+
+    def available(self) -> int:
+        return int(self.manager.block_pool.get_num_free_blocks())
+
+    def reset(self) -> None:
+        # As its scheduler does: whoever runs is preempted first.
+        for name in list(self.requests):
+            self.release(name)
+        assert self.manager.reset_prefix_cache(), "the cache was not reset"
+
+
+def make(num_blocks: int, block_size: int) -> VLLM:
+    """Make a manager with its adapter."""
+    return VLLM(num_blocks, block_size)
