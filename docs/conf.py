@@ -1,6 +1,7 @@
 """Sphinx configuration. The build executes the examples and fetches nothing."""
 
 import os
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_gallery.gen_gallery",
 ]
-exclude_patterns = ["_build", "examples/*.rst", "examples/*.md"]
+exclude_patterns = ["_build", "_generate", "_generated/*.md", "examples/*.rst", "examples/*.md"]
 html_theme = "furo"
 html_title = f"radixkv {release}"
 html_static_path = ["_static"]
@@ -80,7 +81,16 @@ def _show_colons(*event: Any) -> None:
     event[-1][:] = [line.replace(_COLON, ":") for line in event[-1]]
 
 
+def _write_specification(app: Any) -> None:
+    """Write the parts of the specification's page that come from its rules and planted bugs."""
+    sys.path.insert(0, str(Path(__file__).parent / "_generate"))
+    from specification import write_pages
+
+    write_pages()
+
+
 def setup(app: Any) -> None:
-    """Surround napoleon, which has the default priority of 500."""
+    """Generate pages; and surround napoleon, which has the default priority of 500."""
+    app.connect("builder-inited", _write_specification)
     app.connect("autodoc-process-docstring", _hide_colons, priority=100)
     app.connect("autodoc-process-docstring", _show_colons, priority=900)

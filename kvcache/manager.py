@@ -105,7 +105,7 @@ class CacheManager:
             if needed > self.available - pinned:
                 raise OutOfBlocksError(needed, self.available - pinned)
         if walk is None:
-            walk = Walk(tree.root(match._namespace), 0)
+            walk = Walk(tree.add_root(match._namespace), 0)
         node = tree.pin(walk)
         tables = self.tables
         row = tables.take_row()

@@ -97,12 +97,11 @@ class RadixTree:
 
     # Pins
 
-    def root(self, namespace: bytes) -> Node:
-        """Return the root of a namespace, made if it is new."""
-        root = self.roots.get(namespace)
-        if root is None:
-            root = self.roots[namespace] = Node(None, namespace, b"", b"")
-            self.version += 1
+    def add_root(self, namespace: bytes) -> Node:
+        """Make the root of a namespace that has none."""
+        assert namespace not in self.roots, f"namespace {namespace!r} has a root"
+        self.version += 1
+        root = self.roots[namespace] = Node(None, namespace, b"", b"")
         return root
 
     def pin(self, walk: Walk, above: Node | None = None) -> Node:

@@ -15,15 +15,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from .commands import fuzz_options
 from .commands.errors import BadInputError
+from .commands.options import add_size
 
 EXIT_OK = 0
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
-
-LARGEST_INT32 = 2**31 - 1
-"""Block ids and token ids are int32, so no size can be larger."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,19 +96,6 @@ class _VersionAction(argparse.Action):
         parser.exit()
 
 
-def positive_int(text: str) -> int:
-    """Parse an option that must be between 1 and the largest int32."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
-    if value > LARGEST_INT32:
-        raise argparse.ArgumentTypeError(f"{value} is larger than {LARGEST_INT32}")
-    return value
-
-
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of every command; each sets `run(arguments) -> exit status`."""
     parser = _Parser(prog="radixkv", description="A KV cache for LLM inference in JAX.")
@@ -121,6 +107,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_hits(commands)
     _add_generate(commands)
     _add_bench(commands)
+    fuzz_options.add_parser(commands, _run_fuzz)
     return parser
 
 
@@ -159,7 +146,7 @@ def _add_hits(commands: _Commands) -> None:
         "trace, 512 tokens) has on a trace, one request after the other.",
     )
     parser.add_argument("trace", metavar="TRACE", help="a .jsonl trace")
-    _add_size(parser, "--device-blocks", "size of the cache, in blocks of 512 tokens")
+    add_size(parser, "--device-blocks", "size of the cache, in blocks of 512 tokens")
     _add_requests(parser)
     _add_json(parser)
     parser.set_defaults(run=_run_hits)
@@ -180,15 +167,15 @@ def _add_generate(commands: _Commands) -> None:
         metavar="FILE.json",
         help="a list of prompts: lists of token ids, or strings if the checkpoint has a tokenizer",
     )
-    _add_size(parser, "--max-new-tokens", "tokens to generate for each prompt, at most")
-    _add_size(parser, "--block-size", "tokens per block (default: %(default)s)", default=16)
-    _add_size(
+    add_size(parser, "--max-new-tokens", "tokens to generate for each prompt, at most")
+    add_size(parser, "--block-size", "tokens per block (default: %(default)s)", default=16)
+    add_size(
         parser,
         "--device-blocks",
         "blocks of KV cache (default: room for all prompts at once, within 4 GiB)",
         required=False,
     )
-    _add_size(
+    add_size(
         parser,
         "--token-budget",
         "tokens per step (default: 512, or all of the prompts' if fewer)",
@@ -220,8 +207,8 @@ def _add_bench(commands: _Commands) -> None:
         "runs three times on equal managers: to warm up, timed per request, timed per phase.",
     )
     cache.add_argument("trace", metavar="TRACE", help="a .jsonl trace")
-    _add_size(cache, "--block-size", "tokens per block")
-    _add_size(cache, "--device-tokens", "size of the cache in tokens (cut to whole blocks)")
+    add_size(cache, "--block-size", "tokens per block")
+    add_size(cache, "--device-tokens", "size of the cache in tokens (cut to whole blocks)")
     _add_requests(cache)
     _add_json(cache)
     cache.set_defaults(run=_run_bench, benchmark="cache")
@@ -232,11 +219,11 @@ def _add_bench(commands: _Commands) -> None:
         description="Fill a pool with published, unreferenced blocks and evict some in one call; "
         "refill, and repeat.",
     )
-    _add_size(evict, "--device-blocks", "size of the pool")
-    _add_size(evict, "--evict", "blocks to evict in one call")
-    _add_size(evict, "--chain", "blocks per leaf")
-    _add_size(evict, "--block-size", "tokens per block (default: %(default)s)", default=16)
-    _add_size(evict, "--calls", "timed calls (default: %(default)s)", default=9)
+    add_size(evict, "--device-blocks", "size of the pool")
+    add_size(evict, "--evict", "blocks to evict in one call")
+    add_size(evict, "--chain", "blocks per leaf")
+    add_size(evict, "--block-size", "tokens per block (default: %(default)s)", default=16)
+    add_size(evict, "--calls", "timed calls (default: %(default)s)", default=9)
     _add_json(evict)
     evict.set_defaults(run=_run_bench, benchmark="evict")
 
@@ -245,34 +232,16 @@ def _add_bench(commands: _Commands) -> None:
         help="one more token for every running request",
         description="Grow a batch of leases by one token a step, in one extend_batch call.",
     )
-    _add_size(decode, "--batch", "running requests (default: %(default)s)", default=256)
-    _add_size(decode, "--steps", "tokens each request grows by")
-    _add_size(decode, "--prompt-tokens", "their prompts (default: %(default)s)", default=1024)
-    _add_size(decode, "--block-size", "tokens per block (default: %(default)s)", default=16)
+    add_size(decode, "--batch", "running requests (default: %(default)s)", default=256)
+    add_size(decode, "--steps", "tokens each request grows by")
+    add_size(decode, "--prompt-tokens", "their prompts (default: %(default)s)", default=1024)
+    add_size(decode, "--block-size", "tokens per block (default: %(default)s)", default=16)
     _add_json(decode)
     decode.set_defaults(run=_run_bench, benchmark="decode")
 
 
-def _add_size(
-    parser: argparse.ArgumentParser,
-    option: str,
-    help_text: str,
-    *,
-    default: int | None = None,
-    required: bool = True,
-) -> None:
-    parser.add_argument(
-        option,
-        type=positive_int,
-        metavar="N",
-        default=default,
-        required=required and default is None,
-        help=help_text,
-    )
-
-
 def _add_requests(parser: argparse.ArgumentParser) -> None:
-    _add_size(parser, "--requests", "use the first N requests of the trace only", required=False)
+    add_size(parser, "--requests", "use the first N requests of the trace only", required=False)
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
@@ -301,6 +270,12 @@ def _run_generate(arguments: argparse.Namespace) -> int:
 
 def _run_bench(arguments: argparse.Namespace) -> int:
     from .commands.bench import run
+
+    return run(arguments)
+
+
+def _run_fuzz(arguments: argparse.Namespace) -> int:
+    from .commands.fuzz import run
 
     return run(arguments)
 

@@ -95,6 +95,8 @@ class Promises:
         exact: `available` counts every free block and every block that nobody uses, and a request
             is refused only if it needs more.
         shares_duplicates: of two equal blocks one is given back as soon as both are published.
+        ignores_late: publishing fewer tokens than before changes nothing; without it, a publication
+            is repeated with the same tokens only.
     """
 
     hits_all: bool = False
@@ -103,6 +105,7 @@ class Promises:
     evicts_exactly: bool = False
     exact: bool = False
     shares_duplicates: bool = False
+    ignores_late: bool = False
 
     @classmethod
     def all(cls) -> Promises:

@@ -75,26 +75,25 @@ def _complete(world: CacheWorld, name: str, failing: bool) -> bool:
         world.situations["failed step"] += 1
         return True
     request.written = job.end
-    world.heard = {name: job}
     _publish(world, request, job.end)
     return True
 
 
-def again(world: CacheWorld, name: str) -> bool:
-    """A completion is heard of twice: what was published is published again."""
-    job = world.heard.get(name)
-    if job is None or not (request := world.get(job.request, "running")):
+def again(world: CacheWorld, name: str, num_tokens: int) -> bool:
+    """A completion is heard of twice, an old one perhaps: its tokens are published again."""
+    request = world.get(name, "running")
+    if request is None or num_tokens > request.written:
         return False
-    if request.admission != job.admission:
+    if num_tokens < request.written and not world.promises.ignores_late:
         return False
     before, table = _held(world, request), world.target.block_table(request.name)
-    _publish(world, request, job.end)
+    _publish(world, request, num_tokens)
     require(
         _held(world, request) == before and world.target.block_table(request.name) == table,
         rules.P6,
         "{} published {} tokens again, and its blocks changed",
-        request.name,
-        job.end,
+        name,
+        num_tokens,
     )
     world.situations["completion heard twice"] += 1
     return True

@@ -89,7 +89,7 @@ def enabled(world: CacheWorld) -> dict[str, list[str]]:
         "launch": idle,
         "done": list(world.jobs),
         "fail": list(world.jobs),
-        "again": [name for name, job in world.heard.items() if job.request in running],
+        "again": running,
         "preempt": running,
         "evict": [""] if "evict" in can else [],
         "reset": [""] if "reset" in can else [],
@@ -113,6 +113,9 @@ def draw_operation(world: CacheWorld, word: str, names: list[str], below: Below)
         request = world.requests[name]
         operation = [word, name, len(request.tokens) if below(2) else 1 + below(5)]
         return operation if word == "forward" else [*operation, f"{name}.{request.num_jobs + 1}"]
+    if word == "again":
+        written = world.requests[name].written
+        return [word, name, below(written + 1) if world.promises.ignores_late else written]
     if word == "append":
         tokens = [TOKENS[below(alphabet)] for _ in range(1 if below(3) else 1 + below(4))]
         return [word, name, tokens]

@@ -183,7 +183,7 @@ class CacheModel:
             and holding.path[position] in self.published_at
             and holding.private[:1] == [block]
         )
-        require(spare, rules.F3, "{} runs, and gives back its block {}", self.actor, block)
+        require(spare, rules.F2, "{} runs, and gives back its block {}", self.actor, block)
         holding.shared.append(holding.path[position])
         del holding.private[0]
         self.counts["duplicate_blocks"] += 1

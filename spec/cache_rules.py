@@ -34,20 +34,17 @@ A10: Final = rule(
 
 F1: Final = rule("F1 free-only-own", "A block is freed only by who has it, and only once.")
 F2: Final = rule(
-    "F2 no-free-in-flight", "A block that an operation in flight reads or writes is not freed."
+    "F2 free-only-spare", "While a request runs, of its blocks only the copies of others' go back."
 )
 F3: Final = rule(
-    "F3 free-only-spare", "While a request runs, of its blocks only the copies of others' go back."
-)
-F4: Final = rule(
-    "F4 wrong-ids-are-refused",
+    "F3 wrong-ids-are-refused",
     "Of ids to recycle, those that nobody was given are refused by id, and the others recycled.",
 )
-F5: Final = rule(
-    "F5 recycling-is-singles", "Recycling ids in one call is recycling them one by one."
+F4: Final = rule(
+    "F4 recycling-is-singles", "Recycling ids in one call is recycling them one by one."
 )
-F6: Final = rule(
-    "F6 allocate-exactly", "Allocating n blocks gives n distinct free ids, or changes nothing."
+F5: Final = rule(
+    "F5 allocate-exactly", "Allocating n blocks gives n distinct free ids, or changes nothing."
 )
 
 # H: a request finds what is cached

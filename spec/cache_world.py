@@ -35,7 +35,7 @@ class CacheWorld:
 
     Attributes:
         requests: those that wait or run, by name; `past` has all there ever were.
-        jobs: the steps in flight, by name; `heard` has those that have ended.
+        jobs: the steps in flight, by name.
         model: what the manager may do; None at depth ``api``, where nothing is reported.
         demand: blocks asked for so far: up to the pool's, nothing can have been evicted.
     """
@@ -51,7 +51,6 @@ class CacheWorld:
         self.requests: dict[str, Request] = {}
         self.past: list[Request] = []
         self.jobs: dict[str, Job] = {}
-        self.heard: dict[str, Job] = {}
         self.written: set[Tag] = set()
         self.demand = self.num_steps = 0
         self.num_admitted = self.num_hit_blocks = 0

@@ -45,26 +45,26 @@ _BLOCKS: Final = {
     "I3": Invariant(
         "ids of their tier",
         "Whatever names a block names one that exists, in the tier that it is used in.",
-        ("A2", "F4", "W1"),
+        ("A2", "F3", "W1"),
         f"a second tier {_HOST}",
     ),
     "I4": Invariant(
         "free is unreachable",
         "No table, cached prefix or operation in flight names a free block.",
-        ("A1", "F2", "R1", "R2", "W1", "W2"),
+        ("A1", "R1", "R2", "W1", "W2"),
     ),
     "I5": Invariant(
         "exact allocation",
         "An allocation gives as many different blocks as were asked for, or changes nothing.",
-        ("A3", "A8", "F6"),
+        ("A3", "A8", "F5"),
     ),
     "I6": Invariant(
         "a batch is its singles",
         "Blocks that go back in one call, and requests that grow in one, are as one by one.",
-        ("F5", "A10"),
+        ("F4", "A10"),
     ),
     "I7": Invariant(
-        "errors stay local", "One wrong id among many does not make the others disappear.", ("F4",)
+        "errors stay local", "One wrong id among many does not make the others disappear.", ("F3",)
     ),
 }
 
@@ -195,7 +195,7 @@ _TRANSFERS: Final = {
     "I32": Invariant(
         "pinned while it moves",
         "A block that an operation reads or writes is not given away until it ends.",
-        ("F2", "Q23"),
+        ("Q23",),
         f"copies between tiers: {_HOST}",
     ),
     "I33": Invariant(
@@ -204,7 +204,7 @@ _TRANSFERS: Final = {
     ),
     "I34": Invariant(
         "late is harmless", "A result of before a reset or an end changes nothing.",
-        ("R5", "P6", "F2"),
+        ("R5", "P6"),
     ),
     "I35": Invariant(
         "ranks agree", "Only what all ranks have counts as loaded.",

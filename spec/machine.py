@@ -28,7 +28,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from .adapter import AdapterError, Factory
+from .adapter import AdapterError
 from .cache_draw import enabled
 from .cache_requests import NAMESPACES, TOKENS
 from .cache_world import CacheSubject
@@ -60,7 +60,7 @@ class CacheMachine(RuleBasedStateMachine, unittest.TestCase):
         depth: what is asked of the adapter.
     """
 
-    make: ClassVar[Factory]
+    make: ClassVar[Any]  # a Factory: typed as one, a function would be taken for a method
     depth: ClassVar[Depth] = "api"
     __test__ = False  # nothing to collect here; what is derived from it is
 
@@ -84,7 +84,7 @@ class CacheMachine(RuleBasedStateMachine, unittest.TestCase):
     runTest.is_hypothesis_test = True  # type: ignore[attr-defined]  # for its pytest plugin
 
     @initialize(
-        num_blocks=st.integers(4, 14),
+        num_blocks=st.integers(2, 12),
         block_size=st.integers(1, 4),
         max_running=st.integers(2, 5),
     )
@@ -120,7 +120,13 @@ class CacheMachine(RuleBasedStateMachine, unittest.TestCase):
 
     def _submit(self, prompt: list[int], more: int, namespace: int) -> None:
         longest = self.world.block_size * (self.world.config["num_blocks"] + 1)
-        self.do("submit", f"r{len(self.world.past) + 1}", prompt[:longest], more, namespace)
+        prompt = prompt[:longest] or [TOKENS[0]]
+        self.do("submit", f"r{len(self.world.past) + 1}", prompt, more, namespace)
+
+    def _like(self, back: int, num_blocks: int, offset: int) -> list[int]:
+        past = self.world.past
+        base = past[-1 - back % len(past)].tokens if past else []
+        return base[: max(0, num_blocks * self.world.block_size + offset)]
 
     # Requests come
 
@@ -146,10 +152,16 @@ class CacheMachine(RuleBasedStateMachine, unittest.TestCase):
         self, back: int, num_blocks: int, offset: int, tail: list[int], more: int
     ) -> None:
         """A request comes that begins as an earlier one, for about so many whole blocks."""
-        past = self.world.past
-        base = past[-1 - back % len(past)].tokens if past else []
-        kept = base[: max(0, num_blocks * self.world.block_size + offset)]
-        self._submit((kept + tail) or [TOKENS[0]], more, 0)
+        self._submit(self._like(back, num_blocks, offset) + tail, more, 0)
+
+    @applies("submit")
+    @rule(back=st.integers(0, 5), num_blocks=st.integers(0, 4), offset=st.integers(-1, 1))
+    def serve_like(self, back: int, num_blocks: int, offset: int) -> None:
+        """A request comes that begins as an earlier one, is admitted and computes its prompt."""
+        self._submit(self._like(back, num_blocks, offset), 2, 0)
+        name = self.world.past[-1].name
+        self.do("admit", name)
+        self.do("forward", name, len(self.world.past[-1].tokens))
 
     @applies("match")
     @rule(i=INDEX)
@@ -207,16 +219,24 @@ class CacheMachine(RuleBasedStateMachine, unittest.TestCase):
         self.do("fail", self.pick("fail", i))
 
     @applies("again")
-    @rule(i=INDEX)
-    def step_done_again(self, i: int) -> None:
-        """A completion is heard of twice."""
-        self.do("again", self.pick("again", i))
+    @rule(i=INDEX, num_tokens=COUNT)
+    def published_again(self, i: int, num_tokens: int) -> None:
+        """A completion is heard of twice, an old one perhaps."""
+        self.do("again", self.pick("again", i), num_tokens)
 
     @applies("append")
     @rule(i=INDEX, tokens=st.lists(TOKEN, min_size=1, max_size=5))
     def append(self, i: int, tokens: list[int]) -> None:
         """A request comes to have more tokens."""
         self.do("append", self.pick("append", i), tokens)
+
+    @applies("append")
+    @rule(i=INDEX, token=TOKEN)
+    def append_a_block_and_forward(self, i: int, token: int) -> None:
+        """A request comes to have a whole block more, if there is room, and computes it."""
+        name = self.pick("append", i)
+        self.do("append", name, [token] * self.world.block_size)
+        self.do("forward", name, self.world.block_size)
 
     @applies("append_batch")
     @rule(token=TOKEN)
@@ -255,6 +275,12 @@ class CacheMachine(RuleBasedStateMachine, unittest.TestCase):
     def misuse(self, kind: int, i: int) -> None:
         """A call that cannot be right."""
         self.do("misuse", kind, self.pick("misuse", i))
+
+    @applies("check")
+    @rule()
+    def check(self) -> None:
+        """The manager checks itself."""
+        self.do("check")
 
     @rule()  # no precondition: Hypothesis turns some rules off, and one must be left
     def drain(self) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, TypeAlias
 
-from .cache_rules import F4, F5, F6, S4, W1, W6
+from .cache_rules import F3, F4, F5, S4, W1, W6
 from .engine import Below, Config, Operation
 from .rules import Rule, Violation, require
 
@@ -69,7 +69,7 @@ class PoolWorld:
         found = sorted(self.pool.free_ids())
         require(found == sorted(self.free), W1, "free are {}, should be {}", found, self.free)
         alone = sorted(self.twin.free_ids())
-        require(found == alone, F5, "free are {}, one by one {}", found, alone)
+        require(found == alone, F4, "free are {}, one by one {}", found, alone)
         return True
 
     def _guarded(self, rule: Rule, call: Callable[[], None]) -> None:
@@ -84,13 +84,13 @@ class PoolWorld:
         """Take ids of both, and make the twin take the same."""
         ids = self.pool.allocate(num_blocks)
         if ids is None:
-            require(num_blocks > len(self.free), F6, "{} of {} refused", num_blocks, len(self.free))
+            require(num_blocks > len(self.free), F5, "{} of {} refused", num_blocks, len(self.free))
             self.situations["allocation refused"] += 1
             return
         given = set(ids)
         require(
             len(given) == len(ids) == num_blocks and given <= self.free,
-            F6,
+            F5,
             "asked for {}, given {}",
             num_blocks,
             list(ids),
@@ -111,9 +111,9 @@ class PoolWorld:
             else:
                 refused.append(block)
         found = list(self.pool.recycle(ids))
-        require(found == refused, F4, "of {} refused are {}, not {}", ids, found, refused)
+        require(found == refused, F3, "of {} refused are {}, not {}", ids, found, refused)
         alone = [block for block in ids if self.twin.recycle([block])]
-        require(alone == refused, F5, "of {} refused one by one are {}", ids, alone)
+        require(alone == refused, F4, "of {} refused one by one are {}", ids, alone)
         self.situations["wrong ids"] += bool(refused)
         self.situations["recycled many"] += len(ids) > MANY
 

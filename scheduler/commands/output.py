@@ -10,19 +10,23 @@ from typing import Any
 from .errors import BadInputError
 
 
-def check_destination(json_path: str | None) -> None:
-    """Refuse a `--json FILE` that cannot be written, before the work is done.
+def check_destination(file: str | None, option: str = "--json") -> None:
+    """Refuse a file to write results to that cannot be written, before the work is done.
+
+    Args:
+        file: What the option says: None or `-` for no file.
+        option: Its name.
 
     Raises:
         BadInputError: The path is a directory, or its directory does not exist.
     """
-    if json_path in (None, "-"):
+    if file in (None, "-"):
         return
-    path = Path(str(json_path))
+    path = Path(str(file))
     if path.is_dir():
-        raise BadInputError(f"--json {path}: is a directory")
+        raise BadInputError(f"{option} {path}: is a directory")
     if not path.parent.is_dir():
-        raise BadInputError(f"--json {path}: there is no directory {path.parent}")
+        raise BadInputError(f"{option} {path}: there is no directory {path.parent}")
 
 
 def emit(json_path: str | None, results: Mapping[str, Any], text: Callable[[], str]) -> None:

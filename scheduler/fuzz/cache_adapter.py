@@ -34,6 +34,7 @@ class CacheAdapter:
     """A `CacheManager` whose leases have names.
 
     The tokens go in as arrays that are overwritten after the call: the cache must not lean on them.
+    Before that they are written back, so that a change by the cache is seen.
     """
 
     promises = Promises.all()
@@ -52,10 +53,11 @@ class CacheAdapter:
 
     # Depth api
 
-    def match(self, name: str, tokens: Sequence[int], namespace: bytes) -> int:
+    def match(self, name: str, tokens: list[int], namespace: bytes) -> int:
         """Keep a match for the next admission of a name."""
         array = np.array(tokens, np.int32)
         match = self.manager.match(array, namespace)
+        tokens[:] = array.tolist()
         self._matches[name] = (match, array)
         hit: int = match.num_tokens
         return hit
@@ -110,7 +112,7 @@ class CacheAdapter:
         """Return the numbers of the last refusal."""
         return self._refusal
 
-    def publish(self, name: str, tokens: Sequence[int]) -> None:
+    def publish(self, name: str, tokens: list[int]) -> None:
         """Publish what is computed; some lengths go in as a list."""
         self._publisher = name
         if len(tokens) % 4 == 3:
@@ -118,6 +120,7 @@ class CacheAdapter:
             return
         array = np.array(tokens, np.int32)
         self.manager.publish(self.leases[name], array)
+        tokens[:] = array.tolist()
         array[:] = -7
 
     def release(self, name: str) -> None:

@@ -163,7 +163,8 @@ def _runs_in_jobs(aim: Aim, parts: Iterator[tuple[int, int]], num_jobs: int) -> 
         pending: set[Future[Run]] = set()
         while True:
             while len(pending) < 2 * num_jobs and (part := next(parts, None)) is not None:
-                pending.add(pool.submit(run_part, aim, *part))
+                with _no_interrupt():  # it may start a process
+                    pending.add(pool.submit(run_part, aim, *part))
             if not pending:
                 return
             ended, pending = wait(pending, return_when=FIRST_COMPLETED)
@@ -174,12 +175,18 @@ def _runs_in_jobs(aim: Aim, parts: Iterator[tuple[int, int]], num_jobs: int) -> 
 @contextmanager
 def _processes(num_jobs: int) -> Iterator[ProcessPoolExecutor]:
     """Fresh processes: a fork of one with threads, as JAX has, can hang."""
-    pool = ProcessPoolExecutor(num_jobs, get_context("spawn"), _leave_interrupts_to_the_parent)
+    pool = ProcessPoolExecutor(num_jobs, get_context("spawn"))
     try:
         yield pool
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _leave_interrupts_to_the_parent() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+@contextmanager
+def _no_interrupt() -> Iterator[None]:
+    """Hold interrupts back; a process that is started here never gets one: it is its parent's."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

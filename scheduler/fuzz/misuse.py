@@ -30,6 +30,8 @@ def misuse(adapter: CacheAdapter, kind: int, name: str) -> None:
     for lease in adapter.ended:
         if lease.epoch == adapter.manager.epoch:
             require(lease.num_blocks == 0, R4, "a released lease has {} blocks", lease.num_blocks)
+    for lease in adapter.leases.values():
+        require(not lease.block_table.flags.writeable, R3, "a block table can be written")
     calls = list(_wrong(adapter))
     if name:
         calls += _wrong_of(adapter, adapter.leases[name])

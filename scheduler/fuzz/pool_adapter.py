@@ -8,7 +8,9 @@ from types import ModuleType
 import numpy as np
 
 from ... import kvcache as own_kvcache
+from ...spec.cache_rules import F3
 from ...spec.pool_world import PoolFactory
+from ...spec.rules import require
 
 
 def make_factory(kvcache: ModuleType | None = None) -> PoolFactory:
@@ -41,6 +43,8 @@ class PoolAdapter:
         try:
             self.pool.recycle(np.array(ids, np.int32))
         except self.kvcache.RecycleError as error:
+            told = len(error.refused) + error.recycled
+            require(told == len(ids), F3, "{} ids are accounted for, of {}", told, len(ids))
             return list(error.refused)
         return []
 

@@ -10,13 +10,15 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# Arrows point down only: scheduler -> kvcache -> kernels; spec stands alone.
+# Arrows point down only: scheduler -> kvcache -> kernels; spec stands alone, and only the fuzz
+# command points at it.
 ALLOWED = {
     "spec": {"spec"},
     "kernels": {"kernels"},
     "kvcache": {"kvcache", "kernels"},
-    "scheduler": {"scheduler", "kvcache", "kernels"},
+    "scheduler": {"scheduler", "kvcache", "kernels", "spec"},
 }
+FUZZ = {"scheduler/fuzz", "scheduler/commands/fuzz.py"}
 
 
 def _imports(path: Path) -> Iterator[str]:
@@ -46,6 +48,14 @@ def test_a_folder_imports_only_what_lies_below_it(folder: str) -> None:
         if name.startswith("radixkv.")
     }
     assert set(found) <= ALLOWED[folder], found
+
+
+def test_only_the_fuzz_command_imports_the_specification() -> None:
+    for path in (ROOT / "scheduler").rglob("*.py"):
+        name = path.relative_to(ROOT).as_posix()
+        if not any(name == fuzz or name.startswith(f"{fuzz}/") for fuzz in FUZZ):
+            found = [each for each in _imports(path) if each.startswith("radixkv.spec")]
+            assert found == [], path
 
 
 @pytest.mark.parametrize("folder", ALLOWED)
@@ -79,6 +89,7 @@ def test_the_control_plane_loads_no_jax(package: str) -> None:
     loaded = _loaded(f"import {package}")
     assert "radixkv" in loaded
     assert loaded.isdisjoint({"jax", "jaxlib", "jaxtyping"})
+    assert package != "radixkv.spec" or loaded.isdisjoint({"numpy", "hypothesis", "pytest"})
 
 
 HELP = """
@@ -92,4 +103,4 @@ assert not status, status
 
 
 def test_help_loads_neither_jax_nor_numpy() -> None:
-    assert _loaded(HELP).isdisjoint({"jax", "jaxlib", "numpy"})
+    assert _loaded(HELP).isdisjoint({"jax", "jaxlib", "numpy", "hypothesis"})

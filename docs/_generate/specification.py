@@ -1,0 +1,196 @@
+"""Writes the pages of the specification from its rules and from what the planted bugs showed.
+
+Called by conf.py. Reads ``docs/specification/*kills*.json``, which ``python -m tests.spec.planted
+--json`` writes; writes into ``docs/_generated/``, which is not in git.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import radixkv.spec.cache_rules
+import radixkv.spec.scheduler_rules  # noqa: F401 - both enter their rules in RULES
+from radixkv.spec.draw import to_program
+from radixkv.spec.engine import Finding, Subject
+from radixkv.spec.invariants import INVARIANTS
+from radixkv.spec.rules import RULES
+from radixkv.spec.svg import to_svg
+
+DOCS: Final = Path(__file__).parents[1]
+OUTPUT: Final = DOCS / "_generated"
+
+CHAPTERS: Final = {
+    "A": "A request gets blocks",
+    "F": "Blocks go back",
+    "H": "A request finds what is cached",
+    "P": "A request shares what it computed",
+    "E": "The cache gives blocks up",
+    "C": "Content",
+    "R": "Requests and their leases",
+    "D": "Drained",
+    "S": "After each call",
+    "W": "Inside",
+    "Q": "The scheduler",
+}
+
+Row = dict[str, Any]
+
+
+def write_pages() -> None:
+    """Write rules, bugs and invariants, each to be included by specification.md."""
+    OUTPUT.mkdir(exist_ok=True)
+    root = str(DOCS.parent)
+    if root not in sys.path:
+        sys.path.append(root)  # the planted bugs are tests
+    documents = [json.loads(path.read_text()) for path in _kill_files()]
+    rows = [row for document in documents if _is_main(document) for row in document["bugs"]]
+    pages = {"rules": _rules(rows), "bugs": _bugs(documents), "invariants": _invariants()}
+    for name, lines in pages.items():
+        (OUTPUT / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _kill_files() -> list[Path]:
+    return sorted((DOCS / "specification").glob("*kills*.json"))
+
+
+def _is_main(document: dict[str, Any]) -> bool:
+    """Tell the hunts by the random engine: their traces are those that are shown."""
+    return str(document["summary"]["engine"]) == "random"
+
+
+# The rules
+
+
+def _rules(rows: list[Row]) -> Iterator[str]:
+    by_rule: dict[str, list[Row]] = {}
+    for row in rows:
+        by_rule.setdefault(row["rule"], []).append(row)
+    for row in rows:  # a rule that is never the first to name a bug may still name it at times
+        for rule in row.get("other_rules", ()):
+            by_rule.setdefault(rule, []).append(row)
+    subjects = _subjects(bool(rows))
+    chapter = ""
+    for rule in RULES.values():
+        if rule.code[0] != chapter:
+            chapter = rule.code[0]
+            yield f"### {chapter}: {CHAPTERS[chapter]}\n"
+        yield f"#### {rule.name}\n"
+        yield f"{rule.sentence}\n"
+        proofs = by_rule.get(rule.name, [])
+        if proofs:
+            best = min(proofs, key=lambda row: (not _shows(row, rule.name), _length(row)))
+            yield from _proof(best, rule.name, subjects.get(best["name"]))
+
+
+def _shows(row: Row, rule: str) -> bool:
+    """Tell whether the shortest trace of a bug breaks that rule."""
+    return bool(row["shortest"]) and row["shortest"]["rule"] == rule
+
+
+def _proof(row: Row, rule: str, subject: Callable[[], Subject] | None) -> Iterator[str]:
+    origin = "" if row["seen_in"] == "own" else f" (seen in {row['seen_in']})"
+    yield f"*Broken by:* {_sentence(row['name'])}{origin}.\n"
+    shortest = row["shortest"]
+    if not _shows(row, rule):
+        return
+    finding = Finding(**{key: shortest[key] for key in ("rule", "why", "config", "trace")})
+    program = to_program(finding).split("\n", 2)[2]  # the rule and its sentence stand above
+    yield f"```text\n{program}\n```\n"
+    if subject is not None:
+        name = rule.replace(" ", "-")
+        (OUTPUT / f"{name}.svg").write_text(
+            to_svg(subject(), finding, calls=False), encoding="utf-8"
+        )
+        yield f"![The state before the last call of the trace](_generated/{name}.svg)\n"
+
+
+def _subjects(wanted: bool) -> dict[str, Callable[[], Subject]]:
+    """Return how to make the world of each planted bug, by the bug's name."""
+    if not wanted:
+        return {}
+    from tests.spec.planted.cache_bugs import CACHE_BUGS
+    from tests.spec.planted.matrix import subject_of
+    from tests.spec.planted.plant_scheduler import subject_with
+    from tests.spec.planted.scheduler_bugs import SCHEDULER_BUGS
+
+    return {
+        **{bug.name: partial(subject_of, bug, "full") for bug in CACHE_BUGS},
+        **{bug.name: partial(subject_with, bug) for bug in SCHEDULER_BUGS},
+    }
+
+
+def _length(row: Row) -> float:
+    return len(row["shortest"]["trace"]) if row["shortest"] else float("inf")
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+# The bugs
+
+
+def _bugs(documents: list[dict[str, Any]]) -> Iterator[str]:
+    for document in documents:
+        summary = document["summary"]
+        depths = list(dict.fromkeys(depth for row in document["bugs"] for depth in row["depths"]))
+        yield (
+            f"Engine `{summary['engine']}`: {summary['bugs']} bugs, {summary['seeds']} seeds each, "
+            f"at most {summary['max_steps']:,} steps, {len(summary['survivors'])} survive at depth "
+            f"`{summary['depth']}`. Median steps to find a bug there: "
+            f"{summary['median_of_medians']:,g}, worst of all {summary['worst']:,}.\n"
+        )
+        heads = ["Bug", "Seen in", "Rule", *(f"`{d}`: median (worst)" for d in depths), "Calls"]
+        yield _line(heads)
+        yield _line(["---"] * 3 + ["---:"] * (len(depths) + 1))
+        for row in document["bugs"]:
+            yield _line(_cells(row, depths))
+        yield ""
+    yield from _ruled_out(bool(documents))
+
+
+def _cells(row: Row, depths: list[str]) -> list[str]:
+    calls = str(len(row["shortest"]["trace"])) if row["shortest"] else "-"
+    steps = (_steps(row["depths"].get(depth)) for depth in depths)
+    rule = row["rule"].split()[0] if row["rule"] else "survives"
+    return [_sentence(row["name"]), row["seen_in"], rule, *steps, calls]
+
+
+def _steps(steps: dict[str, Any] | None) -> str:
+    if steps is None:
+        return "-"
+    survived = f", {steps['survived']} not found" if steps["survived"] else ""
+    return f"{steps['median']:,} ({steps['worst']:,}{survived})"
+
+
+def _ruled_out(wanted: bool) -> Iterator[str]:
+    if not wanted:
+        return
+    from tests.spec.planted.ruled_out import RULED_OUT
+
+    yield "### Bugs of others that cannot be here\n"
+    yield _line(["Bug", "Seen in", "Ruled out, because"])
+    yield _line(["---"] * 3)
+    for bug in RULED_OUT:
+        yield _line([_sentence(bug.what), bug.seen_in, bug.why])
+
+
+def _line(cells: list[str]) -> str:
+    escaped = (cell.replace("|", "\\|") for cell in cells)
+    return f"| {' | '.join(escaped)} |"
+
+
+# The invariants
+
+
+def _invariants() -> Iterator[str]:
+    yield _line(["", "What must hold", "Rules", "Not here"])
+    yield _line(["---"] * 4)
+    for number, invariant in INVARIANTS.items():
+        what = f"**{_sentence(invariant.title)}.** {invariant.sentence}"
+        yield _line([number, what, ", ".join(invariant.rules) or "-", invariant.elsewhere])

@@ -1,0 +1,109 @@
+"""What is around every value in every backend, so that a bad value is a miss and never data.
+
+::
+
+    0      4        6         8                16            32                64
+    ├──────┼────────┼─────────┼────────────────┼─────────────┼─────────────────┼─ ─ ─ ─ ─ ─
+    │ RXKV │version │ zero    │ payload length │ xxh3_128    │ key             │ payload
+    └──────┴────────┴─────────┴────────────────┴─────────────┴─────────────────┴─ ─ ─ ─ ─ ─
+     u32      u16      u16      u64, all little-endian
+
+The digest covers the header (with zeros in its own place) and the payload: a flipped bit, a cut, a
+value that grew, and another block's value are all found. It guards against accidents, not against
+someone who writes into the storage on purpose.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import xxhash
+
+from .base import check_key
+
+MAGIC: Final = b"RXKV"
+VERSION: Final = 1
+_HEADER: Final = struct.Struct("<4sHHQ16s32s")
+_NO_DIGEST: Final = bytes(16)
+HEADER_BYTES: Final = _HEADER.size
+
+
+class Fault(enum.Enum):
+    """Why a value is not what was stored."""
+
+    SHORT = "shorter than it says, or than its header"
+    LONG = "longer than it says, or than its destination"
+    WRONG_MAGIC = "not written by radixkv"
+    WRONG_VERSION = "another version of the envelope"
+    WRONG_KEY = "the value of another key"
+    CHECKSUM = "not the bytes that were written"
+
+
+def seal(key: bytes, payload: Sequence[memoryview]) -> bytes:
+    """Return the header to write in front of the parts of a payload.
+
+    Raises:
+        StorageKeyError: if key is not 32 bytes.
+    """
+    length = sum(len(part) for part in payload)
+    return _header(check_key(key), length, _digest(key, length, payload))
+
+
+def check_header(key: bytes, header: memoryview, value_bytes: int, room_bytes: int) -> Fault | None:
+    """Say what is wrong with a value by its header and sizes, before anything is made of it.
+
+    Args:
+        key: what was asked for.
+        header: the first bytes of the value, up to HEADER_BYTES.
+        value_bytes: the length of the whole value, header included, as the backend knows it.
+        room_bytes: the length of the payload that is wanted.
+    """
+    if value_bytes < HEADER_BYTES or len(header) < HEADER_BYTES:
+        return Fault.SHORT
+    magic, version, zero, length, _, stored_key = _HEADER.unpack_from(header)
+    if magic != MAGIC:
+        return Fault.WRONG_MAGIC
+    if version != VERSION or zero:
+        return Fault.WRONG_VERSION
+    if stored_key != key:
+        return Fault.WRONG_KEY
+    payload_bytes = value_bytes - HEADER_BYTES
+    if payload_bytes != length:
+        return Fault.SHORT if payload_bytes < length else Fault.LONG
+    if length != room_bytes:
+        return Fault.SHORT if length < room_bytes else Fault.LONG
+    return None
+
+
+def check(
+    key: bytes, header: memoryview, payload: Sequence[memoryview], value_bytes: int
+) -> Fault | None:
+    """Say what is wrong with a value whose payload was read into the parts; None if nothing is."""
+    room = sum(len(part) for part in payload)
+    fault = check_header(key, header, value_bytes, room)
+    if fault is not None:
+        return fault
+    digest = _HEADER.unpack_from(header)[4]
+    return None if digest == _digest(key, room, payload) else Fault.CHECKSUM
+
+
+def open_sealed(key: bytes, value: bytes | memoryview) -> memoryview | Fault:
+    """Return the payload of a whole value, without a copy, or why it has none."""
+    data = memoryview(value).cast("B")
+    payload = data[HEADER_BYTES:]
+    fault = check(key, data[:HEADER_BYTES], [payload], len(data))
+    return payload if fault is None else fault
+
+
+def _header(key: bytes, length: int, digest: bytes) -> bytes:
+    return _HEADER.pack(MAGIC, VERSION, 0, length, digest, key)
+
+
+def _digest(key: bytes, length: int, payload: Iterable[memoryview]) -> bytes:
+    state = xxhash.xxh3_128(_header(key, length, _NO_DIGEST))
+    for part in payload:
+        state.update(part)
+    return state.digest()

@@ -1,0 +1,72 @@
+"""Everything that storage refuses or meets, as a tree of types; each error carries its numbers.
+
+::
+
+    RadixKVError
+    └── StorageError
+        ├── StorageKeyError      a key that is not 32 bytes, or fields that make no key
+        ├── PayloadError         buffers that cannot be read or filled as they are
+        ├── OperationError       an operation id that was never given out
+        ├── StorageClosedError   a call after close
+        ├── StorageInUseError    a directory that another process has open
+        └── BackendError         a backend could not do what it was asked: the block is FAILED
+            ├── BackendFullError     no room for the value, even after eviction
+            └── BackendIOError       the system below said no; carries its errno
+
+None of them carries a URL, a password, a salt or the bytes of a value.
+"""
+
+from __future__ import annotations
+
+import errno as errnos
+import os
+
+from ..errors import RadixKVError
+
+
+class StorageError(RadixKVError):
+    """Base of everything that storage raises on purpose."""
+
+
+class StorageKeyError(StorageError, ValueError):
+    """A key is not 32 bytes, or the fields of a namespace cannot make one."""
+
+
+class PayloadError(StorageError, ValueError):
+    """A buffer is not contiguous, not writable, or there are more or fewer than keys."""
+
+
+class OperationError(StorageError, ValueError):
+    """An operation id that this storage never gave out."""
+
+
+class StorageClosedError(StorageError):
+    """Storage was called after it was closed."""
+
+
+class StorageInUseError(StorageError):
+    """Another process has the directory open; it may have one user at a time."""
+
+
+class BackendError(StorageError):
+    """A backend could not do what it was asked; what it held before is as it was."""
+
+
+class BackendFullError(BackendError):
+    """There is no room for a value, even when all others were evicted."""
+
+    def __init__(self, num_bytes: int, max_bytes: int) -> None:
+        super().__init__(f"a value of {num_bytes} bytes has no room: the budget is {max_bytes}")
+        self.num_bytes = num_bytes
+        self.max_bytes = max_bytes
+
+
+class BackendIOError(BackendError):
+    """The system below refused; `errno` says why (ENOSPC: full, EIO: broken)."""
+
+    def __init__(self, doing: str, errno: int | None) -> None:
+        number = errno if errno is not None else 0
+        name = errnos.errorcode.get(number, "unknown")
+        super().__init__(f"{doing} failed: {name} ({os.strerror(number)})")
+        self.doing = doing
+        self.errno = number

@@ -1,0 +1,86 @@
+"""A backend with the envelope around its values and its errors made into statuses."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from .base import Backend, Status
+from .envelope import HEADER_BYTES, check, seal
+
+_log = logging.getLogger(__name__)
+
+
+class Sealed:
+    """One block at a time, on the thread that calls. Never raises what a backend raises.
+
+    The driver calls this from its threads; an operator's tool may call it directly.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        """Wrap a backend, which stays its owner's to close."""
+        self.backend = backend
+
+    def load(self, key: bytes, into: Sequence[memoryview]) -> tuple[Status, str]:
+        """Fill the buffers with the payload of key.
+
+        A corrupt value is deleted: a later store then repairs it.
+
+        Returns:
+            LOADED, MISSING, CORRUPT or FAILED, and the name of the error or of the fault, if any.
+        """
+        header = memoryview(bytearray(HEADER_BYTES))
+        try:
+            value_bytes = self.backend.get(key, [header, *into])
+        except Exception as error:  # whatever a backend does, the block is FAILED
+            return _failed("load", error)
+        if value_bytes is None:
+            return Status.MISSING, ""
+        fault = check(key, header[:value_bytes], into, value_bytes)
+        if fault is None:
+            return Status.LOADED, ""
+        _log.warning("block %s is corrupt: %s", key.hex(), fault.value)
+        self.delete(key)
+        return Status.CORRUPT, fault.name
+
+    def store(self, key: bytes, parts: Sequence[memoryview]) -> tuple[Status, str]:
+        """Write the payload of key, unless it is there.
+
+        Returns:
+            STORED, EXISTS or FAILED, and the name of the error, if any.
+        """
+        try:
+            if self.backend.touch(key):
+                return Status.EXISTS, ""
+            self.backend.put(key, [memoryview(seal(key, parts)), *parts])
+        except Exception as error:
+            return _failed("store", error)
+        return Status.STORED, ""
+
+    def lookup(self, key: bytes) -> tuple[Status, str]:
+        """Return FOUND, MISSING or FAILED."""
+        try:
+            (there,) = self.backend.contains([key])
+        except Exception as error:
+            return _failed("lookup", error)
+        return (Status.FOUND if there else Status.MISSING), ""
+
+    def touch(self, key: bytes) -> tuple[Status, str]:
+        """Return TOUCHED, MISSING or FAILED."""
+        try:
+            return (Status.TOUCHED if self.backend.touch(key) else Status.MISSING), ""
+        except Exception as error:
+            return _failed("touch", error)
+
+    def delete(self, key: bytes) -> tuple[Status, str]:
+        """Return DELETED, MISSING or FAILED."""
+        try:
+            return (Status.DELETED if self.backend.delete(key) else Status.MISSING), ""
+        except Exception as error:
+            return _failed("delete", error)
+
+
+def _failed(what: str, error: Exception) -> tuple[Status, str]:
+    # The name alone: the text of a client's error may hold a URL with a password.
+    _log.warning("%s failed in the backend: %s", what, type(error).__name__)
+    return Status.FAILED, type(error).__name__

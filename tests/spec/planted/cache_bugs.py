@@ -1,0 +1,24 @@
+"""Every bug that is planted into `kvcache/`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from .admission_bugs import ADMISSION_BUGS
+from .change_bugs import CHANGE_BUGS
+from .extension_bugs import EXTENSION_BUGS
+from .plant import Bug
+from .pool_bugs import POOL_BUGS
+from .publish_bugs import PUBLISH_BUGS
+from .release_bugs import RELEASE_BUGS
+from .tree_bugs import TREE_BUGS
+
+CACHE_BUGS: Final[tuple[Bug, ...]] = (
+    *TREE_BUGS,
+    *CHANGE_BUGS,
+    *ADMISSION_BUGS,
+    *EXTENSION_BUGS,
+    *PUBLISH_BUGS,
+    *RELEASE_BUGS,
+    *POOL_BUGS,
+)

@@ -1,0 +1,83 @@
+"""Copies of the scheduler with a planted bug: `plant` does the same for the cache."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from itertools import count
+from pathlib import Path
+from types import CodeType, ModuleType
+
+import radixkv.scheduler.mixed
+from radixkv.scheduler.fuzz.scheduler_adapter import make_factory
+from radixkv.spec.scheduler_adapter import SchedulerPromises
+from radixkv.spec.scheduler_world import SchedulerSubject
+
+from .plant import Bug
+
+FOLDER = Path(radixkv.scheduler.mixed.__file__).parent
+FILES = ("errors", "request", "plan", "policy", "reservation", "mixed")
+"""What a copy has, each after what it imports."""
+NAMES = ("Fcfs", "MixedScheduler", "Priority", "Request", "RequestError", "StepOrderError",
+         "StepPlan")  # fmt: skip
+_numbers = count(1)
+
+
+@cache
+def _source(file: str) -> str:
+    return (FOLDER / file).read_text("utf-8")
+
+
+@cache
+def _code(file: str) -> CodeType:
+    return compile(_source(file), str(FOLDER / file), "exec", dont_inherit=True)
+
+
+def planted_code(bug: Bug) -> dict[str, CodeType]:
+    """Return the code of each file that a bug changes.
+
+    Raises:
+        AssertionError: if an edit does not fit exactly once.
+    """
+    changed: dict[str, str] = {}
+    for file, old, new in bug.all_edits():
+        source = changed.get(file, _source(file))
+        fits = source.count(old)
+        assert fits == 1, f"{file} has {old!r} {fits} times: write the bug {bug.name!r} anew"
+        changed[file] = source.replace(old, new)
+    return {
+        file: compile(source, str(FOLDER / file), "exec", dont_inherit=True)
+        for file, source in changed.items()
+    }
+
+
+def load_scheduler(bug: Bug | None) -> ModuleType:
+    """Load a copy of the scheduler over our cache, with a bug if one is given."""
+    changed = planted_code(bug) if bug is not None else {}
+    name = f"radixkv.planted_scheduler_{next(_numbers)}"
+    package = ModuleType(name)
+    package.__path__ = []
+    modules = {name: package}
+    sys.modules[name] = package
+    try:
+        for stem in FILES:
+            file = f"{stem}.py"
+            module = modules[f"{name}.{stem}"] = ModuleType(f"{name}.{stem}")
+            module.__package__ = name
+            sys.modules[module.__name__] = module
+            exec(changed.get(file) or _code(file), module.__dict__)
+            for public in NAMES:
+                if hasattr(module, public):
+                    setattr(package, public, getattr(module, public))
+    finally:
+        for loaded in modules:
+            sys.modules.pop(loaded, None)
+    return package
+
+
+def subject_with(bug: Bug | None) -> SchedulerSubject:
+    """Return the scheduler with a bug as a thing to test, with what is claimed in its hunt."""
+    claims = vars(SchedulerPromises.all())
+    unclaimed = bug.unclaimed if bug is not None else ()
+    promises = SchedulerPromises(**{**claims, **dict.fromkeys(unclaimed, False)})
+    return SchedulerSubject(make_factory(load_scheduler(bug), promises))

@@ -1,0 +1,225 @@
+"""Bugs to plant into the scheduler: preemption, ends, reservation and counts."""
+
+from __future__ import annotations
+
+from .plant import bug
+
+MIXED, REQUEST, RESERVATION = "mixed.py", "request.py", "reservation.py"
+
+PREEMPTION_BUGS = (
+    bug(
+        "the first is the victim",
+        MIXED,
+        (
+            "victim = max(self._running, key=self.policy.order)",
+            "victim = min(self._running, key=self.policy.order)",
+        ),
+    ),
+    bug(
+        "who prefills starts again for whoever waits",
+        MIXED,
+        (
+            "        self._plan_decode(plan)\n",
+            "        again = self._parked and all(r.is_prefilling for r in self._running)\n"
+            "        while again and self._running and not self.prefix_cache:\n"
+            "            self._preempt(plan)\n"
+            "        self._plan_decode(plan)\n",
+        ),
+        ('        assert len(self._running) > 1, f"{victim!r} does not fit alone"\n', ""),
+        ("        if not plan.preempted:\n", "        if True:\n"),
+        unclaimed=(
+            "policy",
+            "reserves",
+            "resumed_first",
+            "running_first",
+            "exact",
+            "never_preempts",
+        ),
+        seen_in="schedulers.md D4, vLLM #25538",
+    ),
+    bug(
+        "the victim is who was admitted last",
+        MIXED,
+        ("victim = max(self._running, key=self.policy.order)", "victim = self._running[-1]"),
+        seen_in="vLLM: priorities and preemption",
+    ),
+    bug(
+        "preempts as soon as the pool is low",
+        MIXED,
+        (
+            "            try:\n                self.manager.extend_batch(rows)",
+            "            try:\n"
+            "                low = self.manager.available < len(rows) and len(rows) > 1\n"
+            "                if low and not plan.preempted:\n"
+            "                    raise OutOfBlocksError(0, 0)\n"
+            "                self.manager.extend_batch(rows)",
+        ),
+        seen_in="FastDeploy PR 8022",
+    ),
+    bug(
+        "a victim loses what it generated",
+        MIXED,
+        (
+            "        victim.num_computed = 0\n",
+            "        victim.num_computed = 0\n"
+            "        victim.num_tokens = victim.num_prompt_tokens\n"
+            "        victim.output_tokens.clear()\n",
+        ),
+        seen_in="FastDeploy PR 3071",
+    ),
+    bug(
+        "a victim's blocks are forgotten",
+        MIXED,
+        (
+            "        self._release(victim)\n",
+            "        keep = len(self._running) > 1\n        if not keep:\n"
+            "            self._release(victim)\n        victim.lease = None\n",
+        ),
+    ),
+    bug(
+        "a victim's lease is given back again",
+        MIXED,
+        (
+            "            self.manager.release(request.lease)\n            request.lease = None",
+            "            self.manager.release(request.lease)",
+        ),
+        seen_in="FastDeploy PR 3293",
+    ),
+)
+
+END_BUGS = (
+    bug(
+        "an ended request stays among those that run",
+        MIXED,
+        (
+            "                    self._running.remove(request)\n                    self._end",
+            "                    self._end",
+        ),
+    ),
+    bug(
+        "an abort in a step never gives the blocks back",
+        MIXED,
+        ("self._release(request)\n                continue", "continue"),
+        seen_in="SGLang #9817",
+    ),
+    bug(
+        "an abort takes the blocks of a running step",
+        MIXED,
+        ("keep_lease=held_by_step", "keep_lease=False"),
+        seen_in="vllm-ascend #14055, vLLM #52360",
+    ),
+    bug(
+        "a preempted request cannot be aborted",
+        MIXED,
+        (
+            "        if request is None:\n            return False",
+            "        if request is None or request.status is RequestStatus.PREEMPTED:\n"
+            "            return False",
+        ),
+        seen_in="FastDeploy: abort covers only who decodes",
+    ),
+    bug(
+        "who ends by a stop token leaks its blocks",
+        MIXED,
+        (
+            "        if not keep_lease:",
+            "        if reason == 'stop':\n            request.lease = None\n"
+            "        elif not keep_lease:",
+        ),
+    ),
+    bug(
+        "an aborted request leaks its blocks, unseen",
+        MIXED,
+        (
+            "        if not keep_lease:",
+            "        if reason == 'abort':\n            request.lease = None\n"
+            "        elif not keep_lease:",
+        ),
+        unclaimed=("exact",),
+        seen_in="llm-d #1138",
+    ),
+    bug(
+        "stop tokens are not looked at",
+        REQUEST,
+        ("if token in self.stop_token_ids:", "if False:"),
+    ),
+    bug(
+        "one token more than the limit",
+        REQUEST,
+        (
+            "len(self.output_tokens) == self.max_new_tokens else None",
+            "len(self.output_tokens) > self.max_new_tokens else None",
+        ),
+    ),
+    bug(
+        "the plan of a step is not asked for",
+        MIXED,
+        ("        if plan is not self._in_flight:", "        if False:"),
+        seen_in="vLLM #45497: stale messages",
+    ),
+    bug(
+        "a request may be added twice",
+        MIXED,
+        ("if request.status is not RequestStatus.WAITING or request.output_tokens:", "if False:"),
+    ),
+)
+
+RESERVATION_BUGS = (
+    bug(
+        "who is admitted reserves nothing for itself",
+        RESERVATION,
+        ("growth = self._growth + self._growth_of(request, held)", "growth = self._growth"),
+        seen_in="FastDeploy 7107: no blocks are kept for running decodes",
+    ),
+    bug(
+        "nobody's growth is reserved",
+        RESERVATION,
+        ("return left >= growth and", "return left >= 0 and"),
+        unclaimed=("reserves",),
+        seen_in="FastDeploy 7107",
+    ),
+    bug(
+        "nobody is sure to finish",
+        RESERVATION,
+        (" and left >= neediest - (self._private + private)", ""),
+        seen_in="vLLM #45388, schedulers.md D1",
+    ),
+    bug(
+        "shared blocks count as given back",
+        RESERVATION,
+        ("self._private += private", "self._private += held"),
+        seen_in="sglang over-admission: evictable that the same batch locked",
+    ),
+    bug(
+        "one block is kept for nobody",
+        RESERVATION,
+        ("return left >= growth and", "return left - (self._private > 0) >= growth and"),
+        seen_in="FastDeploy PR 8022: over-reservation",
+    ),
+    bug(
+        "the last block is never given",
+        RESERVATION,
+        ("return left >= growth and", "return left > growth and"),
+        elsewhere=(
+            (
+                MIXED,
+                'assert plan.chunks or not self.has_work, "there is work, but '
+                'nothing can be scheduled"',
+                "pass",
+            ),
+        ),
+    ),
+)
+
+COUNT_BUGS = (
+    bug(
+        "tokens computed again are counted as new",
+        MIXED,
+        ("self._stats.recomputed_tokens += max(lost, 0)", "self._stats.recomputed_tokens += 0"),
+    ),
+    bug(
+        "empty steps are counted",
+        MIXED,
+        ("self._stats.steps += bool(plan.chunks)", "self._stats.steps += 1"),
+    ),
+)

@@ -1,0 +1,225 @@
+"""Bugs to plant into the scheduler: steps and admission."""
+
+from __future__ import annotations
+
+from .plant import bug
+
+MIXED, REQUEST, POLICY = "mixed.py", "request.py", "policy.py"
+
+STEP_BUGS = (
+    bug(
+        "a prefill chunk may take the whole budget",
+        MIXED,
+        ("start, self.token_budget - plan.num_tokens)", "start, self.token_budget)"),
+        seen_in="TensorRT-LLM #12665",
+    ),
+    bug(
+        "one more than max_running may run",
+        MIXED,
+        (
+            "if len(self._running) == self.max_running or",
+            "if len(self._running) > self.max_running or",
+        ),
+        seen_in="FastDeploy PR 5805",
+    ),
+    bug(
+        "a request that was just admitted is planned twice",
+        MIXED,
+        (
+            """        for request in self._running:
+            if request.is_prefilling:
+                self._plan_prefill(plan, request)
+        if not plan.preempted:
+            self._admit(plan)
+""",
+            """        if not plan.preempted:
+            self._admit(plan)
+        for request in self._running:
+            if request.is_prefilling:
+                self._plan_prefill(plan, request)
+""",
+        ),
+        seen_in="FastDeploy: requests moved to the front while they are scanned",
+    ),
+    bug(
+        "the last to decode is not grown",
+        MIXED,
+        ("self.manager.extend_batch(rows)", "self.manager.extend_batch(rows[:-1])"),
+    ),
+    bug(
+        "who comes to the end of a block gets none",
+        MIXED,
+        (
+            "self.manager.extend_batch(rows)",
+            "used = self.manager.tables.num_tokens[rows] % self.manager.block_size\n"
+            "                self.manager.extend_batch(rows[used > 0])",
+        ),
+        seen_in="FastDeploy v1: allocate returns nothing and the request runs",
+    ),
+    bug(
+        "who decodes gets its blocks a token too early",
+        MIXED,
+        (
+            "lease = request.lease = self.manager.admit(match)",
+            "lease = request.lease = self.manager.admit(match); "
+            "self.manager.available and self.manager.extend(lease, 1)",
+        ),
+    ),
+    bug(
+        "a chunk is never longer than three",
+        MIXED,
+        (
+            "length = min(request.num_tokens - start, self.token_budget",
+            "length = min(3, request.num_tokens - start, self.token_budget",
+        ),
+    ),
+    bug(
+        "a whole hit leaves nothing to compute",
+        MIXED,
+        (
+            "hit_tokens = min(match.num_tokens, request.num_tokens - 1)",
+            "hit_tokens = match.num_tokens",
+        ),
+        seen_in="vLLM test_full_cache_hit, FastDeploy PR 3292",
+    ),
+    bug(
+        "a resumed request goes on where it was",
+        MIXED,
+        ("        victim.num_computed = 0\n", ""),
+        (
+            "request.num_computed = hit_tokens",
+            "was = min(request.num_computed, request.num_tokens - 1)\n"
+            "        request.num_computed = max(hit_tokens, was)",
+        ),
+        seen_in="vLLM #18631",
+    ),
+    bug(
+        "the token after half a prompt is used",
+        MIXED,
+        ("if request.num_computed == request.num_tokens:", "if request.is_prefilling or True:"),
+        seen_in="FastDeploy PR 3292",
+    ),
+    bug(
+        "a half computed prompt counts as computed",
+        MIXED,
+        (
+            "request.num_computed = chunk.start + chunk.length",
+            "request.num_computed = chunk.start + max(chunk.length, 2)",
+        ),
+        seen_in="FastDeploy PR 3292: the worker and the scheduler disagree",
+    ),
+    bug(
+        "more is published than was computed",
+        MIXED,
+        ("request.tokens[: request.num_computed])", "request.tokens)"),
+        seen_in="FastDeploy 7364",
+    ),
+    bug(
+        "a request is matched in no namespace",
+        MIXED,
+        (
+            "self.manager.match(request.tokens, request.namespace)",
+            "self.manager.match(request.tokens)",
+        ),
+    ),
+)
+
+ADMISSION_BUGS = (
+    bug(
+        "priorities are upside down",
+        POLICY,
+        (
+            "return (request.priority, request.arrival)",
+            "return (-request.priority, request.arrival)",
+        ),
+    ),
+    bug(
+        "who does not fit is passed over",
+        MIXED,
+        (
+            "match.num_blocks, available):\n                    return",
+            "match.num_blocks, available):\n                    place += 1\n"
+            "                    continue",
+        ),
+        seen_in="schedulers.md D8: small requests starve a large one",
+    ),
+    bug(
+        "the last to come is tried first",
+        MIXED,
+        (
+            "insort(self._waiting, request, key=self.policy.order)",
+            "self._waiting.insert(0, request)",
+        ),
+    ),
+    bug(
+        "new ones starve those that came before",
+        MIXED,
+        (
+            "insort(self._waiting, request, key=self.policy.order)",
+            "self._waiting.insert(0, request)",
+        ),
+        unclaimed=("policy", "reserves"),
+    ),
+    bug(
+        "new ones start beside preempted ones",
+        MIXED,
+        (
+            "match.num_blocks, available):\n                    return",
+            "match.num_blocks, available):\n                    break",
+        ),
+        (
+            "            if queue:\n                return",
+            "            if False:\n                return",
+        ),
+        seen_in="schedulers.md D7",
+    ),
+    bug(
+        "new ones are tried before preempted ones",
+        MIXED,
+        (
+            "for queue in (self._parked, self._waiting):",
+            "for queue in (self._waiting, self._parked):",
+        ),
+        seen_in="schedulers.md D7",
+    ),
+    bug(
+        "a victim is admitted again in the same step",
+        MIXED,
+        ("        if not plan.preempted:\n", "        if True:\n"),
+        seen_in="vLLM #25538",
+    ),
+    bug(
+        "followers of a request of the same step do not wait",
+        MIXED,
+        ("                in_progress |= {self._next_block(request)} - {None}\n", ""),
+        seen_in="SGLang: a batch of equal prompts is computed twice",
+    ),
+    bug(
+        "hits are counted again when resumed",
+        MIXED,
+        (
+            "self._stats.resumed_hit_tokens += hit_tokens",
+            "self._stats.hit_tokens += hit_tokens",
+        ),
+        seen_in="FastDeploy PR 6620",
+    ),
+    bug(
+        "a request of the whole pool is refused",
+        MIXED,
+        ("if needed > num_blocks:", "if needed >= num_blocks:"),
+    ),
+    bug(
+        "a request that can never fit is taken",
+        MIXED,
+        ("if needed > num_blocks:", "if False:"),
+        seen_in="vLLM #39734, FastDeploy PR 5544",
+    ),
+    bug(
+        "the last token is thought to need a block",
+        REQUEST,
+        (
+            "return self.num_prompt_tokens + self.max_new_tokens - 1",
+            "return self.num_prompt_tokens + self.max_new_tokens",
+        ),
+    ),
+)

@@ -1,0 +1,209 @@
+"""Bugs to plant into the radix tree: walk, pin and the order of the idle."""
+
+from __future__ import annotations
+
+from .plant import bug
+
+TREE = "radix_tree.py"
+
+WALK_BUGS = (
+    bug(
+        "a trimmed run keeps its tokens",
+        TREE,
+        (
+            "after = position + len(child.device_blocks) // ITEM_BYTES * block_bytes",
+            "after = position + len(run)",
+        ),
+    ),
+    bug(
+        "a run is found by its first block alone",
+        TREE,
+        ("if after > end or not run.startswith(tokens[position:after]):", "if after > end:"),
+        seen_in="vLLM #12621, SGLang #2151",
+    ),
+    bug(
+        "a block is found by its first token alone",
+        TREE,
+        (
+            "node.children.get(tokens[position : position + block_bytes].tobytes())",
+            "node.children.get(tokens[position : position + ITEM_BYTES].tobytes())",
+        ),
+        ("key = tokens[: self.block_bytes]", "key = tokens[:ITEM_BYTES]"),
+        ("if after > end or not run.startswith(tokens[position:after]):", "if after > end:"),
+        ("bytes(lower.tokens[: self.block_bytes])", "bytes(lower.tokens[:ITEM_BYTES])"),
+        ("assert key not in node.children, ", "assert True, "),
+        seen_in="LMCache #4086, advisory GHSA-rm76-4mrf-v9r8",
+    ),
+    bug(
+        "the block that differs is a hit too",
+        TREE,
+        (
+            "* ITEM_BYTES // self.block_bytes",
+            "* ITEM_BYTES // self.block_bytes + bool(differs[first])",
+        ),
+    ),
+    bug(
+        "nothing is hit inside a run",
+        TREE,
+        (
+            "return Walk(node, position + inside_blocks * block_bytes, child, inside_blocks)",
+            "break",
+        ),
+    ),
+    bug(
+        "the last block is never hit",
+        TREE,
+        ("while position < end:", "while position + block_bytes < end:"),
+    ),
+    bug(
+        "the runs of a path are joined from its end",
+        TREE,
+        ("runs.reverse()", "pass"),
+    ),
+    bug(
+        "a hit inside an idle run is counted as evictable",
+        TREE,
+        ("idle = walk.inside_blocks if", "idle = 0 if"),
+        seen_in="SGLang test_cache_hit_overadmission_capacity",
+    ),
+    bug(
+        "a hit inside a run in use is counted as idle",
+        TREE,
+        (" and walk.inside.refs == 0 else 0", " else 0"),
+    ),
+    bug(
+        "of the idle nodes on a path only the first is counted",
+        TREE,
+        ("            idle += len(node", "            idle = len(node"),
+    ),
+    bug(
+        "two first requests of a namespace each make it",
+        TREE,
+        (
+            '        assert namespace not in self.roots, f"namespace {namespace!r} has a root"\n'
+            "        self.version += 1\n        root =",
+            "        root =",
+        ),
+        seen_in="FastDeploy PR 6226",
+    ),
+)
+
+PIN_BUGS = (
+    bug(
+        "a pin skips the node itself",
+        TREE,
+        ("node: Node | None = last", "node: Node | None = last.parent or last"),
+        ("assert place.refs >= 0, ", "place.refs = max(place.refs, 0); assert True, "),
+        seen_in="mini-sglang #52",
+    ),
+    bug(
+        "what is pinned stays evictable",
+        TREE,
+        ("self._unlink(node)", "pass"),
+        (
+            "self._link_before(self._idle, place)",
+            "place.warmer or self._link_before(self._idle, place)",
+        ),
+        seen_in="atlas #373",
+    ),
+    bug(
+        "a pin does not lower the count of idle blocks",
+        TREE,
+        ("self.num_idle -= len(", "_ = len("),
+        seen_in="SGLang #35270",
+    ),
+    bug(
+        "only the last node of a path is pinned",
+        TREE,
+        (
+            "node.refs += 1\n            node = node.parent",
+            "node.refs += 1\n            node = above",
+        ),
+        ("place = place.parent", "place = None"),
+        seen_in="FastDeploy PR 7097",
+    ),
+    bug(
+        "unpin skips every other node",
+        TREE,
+        ("place = place.parent", "place = place.parent and place.parent.parent"),
+        seen_in="LMCache #2785",
+    ),
+    bug(
+        "unpin stops at the first node that others use",
+        TREE,
+        ("place = place.parent", "place = None if place.refs else place.parent"),
+        seen_in="LMCache #3381",
+    ),
+    bug(
+        "what nobody uses any more is not counted as idle",
+        TREE,
+        ("self.num_idle += len(", "_ = len("),
+    ),
+    bug(
+        "idle blocks are counted twice when they are unpinned",
+        TREE,
+        ("self.num_idle += len(", "self.num_idle += 2 * len("),
+        seen_in="SGLang #35270",
+    ),
+    bug(
+        "a node with children is never put among the idle",
+        TREE,
+        (
+            "place.last_use = self.clock",
+            "if place.children:\n"
+            "                        place = place.parent\n"
+            "                        continue",
+        ),
+        (
+            "if node.refs == 0 and node.parent is not None:",
+            "if node.refs == 0 and node.warmer is not None:",
+        ),
+        seen_in="FastDeploy PR 7885 review",
+    ),
+)
+
+ORDER_BUGS = (
+    bug(
+        "the most recently used goes first",
+        TREE,
+        ("self._link_before(self._idle, place)", "self._link_before(self._idle.warmer, place)"),
+    ),
+    bug(
+        "a path is evicted from its root",
+        TREE,
+        ("self.clock += 1", "self.clock += 1\n        after = self._idle"),
+        (
+            "self._link_before(self._idle, place)",
+            "self._link_before(after, place)\n                    after = place",
+        ),
+        seen_in="FastDeploy PR 7097, vLLM #48489",
+    ),
+    bug(
+        "a later use does not make a run warmer",
+        TREE,
+        ("place.last_use = self.clock", "place.last_use = place.last_use or self.clock"),
+        (
+            "self._link_before(self._idle, place)",
+            "self._link_before(next((other for other in self.idle_nodes()"
+            " if other.last_use > place.last_use), self._idle), place)",
+        ),
+        seen_in="vLLM #16825",
+    ),
+    bug(
+        "the time of use is not kept",
+        TREE,
+        ("place.last_use = self.clock", "place.last_use = -self.clock"),
+    ),
+    bug(
+        "a split makes the cold part warm",
+        TREE,
+        (
+            "self._link_before(lower.warmer, upper)",
+            "self.clock += 1; lower.last_use = upper.last_use = self.clock; self._unlink(lower); "
+            "self._link_before(self._idle, lower); self._link_before(self._idle, upper)",
+        ),
+        seen_in="mini-sglang #124, SGLang #38482",
+    ),
+)
+
+TREE_BUGS = (*WALK_BUGS, *PIN_BUGS, *ORDER_BUGS)

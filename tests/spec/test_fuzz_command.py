@@ -1,0 +1,337 @@
+"""`radixkv fuzz`: what it finds, shows and refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from radixkv.scheduler.cli import main
+from radixkv.scheduler.fuzz.campaign import Aim, run_campaign
+from radixkv.spec.trace_file import read_trace_file
+
+from . import toys
+
+TOYS = Path(toys.__file__)
+
+
+class Outcome(NamedTuple):
+    """What one command did."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def fuzz(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    """Run the command in this process."""
+
+    def run(*options: object) -> Outcome:
+        status = main(["fuzz", *map(str, options)])
+        return Outcome(status, *capsys.readouterr())
+
+    return run
+
+
+def leaky() -> str:
+    return f"{TOYS}:Leaky"
+
+
+# Ours
+
+
+@pytest.mark.parametrize("what", ["cache", "pool", "scheduler"])
+def test_ours_keeps_every_rule(fuzz: Any, what: str) -> None:
+    outcome = fuzz("--what", what, "--steps", 2_000)
+    assert (outcome.status, outcome.stderr) == (0, "")
+    assert outcome.stdout.startswith("ok: 2,0") and outcome.stdout.endswith(" steps/s, seed 0\n")
+
+
+@pytest.mark.parametrize("depth", ["api", "events", "full"])
+def test_depths(fuzz: Any, depth: str) -> None:
+    assert fuzz("--steps", 1_000, "--depth", depth, "--seed", 5).status == 0
+
+
+def test_hypothesis(fuzz: Any) -> None:
+    outcome = fuzz("--engine", "hypothesis", "--steps", 500, "--json", "-")
+    assert outcome.status == 0
+    figures = json.loads(outcome.stdout)
+    assert set(figures) == {"steps", "cases", "wall_s", "interrupted", "situations"}
+    assert 500 <= figures["steps"] <= 551 and figures["situations"]["admitted"] > 3
+
+
+def test_seconds(fuzz: Any) -> None:
+    outcome = fuzz("--seconds", "0.01")
+    assert outcome.status == 0 and outcome.stdout.startswith("ok: ")
+
+
+def test_jobs_do_the_same_as_one(fuzz: Any, tmp_path: Path) -> None:
+    figures = []
+    for jobs in (1, 2):
+        path = tmp_path / f"{jobs}.json"
+        outcome = fuzz("--steps", 3_000, "--seed", 7, "--jobs", jobs, "--json", path)
+        assert outcome.status == 0, outcome.stderr
+        figures.append(json.loads(path.read_text()))
+    assert figures[0]["steps"] == figures[1]["steps"]
+    assert figures[0]["situations"] == figures[1]["situations"]
+
+
+# Theirs
+
+
+@pytest.mark.parametrize("engine", ["random", "hypothesis"])
+def test_a_finding(fuzz: Any, tmp_path: Path, engine: str) -> None:
+    json_path, svg_path = tmp_path / "found.json", tmp_path / "found.svg"
+    outcome = fuzz(
+        *("--target", leaky(), "--engine", engine, "--json", json_path, "--svg", svg_path),
+    )
+    assert (outcome.status, outcome.stderr) == (1, "")
+    lines = outcome.stdout.splitlines()
+    assert lines[0] == "D1 drained-is-whole: When all requests have ended, all blocks can be had."
+    assert lines[2].startswith("with num_blocks=3, block_size=")
+    assert any(line.endswith("# breaks D1 drained-is-whole: 2 of 3 blocks can be had")
+               for line in lines)  # fmt: skip
+    assert "before the last call:" in lines
+    assert lines[-1].startswith("failed: D1 drained-is-whole: ") and lines[-1].endswith("seed 0")
+    file = read_trace_file(json_path)
+    assert (file.what, file.target, file.depth) == ("cache", leaky(), "api")
+    assert len(file.finding.trace) <= 4
+    assert svg_path.read_text().startswith("<svg ")
+
+    again = fuzz("--replay", json_path)
+    assert again.status == 1
+    assert again.stdout.splitlines()[:-1] == lines[:-1]
+    assert again.stdout.splitlines()[-1].endswith(f" steps of {json_path}")
+    repaired = fuzz("--replay", json_path, "--target", f"{TOYS}:Plain")
+    assert (repaired.status, repaired.stdout[:4]) == (0, "ok: ")
+
+
+def test_a_finding_as_json_alone(fuzz: Any) -> None:
+    outcome = fuzz("--target", leaky(), "--json", "-")
+    assert outcome.status == 1
+    assert json.loads(outcome.stdout)["rule"] == "D1 drained-is-whole"
+
+
+def test_a_finding_of_one_of_many_jobs(fuzz: Any) -> None:
+    outcome = fuzz("--target", leaky(), "--jobs", 2)
+    assert outcome.status == 1 and "D1 drained-is-whole" in outcome.stdout
+
+
+def test_what_comes_up_once_only_is_shown_as_it_was_found(fuzz: Any, tmp_path: Path) -> None:
+    (tmp_path / "fickle_toy.py").write_text(
+        TOYS.read_text()
+        + "\nclass Fickle(Plain):\n    found = False\n\n    def release(self, name):\n"
+        + "        if Fickle.found:\n            return super().release(name)\n"
+        + "        Fickle.found = True\n        del self.tables[name]\n"
+    )
+    outcome = fuzz("--target", f"{tmp_path / 'fickle_toy.py'}:Fickle")
+    assert outcome.status == 1
+    assert "Replayed, this trace breaks nothing: what is tested is not deterministic." in (
+        outcome.stdout
+    )
+
+
+def test_a_module_of_the_working_directory(
+    fuzz: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "toys_of_the_fuzz_command.py").write_text(TOYS.read_text())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert fuzz("--target", "toys_of_the_fuzz_command:Plain", "--steps", 500).status == 0
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        ("nothing", "expected package.module:factory or path/to/file.py:factory"),
+        (":x", "expected package.module:factory or path/to/file.py:factory"),
+        ("no_such_module:x", "there is no module no_such_module"),
+        ("json.nothing:x", "there is no module json.nothing"),
+        ("json:nothing", "json has no nothing"),
+        ("no/such/file.py:x", "there is no file no/such/file.py"),
+        (f"{TOYS}:NUMBER", f"NUMBER in {TOYS} cannot be called, it is 3"),
+        (f"{TOYS}:Plain.nothing", f"{TOYS} has no Plain.nothing"),
+        (f"{TOYS}:Silent", "Silent has no method admit; it needs admit(name, tokens, namespace) "
+         "-> hit tokens, or None if there are too few blocks"),
+    ],
+)  # fmt: skip
+def test_a_wrong_target(fuzz: Any, target: str, text: str) -> None:
+    outcome = fuzz("--target", target)
+    assert outcome == (2, "", f"radixkv: --target {target}: {text}\n")
+
+
+def test_a_target_that_is_wrong_in_another_process(fuzz: Any) -> None:
+    target = f"{TOYS}:Silent"
+    outcome = fuzz("--target", target, "--jobs", 2)
+    assert outcome.status == 2
+    assert outcome.stderr.startswith(f"radixkv: --target {target}: Silent has no method admit; ")
+
+
+def test_a_factory_that_takes_other_arguments(fuzz: Any) -> None:
+    outcome = fuzz("--target", f"{TOYS}:needs_three")
+    assert outcome.status == 2 and outcome.stderr.count("\n") == 1
+    assert "raised TypeError: needs_three() missing 1 required positional argument" in (
+        outcome.stderr
+    )
+
+
+def test_a_module_that_cannot_be_imported(fuzz: Any, tmp_path: Path) -> None:
+    path = tmp_path / "broken_toy.py"
+    path.write_text("1 / 0")
+    outcome = fuzz("--target", f"{path}:x")
+    assert outcome == (
+        2,
+        "",
+        f"radixkv: --target {path}:x: importing {path} raised ZeroDivisionError: division by "
+        "zero\n",
+    )
+    path.write_text("import no_such_module_either")
+    outcome = fuzz("--target", f"{path}:x")
+    assert "raised ModuleNotFoundError: No module named 'no_such_module_either'" in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--seconds", "-1"],
+         "argument --seconds: expected a number of seconds, 0 or more, got '-1'"),
+        (["--seconds", "x"],
+         "argument --seconds: expected a number of seconds, 0 or more, got 'x'"),
+        (["--steps", "0"], "argument --steps: expected a positive integer, got '0'"),
+        (["--jobs", "0"], "argument --jobs: expected a positive integer, got '0'"),
+        (["--seed", "x"], "argument --seed: invalid int value: 'x'"),
+        (["--steps", "1", "--seconds", "1"],
+         "argument --seconds: not allowed with argument --steps"),
+        (["--engine", "atheris"], "argument --engine: invalid choice: 'atheris'"),
+        (["--json", "no/such/folder/a.json"],
+         "--json no/such/folder/a.json: there is no directory no/such/folder"),
+        (["--svg", "no/such/folder/a.svg"],
+         "--svg no/such/folder/a.svg: there is no directory no/such/folder"),
+        (["--replay", "no_such.json"], "no_such.json: No such file or directory"),
+    ],
+)  # fmt: skip
+def test_wrong_options(fuzz: Any, options: list[str], text: str) -> None:
+    outcome = fuzz(*options)
+    assert outcome.status == 2 and outcome.stdout == ""
+    assert outcome.stderr.startswith(f"radixkv: {text}") and outcome.stderr.count("\n") == 1
+
+
+SIZES = {"num_blocks": 3, "block_size": 1, "max_running": 1, "alphabet": 1}
+GOOD = {"format": 1, "rule": "D1 x", "why": "", "config": SIZES, "trace": [["drain"]]}
+
+
+@pytest.mark.parametrize(
+    ("document", "text"),
+    [
+        ({}, 'not a trace: it has no "format": 1'),
+        ({**GOOD, "trace": 1}, '"trace" must be a list'),
+        ({**GOOD, "what": "disk"}, "\"what\" must be one of cache, pool, scheduler, got 'disk'"),
+        ({**GOOD, "depth": "x"}, "\"depth\" must be one of api, events, full, got 'x'"),
+        ({**GOOD, "trace": [["fly"]]},
+         "operation 1, [\"fly\"], fits no world of a cache: KeyError('fly')"),
+        ({**GOOD, "config": {}},
+         "the configuration fits no world of a cache: KeyError('block_size')"),
+    ],
+)  # fmt: skip
+def test_a_malformed_trace(fuzz: Any, tmp_path: Path, document: Any, text: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(document))
+    assert fuzz("--replay", path) == (2, "", f"radixkv: {path}: {text}\n")
+
+
+def test_a_trace_without_a_target_is_ours(fuzz: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(GOOD))
+    outcome = fuzz("--replay", path)
+    assert outcome == (0, f"ok: 1 steps of {path}\n", "")
+
+
+def test_hypothesis_that_is_not_installed(fuzz: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    outcome = fuzz("--engine", "hypothesis")
+    assert outcome == (
+        2,
+        "",
+        "radixkv: --engine hypothesis needs Hypothesis: pip install hypothesis\n",
+    )
+
+
+# The campaign
+
+
+def test_an_interrupt_ends_with_a_summary(fuzz: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from radixkv.scheduler.fuzz import campaign
+
+    real, calls = campaign.run_part, []
+
+    def run_part(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(campaign, "run_part", run_part)
+    outcome = fuzz("--seconds", 0)
+    assert (outcome.status, outcome.stderr) == (130, "")
+    assert outcome.stdout.startswith("interrupted: 2,0")
+
+
+def test_an_endless_soak_of_several_jobs_ends_with_the_keyboard() -> None:
+    program = "import sys; from radixkv.scheduler.cli import main; sys.exit(main(sys.argv[1:]))"
+    target = f"{TOYS}:Plain"
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-P", "-u", "-c", SOAK + program),
+            *("fuzz", "--seconds", "0", "--jobs", "2", "--target", target),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "a part is done\n"
+    os.killpg(process.pid, signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert stdout.splitlines()[-1].startswith("interrupted: ")
+    assert stderr == ""
+
+
+SOAK = """
+from radixkv.scheduler.fuzz import campaign
+add = campaign.Report.add
+def tell(report, *arguments):
+    add(report, *arguments)
+    if report.num_cases == arguments[0].num_steps // 100:
+        print("a part is done")
+campaign.Report.add = tell
+"""
+
+
+def test_equal_seeds_are_equal_cases_and_others_are_not() -> None:
+    first, again, other = (
+        run_campaign(Aim(seed=seed), num_steps=2_000).situations for seed in (1, 1, 2)
+    )
+    assert first == again != other
+
+
+def test_help_is_quick_to_load() -> None:
+    program = (
+        "import sys; from radixkv.scheduler.cli import main; main(['fuzz', '--help'])\n"
+        "assert {'numpy', 'jax', 'hypothesis', 'radixkv.spec'}.isdisjoint(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--target package.module:factory" in done.stdout

@@ -1,0 +1,150 @@
+"""The specification bites: every planted bug is found, and every rule finds one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import radixkv.kvcache
+from radixkv.spec.cache_rules import CACHE_RULES
+from radixkv.spec.engine import replay
+from radixkv.spec.random_engine import run
+
+from .planted.cache_bugs import CACHE_BUGS
+from .planted.change_bugs import MANY_AT_ONCE
+from .planted.matrix import Hunt, hunt, hunt_all, markdown, subject_of, summarize
+from .planted.plant import Bug, bug, load, planted_sources
+from .planted.ruled_out import RULED_OUT
+
+KILLS = Path(__file__).parents[2] / "docs" / "specification" / "kills.json"
+MAX_STEPS = 50_000
+
+NO_BUG = bug("no bug", "manager.py")
+MANY_IS_ONE = bug("no bug, and two leaves are many", "manager.py", elsewhere=MANY_AT_ONCE)
+
+
+@pytest.fixture(scope="module")
+def kills() -> dict:
+    return json.loads(KILLS.read_text())
+
+
+@pytest.mark.parametrize("bug", CACHE_BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found(bug: Bug) -> None:
+    for seed in range(3):
+        result = run(subject_of(bug, "full"), seed, MAX_STEPS)
+        assert result.finding is not None, f"seed {seed}: survives {result.num_steps} steps"
+
+
+@pytest.mark.parametrize("depth", ["api", "events", "full"])
+@pytest.mark.parametrize("bug", [NO_BUG, MANY_IS_ONE], ids=lambda bug: bug.name)
+def test_a_copy_without_a_bug_passes(bug, depth) -> None:
+    assert run(subject_of(bug, depth), 0, 3_000).finding is None
+
+
+def test_the_pool_of_a_copy_without_a_bug_passes() -> None:
+    assert run(subject_of(replace(NO_BUG, world="pool"), "full"), 0, 3_000).finding is None
+
+
+def test_a_copy_shares_nothing_with_the_package_and_leaves_nothing_behind() -> None:
+    before = set(sys.modules), list(sys.meta_path)
+    copy = load(None)
+    assert (set(sys.modules), list(sys.meta_path)) == before
+    assert copy is not radixkv.kvcache
+    assert copy.CacheManager is not radixkv.kvcache.CacheManager
+    assert copy.CacheManager.__module__.startswith("planted_")
+    manager = copy.CacheManager(4, 2)
+    assert type(manager._tree).__module__.startswith("planted_")
+    assert manager.match([1, 2, 3]).num_blocks == 0
+    assert copy.CacheManager is not load(None).CacheManager
+
+
+def test_a_copy_that_cannot_be_imported_leaves_nothing_behind() -> None:
+    before = set(sys.modules), list(sys.meta_path)
+    broken = bug("broken", "lease.py", ("class Lease:", "1 / 0\nclass Lease:"))
+    with pytest.raises(ZeroDivisionError):
+        load(broken)
+    assert (set(sys.modules), list(sys.meta_path)) == before
+
+
+def test_a_bug_changes_its_file_only() -> None:
+    changed = planted_sources(bug("one", "lease.py", ("class Lease:", "class Lease :")))
+    assert list(changed) == ["lease.py"]
+    assert "class Lease :" in changed["lease.py"]
+
+
+@pytest.mark.parametrize(("old", "fits"), [("no such text", 0), ("self.num_blocks", 9)])
+def test_a_bug_that_does_not_fit_once_is_told(old: str, fits: int) -> None:
+    source = radixkv.kvcache.__file__.replace("__init__", "block_pool")
+    fits = fits and Path(source).read_text().count(old)
+    with pytest.raises(AssertionError) as error:
+        load(bug("gone", "block_pool.py", (old, "")))
+    assert str(error.value) == f"block_pool.py has {old!r} {fits} times: write the bug 'gone' anew"
+
+
+def test_names_are_distinct() -> None:
+    names = [bug.name for bug in CACHE_BUGS] + [entry.what for entry in RULED_OUT]
+    assert len(set(names)) == len(names)
+    assert all(entry.seen_in and entry.why for entry in RULED_OUT)
+
+
+def test_what_the_matrix_reports() -> None:
+    found = bug("found", "manager.py", ("if last <= first:", "if True:"), seen_in="a test")
+    kills = list(hunt_all([found, NO_BUG], ["api", "full"], 2, 200, 1))
+    rows = summarize([found, NO_BUG], kills)
+    assert [row["rule"] for row in rows] == ["P4 publish-promptly", ""]
+    assert rows[0]["depths"]["full"]["survived"] == 0
+    assert rows[1]["depths"]["full"]["survived"] == 2
+    assert rows[1]["shortest"] is None
+    lines = markdown(rows, ["api", "full"]).splitlines()
+    assert lines[2].startswith("| found | a test | P4 publish-promptly | ")
+    assert lines[3].startswith("| no bug | own | **survives** | ")
+    # The same hunt ends the same way, and its trace breaks the same rule again.
+    again = hunt(Hunt(found, "full", 0), max_steps=200)
+    assert again == next(kill for kill in kills if kill.depth == "full" and kill.seed == 0)
+    shrunk = rows[0]["shortest"]
+    violation = replay(subject_of(found, "full"), shrunk["config"], shrunk["trace"])
+    assert violation is not None and violation.rule.name == "P4 publish-promptly"
+    assert replay(subject_of(NO_BUG, "full"), shrunk["config"], shrunk["trace"]) is None
+
+
+def test_hypothesis_finds_one_too() -> None:
+    found = bug("found", "manager.py", ("self._pool.recycle(copies)", "pass"))
+    kill = hunt(Hunt(found, "full", 0), max_steps=5_000, engine="hypothesis")
+    assert kill.rule
+    assert 0 < kill.steps <= 5_000
+
+
+def test_the_committed_table_is_that_of_the_bugs(kills: dict) -> None:
+    committed = {row["name"]: row for row in kills["bugs"]}
+    assert sorted(committed) == sorted(bug.name for bug in CACHE_BUGS), (
+        f"write {KILLS.name} anew: python -m tests.spec.planted --json {KILLS.name}"
+    )
+    for each in CACHE_BUGS:
+        row = committed[each.name]
+        assert (row["file"], row["seen_in"]) == (each.file, each.seen_in)
+    assert kills["summary"]["survivors"] == []
+
+
+def test_every_rule_has_its_bug(kills: dict) -> None:
+    biting = {
+        rule for row in kills["bugs"] for steps in row["depths"].values() for rule in steps["rules"]
+    }
+    without = [rule.name for rule in CACHE_RULES if rule.name not in biting]
+    assert not without, f"no bug proves that these rules bite: {without}"
+
+
+def test_the_shortest_traces_break_their_rule(kills: dict) -> None:
+    by_name = {bug.name: bug for bug in CACHE_BUGS}
+    for row in kills["bugs"]:
+        shortest = row["shortest"]
+        subject = subject_of(by_name[row["name"]], "full")
+        violation = replay(subject, shortest["config"], shortest["trace"])
+        assert violation is not None, f"{row['name']}: its trace breaks nothing"
+        assert violation.rule.name == shortest["rule"], row["name"]
+        good = subject_of(replace(by_name[row["name"]], edits=(), elsewhere=()), "full")
+        if not by_name[row["name"]].unclaimed:
+            assert replay(good, shortest["config"], shortest["trace"]) is None, row["name"]

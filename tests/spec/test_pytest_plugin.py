@@ -1,0 +1,158 @@
+"""The pytest plugin, in pytest runs of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from radixkv.spec.trace_file import read_trace_file
+
+from . import toys
+
+pytest_plugins = ["pytester"]
+
+TOYS = Path(toys.__file__).read_text()
+
+# By its module's name, whether or not the entry point is installed: then that one is blocked.
+PLUGIN = ("-p", "no:radixkv", "-p", "radixkv.spec.pytest_plugin", "-p", "no:cacheprovider")
+
+
+def run(pytester: pytest.Pytester, *options: str) -> pytest.RunResult:
+    return pytester.runpytest_inprocess(*PLUGIN, *options)
+
+
+@pytest.fixture
+def folder(pytester: pytest.Pytester) -> Path:
+    (pytester.path / "toys.py").write_text(TOYS)
+    return pytester.path
+
+
+def spec(folder: Path, text: str) -> None:
+    (folder / "kvspec.toml").write_text(text)
+
+
+def test_a_right_manager_passes(pytester: pytest.Pytester, folder: Path) -> None:
+    spec(folder, 'target = "toys.py:Plain"\nsteps = 2000\n')
+    result = run(pytester, "-v")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["kvspec.toml::fuzz PASSED*"])
+    assert not list(folder.glob("*.trace.json"))
+
+
+def test_a_wrong_one_fails_and_leaves_a_trace_that_fails_until_it_is_repaired(
+    pytester: pytest.Pytester, folder: Path
+) -> None:
+    spec(folder, 'target = "toys.py:Leaky"\n')
+    result = run(pytester)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "D1 drained-is-whole: When all requests have ended, all blocks can be had.",
+            "with num_blocks=3, *",
+            "*drain()    # breaks D1 drained-is-whole: 2 of 3 blocks can be had",
+            "before the last call:",
+            "written to *.trace.json",
+        ]
+    )
+    assert "Traceback" not in result.stdout.str() and "pytest_plugin.py" not in result.stdout.str()
+    (path,) = folder.glob("*.trace.json")
+    assert read_trace_file(path).target == "toys.py:Leaky"
+
+    run(pytester, "--kv-seed", "1").assert_outcomes(failed=2)
+    run(pytester, "--kv-target", "toys.py:Plain").assert_outcomes(passed=len(traces(folder)) + 1)
+
+
+def traces(folder: Path) -> list[Path]:
+    return list(folder.glob("*.trace.json"))
+
+
+def test_options_override_the_file(pytester: pytest.Pytester, folder: Path) -> None:
+    spec(folder, 'target = "toys.py:Leaky"\nsteps = 0\nseed = 3\n')
+    run(pytester).assert_outcomes(passed=1)
+    run(pytester, "--kv-steps", "20000").assert_outcomes(failed=1)
+    result = run(pytester, "--kv-steps", "100", "--kv-depth", "full")
+    result.stdout.fnmatch_lines(
+        ["*kvspec.toml: Leaky has no method report_to; it needs report_to(events) -> None: *"]
+    )
+
+
+def test_a_module_is_found_in_the_working_directory(
+    pytester: pytest.Pytester, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "my_toys_of_the_plugin.py").write_text(TOYS)
+    spec(folder, 'target = "my_toys_of_the_plugin:Plain"\nsteps = 500\n')
+    run(pytester).assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("target =", "kvspec.toml: not TOML: Invalid value (at end of document)"),
+        ("", "kvspec.toml: no target: give one in the file, or --kv-target"),
+        ('tarket = "a:b"',
+         "kvspec.toml: no such key: tarket (of target, what, depth, steps, seed)"),
+        ('target = "a:b"\nsteps = "1"', "kvspec.toml: steps must be an integer, got '1'"),
+        ("target = 3", "kvspec.toml: target must be a string, got 3"),
+        ('target = "a:b"\nseed = true', "kvspec.toml: seed must be an integer, got True"),
+        ('target = "no_module_of_this_name:x"',
+         "kvspec.toml: there is no module no_module_of_this_name"),
+        ('target = "toys.py:Nothing"', "kvspec.toml: *toys.py has no Nothing"),
+        ('target = "toys.py:NUMBER"', "kvspec.toml: NUMBER in *toys.py cannot be called, it is 3"),
+        ('target = "toys.py:Plain"\nwhat = "disk"',
+         "kvspec.toml: what must be one of cache, pool, scheduler, got 'disk'"),
+        ('target = "toys.py:Plain"\ndepth = "deep"',
+         "kvspec.toml: depth must be one of api, events, full, got 'deep'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_file_is_told_in_one_line(
+    pytester: pytest.Pytester, folder: Path, text: str, error: str
+) -> None:
+    spec(folder, text)
+    result = run(pytester)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([f"*{error}"])
+    assert "Traceback" not in result.stdout.str()
+
+
+def test_traces_of_other_tools_are_left_alone(pytester: pytest.Pytester, folder: Path) -> None:
+    (folder / "chrome.trace.json").write_text(json.dumps({"traceEvents": []}))
+    large = json.dumps({"rule": "", "config": "", "trace": "x" * (1 << 20)})
+    (folder / "large.trace.json").write_text(large)
+    run(pytester).assert_outcomes()
+
+
+def test_a_trace_that_is_malformed_is_told(pytester: pytest.Pytester, folder: Path) -> None:
+    (folder / "a.trace.json").write_text('{"rule": "", "config": {}, "trace": []}')
+    result = run(pytester)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(['*a.trace.json: not a trace: it has no "format": 1'])
+
+
+def test_a_trace_without_a_target_needs_the_option(pytester: pytest.Pytester, folder: Path) -> None:
+    sizes = {"num_blocks": 3, "block_size": 1, "max_running": 1, "alphabet": 1}
+    document = {"format": 1, "rule": "D1 x", "why": "", "config": sizes, "trace": [["drain"]]}
+    (folder / "a.trace.json").write_text(json.dumps(document))
+    result = run(pytester)
+    result.stdout.fnmatch_lines(["*a.trace.json: no target: give one in the file, or --kv-target"])
+    run(pytester, "--kv-target", "toys.py:Plain").assert_outcomes(passed=1)
+
+
+def test_the_plugin_is_listed_and_loads_nothing_more_than_it_needs() -> None:
+    program = (
+        "import sys, pytest; before = set(sys.modules); import radixkv.spec.pytest_plugin\n"
+        "print(sorted(name.split('.')[0] for name in set(sys.modules) - before))"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    heavy = {"numpy", "jax", "hypothesis"}
+    assert heavy.isdisjoint(eval(done.stdout))
+    assert "radixkv.spec.cache_world" not in done.stdout
+    import tomllib
+
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["pytest11"] == {"radixkv": "radixkv.spec.pytest_plugin"}

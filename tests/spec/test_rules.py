@@ -1,0 +1,65 @@
+"""The rules as a document: names, sentences, and the invariants that they cover."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import radixkv.spec
+import radixkv.spec.scheduler_rules  # enters its rules
+from radixkv.spec.cache_rules import A1, CACHE_RULES
+from radixkv.spec.invariants import INVARIANTS
+from radixkv.spec.rules import RULES, Rule, Violation, require, rule
+
+CODES = {each.code for each in RULES.values()}
+
+
+def test_every_name_is_a_code_and_words_joined_by_dashes() -> None:
+    assert all(re.fullmatch(r"[A-Z]\d+ [a-z]+(-[a-z]+)*", name) for name in RULES)
+    assert len(CODES) == len(RULES), "two rules have the same code"
+    assert len(RULES) >= 45
+    assert all(name == each.name for name, each in RULES.items())
+
+
+def test_every_sentence_is_one() -> None:
+    for each in RULES.values():
+        assert re.fullmatch(r"[A-Z].*[a-z]\.", each.sentence), each
+    assert len({each.sentence for each in CACHE_RULES}) == len(CACHE_RULES)
+
+
+def test_every_rule_is_demanded_somewhere() -> None:
+    """A rule that nothing refers to is a wish."""
+    folder = Path(radixkv.spec.__file__).parent
+    files = [*folder.glob("*.py"), *(folder.parent / "scheduler" / "fuzz").glob("*.py")]
+    source = "\n".join(path.read_text() for path in files if not path.name.endswith("_rules.py"))
+    unused = [code for code in CODES if not re.search(rf"\b{code}\b(?!\")", source)]
+    assert unused == []
+
+
+def test_a_violation_says_rule_and_what_was_seen() -> None:
+    with pytest.raises(Violation) as caught:
+        require(False, A1, "block {} belongs to {}", 3, "r1")
+    assert str(caught.value) == "[A1 allocate-only-free] block 3 belongs to r1"
+    assert (caught.value.rule, caught.value.why) == (A1, "block 3 belongs to r1")
+
+
+def test_what_holds_formats_nothing() -> None:
+    require(True, A1, "{} {} {}", "too few")
+    require([0], A1, "anything that is true holds")
+
+
+def test_a_name_is_taken_once() -> None:
+    with pytest.raises(AssertionError, match="two rules have the name A1 allocate-only-free"):
+        rule("A1 allocate-only-free", "Again.")
+    assert isinstance(A1, Rule) and A1.code == "A1"
+
+
+def test_every_invariant_is_covered_or_says_why_not() -> None:
+    assert list(INVARIANTS) == [f"I{number}" for number in range(1, 45)]
+    for number, invariant in INVARIANTS.items():
+        assert set(invariant.rules) <= CODES, number
+        assert invariant.rules or invariant.elsewhere, number
+        assert invariant.sentence.endswith("."), number
+        assert "\n" not in invariant.elsewhere, number

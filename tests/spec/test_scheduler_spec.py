@@ -1,0 +1,243 @@
+"""The specification of schedulers: ours keeps to it, and every rule bites."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+
+import pytest
+
+from radixkv.scheduler.fuzz.scheduler_adapter import MixedAdapter, make_factory
+from radixkv.spec.adapter import AdapterError
+from radixkv.spec.differential import check_same, draw_requests
+from radixkv.spec.engine import replay
+from radixkv.spec.random_engine import run
+from radixkv.spec.rules import Violation
+from radixkv.spec.scheduler_adapter import SchedulerPromises
+from radixkv.spec.scheduler_requests import Books, next_token, root_tag
+from radixkv.spec.scheduler_rules import Q32, SCHEDULER_RULES
+from radixkv.spec.scheduler_world import SchedulerSubject
+from radixkv.spec.shrink import shrink
+
+from .planted.plant import Bug, bug
+from .planted.plant_scheduler import load_scheduler, subject_with
+from .planted.scheduler_bugs import SCHEDULER_BUGS
+
+NUM_STEPS = 60_000
+"""Of a hunt: far more than any bug takes."""
+
+FLOORS = {
+    "aborted in decode": 100,
+    "aborted in flight": 100,
+    "aborted in prefill": 50,
+    "aborted preempted": 3,
+    "aborted waiting": 100,
+    "all slots taken": 1_000,
+    "chunk cut by the budget": 1_000,
+    "drained with work": 100,
+    "ended by length": 1_000,
+    "ended by stop": 100,
+    "flooded": 50,
+    "hit": 1_000,
+    "misuse refused": 200,
+    "preempted in decode": 100,
+    "preempted in prefill": 10,
+    "preempted twice": 5,
+    "preempted two at once": 2,
+    "prefill beside decode": 1_000,
+    "refused by the reservation": 1_000,
+    "resumed with a hit": 50,
+    "resumed without a hit": 50,
+    "too large": 200,
+    "waited for a leader": 50,
+    "whole hit": 200,
+}
+"""How often each situation comes up in `NUM_STEPS` steps, at least."""
+
+CONFIG = {
+    "num_blocks": 6,
+    "block_size": 2,
+    "max_running": 3,
+    "token_budget": 8,
+    "policy": "fcfs",
+    "reserve_tokens": 0,
+    "prefix_cache": True,
+    "alphabet": 3,
+}
+
+
+def submit(name: str, prompt: list[int], max_new_tokens: int = 1) -> list[object]:
+    return ["submit", name, prompt, max_new_tokens, 0, [], 0]
+
+
+def test_our_scheduler_keeps_to_every_rule_and_meets_every_situation():
+    result = run(SchedulerSubject(make_factory()), seed=0, num_steps=NUM_STEPS)
+    assert result.finding is None, result.finding
+    assert set(result.situations) == set(FLOORS)
+    rare = {what: n for what, n in result.situations.items() if n < FLOORS[what]}
+    assert not rare, "the generator does not come to these any more"
+
+
+@pytest.mark.parametrize("planted", SCHEDULER_BUGS, ids=lambda planted: planted.name)
+def test_a_planted_bug_is_found_and_shrunk(planted: Bug):
+    subject = subject_with(planted)
+    found = run(subject, seed=0, num_steps=NUM_STEPS).finding
+    assert found is not None
+    small = shrink(subject, found)
+    assert len(small.trace) <= 30
+    shown = json.loads(json.dumps(small.to_json()))
+    violation = replay(subject, shown["config"], shown["trace"])
+    assert violation is not None and violation.rule.name == small.rule
+    assert str(violation) == f"[{small.rule}] {small.why}"
+    # The same program on a scheduler without the bug is right.
+    assert replay(subject_with(None), shown["config"], shown["trace"]) is None
+
+
+def test_every_rule_names_a_planted_bug():
+    named: Counter[str] = Counter()
+    for planted in SCHEDULER_BUGS:
+        subject = subject_with(planted)
+        for seed in range(4):
+            found = run(subject, seed, NUM_STEPS).finding
+            assert found is not None, planted.name
+            named[found.rule] += 1
+    # What Q32 says follows from Q10, which is checked first.
+    assert {rule.name for rule in SCHEDULER_RULES} - set(named) == {Q32.name}
+
+
+def test_a_bug_that_does_not_fit_is_told():
+    gone = bug("gone", "mixed.py", ("no such text", ""))
+    message = r"has 'no such text' 0 times: write the bug 'gone' anew"
+    with pytest.raises(AssertionError, match=message):
+        load_scheduler(gone)
+
+
+def test_the_same_tokens_come_out_whatever_the_options():
+    generator = random.Random(0)
+    for _ in range(100):
+        check_same(make_factory(), *draw_requests(generator.randrange))
+
+
+class Forgetful(MixedAdapter):
+    """Changes its outputs when all is over, if it has no prefix cache."""
+
+    is_over = False
+
+    def check(self) -> None:
+        self.is_over = not self.scheduler.prefix_cache
+
+    def output(self, name: str) -> list[int]:
+        return [*super().output(name), 7] if self.is_over else super().output(name)
+
+
+def test_other_tokens_under_other_options_are_told():
+    package = load_scheduler(None)
+    requests = [submit("r1", [0, 1, 2], 2)]
+    with pytest.raises(Violation, match=r"\[Q32 .*'prefix_cache': False.* r1 generates .*7\]"):
+        check_same(
+            lambda config: Forgetful(config, package, SchedulerPromises.all()), CONFIG, requests
+        )
+
+
+def test_a_picture_shows_who_runs_and_who_waits():
+    world = SchedulerSubject(make_factory()).world({**CONFIG, "max_running": 1})
+    assert world.picture() == "no request lives"
+    for operation in (submit("r1", [0, 1, 2], 4), submit("r2", [0, 0, 0, 0], 2), ["step"]):
+        assert world.apply(operation)
+    first, second = world.picture().splitlines()
+    assert first.startswith("r1 running, 3/4 computed, 1 generated, table [")
+    assert second == "r2 waiting, 0/4 computed, 0 generated"
+
+
+def test_what_names_nobody_is_skipped():
+    world = SchedulerSubject(make_factory()).world(CONFIG)
+    assert world.apply(submit("r1", [0, 1, 2], 2))
+    for operation in (
+        submit("r1", [0]),
+        submit("r2", []),
+        ["abort", "r9"],
+        ["misuse", 0, "r9"],
+        ["flood", "f1", [], 1],
+    ):
+        assert not world.apply(operation)
+    assert world.apply(["drain"]) and not world.apply(["flood", "f1", [1], 1])
+
+
+class Incomplete:
+    """Has nothing of what is asked."""
+
+
+class Boastful(MixedAdapter):
+    """Promises in its own words."""
+
+    def __init__(self, config: dict[str, object]) -> None:
+        super().__init__(config, load_scheduler(None), SchedulerPromises())
+        self.promises = "everything"  # type: ignore[assignment]
+
+
+class Wordy(MixedAdapter):
+    """Returns its plan, and not its chunks."""
+
+    def __init__(self, config: dict[str, object]) -> None:
+        super().__init__(config, load_scheduler(None), SchedulerPromises())
+
+    def schedule(self) -> object:  # type: ignore[override]
+        return ["r1"]
+
+
+def test_an_adapter_that_cannot_be_driven_is_told():
+    with pytest.raises(AdapterError, match=r"^Incomplete has no method add; it needs add\(request"):
+        SchedulerSubject(lambda config: Incomplete()).world(CONFIG)
+    with pytest.raises(AdapterError, match=r"^promises must be .*SchedulerPromises, got 'everyth"):
+        SchedulerSubject(Boastful).world(CONFIG)
+    with pytest.raises(AdapterError, match=r"^schedule must return chunks \(name, start, length\)"):
+        SchedulerSubject(Wordy).world(CONFIG).apply(["step"])
+
+
+def test_the_model_says_every_token_and_the_same_in_every_process():
+    tags = [root_tag(0)]
+    for _ in range(200):
+        tags.append(hash((tags[-1], next_token(tags[-1], 3))))
+    assert {next_token(tag, 3) for tag in tags} == {0, 1, 2}
+    assert isinstance(root_tag(1), int) and root_tag(0) != root_tag(1)
+    assert "recomputed_tokens" in vars(Books())
+
+
+OLD_MATCH = bug(
+    "an older match is kept while another computes what seems to follow it",
+    "mixed.py",
+    (
+        "        match = request.match = self.manager.match(request.tokens, request.namespace)\n",
+        "        match = request.match\n"
+        "        if match is None or match.next_block not in in_progress:\n"
+        "            match = self.manager.match(request.tokens, request.namespace)\n"
+        "            request.match = match\n",
+    ),
+)
+"""Ours, once. The random engine takes 300,000 steps to it, so its trace is kept."""
+
+
+def test_a_request_does_not_wait_for_a_block_that_it_does_not_need():
+    config = {
+        **CONFIG,
+        "num_blocks": 14,
+        "block_size": 1,
+        "token_budget": 9,
+        "policy": "priority",
+        "reserve_tokens": 2,
+        "alphabet": 2,
+    }
+    trace = [
+        ["submit", "r1", [1, 1, 1, 1, 0], 9, 1, [], 0],
+        ["submit", "r2", [1, 0, 0], 9, 0, [], 0],
+        *[["step"]] * 5,
+        ["submit", "r3", [1, 1], 4, 0, [], 0],
+        *[["step"]] * 4,  # the last one preempts r3
+        ["submit", "r4", [0], 1, 1, [], 0],
+        ["step"],
+        ["drain"],
+    ]
+    violation = replay(subject_with(OLD_MATCH), config, trace)
+    assert str(violation) == "[Q6 policy-order] r4 is admitted and r1 goes on waiting"
+    assert replay(subject_with(None), config, trace) is None

@@ -1,0 +1,142 @@
+"""The shrinker: shorter, simpler, the same rule; and findings as files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixkv.scheduler.fuzz.cache_adapter import make_factory
+from radixkv.spec.cache_world import CacheSubject
+from radixkv.spec.engine import Finding, Operation, replay
+from radixkv.spec.random_engine import run
+from radixkv.spec.shrink import shrink
+from radixkv.spec.trace_file import (
+    TraceFile,
+    TraceFileError,
+    breaks_again,
+    read_trace_file,
+    replay_file,
+)
+
+from .toys import Leaky, Plain
+
+LEAKY = CacheSubject(Leaky, "api")
+
+
+def found(seed: int) -> Finding:
+    finding = run(LEAKY, seed, 20_000).finding
+    assert finding is not None
+    return finding
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_shrunk_trace_breaks_the_same_rule_and_cannot_be_shorter(seed: int) -> None:
+    finding = found(seed)
+    small = shrink(LEAKY, finding)
+    assert small.rule == finding.rule == "D1 drained-is-whole"
+    assert len(small.trace) <= min(4, len(finding.trace))
+    assert breaks_again(LEAKY, small)
+    for index in range(len(small.trace)):
+        violation = replay(LEAKY, small.config, small.trace[:index] + small.trace[index + 1 :])
+        assert violation is None or violation.rule.name != small.rule
+    assert shrink(LEAKY, small) == small
+
+
+def test_a_shrunk_trace_is_as_simple_as_can_be() -> None:
+    programs = []
+    for seed in range(10):
+        small = shrink(LEAKY, found(seed))
+        assert (small.config["num_blocks"], small.config["max_running"]) == (3, 1)
+        assert small.why == "2 of 3 blocks can be had"
+        programs.append([operation[0] for operation in small.trace])
+    # Either a request has three blocks and ends, or the probe of a drain has them all.
+    assert {*map(tuple, programs)} == {("submit", "admit", "drain"), ("drain", "drain")}
+
+
+def test_what_does_not_come_up_again_is_returned_as_it_is() -> None:
+    finding = Finding("D1 drained-is-whole", "once", {"num_blocks": 4, "block_size": 1,
+                      "max_running": 2, "alphabet": 1}, [["drain"]])  # fmt: skip
+    assert shrink(CacheSubject(Plain, "api"), finding) is finding
+    assert not breaks_again(LEAKY, finding)
+
+
+def test_the_original_is_left_alone() -> None:
+    finding = found(1)
+    before = json.dumps(finding.to_json())
+    shrink(LEAKY, finding)
+    assert json.dumps(finding.to_json()) == before
+
+
+def test_a_finding_survives_its_file(tmp_path: Path) -> None:
+    file = TraceFile(shrink(LEAKY, found(2)), "cache", "toys.py:Leaky", "api")
+    path = tmp_path / file.file_name()
+    path.write_text(file.text())
+    assert read_trace_file(path) == file
+    assert path.name.endswith(".trace.json") and len(path.name) == 12 + len(".trace.json")
+    assert json.loads(file.text()) == file.to_json()
+    broken = replay_file(LEAKY, file)
+    assert broken == file.finding
+    assert replay_file(CacheSubject(Plain, "api"), file) is None
+
+
+def test_a_replay_ends_where_a_rule_breaks() -> None:
+    small = shrink(LEAKY, found(3))
+    longer = Finding(small.rule, small.why, small.config, [*small.trace, ["drain"], ["drain"]])
+    broken = replay_file(LEAKY, TraceFile(longer))
+    assert broken is not None and broken.trace == small.trace
+
+
+GOOD = {"format": 1, "rule": "D1 x", "why": "", "config": {}, "trace": [["drain"]]}
+
+
+@pytest.mark.parametrize(
+    ("document", "text"),
+    [
+        ([], 'not a trace: it has no "format": 1'),
+        ({**GOOD, "format": 2}, 'not a trace: it has no "format": 1'),
+        ({**GOOD, "rule": None}, '"rule" must be a string'),
+        ({**GOOD, "config": []}, '"config" must be an object'),
+        ({**GOOD, "trace": {}}, '"trace" must be a list'),
+        ({**GOOD, "trace": [["drain"], []]}, "operation 2 must be a list that begins with a word"),
+        ({**GOOD, "trace": [[1]]}, "operation 1 must be a list that begins with a word"),
+        ({**GOOD, "depth": 1}, '"depth" must be a string'),
+    ],
+)
+def test_a_malformed_file_is_told(tmp_path: Path, document: Any, text: str) -> None:
+    path = tmp_path / "a.trace.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(TraceFileError) as caught:
+        read_trace_file(path)
+    assert str(caught.value) == f"{path}: {text}"
+
+
+def test_a_file_that_is_not_json_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "a.trace.json"
+    path.write_text("{")
+    with pytest.raises(TraceFileError, match=r"a\.trace\.json: not JSON: Expecting property name"):
+        read_trace_file(path)
+
+
+@pytest.mark.parametrize(
+    ("config", "trace", "text"),
+    [
+        ({}, [["drain"]], "the configuration fits no world of a cache: KeyError('block_size')"),
+        (None, [["fly"]], """operation 1, ["fly"], fits no world of a cache: KeyError('fly')"""),
+        (None, [["submit", "r1", [1], 0, 9]], 'operation 1, ["submit", "r1", [1], 0, 9], fits no '
+         "world of a cache: IndexError('tuple index out of range')"),
+        (None, [["admit"]], 'operation 1, ["admit"], fits no world of a cache: TypeError("admit() '
+         "missing 1 required positional argument: 'name'\")"),
+    ],
+)  # fmt: skip
+def test_a_trace_that_fits_no_world_is_told(
+    config: dict | None, trace: list[Operation], text: str
+) -> None:
+    sizes = {"num_blocks": 4, "block_size": 1, "max_running": 2, "alphabet": 1}
+    finding = Finding("", "", sizes if config is None else config, trace)
+    subject = CacheSubject(make_factory(), "full")
+    with pytest.raises(TraceFileError) as caught:
+        replay_file(subject, TraceFile(finding))
+    assert str(caught.value) == text

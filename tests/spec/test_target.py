@@ -1,0 +1,99 @@
+"""A bad adapter is told what it must do; what a manager raises or changes is a finding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from radixkv.spec.adapter import AdapterError, Promises
+from radixkv.spec.rules import Violation
+from radixkv.spec.target import BY_DEPTH, REQUIRED, Depth, Target
+
+from .toys import Plain
+
+WRONG_RESULTS = [
+    ("admit", "1", "admit must return the hit tokens as an int, or None, got '1'", ("r", [1], b"")),
+    ("admit", True, "admit must return the hit tokens as an int, or None, got True",
+     ("r", [1], b"")),
+    ("match", None, "match must return an int, got None", ("r", [1], b"")),
+    ("append", None, "append must return True or False, got None", ("r", [1])),
+    ("append", 1, "append must return True or False, got 1", ("r", [1])),
+    ("append_batch", None, "append_batch must return True or False, got None", (["r"],)),
+    ("block_table", 7, "block_table must return a sequence of int, got 7", ("r",)),
+    ("block_table", ["a"], "block_table must return a sequence of int, got ['a']", ("r",)),
+    ("available", 1.0, "available must return an int, got 1.0", ()),
+    ("evict", None, "evict must return an int, got None", (1,)),
+    ("snapshot", {}, "snapshot must return a radixkv.spec.Snapshot, got {}", ()),
+]  # fmt: skip
+
+
+def adapter_with(**attributes: Any) -> Any:
+    return type("Mine", (Plain,), attributes)
+
+
+def target(adapter: Any, depth: Depth = "api") -> Target:
+    return Target(adapter, 4, 2, depth)
+
+
+@pytest.mark.parametrize("method", REQUIRED)
+def test_a_missing_method_is_named(method: str) -> None:
+    with pytest.raises(AdapterError) as caught:
+        target(adapter_with(**{method: None}))
+    assert str(caught.value) == f"Mine has no method {method}; it needs {REQUIRED[method]}"
+
+
+@pytest.mark.parametrize("depth", ["events", "full"])
+def test_a_method_that_a_depth_needs_is_named(depth: Depth) -> None:
+    needed = BY_DEPTH[depth]
+    for method in needed:
+        others = {name: lambda self, *arguments: None for name in needed if name != method}
+        with pytest.raises(AdapterError) as caught:
+            target(adapter_with(**others), depth)
+        assert str(caught.value) == f"Mine has no method {method}; it needs {needed[method]}"
+    assert target(adapter_with(**{name: lambda self: None for name in needed}), depth)
+
+
+@pytest.mark.parametrize("promises", [True, {"lru": True}, None, Promises])
+def test_promises_of_another_type_are_refused(promises: Any) -> None:
+    with pytest.raises(AdapterError) as caught:
+        target(adapter_with(promises=promises))
+    assert str(caught.value) == f"promises must be radixkv.spec.Promises, got {promises!r}"
+
+
+@pytest.mark.parametrize(("method", "result", "text", "arguments"), WRONG_RESULTS)
+def test_a_wrong_result_is_told(method: str, result: Any, text: str, arguments: tuple) -> None:
+    made = target(adapter_with(**{method: lambda self, *given: result}))
+    with pytest.raises(AdapterError) as caught:
+        getattr(made, method)(*arguments)
+    assert str(caught.value) == text
+
+
+def test_an_exception_of_the_manager_is_a_violation() -> None:
+    def admit(*arguments: Any) -> None:
+        raise ValueError("no")
+
+    with pytest.raises(Violation) as caught:
+        target(adapter_with(admit=admit)).admit("r1", [1, 2], b"")
+    assert caught.value.rule.code == "S4"
+    assert caught.value.why == "admit('r1', [1, 2], b'') raised ValueError('no')"
+
+
+def test_tokens_that_come_back_changed_are_a_violation() -> None:
+    def publish(self: Any, name: str, tokens: list[int]) -> None:
+        tokens.append(9)
+
+    with pytest.raises(Violation) as caught:
+        target(adapter_with(publish=publish)).publish("r1", [1])
+    assert caught.value.rule.code == "C3"
+    assert caught.value.why == "publish changed the tokens of r1 from [1] to [1, 9]"
+
+
+def test_optional_methods_are_found() -> None:
+    made = target(adapter_with(evict=lambda self, number: number, reset=None))
+    assert made.can == {"evict"} and made.evict(3) == 3
+    assert made.promises == Promises()
+
+
+def test_all_promises() -> None:
+    assert all(vars(Promises.all()).values()) and not any(vars(Promises()).values())
