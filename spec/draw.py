@@ -11,10 +11,12 @@ from .rules import RULES, Violation
 _NAME: Final = re.compile(r"[a-z]\d+(\.\d+)?")
 
 KEYWORDS: Final = {
-    "submit": ("", "", "more", "namespace"),
-    "misuse": ("kind", ""),
+    ("submit", 4): ("", "", "more", "namespace"),
+    ("submit", 6): ("", "", "max_new_tokens", "priority", "stop", "namespace"),
+    ("misuse", 2): ("kind", ""),
 }
-"""What an argument is called, where its value does not say it; then a value of 0 is left out."""
+"""By word and number of arguments, what those are called whose values do not say it; then 0 and an
+empty list are left out."""
 
 
 UNSHOWN: Final = ("rare", "often", "alphabet")
@@ -48,11 +50,11 @@ def to_program(finding: Finding, subject: Subject | None = None) -> str:
 def to_call(operation: Operation) -> str:
     """Write an operation as a call, as ``submit(r1, [0, 0], more=3)``."""
     word, *arguments = operation
-    keywords = KEYWORDS.get(word, ())
+    keywords = KEYWORDS.get((word, len(arguments)), ())
     shown = []
     for place, argument in enumerate(arguments):
         keyword = keywords[place] if place < len(keywords) else ""
-        if keyword and argument != 0:
+        if keyword and argument not in (0, []):
             shown.append(f"{keyword}={_value(argument)}")
         elif not keyword and argument != "":
             shown.append(_value(argument))

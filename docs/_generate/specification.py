@@ -20,6 +20,7 @@ from radixkv.spec.engine import Finding, Subject
 from radixkv.spec.invariants import INVARIANTS
 from radixkv.spec.rules import RULES
 from radixkv.spec.svg import to_svg
+from radixkv.spec.target import DEPTHS
 
 DOCS: Final = Path(__file__).parents[1]
 OUTPUT: Final = DOCS / "_generated"
@@ -136,29 +137,44 @@ def _sentence(text: str) -> str:
 
 
 def _bugs(documents: list[dict[str, Any]]) -> Iterator[str]:
+    others = [document for document in documents if not _is_main(document)]
+    by_engine = {
+        document["summary"]["engine"]: {row["name"]: row for row in document["bugs"]}
+        for document in others
+    }
     for document in documents:
-        summary = document["summary"]
-        depths = list(dict.fromkeys(depth for row in document["bugs"] for depth in row["depths"]))
-        yield (
-            f"Engine `{summary['engine']}`: {summary['bugs']} bugs, {summary['seeds']} seeds each, "
-            f"at most {summary['max_steps']:,} steps, {len(summary['survivors'])} survive at depth "
-            f"`{summary['depth']}`. Median steps to find a bug there: "
-            f"{summary['median_of_medians']:,g}, worst of all {summary['worst']:,}.\n"
-        )
-        heads = ["Bug", "Seen in", "Rule", *(f"`{d}`: median (worst)" for d in depths), "Calls"]
-        yield _line(heads)
-        yield _line(["---"] * 3 + ["---:"] * (len(depths) + 1))
-        for row in document["bugs"]:
-            yield _line(_cells(row, depths))
-        yield ""
+        yield f"{_summary(document['summary'])}\n"
+    for document in filter(_is_main, documents):
+        yield from _table(document["bugs"], by_engine)
     yield from _ruled_out(bool(documents))
 
 
-def _cells(row: Row, depths: list[str]) -> list[str]:
-    calls = str(len(row["shortest"]["trace"])) if row["shortest"] else "-"
-    steps = (_steps(row["depths"].get(depth)) for depth in depths)
-    rule = row["rule"].split()[0] if row["rule"] else "survives"
-    return [_sentence(row["name"]), row["seen_in"], rule, *steps, calls]
+def _summary(summary: dict[str, Any]) -> str:
+    survivors = ", ".join(summary["survivors"]) or "none"
+    return (
+        f"Engine `{summary['engine']}`, depth `{summary['depth']}`: {summary['bugs']} bugs, "
+        f"{summary['seeds']} seeds each, at most {summary['max_steps']:,} steps; survivors: "
+        f"{survivors}. Steps to find a bug: {summary['median_of_medians']:,g} (median of the "
+        f"medians), {summary['worst']:,} (worst)."
+    )
+
+
+def _table(rows: list[Row], by_engine: dict[str, dict[str, Row]]) -> Iterator[str]:
+    """Yield a line per bug; of the other engines, the steps at their greatest depth."""
+    depths = list(dict.fromkeys(depth for row in rows for depth in row["depths"]))
+    heads = [f"`{depth}`: median (worst)" for depth in depths]
+    heads += [_sentence(engine) for engine in by_engine]
+    yield _line(["Bug", "Seen in", "Rule", *heads, "Calls"])
+    yield _line(["---"] * 3 + ["---:"] * (len(heads) + 1))
+    for row in rows:
+        steps = [_steps(row["depths"].get(depth)) for depth in depths]
+        for theirs in by_engine.values():
+            found = theirs.get(row["name"], {"depths": {}})["depths"]
+            steps.append(_steps(found[max(found, key=DEPTHS.index)] if found else None))
+        calls = str(len(row["shortest"]["trace"])) if row["shortest"] else "-"
+        rule = row["rule"].split()[0] if row["rule"] else "survives"
+        yield _line([_sentence(row["name"]), row["seen_in"], rule, *steps, calls])
+    yield ""
 
 
 def _steps(steps: dict[str, Any] | None) -> str:

@@ -78,6 +78,11 @@ def test_a_rule_that_is_no_more_is_shown_by_its_name() -> None:
         (["drain"], "drain()"),
         (["submit", "r1", [], 0, 0], "submit(r1, [])"),
         (["submit", "r1", [5], 0, 1], "submit(r1, [5], namespace=1)"),
+        (["submit", "r1", [5], 3, 0, [], 0], "submit(r1, [5], max_new_tokens=3)"),
+        (
+            ["submit", "r1", [5], 1, 2, [7], 1],
+            "submit(r1, [5], max_new_tokens=1, priority=2, stop=[7], namespace=1)",
+        ),
         (["append_batch", [["r1", 0], ["r12", 3]]], "append_batch([[r1, 0], [r12, 3]])"),
         (["done", "r1.2"], "done(r1.2)"),
         (["evict", 0], "evict(0)"),

@@ -186,6 +186,32 @@ def test_a_factory_that_takes_other_arguments(fuzz: Any) -> None:
     )
 
 
+def test_a_process_that_dies(fuzz: Any, tmp_path: Path) -> None:
+    path = tmp_path / "dying_toy.py"
+    path.write_text("import os\n\ndef make(*sizes):\n    os._exit(3)\n")
+    outcome = fuzz("--target", f"{path}:make", "--jobs", 2)
+    assert outcome == (
+        2,
+        "",
+        "radixkv: one of the --jobs ended abruptly; try without --jobs\n",
+    )
+
+
+def test_a_pool_that_is_none(fuzz: Any, tmp_path: Path) -> None:
+    path = tmp_path / "half_a_pool.py"
+    path.write_text(
+        "class Half:\n    def __init__(self, num_blocks): pass\n"
+        "    allocate = recycle = reset = lambda self, *given: [1][:given[0]]\n"
+    )
+    outcome = fuzz("--what", "pool", "--target", f"{path}:Half")
+    assert outcome == (
+        2,
+        "",
+        f"radixkv: --target {path}:Half: what it makes is no adapter of a pool: "
+        "'Half' object has no attribute 'free_ids'\n",
+    )
+
+
 def test_a_module_that_cannot_be_imported(fuzz: Any, tmp_path: Path) -> None:
     path = tmp_path / "broken_toy.py"
     path.write_text("1 / 0")
