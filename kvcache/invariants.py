@@ -30,11 +30,10 @@ def check_tree(tree: RadixTree) -> None:
     assert {id(n) for n in idle} == {id(n) for n in nodes if n.refs == 0}, (
         "the idle list is not the set of unused nodes"
     )
-    # Its order is (last use, deeper first): a child stands before its parent.
+    # A child stands before its parent.
     place = {id(node): index for index, node in enumerate(idle)}
     for colder, warmer in pairwise(idle):
         assert colder.warmer is warmer and warmer.colder is colder, "the idle list is torn"
-        assert colder.last_use <= warmer.last_use, "the idle list is not in order of last use"
     for node in idle:
         assert all(place[id(c)] < place[id(node)] for c in node.children.values()), (
             "a parent would be evicted before its child"

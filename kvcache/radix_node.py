@@ -23,7 +23,6 @@ class Node:
         device_blocks: the block ids of the run, in order.
         children: the nodes that continue the run, by key; to be changed by `adopt` and `del` only.
         refs: how many leases have the node on their path.
-        last_use: the tick at which the last of them left.
         colder, warmer: neighbours in the idle list.
     """
 
@@ -32,7 +31,6 @@ class Node:
         "colder",
         "device_blocks",
         "key",
-        "last_use",
         "parent",
         "refs",
         "tokens",
@@ -48,7 +46,6 @@ class Node:
         self.device_blocks = device_blocks
         self.children = NO_CHILDREN
         self.refs = 0
-        self.last_use = 0
         self.colder: Node | None = None
         self.warmer: Node | None = None
 

@@ -35,7 +35,6 @@ class RadixTree:
     Attributes:
         block_bytes: the length of a block's tokens as bytes.
         version: grows whenever a walk could end differently than before; no two trees share one.
-        clock: ticks once per release; the logical time of `Node.last_use`.
         num_cached: blocks in the tree.
         num_idle: blocks of it that no lease uses: all of them can be evicted.
     """
@@ -47,7 +46,6 @@ class RadixTree:
         self._idle.warmer = self._idle.colder = self._idle
         self.roots: dict[bytes, Node] = {}
         self.version = next(_FIRST_VERSIONS)
-        self.clock = 0
         self.num_cached = 0
         self.num_idle = 0
 
@@ -124,7 +122,6 @@ class RadixTree:
 
     def unpin(self, node: Node) -> None:
         """End one use of the path to node: what nobody else uses becomes evictable, tail first."""
-        self.clock += 1
         place: Node | None = node
         while place is not None:
             place.refs -= 1
@@ -133,7 +130,6 @@ class RadixTree:
                 if place.parent is None:
                     self._drop_empty(place)
                 else:
-                    place.last_use = self.clock
                     self._link_before(self._idle, place)
                     self.num_idle += len(place.device_blocks) // ITEM_BYTES
             place = place.parent
@@ -168,7 +164,7 @@ class RadixTree:
         return child
 
     def _split(self, lower: Node, num_blocks: int) -> Node:
-        """Cut a run in two and return the upper part; the lower keeps its identity and its age."""
+        """Cut a run in two and return the upper part; the lower keeps its identity."""
         self.version += 1
         assert lower.parent is not None, "a root cannot be split"
         cut = num_blocks * self.block_bytes
@@ -179,7 +175,6 @@ class RadixTree:
             lower.device_blocks[: num_blocks * ITEM_BYTES],
         )
         upper.refs = lower.refs
-        upper.last_use = lower.last_use
         lower.parent.adopt(upper)
         lower.parent = upper
         lower.tokens = lower.tokens[cut : cut + lower.num_blocks * self.block_bytes]

@@ -20,7 +20,7 @@ from radixkv.spec.engine import Finding, Subject
 from radixkv.spec.invariants import INVARIANTS
 from radixkv.spec.rules import RULES
 from radixkv.spec.svg import to_svg
-from radixkv.spec.target import DEPTHS
+from radixkv.spec.target import DEPTHS, Depth
 
 DOCS: Final = Path(__file__).parents[1]
 OUTPUT: Final = DOCS / "_generated"
@@ -49,8 +49,7 @@ def write_pages() -> None:
     if root not in sys.path:
         sys.path.append(root)  # the planted bugs are tests
     documents = [json.loads(path.read_text()) for path in _kill_files()]
-    rows = [row for document in documents if _is_main(document) for row in document["bugs"]]
-    pages = {"rules": _rules(rows), "bugs": _bugs(documents), "invariants": _invariants()}
+    pages = {"rules": _rules(documents), "bugs": _bugs(documents), "invariants": _invariants()}
     for name, lines in pages.items():
         (OUTPUT / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -67,14 +66,11 @@ def _is_main(document: dict[str, Any]) -> bool:
 # The rules
 
 
-def _rules(rows: list[Row]) -> Iterator[str]:
-    by_rule: dict[str, list[Row]] = {}
-    for row in rows:
-        by_rule.setdefault(row["rule"], []).append(row)
-    for row in rows:  # a rule that is never the first to name a bug may still name it at times
-        for rule in row.get("other_rules", ()):
-            by_rule.setdefault(rule, []).append(row)
-    subjects = _subjects(bool(rows))
+def _rules(documents: list[dict[str, Any]]) -> Iterator[str]:
+    main = [document for document in documents if _is_main(document)]
+    proofs = {rule: proof for document in main for rule, proof in document["proofs"].items()}
+    seen_in = {row["name"]: row["seen_in"] for document in main for row in document["bugs"]}
+    bugs = _planted() if proofs else {}
     chapter = ""
     for rule in RULES.values():
         if rule.code[0] != chapter:
@@ -82,51 +78,31 @@ def _rules(rows: list[Row]) -> Iterator[str]:
             yield f"### {chapter}: {CHAPTERS[chapter]}\n"
         yield f"#### {rule.name}\n"
         yield f"{rule.sentence}\n"
-        proofs = by_rule.get(rule.name, [])
-        if proofs:
-            best = min(proofs, key=lambda row: (not _shows(row, rule.name), _length(row)))
-            yield from _proof(best, rule.name, subjects.get(best["name"]))
+        if rule.name in proofs:
+            proof = proofs[rule.name]
+            bug = bugs[proof["bug"]]
+            yield from _proof(rule.name, proof, seen_in[proof["bug"]], bug(proof["depth"]))
 
 
-def _shows(row: Row, rule: str) -> bool:
-    """Tell whether the shortest trace of a bug breaks that rule."""
-    return bool(row["shortest"]) and row["shortest"]["rule"] == rule
-
-
-def _proof(row: Row, rule: str, subject: Callable[[], Subject] | None) -> Iterator[str]:
-    origin = "" if row["seen_in"] == "own" else f" (seen in {row['seen_in']})"
-    yield f"*Broken by:* {_sentence(row['name'])}{origin}.\n"
-    shortest = row["shortest"]
-    if not _shows(row, rule):
-        return
-    finding = Finding(**{key: shortest[key] for key in ("rule", "why", "config", "trace")})
+def _proof(rule: str, proof: dict[str, Any], seen_in: str, subject: Subject) -> Iterator[str]:
+    origin = "" if seen_in == "own" else f" (seen in {seen_in})"
+    yield f"*Broken by:* {_sentence(proof['bug'])}{origin}.\n"
+    keys = ("rule", "why", "config", "trace")
+    finding = Finding(**{key: proof["finding"][key] for key in keys})
     program = to_program(finding).split("\n", 2)[2]  # the rule and its sentence stand above
     yield f"```text\n{program}\n```\n"
-    if subject is not None:
-        name = rule.replace(" ", "-")
-        (OUTPUT / f"{name}.svg").write_text(
-            to_svg(subject(), finding, calls=False), encoding="utf-8"
-        )
-        yield f"![The state before the last call of the trace](_generated/{name}.svg)\n"
+    name = rule.replace(" ", "-")
+    (OUTPUT / f"{name}.svg").write_text(to_svg(subject, finding, calls=False), encoding="utf-8")
+    yield f"![The state before the last call of the trace](_generated/{name}.svg)\n"
 
 
-def _subjects(wanted: bool) -> dict[str, Callable[[], Subject]]:
-    """Return how to make the world of each planted bug, by the bug's name."""
-    if not wanted:
-        return {}
+def _planted() -> dict[str, Callable[[Depth], Subject]]:
+    """Return how to make the world of each planted bug at a depth, by the bug's name."""
     from tests.spec.planted.cache_bugs import CACHE_BUGS
     from tests.spec.planted.matrix import subject_of
-    from tests.spec.planted.plant_scheduler import subject_with
     from tests.spec.planted.scheduler_bugs import SCHEDULER_BUGS
 
-    return {
-        **{bug.name: partial(subject_of, bug, "full") for bug in CACHE_BUGS},
-        **{bug.name: partial(subject_with, bug) for bug in SCHEDULER_BUGS},
-    }
-
-
-def _length(row: Row) -> float:
-    return len(row["shortest"]["trace"]) if row["shortest"] else float("inf")
+    return {bug.name: partial(subject_of, bug) for bug in (*CACHE_BUGS, *SCHEDULER_BUGS)}
 
 
 def _sentence(text: str) -> str:

@@ -65,13 +65,13 @@ def test_a_foreign_read_names_block_and_position(table, message):
 
 def test_a_block_remembers_the_last_write():
     ghost_memory = GhostMemory(block_size=1)
-    ghost_memory.write(3, 0, b"old")
-    ghost_memory.write(3, 0, b"new")
-    ghost_memory.read(3, 0, b"new", position=0)
+    ghost_memory.write(3, 0, 1)
+    ghost_memory.write(3, 0, 2)
+    ghost_memory.read(3, 0, 2, position=0)
     with pytest.raises(ContentError, match="holds another prefix"):
-        ghost_memory.read(3, 0, b"old", position=0)
+        ghost_memory.read(3, 0, 1, position=0)
 
 
 def test_an_offset_outside_the_block_is_a_bug_of_the_test():
     with pytest.raises(AssertionError, match="offset 2 in a block of 2"):
-        GhostMemory(block_size=2).write(1, 2, b"")
+        GhostMemory(block_size=2).write(1, 2, 0)

@@ -7,7 +7,7 @@ import pytest
 from radixkv.scheduler.fuzz import cache_adapter, pool_adapter
 from radixkv.spec.cache_rules import CACHE_RULES
 from radixkv.spec.cache_world import CacheSubject
-from radixkv.spec.engine import replay
+from radixkv.spec.engine import Trace, replay
 from radixkv.spec.pool_world import PoolSubject
 from radixkv.spec.random_engine import run
 from radixkv.spec.situations import CACHE_FLOORS, PER_STEPS, too_rare
@@ -52,7 +52,7 @@ def test_a_run_is_determined_by_its_seed() -> None:
 def test_a_trace_replays_and_what_does_not_apply_is_skipped() -> None:
     subject = CacheSubject(cache_adapter.make_factory(), "full")
     config = {"num_blocks": 4, "block_size": 2, "max_running": 2, "alphabet": 1}
-    trace = [
+    trace: Trace = [
         ["admit", "r1"],
         ["submit", "r1", [1, 2, 3], 2, 0],
         ["admit", "r1"],

@@ -10,18 +10,23 @@ from pathlib import Path
 import pytest
 
 import radixkv.kvcache
-from radixkv.spec.cache_rules import CACHE_RULES
 from radixkv.spec.engine import replay
 from radixkv.spec.random_engine import run
+from radixkv.spec.rules import RULES
+from radixkv.spec.scheduler_rules import Q32
+from radixkv.spec.target import Depth
 
 from .planted.cache_bugs import CACHE_BUGS
 from .planted.change_bugs import MANY_AT_ONCE
-from .planted.matrix import Hunt, hunt, hunt_all, markdown, subject_of, summarize
+from .planted.matrix import Hunt, Hunters, hunt, markdown, subject_of, summarize
 from .planted.plant import Bug, bug, load, planted_sources
 from .planted.ruled_out import RULED_OUT
+from .planted.scheduler_bugs import SCHEDULER_BUGS
 
 KILLS = Path(__file__).parents[2] / "docs" / "specification" / "kills.json"
 MAX_STEPS = 50_000
+
+ALL_BUGS = (*CACHE_BUGS, *SCHEDULER_BUGS)
 
 NO_BUG = bug("no bug", "manager.py")
 MANY_IS_ONE = bug("no bug, and two leaves are many", "manager.py", elsewhere=MANY_AT_ONCE)
@@ -86,14 +91,15 @@ def test_a_bug_that_does_not_fit_once_is_told(old: str, fits: int) -> None:
 
 
 def test_names_are_distinct() -> None:
-    names = [bug.name for bug in CACHE_BUGS] + [entry.what for entry in RULED_OUT]
+    names = [bug.name for bug in ALL_BUGS] + [entry.what for entry in RULED_OUT]
     assert len(set(names)) == len(names)
     assert all(entry.seen_in and entry.why for entry in RULED_OUT)
 
 
 def test_what_the_matrix_reports() -> None:
     found = bug("found", "manager.py", ("if last <= first:", "if True:"), seen_in="a test")
-    kills = list(hunt_all([found, NO_BUG], ["api", "full"], 2, 200, 1))
+    hunters = Hunters(num_jobs=1, max_steps=200)
+    kills = list(hunters.hunt_all([found, NO_BUG], ["api", "full"], num_seeds=2))
     rows = summarize([found, NO_BUG], kills)
     assert [row["rule"] for row in rows] == ["P4 publish-promptly", ""]
     assert rows[0]["depths"]["full"]["survived"] == 0
@@ -103,12 +109,16 @@ def test_what_the_matrix_reports() -> None:
     assert lines[2].startswith("| found | a test | P4 publish-promptly | ")
     assert lines[3].startswith("| no bug | own | **survives** | ")
     # The same hunt ends the same way, and its trace breaks the same rule again.
-    again = hunt(Hunt(found, "full", 0), max_steps=200)
-    assert again == next(kill for kill in kills if kill.depth == "full" and kill.seed == 0)
+    first = Hunt(found, "full", 0)
+    again = hunt(first, max_steps=200, shrinks=True)
+    assert again == next(kill for kill in kills if kill.hunt == first)
     shrunk = rows[0]["shortest"]
     violation = replay(subject_of(found, "full"), shrunk["config"], shrunk["trace"])
     assert violation is not None and violation.rule.name == "P4 publish-promptly"
     assert replay(subject_of(NO_BUG, "full"), shrunk["config"], shrunk["trace"]) is None
+    proofs = hunters.prove(kills)
+    assert proofs["P4 publish-promptly"]["bug"] == "found"
+    assert len(proofs["P4 publish-promptly"]["finding"]["trace"]) <= len(shrunk["trace"])
 
 
 def test_hypothesis_finds_one_too() -> None:
@@ -120,31 +130,30 @@ def test_hypothesis_finds_one_too() -> None:
 
 def test_the_committed_table_is_that_of_the_bugs(kills: dict) -> None:
     committed = {row["name"]: row for row in kills["bugs"]}
-    assert sorted(committed) == sorted(bug.name for bug in CACHE_BUGS), (
+    assert sorted(committed) == sorted(bug.name for bug in ALL_BUGS), (
         f"write {KILLS.name} anew: python -m tests.spec.planted --json {KILLS.name}"
     )
-    for each in CACHE_BUGS:
+    for each in ALL_BUGS:
         row = committed[each.name]
         assert (row["file"], row["seen_in"]) == (each.file, each.seen_in)
     assert kills["summary"]["survivors"] == []
 
 
 def test_every_rule_has_its_bug(kills: dict) -> None:
-    biting = {
-        rule for row in kills["bugs"] for steps in row["depths"].values() for rule in steps["rules"]
-    }
-    without = [rule.name for rule in CACHE_RULES if rule.name not in biting]
+    # What Q32 says follows from Q10, which is checked first.
+    without = [rule for rule in RULES if rule not in kills["proofs"] and rule != Q32.name]
     assert not without, f"no bug proves that these rules bite: {without}"
 
 
-def test_the_shortest_traces_break_their_rule(kills: dict) -> None:
-    by_name = {bug.name: bug for bug in CACHE_BUGS}
-    for row in kills["bugs"]:
-        shortest = row["shortest"]
-        subject = subject_of(by_name[row["name"]], "full")
-        violation = replay(subject, shortest["config"], shortest["trace"])
-        assert violation is not None, f"{row['name']}: its trace breaks nothing"
-        assert violation.rule.name == shortest["rule"], row["name"]
-        good = subject_of(replace(by_name[row["name"]], edits=(), elsewhere=()), "full")
-        if not by_name[row["name"]].unclaimed:
-            assert replay(good, shortest["config"], shortest["trace"]) is None, row["name"]
+def test_the_traces_break_their_rule(kills: dict) -> None:
+    by_name = {bug.name: bug for bug in ALL_BUGS}
+    shown: list[tuple[str, Depth, dict]]
+    shown = [(row["name"], "full", row["shortest"]) for row in kills["bugs"]]
+    shown += [(each["bug"], each["depth"], each["finding"]) for each in kills["proofs"].values()]
+    for name, depth, finding in shown:
+        violation = replay(subject_of(by_name[name], depth), finding["config"], finding["trace"])
+        assert violation is not None, f"{name}: its trace breaks nothing"
+        assert violation.rule.name == finding["rule"], name
+        if not by_name[name].unclaimed:
+            good = subject_of(replace(by_name[name], edits=(), elsewhere=()), depth)
+            assert replay(good, finding["config"], finding["trace"]) is None, name

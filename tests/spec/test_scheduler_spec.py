@@ -11,7 +11,7 @@ import pytest
 from radixkv.scheduler.fuzz.scheduler_adapter import MixedAdapter, make_factory
 from radixkv.spec.adapter import AdapterError
 from radixkv.spec.differential import check_same, draw_requests
-from radixkv.spec.engine import replay
+from radixkv.spec.engine import Trace, replay
 from radixkv.spec.random_engine import run
 from radixkv.spec.rules import Violation
 from radixkv.spec.scheduler_adapter import SchedulerPromises
@@ -228,7 +228,7 @@ def test_a_request_does_not_wait_for_a_block_that_it_does_not_need():
         "reserve_tokens": 2,
         "alphabet": 2,
     }
-    trace = [
+    trace: Trace = [
         ["submit", "r1", [1, 1, 1, 1, 0], 9, 1, [], 0],
         ["submit", "r2", [1, 0, 0], 9, 0, [], 0],
         *[["step"]] * 5,

@@ -1,4 +1,7 @@
-"""The kill matrix, from the checkout root: ``python -m tests.spec.planted --json FILE``."""
+"""The kill matrix, from the checkout root: ``python -m tests.spec.planted --json FILE``.
+
+The file has a row per bug, and per rule the shortest trace of a bug that it names.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,18 @@ from typing import Any
 from radixkv.spec.target import DEPTHS
 
 from .cache_bugs import CACHE_BUGS
-from .matrix import default_jobs, hunt_all, markdown, summarize
+from .matrix import Hunters, default_jobs, markdown, summarize
+from .scheduler_bugs import SCHEDULER_BUGS
 
 
 def main() -> int:
     """Hunt every planted bug; the exit status is 1 if one survives at the greatest depth."""
     arguments = _arguments()
     depths = [depth for depth in DEPTHS if depth in arguments.depths.split(",")]
-    bugs = [bug for bug in CACHE_BUGS if arguments.only in bug.name]
+    bugs = [bug for bug in (*CACHE_BUGS, *SCHEDULER_BUGS) if arguments.only in bug.name]
+    hunters = Hunters(arguments.jobs, arguments.max_steps, arguments.engine)
     begin = time.perf_counter()
-    kills = list(
-        hunt_all(
-            bugs, depths, arguments.seeds, arguments.max_steps, arguments.jobs, arguments.engine
-        )
-    )
+    kills = list(hunters.hunt_all(bugs, depths, arguments.seeds))
     wall_s = time.perf_counter() - begin
     rows = summarize(bugs, kills)
     print(markdown(rows, depths))
@@ -34,7 +35,8 @@ def main() -> int:
     print()
     print(*(f"{name}: {value}" for name, value in summary.items()), sep="\n")
     if arguments.json:
-        document = {"format": 1, "summary": summary, "bugs": rows}
+        proofs = hunters.prove(kills) if arguments.engine == "random" else {}
+        document = {"format": 1, "summary": summary, "bugs": rows, "proofs": proofs}
         Path(arguments.json).write_text(json.dumps(document, indent=1) + "\n")
     return 1 if summary["survivors"] else 0
 

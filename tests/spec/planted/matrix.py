@@ -7,25 +7,26 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from statistics import median
 from typing import Any, Literal, TypeAlias, cast
 
 from radixkv.scheduler.fuzz import cache_adapter, pool_adapter
+from radixkv.spec import hypothesis_engine, random_engine
 from radixkv.spec.cache_world import CacheSubject
-from radixkv.spec.engine import Finding, Subject
+from radixkv.spec.engine import Subject
 from radixkv.spec.pool_world import PoolSubject
-from radixkv.spec.random_engine import run
 from radixkv.spec.shrink import shrink
 from radixkv.spec.target import Depth
 
 from .plant import Bug, load
+from .plant_scheduler import subject_with
 
 Engine: TypeAlias = Literal["random", "hypothesis"]
 
-SEEDS_TO_SHRINK = 2
+TRACES_PER_RULE = 3
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,7 @@ class Kill:
         shrunk: the finding, shrunk, as plain data; None where it was not asked for.
     """
 
-    bug: str
-    depth: Depth
-    seed: int
+    hunt: Hunt
     steps: int
     rule: str
     shrunk: dict[str, Any] | None = None
@@ -57,6 +56,8 @@ class Kill:
 
 def subject_of(bug: Bug, depth: Depth) -> Subject:
     """Make the world that a bug is looked for in, around a copy of the package with the bug."""
+    if bug.world == "scheduler":
+        return subject_with(bug)
     module = load(bug)
     if bug.world == "pool":
         return PoolSubject(pool_adapter.make_factory(module))
@@ -70,133 +71,107 @@ def subject_of(bug: Bug, depth: Depth) -> Subject:
     return CacheSubject(make_humble, depth)
 
 
-def hunt(hunt: Hunt, *, max_steps: int, engine: Engine = "random") -> Kill:
+def hunt(hunt: Hunt, *, max_steps: int, engine: Engine = "random", shrinks: bool = False) -> Kill:
     """Plant a bug and look for it."""
     subject = subject_of(hunt.bug, hunt.depth)
-    search = _random if engine == "random" else _hypothesis
-    steps, finding = search(subject, hunt.seed, max_steps)
-    shrunk = None
-    if finding is not None and hunt.depth == "full" and hunt.seed < SEEDS_TO_SHRINK:
-        shrunk = shrink(subject, finding).to_json()
-    rule = finding.rule if finding is not None else ""
-    return Kill(hunt.bug.name, hunt.depth, hunt.seed, steps, rule, shrunk)
+    search = random_engine if engine == "random" else hypothesis_engine
+    result = search.run(subject, hunt.seed, max_steps)
+    if result.finding is None:
+        return Kill(hunt, result.num_steps, "")
+    shrunk = shrink(subject, result.finding).to_json() if shrinks else None
+    return Kill(hunt, result.num_steps, result.finding.rule, shrunk)
 
 
 def _hunt_at_depth(one: Hunt, *, max_steps: int, engine: Engine) -> Kill:
     # At less than full depth some bugs cannot be seen: a tenth of the steps is enough to say so.
-    return hunt(one, max_steps=max_steps if one.depth == "full" else max_steps // 10, engine=engine)
+    deep = one.depth == "full"
+    steps = max_steps if deep else max_steps // 10
+    return hunt(one, max_steps=steps, engine=engine, shrinks=deep and one.seed == 0)
 
 
-def _random(subject: Subject, seed: int, max_steps: int) -> tuple[int, Finding | None]:
-    result = run(subject, seed, max_steps)
-    return result.num_steps, result.finding
+class Hunters:
+    """Processes that hunt, several at a time.
 
+    Attributes:
+        max_steps: after so many steps a bug counts as a survivor.
+    """
 
-def _hypothesis(subject: Subject, seed: int, max_steps: int) -> tuple[int, Finding | None]:
-    """Let Hypothesis choose; the steps are those until the first failure, without its shrinking."""
-    from hypothesis import HealthCheck, Phase, given, settings
-    from hypothesis import seed as with_seed
-    from hypothesis import strategies as st
+    def __init__(self, num_jobs: int, max_steps: int, engine: Engine = "random") -> None:
+        self.max_steps = max_steps
+        self._engine = engine
+        self._pool = (
+            ProcessPoolExecutor(num_jobs, get_context("spawn"), gc.freeze) if num_jobs > 1 else None
+        )
 
-    from radixkv.spec.rules import Violation
+    def hunt_all(
+        self, bugs: Sequence[Bug], depths: Sequence[Depth], num_seeds: int
+    ) -> Iterator[Kill]:
+        """Hunt every bug with every seed at every depth; of seed 0 the trace is shrunk."""
+        # Of long hunts the survivors are the longest: with seeds outermost, they are spread.
+        hunts = [
+            Hunt(bug, depth, seed)
+            for seed in range(num_seeds)
+            for depth in depths
+            for bug in bugs
+            if bug.world == "cache" or depth == depths[-1]
+        ]
+        return self._map(partial(_hunt_at_depth, max_steps=self.max_steps), hunts)
 
-    steps_per_case = 50
-    num_steps = 0
-    found: list[Finding] = []
+    def prove(self, kills: Iterable[Kill]) -> dict[str, dict[str, Any]]:
+        """Return for each rule that was named the shortest trace of some hunts that named it."""
+        by_rule: dict[str, list[Kill]] = {}
+        for kill in sorted(kills, key=lambda kill: (kill.hunt.depth != "full", kill.steps)):
+            if kill.rule:
+                by_rule.setdefault(kill.rule, []).append(kill)
+        hunts = [kill.hunt for named in by_rule.values() for kill in named[:TRACES_PER_RULE]]
+        shrunk = self._map(partial(hunt, max_steps=self.max_steps, shrinks=True), hunts)
+        proofs: dict[str, dict[str, Any]] = {}
+        for kill in shrunk:
+            assert kill.shrunk is not None, f"a hunt ended otherwise than before: {kill}"
+            known = proofs.get(kill.rule)
+            if known is None or _length(kill.shrunk) < _length(known["finding"]):
+                proofs[kill.rule] = {
+                    "bug": kill.hunt.bug.name,
+                    "depth": kill.hunt.depth,
+                    "finding": kill.shrunk,
+                }
+        return dict(sorted(proofs.items()))
 
-    @with_seed(seed)
-    @settings(
-        max_examples=max(1, max_steps // steps_per_case),
-        phases=[Phase.generate],
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        print_blob=False,
-    )
-    @given(st.data())
-    def case(data: st.DataObject) -> None:
-        nonlocal num_steps
-
-        def below(bound: int) -> int:
-            return data.conjecture_data.draw_integer(0, bound - 1) if bound > 1 else 0
-
-        config = subject.configure(below)
-        world, trace = subject.world(config), []
-        try:
-            for _ in range(steps_per_case):
-                trace.append(world.draw(below))
-                num_steps += not found
-                world.apply(trace[-1])
-            trace.append(["drain"])
-            world.apply(["drain"])
-        except Violation as violation:
-            found.append(Finding(violation.rule.name, violation.why, config, trace))
-            raise
-
-    try:
-        case()
-    except Exception:
-        if not found:
-            raise
-    return num_steps, found[0] if found else None
-
-
-def hunt_all(
-    bugs: Sequence[Bug],
-    depths: Sequence[Depth],
-    num_seeds: int,
-    max_steps: int,
-    num_jobs: int,
-    engine: Engine = "random",
-) -> Iterator[Kill]:
-    """Hunt every bug with every seed at every depth, several at a time."""
-    # Of long hunts the survivors are the longest: with seeds outermost, they are spread.
-    hunts = [
-        Hunt(bug, depth, seed)
-        for seed in range(num_seeds)
-        for depth in depths
-        for bug in bugs
-        if bug.world == "cache" or depth == depths[-1]
-    ]
-    task = partial(_hunt_at_depth, max_steps=max_steps, engine=engine)
-    if num_jobs == 1:
-        yield from map(task, hunts)
-        return
-    with ProcessPoolExecutor(num_jobs, get_context("spawn"), gc.freeze) as pool:
-        yield from pool.map(task, hunts, chunksize=4)
+    def _map(self, task: partial[Kill], hunts: Sequence[Hunt]) -> Iterator[Kill]:
+        task = partial(task, engine=self._engine)
+        if self._pool is None:
+            return map(task, hunts)
+        return self._pool.map(task, hunts, chunksize=4)
 
 
 def summarize(bugs: Iterable[Bug], kills: Iterable[Kill]) -> list[dict[str, Any]]:
-    """Return a row per bug, as plain data: its rule, its steps by depth, its shortest trace."""
+    """Return a row per bug, as plain data: its rule, its steps by depth, its shrunk trace."""
     by_bug: dict[str, list[Kill]] = {}
     for kill in kills:
-        by_bug.setdefault(kill.bug, []).append(kill)
+        by_bug.setdefault(kill.hunt.bug.name, []).append(kill)
     return [_row(bug, by_bug[bug.name]) for bug in bugs]
 
 
 def _row(bug: Bug, kills: Sequence[Kill]) -> dict[str, Any]:
-    deepest = kills[-1].depth if all(kill.depth != "full" for kill in kills) else "full"
-    rules = Counter(kill.rule for kill in kills if kill.rule and kill.depth == deepest)
-    shrunk = [kill.shrunk for kill in kills if kill.shrunk is not None]
     depths: dict[str, dict[str, Any]] = {}
-    for depth in dict.fromkeys(kill.depth for kill in kills):
-        here = [kill for kill in kills if kill.depth == depth]
+    for depth in dict.fromkeys(kill.hunt.depth for kill in kills):
+        here = [kill for kill in kills if kill.hunt.depth == depth]
         depths[depth] = {
             "median": int(median(kill.steps for kill in here)),
             "worst": max(kill.steps for kill in here),
             "survived": sum(not kill.rule for kill in here),
             "rules": dict(Counter(kill.rule for kill in here if kill.rule).most_common()),
         }
+    deepest = list(depths.values())[-1]
+    shrunk = [kill.shrunk for kill in kills if kill.shrunk is not None]
     return {
-        **{
-            key: value
-            for key, value in asdict(bug).items()
-            if key in ("name", "seen_in", "file", "world")
-        },
-        "rule": rules.most_common(1)[0][0] if rules else "",
-        "other_rules": [rule for rule, _ in rules.most_common()[1:]],
+        "name": bug.name,
+        "seen_in": bug.seen_in,
+        "file": bug.file,
+        "world": bug.world,
+        "rule": next(iter(deepest["rules"]), ""),
         "depths": depths,
-        "shortest": min(shrunk, key=_length) if shrunk else None,
+        "shortest": shrunk[0] if shrunk else None,
     }
 
 

@@ -1,15 +1,22 @@
-"""Bugs to plant into the scheduler: all of them."""
+"""Every bug that is planted into `scheduler/`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Final
+
+from .plant import Bug
 from .scheduler_end_bugs import COUNT_BUGS, END_BUGS, PREEMPTION_BUGS, RESERVATION_BUGS
 from .scheduler_step_bugs import ADMISSION_BUGS, STEP_BUGS
 
-SCHEDULER_BUGS = (
-    *STEP_BUGS,
-    *ADMISSION_BUGS,
-    *PREEMPTION_BUGS,
-    *END_BUGS,
-    *RESERVATION_BUGS,
-    *COUNT_BUGS,
+SCHEDULER_BUGS: Final[tuple[Bug, ...]] = tuple(
+    replace(bug, world="scheduler")
+    for bug in (
+        *STEP_BUGS,
+        *ADMISSION_BUGS,
+        *PREEMPTION_BUGS,
+        *END_BUGS,
+        *RESERVATION_BUGS,
+        *COUNT_BUGS,
+    )
 )

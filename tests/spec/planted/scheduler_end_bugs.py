@@ -197,7 +197,7 @@ RESERVATION_BUGS = (
         seen_in="FastDeploy PR 8022: over-reservation",
     ),
     bug(
-        "the last block is never given",
+        "the last block is never promised",
         RESERVATION,
         ("return left >= growth and", "return left > growth and"),
         elsewhere=(

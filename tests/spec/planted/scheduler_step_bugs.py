@@ -204,7 +204,7 @@ ADMISSION_BUGS = (
         seen_in="FastDeploy PR 6620",
     ),
     bug(
-        "a request of the whole pool is refused",
+        "a request of the whole pool is refused at the door",
         MIXED,
         ("if needed > num_blocks:", "if needed >= num_blocks:"),
     ),

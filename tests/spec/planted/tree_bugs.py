@@ -149,10 +149,11 @@ PIN_BUGS = (
         "a node with children is never put among the idle",
         TREE,
         (
-            "place.last_use = self.clock",
+            "self._link_before(self._idle, place)",
             "if place.children:\n"
             "                        place = place.parent\n"
-            "                        continue",
+            "                        continue\n"
+            "                    self._link_before(self._idle, place)",
         ),
         (
             "if node.refs == 0 and node.parent is not None:",
@@ -171,7 +172,10 @@ ORDER_BUGS = (
     bug(
         "a path is evicted from its root",
         TREE,
-        ("self.clock += 1", "self.clock += 1\n        after = self._idle"),
+        (
+            "        place: Node | None = node\n",
+            "        place: Node | None = node\n        after = self._idle\n",
+        ),
         (
             "self._link_before(self._idle, place)",
             "self._link_before(after, place)\n                    after = place",
@@ -181,25 +185,24 @@ ORDER_BUGS = (
     bug(
         "a later use does not make a run warmer",
         TREE,
-        ("place.last_use = self.clock", "place.last_use = place.last_use or self.clock"),
         (
             "self._link_before(self._idle, place)",
-            "self._link_before(next((other for other in self.idle_nodes()"
-            " if other.last_use > place.last_use), self._idle), place)",
+            "place.use = place.use or next(_FIRST_VERSIONS)\n"
+            "                    self._link_before(next((other for other in self.idle_nodes()"
+            " if other.use > place.use), self._idle), place)",
+        ),
+        elsewhere=(
+            ("radix_node.py", '"tokens",\n', '"tokens",\n        "use",\n'),
+            ("radix_node.py", "self.refs = 0\n", "self.refs = self.use = 0\n"),
         ),
         seen_in="vLLM #16825",
-    ),
-    bug(
-        "the time of use is not kept",
-        TREE,
-        ("place.last_use = self.clock", "place.last_use = -self.clock"),
     ),
     bug(
         "a split makes the cold part warm",
         TREE,
         (
             "self._link_before(lower.warmer, upper)",
-            "self.clock += 1; lower.last_use = upper.last_use = self.clock; self._unlink(lower); "
+            "self._unlink(lower); "
             "self._link_before(self._idle, lower); self._link_before(self._idle, upper)",
         ),
         seen_in="mini-sglang #124, SGLang #38482",

@@ -1,0 +1,267 @@
+"""A simulated disk with a write-back cache: a power cut keeps any legal part of what was not synced.
+
+The model, after ALICE (Pillai et al., OSDI 2014):
+
+- A file's bytes reach the disk in sectors of 64 bytes, in any order, until the file is synced.
+- The names of one directory (made, renamed, removed) reach it in order, until the directory is
+  synced; those of different directories in any order between them.
+- A rename is one change. A failed sync drops what it did not write: syncing again does not help.
+- A process may also be killed with the disk left as it was seen: then nothing is lost, yet.
+
+It has the calls of `FileApi`. Each of them, and each sector, is a moment at which it may all end.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+SECTOR = 64  # small, so that small values can be torn
+
+Below = Callable[[int], int]
+"""Chooses a number below another."""
+
+
+class PowerCutError(Exception):
+    """It all ends here."""
+
+
+@dataclass(eq=False)
+class SimFile:
+    """Bytes as a reader sees them, as they are on the disk, and the sectors in between."""
+
+    seen: bytearray = field(default_factory=bytearray)
+    on_disk: bytearray = field(default_factory=bytearray)
+    pending: list[tuple[int, bytes]] = field(default_factory=list)
+    used_ns: int = 0
+
+    def reaches_disk(self, offset: int, data: bytes) -> None:
+        missing = offset + len(data) - len(self.on_disk)
+        if missing > 0:
+            self.on_disk.extend(bytes(missing))
+        self.on_disk[offset : offset + len(data)] = data
+
+
+@dataclass(eq=False)
+class SimDirectory:
+    """Names as they are seen and as they are on the disk, and the changes in between.
+
+    A change is the names that it sets, and to what; None where it removes one.
+    """
+
+    seen: dict[str, SimFile | SimDirectory] = field(default_factory=dict)
+    on_disk: dict[str, SimFile | SimDirectory] = field(default_factory=dict)
+    pending: list[dict[str, SimFile | SimDirectory | None]] = field(default_factory=list)
+
+    def change(self, change: dict[str, SimFile | SimDirectory | None]) -> None:
+        apply(change, self.seen)
+        self.pending.append(change)
+
+
+def apply(
+    change: dict[str, SimFile | SimDirectory | None], names: dict[str, SimFile | SimDirectory]
+) -> None:
+    for name, what in change.items():
+        if what is None:
+            names.pop(name, None)
+        else:
+            names[name] = what
+
+
+@dataclass
+class Faults:
+    """What else goes wrong, besides power: one call in so many; 0: never."""
+
+    short_write: int = 0
+    no_space: int = 0
+    sync_fails: int = 0
+    unlink_fails: int = 0
+
+
+class CrashDisk:
+    """A disk, and the process's view of it: until `restart`, one life."""
+
+    def __init__(self, below: Below, faults: Faults | None = None) -> None:
+        self.below = below
+        self.faults = faults or Faults()
+        self.root = SimDirectory()
+        self.handles: dict[int, SimFile] = {}
+        self.moments = 0
+        self.cut_at: int | None = None
+
+    def moment(self) -> None:
+        self.moments += 1
+        if self.cut_at is not None and self.moments >= self.cut_at:
+            raise PowerCutError
+
+    def restart(self, *, power_cut: bool, cut_at: int | None) -> None:
+        """Begin the next life, which ends at its cut_at-th moment."""
+        if power_cut:
+            self._lose(self.root)
+        self.handles = {}
+        self.moments = 0
+        self.cut_at = cut_at
+
+    def _lose(self, directory: SimDirectory) -> None:
+        kept = self.below(len(directory.pending) + 1)
+        for change in directory.pending[:kept]:
+            apply(change, directory.on_disk)
+        directory.pending = []
+        directory.seen = dict(directory.on_disk)
+        for what in directory.seen.values():
+            if isinstance(what, SimDirectory):
+                self._lose(what)
+            elif what.pending:
+                self._tear(what)
+            else:
+                what.seen = bytearray(what.on_disk)
+
+    def _tear(self, file: SimFile) -> None:
+        mode = self.below(4)  # nothing, everything, the first sectors, any of them
+        first = self.below(len(file.pending) + 1)
+        for number, (offset, data) in enumerate(file.pending):
+            if (False, True, number < first, self.below(2))[mode]:
+                file.reaches_disk(offset, data)
+        file.pending = []
+        file.seen = bytearray(file.on_disk)
+
+    def _fails(self, one_in: int) -> bool:
+        return one_in > 0 and self.below(one_in) == 0
+
+    # -- finding things; a path is /DIRECTORY/BUCKET/NAME
+
+    def _directory(self, path: str) -> SimDirectory:
+        directory = self.root
+        for name in path.split("/"):
+            if name:
+                found = directory.seen.get(name)
+                if not isinstance(found, SimDirectory):
+                    raise FileNotFoundError(errno.ENOENT, "no such directory")
+                directory = found
+        return directory
+
+    def _parent(self, path: str) -> tuple[SimDirectory, str]:
+        parent, _, name = path.rpartition("/")
+        return self._directory(parent), name
+
+    def _file(self, path: str) -> SimFile:
+        directory, name = self._parent(path)
+        found = directory.seen.get(name)
+        if not isinstance(found, SimFile):
+            raise FileNotFoundError(errno.ENOENT, "no such file")
+        return found
+
+    def _handle(self, file: SimFile) -> int:
+        handle = len(self.handles) + 1
+        while handle in self.handles:
+            handle += 1
+        self.handles[handle] = file
+        return handle
+
+    # -- FileApi
+
+    def make_directory(self, path: str) -> bool:
+        directory, name = self._parent(path)
+        if name in directory.seen:
+            return False
+        directory.change({name: SimDirectory()})
+        self.moment()
+        return True
+
+    def lock(self, path: str) -> int:
+        directory, name = self._parent(path)
+        if name not in directory.seen:
+            directory.change({name: SimFile()})
+        return self._handle(self._file(path))
+
+    def scan(self, path: str) -> Iterator[tuple[str, int, int]]:
+        for name, what in list(self._directory(path).seen.items()):
+            is_file = isinstance(what, SimFile)
+            yield name, len(what.seen) if is_file else 0, what.used_ns if is_file else 0
+
+    def create(self, path: str) -> int:
+        directory, name = self._parent(path)
+        if name in directory.seen:
+            raise FileExistsError(errno.EEXIST, "it is there")
+        if self._fails(self.faults.no_space):
+            raise OSError(errno.ENOSPC, "no space")
+        file = SimFile()
+        directory.change({name: file})
+        self.moment()
+        return self._handle(file)
+
+    def open(self, path: str) -> int:
+        return self._handle(self._file(path))
+
+    def write(self, file: int, parts: Sequence[memoryview]) -> int:
+        data = b"".join(parts)
+        if self._fails(self.faults.short_write):
+            data = data[: 1 + self.below(len(data))]
+        what, done = self.handles[file], 0
+        while done < len(data):
+            if self._fails(self.faults.no_space):
+                if done:
+                    break
+                raise OSError(errno.ENOSPC, "no space")
+            offset = len(what.seen)
+            piece = data[done : done + SECTOR - offset % SECTOR]
+            what.seen += piece
+            what.pending.append((offset, piece))
+            done += len(piece)
+            self.moment()
+        return done
+
+    def read(self, file: int, into: Sequence[memoryview], offset: int) -> int:
+        data, done = self.handles[file].seen, 0
+        for part in into:
+            piece = data[offset + done : offset + done + len(part)]
+            part[: len(piece)] = piece
+            done += len(piece)
+        return done
+
+    def size(self, file: int) -> int:
+        return len(self.handles[file].seen)
+
+    def stamp(self, file: int | str, time_ns: int) -> None:
+        (self._file(file) if isinstance(file, str) else self.handles[file]).used_ns = time_ns
+
+    def sync(self, file: int) -> None:
+        self.moment()
+        what = self.handles[file]
+        failed = self._fails(self.faults.sync_fails)
+        for offset, data in what.pending:
+            if not failed or self.below(2):
+                what.reaches_disk(offset, data)
+        what.pending = []  # also what failed: the system thinks that it has nothing left to write
+        if failed:
+            raise OSError(errno.EIO, "sync failed")
+        self.moment()
+
+    def sync_directory(self, path: str) -> None:
+        self.moment()
+        directory = self._directory(path)
+        if self._fails(self.faults.sync_fails):
+            raise OSError(errno.EIO, "sync failed")
+        for change in directory.pending:
+            apply(change, directory.on_disk)
+        directory.pending = []
+        self.moment()
+
+    def close(self, file: int) -> None:
+        del self.handles[file]
+
+    def rename(self, old: str, new: str) -> None:
+        directory, name = self._parent(old)
+        target, new_name = self._parent(new)
+        assert target is directory, "a rename across directories is not one change"
+        directory.change({name: None, new_name: self._file(old)})
+        self.moment()
+
+    def unlink(self, path: str) -> None:
+        self._file(path)
+        if self._fails(self.faults.unlink_fails):
+            raise OSError(errno.EIO, "unlink failed")
+        directory, name = self._parent(path)
+        directory.change({name: None})
+        self.moment()
