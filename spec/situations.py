@@ -44,6 +44,35 @@ CACHE_FLOORS: Final = {
 """Per 200,000 random steps on a manager that has every optional method, at depth ``full``."""
 
 
+SCHEDULER_FLOORS: Final = {
+    "aborted in decode": 1_500,
+    "aborted in flight": 1_000,
+    "aborted in prefill": 440,
+    "aborted preempted": 35,
+    "aborted waiting": 1_500,
+    "all slots taken": 11_000,
+    "chunk cut by the budget": 10_000,
+    "drained with work": 1_600,
+    "ended by length": 17_000,
+    "ended by stop": 1_700,
+    "flooded": 460,
+    "hit": 9_500,
+    "misuse refused": 3_200,
+    "preempted in decode": 1_200,
+    "preempted in prefill": 140,
+    "preempted twice": 120,
+    "preempted two at once": 40,
+    "prefill beside decode": 11_000,
+    "refused by the reservation": 14_000,
+    "resumed with a hit": 800,
+    "resumed without a hit": 600,
+    "too large": 5_000,
+    "waited for a leader": 260,
+    "whole hit": 4_000,
+}
+"""Per 200,000 random steps on a scheduler that makes every promise."""
+
+
 def too_rare(
     situations: Mapping[str, int], floors: Mapping[str, int], num_steps: int
 ) -> dict[str, tuple[int, float]]:

@@ -19,6 +19,7 @@ from radixkv.spec.draw import to_program
 from radixkv.spec.engine import Finding, Subject
 from radixkv.spec.invariants import INVARIANTS
 from radixkv.spec.rules import RULES
+from radixkv.spec.situations import CACHE_FLOORS, PER_STEPS, SCHEDULER_FLOORS
 from radixkv.spec.svg import to_svg
 from radixkv.spec.target import DEPTHS, Depth
 
@@ -49,7 +50,12 @@ def write_pages() -> None:
     if root not in sys.path:
         sys.path.append(root)  # the planted bugs are tests
     documents = [json.loads(path.read_text()) for path in _kill_files()]
-    pages = {"rules": _rules(documents), "bugs": _bugs(documents), "invariants": _invariants()}
+    pages = {
+        "rules": _rules(documents),
+        "bugs": _bugs(documents),
+        "invariants": _invariants(),
+        "situations": _situations(),
+    }
     for name, lines in pages.items():
         (OUTPUT / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -170,6 +176,18 @@ def _ruled_out(wanted: bool) -> Iterator[str]:
     yield _line(["---"] * 3)
     for bug in RULED_OUT:
         yield _line([_sentence(bug.what), bug.seen_in, bug.why])
+
+
+# The situations
+
+
+def _situations() -> Iterator[str]:
+    for title, floors in (("The cache", CACHE_FLOORS), ("The scheduler", SCHEDULER_FLOORS)):
+        yield _line([title, f"At least, per {PER_STEPS:,} steps"])
+        yield _line(["---", "---:"])
+        for situation, floor in floors.items():
+            yield _line([_sentence(situation), f"{floor:,}"])
+        yield ""
 
 
 def _line(cells: list[str]) -> str:

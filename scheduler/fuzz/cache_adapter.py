@@ -25,7 +25,7 @@ def make_factory(kvcache: ModuleType | None = None) -> Factory:
 
 def _set_sizes(kvcache: ModuleType, large: bool) -> None:
     """Let a tiny cache do what a large one does: evict many at once, and outgrow its tables."""
-    kvcache.radix_tree._FEW, kvcache.radix_tree._AT_ONCE = (1, 2) if large else (16, 1024)
+    kvcache.radix_tree._FEW, kvcache.radix_tree._AT_ONCE = (1, 3) if large else (16, 1024)
     size = 2 if large else 64
     kvcache.block_tables._FIRST_ROWS = kvcache.block_tables._FIRST_WIDTH = size
 

@@ -19,6 +19,7 @@ from radixkv.spec.scheduler_requests import Books, next_token, root_tag
 from radixkv.spec.scheduler_rules import Q32, SCHEDULER_RULES
 from radixkv.spec.scheduler_world import SchedulerSubject
 from radixkv.spec.shrink import shrink
+from radixkv.spec.situations import PER_STEPS, SCHEDULER_FLOORS, too_rare
 
 from .planted.plant import Bug, bug
 from .planted.plant_scheduler import load_scheduler, subject_with
@@ -26,34 +27,6 @@ from .planted.scheduler_bugs import SCHEDULER_BUGS
 
 NUM_STEPS = 60_000
 """Of a hunt: far more than any bug takes."""
-
-FLOORS = {
-    "aborted in decode": 100,
-    "aborted in flight": 100,
-    "aborted in prefill": 50,
-    "aborted preempted": 3,
-    "aborted waiting": 100,
-    "all slots taken": 1_000,
-    "chunk cut by the budget": 1_000,
-    "drained with work": 100,
-    "ended by length": 1_000,
-    "ended by stop": 100,
-    "flooded": 50,
-    "hit": 1_000,
-    "misuse refused": 200,
-    "preempted in decode": 100,
-    "preempted in prefill": 10,
-    "preempted twice": 5,
-    "preempted two at once": 2,
-    "prefill beside decode": 1_000,
-    "refused by the reservation": 1_000,
-    "resumed with a hit": 50,
-    "resumed without a hit": 50,
-    "too large": 200,
-    "waited for a leader": 50,
-    "whole hit": 200,
-}
-"""How often each situation comes up in `NUM_STEPS` steps, at least."""
 
 CONFIG = {
     "num_blocks": 6,
@@ -72,10 +45,10 @@ def submit(name: str, prompt: list[int], max_new_tokens: int = 1) -> list[object
 
 
 def test_our_scheduler_keeps_to_every_rule_and_meets_every_situation():
-    result = run(SchedulerSubject(make_factory()), seed=0, num_steps=NUM_STEPS)
+    result = run(SchedulerSubject(make_factory()), seed=0, num_steps=PER_STEPS)
     assert result.finding is None, result.finding
-    assert set(result.situations) == set(FLOORS)
-    rare = {what: n for what, n in result.situations.items() if n < FLOORS[what]}
+    assert set(result.situations) == set(SCHEDULER_FLOORS), "a situation has no floor"
+    rare = too_rare(result.situations, SCHEDULER_FLOORS, result.num_steps)
     assert not rare, "the generator does not come to these any more"
 
 

@@ -23,8 +23,8 @@ Below = Callable[[int], int]
 """Chooses a number below another."""
 
 
-class PowerCutError(Exception):
-    """It all ends here."""
+class PowerCut(BaseException):
+    """It all ends here: no handler of errors may go on."""
 
 
 @dataclass(eq=False)
@@ -92,8 +92,12 @@ class CrashDisk:
 
     def moment(self) -> None:
         self.moments += 1
+        self.alive()
+
+    def alive(self) -> None:
+        """Raise, if it has ended: what cleans up after the end changes nothing any more."""
         if self.cut_at is not None and self.moments >= self.cut_at:
-            raise PowerCutError
+            raise PowerCut
 
     def restart(self, *, power_cut: bool, cut_at: int | None) -> None:
         """Begin the next life, which ends at its cut_at-th moment."""
@@ -162,6 +166,7 @@ class CrashDisk:
     # -- FileApi
 
     def make_directory(self, path: str) -> bool:
+        self.alive()
         directory, name = self._parent(path)
         if name in directory.seen:
             return False
@@ -181,6 +186,7 @@ class CrashDisk:
             yield name, len(what.seen) if is_file else 0, what.used_ns if is_file else 0
 
     def create(self, path: str) -> int:
+        self.alive()
         directory, name = self._parent(path)
         if name in directory.seen:
             raise FileExistsError(errno.EEXIST, "it is there")
@@ -195,6 +201,7 @@ class CrashDisk:
         return self._handle(self._file(path))
 
     def write(self, file: int, parts: Sequence[memoryview]) -> int:
+        self.alive()
         data = b"".join(parts)
         if self._fails(self.faults.short_write):
             data = data[: 1 + self.below(len(data))]
@@ -224,9 +231,11 @@ class CrashDisk:
         return len(self.handles[file].seen)
 
     def stamp(self, file: int | str, time_ns: int) -> None:
+        self.alive()
         (self._file(file) if isinstance(file, str) else self.handles[file]).used_ns = time_ns
 
     def sync(self, file: int) -> None:
+        self.alive()
         self.moment()
         what = self.handles[file]
         failed = self._fails(self.faults.sync_fails)
@@ -239,6 +248,7 @@ class CrashDisk:
         self.moment()
 
     def sync_directory(self, path: str) -> None:
+        self.alive()
         self.moment()
         directory = self._directory(path)
         if self._fails(self.faults.sync_fails):
@@ -252,6 +262,7 @@ class CrashDisk:
         del self.handles[file]
 
     def rename(self, old: str, new: str) -> None:
+        self.alive()
         directory, name = self._parent(old)
         target, new_name = self._parent(new)
         assert target is directory, "a rename across directories is not one change"
@@ -259,6 +270,7 @@ class CrashDisk:
         self.moment()
 
     def unlink(self, path: str) -> None:
+        self.alive()
         self._file(path)
         if self._fails(self.faults.unlink_fails):
             raise OSError(errno.EIO, "unlink failed")

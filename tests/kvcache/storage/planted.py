@@ -1,0 +1,230 @@
+"""Bugs planted in the source of the storage package, each loaded as a copy in memory."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.abc import InspectLoader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from itertools import count
+from pathlib import Path
+from types import ModuleType
+
+import radixkv.kvcache.storage as real
+
+FOLDER = Path(real.__file__).parent
+_numbers = count(1)
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A bug, in plain words, and what stands in a file instead of what."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a crash trial exercises: the real thing, or a copy with a bug."""
+
+    files: ModuleType
+    sealed: ModuleType
+
+
+REAL = Subject(
+    importlib.import_module("radixkv.kvcache.storage.files"),
+    importlib.import_module("radixkv.kvcache.storage.sealed"),
+)
+
+BUGS = (
+    Bug(
+        "a file is not synced before its name",
+        "files.py",
+        "if self._durable:\n                    self._files.sync(file)",
+        "if False:\n                    self._files.sync(file)",
+    ),
+    Bug(
+        "a failed sync is ignored",
+        "files.py",
+        "                    self._files.sync(file)",
+        "                    with suppress(OSError):\n"
+        "                        self._files.sync(file)",
+    ),
+    Bug(
+        "a failed sync is tried again and believed",
+        "files.py",
+        "                    self._files.sync(file)",
+        "                    try:\n"
+        "                        self._files.sync(file)\n"
+        "                    except OSError:\n"
+        "                        self._files.sync(file)",
+    ),
+    Bug(
+        "a new name is not synced",
+        "files.py",
+        "                if self._durable:\n"
+        "                    self._files.sync_directory(dirname(path))",
+        "                pass",
+    ),
+    Bug(
+        "a failed sync of names is ignored",
+        "files.py",
+        "                    self._files.sync_directory(dirname(path))\n            except",
+        "                    with suppress(OSError):\n"
+        "                        self._files.sync_directory(dirname(path))\n            except",
+    ),
+    Bug(
+        "a new directory is not synced",
+        "files.py",
+        "                if self._durable:\n"
+        "                    self._files.sync_directory(self.directory)\n"
+        "                self._buckets.add",
+        "                self._buckets.add",
+    ),
+    Bug(
+        "a removed name is not synced",
+        "files.py",
+        "if self._durable and key[:1].hex() in self._buckets:",
+        "if False:",
+    ),
+    Bug(
+        "deleting what was evicted is not synced",
+        "files.py",
+        "if self._durable and key[:1].hex() in self._buckets:",
+        "if there and self._durable:",
+    ),
+    Bug(
+        "names that a killed process left are not synced",
+        "files.py",
+        "            if self._durable:\n                self._files.sync_directory(path)\n",
+        "",
+    ),
+    Bug(
+        "directories that a killed process left are not synced",
+        "files.py",
+        "            self._files.sync_directory(self.directory)\n"
+        "            self._files.sync_directory(dirname",
+        "            self._files.sync_directory(dirname",
+    ),
+    Bug(
+        "the directory itself is not synced",
+        "files.py",
+        "            self._files.sync_directory(dirname(self.directory))\n",
+        "",
+    ),
+    Bug(
+        "a value is written under its own name",
+        "files.py",
+        'path = f"{self._bucket(key)}/{_TEMPORARY}{next(self._numbers)}"',
+        "self._bucket(key)\n        path = self._path(key)",
+    ),
+    Bug(
+        "the name comes before the bytes are synced",
+        "files.py",
+        "            self._files.rename(temporary, path)\n            try:\n",
+        "            self._files.rename(temporary, path)\n            try:\n"
+        "                self._files.sync(self._files.open(path))\n",
+    ),
+    Bug(
+        "temporaries are not swept",
+        "files.py",
+        '                    self._files.unlink(f"{path}/{name}")\n',
+        "                    pass\n",
+    ),
+    Bug(
+        "the temporary of a failed write stays",
+        "files.py",
+        "                self._files.unlink(path)\n            raise\n        return path",
+        "                pass\n            raise\n        return path",
+    ),
+    Bug(
+        "a failed write keeps its room",
+        "files.py",
+        "            self._index.give_back(num_bytes)\n            raise",
+        "            raise",
+    ),
+    Bug(
+        "a value that could not be removed is forgotten",
+        "files.py",
+        "                    self._index.put_back(key, num_bytes)  # it is still there\n",
+        "                    self._index.give_back(num_bytes)\n",
+    ),
+    Bug(
+        "a write that failed half-way is not deleted",  # ours, until a trial found it
+        "files.py",
+        "            num_bytes = self._index.take(key)  # forget first, then unlink\n",
+        "            num_bytes = self._index.take(key)  # forget first, then unlink\n"
+        "            if num_bytes is None:\n                return False\n",
+    ),
+    Bug(
+        "a short write is taken for a whole one",
+        "file_api.py",
+        "        count = files.write(file, rest)",
+        "        files.write(file, rest)\n        count = sum(map(len, rest))",
+    ),
+    Bug(
+        "no checksum",
+        "envelope.py",
+        "return None if digest == _digest(key, room, payload) else Fault.CHECKSUM",
+        "return None",
+    ),
+)
+
+# The bytes are synced too late only if they are not synced before.
+_ALSO = {"the name comes before the bytes are synced": BUGS[0]}
+
+
+def load(bug: Bug | None) -> Subject:
+    """Load a copy of the package with a bug; without one, the package itself."""
+    if bug is None:
+        return REAL
+    bugs = [bug, _ALSO[bug.name]] if bug.name in _ALSO else [bug]
+    package = f"radixkv.kvcache.planted_{next(_numbers)}"
+    finder = _Copy(package, _sources(bugs))
+    module = ModuleType(package)
+    module.__path__ = []
+    sys.modules[package] = module
+    sys.meta_path.insert(0, finder)
+    try:
+        return Subject(
+            importlib.import_module(f"{package}.files"),
+            importlib.import_module(f"{package}.sealed"),
+        )
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name in sys.modules if name.startswith(package)]:
+            del sys.modules[name]
+
+
+def _sources(bugs: Sequence[Bug]) -> dict[str, str]:
+    sources = {path.name: path.read_text("utf-8") for path in FOLDER.glob("*.py")}
+    for bug in bugs:
+        fits = sources[bug.file].count(bug.old)
+        assert fits == 1, f"{bug.file} has {bug.old!r} {fits} times: write {bug.name!r} anew"
+        sources[bug.file] = sources[bug.file].replace(bug.old, bug.new)
+    return sources
+
+
+class _Copy(MetaPathFinder, InspectLoader):
+    """Finds the modules of one copy, and nothing else."""
+
+    def __init__(self, package: str, sources: Mapping[str, str]) -> None:
+        self.package = package
+        self.sources = sources
+
+    def find_spec(
+        self, fullname: str, path: object = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        package, _, name = fullname.rpartition(".")
+        if package != self.package or f"{name}.py" not in self.sources:
+            return None
+        return importlib.util.spec_from_loader(fullname, self)
+
+    def get_source(self, fullname: str) -> str:
+        return self.sources[f"{fullname.rpartition('.')[2]}.py"]
