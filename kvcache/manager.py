@@ -135,7 +135,8 @@ class CacheManager:
         held = lease.num_blocks
         needed = -(-total // self.block_size) - held
         if needed > 0:
-            self._require_available(needed)
+            if needed > self._pool.num_free:
+                self._require_available(needed)
             tables.widen(held + needed)
             self._fill(tables.ids[row, held : held + needed])
             tables.num_blocks[row] = held + needed

@@ -122,17 +122,20 @@ class RadixTree:
 
     def unpin(self, node: Node) -> None:
         """End one use of the path to node: what nobody else uses becomes evictable, tail first."""
-        place: Node | None = node
-        while place is not None:
+        idle, place = self._idle, node
+        warmest = idle.colder
+        assert warmest is not None, "the idle list is not closed"
+        while (parent := place.parent) is not None:
             place.refs -= 1
             assert place.refs >= 0, "a node was unpinned more often than pinned"
             if place.refs == 0:
-                if place.parent is None:
-                    self._drop_empty(place)
-                else:
-                    self._link_before(self._idle, place)
-                    self.num_idle += len(place.device_blocks) // ITEM_BYTES
-            place = place.parent
+                warmest.warmer, place.colder = place, warmest
+                warmest = place
+                self.num_idle += len(place.device_blocks) // ITEM_BYTES
+            place = parent
+        warmest.warmer, idle.colder = idle, warmest
+        place.refs -= 1
+        self._drop_empty(place)
 
     # Changes
 

@@ -6,6 +6,11 @@ from .plant import bug
 
 TREE = "radix_tree.py"
 
+LINK = "warmest.warmer, place.colder = place, warmest\n                warmest = place"
+CLOSE = "        warmest.warmer, idle.colder = idle, warmest\n"
+UP = "            place = parent\n"
+"""What unpin does: append a node to the idle list, close the list, go on to the parent."""
+
 WALK_BUGS = (
     bug(
         "a trimmed run keeps its tokens",
@@ -100,10 +105,8 @@ PIN_BUGS = (
         "what is pinned stays evictable",
         TREE,
         ("self._unlink(node)", "pass"),
-        (
-            "self._link_before(self._idle, place)",
-            "place.warmer or self._link_before(self._idle, place)",
-        ),
+        (LINK, "place.warmer or self._link_before(idle, place)"),
+        (CLOSE, ""),
         seen_in="atlas #373",
     ),
     bug(
@@ -119,19 +122,24 @@ PIN_BUGS = (
             "node.refs += 1\n            node = node.parent",
             "node.refs += 1\n            node = above",
         ),
-        ("place = place.parent", "place = None"),
+        (UP, "            while place.parent is not None:\n                place = place.parent\n"),
         seen_in="FastDeploy PR 7097",
     ),
     bug(
         "unpin skips every other node",
         TREE,
-        ("place = place.parent", "place = place.parent and place.parent.parent"),
+        (UP, "            place = parent.parent or parent\n"),
         seen_in="LMCache #2785",
     ),
     bug(
         "unpin stops at the first node that others use",
         TREE,
-        ("place = place.parent", "place = None if place.refs else place.parent"),
+        (
+            UP,
+            "            if place.refs:\n"
+            "                warmest.warmer, idle.colder = idle, warmest\n"
+            "                return\n" + UP,
+        ),
         seen_in="LMCache #3381",
     ),
     bug(
@@ -149,11 +157,11 @@ PIN_BUGS = (
         "a node with children is never put among the idle",
         TREE,
         (
-            "self._link_before(self._idle, place)",
+            LINK,
             "if place.children:\n"
-            "                        place = place.parent\n"
-            "                        continue\n"
-            "                    self._link_before(self._idle, place)",
+            "                    place = parent\n"
+            "                    continue\n"
+            "                " + LINK,
         ),
         (
             "if node.refs == 0 and node.parent is not None:",
@@ -167,30 +175,27 @@ ORDER_BUGS = (
     bug(
         "the most recently used goes first",
         TREE,
-        ("self._link_before(self._idle, place)", "self._link_before(self._idle.warmer, place)"),
+        (LINK, "self._link_before(idle.warmer, place)"),
+        (CLOSE, ""),
     ),
     bug(
         "a path is evicted from its root",
         TREE,
-        (
-            "        place: Node | None = node\n",
-            "        place: Node | None = node\n        after = self._idle\n",
-        ),
-        (
-            "self._link_before(self._idle, place)",
-            "self._link_before(after, place)\n                    after = place",
-        ),
+        ("        warmest = idle.colder\n", "        after = warmest = idle\n"),
+        (LINK, "self._link_before(after, place)\n                after = place"),
+        (CLOSE, ""),
         seen_in="FastDeploy PR 7097, vLLM #48489",
     ),
     bug(
         "a later use does not make a run warmer",
         TREE,
         (
-            "self._link_before(self._idle, place)",
+            LINK,
             "place.use = place.use or next(_FIRST_VERSIONS)\n"
-            "                    self._link_before(next((other for other in self.idle_nodes()"
-            " if other.use > place.use), self._idle), place)",
+            "                self._link_before(next((other for other in self.idle_nodes()"
+            " if other.use > place.use), idle), place)",
         ),
+        (CLOSE, ""),
         elsewhere=(
             ("radix_node.py", '"tokens",\n', '"tokens",\n        "use",\n'),
             ("radix_node.py", "self.refs = 0\n", "self.refs = self.use = 0\n"),

@@ -1,0 +1,98 @@
+"""The hunt for mutants of `kvcache/`: all of them, each by its name, each with its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from . import mutants
+from .mutants import FILES, Mutant, all_mutants, code_of, explained, kill, report
+from .planted.plant import FOLDER, sources
+
+
+def named(file: str, function: str, change: str) -> Mutant:
+    """Return the mutant of a name."""
+    (found,) = [each for each in all_mutants(file) if each.key == (file, function, change)]
+    return found
+
+
+DIES = ("lease.py", "Lease.num_blocks", "self.row >= 0  ->  self.row > 0")
+LIVES = ("radix_tree.py", "RadixTree.walk", "position < end  ->  position <= end")
+
+
+def test_the_mutants_are_the_same_each_time_and_have_different_names() -> None:
+    found = [mutant for file in FILES for mutant in all_mutants(file)]
+    assert found == [mutant for file in FILES for mutant in all_mutants(file)]
+    assert len({mutant.key for mutant in found}) == len(found) > 800
+
+
+def test_every_mutant_is_a_program_and_another_one() -> None:
+    for file in ("radix_node.py", "lease.py", "tokens.py"):
+        original = compile(sources()[file], str(FOLDER / file), "exec")
+        for mutant in all_mutants(file):
+            assert code_of(mutant) != original, mutant
+
+
+def test_equal_changes_of_one_function_are_told_apart() -> None:
+    changes = {mutant.change for mutant in all_mutants("manager.py")}
+    assert {"minimum=1  ->  minimum=0", "minimum=1  ->  minimum=0  [2]"} <= changes
+
+
+def test_what_checks_is_left_alone() -> None:
+    functions = {mutant.function for file in FILES for mutant in all_mutants(file)}
+    assert "CacheManager.publish" in functions and "as_count" in functions
+    assert not {"CacheManager.check", "RadixTree.nodes", "make_namespace"} & functions
+    assert not any("assert" in mutant.change for file in FILES for mutant in all_mutants(file))
+
+
+def test_a_mutant_dies_and_an_equivalent_one_lives() -> None:
+    assert kill(named(*DIES), 1_000)
+    assert kill(named(*LIVES), 1_000) == ""
+
+
+def test_every_explanation_is_of_a_mutant_and_has_words() -> None:
+    keys = {mutant.key for file in FILES for mutant in all_mutants(file)}
+    assert not explained().keys() - keys, "explained, and no mutant (any more)"
+    assert all(len(why.split()) >= 3 for why in explained().values())
+
+
+def test_a_change_is_explained_once(tmp_path, monkeypatch) -> None:
+    entry = '[[equivalent]]\nfile = "a.py"\nfunction = "f"\nchanges = ["x  ->  y"]\nwhy = "z"\n'
+    monkeypatch.setattr(mutants, "EQUIVALENT", tmp_path / "twice.toml")
+    mutants.EQUIVALENT.write_text(entry)
+    assert explained() == {("a.py", "f", "x  ->  y"): "z"}
+    mutants.EQUIVALENT.write_text(entry * 2)
+    with pytest.raises(ValueError, match=r"^\('a.py', 'f', 'x  ->  y'\) is explained twice$"):
+        explained()
+
+
+def test_an_explanation_without_a_survivor_is_told(capsys) -> None:
+    lives, dies = named(*LIVES), named(*DIES)
+    reasons = {LIVES: "no reason", DIES: "wrong", (LIVES[0], "f", "a  ->  b"): "gone"}
+    assert report([lives, dies], ["", "R4"], reasons) == 2
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].endswith(f"RadixTree.walk: {LIVES[2]}") and told[1] == "    no reason"
+    assert told[2:] == [
+        f"kvcache/lease.py: Lease.num_blocks: {DIES[2]}",
+        "    is explained, and does not survive",
+        "kvcache/radix_tree.py: f: a  ->  b",
+        "    is explained, and does not survive",
+        "2 mutants, 1 killed, 1 explained, 0 unexplained, 2 explanations of none",
+    ]
+
+
+@pytest.mark.parametrize(("reasons", "status"), [({LIVES: "no child has that key"}, 0), ({}, 1)])
+def test_the_exit_status_tells_of_an_unexplained_survivor(
+    reasons: dict, status: int, monkeypatch, capsys
+) -> None:
+    def hunt(found: Sequence[Mutant], num_steps: int, num_jobs: int) -> list[str]:
+        assert num_jobs == 1
+        return [kill(mutant, num_steps) for mutant in found]
+
+    monkeypatch.setattr(mutants, "hunt", hunt)
+    monkeypatch.setattr(mutants, "explained", lambda: reasons)
+    monkeypatch.setattr(mutants, "all_mutants", lambda file: [named(*LIVES)])
+    arguments = ["--file", LIVES[0], "--steps", "300", "--jobs", "1"]
+    assert mutants.main(arguments) == status
+    assert ("UNEXPLAINED" in capsys.readouterr().out) == bool(status)
