@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from .base import Backend, Block, Buffer, Completion, Kind, OperationId, Status, Storage
-from .base import StorageStats
+from .base import (
+    Backend,
+    Block,
+    Buffer,
+    Completion,
+    Kind,
+    OperationId,
+    Status,
+    Storage,
+    StorageStats,
+)
 from .errors import (
     BackendError,
     BackendFullError,
@@ -15,7 +24,10 @@ from .errors import (
     StorageInUseError,
     StorageKeyError,
 )
+from .files import FileBackend
 from .keys import StorageNamespace, block_keys
+from .sealed import Sealed
+from .workers import StorageWorkers
 
 __all__ = [
     "Backend",
@@ -25,10 +37,12 @@ __all__ = [
     "Block",
     "Buffer",
     "Completion",
+    "FileBackend",
     "Kind",
     "OperationError",
     "OperationId",
     "PayloadError",
+    "Sealed",
     "Status",
     "Storage",
     "StorageClosedError",
@@ -37,5 +51,6 @@ __all__ = [
     "StorageKeyError",
     "StorageNamespace",
     "StorageStats",
+    "StorageWorkers",
     "block_keys",
 ]

@@ -207,7 +207,7 @@ class Backend(Protocol):
         """Make key the most recently used, if it is there, and say whether it was."""
 
     def stats(self) -> Mapping[str, int]:
-        """Return the backend's own figures."""
+        """Return the backend's own figures, from memory: this one must not wait."""
 
     def close(self) -> None:
         """Let go of files and connections."""

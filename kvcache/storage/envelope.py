@@ -27,6 +27,7 @@ from .base import check_key
 MAGIC: Final = b"RXKV"
 VERSION: Final = 1
 _HEADER: Final = struct.Struct("<4sHHQ16s32s")
+_DIGEST: Final = slice(16, 32)
 _NO_DIGEST: Final = bytes(16)
 HEADER_BYTES: Final = _HEADER.size
 
@@ -82,11 +83,11 @@ def check(
     key: bytes, header: memoryview, payload: Sequence[memoryview], value_bytes: int
 ) -> Fault | None:
     """Say what is wrong with a value whose payload was read into the parts; None if nothing is."""
-    room = sum(len(part) for part in payload)
+    room = sum(map(len, payload))
     fault = check_header(key, header, value_bytes, room)
     if fault is not None:
         return fault
-    digest = _HEADER.unpack_from(header)[4]
+    digest = header[_DIGEST]
     return None if digest == _digest(key, room, payload) else Fault.CHECKSUM
 
 

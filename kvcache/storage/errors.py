@@ -49,7 +49,7 @@ class StorageInUseError(StorageError):
 
 
 class BackendError(StorageError):
-    """A backend could not do what it was asked; what it held before is as it was."""
+    """A backend could not do what it was asked; at worst the block is a miss from now on."""
 
 
 class BackendFullError(BackendError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,11 @@ class FileApi(Protocol):
     """Files and directories by path. All raise OSError, as the system does."""
 
     def make_directory(self, path: str) -> bool:
-        """Make a directory for the owner alone (0700); False if it is there."""
+        """Make a directory for the owner alone (0700); False if it is there.
+
+        Raises:
+            PermissionError: if it is there, and others may use it.
+        """
 
     def lock(self, path: str) -> int:
         """Open a lock file and lock it, until it is closed; BlockingIOError if another has it."""
@@ -64,6 +69,9 @@ class OsFiles:
         try:
             os.mkdir(path, 0o700)
         except FileExistsError:
+            facts = os.stat(path)
+            if facts.st_mode & 0o077 or facts.st_uid != os.geteuid():
+                raise PermissionError(errno.EACCES, "others may use this directory") from None
             return False
         return True
 
@@ -137,18 +145,23 @@ def write_all(files: FileApi, file: int, parts: Sequence[memoryview]) -> None:
     """Write all of the parts, in as many calls as the system takes."""
     rest = [part for part in parts if part.nbytes]
     while rest:
-        rest = _after(rest, files.write(file, rest))
+        count = files.write(file, rest)
+        if count == 0:  # it would go on for ever
+            raise OSError(errno.EIO, "nothing was written")
+        rest = _after(rest, count)
 
 
 def read_all(files: FileApi, file: int, into: Sequence[memoryview]) -> int:
     """Fill the buffers from the start of a file; return how many bytes there were, up to that."""
-    rest, done = [part for part in into if part.nbytes], 0
-    while rest:
+    room = sum(map(len, into))
+    rest, done = list(into), 0
+    while done < room:
         count = files.read(file, rest, done)
         if count == 0:
             break
         done += count
-        rest = _after(rest, count)
+        if done < room:
+            rest = _after(rest, count)
     return done
 
 

@@ -90,7 +90,6 @@ class StorageNamespace:
         return sha256(b"radixkv storage namespace\0" + make_namespace(**values)).digest()
 
 
-
 def block_keys(
     namespace: StorageNamespace, tokens: Tokens, extras: bytes = b"", parent: bytes | None = None
 ) -> list[bytes]:

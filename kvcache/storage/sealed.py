@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 from .base import Backend, Status
 from .envelope import HEADER_BYTES, check, seal
+from .errors import BackendError
 
 _log = logging.getLogger(__name__)
 
 
 class Sealed:
-    """One block at a time, on the thread that calls. Never raises what a backend raises.
+    """One call at a time, on the thread that calls. Never raises what a backend raises.
 
     The driver calls this from its threads; an operator's tool may call it directly.
     """
@@ -32,11 +33,11 @@ class Sealed:
         header = memoryview(bytearray(HEADER_BYTES))
         try:
             value_bytes = self.backend.get(key, [header, *into])
+            if value_bytes is None:
+                return Status.MISSING, ""
+            fault = check(key, header[:value_bytes], into, value_bytes)
         except Exception as error:  # whatever a backend does, the block is FAILED
             return _failed("load", error)
-        if value_bytes is None:
-            return Status.MISSING, ""
-        fault = check(key, header[:value_bytes], into, value_bytes)
         if fault is None:
             return Status.LOADED, ""
         _log.warning("block %s is corrupt: %s", key.hex(), fault.value)
@@ -57,13 +58,16 @@ class Sealed:
             return _failed("store", error)
         return Status.STORED, ""
 
-    def lookup(self, key: bytes) -> tuple[Status, str]:
-        """Return FOUND, MISSING or FAILED."""
+    def lookup(self, keys: Sequence[bytes]) -> tuple[list[Status], str]:
+        """Return FOUND or MISSING for each key, or FAILED for all, and the name of the error."""
         try:
-            (there,) = self.backend.contains([key])
+            there = self.backend.contains(keys)
+            if len(there) != len(keys):
+                raise BackendError(f"{len(there)} answers for {len(keys)} keys")
         except Exception as error:
-            return _failed("lookup", error)
-        return (Status.FOUND if there else Status.MISSING), ""
+            status, name = _failed("lookup", error)
+            return [status] * len(keys), name
+        return [Status.FOUND if found else Status.MISSING for found in there], ""
 
     def touch(self, key: bytes) -> tuple[Status, str]:
         """Return TOUCHED, MISSING or FAILED."""

@@ -1,4 +1,4 @@
-"""A simulated disk with a write-back cache: a power cut keeps any legal part of what was not synced.
+"""A simulated disk with a write-back cache: a power cut keeps any legal part of the unsynced.
 
 The model, after ALICE (Pillai et al., OSDI 2014):
 
@@ -182,8 +182,10 @@ class CrashDisk:
 
     def scan(self, path: str) -> Iterator[tuple[str, int, int]]:
         for name, what in list(self._directory(path).seen.items()):
-            is_file = isinstance(what, SimFile)
-            yield name, len(what.seen) if is_file else 0, what.used_ns if is_file else 0
+            if isinstance(what, SimFile):
+                yield name, len(what.seen), what.used_ns
+            else:
+                yield name, 0, 0
 
     def create(self, path: str) -> int:
         self.alive()

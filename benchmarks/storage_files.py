@@ -1,0 +1,186 @@
+"""Print what the file backend costs beside a plain loop over the same values, as Markdown.
+
+Run:
+    python benchmarks/storage_files.py [--directory DIR] [--mib 512] [--rounds 7] [--sync data]
+
+The plain loop writes each value to a temporary name with `os.writev`, renames it, and reads it back
+with `os.readv`: no checksum, no index, no budget. The backend seals and verifies every value; its
+256 directories are there before, as they are after its first minutes. Both run on as many threads
+as `--threads` says, take turns, and use buffers that were touched before, 16 of each kind, as a
+pool of blocks has. Reads come from the page cache. Nothing is synced unless `--sync data` says so;
+then the plain loop calls `fdatasync` too, before the rename.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import xxhash
+
+from radixkv.kvcache.storage import FileBackend, Sealed, Status
+
+SIZES = (256 * 1024, 2 * 1024 * 1024)
+MAX_BYTES = 2**40
+
+
+def main() -> None:
+    """Measure each size on one and on several threads, and print the table."""
+    arguments = parse_arguments()
+    print("\n".join(describe_run(arguments)))
+    print(
+        "\n| Value | Threads | What | Plain loop, MiB/s | File backend, MiB/s | Ratio |\n"
+        "| --- | --- | --- | --- | --- | --- |"
+    )
+    for size in SIZES:
+        for num_threads in sorted({1, arguments.threads}):
+            measure(arguments, size, num_threads)
+
+
+def measure(arguments: argparse.Namespace, size: int, num_threads: int) -> None:
+    """Print the rows of one size: medians over the rounds, each ratio within its round."""
+    count = arguments.mib * 2**20 // size
+    source = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+    payloads = [memoryview(source.tobytes()) for _ in range(min(count, 16))]
+    destinations = [memoryview(bytearray(size)) for _ in payloads]
+    keys = [sha256(b"%d" % number).digest() for number in range(count)]
+    figures: dict[str, list[tuple[float, float]]] = {"store": [], "load": []}
+    for round_number in range(arguments.rounds + 1):  # the first warms up
+        with ThreadPoolExecutor(num_threads) as pool:
+            loops = [plain, backend] if round_number % 2 else [backend, plain]
+            rates = {}
+            for loop in loops:
+                with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
+                    one_round = partial(run, pool, num_threads, count, size)
+                    rates[loop] = loop(
+                        Path(directory), arguments.sync, keys, payloads, destinations, one_round
+                    )
+                    shutil.rmtree(directory)
+                    os.mkdir(directory)  # for the context to remove
+        if round_number:
+            for number, what in enumerate(figures):
+                figures[what].append((rates[plain][number], rates[backend][number]))
+    for what, pairs in figures.items():
+        theirs, ours = (median(column) for column in zip(*pairs, strict=True))
+        ratios = [b / a for a, b in pairs]
+        print(
+            f"| {size // 1024} KiB | {num_threads} | {what} | {theirs:,.0f} | {ours:,.0f} "
+            f"| {median(ratios):.2f} [{min(ratios):.2f} to {max(ratios):.2f}] |",
+            flush=True,
+        )
+
+
+def run(
+    pool: ThreadPoolExecutor,
+    num_threads: int,
+    count: int,
+    size: int,
+    step: Callable[[int], None],
+) -> float:
+    """Call step(number) for each number, on all threads; return MiB/s."""
+
+    def share(thread: int) -> None:
+        for number in range(thread, count, num_threads):
+            step(number)
+
+    start = time.perf_counter()
+    list(pool.map(share, range(num_threads)))
+    return count * size / 2**20 / (time.perf_counter() - start)
+
+
+def plain(
+    directory: Path,
+    sync: str,
+    keys: Sequence[bytes],
+    payloads: Sequence[memoryview],
+    destinations: Sequence[memoryview],
+    one_round: Callable[[Callable[[int], None]], float],
+) -> tuple[float, float]:
+    """Write and rename each value, then read each: MiB/s of both."""
+    paths = [f"{directory}/{key.hex()}" for key in keys]
+
+    def store(number: int) -> None:
+        temporary = f"{directory}/.tmp-{number}"
+        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        os.writev(file, [payloads[number % len(payloads)]])
+        if sync == "data":
+            os.fdatasync(file)
+        os.close(file)
+        os.rename(temporary, paths[number])
+
+    def load(number: int) -> None:
+        file = os.open(paths[number], os.O_RDONLY)
+        os.readv(file, [destinations[number % len(destinations)]])
+        os.close(file)
+
+    return one_round(store), one_round(load)
+
+
+def backend(
+    directory: Path,
+    sync: str,
+    keys: Sequence[bytes],
+    payloads: Sequence[memoryview],
+    destinations: Sequence[memoryview],
+    one_round: Callable[[Callable[[int], None]], float],
+) -> tuple[float, float]:
+    """Store and load each value through the envelope: MiB/s of both."""
+    files = FileBackend(directory, max_bytes=MAX_BYTES, sync="data" if sync == "data" else "none")
+    sealed = Sealed(files)
+    for number in range(256):
+        first = bytes([number]) + bytes(31)
+        sealed.store(first, [memoryview(b"")])
+        sealed.delete(first)
+
+    def store(number: int) -> None:
+        status, _ = sealed.store(keys[number], [payloads[number % len(payloads)]])
+        assert status is Status.STORED, status
+
+    def load(number: int) -> None:
+        status, _ = sealed.load(keys[number], [destinations[number % len(destinations)]])
+        assert status is Status.LOADED, status
+
+    try:
+        return one_round(store), one_round(load)
+    finally:
+        files.close()
+
+
+def describe_run(arguments: argparse.Namespace) -> list[str]:
+    """Return the machine, the date and the versions, as Markdown."""
+    return [
+        f"{datetime.now(UTC):%Y-%m-%d}, {platform.machine()}, {os.cpu_count()} cores, "
+        f"load {os.getloadavg()[0]:.1f}; Linux {platform.release().split('-')[0]}, "
+        f"Python {platform.python_version()}, numpy {np.__version__}, xxhash {xxhash.VERSION}.",
+        "",
+        f"{arguments.mib} MiB of values per round, median of {arguments.rounds} rounds, "
+        f'sync="{arguments.sync}", checksums on.',
+    ]
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--directory", type=Path, help="on the disk to measure; default: temporary")
+    parser.add_argument("--mib", type=int, default=512, help="of values in each round")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=4)
+    parser.add_argument("--sync", choices=["none", "data"], default="none")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""The driver: threads that call a blocking backend, so that nobody else waits for it.
+
+::
+
+    caller                              threads
+    submit ── refuse or enqueue ──► OperationTable ──► Sealed ──► Backend
+    poll   ◄── completions, deadlines ◄──┘ ▲              │
+                                           └── report ◄───┘
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from threading import Condition, Lock, Thread
+
+from .base import (
+    Backend,
+    Block,
+    Completion,
+    Kind,
+    OperationId,
+    Status,
+    StorageStats,
+    check_key,
+    views,
+)
+from .errors import PayloadError, StorageClosedError
+from .operations import OperationTable, Task
+from .sealed import Sealed
+
+
+class StorageWorkers:
+    """Storage over any backend, on a few threads of its own.
+
+    Reads go before writes. A load or store for which there is no room keeps its leading blocks; the
+    others are DROPPED at once: a lost write is a future miss, and a chain is of use from its start.
+
+    No call but `lookup_prefix` and `close`, which say how long, waits for the backend. Deadlines
+    are seen by `poll`: call it once per step.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        num_threads: int = 4,
+        max_bytes_in_flight: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start the threads. The backend belongs to this, and is closed with it.
+
+        Args:
+            backend: called by num_threads threads at once.
+            num_threads: at least 1; 2 to 4 keep a disk busy.
+            max_bytes_in_flight: of payloads that stores may hold, and the same again of
+                destinations for loads.
+            clock: seconds, for deadlines.
+
+        Raises:
+            ValueError: if num_threads is less than 1.
+        """
+        if num_threads < 1:
+            raise ValueError(f"num_threads must be at least 1, got {num_threads}")
+        self._backend = backend
+        self._sealed = Sealed(backend)
+        self._clock = clock
+        self._lock = Lock()  # of all that follows; held for no I/O
+        self._submitted = Condition(self._lock)
+        self._reported = Condition(self._lock)
+        self._table = OperationTable(max_bytes_in_flight)
+        self._closed = False
+        # Daemons: a backend that never answers must not keep the process from ending.
+        self._threads = [
+            Thread(target=self._work, name=f"radixkv-storage-{number}", daemon=True)
+            for number in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # -- Storage
+
+    def lookup(self, keys: Sequence[bytes], *, timeout_s: float, epoch: int = 0) -> OperationId:
+        """See Storage. One call of the backend, however many keys."""
+        return self._submit(Kind.LOOKUP, keys, (), timeout_s, epoch)
+
+    def lookup_prefix(self, keys: Sequence[bytes], *, timeout_s: float) -> int:
+        """See Storage. It waits for a thread and the backend, but not longer than timeout_s."""
+        operation = self._submit(Kind.LOOKUP, keys, (), timeout_s, 0, quiet=True)
+        with self._lock:
+            self._reported.wait_for(lambda: self._table.ended(operation), timeout_s)
+            return self._table.claim(operation).prefix
+
+    def load(
+        self,
+        keys: Sequence[bytes],
+        destinations: Sequence[Block],
+        *,
+        timeout_s: float,
+        epoch: int = 0,
+    ) -> OperationId:
+        """See Storage.
+
+        Raises:
+            PayloadError: if there are more or fewer destinations than keys, or one of them cannot
+                be written to as bytes side by side.
+            StorageKeyError: if a key is not 32 bytes.
+            StorageClosedError: after close.
+        """
+        blocks = [views(block, writable=True) for block in destinations]
+        return self._submit(Kind.LOAD, keys, blocks, timeout_s, epoch)
+
+    def store(
+        self, keys: Sequence[bytes], payloads: Sequence[Block], *, timeout_s: float, epoch: int = 0
+    ) -> OperationId:
+        """See Storage. What exists is touched and not written again.
+
+        Raises:
+            PayloadError: if there are more or fewer payloads than keys, or one of them is not bytes
+                side by side.
+            StorageKeyError: if a key is not 32 bytes.
+            StorageClosedError: after close.
+        """
+        blocks = [views(block) for block in payloads]
+        return self._submit(Kind.STORE, keys, blocks, timeout_s, epoch)
+
+    def touch(self, keys: Sequence[bytes], *, timeout_s: float, epoch: int = 0) -> OperationId:
+        """See Storage."""
+        return self._submit(Kind.TOUCH, keys, (), timeout_s, epoch)
+
+    def delete(self, keys: Sequence[bytes], *, timeout_s: float, epoch: int = 0) -> OperationId:
+        """See Storage."""
+        return self._submit(Kind.DELETE, keys, (), timeout_s, epoch)
+
+    def poll(self) -> list[Completion]:
+        """See Storage."""
+        now = self._clock()
+        with self._lock:
+            self._table.expire(now)
+            return self._table.drain()
+
+    def cancel(self, operation: OperationId) -> bool:
+        """See Storage.
+
+        Raises:
+            OperationError: for an id that was never given out.
+        """
+        with self._lock:
+            return self._table.cancel(operation)
+
+    def fenced(self, operation: OperationId) -> bool:
+        """See Storage.
+
+        Raises:
+            OperationError: for an id that was never given out.
+        """
+        with self._lock:
+            return self._table.fenced(operation)
+
+    def stats(self) -> StorageStats:
+        """See Storage."""
+        backend = dict(self._backend.stats())
+        with self._lock:
+            table = self._table
+            return StorageStats(
+                blocks=dict(table.ended_blocks),
+                stored_bytes=table.ended_bytes[Status.STORED],
+                loaded_bytes=table.ended_bytes[Status.LOADED],
+                dropped_bytes=table.ended_bytes[Status.DROPPED],
+                late_blocks=table.late_blocks,
+                errors=dict(table.errors),
+                open_operations=table.num_open,
+                unfenced_operations=table.num_unfenced,
+                store_bytes_in_flight=table.bytes_in_flight[Kind.STORE],
+                load_bytes_in_flight=table.bytes_in_flight[Kind.LOAD],
+                backend=backend,
+            )
+
+    def close(self, *, timeout_s: float = 5.0) -> bool:
+        """See Storage. What is open is cancelled; its completions can still be polled.
+
+        The backend is closed when no thread is in it: call this again if one was.
+        """
+        with self._lock:
+            self._closed = True
+            self._table.cancel_all()
+            self._submitted.notify_all()
+            self._reported.notify_all()
+        end = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
+            return False
+        if self._threads:
+            self._threads = []
+            self._backend.close()
+        return True
+
+    def check(self) -> None:
+        """Assert that the counts agree with the operations."""
+        with self._lock:
+            self._table.check()
+
+    # -- the parts of these
+
+    def _submit(
+        self,
+        kind: Kind,
+        keys: Sequence[bytes],
+        blocks: Sequence[Sequence[memoryview]],
+        timeout_s: float,
+        epoch: int,
+        *,
+        quiet: bool = False,
+    ) -> OperationId:
+        for key in keys:
+            check_key(key)
+        if kind in (Kind.LOAD, Kind.STORE) and len(keys) != len(blocks):
+            raise PayloadError(f"{len(keys)} keys, but {len(blocks)} blocks")
+        deadline = self._clock() + timeout_s
+        with self._lock:
+            if self._closed:
+                raise StorageClosedError("storage is closed")
+            operation = self._table.submit(
+                kind, keys, blocks, deadline=deadline, epoch=epoch, quiet=quiet
+            )
+            self._submitted.notify(len(keys))
+            return operation
+
+    def _work(self) -> None:
+        """Do one task after the other, until closed; the loop of each thread."""
+        while True:
+            with self._lock:
+                while (task := self._table.take()) is None:
+                    if self._closed:
+                        return
+                    self._submitted.wait()
+            statuses, error = self._run(task)
+            with self._lock:
+                self._table.report(task, statuses, error)
+                self._reported.notify_all()
+
+    def _run(self, task: Task) -> tuple[Sequence[Status], str]:
+        if task.kind is Kind.LOOKUP:
+            return self._sealed.lookup(task.keys)
+        (key,) = task.keys
+        match task.kind:
+            case Kind.LOAD:
+                status, error = self._sealed.load(key, task.parts)
+            case Kind.STORE:
+                status, error = self._sealed.store(key, task.parts)
+            case Kind.TOUCH:
+                status, error = self._sealed.touch(key)
+            case Kind.DELETE:
+                status, error = self._sealed.delete(key)
+        return [status], error

@@ -1,0 +1,32 @@
+"""Servers that several files of tests share; one per test process."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from .fake_s3 import FakeS3, serving
+from .redis_server import RedisServer, running
+
+
+@pytest.fixture(scope="session")
+def shared_redis() -> Iterator[RedisServer]:
+    """A server for tests that neither stop nor configure it, and have a prefix of their own."""
+    with running() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
+    """A server with the environment set to find it."""
+    with serving() as server:
+        environment = {
+            "AWS_ACCESS_KEY_ID": "an-access-key",
+            "AWS_SECRET_ACCESS_KEY": "a-secret-key",
+            "AWS_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": server.url,
+            "AWS_ALLOW_HTTP": "true",
+            "NO_PROXY": "127.0.0.1",
+        }
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        yield server

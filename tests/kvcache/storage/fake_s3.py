@@ -1,0 +1,126 @@
+"""As much of an S3 server as the backend uses, in this process, on loopback."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import md5
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlsplit
+
+DATE = "Thu, 01 Jan 2026 00:00:00 GMT"
+
+
+class FakeS3(ThreadingHTTPServer):
+    """Objects in a dictionary; status is what it answers with instead, if it is not None."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.objects: dict[str, bytes] = {}
+        self.status: int | None = None
+        self.num_requests = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # head and body are two writes
+    server: FakeS3
+
+    def do_PUT(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self._refused():
+            return
+        self.server.objects[self._path()] = body
+        self._answer(200, b"", ETag=_etag(body))
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        if self._refused():
+            return
+        if "list-type=2" in self.path:
+            self._list()
+            return
+        body = self.server.objects.get(self._path())
+        if body is None:
+            self._answer(404, b"")
+            return
+        headers = {"ETag": _etag(body), "Last-Modified": DATE}
+        wanted = self.headers.get("Range")
+        if wanted is None:
+            self._answer(200, body, **headers)
+            return
+        first, last = (int(number) for number in wanted.removeprefix("bytes=").split("-"))
+        if first >= len(body):
+            self._answer(416, b"")
+            return
+        last = min(last, len(body) - 1)
+        headers["Content-Range"] = f"bytes {first}-{last}/{len(body)}"
+        self._answer(206, body[first : last + 1], **headers)
+
+    def do_POST(self) -> None:
+        """Delete objects, whether they are there or not; the one use of POST."""
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        if self._refused():
+            return
+        deleted = ""
+        for key in re.findall("<Key>(.*?)</Key>", body):
+            self.server.objects.pop(f"{self._path()}/{key}", None)
+            deleted += f"<Deleted><Key>{key}</Key></Deleted>"
+        self._answer(200, f"<DeleteResult>{deleted}</DeleteResult>".encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def _list(self) -> None:
+        contents = "".join(
+            f"<Contents><Key>{path.partition('/')[2]}</Key><Size>{len(body)}</Size>"
+            "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
+            for path, body in sorted(self.server.objects.items())
+        )
+        text = f"<ListBucketResult><IsTruncated>false</IsTruncated>{contents}</ListBucketResult>"
+        self._answer(200, text.encode())
+
+    def _refused(self) -> bool:
+        self.server.num_requests += 1
+        if self.server.status is not None:
+            self._answer(self.server.status, b"")
+        return self.server.status is not None
+
+    def _path(self) -> str:
+        return unquote(urlsplit(self.path).path).removeprefix("/")
+
+    def _answer(self, status: int, body: bytes, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+def _etag(body: bytes) -> str:
+    return f'"{md5(body, usedforsecurity=False).hexdigest()}"'
+
+
+@contextmanager
+def serving() -> Iterator[FakeS3]:
+    """A server that runs now, and does not afterwards."""
+    with FakeS3() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()

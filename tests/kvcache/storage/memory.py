@@ -1,0 +1,92 @@
+"""Backends for tests: in memory, and ones that answer when the test says so, or never."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from threading import Semaphore
+
+from radixkv.kvcache.storage.base import scatter
+
+
+class MemoryBackend:
+    """Values in a dictionary; it counts the calls of each kind."""
+
+    def __init__(self) -> None:
+        self.values: dict[bytes, bytes] = {}
+        self.calls: list[str] = []
+        self.closed = False
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        self.calls.append("contains")
+        return [key in self.values for key in keys]
+
+    def get(self, key: bytes, into: Sequence[memoryview]) -> int | None:
+        self.calls.append("get")
+        value = self.values.get(key)
+        return None if value is None else scatter(value, into)
+
+    def put(self, key: bytes, parts: Sequence[memoryview]) -> None:
+        self.calls.append("put")
+        self.values[key] = b"".join(parts)
+
+    def delete(self, key: bytes) -> bool:
+        self.calls.append("delete")
+        return self.values.pop(key, None) is not None
+
+    def touch(self, key: bytes) -> bool:
+        self.calls.append("touch")
+        return key in self.values
+
+    def stats(self) -> Mapping[str, int]:
+        return {"values": len(self.values)}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class HeldBackend(MemoryBackend):
+    """Answers `get` and `contains` and does `put` one by one, as the test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered = Semaphore(0)  # a thread is inside
+        self.go = Semaphore(0)  # one thread may go on
+
+    def hold(self) -> None:
+        self.entered.release()
+        self.go.acquire()
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        self.hold()
+        return super().contains(keys)
+
+    def get(self, key: bytes, into: Sequence[memoryview]) -> int | None:
+        self.hold()
+        return super().get(key, into)
+
+    def put(self, key: bytes, parts: Sequence[memoryview]) -> None:
+        self.hold()
+        super().put(key, parts)
+
+
+class BrokenBackend(MemoryBackend):
+    """Raises what it is told to, in everything."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        raise self.error
+
+    def get(self, key: bytes, into: Sequence[memoryview]) -> int | None:
+        raise self.error
+
+    def put(self, key: bytes, parts: Sequence[memoryview]) -> None:
+        raise self.error
+
+    def delete(self, key: bytes) -> bool:
+        raise self.error
+
+    def touch(self, key: bytes) -> bool:
+        raise self.error

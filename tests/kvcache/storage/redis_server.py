@@ -1,0 +1,108 @@
+"""A real redis-server for tests: on loopback, in a temporary directory, keeping nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+MISSING = "these tests start a redis-server: apt-get install redis-server"
+
+
+class RedisServer:
+    """A server that a test may pause, kill and start again at the same place."""
+
+    def __init__(self, directory: str, settings: Sequence[str] = (), *, tls: bool = False) -> None:
+        program = shutil.which("redis-server")
+        assert program is not None, MISSING
+        self._program = program
+        self._settings = settings
+        self._tls = tls
+        self._process: subprocess.Popen[str] | None = None
+        self.directory = directory
+        self.socket = f"{directory}/redis.sock"
+        self.port = 0
+
+    def start(self) -> None:
+        """Return when it answers. At the first start, a free port is chosen."""
+        for _ in range(10):
+            port = self.port or _free_port()
+            if self._start(port):
+                self.port = port
+                return
+        raise AssertionError("redis-server does not start")
+
+    def pause(self) -> None:
+        """Stop it from running; its sockets stay open, and nobody answers."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        os.waitpid(self._process.pid, os.WUNTRACED)
+
+    def go_on(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it at once, if it runs; a paused one, too."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+            self._process = None
+
+    def _start(self, port: int) -> bool:
+        settings = [
+            "bind 127.0.0.1",
+            f"{'tls-port' if self._tls else 'port'} {port}",
+            *(["port 0"] if self._tls else []),
+            f"unixsocket {self.socket}",
+            "unixsocketperm 700",
+            f"dir {self.directory}",
+            "maxmemory 256mb",
+            'save ""',
+            "appendonly no",
+            *self._settings,
+        ]
+        self._process = subprocess.Popen(
+            [self._program, "-"],  # settings from stdin: passwords show in no list of processes
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write("\n".join(settings))
+        self._process.stdin.close()
+        for line in self._process.stdout:
+            if "ready to accept connections" in line.lower():
+                return True
+        self.kill()  # it ended by itself: somebody else took the port
+        return False
+
+
+@contextmanager
+def running(settings: Sequence[str] = (), *, tls: bool = False) -> Iterator[RedisServer]:
+    """A server that runs now, and does not afterwards."""
+    # Not pytest's directory: the path of a socket has at most 107 bytes.
+    directory = tempfile.mkdtemp(prefix="radixkv-redis-")
+    server = RedisServer(directory, settings, tls=tls)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
+        shutil.rmtree(Path(directory))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,71 @@
+"""The same tests on every backend."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from obstore.store import LocalStore
+
+from radixkv.kvcache.storage import Backend, FileBackend
+from radixkv.kvcache.storage.objects import ObjectBackend, memory_store
+from radixkv.kvcache.storage.redis import RedisBackend
+from radixkv.kvcache.storage.redis_address import RedisAddress
+from radixkv.kvcache.storage.urls import open_backend
+
+from .conformance import BackendConformance
+from .fake_s3 import FakeS3
+from .redis_server import RedisServer
+
+_numbers = itertools.count()
+
+
+class TestFiles(BackendConformance):
+    @pytest.fixture
+    def backend(self, tmp_path: Path) -> Iterator[Backend]:
+        backend = FileBackend(tmp_path / "blocks", max_bytes=1 << 30)
+        yield backend
+        backend.check()
+        backend.close()
+
+
+class TestRedis(BackendConformance):
+    @pytest.fixture(params=["socket", "tcp", "ttl"])
+    def backend(
+        self, request: pytest.FixtureRequest, shared_redis: RedisServer
+    ) -> Iterator[Backend]:
+        tcp = RedisAddress("127.0.0.1", shared_redis.port)
+        address = tcp if request.param == "tcp" else RedisAddress(unix_path=shared_redis.socket)
+        ttl_s = 600 if request.param == "ttl" else None
+        prefix = f"test[{next(_numbers)}]*:"
+        backend = RedisBackend(address, prefix=prefix, ttl_s=ttl_s, timeout_s=30.0)
+        yield backend
+        list(map(backend.delete, backend.keys()))
+        backend.close()
+
+
+class TestObjectsInMemory(BackendConformance):
+    @pytest.fixture
+    def backend(self) -> Iterator[Backend]:
+        backend = ObjectBackend(memory_store())
+        yield backend
+        backend.close()
+
+
+class TestObjectsInDirectory(BackendConformance):
+    @pytest.fixture
+    def backend(self, tmp_path: Path) -> Iterator[Backend]:
+        backend = ObjectBackend(LocalStore(prefix=tmp_path), prefix="a/b")
+        yield backend
+        backend.close()
+
+
+class TestObjectsInS3(BackendConformance):
+    @pytest.fixture
+    def backend(self, s3: FakeS3) -> Iterator[Backend]:
+        backend = open_backend("s3://bucket/kv/blocks")
+        yield backend
+        assert all(path.startswith("bucket/kv/blocks/") for path in s3.objects)
+        backend.close()

@@ -1,0 +1,35 @@
+import pytest
+
+from .crashes import Trial, hunt
+from .planted import BUGS, REAL, Bug, load
+
+SHARES = 4
+CRASHES = 20_000  # of all shares; the volume is `python -m tests.kvcache.storage.crashes`
+
+
+@pytest.mark.parametrize("share", range(SHARES))
+def test_no_crash_breaks_a_promise(share: int) -> None:
+    seeds = iter(range(share, 10**9, SHARES))
+    trials, crashes, broken = hunt(REAL, seeds, CRASHES // SHARES)
+    assert not broken
+    assert crashes >= CRASHES // SHARES
+    assert trials <= crashes * 2  # most lives do end in a crash
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found(bug: Bug) -> None:
+    _, _, broken = hunt(load(bug), iter(range(10**9)), 20_000)
+    assert broken, bug.name
+
+
+def test_a_trial_can_be_replayed() -> None:
+    first, second = Trial(7), Trial(7)
+    assert (first.run(), first.disk.moments) == (second.run(), second.disk.moments)
+    assert first.promises == second.promises
+
+
+def test_a_bug_that_no_longer_fits_fails_loudly() -> None:
+    with pytest.raises(
+        AssertionError, match=r"envelope\.py has 'not there' 0 times: write 'x' anew"
+    ):
+        load(Bug("x", "envelope.py", "not there", ""))

@@ -1,0 +1,214 @@
+import errno
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from radixkv.kvcache.storage import (
+    BackendFullError,
+    BackendIOError,
+    FileBackend,
+    Sealed,
+    Status,
+    StorageInUseError,
+)
+from radixkv.kvcache.storage.file_api import OsFiles
+from radixkv.kvcache.storage.file_names import find_values
+
+from .crash_disk import CrashDisk, Faults
+
+KEYS = [bytes([number]) * 32 for number in range(6)]
+MINUTE_NS = 60 * 10**9
+
+
+class Clock:
+    now = MINUTE_NS
+
+    def __call__(self) -> int:
+        return self.now
+
+
+def put(backend: FileBackend, key: bytes, value: bytes) -> None:
+    backend.put(key, [memoryview(value)])
+    backend.check()
+
+
+def get(backend: FileBackend, key: bytes, room: int = 10) -> bytes | None:
+    into = bytearray(room)
+    length = backend.get(key, [memoryview(into)])
+    return None if length is None else bytes(into[:length])
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def test_what_is_put_is_there_until_it_is_deleted(directory: Path) -> None:
+    backend = FileBackend(directory, max_bytes=100, sync="data")
+    backend.put(KEYS[1], [memoryview(b"a"), memoryview(b""), memoryview(b"bc")])
+    first, second = bytearray(2), bytearray(2)
+    assert backend.get(KEYS[1], [memoryview(first), memoryview(second)]) == 3
+    assert bytes(first + second) == b"abc\0"
+    assert backend.contains(KEYS[:3]) == [False, True, False]
+    assert get(backend, KEYS[1], room=1) == b"a"  # and it says that there is more
+    assert backend.get(KEYS[1], [memoryview(bytearray(1))]) == 3
+    put(backend, KEYS[1], b"other")
+    assert get(backend, KEYS[1]) == b"other"
+    assert backend.delete(KEYS[1]) and not backend.delete(KEYS[1])
+    assert get(backend, KEYS[1]) is None
+    assert backend.stats()["values"] == backend.stats()["bytes"] == 0
+    backend.close()
+
+
+def test_nobody_else_can_read_it(directory: Path) -> None:
+    backend = FileBackend(directory, max_bytes=100)
+    put(backend, KEYS[1], b"abc")
+    modes = {
+        path.relative_to(directory).as_posix(): stat.S_IMODE(path.stat().st_mode)
+        for path in [directory, *directory.rglob("*")]
+    }
+    assert modes == {".": 0o700, "lock": 0o600, "01": 0o700, f"01/{KEYS[1].hex()}": 0o600}
+    backend.close()
+
+
+def test_a_directory_that_others_may_use_is_refused(directory: Path) -> None:
+    directory.mkdir(mode=0o755)
+    with pytest.raises(BackendIOError, match=r"^opening the directory failed: EACCES "):
+        FileBackend(directory, max_bytes=100)
+
+
+def test_one_process_at_a_time(directory: Path) -> None:
+    backend = FileBackend(directory, max_bytes=100)
+    with pytest.raises(StorageInUseError, match=r"^another process has the directory open$"):
+        FileBackend(directory, max_bytes=100)
+    backend.close()
+    FileBackend(directory, max_bytes=100).close()
+
+
+def test_a_start_finds_values_and_sweeps_temporaries(directory: Path) -> None:
+    backend = FileBackend(directory, max_bytes=100)
+    put(backend, KEYS[1], b"abc")
+    backend.close()
+    (directory / "01" / ".tmp-7").write_bytes(b"half")
+    (directory / "01" / "a note").write_bytes(b"not ours")
+    (directory / "01" / KEYS[2].hex()).write_bytes(b"in the wrong place")
+    backend = FileBackend(directory, max_bytes=100)
+    assert backend.keys() == [KEYS[1]]
+    assert get(backend, KEYS[1]) == b"abc"
+    assert backend.stats()["swept_temporaries"] == 1
+    assert sorted(os.listdir(directory / "01")) == [KEYS[1].hex(), KEYS[2].hex(), "a note"]
+    assert [(found.key, found.num_bytes) for found in find_values(directory)] == [(KEYS[1], 3)]
+    backend.close()
+
+
+def test_the_least_recently_used_goes_first_also_after_a_restart(directory: Path) -> None:
+    clock = Clock()
+    backend = FileBackend(directory, max_bytes=9, clock_ns=clock)
+    for key in KEYS[:3]:
+        put(backend, key, b"abc")
+    clock.now += 2 * MINUTE_NS
+    get(backend, KEYS[0])
+    backend.touch(KEYS[1])
+    assert backend.keys() == [KEYS[2], KEYS[0], KEYS[1]]
+    backend.close()
+    clock.now = 0  # the clock may go back
+    backend = FileBackend(directory, max_bytes=9, clock_ns=clock)
+    assert backend.keys() == [KEYS[2], KEYS[0], KEYS[1]]
+    put(backend, KEYS[3], b"abcd")
+    assert backend.keys() == [KEYS[1], KEYS[3]]
+    backend.close()
+    backend = FileBackend(directory, max_bytes=4, clock_ns=clock)  # less room than before
+    assert backend.keys() == [KEYS[3]]
+    assert backend.stats()["evicted_values"] == 1
+    backend.check()
+    backend.close()
+
+
+def test_a_value_over_the_budget_evicts_nothing(directory: Path) -> None:
+    backend = FileBackend(directory, max_bytes=4)
+    put(backend, KEYS[0], b"abc")
+    with pytest.raises(
+        BackendFullError, match=r"^a value of 5 bytes has no room: the budget is 4$"
+    ):
+        put(backend, KEYS[1], b"abcde")
+    assert backend.keys() == [KEYS[0]]
+    backend.check()
+    backend.close()
+
+
+def test_a_file_that_somebody_removed_is_a_miss(directory: Path) -> None:
+    backend = FileBackend(directory, max_bytes=100)
+    put(backend, KEYS[0], b"abc")
+    put(backend, KEYS[1], b"abc")
+    (directory / "00" / KEYS[0].hex()).unlink()
+    (directory / "01" / KEYS[1].hex()).unlink()
+    assert get(backend, KEYS[0]) is None
+    assert backend.delete(KEYS[1])
+    assert backend.keys() == []
+    backend.check()
+    backend.close()
+
+
+def test_a_link_is_not_followed(directory: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"secret")
+    backend = FileBackend(directory, max_bytes=100)
+    put(backend, KEYS[0], b"abc")
+    (directory / "00" / KEYS[0].hex()).unlink()
+    (directory / "00" / KEYS[0].hex()).symlink_to(tmp_path / "secret")
+    with pytest.raises(BackendIOError, match=r"^reading failed: ELOOP "):
+        get(backend, KEYS[0])
+    backend.close()
+
+
+@pytest.mark.parametrize(
+    ("faults", "message"),
+    [
+        (Faults(no_space=1), r"^writing failed: ENOSPC \(No space left on device\)$"),
+        (Faults(sync_fails=1), r"^writing failed: EIO \(Input/output error\)$"),
+    ],
+)
+def test_a_write_that_fails_leaves_nothing(faults: Faults, message: str) -> None:
+    disk = CrashDisk(lambda _: 0)
+    backend = FileBackend("/cache", max_bytes=100, sync="data", files=disk)
+    put(backend, KEYS[0], b"abc")
+    disk.faults = faults
+    with pytest.raises(BackendIOError, match=message) as raised:
+        put(backend, KEYS[1], b"abc")
+    assert raised.value.errno in (errno.ENOSPC, errno.EIO)
+    backend.check()
+    assert backend.keys() == [KEYS[0]]
+    status, error = Sealed(backend).store(KEYS[2], [memoryview(b"a")])
+    assert (status, error) == (Status.FAILED, "BackendIOError")
+
+
+def test_a_start_on_a_broken_disk_is_refused() -> None:
+    disk = CrashDisk(lambda _: 0, Faults(sync_fails=1))
+    with pytest.raises(BackendIOError, match=r"^opening the directory failed: EIO "):
+        FileBackend("/cache", max_bytes=100, sync="data", files=disk)
+    assert disk.handles == {}
+
+
+class OneByteFiles(OsFiles):
+    """A system that reads and writes a byte at a time, and at last nothing."""
+
+    stuck = False
+
+    def write(self, file, parts):
+        return 0 if self.stuck else super().write(file, [parts[0][:1]])
+
+    def read(self, file, into, offset):
+        return super().read(file, [into[0][:1]], offset)
+
+
+def test_short_reads_and_writes_go_on(directory: Path) -> None:
+    files = OneByteFiles()
+    backend = FileBackend(directory, max_bytes=100, files=files)
+    put(backend, KEYS[0], b"abcdef")
+    assert get(backend, KEYS[0]) == b"abcdef"
+    files.stuck = True
+    with pytest.raises(BackendIOError, match=r"^writing failed: EIO "):
+        put(backend, KEYS[1], b"abc")
+    assert os.listdir(directory / "01") == []
+    backend.close()

@@ -1,0 +1,178 @@
+"""What is object storage's own: a bucket that refuses, fails, or never answers."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import pytest
+from obstore.store import MemoryStore
+
+from radixkv.kvcache.storage import BackendError, Status, StorageWorkers
+from radixkv.kvcache.storage.objects import ObjectBackend, memory_store, s3_store
+from radixkv.kvcache.storage.remote_errors import BackendRefusedError, MissingPackageError
+
+from .conformance import KEYS, get, put
+from .fake_s3 import FakeS3
+
+DOING = ["looking up", "looking up", "reading", "writing", "looking up", "looking up", "listing"]
+
+
+def every_call(backend: ObjectBackend) -> Iterator[BackendError]:
+    """What each method raises, with a server that is not well."""
+    calls: list[Callable[[], object]] = [
+        lambda: backend.contains(KEYS[:1]),
+        lambda: backend.contains(KEYS),
+        lambda: get(backend, KEYS[0], 3),
+        lambda: put(backend, KEYS[0], b"abc"),
+        lambda: backend.delete(KEYS[0]),
+        lambda: backend.touch(KEYS[0]),
+        backend.keys,
+    ]
+    for call in calls:
+        with pytest.raises(BackendError) as caught:
+            call()
+        yield caught.value
+
+
+def check_nothing_is_shown(error: BackendError, server: FakeS3) -> None:
+    text = "\n".join([repr(error), repr(vars(error)), *traceback.format_exception(error)])
+    assert not any(secret in text for secret in ("a-secret-key", "an-access-key", server.url))
+
+
+@pytest.mark.parametrize(
+    ("status", "name"), [(403, "PermissionDeniedError"), (401, "UnauthenticatedError")]
+)
+def test_a_bucket_that_refuses(s3: FakeS3, status: int, name: str) -> None:
+    with closing(ObjectBackend(s3_store("bucket"))) as backend:
+        s3.status = status
+        *refused, listing = every_call(backend)
+        for doing, error in zip(DOING[:-1], refused, strict=True):
+            assert str(error) == f"{doing} was refused by the server: {name}"
+            assert isinstance(error, BackendRefusedError)
+            assert (error.doing, error.reply) == (doing, name)
+            check_nothing_is_shown(error, s3)
+        assert str(listing) == "listing failed: GenericError"  # obstore tells no more
+        s3.status = None
+        assert backend.contains(KEYS[:2]) == [False, False]
+
+
+def test_a_bucket_that_fails_is_asked_once(s3: FakeS3) -> None:
+    with closing(ObjectBackend(s3_store("bucket"))) as backend:
+        s3.status = 500
+        for doing, error in zip(DOING, every_call(backend), strict=True):
+            assert str(error) == f"{doing} failed: GenericError"
+            check_nothing_is_shown(error, s3)
+        s3.status, before = None, s3.num_requests
+        put(backend, KEYS[0], b"abc")
+        assert get(backend, KEYS[0], 3) == (3, [b"abc"])
+        assert s3.num_requests == before + 2
+
+
+def test_a_dead_server(s3: FakeS3, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    with closing(ObjectBackend(s3_store("bucket"))) as backend:
+        for doing, error in zip(DOING, every_call(backend), strict=True):
+            assert str(error) == f"{doing} failed: GenericError"
+
+
+def test_a_server_that_never_answers(s3: FakeS3, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        port = listener.getsockname()[1]
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        with closing(ObjectBackend(s3_store("bucket", timeout_s=0.1))) as backend:
+            for doing, error in zip(DOING, every_call(backend), strict=True):
+                assert str(error) == f"{doing} failed: GenericError"
+
+
+def test_deadlines_are_kept_without_an_answer(s3: FakeS3, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is the test's: no thread has come back, and the operations end all the same."""
+    now = 0.0
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        port = listener.getsockname()[1]
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        backend = ObjectBackend(s3_store("bucket", timeout_s=0.1))
+        storage = StorageWorkers(backend, max_bytes_in_flight=100, clock=lambda: now)
+        operations = [
+            storage.lookup(KEYS[:2], timeout_s=2.0),
+            storage.load(KEYS[:2], [[bytearray(4)], [bytearray(4)]], timeout_s=2.0),
+            storage.store(KEYS[:2], [[b"1234"], [b"5678"]], timeout_s=2.0),
+        ]
+        now = 2.0
+        ended = storage.poll()
+        assert sorted(completion.operation for completion in ended) == operations
+        statuses = {status for completion in ended for status in completion.statuses}
+        assert statuses <= {Status.TIMED_OUT, Status.FAILED}
+        assert storage.close(timeout_s=30.0)
+        assert all(storage.fenced(operation) for operation in operations)
+
+
+def test_where_objects_are(s3: FakeS3) -> None:
+    with closing(ObjectBackend(s3_store("bucket"), prefix="kv/one")) as backend:
+        put(backend, KEYS[0], b"abc")
+        name = KEYS[0].hex()
+        assert s3.objects == {f"bucket/kv/one/{name[:2]}/{name}": b"abc"}
+
+
+def test_keys_passes_over_what_is_not_ours() -> None:
+    store = MemoryStore()
+    name = KEYS[0].hex()
+    for path in ("kv/read.me", f"kv/{name}", f"kv/00/{name}x", f"other/{name[:2]}/{name}"):
+        store.put(path, b"x")
+    with closing(ObjectBackend(store, prefix="kv")) as backend:
+        assert backend.keys() == []
+        put(backend, KEYS[0], b"x")
+        assert backend.keys() == [KEYS[0]]
+
+
+def test_a_delete_that_comes_second() -> None:
+    class Racing(MemoryStore):
+        def delete(self, paths) -> None:
+            raise FileNotFoundError
+
+    with closing(ObjectBackend(Racing())) as backend:
+        put(backend, KEYS[0], b"x")
+        assert not backend.delete(KEYS[0])
+
+
+def test_requests_are_counted() -> None:
+    class Broken(MemoryStore):
+        def head(self, path):
+            raise OSError("the cable is out")
+
+    with closing(ObjectBackend(Broken())) as backend:
+        assert backend.stats() == {"requests": 0, "failed_requests": 0}
+        put(backend, KEYS[0], b"x")
+        assert get(backend, KEYS[1], 1) == (None, [b"\0"])
+        with pytest.raises(BackendError) as caught:
+            backend.touch(KEYS[0])
+        assert str(caught.value) == "looking up failed: OSError"
+        assert backend.stats() == {"requests": 3, "failed_requests": 1}
+
+
+@pytest.mark.parametrize(
+    "make", [memory_store, lambda: s3_store("bucket"), lambda: ObjectBackend(MemoryStore())]
+)
+def test_a_missing_package(monkeypatch: pytest.MonkeyPatch, make: Callable[[], object]) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(MissingPackageError) as caught:
+        make()
+    assert str(caught.value) == "obstore is not installed: pip install 'radixkv[objects]'"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"timeout_s": -1.0}, "timeout_s must be positive, got -1.0"),
+        ({"connect_timeout_s": 0}, "connect_timeout_s must be positive, got 0"),
+    ],
+)
+def test_times_that_are_none(options: dict, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        s3_store("bucket", **options)
+    assert str(caught.value) == message

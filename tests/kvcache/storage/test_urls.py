@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import traceback
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from radixkv.kvcache.storage import FileBackend, StorageNamespace
+from radixkv.kvcache.storage.objects import ObjectBackend
+from radixkv.kvcache.storage.redis import RedisBackend
+from radixkv.kvcache.storage.remote_errors import StorageUrlError
+from radixkv.kvcache.storage.urls import BackendOptions, open_backend
+
+from .conformance import KEYS, get, put
+from .fake_s3 import FakeS3
+from .redis_server import RedisServer
+
+NAMESPACE = StorageNamespace("llama", "r1", "bfloat16", 16, (0, 2), (0, 4))
+OTHER = StorageNamespace("llama", "r2", "bfloat16", 16, (0, 2), (0, 4))
+
+
+def test_a_directory(tmp_path: Path) -> None:
+    directory = tmp_path / "with a space"
+    url = directory.as_uri()
+    assert "%20" in url
+    options = BackendOptions(max_bytes=1000, sync="data", namespace=NAMESPACE)
+    with closing(open_backend(url, options)) as backend:
+        assert isinstance(backend, FileBackend)
+        assert backend.directory == str(directory)
+        put(backend, KEYS[0], b"abc")
+        assert backend.stats()["max_bytes"] == 1000
+    assert (directory / KEYS[0].hex()[:2] / KEYS[0].hex()).read_bytes() == b"abc"
+
+
+def test_memory_is_each_backends_own() -> None:
+    with closing(open_backend("memory://")) as first, closing(open_backend("memory://")) as second:
+        assert isinstance(first, ObjectBackend)
+        put(first, KEYS[0], b"abc")
+        assert get(first, KEYS[0], 3) == (3, [b"abc"])
+        assert second.contains(KEYS[:1]) == [False]
+
+
+def test_namespaces_are_apart_in_a_server(shared_redis: RedisServer) -> None:
+    url = f"redis://127.0.0.1:{shared_redis.port}/7"
+    options = BackendOptions(ttl_s=60, timeout_s=30.0, connect_timeout_s=30.0, namespace=NAMESPACE)
+    with (
+        closing(open_backend(url, options)) as one,
+        closing(open_backend(url, BackendOptions(namespace=OTHER))) as other,
+    ):
+        assert isinstance(one, RedisBackend)
+        assert isinstance(other, RedisBackend)
+        put(one, KEYS[0], b"abc")
+        assert one.keys() == [KEYS[0]]
+        assert other.keys() == []
+        assert other.contains(KEYS[:1]) == [False]
+        assert one.delete(KEYS[0])
+
+
+@pytest.mark.parametrize("path", ["", "/", "/a/b", "/a//b/"])
+def test_a_bucket(s3: FakeS3, path: str) -> None:
+    options = BackendOptions(timeout_s=30.0, connect_timeout_s=30.0, namespace=NAMESPACE)
+    with closing(open_backend(f"s3://bucket{path}", options)) as backend:
+        put(backend, KEYS[0], b"abc")
+    name = KEYS[0].hex()
+    steps = ["bucket", *filter(None, path.split("/")), NAMESPACE.digest().hex()[:16]]
+    assert list(s3.objects) == [f"{'/'.join(steps)}/{name[:2]}/{name}"]
+
+
+UNKNOWN = "a storage URL starts with one of file://, redis://, rediss://, unix://, s3://, memory://"
+DIRECTORY = "a directory's URL is file:///DIRECTORY, with its path from the root"
+BUCKET = "a bucket's URL is s3://BUCKET or s3://BUCKET/PREFIX, no more"
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("", UNKNOWN),
+        ("/tmp/blocks", UNKNOWN),
+        ("redis:host", UNKNOWN),
+        ("http://hunter2@host", UNKNOWN),
+        ("FILE:///tmp", UNKNOWN),
+        ("file://host/tmp", DIRECTORY),
+        ("file://", DIRECTORY),
+        ("file:///", DIRECTORY),
+        ("file:///tmp?max_bytes=1", DIRECTORY),
+        ("file:///tmp#1", DIRECTORY),
+        ("file:///tmp%00x", DIRECTORY),
+        ("file:///tmp/blocks", "file:// needs the option max_bytes"),
+        ("file://[hunter2", "the storage URL is malformed"),
+        ("s3://", BUCKET),
+        ("s3:///prefix", BUCKET),
+        ("s3://key:hunter2@bucket", BUCKET),
+        ("s3://bucket:9000", BUCKET),
+        ("s3://bucket?region=x", BUCKET),
+        ("memory://x", "memory:// is all of its URL"),
+        ("redis://host/x", None),
+    ],
+)
+def test_malformed_urls(url: str, message: str | None) -> None:
+    with pytest.raises(StorageUrlError) as caught:
+        open_backend(url)
+    assert message is None or str(caught.value) == message
+    shown = [repr(caught.value), *traceback.format_exception(caught.value)]
+    assert "hunter2" not in "".join(shown)
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "message"),
+    [
+        ("memory://", BackendOptions(max_bytes=1), "memory:// has no option max_bytes"),
+        ("redis://host", BackendOptions(max_bytes=1), "redis:// has no option max_bytes"),
+        ("redis://host", BackendOptions(ca_file="x"), "redis:// has no option ca_file"),
+        ("rediss://host", BackendOptions(sync="data"), "rediss:// has no option sync"),
+        ("file:///x", BackendOptions(ttl_s=1), "file:// has no option ttl_s"),
+        ("s3://bucket", BackendOptions(ttl_s=1), "s3:// has no option ttl_s"),
+    ],
+)
+def test_options_of_another_scheme(url: str, options: BackendOptions, message: str) -> None:
+    with pytest.raises(StorageUrlError) as caught:
+        open_backend(url, options)
+    assert str(caught.value) == message

@@ -1,0 +1,278 @@
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from radixkv.kvcache.storage import (
+    Backend,
+    BackendIOError,
+    Completion,
+    OperationError,
+    OperationId,
+    PayloadError,
+    Status,
+    StorageClosedError,
+    StorageKeyError,
+    StorageWorkers,
+)
+
+from .memory import BrokenBackend, HeldBackend, MemoryBackend
+
+KEYS = [bytes([number]) * 32 for number in range(8)]
+LONG_S = 1_000.0
+
+
+class Clock:
+    """A time that passes when the test says so."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextmanager
+def workers(backend: Backend, **options) -> Iterator[StorageWorkers]:
+    storage = StorageWorkers(backend, **{"max_bytes_in_flight": 1_000, **options})
+    try:
+        yield storage
+    finally:
+        if isinstance(backend, HeldBackend):
+            for _ in range(100):
+                backend.go.release()
+        assert storage.close()
+        storage.check()
+
+
+def wait_ended(storage: StorageWorkers, operation: OperationId) -> None:
+    with storage._lock:
+        storage._reported.wait_for(lambda: storage._table.ended(operation))
+
+
+def wait_fenced(storage: StorageWorkers, operation: OperationId) -> None:
+    with storage._lock:
+        storage._reported.wait_for(lambda: storage._table.fenced(operation))
+
+
+def wait(storage: StorageWorkers, operation: OperationId) -> Completion:
+    """The completion of an operation that does end, and is the only one."""
+    wait_ended(storage, operation)
+    (completion,) = storage.poll()
+    assert completion.operation == operation
+    return completion
+
+
+def test_a_round_trip() -> None:
+    with workers(MemoryBackend()) as storage:
+        k, v = np.arange(6.0), np.arange(4, dtype=np.int8)
+        stored = wait(storage, storage.store(KEYS[:2], [[k, v], [b"abc"]], timeout_s=LONG_S))
+        assert stored.statuses == (Status.STORED, Status.STORED)
+        k2, v2, third = np.zeros(6), np.zeros(4, np.int8), bytearray(3)
+        operation = storage.load(
+            KEYS[:3], [[k2, v2], [third], [bytearray(1)]], timeout_s=LONG_S, epoch=7
+        )
+        loaded = wait(storage, operation)
+        assert loaded.statuses == (Status.LOADED, Status.LOADED, Status.MISSING)
+        assert (loaded.epoch, loaded.prefix) == (7, 2)
+        assert storage.fenced(operation)
+        assert (k2 == k).all() and (v2 == v).all() and third == b"abc"
+        assert storage.lookup_prefix(KEYS, timeout_s=LONG_S) == 2
+        touched = wait(storage, storage.touch(KEYS[1:3], timeout_s=LONG_S))
+        assert touched.statuses == (Status.TOUCHED, Status.MISSING)
+        deleted = wait(storage, storage.delete(KEYS[1:3], timeout_s=LONG_S))
+        assert deleted.statuses == (Status.DELETED, Status.MISSING)
+        stats = storage.stats()
+        assert stats.blocks[Status.LOADED] == 2
+        assert stats.stored_bytes == stats.loaded_bytes == k.nbytes + v.nbytes + 3
+        assert stats.backend == {"values": 1}
+
+
+def test_what_exists_is_not_written_again() -> None:
+    """FastDeploy's check for it was always false (fastdeploy.md, B47)."""
+    backend = MemoryBackend()
+    with workers(backend) as storage:
+        for status in (Status.STORED, Status.EXISTS):
+            done = wait(storage, storage.store(KEYS[:3], [[b"a"]] * 3, timeout_s=LONG_S))
+            assert done.statuses == (status,) * 3
+        assert backend.calls.count("put") == 3
+
+
+def test_a_lookup_is_one_call() -> None:
+    backend = MemoryBackend()
+    with workers(backend) as storage:
+        wait(storage, storage.lookup(KEYS, timeout_s=LONG_S))
+        assert backend.calls == ["contains"]
+
+
+@pytest.mark.parametrize(
+    "error", [BackendIOError("reading", 5), OSError(28, "full"), KeyError("?")]
+)
+def test_an_error_is_a_status_and_the_threads_live_on(error: Exception) -> None:
+    """In FastDeploy a backend that raised hung the engine (fastdeploy.md, B46)."""
+    backend = BrokenBackend(error)
+    with workers(backend, num_threads=1) as storage:
+        for operation in (
+            storage.lookup(KEYS[:2], timeout_s=LONG_S),
+            storage.touch(KEYS[:2], timeout_s=LONG_S),
+            storage.delete(KEYS[:2], timeout_s=LONG_S),
+            storage.store(KEYS[:2], [[b"a"]] * 2, timeout_s=LONG_S),
+            storage.load(KEYS[:2], [[bytearray(1)]] * 2, timeout_s=LONG_S),
+        ):
+            wait_ended(storage, operation)
+        assert {c.statuses for c in storage.poll()} == {(Status.FAILED, Status.FAILED)}
+        assert storage.lookup_prefix(KEYS, timeout_s=LONG_S) == 0
+        assert set(storage.stats().errors) == {type(error).__name__}
+
+
+def test_an_error_is_logged_without_its_text(caplog: pytest.LogCaptureFixture) -> None:
+    with workers(BrokenBackend(OSError("redis://user:secret@host"))) as storage:
+        wait(storage, storage.lookup(KEYS[:1], timeout_s=LONG_S))
+    assert "lookup failed in the backend: OSError" in caplog.text
+    assert "secret" not in caplog.text
+
+
+def test_a_backend_that_never_answers_is_given_up_at_the_deadline() -> None:
+    backend, clock = HeldBackend(), Clock()
+    backend.values[KEYS[0]] = b"not sealed"
+    with workers(backend, num_threads=1, clock=clock) as storage:
+        destination = bytearray(1)
+        stuck = storage.load(KEYS[:2], [[destination], [bytearray(1)]], timeout_s=2.0)
+        behind = storage.lookup(KEYS, timeout_s=3.0)
+        backend.entered.acquire()
+        clock.now = 1.9
+        assert storage.poll() == []
+        clock.now = 2.0
+        (completion,) = storage.poll()
+        assert (completion.operation, set(completion.statuses)) == (stuck, {Status.TIMED_OUT})
+        assert not storage.fenced(stuck)  # its thread may still write there
+        clock.now = 3.0
+        (completion,) = storage.poll()
+        assert (completion.operation, set(completion.statuses)) == (behind, {Status.TIMED_OUT})
+        assert storage.fenced(behind)  # no thread ever had it
+        assert storage.stats().unfenced_operations == 1
+        backend.go.release()
+        wait_fenced(storage, stuck)
+        assert storage.poll() == []  # what came late changes nothing
+        assert storage.stats().late_blocks == 1
+        assert storage.stats().load_bytes_in_flight == 0
+
+
+def test_a_synchronous_lookup_gives_up_too() -> None:
+    backend = HeldBackend()
+    with workers(backend, num_threads=1) as storage:
+        assert storage.lookup_prefix(KEYS, timeout_s=0.0) == 0
+        assert storage.poll() == []
+        assert storage.stats().blocks == {Status.TIMED_OUT: len(KEYS)}
+
+
+def test_cancel_before_and_during() -> None:
+    backend = HeldBackend()
+    with workers(backend, num_threads=1) as storage:
+        running = storage.store(KEYS[:2], [[b"aa"], [b"b"]], timeout_s=LONG_S)
+        waiting = storage.store(KEYS[2:3], [[b"c"]], timeout_s=LONG_S)
+        backend.entered.acquire()
+        assert storage.cancel(waiting) and storage.cancel(running)
+        assert not storage.cancel(running)
+        assert [c.operation for c in storage.poll()] == [waiting, running]
+        assert storage.fenced(waiting) and not storage.fenced(running)
+        assert storage.stats().store_bytes_in_flight == 2  # the block in the thread
+        backend.go.release()
+        wait_fenced(storage, running)
+        assert storage.stats().store_bytes_in_flight == 0
+    assert set(backend.values) == {KEYS[0]}  # it had begun, and is whole
+
+
+def test_what_has_no_room_is_dropped_and_counted() -> None:
+    backend = HeldBackend()
+    with workers(backend, num_threads=1, max_bytes_in_flight=10) as storage:
+        first = storage.store(KEYS[:3], [[bytes(4)]] * 3, timeout_s=LONG_S)
+        second = storage.store(KEYS[3:4], [[bytes(4)]], timeout_s=LONG_S)
+        (dropped,) = storage.poll()
+        assert (dropped.operation, dropped.statuses) == (second, (Status.DROPPED,))
+        load = storage.load(KEYS[:1], [[bytearray(10)]], timeout_s=LONG_S)  # room of its own
+        assert storage.poll() == []
+        storage.cancel(load)
+        for _ in range(3):
+            backend.go.release()
+        wait_ended(storage, first)
+        done = {c.operation: c.statuses for c in storage.poll()}
+        assert done[first] == (Status.STORED, Status.STORED, Status.DROPPED)
+        assert storage.stats().dropped_bytes == 8
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with workers(MemoryBackend()) as storage:
+        with pytest.raises(StorageKeyError, match=r"^a key is 32 bytes, got str$"):
+            storage.lookup(["a"], timeout_s=1)  # type: ignore[list-item]
+        with pytest.raises(PayloadError, match=r"^2 keys, but 1 blocks$"):
+            storage.store(KEYS[:2], [[b"a"]], timeout_s=1)
+        with pytest.raises(PayloadError, match=r"^part 0 of a destination is read-only$"):
+            storage.load(KEYS[:1], [[b"a"]], timeout_s=1)
+        with pytest.raises(PayloadError, match=r"^part 1 of a block is not contiguous$"):
+            storage.store(KEYS[:1], [[b"a", np.arange(4)[::2]]], timeout_s=1)
+        with pytest.raises(PayloadError, match=r"^part 0 of a block is not contiguous$"):
+            storage.store(KEYS[:1], [[memoryview(b"abcd")[::2]]], timeout_s=1)
+        with pytest.raises(OperationError, match=r"^no operation 1: the last is 0$"):
+            storage.cancel(OperationId(1))
+        with pytest.raises(OperationError, match=r"^no operation 9: the last is 0$"):
+            storage.fenced(OperationId(9))
+        assert storage.stats().open_operations == 0
+    with pytest.raises(ValueError, match=r"^num_threads must be at least 1, got 0$"):
+        StorageWorkers(MemoryBackend(), num_threads=0, max_bytes_in_flight=1)
+
+
+def test_close_cancels_and_waits_for_the_threads() -> None:
+    backend = HeldBackend()
+    storage = StorageWorkers(backend, num_threads=1, max_bytes_in_flight=10)
+    operation = storage.store(KEYS[:1], [[b"a"]], timeout_s=LONG_S)
+    backend.entered.acquire()
+    assert not storage.close(timeout_s=0.0)  # a thread is stuck in it
+    assert not backend.closed
+    assert storage.poll()[0].statuses == (Status.CANCELLED,)
+    with pytest.raises(StorageClosedError, match=r"^storage is closed$"):
+        storage.lookup(KEYS, timeout_s=1)
+    backend.go.release()
+    assert storage.close()
+    assert backend.closed and storage.fenced(operation)
+    assert storage.close()
+
+
+def test_races_leak_nothing() -> None:
+    """Ten thousand operations on real threads, some cancelled, some with no time."""
+    rng = random.Random(1)
+    backend = MemoryBackend()
+    with workers(backend, max_bytes_in_flight=400) as storage:
+        seen: dict[OperationId, Completion] = {}
+        submitted = []
+        for _ in range(10_000):
+            count = rng.randrange(4)
+            keys = rng.sample(KEYS, count)
+            timeout_s = rng.choice([-1.0, LONG_S])
+            match rng.randrange(4):
+                case 0:
+                    blocks = [[key] for key in keys]
+                    submitted.append(storage.store(keys, blocks, timeout_s=timeout_s))
+                case 1:
+                    into = [[bytearray(32)] for _ in keys]
+                    submitted.append(storage.load(keys, into, timeout_s=timeout_s))
+                case 2:
+                    submitted.append(storage.delete(keys, timeout_s=timeout_s))
+                case _:
+                    submitted.append(storage.lookup(keys, timeout_s=timeout_s))
+            if rng.randrange(3) == 0:
+                storage.cancel(rng.choice(submitted[-8:]))
+            if rng.randrange(4) == 0:
+                for completion in storage.poll():
+                    assert seen.setdefault(completion.operation, completion) is completion
+        for operation in submitted:
+            wait_ended(storage, operation)
+        for completion in storage.poll():
+            assert seen.setdefault(completion.operation, completion) is completion
+        assert seen.keys() == set(submitted)
+        assert storage.close()
+        stats = storage.stats()
+        assert stats.open_operations == stats.unfenced_operations == 0
+        assert stats.store_bytes_in_flight == stats.load_bytes_in_flight == 0
+        assert Status.CORRUPT not in stats.blocks and not stats.errors
