@@ -47,7 +47,6 @@ class BlockPool:
         self._stack[:] = np.arange(self.num_blocks, 0, -1)
         self._place[:] = np.arange(self.num_blocks + 1, -1, -1, dtype=np.int32)
         self._place[-1] = _OUT_OF_RANGE
-        self._place[0] = _OUT_OF_RANGE
         self.num_free = self.num_blocks
 
     def allocate(self, num_blocks: int) -> Int32Array:

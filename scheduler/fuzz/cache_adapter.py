@@ -23,9 +23,11 @@ def make_factory(kvcache: ModuleType | None = None) -> Factory:
     return make
 
 
-def _set_sizes(kvcache: ModuleType, large: bool) -> None:
-    """Let a tiny cache do what a large one does: evict many at once, and outgrow its tables."""
-    kvcache.radix_tree._FEW, kvcache.radix_tree._AT_ONCE = (1, 3) if large else (16, 1024)
+def _set_sizes(kvcache: ModuleType, num_blocks: int) -> None:
+    """Let every other tiny cache do what a large one does: evict many, and outgrow its tables."""
+    large = num_blocks % 2 == 1
+    few = num_blocks // 2 % 2  # with none, all leaves are taken in phases
+    kvcache.radix_tree._FEW, kvcache.radix_tree._AT_ONCE = (few, 3) if large else (16, 1024)
     size = 2 if large else 64
     kvcache.block_tables._FIRST_ROWS = kvcache.block_tables._FIRST_WIDTH = size
 
@@ -41,7 +43,7 @@ class CacheAdapter:
 
     def __init__(self, kvcache: ModuleType, num_blocks: int, block_size: int) -> None:
         self.kvcache = kvcache
-        _set_sizes(kvcache, large=num_blocks % 2 == 1)
+        _set_sizes(kvcache, num_blocks)
         self.manager = kvcache.CacheManager(num_blocks, block_size)
         self.leases: dict[str, Any] = {}
         self.ended: list[Any] = []  # leases that were released, or ended by a reset

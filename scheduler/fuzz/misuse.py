@@ -29,7 +29,8 @@ def misuse(adapter: CacheAdapter, kind: int, name: str) -> None:
     """
     for lease in adapter.ended:
         if lease.epoch == adapter.manager.epoch:
-            require(lease.num_blocks == 0, R4, "a released lease has {} blocks", lease.num_blocks)
+            held = lease.num_blocks, lease.num_tokens
+            require(held == (0, 0), R4, "a released lease has {} blocks, tokens", held)
     for lease in adapter.leases.values():
         require(not lease.block_table.flags.writeable, R3, "a block table can be written")
     calls = list(_wrong(adapter))
@@ -37,13 +38,50 @@ def misuse(adapter: CacheAdapter, kind: int, name: str) -> None:
         calls += _wrong_of(adapter, adapter.leases[name])
     if adapter.ended:
         calls += _of_ended(adapter, adapter.ended[kind % len(adapter.ended)])
-    rule, wanted, call = calls[kind % len(calls)]
+    _make(adapter, calls[kind % len(calls)])
+    for call in _at_the_door(adapter):
+        _make(adapter, call)
+
+
+def _make(adapter: CacheAdapter, wrong: Call) -> None:
+    rule, wanted, call = wrong
     try:
         call()
         found = ""
     except adapter.kvcache.RadixKVError as error:
         found = f"{type(error).__name__}: {error}"
     require(found == wanted, rule, "refused with {!r}, should be {!r}", found, wanted)
+
+
+def _at_the_door(adapter: CacheAdapter) -> Iterator[Call]:
+    """Yield calls that go by their arguments alone and change nothing: each is made every time."""
+    manager, kvcache = adapter.manager, adapter.kvcache
+    for name, sizes, message in (
+        ("num_blocks", (0, 1), "must be at least 1, got 0"),
+        ("block_size", (1, 0), "must be at least 1, got 0"),
+        ("num_blocks", (2.0, 1), "must be an integer, got 2.0"),
+    ):
+        yield R3, f"CountError: {name} {message}", partial(kvcache.CacheManager, *sizes)
+    yield R3, "", lambda: kvcache.CacheManager(1, np.int64(1))
+    yield R3, "CountError: num_blocks must be at least 1, got 0", lambda: kvcache.BlockPool(0)
+    yield (
+        R3,
+        "CountError: num_blocks must be at least 0, got -1",
+        lambda: kvcache.BlockPool(1).allocate(-1),
+    )
+    for count in (True, 1.5):
+        text = f"CountError: num_blocks must be an integer, got {count}"
+        yield R3, text, partial(manager.evict, count)
+    yield R3, "", lambda: manager.evict(np.int64(0))
+    least, most = -(2**31), 2**31 - 1
+    text = f"TokenError: token 1 is {least - 1}, outside int32"
+    yield R3, text, lambda: manager.match([0, least - 1])
+    for tokens in (
+        [least, most],
+        [np.int64(1), np.uint8(2)],
+        np.zeros(3, np.dtype(np.int32, metadata={"of": "tokens"})),  # equal, not the same dtype
+    ):
+        yield R3, "", partial(manager.match, tokens)
 
 
 def _wrong(adapter: CacheAdapter) -> Iterator[Call]:

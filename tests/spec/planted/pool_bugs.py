@@ -76,7 +76,10 @@ RECYCLE_BUGS = (
         "recycling takes the padding sink",
         POOL,
         ("if 1 <= block <= self.num_blocks and", "if 0 <= block <= self.num_blocks and"),
-        ("self._place[0] = _OUT_OF_RANGE", "self._place[0] = 0"),
+        (
+            "self._place[-1] = _OUT_OF_RANGE",
+            "self._place[-1] = _OUT_OF_RANGE\n        self._place[0] = 0",
+        ),
         world="pool",
     ),
     bug(
