@@ -43,7 +43,7 @@ doctest_global_setup = "from radixkv.kvcache import *"
 
 # Other projects' objects are named, not linked: their inventories would have to be fetched.
 nitpick_ignore_regex = [
-    ("py:.*", r"(jax|jaxlib|jaxtyping|numpy|np|jnp|collections|pathlib|typing|argparse)\..*"),
+    ("py:.*", r"(jax|jaxlib|jaxtyping|numpy|np|jnp|collections|pathlib|typing|argparse|os)\..*"),
     ("py:class", r"'.*'"),  # shapes in jaxtyping annotations
 ]
 

@@ -26,7 +26,14 @@ from .errors import (
 )
 from .files import FileBackend
 from .keys import StorageNamespace, block_keys
+from .remote_errors import (
+    BackendRefusedError,
+    BackendUnreachableError,
+    MissingPackageError,
+    StorageUrlError,
+)
 from .sealed import Sealed
+from .urls import BackendOptions, open_backend
 from .workers import StorageWorkers
 
 __all__ = [
@@ -34,11 +41,15 @@ __all__ = [
     "BackendError",
     "BackendFullError",
     "BackendIOError",
+    "BackendOptions",
+    "BackendRefusedError",
+    "BackendUnreachableError",
     "Block",
     "Buffer",
     "Completion",
     "FileBackend",
     "Kind",
+    "MissingPackageError",
     "OperationError",
     "OperationId",
     "PayloadError",
@@ -51,6 +62,8 @@ __all__ = [
     "StorageKeyError",
     "StorageNamespace",
     "StorageStats",
+    "StorageUrlError",
     "StorageWorkers",
     "block_keys",
+    "open_backend",
 ]

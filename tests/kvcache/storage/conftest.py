@@ -16,6 +16,13 @@ def shared_redis() -> Iterator[RedisServer]:
 
 
 @pytest.fixture
+def server() -> Iterator[RedisServer]:
+    """A server of the test's own, to stop and to kill."""
+    with running() as server:
+        yield server
+
+
+@pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
     """A server with the environment set to find it."""
     with serving() as server:

@@ -1,0 +1,187 @@
+"""What every backend must do: one class of tests, to be subclassed with a `backend` fixture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+
+import pytest
+
+from radixkv.kvcache.storage import Backend, Sealed, Status, StorageKeyError
+
+KEYS = [sha256(b"%d" % number).digest() for number in range(13)]
+MIB = 1 << 20
+
+
+def value_of(number: int, num_bytes: int) -> bytes:
+    """Bytes that differ by number, of any length."""
+    digest = sha256(b"value %d" % number).digest()
+    return (digest * (num_bytes // len(digest) + 1))[:num_bytes]
+
+
+def put(backend: Backend, key: bytes, *parts: bytes) -> None:
+    backend.put(key, [memoryview(part) for part in parts])
+
+
+def get(backend: Backend, key: bytes, *sizes: int) -> tuple[int | None, list[bytes]]:
+    """What get returns, and what it filled buffers of these sizes with."""
+    into = [bytearray(size) for size in sizes]
+    length = backend.get(key, [memoryview(part) for part in into])
+    return length, [bytes(part) for part in into]
+
+
+def store(sealed: Sealed, key: bytes, payload: bytes) -> Status:
+    return sealed.store(key, [memoryview(payload)])[0]
+
+
+def load(sealed: Sealed, key: bytes, num_bytes: int) -> tuple[Status, bytes]:
+    into = bytearray(num_bytes)
+    return sealed.load(key, [memoryview(into)])[0], bytes(into)
+
+
+class BackendConformance:
+    """Each test gets a backend that is open and empty."""
+
+    @pytest.fixture
+    def backend(self) -> object:
+        raise NotImplementedError("a subclass says which")
+
+    def test_parts_come_back_in_other_parts(self, backend: Backend) -> None:
+        put(backend, KEYS[0], b"abc", b"", b"defgh")
+        assert get(backend, KEYS[0], 1, 0, 4, 3) == (8, [b"a", b"", b"bcde", b"fgh"])
+
+    def test_a_missing_key(self, backend: Backend) -> None:
+        assert get(backend, KEYS[0], 4) == (None, [bytes(4)])
+        assert get(backend, KEYS[0]) == (None, [])
+        assert backend.contains(KEYS[:2]) == [False, False]
+        assert not backend.delete(KEYS[0])
+        assert not backend.touch(KEYS[0])
+
+    def test_contains_answers_in_the_order_of_the_keys(self, backend: Backend) -> None:
+        put(backend, KEYS[1], b"one")
+        put(backend, KEYS[3], b"three")
+        asked = [KEYS[3], KEYS[0], KEYS[1], KEYS[2], KEYS[3]]
+        assert backend.contains(asked) == [True, False, True, False, True]
+        assert backend.contains([KEYS[1]]) == [True]
+
+    def test_no_keys(self, backend: Backend) -> None:
+        assert backend.contains([]) == []
+
+    def test_delete(self, backend: Backend) -> None:
+        put(backend, KEYS[0], b"x")
+        put(backend, KEYS[1], b"y")
+        assert backend.delete(KEYS[0])
+        assert not backend.delete(KEYS[0])
+        assert backend.contains(KEYS[:2]) == [False, True]
+        assert get(backend, KEYS[0], 1) == (None, [b"\0"])
+
+    def test_touch(self, backend: Backend) -> None:
+        put(backend, KEYS[0], b"x")
+        assert backend.touch(KEYS[0])
+        assert get(backend, KEYS[0], 1) == (1, [b"x"])
+
+    @pytest.mark.parametrize("second", [b"new", b"a longer one", b""])
+    def test_a_second_put_replaces_the_value(self, backend: Backend, second: bytes) -> None:
+        put(backend, KEYS[0], b"the old")
+        put(backend, KEYS[0], second)
+        assert get(backend, KEYS[0], 20) == (len(second), [second.ljust(20, b"\0")])
+
+    def test_an_empty_value_is_not_a_missing_one(self, backend: Backend) -> None:
+        put(backend, KEYS[0])
+        assert backend.contains([KEYS[0]]) == [True]
+        assert get(backend, KEYS[0], 3) == (0, [bytes(3)])
+        assert get(backend, KEYS[0]) == (0, [])
+
+    def test_a_value_shorter_than_the_buffers(self, backend: Backend) -> None:
+        put(backend, KEYS[0], b"abc")
+        assert get(backend, KEYS[0], 2, 2) == (3, [b"ab", b"c\0"])
+
+    @pytest.mark.parametrize("sizes", [(), (0,), (2,), (4, 3)])
+    def test_a_value_longer_than_the_buffers(self, backend: Backend, sizes: Sequence[int]) -> None:
+        value = value_of(0, 1000)
+        put(backend, KEYS[0], value)
+        length, parts = get(backend, KEYS[0], *sizes)
+        assert length == 1000
+        assert b"".join(parts) == value[: sum(sizes)]
+
+    def test_any_bytes(self, backend: Backend) -> None:
+        value = bytes(range(256)) + b"\r\n$-1\r\n\0"
+        put(backend, KEYS[0], value)
+        assert get(backend, KEYS[0], len(value)) == (len(value), [value])
+
+    def test_a_big_value(self, backend: Backend) -> None:
+        value = value_of(1, 4 * MIB + 3)
+        put(backend, KEYS[0], value[:64], value[64:])
+        length, parts = get(backend, KEYS[0], 64, len(value) - 64)
+        assert length == len(value)
+        assert parts == [value[:64], value[64:]]
+
+    def test_a_key_that_is_none(self, backend: Backend) -> None:
+        with pytest.raises(StorageKeyError, match=r"^a key is 32 bytes, got 5 bytes$"):
+            put(backend, b"short", b"x")
+
+    def test_keys_lists_what_is_there(self, backend: Backend) -> None:
+        for key in KEYS[:3]:
+            put(backend, key, b"x")
+        backend.delete(KEYS[1])
+        assert sorted(backend.keys()) == sorted([KEYS[0], KEYS[2]])  # type: ignore[attr-defined]
+
+    def test_stats_are_numbers(self, backend: Backend) -> None:
+        put(backend, KEYS[0], b"x")
+        stats = backend.stats()
+        assert stats
+        assert all(type(number) is int and number >= 0 for number in stats.values())
+
+    def test_four_threads_at_once(self, backend: Backend) -> None:
+        """Each has keys of its own, and all write one: any of its values, but no mixture."""
+        shared = [value_of(number, 50_000 + number) for number in range(4)]
+
+        def work(thread: int) -> list[bytes]:
+            seen = []
+            for key in KEYS[thread * 3 : thread * 3 + 3]:
+                put(backend, key, shared[thread])
+                put(backend, KEYS[-1], shared[thread])
+                assert get(backend, key, len(shared[thread]))[1] == [shared[thread]]
+                length, (value,) = get(backend, KEYS[-1], 60_000)
+                assert length is not None
+                seen.append(value[:length])
+            return seen
+
+        with ThreadPoolExecutor(4) as pool:
+            seen = [value for values in pool.map(work, range(4)) for value in values]
+        assert len(seen) == 12
+        assert set(seen) <= set(shared)
+        assert backend.contains(KEYS) == [True] * 13
+
+    def test_sealed_round_trip(self, backend: Backend) -> None:
+        sealed = Sealed(backend)
+        payload = value_of(2, 5_000)
+        assert store(sealed, KEYS[0], payload) is Status.STORED
+        assert store(sealed, KEYS[0], payload) is Status.EXISTS
+        assert load(sealed, KEYS[0], 5_000) == (Status.LOADED, payload)
+        assert load(sealed, KEYS[1], 5_000) == (Status.MISSING, bytes(5_000))
+        assert sealed.lookup(KEYS[:2]) == ([Status.FOUND, Status.MISSING], "")
+
+    @pytest.mark.parametrize("damage", ["flip", "cut", "grow", "empty", "swap", "foreign"])
+    def test_a_corrupt_value_is_found_deleted_and_repaired(
+        self, backend: Backend, damage: str
+    ) -> None:
+        sealed = Sealed(backend)
+        payload = value_of(3, 300)
+        for key in KEYS[:2]:
+            assert store(sealed, key, payload) is Status.STORED
+        whole = get(backend, KEYS[0], 364)[1][0]
+        bad = {
+            "flip": whole[:200] + bytes([whole[200] ^ 1]) + whole[201:],
+            "cut": whole[:-1],
+            "grow": whole + b"\0",
+            "empty": b"",
+            "swap": get(backend, KEYS[1], 364)[1][0],
+            "foreign": b"somebody else's".ljust(364),
+        }
+        put(backend, KEYS[0], bad[damage])
+        assert load(sealed, KEYS[0], 300)[0] is Status.CORRUPT
+        assert backend.contains(KEYS[:2]) == [False, True]
+        assert store(sealed, KEYS[0], payload) is Status.STORED
+        assert load(sealed, KEYS[0], 300) == (Status.LOADED, payload)

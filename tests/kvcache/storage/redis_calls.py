@@ -1,0 +1,72 @@
+"""What the tests of Redis share: times, ways to connect, and every call of a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import pytest
+import redis
+
+from radixkv.kvcache.storage import BackendError, Completion, StorageWorkers
+from radixkv.kvcache.storage.base import OperationId
+from radixkv.kvcache.storage.redis import RedisBackend
+from radixkv.kvcache.storage.redis_address import RedisAddress
+
+from .conformance import KEYS, get, put
+from .redis_server import RedisServer
+
+SOON_S = 0.1  # for calls that are to end without an answer
+A_WHILE_S = 1.5  # for those that may get one, or not
+LONG_S = 30.0  # for calls that are to end with one
+
+
+@contextmanager
+def connected(
+    server: RedisServer, *, timeout_s: float = LONG_S, **options
+) -> Iterator[RedisBackend]:
+    address = RedisAddress(unix_path=server.socket)
+    with closing(RedisBackend(address, timeout_s=timeout_s, **options)) as backend:
+        yield backend
+
+
+@contextmanager
+def raw(server: RedisServer, **options) -> Iterator[redis.Redis]:
+    with redis.Redis(unix_socket_path=server.socket, **options) as client:
+        yield client
+
+
+def every_call(backend: RedisBackend) -> Iterator[BackendError]:
+    """What each method raises, with a server that is not well."""
+    calls = [
+        lambda: backend.contains(KEYS[:2]),
+        lambda: get(backend, KEYS[0], 3),
+        lambda: put(backend, KEYS[0], b"abc"),
+        lambda: backend.delete(KEYS[0]),
+        lambda: backend.touch(KEYS[0]),
+        backend.server_stats,
+        backend.keys,
+    ]
+    for call in calls:
+        with pytest.raises(BackendError) as caught:
+            call()
+        yield caught.value
+
+
+DOING = [
+    "looking up",
+    "reading",
+    "writing",
+    "deleting",
+    "touching",
+    "asking for figures",
+    "listing",
+]
+
+
+def finish(storage: StorageWorkers, operation: OperationId) -> Completion:
+    """The completion of an operation that ends without its deadline."""
+    with storage._lock:
+        storage._reported.wait_for(lambda: storage._table.ended(operation))
+    (completion,) = storage.poll()
+    return completion

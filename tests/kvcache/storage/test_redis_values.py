@@ -1,0 +1,161 @@
+"""What a Redis server answers is not trusted; names, expiry and figures."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import pytest
+
+from radixkv.kvcache.storage import BackendError
+from radixkv.kvcache.storage.redis import RedisBackend
+from radixkv.kvcache.storage.redis_address import RedisAddress
+from radixkv.kvcache.storage.remote_errors import (
+    BackendRefusedError,
+    MissingPackageError,
+)
+
+from .conformance import KEYS, MIB, get, put
+from .redis_calls import DOING, LONG_S, SOON_S, connected, every_call, raw
+from .redis_server import MISSING, RedisServer, running
+
+
+@contextmanager
+def answering(reply: bytes) -> Iterator[int]:
+    """The port of a server that knows no command but GETRANGE, and answers that with reply."""
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            while request := connection.recv(1 << 16):
+                connection.sendall(reply if b"GETRANGE" in request else b"-ERR\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield listener.getsockname()[1]
+        thread.join()  # it ends when the client closes its connection
+
+
+def test_no_more_is_read_than_there_is_room_for(server: RedisServer) -> None:
+    with connected(server) as backend, raw(server) as client:
+        put(backend, KEYS[0], bytes(4 * MIB))
+        before = client.info("stats")["total_net_output_bytes"]
+        assert get(backend, KEYS[0], 60, 40) == (4 * MIB, [bytes(60), bytes(40)])
+        assert client.info("stats")["total_net_output_bytes"] - before < 20_000
+
+
+@pytest.mark.parametrize(
+    ("reply", "timeout_s", "message"),
+    [
+        (b"hello, is this the printer?\r\n", LONG_S, "reading failed: InvalidResponse"),
+        (b":7\r\n", LONG_S, "reading failed: the answer is a int"),
+        (b"*1\r\n$1\r\nx\r\n", LONG_S, "reading failed: the answer is a list"),
+        (b"$400000000\r\nand no more", SOON_S, "reading failed: no answer within 0.1 s"),
+    ],
+)
+def test_nonsense_for_an_answer(reply: bytes, timeout_s: float, message: str) -> None:
+    with answering(reply) as port:
+        address = RedisAddress("127.0.0.1", port)
+        with closing(RedisBackend(address, timeout_s=timeout_s)) as backend:
+            with pytest.raises(BackendError) as caught:
+                get(backend, KEYS[0], 4)
+            assert str(caught.value) == message
+            assert backend.stats() == {"requests": 1, "failed_requests": 1}
+
+
+def test_a_value_of_another_kind_is_refused(server: RedisServer) -> None:
+    with connected(server) as backend, raw(server) as client:
+        client.rpush(f"radixkv:{KEYS[0].hex()}", "an item of a list")
+        with pytest.raises(BackendRefusedError) as caught:
+            get(backend, KEYS[0], 4)
+        assert str(caught.value) == "reading was refused by the server: WRONGTYPE"
+        assert (caught.value.doing, caught.value.reply) == ("reading", "WRONGTYPE")
+
+
+def test_a_full_server_refuses_and_keeps_what_it_has() -> None:
+    settings = ["maxmemory 4mb", "maxmemory-policy noeviction"]
+    with running(settings) as server, connected(server) as backend:
+        put(backend, KEYS[0], b"abc")
+        with pytest.raises(BackendRefusedError) as caught:
+            put(backend, KEYS[1], bytes(8 * MIB))
+        assert str(caught.value) == "writing was refused by the server: OutOfMemoryError"
+        assert get(backend, KEYS[0], 3) == (3, [b"abc"])
+
+
+# -- names, expiry, figures
+
+
+def test_prefixes_keep_backends_apart(server: RedisServer) -> None:
+    with connected(server, prefix="a*") as a, connected(server, prefix="ab") as b:
+        put(a, KEYS[0], b"a")
+        put(b, KEYS[1], b"b")
+        assert a.contains(KEYS[:2]) == [True, False]
+        assert a.keys() == [KEYS[0]]
+        assert b.keys() == [KEYS[1]]
+
+
+def test_the_time_to_live_starts_again_with_a_touch(server: RedisServer) -> None:
+    name = f"radixkv:{KEYS[0].hex()}"
+    with connected(server, ttl_s=600) as backend, raw(server) as client:
+        put(backend, KEYS[0], b"x")
+        assert 590 <= client.ttl(name) <= 600
+        client.expire(name, 5)
+        assert backend.touch(KEYS[0])
+        assert 590 <= client.ttl(name) <= 600
+    with connected(server) as backend, raw(server) as client:
+        put(backend, KEYS[0], b"x")
+        assert client.ttl(name) == -1
+
+
+def test_figures(server: RedisServer) -> None:
+    with connected(server) as backend:
+        put(backend, KEYS[0], bytes(MIB))
+        stats = backend.server_stats()
+    assert stats["keys_in_database"] == 1
+    assert stats["used_memory_bytes"] > MIB
+    assert stats["max_memory_bytes"] == 256 * MIB
+    assert stats["evicted_keys"] == stats["expired_keys"] == 0
+
+
+def test_requests_are_counted_and_need_no_server(server: RedisServer) -> None:
+    with connected(server) as backend:
+        assert backend.stats() == {"requests": 0, "failed_requests": 0}
+        put(backend, KEYS[0], b"x")
+        server.kill()
+        assert len(list(every_call(backend))) == len(DOING)
+        failed = len(DOING)
+        assert backend.stats() == {"requests": 1 + failed, "failed_requests": failed}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"timeout_s": 0}, "timeout_s must be positive, got 0"),
+        ({"connect_timeout_s": float("nan")}, "connect_timeout_s must be positive, got nan"),
+        ({"ttl_s": 0}, "ttl_s must be at least 1, got 0"),
+    ],
+)
+def test_times_that_are_none(options: dict, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        RedisBackend(RedisAddress(), **options)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("package", ["redis", "hiredis"])
+def test_a_missing_package(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingPackageError) as caught:
+        RedisBackend(RedisAddress())
+    assert str(caught.value) == f"{package} is not installed: pip install 'radixkv[redis]'"
+    assert (caught.value.package, caught.value.extra) == (package, "redis")
+
+
+def test_a_missing_server_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(AssertionError) as caught:
+        RedisServer("")
+    assert str(caught.value).startswith(MISSING)
