@@ -45,7 +45,8 @@ def launch(world: CacheWorld, name: str, num_tokens: int, job: str) -> bool:
         )
     request.num_jobs += 1
     request.job = job
-    world.jobs[job] = Job(job, name, request.admission, table, start, tags)
+    reads = request.tags[:start]
+    world.jobs[job] = Job(job, name, request.admission, table, reads, tags)
     world.device.launch(world.jobs[job])
     return True
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from .adapter import Factory
+from .adapter import AdapterError, Factory
 from .cache_admit import admit, match, submit
 from .cache_checks import check_all
 from .cache_compute import again, append, append_batch, done, fail, forward, launch
@@ -46,6 +46,7 @@ class CacheWorld:
         self.block_size: int = config["block_size"]
         self.target = Target(factory, config["num_blocks"], self.block_size, depth)
         self.promises = self.target.promises
+        self._require_new()
         self.weights = weights_of(config.get("rare", 0), config.get("often", 0))
         self.device = Device(self.block_size)
         self.requests: dict[str, Request] = {}
@@ -64,6 +65,14 @@ class CacheWorld:
             )
             self.model.situations = self.situations
             self.target.report_to(self.model)
+
+    def _require_new(self) -> None:
+        num_blocks, found = self.config["num_blocks"], self.target.available()
+        if found != num_blocks:
+            raise AdapterError(
+                f"a new manager must have all of its {num_blocks} blocks available, this one has "
+                f"{found}: the factory must make a new one for each world, that shares nothing"
+            )
 
     # What an engine calls
 

@@ -16,7 +16,7 @@ POISON: Final = 1  # what a failed step leaves behind
 
 @dataclass(slots=True)
 class Job:
-    """A step in flight: it writes the tags of some positions through the table of its launch.
+    """A step in flight: it reads and writes through the block table of its launch.
 
     Attributes:
         name: the request's name and a number, as ``"r1.2"``.
@@ -24,8 +24,8 @@ class Job:
         admission: which of the request's admissions it belongs to; a completion of an older one is
             late, and says nothing about the present one.
         table: the block table it was launched with.
-        start: the first position it writes.
-        tags: what it writes there.
+        reads: the tags of the tokens before, which it reads when it runs.
+        tags: what it writes after them.
         has_run: whether memory has its effect.
     """
 
@@ -33,14 +33,14 @@ class Job:
     request: str
     admission: int
     table: list[int]
-    start: int
+    reads: list[Tag]
     tags: list[Tag]
     has_run: bool = False
 
     @property
     def end(self) -> int:
         """The position after the last it writes."""
-        return self.start + len(self.tags)
+        return len(self.reads) + len(self.tags)
 
 
 class Device:
@@ -65,7 +65,8 @@ class Device:
         while self.queue and not job.has_run:
             first = self.queue.pop(0)
             fails = failing and first is job
-            for position, tag in enumerate(first.tags, first.start):
+            self.read(first.request, first.table, first.reads)
+            for position, tag in enumerate(first.tags, len(first.reads)):
                 self.write(first.table, position, POISON if fails else tag)
             first.has_run = True
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from radixkv.spec.adapter import AdapterError, Promises
+from radixkv.spec.cache_world import CacheSubject
 from radixkv.spec.rules import Violation
 from radixkv.spec.target import BY_DEPTH, REQUIRED, Depth, Target
 
@@ -97,3 +98,15 @@ def test_optional_methods_are_found() -> None:
 
 def test_all_promises() -> None:
     assert all(vars(Promises.all()).values()) and not any(vars(Promises()).values())
+
+
+def test_a_factory_that_makes_no_new_manager_is_told() -> None:
+    used = Plain(4, 2)
+    used.admit("before", [1, 2, 3], b"")
+    config = {"num_blocks": 4, "block_size": 2, "max_running": 1, "alphabet": 1}
+    with pytest.raises(AdapterError) as caught:
+        CacheSubject(lambda num_blocks, block_size: used).world(config)
+    assert str(caught.value) == (
+        "a new manager must have all of its 4 blocks available, this one has 2: the factory must "
+        "make a new one for each world, that shares nothing"
+    )

@@ -83,9 +83,9 @@ def hunt(hunt: Hunt, *, max_steps: int, engine: Engine = "random", shrinks: bool
 
 
 def _hunt_at_depth(one: Hunt, *, max_steps: int, engine: Engine) -> Kill:
-    # At less than full depth some bugs cannot be seen: a tenth of the steps is enough to say so.
+    # At less than full depth some bugs cannot be seen: few steps are enough to say so.
     deep = one.depth == "full"
-    steps = max_steps if deep else max_steps // 10
+    steps = max_steps if deep else max_steps // 25
     return hunt(one, max_steps=steps, engine=engine, shrinks=deep and one.seed == 0)
 
 
