@@ -38,6 +38,7 @@ def main() -> int:
         proofs = hunters.prove(kills) if arguments.engine == "random" else {}
         document = {"format": 1, "summary": summary, "bugs": rows, "proofs": proofs}
         Path(arguments.json).write_text(json.dumps(document, indent=1) + "\n")
+    hunters.close()
     return 1 if summary["survivors"] else 0
 
 

@@ -137,6 +137,11 @@ class Hunters:
                 }
         return dict(sorted(proofs.items()))
 
+    def close(self) -> None:
+        """End the processes."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
     def _map(self, task: partial[Kill], hunts: Sequence[Hunt]) -> Iterator[Kill]:
         task = partial(task, engine=self._engine)
         if self._pool is None:
