@@ -198,8 +198,9 @@ class CacheManager:
         tree, block_size = self._tree, self.block_size
         ids = self.tables.ids[lease.row]
         run = tokens[first * block_size : last * block_size].tobytes()
-        # Mostly nobody has published after its node, and there is nothing to walk.
-        if lease.node.children and (walk := tree.walk(lease.node, memoryview(run))).num_bytes:
+        # Mostly nobody has published the same after its node, and there is nothing to walk.
+        if run[: tree.block_bytes] in lease.node.children:
+            walk = tree.walk(lease.node, memoryview(run))
             published = first + walk.num_bytes // (block_size * ITEM_BYTES)
             above = lease.node
             lease.node = tree.pin(walk, above)
@@ -294,10 +295,11 @@ class CacheManager:
     # Shared steps
 
     def _require_live(self, lease: Lease) -> None:
+        if self._leases.get(lease.row) is lease:
+            return
         if lease.epoch != self.epoch:
             raise LeaseError(f"the lease is of epoch {lease.epoch}, the cache of {self.epoch}")
-        if self._leases.get(lease.row) is not lease:
-            raise LeaseError("the lease was released, or is of another manager")
+        raise LeaseError("the lease was released, or is of another manager")
 
     def _require_available(self, needed: int) -> None:
         if needed > self.available:

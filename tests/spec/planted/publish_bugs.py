@@ -72,7 +72,7 @@ PUBLISH_BUGS = (
     bug(
         "a second copy takes the place of the first",
         MANAGER,
-        ("if lease.node.children and (walk", "if False and (walk"),
+        ("if run[: tree.block_bytes] in lease.node.children:", "if False:"),
         seen_in="FastDeploy PR 6226",
     ),
     bug(
