@@ -92,9 +92,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _refused(self) -> bool:
         self.server.num_requests += 1
-        if self.server.status is not None:
-            self._answer(self.server.status, b"")
-        return self.server.status is not None
+        status = self.server.status  # once: the test may change it as soon as it has the answer
+        if status is not None:
+            self._answer(status, b"")
+        return status is not None
 
     def _path(self) -> str:
         return unquote(urlsplit(self.path).path).removeprefix("/")
