@@ -9,7 +9,8 @@
     ├── OutOfBlocksError      not now: fewer blocks are free or evictable than are needed
     ├── RequestTooLargeError  never: more blocks than the pool has
     ├── RecycleError          block ids that were not allocated; the others were recycled
-    └── LeaseError            a lease that was released, is of an older epoch, or is too small
+    ├── LeaseError            a lease that was released, is of an older epoch, or is too small
+    └── OperationResultError  not one result per block of an operation
 
 After any of them, except RecycleError as it says, the cache is as it was before the call.
 A broken invariant is not in this tree: it is an AssertionError, and a bug of ours.
@@ -69,3 +70,13 @@ class RecycleError(RadixKVError):
 
 class LeaseError(RadixKVError):
     """A lease cannot be used in this way; nothing was changed."""
+
+
+class OperationResultError(RadixKVError):
+    """An operation was completed with more or fewer results than it has blocks."""
+
+    def __init__(self, op_id: int, results: int, num_blocks: int) -> None:
+        super().__init__(f"operation {op_id} copies {num_blocks} blocks, but got {results} results")
+        self.op_id = op_id
+        self.results = results
+        self.num_blocks = num_blocks
