@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from .commands import fuzz_options
+from .commands import fuzz_options, storage_options
 from .commands.errors import BadInputError
 from .commands.options import add_size
 
@@ -80,6 +81,8 @@ class _Parser(argparse.ArgumentParser):
     """An argument parser whose complaint is one line."""
 
     def error(self, message: str) -> NoReturn:
+        # It may quote a URL, and that may hold a password.
+        message = re.sub(r"(\w+://)\S*@", r"\1...@", message)
         raise BadInputError(f"{message} (see `{self.prog} --help`)")
 
 
@@ -108,6 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_bench(commands)
     fuzz_options.add_parser(commands, _run_fuzz)
+    storage_options.add_parser(commands, _run_storage)
     return parser
 
 
@@ -276,6 +280,12 @@ def _run_bench(arguments: argparse.Namespace) -> int:
 
 def _run_fuzz(arguments: argparse.Namespace) -> int:
     from .commands.fuzz import run
+
+    return run(arguments)
+
+
+def _run_storage(arguments: argparse.Namespace) -> int:
+    from .commands.storage import run
 
     return run(arguments)
 

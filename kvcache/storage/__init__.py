@@ -12,6 +12,7 @@ from .base import (
     Status,
     Storage,
     StorageStats,
+    StoredValue,
 )
 from .errors import (
     BackendError,
@@ -23,9 +24,11 @@ from .errors import (
     StorageError,
     StorageInUseError,
     StorageKeyError,
+    UnsupportedError,
 )
 from .files import FileBackend
 from .keys import StorageNamespace, block_keys
+from .maintenance import Removed, Verified, open_existing, remove_values, verify_values
 from .remote_errors import (
     BackendRefusedError,
     BackendUnreachableError,
@@ -53,6 +56,7 @@ __all__ = [
     "OperationError",
     "OperationId",
     "PayloadError",
+    "Removed",
     "Sealed",
     "Status",
     "Storage",
@@ -64,6 +68,12 @@ __all__ = [
     "StorageStats",
     "StorageUrlError",
     "StorageWorkers",
+    "StoredValue",
+    "UnsupportedError",
+    "Verified",
     "block_keys",
     "open_backend",
+    "open_existing",
+    "remove_values",
+    "verify_values",
 ]

@@ -6,7 +6,7 @@
           │  Storage                lookup, load, store, touch, delete, poll, cancel, fenced
     StorageWorkers (workers.py)     threads, deadlines, byte budget: once for all backends
           │  Sealed (sealed.py)     the envelope, skip what exists, errors as statuses
-          │  Backend                contains, get, put, delete, touch: synchronous, may block
+          │  Backend                contains, get, put, delete, touch, list_values: may block
     files, Redis, S3, Mooncake
 
 A value is one block: all of its layers, K and V, in the order in which the caller gives its
@@ -16,9 +16,9 @@ buffers. It is visible under its key when it is complete, or not at all.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NewType, Protocol, TypeAlias
+from typing import Any, NamedTuple, NewType, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -180,6 +180,13 @@ class Storage(Protocol):
         """End everything; False if a thread was still in the backend after timeout_s."""
 
 
+class StoredValue(NamedTuple):
+    """A value that is listed: its key, and its length in bytes with its envelope."""
+
+    key: bytes
+    num_bytes: int
+
+
 class Backend(Protocol):
     """Where values are: synchronous, may block, called by several threads at once.
 
@@ -205,6 +212,18 @@ class Backend(Protocol):
 
     def touch(self, key: bytes) -> bool:
         """Make key the most recently used, if it is there, and say whether it was."""
+
+    def list_values(self, *, coldest_first: bool = False) -> Iterator[StoredValue]:
+        """Yield what is there, each key once; for an operator, as it may take long.
+
+        What is written or removed meanwhile may be listed or not.
+
+        Args:
+            coldest_first: the least recently used first; else in no order.
+
+        Raises:
+            UnsupportedError: if this backend cannot list, or not in that order; at the call.
+        """
 
     def stats(self) -> Mapping[str, int]:
         """Return the backend's own figures, from memory: this one must not wait."""

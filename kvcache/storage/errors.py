@@ -9,7 +9,8 @@
         ├── OperationError       an operation id that was never given out
         ├── StorageClosedError   a call after close
         ├── StorageInUseError    a directory that another process has open
-        └── BackendError         a backend could not do what it was asked: the block is FAILED
+        ├── UnsupportedError     what this backend cannot do, whatever is in it
+    └── BackendError         a backend could not do what it was asked: the block is FAILED
             ├── BackendFullError     no room for the value, even after eviction
             └── BackendIOError       the system below said no; carries its errno
 
@@ -46,6 +47,10 @@ class StorageClosedError(StorageError):
 
 class StorageInUseError(StorageError):
     """Another process has the directory open; it may have one user at a time."""
+
+
+class UnsupportedError(StorageError):
+    """The backend of this scheme cannot do what was asked; the text says what can be done."""
 
 
 class BackendError(StorageError):

@@ -30,7 +30,7 @@ from os.path import abspath, dirname
 from threading import Lock
 from typing import Final, Literal, TypeAlias
 
-from .base import check_key
+from .base import StoredValue, check_key
 from .errors import BackendFullError, BackendIOError, StorageInUseError
 from .file_api import FileApi, OsFiles, read_all, write_all
 from .file_names import bucket_names, key_of
@@ -154,6 +154,11 @@ class FileBackend:
         """See Backend. The order of use outlives a restart, give or take a minute."""
         return self._use(key, self._path(key))
 
+    def list_values(self, *, coldest_first: bool = False) -> Iterator[StoredValue]:
+        """See Backend. Always the least recently used first; from memory."""
+        del coldest_first
+        return iter(self._index.sizes())
+
     def stats(self) -> Mapping[str, int]:
         """Return how many values and bytes there are, and what was evicted or swept."""
         return {
@@ -167,10 +172,6 @@ class FileBackend:
     def close(self) -> None:
         """Let another process have the directory."""
         self._files.close(self._lock_file)
-
-    def keys(self) -> list[bytes]:
-        """Return all keys, the least recently used first."""
-        return self._index.keys()
 
     def check(self) -> None:
         """Assert that the bytes add up; call it when no thread is writing."""

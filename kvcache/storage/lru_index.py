@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import Final, NamedTuple
 
+from .base import StoredValue
+
 STAMP_EVERY_NS: Final = 60 * 10**9
 """A use is written down this often per value: it costs as much as opening the file."""
 
@@ -61,10 +63,10 @@ class LruIndex:
         with self._lock:
             return [key in self._values for key in keys]
 
-    def keys(self) -> list[bytes]:
-        """Return all keys, the least recently used first."""
+    def sizes(self) -> list[StoredValue]:
+        """Return all keys and their bytes, the least recently used first."""
         with self._lock:
-            return list(self._values)
+            return [StoredValue(key, value.num_bytes) for key, value in self._values.items()]
 
     def fill(self, found: Iterable[FoundValue]) -> None:
         """Start with what was found, in the order in which it was used."""

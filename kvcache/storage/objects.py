@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from .base import KEY_BYTES, check_key, scatter
-from .errors import BackendError
+from .base import KEY_BYTES, StoredValue, check_key, scatter
+from .errors import BackendError, UnsupportedError
 from .remote_errors import BackendRefusedError, MissingPackageError
 from .request_counts import RequestCounts
 
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 _NUM_HEADS_AT_ONCE: Final = 16
+_NO_ORDER: Final = (
+    "object storage keeps no order of use: give the bucket a rule that expires objects, "
+    "or remove all"
+)
 
 
 class ObjectBackend:
@@ -99,6 +103,12 @@ class ObjectBackend:
         """Say whether key is there; there is no order of use."""
         return self._exists(self._path(key))
 
+    def list_values(self, *, coldest_first: bool = False) -> Iterator[StoredValue]:
+        """See Backend. A page of the list at a time; there is no order of use."""
+        if coldest_first:
+            raise UnsupportedError(_NO_ORDER)
+        return self._list()
+
     def stats(self) -> Mapping[str, int]:
         """Return how many requests there were, and how many failed; asks nobody."""
         return self._counts.read()
@@ -107,19 +117,21 @@ class ObjectBackend:
         """Let go of the threads; their requests end by themselves, at the latest in time."""
         self._heads.shutdown(wait=False, cancel_futures=True)
 
-    def keys(self) -> list[bytes]:
-        """Return the keys under the prefix, in no order."""
-        found = []
-        with self._typed("listing"):
-            for objects in self._store.list(self._prefix or None):
-                for each in objects:
-                    name = each["path"].rpartition("/")[2]
-                    is_key = re.fullmatch(rf"[0-9a-f]{{{2 * KEY_BYTES}}}", name)
-                    if is_key and each["path"] == self._path(bytes.fromhex(name)):
-                        found.append(bytes.fromhex(name))
-        return found
-
     # -- the parts of these
+
+    def _list(self) -> Iterator[StoredValue]:
+        with self._typed("listing"):
+            pages = iter(self._store.list(self._prefix or None))
+        while True:
+            with self._typed("listing"):
+                page = next(pages, None)
+            if page is None:
+                return
+            for each in page:
+                name = each["path"].rpartition("/")[2]
+                is_key = re.fullmatch(rf"[0-9a-f]{{{2 * KEY_BYTES}}}", name)
+                if is_key and each["path"] == self._path(bytes.fromhex(name)):
+                    yield StoredValue(bytes.fromhex(name), each["size"])
 
     def _exists(self, path: str) -> bool:
         try:

@@ -14,26 +14,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
-from .base import KEY_BYTES, check_key, scatter
-from .errors import BackendError
+from .base import KEY_BYTES, StoredValue, check_key, scatter
+from .errors import BackendError, UnsupportedError
 from .redis_address import RedisAddress
+from .redis_packer import Packer, Value, Word
 from .remote_errors import BackendRefusedError, BackendUnreachableError, MissingPackageError
 from .request_counts import RequestCounts
 
 DEFAULT_PREFIX: Final = "radixkv:"
+_NO_ORDER: Final = (
+    "a Redis server tells no order of use: its maxmemory-policy forgets the least recently used, "
+    "or remove all"
+)
+_SCAN_COUNT: Final = 1000
 _READ_BYTES: Final = 1 << 20
 """How much the client reads from its socket at once: large, as values are."""
-_COPY_BYTES: Final = 16 << 10
-"""A part that is smaller is copied beside its neighbours: that costs less than a call to send."""
-
-
-class _Value(list[memoryview]):
-    """One word of a command, in parts."""
-
-
-_Word: TypeAlias = bytes | str | int | _Value
 
 
 class RedisBackend:
@@ -115,7 +112,7 @@ class RedisBackend:
         """See Backend."""
         expiry = () if self._ttl_s is None else ("EX", self._ttl_s)
         with self._typed("writing"):
-            self._command("SET", self._name(key), _Value(parts), *expiry)
+            self._command("SET", self._name(key), Value(parts), *expiry)
 
     def delete(self, key: bytes) -> bool:
         """See Backend. The server frees the memory later, on a thread of its own."""
@@ -129,6 +126,12 @@ class RedisBackend:
             if self._ttl_s is None:
                 return bool(self._command("TOUCH", name))
             return bool(self._command("EXPIRE", name, self._ttl_s))
+
+    def list_values(self, *, coldest_first: bool = False) -> Iterator[StoredValue]:
+        """See Backend. In steps of some hundred keys; the server tells no order of use."""
+        if coldest_first:
+            raise UnsupportedError(_NO_ORDER)
+        return self._list()
 
     def stats(self) -> Mapping[str, int]:
         """Return how many requests there were, and how many failed; asks nobody."""
@@ -156,23 +159,35 @@ class RedisBackend:
             "expired_keys": counts["expired_keys"],
         }
 
-    def keys(self) -> list[bytes]:
-        """Return the keys under the prefix, in no order. Asks the server, in small steps."""
-        pattern = re.sub(rb"([\\*?\[\]^-])", rb"\\\1", self._prefix) + b"*"
-        found: dict[bytes, None] = {}  # a scan may name a key twice
-        with self._typed("listing"):
-            for name in self._client.scan_iter(match=pattern, count=1000):
-                digits = bytes(name).removeprefix(self._prefix)
-                if re.fullmatch(rb"[0-9a-f]{%d}" % (2 * KEY_BYTES), digits):
-                    found[bytes.fromhex(digits.decode())] = None
-        return list(found)
-
     # -- the parts of these
+
+    def _list(self) -> Iterator[StoredValue]:
+        pattern = re.sub(rb"([\\*?\[\]^-])", rb"\\\1", self._prefix) + b"*"
+        seen: set[bytes] = set()  # a scan may name a key twice
+        cursor = None
+        while cursor != 0:
+            with self._typed("listing"):
+                cursor, names = self._client.scan(cursor or 0, match=pattern, count=_SCAN_COUNT)
+                keys = {key for name in names if (key := self._key(name)) is not None}
+                new = list(keys - seen)
+                pipeline = self._client.pipeline(transaction=False)
+                for key in new:
+                    pipeline.execute_command("STRLEN", self._name(key))
+                sizes = pipeline.execute()
+            seen.update(new)
+            yield from map(StoredValue, new, sizes)
+
+    def _key(self, name: bytes) -> bytes | None:
+        """Return the key that has this name in the server; None if none has."""
+        digits = name.removeprefix(self._prefix)
+        if re.fullmatch(rb"[0-9a-f]{%d}" % (2 * KEY_BYTES), digits):
+            return bytes.fromhex(digits.decode())
+        return None
 
     def _name(self, key: bytes) -> bytes:
         return self._prefix + check_key(key).hex().encode()
 
-    def _command(self, *words: _Word) -> Any:
+    def _command(self, *words: Word) -> Any:
         return self._client.execute_command(*words)
 
     @contextmanager
@@ -229,7 +244,7 @@ def _client(
         "socket_connect_timeout": connect_timeout_s,
         "socket_read_size": _READ_BYTES,
         "protocol": 2,  # one answer fewer to wait for per connection
-        "command_packer": _Packer(),
+        "command_packer": Packer(),
         # By default redis-py tries up to ten times: a call would last many times timeout_s.
         "retry": Retry(NoBackoff(), 0),
     }
@@ -246,29 +261,6 @@ def _client(
         options |= {"host": address.host, "port": address.port}
     pool = redis.ConnectionPool(connection_class=connection, **options)
     return redis.Redis(connection_pool=pool)
-
-
-class _Packer:
-    """How a command goes over the wire: large parts as they are, where redis-py would copy them."""
-
-    def pack(self, *words: _Word) -> list[bytes | memoryview]:
-        """Return what to send, one after the other. Called by redis-py for every command."""
-        pieces: list[bytes | memoryview] = []
-        small = [b"*%d\r\n" % len(words)]  # bytes that can be sent in one piece
-        for word in words:
-            if isinstance(word, _Value):
-                parts: Sequence[bytes | memoryview] = word
-            else:
-                parts = [word if isinstance(word, bytes) else str(word).encode()]
-            small.append(b"$%d\r\n" % sum(len(part) for part in parts))
-            for part in parts:
-                if len(part) < _COPY_BYTES:
-                    small.append(bytes(part))
-                else:
-                    pieces += [b"".join(small), part]
-                    small = []
-            small.append(b"\r\n")
-        return [*pieces, b"".join(small)]
 
 
 def _code(error: Exception) -> str:

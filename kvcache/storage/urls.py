@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -27,8 +28,9 @@ class BackendOptions:
         timeout_s: how long a server may take to answer; not of file: and memory:.
         connect_timeout_s: how long to wait for a connection; not of file: and memory:.
         namespace: whose blocks: they get a name of their own in a shared server or bucket, so that
-            an operator can list and delete them alone. Of no use to file: and memory:, which
-            nobody shares. Keys differ by namespace anyway.
+            an operator can list and delete them alone: the first 16 digits of its digest, which
+            may be given in its place. Of no use to file: and memory:, which nobody shares. Keys
+            differ by namespace anyway.
     """
 
     max_bytes: int | None = None
@@ -37,7 +39,7 @@ class BackendOptions:
     ca_file: str | None = None
     timeout_s: float | None = None
     connect_timeout_s: float | None = None
-    namespace: StorageNamespace | None = None
+    namespace: StorageNamespace | str | None = None
 
 
 def open_backend(url: str, options: BackendOptions | None = None) -> Backend:
@@ -69,11 +71,24 @@ def open_backend(url: str, options: BackendOptions | None = None) -> Backend:
     return open_it(url, options)
 
 
-def _open_files(url: str, options: BackendOptions) -> Backend:
+def directory_of(url: str) -> str | None:
+    """Return the path in a URL of file:, and None for another scheme.
+
+    Raises:
+        StorageUrlError: if it is no path of a directory.
+    """
+    if not url.startswith("file://"):
+        return None
     parts = _split(url)
     path = unquote(parts.path)
     if parts.netloc or path in ("", "/") or "\0" in path or parts.query or parts.fragment:
         raise StorageUrlError("a directory's URL is file:///DIRECTORY, with its path from the root")
+    return path
+
+
+def _open_files(url: str, options: BackendOptions) -> Backend:
+    path = directory_of(url)
+    assert path is not None, "the scheme is file"
     if options.max_bytes is None:
         raise StorageUrlError("file:// needs the option max_bytes")
     return FileBackend(path, max_bytes=options.max_bytes, sync=options.sync or "none")
@@ -129,8 +144,12 @@ def _split(url: str) -> SplitResult:
         raise StorageUrlError("the storage URL is malformed") from None
 
 
-def _short_name(namespace: StorageNamespace) -> str:
-    return namespace.digest().hex()[:_NAMESPACE_DIGITS]
+def _short_name(namespace: StorageNamespace | str) -> str:
+    if isinstance(namespace, StorageNamespace):
+        return namespace.digest().hex()[:_NAMESPACE_DIGITS]
+    if not re.fullmatch(f"[0-9a-f]{{{_NAMESPACE_DIGITS}}}", namespace):
+        raise StorageUrlError(f"a namespace is the first {_NAMESPACE_DIGITS} digits of its digest")
+    return namespace
 
 
 _SERVER: Final = frozenset({"timeout_s", "connect_timeout_s"})

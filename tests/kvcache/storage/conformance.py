@@ -8,7 +8,14 @@ from hashlib import sha256
 
 import pytest
 
-from radixkv.kvcache.storage import Backend, Sealed, Status, StorageKeyError
+from radixkv.kvcache.storage import (
+    Backend,
+    Sealed,
+    Status,
+    StorageKeyError,
+    StoredValue,
+    UnsupportedError,
+)
 
 KEYS = [sha256(b"%d" % number).digest() for number in range(13)]
 MIB = 1 << 20
@@ -31,6 +38,11 @@ def get(backend: Backend, key: bytes, *sizes: int) -> tuple[int | None, list[byt
     return length, [bytes(part) for part in into]
 
 
+def keys_of(backend: Backend) -> list[bytes]:
+    """The keys that are there, in the order of the backend's list."""
+    return [value.key for value in backend.list_values()]
+
+
 def store(sealed: Sealed, key: bytes, payload: bytes) -> Status:
     return sealed.store(key, [memoryview(payload)])[0]
 
@@ -42,6 +54,9 @@ def load(sealed: Sealed, key: bytes, num_bytes: int) -> tuple[Status, bytes]:
 
 class BackendConformance:
     """Each test gets a backend that is open and empty."""
+
+    order_refused: str | None = None
+    """What it says when it is asked for the order of use; None if it knows."""
 
     @pytest.fixture
     def backend(self) -> object:
@@ -121,11 +136,25 @@ class BackendConformance:
         with pytest.raises(StorageKeyError, match=r"^a key is 32 bytes, got 5 bytes$"):
             put(backend, b"short", b"x")
 
-    def test_keys_lists_what_is_there(self, backend: Backend) -> None:
+    def test_a_list_has_what_is_there_and_how_long_it_is(self, backend: Backend) -> None:
+        assert list(backend.list_values()) == []
+        for number, key in enumerate(KEYS[:4]):
+            put(backend, key, bytes(number))
+        backend.delete(KEYS[1])
+        wanted = [StoredValue(KEYS[number], number) for number in (0, 2, 3)]
+        assert sorted(backend.list_values()) == sorted(wanted)
+
+    def test_an_order_of_use_is_known_or_refused(self, backend: Backend) -> None:
         for key in KEYS[:3]:
             put(backend, key, b"x")
-        backend.delete(KEYS[1])
-        assert sorted(backend.keys()) == sorted([KEYS[0], KEYS[2]])  # type: ignore[attr-defined]
+        backend.touch(KEYS[0])
+        if self.order_refused is None:
+            values = list(backend.list_values(coldest_first=True))
+            assert values == [StoredValue(KEYS[number], 1) for number in (1, 2, 0)]
+        else:
+            with pytest.raises(UnsupportedError) as caught:
+                backend.list_values(coldest_first=True)
+            assert str(caught.value) == self.order_refused
 
     def test_stats_are_numbers(self, backend: Backend) -> None:
         put(backend, KEYS[0], b"x")

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from hashlib import sha256
 
+from .conformance import keys_of
 from .crash_disk import CrashDisk, Faults, PowerCut
 from .planted import BUGS, REAL, Subject, load
 
@@ -73,7 +74,7 @@ class Trial:
                 self.live()
             except PowerCut:
                 self.crashes += 1
-                self.allow_evicted(set(self.backend.keys()) if self.backend else set())
+                self.allow_evicted(set(keys_of(self.backend)) if self.backend else set())
             self.disk.restart(power_cut=power_cut, cut_at=1 + self.below(MOMENTS))
             if power_cut and not self.durable:
                 self.promises.stored.clear()
@@ -95,7 +96,7 @@ class Trial:
                     self.load(sealed, number)
                 case _:
                     self.store(sealed, number)
-            here = set(backend.keys())
+            here = set(keys_of(backend))
             self.allow_evicted(here)
             lost = [n for n in self.promises.stored if key_of(n) not in here]
             assert not lost, f"{lost} went without being deleted"
@@ -118,7 +119,7 @@ class Trial:
         back = here & self.promises.deleted
         assert not back, f"{back} were deleted and are back"
         assert here <= self.promises.attempted, "a key that nobody stored"
-        self.allow_evicted(set(backend.keys()))
+        self.allow_evicted(set(keys_of(backend)))
         lost = self.promises.stored - here
         assert not lost, f"{lost} were stored and are lost"
         for number in here:
@@ -138,7 +139,7 @@ class Trial:
             if bucket in self.disk._directory("/cache").seen
             for name, _, _ in self.disk.scan(f"/cache/{bucket}")
         }
-        known = set(map(bytes.hex, backend.keys()))
+        known = set(map(bytes.hex, keys_of(backend)))
         assert known <= names, "a value without a file"
         left = names - known
         if self.disk.faults.unlink_fails:  # then what failed may stay until the next start

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from threading import Semaphore
 
+from radixkv.kvcache.storage import StoredValue, UnsupportedError
 from radixkv.kvcache.storage.base import scatter
 
 
@@ -36,6 +37,12 @@ class MemoryBackend:
     def touch(self, key: bytes) -> bool:
         self.calls.append("touch")
         return key in self.values
+
+    def list_values(self, *, coldest_first: bool = False) -> Iterator[StoredValue]:
+        self.calls.append("list_values")
+        if coldest_first:
+            raise UnsupportedError("in no order")
+        return iter([StoredValue(key, len(value)) for key, value in self.values.items()])
 
     def stats(self) -> Mapping[str, int]:
         return {"values": len(self.values)}

@@ -15,11 +15,15 @@ from radixkv.kvcache.storage.redis import RedisBackend
 from radixkv.kvcache.storage.redis_address import RedisAddress
 from radixkv.kvcache.storage.urls import open_backend
 
-from .conformance import BackendConformance
+from .conformance import BackendConformance, keys_of
 from .fake_s3 import FakeS3
 from .redis_server import RedisServer
 
 _numbers = itertools.count()
+NO_ORDER_OF_OBJECTS = (
+    "object storage keeps no order of use: give the bucket a rule that expires objects, "
+    "or remove all"
+)
 
 
 class TestFiles(BackendConformance):
@@ -32,6 +36,11 @@ class TestFiles(BackendConformance):
 
 
 class TestRedis(BackendConformance):
+    order_refused = (
+        "a Redis server tells no order of use: its maxmemory-policy forgets the least recently "
+        "used, or remove all"
+    )
+
     @pytest.fixture(params=["socket", "tcp", "ttl"])
     def backend(
         self, request: pytest.FixtureRequest, shared_redis: RedisServer
@@ -42,11 +51,13 @@ class TestRedis(BackendConformance):
         prefix = f"test[{next(_numbers)}]*:"
         backend = RedisBackend(address, prefix=prefix, ttl_s=ttl_s, timeout_s=30.0)
         yield backend
-        list(map(backend.delete, backend.keys()))
+        list(map(backend.delete, keys_of(backend)))
         backend.close()
 
 
 class TestObjectsInMemory(BackendConformance):
+    order_refused = NO_ORDER_OF_OBJECTS
+
     @pytest.fixture
     def backend(self) -> Iterator[Backend]:
         backend = ObjectBackend(memory_store())
@@ -55,6 +66,8 @@ class TestObjectsInMemory(BackendConformance):
 
 
 class TestObjectsInDirectory(BackendConformance):
+    order_refused = NO_ORDER_OF_OBJECTS
+
     @pytest.fixture
     def backend(self, tmp_path: Path) -> Iterator[Backend]:
         backend = ObjectBackend(LocalStore(prefix=tmp_path), prefix="a/b")
@@ -63,6 +76,8 @@ class TestObjectsInDirectory(BackendConformance):
 
 
 class TestObjectsInS3(BackendConformance):
+    order_refused = NO_ORDER_OF_OBJECTS
+
     @pytest.fixture
     def backend(self, s3: FakeS3) -> Iterator[Backend]:
         backend = open_backend("s3://bucket/kv/blocks")

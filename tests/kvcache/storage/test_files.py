@@ -16,6 +16,7 @@ from radixkv.kvcache.storage import (
 from radixkv.kvcache.storage.file_api import OsFiles
 from radixkv.kvcache.storage.file_names import find_values
 
+from .conformance import keys_of
 from .crash_disk import CrashDisk, Faults
 
 KEYS = [bytes([number]) * 32 for number in range(6)]
@@ -95,7 +96,7 @@ def test_a_start_finds_values_and_sweeps_temporaries(directory: Path) -> None:
     (directory / "01" / "a note").write_bytes(b"not ours")
     (directory / "01" / KEYS[2].hex()).write_bytes(b"in the wrong place")
     backend = FileBackend(directory, max_bytes=100)
-    assert backend.keys() == [KEYS[1]]
+    assert keys_of(backend) == [KEYS[1]]
     assert get(backend, KEYS[1]) == b"abc"
     assert backend.stats()["swept_temporaries"] == 1
     assert sorted(os.listdir(directory / "01")) == [KEYS[1].hex(), KEYS[2].hex(), "a note"]
@@ -111,16 +112,16 @@ def test_the_least_recently_used_goes_first_also_after_a_restart(directory: Path
     clock.now += 2 * MINUTE_NS
     get(backend, KEYS[0])
     backend.touch(KEYS[1])
-    assert backend.keys() == [KEYS[2], KEYS[0], KEYS[1]]
+    assert keys_of(backend) == [KEYS[2], KEYS[0], KEYS[1]]
     backend.close()
     clock.now = 0  # the clock may go back
     backend = FileBackend(directory, max_bytes=9, clock_ns=clock)
-    assert backend.keys() == [KEYS[2], KEYS[0], KEYS[1]]
+    assert keys_of(backend) == [KEYS[2], KEYS[0], KEYS[1]]
     put(backend, KEYS[3], b"abcd")
-    assert backend.keys() == [KEYS[1], KEYS[3]]
+    assert keys_of(backend) == [KEYS[1], KEYS[3]]
     backend.close()
     backend = FileBackend(directory, max_bytes=4, clock_ns=clock)  # less room than before
-    assert backend.keys() == [KEYS[3]]
+    assert keys_of(backend) == [KEYS[3]]
     assert backend.stats()["evicted_values"] == 1
     backend.check()
     backend.close()
@@ -133,7 +134,7 @@ def test_a_value_over_the_budget_evicts_nothing(directory: Path) -> None:
         BackendFullError, match=r"^a value of 5 bytes has no room: the budget is 4$"
     ):
         put(backend, KEYS[1], b"abcde")
-    assert backend.keys() == [KEYS[0]]
+    assert keys_of(backend) == [KEYS[0]]
     backend.check()
     backend.close()
 
@@ -146,7 +147,7 @@ def test_a_file_that_somebody_removed_is_a_miss(directory: Path) -> None:
     (directory / "01" / KEYS[1].hex()).unlink()
     assert get(backend, KEYS[0]) is None
     assert backend.delete(KEYS[1])
-    assert backend.keys() == []
+    assert keys_of(backend) == []
     backend.check()
     backend.close()
 
@@ -178,7 +179,7 @@ def test_a_write_that_fails_leaves_nothing(faults: Faults, message: str) -> None
         put(backend, KEYS[1], b"abc")
     assert raised.value.errno in (errno.ENOSPC, errno.EIO)
     backend.check()
-    assert backend.keys() == [KEYS[0]]
+    assert keys_of(backend) == [KEYS[0]]
     status, error = Sealed(backend).store(KEYS[2], [memoryview(b"a")])
     assert (status, error) == (Status.FAILED, "BackendIOError")
 

@@ -15,7 +15,7 @@ from radixkv.kvcache.storage import BackendError, Status, StorageWorkers
 from radixkv.kvcache.storage.objects import ObjectBackend, memory_store, s3_store
 from radixkv.kvcache.storage.remote_errors import BackendRefusedError, MissingPackageError
 
-from .conformance import KEYS, get, put
+from .conformance import KEYS, get, keys_of, put
 from .fake_s3 import FakeS3
 
 DOING = ["looking up", "looking up", "reading", "writing", "looking up", "looking up", "listing"]
@@ -30,7 +30,7 @@ def every_call(backend: ObjectBackend) -> Iterator[BackendError]:
         lambda: put(backend, KEYS[0], b"abc"),
         lambda: backend.delete(KEYS[0]),
         lambda: backend.touch(KEYS[0]),
-        backend.keys,
+        lambda: list(backend.list_values()),
     ]
     for call in calls:
         with pytest.raises(BackendError) as caught:
@@ -125,9 +125,9 @@ def test_keys_passes_over_what_is_not_ours() -> None:
     for path in ("kv/read.me", f"kv/{name}", f"kv/00/{name}x", f"other/{name[:2]}/{name}"):
         store.put(path, b"x")
     with closing(ObjectBackend(store, prefix="kv")) as backend:
-        assert backend.keys() == []
+        assert keys_of(backend) == []
         put(backend, KEYS[0], b"x")
-        assert backend.keys() == [KEYS[0]]
+        assert keys_of(backend) == [KEYS[0]]
 
 
 def test_a_delete_that_comes_second() -> None:

@@ -14,7 +14,7 @@ import pytest
 from radixkv.kvcache import OutOfBlocksError
 from radixkv.scheduler import cli
 
-COMMANDS = ["replay", "hits", "generate", "bench"]
+COMMANDS = ["replay", "hits", "generate", "bench", "fuzz", "storage"]
 
 
 def _python(*argv: str) -> subprocess.CompletedProcess[str]:
@@ -30,7 +30,12 @@ def test_help_lists_the_commands(radixkv: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [*COMMANDS, "bench cache", "bench evict", "bench decode"], ids=str
+    "command",
+    [
+        *COMMANDS,
+        *(f"bench {name}" for name in ("cache", "evict", "decode")),
+        *(f"storage {name}" for name in ("ls", "verify", "gc")),
+    ],
 )
 def test_each_command_has_help(radixkv: Any, command: str) -> None:
     outcome = radixkv(*command.split(), "--help")

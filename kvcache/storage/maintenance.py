@@ -1,0 +1,140 @@
+"""What an operator does to the values of a backend: look at each, and remove some.
+
+All of this may take long, as it asks the backend about every value; nothing here is called by a
+running engine. A server that cannot be reached ends it with the backend's error. A value that
+cannot be read, while others can, is counted and passed over.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections import Counter
+from dataclasses import dataclass, replace
+from os.path import isfile
+from typing import Final
+
+from .base import Backend, StoredValue
+from .envelope import HEADER_BYTES, Fault, open_sealed
+from .errors import BackendIOError
+from .urls import BackendOptions, directory_of, open_backend
+
+_NO_LIMIT: Final = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What `verify_values` found.
+
+    Attributes:
+        good: values that are what was stored.
+        corrupt: values that are not.
+        missing: values that were gone when they were read: evicted or removed meanwhile.
+        unreadable: values that the disk did not give.
+        deleted: of the corrupt, how many were removed.
+        good_bytes: bytes of the good ones, with their envelopes.
+    """
+
+    good: int = 0
+    corrupt: int = 0
+    missing: int = 0
+    unreadable: int = 0
+    deleted: int = 0
+    good_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What `remove_values` did: values and bytes that it removed, and that are left."""
+
+    removed: int
+    removed_bytes: int
+    left: int
+    left_bytes: int
+
+
+def open_existing(url: str, options: BackendOptions | None = None) -> Backend:
+    """Open a backend as `open_backend` does, but make and evict nothing.
+
+    A directory must be there and have been made by `FileBackend`, and needs no max_bytes. What a
+    dead writer left unfinished in it is removed, as by every start.
+
+    Raises:
+        BackendIOError: if the directory is not there, or is not one of ours (ENOENT).
+        StorageError: see open_backend.
+    """
+    options = options or BackendOptions()
+    directory = directory_of(url)
+    if directory is not None:
+        if not isfile(f"{directory}/lock"):
+            raise BackendIOError("opening the directory", errno.ENOENT)
+        options = replace(options, max_bytes=options.max_bytes or _NO_LIMIT)
+    return open_backend(url, options)
+
+
+def verify_values(backend: Backend, *, delete: bool = False) -> Verified:
+    """Read every value and check its envelope: magic, version, length, key and checksum.
+
+    Args:
+        backend: whose values. Reading them all leaves the order of their use as it is.
+        delete: remove what is corrupt.
+
+    Raises:
+        UnsupportedError: if the backend cannot list its values.
+        BackendError: if it cannot be reached.
+    """
+    counts: Counter[str] = Counter()
+    buffer = bytearray()
+    for value in backend.list_values():
+        if len(buffer) < value.num_bytes:
+            buffer = bytearray(value.num_bytes)
+        try:
+            outcome = _look_at(backend, value, memoryview(buffer))
+        except BackendIOError:
+            counts["unreadable"] += 1
+            continue
+        if outcome is None:
+            counts["missing"] += 1
+        elif isinstance(outcome, Fault):
+            counts["corrupt"] += 1
+            counts["deleted"] += delete and backend.delete(value.key)
+        else:
+            counts["good"] += 1
+            counts["good_bytes"] += HEADER_BYTES + outcome
+    return Verified(**counts)
+
+
+def remove_values(backend: Backend, max_bytes: int) -> Removed:
+    """Remove the least recently used values until the rest is within max_bytes; 0 removes all.
+
+    Raises:
+        UnsupportedError: if the backend cannot list its values or, unless max_bytes is 0, does not
+            know the order of their use. Nothing was removed.
+        BackendError: if it cannot be reached, or a value cannot be removed.
+    """
+    values = list(backend.list_values(coldest_first=max_bytes > 0))
+    left = sum(value.num_bytes for value in values)
+    removed = removed_bytes = 0
+    gone = 0  # by us or by somebody else
+    for value in values:
+        if left <= max_bytes and max_bytes > 0:
+            break
+        if backend.delete(value.key):
+            removed += 1
+            removed_bytes += value.num_bytes
+        gone += 1
+        left -= value.num_bytes
+    return Removed(removed, removed_bytes, len(values) - gone, left)
+
+
+def _look_at(backend: Backend, value: StoredValue, buffer: memoryview) -> int | Fault | None:
+    """Return the length of the payload of a value, what is wrong with it, or None if it is gone."""
+    num_bytes = backend.get(value.key, [buffer[: value.num_bytes]])
+    if num_bytes is None:
+        return None
+    if num_bytes > value.num_bytes:  # written again since it was listed
+        buffer = memoryview(bytearray(num_bytes))
+        num_bytes = backend.get(value.key, [buffer])
+        if num_bytes is None:
+            return None
+    payload = open_sealed(value.key, buffer[: min(num_bytes, len(buffer))])
+    return payload if isinstance(payload, Fault) else len(payload)

@@ -1,0 +1,203 @@
+"""What an operator does to the values of a backend."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from radixkv.kvcache.storage import (
+    BackendIOError,
+    BackendOptions,
+    BackendUnreachableError,
+    FileBackend,
+    Sealed,
+    Status,
+    StorageInUseError,
+    StorageUrlError,
+    StoredValue,
+    UnsupportedError,
+    open_existing,
+    remove_values,
+    verify_values,
+)
+from radixkv.kvcache.storage.maintenance import Removed, Verified
+
+from .conformance import KEYS, keys_of, put, store
+from .memory import BrokenBackend, MemoryBackend
+
+PAYLOAD = b"x" * 36  # 100 bytes with the envelope
+
+
+def filled(backend: MemoryBackend | FileBackend, num_values: int = 3) -> None:
+    for key in KEYS[:num_values]:
+        assert store(Sealed(backend), key, PAYLOAD) is Status.STORED
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda value: value[:-1],
+        lambda value: value + b"\0",
+        lambda value: value[:70] + b"\0" + value[71:],
+        lambda value: value.replace(KEYS[0], KEYS[1]),
+        lambda value: b"",
+        lambda value: b"not ours",
+    ],
+    ids=["cut", "grown", "changed", "another key", "empty", "foreign"],
+)
+def test_a_corrupt_value_is_counted_and_kept_until_it_is_to_go(damage) -> None:
+    backend = MemoryBackend()
+    filled(backend)
+    backend.values[KEYS[0]] = damage(backend.values[KEYS[0]])
+    assert verify_values(backend) == Verified(good=2, corrupt=1, good_bytes=200)
+    assert len(backend.values) == 3
+    assert verify_values(backend, delete=True) == Verified(
+        good=2, corrupt=1, deleted=1, good_bytes=200
+    )
+    assert list(backend.values) == KEYS[1:3]
+
+
+class Changing(MemoryBackend):
+    """Something happens between the list and each read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.later: dict[bytes, bytes | None] = {}
+
+    def get(self, key: bytes, into: Sequence[memoryview]) -> int | None:
+        for changed, value in self.later.items():
+            if value is None:
+                del self.values[changed]
+            else:
+                self.values[changed] = value
+        self.later = {}
+        return super().get(key, into)
+
+
+def test_a_value_that_goes_after_it_was_listed_is_missing() -> None:
+    backend = Changing()
+    filled(backend)
+    backend.later = {KEYS[0]: None, KEYS[2]: None}
+    assert verify_values(backend) == Verified(good=1, missing=2, good_bytes=100)
+
+
+def test_a_value_that_is_repaired_after_it_was_listed_is_good() -> None:
+    backend = Changing()
+    filled(backend)
+    whole = backend.values[KEYS[0]]
+    backend.values[KEYS[0]] = whole[:10]
+    backend.later = {KEYS[0]: whole}
+    assert verify_values(backend) == Verified(good=3, good_bytes=300)
+
+
+def test_a_value_that_goes_while_it_is_read_again_is_missing() -> None:
+    class Vanishing(MemoryBackend):
+        def get(self, key: bytes, into: Sequence[memoryview]) -> int | None:
+            found = super().get(key, into)
+            self.values.pop(key, None)
+            return None if found is None else found + 1
+
+    backend = Vanishing()
+    filled(backend, 1)
+    assert verify_values(backend) == Verified(missing=1)
+
+
+def test_what_the_disk_does_not_give_is_counted(tmp_path: Path) -> None:
+    with closing(FileBackend(tmp_path / "blocks", max_bytes=1000)) as backend:
+        filled(backend)
+        path = tmp_path / "blocks" / KEYS[1].hex()[:2] / KEYS[1].hex()
+        path.unlink()
+        path.symlink_to(tmp_path / "elsewhere")
+        assert verify_values(backend, delete=True) == Verified(good=2, unreadable=1, good_bytes=200)
+        assert keys_of(backend) == [KEYS[1], KEYS[0], KEYS[2]]
+        backend.delete(KEYS[1])
+        store(Sealed(backend), KEYS[1], PAYLOAD)
+        assert verify_values(backend).good == 3
+        assert keys_of(backend) == [KEYS[0], KEYS[2], KEYS[1]]  # in the order that it had
+
+
+def test_a_server_that_is_gone_ends_it() -> None:
+    class Gone(BrokenBackend):
+        def list_values(self, *, coldest_first: bool = False):
+            return iter([StoredValue(KEYS[0], 100)])
+
+    error = BackendUnreachableError("reading", "no connection, or it was lost")
+    with pytest.raises(BackendUnreachableError) as caught:
+        verify_values(Gone(error))
+    assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    ("max_bytes", "expected"),
+    [
+        (300, Removed(0, 0, 3, 300)),
+        (299, Removed(1, 100, 2, 200)),
+        (200, Removed(1, 100, 2, 200)),
+        (1, Removed(3, 300, 0, 0)),
+        (0, Removed(3, 300, 0, 0)),
+    ],
+)
+def test_the_least_recently_used_are_removed(
+    tmp_path: Path, max_bytes: int, expected: Removed
+) -> None:
+    with closing(FileBackend(tmp_path / "blocks", max_bytes=1000)) as backend:
+        filled(backend)
+        backend.touch(KEYS[0])
+        assert remove_values(backend, max_bytes) == expected
+        assert keys_of(backend) == [KEYS[1], KEYS[2], KEYS[0]][expected.removed :]
+        backend.check()
+
+
+def test_all_can_be_removed_without_an_order() -> None:
+    backend = MemoryBackend()
+    filled(backend)
+    backend.values[KEYS[4]] = b""
+    with pytest.raises(UnsupportedError, match=r"^in no order$"):
+        remove_values(backend, 1)
+    assert len(backend.values) == 4
+    assert remove_values(backend, 0) == Removed(4, 300, 0, 0)
+    assert backend.values == {}
+
+
+def test_what_somebody_else_removes_is_not_counted() -> None:
+    class Losing(MemoryBackend):
+        def delete(self, key: bytes) -> bool:
+            self.values.pop(KEYS[1], None)
+            return super().delete(key)
+
+    backend = Losing()
+    filled(backend)
+    assert remove_values(backend, 0) == Removed(2, 200, 0, 0)
+
+
+def test_opening_a_directory_neither_makes_nor_evicts(tmp_path: Path) -> None:
+    url = (tmp_path / "blocks").as_uri()
+    for make in (lambda: None, (tmp_path / "blocks").mkdir):  # not there, and not one of ours
+        make()
+        with pytest.raises(BackendIOError) as caught:
+            open_existing(url)
+        assert caught.value.errno == errno.ENOENT
+        message = "opening the directory failed: ENOENT (No such file or directory)"
+        assert str(caught.value) == message
+    assert list((tmp_path / "blocks").iterdir()) == []
+    (tmp_path / "blocks").chmod(0o700)
+    with closing(FileBackend(tmp_path / "blocks", max_bytes=1000)) as backend:
+        filled(backend)
+        put(backend, KEYS[3], b"not sealed")
+        with pytest.raises(StorageInUseError, match=r"^another process has the directory open$"):
+            open_existing(url)
+    with closing(open_existing(url)) as backend:
+        assert verify_values(backend) == Verified(good=3, corrupt=1, good_bytes=300)
+    with closing(open_existing(url, BackendOptions(max_bytes=250))) as backend:
+        assert keys_of(backend) == [KEYS[1], KEYS[2], KEYS[3]]
+
+
+def test_other_urls_are_opened_as_ever() -> None:
+    with closing(open_existing("memory://")) as backend:
+        assert keys_of(backend) == []
+    with pytest.raises(StorageUrlError, match=r"^a storage URL starts with one of "):
+        open_existing("http://host")
