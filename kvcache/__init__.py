@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from .block_pool import BlockPool
@@ -23,6 +24,9 @@ from .tokens import Int32Array, Tokens, as_tokens, make_namespace
 
 if TYPE_CHECKING:
     from .arrays import BlockArrays
+    from .copy_driver import TierDriver
+    from .dispatched import OperationResult, Outcome, TierDriverStats
+    from .host_arrays import HostArrays
 
 __all__ = [
     "BlockArrays",
@@ -32,17 +36,22 @@ __all__ = [
     "CacheStats",
     "CountError",
     "Epoch",
+    "HostArrays",
     "Int32Array",
     "Lease",
     "LeaseError",
     "Match",
     "NamespaceError",
     "NextBlock",
+    "OperationResult",
     "OutOfBlocksError",
+    "Outcome",
     "RadixKVError",
     "RadixTree",
     "RecycleError",
     "RequestTooLargeError",
+    "TierDriver",
+    "TierDriverStats",
     "TokenError",
     "Tokens",
     "as_tokens",
@@ -50,10 +59,18 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    # The arrays need JAX; the manager does not, and must import without it.
-    if name == "BlockArrays":
-        from .arrays import BlockArrays
+# What moves arrays needs JAX; the manager does not, and must import without it.
+_LAZY = {
+    "BlockArrays": "arrays",
+    "HostArrays": "host_arrays",
+    "OperationResult": "dispatched",
+    "Outcome": "dispatched",
+    "TierDriver": "copy_driver",
+    "TierDriverStats": "dispatched",
+}
 
-        return BlockArrays
+
+def __getattr__(name: str) -> object:
+    if name in _LAZY:
+        return getattr(import_module(f".{_LAZY[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,6 +10,8 @@
     ├── RequestTooLargeError  never: more blocks than the pool has
     ├── RecycleError          block ids that were not allocated; the others were recycled
     ├── LeaseError            a lease that was released, is of an older epoch, or is too small
+    ├── HostConfigError       a host tier that cannot be
+    ├── StorageConfigError    storage without a host tier, or asked for where there is none
     └── OperationResultError  not one result per block of an operation
 
 After any of them, except RecycleError as it says, the cache is as it was before the call.
@@ -70,6 +72,14 @@ class RecycleError(RadixKVError):
 
 class LeaseError(RadixKVError):
     """A lease cannot be used in this way; nothing was changed."""
+
+
+class HostConfigError(RadixKVError, ValueError):
+    """A host tier has no such policy."""
+
+
+class StorageConfigError(RadixKVError, ValueError):
+    """A cache has no storage, or cannot have it as it is."""
 
 
 class OperationResultError(RadixKVError):

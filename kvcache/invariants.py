@@ -12,8 +12,10 @@ from .radix_node import ITEM_BYTES, NO_CHILDREN, Node
 
 if TYPE_CHECKING:
     from .block_pool import BlockPool
+    from .host_tier import HostRun
     from .lease import Lease
     from .radix_tree import RadixTree
+    from .tiers import Tiers
 
 
 def check_tree(tree: RadixTree) -> None:
@@ -25,9 +27,9 @@ def check_tree(tree: RadixTree) -> None:
     for node in nodes:
         _check_node(node, tree.block_bytes)
     idle = list(tree.idle_nodes())
-    # The idle list holds the nodes without users, each once.
+    # The idle list holds the nodes on the device without users, each once.
     assert len(idle) == len(set(map(id, idle))), "a node is in the idle list twice"
-    assert {id(n) for n in idle} == {id(n) for n in nodes if n.refs == 0}, (
+    assert {id(n) for n in idle} == {id(n) for n in nodes if n.refs == 0 and n.device_blocks}, (
         "the idle list is not the set of unused nodes"
     )
     # A child stands before its parent.
@@ -35,11 +37,13 @@ def check_tree(tree: RadixTree) -> None:
     for colder, warmer in pairwise(idle):
         assert colder.warmer is warmer and warmer.colder is colder, "the idle list is torn"
     for node in idle:
-        assert all(place[id(c)] < place[id(node)] for c in node.children.values()), (
+        on_device = [child for child in node.children.values() if child.device_blocks]
+        assert all(place[id(c)] < place[id(node)] for c in on_device), (
             "a parent would be evicted before its child"
         )
     # The counts are those of the nodes.
-    assert tree.num_cached == sum(n.num_blocks for n in nodes), "num_cached is wrong"
+    num_cached = sum(len(n.device_blocks) // ITEM_BYTES for n in nodes)
+    assert tree.num_cached == num_cached, "num_cached is wrong"
     assert tree.num_idle == sum(n.num_blocks for n in idle), "num_idle is wrong"
 
 
@@ -55,10 +59,17 @@ def _check_node(node: Node, block_bytes: int) -> None:
     assert node.refs >= sum(c.refs for c in node.children.values()), "refs grow downwards"
     assert node.parent.refs >= node.refs >= 0, "a parent has fewer users than its child"
     # Whoever is not in the idle list has no links to it.
-    assert node.refs == 0 or (node.colder is None and node.warmer is None), "a pinned idle node"
+    unlinked = node.colder is None and node.warmer is None
+    assert unlinked or (node.refs == 0 and node.device_blocks), "a pinned idle node"
+    # What is on the device follows what is on the device; leases use nothing else.
+    above = node.parent.parent is None or node.parent.device_blocks
+    assert above or not node.device_blocks, "a node is on the device, its parent is not"
+    assert node.device_blocks or (node.refs == 0 and node.host is not None), "a node is nowhere"
 
 
-def check_ownership(pool: BlockPool, tree: RadixTree, leases: Collection[Lease]) -> None:
+def check_ownership(
+    pool: BlockPool, tree: RadixTree, leases: Collection[Lease], quarantined: list[int]
+) -> None:
     """Assert that every block has one owner, and that nodes count the leases that use them."""
     nodes = list(tree.nodes())
     uses = {id(node): 0 for node in [*nodes, *tree.roots.values()]}
@@ -68,9 +79,9 @@ def check_ownership(pool: BlockPool, tree: RadixTree, leases: Collection[Lease])
     # A node's users are the leases with the node on their path, no more and no fewer.
     for node in [*nodes, *tree.roots.values()]:
         assert node.refs == uses[id(node)], f"{node.refs} refs, but {uses[id(node)]} users"
-    # Every block is free, in the tree, or private to a lease: exactly one of them.
+    # Every block is free, in the tree, private to a lease or waits for an operation: one of them.
     cached = [b for node in nodes for b in np.frombuffer(node.device_blocks, np.int32).tolist()]
-    owned = pool.free_ids().tolist() + cached + private
+    owned = pool.free_ids().tolist() + cached + private + quarantined
     assert sorted(owned) == list(range(1, pool.num_blocks + 1)), (
         f"{len(owned)} blocks are owned, {len(set(owned))} of them distinct, "
         f"but there are {pool.num_blocks}"
@@ -91,3 +102,53 @@ def _check_lease(lease: Lease, tree: RadixTree, uses: dict[int, int]) -> list[in
         uses[id(node)] += 1
         node = node.parent
     return [int(block) for block in table[lease.num_shared_blocks :]]
+
+
+def check_tiers(tiers: Tiers) -> None:
+    """Assert every invariant of the host tier; costs a walk over all of it."""
+    host, nodes = tiers.host, list(tiers.tree.nodes())
+    host.pool.check()
+    runs = [node.host for node in nodes if node.host is not None]
+    for node in nodes:
+        if node.host is not None:
+            assert node.host.node is node, "a copy is of another node"
+            assert node.host.num_blocks == node.num_blocks, "a copy is not of its node's length"
+    # Whoever holds a copy is known to it, and nobody else is.
+    effects = tiers.operations.effects()
+    holders = [effect.runs for effect in effects] + [parked.runs for parked in tiers.parked]
+    held = {id(run): run for holder in holders for run in holder}
+    for run in (*runs, *held.values()):
+        known = {id(holder) for holder in holders if any(each is run for each in holder)}
+        assert known == set(map(id, run.holders)), "a copy is held by others than it knows"
+    # The list holds what is valid and not held, a child before its parent.
+    idle = list(host.idle_runs())
+    droppable = {id(run) for run in runs if run.is_valid and not run.holders}
+    assert len(idle) == len(droppable) and set(map(id, idle)) == droppable, (
+        "the host's list is not the copies that can be dropped"
+    )
+    place = {id(run): index for index, run in enumerate(idle)}
+    _check_host_order(idle, place)
+    # Every host block is free, of one copy, or waits for an operation or a parked request.
+    dropped = [run for run in held.values() if run.node is None and not run.leaving]
+    owned = host.pool.free_ids().tolist()
+    for run in (*runs, *dropped):
+        owned += [] if run.leaving else np.frombuffer(run.blocks, np.int32).tolist()
+    owned += [block for effect in effects for block in effect.own_host_blocks()]
+    owned += [p.tail_block for p in tiers.parked if p.tail_block is not None]
+    assert sorted(owned) == list(range(1, host.pool.num_blocks + 1)), (
+        f"{len(owned)} host blocks are owned, {len(set(owned))} of them distinct, "
+        f"but there are {host.pool.num_blocks}"
+    )
+    assert host.num_idle == sum(run.num_blocks for run in idle), "num_idle of the host is wrong"
+    valid = sum(run.num_blocks for run in runs if run.is_valid)
+    assert host.num_cached == valid, "num_cached of the host is wrong"
+
+
+def _check_host_order(idle: list[HostRun], place: dict[int, int]) -> None:
+    for run in idle:
+        assert run.node is not None, "a dropped copy is in the host's list"
+        parent = run.node.parent
+        if parent is not None and parent.host is not None and id(parent.host) in place:
+            assert place[id(run)] < place[id(parent.host)], (
+                "a copy would be dropped before what follows it"
+            )

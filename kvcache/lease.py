@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NewType, TypeAlias
+from typing import TYPE_CHECKING, NewType, TypeAlias
 
 from .block_tables import BlockTables
 from .radix_node import ITEM_BYTES, Node, Walk
 from .tokens import Int32Array
+
+if TYPE_CHECKING:
+    from .host_tier import HostRun
+    from .operations import OpId
 
 Epoch = NewType("Epoch", int)
 
@@ -19,8 +23,9 @@ class Match:
     """What of some tokens is published: the result of `CacheManager.match`. It holds no blocks.
 
     Attributes:
-        num_blocks: the whole blocks that can be shared.
+        num_blocks: the whole blocks on the device that can be shared.
         num_tokens: the tokens in them.
+        num_host_blocks: the blocks after those that the host has, and that can be promoted.
     """
 
     __slots__ = (
@@ -30,7 +35,9 @@ class Match:
         "_tokens",
         "_version",
         "_walk",
+        "host_runs",
         "num_blocks",
+        "num_host_blocks",
         "num_tokens",
     )
 
@@ -52,6 +59,8 @@ class Match:
         num_bytes = walk.num_bytes if walk is not None else 0
         self.num_tokens = num_bytes // ITEM_BYTES
         self.num_blocks = self.num_tokens // block_size
+        self.num_host_blocks = 0
+        self.host_runs: list[HostRun] = []
 
     @property
     def next_block(self) -> NextBlock | None:
@@ -76,12 +85,36 @@ class Lease:
                      0          num_hit_blocks   num_shared_blocks   num_blocks
 
     The first `num_shared_blocks` are pinned in the tree and immutable; the rest are its own.
+
+    Attributes:
+        loading: the operation that copies blocks from the host into it; None when that has ended.
+        num_promoted_blocks: how many blocks came in that way, and are shared now.
+        num_ready_tokens: tokens whose KV it had when it was admitted, or when loading ended: what
+            to compute starts there.
+        parking: it ends when its KV has been copied; it cannot be used any more.
     """
 
-    __slots__ = ("_tables", "epoch", "node", "num_hit_blocks", "num_shared_blocks", "row")
+    __slots__ = (
+        "_tables",
+        "epoch",
+        "loading",
+        "node",
+        "num_hit_blocks",
+        "num_promoted_blocks",
+        "num_ready_tokens",
+        "num_shared_blocks",
+        "parking",
+        "row",
+    )
 
     def __init__(
-        self, tables: BlockTables, row: int, epoch: Epoch, node: Node, num_hit_blocks: int
+        self,
+        tables: BlockTables,
+        row: int,
+        epoch: Epoch,
+        node: Node,
+        num_hit_blocks: int,
+        num_ready_tokens: int,
     ) -> None:
         self._tables = tables
         self.row = row
@@ -89,6 +122,10 @@ class Lease:
         self.node = node
         self.num_hit_blocks = num_hit_blocks
         self.num_shared_blocks = num_hit_blocks
+        self.num_ready_tokens = num_ready_tokens
+        self.num_promoted_blocks = 0
+        self.loading: OpId | None = None
+        self.parking = False
 
     @property
     def num_blocks(self) -> int:
@@ -114,7 +151,8 @@ class CacheStats:
 
     `num_blocks = free_blocks + cached_blocks + private_blocks`, and idle blocks are those of the
     cached that no lease uses. Events: `hit_blocks` and `admitted` at admission, `evicted_blocks`,
-    and `duplicate_blocks` that two requests computed and one gave back.
+    and `duplicate_blocks` that two requests computed and one gave back. `tiers` is None without
+    a host tier.
     """
 
     num_blocks: int
@@ -127,3 +165,29 @@ class CacheStats:
     hit_blocks: int
     evicted_blocks: int
     duplicate_blocks: int
+    tiers: TierStats | None = None
+
+
+@dataclass(frozen=True)
+class TierStats:
+    """Counts below the device.
+
+    Now: `host_blocks` in all, of which `host_free_blocks` are free and `host_cached_blocks` can be
+    matched; `parked` requests; `open_operations` without a result, and `quarantined_operations`
+    with one, whose blocks may still be written. Events: `promoted_blocks` (host hits that arrived
+    on the device), `demoted_blocks` (evicted towards the host), `dropped_blocks` (left the host, or
+    found no room there), `stored_blocks`, `fetched_blocks` (from storage), and `late_completions`.
+    """
+
+    host_blocks: int
+    host_free_blocks: int
+    host_cached_blocks: int
+    parked: int
+    open_operations: int
+    quarantined_operations: int
+    promoted_blocks: int
+    demoted_blocks: int
+    dropped_blocks: int
+    stored_blocks: int
+    fetched_blocks: int
+    late_completions: int

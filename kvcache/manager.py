@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
 from .block_pool import BlockPool
 from .block_tables import BlockTables
-from .errors import LeaseError, NamespaceError, OutOfBlocksError, RequestTooLargeError
-from .invariants import check_ownership
+from .errors import (
+    LeaseError,
+    NamespaceError,
+    OutOfBlocksError,
+    RequestTooLargeError,
+    StorageConfigError,
+)
+from .host_tier import HostConfig
+from .invariants import check_ownership, check_tiers
 from .lease import CacheStats, Epoch, Lease, Match, NextBlock
-from .radix_node import ITEM_BYTES, Walk
+from .parking import Parked, require_saved
+from .radix_node import Walk
 from .radix_tree import RadixTree
+from .storage.keys import StorageNamespace
+from .tiers import Tiers
 from .tokens import Int32Array, Tokens, as_bytes, as_count, as_tokens
 
 
 class CacheManager:
-    """Paged KV cache bookkeeping with prefix sharing, for the device tier.
+    """Paged KV cache bookkeeping with prefix sharing, on the device and in the tiers below it.
 
     A request's life: `match` what is published, `admit` it (pins the hit and reserves the rest),
     `publish` what has been computed, `extend` it while it decodes, `release`. Every call does all
@@ -30,22 +42,34 @@ class CacheManager:
         4
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        host: HostConfig | None = None,
+        storage: StorageNamespace | None = None,
+    ) -> None:
         """Make a manager with all of its blocks free.
 
         Args:
             num_blocks: usable blocks, with ids ``1 .. num_blocks``; id 0 is the padding sink.
             block_size: tokens per block.
+            host: the tier below the device; None: there is none, and `tiers` is None.
+            storage: whose blocks are kept in storage, under the host tier; None: none are.
 
         Raises:
-            CountError: if either is less than 1.
+            CountError: if either count is less than 1.
+            StorageConfigError: for storage without a host tier, or with other blocks.
         """
         self.num_blocks = as_count("num_blocks", num_blocks, minimum=1)
         self.block_size = as_count("block_size", block_size, minimum=1)
         self.epoch = Epoch(0)
         self.tables = BlockTables()
         self._pool = BlockPool(num_blocks)
-        self._tree = RadixTree(block_size)
+        _check_storage(block_size, host, storage)
+        self.tiers = None if host is None else Tiers(self, host, storage)
+        self._tree = RadixTree(block_size) if self.tiers is None else self.tiers.tree
         self._leases: dict[int, Lease] = {}
         self._admitted = self._hit_blocks = self._evicted_blocks = self._duplicate_blocks = 0
 
@@ -80,21 +104,34 @@ class CacheManager:
     def _match(self, whole: Int32Array, length: int, namespace: bytes) -> Match:
         root = self._tree.roots.get(namespace)
         walk = self._tree.walk(root, as_bytes(whole)) if root is not None else None
-        return Match(whole, length, namespace, walk, self._tree.version, self.block_size)
+        match = Match(whole, length, namespace, walk, self._tree.version, self.block_size)
+        if self.tiers is not None and walk is not None and walk.inside is None:
+            self.tiers.match(match, walk)
+        return match
 
-    def admit(self, match: Match) -> Lease:
+    def admit(self, match: Match, parked: Parked | None = None) -> Lease:
         """Pin what was matched and reserve a block for every other token of the match.
 
         The hit may be all of the tokens. Compute then from the last token on, for its logits, and
         write no KV below the hit: those blocks are shared.
 
+        What the host has beyond the hit, or keeps for a parked request, is copied into the lease
+        by one operation, `Lease.loading`. Compute when that has ended.
+
+        Args:
+            match: of the request's tokens.
+            parked: what the request left when it was preempted; this ends it.
+
         Raises:
+            LeaseError: if parked was ended before, is still being copied, or has more tokens.
             RequestTooLargeError: if the tokens need more blocks than the pool has.
             OutOfBlocksError: if too few blocks are free or evictable now.
         """
         tree = self._tree
         if match._version != tree.version:
             match = self._match(match._tokens, match._length, match._namespace)
+        if parked is not None:
+            require_saved(self.tiers, parked, match._length)
         num_blocks = -(-match._length // self.block_size)
         needed = num_blocks - match.num_blocks
         walk = match._walk
@@ -107,6 +144,8 @@ class CacheManager:
         if walk is None:
             walk = Walk(tree.add_root(match._namespace), 0)
         node = tree.pin(walk)
+        tiers = self.tiers
+        loads = tiers.reserve(match, parked) if tiers is not None else None
         tables = self.tables
         row = tables.take_row()
         tables.widen(num_blocks)
@@ -116,9 +155,12 @@ class CacheManager:
         self._fill(ids[match.num_blocks : num_blocks])
         tables.num_blocks[row] = num_blocks
         tables.num_tokens[row] = match._length
-        lease = self._leases[row] = Lease(tables, row, self.epoch, node, match.num_blocks)
+        lease = Lease(tables, row, self.epoch, node, match.num_blocks, match.num_tokens)
+        self._leases[row] = lease
         self._admitted += 1
         self._hit_blocks += match.num_blocks
+        if tiers is not None:
+            tiers.admitted(lease, loads)
         return lease
 
     def extend(self, lease: Lease, num_tokens: int) -> None:
@@ -193,27 +235,40 @@ class CacheManager:
                 f"{len(tokens)} tokens published on a lease with room for {lease.num_tokens}"
             )
         first, last = lease.num_shared_blocks, len(tokens) // self.block_size
-        if last <= first:
-            return
-        tree, block_size = self._tree, self.block_size
+        if lease.loading is not None or lease.parking:
+            raise LeaseError("a lease is published while it is loaded or parked")
+        if last > first:
+            start, end = first * self.block_size, last * self.block_size
+            self.publish_run(lease, tokens[start:end].tobytes())
+
+    def publish_run(self, lease: Lease, run: bytes) -> None:
+        """Publish the blocks of a lease that follow its shared ones, whose tokens are run."""
+        tree = self._tree
+        block_bytes = tree.block_bytes
         ids = self.tables.ids[lease.row]
-        run = tokens[first * block_size : last * block_size].tobytes()
+        first = lease.num_shared_blocks
+        last = lease.num_shared_blocks = first + len(run) // block_bytes
         # Mostly nobody has published the same after its node, and there is nothing to walk.
-        if run[: tree.block_bytes] in lease.node.children:
-            walk = tree.walk(lease.node, memoryview(run))
-            published = first + walk.num_bytes // (block_size * ITEM_BYTES)
-            above = lease.node
-            lease.node = tree.pin(walk, above)
-            copies = ids[first:published]
-            self._pool.recycle(copies)
-            theirs = tree.path_blocks(lease.node)
-            ids[first:published] = np.frombuffer(theirs, np.int32)[first:]
-            self._duplicate_blocks += published - first
-            run = run[walk.num_bytes :]
-            first = published
+        while (child := lease.node.children.get(run[:block_bytes])) is not None:
+            if child.device_blocks:
+                walk = tree.walk(lease.node, memoryview(run))
+                lease.node = tree.pin(walk, lease.node)
+                known = walk.num_bytes // block_bytes
+                copies = ids[first : first + known]
+                self._pool.recycle(copies)
+                theirs = np.frombuffer(tree.path_blocks(lease.node), np.int32)
+                ids[first : first + known] = theirs[first:]
+                self._duplicate_blocks += known
+            else:
+                assert self.tiers is not None, "a node is nowhere"
+                lease.node = self.tiers.adopt(child, run, ids[first:last].tobytes())
+                known = lease.node.num_blocks
+            run = run[known * block_bytes :]
+            first += known
         if run:
             lease.node = tree.append(lease.node, run, ids[first:last].tobytes())
-        lease.num_shared_blocks = last
+        if self.tiers is not None:
+            self.tiers.writer.published(lease.node)
 
     def next_block(self, lease: Lease, tokens: Tokens) -> NextBlock | None:
         """Identify the first block that a lease has yet to publish, if tokens fill it.
@@ -228,17 +283,23 @@ class CacheManager:
     def release(self, lease: Lease) -> None:
         """End a lease: its private blocks are free, its published ones evictable when unused.
 
-        A lease of an older epoch ended with `reset`: releasing it changes nothing.
+        A lease of an older epoch ended with `reset`: releasing it changes nothing. What is still
+        being copied into it is free when that has ended.
 
         Raises:
-            LeaseError: if the lease was released before.
+            LeaseError: if the lease was released before, or parked, and ends with that.
         """
         if lease.epoch != self.epoch:
             return
         self._require_live(lease)
+        if lease.parking:
+            raise LeaseError("a lease that is being parked ends when its copy does")
         row = lease.row
         self._tree.unpin(lease.node)
-        self._pool.recycle(self.tables.ids[row, lease.num_shared_blocks : lease.num_blocks])
+        if lease.loading is not None and self.tiers is not None:
+            self.tiers.abandon(lease)
+        else:
+            self._pool.recycle(self.tables.ids[row, lease.num_shared_blocks : lease.num_blocks])
         self.tables.give_row(row)
         del self._leases[row]
         lease.row = -1
@@ -255,14 +316,32 @@ class CacheManager:
         self._pool.recycle(victims)
         return len(victims)
 
-    def reset(self) -> Epoch:
-        """Forget everything (the weights have changed): every lease ends, every block is free."""
+    def reset(self, keep: Collection[bytes] = ()) -> Epoch:
+        """Forget everything (the weights have changed): every lease ends, every block is free.
+
+        What operations of the old epoch still write is free when they have ended.
+
+        Args:
+            keep: namespaces of which everything that is published stays.
+        """
+        if self.tiers is not None:
+            self.tiers.cancel_all()
+        if self.tiers is None and not keep:
+            self._tree = RadixTree(self.block_size)
+            self._pool.reset()
+            self._leases.clear()
+        else:
+            for lease in list(self._leases.values()):
+                self.release(lease)
+            for namespace in [name for name in self._tree.roots if name not in keep]:
+                self._pool.recycle(self._tree.remove_root(namespace))
         self.epoch = Epoch(self.epoch + 1)
-        self._tree = RadixTree(self.block_size)
-        self._pool.reset()
         self.tables = BlockTables()
-        self._leases.clear()
         return self.epoch
+
+    def recycle(self, ids: Int32Array) -> None:
+        """Take back blocks that a lease left while they were still written."""
+        self._pool.recycle(ids)
 
     def stats(self) -> CacheStats:
         """Return the counts; O(1)."""
@@ -278,6 +357,7 @@ class CacheManager:
             hit_blocks=self._hit_blocks,
             evicted_blocks=self._evicted_blocks,
             duplicate_blocks=self._duplicate_blocks,
+            tiers=None if self.tiers is None else self.tiers.stats(),
         )
 
     def check(self) -> None:
@@ -290,7 +370,12 @@ class CacheManager:
         )
         for lease in self._leases.values():
             assert lease.epoch == self.epoch, "a live lease is of an older epoch"
-        check_ownership(self._pool, self._tree, self._leases.values())
+        quarantined: list[int] = []
+        if self.tiers is not None:
+            check_tiers(self.tiers)
+            effects = self.tiers.operations.effects()
+            quarantined = [b for effect in effects for b in effect.own_device_blocks()]
+        check_ownership(self._pool, self._tree, self._leases.values(), quarantined)
 
     # Shared steps
 
@@ -316,6 +401,20 @@ class CacheManager:
             self._pool.fill(ids)
 
     def _evict(self, num_blocks: int) -> Int32Array:
-        victims = self._tree.evict(num_blocks)
+        tiers = self.tiers
+        victims = (self._tree if tiers is None else tiers.writer).evict(num_blocks)
         self._evicted_blocks += len(victims)
         return victims
+
+
+def _check_storage(
+    block_size: int, host: HostConfig | None, storage: StorageNamespace | None
+) -> None:
+    if storage is None:
+        return
+    if host is None:
+        raise StorageConfigError("storage needs a host tier, through which its blocks pass")
+    if storage.block_size != block_size:
+        raise StorageConfigError(
+            f"storage has blocks of {storage.block_size} tokens, the cache of {block_size}"
+        )

@@ -15,11 +15,18 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import TYPE_CHECKING, Final, NewType
+
+import numpy as np
 
 from .errors import OperationResultError
 from .lease import Epoch
 from .tokens import Int32Array
+
+if TYPE_CHECKING:
+    from .host_tier import HostRun
+
+_NO_BLOCKS: Final = np.empty(0, np.int32)
 
 OpId = NewType("OpId", int)
 """Names an operation; never used again, not even after a reset."""
@@ -33,6 +40,8 @@ class OpKind(enum.Enum):
     HOST_TO_STORAGE = "host to storage"
     STORAGE_TO_HOST = "storage to host"
     DEVICE_TO_DEVICE = "device to device"
+    LOOKUP = "look up in storage"
+    """Copies nothing: the result of a block is whether storage has its key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +74,34 @@ class Operation:
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks it copies; it has a result for each."""
-        return max(len(self.sources), len(self.destinations))
+        """How many blocks it names; it has a result for each."""
+        return max(len(self.sources), len(self.destinations), len(self.keys))
 
 
-class Effect(Protocol):
-    """What the end of an operation does to the cache."""
+class Effect:
+    """What the end of an operation does to the cache.
+
+    Attributes:
+        runs: host copies that it holds.
+    """
+
+    runs: list[HostRun]
 
     def end(self, ok: Sequence[bool]) -> None:
         """Take in the result of each block: once, first."""
+        raise NotImplementedError
 
     def fenced(self) -> None:
         """Give back the blocks that came to nothing: once, after `end`."""
+        raise NotImplementedError
+
+    def own_device_blocks(self) -> list[int]:
+        """Return the device blocks that are nobody else's until it is fenced."""
+        return []
+
+    def own_host_blocks(self) -> list[int]:
+        """Return the host blocks that are nobody else's until it is fenced."""
+        return []
 
 
 class Operations:
@@ -110,8 +135,8 @@ class Operations:
         effect: Effect,
         *,
         epoch: Epoch,
-        sources: Int32Array,
-        destinations: Int32Array,
+        sources: Int32Array = _NO_BLOCKS,
+        destinations: Int32Array = _NO_BLOCKS,
         keys: Sequence[bytes] = (),
         timeout_s: float,
     ) -> OpId:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from itertools import repeat
 from operator import itemgetter
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from .host_tier import HostRun
 
 ITEM_BYTES: Final = 4  # of an int32 token or block id
 
@@ -13,14 +16,15 @@ class Node:
     """A run of consecutive blocks on one path, all with the same users and the same last use.
 
     Token and block ids are kept as bytes of int32: they compare with one memcmp, and a path joins
-    without an object per block. The node is one residency: `device_blocks` are its blocks in the
-    device tier.
+    without an object per block. All of a node is on the device, on the host, or on both; above a
+    node on the device, all are on the device.
 
     Attributes:
         parent: the node before; None for a root.
         key: the tokens of the first block, under which the parent has it; a root's namespace.
         tokens: the tokens of the run, and after a trim whatever followed them.
-        device_blocks: the block ids of the run, in order.
+        device_blocks: the block ids of the run on the device, in order; empty if it is not there.
+        host: its copy on the host, or None.
         children: the nodes that continue the run, by key; to be changed by `adopt` and `del` only.
         refs: how many leases have the node on their path.
         colder, warmer: neighbours in the idle list.
@@ -30,6 +34,7 @@ class Node:
         "children",
         "colder",
         "device_blocks",
+        "host",
         "key",
         "parent",
         "refs",
@@ -46,13 +51,16 @@ class Node:
         self.device_blocks = device_blocks
         self.children = NO_CHILDREN
         self.refs = 0
+        self.host: HostRun | None = None
         self.colder: Node | None = None
         self.warmer: Node | None = None
 
     @property
     def num_blocks(self) -> int:
         """The length of the run in blocks."""
-        return len(self.device_blocks) // ITEM_BYTES
+        if self.device_blocks or self.host is None:
+            return len(self.device_blocks) // ITEM_BYTES
+        return self.host.num_blocks
 
     def adopt(self, child: Node) -> None:
         """Make child a child of this node, under its key."""

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from .invariants import check_tree
-from .radix_node import ITEM_BYTES, Node, Walk, coldest, cut_off
+from .radix_node import ITEM_BYTES, NO_CHILDREN, Node, Walk, coldest, cut_off
 from .tokens import Int32Array
 
 _FIRST_VERSIONS: Final = count(0, 2**40)
@@ -52,12 +52,12 @@ class RadixTree:
     # Reading
 
     def walk(self, node: Node, tokens: memoryview) -> Walk:
-        """Follow tokens (whole blocks, as bytes) down from node as far as they are published."""
+        """Follow tokens (whole blocks, as bytes) down from node as far as the device has them."""
         block_bytes = self.block_bytes
         position, end = 0, len(tokens)
         while position < end:
             child = node.children.get(tokens[position : position + block_bytes].tobytes())
-            if child is None:
+            if child is None or not child.device_blocks:
                 break
             run = child.tokens
             after = position + len(child.device_blocks) // ITEM_BYTES * block_bytes
@@ -109,7 +109,7 @@ class RadixTree:
             walk: the result of `walk`, with no change to the tree since.
             above: pin only the nodes below this one, which is pinned already; None for all.
         """
-        last = walk.node if walk.inside is None else self._split(walk.inside, walk.inside_blocks)
+        last = walk.node if walk.inside is None else self.split(walk.inside, walk.inside_blocks)
         node: Node | None = last
         while node is not above:
             assert node is not None, "pinned to a node that is not on the path"
@@ -153,7 +153,7 @@ class RadixTree:
         self.num_cached += len(device_blocks) // ITEM_BYTES
         run: bytes | bytearray = tokens
         if node.refs == 1 and not node.children and node.parent is not None:
-            if isinstance(node.tokens, bytearray):
+            if isinstance(node.tokens, bytearray) and node.host is None:
                 node.tokens += tokens
                 node.device_blocks += device_blocks
                 return node
@@ -166,7 +166,7 @@ class RadixTree:
         node.adopt(child)
         return child
 
-    def _split(self, lower: Node, num_blocks: int) -> Node:
+    def split(self, lower: Node, num_blocks: int) -> Node:
         """Cut a run in two and return the upper part; the lower keeps its identity."""
         self.version += 1
         assert lower.parent is not None, "a root cannot be split"
@@ -180,12 +180,11 @@ class RadixTree:
         upper.refs = lower.refs
         lower.parent.adopt(upper)
         lower.parent = upper
-        lower.tokens = lower.tokens[cut : cut + lower.num_blocks * self.block_bytes]
+        lower.tokens = lower.tokens[cut : lower.num_blocks * self.block_bytes]
         lower.device_blocks = lower.device_blocks[num_blocks * ITEM_BYTES :]
         lower.key = bytes(lower.tokens[: self.block_bytes])
         upper.adopt(lower)
-        if lower.refs == 0:
-            assert lower.warmer is not None, "an unused node is not in the idle list"
+        if lower.warmer is not None:
             self._link_before(lower.warmer, upper)
         return upper
 
@@ -250,6 +249,29 @@ class RadixTree:
             if parent.parent is None:
                 self._drop_empty(parent)
         return run[:num_bytes]
+
+    def remove_root(self, namespace: bytes) -> Int32Array:
+        """Take a namespace out that no lease uses; return the device ids of its blocks."""
+        root = self.roots.pop(namespace)
+        self.version += 1
+        runs: list[bytes] = []
+        stack = list(root.children.values())
+        while stack:
+            node = stack.pop()
+            assert node.refs == 0, "a namespace in use is removed"
+            stack.extend(node.children.values())
+            if node.device_blocks:
+                self._unlink(node)
+                runs.append(node.device_blocks)
+            self._died(node)
+        ids = np.frombuffer(b"".join(runs), np.int32)
+        self.num_idle -= len(ids)
+        self.num_cached -= len(ids)
+        return ids
+
+    def _died(self, node: Node) -> None:
+        """Leave nothing behind in a node that was taken out with all that follows it."""
+        node.parent, node.children, node.device_blocks = None, NO_CHILDREN, b""
 
     def _trim(self, node: Node, num_bytes: int) -> None:
         node.device_blocks = node.device_blocks[:-num_bytes]

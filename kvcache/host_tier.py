@@ -1,0 +1,242 @@
+"""The host tier: which blocks of host memory hold a copy of which node, coldest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+import numpy as np
+
+from .block_pool import BlockPool
+from .errors import HostConfigError
+from .radix_node import ITEM_BYTES
+from .tokens import Int32Array, as_count
+
+if TYPE_CHECKING:
+    from .radix_node import Node
+
+WritePolicy: TypeAlias = Literal["exclusive", "back", "through"]
+_POLICIES: Final = ("exclusive", "back", "through")
+
+
+@dataclass(frozen=True)
+class HostConfig:
+    """How large the host tier is, and when a block is copied to it.
+
+    Attributes:
+        num_blocks: usable blocks, with ids ``1 .. num_blocks``.
+        write: "exclusive": when it is evicted from the device; a hit moves it back, so that it
+            is in one tier at a time. "back": the same, but a hit leaves the host its copy.
+            "through": while it is on the device; an eviction copies nothing.
+        hits: with "through", after how many hits on the device; 0: as soon as it is published.
+
+    Raises:
+        CountError: if num_blocks is less than 1, or hits negative.
+        HostConfigError: for another policy, or hits with a policy that does not count them.
+    """
+
+    num_blocks: int
+    write: WritePolicy = "back"
+    hits: int = 0
+
+    def __post_init__(self) -> None:
+        as_count("num_blocks", self.num_blocks, minimum=1)
+        as_count("hits", self.hits)
+        if self.write not in _POLICIES:
+            raise HostConfigError(f"write must be one of {_POLICIES}, got {self.write!r}")
+        if self.hits and self.write != "through":
+            raise HostConfigError(f"hits are counted with write='through', not {self.write!r}")
+
+
+class HostRun:
+    """A node's copy in the host tier, of the node's length.
+
+    ::
+
+        landing ──► valid ──► leaving          landing: an operation is writing it
+           │          │          │             leaving: its blocks were given back, as an operation
+           └──────────┴──────────┴──► dropped           moves what was in them to the device
+
+    Attributes:
+        node: whose copy it is; None once dropped.
+        blocks: host block ids, as bytes of int32; when leaving, those that were its own.
+        landing, leaving: see above; only what is neither can be matched.
+        storing, stored: it is being written to storage; storage has had it.
+        holders: lists with this run in them, of those who need its blocks to stay.
+        colder, warmer: neighbours in the tier's list.
+    """
+
+    __slots__ = (
+        "blocks",
+        "colder",
+        "holders",
+        "landing",
+        "leaving",
+        "node",
+        "stored",
+        "storing",
+        "warmer",
+    )
+
+    def __init__(self, node: Node | None, blocks: bytes, *, landing: bool = False) -> None:
+        self.node = node
+        self.blocks = blocks
+        self.landing = landing
+        self.leaving = False
+        self.storing = False
+        self.stored = False
+        self.holders: list[list[HostRun]] = []
+        self.colder: HostRun | None = None
+        self.warmer: HostRun | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        """The length of the run in blocks."""
+        return len(self.blocks) // ITEM_BYTES
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether it holds its node's KV."""
+        return not (self.landing or self.leaving)
+
+    def split(self, upper: Node, num_blocks: int) -> HostRun:
+        """Cut the first num_blocks off, as the copy of upper: for the same holders."""
+        cut = num_blocks * ITEM_BYTES
+        run = HostRun(upper, self.blocks[:cut])
+        self.blocks = self.blocks[cut:]
+        run.landing, run.leaving = self.landing, self.leaving
+        run.storing, run.stored = self.storing, self.stored
+        for holder in self.holders:
+            holder.insert(holder.index(self), run)
+        run.holders = list(self.holders)
+        return run
+
+
+class HostTier:
+    """A pool of host blocks, and a list of the copies that can be dropped.
+
+    The list holds every run that is valid and not held, coldest first. As on the device, a path is
+    used from its tail up, so that a child stands before its parent.
+
+    Attributes:
+        pool: which host blocks are free.
+        num_idle: blocks of the runs in the list.
+        num_cached: blocks of all valid runs.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.pool = BlockPool(num_blocks)
+        self._list = HostRun(None, b"")  # the sentinel: .warmer is the coldest
+        self._list.warmer = self._list.colder = self._list
+        self.num_idle = 0
+        self.num_cached = 0
+
+    @property
+    def available(self) -> int:
+        """How many blocks are free, or can be now."""
+        return self.pool.num_free + self.num_idle
+
+    def coldest(self) -> HostRun:
+        """Return the run to drop next; there must be one."""
+        run = self._list.warmer
+        assert run is not None and run is not self._list, "the host tier has nothing to drop"
+        return run
+
+    def land(self, node: Node, ids: Int32Array) -> HostRun:
+        """Give a node a copy that is yet to be written, in blocks of the pool."""
+        assert node.host is None, "a node has two copies on the host"
+        run = node.host = HostRun(node, ids.tobytes(), landing=True)
+        return run
+
+    def settle(self, run: HostRun) -> None:
+        """Say that a landing run has been written."""
+        assert run.landing and run.node is not None, "a run that is not landing has arrived"
+        run.landing = False
+        self.num_cached += run.num_blocks
+        if not run.holders:
+            self._link(run)
+
+    def leave(self, run: HostRun) -> None:
+        """Give the blocks of a valid run back; what was in them is on its way to the device."""
+        assert run.is_valid and not run.holders, "a run leaves that is not idle"
+        self._unlink(run)
+        self._forget(run)
+        run.leaving = True
+
+    def hold(self, runs: Sequence[HostRun]) -> list[HostRun]:
+        """Keep the blocks of some runs until `let_go` of the list that this returns."""
+        holder = list(runs)
+        for run in runs:
+            if run.warmer is not None:
+                self._unlink(run)
+            run.holders.append(holder)
+        return holder
+
+    def let_go(self, holder: list[HostRun]) -> None:
+        """End a hold: what nobody else holds can be dropped; what was dropped gives its blocks."""
+        for run in reversed(holder):  # the deepest first, as it is the first to be dropped
+            # By identity: two holders of the same runs are equal lists.
+            place = next(i for i, each in enumerate(run.holders) if each is holder)
+            del run.holders[place]
+            if not run.holders:
+                if run.node is None:
+                    self._recycle(run)
+                elif run.is_valid:
+                    self._link(run)
+        holder.clear()
+
+    def touch(self, run: HostRun) -> None:
+        """Make a run the last to be dropped, if it can be dropped."""
+        if run.warmer is not None:
+            self._unlink(run)
+            self._link(run)
+
+    def drop(self, run: HostRun) -> None:
+        """Take a run from its node; its blocks are free when nobody holds them."""
+        assert run.node is not None, "a run is dropped twice"
+        if run.warmer is not None:
+            self._unlink(run)
+        run.node.host = None
+        run.node = None
+        if run.is_valid:
+            self.num_cached -= run.num_blocks
+        if not run.holders:
+            self._recycle(run)
+
+    def _forget(self, run: HostRun) -> None:
+        self.num_cached -= run.num_blocks
+        self.pool.recycle(np.frombuffer(run.blocks, np.int32))
+
+    def _recycle(self, run: HostRun) -> None:
+        if not run.leaving:
+            self.pool.recycle(np.frombuffer(run.blocks, np.int32))
+
+    def split(self, run: HostRun, upper: Node, num_blocks: int) -> None:
+        """Give upper the first num_blocks of a run."""
+        part = upper.host = run.split(upper, num_blocks)
+        if run.warmer is not None:  # next to it, as the one that is dropped later
+            self._link(part, before=run.warmer)
+            self.num_idle -= part.num_blocks  # counted with the whole
+
+    def _link(self, run: HostRun, before: HostRun | None = None) -> None:
+        warmer = self._list if before is None else before
+        colder = warmer.colder
+        assert colder is not None, "the list of the host tier is not closed"
+        run.colder, run.warmer = colder, warmer
+        colder.warmer = warmer.colder = run
+        self.num_idle += run.num_blocks
+
+    def _unlink(self, run: HostRun) -> None:
+        colder, warmer = run.colder, run.warmer
+        assert colder is not None and warmer is not None, "a run is not in the host tier's list"
+        colder.warmer, warmer.colder = warmer, colder
+        run.colder = run.warmer = None
+        self.num_idle -= run.num_blocks
+
+    def idle_runs(self) -> Iterator[HostRun]:
+        """Yield the runs that can be dropped, coldest first."""
+        run = self._list.warmer
+        while run is not None and run is not self._list:
+            yield run
+            run = run.warmer

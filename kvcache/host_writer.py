@@ -1,0 +1,156 @@
+"""From the device to the host: what is copied when, and what is dropped for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .effects import Landing
+from .operations import OpKind
+from .radix_node import ITEM_BYTES, Node
+from .tokens import Int32Array
+
+if TYPE_CHECKING:
+    from .host_tier import HostRun
+    from .tiered_tree import TieredTree
+    from .tiers import Tiers
+
+
+class HostWriter:
+    """Copies nodes to the host: when the device evicts them, or before, by the write policy.
+
+    Attributes:
+        demoted_blocks: blocks that the device evicted and the host was to take.
+    """
+
+    def __init__(self, tiers: Tiers) -> None:
+        self.demoted_blocks = 0
+        self._tiers = tiers
+        self._config = tiers.config
+        self._host = tiers.host
+        self._published: dict[Node, None] = {}  # where paths end that are to be written through
+
+    @property
+    def tree(self) -> TieredTree:
+        """The tree of now: a reset makes another."""
+        return self._tiers.tree
+
+    # When the device evicts
+
+    def evict(self, num_blocks: int) -> Int32Array:
+        """Take the least recently used leaf blocks off the device; return their device ids.
+
+        They move to the host, or, with write-through, are dropped if they have no copy there. What
+        finds no room is dropped, the coldest first: that is always possible.
+        """
+        victims = self.tree.take_coldest(num_blocks)
+        ids = b"".join([node.device_blocks for node in victims])
+        moving = [node for node in victims if node.host is None]
+        excess = sum([node.num_blocks for node in moving])
+        if self._config.write != "through":
+            self.demoted_blocks += len(ids) // ITEM_BYTES
+            excess -= self._host.available
+        moving = self._drop_coldest(moving, excess)
+        sources = {node: node.device_blocks for node in moving}
+        for node in (*victims, *moving):
+            node.device_blocks = b""
+        self.make_room(_count(sources))
+        # Making room may have dropped what one of them followed.
+        self.copy({node: blocks for node, blocks in sources.items() if node.parent is not None})
+        return np.frombuffer(ids, np.int32)
+
+    def _drop_coldest(self, nodes: list[Node], num_blocks: int) -> list[Node]:
+        """Drop the first num_blocks blocks of nodes that leave the device; return the rest."""
+        kept = []
+        for node in nodes:
+            if num_blocks < node.num_blocks:
+                if num_blocks <= 0:
+                    kept.append(node)
+                    continue
+                kept.append(self.tree.split(node, node.num_blocks - num_blocks))
+            num_blocks -= node.num_blocks
+            self.tree.dropped_blocks += node.num_blocks
+            node.device_blocks = b""
+            self.tree.remove(node)
+        return kept
+
+    # Write-through
+
+    def published(self, node: Node) -> None:
+        """Note that a lease has published the path to node."""
+        if self._config.write == "through" and self._config.hits == 0:
+            self._published[node] = None
+
+    def hit(self, node: Node) -> None:
+        """Note that a request has hit the path to node."""
+        hits = self.tree.hits
+        for place in self.tree.path(node):
+            if place.host is not None:
+                self._host.touch(place.host)
+            elif self._config.hits:
+                hits[place] = hits.get(place, 0) + 1
+        if self._config.hits:
+            self._published[node] = None
+
+    def write_through(self) -> None:
+        """Copy what was noted, as one operation; what finds no room stays without a copy."""
+        sources: dict[Node, bytes] = {}
+        room = self._host.available
+        for last in self._published:
+            for node in self.tree.path(last):
+                if not node.device_blocks or node.host is not None or node in sources:
+                    continue
+                if self.tree.hits.get(node, 0) < self._config.hits or node.num_blocks > room:
+                    break  # without this one, what follows it could not be found
+                room -= node.num_blocks
+                sources[node] = node.device_blocks
+        self._published.clear()
+        self.copy(sources)
+
+    def forget(self) -> None:
+        """Forget what was noted."""
+        self._published.clear()
+
+    # Shared steps
+
+    def copy(self, sources: dict[Node, bytes]) -> None:
+        """Copy nodes to the host, which has room for them."""
+        if sources:
+            ids, runs = self.land(sources, _count(sources))
+            self._tiers.submit(
+                OpKind.DEVICE_TO_HOST,
+                Landing(self._tiers, runs),
+                sources=b"".join(sources.values()),
+                destinations=ids.tobytes(),
+            )
+
+    def land(self, sources: dict[Node, bytes], num_blocks: int) -> tuple[Int32Array, list[HostRun]]:
+        """Take num_blocks host blocks, the first ones as copies of nodes; return both."""
+        self.make_room(num_blocks)
+        ids = self._host.pool.allocate(num_blocks)
+        runs, place = [], 0
+        for node, blocks in sources.items():
+            after = place + len(blocks) // ITEM_BYTES
+            runs.append(self._host.land(node, ids[place:after]))
+            place = after
+        return ids, runs
+
+    def make_room(self, num_blocks: int) -> None:
+        """Drop the coldest copies until num_blocks host blocks are free, or none can be dropped."""
+        host, tree = self._host, self.tree
+        while host.num_idle and (short := num_blocks - host.pool.num_free) > 0:
+            run = host.coldest()
+            node = run.node
+            assert node is not None, "a dropped copy is in the host tier's list"
+            if run.num_blocks > short:
+                tree.split(node, run.num_blocks - short)
+            if node.device_blocks:
+                tree.dropped_blocks += node.num_blocks
+                host.drop(run)
+            else:
+                tree.remove(node)
+
+
+def _count(sources: dict[Node, bytes]) -> int:
+    return sum(map(len, sources.values())) // ITEM_BYTES

@@ -1,0 +1,178 @@
+"""Preemption that keeps its KV: what a request leaves on the host, to go on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import numpy as np
+
+from .effects import Landing
+from .errors import LeaseError, StorageConfigError
+from .host_tier import HostRun
+from .lease import Lease
+from .operations import OpId, OpKind
+from .radix_node import ITEM_BYTES
+from .tokens import Tokens, as_tokens
+
+if TYPE_CHECKING:
+    from .tiers import Tiers
+
+ParkedIn: TypeAlias = Literal["host", "storage"]
+
+
+class Parked:
+    """A preempted request's KV.
+
+    ::
+
+        tokens computed   | block | block | ... | block | tail |
+        on the host       | copies of nodes of the tree | own  |
+
+    Attributes:
+        num_tokens: all tokens that were computed.
+        where: "host", or "storage": then the host may drop what is stored.
+        saved: its device blocks are free, and it can be resumed; until then it is being copied.
+        failed: the copy failed in part: what is missing is computed again.
+    """
+
+    def __init__(self, lease: Lease, num_tokens: int, where: ParkedIn) -> None:
+        self.num_tokens = num_tokens
+        self.where = where
+        self.saved = False
+        self.failed = False
+        self.lease = lease
+        self.epoch = lease.epoch
+        self.op_id: OpId | None = None
+        self.runs: list[HostRun] = []  # held
+        self.tail_block: int | None = None
+        self.tail_tokens = 0
+
+
+class _ParkLanding(Landing):
+    """The copy of a request that is preempted: its lease ends with it."""
+
+    def __init__(self, tiers: Tiers, runs: Sequence[HostRun], parked: Parked) -> None:
+        super().__init__(tiers, runs)
+        self._parked = parked
+        self._lost_tail: int | None = None
+
+    def end(self, ok: Sequence[bool]) -> None:
+        """See Effect."""
+        super().end(ok)
+        parked = self._parked
+        parked.failed = not all(ok)
+        if parked.tail_block is not None and not ok[-1]:
+            # It may still be written: it is free with the fence.
+            self._lost_tail, parked.tail_block = parked.tail_block, None
+        parked.saved, parked.op_id = True, None
+        parked.lease.parking = False
+        self._tiers.manager.release(parked.lease)
+
+    def fenced(self) -> None:
+        """See Effect."""
+        super().fenced()
+        self._tiers.host.pool.recycle(np.array(self.own_host_blocks(), np.int32))
+        let_go_of_stored(self._tiers)
+
+    def own_host_blocks(self) -> list[int]:
+        """See Effect."""
+        return [] if self._lost_tail is None else [self._lost_tail]
+
+
+def park(tiers: Tiers, lease: Lease, tokens: Tokens, where: ParkedIn) -> Parked | None:
+    """See `Tiers.park`."""
+    if where == "storage" and tiers.storage is None:
+        raise StorageConfigError("a request is parked in storage, but the cache has none")
+    tokens = as_tokens(tokens)
+    manager, host = tiers.manager, tiers.host
+    manager.publish(lease, tokens)
+    path = tiers.tree.path(lease.node)
+    # Held first, so that they are not dropped to make room for the rest.
+    held = host.hold([node.host for node in path if node.host is not None])
+    missing = {node: node.device_blocks for node in path if node.host is None}
+    sources = b"".join(missing.values())
+    tail_tokens = max(len(tokens) - lease.num_shared_blocks * manager.block_size, 0)
+    if tail_tokens:
+        sources += lease.block_table[lease.num_shared_blocks].tobytes()
+    if len(sources) // ITEM_BYTES > host.available:
+        tiers.let_go(held)
+        return None
+    ids, runs = tiers.writer.land(missing, len(sources) // ITEM_BYTES)
+    parked = Parked(lease, len(tokens), where)
+    if tail_tokens:
+        parked.tail_block, parked.tail_tokens = int(ids[-1]), tail_tokens
+    landing = _ParkLanding(tiers, runs, parked)
+    parked.runs = host.hold([node.host for node in path if node.host is not None])
+    tiers.let_go(held)
+    lease.parking = True
+    tiers.parked[parked] = None
+    if sources:
+        parked.op_id = tiers.submit(OpKind.DEVICE_TO_HOST, landing, sources, ids.tobytes())
+    else:
+        landing.end([])
+        landing.fenced()
+    return parked
+
+
+def unpark(tiers: Tiers, parked: Parked) -> None:
+    """See `Tiers.unpark`."""
+    require_parked(tiers, parked)
+    _end(tiers, parked)
+    _recycle_tail(tiers, parked)
+
+
+def require_parked(tiers: Tiers | None, parked: Parked) -> None:
+    """Refuse what was resumed or let go before."""
+    if tiers is None or parked not in tiers.parked:
+        raise LeaseError("the parked request was resumed or let go before, or is of another cache")
+
+
+def require_saved(tiers: Tiers | None, parked: Parked, num_tokens: int) -> None:
+    """Refuse to resume what is not parked, or not yet, or with fewer tokens than were computed."""
+    require_parked(tiers, parked)
+    if not parked.saved:
+        raise LeaseError("the parked request is still being copied")
+    if num_tokens < parked.num_tokens:
+        raise LeaseError(
+            f"a request was parked with {parked.num_tokens} tokens, but resumes with {num_tokens}"
+        )
+
+
+def resume(tiers: Tiers, parked: Parked, num_blocks: int) -> tuple[int, int] | None:
+    """Let go of what is parked, as its request goes on; hand out its tail.
+
+    Args:
+        tiers: where it is.
+        parked: it, saved.
+        num_blocks: how many blocks of it the cache has; if not all, the tail is of no use.
+
+    Returns:
+        The host block of the tail, which is the caller's now, and how many tokens are in it.
+    """
+    _end(tiers, parked)
+    whole = (parked.num_tokens - parked.tail_tokens) // tiers.manager.block_size
+    if parked.tail_block is None or num_blocks != whole or parked.epoch != tiers.manager.epoch:
+        _recycle_tail(tiers, parked)
+        return None
+    return parked.tail_block, parked.tail_tokens
+
+
+def let_go_of_stored(tiers: Tiers) -> None:
+    """Let the host drop what was parked in storage, and is there."""
+    for parked in tiers.parked:
+        if parked.where == "storage" and parked.saved and all(run.stored for run in parked.runs):
+            tiers.let_go(parked.runs)
+
+
+def _end(tiers: Tiers, parked: Parked) -> None:
+    del tiers.parked[parked]
+    if parked.op_id is not None:
+        tiers.operations.cancel(parked.op_id)
+    tiers.let_go(parked.runs)
+
+
+def _recycle_tail(tiers: Tiers, parked: Parked) -> None:
+    if parked.tail_block is not None:
+        tiers.host.pool.recycle(np.array([parked.tail_block], np.int32))
+        parked.tail_block = None

@@ -1,0 +1,325 @@
+"""The host and storage tiers of a cache manager: operations out, completions in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from .effects import Loads, Promotion, Stored
+from .host_tier import HostConfig, HostRun, HostTier
+from .host_writer import HostWriter
+from .lease import TierStats
+from .operations import Effect, Operation, Operations, OpId, OpKind
+from .parking import Parked, ParkedIn, let_go_of_stored, park, resume, unpark
+from .prefetch import Prefetch, prefetch
+from .radix_node import ITEM_BYTES, Node, Walk
+from .storage.keys import StorageNamespace
+from .tiered_tree import TieredTree
+from .tokens import Tokens, as_bytes
+
+if TYPE_CHECKING:
+    from .lease import Lease, Match
+    from .manager import CacheManager
+
+COPY_TIMEOUT_S: Final = 60.0
+"""Between device and host; it ends sooner, unless the device hangs."""
+STORAGE_TIMEOUT_S: Final = 5.0
+"""After this a write is forgotten, and what was to be loaded is computed."""
+
+
+class Tiers:
+    """What of a manager is below the device.
+
+    Take the operations after each round of calls, dispatch them before the next step of the model,
+    and report what became of each; `Operation` says in which order they may happen.
+
+    Example:
+        >>> from radixkv.kvcache import CacheManager, HostConfig
+        >>> manager = CacheManager(2, 2, host=HostConfig(2))
+        >>> tiers = manager.tiers
+        >>> lease = manager.admit(manager.match([1, 2, 3, 4]))
+        >>> manager.publish(lease, [1, 2, 3, 4])
+        >>> manager.release(lease)
+        >>> manager.evict(1)
+        1
+        >>> [operation] = tiers.take_operations()
+        >>> operation.kind.value
+        'device to host'
+        >>> tiers.complete(operation.id, [True])
+        True
+        >>> manager.match([1, 2, 3, 4]).num_host_blocks
+        1
+
+    Attributes:
+        config: of the host tier.
+        storage: whose blocks storage keeps; None: there is no storage.
+    """
+
+    def __init__(
+        self, manager: CacheManager, config: HostConfig, storage: StorageNamespace | None
+    ) -> None:
+        self.config = config
+        self.storage = storage
+        self.manager = manager
+        self.host = HostTier(config.num_blocks)
+        self.tree = TieredTree(manager.block_size, self.host)
+        self.operations = Operations()
+        self.writer = HostWriter(self)
+        self.parked: dict[Parked, None] = {}
+        self.promoted_blocks = self.stored_blocks = self.fetched_blocks = 0
+        self._loading: dict[OpId, Promotion] = {}
+
+    # Operations out, completions in
+
+    def take_operations(self) -> list[Operation]:
+        """Hand out what was decided since the last call, to be dispatched before the next step."""
+        self.writer.write_through()
+        return self.operations.take()
+
+    def take_cancelled(self) -> list[OpId]:
+        """Hand out which operations, of those taken, nobody wants any more.
+
+        Each must still be completed or fenced, when nobody writes its blocks any more.
+        """
+        return self.operations.take_cancelled()
+
+    def complete(self, op_id: OpId, ok: Sequence[bool], *, fenced: bool = True) -> bool:
+        """Say what became of an operation; False, and nothing is changed, if it had ended.
+
+        Args:
+            op_id: of an operation that was taken.
+            ok: for each of its blocks, whether all of it is where it should be.
+            fenced: whether nobody uses its blocks any more; else `fence` is to say so.
+
+        Raises:
+            OperationResultError: if there is not one result per block.
+        """
+        return self.operations.complete(op_id, ok, fenced=fenced)
+
+    def fence(self, op_id: OpId) -> bool:
+        """Say that nobody uses the blocks of an ended operation any more; False if known."""
+        return self.operations.fence(op_id)
+
+    @property
+    def num_open_operations(self) -> int:
+        """Operations that have not ended, or may still write."""
+        return self.operations.num_open + self.operations.num_quarantined
+
+    # Preemption that keeps its KV, and what storage has
+
+    def park(self, lease: Lease, tokens: Tokens, where: ParkedIn = "host") -> Parked | None:
+        """Copy the KV of a lease to a slower tier; the lease ends when that has been done.
+
+        Until then its blocks stay its own, but must not be written. If the copy fails, the lease
+        ends as well, and the request computes again what the cache has not.
+
+        Args:
+            lease: of a request that no running step reads.
+            tokens: all of its tokens whose KV has been computed; whole blocks are published.
+            where: "host", or "storage": then the host may drop them once they are stored.
+
+        Returns:
+            What to resume from, by `CacheManager.admit`, or to `unpark`; None if the host has no
+            room, and then nothing has changed, but for what was published.
+
+        Raises:
+            LeaseError: if the lease is not live, still loads, or has no room for so many tokens.
+            StorageConfigError: for "storage" without one.
+        """
+        return park(self, lease, tokens, where)
+
+    def unpark(self, parked: Parked) -> None:
+        """Let go of what a parked request keeps: it was aborted, or computes all again.
+
+        Raises:
+            LeaseError: if it was resumed or let go before.
+        """
+        unpark(self, parked)
+
+    def prefetch(self, tokens: Tokens, namespace: bytes = b"") -> Prefetch | None:
+        """Bring what storage has of tokens to the host, for a request that is yet to be admitted.
+
+        Returns:
+            What to wait for, or to cancel; None if there is nothing to ask storage for.
+
+        Raises:
+            TokenError, NamespaceError: for arguments of the wrong kind.
+        """
+        return prefetch(self, tokens, namespace)
+
+    def cancel(self, prefetch: Prefetch) -> None:
+        """End a prefetch whose request has gone; nothing happens if it has ended."""
+        prefetch.wanted = False
+        self.operations.cancel(prefetch.op_id)
+
+    # From the host to the device
+
+    def match(self, match: Match, walk: Walk) -> None:
+        """Add to a match what the host has after the blocks on the device."""
+        rest = as_bytes(match._tokens)[walk.num_bytes :]
+        match.host_runs, match.num_host_blocks = self.tree.host_runs(walk.node, rest)
+
+    def reserve(self, match: Match, parked: Parked | None) -> Loads | None:
+        """Keep what a match found on the host, and what a parked request left; None if nothing."""
+        tail = None
+        if parked is not None:
+            tail = resume(self, parked, match.num_blocks + match.num_host_blocks)
+        num_blocks = match.num_host_blocks
+        if num_blocks == 0 and tail is None:
+            return None
+        runs = match.host_runs
+        excess = sum([run.num_blocks for run in runs]) - num_blocks
+        if excess:
+            last = runs[-1]
+            assert last.node is not None, "a match names a dropped copy"
+            upper = self.tree.split(last.node, last.num_blocks - excess).host
+            assert upper is not None, "half of a copy is missing"
+            runs = [*runs[:-1], upper]
+        sources = b"".join([run.blocks for run in runs])
+        if tail is not None:
+            sources += np.int32(tail[0]).tobytes()
+        if self.config.write == "exclusive":
+            self.tree.version += 1
+            for run in runs:
+                if not run.holders:
+                    self.host.leave(run)  # what is evicted for them may take their place
+        first = match.num_tokens
+        tokens = match._tokens[first : first + num_blocks * self.manager.block_size].tobytes()
+        return Loads(self.host.hold(runs), sources, tokens, tail)
+
+    def admitted(self, lease: Lease, loads: Loads | None) -> None:
+        """Copy what was reserved into the blocks of a lease that follow its hit."""
+        self.writer.hit(lease.node)
+        if loads is not None:
+            promotion = Promotion(self, lease, loads)
+            first = lease.num_shared_blocks
+            ids = lease.block_table[first : first + len(loads.sources) // ITEM_BYTES]
+            lease.loading = self.submit(
+                OpKind.HOST_TO_DEVICE, promotion, loads.sources, ids.tobytes()
+            )
+            self._loading[lease.loading] = promotion
+
+    def adopt(self, node: Node, tokens: bytes, device_blocks: bytes) -> Node:
+        """Put on the device what a lease has of a node that only the host had; see the tree."""
+        node = self.tree.adopt(node, tokens, device_blocks)
+        if node.host is not None:
+            self.keep_one(node.host)
+        return node
+
+    def promoted(self, promotion: Promotion, num_blocks: int, tail_tokens: int) -> None:
+        """Publish what has arrived, and is fenced, in the blocks of a lease."""
+        lease = promotion.lease
+        assert lease is not None and lease.loading is not None, "a lease is loaded twice"
+        del self._loading[lease.loading]
+        lease.loading = None
+        manager = self.manager
+        run = promotion.loads.tokens[: num_blocks * self.tree.block_bytes]
+        if run:
+            manager.publish_run(lease, run)
+        self.promoted_blocks += num_blocks
+        lease.num_promoted_blocks = num_blocks
+        lease.num_ready_tokens = lease.num_shared_blocks * manager.block_size + tail_tokens
+
+    def abandon(self, lease: Lease) -> None:
+        """Take over the private blocks of a lease that ends while they are loaded."""
+        assert lease.loading is not None, "a lease that does not load is abandoned"
+        promotion = self._loading.pop(lease.loading)
+        promotion.lease = None
+        promotion.orphans = lease.block_table[lease.num_shared_blocks :].copy()
+        self.operations.cancel(lease.loading)
+        lease.loading = None
+
+    def cancel_all(self) -> None:
+        """Cancel every operation, as the cache is reset."""
+        self.writer.forget()
+        self.operations.cancel_all()
+
+    # Holds
+
+    def let_go(self, holder: list[HostRun]) -> None:
+        """End a hold; with one tier at a time, a copy of what is on the device too goes."""
+        runs = list(holder)
+        self.host.let_go(holder)
+        for run in runs:
+            if run.node is not None:
+                self.keep_one(run)
+
+    def keep_one(self, run: HostRun) -> None:
+        """Drop a copy of what is on the device, if blocks are to be in one tier at a time."""
+        assert run.node is not None, "a dropped copy is looked at"
+        moved = self.config.write == "exclusive" and run.is_valid and not run.holders
+        if run.node.device_blocks and (moved or run.leaving):
+            self.host.drop(run)
+
+    def arrived(self, run: HostRun, num_good: int) -> list[HostRun]:
+        """Take in that of a landing run num_good blocks have been written; return what is valid."""
+        node = run.node
+        if node is None:
+            return []
+        if 0 < num_good < run.num_blocks:
+            upper = self.tree.split(node, num_good).host
+            assert upper is not None, "half of a copy is missing"
+            return [*self.arrived(upper, num_good), *self.arrived(run, 0)]
+        if num_good:
+            self.tree.version += 1
+            self.host.settle(run)
+            return [run]
+        if node.device_blocks:
+            self.host.drop(run)
+        else:
+            self.tree.remove(node)
+        return []
+
+    # Shared steps
+
+    def submit(
+        self,
+        kind: OpKind,
+        effect: Effect,
+        sources: bytes = b"",
+        destinations: bytes = b"",
+        keys: Sequence[bytes] = (),
+    ) -> OpId:
+        """Decide an operation on blocks that are given as bytes of int32."""
+        return self.operations.submit(
+            kind,
+            effect,
+            epoch=self.manager.epoch,
+            sources=np.frombuffer(sources, np.int32),
+            destinations=np.frombuffer(destinations, np.int32),
+            keys=keys,
+            timeout_s=STORAGE_TIMEOUT_S if keys else COPY_TIMEOUT_S,
+        )
+
+    def store(self, runs: Sequence[HostRun]) -> None:
+        """Write copies to storage, unless it has them or is about to."""
+        missing = [run for run in runs if not (run.stored or run.storing)]
+        if self.storage is None or not missing:
+            return
+        blocks = b"".join([run.blocks for run in missing])
+        keys = self.tree.keys_of(missing, self.storage)
+        self.submit(OpKind.HOST_TO_STORAGE, Stored(self, missing), sources=blocks, keys=keys)
+
+    def stats(self) -> TierStats:
+        """Return the counts; O(1)."""
+        host = self.host
+        return TierStats(
+            host_blocks=host.pool.num_blocks,
+            host_free_blocks=host.pool.num_free,
+            host_cached_blocks=host.num_cached,
+            parked=len(self.parked),
+            open_operations=self.operations.num_open,
+            quarantined_operations=self.operations.num_quarantined,
+            promoted_blocks=self.promoted_blocks,
+            demoted_blocks=self.writer.demoted_blocks,
+            dropped_blocks=self.tree.dropped_blocks,
+            stored_blocks=self.stored_blocks,
+            fetched_blocks=self.fetched_blocks,
+            late_completions=self.operations.late_completions,
+        )
+
+    def let_go_of_stored(self) -> None:
+        """Let the host drop what was parked in storage, and is there."""
+        let_go_of_stored(self)
