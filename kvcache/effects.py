@@ -41,7 +41,7 @@ class Landing(Effect):
             after = place + run.num_blocks
             arrived += self._tiers.arrived(run, leading(ok[place:after]))
             place = after
-        self._tiers.store(arrived)
+        self._tiers.store([run for run in arrived if run.node is not None])
 
     def fenced(self) -> None:
         """See Effect."""

@@ -155,7 +155,7 @@ class HostTier:
         run.landing = False
         self.num_cached += run.num_blocks
         if not run.holders:
-            self._link(run)
+            self._link_path(run)
 
     def leave(self, run: HostRun) -> None:
         """Give the blocks of a valid run back; what was in them is on its way to the device."""
@@ -183,7 +183,7 @@ class HostTier:
                 if run.node is None:
                     self._recycle(run)
                 elif run.is_valid:
-                    self._link(run)
+                    self._link_path(run)
         holder.clear()
 
     def touch(self, run: HostRun) -> None:
@@ -218,6 +218,16 @@ class HostTier:
         if run.warmer is not None:  # next to it, as the one that is dropped later
             self._link(part, before=run.warmer)
             self.num_idle -= part.num_blocks  # counted with the whole
+
+    def _link_path(self, run: HostRun) -> None:
+        """Make a run the last to be dropped, but for what it follows."""
+        self._link(run)
+        assert run.node is not None, "a dropped run goes into the host tier's list"
+        above = run.node.parent
+        while above is not None:
+            if above.host is not None:
+                self.touch(above.host)
+            above = above.parent
 
     def _link(self, run: HostRun, before: HostRun | None = None) -> None:
         warmer = self._list if before is None else before

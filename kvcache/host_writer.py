@@ -47,13 +47,16 @@ class HostWriter:
         victims = self.tree.take_coldest(num_blocks)
         ids = b"".join([node.device_blocks for node in victims])
         moving = [node for node in victims if node.host is None]
+        for node in victims:
+            if node.host is not None:
+                node.device_blocks = b""
         excess = sum([node.num_blocks for node in moving])
         if self._config.write != "through":
             self.demoted_blocks += len(ids) // ITEM_BYTES
             excess -= self._host.available
         moving = self._drop_coldest(moving, excess)
         sources = {node: node.device_blocks for node in moving}
-        for node in (*victims, *moving):
+        for node in moving:
             node.device_blocks = b""
         self.make_room(_count(sources))
         # Making room may have dropped what one of them followed.
@@ -85,7 +88,7 @@ class HostWriter:
     def hit(self, node: Node) -> None:
         """Note that a request has hit the path to node."""
         hits = self.tree.hits
-        for place in self.tree.path(node):
+        for place in reversed(self.tree.path(node)):
             if place.host is not None:
                 self._host.touch(place.host)
             elif self._config.hits:
