@@ -175,7 +175,7 @@ class HostTier:
 
     def let_go(self, holder: list[HostRun]) -> None:
         """End a hold: what nobody else holds can be dropped; what was dropped gives its blocks."""
-        for run in reversed(holder):  # the deepest first, as it is the first to be dropped
+        for run in holder:  # in the order of an eviction, that is of last use
             # By identity: two holders of the same runs are equal lists.
             place = next(i for i, each in enumerate(run.holders) if each is holder)
             del run.holders[place]
