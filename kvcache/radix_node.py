@@ -88,25 +88,34 @@ def coldest(idle: Node, most: int) -> tuple[list[Node], Node]:
 
 def cut_off(leaves: list[Node]) -> list[Node]:
     """Take leaves from their parents and clear their links; return the parents left childless."""
-    parents = [leaf.parent for leaf in leaves]
-    first = parents[0] if parents else None
-    if first is not None and parents.count(first) == len(leaves):
-        # Siblings can lie in a dict larger than any cache. `del` would wait for each cache miss;
-        # in a loop as tight as this lookup of all of them, the processor waits for many together.
+    first = leaves[0].parent if leaves else None
+    if first is not None and _are_children(first, leaves):
         children = first.children
-        itemgetter(*[leaf.key for leaf in leaves])(children)
         for leaf in leaves:
             del children[leaf.key]
             leaf.colder = leaf.warmer = None
         return [] if children else [first]
     childless = []
-    for leaf, parent in zip(leaves, parents, strict=True):
+    for leaf in leaves:
+        parent = leaf.parent
         assert parent is not None, "a root is in the idle list"
         del parent.children[leaf.key]
         leaf.colder = leaf.warmer = None
         if not parent.children:
             childless.append(parent)
     return childless
+
+
+def _are_children(parent: Node, leaves: list[Node]) -> bool:
+    # Siblings can lie in a dict larger than any cache, and `del` would wait for each cache miss.
+    # In a loop as tight as this lookup of all of them, the processor waits for many together.
+    keys = [leaf.key for leaf in leaves]
+    try:
+        found = itemgetter(*keys, keys[0])(parent.children)  # of one key it would give no tuple
+    except KeyError:
+        return False
+    # Tuples compare their nodes by identity: under another parent, another has the same key.
+    return bool(found == (*leaves, leaves[0]))
 
 
 class Walk:

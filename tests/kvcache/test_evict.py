@@ -149,3 +149,14 @@ def test_evicting_very_many_equals_evicting_one_by_one(fan_out: int, num_blocks:
     managers[0].check()
     left = [[hit(manager, tokens) for tokens in prompts] for manager in managers]
     assert left[0] == left[1]
+
+
+def test_leaves_of_two_namespaces_with_the_same_tokens():
+    manager = CacheManager(100, 1)
+    for n in range(50):
+        serve(manager, [n], b"a")
+        serve(manager, [n], b"b")
+    assert manager.evict(60) == 60
+    manager.check()
+    for namespace in (b"a", b"b"):
+        assert [hit(manager, [n], namespace) for n in range(50)] == [0] * 30 + [1] * 20
