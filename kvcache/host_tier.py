@@ -10,7 +10,7 @@ import numpy as np
 
 from .block_pool import BlockPool
 from .errors import HostConfigError
-from .radix_node import ITEM_BYTES
+from .radix_node import ITEM_BYTES, set_host
 from .tokens import Int32Array, as_count
 
 if TYPE_CHECKING:
@@ -146,7 +146,8 @@ class HostTier:
     def land(self, node: Node, ids: Int32Array) -> HostRun:
         """Give a node a copy that is yet to be written, in blocks of the pool."""
         assert node.host is None, "a node has two copies on the host"
-        run = node.host = HostRun(node, ids.tobytes(), landing=True)
+        run = HostRun(node, ids.tobytes(), landing=True)
+        set_host(node, run)
         return run
 
     def settle(self, run: HostRun) -> None:
@@ -197,7 +198,7 @@ class HostTier:
         assert run.node is not None, "a run is dropped twice"
         if run.warmer is not None:
             self._unlink(run)
-        run.node.host = None
+        set_host(run.node, None)
         run.node = None
         if run.is_valid:
             self.num_cached -= run.num_blocks
@@ -214,7 +215,8 @@ class HostTier:
 
     def split(self, run: HostRun, upper: Node, num_blocks: int) -> None:
         """Give upper the first num_blocks of a run."""
-        part = upper.host = run.split(upper, num_blocks)
+        part = run.split(upper, num_blocks)
+        set_host(upper, part)
         if run.warmer is not None:  # next to it, as the one that is dropped later
             self._link(part, before=run.warmer)
             self.num_idle -= part.num_blocks  # counted with the whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,9 +22,11 @@ from .lease import CacheStats, Epoch, Lease, Match, NextBlock
 from .parking import Parked, require_saved
 from .radix_node import Walk
 from .radix_tree import RadixTree
-from .storage.keys import StorageNamespace
 from .tiers import Tiers
 from .tokens import Int32Array, Tokens, as_bytes, as_count, as_tokens
+
+if TYPE_CHECKING:
+    from .storage.keys import StorageNamespace
 
 
 class CacheManager:

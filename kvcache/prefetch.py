@@ -10,7 +10,6 @@ import numpy as np
 from .effects import leading
 from .host_tier import HostRun
 from .operations import Effect, OpId, OpKind
-from .storage.keys import block_keys
 from .tokens import Tokens, as_tokens
 
 if TYPE_CHECKING:
@@ -126,7 +125,7 @@ def prefetch(tiers: Tiers, tokens: Tokens, namespace: bytes) -> Prefetch | None:
     have, whole = match.num_blocks + match.num_host_blocks, len(tokens) // block_size
     if tiers.storage is None or have == whole:
         return None
-    keys = block_keys(tiers.storage, tokens, namespace)[have:]
+    keys = tiers.storage.block_keys(tokens, namespace)[have:]
     path = tokens[: whole * block_size].tobytes()
     asked = Prefetch(tiers, path, namespace, keys)
     asked.runs = tiers.host.hold(match.host_runs)

@@ -24,7 +24,7 @@ class Node:
         key: the tokens of the first block, under which the parent has it; a root's namespace.
         tokens: the tokens of the run, and after a trim whatever followed them.
         device_blocks: the block ids of the run on the device, in order; empty if it is not there.
-        host: its copy on the host, or None.
+        host: its copy on the host, or None; only a `TieredNode` can have one.
         children: the nodes that continue the run, by key; to be changed by `adopt` and `del` only.
         refs: how many leases have the node on their path.
         colder, warmer: neighbours in the idle list.
@@ -34,13 +34,14 @@ class Node:
         "children",
         "colder",
         "device_blocks",
-        "host",
         "key",
         "parent",
         "refs",
         "tokens",
         "warmer",
     )
+
+    host: HostRun | None = None
 
     def __init__(
         self, parent: Node | None, key: bytes, tokens: bytes | bytearray, device_blocks: bytes
@@ -51,7 +52,6 @@ class Node:
         self.device_blocks = device_blocks
         self.children = NO_CHILDREN
         self.refs = 0
-        self.host: HostRun | None = None
         self.colder: Node | None = None
         self.warmer: Node | None = None
 
@@ -67,6 +67,24 @@ class Node:
         if not self.children:
             self.children = {}  # it may be the one that all leaves share
         self.children[child.key] = child
+
+
+class TieredNode(Node):
+    """A node of a tree with a host tier: one more word, which the others do without."""
+
+    __slots__ = ("host",)
+
+    def __init__(
+        self, parent: Node | None, key: bytes, tokens: bytes | bytearray, device_blocks: bytes
+    ) -> None:
+        super().__init__(parent, key, tokens, device_blocks)
+        self.host: HostRun | None = None
+
+
+def set_host(node: Node, run: HostRun | None) -> None:
+    """Give a node a copy on the host, or take it away."""
+    assert isinstance(node, TieredNode), "a node of a tree without a host tier gets a copy"
+    node.host = run
 
 
 NO_CHILDREN: Final[dict[bytes, Node]] = {}

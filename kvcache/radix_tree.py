@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
-from typing import Final
+from typing import ClassVar, Final
 
 import numpy as np
 
@@ -38,6 +38,8 @@ class RadixTree:
         num_cached: blocks in the tree.
         num_idle: blocks of it that no lease uses: all of them can be evicted.
     """
+
+    node_type: ClassVar[type[Node]] = Node
 
     def __init__(self, block_size: int) -> None:
         self.block_bytes = block_size * ITEM_BYTES
@@ -99,7 +101,7 @@ class RadixTree:
         """Make the root of a namespace that has none."""
         assert namespace not in self.roots, f"namespace {namespace!r} has a root"
         self.version += 1
-        root = self.roots[namespace] = Node(None, namespace, b"", b"")
+        root = self.roots[namespace] = self.node_type(None, namespace, b"", b"")
         return root
 
     def pin(self, walk: Walk, above: Node | None = None) -> Node:
@@ -161,7 +163,7 @@ class RadixTree:
             run = bytearray(tokens)
         key = tokens[: self.block_bytes]
         assert key not in node.children, "a block is published twice under one parent"
-        child = Node(node, key, run, device_blocks)
+        child = self.node_type(node, key, run, device_blocks)
         child.refs = 1
         node.adopt(child)
         return child
@@ -171,7 +173,7 @@ class RadixTree:
         self.version += 1
         assert lower.parent is not None, "a root cannot be split"
         cut = num_blocks * self.block_bytes
-        upper = Node(
+        upper = self.node_type(
             lower.parent,
             lower.key,
             lower.tokens[:cut],

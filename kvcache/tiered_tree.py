@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from .host_tier import HostRun, HostTier
-from .radix_node import ITEM_BYTES, Node, Walk
+from .radix_node import ITEM_BYTES, Node, TieredNode, Walk
 from .radix_tree import RadixTree
-from .storage.keys import StorageNamespace, block_keys
 from .tokens import Int32Array
+
+if TYPE_CHECKING:
+    from .storage.keys import StorageNamespace
 
 
 class TieredTree(RadixTree):
@@ -28,6 +31,8 @@ class TieredTree(RadixTree):
         hits: how often nodes without a copy were hit, where that is counted.
         dropped_blocks: blocks that left the host tier for good, or found no room in it.
     """
+
+    node_type: ClassVar[type[Node]] = TieredNode
 
     def __init__(self, block_size: int, host: HostTier) -> None:
         super().__init__(block_size)
@@ -57,7 +62,7 @@ class TieredTree(RadixTree):
             for node in path:
                 if node not in known:
                     tokens = np.frombuffer(node.tokens, np.int32)
-                    known[node] = block_keys(storage, tokens, root.key, parent)
+                    known[node] = storage.block_keys(tokens, root.key, parent)
                 parent = known[node][-1]
             keys += known[run.node]
         return keys
@@ -189,7 +194,7 @@ class TieredTree(RadixTree):
         if walk.inside is not None:
             parent = self.split(walk.inside, walk.inside_blocks)
         rest = tokens[walk.num_bytes :]
-        node = Node(parent, rest[: self.block_bytes], rest, b"")
+        node = TieredNode(parent, rest[: self.block_bytes], rest, b"")
         parent.adopt(node)
         run = self.host.land(node, host_blocks[-missing:])
         run.stored = True  # that is where it came from

@@ -15,13 +15,13 @@ from .operations import Effect, Operation, Operations, OpId, OpKind
 from .parking import Parked, ParkedIn, let_go_of_stored, park, resume, unpark
 from .prefetch import Prefetch, prefetch
 from .radix_node import ITEM_BYTES, Node, Walk
-from .storage.keys import StorageNamespace
 from .tiered_tree import TieredTree
 from .tokens import Tokens, as_bytes
 
 if TYPE_CHECKING:
     from .lease import Lease, Match
     from .manager import CacheManager
+    from .storage.keys import StorageNamespace
 
 COPY_TIMEOUT_S: Final = 60.0
 """Between device and host; it ends sooner, unless the device hangs."""

@@ -89,6 +89,12 @@ class StorageNamespace:
         # Each with its name, type and length in front, sorted by name.
         return sha256(b"radixkv storage namespace\0" + make_namespace(**values)).digest()
 
+    def block_keys(
+        self, tokens: Tokens, extras: bytes = b"", parent: bytes | None = None
+    ) -> list[bytes]:
+        """Return the keys of the whole blocks of tokens: the function `block_keys`."""
+        return block_keys(self, tokens, extras, parent)
+
 
 def block_keys(
     namespace: StorageNamespace, tokens: Tokens, extras: bytes = b"", parent: bytes | None = None
