@@ -225,7 +225,11 @@ class CacheAdapter:
             available_after={
                 name: manager.available_after(match) for name, (match, _) in self._matches.items()
             },
-            counts={name: getattr(stats, name) for name in stats.__dataclass_fields__},
+            counts={
+                name: getattr(stats, name)
+                for name in stats.__dataclass_fields__
+                if name != "tiers"
+            },
         )
 
     def _walk(
