@@ -9,7 +9,7 @@ from . import cache_rules as rules
 from .adapter import Snapshot
 from .blocks import FREE
 from .ghost import Tag
-from .rules import require
+from .rules import Violation, require
 
 if TYPE_CHECKING:
     from .cache_model import CacheModel
@@ -89,41 +89,29 @@ def _check_inside(world: CacheWorld, model: CacheModel, shot: Snapshot) -> None:
 
 
 def _check_cached(world: CacheWorld, model: CacheModel, shot: Snapshot) -> None:
-    found = {world.tag_of(*prefix): block for prefix, block in shot.cached.items()}
+    tags = {prefix: world.tag_of(*prefix) for prefix in shot.cached}
+    found = {tags[prefix]: block for prefix, block in shot.cached.items()}
     wanted = {tag: entry.block for tag, entry in model.published_at.items()}
-    require(
-        found == wanted,
-        rules.W2,
-        "cached are blocks {}, published {}",
-        sorted(found.values()),
-        sorted(wanted.values()),
-    )
+    if found != wanted:
+        cached, published = sorted(found.values()), sorted(wanted.values())
+        raise Violation(rules.W2, f"cached are blocks {cached}, published {published}")
     users = dict.fromkeys(wanted, 0)
     for holding in model.holdings.values():
         for tag in holding.shared:
             users[tag] += 1
     for prefix, number in shot.users.items():
-        tag = world.tag_of(*prefix)
-        require(
-            users.get(tag) == number,
-            rules.W3,
-            "block {} counts {} users, has {}",
-            found.get(tag),
-            number,
-            users.get(tag),
-        )
+        known = tags.get(prefix)
+        there_are = users[known] if known is not None else None
+        if there_are != number:
+            block = shot.cached.get(prefix)
+            raise Violation(rules.W3, f"block {block} counts {number} users, has {there_are}")
 
 
 def _check_idle(model: CacheModel, shot: Snapshot) -> None:
     used = model.used()
     unused = {entry.block: tag for tag, entry in model.published_at.items() if tag not in used}
-    require(
-        sorted(shot.idle) == sorted(unused),
-        rules.W4,
-        "idle are blocks {}, unused {}",
-        shot.idle,
-        sorted(unused),
-    )
+    if sorted(shot.idle) != (wanted := sorted(unused)):
+        raise Violation(rules.W4, f"idle are blocks {shot.idle}, unused {wanted}")
     if model.lru:
         order = [model.published_at[unused[block]] for block in shot.idle]
         ages = [(entry.last_use, -entry.depth) for entry in order]
@@ -142,8 +130,8 @@ def _check_reports(world: CacheWorld, model: CacheModel, shot: Snapshot) -> None
         require(number == left, rules.S2, "{} available after {}, not {}", number, name, left)
     expected = {**world.counts(), **model.counts} if shot.counts else {}
     for word, number in shot.counts.items():
-        counted = expected.get(word, 0)
-        require(number == counted, rules.S3, "{} is {}, should be {}", word, number, counted)
+        if number != (counted := expected.get(word, 0)):
+            raise Violation(rules.S3, f"{word} is {number}, should be {counted}")
     _check_next_blocks(world, model, shot)
 
 

@@ -12,22 +12,22 @@ if TYPE_CHECKING:
 
 WEIGHTS: Final = {
     "submit": 30,
-    "admit": 40,
+    "admit": 30,
     "forward": 50,
     "append": 40,
-    "finish": 25,
-    "match": 12,
-    "append_batch": 12,
+    "finish": 12,
+    "match": 20,
+    "append_batch": 20,
     "launch": 12,
     "done": 30,
     "fail": 4,
     "again": 4,
-    "preempt": 12,
+    "preempt": 8,
     "evict": 6,
-    "reset": 3,
+    "reset": 2,
     "misuse": 6,
-    "check": 3,
-    "drain": 3,
+    "check": 2,
+    "drain": 1,
 }
 
 COMMON: Final = ("submit", "admit", "forward", "finish")
@@ -108,7 +108,7 @@ def draw_operation(world: CacheWorld, word: str, names: list[str], below: Below)
         past = world.past
         prompt = draw_prompt(below, past, world.config)
         namespace = below(len(NAMESPACES)) if below(3) == 0 else 0
-        return [word, f"r{len(past) + 1}", prompt, below(9), namespace]
+        return [word, f"r{len(past) + 1}", prompt, below(8 + 2 * world.block_size), namespace]
     if word in ("forward", "launch"):
         request = world.requests[name]
         operation = [word, name, len(request.tokens) if below(2) else 1 + below(5)]
@@ -117,8 +117,8 @@ def draw_operation(world: CacheWorld, word: str, names: list[str], below: Below)
         written = world.requests[name].written
         return [word, name, below(written + 1) if world.promises.ignores_late else written]
     if word == "append":
-        tokens = [TOKENS[below(alphabet)] for _ in range(1 if below(3) else 1 + below(4))]
-        return [word, name, tokens]
+        most = 1 if below(3) else 3 * world.block_size + 1  # a step, or blocks at once
+        return [word, name, [TOKENS[below(alphabet)] for _ in range(1 + below(most))]]
     if word == "append_batch":
         return [word, [[each, TOKENS[below(alphabet)]] for each in names if below(3)]]
     if word == "evict":

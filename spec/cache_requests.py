@@ -28,7 +28,7 @@ def draw_config(below: Below) -> Config:
         "num_blocks": 4 + below(11),
         "block_size": 1 + below(4),
         "max_running": 2 + below(4),
-        "alphabet": 1 + below(3),
+        "alphabet": min(1 + below(4), len(TOKENS)),  # of one token, no two sequences differ
         "rare": below(1 << 13) & below(1 << 13) if below(3) else 0,
         "often": below(1 << 17) & below(1 << 17) if below(3) else 0,
     }
@@ -86,10 +86,16 @@ def draw_prompt(below: Below, past: Sequence[Request], config: Config) -> list[i
     size, alphabet = config["block_size"], config["alphabet"]
     prompt: list[int] = []
     if past and below(4):
-        base = past[-1 - below(min(6, len(past)))].tokens
-        prompt = base[: below(len(base) + 2)]
+        prompt = _draw_start(below, past)
+        if below(4) == 0:  # the same tokens at another place: there they are another prefix
+            prompt = prompt[: len(prompt) - len(prompt) % size] + _draw_start(below, past)
     near_blocks = size * (1 + below(4)) + below(3) - 1
     length = near_blocks if below(2) else len(prompt) + below(5)
     length = max(1, min(length, size * (config["num_blocks"] + 1)))
     prompt = prompt[:length]
     return prompt + [TOKENS[below(alphabet)] for _ in range(length - len(prompt))]
+
+
+def _draw_start(below: Below, past: Sequence[Request]) -> list[int]:
+    tokens = past[-1 - below(min(6, len(past)))].tokens
+    return tokens[: below(len(tokens) + 2)]

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any, Final
 
-from .engine import Config, Finding, Subject, Trace, replay
+from .engine import Config, Finding, Subject, Trace
+from .rules import Violation
 
 MAX_REPLAYS: Final = 4_000
 
@@ -18,7 +19,7 @@ class _Shrinker:
     """Tries simpler candidates, and keeps those that break the same rule.
 
     Operations name requests, so that leaving one out changes the meaning of no other; what then
-    names nothing is skipped by the replay, and goes in a later round.
+    names nothing is skipped by the replay, and goes with it.
 
     Source: delta debugging (ddmin, Zeller and Hildebrandt 2002), to a fixpoint.
     """
@@ -30,16 +31,19 @@ class _Shrinker:
         self.trace: Trace = deepcopy(finding.trace)
         self.why = finding.why
         self.num_replays = 0
+        self._failed: set[str] = set()  # a round tries much that the round before has tried
 
     def keeps(self, config: Config, trace: Trace) -> bool:
-        """Tell whether a candidate still breaks the rule; if so, go on from it."""
-        if self.num_replays >= MAX_REPLAYS:
+        """Tell whether a candidate still breaks the rule; if so, go on from what of it applied."""
+        candidate = repr((config, trace))
+        if candidate in self._failed or self.num_replays >= MAX_REPLAYS:
             return False
         self.num_replays += 1
-        violation = replay(self.subject, config, trace)
+        violation, applied = _replay(self.subject, config, trace)
         if violation is None or violation.rule.name != self.rule:
+            self._failed.add(candidate)
             return False
-        self.config, self.trace, self.why = config, trace, violation.why
+        self.config, self.trace, self.why = config, applied, violation.why
         return True
 
     def run(self) -> None:
@@ -75,12 +79,18 @@ class _Shrinker:
     def simplify_arguments(self) -> None:
         """Make numbers smaller and lists shorter."""
         for index in range(len(self.trace)):
-            for place in range(1, len(self.trace[index])):
-                for simpler in _simpler(self.trace[index][place]):
-                    candidate = deepcopy(self.trace)
-                    candidate[index][place] = simpler
-                    if self.keeps(self.config, candidate):
-                        break
+            place = 1
+            # The trace is shorter when an argument was what others needed to apply.
+            while index < len(self.trace) and place < len(self.trace[index]):
+                self._simplify(index, place)
+                place += 1
+
+    def _simplify(self, index: int, place: int) -> None:
+        for simpler in _simpler(self.trace[index][place]):
+            operation = list(self.trace[index])
+            operation[place] = simpler
+            if self.keeps(self.config, [*self.trace[:index], operation, *self.trace[index + 1 :]]):
+                break
 
     def shrink_sizes(self) -> None:
         """Make the world smaller."""
@@ -117,6 +127,19 @@ def shrink(subject: Subject, finding: Finding) -> Finding:
         return finding
     shrinker.run()
     return Finding(finding.rule, shrinker.why, shrinker.config, shrinker.trace)
+
+
+def _replay(subject: Subject, config: Config, trace: Trace) -> tuple[Violation | None, Trace]:
+    """Run a trace from the start; return what broke, and the operations that applied till then."""
+    world = subject.world(dict(config))
+    applied: Trace = []
+    for operation in trace:
+        try:
+            if world.apply(operation):
+                applied.append(operation)
+        except Violation as violation:
+            return violation, [*applied, operation]
+    return None, applied
 
 
 def _names(value: Any, name: str) -> bool:

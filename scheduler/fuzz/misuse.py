@@ -20,11 +20,11 @@ harmless; the call."""
 
 
 def misuse(adapter: CacheAdapter, kind: int, name: str) -> None:
-    """Make one of the wrong calls; that it changed nothing is seen by the checks that follow.
+    """Make some of the wrong calls; that they changed nothing is seen by the checks that follow.
 
     Args:
         adapter: what to call.
-        kind: which call, of those that can be made now.
+        kind: which calls: one to the manager, one with a live lease, one with a lease that ended.
         name: a request that holds blocks, or "" if there is none.
     """
     for lease in adapter.ended:
@@ -33,12 +33,13 @@ def misuse(adapter: CacheAdapter, kind: int, name: str) -> None:
             require(held == (0, 0), R4, "a released lease has {} blocks, tokens", held)
     for lease in adapter.leases.values():
         require(not lease.block_table.flags.writeable, R3, "a block table can be written")
-    calls = list(_wrong(adapter))
+    of_each = [list(_wrong(adapter)), list(_wrong_rows(adapter))]
     if name:
-        calls += _wrong_of(adapter, adapter.leases[name])
+        of_each.append(list(_wrong_of(adapter, adapter.leases[name])))
     if adapter.ended:
-        calls += _of_ended(adapter, adapter.ended[kind % len(adapter.ended)])
-    _make(adapter, calls[kind % len(calls)])
+        of_each.append(list(_of_ended(adapter, adapter.ended[kind % len(adapter.ended)])))
+    for calls in of_each:
+        _make(adapter, calls[kind % len(calls)])
     for call in _at_the_door(adapter):
         _make(adapter, call)
 
@@ -106,6 +107,10 @@ def _wrong(adapter: CacheAdapter) -> Iterator[Call]:
         "TokenError: tokens must have one dimension, got shape (1, 2)",
         lambda: manager.match(np.zeros((1, 2), np.int32)),
     )
+
+
+def _wrong_rows(adapter: CacheAdapter) -> Iterator[Call]:
+    manager = adapter.manager
     live = [lease.row for lease in adapter.leases.values()]
     dead = next(row for row in range(len(live) + 1) if row not in live)
     for rows in ([dead], [*live, dead], [-1], [*live, len(manager.tables.live)]):

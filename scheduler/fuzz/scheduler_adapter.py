@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from types import ModuleType
 from typing import Any, Final
 
@@ -145,8 +144,8 @@ class MixedAdapter:
 
     def counts(self) -> dict[str, int]:
         """Return the counters of events."""
-        counts: dict[str, int] = asdict(self.scheduler.stats())
-        return counts
+        stats = self.scheduler.stats()
+        return {name: getattr(stats, name) for name in stats.__dataclass_fields__}
 
     def check(self) -> None:
         """Check the cache's own invariants."""

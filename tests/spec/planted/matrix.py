@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from multiprocessing import get_context
 from statistics import median
 from typing import Any, Literal, TypeAlias, cast
@@ -27,6 +27,9 @@ from .plant_scheduler import subject_with
 Engine: TypeAlias = Literal["random", "hypothesis"]
 
 TRACES_PER_RULE = 3
+
+SEEDS_AT_ONCE = 5
+"""Hunts in a row, by one process, for which a bug is planted once."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,12 @@ def subject_of(bug: Bug, depth: Depth) -> Subject:
     return CacheSubject(make_humble, depth)
 
 
+_planted = lru_cache(maxsize=1)(subject_of)
+
+
 def hunt(hunt: Hunt, *, max_steps: int, engine: Engine = "random", shrinks: bool = False) -> Kill:
     """Plant a bug and look for it."""
-    subject = subject_of(hunt.bug, hunt.depth)
+    subject = _planted(hunt.bug, hunt.depth)
     search = random_engine if engine == "random" else hypothesis_engine
     result = search.run(subject, hunt.seed, max_steps)
     if result.finding is None:
@@ -107,13 +113,14 @@ class Hunters:
         self, bugs: Sequence[Bug], depths: Sequence[Depth], num_seeds: int
     ) -> Iterator[Kill]:
         """Hunt every bug with every seed at every depth; of seed 0 the trace is shrunk."""
-        # Of long hunts the survivors are the longest: with seeds outermost, they are spread.
+        # Of long hunts the survivors are the longest: with few seeds at once, they are spread.
         hunts = [
             Hunt(bug, depth, seed)
-            for seed in range(num_seeds)
+            for first in range(0, num_seeds, SEEDS_AT_ONCE)
             for depth in depths
             for bug in bugs
             if bug.world == "cache" or depth == depths[-1]
+            for seed in range(first, min(first + SEEDS_AT_ONCE, num_seeds))
         ]
         return self._map(partial(_hunt_at_depth, max_steps=self.max_steps), hunts)
 
@@ -146,7 +153,7 @@ class Hunters:
         task = partial(task, engine=self._engine)
         if self._pool is None:
             return map(task, hunts)
-        return self._pool.map(task, hunts, chunksize=4)
+        return self._pool.map(task, hunts, chunksize=SEEDS_AT_ONCE)
 
 
 def summarize(bugs: Iterable[Bug], kills: Iterable[Kill]) -> list[dict[str, Any]]:
