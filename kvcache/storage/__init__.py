@@ -32,6 +32,7 @@ from .maintenance import Removed, Verified, open_existing, remove_values, verify
 from .remote_errors import (
     BackendRefusedError,
     BackendUnreachableError,
+    MissingLibraryError,
     MissingPackageError,
     StorageUrlError,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "Completion",
     "FileBackend",
     "Kind",
+    "MissingLibraryError",
     "MissingPackageError",
     "OperationError",
     "OperationId",

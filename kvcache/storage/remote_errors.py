@@ -4,6 +4,7 @@
 
     StorageError
     ├── MissingPackageError          an extra of radixkv is not installed
+    ├── MissingLibraryError          a library of the system is not installed
     ├── StorageUrlError              a URL that names no storage
     └── BackendError
         ├── BackendUnreachableError  no connection, or no answer in time
@@ -25,6 +26,15 @@ class MissingPackageError(StorageError, ImportError):
         super().__init__(f"{package} is not installed: pip install 'radixkv[{extra}]'")
         self.package = package
         self.extra = extra
+
+
+class MissingLibraryError(StorageError, ImportError):
+    """A library of the system that a backend's package needs is not installed."""
+
+    def __init__(self, library: str, debian_package: str) -> None:
+        super().__init__(f"{library} is not installed: apt-get install {debian_package}")
+        self.library = library
+        self.debian_package = debian_package
 
 
 class StorageUrlError(StorageError, ValueError):

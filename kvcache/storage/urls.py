@@ -47,14 +47,16 @@ def open_backend(url: str, options: BackendOptions | None = None) -> Backend:
 
     Args:
         url: ``file:///DIRECTORY``, ``redis://HOST[:PORT][/DB]``, ``rediss://…`` (TLS),
-            ``unix:///SOCKET`` (Redis), ``s3://BUCKET[/PREFIX]`` or ``memory://``. A password of
-            Redis is in its URL; that of S3 is in the environment.
+            ``unix:///SOCKET`` (Redis), ``s3://BUCKET[/PREFIX]``, ``mooncake://HOST[:PORT]`` (its
+            master) or ``memory://``. A password of Redis is in its URL; that of S3 is in the
+            environment.
         options: what the URL does not say; one that its scheme does not have is refused.
 
     Raises:
         StorageUrlError: if the URL or an option is not right. The text has no part of the URL but
             its scheme.
         MissingPackageError: if the scheme's extra is not installed.
+        MissingLibraryError: if a library of the system is not.
         StorageInUseError: if another process has the directory of file: open.
         BackendIOError: if that directory cannot be used.
         ValueError: if a time or size is not positive.
@@ -129,6 +131,22 @@ def _open_s3(url: str, options: BackendOptions) -> Backend:
     return ObjectBackend(store, prefix="/".join(steps))
 
 
+def _open_mooncake(url: str, options: BackendOptions) -> Backend:
+    from .mooncake import DEFAULT_PREFIX, MooncakeBackend, master_of
+
+    prefix = DEFAULT_PREFIX
+    if options.namespace is not None:
+        prefix += f"{_short_name(options.namespace)}:"
+    host, port = master_of(url)
+    return MooncakeBackend(
+        host,
+        port,
+        prefix=prefix,
+        timeout_s=1.0 if options.timeout_s is None else options.timeout_s,
+        connect_timeout_s=5.0 if options.connect_timeout_s is None else options.connect_timeout_s,
+    )
+
+
 def _open_memory(url: str, options: BackendOptions) -> Backend:
     from .objects import ObjectBackend, memory_store
 
@@ -159,5 +177,6 @@ _SCHEMES: Final[dict[str, tuple[Callable[[str, BackendOptions], Backend], frozen
     "rediss": (_open_redis, _SERVER | {"ttl_s", "ca_file"}),
     "unix": (_open_redis, _SERVER | {"ttl_s"}),
     "s3": (_open_s3, _SERVER),
+    "mooncake": (_open_mooncake, _SERVER),
     "memory": (_open_memory, frozenset()),
 }

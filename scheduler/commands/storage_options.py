@@ -10,7 +10,7 @@ from .options import seconds
 
 _URL_HELP = (
     "where: file:///DIRECTORY, redis://HOST[:PORT][/DB], rediss://..., unix:///SOCKET or "
-    "s3://BUCKET[/PREFIX]"
+    "s3://BUCKET[/PREFIX]; mooncake:// does not list what it has"
 )
 
 

@@ -55,6 +55,8 @@ def load(sealed: Sealed, key: bytes, num_bytes: int) -> tuple[Status, bytes]:
 class BackendConformance:
     """Each test gets a backend that is open and empty."""
 
+    list_refused: str | None = None
+    """What it says when it is asked for a list; None if it has one."""
     order_refused: str | None = None
     """What it says when it is asked for the order of use; None if it knows."""
 
@@ -137,6 +139,11 @@ class BackendConformance:
             put(backend, b"short", b"x")
 
     def test_a_list_has_what_is_there_and_how_long_it_is(self, backend: Backend) -> None:
+        if self.list_refused is not None:
+            with pytest.raises(UnsupportedError) as caught:
+                backend.list_values()
+            assert str(caught.value) == self.list_refused
+            return
         assert list(backend.list_values()) == []
         for number, key in enumerate(KEYS[:4]):
             put(backend, key, bytes(number))

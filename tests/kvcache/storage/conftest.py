@@ -4,7 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from . import mooncake_server
 from .fake_s3 import FakeS3, serving
+from .mooncake_server import MooncakeServer
 from .redis_server import RedisServer, running
 
 
@@ -20,6 +22,20 @@ def server() -> Iterator[RedisServer]:
     """A server of the test's own, to stop and to kill."""
     with running() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def shared_mooncake() -> Iterator[MooncakeServer]:
+    """A store for tests that do not stop it, and have a namespace of their own."""
+    with mooncake_server.running() as store:
+        yield store
+
+
+@pytest.fixture
+def mooncake() -> Iterator[MooncakeServer]:
+    """A store of the test's own, to stop and to kill."""
+    with mooncake_server.running() as store:
+        yield store
 
 
 @pytest.fixture

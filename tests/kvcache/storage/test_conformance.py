@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +14,11 @@ from radixkv.kvcache.storage import Backend, FileBackend
 from radixkv.kvcache.storage.objects import ObjectBackend, memory_store
 from radixkv.kvcache.storage.redis import RedisBackend
 from radixkv.kvcache.storage.redis_address import RedisAddress
-from radixkv.kvcache.storage.urls import open_backend
+from radixkv.kvcache.storage.urls import BackendOptions, open_backend
 
 from .conformance import BackendConformance, keys_of
 from .fake_s3 import FakeS3
+from .mooncake_server import MooncakeServer
 from .redis_server import RedisServer
 
 _numbers = itertools.count()
@@ -83,4 +85,17 @@ class TestObjectsInS3(BackendConformance):
         backend = open_backend("s3://bucket/kv/blocks")
         yield backend
         assert all(path.startswith("bucket/kv/blocks/") for path in s3.objects)
+        backend.close()
+
+
+class TestMooncake(BackendConformance):
+    list_refused = "a Mooncake store does not list its keys; to remove all, start its master again"
+    order_refused = list_refused
+
+    @pytest.fixture
+    def backend(self, shared_mooncake: MooncakeServer) -> Iterator[Backend]:
+        namespace = f"{os.getpid():08x}{next(_numbers):08x}"
+        options = BackendOptions(timeout_s=30.0, connect_timeout_s=30.0, namespace=namespace)
+        backend = open_backend(f"mooncake://127.0.0.1:{shared_mooncake.port}", options)
+        yield backend
         backend.close()

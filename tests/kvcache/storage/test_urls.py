@@ -67,7 +67,10 @@ def test_a_bucket(s3: FakeS3, path: str) -> None:
     assert list(s3.objects) == [f"{'/'.join(steps)}/{name[:2]}/{name}"]
 
 
-UNKNOWN = "a storage URL starts with one of file://, redis://, rediss://, unix://, s3://, memory://"
+UNKNOWN = (
+    "a storage URL starts with one of file://, redis://, rediss://, unix://, s3://, "
+    "mooncake://, memory://"
+)
 DIRECTORY = "a directory's URL is file:///DIRECTORY, with its path from the root"
 BUCKET = "a bucket's URL is s3://BUCKET or s3://BUCKET/PREFIX, no more"
 

@@ -160,6 +160,12 @@ def test_a_wrong_password(radixkv: Any, server: RedisServer, action: list[str]) 
 
 
 @pytest.mark.parametrize("action", [["ls"], ["verify"], ["gc", "--all"]], ids=str)
+def test_a_store_that_lists_nothing(radixkv: Any, action: list[str]) -> None:
+    message = "a Mooncake store does not list its keys; to remove all, start its master again"
+    assert radixkv("storage", *action, "mooncake://host") == (2, "", f"radixkv: {message}\n")
+
+
+@pytest.mark.parametrize("action", [["ls"], ["verify"], ["gc", "--all"]], ids=str)
 def test_a_server_that_is_not_there(radixkv: Any, tmp_path: Path, action: list[str]) -> None:
     outcome = radixkv("storage", *action, f"unix://:hunter2@{tmp_path}/none.sock")
     message = "radixkv: listing failed: no connection, or it was lost\n"
@@ -191,7 +197,11 @@ def test_a_directory_that_is_not_there_is_not_made(radixkv: Any, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("url", "package", "extra"),
-    [("redis://:hunter2@host", "redis", "redis"), ("s3://bucket", "obstore", "objects")],
+    [
+        ("redis://:hunter2@host", "redis", "redis"),
+        ("s3://bucket", "obstore", "objects"),
+        ("mooncake://host", "mooncake", "mooncake"),
+    ],
 )
 def test_a_missing_extra(
     radixkv: Any, monkeypatch: pytest.MonkeyPatch, url: str, package: str, extra: str

@@ -1,0 +1,143 @@
+"""The process that talks to Mooncake, and nothing else; `mooncake.py` starts it and may kill it.
+
+Mooncake's client cannot be told how long to wait. While it looks for a master that does not answer
+(90 s) and while it closes (18 s), it also keeps Python's lock, so that no thread of its process
+runs. Here it may: the engine is in another process.
+
+::
+
+    engine                                        this process
+    control ── one message per request, JSON ──►  get, put, remove, exist, read
+            ◄── one message per reply ──────────
+    memory  ◄── the bytes of one value ────────►  registered with Mooncake
+    life    closed when the engine dies           and this process dies with it
+
+Run by path, as it imports nothing of radixkv: it is there in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import mmap
+import os
+import socket
+import struct
+import sys
+from typing import Any, Final
+
+NOT_FOUND: Final = -704
+TOO_SMALL: Final = -600
+MESSAGE_BYTES: Final = 4096
+_LOCAL_BUFFER_BYTES: Final = 16 << 20
+_SO_ATTACH_FILTER: Final = 26  # linux/asm-generic/socket.h; not in Python's socket
+_BPF_RETURN: Final = 6  # linux/bpf_common.h: accept so many bytes of a packet
+_REMOVE_LEASED: Final = True
+"""A lease keeps a value for a reader of this moment; a reader of ours checks what it has read."""
+
+
+def main() -> None:
+    """Connect, say so, and do one request after the other until the engine goes away."""
+    control_fd, memory_fd, life_fd = (int(word) for word in sys.argv[1:4])
+    local_host, master = sys.argv[4:6]
+    _die_with(life_fd)
+    from mooncake.store import MooncakeDistributedStore
+
+    store = MooncakeDistributedStore()
+    # No memory of this process for the store: values stay when it ends.
+    code = store.setup(local_host, "P2PHANDSHAKE", 0, _LOCAL_BUFFER_BYTES, "tcp", "", master)
+    _drop_callers()
+    control = socket.socket(fileno=control_fd)
+    control.send(json.dumps({"code": code}).encode())
+    memory = _Memory(store, memory_fd)
+    while code == 0 and (message := control.recv(MESSAGE_BYTES)):
+        request = json.loads(message)
+        memory.grow(request["memory_bytes"])
+        control.send(json.dumps(_answer(store, memory, request)).encode())
+    # Without the client's own goodbye, which may take long.
+    os._exit(0)
+
+
+class _Memory:
+    """What both processes see: the value of one request, or the names of many."""
+
+    def __init__(self, store: Any, file: int) -> None:
+        self._store = store
+        self._file = file
+        self._map: mmap.mmap | None = None
+        self._num_bytes = 0
+        self.address = 0
+
+    def grow(self, num_bytes: int) -> None:
+        """Map what the engine has made larger."""
+        if num_bytes <= self._num_bytes:
+            return
+        if self._map is not None:
+            self._store.unregister_buffer(self.address)
+        self._map = mmap.mmap(self._file, num_bytes)
+        self._num_bytes = num_bytes
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._store.register_buffer(self.address, num_bytes)
+
+    def names(self, num_bytes: int) -> list[str]:
+        """Return the names that the engine has written, one per line."""
+        assert self._map is not None, "a request says how much memory there is"
+        return self._map[:num_bytes].decode().split("\n")
+
+
+def _answer(store: Any, memory: _Memory, request: dict[str, Any]) -> dict[str, Any]:
+    name, num_bytes = request["name"], request["num_bytes"]
+    match request["do"]:
+        case "exist":
+            codes = store.batch_is_exist(memory.names(num_bytes))
+            return {"code": min(codes), "found": "".join("01"[code == 1] for code in codes)}
+        case "get":
+            return {"code": _get(store, memory, name, num_bytes)}
+        case "put":
+            return {"code": store.upsert_from(name, memory.address, num_bytes)}
+        case _:
+            return {"code": store.remove(name, _REMOVE_LEASED)}
+
+
+def _get(store: Any, memory: _Memory, name: str, num_bytes: int) -> int:
+    """Fill the memory, and return the value's length in bytes, or what is wrong."""
+    code: int = store.get_into(name, memory.address, num_bytes)
+    if code != TOO_SMALL:
+        return code
+    length: int = store.get_size(name)
+    if length <= num_bytes:
+        return length if length < 0 else code
+    # Only as much as there is room for; what comes after is not read.
+    (((code,),),) = store.get_into_ranges(
+        [memory.address], [[name]], [[[0]]], [[[0]]], [[[num_bytes]]]
+    )
+    return length if code >= 0 else code
+
+
+def _drop_callers() -> None:
+    """Let nobody connect to this process: it calls others, and has nothing for them.
+
+    Mooncake's client opens two ports to all of the network, whatever it is told. Closing them under
+    it might set it spinning; a filter that drops every packet does not.
+    """
+    nothing = ctypes.create_string_buffer(struct.pack("HBBI", _BPF_RETURN, 0, 0, 0))
+    program = struct.pack("HP", 1, ctypes.addressof(nothing))
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            port = socket.socket(fileno=os.dup(int(name)))
+        except OSError:  # not a socket
+            continue
+        with port:
+            if port.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                port.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+
+
+def _die_with(life: int) -> None:
+    """Let the system end this process when the engine closes its end, whatever runs here."""
+    fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+if __name__ == "__main__":
+    main()

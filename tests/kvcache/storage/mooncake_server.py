@@ -1,0 +1,123 @@
+"""A real Mooncake store for tests: a master and a process with memory, on loopback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+MISSING = (
+    "these tests start a Mooncake store: pip install 'radixkv[mooncake]' and "
+    "apt-get install libibverbs1"
+)
+_A_WHILE_S = 60.0
+
+
+def program(name: str) -> str:
+    """The path of one of Mooncake's programs."""
+    package = find_spec("mooncake")
+    assert package is not None and package.submodule_search_locations, MISSING
+    return str(Path(package.submodule_search_locations[0]) / name)
+
+
+class MooncakeServer:
+    """A master that a test may pause, kill and start again, and memory that may be killed."""
+
+    def __init__(self) -> None:
+        self.port, self._metrics_port, self._memory_port = _free_ports(3)
+        self._master: subprocess.Popen[bytes] | None = None
+        self._memory: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Return when the master serves, and knows of the memory."""
+        self._master = _start(
+            "mooncake_master",
+            "--rpc_address=127.0.0.1",
+            f"--rpc_port={self.port}",
+            "--metrics_host=127.0.0.1",
+            f"--metrics_port={self._metrics_port}",
+        )
+        self._wait("/health", b"")
+        if self._memory is None:
+            self._memory = _start(
+                "mooncake_client",
+                "--host=127.0.0.1",
+                f"--port={self._memory_port}",
+                f"--master_server_address=127.0.0.1:{self.port}",
+                "--metadata_server=P2PHANDSHAKE",
+                "--global_segment_size=256MB",
+            )
+        self._wait("/get_all_segments", b"127.0.0.1")
+
+    def pause(self) -> None:
+        """Stop the master from running; its sockets stay open, and nobody answers."""
+        assert self._master is not None
+        self._master.send_signal(signal.SIGSTOP)
+        os.waitpid(self._master.pid, os.WUNTRACED)
+
+    def go_on(self) -> None:
+        assert self._master is not None
+        self._master.send_signal(signal.SIGCONT)
+
+    def kill_master(self) -> None:
+        if self._master is not None:
+            _end(self._master)
+            self._master = None
+
+    def kill_memory(self) -> None:
+        if self._memory is not None:
+            _end(self._memory)
+            self._memory = None
+
+    def _wait(self, path: str, wanted: bytes) -> None:
+        """Return when a page of the master has this in it."""
+        end = time.monotonic() + _A_WHILE_S
+        url = f"http://127.0.0.1:{self._metrics_port}{path}"
+        while time.monotonic() < end:
+            assert self._master is not None and self._master.poll() is None, "the master ended"
+            with suppress(OSError), urllib.request.urlopen(url, timeout=_A_WHILE_S) as answer:
+                if wanted in answer.read():
+                    return
+            time.sleep(0.02)
+        raise AssertionError(f"a Mooncake store does not start: {path}")
+
+
+def _start(name: str, *options: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [program(name), *options],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+@contextmanager
+def running() -> Iterator[MooncakeServer]:
+    """A store that runs now, and does not afterwards."""
+    server = MooncakeServer()
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill_memory()
+        server.kill_master()
+
+
+def _free_ports(count: int) -> list[int]:
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports: list[int] = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
