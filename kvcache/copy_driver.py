@@ -1,0 +1,281 @@
+"""Executes operations: JAX copies on the thread that owns the pools, the rest on other threads.
+
+::
+
+    the engine's loop                              elsewhere
+    dispatch ──┬─ gather ──► staging ────────────► StagingWriter: threads write host blocks
+               ├─ host blocks ──► staging ──► scatter
+               ├─ copy within the pools
+               └─ Storage.store, load ───────────► its threads read and write host blocks
+    poll     ◄── results, deadlines
+    fenced   ◄── what ended earlier, and nobody uses any more
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from .arrays import BlockArrays
+from .block_copies import BlockCopies
+from .dispatched import Dispatched, DispatchTable, OperationResult, Outcome, TierDriverStats
+from .host_arrays import HostArrays
+from .operations import Operation, OpId, OpKind
+from .staging_writer import StagedBlocks, StagingWriter
+from .storage.base import Storage
+from .storage_copies import StorageCopies
+from .tokens import Int32Array, as_count
+
+_PAUSE_S = 0.001
+"""How long `wait` leaves storage and deadlines, which wake nobody."""
+
+
+class TierDriver:
+    """Copies blocks between the device, the host tier and storage, as a manager decides.
+
+    One thread calls it: the one that owns the arrays. No call but `warm_up`, `wait` and `close`
+    waits for a copy. Each operation ends once: by `poll`, or by `fenced` alone if it is cancelled.
+
+    From device to host go the blocks as they are at dispatch: they are gathered into staging, so
+    that the next step may overwrite them. To the device go the host blocks as they are at dispatch;
+    this ends at once, because every step that is dispatched later comes after it.
+    """
+
+    def __init__(
+        self,
+        host: HostArrays,
+        storage: Storage | None = None,
+        *,
+        max_bytes_in_flight: int = 2**30,
+        max_blocks_per_copy: int = 32,
+        num_threads: int = 2,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start the threads. Storage stays the caller's, but only this may poll it.
+
+        Args:
+            host: the memory of the host tier.
+            storage: for the operations that have keys.
+            max_bytes_in_flight: of staging that waits to be written to the host tier, on the device
+                beside the pools. What goes over it is dropped.
+            max_blocks_per_copy: larger operations are copied in pieces; a power of two.
+            num_threads: that write to the host tier.
+            clock: seconds, for deadlines.
+
+        Raises:
+            CountError: if a count is less than 1.
+        """
+        self._max_bytes = as_count("max_bytes_in_flight", max_bytes_in_flight, minimum=1)
+        self._max_blocks = as_count("max_blocks_per_copy", max_blocks_per_copy, minimum=1)
+        self._host = host
+        self._clock = clock
+        self._writer = StagingWriter(host, as_count("num_threads", num_threads, minimum=1))
+        self._copies: BlockCopies | None = None
+        self._table = DispatchTable(host.bytes_per_block)
+        self._storage = None if storage is None else StorageCopies(storage, host, self._table)
+        self._errors: Counter[str] = Counter()
+        self._dropped_blocks = self._bytes_in_flight = 0
+
+    def warm_up(self, arrays: BlockArrays) -> BlockArrays:
+        """Compile every copy, so that none is compiled later; return arrays, unchanged in content.
+
+        Raises:
+            ValueError: if arrays and the host tier do not have blocks of one shape and dtype.
+            KernelArgumentError: for a dtype that the kernels do not have.
+        """
+        pool = arrays.keys[0]
+        device = len(arrays.keys), tuple(pool.shape[1:]), np.dtype(pool.dtype)
+        host = self._host.num_layers, self._host.block_shape, self._host.dtype
+        if device != host:
+            raise ValueError(f"layers, block and dtype are {device} on the device, {host} on host")
+        self._copies = BlockCopies(arrays, self._max_blocks)
+        return arrays
+
+    def dispatch(self, operations: Sequence[Operation], arrays: BlockArrays) -> None:
+        """Start operations, in order; the pools of arrays are donated and replaced.
+
+        An operation that cannot be started ends as failed, and its error is counted.
+
+        Raises:
+            Exception: what ended a copy that had taken the pools: they are lost, and the cache is.
+        """
+        for operation in operations:
+            entry = self._table.add(operation, self._clock() + operation.timeout_s)
+            try:
+                self._start(entry, arrays)
+            except AssertionError:
+                raise
+            except Exception as error:
+                if any(pool.is_deleted() for pool in (*arrays.keys, *arrays.values)):
+                    raise
+                self._errors[type(error).__name__] += 1
+                entry.outcome = Outcome.FAILED
+            self._end_if_done(entry)
+
+    def cancel(self, op_ids: Sequence[OpId]) -> None:
+        """End operations that nobody wants any more; `fenced` says when each is over."""
+        for op_id in op_ids:
+            self._table.retract(op_id)
+            if entry := self._table.open.get(op_id):
+                self._table.cancel(entry, fenced=self._withdraw(entry))
+
+    def poll(self) -> list[OperationResult]:
+        """Return the ends since the last call; call it once per step, for the deadlines."""
+        self._collect()
+        return self._table.take_results()
+
+    def fenced(self) -> list[OpId]:
+        """Return which operations are over now, of those that ended unfenced or were cancelled."""
+        self._collect()
+        return self._table.take_fenced()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until `poll` or `fenced` has something to return, or nothing is under way."""
+        end = time.monotonic() + timeout_s
+        while True:
+            self._collect()
+            idle = not (self._table.open or self._table.unfenced)
+            left = end - time.monotonic()
+            if self._table.has_news or idle or left <= 0:
+                return
+            self._writer.wait(min(left, _PAUSE_S))
+
+    def stats(self) -> TierDriverStats:
+        """Return counts."""
+        return TierDriverStats(
+            operations=dict(self._table.operations),
+            copied_bytes=dict(self._table.copied_bytes),
+            dropped_blocks=self._dropped_blocks,
+            errors=dict(self._errors),
+            open_operations=len(self._table.open),
+            unfenced_operations=len(self._table.unfenced),
+            bytes_in_flight=self._bytes_in_flight,
+        )
+
+    def close(self, *, timeout_s: float = 5.0) -> bool:
+        """End every operation and the threads; results and fences can still be taken.
+
+        False if a thread was still writing after timeout_s: call it again then.
+        """
+        self._collect()
+        for entry in list(self._table.open.values()):
+            self._table.end(entry, Outcome.CANCELLED, fenced=self._withdraw(entry))
+        return self._writer.close(timeout_s)
+
+    # -- dispatch
+
+    def _start(self, entry: Dispatched, arrays: BlockArrays) -> None:
+        operation = entry.operation
+        match operation.kind:
+            case OpKind.DEVICE_TO_HOST:
+                self._gather(entry, arrays)
+            case OpKind.HOST_TO_DEVICE:
+                self._scatter(entry, arrays)
+            case OpKind.DEVICE_TO_DEVICE:
+                self._copy(entry, arrays)
+            case _:
+                assert self._storage is not None, f"{operation.kind} needs a storage"
+                self._storage.start(entry)
+
+    def _gather(self, entry: Dispatched, arrays: BlockArrays) -> None:
+        operation, copies = entry.operation, self._warm_copies()
+        self._host.check_ids(operation.destinations)
+        for piece, size in copies.pieces(operation.num_blocks):
+            num_bytes = size * self._host.bytes_per_block
+            if self._bytes_in_flight + num_bytes > self._max_bytes:
+                # The first blocks are of use without the last, not the other way round.
+                self._dropped_blocks += operation.num_blocks - piece.start
+                entry.outcome = Outcome.DROPPED
+                return
+            staging = copies.gather(arrays, operation.sources[piece], size)
+            for each in staging:
+                each.copy_to_host_async()
+            destinations = operation.destinations[piece]
+            self._writer.submit(StagedBlocks(operation.id, piece, destinations, staging, num_bytes))
+            self._bytes_in_flight += num_bytes
+            entry.writes += 1
+
+    def _scatter(self, entry: Dispatched, arrays: BlockArrays) -> None:
+        operation, copies = entry.operation, self._warm_copies()
+        self._host.check_ids(operation.sources)
+        for piece, size in copies.pieces(operation.num_blocks):
+            sources = np.zeros(size, np.int32)  # padded with the padding row
+            sources[: piece.stop - piece.start] = operation.sources[piece]
+            staging = self._host.read(sources)
+            copies.scatter(arrays, staging, operation.destinations[piece], size)
+            _mark(entry, piece)
+
+    def _copy(self, entry: Dispatched, arrays: BlockArrays) -> None:
+        operation, copies = entry.operation, self._warm_copies()
+        _check_apart(operation.sources, operation.destinations)
+        for piece, size in copies.pieces(operation.num_blocks):
+            copies.copy(arrays, operation.sources[piece], operation.destinations[piece], size)
+            _mark(entry, piece)
+
+    def _warm_copies(self) -> BlockCopies:
+        assert self._copies is not None, "warm_up comes before the first copy"
+        return self._copies
+
+    # -- ends
+
+    def _collect(self) -> None:
+        self._collect_writes()
+        self._expire()
+        if self._storage is not None:
+            self._storage.collect()
+
+    def _collect_writes(self) -> None:
+        for report in self._writer.reports():
+            entry = self._table.get(report.op_id)
+            entry.writes -= 1
+            self._bytes_in_flight -= report.num_bytes
+            if report.error:
+                self._errors[report.error] += 1
+            if report.op_id in self._table.unfenced:
+                if entry.writes == 0:
+                    self._table.fence(entry)
+                continue
+            if report.error:
+                entry.outcome = Outcome.FAILED
+            else:
+                _mark(entry, report.blocks)
+            self._end_if_done(entry)
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for entry in list(self._table.open.values()):
+            if entry.storage_id is None and entry.deadline <= now:  # storage expires its own
+                self._table.end(entry, Outcome.TIMED_OUT, fenced=self._withdraw(entry))
+
+    def _end_if_done(self, entry: Dispatched) -> None:
+        if entry.writes == 0 and entry.storage_id is None:
+            self._table.end(entry, entry.outcome or Outcome.DONE, fenced=True)
+
+    def _withdraw(self, entry: Dispatched) -> bool:
+        """Stop what has not begun of an operation; say whether nothing has, or all is over."""
+        if entry.storage_id is not None and self._storage is not None:
+            return self._storage.withdraw(entry.storage_id)
+        for write in self._writer.withdraw(entry.operation.id):
+            entry.writes -= 1
+            self._bytes_in_flight -= write.num_bytes
+        return entry.writes == 0
+
+
+def _mark(entry: Dispatched, blocks: slice) -> None:
+    num_blocks = blocks.stop - blocks.start
+    entry.ok[blocks] = [True] * num_blocks
+    entry.copied += num_blocks
+
+
+def _check_apart(sources: Int32Array, destinations: Int32Array) -> None:
+    """Refuse copies that differ by the order in which blocks are read and written.
+
+    Raises:
+        ValueError: if a block is written twice, or read and written.
+    """
+    shared = np.intersect1d(sources, destinations)
+    if len(shared) or len(np.unique(destinations)) < len(destinations):
+        raise ValueError("a block is written twice, or read and written, in one operation")

@@ -1,0 +1,84 @@
+"""The half of a tier driver that talks to storage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .dispatched import Dispatched, DispatchTable, Outcome
+from .host_arrays import HostArrays
+from .operations import OpKind
+from .storage.base import Block, OperationId, Status, Storage
+
+_GOOD = (Status.STORED, Status.EXISTS, Status.LOADED, Status.FOUND)
+_COPIED = (Status.STORED, Status.LOADED)
+_OUTCOMES = {
+    Status.TIMED_OUT: Outcome.TIMED_OUT,
+    Status.CANCELLED: Outcome.CANCELLED,
+    Status.DROPPED: Outcome.DROPPED,
+}
+
+
+class StorageCopies:
+    """Brings operations to storage, and their ends into the table.
+
+    Storage ends each at its deadline, and reads and writes the rows of the host tier itself.
+    """
+
+    def __init__(self, storage: Storage, host: HostArrays, table: DispatchTable) -> None:
+        self._storage = storage
+        self._host = host
+        self._table = table
+        self._entries: dict[OperationId, Dispatched] = {}  # until they are fenced
+
+    def start(self, entry: Dispatched) -> None:
+        """Give an operation to storage.
+
+        Raises:
+            IndexError: for a host block that there is not.
+            StorageError: what storage refuses.
+        """
+        operation, storage = entry.operation, self._storage
+        keys, timeout_s, epoch = operation.keys, operation.timeout_s, operation.epoch
+        match operation.kind:
+            case OpKind.HOST_TO_STORAGE:
+                payloads = self._rows(operation.sources.tolist())
+                storage_id = storage.store(keys, payloads, timeout_s=timeout_s, epoch=epoch)
+            case OpKind.STORAGE_TO_HOST:
+                rows = self._rows(operation.destinations.tolist())
+                storage_id = storage.load(keys, rows, timeout_s=timeout_s, epoch=epoch)
+            case OpKind.LOOKUP:
+                storage_id = storage.lookup(keys, timeout_s=timeout_s, epoch=epoch)
+            case _:
+                raise AssertionError(f"storage has no part in {operation.kind}")
+        entry.storage_id = storage_id
+        self._entries[storage_id] = entry
+
+    def withdraw(self, storage_id: OperationId) -> bool:
+        """End an operation now; say whether nothing uses its blocks any more."""
+        self._storage.cancel(storage_id)
+        return self._storage.fenced(storage_id)
+
+    def collect(self) -> None:
+        """Take in what ended, by its deadline too, and what is fenced."""
+        if not self._entries:
+            return
+        for completion in self._storage.poll():
+            entry = self._entries.get(completion.operation)
+            if entry is not None and entry.operation.id in self._table.open:
+                self._end(entry, completion.operation, completion.statuses)
+        for storage_id, entry in list(self._entries.items()):
+            op_id = entry.operation.id
+            if op_id not in self._table.open and self._storage.fenced(storage_id):
+                del self._entries[storage_id]
+                if op_id in self._table.unfenced:
+                    self._table.fence(entry)
+
+    def _end(self, entry: Dispatched, storage_id: OperationId, statuses: Sequence[Status]) -> None:
+        entry.ok = [status in _GOOD for status in statuses]
+        entry.copied = sum(status in _COPIED for status in statuses)
+        outcome = next((_OUTCOMES[each] for each in statuses if each in _OUTCOMES), Outcome.FAILED)
+        outcome = Outcome.DONE if all(entry.ok) else outcome
+        self._table.end(entry, outcome, fenced=self._storage.fenced(storage_id))
+
+    def _rows(self, block_ids: Sequence[int]) -> list[Block]:
+        return [[self._host.block(block_id)] for block_id in block_ids]

@@ -1,0 +1,277 @@
+"""The tier driver: each kind of copy, its ends, and what protects blocks that are overwritten."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from radixkv.kvcache import (
+    BlockArrays,
+    CountError,
+    OperationResult,
+    Outcome,
+    TierDriver,
+)
+from radixkv.kvcache.operations import OpKind
+
+from .driving import LONG_S, SIZES, Bench
+
+DOWN, UP, ACROSS = OpKind.DEVICE_TO_HOST, OpKind.HOST_TO_DEVICE, OpKind.DEVICE_TO_DEVICE
+OUT, IN = OpKind.HOST_TO_STORAGE, OpKind.STORAGE_TO_HOST
+KEYS = [bytes([number]) * 32 for number in range(8)]
+
+
+@pytest.fixture
+def bench():
+    with Bench() as bench:
+        yield bench
+
+
+class TestDeviceToHost:
+    def test_blocks_arrive(self, bench):
+        bench.fill()
+        op_id = bench.start(DOWN, [1, 5, 2], [4, 2, 3])
+        assert bench.results() == [OperationResult(op_id, (True,) * 3, fenced=True)]
+        for source, destination in ((1, 4), (5, 2), (2, 3)):
+            assert (bench.host.memory[destination] == bench.content(source)).all()
+        assert not bench.host.memory[[0, 1, 5]].any()
+        assert bench.driver.stats().copied_bytes == {DOWN: 3 * bench.host.bytes_per_block}
+
+    def test_blocks_are_as_they_were_at_dispatch(self, bench):
+        bench.fill()
+        bench.host.held = True
+        bench.start(DOWN, [1], [1])
+        bench.host.entered.acquire()
+        bench.step(1, bench.content(77))
+        assert bench.driver.poll() == []
+        bench.finish_write()
+        assert bench.results()[0].ok == (True,)
+        assert (bench.host.memory[1] == bench.content(1)).all()
+
+    def test_it_ends_at_its_deadline_and_is_fenced_when_the_thread_is_done(self, bench):
+        bench.host.held = True
+        op_id = bench.start(DOWN, [1, 2, 3], [1, 2, 3], timeout_s=5)  # two pieces
+        bench.host.entered.acquire()
+        bench.clock.now = 5
+        assert bench.driver.poll() == [OperationResult(op_id, (False,) * 3, fenced=False)]
+        assert bench.driver.fenced() == []
+        bench.finish_write()
+        assert bench.driver.poll() == []
+        assert bench.driver.fenced() == [op_id]
+        assert bench.driver.fenced() == []
+        assert not bench.host.memory[3].any()  # the second piece was not begun
+
+    def test_pieces_that_arrived_before_the_deadline_count(self, bench):
+        bench.host.held = True
+        op_id = bench.start(DOWN, [1, 2, 3], [1, 2, 3], timeout_s=5)
+        bench.finish_write()
+        assert bench.driver.poll() == []
+        bench.host.entered.acquire()
+        bench.host.entered.acquire()
+        bench.clock.now = 5
+        assert bench.driver.poll() == [OperationResult(op_id, (True, True, False), fenced=False)]
+
+    def test_one_that_no_thread_has_begun_ends_fenced(self, bench):
+        bench.host.held = True
+        bench.start(DOWN, [1], [1])
+        bench.host.entered.acquire()
+        op_id = bench.start(DOWN, [2], [2], timeout_s=5)
+        bench.clock.now = 5
+        assert bench.driver.poll() == [OperationResult(op_id, (False,), fenced=True)]
+        assert bench.driver.stats().operations == {(DOWN, Outcome.TIMED_OUT): 1}
+
+    def test_a_fence_that_comes_before_the_result_was_taken_is_part_of_it(self, bench):
+        bench.host.held = True
+        op_id = bench.start(DOWN, [1], [1], timeout_s=5)
+        bench.host.entered.acquire()
+        bench.clock.now = 5
+        assert bench.driver.fenced() == []  # sees the deadline too
+        bench.finish_write()
+        assert bench.driver.fenced() == []
+        assert bench.driver.poll() == [OperationResult(op_id, (False,), fenced=True)]
+
+    def test_an_error_ends_its_blocks_and_no_others(self, bench):
+        bench.host.held = True
+        op_id = bench.start(DOWN, [1, 2, 3], [1, 2, 3])
+        bench.finish_write(MemoryError())
+        bench.finish_write()
+        assert bench.results() == [OperationResult(op_id, (False, False, True), fenced=True)]
+        stats = bench.driver.stats()
+        assert stats.errors == {"MemoryError": 1}
+        assert stats.operations == {(DOWN, Outcome.FAILED): 1}
+
+    def test_what_goes_over_the_budget_is_dropped(self):
+        num_bytes = BlockArrays.zeros(**SIZES, dtype=jnp.dtype(jnp.float32)).keys[0][0].nbytes * 4
+        with Bench(max_bytes_in_flight=3 * num_bytes) as bench:
+            bench.host.held = True
+            first = bench.start(DOWN, [1, 2], [1, 2])
+            second = bench.start(DOWN, [3, 4, 5], [3, 4, 5])
+            assert bench.driver.poll() == [OperationResult(second, (False,) * 3, fenced=True)]
+            assert bench.driver.stats().bytes_in_flight == 2 * num_bytes
+            assert bench.driver.stats().dropped_blocks == 3
+            bench.finish_write()
+            assert [result.op_id for result in bench.results()] == [first]
+            third = bench.start(DOWN, [3, 4, 5], [3, 4, 5])
+            bench.finish_write()
+            bench.finish_write()
+            assert bench.results() == [OperationResult(third, (True,) * 3, fenced=True)]
+            fourth = bench.start(DOWN, [1, 2, 3, 4, 5], [1, 2, 3, 4, 5])
+            bench.finish_write()
+            assert bench.results() == [
+                OperationResult(fourth, (True, True, False, False, False), fenced=True)
+            ]
+            assert bench.driver.stats().operations[DOWN, Outcome.DROPPED] == 2
+
+
+class TestToTheDevice:
+    def test_promoted_blocks_are_there_at_once(self, bench):
+        bench.fill_host()
+        op_id = bench.start(UP, [5, 1, 4], [2, 6, 1])
+        assert bench.driver.poll() == [OperationResult(op_id, (True,) * 3, fenced=True)]
+        device = bench.device()
+        for source, destination in ((5, 2), (1, 6), (4, 1)):
+            assert (device[destination] == bench.content(50 + source)).all()
+        assert not device[[0, 3, 4, 5]].any()
+
+    def test_the_source_is_read_at_dispatch(self, bench):
+        bench.fill_host()
+        bench.start(UP, [3], [3])
+        bench.host.memory[:] = 0
+        assert (bench.device()[3] == bench.content(53)).all()
+
+    def test_copies_within_the_pools(self, bench):
+        bench.fill()
+        op_id = bench.start(ACROSS, [1, 2, 3], [6, 5, 4])
+        assert bench.driver.poll() == [OperationResult(op_id, (True,) * 3, fenced=True)]
+        device = bench.device()
+        for block, source in enumerate([1, 2, 3, 3, 2, 1], 1):
+            assert (device[block] == bench.content(source)).all()
+
+    def test_order_of_dispatch_is_order_of_effect(self, bench):
+        bench.fill()
+        bench.fill_host()
+        operations = [
+            bench.operation(DOWN, [1], [1]),
+            bench.operation(UP, [2], [1]),
+            bench.operation(ACROSS, [1], [2]),
+            bench.operation(DOWN, [1], [2]),
+        ]
+        bench.driver.dispatch(operations, bench.arrays)
+        bench.step(1, bench.content(99))
+        done: list[OperationResult] = []
+        while len(done) < 4:
+            done += bench.results()
+        assert (bench.host.memory[1] == bench.content(1)).all()
+        assert (bench.host.memory[2] == bench.content(52)).all()
+        assert (bench.device()[2] == bench.content(52)).all()
+
+    def test_pools_are_replaced_in_place(self, bench):
+        """Also while their blocks are on the way to the host: nothing keeps a view of them."""
+        bench.host.held = True
+        pools = (*bench.arrays.keys, *bench.arrays.values)
+        pointers = [pool.unsafe_buffer_pointer() for pool in pools]
+        for _ in range(3):
+            bench.start(DOWN, [1], [1])
+            bench.start(UP, [2, 3, 4], [2, 3, 4])
+            bench.start(ACROSS, [1], [5])
+        bench.finish_write()
+        assert all(pool.is_deleted() for pool in pools)
+        pools = (*bench.arrays.keys, *bench.arrays.values)
+        assert [pool.unsafe_buffer_pointer() for pool in pools] == pointers
+
+
+class TestCancel:
+    def test_a_copy_that_runs_is_fenced_later_and_has_no_result(self, bench):
+        bench.host.held = True
+        op_id = bench.start(DOWN, [1, 2, 3], [1, 2, 3])
+        bench.host.entered.acquire()
+        bench.driver.cancel([op_id])
+        assert (bench.driver.poll(), bench.driver.fenced()) == ([], [])
+        bench.finish_write()
+        assert (bench.driver.poll(), bench.driver.fenced()) == ([], [op_id])
+        assert bench.driver.stats().operations == {(DOWN, Outcome.CANCELLED): 1}
+
+    def test_a_result_that_was_not_taken_becomes_a_fence(self, bench):
+        op_id = bench.start(UP, [1], [1])
+        bench.driver.cancel([op_id])
+        assert (bench.driver.poll(), bench.driver.fenced()) == ([], [op_id])
+
+    def test_an_operation_that_is_over_stays_so(self, bench):
+        op_id = bench.start(UP, [1], [1])
+        bench.driver.poll()
+        bench.driver.cancel([op_id, op_id])
+        assert (bench.driver.poll(), bench.driver.fenced()) == ([], [])
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("kind", "sources", "destinations", "error"),
+        [
+            (DOWN, [7], [1], "IndexError"),
+            (DOWN, [1], [6], "IndexError"),
+            (DOWN, [1], [0], "IndexError"),
+            (UP, [6], [1], "IndexError"),
+            (UP, [1], [0], "IndexError"),
+            (ACROSS, [1], [-1], "IndexError"),
+            (ACROSS, [1, 2], [2, 3], "ValueError"),
+            (ACROSS, [1, 2], [3, 3], "ValueError"),
+        ],
+    )
+    def test_it_fails_alone(self, bench, kind, sources, destinations, error):
+        op_id = bench.start(kind, sources, destinations)
+        assert bench.driver.poll() == [OperationResult(op_id, (False,) * len(sources), fenced=True)]
+        assert bench.driver.stats().errors == {error: 1}
+        assert bench.results() == []
+        bench.fill()  # the pools are there
+
+    def test_lost_pools_are_not_a_failed_operation(self, bench, monkeypatch):
+        def lose(arrays, *args):
+            for pool in arrays.keys:
+                pool.delete()
+            raise MemoryError
+
+        monkeypatch.setattr(bench.driver._copies, "scatter", lose)
+        with pytest.raises(MemoryError):
+            bench.start(UP, [1], [1])
+
+    def test_other_pools(self, bench):
+        arrays = BlockArrays.zeros(**{**SIZES, "head_dim": 5}, dtype=jnp.dtype(jnp.float32))
+        with pytest.raises(ValueError, match="layers, block and dtype"):
+            bench.driver.warm_up(arrays)
+
+    @pytest.mark.parametrize("name", ["max_bytes_in_flight", "max_blocks_per_copy", "num_threads"])
+    def test_counts(self, bench, name):
+        with pytest.raises(CountError, match=name):
+            TierDriver(bench.host, **dict[str, Any]({name: 0}))
+
+
+def test_wait_does_not_wait_for_nothing(bench):
+    bench.driver.wait(LONG_S)
+    assert bench.driver.poll() == []
+
+
+def test_wait_ends_at_its_time(bench):
+    bench.host.held = True
+    bench.start(DOWN, [1], [1])
+    bench.driver.wait(0.0)
+    bench.driver.wait(0.002)
+    assert bench.driver.poll() == []
+
+
+def test_close_ends_what_is_open(bench):
+    bench.host.held = True
+    first = bench.start(DOWN, [1], [1])
+    bench.host.entered.acquire()
+    second = bench.start(DOWN, [2], [2])
+    assert not bench.driver.close(timeout_s=0)
+    assert bench.driver.poll() == [
+        OperationResult(first, (False,), fenced=False),
+        OperationResult(second, (False,), fenced=True),
+    ]
+    bench.host.words.put(None)
+    assert bench.driver.close()
+    assert bench.driver.fenced() == [first]
+    third = bench.start(DOWN, [1], [1])
+    assert bench.driver.poll() == [OperationResult(third, (False,), fenced=True)]
+    assert np.array_equal(bench.device(), np.zeros_like(bench.device()))

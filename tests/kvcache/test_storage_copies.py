@@ -1,0 +1,111 @@
+"""The tier driver and storage: what it makes of statuses, deadlines and fences."""
+
+import jax.numpy as jnp
+import pytest
+
+from radixkv.kvcache import OperationResult, Outcome
+from radixkv.kvcache.operations import OpKind
+from radixkv.kvcache.storage import Status, StorageWorkers, open_backend
+
+from .driving import Bench, FakeStorage
+
+DOWN, UP, ACROSS = OpKind.DEVICE_TO_HOST, OpKind.HOST_TO_DEVICE, OpKind.DEVICE_TO_DEVICE
+OUT, IN = OpKind.HOST_TO_STORAGE, OpKind.STORAGE_TO_HOST
+KEYS = [bytes([number]) * 32 for number in range(8)]
+
+
+class TestStorage:
+    """With storage that ends operations when the test says so."""
+
+    @pytest.fixture
+    def storage(self):
+        return FakeStorage()
+
+    @pytest.fixture
+    def bench(self, storage):
+        with Bench(storage=storage) as bench:
+            bench.fill_host()
+            yield bench
+
+    def test_store_and_load(self, bench, storage):
+        out = bench.start(OUT, [2, 4], keys=KEYS[:2])
+        storage.end(storage.asked[0], [Status.STORED, Status.EXISTS], fenced=True)
+        assert bench.driver.poll() == [OperationResult(out, (True, True), fenced=True)]
+        assert storage.values == {KEYS[0]: bench.content(52).tobytes()}
+        into = bench.start(IN, destinations=[5, 1], keys=KEYS[:2])
+        storage.end(storage.asked[1], [Status.LOADED, Status.CORRUPT], fenced=True)
+        assert bench.driver.poll() == [OperationResult(into, (True, False), fenced=True)]
+        assert (bench.host.memory[5] == bench.content(52)).all()
+        size = bench.host.bytes_per_block
+        assert bench.driver.stats().copied_bytes == {OUT: size, IN: size}
+        assert bench.driver.stats().operations == {(OUT, Outcome.DONE): 1, (IN, Outcome.FAILED): 1}
+
+    def test_look_up(self, bench, storage):
+        op_id = bench.start(OpKind.LOOKUP, keys=KEYS[:3])
+        storage.end(storage.asked[0], [Status.FOUND, Status.FOUND, Status.MISSING], fenced=True)
+        assert bench.driver.poll() == [OperationResult(op_id, (True, True, False), fenced=True)]
+
+    @pytest.mark.parametrize("kind", [OUT, IN])
+    @pytest.mark.parametrize(
+        ("status", "outcome"),
+        [
+            (Status.TIMED_OUT, Outcome.TIMED_OUT),
+            (Status.CANCELLED, Outcome.CANCELLED),
+            (Status.DROPPED, Outcome.DROPPED),
+            (Status.FAILED, Outcome.FAILED),
+            (Status.MISSING, Outcome.FAILED),
+        ],
+    )
+    def test_it_is_fenced_when_storage_says_so(self, bench, storage, kind, status, outcome):
+        ids = {"sources": [1]} if kind is OUT else {"destinations": [1]}
+        op_id = bench.start(kind, **ids, keys=KEYS[:1])
+        storage.end(storage.asked[0], [status], fenced=False)
+        assert bench.driver.poll() == [OperationResult(op_id, (False,), fenced=False)]
+        assert bench.driver.fenced() == []
+        storage.asked[0].fenced = True
+        assert (bench.driver.poll(), bench.driver.fenced()) == ([], [op_id])
+        assert bench.driver.stats().operations == {(kind, outcome): 1}
+
+    @pytest.mark.parametrize("fenced", [False, True])
+    def test_cancel(self, bench, storage, fenced):
+        op_id = bench.start(IN, destinations=[1], keys=KEYS[:1])
+        storage.asked[0].fenced = fenced
+        bench.driver.cancel([op_id])
+        assert (bench.driver.poll(), bench.driver.fenced()) == ([], [op_id] if fenced else [])
+        storage.asked[0].fenced = True
+        assert (bench.driver.poll(), bench.driver.fenced()) == ([], [] if fenced else [op_id])
+
+    def test_what_storage_refuses_fails_alone(self, bench, monkeypatch, storage):
+        def closed(*args, **kwargs):
+            raise RuntimeError
+
+        monkeypatch.setattr(storage, "store", closed)
+        op_id = bench.start(OUT, [1], keys=KEYS[:1])
+        assert bench.driver.poll() == [OperationResult(op_id, (False,), fenced=True)]
+        assert bench.driver.stats().errors == {"RuntimeError": 1}
+
+    def test_one_that_has_no_storage(self):
+        with Bench() as bench, pytest.raises(AssertionError, match="needs a storage"):
+            bench.start(OUT, [1], keys=KEYS[:1])
+
+
+def test_through_storage_and_back():
+    """Device, host, storage, other host blocks, other device blocks."""
+    storage = StorageWorkers(open_backend("memory://"), max_bytes_in_flight=2**20)
+    with Bench(jnp.bfloat16, storage) as bench:
+        bench.fill()
+        for ids in (
+            {"kind": DOWN, "sources": [1, 2, 3], "destinations": [3, 2, 1]},
+            {"kind": OUT, "sources": [3, 2], "keys": KEYS[:2]},
+            {"kind": IN, "destinations": [5, 4], "keys": KEYS[:2]},
+            {"kind": UP, "sources": [5, 4, 1], "destinations": [6, 5, 4]},
+        ):
+            bench.start(**ids)
+            (result,) = bench.results()
+            assert all(result.ok), ids["kind"]
+        device = bench.device()
+        for block, source in ((6, 1), (5, 2), (4, 3)):
+            assert (device[block] == bench.content(source)).all()
+        bench.start(IN, destinations=[1], keys=KEYS[5:6])
+        assert bench.results()[0].ok == (False,)
+    assert storage.close()
