@@ -16,9 +16,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from .commands import fuzz_options, storage_options
+from .commands import fuzz_options, storage_options, trace_options
 from .commands.errors import BadInputError
-from .commands.options import add_size
+from .commands.options import add_json, add_requests, add_size
 
 EXIT_OK = 0
 EXIT_BAD_INPUT = 2
@@ -106,8 +106,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--version", action=_VersionAction, nargs=0, help="print the version and exit"
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _add_replay(commands)
-    _add_hits(commands)
+    trace_options.add_replay(commands, _run_replay)
+    trace_options.add_hits(commands, _run_hits)
     _add_generate(commands)
     _add_bench(commands)
     fuzz_options.add_parser(commands, _run_fuzz)
@@ -116,44 +116,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 _Commands = Any  # argparse's type for this is private, and generic only for type checkers
-
-
-def _add_replay(commands: _Commands) -> None:
-    parser = commands.add_parser(
-        "replay",
-        help="replay a request trace and check what the cache did",
-        description="Replay a request trace (Mooncake JSONL: timestamp, input_length, "
-        "output_length, hash_ids) and check the results. Exits with 1 if a check fails.",
-    )
-    parser.add_argument(
-        "trace", nargs="?", metavar="TRACE", help="a .jsonl trace (default: the packaged slice)"
-    )
-    _add_requests(parser)
-    parser.add_argument(
-        "--skip-malformed", action="store_true", help="count and leave out lines that do not parse"
-    )
-    parser.add_argument("--model", metavar="NAME", help="the model whose costs are simulated")
-    parser.add_argument("--gpu", metavar="NAME", help="the GPU whose costs are simulated")
-    parser.add_argument(
-        "--costs", metavar="FILE.json", help="figures that replace those of model and GPU"
-    )
-    parser.add_argument("--quiet", action="store_true", help="show no progress on stderr")
-    _add_json(parser)
-    parser.set_defaults(run=_run_replay)
-
-
-def _add_hits(commands: _Commands) -> None:
-    parser = commands.add_parser(
-        "hits",
-        help="count the prefix hits a cache of a given size has on a trace",
-        description="Count the prefix hits that a cache of N blocks (one block = one id of the "
-        "trace, 512 tokens) has on a trace, one request after the other.",
-    )
-    parser.add_argument("trace", metavar="TRACE", help="a .jsonl trace")
-    add_size(parser, "--device-blocks", "size of the cache, in blocks of 512 tokens")
-    _add_requests(parser)
-    _add_json(parser)
-    parser.set_defaults(run=_run_hits)
 
 
 def _add_generate(commands: _Commands) -> None:
@@ -191,7 +153,7 @@ def _add_generate(commands: _Commands) -> None:
     parser.add_argument(
         "--ignore-eos", action="store_true", help="do not stop at the checkpoint's eos_token_id"
     )
-    _add_json(parser)
+    add_json(parser)
     parser.set_defaults(run=_run_generate)
 
 
@@ -213,8 +175,8 @@ def _add_bench(commands: _Commands) -> None:
     cache.add_argument("trace", metavar="TRACE", help="a .jsonl trace")
     add_size(cache, "--block-size", "tokens per block")
     add_size(cache, "--device-tokens", "size of the cache in tokens (cut to whole blocks)")
-    _add_requests(cache)
-    _add_json(cache)
+    add_requests(cache)
+    add_json(cache)
     cache.set_defaults(run=_run_bench, benchmark="cache")
 
     evict = benches.add_parser(
@@ -228,7 +190,7 @@ def _add_bench(commands: _Commands) -> None:
     add_size(evict, "--chain", "blocks per leaf")
     add_size(evict, "--block-size", "tokens per block (default: %(default)s)", default=16)
     add_size(evict, "--calls", "timed calls (default: %(default)s)", default=9)
-    _add_json(evict)
+    add_json(evict)
     evict.set_defaults(run=_run_bench, benchmark="evict")
 
     decode = benches.add_parser(
@@ -240,18 +202,8 @@ def _add_bench(commands: _Commands) -> None:
     add_size(decode, "--steps", "tokens each request grows by")
     add_size(decode, "--prompt-tokens", "their prompts (default: %(default)s)", default=1024)
     add_size(decode, "--block-size", "tokens per block (default: %(default)s)", default=16)
-    _add_json(decode)
+    add_json(decode)
     decode.set_defaults(run=_run_bench, benchmark="decode")
-
-
-def _add_requests(parser: argparse.ArgumentParser) -> None:
-    add_size(parser, "--requests", "use the first N requests of the trace only", required=False)
-
-
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--json", metavar="FILE", help="write the results as JSON; - puts only them on stdout"
-    )
 
 
 def _run_replay(arguments: argparse.Namespace) -> int:

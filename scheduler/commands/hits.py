@@ -9,21 +9,31 @@ from typing import Any
 
 from ..replay.hits import count_hits
 from ..replay.trace import read_trace
+from .options import host_tier
 from .output import check_destination, emit
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Count the hits and print them."""
     check_destination(arguments.json)
+    host = host_tier(arguments)
     trace = read_trace(Path(arguments.trace), limit=arguments.requests)
-    results = asdict(count_hits(trace, arguments.device_blocks))
+    results = asdict(count_hits(trace, arguments.device_blocks, host))
     emit(arguments.json, results, lambda: _describe(results))
     return 0
 
 
 def _describe(results: dict[str, Any]) -> str:
-    return (
+    text = (
         f"{results['requests']:,} requests, {results['blocks']:,} blocks of 512 tokens: "
         f"{results['hit_blocks']:,} hit ({results['hit_rate']:.2%}), "
         f"{results['evicted_blocks']:,} evicted"
+    )
+    if "host_hit_blocks" not in results:
+        return text
+    return (
+        f"{text}\n"
+        f"host: {results['host_hit_blocks']:,} hit "
+        f"({results['host_hit_blocks'] / max(results['blocks'], 1):.2%}), "
+        f"{results['demoted_blocks']:,} demoted, {results['dropped_blocks']:,} dropped"
     )

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
+
+from .errors import BadInputError
+
+if TYPE_CHECKING:
+    from ...kvcache.host_tier import HostConfig
 
 LARGEST_INT32 = 2**31 - 1
 """Block ids and token ids are int32, so no size can be larger."""
@@ -32,6 +38,40 @@ def seconds(text: str) -> float:
     return value
 
 
+def add_host_tier(parser: argparse.ArgumentParser, unit: str, *, write: str) -> None:
+    """Add the options of a host tier; without --host-blocks there is none.
+
+    Args:
+        parser: of the command.
+        unit: what a block is.
+        write: the default of --host-write.
+    """
+    add_size(parser, "--host-blocks", f"a host tier of so many {unit}", required=False)
+    parser.add_argument(
+        "--host-write",
+        choices=("exclusive", "back", "through"),
+        help="when blocks are copied to the host: exclusive: when the device evicts them, and a "
+        "hit moves them back; back: the same, but the host keeps its copy; through: when they are "
+        f"computed (default: {write})",
+    )
+    parser.set_defaults(default_host_write=write)
+
+
+def host_tier(arguments: argparse.Namespace) -> HostConfig | None:
+    """Return the host tier that was asked for; None if none was.
+
+    Raises:
+        BadInputError: if it was given without --host-blocks.
+    """
+    if arguments.host_write is not None and arguments.host_blocks is None:
+        raise BadInputError("--host-write needs --host-blocks")
+    if arguments.host_blocks is None:
+        return None
+    from ...kvcache.host_tier import HostConfig  # here, because --help must not load numpy
+
+    return HostConfig(arguments.host_blocks, arguments.host_write or arguments.default_host_write)
+
+
 def add_size(
     parser: argparse.ArgumentParser,
     option: str,
@@ -48,4 +88,16 @@ def add_size(
         default=default,
         required=required and default is None,
         help=help_text,
+    )
+
+
+def add_requests(parser: argparse.ArgumentParser) -> None:
+    """Add the option that cuts a trace."""
+    add_size(parser, "--requests", "use the first N requests of the trace only", required=False)
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add the option that asks for JSON."""
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the results as JSON; - puts only them on stdout"
     )

@@ -6,6 +6,10 @@ resident, its own path being pinned while room is made. Outputs are not inserted
 last block counts as a block. Room is made by evicting leaves, never an inner block before its
 continuation. A request of more blocks than the cache has is refused, since it could never be
 served: its blocks count, it has no hits, and it changes nothing.
+
+With a host tier, its hits are the blocks that follow those on the device. Copies are done at once,
+and where a block is in one tier at a time (`HostConfig.write` "exclusive") the two tiers obey a
+law; see `tier_law`.
 """
 
 from __future__ import annotations
@@ -13,12 +17,13 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TypeAlias
 
 import numpy as np
 
 from ...kvcache.errors import RequestTooLargeError
+from ...kvcache.host_tier import HostConfig
 from ...kvcache.manager import CacheManager
 from .trace import Trace
 
@@ -38,32 +43,67 @@ class HitCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class TieredHitCounts(HitCounts):
+    """The same with a host tier; `hit_blocks` and `hit_rate` are the device's.
+
+    Attributes:
+        host_hit_blocks: copied back from the host, instead of being computed.
+        demoted_blocks: copied to the host when they were evicted from the device.
+        dropped_blocks: left the host for good, or found no room there.
+    """
+
+    host_hit_blocks: int
+    demoted_blocks: int
+    dropped_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class ManagerRun:
     """A pass of a trace through a `CacheManager`.
 
     Attributes:
-        hits: hit blocks of each request.
+        hits: hit blocks on the device, of each request.
         evicted_blocks: evictions over the pass.
         refused: requests of more blocks than the cache has.
+        host_hits: hit blocks on the host, of each request.
+        demoted_blocks, dropped_blocks: see `TieredHitCounts`.
     """
 
     hits: list[int]
     evicted_blocks: int
     refused: int
+    host_hits: list[int]
+    demoted_blocks: int
+    dropped_blocks: int
 
 
-def count_hits(trace: Trace, num_blocks: int | None) -> HitCounts:
+def count_hits(
+    trace: Trace, num_blocks: int | None, host: HostConfig | None = None
+) -> HitCounts | TieredHitCounts:
     """Count the hits of a trace in a cache of num_blocks blocks, with the real manager.
 
     Args:
         trace: requests in the order of arrival.
         num_blocks: capacity in blocks of 512 tokens; None for no limit.
+        host: the tier below, in blocks of 512 tokens; None: there is none.
+
+    Returns:
+        The counts; with a host tier, `TieredHitCounts`.
 
     Raises:
         CountError: if num_blocks is less than 1.
     """
-    run = run_manager(trace, num_distinct_blocks(trace) if num_blocks is None else num_blocks)
-    return summarize(trace, run)
+    num_blocks = num_distinct_blocks(trace) if num_blocks is None else num_blocks
+    run = run_manager(trace, num_blocks, host=host)
+    counts = summarize(trace, run)
+    if host is None:
+        return counts
+    return TieredHitCounts(
+        **asdict(counts),
+        host_hit_blocks=sum(run.host_hits),
+        demoted_blocks=run.demoted_blocks,
+        dropped_blocks=run.dropped_blocks,
+    )
 
 
 def summarize(trace: Trace, run: ManagerRun) -> HitCounts:
@@ -76,7 +116,10 @@ def summarize(trace: Trace, run: ManagerRun) -> HitCounts:
 
 
 def run_manager(
-    trace: Trace, num_blocks: int, on_request: Callable[[int], None] = lambda done: None
+    trace: Trace,
+    num_blocks: int,
+    on_request: Callable[[int], None] = lambda done: None,
+    host: HostConfig | None = None,
 ) -> ManagerRun:
     """Pass a trace through a manager whose blocks are one token each: a hash id.
 
@@ -84,9 +127,11 @@ def run_manager(
         trace: requests in the order of arrival.
         num_blocks: capacity.
         on_request: called with the number of requests done.
+        host: the tier below, if any.
     """
-    manager = CacheManager(num_blocks, block_size=1)
+    manager = CacheManager(num_blocks, block_size=1, host=host)
     hits: list[int] = []
+    host_hits: list[int] = []
     refused = 0
     for done, request in enumerate(trace.requests, start=1):
         tokens = np.asarray(request.hash_ids, dtype=np.int32)
@@ -95,13 +140,32 @@ def run_manager(
         except RequestTooLargeError:
             refused += 1
             hits.append(0)
+            host_hits.append(0)
         else:
             hits.append(lease.num_hit_blocks)
+            _copy_at_once(manager)
+            host_hits.append(lease.num_promoted_blocks)
             manager.publish(lease, tokens)
             manager.release(lease)
+            _copy_at_once(manager)
         on_request(done)
     manager.check()
-    return ManagerRun(hits, manager.stats().evicted_blocks, refused)
+    stats = manager.stats()
+    tiers = stats.tiers
+    return ManagerRun(
+        hits,
+        stats.evicted_blocks,
+        refused,
+        host_hits,
+        demoted_blocks=0 if tiers is None else tiers.demoted_blocks,
+        dropped_blocks=0 if tiers is None else tiers.dropped_blocks,
+    )
+
+
+def _copy_at_once(manager: CacheManager) -> None:
+    if manager.tiers is not None:
+        for operation in manager.tiers.take_operations():
+            manager.tiers.complete(operation.id, [True] * operation.num_blocks)
 
 
 # ---------------------------------------------------------------------- what it is checked against

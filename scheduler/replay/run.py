@@ -12,6 +12,7 @@ from .progress import Progress, no_progress
 from .real_run import RealRunConfig, run_real
 from .report import RealSection, ReplayReport, SimulationSection
 from .simulation import SimulationConfig, simulate
+from .tier_law import check_two_tier_law
 from .trace import bundled_trace_path, read_trace
 
 
@@ -48,6 +49,8 @@ def run_replay(
     cost_model.num_blocks(simulation.block_size)  # refuse at once, not after the hits
     trace = read_trace(trace_path or bundled_trace_path(), num_requests, skip_malformed)
     hits = measure_hit_curve(trace, progress=progress)
+    law = check_two_tier_law(trace, progress=progress)
+    hits = dataclasses.replace(hits, checks=(*hits.checks, law))
     runs = {
         name: simulate(
             trace,

@@ -50,3 +50,48 @@ def test_the_cache_needs_a_size(radixkv: Any, trace: Path) -> None:
     outcome = radixkv("hits", trace)
     assert outcome.status == 2
     assert "the following arguments are required: --device-blocks" in outcome.stderr
+
+
+def test_json_counts_both_tiers(radixkv: Any, trace: Path) -> None:
+    outcome = radixkv(
+        "hits", trace, "--device-blocks", 3, "--host-blocks", 100, "--json", "-", "--requests", 4
+    )
+    # [0, 1], [0, 2, 3], [4], [5, 6]: evicted are 1, then 3, 2 and (for 6) 0.
+    assert json.loads(outcome.stdout) == {
+        "requests": 4,
+        "blocks": 8,
+        "hit_blocks": 1,
+        "evicted_blocks": 4,
+        "hit_rate": 1 / 8,
+        "host_hit_blocks": 0,
+        "demoted_blocks": 4,
+        "dropped_blocks": 0,
+    }
+
+
+def test_text_of_both_tiers(radixkv: Any, trace: Path) -> None:
+    outcome = radixkv("hits", trace, "--device-blocks", 3, "--host-blocks", 100)
+    assert outcome.stdout == (
+        "5 requests, 11 blocks of 512 tokens: 1 hit (9.09%), 7 evicted\n"
+        "host: 2 hit (18.18%), 7 demoted, 0 dropped\n"
+    )
+
+
+def test_the_write_policy_is_chosen(radixkv: Any, trace: Path) -> None:
+    outcome = radixkv(
+        *("hits", trace, "--device-blocks", 3, "--host-blocks", 100),
+        *("--host-write", "through", "--json", "-"),
+    )
+    # Copied when they are computed: nothing is left to copy when they are evicted.
+    assert (json.loads(outcome.stdout)["demoted_blocks"], outcome.stderr) == (0, "")
+
+
+def test_a_write_policy_without_a_host_tier_is_refused(radixkv: Any, trace: Path) -> None:
+    outcome = radixkv("hits", trace, "--device-blocks", 3, "--host-write", "back")
+    assert (outcome.status, outcome.stderr) == (2, "radixkv: --host-write needs --host-blocks\n")
+
+
+def test_an_unknown_write_policy_is_refused(radixkv: Any, trace: Path) -> None:
+    outcome = radixkv("hits", trace, "--device-blocks", 3, "--host-write", "never")
+    assert outcome.status == 2
+    assert "argument --host-write: invalid choice: 'never'" in outcome.stderr

@@ -70,6 +70,7 @@ def test_every_stage_reports_progress_to_its_end(replayed: tuple[ReplayReport, C
     last = {stage: (done, total) for stage, done, total in replayed[1]}
     assert list(last) == [
         "hits",
+        "two tiers",
         "simulation, cache off",
         "simulation, cache on",
         "real run, reference",

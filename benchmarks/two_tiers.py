@@ -1,0 +1,48 @@
+"""Print the hits and moves of two cache tiers beside what the law of LRU says, as a Markdown table.
+
+Run:
+    python benchmarks/two_tiers.py TRACE [TRACE ...]
+
+Every row is one pass of a trace through the manager with an exclusive host tier. The law (see
+`radixkv.scheduler.replay.tier_law`) is compared request by request; a row that departs from it
+says where, and the exit status is then 1. The counts do not depend on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from radixkv.kvcache.host_tier import HostConfig
+from radixkv.scheduler.replay import read_trace
+from radixkv.scheduler.replay.hits import prefix_paths, run_manager
+from radixkv.scheduler.replay.tier_law import find_difference, two_tier_law
+
+SIZES = ((1_000, 1_000), (2_000, 500), (5_000, 10_000), (1_000, 20_000), (10_000, 40_000))
+HEAD = ("Trace", "Device + host blocks", "Device hits", "Host hits", "Demoted", "Dropped", "Law")
+
+
+def main() -> int:
+    """Print a row per trace and pair of sizes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="Mooncake, .jsonl")
+    print(f"| {' | '.join(HEAD)} |\n| --- | --- {'| ---: ' * 4}| --- |")
+    broken = False
+    for path in parser.parse_args().traces:
+        trace = read_trace(path)
+        paths = prefix_paths(trace)
+        for device, host in SIZES:
+            run = run_manager(trace, device, host=HostConfig(host, "exclusive"))
+            difference = find_difference(run, two_tier_law(paths, device, host))
+            counts = (sum(run.hits), sum(run.host_hits), run.demoted_blocks, run.dropped_blocks)
+            print(
+                f"| {path.name} | {device:,} + {host:,} "
+                f"| {' | '.join(f'{count:,}' for count in counts)} | {difference or 'equal'} |"
+            )
+            broken |= difference is not None
+    return int(broken)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
