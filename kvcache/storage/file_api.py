@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
 _MOST_PARTS: Final = 1024  # Linux: IOV_MAX
+_ONE_MORE: Final = memoryview(bytearray(1))
+"""Where the byte goes that tells that a file is longer; nobody reads it."""
 
 
 class FileApi(Protocol):
@@ -151,18 +153,25 @@ def write_all(files: FileApi, file: int, parts: Sequence[memoryview]) -> None:
         rest = _after(rest, count)
 
 
-def read_all(files: FileApi, file: int, into: Sequence[memoryview]) -> int:
-    """Fill the buffers from the start of a file; return how many bytes there were, up to that."""
+def read_value(files: FileApi, file: int, into: Sequence[memoryview]) -> int:
+    """Fill the buffers from the start of a file, and return its length, or how much could be read.
+
+    One call of the system, where it does what it nearly always does: each call costs, and lets go
+    of Python's lock besides.
+    """
     room = sum(map(len, into))
-    rest, done = list(into), 0
+    done = files.read(file, [*into, _ONE_MORE], 0)
+    if done == room:  # there was room for one more, so the file ends here
+        return room
+    size = files.size(file)
+    rest = _after(list(into), done)
     while done < room:
         count = files.read(file, rest, done)
         if count == 0:
-            break
+            return done
+        rest = _after(rest, count)
         done += count
-        if done < room:
-            rest = _after(rest, count)
-    return done
+    return size
 
 
 def _after(parts: list[memoryview], count: int) -> list[memoryview]:

@@ -32,7 +32,7 @@ from typing import Final, Literal, TypeAlias
 
 from .base import StoredValue, check_key
 from .errors import BackendFullError, BackendIOError, StorageInUseError
-from .file_api import FileApi, OsFiles, read_all, write_all
+from .file_api import FileApi, OsFiles, read_value, write_all
 from .file_names import bucket_names, key_of
 from .lru_index import FoundValue, LruIndex
 
@@ -106,8 +106,7 @@ class FileBackend:
         try:
             file = self._files.open(self._path(key))
             try:
-                num_bytes = self._files.size(file)
-                filled = read_all(self._files, file, into)
+                num_bytes = read_value(self._files, file, into)
                 self._use(key, file)
             finally:
                 self._files.close(file)
@@ -116,8 +115,7 @@ class FileBackend:
             return None
         except OSError as error:
             raise BackendIOError("reading", error.errno) from error
-        room = sum(map(len, into))
-        return num_bytes if filled == min(num_bytes, room) else filled
+        return num_bytes
 
     def put(self, key: bytes, parts: Sequence[memoryview]) -> None:
         """See Backend. Evicts first, as much as is needed.

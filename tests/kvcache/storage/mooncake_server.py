@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -24,6 +25,10 @@ def program(name: str) -> str:
     """The path of one of Mooncake's programs."""
     package = find_spec("mooncake")
     assert package is not None and package.submodule_search_locations, MISSING
+    try:
+        ctypes.CDLL("libibverbs.so.1")
+    except OSError:
+        raise AssertionError(MISSING) from None
     return str(Path(package.submodule_search_locations[0]) / name)
 
 

@@ -203,11 +203,59 @@ class OneByteFiles(OsFiles):
         return super().read(file, [into[0][:1]], offset)
 
 
+class CountedFiles(OsFiles):
+    """A system that writes down what it is asked on the way of a load."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def open(self, path):
+        self.calls.append("open")
+        return super().open(path)
+
+    def read(self, file, into, offset):
+        self.calls.append("read")
+        return super().read(file, into, offset)
+
+    def size(self, file):
+        self.calls.append("size")
+        return super().size(file)
+
+    def close(self, file):
+        self.calls.append("close")
+        super().close(file)
+
+
+def test_a_load_costs_three_calls_of_the_system(directory: Path) -> None:
+    files = CountedFiles()
+    backend = FileBackend(directory, max_bytes=100, files=files)
+    put(backend, KEYS[0], b"abcdef")
+    files.calls.clear()
+    assert get(backend, KEYS[0], room=6) == b"abcdef"
+    assert files.calls == ["open", "read", "close"]
+    files.calls.clear()
+    assert backend.get(KEYS[0], [memoryview(bytearray(5))]) == 6  # longer: how long?
+    assert files.calls == ["open", "read", "size", "close"]
+    backend.close()
+
+
+def test_a_value_that_is_longer_by_one_byte_is_not_taken_for_whole(directory: Path) -> None:
+    backend = FileBackend(directory, max_bytes=1000)
+    sealed = Sealed(backend)
+    assert sealed.store(KEYS[0], [memoryview(b"abc")]) == (Status.STORED, "")
+    with open(directory / KEYS[0].hex()[:2] / KEYS[0].hex(), "ab") as file:
+        file.write(b"\0")
+    assert sealed.load(KEYS[0], [memoryview(bytearray(3))]) == (Status.CORRUPT, "LONG")
+    backend.close()
+
+
 def test_short_reads_and_writes_go_on(directory: Path) -> None:
     files = OneByteFiles()
     backend = FileBackend(directory, max_bytes=100, files=files)
     put(backend, KEYS[0], b"abcdef")
     assert get(backend, KEYS[0]) == b"abcdef"
+    assert get(backend, KEYS[0], room=6) == b"abcdef"
+    assert backend.get(KEYS[0], [memoryview(bytearray(4))]) == 6
     files.stuck = True
     with pytest.raises(BackendIOError, match=r"^writing failed: EIO "):
         put(backend, KEYS[1], b"abc")

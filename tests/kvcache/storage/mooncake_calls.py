@@ -1,0 +1,37 @@
+"""What the tests of Mooncake share: times, ways to connect, and a look at its processes."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+from radixkv.kvcache.storage.mooncake import MooncakeBackend
+
+from .mooncake_server import MooncakeServer
+
+SOON_S = 0.1  # for requests that are to end without an answer
+LONG_S = 30.0  # for those that are to end with one
+LOST = "no connection, or it was lost"
+
+
+def connected(
+    store: MooncakeServer, timeout_s: float = LONG_S, connect_timeout_s: float = LONG_S
+) -> closing[MooncakeBackend]:
+    return closing(
+        MooncakeBackend(
+            "127.0.0.1", store.port, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s
+        )
+    )
+
+
+def helpers_of(backend: MooncakeBackend) -> list[int]:
+    """The process ids of those that wait for a call."""
+    return [helper._process.pid for helper in backend._idle]
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there, and has not ended without anybody asking how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

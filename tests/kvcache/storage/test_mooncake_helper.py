@@ -1,0 +1,102 @@
+"""The processes that talk to Mooncake: how they end, and what they leave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from radixkv.kvcache.storage import BackendUnreachableError
+
+from .conformance import KEYS, MIB, get, put, value_of
+from .mooncake_calls import LONG_S, LOST, connected, helpers_of, runs
+from .mooncake_server import MooncakeServer
+
+
+def test_a_helper_that_dies_fails_one_call(shared_mooncake: MooncakeServer) -> None:
+    with connected(shared_mooncake) as backend:
+        put(backend, KEYS[2], b"abc")
+        backend._idle[0]._process.kill()
+        backend._idle[0]._process.wait()
+        with pytest.raises(BackendUnreachableError, match=f"^reading failed: {LOST}$"):
+            get(backend, KEYS[2], 3)
+        assert get(backend, KEYS[2], 3) == (3, [b"abc"])
+
+
+def test_values_outlive_the_backend_and_its_processes(shared_mooncake: MooncakeServer) -> None:
+    value = value_of(5, 2 * MIB)
+    with connected(shared_mooncake) as backend:
+        put(backend, KEYS[5], value[:1000], value[1000:])
+        (helper,) = helpers_of(backend)
+    assert not runs(helper)
+    with connected(shared_mooncake) as backend:
+        assert get(backend, KEYS[5], len(value)) == (len(value), [value])
+        assert backend.delete(KEYS[5])
+
+
+ENGINE = """
+import sys, time
+from radixkv.kvcache.storage import open_backend, BackendOptions
+backend = open_backend(sys.argv[1], BackendOptions(connect_timeout_s=0.1))
+try:
+    backend.contains([bytes(32)])
+except Exception:
+    pass
+print(backend._idle[0]._process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_no_process_outlives_the_engine(shared_mooncake: MooncakeServer, answers: bool) -> None:
+    """Not even one that waits for a master, and so runs no Python."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = shared_mooncake.port if answers else listener.getsockname()[1]
+        engine = subprocess.Popen(
+            [sys.executable, "-c", ENGINE, f"mooncake://127.0.0.1:{port}"], stdout=subprocess.PIPE
+        )
+        assert engine.stdout is not None
+        helper = int(engine.stdout.readline())
+        assert runs(helper)
+        engine.send_signal(signal.SIGKILL)
+        engine.wait()
+        engine.stdout.close()
+        end = time.monotonic() + LONG_S
+        while runs(helper):
+            assert time.monotonic() < end, "the process is still there"
+            time.sleep(0.01)
+
+
+def open_ports(pid: int) -> list[int]:
+    """The TCP ports at which a process listens."""
+    links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+    lines = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return [
+        int(line[1].rpartition(":")[2], 16)
+        for line in lines
+        if line[3] == "0A" and f"socket:[{line[9]}]" in links
+    ]
+
+
+def test_nobody_can_connect_to_a_helper(shared_mooncake: MooncakeServer) -> None:
+    """Mooncake's client listens to the whole network; what comes is dropped."""
+    with connected(shared_mooncake) as backend:
+        assert backend.contains(KEYS[:1]) == [False]
+        ports = open_ports(helpers_of(backend)[0])
+        assert ports
+        for port in ports:
+            with pytest.raises(TimeoutError):
+                socket.create_connection(("127.0.0.1", port), timeout=0.2)
+        put(backend, KEYS[0], b"abc")
+        assert get(backend, KEYS[0], 3) == (3, [b"abc"])
+        assert backend.delete(KEYS[0])
