@@ -62,6 +62,19 @@ class TestDeviceToHost:
         assert bench.driver.fenced() == []
         assert not bench.host.memory[3].any()  # the second piece was not begun
 
+    def test_it_is_fenced_when_all_threads_are_done(self):
+        with Bench(num_threads=2) as bench:
+            bench.host.held = True
+            op_id = bench.start(DOWN, [1, 2, 3], [1, 2, 3], timeout_s=5)
+            for _ in range(2):
+                bench.host.entered.acquire()
+            bench.clock.now = 5
+            assert bench.driver.poll() == [OperationResult(op_id, (False,) * 3, fenced=False)]
+            bench.finish_write()
+            assert bench.driver.fenced() == []
+            bench.finish_write()
+            assert bench.driver.fenced() == [op_id]
+
     def test_pieces_that_arrived_before_the_deadline_count(self, bench):
         bench.host.held = True
         op_id = bench.start(DOWN, [1, 2, 3], [1, 2, 3], timeout_s=5)

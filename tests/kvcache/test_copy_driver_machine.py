@@ -26,7 +26,7 @@ from .driving import HOST_BLOCKS, SIZES, Asked, Bench, FakeStorage
 
 KEYS = [bytes([number]) * 32 for number in range(4)]
 DEVICE_BLOCKS = range(1, SIZES["num_blocks"] + 1)
-PIECE = 2
+PIECE = 4  # so that three blocks are padded, and five are two pieces
 TIMEOUT_S = 10
 
 
@@ -51,6 +51,7 @@ class DriverMachine(RuleBasedStateMachine):
         self.storage = FakeStorage()
         self.bench = Bench(self.dtype, self.storage, max_blocks_per_copy=PIECE)
         self.bench.host.held = True
+        self.bench.fill()
         self.device = self.bench.device()
         self.host: dict[int, np.ndarray] = {}  # what is known of host blocks
         self.open: dict[OpId, Open] = {}
@@ -58,7 +59,7 @@ class DriverMachine(RuleBasedStateMachine):
         self.asked: dict[OpId, Asked] = {}
         self.results: list[OperationResult] = []
         self.fenced: list[OpId] = []
-        self.tags = 0
+        self.tags = len(DEVICE_BLOCKS)
 
     # -- what a manager may do
 
