@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from radixkv.kvcache.storage import BackendUnreachableError
+from radixkv.kvcache.storage import BackendUnreachableError, mooncake_helper
 
 from .conformance import KEYS, MIB, get, put, value_of
 from .mooncake_calls import LONG_S, LOST, connected, helpers_of, runs
@@ -71,6 +71,17 @@ def test_no_process_outlives_the_engine(shared_mooncake: MooncakeServer, answers
         while runs(helper):
             assert time.monotonic() < end, "the process is still there"
             time.sleep(0.01)
+
+
+def test_a_helper_that_starts_after_the_engine_has_died_ends() -> None:
+    life, engines_end = os.pipe()
+    os.close(engines_end)
+    command = [sys.executable, "-P", mooncake_helper.__file__, "0", "0", str(life)]
+    finished = subprocess.run(
+        [*command, "127.0.0.1", "127.0.0.1:1"], pass_fds=[life], timeout=LONG_S, check=False
+    )
+    os.close(life)
+    assert finished.returncode == 0
 
 
 def open_ports(pid: int) -> list[int]:
