@@ -266,6 +266,7 @@ class CacheManager:
                 assert self.tiers is not None, "a node is nowhere"
                 lease.node = self.tiers.adopt(child, run, ids[first:last].tobytes())
                 known = lease.node.num_blocks
+            assert known > 0, "what is published there is not found there"
             run = run[known * block_bytes :]
             first += known
         if run:
