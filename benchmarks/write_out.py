@@ -249,16 +249,19 @@ def main() -> None:
                 measured[row].append([1e3 * each for each in times])
     print(describe_run(arguments))
     print(
-        "\n| Moved | p50, ms | p95, ms | p99, ms | p95 / nothing |\n| --- | --- | --- | --- | --- |"
+        "\n| Moved | p50, ms | p95, ms | p99, ms | p95 / nothing | p95 / gather |\n"
+        "| --- | --- | --- | --- | --- | --- |"
     )
-    base = [float(np.percentile(times, 95)) for times in measured["nothing"]]
+    p95 = {
+        row: [float(np.percentile(times, 95)) for times in rounds]
+        for row, rounds in measured.items()
+    }
     for row, rounds in measured.items():
         cells = [quantile(rounds, percent) for percent in (50, 95, 99)]
-        ratios = [
-            float(np.percentile(times, 95)) / first
-            for times, first in zip(rounds, base, strict=True)
-        ]
-        print(f"| {row} | {' | '.join(cells)} | {spread(ratios)} |")
+        for base in ("nothing", "gather"):
+            pairs = zip(p95[row], p95[base], strict=True)
+            cells.append(spread([own / other for own, other in pairs]))
+        print(f"| {row} | {' | '.join(cells)} |")
 
 
 def quantile(rounds: list[list[float]], percent: int) -> str:
