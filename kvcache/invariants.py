@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from .radix_node import ITEM_BYTES, NO_CHILDREN, Node
 
 if TYPE_CHECKING:
     from .block_pool import BlockPool
+    from .block_tables import BlockTables
     from .host_tier import HostRun
     from .lease import Lease
     from .radix_tree import RadixTree
@@ -65,6 +66,13 @@ def _check_node(node: Node, block_bytes: int) -> None:
     above = node.parent.parent is None or node.parent.device_blocks
     assert above or not node.device_blocks, "a node is on the device, its parent is not"
     assert node.device_blocks or (node.refs == 0 and node.host is not None), "a node is nowhere"
+
+
+def check_leases(leases: Mapping[int, Lease], tables: BlockTables, epoch: int) -> None:
+    """Assert that leases and rows of the tables belong together."""
+    assert sorted(leases) == np.flatnonzero(tables.live).tolist(), "leases and live rows disagree"
+    for lease in leases.values():
+        assert lease.epoch == epoch, "a live lease is of an older epoch"
 
 
 def check_ownership(

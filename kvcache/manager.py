@@ -17,9 +17,10 @@ from .errors import (
     StorageConfigError,
 )
 from .host_tier import HostConfig
-from .invariants import check_ownership, check_tiers
+from .invariants import check_leases, check_ownership, check_tiers
 from .lease import CacheStats, Epoch, Lease, Match, NextBlock
 from .parking import Parked, require_saved
+from .publishing import publish_run
 from .radix_node import Walk
 from .radix_tree import RadixTree
 from .tiers import Tiers
@@ -70,7 +71,8 @@ class CacheManager:
         self.epoch = Epoch(0)
         self.tables = BlockTables()
         self._pool = BlockPool(num_blocks)
-        _check_storage(block_size, host, storage)
+        if storage is not None and host is None:
+            raise StorageConfigError("storage needs a host tier, through which its blocks pass")
         self.tiers = None if host is None else Tiers(self, host, storage)
         self._tree = RadixTree(block_size) if self.tiers is None else self.tiers.tree
         self._leases: dict[int, Lease] = {}
@@ -109,7 +111,7 @@ class CacheManager:
         walk = self._tree.walk(root, as_bytes(whole)) if root is not None else None
         match = Match(whole, length, namespace, walk, self._tree.version, self.block_size)
         if self.tiers is not None and walk is not None and walk.inside is None:
-            self.tiers.match(match, walk)
+            self.tiers.reader.match(match, walk)
         return match
 
     def admit(self, match: Match, parked: Parked | None = None) -> Lease:
@@ -148,7 +150,7 @@ class CacheManager:
             walk = Walk(tree.add_root(match._namespace), 0)
         node = tree.pin(walk)
         tiers = self.tiers
-        loads = tiers.reserve(match, parked) if tiers is not None else None
+        loads = tiers.reader.reserve(match, parked) if tiers is not None else None
         tables = self.tables
         row = tables.take_row()
         tables.widen(num_blocks)
@@ -163,7 +165,7 @@ class CacheManager:
         self._admitted += 1
         self._hit_blocks += match.num_blocks
         if tiers is not None:
-            tiers.admitted(lease, loads)
+            tiers.reader.admitted(lease, loads)
         return lease
 
     def extend(self, lease: Lease, num_tokens: int) -> None:
@@ -237,42 +239,18 @@ class CacheManager:
             raise LeaseError(
                 f"{len(tokens)} tokens published on a lease with room for {lease.num_tokens}"
             )
-        first, last = lease.num_shared_blocks, len(tokens) // self.block_size
         if lease.loading is not None or lease.parking:
             raise LeaseError("a lease is published while it is loaded or parked")
-        if last > first:
-            start, end = first * self.block_size, last * self.block_size
-            self.publish_run(lease, tokens[start:end].tobytes())
+        first, last = lease.num_shared_blocks, len(tokens) // self.block_size
+        if last <= first:
+            return
+        self.publish_run(lease, tokens[first * self.block_size : last * self.block_size].tobytes())
 
     def publish_run(self, lease: Lease, run: bytes) -> None:
         """Publish the blocks of a lease that follow its shared ones, whose tokens are run."""
-        tree = self._tree
-        block_bytes = tree.block_bytes
-        ids = self.tables.ids[lease.row]
-        first = lease.num_shared_blocks
-        last = lease.num_shared_blocks = first + len(run) // block_bytes
-        # Mostly nobody has published the same after its node, and there is nothing to walk.
-        while (child := lease.node.children.get(run[:block_bytes])) is not None:
-            if child.device_blocks:
-                walk = tree.walk(lease.node, memoryview(run))
-                lease.node = tree.pin(walk, lease.node)
-                known = walk.num_bytes // block_bytes
-                copies = ids[first : first + known]
-                self._pool.recycle(copies)
-                theirs = np.frombuffer(tree.path_blocks(lease.node), np.int32)
-                ids[first : first + known] = theirs[first:]
-                self._duplicate_blocks += known
-            else:
-                assert self.tiers is not None, "a node is nowhere"
-                lease.node = self.tiers.adopt(child, run, ids[first:last].tobytes())
-                known = lease.node.num_blocks
-            assert known > 0, "what is published there is not found there"
-            run = run[known * block_bytes :]
-            first += known
-        if run:
-            lease.node = tree.append(lease.node, run, ids[first:last].tobytes())
-        if self.tiers is not None:
-            self.tiers.writer.published(lease.node)
+        self._duplicate_blocks += publish_run(
+            self._tree, self._pool, self.tables, self.tiers, lease, run
+        )
 
     def next_block(self, lease: Lease, tokens: Tokens) -> NextBlock | None:
         """Identify the first block that a lease has yet to publish, if tokens fill it.
@@ -301,7 +279,7 @@ class CacheManager:
         row = lease.row
         self._tree.unpin(lease.node)
         if lease.loading is not None and self.tiers is not None:
-            self.tiers.abandon(lease)
+            self.tiers.reader.abandon(lease)
         else:
             self._pool.recycle(self.tables.ids[row, lease.num_shared_blocks : lease.num_blocks])
         self.tables.give_row(row)
@@ -328,20 +306,24 @@ class CacheManager:
         Args:
             keep: namespaces of which everything that is published stays.
         """
-        if self.tiers is not None:
-            self.tiers.cancel_all()
         if self.tiers is None and not keep:
             self._tree = RadixTree(self.block_size)
             self._pool.reset()
-            self._leases.clear()
         else:
-            for lease in list(self._leases.values()):
-                self.release(lease)
-            for namespace in [name for name in self._tree.roots if name not in keep]:
-                self._pool.recycle(self._tree.remove_root(namespace))
+            self._clear(keep)
         self.epoch = Epoch(self.epoch + 1)
         self.tables = BlockTables()
+        self._leases.clear()
         return self.epoch
+
+    def _clear(self, keep: Collection[bytes]) -> None:
+        """End every operation and lease, and remove the namespaces that are not kept."""
+        if self.tiers is not None:
+            self.tiers.cancel_all()
+        for lease in list(self._leases.values()):
+            self.release(lease)
+        for namespace in [name for name in self._tree.roots if name not in keep]:
+            self._pool.recycle(self._tree.remove_root(namespace))
 
     def recycle(self, ids: Int32Array) -> None:
         """Take back blocks that a lease left while they were still written."""
@@ -369,16 +351,10 @@ class CacheManager:
         self._pool.check()
         self._tree.check()
         self.tables.check()
-        assert sorted(self._leases) == np.flatnonzero(self.tables.live).tolist(), (
-            "leases and live rows disagree"
-        )
-        for lease in self._leases.values():
-            assert lease.epoch == self.epoch, "a live lease is of an older epoch"
-        quarantined: list[int] = []
+        check_leases(self._leases, self.tables, self.epoch)
         if self.tiers is not None:
             check_tiers(self.tiers)
-            effects = self.tiers.operations.effects()
-            quarantined = [b for effect in effects for b in effect.own_device_blocks()]
+        quarantined = [] if self.tiers is None else self.tiers.quarantined_device_blocks()
         check_ownership(self._pool, self._tree, self._leases.values(), quarantined)
 
     # Shared steps
@@ -409,16 +385,3 @@ class CacheManager:
         victims = (self._tree if tiers is None else tiers.writer).evict(num_blocks)
         self._evicted_blocks += len(victims)
         return victims
-
-
-def _check_storage(
-    block_size: int, host: HostConfig | None, storage: StorageNamespace | None
-) -> None:
-    if storage is None:
-        return
-    if host is None:
-        raise StorageConfigError("storage needs a host tier, through which its blocks pass")
-    if storage.block_size != block_size:
-        raise StorageConfigError(
-            f"storage has blocks of {storage.block_size} tokens, the cache of {block_size}"
-        )

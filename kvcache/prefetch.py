@@ -26,11 +26,13 @@ class Prefetch:
 
     Attributes:
         done: it has ended, and the request can be matched.
-        num_blocks: how many blocks came to the host.
+        first_block: the place of the first block that was asked for.
+        num_blocks: how many blocks came to the host, from that one on.
     """
 
     def __init__(self, tiers: Tiers, tokens: bytes, namespace: bytes, keys: list[bytes]) -> None:
         self.done = False
+        self.first_block = len(tokens) // tiers.tree.block_bytes - len(keys)
         self.num_blocks = 0
         self.wanted = True
         self.op_id: OpId

@@ -259,16 +259,15 @@ class RadixTree:
         runs: list[bytes] = []
         stack = list(root.children.values())
         while stack:
-            node = stack.pop()
-            assert node.refs == 0, "a namespace in use is removed"
-            stack.extend(node.children.values())
-            if node.device_blocks:
-                self._unlink(node)
-                runs.append(node.device_blocks)
-            self._died(node)
+            dead = stack.pop()
+            assert dead.refs == 0, "a namespace in use is removed"
+            stack.extend(dead.children.values())
+            if dead.device_blocks:
+                self._unlink(dead)
+                runs.append(dead.device_blocks)
+            self._died(dead)
         ids = np.frombuffer(b"".join(runs), np.int32)
-        self.num_idle -= len(ids)
-        self.num_cached -= len(ids)
+        self.num_idle, self.num_cached = self.num_idle - len(ids), self.num_cached - len(ids)
         return ids
 
     def _died(self, node: Node) -> None:

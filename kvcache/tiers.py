@@ -7,19 +7,21 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from .effects import Loads, Promotion, Stored
+from .effects import Stored
+from .errors import StorageConfigError
+from .host_reader import HostReader
 from .host_tier import HostConfig, HostRun, HostTier
 from .host_writer import HostWriter
 from .lease import TierStats
 from .operations import Effect, Operation, Operations, OpId, OpKind
-from .parking import Parked, ParkedIn, let_go_of_stored, park, resume, unpark
+from .parking import Parked, ParkedIn, let_go_of_stored, park, unpark
 from .prefetch import Prefetch, prefetch
-from .radix_node import ITEM_BYTES, Node, Walk
+from .radix_node import Node
 from .tiered_tree import TieredTree
-from .tokens import Tokens, as_bytes
+from .tokens import Tokens
 
 if TYPE_CHECKING:
-    from .lease import Lease, Match
+    from .lease import Lease
     from .manager import CacheManager
     from .storage.keys import StorageNamespace
 
@@ -60,6 +62,16 @@ class Tiers:
     def __init__(
         self, manager: CacheManager, config: HostConfig, storage: StorageNamespace | None
     ) -> None:
+        """Make the tiers of a manager.
+
+        Raises:
+            StorageConfigError: if storage has blocks of another size.
+        """
+        if storage is not None and storage.block_size != manager.block_size:
+            raise StorageConfigError(
+                f"storage has blocks of {storage.block_size} tokens, the cache of "
+                f"{manager.block_size}"
+            )
         self.config = config
         self.storage = storage
         self.manager = manager
@@ -67,9 +79,9 @@ class Tiers:
         self.tree = TieredTree(manager.block_size, self.host)
         self.operations = Operations()
         self.writer = HostWriter(self)
+        self.reader = HostReader(self)
         self.parked: dict[Parked, None] = {}
-        self.promoted_blocks = self.stored_blocks = self.fetched_blocks = 0
-        self._loading: dict[OpId, Promotion] = {}
+        self.stored_blocks = self.fetched_blocks = 0
 
     # Operations out, completions in
 
@@ -154,52 +166,7 @@ class Tiers:
         prefetch.wanted = False
         self.operations.cancel(prefetch.op_id)
 
-    # From the host to the device
-
-    def match(self, match: Match, walk: Walk) -> None:
-        """Add to a match what the host has after the blocks on the device."""
-        rest = as_bytes(match._tokens)[walk.num_bytes :]
-        match.host_runs, match.num_host_blocks = self.tree.host_runs(walk.node, rest)
-
-    def reserve(self, match: Match, parked: Parked | None) -> Loads | None:
-        """Keep what a match found on the host, and what a parked request left; None if nothing."""
-        tail = None
-        if parked is not None:
-            tail = resume(self, parked, match.num_blocks + match.num_host_blocks)
-        num_blocks = match.num_host_blocks
-        if num_blocks == 0 and tail is None:
-            return None
-        runs = match.host_runs
-        excess = sum([run.num_blocks for run in runs]) - num_blocks
-        if excess:
-            last = runs[-1]
-            assert last.node is not None, "a match names a dropped copy"
-            upper = self.tree.split(last.node, last.num_blocks - excess).host
-            assert upper is not None, "half of a copy is missing"
-            runs = [*runs[:-1], upper]
-        sources = b"".join([run.blocks for run in runs])
-        if tail is not None:
-            sources += np.int32(tail[0]).tobytes()
-        if self.config.write == "exclusive":
-            self.tree.version += 1
-            for run in runs:
-                if not run.holders:
-                    self.host.leave(run)  # what is evicted for them may take their place
-        first = match.num_tokens
-        tokens = match._tokens[first : first + num_blocks * self.manager.block_size].tobytes()
-        return Loads(self.host.hold(runs), sources, tokens, tail)
-
-    def admitted(self, lease: Lease, loads: Loads | None) -> None:
-        """Copy what was reserved into the blocks of a lease that follow its hit."""
-        self.writer.hit(lease.node)
-        if loads is not None:
-            promotion = Promotion(self, lease, loads)
-            first = lease.num_shared_blocks
-            ids = lease.block_table[first : first + len(loads.sources) // ITEM_BYTES]
-            lease.loading = self.submit(
-                OpKind.HOST_TO_DEVICE, promotion, loads.sources, ids.tobytes()
-            )
-            self._loading[lease.loading] = promotion
+    # Shared steps
 
     def adopt(self, node: Node, tokens: bytes, device_blocks: bytes) -> Node:
         """Put on the device what a lease has of a node that only the host had; see the tree."""
@@ -208,35 +175,10 @@ class Tiers:
             self.keep_one(node.host)
         return node
 
-    def promoted(self, promotion: Promotion, num_blocks: int, tail_tokens: int) -> None:
-        """Publish what has arrived, and is fenced, in the blocks of a lease."""
-        lease = promotion.lease
-        assert lease is not None and lease.loading is not None, "a lease is loaded twice"
-        del self._loading[lease.loading]
-        lease.loading = None
-        manager = self.manager
-        run = promotion.loads.tokens[: num_blocks * self.tree.block_bytes]
-        if run:
-            manager.publish_run(lease, run)
-        self.promoted_blocks += num_blocks
-        lease.num_promoted_blocks = num_blocks
-        lease.num_ready_tokens = lease.num_shared_blocks * manager.block_size + tail_tokens
-
-    def abandon(self, lease: Lease) -> None:
-        """Take over the private blocks of a lease that ends while they are loaded."""
-        assert lease.loading is not None, "a lease that does not load is abandoned"
-        promotion = self._loading.pop(lease.loading)
-        promotion.lease = None
-        promotion.orphans = lease.block_table[lease.num_shared_blocks :].copy()
-        self.operations.cancel(lease.loading)
-        lease.loading = None
-
     def cancel_all(self) -> None:
         """Cancel every operation, as the cache is reset."""
         self.writer.forget()
         self.operations.cancel_all()
-
-    # Holds
 
     def let_go(self, holder: list[HostRun]) -> None:
         """End a hold; with one tier at a time, a copy of what is on the device too goes."""
@@ -272,8 +214,6 @@ class Tiers:
             self.tree.remove(node)
         return []
 
-    # Shared steps
-
     def submit(
         self,
         kind: OpKind,
@@ -302,6 +242,11 @@ class Tiers:
         keys = self.tree.keys_of(missing, self.storage)
         self.submit(OpKind.HOST_TO_STORAGE, Stored(self, missing), sources=blocks, keys=keys)
 
+    def quarantined_device_blocks(self) -> list[int]:
+        """Return the device blocks that released leases left while they were written."""
+        effects = self.operations.effects()
+        return [block for effect in effects for block in effect.own_device_blocks()]
+
     def stats(self) -> TierStats:
         """Return the counts; O(1)."""
         host = self.host
@@ -312,7 +257,7 @@ class Tiers:
             parked=len(self.parked),
             open_operations=self.operations.num_open,
             quarantined_operations=self.operations.num_quarantined,
-            promoted_blocks=self.promoted_blocks,
+            promoted_blocks=self.reader.promoted_blocks,
             demoted_blocks=self.writer.demoted_blocks,
             dropped_blocks=self.tree.dropped_blocks,
             stored_blocks=self.stored_blocks,

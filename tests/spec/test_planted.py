@@ -122,7 +122,7 @@ def test_what_the_matrix_reports() -> None:
 
 
 def test_hypothesis_finds_one_too() -> None:
-    found = bug("found", "manager.py", ("self._pool.recycle(copies)", "pass"))
+    found = bug("found", "publishing.py", ("pool.recycle(copies)", "pass"))
     kill = hunt(Hunt(found, "full", 0), max_steps=5_000, engine="hypothesis")
     assert kill.rule
     assert 0 < kill.steps <= 5_000

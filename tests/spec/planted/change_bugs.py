@@ -31,8 +31,8 @@ APPEND_BUGS = (
         "a trimmed prompt grows behind the tokens that were cut",
         TREE,
         (
-            "if isinstance(node.tokens, bytearray):\n                node.tokens +=",
-            "if True:\n                node.tokens +=",
+            "if isinstance(node.tokens, bytearray) and node.host is None:",
+            "if True:",
         ),
     ),
     bug(

@@ -16,7 +16,7 @@ from radixkv.spec.scheduler_world import SchedulerSubject
 from .plant import Bug
 
 FOLDER = Path(radixkv.scheduler.mixed.__file__).parent
-FILES = ("errors", "request", "plan", "policy", "reservation", "mixed")
+FILES = ("errors", "request", "plan", "policy", "reservation", "tier_requests", "live", "mixed")
 """What a copy has, each after what it imports."""
 NAMES = ("Fcfs", "MixedScheduler", "Priority", "Request", "RequestError", "StepOrderError",
          "StepPlan")  # fmt: skip

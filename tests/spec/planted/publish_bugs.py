@@ -5,6 +5,7 @@ from __future__ import annotations
 from .plant import bug
 
 MANAGER = "manager.py"
+PUBLISHING = "publishing.py"
 
 PUBLISH_BUGS = (
     bug(
@@ -71,8 +72,11 @@ PUBLISH_BUGS = (
     ),
     bug(
         "a second copy takes the place of the first",
-        MANAGER,
-        ("if run[: tree.block_bytes] in lease.node.children:", "if False:"),
+        PUBLISHING,
+        (
+            "while (child := lease.node.children.get(run[:block_bytes])) is not None:",
+            "while False:",
+        ),
         seen_in="FastDeploy PR 6226",
     ),
     bug(
@@ -84,57 +88,52 @@ PUBLISH_BUGS = (
     ),
     bug(
         "a second copy is kept",
-        MANAGER,
-        ("self._pool.recycle(copies)", "pass"),
+        PUBLISHING,
+        ("pool.recycle(copies)", "pass"),
         seen_in="FastDeploy PR 6226",
     ),
     bug(
         "the table still names the copy that was given back",
-        MANAGER,
+        PUBLISHING,
         ("ids[first:published] = np", "_ = np"),
         seen_in="mini-sglang #142",
     ),
     bug(
         "of two copies the published one is given back",
-        MANAGER,
-        ("self._pool.recycle(copies)", "pass"),
-        (
-            "self._duplicate_blocks += published - first",
-            "self._pool.recycle(copies)\n            self._duplicate_blocks += published - first",
-        ),
+        PUBLISHING,
+        ("            pool.recycle(copies)\n", ""),
+        ("np.int32)[first:]\n", "np.int32)[first:]\n            pool.recycle(copies)\n"),
         seen_in="FastDeploy PR 6226",
     ),
     bug(
         "of a second copy only the first block is given back",
-        MANAGER,
+        PUBLISHING,
         ("copies = ids[first:published]", "copies = ids[first : first + 1]"),
         seen_in="SGLang #11970",
     ),
     bug(
         "what others published is pinned from the root",
-        MANAGER,
-        ("tree.pin(walk, above)", "tree.pin(walk)"),
+        PUBLISHING,
+        ("tree.pin(walk, above=lease.node)", "tree.pin(walk)"),
         seen_in="LMCache #3381",
     ),
     bug(
         "a lease that only found copies does not know that it shares them",
-        MANAGER,
-        (
-            "lease.num_shared_blocks = last",
-            "lease.num_shared_blocks = last if run else lease.num_shared_blocks",
-        ),
+        PUBLISHING,
+        ("last = lease.num_shared_blocks = first", "last = first"),
+        ("    if run:\n", "    if run:\n        lease.num_shared_blocks = last\n"),
         seen_in="FastDeploy PR 3710",
     ),
     bug(
         "a lease believes to share a block more than it does",
-        MANAGER,
-        ("lease.num_shared_blocks = last", "lease.num_shared_blocks = last + 1"),
+        PUBLISHING,
+        ("    if run:\n", "    lease.num_shared_blocks = last + 1\n    if run:\n"),
         seen_in="FastDeploy PR 7890",
     ),
     bug(
         "a block that is given back as a copy is not counted",
-        MANAGER,
-        ("self._duplicate_blocks += published - first", "pass"),
+        PUBLISHING,
+        ("num_copies += len(copies)", "pass"),
     ),
     bug(
         "a lease of before a reset publishes",
@@ -188,7 +187,7 @@ PUBLISH_BUGS = (
     bug(
         "an older publication takes shared blocks back",
         MANAGER,
-        ("if last <= first:\n            return", "pass"),
+        ("if last <= first:\n", "if last <= first:\n            lease.num_shared_blocks = last\n"),
     ),
     bug(
         "an older publication makes the table shorter",

@@ -122,8 +122,8 @@ WHOLE_BUGS = (
         (
             "self._tree = RadixTree(self.block_size)",
             "version = self._tree.version\n"
-            "        self._tree = RadixTree(self.block_size)\n"
-            "        self._tree.version = version",
+            "            self._tree = RadixTree(self.block_size)\n"
+            "            self._tree.version = version",
         ),
         seen_in="FastDeploy PR 4008",
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .plant import bug
 
-MIXED, REQUEST, POLICY = "mixed.py", "request.py", "policy.py"
+LIVE, MIXED, REQUEST, POLICY = "live.py", "mixed.py", "request.py", "policy.py"
 
 STEP_BUGS = (
     bug(
@@ -60,7 +60,7 @@ STEP_BUGS = (
         "who decodes gets its blocks a token too early",
         MIXED,
         (
-            "lease = request.lease = self.manager.admit(match)",
+            "lease = request.lease = self.manager.admit(match, request.parked)",
             "lease = request.lease = self.manager.admit(match); "
             "self.manager.available and self.manager.extend(lease, 1)",
         ),
@@ -77,20 +77,20 @@ STEP_BUGS = (
         "a whole hit leaves nothing to compute",
         MIXED,
         (
-            "hit_tokens = min(match.num_tokens, request.num_tokens - 1)",
-            "hit_tokens = match.num_tokens",
+            "hit_tokens = min(lease.num_ready_tokens, request.num_tokens - 1)",
+            "hit_tokens = lease.num_ready_tokens",
         ),
         seen_in="vLLM test_full_cache_hit, FastDeploy PR 3292",
     ),
     bug(
         "a resumed request goes on where it was",
         MIXED,
-        ("        victim.num_computed = 0\n", ""),
         (
             "request.num_computed = hit_tokens",
             "was = min(request.num_computed, request.num_tokens - 1)\n"
             "        request.num_computed = max(hit_tokens, was)",
         ),
+        elsewhere=((LIVE, "        victim.num_computed = 0\n", ""),),
         seen_in="vLLM #18631",
     ),
     bug(
@@ -145,7 +145,7 @@ ADMISSION_BUGS = (
     ),
     bug(
         "the last to come is tried first",
-        MIXED,
+        LIVE,
         (
             "insort(self._waiting, request, key=self.policy.order)",
             "self._waiting.insert(0, request)",
@@ -153,7 +153,7 @@ ADMISSION_BUGS = (
     ),
     bug(
         "new ones starve those that came before",
-        MIXED,
+        LIVE,
         (
             "insort(self._waiting, request, key=self.policy.order)",
             "self._waiting.insert(0, request)",
@@ -205,12 +205,12 @@ ADMISSION_BUGS = (
     ),
     bug(
         "a request of the whole pool is refused at the door",
-        MIXED,
+        LIVE,
         ("if needed > num_blocks:", "if needed >= num_blocks:"),
     ),
     bug(
         "a request that can never fit is taken",
-        MIXED,
+        LIVE,
         ("if needed > num_blocks:", "if False:"),
         seen_in="vLLM #39734, FastDeploy PR 5544",
     ),

@@ -1,0 +1,169 @@
+"""From the host to the device: what a request hits there is copied into its own blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .effects import leading
+from .host_tier import HostRun
+from .lease import Lease, Match
+from .operations import Effect, OpId, OpKind
+from .parking import Parked, resume
+from .radix_node import ITEM_BYTES, Walk
+from .tokens import Int32Array, as_bytes
+
+if TYPE_CHECKING:
+    from .tiers import Tiers
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """What is copied from the host into a lease.
+
+    Attributes:
+        runs: the copies that are read, held.
+        sources: host blocks, as bytes of int32: those of runs, and of the tail.
+        tokens: in the blocks of runs, as bytes of int32.
+        tail: a host block with the first tokens of one more block, and how many; or None.
+    """
+
+    runs: list[HostRun]
+    sources: bytes
+    tokens: bytes
+    tail: tuple[int, int] | None
+
+
+class Promotion(Effect):
+    """Blocks are copied from the host into those of a lease, which publishes what has arrived.
+
+    Attributes:
+        lease: who waits for them; None if it was released, and then `orphans` are its blocks.
+    """
+
+    def __init__(self, tiers: Tiers, lease: Lease, loads: Loads) -> None:
+        """Take over what was reserved for a lease."""
+        self.lease: Lease | None = lease
+        self.loads = loads
+        self.runs = loads.runs
+        self.orphans: Int32Array | None = None
+        self._tiers = tiers
+        self._num_good = 0
+        self._tail_tokens = 0
+
+    def end(self, ok: Sequence[bool]) -> None:
+        """See Effect."""
+        self._num_good = leading(ok)
+        if self.loads.tail is not None and self._num_good == len(ok):
+            self._num_good -= 1
+            self._tail_tokens = self.loads.tail[1]
+
+    def fenced(self) -> None:
+        """See Effect. Not sooner, because the lease computes into what has not arrived."""
+        tiers = self._tiers
+        if self.lease is not None:
+            tiers.reader.promoted(self, self._num_good, self._tail_tokens)
+        if self.orphans is not None:
+            tiers.manager.recycle(self.orphans)
+        for run in list(self.runs):
+            # What was on its way and has not arrived is nowhere.
+            if run.leaving and run.node is not None and not run.node.device_blocks:
+                tiers.tree.remove(run.node)
+        tiers.let_go(self.runs)
+        tiers.host.pool.recycle(np.array(self.own_host_blocks(), np.int32))
+
+    def own_device_blocks(self) -> list[int]:
+        """See Effect."""
+        return [] if self.orphans is None else [int(block) for block in self.orphans]
+
+    def own_host_blocks(self) -> list[int]:
+        """See Effect."""
+        return [] if self.loads.tail is None else [self.loads.tail[0]]
+
+
+class HostReader:
+    """Finds on the host what a request lacks on the device, and has it copied.
+
+    Attributes:
+        promoted_blocks: blocks that arrived and were published.
+    """
+
+    def __init__(self, tiers: Tiers) -> None:
+        self.promoted_blocks = 0
+        self._tiers = tiers
+        self._loading: dict[OpId, Promotion] = {}
+
+    def match(self, match: Match, walk: Walk) -> None:
+        """Add to a match what the host has after the blocks on the device."""
+        rest = as_bytes(match._tokens)[walk.num_bytes :]
+        match.host_runs, match.num_host_blocks = self._tiers.tree.host_runs(walk.node, rest)
+
+    def reserve(self, match: Match, parked: Parked | None) -> Loads | None:
+        """Keep what a match found on the host, and what a parked request left; None if nothing."""
+        tiers, num_blocks = self._tiers, match.num_host_blocks
+        tail = None
+        if parked is not None:
+            tail = resume(tiers, parked, match.num_blocks + num_blocks)
+        if num_blocks == 0 and tail is None:
+            return None
+        runs = self._exactly(match.host_runs, num_blocks)
+        sources = b"".join([run.blocks for run in runs])
+        if tail is not None:
+            sources += np.int32(tail[0]).tobytes()
+        if tiers.config.write == "exclusive":
+            tiers.tree.version += 1
+            for run in runs:
+                if not run.holders:
+                    tiers.host.leave(run)  # what is evicted for them may take their place
+        first = match.num_tokens
+        tokens = match._tokens[first : first + num_blocks * tiers.manager.block_size]
+        return Loads(tiers.host.hold(runs), sources, tokens.tobytes(), tail)
+
+    def _exactly(self, runs: Sequence[HostRun], num_blocks: int) -> list[HostRun]:
+        """Split the last of some runs so that they have num_blocks blocks."""
+        excess = sum([run.num_blocks for run in runs]) - num_blocks
+        if excess == 0:
+            return list(runs)
+        last = runs[-1]
+        assert last.node is not None, "a match names a dropped copy"
+        upper = self._tiers.tree.split(last.node, last.num_blocks - excess).host
+        assert upper is not None, "half of a copy is missing"
+        return [*runs[:-1], upper]
+
+    def admitted(self, lease: Lease, loads: Loads | None) -> None:
+        """Copy what was reserved into the blocks of a lease that follow its hit."""
+        self._tiers.writer.hit(lease.node)
+        if loads is not None:
+            promotion = Promotion(self._tiers, lease, loads)
+            first = lease.num_shared_blocks
+            ids = lease.block_table[first : first + len(loads.sources) // ITEM_BYTES]
+            lease.loading = self._tiers.submit(
+                OpKind.HOST_TO_DEVICE, promotion, loads.sources, ids.tobytes()
+            )
+            self._loading[lease.loading] = promotion
+
+    def promoted(self, promotion: Promotion, num_blocks: int, tail_tokens: int) -> None:
+        """Publish what has arrived, and is fenced, in the blocks of a lease."""
+        lease = promotion.lease
+        assert lease is not None and lease.loading is not None, "a lease is loaded twice"
+        del self._loading[lease.loading]
+        lease.loading = None
+        manager = self._tiers.manager
+        run = promotion.loads.tokens[: num_blocks * self._tiers.tree.block_bytes]
+        if run:
+            manager.publish_run(lease, run)
+        self.promoted_blocks += num_blocks
+        lease.num_promoted_blocks = num_blocks
+        lease.num_ready_tokens = lease.num_shared_blocks * manager.block_size + tail_tokens
+
+    def abandon(self, lease: Lease) -> None:
+        """Take over the private blocks of a lease that ends while they are loaded."""
+        assert lease.loading is not None, "a lease that does not load is abandoned"
+        promotion = self._loading.pop(lease.loading)
+        promotion.lease = None
+        promotion.orphans = lease.block_table[lease.num_shared_blocks :].copy()
+        self._tiers.operations.cancel(lease.loading)
+        lease.loading = None
