@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
-from ..kvcache import (
-    CacheManager,
-    Lease,
-    Match,
-    NextBlock,
-    OutOfBlocksError,
-    RequestTooLargeError,
-)
-from .errors import ConfigError, RequestError, StepOrderError
+from ..kvcache import CacheManager, Lease, Match, NextBlock, OutOfBlocksError
+from .errors import ConfigError, StepOrderError
+from .live import LiveRequests
 from .plan import Chunk, SchedulerStats, StepPlan
 from .policy import Fcfs, Policy
-from .request import FinishReason, Request, RequestStatus
+from .request import Request, RequestStatus
 from .reservation import Reservation
+from .tier_requests import Preempt, make_tier_requests
 
 
-class MixedScheduler:
+class MixedScheduler(LiveRequests):
     """Decides, step by step, which tokens of which requests are computed.
 
     A step has `token_budget` tokens. Running requests come first: a token for each that decodes,
@@ -35,7 +28,13 @@ class MixedScheduler:
     Requests that need a block which another is about to compute wait for it, instead of
     computing it twice.
 
-    It does no I/O and knows no clock: call `schedule`, run the plan, call `update`.
+    Over a manager with tiers, what the host has of a request is copied into its blocks first, and
+    what storage has is fetched while it waits. A preempted one may be parked: its KV is written
+    out, its blocks come free when that is done, and nothing is computed again. Who needs a block
+    that is on its way so waits for it, while the others go on.
+
+    It does no I/O and knows no clock: call `schedule`, dispatch what `manager.tiers` has to be
+    copied, run the plan, call `update`.
     """
 
     def __init__(
@@ -47,6 +46,7 @@ class MixedScheduler:
         policy: Policy | None = None,
         reserve_tokens: int | None = 512,
         prefix_cache: bool = True,
+        preempt: Preempt = "recompute",
     ) -> None:
         """Make a scheduler over a manager that nobody else uses.
 
@@ -57,10 +57,13 @@ class MixedScheduler:
             policy: order of admission and preemption; default `Fcfs`.
             reserve_tokens: horizon of the reservation; None: to the end of each request, so that
                 none is ever preempted.
-            prefix_cache: whether requests share blocks.
+            prefix_cache: whether requests share blocks; without, the tiers are of no use.
+            preempt: "recompute": what a preempted request has computed may be lost. "host": it is
+                parked there, if there is room. "storage": the same, but the host may drop it as
+                soon as storage has it.
 
         Raises:
-            ConfigError: for sizes that cannot work.
+            ConfigError: for sizes that cannot work, or a tier that the manager has not.
         """
         if not 1 <= max_running <= token_budget:
             raise ConfigError(
@@ -69,93 +72,21 @@ class MixedScheduler:
             )
         if reserve_tokens is not None and reserve_tokens < 0:
             raise ConfigError(f"reserve_tokens must be at least 0 or None, got {reserve_tokens}")
-        self.manager = manager
+        stats = SchedulerStats()
+        tiers = make_tier_requests(manager, preempt, prefix_cache, stats)
+        super().__init__(manager, Fcfs() if policy is None else policy, tiers, stats)
         self.token_budget = token_budget
         self.max_running = max_running
-        self.policy: Policy = Fcfs() if policy is None else policy
         self.reserve_tokens = reserve_tokens
         self.prefix_cache = prefix_cache
-        self._stats = SchedulerStats()
-        self._running: list[Request] = []
-        self._parked: list[Request] = []
-        self._waiting: list[Request] = []
-        self._requests: dict[str, Request] = {}
-        self._in_flight: StepPlan | None = None
-        self._arrivals = 0
-
-    # Requests in and out
-
-    @property
-    def has_work(self) -> bool:
-        """Whether any request has yet to end."""
-        return bool(self._requests)
-
-    @property
-    def running(self) -> Sequence[Request]:
-        """Requests that hold blocks, in order of admission."""
-        return tuple(self._running)
-
-    @property
-    def waiting(self) -> Sequence[Request]:
-        """Requests that hold none, in the order they will be tried: preempted ones first."""
-        return (*self._parked, *self._waiting)
-
-    def add(self, request: Request) -> None:
-        """Queue a request.
-
-        Raises:
-            RequestError: if it was added before, or a live one has its id.
-            RequestTooLargeError: if it could not run to its limit even alone.
-        """
-        if request.request_id in self._requests:
-            raise RequestError(f"request {request.request_id!r} is live already")
-        if request.status is not RequestStatus.WAITING or request.output_tokens:
-            raise RequestError(f"request {request.request_id!r} was added before")
-        block_size, num_blocks = self.manager.block_size, self.manager.num_blocks
-        needed = -(-request.max_kv_tokens // block_size)
-        if needed > num_blocks:
-            raise RequestTooLargeError(request.max_kv_tokens, needed, num_blocks)
-        request.arrival = self._arrivals
-        self._arrivals += 1
-        self._requests[request.request_id] = request
-        insort(self._waiting, request, key=self.policy.order)
-
-    def abort(self, request_id: str) -> bool:
-        """End a request in any state; False if no live one has this id.
-
-        In the middle of a step, its blocks come free with the `update` of that step.
-        """
-        request = self._requests.get(request_id)
-        if request is None:
-            return False
-        queue = {
-            RequestStatus.RUNNING: self._running,
-            RequestStatus.PREEMPTED: self._parked,
-            RequestStatus.WAITING: self._waiting,
-        }[request.status]
-        queue.remove(request)
-        in_flight = self._in_flight.chunks if self._in_flight is not None else ()
-        held_by_step = any(chunk.request is request for chunk in in_flight)
-        self._end(request, "abort", keep_lease=held_by_step)
-        return True
-
-    def _end(self, request: Request, reason: FinishReason, keep_lease: bool = False) -> None:
-        request.status = RequestStatus.ABORTED if reason == "abort" else RequestStatus.FINISHED
-        request.finish_reason = reason
-        request.match = None
-        del self._requests[request.request_id]
-        if not keep_lease:
-            self._release(request)
-
-    def _release(self, request: Request) -> None:
-        if request.lease is not None:
-            self.manager.release(request.lease)
-            request.lease = None
+        self.preempt = preempt
 
     # A step
 
     def schedule(self) -> StepPlan:
-        """Plan the next step; the plan is empty only if there is no work.
+        """Plan the next step; it is empty only if there is no work, or all of it waits for copies.
+
+        An empty plan is not updated: call again when a copy has ended.
 
         Raises:
             StepOrderError: if the plan before was not updated.
@@ -163,6 +94,8 @@ class MixedScheduler:
         if self._in_flight is not None:
             raise StepOrderError("schedule was called again before update")
         plan = StepPlan()
+        if self._tiers is not None:
+            self._begin_loaded()
         self._plan_decode(plan)
         for request in self._running:
             if request.is_prefilling:
@@ -171,40 +104,56 @@ class MixedScheduler:
             self._admit(plan)
         self._stats.steps += bool(plan.chunks)
         self._in_flight = plan if plan.chunks else None
-        assert plan.chunks or not self.has_work, "there is work, but nothing can be scheduled"
+        copies = self._tiers is not None and self._tiers.is_busy
+        assert plan.chunks or not self.has_work or copies, (
+            "there is work, but nothing can be scheduled"
+        )
         return plan
 
     def _plan_decode(self, plan: StepPlan) -> None:
         """Plan a token for every request that decodes, preempting as long as blocks are short."""
+        held_up: set[Request] = set()
         while True:
-            decoding = [request for request in self._running if not request.is_prefilling]
+            decoding = [
+                request
+                for request in self._running
+                if not request.is_prefilling and request not in held_up
+            ]
             rows = np.fromiter((r.lease.row for r in decoding if r.lease), np.int32, len(decoding))
             try:
                 self.manager.extend_batch(rows)
                 break
-            except OutOfBlocksError:
-                self._preempt(plan)
+            except OutOfBlocksError as short:
+                if self._tiers is None or not self._tiers.will_have(short.needed, self._running):
+                    self._preempt(plan)
+                else:
+                    held_up = self._last_to_grow(decoding, short.needed - short.available)
         for request in decoding:
             plan.add(Chunk(request, request.num_computed, 1))
         plan.num_decode = len(decoding)
         self._stats.decode_tokens += len(decoding)
 
+    def _last_to_grow(self, decoding: Sequence[Request], count: int) -> set[Request]:
+        """Choose count requests that need a block and wait for one: the policy's last."""
+        block_size = self.manager.block_size
+        growing = [request for request in decoding if request.num_computed % block_size == 0]
+        growing.sort(key=self.policy.order)
+        self._stats.waits_for_blocks += count
+        return set(growing[-count:])
+
     def _preempt(self, plan: StepPlan) -> None:
         victim = max(self._running, key=self.policy.order)
         assert len(self._running) > 1, f"{victim!r} does not fit alone"
         self._running.remove(victim)
-        self._release(victim)
-        victim.status = RequestStatus.PREEMPTED
-        victim.num_preemptions += 1
-        victim.num_lost_tokens = max(victim.num_lost_tokens, victim.num_computed)
-        victim.num_computed = 0
-        victim.match = None
-        insort(self._parked, victim, key=self.policy.order)
+        if self._tiers is not None:
+            self._tiers.park(victim)
+        self._suspend(victim)
         plan.preempted.append(victim)
-        self._stats.preemptions += 1
 
     def _plan_prefill(self, plan: StepPlan, request: Request) -> None:
         """Plan as much of a prompt as the budget leaves."""
+        if request.status is RequestStatus.LOADING:
+            return
         start = request.num_computed
         length = min(request.num_tokens - start, self.token_budget - plan.num_tokens)
         if length > 0:
@@ -233,6 +182,9 @@ class MixedScheduler:
                 available = self.manager.available_after(match)
                 if not reservation.allows(request, match.num_blocks, available):
                     return
+                if self._tiers is not None and self._tiers.fetch_parked(request):
+                    place += 1
+                    continue
                 del queue[place]
                 lease = self._start(plan, request, match)
                 private = lease.num_blocks - lease.num_shared_blocks
@@ -242,7 +194,9 @@ class MixedScheduler:
                 return  # nobody new while a preempted request waits
 
     def _must_wait(self, request: Request, in_progress: set[NextBlock | None]) -> bool:
-        """Match a request; tell whether another is about to compute the block it needs next."""
+        """Match a request; tell whether what it needs is on its way, or about to be computed."""
+        if self._tiers is not None and self._tiers.is_held_up(request):
+            return True
         # Matched anew each time: what follows an older match may be another prefix by now, as the
         # node where it ended has grown.
         match = request.match = self.manager.match(request.tokens, request.namespace)
@@ -251,25 +205,47 @@ class MixedScheduler:
         return waits
 
     def _start(self, plan: StepPlan, request: Request, match: Match) -> Lease:
-        """Give a request its blocks and plan its first chunk."""
-        lease = request.lease = self.manager.admit(match)
+        """Give a request its blocks, and plan its first chunk if nothing is copied into them."""
+        lease = request.lease = self.manager.admit(match, request.parked)
         request.match = None
-        # The last token is computed even if it hit: its logits are wanted.
-        hit_tokens = min(match.num_tokens, request.num_tokens - 1)
         if request.status is RequestStatus.WAITING:
-            request.num_hit_tokens = match.num_tokens
             self._stats.admitted += 1
-            self._stats.hit_tokens += hit_tokens
         else:
             self._stats.resumed += 1
-            self._stats.resumed_hit_tokens += hit_tokens
-        request.status = RequestStatus.RUNNING
-        request.num_computed = hit_tokens
+            self._stats.resumed_parked += request.parked is not None
+            request.parked = None
         request.num_prefill_tokens = request.num_tokens
         self._running.append(request)
         plan.admitted.append(request)
+        if lease.loading is None:
+            self._begin(request)
+        else:
+            request.status = RequestStatus.LOADING
         self._plan_prefill(plan, request)
         return lease
+
+    def _begin_loaded(self) -> None:
+        for request in self._running:
+            loads = request.status is RequestStatus.LOADING
+            if loads and request.lease is not None and request.lease.loading is None:
+                self._begin(request)
+
+    def _begin(self, request: Request) -> None:
+        """Let a request compute on from what its blocks hold."""
+        lease = request.lease
+        assert lease is not None, f"{request!r} begins without a lease"
+        # The last token is computed even if it hit: its logits are wanted.
+        hit_tokens = min(lease.num_ready_tokens, request.num_tokens - 1)
+        if request.num_preemptions == 0:
+            on_device = lease.num_hit_blocks * self.manager.block_size
+            request.num_hit_tokens = on_device
+            self._stats.hit_tokens += min(on_device, hit_tokens)
+            if self._tiers is not None:
+                self._tiers.count_hits(request, hit_tokens)
+        else:
+            self._stats.resumed_hit_tokens += hit_tokens
+        request.status = RequestStatus.RUNNING
+        request.num_computed = hit_tokens
 
     def _next_block(self, request: Request) -> NextBlock | None:
         """Identify the block that a prefilling request is about to compute and publish."""
@@ -321,7 +297,3 @@ class MixedScheduler:
         published = lease.num_shared_blocks * self.manager.block_size
         if self.prefix_cache and request.num_computed - published >= self.manager.block_size:
             self.manager.publish(lease, request.tokens[: request.num_computed])
-
-    def stats(self) -> SchedulerStats:
-        """Return a copy of the counts."""
-        return replace(self._stats)

@@ -21,10 +21,11 @@ class StepPlan:
     """What one step computes.
 
     Attributes:
-        chunks: decode rows first (one token each), then prefill chunks.
+        chunks: decode rows first (one token each), then prefill chunks. There may be none: then
+            everybody waits for copies, and the plan is not to be updated.
         num_decode: how many of the chunks are decode rows.
         num_tokens: the tokens of all chunks; at most the budget.
-        admitted: requests that got their blocks for this step.
+        admitted: requests that got their blocks; they may have to wait for copies into them.
         preempted: requests that lost theirs.
     """
 
@@ -45,27 +46,36 @@ class SchedulerStats:
     """Counts of events.
 
     When all requests ran to their ends and none was preempted, their prompts are `hit_tokens` +
-    `prefill_tokens`.
+    `host_hit_tokens` + `storage_hit_tokens` + `prefill_tokens`.
 
     Attributes:
         steps: plans made that were not empty.
         admitted: first admissions; resumed: admissions after a preemption.
         preemptions: requests that lost their blocks.
-        hit_tokens: prompt tokens that were not computed, counted at first admission.
-        resumed_hit_tokens: tokens that a resumed request found in the cache.
+        parked: those of them whose KV was to be kept; resumed_parked: admitted again with it.
+        hit_tokens: prompt tokens found on the device, counted once, as a request first computes.
+        host_hit_tokens: those that the host had besides, and that arrived from there.
+        storage_hit_tokens: those of them that the request's own prefetch had brought to the host.
+        resumed_hit_tokens: tokens that a resumed request had not to compute again.
         prefill_tokens: tokens computed in prefill chunks.
         recomputed_tokens: those of them that had been computed before a preemption.
         decode_tokens: tokens computed in decode rows.
         waits_for_leader: times a request waited for another to compute the block it needs.
+        waits_for_blocks: times a request that decodes waited for blocks that are being copied.
     """
 
     steps: int = 0
     admitted: int = 0
     resumed: int = 0
     preemptions: int = 0
+    parked: int = 0
+    resumed_parked: int = 0
     hit_tokens: int = 0
+    host_hit_tokens: int = 0
+    storage_hit_tokens: int = 0
     resumed_hit_tokens: int = 0
     prefill_tokens: int = 0
     recomputed_tokens: int = 0
     decode_tokens: int = 0
     waits_for_leader: int = 0
+    waits_for_blocks: int = 0

@@ -11,15 +11,28 @@ from typing import Literal
 import numpy as np
 
 from ..kvcache import Int32Array, Lease, Match, Tokens, as_tokens
+from ..kvcache.parking import Parked
+from ..kvcache.prefetch import Prefetch
 from .errors import RequestError
 
 FinishReason = Literal["length", "stop", "abort"]
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is. PREEMPTED ones hold no blocks, and are resumed before new ones start."""
+    """Where a request is.
+
+    ::
+
+        WAITING ──┬──────────────► RUNNING ──► FINISHED      LOADING: holds blocks, into which KV
+                  └──► LOADING ──►   │  ▲                        is copied from the host
+                          ▲          ▼  │                    PREEMPTED: holds none; is resumed
+                          └────── PREEMPTED                      before new ones start
+
+    It may become ABORTED from any of the first four.
+    """
 
     WAITING = "waiting"
+    LOADING = "loading"
     RUNNING = "running"
     PREEMPTED = "preempted"
     FINISHED = "finished"
@@ -72,7 +85,9 @@ class Request:
         output_tokens: what was generated so far; a stop token is included.
         status, finish_reason: see `RequestStatus`; the reason is None until the end.
         num_computed: leading tokens whose KV is in the cache; 0 without a lease.
-        num_hit_tokens: prompt tokens found in the cache when it was first admitted.
+        num_hit_tokens: prompt tokens found on the device when it was first admitted.
+        num_host_hit_tokens, num_storage_hit_tokens: those that came from the host then, and from
+            storage by way of the host.
         num_preemptions: how often it lost its blocks.
     """
 
@@ -125,6 +140,8 @@ class Request:
         self.num_tokens = self.num_prompt_tokens = len(prompt)
         self.num_computed = 0
         self.num_hit_tokens = 0
+        self.num_host_hit_tokens = 0
+        self.num_storage_hit_tokens = 0
         self.num_preemptions = 0
         self._tokens = np.empty(len(prompt) + self.max_new_tokens, np.int32)
         self._tokens[: len(prompt)] = prompt
@@ -136,6 +153,8 @@ class Request:
         self.num_lost_tokens = 0
         self.lease: Lease | None = None
         self.match: Match | None = None
+        self.prefetch: Prefetch | None = None
+        self.parked: Parked | None = None
 
     @property
     def tokens(self) -> Int32Array:

@@ -1,0 +1,162 @@
+"""What requests have below the device: prefetches, copies on their way, and what they parked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Final, Literal, TypeAlias, get_args
+
+from ..kvcache import CacheManager
+from ..kvcache.radix_node import Node
+from ..kvcache.tiers import Tiers
+from .errors import ConfigError
+from .plan import SchedulerStats
+from .request import Request, RequestStatus
+
+Preempt: TypeAlias = Literal["recompute", "host", "storage"]
+"""What becomes of the KV of a request that is preempted: it is lost, or parked in a tier."""
+
+PREEMPTS: Final = get_args(Preempt)
+
+
+class TierRequests:
+    """The part of a scheduler that deals with the tiers of its manager.
+
+    Nothing here waits. A copy ends when the manager is told so, between two steps; until then the
+    request that needs it is passed over.
+    """
+
+    def __init__(
+        self, manager: CacheManager, tiers: Tiers, preempt: Preempt, stats: SchedulerStats
+    ) -> None:
+        self._manager = manager
+        self._tiers = tiers
+        self._preempt = preempt
+        self._stats = stats
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any copy has not ended."""
+        return self._tiers.num_open_operations > 0
+
+    # Before a request has blocks
+
+    def prefetch(self, request: Request) -> None:
+        """Ask storage, if there is one, for what the cache lacks of a request."""
+        if self._tiers.storage is not None:
+            request.prefetch = self._tiers.prefetch(request.tokens, request.namespace)
+
+    def is_held_up(self, request: Request) -> bool:
+        """Tell whether a request cannot be admitted before a copy has ended."""
+        fetching = request.prefetch is not None and not request.prefetch.done
+        return fetching or (request.parked is not None and not request.parked.saved)
+
+    def fetch_parked(self, request: Request) -> bool:
+        """Ask storage, once, for what a request parked there has no more on the host.
+
+        Only when it could be admitted: the host may drop again what comes too early.
+
+        Returns:
+            Whether there is something to wait for.
+        """
+        parked = request.parked
+        if parked is None or parked.where != "storage" or request.prefetch is not None:
+            return False
+        self.prefetch(request)
+        return request.prefetch is not None
+
+    def forget(self, request: Request) -> None:
+        """Give up what a request has below the device."""
+        if request.prefetch is not None:
+            self._tiers.cancel(request.prefetch)
+            request.prefetch = None
+        if request.parked is not None:
+            self._tiers.unpark(request.parked)
+            request.parked = None
+
+    # When it begins to compute
+
+    def count_hits(self, request: Request, num_hit: int) -> None:
+        """Count from where its first num_hit tokens came that were not on the device.
+
+        ::
+
+            prompt  | device | host | by its prefetch | computed |
+        """
+        assert request.lease is not None, f"{request!r} begins without a lease"
+        prefetch, block_size = request.prefetch, self._manager.block_size
+        on_device = min(request.lease.num_hit_blocks * block_size, num_hit)
+        below, storage = num_hit - on_device, 0
+        if prefetch is not None:
+            first = max(prefetch.first_block * block_size, on_device)
+            last = (prefetch.first_block + prefetch.num_blocks) * block_size
+            storage = max(min(num_hit, last) - first, 0)
+        request.num_host_hit_tokens, request.num_storage_hit_tokens = below - storage, storage
+        self._stats.host_hit_tokens += below - storage
+        self._stats.storage_hit_tokens += storage
+
+    # When blocks are short
+
+    def park(self, victim: Request) -> None:
+        """Keep the KV of a request that is preempted, if that is the policy and there is room.
+
+        Its lease is given up then: it ends when the copy has been made.
+        """
+        request, tiers = victim, self._tiers
+        request.prefetch = None  # if it is parked in storage, there will be another
+        if self._preempt == "recompute" or request.status is RequestStatus.LOADING:
+            return
+        assert request.lease is not None, f"{request!r} is preempted without a lease"
+        computed = request.tokens[: request.num_computed]
+        if len(computed):
+            request.parked = tiers.park(request.lease, computed, self._preempt)
+        if request.parked is not None:
+            request.lease = None
+            self._stats.parked += 1
+
+    def will_have(self, needed: int, running: Iterable[Request]) -> bool:
+        """Tell whether blocks that are being copied will do, with those that are available.
+
+        Whatever is neither available nor held by a request that runs comes free with a copy: of a
+        request that is parked, or into one that was aborted.
+        """
+        held = 0
+        seen: set[Node] = set()
+        for request in running:
+            lease = request.lease
+            assert lease is not None, f"{request!r} runs without a lease"
+            held += lease.num_blocks - lease.num_shared_blocks
+            node = lease.node
+            while node.parent is not None and node not in seen:
+                seen.add(node)
+                held += node.num_blocks
+                node = node.parent
+        return needed <= self._manager.num_blocks - held
+
+    # As a whole
+
+    def rename_weights(self, weights_revision: str) -> None:
+        """Read and write other keys in storage from now on, if there is one."""
+        if self._tiers.storage is not None:
+            self._tiers.storage = replace(self._tiers.storage, weights_revision=weights_revision)
+
+
+def make_tier_requests(
+    manager: CacheManager, preempt: Preempt, prefix_cache: bool, stats: SchedulerStats
+) -> TierRequests | None:
+    """Return what deals with the tiers of a manager; None if it has none.
+
+    Raises:
+        ConfigError: if there is no such policy of preemption, or it cannot be followed.
+    """
+    if preempt not in PREEMPTS:
+        raise ConfigError(f"preempt must be one of {PREEMPTS}, got {preempt!r}")
+    tiers = manager.tiers
+    if preempt != "recompute":
+        if tiers is None or (preempt == "storage" and tiers.storage is None):
+            raise ConfigError(f"preempt={preempt!r} needs a {preempt} tier")
+        if not prefix_cache:
+            raise ConfigError(f"preempt={preempt!r} keeps KV in the prefix cache, which is off")
+    if tiers is None or not prefix_cache:
+        return None
+    return TierRequests(manager, tiers, preempt, stats)
