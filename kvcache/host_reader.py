@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,23 +22,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """What is copied from the host into a lease.
+    """What is copied into a lease.
 
     Attributes:
-        runs: the copies that are read, held.
-        sources: host blocks, as bytes of int32: those of runs, and of the tail.
-        tokens: in the blocks of runs, as bytes of int32.
-        tail: a host block with the first tokens of one more block, and how many; or None.
+        sources: the blocks to read, as bytes of int32.
+        runs: copies on the host that are among them, held.
+        tokens: in the whole blocks, as bytes of int32.
+        tail_tokens: in one more block, the last of sources; 0 if there is none.
+        tail_block: that block, if it is on the host, and free when it has been read.
     """
 
-    runs: list[HostRun]
     sources: bytes
-    tokens: bytes
-    tail: tuple[int, int] | None
+    runs: list[HostRun] = field(default_factory=list)
+    tokens: bytes = b""
+    tail_tokens: int = 0
+    tail_block: int | None = None
 
 
 class Promotion(Effect):
-    """Blocks are copied from the host into those of a lease, which publishes what has arrived.
+    """Blocks are copied into those of a lease, which publishes what has arrived.
 
     Attributes:
         lease: who waits for them; None if it was released, and then `orphans` are its blocks.
@@ -57,9 +59,9 @@ class Promotion(Effect):
     def end(self, ok: Sequence[bool]) -> None:
         """See Effect."""
         self._num_good = leading(ok)
-        if self.loads.tail is not None and self._num_good == len(ok):
+        if self.loads.tail_tokens and self._num_good == len(ok):
             self._num_good -= 1
-            self._tail_tokens = self.loads.tail[1]
+            self._tail_tokens = self.loads.tail_tokens
 
     def fenced(self) -> None:
         """See Effect. Not sooner, because the lease computes into what has not arrived."""
@@ -81,7 +83,7 @@ class Promotion(Effect):
 
     def own_host_blocks(self) -> list[int]:
         """See Effect."""
-        return [] if self.loads.tail is None else [self.loads.tail[0]]
+        return [] if self.loads.tail_block is None else [self.loads.tail_block]
 
 
 class HostReader:
@@ -104,23 +106,23 @@ class HostReader:
     def reserve(self, match: Match, parked: Parked | None) -> Loads | None:
         """Keep what a match found on the host, and what a parked request left; None if nothing."""
         tiers, num_blocks = self._tiers, match.num_host_blocks
-        tail = None
+        tail_block, tail_tokens = None, 0
         if parked is not None:
-            tail = resume(tiers, parked, match.num_blocks + num_blocks)
-        if num_blocks == 0 and tail is None:
+            tail_block, tail_tokens = resume(tiers, parked, match.num_blocks + num_blocks)
+        if num_blocks == tail_tokens == 0:
             return None
         runs = self._exactly(match.host_runs, num_blocks)
         sources = b"".join([run.blocks for run in runs])
-        if tail is not None:
-            sources += np.int32(tail[0]).tobytes()
+        if tail_block is not None:
+            sources += np.int32(tail_block).tobytes()
         if tiers.config.write == "exclusive":
             tiers.tree.version += 1
             for run in runs:
                 if not run.holders:
                     tiers.host.leave(run)  # what is evicted for them may take their place
         first = match.num_tokens
-        tokens = match._tokens[first : first + num_blocks * tiers.manager.block_size]
-        return Loads(tiers.host.hold(runs), sources, tokens.tobytes(), tail)
+        tokens = match._tokens[first : first + num_blocks * tiers.manager.block_size].tobytes()
+        return Loads(sources, tiers.host.hold(runs), tokens, tail_tokens, tail_block)
 
     def _exactly(self, runs: Sequence[HostRun], num_blocks: int) -> list[HostRun]:
         """Split the last of some runs so that they have num_blocks blocks."""
@@ -134,16 +136,18 @@ class HostReader:
         return [*runs[:-1], upper]
 
     def admitted(self, lease: Lease, loads: Loads | None) -> None:
-        """Copy what was reserved into the blocks of a lease that follow its hit."""
+        """Copy what was reserved into a lease that was just admitted."""
         self._tiers.writer.hit(lease.node)
         if loads is not None:
-            promotion = Promotion(self._tiers, lease, loads)
-            first = lease.num_shared_blocks
-            ids = lease.block_table[first : first + len(loads.sources) // ITEM_BYTES]
-            lease.loading = self._tiers.submit(
-                OpKind.HOST_TO_DEVICE, promotion, loads.sources, ids.tobytes()
-            )
-            self._loading[lease.loading] = promotion
+            self.load(OpKind.HOST_TO_DEVICE, lease, loads)
+
+    def load(self, kind: OpKind, lease: Lease, loads: Loads) -> None:
+        """Copy blocks into those of a lease that follow its shared ones."""
+        promotion = Promotion(self._tiers, lease, loads)
+        first = lease.num_shared_blocks
+        ids = lease.block_table[first : first + len(loads.sources) // ITEM_BYTES]
+        lease.loading = self._tiers.submit(kind, promotion, loads.sources, ids.tobytes())
+        self._loading[lease.loading] = promotion
 
     def promoted(self, promotion: Promotion, num_blocks: int, tail_tokens: int) -> None:
         """Publish what has arrived, and is fenced, in the blocks of a lease."""

@@ -139,7 +139,7 @@ def require_saved(tiers: Tiers | None, parked: Parked, num_tokens: int) -> None:
         )
 
 
-def resume(tiers: Tiers, parked: Parked, num_blocks: int) -> tuple[int, int] | None:
+def resume(tiers: Tiers, parked: Parked, num_blocks: int) -> tuple[int | None, int]:
     """Let go of what is parked, as its request goes on; hand out its tail.
 
     Args:
@@ -148,13 +148,13 @@ def resume(tiers: Tiers, parked: Parked, num_blocks: int) -> tuple[int, int] | N
         num_blocks: how many blocks of it the cache has; if not all, the tail is of no use.
 
     Returns:
-        The host block of the tail, which is the caller's now, and how many tokens are in it.
+        The host block of the tail, which is the caller's now, or None, and its tokens.
     """
     _end(tiers, parked)
     whole = (parked.num_tokens - parked.tail_tokens) // tiers.manager.block_size
     if parked.tail_block is None or num_blocks != whole or parked.epoch != tiers.manager.epoch:
         _recycle_tail(tiers, parked)
-        return None
+        return None, 0
     return parked.tail_block, parked.tail_tokens
 
 

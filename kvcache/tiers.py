@@ -9,7 +9,7 @@ import numpy as np
 
 from .effects import Stored
 from .errors import StorageConfigError
-from .host_reader import HostReader
+from .host_reader import HostReader, Loads
 from .host_tier import HostConfig, HostRun, HostTier
 from .host_writer import HostWriter
 from .lease import TierStats
@@ -149,6 +149,33 @@ class Tiers:
             LeaseError: if it was resumed or let go before.
         """
         unpark(self, parked)
+
+    def fork(self, lease: Lease, tokens: Tokens) -> Lease:
+        """Admit another request that goes on from where one is: one prompt, several samples.
+
+        Whole blocks are shared. The last one, if it is not whole, is copied, as both will write
+        into it: `Lease.loading` is that copy, and `Lease.num_ready_tokens` says how it ended.
+
+        Args:
+            lease: of the request, which no running step writes.
+            tokens: all of its tokens whose KV has been computed; whole blocks are published.
+
+        Raises:
+            LeaseError: if the lease is not live, still loads, or has no room for so many tokens.
+            OutOfBlocksError: if no block is free or evictable for the copy.
+        """
+        manager = self.manager
+        manager.publish(lease, tokens)
+        root = lease.node
+        while root.parent is not None:
+            root = root.parent
+        other = manager.admit(manager.match(tokens, root.key))
+        tail_tokens = len(tokens) - other.num_shared_blocks * manager.block_size
+        if tail_tokens > 0:
+            source = lease.block_table[other.num_shared_blocks]
+            loads = Loads(source.tobytes(), tail_tokens=tail_tokens)
+            self.reader.load(OpKind.DEVICE_TO_DEVICE, other, loads)
+        return other
 
     def prefetch(self, tokens: Tokens, namespace: bytes = b"") -> Prefetch | None:
         """Bring what storage has of tokens to the host, for a request that is yet to be admitted.
