@@ -29,6 +29,20 @@ def add_replay(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
     parser.add_argument(
         "--costs", metavar="FILE.json", help="figures that replace those of model and GPU"
     )
+    add_size(
+        parser,
+        "--device-blocks",
+        "simulated KV blocks of 16 tokens (default: what fits beside the weights)",
+        required=False,
+    )
+    add_host_tier(parser, "simulated blocks of 16 tokens", write="back")
+    parser.add_argument(
+        "--preempt",
+        choices=("recompute", "host"),
+        default="recompute",
+        help="what becomes of the KV of a request that is preempted in the simulation: computed "
+        "again, or parked on the host (default: %(default)s)",
+    )
     parser.add_argument("--quiet", action="store_true", help="show no progress on stderr")
     add_json(parser)
     parser.set_defaults(run=run)

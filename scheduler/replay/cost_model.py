@@ -8,6 +8,8 @@ A step takes the longer of its arithmetic and its memory traffic, plus a fixed o
 
 where a chunk computes positions p .. n - 1 of a request and width is heads * head_dim. It is an
 estimate for planning; put measured figures in a JSON file (`load_costs`) where you have them.
+Copies between device and host take ``bytes / reached bandwidth of the host link``, each way on its
+own, beside the steps.
 """
 
 from __future__ import annotations
@@ -62,13 +64,18 @@ class ModelCosts:
 
 @dataclass(frozen=True, slots=True)
 class GpuCosts:
-    """The figures of one GPU, and how many of them share the model (tensor parallel)."""
+    """The figures of one GPU, and how many of them share the model (tensor parallel).
+
+    Attributes:
+        host_bytes_per_s: of the link to host memory, in one direction; each GPU has its own.
+    """
 
     name: str
     flops_per_s: float
     bytes_per_s: float
     memory_bytes: float
     count: int = 1
+    host_bytes_per_s: float = 64e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +83,8 @@ class StepCosts:
     """What lies between the figures on paper and a running engine; assumptions, not measurements.
 
     Attributes:
-        flops_efficiency, bandwidth_efficiency: the part of the peak that is reached.
+        flops_efficiency, bandwidth_efficiency, host_link_efficiency: the part of the peak that is
+            reached.
         overhead_s: per step: launches, sampling, the host.
         memory_fraction: the part of the GPUs' memory that weights and KV may fill.
     """
@@ -85,6 +93,7 @@ class StepCosts:
     bandwidth_efficiency: float = 0.7
     overhead_s: float = 0.002
     memory_fraction: float = 0.9
+    host_link_efficiency: float = 0.8
 
 
 MODELS: Mapping[str, ModelCosts] = {
@@ -99,10 +108,12 @@ MODELS: Mapping[str, ModelCosts] = {
 
 GPUS: Mapping[str, GpuCosts] = {
     gpu.name: gpu
-    for gpu in (  # data sheets of the SXM parts, dense bfloat16
-        GpuCosts("a100", 312e12, 2.039e12, 80e9),
-        GpuCosts("h100", 989e12, 3.35e12, 80e9),
-        GpuCosts("h200", 989e12, 4.8e12, 141e9),
+    # Data sheets of the SXM parts, dense bfloat16. They give the host link for both directions
+    # together: PCIe 4.0 x16, 64 GB/s, and PCIe 5.0 x16, 128 GB/s.
+    for gpu in (
+        GpuCosts("a100", 312e12, 2.039e12, 80e9, host_bytes_per_s=32e9),
+        GpuCosts("h100", 989e12, 3.35e12, 80e9, host_bytes_per_s=64e9),
+        GpuCosts("h200", 989e12, 4.8e12, 141e9, host_bytes_per_s=64e9),
     )
 }
 
@@ -130,6 +141,11 @@ class CostModel:
         compute_s = flops / (gpu.flops_per_s * gpu.count * step.flops_efficiency)
         memory_s = moved / (gpu.bytes_per_s * gpu.count * step.bandwidth_efficiency)
         return max(compute_s, memory_s) + step.overhead_s
+
+    @property
+    def host_bytes_per_s(self) -> float:
+        """Reached in one direction between device and host, over the links of all GPUs."""
+        return self.gpu.host_bytes_per_s * self.gpu.count * self.step.host_link_efficiency
 
     def num_blocks(self, block_size: int) -> int:
         """How many KV blocks fit beside the weights.
@@ -241,5 +257,5 @@ def _check_figure(place: str, name: str, kind: object, value: object) -> None:
         raise CostError(f"{place} must be an integer, got {value!r}")
     if value < 0 or (value == 0 and name != "overhead_s"):
         raise CostError(f"{place} must be above 0, got {value!r}")
-    if value > 1 and name in ("flops_efficiency", "bandwidth_efficiency", "memory_fraction"):
+    if value > 1 and (name.endswith("_efficiency") or name == "memory_fraction"):
         raise CostError(f"{place} must be at most 1, got {value!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...kvcache.lease import TierStats
 from ...kvcache.manager import CacheManager
 from ..plan import StepPlan
 from ..request import Request
@@ -16,20 +17,36 @@ class _Entry:
 
     Attributes:
         hit_tokens: leading prompt tokens not computed at first admission; None before it.
+        host_hit_tokens: the last of them, which came from the host.
         start, computed: of its latest admission before the first token: the first prompt position
             computed, and how many were.
-        cursor: the next position to be computed; None while not admitted.
+        cursor: the next position to be computed in a prefill chunk; None while it holds no blocks.
+        end: where its prefill chunks end; from there on it decodes.
+        lost: it was computed up to here before a preemption.
     """
 
-    __slots__ = ("arrival_s", "computed", "cursor", "first_token_s", "hit_tokens", "start")
+    __slots__ = (
+        "arrival_s",
+        "computed",
+        "cursor",
+        "end",
+        "first_token_s",
+        "hit_tokens",
+        "host_hit_tokens",
+        "lost",
+        "start",
+    )
 
     def __init__(self, arrival_s: float) -> None:
         self.arrival_s = arrival_s
         self.first_token_s: float | None = None
         self.hit_tokens: int | None = None
+        self.host_hit_tokens = 0
         self.start = 0
         self.computed = 0
         self.cursor: int | None = None
+        self.end = 0
+        self.lost = 0
 
 
 class Ledger:
@@ -41,9 +58,10 @@ class Ledger:
     Attributes:
         times: of each finished request, in the order they finished.
         refused: requests that can never be served.
-        prompt_tokens, hit_tokens: of the finished requests, at first admission.
-        prefill_tokens: computed in prefill chunks, recomputation included.
-        preemptions: of running requests.
+        prompt_tokens, hit_tokens, host_hit_tokens: of the finished requests, at first admission;
+            hits on the device, and on the host.
+        recomputed_tokens: whose KV was computed, lost to a preemption, and computed again.
+        preemptions: of admitted requests.
     """
 
     def __init__(self) -> None:
@@ -51,7 +69,8 @@ class Ledger:
         self.refused = 0
         self.prompt_tokens = 0
         self.hit_tokens = 0
-        self.prefill_tokens = 0
+        self.host_hit_tokens = 0
+        self.recomputed_tokens = 0
         self.preemptions = 0
         self._live: dict[str, _Entry] = {}
         self._wrong_accounts: list[str] = []
@@ -61,11 +80,6 @@ class Ledger:
     def num_answered(self) -> int:
         """Requests that are finished or refused."""
         return len(self.times) + self.refused
-
-    @property
-    def recomputed_tokens(self) -> int:
-        """Tokens whose KV was computed, lost to preemption, and computed again."""
-        return self.prefill_tokens - (self.prompt_tokens - self.hit_tokens)
 
     def arrive(self, request: Request, arrival_s: float) -> None:
         """Note a request that the scheduler has taken."""
@@ -79,8 +93,7 @@ class Ledger:
             end_s: when its tokens are there.
         """
         for request in plan.preempted:
-            self._live[request.request_id].cursor = None
-            self.preemptions += 1
+            self._preempt(self._live[request.request_id], request)
         for chunk in plan.chunks[plan.num_decode :]:
             request, end = chunk.request, chunk.start + chunk.length
             entry = self._live[request.request_id]
@@ -92,23 +105,32 @@ class Ledger:
                     f"next chunk from {chunk.start}"
                 )
             entry.cursor = end
-            self.prefill_tokens += chunk.length
+            self.recomputed_tokens += max(min(end, entry.lost) - chunk.start, 0)
             if entry.first_token_s is None:
                 entry.computed += chunk.length
                 if end == request.num_tokens:
                     entry.first_token_s = end_s
 
+    def _preempt(self, entry: _Entry, request: Request) -> None:
+        if entry.cursor is not None:
+            # The token that it was to decode next has no KV yet.
+            decodes = entry.cursor == entry.end
+            entry.lost = max(entry.lost, request.num_tokens - 1 if decodes else entry.cursor)
+        entry.cursor = None
+        self.preemptions += 1
+
     def _begin_prefill(self, entry: _Entry, request: Request, start: int) -> None:
-        entry.cursor = start
+        entry.cursor, entry.end = start, request.num_tokens
         if entry.first_token_s is None:
             entry.start, entry.computed = start, 0
         if entry.hit_tokens is None:
+            hit = request.num_hit_tokens + request.num_host_hit_tokens
             entry.hit_tokens = start
+            entry.host_hit_tokens = max(start - request.num_hit_tokens, 0)
             # A prompt that hits in full has its last token computed again, for its logits.
-            if start != min(request.num_hit_tokens, len(request.prompt) - 1):
+            if start != min(hit, len(request.prompt) - 1):
                 self._wrong_accounts.append(
-                    f"request {request.request_id}: {request.num_hit_tokens} tokens hit, "
-                    f"computed from {start}"
+                    f"request {request.request_id}: {hit} tokens hit, computed from {start}"
                 )
 
     def finish(self, request: Request, now_s: float) -> None:
@@ -129,7 +151,8 @@ class Ledger:
                 f"of {num_prompt} prompt tokens"
             )
         self.prompt_tokens += num_prompt
-        self.hit_tokens += entry.hit_tokens
+        self.hit_tokens += entry.hit_tokens - entry.host_hit_tokens
+        self.host_hit_tokens += entry.host_hit_tokens
         self.times.append(RequestTimes(entry.arrival_s, entry.first_token_s, now_s, num_outputs))
 
     def checks(self, num_requests: int) -> tuple[Check, Check]:
@@ -140,7 +163,10 @@ class Ledger:
                 f"{self.num_answered:,} answers to {num_requests:,} requests, "
                 f"{len(self._live):,} pending"
             )
-        computed = self.prompt_tokens - self.hit_tokens
+        computed = self.prompt_tokens - self.hit_tokens - self.host_hit_tokens
+        hits = f"{self.hit_tokens:,}"
+        if self.host_hit_tokens:
+            hits += f" + {self.host_hit_tokens:,}"
         return (
             _check(
                 "every request is answered once, in full",
@@ -150,7 +176,7 @@ class Ledger:
             _check(
                 "prompt = hit + computed tokens, each request",
                 self._wrong_accounts,
-                f"{self.prompt_tokens:,} = {self.hit_tokens:,} + {computed:,}",
+                f"{self.prompt_tokens:,} = {hits} + {computed:,}",
             ),
         )
 
@@ -175,3 +201,15 @@ def check_all_blocks_returned(manager: CacheManager) -> Check:
         f"{stats.live_leases} leases"
     )
     return Check(name, ok, detail)
+
+
+def check_all_host_blocks_returned(tiers: TierStats) -> Check:
+    """Check the counts of a host tier that is not in use any more: nothing is held there."""
+    unused = tiers.host_free_blocks + tiers.host_cached_blocks
+    copies = tiers.open_operations + tiers.quarantined_operations
+    ok = unused == tiers.host_blocks and tiers.parked == copies == 0
+    detail = (
+        f"{unused:,} of {tiers.host_blocks:,} free or cached, {tiers.parked} parked, "
+        f"{copies} copies"
+    )
+    return Check("no host block is leaked", ok, detail)

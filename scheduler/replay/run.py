@@ -10,7 +10,8 @@ from .cost_model import load_costs, named_costs
 from .hit_curve import measure_hit_curve
 from .progress import Progress, no_progress
 from .real_run import RealRunConfig, run_real
-from .report import RealSection, ReplayReport, SimulationSection
+from .report import ReplayReport
+from .report_lines import RealSection, SimulationSection
 from .simulation import SimulationConfig, simulate
 from .tier_law import check_two_tier_law
 from .trace import bundled_trace_path, read_trace
@@ -37,6 +38,7 @@ def run_replay(
         model, gpu: names of `cost_model.MODELS` and `GPUS` to simulate; None for the defaults.
         costs: a JSON file of figures that replace theirs.
         simulation, real: set-ups of the simulated and of the real engine; None for the defaults.
+            With a host tier, the simulation runs without it too.
         progress: told how far it is.
 
     Raises:
@@ -52,14 +54,8 @@ def run_replay(
     law = check_two_tier_law(trace, progress=progress)
     hits = dataclasses.replace(hits, checks=(*hits.checks, law))
     runs = {
-        name: simulate(
-            trace,
-            cost_model,
-            dataclasses.replace(simulation, prefix_cache=prefix_cache),
-            progress,
-            f"simulation, {name}",
-        )
-        for name, prefix_cache in (("cache off", False), ("cache on", True))
+        name: simulate(trace, cost_model, config, progress, f"simulation, {name}")
+        for name, config in _compared(simulation).items()
     }
     real_run = run_real(trace, real, progress)
     return ReplayReport(
@@ -69,3 +65,15 @@ def run_replay(
         RealSection(real, real_run),
         time.perf_counter() - started,
     )
+
+
+def _compared(simulation: SimulationConfig) -> dict[str, SimulationConfig]:
+    """List the set-ups that are compared, each with more than the one before."""
+    device = dataclasses.replace(simulation, host=None, preempt="recompute")
+    configs = {
+        "cache off": dataclasses.replace(device, prefix_cache=False),
+        "cache on": dataclasses.replace(device, prefix_cache=True),
+    }
+    if simulation.host is not None:
+        configs["host tier"] = dataclasses.replace(simulation, prefix_cache=True)
+    return configs

@@ -3,7 +3,10 @@
 Requests arrive at the trace's timestamps. Each turn of the loop asks the scheduler for a step,
 moves the clock by what the cost model says of it, and hands back made-up tokens::
 
-    arrivals <= clock --> add --> schedule --> clock += cost(plan) --> update --> finished
+    copies, arrivals <= clock --> add --> schedule --> clock += cost(plan) --> update --> finished
+
+With a host tier, its copies are queued in simulated time (`host_link`). When all that could run
+waits for copies, the clock goes on to the end of the next, or to the next arrival.
 
 Prompts are expanded from hash ids (`trace.tokens`). Output tokens are negative and never repeat,
 so nobody hits them; a real next turn would contain the last answer, which a trace does not tell.
@@ -16,14 +19,17 @@ import time
 from dataclasses import dataclass
 
 from ...kvcache.errors import RequestTooLargeError
+from ...kvcache.host_tier import HostConfig
 from ...kvcache.manager import CacheManager
 from ..mixed import MixedScheduler
 from ..plan import StepPlan
 from ..request import Request
+from ..tier_requests import Preempt
 from .checks import Check
 from .cost_model import CostModel, attention_pairs
+from .host_link import HostLink, TierCounts
 from .latency import Latencies, summarize_latencies
-from .ledger import Ledger, check_all_blocks_returned
+from .ledger import Ledger, check_all_blocks_returned, check_all_host_blocks_returned
 from .progress import Progress, no_progress
 from .trace import Trace, tokens
 
@@ -37,7 +43,8 @@ class SimulationConfig:
     Attributes:
         block_size: tokens per block.
         num_blocks: size of the pool; None for what fits beside the weights.
-        token_budget, max_running, reserve_tokens, prefix_cache: of `MixedScheduler`.
+        token_budget, max_running, reserve_tokens, prefix_cache, preempt: of `MixedScheduler`.
+        host: the tier below the device; None: there is none.
         slo_ttft_s, slo_tpot_s: a request is good if its time to the first token and its mean time
             per further token are within these. Source of the figures: Mooncake, FAST'25.
     """
@@ -48,6 +55,8 @@ class SimulationConfig:
     max_running: int = 256
     reserve_tokens: int | None = 512
     prefix_cache: bool = True
+    host: HostConfig | None = None
+    preempt: Preempt = "recompute"
     slo_ttft_s: float = 30.0
     slo_tpot_s: float = 0.1
 
@@ -58,7 +67,8 @@ class SimulationResult:
 
     Attributes:
         finished, refused: requests; refused ones need more blocks than the pool has.
-        prompt_tokens, hit_tokens: of the finished requests, at first admission.
+        prompt_tokens, hit_tokens, host_hit_tokens: of the finished requests, at first admission:
+            all, hit on the device, and hit on the host besides; the rest was computed.
         recomputed_tokens: computed again after a preemption.
         preemptions: by the scheduler, for want of blocks.
         steps: engine steps.
@@ -71,12 +81,14 @@ class SimulationResult:
         latencies: distributions, and goodput.
         scheduler_us_per_step: real CPU time of schedule and update; differs from run to run.
         wall_s: real time of the simulation; differs from run to run.
+        tiers: what moved below the device; None without a host tier.
     """
 
     finished: int
     refused: int
     prompt_tokens: int
     hit_tokens: int
+    host_hit_tokens: int
     recomputed_tokens: int
     preemptions: int
     steps: int
@@ -89,7 +101,13 @@ class SimulationResult:
     latencies: Latencies
     scheduler_us_per_step: float
     wall_s: float
+    tiers: TierCounts | None
     checks: tuple[Check, ...]
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that no tier had."""
+        return self.prompt_tokens - self.hit_tokens - self.host_hit_tokens
 
 
 def simulate(
@@ -120,13 +138,15 @@ class _Simulation:
         num_blocks = config.num_blocks or costs.num_blocks(config.block_size)
         self.costs = costs
         self.config = config
-        self.manager = CacheManager(num_blocks, config.block_size)
+        self.manager = CacheManager(num_blocks, config.block_size, host=config.host)
+        self.link = self._connect()
         self.scheduler = MixedScheduler(
             self.manager,
             token_budget=config.token_budget,
             max_running=config.max_running,
             reserve_tokens=config.reserve_tokens,
             prefix_cache=config.prefix_cache,
+            preempt=config.preempt,
         )
         self.ledger = Ledger()
         # A stable sort: equal timestamps keep the file's order.
@@ -137,6 +157,7 @@ class _Simulation:
         self.steps = 0
         self.computed_tokens = 0
         self.busy_s = 0.0
+        self.waited_s = 0.0
         self.held_block_s = 0.0
         self.peak_blocks = 0
         self.scheduler_s = 0.0
@@ -152,9 +173,16 @@ class _Simulation:
         if not scheduler.has_work:  # all that arrived were refused
             return True
         started = time.perf_counter()
+        if self.link is not None:
+            self.link.deliver(self.clock_s)
         plan = scheduler.schedule()
+        if self.link is not None:
+            self.link.dispatch(self.clock_s)
         scheduled = time.perf_counter()
-        assert plan.chunks, "the scheduler has work, but plans an empty step"
+        if not plan.chunks:
+            self.ledger.follow(plan, self.clock_s)
+            self._wait_for_copies()
+            return True
         self._advance_clock(plan)
         self.ledger.follow(plan, self.clock_s)
         num_chunks = len(plan.chunks)
@@ -168,6 +196,21 @@ class _Simulation:
         for request in finished:
             self.ledger.finish(request, self.clock_s)
         return True
+
+    def _connect(self) -> HostLink | None:
+        if self.manager.tiers is None:
+            return None
+        bytes_per_block = self.costs.model.kv_bytes_per_token * self.config.block_size
+        return HostLink(self.manager.tiers, bytes_per_block, self.costs.host_bytes_per_s)
+
+    def _wait_for_copies(self) -> None:
+        """Go on to the end of the next copy, or to the next arrival if that is sooner."""
+        next_s = None if self.link is None else self.link.next_end_s
+        assert next_s is not None, "the scheduler has work, but plans an empty step"
+        if self.next_arrival < len(self.arrivals):
+            next_s = min(next_s, self._next_arrival_s())
+        self.waited_s += next_s - self.clock_s
+        self.clock_s = next_s
 
     def _next_arrival_s(self) -> float:
         return self.arrivals[self.next_arrival][1].timestamp_ms / 1e3
@@ -206,11 +249,19 @@ class _Simulation:
         config, ledger = self.config, self.ledger
         simulated_s = self.clock_s - self.first_arrival_s
         num_blocks = self.manager.num_blocks
+        tiers = None
+        if self.link is not None:
+            tiers = self.link.finish(self.scheduler.stats(), self.waited_s)
+        checks = [*ledger.checks(len(self.arrivals)), check_all_blocks_returned(self.manager)]
+        stats = self.manager.stats()
+        if stats.tiers is not None:
+            checks.append(check_all_host_blocks_returned(stats.tiers))
         return SimulationResult(
             finished=len(ledger.times),
             refused=ledger.refused,
             prompt_tokens=ledger.prompt_tokens,
             hit_tokens=ledger.hit_tokens,
+            host_hit_tokens=ledger.host_hit_tokens,
             recomputed_tokens=ledger.recomputed_tokens,
             preemptions=ledger.preemptions,
             steps=self.steps,
@@ -218,15 +269,13 @@ class _Simulation:
             num_blocks=num_blocks,
             mean_occupancy=self.held_block_s / (self.busy_s * num_blocks) if self.steps else 0.0,
             peak_occupancy=self.peak_blocks / num_blocks,
-            evicted_blocks=self.manager.stats().evicted_blocks,
+            evicted_blocks=stats.evicted_blocks,
             simulated_s=simulated_s,
             latencies=summarize_latencies(
                 ledger.times, ledger.refused, simulated_s, config.slo_ttft_s, config.slo_tpot_s
             ),
             scheduler_us_per_step=self.scheduler_s / max(self.steps, 1) * 1e6,
             wall_s=wall_s,
-            checks=(
-                *ledger.checks(len(self.arrivals)),
-                check_all_blocks_returned(self.manager),
-            ),
+            tiers=tiers,
+            checks=tuple(checks),
         )

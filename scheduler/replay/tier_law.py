@@ -76,7 +76,7 @@ def check_two_tier_law(
     progress: Progress = no_progress,
 ) -> Check:
     """Pass a trace through a manager with an exclusive host tier, and compare with the law."""
-    name = "hits, demotions and drops of two tiers follow the law of LRU"
+    name = "two tiers hit, demote and drop what LRU caches of their sizes do"
     paths = prefix_paths(trace)
     for done, (device, host) in enumerate(sizes):
         progress("two tiers", done * len(paths), len(sizes) * len(paths))

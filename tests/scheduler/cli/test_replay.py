@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from radixkv.kvcache.host_tier import HostConfig
 from radixkv.scheduler.commands import replay
+from radixkv.scheduler.replay.simulation import SimulationConfig
 
 
 class FakeReport:
@@ -53,9 +55,7 @@ def test_the_verdict_is_the_status(
     assert (alone.status, json.loads(alone.stdout)) == (status, {"ok": ok})
 
 
-def test_options_reach_the_replay(
-    radixkv: Any, trace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def record_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
 
     def run_replay(*args: Any, progress: Any, **options: Any) -> FakeReport:
@@ -63,15 +63,41 @@ def test_options_reach_the_replay(
         return FakeReport(ok=True)
 
     monkeypatch.setattr(replay, "run_replay", run_replay)
+    return calls
+
+
+def test_options_reach_the_replay(
+    radixkv: Any, trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = record_calls(monkeypatch)
     radixkv("replay")
     radixkv("replay", trace, "--requests", 3, "--model", "m", "--gpu", "g", "--costs", "c.json")
+    none = {"skip_malformed": False, "model": None, "gpu": None, "costs": None}
+    named = {"skip_malformed": False, "model": "m", "gpu": "g", "costs": Path("c.json")}
+    simulation = SimulationConfig()
     assert calls == [
-        ((None, None), {"skip_malformed": False, "model": None, "gpu": None, "costs": None}),
-        (
-            (trace, 3),
-            {"skip_malformed": False, "model": "m", "gpu": "g", "costs": Path("c.json")},
-        ),
+        ((None, None), {**none, "simulation": simulation}),
+        ((trace, 3), {**named, "simulation": simulation}),
     ]
+
+
+def test_tier_options_reach_the_simulation(
+    radixkv: Any, trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = record_calls(monkeypatch)
+    radixkv("replay", trace, "--device-blocks", 50, "--host-blocks", 70)
+    radixkv(*("replay", trace, "--host-blocks", 70, "--host-write", "through", "--preempt", "host"))
+    assert [options["simulation"] for _, options in calls] == [
+        SimulationConfig(num_blocks=50, host=HostConfig(70, "back")),
+        SimulationConfig(host=HostConfig(70, "through"), preempt="host"),
+    ]
+
+
+@pytest.mark.parametrize("option", [("--preempt", "host"), ("--host-write", "back")])
+def test_tier_options_need_a_tier(radixkv: Any, trace: Path, option: tuple[str, str]) -> None:
+    outcome = radixkv("replay", trace, *option)
+    needs = option[0] if option[0] == "--host-write" else " ".join(option)
+    assert (outcome.status, outcome.stderr) == (2, f"radixkv: {needs} needs --host-blocks\n")
 
 
 @pytest.mark.parametrize("option", ["--model", "--gpu"])

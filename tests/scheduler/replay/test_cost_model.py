@@ -66,6 +66,11 @@ def test_llama3_8b_kv_is_128_kib_a_token() -> None:
     assert MODELS["llama3-70b"].kv_bytes_per_token == 327_680
 
 
+def test_every_gpu_has_a_link_to_the_host_of_its_own() -> None:
+    assert named_costs(gpu="a100").host_bytes_per_s == pytest.approx(0.8 * 32e9)
+    assert named_costs(gpu="h200x4").host_bytes_per_s == pytest.approx(4 * 0.8 * 64e9)
+
+
 def test_names() -> None:
     costs = named_costs("qwen3-32b", "h200x8")
     assert (costs.model.name, costs.gpu.name, costs.gpu.count) == ("qwen3-32b", "h200x8", 8)
@@ -110,7 +115,8 @@ def test_a_file_overrides_any_figure(tmp_path: Path) -> None:
         (
             '{"step": {"mfu": 1}}',
             "step has no figure 'mfu'; known: "
-            "flops_efficiency, bandwidth_efficiency, overhead_s, memory_fraction",
+            "flops_efficiency, bandwidth_efficiency, overhead_s, memory_fraction, "
+            "host_link_efficiency",
         ),
         ('{"model": {"name": 1}}', "model.name must be a string, got 1"),
         ('{"model": {"layers": 1.5}}', "model.layers must be an integer, got 1.5"),
@@ -120,6 +126,11 @@ def test_a_file_overrides_any_figure(tmp_path: Path) -> None:
         ('{"gpu": {"count": 1e99}}', "gpu.count must be a number below 1e30, got 1e+99"),
         ('{"step": {"overhead_s": -1}}', "step.overhead_s must be above 0, got -1"),
         ('{"step": {"memory_fraction": 1.1}}', "step.memory_fraction must be at most 1, got 1.1"),
+        (
+            '{"step": {"host_link_efficiency": 2}}',
+            "step.host_link_efficiency must be at most 1, got 2",
+        ),
+        ('{"gpu": {"host_bytes_per_s": 0}}', "gpu.host_bytes_per_s must be above 0, got 0"),
     ],
 )  # fmt: skip
 def test_a_malformed_cost_file(tmp_path: Path, text: str, message: str) -> None:

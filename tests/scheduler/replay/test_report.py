@@ -7,11 +7,13 @@ import json
 
 import pytest
 
+from radixkv.kvcache.host_tier import HostConfig
 from radixkv.scheduler.replay.checks import Check
 from radixkv.scheduler.replay.cost_model import named_costs
 from radixkv.scheduler.replay.hit_curve import measure_hit_curve
 from radixkv.scheduler.replay.real_run import EngineRun, RealRun, RealRunConfig
-from radixkv.scheduler.replay.report import RealSection, ReplayReport, SimulationSection
+from radixkv.scheduler.replay.report import ReplayReport
+from radixkv.scheduler.replay.report_lines import RealSection, SimulationSection
 from radixkv.scheduler.replay.simulation import SimulationConfig, simulate
 from radixkv.scheduler.replay.trace import SkippedLine, Trace
 
@@ -116,3 +118,39 @@ def test_a_real_run_without_requests(report: ReplayReport) -> None:
     empty = RealSection(RealRunConfig(), RealRun(0, 0, 0, (), (check,)))
     text = dataclasses.replace(report, real=empty).text()
     assert "c. REAL RUN: 0 requests" in text and f"SKIP  {check.name}: {check.detail}" in text
+
+
+def test_a_host_tier_has_its_rows(report: ReplayReport) -> None:
+    costs = named_costs()
+    config = SimulationConfig(num_blocks=3_000, host=HostConfig(20_000, "back"), preempt="host")
+    without = dataclasses.replace(config, host=None, preempt="recompute")
+    runs = {
+        "cache on": simulate(report.trace, costs, without),
+        "host tier": simulate(report.trace, costs, config),
+    }
+    tiered = dataclasses.replace(report, simulation=SimulationSection(costs, config, runs))
+    text = tiered.text()
+    rows = {line[3:].split("  ")[0]: line for line in text.splitlines()}
+    counts = runs["host tier"].tiers
+    assert counts is not None
+    assert rows["copied to the host, GB"].split()[-2:] == [
+        "-",
+        f"{counts.bytes_to_host / 1e9:,.1f}",
+    ]
+    for label in (
+        "hit on the host",
+        "parked / resumed",
+        "copied to the device, GB",
+        "blocks demoted / promoted",
+        "blocks dropped by the host",
+        "idle for want of a copy, s",
+    ):
+        assert label in rows
+    assert "   The host tier has 20,000 blocks (write: back; preempted requests: host)," in text
+    assert "   and 102.4 GB/s each way." in text
+    assert "   PASS  no host block is leaked (host tier): " in text
+    assert [line for line in text.splitlines() if len(line) > 100] == []
+    document = json.loads(json.dumps(tiered.to_json(), allow_nan=False))["simulation"]
+    assert document["config"]["host"] == {"num_blocks": 20_000, "write": "back", "hits": 0}
+    assert document["runs"]["cache on"]["tiers"] is None
+    assert document["runs"]["host tier"]["tiers"] == dataclasses.asdict(counts)

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from radixkv.kvcache.host_tier import HostConfig
 from radixkv.scheduler import replay
 from radixkv.scheduler.replay import CostError, TraceError, bundled_trace_path, run_replay
 from radixkv.scheduler.replay.report import ReplayReport
+from radixkv.scheduler.replay.simulation import SimulationConfig
 
 from .conftest import SMALL_REAL_RUN
 
@@ -32,6 +34,9 @@ def replayed(tmp_path_factory: pytest.TempPathFactory) -> tuple[ReplayReport, Ca
         path,
         150,
         skip_malformed=True,
+        simulation=SimulationConfig(
+            num_blocks=5_000, host=HostConfig(50_000), preempt="host", reserve_tokens=0
+        ),
         real=SMALL_REAL_RUN,
         progress=lambda stage, done, total: calls.append((stage, done, total)),
     )
@@ -43,9 +48,11 @@ def test_a_replay_passes(replayed: tuple[ReplayReport, Calls]) -> None:
     assert report.ok, report.text()
     assert len(report.trace.requests) == 150
     assert [line.line for line in report.trace.skipped] == [1]
-    assert list(report.simulation.runs) == ["cache off", "cache on"]
+    assert list(report.simulation.runs) == ["cache off", "cache on", "host tier"]
     assert report.simulation.runs["cache off"].hit_tokens == 0
     assert report.simulation.runs["cache on"].hit_tokens > 0
+    assert report.simulation.runs["cache on"].tiers is None
+    assert report.simulation.runs["host tier"].host_hit_tokens > 0
     assert report.text().splitlines()[-1].startswith("PASS: ")
     json.dumps(report.to_json(), allow_nan=False)
 
@@ -73,6 +80,7 @@ def test_every_stage_reports_progress_to_its_end(replayed: tuple[ReplayReport, C
         "two tiers",
         "simulation, cache off",
         "simulation, cache on",
+        "simulation, host tier",
         "real run, reference",
         "real run, cache off",
         "real run, cache on",

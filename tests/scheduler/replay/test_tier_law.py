@@ -117,7 +117,7 @@ def test_the_check_passes_and_says_how_much_it_compared(bundled_trace: Trace) ->
         lambda stage, done, total: calls.append((stage, done, total)),
     )
     assert (check.verdict, check.detail) == ("PASS", "1,000 requests at 2 pairs of sizes")
-    assert check.name == "hits, demotions and drops of two tiers follow the law of LRU"
+    assert check.name == "two tiers hit, demote and drop what LRU caches of their sizes do"
     assert calls == [("two tiers", done, 2_000) for done in (0, 1_000, 2_000)]
 
 
