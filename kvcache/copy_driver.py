@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -28,6 +29,8 @@ from .staging_writer import StagedBlocks, StagingWriter
 from .storage.base import Storage
 from .storage_copies import StorageCopies
 from .tokens import Int32Array, as_count
+
+_Part: TypeAlias = Callable[[Dispatched, BlockArrays], None]
 
 _PAUSE_S = 0.001
 """How long `wait` leaves storage and deadlines, which wake nobody."""
@@ -95,25 +98,39 @@ class TierDriver:
         return arrays
 
     def dispatch(self, operations: Sequence[Operation], arrays: BlockArrays) -> None:
-        """Start operations, in order; the pools of arrays are donated and replaced.
+        """Start operations as if at once; the pools of arrays are donated and replaced.
 
         An operation that cannot be started ends as failed, and its error is counted.
 
         Raises:
             Exception: what ended a copy that had taken the pools: they are lost, and the cache is.
         """
-        for operation in operations:
-            entry = self._table.add(operation, self._clock() + operation.timeout_s)
-            try:
-                self._start(entry, arrays)
-            except AssertionError:
-                raise
-            except Exception as error:
-                if any(pool.is_deleted() for pool in (*arrays.keys, *arrays.values)):
-                    raise
-                self._errors[type(error).__name__] += 1
-                entry.outcome = Outcome.FAILED
+        now = self._clock()
+        entries = [self._table.add(each, now + each.timeout_s) for each in operations]
+        # Two may exchange blocks: all is read before anything is written.
+        for part in (self._read, self._copy, self._write):
+            for entry in entries:
+                self._attempt(part, entry, arrays)
+        for entry in entries:
             self._end_if_done(entry)
+
+    def _attempt(
+        self,
+        part: Callable[[Dispatched, BlockArrays], None],
+        entry: Dispatched,
+        arrays: BlockArrays,
+    ) -> None:
+        if entry.outcome is Outcome.FAILED:
+            return
+        try:
+            part(entry, arrays)
+        except AssertionError:
+            raise
+        except Exception as error:
+            if any(pool.is_deleted() for pool in (*arrays.keys, *arrays.values)):
+                raise
+            self._errors[type(error).__name__] += 1
+            entry.outcome = Outcome.FAILED
 
     def cancel(self, op_ids: Sequence[OpId]) -> None:
         """End operations that nobody wants any more; `fenced` says when each is over."""
@@ -167,53 +184,57 @@ class TierDriver:
 
     # -- dispatch
 
-    def _start(self, entry: Dispatched, arrays: BlockArrays) -> None:
-        operation = entry.operation
-        match operation.kind:
-            case OpKind.DEVICE_TO_HOST:
-                self._gather(entry, arrays)
-            case OpKind.HOST_TO_DEVICE:
-                self._scatter(entry, arrays)
-            case OpKind.DEVICE_TO_DEVICE:
-                self._copy(entry, arrays)
-            case _:
-                assert self._storage is not None, f"{operation.kind} needs a storage"
-                self._storage.start(entry)
-
-    def _gather(self, entry: Dispatched, arrays: BlockArrays) -> None:
+    def _read(self, entry: Dispatched, arrays: BlockArrays) -> None:
+        """Read what an operation copies between the tiers into staging."""
         operation, copies = entry.operation, self._warm_copies()
-        self._host.check_ids(operation.destinations)
-        for piece, size in copies.pieces(operation.num_blocks):
-            num_bytes = size * self._host.bytes_per_block
-            if self._bytes_in_flight + num_bytes > self._max_bytes:
-                # The first blocks are of use without the last, not the other way round.
-                self._dropped_blocks += operation.num_blocks - piece.start
-                entry.outcome = Outcome.DROPPED
-                return
-            staging = copies.gather(arrays, operation.sources[piece], size)
-            for each in staging:
-                each.copy_to_host_async()
-            destinations = operation.destinations[piece]
-            self._writer.submit(StagedBlocks(operation.id, piece, destinations, staging, num_bytes))
-            self._bytes_in_flight += num_bytes
-            entry.writes += 1
-
-    def _scatter(self, entry: Dispatched, arrays: BlockArrays) -> None:
-        operation, copies = entry.operation, self._warm_copies()
-        self._host.check_ids(operation.sources)
-        for piece, size in copies.pieces(operation.num_blocks):
-            sources = np.zeros(size, np.int32)  # padded with the padding row
-            sources[: piece.stop - piece.start] = operation.sources[piece]
-            staging = self._host.read(sources)
-            copies.scatter(arrays, staging, operation.destinations[piece], size)
-            _mark(entry, piece)
+        if operation.kind is OpKind.HOST_TO_DEVICE:
+            self._host.check_ids(operation.sources)
+            for piece, size in copies.pieces(operation.num_blocks):
+                sources = np.zeros(size, np.int32)  # padded with the padding row
+                sources[: piece.stop - piece.start] = operation.sources[piece]
+                entry.staged.append((piece, size, self._host.read(sources)))
+        elif operation.kind is OpKind.DEVICE_TO_HOST:
+            self._host.check_ids(operation.destinations)
+            for piece, size in copies.pieces(operation.num_blocks):
+                num_bytes = size * self._host.bytes_per_block
+                if self._bytes_in_flight + num_bytes > self._max_bytes:
+                    # The first blocks are of use without the last, not the other way round.
+                    self._dropped_blocks += operation.num_blocks - piece.start
+                    entry.outcome = Outcome.DROPPED
+                    return
+                staging = copies.gather(arrays, operation.sources[piece], size)
+                for each in staging:
+                    each.copy_to_host_async()
+                entry.staged.append((piece, size, staging))
+                self._bytes_in_flight += num_bytes
 
     def _copy(self, entry: Dispatched, arrays: BlockArrays) -> None:
+        """Copy within the pools, before they are written from elsewhere."""
         operation, copies = entry.operation, self._warm_copies()
+        if operation.kind is not OpKind.DEVICE_TO_DEVICE:
+            return
         _check_apart(operation.sources, operation.destinations)
         for piece, size in copies.pieces(operation.num_blocks):
             copies.copy(arrays, operation.sources[piece], operation.destinations[piece], size)
             _mark(entry, piece)
+
+    def _write(self, entry: Dispatched, arrays: BlockArrays) -> None:
+        """Write what was staged, or let other threads do so."""
+        operation = entry.operation
+        if operation.keys:
+            assert self._storage is not None, f"{operation.kind} needs a storage"
+            self._storage.start(entry)
+        for piece, size, staging in entry.staged:
+            destinations = operation.destinations[piece]
+            if operation.kind is OpKind.HOST_TO_DEVICE:
+                self._warm_copies().scatter(arrays, staging, destinations, size)
+                _mark(entry, piece)
+            else:
+                num_bytes = size * self._host.bytes_per_block
+                staged = StagedBlocks(operation.id, piece, destinations, staging, num_bytes)
+                self._writer.submit(staged)
+                entry.writes += 1
+        entry.staged = []
 
     def _warm_copies(self) -> BlockCopies:
         assert self._copies is not None, "warm_up comes before the first copy"

@@ -13,7 +13,8 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from .operations import Operation, OpId, OpKind
 from .storage.base import OperationId
@@ -41,6 +42,7 @@ class OperationResult:
     Attributes:
         op_id: which.
         ok: for each block, whether it was copied.
+        staged: pieces that were read and not yet written: which blocks, padded size, their KV.
         fenced: nobody uses its blocks any more; if False, `TierDriver.fenced` will say when.
     """
 
@@ -79,6 +81,7 @@ class Dispatched:
     Attributes:
         deadline: by the driver's clock; storage keeps its own.
         ok: for each block, whether it was copied.
+        staged: pieces that were read and not yet written: which blocks, padded size, their KV.
         copied: how many of them were not there before.
         writes: pieces that the host writer has not reported.
         storage_id: what storage calls it, if it is there.
@@ -88,6 +91,7 @@ class Dispatched:
     operation: Operation
     deadline: float
     ok: list[bool]
+    staged: list[tuple[slice, int, Any]] = field(default_factory=list)
     copied: int = 0
     writes: int = 0
     storage_id: OperationId | None = None

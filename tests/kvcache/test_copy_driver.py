@@ -1,5 +1,6 @@
 """The tier driver: each kind of copy, its ends, and what protects blocks that are overwritten."""
 
+from itertools import permutations
 from typing import Any
 
 import jax.numpy as jnp
@@ -161,23 +162,27 @@ class TestToTheDevice:
         for block, source in enumerate([1, 2, 3, 3, 2, 1], 1):
             assert (device[block] == bench.content(source)).all()
 
-    def test_order_of_dispatch_is_order_of_effect(self, bench):
+    @pytest.mark.parametrize("order", list(permutations(range(4))))
+    def test_operations_of_one_dispatch_happen_at_once(self, bench, order):
+        """Blocks are exchanged: every source is read before any destination is written."""
         bench.fill()
         bench.fill_host()
         operations = [
-            bench.operation(DOWN, [1], [1]),
-            bench.operation(UP, [2], [1]),
-            bench.operation(ACROSS, [1], [2]),
-            bench.operation(DOWN, [1], [2]),
+            bench.operation(DOWN, [1, 2], [1, 2]),
+            bench.operation(UP, [1, 2], [2, 1]),
+            bench.operation(ACROSS, [3], [4]),
+            bench.operation(UP, [3], [3]),
         ]
-        bench.driver.dispatch(operations, bench.arrays)
+        bench.driver.dispatch([operations[place] for place in order], bench.arrays)
         bench.step(1, bench.content(99))
         done: list[OperationResult] = []
         while len(done) < 4:
             done += bench.results()
         assert (bench.host.memory[1] == bench.content(1)).all()
-        assert (bench.host.memory[2] == bench.content(52)).all()
-        assert (bench.device()[2] == bench.content(52)).all()
+        assert (bench.host.memory[2] == bench.content(2)).all()
+        device = bench.device()
+        for block, content in ((2, 51), (3, 53), (4, 3)):
+            assert (device[block] == bench.content(content)).all()
 
     def test_pools_are_replaced_in_place(self, bench):
         """Also while their blocks are on the way to the host: nothing keeps a view of them."""
