@@ -1,0 +1,195 @@
+"""Preemption that keeps its KV: parked, resumed first, on other blocks, without recompute."""
+
+import pytest
+
+from radixkv.kvcache.host_tier import HostConfig
+from radixkv.kvcache.operations import OpKind
+from radixkv.scheduler.policy import Priority
+from radixkv.scheduler.request import Request, RequestStatus
+
+from .copier import Fate, held_when
+from .harness import chunks, names
+from .tier_harness import TierHarness, alone, end_all, preempted, pressed
+
+
+def check_tokens(harness: TierHarness) -> None:
+    for request in harness.requests:
+        assert request.output_tokens == alone(harness, request), request
+
+
+@pytest.mark.parametrize("preempt", ["host", "storage"])
+@pytest.mark.parametrize("write", ["exclusive", "back", "through"])
+def test_what_was_parked_is_not_computed_again(preempt, write):
+    harness = pressed(preempt=preempt, host=HostConfig(32, write), storage=preempt == "storage")
+    victim = preempted(harness)
+    assert victim.request_id == "c" and victim.status is RequestStatus.PREEMPTED
+    assert victim.parked is not None and not victim.parked.saved and victim.lease is None
+    tables = victim.parked.lease.block_table.tolist()
+    end_all(harness)
+    while victim.lease is None:
+        harness.step()
+    assert victim.lease.block_table.tolist() != tables
+    harness.drain()
+    check_tokens(harness)
+    stats = harness.scheduler.stats()
+    assert (stats.preemptions, stats.parked, stats.resumed, stats.resumed_parked) == (1, 1, 1, 1)
+    assert stats.recomputed_tokens == 0
+    assert stats.prefill_tokens == 3 * 3 + 1  # the token that it was about to compute
+    assert stats.resumed_hit_tokens == 3
+
+
+def test_who_needs_a_block_waits_until_the_copy_is_acknowledged_and_the_others_decode():
+    harness = TierHarness(7, 2, preempt="host")
+    harness.copier.fate = held_when(OpKind.DEVICE_TO_HOST)
+    for name, prompt in (("a", 3), ("b", 4), ("c", 3)):
+        harness.submit([ord(name), 1, 2, 3][:prompt], 6, name=name)
+    while not (plan := harness.step()).preempted:
+        pass
+    [victim] = plan.preempted
+    assert chunks(plan) == [("b", 5, 1)]  # a has come to the end of its blocks, b has room for one
+    for _ in range(4):
+        plan = harness.step()
+        assert (plan.chunks, plan.preempted, plan.admitted) == ([], [], [])
+    assert harness.scheduler.stats().waits_for_blocks > 0
+    assert victim.parked is not None and not victim.parked.saved
+    assert harness.manager.available == 0
+    end_all(harness)
+    assert chunks(harness.step()) == [("a", 4, 1), ("b", 6, 1)]
+    assert harness.scheduler.stats().preemptions == 1
+    harness.drain()
+    check_tokens(harness)
+
+
+def test_nobody_else_is_preempted_while_what_is_on_its_way_will_do():
+    """The victim gives three blocks back: enough for the two that need one."""
+    harness = pressed()
+    preempted(harness)
+    for _ in range(10):
+        assert harness.step().preempted == []
+    end_all(harness)
+    harness.drain()
+    assert harness.scheduler.stats().preemptions == 1
+
+
+def test_another_is_preempted_when_what_is_on_its_way_will_not_do():
+    harness = TierHarness(8, 1, preempt="host", max_running=8)
+    harness.copier.fate = held_when(OpKind.DEVICE_TO_HOST)
+    for name in "abcd":
+        harness.submit([ord(name), 1], 5, name=name)
+    while not harness.scheduler.stats().preemptions:
+        harness.step()
+    # Four of two blocks each: to grow the first two, two blocks are needed, one victim has them.
+    assert harness.scheduler.stats().preemptions == 2
+    assert names(harness.scheduler.running) == ["a", "b"]
+    end_all(harness)
+    harness.drain()
+    check_tokens(harness)
+
+
+def test_the_first_in_the_policys_order_gets_the_block_there_is():
+    harness = TierHarness(5, 1, preempt="host", policy=Priority(), token_budget=4, max_running=3)
+    harness.copier.fate = held_when(OpKind.DEVICE_TO_HOST)
+    harness.add(Request("late", [1, 2], 3, priority=5))
+    harness.add(Request("middle", [3], 4, priority=2))
+    harness.add(Request("first", [4], 4, priority=1))
+    plan = harness.step()
+    while not plan.preempted:
+        plan = harness.step()
+    assert names(plan.preempted) == ["late"]
+    assert [name for name, _, _ in chunks(plan)] == ["first"]
+    end_all(harness)
+    harness.drain()
+    check_tokens(harness)
+
+
+def test_what_is_parked_is_resumed_before_anybody_new():
+    """D7: as long as one is parked, or is being parked, nobody new gets in, however small."""
+    harness = pressed()
+    victim = preempted(harness)
+    late = harness.submit([9], name="late")
+    for _ in range(5):
+        assert harness.step().admitted == []
+    end_all(harness)
+    admitted: list[str] = []
+    while late.status is RequestStatus.WAITING:
+        admitted += names(harness.step().admitted)
+    assert admitted == [victim.request_id, "late"]
+    harness.drain()
+
+
+@pytest.mark.parametrize("good", [0.0, 0.5])
+def test_what_was_not_written_out_is_computed_again(good):
+    harness = pressed()
+    victim = preempted(harness)
+    flight = harness.copier.held(OpKind.DEVICE_TO_HOST)
+    flight.fate = Fate(None, good)
+    harness.copier.end(flight)
+    assert victim.parked is not None and victim.parked.saved and victim.parked.failed
+    harness.copier.fate = lambda operation: Fate()
+    harness.drain()
+    check_tokens(harness)
+    stats = harness.scheduler.stats()
+    # The device still has its first block; the token after that is lost.
+    assert (stats.resumed_parked, stats.recomputed_tokens) == (1, 1)
+
+
+def test_without_room_on_the_host_it_is_computed_again():
+    """D6: room there is taken before the victim's blocks are given up, or not at all."""
+    harness = pressed(host=HostConfig(1))
+    victim = preempted(harness)
+    assert victim.parked is None
+    end_all(harness)
+    harness.drain()
+    check_tokens(harness)
+    stats = harness.scheduler.stats()
+    assert (stats.preemptions, stats.parked, stats.resumed_parked) == (1, 0, 0)
+
+
+def test_a_request_that_is_loaded_is_preempted_without_a_copy():
+    """D1: what a copy fills is not preemptible elsewhere; here it is cancelled and fenced."""
+    harness = TierHarness(8, 2, preempt="host")
+    harness.submit(range(10, 17), name="seed")
+    harness.run()
+    harness.manager.evict(8)
+    harness.step()
+    harness.copier.deliver()
+    first = harness.submit([1, 2, 3], 10, name="first")
+    harness.step()
+    harness.copier.fate = held_when(OpKind.HOST_TO_DEVICE)
+    loads = harness.submit([*range(10, 17), 1], 3, name="loads")
+    plan = harness.step()
+    while not plan.preempted:
+        plan = harness.step()
+    assert plan.preempted == [loads] and loads.parked is None
+    stalled = harness.step()
+    assert stalled.chunks == [] and harness.scheduler.running == (first,)
+    end_all(harness)
+    assert chunks(harness.step())[0][0] == "first"
+    harness.drain()
+    check_tokens(harness)
+
+
+def test_a_request_parked_in_storage_comes_back_from_there():
+    harness = pressed(num_blocks=6, preempt="storage", storage=True, host=HostConfig(4))
+    victim = preempted(harness)
+    end_all(harness)
+    for _ in range(2):
+        harness.step()  # written to the host, and from there to storage
+    assert victim.parked is not None and not victim.parked.runs
+    # Somebody else's blocks take their place on the host.
+    tiers = harness.manager.tiers
+    assert tiers is not None
+    tiers.writer.make_room(4)
+    before = harness.copier.seen[OpKind.STORAGE_TO_HOST]
+    harness.drain()
+    check_tokens(harness)
+    assert harness.copier.seen[OpKind.STORAGE_TO_HOST] == before + 1
+    assert harness.scheduler.stats().resumed_parked == 1
+
+
+def test_a_victim_that_has_computed_nothing_is_not_parked():
+    harness = TierHarness(6, 2, preempt="host", token_budget=3, max_running=3)
+    for name, length in (("a", 3), ("b", 3), ("c", 4)):
+        harness.submit([ord(name), *range(length - 1)], 4, name=name)
+    harness.drain()
+    check_tokens(harness)

@@ -1,0 +1,94 @@
+"""Requests over storage: what it has is fetched before they are admitted."""
+
+import pytest
+
+from radixkv.kvcache.host_tier import HostConfig
+from radixkv.kvcache.operations import OpKind
+from radixkv.scheduler.request import RequestStatus
+
+from .copier import Memories, held_when
+from .harness import chunks
+from .tier_harness import TierHarness, alone
+
+PROMPT = list(range(10, 19))
+"""Four blocks of 2 and a token."""
+KINDS = (OpKind.HOST_TO_DEVICE, OpKind.LOOKUP, OpKind.STORAGE_TO_HOST)
+
+
+def stored() -> Memories:
+    """What a life before left in storage: the blocks of PROMPT."""
+    harness = TierHarness(8, 2, host=HostConfig(16, "through"), storage=True)
+    harness.submit(PROMPT, name="seed")
+    harness.drain()
+    assert len(harness.memories.storage) == 4
+    return Memories(2, storage=harness.memories.storage)
+
+
+def test_what_storage_has_is_fetched_before_a_request_is_admitted():
+    harness = TierHarness(8, 2, storage=True, memories=stored())
+    harness.copier.fate = held_when(*KINDS)
+    again = harness.submit([*PROMPT, 1], 2, name="again")
+    passing = harness.submit([1], 1, name="passing")
+    assert chunks(harness.step()) == [("passing", 0, 1)]
+    assert passing.finish_reason == "length" and again.status is RequestStatus.WAITING
+    for kind in (OpKind.LOOKUP, OpKind.STORAGE_TO_HOST, OpKind.HOST_TO_DEVICE):
+        for flight in list(harness.copier.flights):
+            if flight.operation.kind is OpKind.LOOKUP and kind is not OpKind.LOOKUP:
+                harness.copier.end(flight)
+        assert chunks(harness.step()) == []
+        harness.copier.end(harness.copier.held(kind))
+    assert chunks(harness.step()) == [("again", 8, 2)]
+    harness.drain()
+    assert again.output_tokens == alone(harness, again)
+    stats = harness.scheduler.stats()
+    assert (stats.hit_tokens, stats.host_hit_tokens, stats.storage_hit_tokens) == (0, 0, 8)
+    assert again.num_storage_hit_tokens == 8
+
+
+def test_hits_in_storage_and_on_the_host_are_told_apart():
+    harness = TierHarness(8, 2, storage=True, memories=stored())
+    harness.submit(PROMPT[:5], name="first")
+    harness.run()
+    harness.manager.evict(8)
+    harness.step()
+    second = harness.submit([*PROMPT, 1], name="second")
+    harness.drain()
+    assert (second.num_host_hit_tokens, second.num_storage_hit_tokens) == (4, 4)
+    stats = harness.scheduler.stats()
+    assert (stats.host_hit_tokens, stats.storage_hit_tokens) == (4, 8)
+    assert stats.prefill_tokens == 1 + 2
+
+
+def test_a_block_that_storage_lost_meanwhile_is_computed():
+    memories = stored()
+    harness = TierHarness(8, 2, storage=True, memories=memories)
+    harness.copier.fate = held_when(OpKind.STORAGE_TO_HOST)
+    again = harness.submit([*PROMPT, 1], name="again")
+    harness.step()
+    harness.step()
+    flight = harness.copier.held(OpKind.STORAGE_TO_HOST)
+    del memories.storage[flight.operation.keys[2]]
+    harness.copier.end(flight)
+    harness.drain()
+    assert again.output_tokens == alone(harness, again)
+    assert again.num_storage_hit_tokens == 4
+    assert harness.scheduler.stats().prefill_tokens == 6
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3])
+def test_a_prefetch_is_cancelled_when_its_request_goes(num_steps):
+    harness = TierHarness(8, 2, storage=True, memories=stored())
+    again = harness.submit([*PROMPT, 1], name="again")
+    for _ in range(num_steps):
+        harness.step()
+    assert harness.scheduler.abort(again.request_id)
+    assert again.prefetch is None and not harness.scheduler.has_work
+    harness.drain()
+
+
+def test_without_prefix_cache_nothing_is_fetched():
+    harness = TierHarness(8, 2, storage=True, memories=stored(), prefix_cache=False)
+    harness.submit([*PROMPT, 1], name="again")
+    harness.drain()
+    assert not harness.copier.seen
+    assert harness.scheduler.stats().prefill_tokens == 10

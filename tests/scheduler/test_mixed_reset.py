@@ -1,0 +1,119 @@
+"""The weights change under load: KV is forgotten in every tier, and requests go on."""
+
+import re
+
+import pytest
+
+from radixkv.kvcache import make_namespace
+from radixkv.kvcache.host_tier import HostConfig
+from radixkv.kvcache.operations import OpKind
+from radixkv.scheduler.errors import StepOrderError
+from radixkv.scheduler.request import Request, RequestStatus
+from radixkv.spec import prefix_tags
+
+from .copier import held_when
+from .harness import Harness, chunks
+from .tier_harness import VOCABULARY, TierHarness, end_all, preempted, pressed
+
+
+def check_after(harness: TierHarness, before: dict[Request, list[int]]) -> None:
+    """What was generated since the reset is what the new weights make of all before it."""
+    for request, outputs in before.items():
+        assert request.output_tokens[: len(outputs)] == outputs
+        tokens = [*request.prompt.tolist(), *outputs]
+        while len(tokens) < request.num_tokens:
+            tokens.append(prefix_tags(harness.weights, tokens)[-1] % VOCABULARY)
+        assert request.tokens.tolist() == tokens
+
+
+@pytest.mark.parametrize("num_steps", range(12))
+@pytest.mark.parametrize("preempt", ["recompute", "host", "storage"])
+@pytest.mark.parametrize("kinds", [(), (OpKind.DEVICE_TO_HOST,), tuple(OpKind)])
+def test_a_reset_at_any_time_goes_on_with_the_new_weights(num_steps, preempt, kinds):
+    harness = pressed(preempt=preempt, storage=True, host=HostConfig(16, "through"))
+    harness.copier.fate = held_when(*kinds)
+    for _ in range(num_steps):
+        harness.step()
+    before = {request: list(request.output_tokens) for request in harness.requests}
+    harness.reset(b"1")
+    harness.manager.check()
+    assert harness.scheduler.running == ()
+    for request in harness.scheduler.waiting:
+        assert request.lease is None and request.parked is None and request.num_computed == 0
+    assert harness.manager.stats().cached_blocks == 0
+    harness.drain()
+    check_after(harness, before)
+
+
+def test_what_is_being_parked_loses_its_kv_and_is_computed_again():
+    harness = pressed()
+    victim = preempted(harness)
+    before = {request: list(request.output_tokens) for request in harness.requests}
+    harness.reset(b"1")
+    assert victim.status is RequestStatus.PREEMPTED and victim.parked is None
+    end_all(harness)
+    harness.drain()
+    check_after(harness, before)
+    assert harness.scheduler.stats().resumed_parked == 0
+
+
+def test_what_other_weights_stored_is_not_read():
+    harness = TierHarness(8, 2, host=HostConfig(16, "through"), storage=True)
+    harness.submit(range(10, 19), name="seed")
+    harness.drain()
+    harness.reset(b"1")
+    again = harness.submit(range(10, 19), 2, name="again")
+    harness.drain()
+    check_after(harness, {again: []})
+    assert again.num_storage_hit_tokens == 0
+    # What the new weights have stored is.
+    harness.reset(b"1")
+    third = harness.submit(range(10, 19), 2, name="third")
+    harness.drain()
+    assert third.num_storage_hit_tokens == 8
+    check_after(harness, {third: []})
+
+
+def test_a_namespace_may_be_kept():
+    kept, lost = make_namespace(adapter="kept"), make_namespace(adapter="lost")
+    harness = Harness()
+    for namespace in (kept, lost):
+        harness.add(Request(namespace.hex(), range(8), 1, namespace=namespace))
+    harness.run()
+    harness.scheduler.reset_cache([kept])
+    hits = []
+    for namespace in (kept, lost):
+        request = Request("again", range(8), 1, namespace=namespace)
+        harness.scheduler.add(request)
+        plan = harness.scheduler.schedule()
+        harness.scheduler.update(plan, [0])
+        hits.append(request.num_hit_tokens)
+    assert hits == [8, 0]
+
+
+def test_without_tiers_a_reset_preempts_and_all_is_computed_again():
+    harness = Harness(token_budget=8)
+    first = harness.submit(range(6), 4, name="first")
+    second = harness.submit(range(20, 40), 2, name="second")
+    for _ in range(2):
+        harness.step()
+    harness.scheduler.reset_cache()
+    assert harness.scheduler.waiting == (first, second)
+    assert harness.manager.available == harness.manager.num_blocks
+    stats = harness.scheduler.stats()
+    assert (stats.preemptions, stats.admitted) == (2, 2)
+    plan = harness.scheduler.schedule()
+    assert chunks(plan)[0] == ("first", 0, 8)
+
+
+def test_a_reset_within_a_step_is_refused():
+    harness = Harness()
+    harness.submit([1, 2], 3)
+
+    def reset(plan):
+        text = re.escape("reset_cache was called before update")
+        with pytest.raises(StepOrderError, match=f"^{text}$"):
+            harness.scheduler.reset_cache()
+
+    harness.step(during=reset)
+    harness.drain()

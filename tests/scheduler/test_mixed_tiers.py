@@ -1,0 +1,213 @@
+"""Requests over a host tier: admission, loading, and what is counted."""
+
+import re
+
+import pytest
+
+from radixkv.kvcache import CacheManager
+from radixkv.kvcache.host_tier import HostConfig
+from radixkv.kvcache.operations import OpKind
+from radixkv.scheduler.errors import ConfigError
+from radixkv.scheduler.mixed import MixedScheduler
+from radixkv.scheduler.request import RequestStatus
+
+from .copier import Fate, held_when
+from .harness import chunks, names
+from .tier_harness import TierHarness, alone
+
+PROMPT = list(range(10, 19))
+"""Four blocks of 2 and a token."""
+
+
+def on_host(**options) -> TierHarness:
+    """A harness whose host has the four blocks of PROMPT, and whose device has none."""
+    harness = TierHarness(**{"num_blocks": 8, **options})
+    harness.submit(PROMPT, name="seed")
+    harness.run()
+    harness.manager.evict(8)
+    harness.step()
+    harness.copier.deliver()
+    return harness
+
+
+def check_parts(harness: TierHarness) -> None:
+    """Every prompt is what its tiers had, and what was computed."""
+    stats = harness.scheduler.stats()
+    assert stats.preemptions == 0
+    hits = stats.hit_tokens + stats.host_hit_tokens + stats.storage_hit_tokens
+    prompts = sum(request.num_prompt_tokens for request in harness.requests)
+    assert hits + stats.prefill_tokens == prompts
+
+
+# From the host
+
+
+def test_what_the_host_has_is_loaded_and_not_computed():
+    harness = on_host()
+    harness.copier.fate = held_when(OpKind.HOST_TO_DEVICE)
+    again = harness.submit([*PROMPT[:8], 1, 2], 2, name="again")
+    for _ in range(3):
+        plan = harness.step()
+        assert chunks(plan) == []
+        assert again.status is RequestStatus.LOADING and again.lease is not None
+        assert harness.scheduler.running == (again,)
+    harness.copier.end(harness.copier.held(OpKind.HOST_TO_DEVICE))
+    assert chunks(harness.step()) == [("again", 8, 2)]
+    assert again.status is RequestStatus.RUNNING
+    harness.drain()
+    assert again.output_tokens == alone(harness, again)
+    stats = harness.scheduler.stats()
+    assert (stats.hit_tokens, stats.host_hit_tokens, stats.storage_hit_tokens) == (0, 8, 0)
+    assert (again.num_hit_tokens, again.num_host_hit_tokens) == (0, 8)
+    check_parts(harness)
+
+
+def test_others_go_on_while_one_is_loaded():
+    harness = on_host()
+    harness.copier.fate = held_when(OpKind.HOST_TO_DEVICE)
+    harness.submit(PROMPT, 2, name="loads")
+    harness.submit([1, 2, 3], 3, name="other")
+    assert chunks(harness.step()) == [("other", 0, 3)]
+    assert chunks(harness.step()) == [("other", 3, 1)]
+    harness.copier.end(harness.copier.held(OpKind.HOST_TO_DEVICE))
+    assert chunks(harness.step()) == [("other", 4, 1), ("loads", 8, 1)]
+    harness.drain()
+
+
+@pytest.mark.parametrize("write", ["exclusive", "back", "through"])
+def test_a_whole_hit_on_the_host_computes_its_last_token(write):
+    harness = on_host(host=HostConfig(16, write))
+    again = harness.submit(PROMPT[:8], 2, name="again")
+    harness.step()
+    assert chunks(harness.step()) == [("again", 7, 1)]
+    harness.drain()
+    assert again.num_host_hit_tokens == 7
+    check_parts(harness)
+
+
+@pytest.mark.parametrize("good", [0.0, 0.25, 0.5, 0.75])
+def test_what_does_not_arrive_is_computed(good):
+    harness = on_host()
+    harness.copier.fate = lambda operation: Fate(0, good)
+    again = harness.submit([*PROMPT, 1], 2, name="again")
+    harness.step()
+    arrived = int(8 * good)
+    assert chunks(harness.step()) == [("again", arrived, min(8, 10 - arrived))]
+    harness.drain()
+    assert again.output_tokens == alone(harness, again)
+    assert harness.scheduler.stats().host_hit_tokens == arrived
+    check_parts(harness)
+
+
+def test_a_copy_that_is_not_fenced_is_waited_for():
+    harness = on_host()
+    harness.copier.fate = lambda operation: Fate(None, 0.5, fenced=False)
+    again = harness.submit([*PROMPT, 1], 2, name="again")
+    harness.step()
+    flight = harness.copier.held(OpKind.HOST_TO_DEVICE)
+    harness.copier.end(flight)
+    assert chunks(harness.step()) == []
+    harness.copier.end(flight)
+    assert chunks(harness.step()) == [("again", 4, 6)]
+    harness.drain()
+    assert again.output_tokens == alone(harness, again)
+
+
+@pytest.mark.parametrize("write", ["exclusive", "back", "through"])
+def test_followers_of_a_leader_that_is_loaded_wait_for_it(write):
+    harness = on_host(num_blocks=16, host=HostConfig(16, write))
+    harness.copier.fate = held_when(OpKind.HOST_TO_DEVICE)
+    leader = harness.submit([*PROMPT, 1], name="leader")
+    follower = harness.submit([*PROMPT, 2], name="follower")
+    other = harness.submit([5, 6], name="other")
+    assert chunks(harness.step()) == [("other", 0, 2)]
+    assert names(harness.scheduler.running) == ["leader"] and other.finish_reason == "length"
+    assert follower.status is RequestStatus.WAITING
+    harness.copier.end(harness.copier.held(OpKind.HOST_TO_DEVICE))
+    assert chunks(harness.step()) == [("leader", 8, 2), ("follower", 8, 2)]
+    harness.drain()
+    stats = harness.scheduler.stats()
+    assert (stats.host_hit_tokens, stats.hit_tokens) == (8, 8)
+    assert leader.num_host_hit_tokens == follower.num_hit_tokens == 8
+    check_parts(harness)
+
+
+def test_device_and_host_hits_are_told_apart():
+    harness = on_host()
+    harness.submit(PROMPT[:5], name="first")  # brings two blocks back
+    harness.run()
+    second = harness.submit([*PROMPT, 3], name="second")
+    harness.run()
+    assert (second.num_hit_tokens, second.num_host_hit_tokens) == (4, 4)
+    harness.drain()
+    check_parts(harness)
+
+
+def test_a_request_that_is_loaded_counts_as_running():
+    """D1, D2: it holds all of its blocks, and what it will need is kept for it."""
+    harness = on_host(num_blocks=8, reserve_tokens=None)
+    harness.copier.fate = held_when(OpKind.HOST_TO_DEVICE)
+    harness.submit([*PROMPT, 1], 5, name="loads")  # 5 blocks, 7 at its end
+    small = harness.submit([1, 2, 3], name="small")
+    for _ in range(3):
+        assert chunks(harness.step()) == []
+    assert small.status is RequestStatus.WAITING
+    harness.copier.end(harness.copier.held(OpKind.HOST_TO_DEVICE))
+    harness.drain()
+    assert harness.scheduler.stats().preemptions == 0
+
+
+def test_max_running_counts_who_is_loaded():
+    harness = on_host(max_running=1, num_blocks=12)
+    harness.copier.fate = held_when(OpKind.HOST_TO_DEVICE)
+    harness.submit(PROMPT, name="loads")
+    harness.submit([1], name="small")
+    assert chunks(harness.step()) == []
+    assert names(harness.scheduler.waiting) == ["small"]
+    harness.drain()
+
+
+def test_no_deadlock_of_requests_that_each_load_a_part():
+    """D2: each needs 5 of 8 blocks, of which the host has 4: one gets all, the other waits."""
+    harness = TierHarness(8, 2, host=HostConfig(16), max_running=2)
+    for first in (10, 30):
+        harness.submit(range(first, first + 9), name=f"seed {first}")
+        harness.run()
+    harness.manager.evict(8)
+    harness.step()
+    harness.copier.fate = held_when(OpKind.HOST_TO_DEVICE)
+    for first in (10, 30):
+        harness.submit([*range(first, first + 9), 1], name=f"again {first}")
+    for _ in range(3):
+        assert chunks(harness.step()) == []
+        assert names(harness.scheduler.running) == ["again 10"]
+    harness.copier.end(harness.copier.held(OpKind.HOST_TO_DEVICE))
+    assert chunks(harness.step()) == [("again 10", 8, 2)]
+    harness.copier.fate = held_when()
+    harness.drain()
+    assert harness.scheduler.stats().host_hit_tokens == 16
+
+
+# What cannot be
+
+
+@pytest.mark.parametrize(
+    ("preempt", "host", "prefix_cache", "text"),
+    [
+        (
+            "swap",
+            True,
+            True,
+            "preempt must be one of ('recompute', 'host', 'storage'), got 'swap'",
+        ),
+        ("host", False, True, "preempt='host' needs a host tier"),
+        ("storage", True, True, "preempt='storage' needs a storage tier"),
+        ("host", True, False, "preempt='host' keeps KV in the prefix cache, which is off"),
+    ],
+)
+def test_a_policy_that_cannot_be_followed_is_refused(preempt, host, prefix_cache, text):
+    manager = CacheManager(8, 2, host=HostConfig(8) if host else None)
+    with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
+        MixedScheduler(
+            manager, token_budget=8, max_running=4, prefix_cache=prefix_cache, preempt=preempt
+        )

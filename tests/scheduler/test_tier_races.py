@@ -1,0 +1,182 @@
+"""Preempt, abort, finish and reset race with copies in every state; nothing leaks or goes wrong.
+
+Each world is a scheduler over small pools, a few requests with shared prefixes, and copies whose
+fates are drawn: done, failed, in part, late, told twice, not fenced until later, or never, until
+everybody waits for them. A race is an event of a request that some copy has not ended with.
+"""
+
+import random
+from collections import Counter
+from functools import partial
+
+from radixkv.kvcache.host_tier import HostConfig, WritePolicy
+from radixkv.kvcache.operations import Operation
+from radixkv.scheduler.plan import StepPlan
+from radixkv.scheduler.policy import Fcfs, Priority
+from radixkv.scheduler.request import Request, RequestStatus
+
+from .copier import Fate
+from .tier_harness import VOCABULARY, TierHarness, alone
+
+NUM_RACES = 10_000
+STEPS_PER_WORLD = 40
+RARE = ("loading", "being parked", "parked", "preempted")
+PREFIX = [0, 1, 2, 1, 0, 2, 2, 1, 1, 0]
+
+
+class World:
+    """One scheduler, its requests and its copies, all drawn from a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        write: WritePolicy = rng.choice(["exclusive", "back", "through"])
+        max_running = rng.randint(2, 5)
+        preempt = rng.choice(["recompute", "host", "host", "host", "storage", "storage", "storage"])
+        self.harness = TierHarness(
+            rng.randint(4, 9),
+            rng.randint(1, 3),
+            host=HostConfig(rng.randint(3, 24), write),
+            storage=preempt == "storage" or rng.random() < 0.2,
+            token_budget=rng.choice([max_running, 12]),
+            max_running=max_running,
+            policy=rng.choice([Fcfs(), Priority()]),
+            reserve_tokens=rng.choice([0, 0, 0, 1, None]),
+            preempt=preempt,
+        )
+        self.harness.copier.fate = self.fate
+        self.races: Counter[str] = Counter()
+        self.resets = 0
+        self.finished: set[Request] = set()
+
+    def fate(self, operation: Operation) -> Fate:
+        """Draw how a copy ends."""
+        rng = self.rng
+        steps = rng.choice([0, 1, 2, 4, 8, None])
+        bad = rng.random()
+        good: object = 1.0
+        if bad < 0.1:
+            good = 0.0
+        elif bad < 0.2:
+            good = rng.random()
+        elif bad < 0.25:
+            good = partial(_is_odd, rng.randrange(2))
+        fenced, twice = rng.random() < 0.75, rng.random() < 0.2
+        return Fate(steps, good, fenced, twice and fenced)  # type: ignore[arg-type]
+
+    def submit(self) -> None:
+        """Add a request, if it fits."""
+        rng, harness = self.rng, self.harness
+        prompt = PREFIX[: rng.randint(0, len(PREFIX))]
+        prompt += [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 4))]
+        request = Request(
+            str(len(harness.requests)), prompt, rng.randint(1, 12), priority=rng.randint(0, 2)
+        )
+        manager = harness.manager
+        if request.max_kv_tokens <= manager.num_blocks * manager.block_size:
+            harness.add(request)
+
+    def state(self, request: Request) -> str:
+        """Say where a request is, in more words than its status."""
+        if request.parked is not None:
+            fetching = request.prefetch is not None and not request.prefetch.done
+            return "fetched" if fetching else "parked" if request.parked.saved else "being parked"
+        if request.prefetch is not None and not request.prefetch.done:
+            return "fetched"
+        return request.status.value
+
+    def race(self, what: str, request: Request) -> None:
+        """Count an event, with what the copies are doing."""
+        tiers = self.harness.manager.tiers
+        assert tiers is not None
+        if tiers.num_open_operations:
+            self.races[f"{what}: {self.state(request)}"] += 1
+
+    def abort(self, plan: StepPlan | None = None) -> None:
+        """Abort some request; with a plan, in the middle of its step."""
+        live = [r for r in self.harness.requests if r.finish_reason is None]
+        if live:
+            # Most are waiting or running; the copies of the others are what this is about.
+            weights = [8 if self.state(r) in RARE else 1 for r in live]
+            [request] = self.rng.choices(live, weights)
+            chunks = plan.chunks if plan is not None else []
+            in_step = any(chunk.request is request for chunk in chunks)
+            self.race("abort in a step" if in_step else "abort", request)
+            assert self.harness.scheduler.abort(request.request_id)
+
+    def step(self) -> None:
+        """Do one round of what may happen."""
+        rng, harness = self.rng, self.harness
+        live = sum(request.finish_reason is None for request in harness.requests)
+        if live < 6 and rng.random() < 0.6:
+            self.submit()
+        if rng.random() < 0.15:
+            self.abort()
+        parked = any(self.state(r) in ("parked", "being parked") for r in harness.requests)
+        if rng.random() < (0.08 if parked else 0.015):
+            for request in harness.requests:
+                if request.finish_reason is None:
+                    self.race("reset", request)
+            self.resets += 1
+            harness.reset(str(self.resets).encode())
+        loading = {r for r in harness.requests if r.status is RequestStatus.LOADING}
+        during = self.abort if rng.random() < 0.1 else _nothing
+        plan = harness.step(during)
+        for request in plan.preempted:
+            if request.status is RequestStatus.PREEMPTED:
+                self.race("preempt, loading" if request in loading else "preempt", request)
+        for request in harness.requests:
+            if request.status is RequestStatus.FINISHED and request not in self.finished:
+                self.finished.add(request)
+                self.race("finish", request)
+        if rng.random() < 0.2:
+            harness.manager.check()
+
+    def play(self) -> None:
+        """Some rounds, then to the end: all requests end with the right tokens, nothing is left."""
+        for _ in range(STEPS_PER_WORLD):
+            self.step()
+        self.harness.drain()
+        for request in self.harness.requests:
+            assert request.finish_reason is not None, request
+            if not self.resets:
+                outputs = alone(self.harness, request)
+                whole = request.finish_reason != "abort"
+                count = request.max_new_tokens if whole else len(request.output_tokens)
+                assert request.output_tokens == outputs[:count], request
+
+
+def _is_odd(start: int, place: int) -> bool:
+    return (start + place) % 2 == 1
+
+
+def _nothing(plan: StepPlan) -> None:
+    pass
+
+
+def test_ten_thousand_races_leak_no_block_and_change_no_token():
+    races: Counter[str] = Counter()
+    seed = 0
+    while races.total() < NUM_RACES:
+        world = World(seed)
+        try:
+            world.play()
+        except Exception as error:
+            raise AssertionError(f"world {seed}") from error
+        races += world.races
+        seed += 1
+    wanted = {
+        f"{event}: {state}"
+        for event, states in {
+            "abort": ("waiting", "loading", "running", "preempted", "fetched", "being parked",
+                      "parked"),
+            "abort in a step": ("running",),
+            "reset": ("waiting", "loading", "running", "preempted", "fetched", "being parked",
+                      "parked"),
+            "preempt": ("being parked", "preempted"),
+            "preempt, loading": ("preempted",),
+            "finish": ("finished",),
+        }.items()
+        for state in states
+    }  # fmt: skip
+    assert wanted <= set(races), wanted - set(races)
+    assert min(races[each] for each in wanted) >= 5, races
