@@ -9,17 +9,25 @@ from .block_pool import BlockPool
 from .block_tables import BlockTables
 from .errors import (
     CountError,
+    HostConfigError,
     LeaseError,
     NamespaceError,
+    OperationResultError,
     OutOfBlocksError,
     RadixKVError,
     RecycleError,
     RequestTooLargeError,
+    StorageConfigError,
     TokenError,
 )
-from .lease import CacheStats, Epoch, Lease, Match, NextBlock
+from .host_tier import HostConfig
+from .lease import CacheStats, Epoch, Lease, Match, NextBlock, TierStats
 from .manager import CacheManager
+from .operations import Operation, OpId, OpKind
+from .parking import Parked
+from .prefetch import Prefetch
 from .radix_tree import RadixTree
+from .tiers import Tiers
 from .tokens import Int32Array, Tokens, as_tokens, make_namespace
 
 if TYPE_CHECKING:
@@ -37,21 +45,32 @@ __all__ = [
     "CountError",
     "Epoch",
     "HostArrays",
+    "HostConfig",
+    "HostConfigError",
     "Int32Array",
     "Lease",
     "LeaseError",
     "Match",
     "NamespaceError",
     "NextBlock",
+    "OpId",
+    "OpKind",
+    "Operation",
     "OperationResult",
+    "OperationResultError",
     "OutOfBlocksError",
     "Outcome",
+    "Parked",
+    "Prefetch",
     "RadixKVError",
     "RadixTree",
     "RecycleError",
     "RequestTooLargeError",
+    "StorageConfigError",
     "TierDriver",
     "TierDriverStats",
+    "TierStats",
+    "Tiers",
     "TokenError",
     "Tokens",
     "as_tokens",

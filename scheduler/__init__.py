@@ -9,7 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .engine import Engine, EngineStats
+    from .engine import Engine
+    from .engine_stats import CopyStats, EngineStats
+    from .engine_tiers import make_storage_namespace
     from .errors import ConfigError, RequestError, SchedulerError, StepOrderError
     from .mixed import MixedScheduler
     from .plan import Chunk, SchedulerStats, StepPlan
@@ -19,8 +21,9 @@ if TYPE_CHECKING:
 _HOME = {
     "Chunk": "plan",
     "ConfigError": "errors",
+    "CopyStats": "engine_stats",
     "Engine": "engine",
-    "EngineStats": "engine",
+    "EngineStats": "engine_stats",
     "Fcfs": "policy",
     "MixedScheduler": "mixed",
     "Policy": "policy",
@@ -33,11 +36,13 @@ _HOME = {
     "SchedulerStats": "plan",
     "StepOrderError": "errors",
     "StepPlan": "plan",
+    "make_storage_namespace": "engine_tiers",
 }
 
 __all__ = [
     "Chunk",
     "ConfigError",
+    "CopyStats",
     "Engine",
     "EngineStats",
     "Fcfs",
@@ -52,6 +57,7 @@ __all__ = [
     "SchedulerStats",
     "StepOrderError",
     "StepPlan",
+    "make_storage_namespace",
 ]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -10,46 +11,28 @@ import numpy as np
 from jax.stages import Compiled
 from jaxtyping import Array, Int32
 
-from ..kvcache import BlockArrays, CacheManager, CacheStats
+from ..kvcache import BlockArrays, CacheManager, HostConfig
+from ..kvcache.storage import Storage, StorageNamespace
 from .batching import Shape, Shapes, pack, unpack
 from .compilations import compilation_counter
+from .engine_stats import EngineStats
+from .engine_tiers import EngineTiers, check_namespace, check_params
 from .errors import ConfigError, RequestError
 from .mixed import MixedScheduler
 from .models import Model, ModelConfig, Params, forward
 from .models.transformer import Pools
-from .plan import Chunk, SchedulerStats
+from .plan import Chunk
 from .policy import Policy
 from .request import Request
 from .sampling import sample
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """What an engine has done so far.
-
-    Attributes:
-        steps: programs run.
-        padding_tokens: tokens that the programs computed only to fill their shapes.
-        prefill_tokens_computed: tokens of prefill chunks, recomputed ones included.
-        compilations_at_warm_up: what XLA compiled when the engine was made; programs that an
-            engine of the same sizes compiled before, in this process, are used again.
-        compilations_after_warm_up: what it compiled during steps: 0, unless something is wrong.
-        scheduler, cache: see `SchedulerStats` and `CacheStats`.
-    """
-
-    steps: int
-    padding_tokens: int
-    prefill_tokens_computed: int
-    compilations_at_warm_up: int
-    compilations_after_warm_up: int
-    scheduler: SchedulerStats
-    cache: CacheStats
+from .tier_requests import Preempt
 
 
 class Engine:
     """Serves requests with a model over a paged KV cache.
 
-    All programs are compiled when it is made. It owns the arrays: one thread may use it.
+    All programs are compiled when it is made. It owns the arrays: one thread may use it. With a
+    host tier it has threads, too: `close` it.
 
     Attributes:
         manager: holds the block tables.
@@ -68,6 +51,10 @@ class Engine:
         prefix_cache: bool = True,
         policy: Policy | None = None,
         reserve_tokens: int | None = 512,
+        preempt: Preempt = "recompute",
+        host: HostConfig | None = None,
+        storage: Storage | None = None,
+        storage_namespace: StorageNamespace | None = None,
     ) -> None:
         """Allocate the arrays and compile every program.
 
@@ -78,19 +65,24 @@ class Engine:
             token_budget: tokens of a step; prefill chunks fill it.
             max_running: requests that hold blocks at a time, at most token_budget.
             max_model_len: longest prompt and output together, in tokens.
-            prefix_cache, policy, reserve_tokens: of `MixedScheduler`.
+            prefix_cache, policy, reserve_tokens, preempt: of `MixedScheduler`.
+            host: a tier in the memory of the host, under the device.
+            storage: under the host; it stays the caller's, but only the engine may poll it.
+            storage_namespace: whose blocks it keeps; see `make_storage_namespace`.
 
         Raises:
-            ConfigError, CountError: for sizes that cannot work; before anything is allocated.
+            ConfigError, CountError, StorageConfigError: for what cannot work; before anything is
+                allocated.
         """
         config = model.config
+        check_namespace(model, storage, storage_namespace)
         if not 1 <= max_model_len <= config.max_positions:
             raise ConfigError(
                 f"max_model_len must be at least 1 and at most the model's "
                 f"{config.max_positions} positions, got {max_model_len}"
             )
         self.max_model_len = max_model_len
-        self.manager = CacheManager(num_blocks, block_size)
+        self.manager = CacheManager(num_blocks, block_size, host=host, storage=storage_namespace)
         self.scheduler = MixedScheduler(
             self.manager,
             token_budget=token_budget,
@@ -98,6 +90,7 @@ class Engine:
             policy=policy,
             reserve_tokens=reserve_tokens,
             prefix_cache=prefix_cache,
+            preempt=preempt,
         )
         self._model = model
         self._arrays = BlockArrays.zeros(
@@ -117,6 +110,8 @@ class Engine:
         self._counter = compilation_counter()
         before = self._counter.count
         self._programs = self._compile()
+        tiers = self.manager.tiers
+        self._tiers = None if tiers is None else EngineTiers(tiers, self._arrays, storage)
         self._warm_up_compilations = self._counter.count - before
 
     def _compile(self) -> dict[Shape, Compiled]:
@@ -168,14 +163,29 @@ class Engine:
         return self.scheduler.has_work
 
     def step(self) -> list[Request]:
-        """Run one step; return the requests that ended in it."""
+        """Run one step; return the requests that ended in it.
+
+        If all wait for copies, it waits until one has ended.
+        """
+        if self._tiers is not None:
+            self._tiers.collect()
         if not self.scheduler.has_work:
+            self._dispatch()
             return []
         plan = self.scheduler.schedule()
         before = self._counter.count
-        next_tokens = self._run(plan.chunks)
+        self._dispatch()
+        next_tokens = self._run(plan.chunks) if plan.chunks else []
         self._late_compilations += self._counter.count - before
-        return self.scheduler.update(plan, next_tokens)
+        if plan.chunks:
+            return self.scheduler.update(plan, next_tokens)
+        if self._tiers is not None:
+            self._tiers.wait()
+        return []
+
+    def _dispatch(self) -> None:
+        if self._tiers is not None:
+            self._tiers.dispatch(self._arrays)
 
     def run(self) -> list[Request]:
         """Run until every request has ended; return those that did, in order of their ends."""
@@ -183,6 +193,48 @@ class Engine:
         while self.has_work:
             finished += self.step()
         return finished
+
+    def reset_cache(
+        self,
+        keep: Collection[bytes] = (),
+        *,
+        params: Params | None = None,
+        weights_revision: str = "",
+    ) -> None:
+        """Forget the KV of all tiers, and go on with other weights, if some are given.
+
+        Live requests keep their tokens and compute KV for them anew: from the next token on, the
+        new weights decide. Abort first those that shall not go on.
+
+        Args:
+            keep: namespaces whose published KV stays.
+            params: other weights of the same shapes; None: those of now.
+            weights_revision: what they are called in storage.
+
+        Raises:
+            ConfigError: for weights of other shapes, or without a new name where there is storage:
+                what the old ones stored would be found. Nothing is changed.
+        """
+        if params is not None:
+            check_params(self._model.params, params)
+            storage = None if self.manager.tiers is None else self.manager.tiers.storage
+            if storage is not None and weights_revision in ("", storage.weights_revision):
+                raise ConfigError(
+                    f"storage has KV of weights_revision {storage.weights_revision!r}: other "
+                    "weights need another one"
+                )
+            self._model = replace(self._model, params=params)
+        self.scheduler.reset_cache(keep, weights_revision)
+
+    def close(self, *, timeout_s: float = 30.0) -> bool:
+        """Let copies end that are under way, such as what storage is to keep; stop the threads.
+
+        Only without a host tier may the engine be used afterwards. Storage stays open.
+
+        Returns:
+            Whether the threads have stopped within timeout_s; if not, call it again.
+        """
+        return self._tiers is None or self._tiers.close(self._arrays, timeout_s)
 
     def _run(self, chunks: list[Chunk]) -> list[int]:
         shape = self._shapes.fit(chunks)
@@ -206,6 +258,7 @@ class Engine:
             compilations_after_warm_up=self._late_compilations,
             scheduler=scheduler,
             cache=self.manager.stats(),
+            copies=None if self._tiers is None else self._tiers.stats(),
         )
 
 

@@ -10,9 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from ..kvcache import Int32Array, Lease, Match, Tokens, as_tokens
-from ..kvcache.parking import Parked
-from ..kvcache.prefetch import Prefetch
+from ..kvcache import Int32Array, Lease, Match, Parked, Prefetch, Tokens, as_tokens
 from .errors import RequestError
 
 FinishReason = Literal["length", "stop", "abort"]
@@ -154,6 +152,7 @@ class Request:
         self.lease: Lease | None = None
         self.match: Match | None = None
         self.prefetch: Prefetch | None = None
+        self.fetches_after: Prefetch | None = None
         self.parked: Parked | None = None
 
     @property

@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final, Literal, TypeAlias, get_args
 
-from ..kvcache import CacheManager
+from ..kvcache import CacheManager, Prefetch, Tiers
 from ..kvcache.radix_node import Node
-from ..kvcache.tiers import Tiers
 from .errors import ConfigError
 from .plan import SchedulerStats
 from .request import Request, RequestStatus
@@ -33,6 +32,7 @@ class TierRequests:
         self._tiers = tiers
         self._preempt = preempt
         self._stats = stats
+        self._fetching: dict[tuple[bytes, bytes], Prefetch] = {}  # by the first path they ask for
 
     @property
     def is_busy(self) -> bool:
@@ -42,14 +42,31 @@ class TierRequests:
     # Before a request has blocks
 
     def prefetch(self, request: Request) -> None:
-        """Ask storage, if there is one, for what the cache lacks of a request."""
-        if self._tiers.storage is not None:
+        """Ask storage, if there is one, for what the cache lacks of a request.
+
+        If another has asked for the same block first, its answer is waited for: many requests with
+        one prefix fetch it once.
+        """
+        if self._tiers.storage is None:
+            return
+        self._fetching = {path: one for path, one in self._fetching.items() if not one.done}
+        match = self._manager.match(request.tokens, request.namespace)
+        first = match.num_blocks + match.num_host_blocks
+        wanted = request.tokens[: (first + 1) * self._manager.block_size].tobytes()
+        path = request.namespace, wanted
+        request.fetches_after = self._fetching.get(path)
+        if request.fetches_after is None:
             request.prefetch = self._tiers.prefetch(request.tokens, request.namespace)
+            if request.prefetch is not None:
+                self._fetching[path] = request.prefetch
 
     def is_held_up(self, request: Request) -> bool:
         """Tell whether a request cannot be admitted before a copy has ended."""
+        if request.fetches_after is not None and request.fetches_after.done:
+            self.prefetch(request)
         fetching = request.prefetch is not None and not request.prefetch.done
-        return fetching or (request.parked is not None and not request.parked.saved)
+        saving = request.parked is not None and not request.parked.saved
+        return fetching or saving or request.fetches_after is not None
 
     def fetch_parked(self, request: Request) -> bool:
         """Ask storage, once, for what a request parked there has no more on the host.
@@ -63,10 +80,11 @@ class TierRequests:
         if parked is None or parked.where != "storage" or request.prefetch is not None:
             return False
         self.prefetch(request)
-        return request.prefetch is not None
+        return self.is_held_up(request)
 
     def forget(self, request: Request) -> None:
         """Give up what a request has below the device."""
+        request.fetches_after = None
         if request.prefetch is not None:
             self._tiers.cancel(request.prefetch)
             request.prefetch = None
@@ -103,7 +121,7 @@ class TierRequests:
         Its lease is given up then: it ends when the copy has been made.
         """
         request, tiers = victim, self._tiers
-        request.prefetch = None  # if it is parked in storage, there will be another
+        request.prefetch = request.fetches_after = None  # parked in storage, it asks once more
         if self._preempt == "recompute" or request.status is RequestStatus.LOADING:
             return
         assert request.lease is not None, f"{request!r} is preempted without a lease"

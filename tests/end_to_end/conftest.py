@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from radixkv.kvcache import BlockArrays, CacheManager
+from radixkv.kvcache import BlockArrays, CacheManager, HostConfig
+from radixkv.kvcache.storage import Storage, StorageNamespace
 from radixkv.scheduler.engine import Engine
+from radixkv.scheduler.engine_tiers import EngineTiers
 from radixkv.scheduler.mixed import MixedScheduler
 from radixkv.scheduler.models import Model, load_model, make_tiny_checkpoint
 from radixkv.scheduler.request import GREEDY, Request, SamplingParams
@@ -65,7 +67,15 @@ def engine(model: Callable[[str], Model]) -> Callable[[str, int], Engine]:
     return make
 
 
-def fresh(engine: Engine, *, num_blocks: int | None = None, **options: Any) -> Engine:
+def fresh(
+    engine: Engine,
+    *,
+    num_blocks: int | None = None,
+    host: HostConfig | None = None,
+    storage: Storage | None = None,
+    storage_namespace: StorageNamespace | None = None,
+    **options: Any,
+) -> Engine:
     """Return an engine with the same programs and other options, and pools full of NaN.
 
     Compiling is nearly all of an engine's time in these tests. NaN is what a pool may hold on a
@@ -74,13 +84,16 @@ def fresh(engine: Engine, *, num_blocks: int | None = None, **options: Any) -> E
     Args:
         engine: whose programs to use.
         num_blocks: usable blocks, at most those of the arrays.
+        host, storage, storage_namespace: of `Engine`.
         options: of `MixedScheduler`.
     """
     manager = engine.manager
     num_blocks = manager.num_blocks if num_blocks is None else num_blocks
     assert num_blocks <= manager.num_blocks
     other = copy.copy(engine)
-    other.manager = CacheManager(num_blocks, manager.block_size)
+    other.manager = CacheManager(
+        num_blocks, manager.block_size, host=host, storage=storage_namespace
+    )
     options = {"token_budget": TOKEN_BUDGET, "max_running": MAX_RUNNING} | options
     other.scheduler = MixedScheduler(other.manager, **options)
     shapes = jax.eval_shape(lambda: engine._arrays.keys)
@@ -88,6 +101,8 @@ def fresh(engine: Engine, *, num_blocks: int | None = None, **options: Any) -> E
         tuple(jnp.full(pool.shape, jnp.nan, pool.dtype) for pool in shapes),
         tuple(jnp.full(pool.shape, jnp.nan, pool.dtype) for pool in shapes),
     )
+    tiers = other.manager.tiers
+    other._tiers = None if tiers is None else EngineTiers(tiers, other._arrays, storage)
     other._steps = other._padding_tokens = other._late_compilations = 0
     return other
 

@@ -92,3 +92,34 @@ def test_without_prefix_cache_nothing_is_fetched():
     harness.drain()
     assert not harness.copier.seen
     assert harness.scheduler.stats().prefill_tokens == 10
+
+
+@pytest.mark.parametrize("abort", [False, True])
+def test_what_many_requests_share_is_fetched_once(abort):
+    harness = TierHarness(16, 2, storage=True, memories=stored())
+    leader, *others = (harness.submit([*PROMPT, i], name=str(i)) for i in range(3))
+    if abort:  # the next one leads
+        harness.scheduler.abort(leader.request_id)
+        leader, others = others[0], others[1:]
+    harness.drain()
+    for request in (leader, *others):
+        assert request.output_tokens == alone(harness, request)
+    stats = harness.manager.stats()
+    assert stats.tiers is not None and stats.tiers.fetched_blocks == 4
+    assert leader.num_storage_hit_tokens == 8
+    assert all(request.num_hit_tokens == 8 for request in others)
+
+
+def test_a_request_fetches_what_follows_the_part_that_it_shares():
+    memories = stored()
+    other = TierHarness(8, 2, host=HostConfig(16, "through"), storage=True, memories=memories)
+    other.submit([*PROMPT[:4], 1, 2, 3, 4, 5], name="seed")
+    other.drain()
+    harness = TierHarness(16, 2, storage=True, memories=Memories(2, storage=memories.storage))
+    first = harness.submit(PROMPT, name="first")
+    second = harness.submit([*PROMPT[:4], 1, 2, 3, 4, 5], name="second")
+    harness.drain()
+    assert (first.num_storage_hit_tokens, second.num_storage_hit_tokens) == (8, 4)
+    assert second.num_hit_tokens + second.num_host_hit_tokens == 4
+    stats = harness.manager.stats()
+    assert stats.tiers is not None and stats.tiers.fetched_blocks == 6

@@ -1,0 +1,256 @@
+"""The engine over host and storage tiers: the same tokens, wherever KV was meanwhile."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import jax
+import pytest
+
+from radixkv.kvcache import HostConfig, RadixKVError, StorageConfigError
+from radixkv.kvcache.storage import BackendOptions, StorageWorkers, open_backend
+from radixkv.scheduler.engine import Engine
+from radixkv.scheduler.engine_tiers import make_storage_namespace
+from radixkv.scheduler.errors import ConfigError
+from radixkv.scheduler.request import Request, SamplingParams
+
+from .conftest import MAX_MODEL_LEN, assert_nothing_leaked, complete, fresh
+from .test_engine import PROMPTS, SAMPLED
+
+LONG_S = 1000.0
+WRITES = ("exclusive", "back", "through")
+
+
+@contextmanager
+def files(directory: Path) -> Iterator[StorageWorkers]:
+    """A directory as storage, until it is closed."""
+    backend = open_backend(f"file://{directory}", BackendOptions(max_bytes=2**30))
+    storage = StorageWorkers(backend, max_bytes_in_flight=2**28)
+    yield storage
+    assert storage.close(timeout_s=LONG_S)
+
+
+@pytest.fixture
+def compiled(engine) -> Engine:
+    return engine("llama", 4)
+
+
+@pytest.fixture
+def expected(compiled) -> list[list[int]]:
+    """What an engine without any cache generates."""
+    return complete(fresh(compiled, prefix_cache=False), PROMPTS, 24, SAMPLED)
+
+
+def finish(engine: Engine) -> None:
+    """Close an engine; everything must have ended."""
+    assert_nothing_leaked(engine)
+    assert engine.close(timeout_s=LONG_S)
+    engine.manager.check()
+    tiers = engine.stats().cache.tiers
+    assert tiers is not None and tiers.parked == 0
+    assert tiers.open_operations == tiers.quarantined_operations == 0
+    assert tiers.host_free_blocks + tiers.host_cached_blocks == tiers.host_blocks
+    assert engine.stats().compilations_after_warm_up == 0
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_host_tier_does_not_change_a_token_and_is_hit(compiled, expected, write):
+    serving = fresh(compiled, num_blocks=28, host=HostConfig(100, write))
+    outputs = [complete(serving, [prompt], 24, [SAMPLED[i % 4]])[0]
+               for i, prompt in enumerate(PROMPTS)]  # fmt: skip
+    assert outputs == expected
+    # Others' blocks push the prompts' off the device; then they come back from the host.
+    complete(serving, [[i + 1, *range(200 + i, 270 + i)] for i in range(2)], 24)
+    assert complete(serving, PROMPTS, 24, SAMPLED) == expected
+    stats = serving.stats()
+    assert stats.scheduler.host_hit_tokens > 0
+    assert stats.copies is not None and stats.copies.copied_bytes["host to device"] > 0
+    finish(serving)
+
+
+@pytest.mark.parametrize(("preempt", "write"), list(product(["recompute", "host"], WRITES)))
+def test_forced_preemption_does_not_change_a_token(compiled, expected, preempt, write):
+    serving = fresh(
+        compiled, num_blocks=28, host=HostConfig(64, write), preempt=preempt, reserve_tokens=0
+    )
+    assert complete(serving, PROMPTS, 24, SAMPLED) == expected
+    stats = serving.stats().scheduler
+    assert stats.preemptions > 0
+    assert stats.parked == stats.resumed_parked == (stats.preemptions if preempt == "host" else 0)
+    if preempt == "host":
+        assert stats.recomputed_tokens == 0
+    finish(serving)
+
+
+def test_a_conversation_survives_its_engine_in_files(compiled, model, expected, tmp_path):
+    namespace = make_storage_namespace(model("llama"), "tiny", 4)
+    hits, prefill = [], []
+    for _ in range(2):
+        with files(tmp_path / "blocks") as storage:
+            serving = fresh(
+                compiled,
+                num_blocks=28,
+                host=HostConfig(64, "through"),
+                storage=storage,
+                storage_namespace=namespace,
+                preempt="storage",
+                reserve_tokens=0,
+            )
+            assert complete(serving, PROMPTS, 24, SAMPLED) == expected
+            stats = serving.stats().scheduler
+            assert stats.parked > 0
+            hits.append(stats.storage_hit_tokens)
+            prefill.append(stats.prefill_tokens)
+            finish(serving)
+    assert hits[0] == 0 < hits[1]
+    assert prefill[1] < prefill[0]
+
+
+def test_the_parts_of_a_prompt_are_where_it_came_from(compiled, model, tmp_path):
+    namespace = make_storage_namespace(model("llama"), "tiny", 4)
+    prompt = PROMPTS[0]
+    parts = []
+    for _ in range(2):
+        with files(tmp_path / "blocks") as storage:
+            serving = fresh(
+                compiled,
+                host=HostConfig(64, "through"),
+                storage=storage,
+                storage_namespace=namespace,
+            )
+            request = Request("a", prompt, 3)
+            serving.add_request(request)
+            serving.run()
+            stats = serving.stats().scheduler
+            parts.append((stats.hit_tokens, stats.storage_hit_tokens, stats.prefill_tokens))
+            finish(serving)
+    assert parts == [(0, 0, 41), (0, 40, 1)]
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 4, 8, 16])
+def test_aborts_leave_nothing_and_do_not_disturb_the_others(compiled, expected, num_steps):
+    serving = fresh(
+        compiled, num_blocks=28, host=HostConfig(64, "back"), preempt="host", reserve_tokens=0
+    )
+    requests = [
+        Request(str(i), prompt, 24, sampling=SAMPLED[i % 4]) for i, prompt in enumerate(PROMPTS)
+    ]
+    for request in requests:
+        serving.add_request(request)
+    for _ in range(num_steps):
+        serving.step()
+    for request in requests[::2]:
+        serving.abort(request.request_id)
+    serving.run()
+    for request, tokens in zip(requests[1::2], expected[1::2], strict=True):
+        assert request.output_tokens == tokens
+    finish(serving)
+
+
+# Other weights
+
+
+def test_after_a_reset_the_new_weights_decide(compiled, model):
+    old = model("llama")
+    new = replace(old, params=jax.tree.map(lambda leaf: leaf * 1.01, old.params))
+    prompts = PROMPTS[:4]
+
+    def started() -> tuple[Engine, list[Request]]:
+        serving = fresh(
+            compiled, num_blocks=40, host=HostConfig(64, "through"), preempt="host",
+            reserve_tokens=0,
+        )  # fmt: skip
+        requests = [Request(str(i), prompt, 20) for i, prompt in enumerate(prompts)]
+        for request in requests:
+            serving.add_request(request)
+        for _ in range(10):
+            serving.step()
+        return serving, requests
+
+    serving, requests = started()
+    before = [list(request.output_tokens) for request in requests]
+    assert any(before)
+    serving.reset_cache(params=new.params)
+    serving.run()
+    finish(serving)
+    # From where each was, an engine that always had the new weights goes on in the same way.
+    other = fresh(compiled)
+    other._model = new
+    for request, outputs in zip(requests, before, strict=True):
+        assert request.output_tokens[: len(outputs)] == outputs
+        [rest] = complete(other, [[*request.prompt.tolist(), *outputs]], 20 - len(outputs))
+        assert request.output_tokens[len(outputs) :] == rest
+    unchanged, others = started()
+    unchanged.run()
+    finish(unchanged)
+    assert [r.output_tokens for r in others] != [r.output_tokens for r in requests]
+
+
+def refused(error: type[RadixKVError], text: str):
+    return pytest.raises(error, match=f"^{re.escape(text)}$")
+
+
+def test_other_weights_must_fit_and_have_a_name_of_their_own(compiled, model, tmp_path):
+    params = model("llama").params
+    namespace = make_storage_namespace(model("llama"), "first", 4)
+    with files(tmp_path / "blocks") as storage:
+        serving = fresh(compiled, host=HostConfig(8), storage=storage, storage_namespace=namespace)
+        text = "params are not of the shapes and dtypes that the model has"
+        with refused(ConfigError, text):
+            serving.reset_cache(params=model("qwen3").params, weights_revision="second")
+        text = "storage has KV of weights_revision 'first': other weights need another one"
+        for revision in ("", "first"):
+            with refused(ConfigError, text):
+                serving.reset_cache(params=params, weights_revision=revision)
+        serving.reset_cache(params=params, weights_revision="second")
+        assert serving.manager.tiers is not None
+        assert serving.manager.tiers.storage == replace(namespace, weights_revision="second")
+        finish(serving)
+
+
+# What cannot be
+
+
+def test_a_storage_that_does_not_fit_is_refused(model, tmp_path):
+    sizes = {"block_size": 4, "num_blocks": 32, "token_budget": 8, "max_running": 2}
+    right = make_storage_namespace(model("llama"), "tiny", 4)
+    with files(tmp_path / "blocks") as storage:
+
+        def make(**options) -> None:
+            Engine(model("llama"), max_model_len=MAX_MODEL_LEN, **{**sizes, **options})
+
+        text = "storage and storage_namespace go together: one was given alone"
+        with refused(ConfigError, text):
+            make(host=HostConfig(8), storage=storage)
+        with refused(ConfigError, text):
+            make(host=HostConfig(8), storage_namespace=right)
+        text = "storage_namespace has layers (0, 5), the model (0, 2)"
+        with refused(ConfigError, text):
+            wrong = replace(right, layers=(0, 5))
+            make(host=HostConfig(8), storage=storage, storage_namespace=wrong)
+        text = "storage needs a host tier, through which its blocks pass"
+        with refused(StorageConfigError, text):
+            make(storage=storage, storage_namespace=right)
+
+
+def test_a_namespace_names_the_model_and_how_a_block_looks(model):
+    llama = make_storage_namespace(model("llama"), "tiny", 4, salt=b"tenant")
+    assert llama.kv_dtype == "float32" and llama.salt == b"tenant"
+    assert (llama.layers, llama.heads, llama.block_size) == ((0, 2), (0, 2), 4)
+    others = [
+        make_storage_namespace(model("qwen3"), "tiny", 4, salt=b"tenant"),
+        make_storage_namespace(model("llama"), "other", 4, salt=b"tenant"),
+        make_storage_namespace(model("llama"), "tiny", 8, salt=b"tenant"),
+        make_storage_namespace(model("llama"), "tiny", 4),
+    ]
+    assert len({each.digest() for each in (llama, *others)}) == 5
+
+
+def test_without_tiers_close_does_nothing(compiled):
+    serving = fresh(compiled)
+    assert serving.close()
+    complete(serving, [[5, 6]], 2, [SamplingParams()])
+    assert serving.stats().copies is None
