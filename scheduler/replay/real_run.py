@@ -2,12 +2,13 @@
 
 Prompts are divided by 32, so that 512 tokens of the trace are one block of 16, and the tokens of a
 block are a hash of its id: requests share here exactly the blocks they share in the trace. Outputs
-are divided by 8 only, or they would be too short to outgrow their blocks. Three runs of the same
+are divided by 8 only, or they would be too short to outgrow their blocks. Four runs of the same
 requests::
 
     reference   no prefix cache, room for all     what the tokens should be
     cache off   no prefix cache, a tight pool     preemption and recomputation
     cache on    prefix cache,    a tight pool     also sharing and eviction
+    host tier   the same, and a host tier         preemption that writes out, and host hits
 """
 
 from __future__ import annotations
@@ -21,13 +22,26 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ...kvcache.tokens import Int32Array
+from ...kvcache.host_tier import HostConfig
+from ...kvcache.operations import OpKind
 from ..engine import Engine
+from ..engine_stats import EngineStats
 from ..models import Model, load_model, make_tiny_checkpoint
 from ..request import Request
 from .checks import Check
-from .ledger import check_all_blocks_returned
+from .ledger import check_all_blocks_returned, check_all_host_blocks_returned
 from .progress import Progress, no_progress
+from .real_checks import (
+    EnginePass,
+    EngineRun,
+    ScaledRequest,
+    check_compilations,
+    check_exercised,
+    check_no_leak,
+    check_parked,
+    check_saved,
+    check_tokens,
+)
 from .trace import TOKENS_PER_HASH_ID, Trace, TraceRequest
 
 PROMPT_SCALE = 32
@@ -45,6 +59,7 @@ class RealRunConfig:
         max_requests: requests taken from the trace.
         max_model_len: longest prompt and output, in scaled tokens; longer requests are left out.
         tight_num_blocks: the small pool: at least one request must fit, a few must not.
+        host_num_blocks: of the host tier under it, with room for all that is written out.
         token_budget, max_running: of the engine; each power of two up to them is a program to
             compile, which takes longer than the run.
         min_pressure: the requests together need so many tight pools, or the trace is held to be
@@ -55,6 +70,7 @@ class RealRunConfig:
     max_requests: int = 40
     max_model_len: int = 320
     tight_num_blocks: int = 48
+    host_num_blocks: int = 512
     token_budget: int = 32
     max_running: int = 8
     min_pressure: float = 4.0
@@ -62,42 +78,14 @@ class RealRunConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineRun:
-    """One pass of the requests through an engine.
-
-    Attributes:
-        prefill_tokens: prompt tokens computed, recomputation after preemption included.
-        compilations: after warm-up; each is a stall in production.
-    """
-
-    name: str
-    num_blocks: int
-    steps: int
-    prefill_tokens: int
-    hit_tokens: int
-    preemptions: int
-    evicted_blocks: int
-    compilations: int
-    wall_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class RealRun:
-    """Three passes, and whether they agree."""
+    """Four passes, and whether they agree."""
 
     requests: int
     prompt_tokens: int
     output_tokens: int
     runs: tuple[EngineRun, ...]
     checks: tuple[Check, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ScaledRequest:
-    """A request of the trace, small enough for a tiny model."""
-
-    prompt: Int32Array
-    max_new_tokens: int
 
 
 def run_real(
@@ -115,12 +103,13 @@ def run_real(
     requests = [scale_request(request, model.config.vocab_size) for request in chosen]
     num_blocks = [_num_blocks(request) for request in requests]
     tight = max(config.tight_num_blocks, max(num_blocks))
-    plans = (
-        ("reference", False, max(tight, sum(num_blocks))),
-        ("cache off", False, tight),
-        ("cache on", True, tight),
+    set_ups = (
+        _SetUp("reference", max(tight, sum(num_blocks)), prefix_cache=False),
+        _SetUp("cache off", tight, prefix_cache=False),
+        _SetUp("cache on", tight),
+        _SetUp("host tier", tight, host=HostConfig(config.host_num_blocks)),
     )
-    passes = [_run_engine(model, requests, config, plan, progress) for plan in plans]
+    passes = [_run_engine(model, requests, config, set_up, progress) for set_up in set_ups]
     runs = tuple(one.run for one in passes)
     # A handful of requests may fit side by side; then there is nothing to preempt or evict.
     may_lack_pressure = sum(num_blocks) < config.min_pressure * tight
@@ -130,11 +119,12 @@ def run_real(
         output_tokens=sum(len(output) for output in passes[0].outputs),
         runs=runs,
         checks=(
-            _check_tokens(passes, requests),
+            check_tokens(passes, requests),
             check_exercised(runs, may_lack_pressure),
-            _check_saved(runs),
-            _check_compilations(runs),
-            _check_no_leak(passes),
+            check_parked(runs, may_lack_pressure),
+            check_saved(runs),
+            check_compilations(runs),
+            check_no_leak(passes),
         ),
     )
 
@@ -187,31 +177,36 @@ def _mix(words: Words) -> Words:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pass:
-    run: EngineRun
-    outputs: list[list[int]]
-    leak: Check
+class _SetUp:
+    """What distinguishes a pass."""
+
+    name: str
+    num_blocks: int
+    prefix_cache: bool = True
+    host: HostConfig | None = None
 
 
 def _run_engine(
     model: Model,
     requests: Sequence[ScaledRequest],
     config: RealRunConfig,
-    plan: tuple[str, bool, int],
+    set_up: _SetUp,
     progress: Progress,
-) -> _Pass:
+) -> EnginePass:
     """Run all requests, added at once, through a new engine."""
-    name, prefix_cache, num_blocks = plan
+    name = set_up.name
     progress(f"real run, {name}", 0, len(requests))
     engine = Engine(
         model,
         block_size=BLOCK_SIZE,
-        num_blocks=num_blocks,
+        num_blocks=set_up.num_blocks,
         token_budget=config.token_budget,
         max_running=config.max_running,
         max_model_len=config.max_model_len,
-        prefix_cache=prefix_cache,
+        prefix_cache=set_up.prefix_cache,
         reserve_tokens=0,  # no room kept for growth: the surest way to preemptions
+        preempt="recompute" if set_up.host is None else "host",
+        host=set_up.host,
     )
     for index, request in enumerate(requests):
         engine.add_request(Request(str(index), request.prompt, request.max_new_tokens))
@@ -224,71 +219,31 @@ def _run_engine(
             finished += 1
         progress(f"real run, {name}", finished, len(requests))
     wall_s = time.perf_counter() - started
+    engine.close()
     stats = engine.stats()
-    run = EngineRun(
-        name=name,
-        num_blocks=num_blocks,
+    leaks = [check_all_blocks_returned(engine.manager)]
+    if stats.cache.tiers is not None:
+        leaks.append(check_all_host_blocks_returned(stats.cache.tiers))
+    return EnginePass(_summarize(set_up, stats, wall_s), outputs, leaks)
+
+
+def _summarize(set_up: _SetUp, stats: EngineStats, wall_s: float) -> EngineRun:
+    scheduler = stats.scheduler
+    copied_bytes = {} if stats.copies is None else stats.copies.copied_bytes
+    return EngineRun(
+        name=set_up.name,
+        num_blocks=set_up.num_blocks,
         steps=stats.steps,
         prefill_tokens=stats.prefill_tokens_computed,
-        hit_tokens=stats.scheduler.hit_tokens,
-        preemptions=stats.scheduler.preemptions,
+        hit_tokens=scheduler.hit_tokens,
+        preemptions=scheduler.preemptions,
         evicted_blocks=stats.cache.evicted_blocks,
         compilations=stats.compilations_after_warm_up,
         wall_s=wall_s,
+        host_hit_tokens=scheduler.host_hit_tokens,
+        parked=scheduler.parked,
+        resumed=scheduler.resumed_parked,
+        recomputed_tokens=scheduler.recomputed_tokens,
+        bytes_to_host=copied_bytes.get(OpKind.DEVICE_TO_HOST.value, 0),
+        bytes_to_device=copied_bytes.get(OpKind.HOST_TO_DEVICE.value, 0),
     )
-    return _Pass(run, outputs, check_all_blocks_returned(engine.manager))
-
-
-# --------------------------------------------------------------------------------------- checks
-
-
-def _check_tokens(passes: Sequence[_Pass], requests: Sequence[ScaledRequest]) -> Check:
-    name = "identical tokens"
-    reference = passes[0]
-    for other in passes[1:]:
-        for index, (wanted, got) in enumerate(zip(reference.outputs, other.outputs, strict=True)):
-            if wanted != got:
-                place = next(
-                    (i for i, (a, b) in enumerate(zip(wanted, got, strict=False)) if a != b),
-                    min(len(wanted), len(got)),
-                )
-                detail = f"{other.run.name}: request {index} differs at output token {place}"
-                return Check(name, False, detail)
-    for index, (request, output) in enumerate(zip(requests, reference.outputs, strict=True)):
-        if len(output) != request.max_new_tokens:
-            numbers = f"{len(output)} tokens of {request.max_new_tokens}"
-            return Check(name, False, f"{reference.run.name}: request {index} has {numbers}")
-    total = sum(map(len, reference.outputs))
-    return Check(name, True, f"{total:,} output tokens, {len(passes)} times")
-
-
-def check_exercised(runs: Sequence[EngineRun], may_lack_pressure: bool) -> Check:
-    """Whether the tight pool did preempt and evict: without, equal tokens prove little."""
-    off, on = runs[1:]
-    detail = (
-        f"{off.preemptions} and {on.preemptions} preemptions, {on.evicted_blocks} blocks evicted"
-    )
-    ok = off.preemptions > 0 and on.preemptions > 0 and on.evicted_blocks > 0
-    skipped = not ok and may_lack_pressure
-    if not ok:
-        detail = f"not exercised: {detail}"
-    return Check("the tight pool preempts and evicts", ok or skipped, detail, skipped)
-
-
-def _check_saved(runs: Sequence[EngineRun]) -> Check:
-    _, off, on = runs
-    saved = off.prefill_tokens - on.prefill_tokens
-    detail = f"{off.prefill_tokens:,} - {on.prefill_tokens:,} = {saved:,} tokens"
-    return Check("hits are prefill that is not computed", saved > 0 or not on.hit_tokens, detail)
-
-
-def _check_compilations(runs: Sequence[EngineRun]) -> Check:
-    detail = ", ".join(f"{run.name} {run.compilations}" for run in runs)
-    return Check("no compilation after warm-up", not any(run.compilations for run in runs), detail)
-
-
-def _check_no_leak(passes: Sequence[_Pass]) -> Check:
-    broken = [p for p in passes if not p.leak.ok]
-    if broken:
-        return Check(broken[0].leak.name, False, f"{broken[0].run.name}: {broken[0].leak.detail}")
-    return Check(passes[-1].leak.name, True, f"{passes[-1].run.name}: {passes[-1].leak.detail}")

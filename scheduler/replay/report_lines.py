@@ -192,10 +192,20 @@ def real_lines(section: RealSection) -> Iterator[str]:
     yield from _table(table)
     yield ""
     yield (
-        f"   {run.prompt_tokens:,} prompt and {run.output_tokens:,} output tokens, three times: "
-        f"with room for all, then in a"
+        f"   {run.prompt_tokens:,} prompt and {run.output_tokens:,} output tokens in each: with "
+        f"room for all, then in a"
     )
     yield "   pool that must preempt, and evict. compiled: programs compiled after warm-up."
+    for engine in run.runs:
+        if engine.bytes_to_host:
+            yield (
+                f"   {engine.name}: {engine.parked:,} parked and {engine.resumed:,} resumed, "
+                f"{engine.host_hit_tokens:,} tokens hit on the host,"
+            )
+            yield (
+                f"   {engine.bytes_to_host / 1e6:,.1f} MB copied to it and "
+                f"{engine.bytes_to_device / 1e6:,.1f} MB back."
+            )
     yield from _check_lines(run.checks)
 
 

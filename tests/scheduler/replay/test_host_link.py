@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from radixkv.kvcache import CacheManager
 from radixkv.kvcache.host_tier import HostConfig, WritePolicy
@@ -21,7 +24,7 @@ from radixkv.scheduler.replay.cost_model import (
 from radixkv.scheduler.replay.host_link import HostLink
 from radixkv.scheduler.replay.ledger import check_all_host_blocks_returned
 from radixkv.scheduler.replay.simulation import SimulationConfig, SimulationResult, simulate
-from radixkv.scheduler.replay.trace import Trace
+from radixkv.scheduler.replay.trace import Trace, TraceRequest
 from radixkv.scheduler.tier_requests import Preempt
 
 from .conftest import make_trace
@@ -155,6 +158,61 @@ def test_a_host_tier_is_hit_on_the_bundled_trace(bundled_trace: Trace) -> None:
     assert result.computed_tokens < tight(trace, num_blocks=10_000).computed_tokens
     assert result.tiers is not None and result.tiers.bytes_to_device > 0
     assert all(check.ok for check in result.checks), result.checks
+
+
+# Prompts over a small tree, with outputs, at times that make them queue or wait.
+ARRIVALS = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 2), min_size=1, max_size=4),
+        st.sampled_from([1, 30, 200]),
+        st.sampled_from([0.0, 1.0, 500.0, 4_000.0]),
+    ),
+    min_size=1,
+    max_size=16,
+)
+
+
+@given(
+    arrivals=ARRIVALS,
+    num_blocks=st.integers(20, 70),
+    host_blocks=st.sampled_from([1, 5, 40, 400]),
+    write=st.sampled_from(get_args(WritePolicy)),
+    preempt=st.sampled_from(["recompute", "host"]),
+    host_bytes_per_s=st.sampled_from([100.0, 2_000.0, 1e6]),
+)
+def test_any_small_simulation_ends_and_holds_nothing(
+    arrivals: list[tuple[list[int], int, float]],
+    num_blocks: int,
+    host_blocks: int,
+    write: WritePolicy,
+    preempt: Preempt,
+    host_bytes_per_s: float,
+) -> None:
+    gaps = [gap for _, _, gap in arrivals]
+    trace = Trace(
+        tuple(
+            TraceRequest(sum(gaps[: index + 1]), 512 * len(path) - 100, num_outputs, tuple(path))
+            for index, (path, num_outputs, _) in enumerate(arrivals)
+        )
+    )
+    gpu = dataclasses.replace(COSTS.gpu, host_bytes_per_s=host_bytes_per_s)
+    costs = CostModel(COSTS.model, gpu, StepCosts(overhead_s=0.1))
+    config = SimulationConfig(
+        64,
+        num_blocks,
+        token_budget=512,
+        max_running=8,
+        reserve_tokens=0,
+        host=HostConfig(host_blocks, write),
+        preempt=preempt,
+    )
+    result = simulate(trace, costs, config)
+    answered, _, returned, host_returned = result.checks
+    assert answered.ok and returned.ok and host_returned.ok, result.checks
+    assert result.tiers is not None
+    assert result.tiers.parked == result.tiers.resumed
+    if result.tiers.parked == result.preemptions:
+        assert result.recomputed_tokens == 0
 
 
 # -------------------------------------------------------------------------------- planted bugs

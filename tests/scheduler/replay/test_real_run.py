@@ -9,11 +9,17 @@ import numpy as np
 import pytest
 
 from radixkv.scheduler.engine import Engine
+from radixkv.scheduler.replay.checks import Check
+from radixkv.scheduler.replay.real_checks import (
+    EnginePass,
+    EngineRun,
+    check_exercised,
+    check_no_leak,
+    check_parked,
+)
 from radixkv.scheduler.replay.real_run import (
     BLOCK_SIZE,
-    EngineRun,
     RealRunConfig,
-    check_exercised,
     run_real,
     scale_request,
     select_requests,
@@ -97,6 +103,41 @@ def test_a_pool_that_never_runs_short_is_not_exercised(off: int, on: int, evicte
     assert (failed.ok, failed.verdict, failed.detail) == (False, "FAIL", detail)
     skipped = check_exercised(runs, may_lack_pressure=True)
     assert (skipped.ok, skipped.verdict, skipped.detail) == (True, "SKIP", detail)
+
+
+@pytest.mark.parametrize(
+    ("parked", "resumed", "recomputed", "may_lack_pressure", "verdict"),
+    [
+        (5, 5, 0, False, "PASS"),
+        (5, 4, 0, True, "FAIL"),
+        (5, 5, 16, True, "FAIL"),
+        (0, 0, 0, False, "FAIL"),
+        (0, 0, 0, True, "SKIP"),
+        (0, 0, 16, True, "FAIL"),
+    ],
+)
+def test_parked_requests_must_resume_and_compute_nothing_again(
+    parked: int, resumed: int, recomputed: int, may_lack_pressure: bool, verdict: str
+) -> None:
+    tiered = dataclasses.replace(
+        engine_run("host tier", 5, 9),
+        host_hit_tokens=1_024,
+        parked=parked,
+        resumed=resumed,
+        recomputed_tokens=recomputed,
+    )
+    check = check_parked([engine_run("", 0, 0)] * 3 + [tiered], may_lack_pressure)
+    assert (check.name, check.verdict) == ("preempted requests keep their KV on the host", verdict)
+    detail = f"{parked} parked, {resumed} resumed, 1,024 host hits; {recomputed} tokens again"
+    assert check.detail == detail if parked else f"not exercised: {detail}"
+
+
+def test_a_leak_of_any_pass_on_any_tier_is_found() -> None:
+    good, bad = Check("no block is leaked", True, "all free"), Check("no host block is", False, "1")
+    run = EnginePass(engine_run("host tier", 0, 0), [], [good])
+    assert check_no_leak([run, run]) == Check(good.name, True, "host tier: all free")
+    broken = dataclasses.replace(run, leaks=[good, bad])
+    assert check_no_leak([broken, run]) == Check(bad.name, False, "host tier: 1")
 
 
 def test_no_request_is_short_enough() -> None:

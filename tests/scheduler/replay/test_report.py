@@ -11,7 +11,8 @@ from radixkv.kvcache.host_tier import HostConfig
 from radixkv.scheduler.replay.checks import Check
 from radixkv.scheduler.replay.cost_model import named_costs
 from radixkv.scheduler.replay.hit_curve import measure_hit_curve
-from radixkv.scheduler.replay.real_run import EngineRun, RealRun, RealRunConfig
+from radixkv.scheduler.replay.real_checks import EngineRun
+from radixkv.scheduler.replay.real_run import RealRun, RealRunConfig
 from radixkv.scheduler.replay.report import ReplayReport
 from radixkv.scheduler.replay.report_lines import RealSection, SimulationSection
 from radixkv.scheduler.replay.simulation import SimulationConfig, simulate
@@ -20,6 +21,16 @@ from radixkv.scheduler.replay.trace import SkippedLine, Trace
 
 def engine_run(name: str, prefill_tokens: int) -> EngineRun:
     return EngineRun(name, 72, 900, prefill_tokens, 64, 5, 40, 0, 1.25)
+
+
+TIERED_RUN = dataclasses.replace(
+    engine_run("host tier", 2000),
+    host_hit_tokens=1_696,
+    parked=19,
+    resumed=18,
+    bytes_to_host=1_941_504,
+    bytes_to_device=1_277_952,
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +43,7 @@ def report(bundled_trace: Trace) -> ReplayReport:
         requests=20,
         prompt_tokens=4000,
         output_tokens=300,
-        runs=(engine_run("reference", 4000), engine_run("cache on", 3000)),
+        runs=(engine_run("reference", 4000), engine_run("cache on", 3000), TIERED_RUN),
         checks=(
             Check("identical tokens", True, "300 output tokens, 2 times"),
             Check("the tight pool preempts and evicts", True, "not exercised", skipped=True),
@@ -61,6 +72,8 @@ def test_the_text_has_every_section_check_and_skipped_line(report: ReplayReport)
     for _, check in report.checks():
         assert check.name in text and check.detail in text
     assert "   SKIP  the tight pool preempts and evicts: not exercised" in lines
+    assert "   host tier: 19 parked and 18 resumed, 1,696 tokens hit on the host," in lines
+    assert "   1.9 MB copied to it and 1.3 MB back." in lines
     assert lines[-1] == "PASS: 6 checks, 1 skipped; 12.3 s"
     assert all(len(line) <= 100 for line in lines), [line for line in lines if len(line) > 100]
 
@@ -103,7 +116,9 @@ def test_the_json_is_complete_and_has_no_nan(report: ReplayReport) -> None:
         "p99",
     }
     assert document["real_run"]["config"]["seed"] == 0
-    assert [run["name"] for run in document["real_run"]["runs"]] == ["reference", "cache on"]
+    runs = document["real_run"]["runs"]
+    assert [run["name"] for run in runs] == ["reference", "cache on", "host tier"]
+    assert [run["bytes_to_host"] for run in runs] == [0, 0, 1_941_504]
     assert document["checks"][-1] == {
         "section": "real_run",
         "name": "the tight pool preempts and evicts",

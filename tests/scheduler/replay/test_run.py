@@ -62,15 +62,19 @@ def test_the_real_run_is_under_pressure(replayed: tuple[ReplayReport, Calls]) ->
     assert [(check.verdict, check.name) for check in real.checks] == [
         ("PASS", "identical tokens"),
         ("PASS", "the tight pool preempts and evicts"),
+        ("PASS", "preempted requests keep their KV on the host"),
         ("PASS", "hits are prefill that is not computed"),
         ("PASS", "no compilation after warm-up"),
         ("PASS", "no block is leaked"),
     ], real
-    reference, off, on = real.runs
-    assert [run.name for run in real.runs] == ["reference", "cache off", "cache on"]
+    reference, off, on, tiered = real.runs
+    names = ["reference", "cache off", "cache on", "host tier"]
+    assert [run.name for run in real.runs] == names
     assert reference.prefill_tokens == real.prompt_tokens
     assert reference.preemptions == reference.hit_tokens == off.hit_tokens == 0
-    assert on.hit_tokens > 0 and on.num_blocks == off.num_blocks == 12
+    assert on.hit_tokens > 0 and on.num_blocks == off.num_blocks == tiered.num_blocks == 12
+    assert tiered.parked == tiered.resumed > 0 == on.parked
+    assert tiered.bytes_to_host > 0
 
 
 def test_every_stage_reports_progress_to_its_end(replayed: tuple[ReplayReport, Calls]) -> None:
@@ -84,6 +88,7 @@ def test_every_stage_reports_progress_to_its_end(replayed: tuple[ReplayReport, C
         "real run, reference",
         "real run, cache off",
         "real run, cache on",
+        "real run, host tier",
     ]
     assert all(done == total for done, total in last.values())
 
