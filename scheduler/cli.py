@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from .commands import fuzz_options, storage_options, trace_options
+from .commands import fuzz_options, generate_options, storage_options, trace_options
 from .commands.errors import BadInputError
 from .commands.options import add_json, add_requests, add_size
 
@@ -108,7 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     trace_options.add_replay(commands, _run_replay)
     trace_options.add_hits(commands, _run_hits)
-    _add_generate(commands)
+    generate_options.add_parser(commands, _run_generate)
     _add_bench(commands)
     fuzz_options.add_parser(commands, _run_fuzz)
     storage_options.add_parser(commands, _run_storage)
@@ -116,45 +116,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 _Commands = Any  # argparse's type for this is private, and generic only for type checkers
-
-
-def _add_generate(commands: _Commands) -> None:
-    parser = commands.add_parser(
-        "generate",
-        help="complete prompts with a Hugging Face checkpoint",
-        description="Complete every prompt greedily, all submitted at once. A completion ends "
-        "after N tokens, or with the checkpoint's eos_token_id (kept in the output, as vLLM does) "
-        "unless --ignore-eos is given.",
-    )
-    parser.add_argument("model_dir", metavar="MODEL_DIR", help="a checkpoint's directory")
-    parser.add_argument(
-        "--prompts",
-        required=True,
-        metavar="FILE.json",
-        help="a list of prompts: lists of token ids, or strings if the checkpoint has a tokenizer",
-    )
-    add_size(parser, "--max-new-tokens", "tokens to generate for each prompt, at most")
-    add_size(parser, "--block-size", "tokens per block (default: %(default)s)", default=16)
-    add_size(
-        parser,
-        "--device-blocks",
-        "blocks of KV cache (default: room for all prompts at once, within 4 GiB)",
-        required=False,
-    )
-    add_size(
-        parser,
-        "--token-budget",
-        "tokens per step (default: 512, or all of the prompts' if fewer)",
-        required=False,
-    )
-    parser.add_argument(
-        "--no-prefix-cache", action="store_true", help="compute every prompt from its first token"
-    )
-    parser.add_argument(
-        "--ignore-eos", action="store_true", help="do not stop at the checkpoint's eos_token_id"
-    )
-    add_json(parser)
-    parser.set_defaults(run=_run_generate)
 
 
 def _add_bench(commands: _Commands) -> None:

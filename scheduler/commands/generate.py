@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ..engine import Engine
+from ..engine_tiers import make_storage_namespace
 from ..models import ModelConfig, load_config, load_model, load_tokenizer
+from ..models.digest import weights_digest
 from ..request import Request
 from .errors import BadInputError
+from .options import host_tier
 from .output import check_destination, emit, format_table
 from .prompts import read_prompts
+from .tiers import check_tiers, describe_storage, open_storage
 
 _MAX_RUNNING = 256
 _DEFAULT_TOKEN_BUDGET = 512
@@ -26,6 +30,7 @@ _BYTES_PER_ELEMENT = 4  # the pools have the model's dtype, float32
 def run(arguments: argparse.Namespace) -> int:
     """Generate, and print the new tokens of each prompt in the order of the file."""
     check_destination(arguments.json)
+    check_tiers(arguments)
     model_dir = Path(arguments.model_dir)
     config = load_config(model_dir)
     prompts = read_prompts(
@@ -41,27 +46,50 @@ def run(arguments: argparse.Namespace) -> int:
     # Each size up to the budget is a program to compile: none that these prompts cannot fill.
     token_budget = arguments.token_budget or min(_DEFAULT_TOKEN_BUDGET, sum(map(len, prompts)))
 
-    engine = Engine(
-        load_model(model_dir),
-        block_size=block_size,
-        num_blocks=num_blocks,
-        token_budget=token_budget,
-        max_running=min(len(prompts), token_budget, _MAX_RUNNING),
-        max_model_len=max(map(len, prompts)) + new_tokens,
-        prefix_cache=not arguments.no_prefix_cache,
-    )
-    stop_token_ids = () if arguments.ignore_eos else config.eos_token_ids
+    model = load_model(model_dir)
+    namespace = None
+    if arguments.storage is not None:
+        namespace = make_storage_namespace(model, weights_digest(model_dir), block_size)
+    with open_storage(arguments, namespace) as storage:
+        engine = Engine(
+            model,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            token_budget=token_budget,
+            max_running=min(len(prompts), token_budget, _MAX_RUNNING),
+            max_model_len=max(map(len, prompts)) + new_tokens,
+            prefix_cache=not arguments.no_prefix_cache,
+            reserve_tokens=arguments.reserve_tokens,
+            preempt=arguments.preempt,
+            host=host_tier(arguments),
+            storage=storage,
+            storage_namespace=namespace,
+        )
+        stop_token_ids = () if arguments.ignore_eos else config.eos_token_ids
+        outputs = _complete(engine, prompts, new_tokens, stop_token_ids)
+        stats = asdict(engine.stats())
+        if storage is not None:
+            stats["storage"] = describe_storage(storage.stats())
+    results = {"outputs": outputs, "stats": stats}
+    emit(arguments.json, results, lambda: _describe(results))
+    return 0
+
+
+def _complete(
+    engine: Engine, prompts: list[list[int]], new_tokens: int, stop_token_ids: Sequence[int]
+) -> list[list[int]]:
+    """Run all prompts to their ends; what storage is to keep is there when this returns."""
     requests = [
         Request(str(index), prompt, new_tokens, stop_token_ids=stop_token_ids)
         for index, prompt in enumerate(prompts)
     ]
-    for request in requests:
-        engine.add_request(request)
-    engine.run()
-    outputs = [[int(token) for token in request.output_tokens] for request in requests]
-    results = {"outputs": outputs, "stats": asdict(engine.stats())}
-    emit(arguments.json, results, lambda: _describe(results))
-    return 0
+    try:
+        for request in requests:
+            engine.add_request(request)
+        engine.run()
+    finally:
+        engine.close()
+    return [[int(token) for token in request.output_tokens] for request in requests]
 
 
 def _make_encoder(model_dir: Path) -> Callable[[str], list[int]]:
@@ -115,9 +143,9 @@ def _describe(results: dict[str, Any]) -> str:
 
 
 def _flatten(stats: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each figure with its place, as `cache.free_blocks`."""
+    """Yield each figure with its place, as `cache.free_blocks`; nothing for a tier not there."""
     for name, value in stats.items():
         if isinstance(value, dict):
             yield from _flatten(value, f"{prefix}{name}.")
-        else:
+        elif value is not None:
             yield f"{prefix}{name}", value

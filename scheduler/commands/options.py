@@ -27,6 +27,22 @@ def positive_int(text: str) -> int:
     return value
 
 
+def size_or_zero(text: str) -> int:
+    """Parse an option that must be between 0 and the largest int32."""
+    return 0 if text == "0" else positive_int(text)
+
+
+def num_bytes(text: str) -> int:
+    """Parse a budget of bytes: more than zero."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive number of bytes, got {text!r}")
+    return value
+
+
 def seconds(text: str) -> float:
     """Parse a time that may be zero."""
     try:

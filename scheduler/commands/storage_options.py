@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from .options import seconds
+from .options import num_bytes, seconds
 
 _URL_HELP = (
     "where: file:///DIRECTORY, redis://HOST[:PORT][/DB], rediss://..., unix:///SOCKET or "
@@ -47,7 +47,7 @@ def add_parser(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
     )
     budget = gc.add_mutually_exclusive_group(required=True)
     budget.add_argument(
-        "--max-bytes", type=_num_bytes, metavar="N", help="of the blocks that stay, at most"
+        "--max-bytes", type=num_bytes, metavar="N", help="of the blocks that stay, at most"
     )
     budget.add_argument("--all", action="store_true", help="remove all blocks, of any storage")
     _add_common(gc, run, "gc")
@@ -74,14 +74,3 @@ def _add_common(
         "--json", metavar="FILE", help="write the results as JSON; - puts only them on stdout"
     )
     parser.set_defaults(run=run, action=action)
-
-
-def _num_bytes(text: str) -> int:
-    """Parse a budget: more than zero, as `--all` is clearer for that."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive number of bytes, got {text!r}")
-    return value

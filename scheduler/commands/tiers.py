@@ -1,0 +1,75 @@
+"""The tiers of `radixkv generate`: what may go together, and the storage that is opened for it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from ...kvcache.storage import (
+    BackendOptions,
+    StorageNamespace,
+    StorageStats,
+    StorageWorkers,
+    open_backend,
+)
+from .errors import BadInputError
+
+_MAX_BYTES: Final = 16 * 2**30
+_MAX_BYTES_IN_FLIGHT: Final = 2**30
+
+
+def check_tiers(arguments: argparse.Namespace) -> None:
+    """Refuse options that do not go together, and complete those that follow from others.
+
+    Raises:
+        BadInputError: which needs which.
+    """
+    if arguments.host_blocks is None:
+        for option in ("storage", "host_write"):
+            if getattr(arguments, option) is not None:
+                raise BadInputError(f"--{option.replace('_', '-')} needs --host-blocks")
+        if arguments.preempt != "recompute":
+            raise BadInputError(f"--preempt {arguments.preempt} needs --host-blocks")
+    elif arguments.no_prefix_cache:
+        raise BadInputError("--host-blocks keeps the prefix cache, but --no-prefix-cache is given")
+    if arguments.storage is None:
+        if arguments.preempt == "storage":
+            raise BadInputError("--preempt storage needs --storage")
+        if arguments.storage_max_bytes is not None:
+            raise BadInputError("--storage-max-bytes needs --storage")
+    if arguments.host_blocks is not None and arguments.host_write is None:
+        # Else only what is evicted would be there for the next run.
+        arguments.host_write = "back" if arguments.storage is None else "through"
+
+
+@contextmanager
+def open_storage(
+    arguments: argparse.Namespace, namespace: StorageNamespace | None
+) -> Iterator[StorageWorkers | None]:
+    """Open the storage that was asked for, if any, and close it at the end."""
+    if arguments.storage is None:
+        yield None
+        return
+    max_bytes = arguments.storage_max_bytes
+    if max_bytes is None and arguments.storage.startswith("file:"):
+        max_bytes = _MAX_BYTES
+    options = BackendOptions(max_bytes=max_bytes, namespace=namespace)
+    backend = open_backend(arguments.storage, options)
+    storage = StorageWorkers(backend, max_bytes_in_flight=_MAX_BYTES_IN_FLIGHT)
+    try:
+        yield storage
+    finally:
+        storage.close()
+
+
+def describe_storage(stats: StorageStats) -> dict[str, Any]:
+    """Return the counts of a storage for JSON, with names for its statuses."""
+    return {
+        "blocks": {status.name.lower(): count for status, count in stats.blocks.items()},
+        "stored_bytes": stats.stored_bytes,
+        "loaded_bytes": stats.loaded_bytes,
+        "dropped_bytes": stats.dropped_bytes,
+        "errors": dict(stats.errors),
+    }

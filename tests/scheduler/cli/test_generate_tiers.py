@@ -1,0 +1,163 @@
+"""`radixkv generate` over host and storage tiers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixkv.scheduler.models import make_tiny_checkpoint
+from radixkv.scheduler.models.digest import weights_digest
+
+PREFIX = list(range(1, 13))
+PROMPTS = [[*PREFIX, 20], [*PREFIX, 21], [30, 31, 32, 33, 34], [*PREFIX, 22, 23]]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    make_tiny_checkpoint(directory)
+    return directory
+
+
+@pytest.fixture
+def arguments(model_dir: Path, tmp_path: Path) -> list[object]:
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps(PROMPTS))
+    sizes = ["--max-new-tokens", 8, "--block-size", 4, "--token-budget", 8, "--ignore-eos"]
+    return ["generate", model_dir, "--prompts", path, *sizes]
+
+
+def run(radixkv: Any, *arguments: object) -> dict[str, Any]:
+    outcome = radixkv(*arguments, "--json", "-")
+    assert (outcome.status, outcome.stderr) == (0, ""), outcome
+    return json.loads(outcome.stdout)
+
+
+@pytest.fixture
+def expected(radixkv: Any, arguments: list[object]) -> list[list[int]]:
+    return run(radixkv, *arguments, "--no-prefix-cache")["outputs"]
+
+
+@pytest.mark.parametrize("write", ["exclusive", "back", "through"])
+def test_parked_requests_have_the_same_outputs(
+    radixkv: Any, arguments: list[object], expected: list[list[int]], write: str
+) -> None:
+    tight = ["--device-blocks", 10, "--reserve-tokens", 0, "--preempt", "host"]
+    results = run(radixkv, *arguments, *tight, "--host-blocks", 32, "--host-write", write)
+    assert results["outputs"] == expected
+    stats = results["stats"]
+    assert stats["scheduler"]["parked"] == stats["scheduler"]["resumed_parked"] > 0
+    assert stats["copies"]["copied_bytes"]["device to host"] > 0
+    assert stats["cache"]["tiers"]["open_operations"] == 0
+    assert stats["compilations_after_warm_up"] == 0
+
+
+def test_the_second_run_finds_what_the_first_has_stored(
+    radixkv: Any, arguments: list[object], expected: list[list[int]], tmp_path: Path
+) -> None:
+    url = f"file://{tmp_path / 'blocks'}"
+    found = []
+    for _ in range(2):
+        results = run(radixkv, *arguments, "--host-blocks", 32, "--storage", url)
+        assert results["outputs"] == expected
+        stats = results["stats"]
+        counts = stats["scheduler"]
+        found.append(counts["storage_hit_tokens"])
+        hits = counts["hit_tokens"] + counts["host_hit_tokens"] + counts["storage_hit_tokens"]
+        assert hits + counts["prefill_tokens"] == sum(map(len, PROMPTS))
+    assert found == [0, 12 + 4]
+    assert stats["storage"]["blocks"]["loaded"] == 4
+    assert stats["storage"]["errors"] == {}
+
+
+def test_text_has_the_hits_of_each_tier(
+    radixkv: Any, arguments: list[object], tmp_path: Path
+) -> None:
+    storage = ["--storage", f"file://{tmp_path / 'blocks'}", "--storage-max-bytes", 10**6]
+    outcome = radixkv(*arguments, "--host-blocks", 32, *storage)
+    assert outcome.status == 0
+    names = {line.split("  ")[0] for line in outcome.stdout.splitlines()[len(PROMPTS) + 1 :]}
+    assert {
+        "scheduler.hit_tokens",
+        "scheduler.host_hit_tokens",
+        "scheduler.storage_hit_tokens",
+        "scheduler.parked",
+        "cache.tiers.stored_blocks",
+        "copies.copied_bytes.host to storage",
+        "storage.stored_bytes",
+    } <= names
+    assert "None" not in radixkv(*arguments).stdout
+
+
+def test_a_server_that_is_not_there_costs_hits_and_nothing_else(
+    radixkv: Any, arguments: list[object], expected: list[list[int]]
+) -> None:
+    pytest.importorskip("redis")
+    # Nobody listens on the port of tcpmux.
+    url = "redis://127.0.0.1:1"
+    results = run(radixkv, *arguments, "--host-blocks", 32, "--storage", url)
+    assert results["outputs"] == expected
+    assert results["stats"]["scheduler"]["storage_hit_tokens"] == 0
+    assert sum(results["stats"]["storage"]["errors"].values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--host-write", "back"], "--host-write needs --host-blocks"),
+        (["--storage", "memory://"], "--storage needs --host-blocks"),
+        (["--preempt", "host"], "--preempt host needs --host-blocks"),
+        (["--preempt", "storage"], "--preempt storage needs --host-blocks"),
+        (["--host-blocks", 8, "--preempt", "storage"], "--preempt storage needs --storage"),
+        (["--host-blocks", 8, "--storage-max-bytes", 8], "--storage-max-bytes needs --storage"),
+        (
+            ["--host-blocks", 8, "--no-prefix-cache"],
+            "--host-blocks keeps the prefix cache, but --no-prefix-cache is given",
+        ),
+        (
+            ["--host-blocks", 8, "--storage", "file://blocks"],
+            "a directory's URL is file:///DIRECTORY, with its path from the root",
+        ),
+        (
+            ["--host-blocks", 8, "--storage", "memory://", "--storage-max-bytes", 8],
+            "memory:// has no option max_bytes",
+        ),
+        (
+            ["--storage-max-bytes", 0],
+            "argument --storage-max-bytes: expected a positive number of bytes, got '0' "
+            "(see `radixkv generate --help`)",
+        ),
+        (
+            ["--reserve-tokens", -1],
+            "argument --reserve-tokens: expected a positive integer, got '-1' "
+            "(see `radixkv generate --help`)",
+        ),
+        (
+            ["--preempt", "swap"],
+            "argument --preempt: invalid choice: 'swap' (choose from 'recompute', 'host', "
+            "'storage') (see `radixkv generate --help`)",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    radixkv: Any, arguments: list[object], options: list[object], text: str
+) -> None:
+    outcome = radixkv(*arguments, *options)
+    assert (outcome.status, outcome.stdout) == (2, "")
+    assert outcome.stderr == f"radixkv: {text}\n"
+
+
+def test_a_digest_is_of_every_byte_of_the_weights(model_dir: Path, tmp_path: Path) -> None:
+    for file in model_dir.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert weights_digest(tmp_path) == weights_digest(model_dir)
+    (tmp_path / "config.json").write_text("{}")  # it is a part of the namespace by itself
+    assert weights_digest(tmp_path) == weights_digest(model_dir)
+    weights = tmp_path / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert weights_digest(tmp_path) != weights_digest(model_dir)
