@@ -10,7 +10,7 @@ from ..kvcache import CacheManager, Prefetch, Tiers
 from ..kvcache.radix_node import Node
 from .errors import ConfigError
 from .plan import SchedulerStats
-from .request import Request, RequestStatus
+from .request import Request
 
 Preempt: TypeAlias = Literal["recompute", "host", "storage"]
 """What becomes of the KV of a request that is preempted: it is lost, or parked in a tier."""
@@ -120,16 +120,14 @@ class TierRequests:
 
         Its lease is given up then: it ends when the copy has been made.
         """
-        request, tiers = victim, self._tiers
-        request.prefetch = request.fetches_after = None  # parked in storage, it asks once more
-        if self._preempt == "recompute" or request.status is RequestStatus.LOADING:
+        victim.prefetch = victim.fetches_after = None  # parked in storage, it asks once more
+        if self._preempt == "recompute" or victim.num_computed == 0:
             return
-        assert request.lease is not None, f"{request!r} is preempted without a lease"
-        computed = request.tokens[: request.num_computed]
-        if len(computed):
-            request.parked = tiers.park(request.lease, computed, self._preempt)
-        if request.parked is not None:
-            request.lease = None
+        assert victim.lease is not None, f"{victim!r} is preempted without a lease"
+        computed = victim.tokens[: victim.num_computed]
+        victim.parked = self._tiers.park(victim.lease, computed, self._preempt)
+        if victim.parked is not None:
+            victim.lease = None
             self._stats.parked += 1
 
     def will_have(self, needed: int, running: Iterable[Request]) -> bool:

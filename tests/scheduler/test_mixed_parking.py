@@ -193,3 +193,20 @@ def test_a_victim_that_has_computed_nothing_is_not_parked():
         harness.submit([ord(name), *range(length - 1)], 4, name=name)
     harness.drain()
     check_tokens(harness)
+
+
+def test_blocks_that_running_requests_share_are_counted_once():
+    """Else more would be preempted than need be."""
+    harness = TierHarness(8, 1, preempt="host")
+    for name, last in (("a", 1), ("b", 2)):
+        harness.submit([9, 8, last], 4, name=name)
+    while len(harness.scheduler.running) < 2:
+        harness.step()
+    running, available = harness.scheduler.running, harness.manager.available
+    held = [request.lease.num_blocks for request in running if request.lease is not None]
+    assert sum(held) == 8 - available + 2  # two of them are shared
+    tiers = harness.scheduler._tiers
+    assert tiers is not None
+    assert tiers.will_have(available, running)
+    assert not tiers.will_have(available + 1, running)
+    harness.drain()

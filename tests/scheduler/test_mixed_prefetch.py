@@ -94,6 +94,24 @@ def test_without_prefix_cache_nothing_is_fetched():
     assert harness.scheduler.stats().prefill_tokens == 10
 
 
+def test_what_another_computed_while_it_was_fetched_is_a_hit_on_the_device():
+    harness = TierHarness(16, 2, storage=True, token_budget=3, max_running=2)
+    leader = harness.submit(PROMPT, name="leader")
+    while leader.lease is None:  # storage says that it has nothing
+        harness.step()
+    harness.copier.fate = held_when(OpKind.STORAGE_TO_HOST)
+    harness.memories.storage.update(stored().storage)
+    again = harness.submit([*PROMPT, 1], name="again")
+    for _ in range(5):
+        harness.step()
+    harness.drain()
+    assert again.num_hit_tokens == 8
+    assert again.num_host_hit_tokens == again.num_storage_hit_tokens == 0
+    stats = harness.scheduler.stats()
+    assert (stats.hit_tokens, stats.host_hit_tokens, stats.storage_hit_tokens) == (8, 0, 0)
+    assert stats.prefill_tokens == 9 + 2
+
+
 @pytest.mark.parametrize("abort", [False, True])
 def test_what_many_requests_share_is_fetched_once(abort):
     harness = TierHarness(16, 2, storage=True, memories=stored())

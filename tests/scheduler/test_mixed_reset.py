@@ -11,7 +11,7 @@ from radixkv.scheduler.errors import StepOrderError
 from radixkv.scheduler.request import Request, RequestStatus
 from radixkv.spec import prefix_tags
 
-from .copier import held_when
+from .copier import Memories, held_when
 from .harness import Harness, chunks
 from .tier_harness import VOCABULARY, TierHarness, end_all, preempted, pressed
 
@@ -72,6 +72,20 @@ def test_what_other_weights_stored_is_not_read():
     harness.drain()
     assert third.num_storage_hit_tokens == 8
     check_after(harness, {third: []})
+
+
+def test_who_waits_fetches_what_the_new_weights_have_stored():
+    before = TierHarness(8, 2, host=HostConfig(16, "through"), storage=True)
+    before.reset(b"1")
+    before.submit(range(10, 19), name="seed")
+    before.drain()
+    memories = Memories(2, storage=before.memories.storage)
+    harness = TierHarness(8, 2, storage=True, memories=memories)
+    again = harness.submit(range(10, 19), 2, name="again")
+    harness.reset(b"1")
+    harness.drain()
+    assert again.num_storage_hit_tokens == 8
+    check_after(harness, {again: []})
 
 
 def test_a_namespace_may_be_kept():

@@ -12,7 +12,8 @@ from .tier_harness import TierHarness, end_all, preempted, pressed
 def aborted(harness: TierHarness, request: Request) -> None:
     """Abort a request; it holds nothing at once, and nothing is left at the end."""
     assert harness.scheduler.abort(request.request_id)
-    assert request.lease is None and request.parked is None and request.prefetch is None
+    assert request.lease is None and request.parked is None
+    assert request.prefetch is None and request.fetches_after is None
     assert request not in (*harness.scheduler.waiting, *harness.scheduler.running)
     harness.manager.check()
     end_all(harness)
