@@ -45,6 +45,11 @@ class HostWriter:
         finds no room is dropped, the coldest first: that is always possible.
         """
         victims = self.tree.take_coldest(num_blocks)
+        for node in victims:
+            if node in self._published and node.parent is not None:
+                # What is left of its path is still to be copied.
+                del self._published[node]
+                self._published[node.parent] = None
         ids = b"".join([node.device_blocks for node in victims])
         moving = [node for node in victims if node.host is None]
         for node in victims:

@@ -38,6 +38,7 @@ class Prefetch:
         self.op_id: OpId
         self.runs: list[HostRun] = []  # held: the blocks on the host that they follow
         self._tiers = tiers
+        self._epoch = tiers.manager.epoch
         self._tokens = tokens
         self._namespace = namespace
         self._keys = keys
@@ -45,7 +46,8 @@ class Prefetch:
     def load(self, num_blocks: int) -> None:
         """Load the first num_blocks that were asked for, as far as the host has room."""
         tiers = self._tiers
-        num_blocks = min(num_blocks, tiers.host.available) if self.wanted else 0
+        wanted = self.wanted and self._epoch == tiers.manager.epoch
+        num_blocks = min(num_blocks, tiers.host.available) if wanted else 0
         if num_blocks == 0:
             self.end(0)
             return
@@ -103,9 +105,10 @@ class _Fetch(Effect):
 
     def fenced(self) -> None:
         """See Effect."""
-        tiers, good = self._tiers, self._num_good
+        tiers = self._tiers
+        good = self._num_good if self._epoch == tiers.manager.epoch else 0
         attached = 0
-        if good and self._epoch == tiers.manager.epoch:
+        if good:
             lost_bytes = (len(self.ids) - good) * tiers.tree.block_bytes
             tokens = self._tokens[: len(self._tokens) - lost_bytes]
             attached = tiers.tree.attach(self._namespace, tokens, self.ids[:good])
