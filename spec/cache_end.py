@@ -113,11 +113,12 @@ def drain(world: CacheWorld) -> bool:
     found = world.target.available()
     require(found == num_blocks, rules.D1, "{} of {} blocks can be had", found, num_blocks)
     check(world)
-    _use_all(world, num_blocks)
+    use_all(world, num_blocks)
     return True
 
 
-def _use_all(world: CacheWorld, num_blocks: int) -> None:
+def use_all(world: CacheWorld, num_blocks: int) -> None:
+    """A request of the whole pool is admitted, and ends."""
     probe = Request("probe", PROBE, [0] * (num_blocks * world.block_size), 0)
     world.requests[probe.name] = probe
     admit(world, probe.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import ClassVar, Final
 
 from .adapter import AdapterError, Factory
 from .cache_admit import admit, match, submit
@@ -40,11 +40,14 @@ class CacheWorld:
         demand: blocks asked for so far: up to the pool's, nothing can have been evicted.
     """
 
+    target_type: ClassVar[type[Target]] = Target
+    model_type: ClassVar[type[CacheModel]] = CacheModel
+
     def __init__(self, config: Config, factory: Factory, depth: Depth) -> None:
         self.config = config
         self.depth = depth
         self.block_size: int = config["block_size"]
-        self.target = Target(factory, config["num_blocks"], self.block_size, depth)
+        self.target = self.target_type(factory, config["num_blocks"], self.block_size, depth)
         self.promises = self.target.promises
         self._require_new()
         self.weights = weights_of(config.get("rare", 0), config.get("often", 0))
@@ -60,7 +63,7 @@ class CacheWorld:
         self.model: CacheModel | None = None
         if depth != "api":
             promises = self.promises
-            self.model = CacheModel(
+            self.model = self.model_type(
                 config["num_blocks"], self.block_size, promises.lru, promises.evicts_exactly
             )
             self.model.situations = self.situations

@@ -27,31 +27,28 @@ class Invariant:
     elsewhere: str = ""
 
 
-_HOST: Final = "comes with the host tier"
-_STORAGE: Final = "comes with the storage tier"
 _HAND_OFF: Final = "comes with the hand-off from prefill to decode nodes"
 
 _BLOCKS: Final = {
     "I1": Invariant(
         "one owner",
         "A block is free, held by one request, cached for one prefix, or used by one operation.",
-        ("A1", "F1", "P1", "E1", "S1", "W1", "W2"),
+        ("A1", "F1", "P1", "E1", "S1", "W1", "W2", "T3", "T31", "T32"),
     ),
     "I2": Invariant(
         "nothing is lost",
         "The blocks of all owners add up to the pool, and the counters say so.",
-        ("S1", "S2", "S3", "D1"),
+        ("S1", "S2", "S3", "D1", "T30", "T32"),
     ),
     "I3": Invariant(
         "ids of their tier",
         "Whatever names a block names one that exists, in the tier that it is used in.",
-        ("A2", "F3", "W1"),
-        f"a second tier {_HOST}",
+        ("A2", "F3", "W1", "T9", "T31"),
     ),
     "I4": Invariant(
         "free is unreachable",
         "No table, cached prefix or operation in flight names a free block.",
-        ("A1", "R1", "R2", "W1", "W2"),
+        ("A1", "R1", "R2", "W1", "W2", "T2", "T3", "T31"),
     ),
     "I5": Invariant(
         "exact allocation",
@@ -82,21 +79,20 @@ _TREE: Final = {
     "I10": Invariant(
         "no gap in a path",
         "What can be found can be found from its beginning: leaves go first.",
-        ("E3", "H1"),
-        f"the order between tiers {_HOST}",
+        ("E3", "H1", "T8", "T14", "T16"),
     ),
     "I11": Invariant(
         "found means computed",
         "A prefix can be found only when its KV is written, and a step that failed leaves none.",
-        ("P3", "C1", "H1"),
+        ("P3", "C1", "H1", "T1", "T10", "T12"),
     ),
     "I12": Invariant(
         "content is the prefix",
         "The KV in a block is that of the tokens and the namespace on the path to it.",
-        ("C1", "Q12"),
+        ("C1", "Q12", "T4", "T5"),
     ),
     "I13": Invariant(
-        "published is final", "What others may read is not written any more.", ("C2", "C1")
+        "published is final", "What others may read is not written any more.", ("C2", "C1", "T2")
     ),
     "I14": Invariant(
         "whole blocks", "Only whole blocks of computed tokens are shared.", ("P3", "P4", "H3")
@@ -132,12 +128,12 @@ _COUNTS: Final = {
     "I20": Invariant(
         "no block is stranded",
         "If so many blocks are cached and unused, so many can be had.",
-        ("E6", "A6", "D2"),
+        ("E6", "A6", "D2", "T13", "T30"),
     ),
     "I21": Invariant(
         "the coldest goes first",
         "The leaf that was used longest ago is evicted; a use counts for its whole path.",
-        ("E4", "W5"),
+        ("E4", "W5", "T16"),
     ),
 }
 
@@ -168,7 +164,7 @@ _REQUESTS: Final = {
     "I27": Invariant(
         "released once",
         "What a request took it gives back, once, however it ends.",
-        ("F1", "R4", "D1", "Q20"),
+        ("F1", "R4", "D1", "Q20", "T20", "T23", "T27"),
     ),
     "I28": Invariant(
         "refused changes nothing",
@@ -178,7 +174,7 @@ _REQUESTS: Final = {
     "I29": Invariant(
         "preemption is invisible",
         "A request that was preempted has the output it would have had.",
-        ("Q10", "Q32", "C1"),
+        ("Q10", "Q32", "C1", "T22", "T24"),
     ),
     "I30": Invariant(
         "no late actor",
@@ -189,34 +185,35 @@ _REQUESTS: Final = {
 
 _TRANSFERS: Final = {
     "I31": Invariant(
-        "one copy per tier", "A prefix has at most one block in a tier.", ("P2",),
-        f"equal copies in several tiers: {_HOST}",
+        "one copy per tier", "A prefix has at most one block in a tier, and all are equal.",
+        ("P2", "T4", "T15"),
     ),
     "I32": Invariant(
         "pinned while it moves",
         "A block that an operation reads or writes is not given away until it ends.",
-        ("Q23",),
-        f"copies between tiers: {_HOST}",
+        ("Q23", "T2", "T3", "T20"),
     ),
     "I33": Invariant(
         "every operation ends", "It is done, fails or times out, and gives back its blocks.",
-        elsewhere=f"a step of the device always ends; what can wait {_HOST}",
+        ("T6", "T7", "T26", "T30", "T33"),
+        "that storage and copies end in time is tested where they are driven",
     ),
     "I34": Invariant(
         "late is harmless", "A result of before a reset or an end changes nothing.",
-        ("R5", "P6"),
+        ("R5", "P6", "T6", "T27", "T29"),
     ),
     "I35": Invariant(
         "ranks agree", "Only what all ranks have counts as loaded.",
-        elsewhere=f"block ids are one decision for all ranks; loading {_STORAGE}",
+        ("T10", "T26"),
+        "block ids are one decision for all ranks; their results are joined by the driver",
     ),
     "I36": Invariant(
-        "storage is whole or absent", "A key that is seen has all of its data.",
-        elsewhere=_STORAGE,
+        "storage is whole or absent", "A key that is seen has all of its data.", ("T5", "T19"),
+        "that a value is whole is the storage's, and tested there",
     ),
     "I37": Invariant(
         "a reset is complete", "After it all is free, and nothing of before has an effect.",
-        ("R5", "D1"),
+        ("R5", "D1", "T28", "T29"),
     ),
 }  # fmt: skip
 

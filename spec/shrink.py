@@ -11,7 +11,8 @@ from .rules import Violation
 
 MAX_REPLAYS: Final = 4_000
 
-SMALLEST: Final = {"num_blocks": 1, "block_size": 1, "max_running": 1, "alphabet": 1}
+SMALLEST: Final = {"num_blocks": 1, "block_size": 1, "max_running": 1, "alphabet": 1,
+                   "host_blocks": 1}  # fmt: skip
 """The sizes of a configuration that are made smaller where they can."""
 
 

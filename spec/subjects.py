@@ -8,9 +8,9 @@ from typing import Any, Final, Literal, TypeAlias
 from .engine import Subject
 from .target import Depth
 
-What: TypeAlias = Literal["cache", "pool", "scheduler"]
+What: TypeAlias = Literal["cache", "pool", "scheduler", "tiers"]
 
-WHATS: Final[tuple[What, ...]] = ("cache", "pool", "scheduler")
+WHATS: Final[tuple[What, ...]] = ("cache", "pool", "scheduler", "tiers")
 
 
 def make_subject(what: What, factory: Callable[..., Any], depth: Depth) -> Subject:
@@ -18,7 +18,7 @@ def make_subject(what: What, factory: Callable[..., Any], depth: Depth) -> Subje
 
     Args:
         what: the kind of thing.
-        factory: see `Factory`, `PoolFactory` or `SchedulerFactory`.
+        factory: see `Factory`, `PoolFactory`, `SchedulerFactory` or `TierFactory`.
         depth: how deep a cache is looked into; the others have one depth.
     """
     if what == "cache":
@@ -29,6 +29,10 @@ def make_subject(what: What, factory: Callable[..., Any], depth: Depth) -> Subje
         from .pool_world import PoolSubject
 
         return PoolSubject(factory)
+    if what == "tiers":
+        from .tier_world import TierSubject
+
+        return TierSubject(factory)
     from .scheduler_world import SchedulerSubject
 
     return SchedulerSubject(factory)

@@ -47,7 +47,7 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
         "(default: radixkv's own)",
     )
     parser.add_argument(
-        "--what", choices=["cache", "pool", "scheduler"], help="its kind (default: cache)"
+        "--what", choices=["cache", "pool", "scheduler", "tiers"], help="its kind (default: cache)"
     )
     parser.add_argument(
         "--engine",

@@ -71,7 +71,7 @@ class CacheAdapter:
             array = np.array(tokens, np.int32)
             match = self.manager.match(array, namespace)
         try:
-            lease = self.manager.admit(match)
+            lease = self._lease(name, match)
         except self.kvcache.OutOfBlocksError as error:
             self._refusal = (error.needed, error.available)
             return None
@@ -83,6 +83,9 @@ class CacheAdapter:
         self._tokens[name] = list(tokens)
         self._report_new(name, lease.num_shared_blocks)
         return int(lease.num_hit_blocks * self.manager.block_size)
+
+    def _lease(self, name: str, match: Any) -> Any:
+        return self.manager.admit(match)
 
     def append(self, name: str, tokens: Sequence[int]) -> bool:
         """Make room for more tokens."""
@@ -226,9 +229,7 @@ class CacheAdapter:
                 name: manager.available_after(match) for name, (match, _) in self._matches.items()
             },
             counts={
-                name: getattr(stats, name)
-                for name in stats.__dataclass_fields__
-                if name != "tiers"
+                name: getattr(stats, name) for name in stats.__dataclass_fields__ if name != "tiers"
             },
         )
 

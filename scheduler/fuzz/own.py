@@ -10,7 +10,7 @@ from typing import Any, Final
 from ...spec.subjects import What
 
 OWN: Final[dict[What, str]] = {
-    what: f"{__name__}:{what}" for what in ("cache", "pool", "scheduler")
+    what: f"{__name__}:{what}" for what in ("cache", "pool", "scheduler", "tiers")
 }
 """Our target of each kind."""
 
@@ -32,5 +32,12 @@ def pool(num_blocks: int) -> Any:
 def scheduler(config: dict[str, Any]) -> Any:
     """Make an adapter of our scheduler."""
     from .scheduler_adapter import make_factory
+
+    return make_factory()(config)
+
+
+def tiers(config: dict[str, Any]) -> Any:
+    """Make an adapter of our cache manager with its tiers."""
+    from .tier_adapter import make_factory
 
     return make_factory()(config)

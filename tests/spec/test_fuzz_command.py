@@ -48,7 +48,7 @@ def leaky() -> str:
 # Ours
 
 
-@pytest.mark.parametrize("what", ["cache", "pool", "scheduler"])
+@pytest.mark.parametrize("what", ["cache", "pool", "scheduler", "tiers"])
 def test_ours_keeps_every_rule(fuzz: Any, what: str) -> None:
     outcome = fuzz("--what", what, "--steps", 2_000)
     assert (outcome.status, outcome.stderr) == (0, "")
@@ -262,7 +262,10 @@ GOOD = {"format": 1, "rule": "D1 x", "why": "", "config": SIZES, "trace": [["dra
     [
         ({}, 'not a trace: it has no "format": 1'),
         ({**GOOD, "trace": 1}, '"trace" must be a list'),
-        ({**GOOD, "what": "disk"}, "\"what\" must be one of cache, pool, scheduler, got 'disk'"),
+        (
+            {**GOOD, "what": "disk"},
+            "\"what\" must be one of cache, pool, scheduler, tiers, got 'disk'",
+        ),
         ({**GOOD, "depth": "x"}, "\"depth\" must be one of api, events, full, got 'x'"),
         ({**GOOD, "trace": [["fly"]]},
          "operation 1, [\"fly\"], fits no world of a cache: KeyError('fly')"),

@@ -103,7 +103,7 @@ def test_a_module_is_found_in_the_working_directory(
         ('target = "toys.py:Nothing"', "kvspec.toml: *toys.py has no Nothing"),
         ('target = "toys.py:NUMBER"', "kvspec.toml: NUMBER in *toys.py cannot be called, it is 3"),
         ('target = "toys.py:Plain"\nwhat = "disk"',
-         "kvspec.toml: what must be one of cache, pool, scheduler, got 'disk'"),
+         "kvspec.toml: what must be one of cache, pool, scheduler, tiers, got 'disk'"),
         ('target = "toys.py:Plain"\ndepth = "deep"',
          "kvspec.toml: depth must be one of api, events, full, got 'deep'"),
     ],

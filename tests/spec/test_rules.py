@@ -9,6 +9,7 @@ import pytest
 
 import radixkv.spec
 import radixkv.spec.scheduler_rules  # enters its rules
+import radixkv.spec.tier_rules  # enters its rules
 from radixkv.spec.cache_rules import A1, CACHE_RULES
 from radixkv.spec.invariants import INVARIANTS
 from radixkv.spec.rules import RULES, Rule, Violation, require, rule

@@ -1,0 +1,210 @@
+"""What must be true of the tiers below the device after each call, and of what a call changed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from . import tier_rules as rules
+from .cache_rules import S3
+from .ghost import Tag
+from .rules import require
+from .tier_adapter import TierSnapshot
+from .tier_requests import Seen
+
+if TYPE_CHECKING:
+    from .tier_world import TierWorld
+
+
+def look(world: TierWorld, shot: TierSnapshot) -> Seen:
+    """Say where each prefix is now."""
+    tag_of = world.tag_of
+    return Seen(
+        {tag: entry.block for tag, entry in world.tier_model.published_at.items()},
+        {tag_of(*prefix): block for prefix, block in shot.host.items()},
+        {tag_of(*prefix): block for prefix, block in shot.landing.items()},
+        {tag_of(*prefix) for prefix in shot.leaving},
+        len(shot.free),
+        set(shot.idle),
+    )
+
+
+def check_tiers(world: TierWorld, shot: TierSnapshot) -> None:
+    """Check every rule about a state."""
+    free, taken = sorted(shot.free), world.tier_model.host
+    wrong = [block for block in free if block in taken]
+    require(not wrong, rules.T31, "host blocks {} are in the pool, and taken", wrong)
+    require(
+        len(free) == len(set(free)) == world.config["host_blocks"] - len(taken),
+        rules.T31,
+        "the pool of the host holds {}, but {} blocks are taken",
+        free,
+        len(taken),
+    )
+    _check_content(world)
+    _check_parked(world)
+    _check_counts(world, shot)
+
+
+def _check_content(world: TierWorld) -> None:
+    writers = {
+        (flight.copy.kind == "in", block): flight
+        for flight in world.executor.flights
+        for block in flight.bad_blocks()
+    }
+    seen = world.seen
+    for on_device, found in ((True, seen.device), (False, seen.host)):
+        tier = "device" if on_device else "host"
+        for tag, block in found.items():
+            writer = writers.get((on_device, block))
+            if writer is not None:
+                rule = rules.T12 if writer.has_result else rules.T1
+                require(False, rule, "{} block {} is found, and {} writes it", tier, block,
+                        writer.op)  # fmt: skip
+            require(
+                world.executor.content(tier, block) == world.prefixes.content[tag],
+                rules.T4,
+                "{} block {} is found for a prefix that is not in it",
+                tier,
+                block,
+            )
+
+
+def _check_parked(world: TierWorld) -> None:
+    seen, stored = world.seen, world.executor.storage
+    for name, parked in world.parked.items():
+        if parked.copy is not None or parked.failed or parked.is_void or parked.awaited:
+            continue
+        for tag in parked.path:
+            kept = tag in seen.host
+            if parked.where == "storage":
+                kept = kept or world.prefixes.key[tag] in stored
+            require(kept, rules.T22, "{} was parked, and one of its blocks is gone", name)
+
+
+def _check_counts(world: TierWorld, shot: TierSnapshot) -> None:
+    flights = world.executor.flights
+    known = {
+        **world.counted,
+        "host_blocks": world.config["host_blocks"],
+        "host_free_blocks": world.config["host_blocks"] - len(world.tier_model.host),
+        "host_cached_blocks": len(world.seen.host),
+        "parked": len(world.parked),
+        "quarantined_operations": sum(f.has_result or f.given_up for f in flights),
+    }
+    if world.outbox_is_empty:
+        known["open_operations"] = sum(not (f.has_result or f.given_up) for f in flights)
+    if world.config["write"] != "through":
+        known["demoted_blocks"] = world.tier_model.counts["evicted_blocks"]
+    for word, number in shot.counts.items():
+        if word in known:
+            require(number == known[word], S3, "{} is {}, should be {}", word, number, known[word])
+
+
+# What a call changed
+
+
+def check_lost(world: TierWorld, before: Seen, blamed: Collection[Tag], needs_room: bool) -> None:
+    """Check that nothing was lost without a reason.
+
+    Args:
+        world: with what is seen now.
+        before: what was seen before the call.
+        blamed: prefixes whose copies failed, were given up, or left a device that copies none.
+        needs_room: whether the call may take host blocks.
+    """
+    after = world.seen.anywhere
+    excused = set(blamed)
+    lost = set()
+    for tag in sorted(before.anywhere - after, key=world.depth_of):
+        if tag in excused or world.prefixes.parent[tag] in excused:
+            excused.add(tag)  # what follows it cannot be found either
+        else:
+            lost.add(tag)
+    if needs_room:
+        require(
+            not lost or len(lost) > world.seen.num_free,
+            rules.T14,
+            "{} blocks were dropped, and {} host blocks are free",
+            len(lost),
+            world.seen.num_free,
+        )
+        if lost:
+            world.situations["dropped for room"] += 1
+        _check_demoted(world, before)
+    else:
+        require(not lost, rules.T14, "{} cached blocks are gone", len(lost))
+
+
+def _check_demoted(world: TierWorld, before: Seen) -> None:
+    if world.config["write"] == "through":
+        return
+    seen = world.seen
+    lost = before.device.keys() - before.host.keys() - seen.anywhere
+    cached = {*seen.anywhere, *world.roots}
+    if any(world.prefixes.parent[tag] not in cached for tag in lost):
+        return  # room was made by dropping what they followed: that may make more than is needed
+    if lost:
+        world.situations["demoted, and dropped"] += 1
+    room = seen.num_free + len(seen.idle)
+    require(
+        not lost or not room,
+        rules.T13,
+        "{} blocks left the device for nowhere, with room for {}",
+        len(lost),
+        room,
+    )
+
+
+def check_outbox(world: TierWorld) -> None:
+    """Check what is true when all operations were taken: each host block has its reason."""
+    model, seen = world.tier_model, world.seen
+    needed = {*seen.host.values(), *seen.landing.values(), *model.read}
+    for flight in world.executor.flights:
+        copy = flight.copy
+        needed.update(copy.sources if copy.kind == "in" else copy.destinations)
+    needed.update(*(parked.blocks for parked in world.parked.values()))
+    needed.update(*(prefetch.blocks for prefetch in world.prefetches.values()))
+    for block, owner in model.host.items():
+        reason = owner.startswith("op ") or block in needed
+        require(reason, rules.T32, "host block {} is neither free nor of use", block)
+    _check_under_way(world)
+    _check_stored(world)
+    if world.config["write"] == "exclusive":
+        _check_exclusive(world)
+
+
+def _check_under_way(world: TierWorld) -> None:
+    written: set[int] = set()
+    read: set[Tag] = set()
+    for flight in world.executor.flights:
+        written.update(flight.copy.destinations if flight.copy.kind == "out" else ())
+        read.update(each[-1] for each in flight.read if flight.copy.kind == "in")
+    idle = [tag for tag, block in world.seen.landing.items() if block not in written]
+    idle += world.seen.leaving - read
+    require(not idle, rules.T33, "{} copies are under way by nothing", len(idle))
+
+
+def _check_stored(world: TierWorld) -> None:
+    seen, key = world.seen, world.prefixes.key
+    alone = not world.executor.flights and not world.prefetches and len(world.parked) == 1
+    for name, parked in world.parked.items():
+        if parked.copy is not None or parked.is_void or parked.where != "storage":
+            continue
+        kept = [tag for tag in parked.path if tag in seen.host and seen.host[tag] not in seen.idle]
+        lost = [tag for tag in parked.path if key[tag] not in world.executor.storage]
+        wrong = set(lost) - set(kept) if not (parked.failed or parked.awaited) else ()
+        require(not wrong, rules.T34, "{} keeps {} blocks nowhere", name, len(wrong))
+        if alone and not parked.failed and world.stored.issuperset(parked.path):
+            require(not kept, rules.T34, "{} keeps {} blocks that are stored", name, len(kept))
+
+
+def _check_exclusive(world: TierWorld) -> None:
+    first = world.prefixes.first
+    used = {first[flight.read[place][-1]]
+            for flight in world.executor.flights
+            for place in range(len(flight.read)) if flight.read[place][-1] in first}  # fmt: skip
+    used.update(first[tag] for parked in world.parked.values() for tag in parked.path[:1])
+    used.update(first[tag] for each in world.prefetches.values() for tag in each.path[:1])
+    twice = [tag for tag in world.seen.host if tag in world.seen.device and first[tag] not in used]
+    require(not twice, rules.T15, "{} blocks are on device and host", len(twice))

@@ -1,0 +1,162 @@
+"""What the end of an operation may change, and must."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from . import tier_rules as rules
+from .ghost import Tag
+from .rules import require
+from .tier_executor import Flight, leading
+from .tier_requests import Seen
+
+if TYPE_CHECKING:
+    from .tier_world import TierWorld
+
+
+@dataclass
+class Change:
+    """A call about an operation: what was seen before it."""
+
+    before: Seen
+    flight: Flight
+
+
+def ended(world: TierWorld, change: Change, *, result: bool, fenced: bool) -> None:
+    """Check what a call has changed: it was the result of an operation, its fence, or both."""
+    flight = change.flight
+    name = flight.copy.kind
+    world.end_lift(flight, fenced=fenced)
+    world.see()
+    if flight.given_up or flight.old or flight.is_orphan:
+        _given_up(world, change)
+    elif name == "out" and result:
+        _out(world, change)
+    elif name == "in" and fenced:
+        _in(world, change)
+    elif name == "lookup" and fenced:
+        _lookup(world, change)
+    elif name == "fetch" and fenced:
+        _fetch(world, change)
+    else:
+        world.lost(change.before)
+    if fenced:
+        world.executor.fenced(flight)
+        if flight.copy.kind in ("lookup", "fetch"):
+            _check_prefetch(world, flight)
+
+
+def _given_up(world: TierWorld, change: Change) -> None:
+    before, seen = change.before, world.seen
+    blamed = before.leaving if change.flight.copy.kind == "in" else set()
+    world.lost(before, blamed)
+    rule = rules.T29 if change.flight.old else rules.T27
+    new = (seen.device.keys() - before.device) | (seen.host.keys() - before.host)
+    require(not new, rule, "{} was given up, and brings {} blocks", change.flight.op, len(new))
+
+
+def _out(world: TierWorld, change: Change) -> None:
+    before, flight = change.before, change.flight
+    good: set[Tag] = set()
+    bad: set[Tag] = set()
+    tags = [read[-1] for read in flight.read]
+    awaited = [
+        (world.depth_of(tag), tag, flight.ok[place])
+        for place, tag in enumerate(tags)
+        # others are a tail, or nobody waits for them any more
+        if before.landing.get(tag) == flight.copy.destinations[place]
+    ]
+    for _, tag, ok in sorted(awaited):
+        (good if ok and bad.isdisjoint(world.prefixes.path_to(tag)) else bad).add(tag)
+    moved = world.seen.device if world.config["write"] == "exclusive" else {}
+    lost = [tag for tag in good if tag not in world.seen.host and tag not in moved]
+    require(not lost, rules.T11, "{} copies have arrived and cannot be found", len(lost))
+    wrong = [
+        place
+        for place, tag in enumerate(tags)
+        if not flight.ok[place] and world.seen.host.get(tag) == flight.copy.destinations[place]
+    ]
+    require(not wrong, rules.T12, "{} copies have failed and can be found", len(wrong))
+    if world.config["storage"]:
+        world.to_store.update(tag for tag in tags if tag in world.seen.host.keys() - before.host)
+    world.lost(before, bad)
+    if flight.owner:
+        parked = world.parked[flight.owner]
+        copy, failed = world.ask("parked", flight.owner)
+        require(copy is None, rules.T20, "the copy of {} has ended, not its parking", flight.owner)
+        parked.copy = None
+        parked.failed = not all(flight.ok)
+        if parked.num_tokens % world.block_size:
+            parked.keeps_tail = flight.ok[-1]
+        require(failed == parked.failed, rules.T24, "{} is told failed={}", flight.owner, failed)
+        ended_now = flight.owner not in world.tier_model.holdings
+        require(ended_now, rules.T20, "{} was saved, and holds blocks", flight.owner)
+        world.situations["parked, and failed" if failed else "parked"] += 1
+
+
+def _in(world: TierWorld, change: Change) -> None:
+    before, flight = change.before, change.flight
+    name = flight.owner
+    load, request = world.loads.pop(name), world.requests[name]
+    num_good = leading(flight.ok)
+    num_shared = load.num_hit + min(num_good, load.num_host)
+    ready = num_shared * world.block_size
+    if num_good == len(flight.ok):
+        ready += load.tail
+    require(world.ask("loading", name) is None, rules.T10, "{} still loads", name)
+    found = world.ask("ready", name)
+    require(found == ready, rules.T10, "{} has {} tokens, {} have come", name, found, ready)
+    holding = world.tier_model.holdings[name]
+    require(
+        len(holding.shared) == num_shared,
+        rules.T10,
+        "{} shares {} blocks, {} have come",
+        name,
+        len(holding.shared),
+        num_shared,
+    )
+    request.written, request.job = ready, ""
+    world.counted["promoted_blocks"] += min(num_good, load.num_host)
+    world.lost(before, {tag for tag in before.leaving if tag in holding.path})
+    world.situations["loaded" if all(flight.ok) else "loaded in part"] += 1
+
+
+def _lookup(world: TierWorld, change: Change) -> None:
+    prefetch = world.prefetches[change.flight.owner]
+    room = change.before.num_free + len(change.before.idle)
+    prefetch.num_found = min(leading(change.flight.ok), room) if prefetch.is_wanted else 0
+    prefetch.stage = "found" if prefetch.num_found else "done"
+    world.lost(change.before, needs_room=True)
+
+
+def _fetch(world: TierWorld, change: Change) -> None:
+    before, flight = change.before, change.flight
+    prefetch = world.prefetches[flight.owner]
+    first, good = prefetch.num_known, leading(flight.ok)
+    prefetch.stage, prefetch.num_found = "done", good
+    world.counted["fetched_blocks"] += good
+    if all(tag in before.anywhere for tag in prefetch.path[:first]):
+        come = prefetch.path[first : first + good]
+        lost = [tag for tag in come if tag not in world.seen.anywhere]
+        require(not lost, rules.T26, "{} blocks were fetched, and are nowhere", len(lost))
+    for tag, block in world.seen.host.items():
+        if tag in before.host or block not in flight.copy.destinations:
+            continue
+        place = flight.copy.destinations.index(block)
+        require(place < good, rules.T12, "host block {} was not fetched, and is found", block)
+    world.lost(before)
+    world.situations["fetched" if good else "fetched nothing"] += 1
+
+
+def _check_prefetch(world: TierWorld, flight: Flight) -> None:
+    prefetch = world.prefetches.get(flight.owner)
+    if prefetch is None:
+        return
+    found = world.ask("prefetched", flight.owner)
+    if flight.given_up or flight.old:
+        prefetch.stage, prefetch.num_found = "done", 0
+    wanted = prefetch.num_found if prefetch.stage == "done" else None
+    require(found == wanted, rules.T26, "a prefetch has brought {}, told {}", wanted, found)
+    if prefetch.stage == "done":
+        del world.prefetches[flight.owner]

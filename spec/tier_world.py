@@ -1,0 +1,276 @@
+"""A cache manager with a host tier and storage: the world of the cache, and a virtual executor."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Final
+
+from . import cache_end
+from .cache_checks import check_all
+from .cache_requests import NAMESPACES, Request, draw_config
+from .cache_world import CacheWorld
+from .engine import Below, Config, Operation, Trace
+from .ghost import Tag, first_tag, next_tag
+from .tier_adapter import TierFactory
+from .tier_admit import (
+    admit,
+    append,
+    append_batch,
+    done,
+    evict,
+    fail,
+    finish,
+    forward,
+    launch,
+    match,
+    park,
+    preempt,
+    publish_again,
+    submit,
+    unpark,
+)  # fmt: skip
+from .tier_checks import check_lost, check_tiers, look
+from .tier_copies import fence, late, result, second, take, wrong_result
+from .tier_draw import draw, draw_tiers, weights_of
+from .tier_executor import Executor, Flight, leading
+from .tier_law import TwoTierLaw
+from .tier_model import TierModel
+from .tier_picture import picture
+from .tier_requests import Load, Parked, Prefetch, Prefixes, Seen
+from .tier_storage import cancel, drain, elsewhere, prefetch, reset, serve, settle
+from .tier_target import TierTarget
+
+OPERATIONS: Final[dict[str, Callable[..., bool]]] = {
+    "submit": submit, "match": match, "admit": admit, "forward": forward, "launch": launch,
+    "done": done, "fail": fail, "again": publish_again, "append": append,
+    "append_batch": append_batch, "finish": finish, "preempt": preempt, "evict": evict,
+    "park": park, "unpark": unpark, "prefetch": prefetch, "cancel": cancel,
+    "elsewhere": elsewhere, "take": take, "result": result, "fence": fence, "late": late,
+    "second": second, "wrong_result": wrong_result, "reset": reset, "misuse": cache_end.misuse,
+    "check": cache_end.check, "drain": drain, "serve": serve,
+}  # fmt: skip
+"""By its word. Each returns False, and has done nothing, if what it names is not there."""
+
+
+class TierWorld(CacheWorld):
+    """One manager with tiers under test, and all that is around it.
+
+    Attributes:
+        executor: the operations that were taken, and what host and storage hold.
+        seen: where each prefix was after the last call.
+        loads, parked, prefetches: by the name of their request.
+        to_store: prefixes that are new on the host, and are to be stored.
+        stored: prefixes whose copy on the host was stored by an operation without a fault.
+        to_copy: paths that are to be written through.
+        hits: how often each prefix without a copy was hit since it is on the device.
+        cancelled: the operations that the driver is to be told of.
+        counted: events, as the manager should count them.
+        outbox_is_empty: whether nothing can have been decided since the last `take`.
+    """
+
+    target_type = TierTarget
+    model_type = TierModel
+    target: TierTarget
+
+    def __init__(self, config: Config, factory: TierFactory) -> None:
+        super().__init__(config, lambda num_blocks, block_size: factory(config), "full")
+        assert isinstance(self.model, TierModel), "a world of tiers has a model of them"
+        self.tier_model = self.model
+        self.weights = weights_of(config.get("rare", 0), config.get("often", 0))
+        self.executor = Executor(self.device)
+        self.prefixes = Prefixes()
+        self.loads: dict[str, Load] = {}
+        self.parked: dict[str, Parked] = {}
+        self.prefetches: dict[str, Prefetch] = {}
+        self.to_store: set[Tag] = set()
+        self.stored: set[Tag] = set()
+        self.to_copy: list[list[Tag]] = []
+        self.hits: Counter[Tag] = Counter()
+        self.cancelled: list[Flight] = []
+        self.counted = dict.fromkeys(
+            ("promoted_blocks", "stored_blocks", "fetched_blocks", "late_completions"), 0
+        )
+        self.outbox_is_empty = False
+        self.law = TwoTierLaw(config["num_blocks"], config["host_blocks"])
+        self._generation = dict.fromkeys(NAMESPACES, 0)
+        self.roots = {self.root_of(name) for name in NAMESPACES}
+        self.seen = self.see()
+
+    def draw(self, below: Below) -> Operation:
+        """Draw an operation that applies now."""
+        return draw(self, below)
+
+    def apply(self, operation: Operation) -> bool:
+        """Do one operation and check every rule; False if it does not apply."""
+        word, *arguments = operation
+        if not OPERATIONS[word](self, *arguments):
+            return False
+        self.num_steps += 1
+        if word in ("submit", "elsewhere"):  # which call nothing: all is as the last check left it
+            return True
+        self.outbox_is_empty = word == "take"
+        if self.config["at_once"]:
+            settle(self)
+        check_all(self)
+        shot = self.target.tier_snapshot()
+        self.seen = look(self, shot)
+        check_tiers(self, shot)
+        return True
+
+    def picture(self) -> str:
+        """Draw the blocks, the cache, the tiers and the requests as text."""
+        return picture(self)
+
+    def counts(self) -> dict[str, int]:
+        """What counters of the device should say: leases that have ended are none."""
+        assert self.model is not None, "there is a model in a world of tiers"
+        heirs = sum(name.startswith("op ") for name in self.model.holdings)
+        return {**super().counts(), "live_leases": len(self.model.holdings) - heirs}
+
+    # Calls, and what they change
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Call the manager below its device interface; from then on it may have decided things."""
+        self.outbox_is_empty = False
+        return self.target.ask(method, *arguments)
+
+    def see(self) -> Seen:
+        """Look where each prefix is now."""
+        self.seen = look(self, self.target.tier_snapshot())
+        for tag in [tag for tag in self.hits if tag not in self.seen.device]:
+            del self.hits[tag]
+        self.stored &= self.seen.host.keys()
+        return self.seen
+
+    def lost(self, before: Seen, blamed: Collection[Tag] = (), *, needs_room: bool = False) -> None:
+        """Check that nothing was lost since then without a reason; see `check_lost`."""
+        check_lost(self, before, blamed, needs_room)
+
+    def uncopied(self, before: Seen) -> set[Tag]:
+        """The prefixes that an eviction may drop, since it copies none of them."""
+        if self.config["write"] != "through":
+            return set()
+        return before.device.keys() - before.host.keys() - before.landing.keys()
+
+    def tier_counts(self) -> dict[str, int]:
+        """The counters below the device, as the manager reports them."""
+        return dict(self.target.tier_snapshot().counts)
+
+    # Operations
+
+    def owner_of(self, copy: int) -> str:
+        """The request that an operation loads or saves, or ""."""
+        owners: dict[str, Load] | dict[str, Parked]
+        for owners in (self.loads, self.parked):
+            for name, owner in owners.items():
+                if owner.copy == copy:
+                    return name
+        return ""
+
+    def give_up(self, copy: int, name: str) -> None:
+        """An operation is not wanted any more; if it loads a request, that ends."""
+        for flight in self.executor.flights:
+            if flight.copy.id == copy and not flight.given_up:
+                if not flight.has_result:
+                    flight.given_up = True
+                    self.cancelled.append(flight)
+                if name:
+                    flight.is_orphan = True
+                    self.tier_model.orphan(name, flight.op)
+
+    def begin_lift(self, flight: Flight, *, fenced: bool) -> None:
+        """Tell the model that a result or a fence comes."""
+        model = self.tier_model
+        model.lifted = flight.op if fenced else ""
+        if flight.copy.kind in ("out", "fetch") and not flight.given_up:
+            results = zip(flight.copy.destinations, flight.ok, strict=True)
+            model.written(flight.op, [block for block, ok in results if ok])
+        if flight.copy.kind != "in" or not fenced:
+            return
+        model.actor, model.needed = flight.op if flight.is_orphan else flight.owner, 0
+        model.ending = flight.is_orphan
+        if not flight.is_orphan:
+            load = self.loads[flight.owner]
+            come = load.num_hit + min(leading(flight.ok), load.num_host)
+            model.holdings[flight.owner].computed = come * self.block_size
+
+    def end_lift(self, flight: Flight, *, fenced: bool) -> None:
+        """Tell the model that it was heard."""
+        model = self.tier_model
+        model.lifted, model.ending = "", False
+        if fenced:
+            model.fenced(flight.op)
+            if flight.is_orphan:
+                model.release(flight.op)
+
+    # Prefixes
+
+    def root_of(self, namespace: bytes) -> Tag:
+        """The tag of the empty prefix; it changes with what computes the KV of a namespace."""
+        number = self._generation.get(namespace, 0)
+        return first_tag(namespace + bytes([number]) if number else namespace)
+
+    def tag_of(self, namespace: bytes, tokens: tuple[int, ...]) -> Tag:
+        """The tag of a prefix."""
+        if (namespace, tokens) not in self._tags:
+            tag = self.root_of(namespace)
+            for token in tokens:
+                tag = next_tag(tag, token)
+            self._tags[namespace, tokens] = tag
+        return self._tags[namespace, tokens]
+
+    def retag(self, request: Request) -> None:
+        """Tag the tokens of a request anew."""
+        request.root, request.tags = self.root_of(request.namespace), []
+        request.extend_tags()
+        self.learn(request)
+
+    def learn(self, request: Request) -> None:
+        """Enter the prefixes of a request."""
+        keys: list[bytes] = []
+        if self.config["storage"]:
+            keys = list(self.target.ask("keys", request.tokens, request.namespace))
+        self.prefixes.learn(request, self.block_size, keys)
+
+    def renew(self, namespaces: list[bytes]) -> None:
+        """From here on, the KV of some namespaces is another one; storage of it is elsewhere."""
+        for name in namespaces:
+            self._generation[name] += 1
+            self.roots.add(self.root_of(name))
+        for prefix in [prefix for prefix in self._tags if prefix[0] in namespaces]:
+            del self._tags[prefix]
+        for request in self.requests.values():
+            if request.namespace in namespaces:
+                self.retag(request)
+        current, prefixes = {self.root_of(name) for name in NAMESPACES}, self.prefixes
+        for tag, key in prefixes.key.items():
+            if prefixes.parent[prefixes.first[tag]] not in current:
+                content = self.executor.storage.get(key)
+                if content == prefixes.content[tag]:
+                    del self.executor.storage[key]
+
+    def depth_of(self, tag: Tag) -> int:
+        """How many blocks come before that of a prefix."""
+        return self.prefixes.depth[tag]
+
+
+class TierSubject:
+    """A manager with tiers to test, in worlds of all sizes and policies."""
+
+    def __init__(self, factory: TierFactory) -> None:
+        self.factory = factory
+
+    def configure(self, below: Below) -> Config:
+        """Draw the sizes and policies of a world."""
+        return {**draw_config(below), **draw_tiers(below)}
+
+    def simpler(self, trace: Trace) -> Iterator[Trace]:
+        """Yield traces in which an operation ends well, and at once."""
+        for index, operation in enumerate(trace):
+            if operation[0] == "result" and operation[3] != 1:
+                yield [*trace[:index], [*operation[:3], 1], *trace[index + 1 :]]
+
+    def world(self, config: Config) -> TierWorld:
+        """Make a world with nothing cached."""
+        return TierWorld(config, self.factory)

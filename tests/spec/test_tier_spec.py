@@ -1,0 +1,109 @@
+"""Our tiers under the specification, and that the traffic is worth it."""
+
+from __future__ import annotations
+
+import pytest
+
+from radixkv.scheduler.fuzz import tier_adapter
+from radixkv.spec import hypothesis_engine
+from radixkv.spec.engine import Trace, replay
+from radixkv.spec.ghost import prefix_tags
+from radixkv.spec.random_engine import run
+from radixkv.spec.situations import TIER_FLOORS, too_rare
+from radixkv.spec.tier_law import TwoTierLaw
+from radixkv.spec.tier_rules import TIER_RULES
+from radixkv.spec.tier_world import TierSubject, TierWorld
+
+CONFIG = {
+    "num_blocks": 4, "block_size": 2, "max_running": 2, "alphabet": 1, "host_blocks": 3,
+    "write": "back", "hits": 0, "storage": 1, "law": 0, "at_once": 0,
+}  # fmt: skip
+
+
+def subject() -> TierSubject:
+    return TierSubject(tier_adapter.make_factory())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_our_tiers_keep_every_rule(seed: int) -> None:
+    result = run(subject(), seed, 8_000)
+    assert result.finding is None, result.finding
+    assert result.num_steps >= 8_000
+
+
+def test_hypothesis_finds_nothing_either() -> None:
+    assert hypothesis_engine.run(subject(), 0, 1_500, 50).finding is None
+
+
+def test_every_situation_comes_up_often_enough() -> None:
+    result = run(subject(), 7, 25_000)
+    assert result.finding is None, result.finding
+    assert not too_rare(result.situations, TIER_FLOORS, result.num_steps)
+    assert len(TIER_FLOORS) >= 25
+
+
+def test_a_run_is_determined_by_its_seed() -> None:
+    first, again, other = (run(subject(), seed, 1_500) for seed in (5, 5, 6))
+    assert first == again != other
+
+
+def test_a_trace_replays_and_what_does_not_apply_is_skipped() -> None:
+    trace: Trace = [
+        ["submit", "r1", [0, 3, 0], 2, 0],
+        ["result", "out1", [], 1],
+        ["admit", "r1"],
+        ["unpark", "r1"],
+        ["forward", "r1", 3],
+        ["park", "r1", "host"],
+        ["admit", "r1"],
+        ["take"],
+        ["result", "out1", [], 1],
+        ["fence", "out1"],
+        ["admit", "r1"],
+        ["take"],
+        ["result", "in1", [], 1],
+        ["drain"],
+    ]
+    assert replay(subject(), CONFIG, trace) is None
+    world = subject().world(dict(CONFIG))
+    assert [world.apply(operation) for operation in trace] == [
+        True, False, True, False, True, True, False, True, True, False, True, True, True, True,
+    ]  # fmt: skip
+    assert world.situations["resumed, and all is there"] == 1
+    assert world.situations["tail loaded"] == 1
+
+
+def test_a_picture_shows_every_tier_and_what_is_under_way() -> None:
+    world = subject().world(dict(CONFIG))
+    assert isinstance(world, TierWorld)
+    for operation in (
+        ["submit", "r1", [0, 3, 0], 2, 0],
+        ["elsewhere", "r1", 1],
+        ["admit", "r1"],
+        ["forward", "r1", 3],
+        ["park", "r1", "host"],
+        ["take"],
+    ):
+        assert world.apply(operation)
+    lines = world.picture().splitlines()
+    assert "out1 [1, 2] -> [1, 2], 0 keys, open" in lines
+    assert "host 1: [0, 3] landing" in lines and "host 3: free" in lines
+    assert "r1 parked with 3 tokens, being saved" in lines
+    assert "storage: 1 blocks" in lines
+
+
+def test_the_law_of_two_tiers_by_hand() -> None:
+    law = TwoTierLaw(device=2, host=1)
+    first, second = prefix_tags(b"", [1, 2]), prefix_tags(b"", [3, 4])
+    law.use(first)
+    assert law.wanted() == (0, 0, 0, 0)
+    law.use(second)  # pushes both blocks of the first out, the last of the path first
+    assert law.wanted() == (0, 0, 2, 1)
+    law.use(first)
+    assert law.wanted() == (0, 1, 4, 2)
+    law.use(first)
+    assert law.wanted() == (2, 0, 4, 2)
+
+
+def test_there_are_enough_rules() -> None:
+    assert len(TIER_RULES) >= 30
