@@ -178,7 +178,7 @@ class CacheManager:
         as_count("num_tokens", num_tokens)
         self._require_live(lease)
         tables, row = self.tables, lease.row
-        total = lease.num_tokens + num_tokens
+        total = tables.num_tokens.item(row) + num_tokens
         held = lease.num_blocks
         needed = -(-total // self.block_size) - held
         if needed > 0:
@@ -235,7 +235,7 @@ class CacheManager:
         """
         tokens = as_tokens(tokens)
         self._require_live(lease)
-        if len(tokens) > lease.num_tokens:
+        if len(tokens) > self.tables.num_tokens.item(lease.row):
             raise LeaseError(
                 f"{len(tokens)} tokens published on a lease with room for {lease.num_tokens}"
             )
@@ -244,10 +244,7 @@ class CacheManager:
         first, last = lease.num_shared_blocks, len(tokens) // self.block_size
         if last <= first:
             return
-        self.publish_run(lease, tokens[first * self.block_size : last * self.block_size].tobytes())
-
-    def publish_run(self, lease: Lease, run: bytes) -> None:
-        """Publish the blocks of a lease that follow its shared ones, whose tokens are run."""
+        run = tokens[first * self.block_size : last * self.block_size].tobytes()
         self._duplicate_blocks += publish_run(
             self._tree, self._pool, self.tables, self.tiers, lease, run
         )
@@ -276,13 +273,13 @@ class CacheManager:
         self._require_live(lease)
         if lease.parking:
             raise LeaseError("a lease that is being parked ends when its copy does")
-        row = lease.row
+        tables, row = self.tables, lease.row
         self._tree.unpin(lease.node)
         if lease.loading is not None and self.tiers is not None:
             self.tiers.reader.abandon(lease)
         else:
-            self._pool.recycle(self.tables.ids[row, lease.num_shared_blocks : lease.num_blocks])
-        self.tables.give_row(row)
+            self._pool.recycle(tables.ids[row, lease.num_shared_blocks : lease.num_blocks])
+        tables.give_row(row)
         del self._leases[row]
         lease.row = -1
 
@@ -324,6 +321,12 @@ class CacheManager:
             self.release(lease)
         for namespace in [name for name in self._tree.roots if name not in keep]:
             self._pool.recycle(self._tree.remove_root(namespace))
+
+    def publish_arrived(self, lease: Lease, run: bytes) -> None:
+        """Publish what was copied into a lease: blocks of these tokens, as bytes of int32."""
+        self._duplicate_blocks += publish_run(
+            self._tree, self._pool, self.tables, self.tiers, lease, run
+        )
 
     def recycle(self, ids: Int32Array) -> None:
         """Take back blocks that a lease left while they were still written."""

@@ -236,7 +236,8 @@ class MixedScheduler(LiveRequests):
         assert lease is not None, f"{request!r} begins without a lease"
         # The last token is computed even if it hit: its logits are wanted.
         hit_tokens = min(lease.num_ready_tokens, request.num_tokens - 1)
-        if request.num_preemptions == 0:
+        if not request.has_begun:
+            request.has_begun = True
             on_device = lease.num_hit_blocks * self.manager.block_size
             request.num_hit_tokens = on_device
             self._stats.hit_tokens += min(on_device, hit_tokens)

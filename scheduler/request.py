@@ -147,6 +147,7 @@ class Request:
         self.prompt.flags.writeable = False
         # Set and read by the scheduler.
         self.arrival = 0
+        self.has_begun = False  # and its hits have been counted
         self.num_prefill_tokens = 0
         self.num_lost_tokens = 0
         self.lease: Lease | None = None

@@ -6,10 +6,10 @@ import pytest
 
 from radixkv.kvcache import CacheManager
 from radixkv.kvcache.host_tier import HostConfig
-from radixkv.kvcache.operations import OpKind
+from radixkv.kvcache.operations import Operation, OpKind
 from radixkv.scheduler.errors import ConfigError
 from radixkv.scheduler.mixed import MixedScheduler
-from radixkv.scheduler.request import RequestStatus
+from radixkv.scheduler.request import Request, RequestStatus
 
 from .copier import Fate, held_when
 from .harness import chunks, names
@@ -211,3 +211,33 @@ def test_a_policy_that_cannot_be_followed_is_refused(preempt, host, prefix_cache
         MixedScheduler(
             manager, token_budget=8, max_running=4, prefix_cache=prefix_cache, preempt=preempt
         )
+
+
+def test_hits_are_counted_of_a_request_that_is_preempted_before_it_began():
+    manager = CacheManager(6, 1, host=HostConfig(20))
+    tiers = manager.tiers
+    assert tiers is not None
+    scheduler = MixedScheduler(manager, token_budget=8, max_running=4, reserve_tokens=0)
+    lease = manager.admit(manager.match([1, 2, 3]))
+    manager.publish(lease, [1, 2, 3])
+    manager.release(lease)
+    manager.evict(3)
+    for operation in tiers.take_operations():
+        tiers.complete(operation.id, [True] * operation.num_blocks)
+    grows, loads = Request("grows", [8, 9], 4), Request("loads", [1, 2, 3, 4], 1)
+    scheduler.add(grows)
+    scheduler.add(loads)
+    slow: list[Operation] = []
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        slow += tiers.take_operations()
+        if loads.num_preemptions:
+            for operation in slow:
+                tiers.complete(operation.id, [True] * operation.num_blocks)
+            slow = []
+        if plan.chunks:
+            scheduler.update(plan, [7] * len(plan.chunks))
+    stats = scheduler.stats()
+    assert loads.num_preemptions == 1
+    counted = stats.hit_tokens + stats.host_hit_tokens + stats.prefill_tokens
+    assert counted == grows.num_prompt_tokens + loads.num_prompt_tokens

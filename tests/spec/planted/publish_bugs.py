@@ -59,7 +59,7 @@ PUBLISH_BUGS = (
     bug(
         "more is published than there is room for",
         MANAGER,
-        ("if len(tokens) > lease.num_tokens:", "if False:"),
+        ("if len(tokens) > self.tables.num_tokens.item(lease.row):", "if False:"),
     ),
     bug(
         "a publication changes the tokens of its caller",
