@@ -10,6 +10,7 @@ from .operations import OpKind
 from .storage.base import Block, OperationId, Status, Storage
 
 _GOOD = (Status.STORED, Status.EXISTS, Status.LOADED, Status.FOUND)
+_ANSWERED = (*_GOOD, Status.MISSING)  # of a lookup: that storage has not a block is an answer
 _COPIED = (Status.STORED, Status.LOADED)
 _OUTCOMES = {
     Status.TIMED_OUT: Outcome.TIMED_OUT,
@@ -77,7 +78,8 @@ class StorageCopies:
         entry.ok = [status in _GOOD for status in statuses]
         entry.copied = sum(status in _COPIED for status in statuses)
         outcome = next((_OUTCOMES[each] for each in statuses if each in _OUTCOMES), Outcome.FAILED)
-        outcome = Outcome.DONE if all(entry.ok) else outcome
+        well = _ANSWERED if entry.operation.kind is OpKind.LOOKUP else _GOOD
+        outcome = Outcome.DONE if all(status in well for status in statuses) else outcome
         self._table.end(entry, outcome, fenced=self._storage.fenced(storage_id))
 
     def _rows(self, block_ids: Sequence[int]) -> list[Block]:

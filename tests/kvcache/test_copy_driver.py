@@ -15,8 +15,9 @@ from radixkv.kvcache import (
     TierDriver,
 )
 from radixkv.kvcache.operations import OpKind
+from radixkv.kvcache.storage import Status
 
-from .driving import LONG_S, SIZES, Bench
+from .driving import LONG_S, SIZES, Bench, FakeStorage
 
 DOWN, UP, ACROSS = OpKind.DEVICE_TO_HOST, OpKind.HOST_TO_DEVICE, OpKind.DEVICE_TO_DEVICE
 OUT, IN = OpKind.HOST_TO_STORAGE, OpKind.STORAGE_TO_HOST
@@ -293,3 +294,23 @@ def test_close_ends_what_is_open(bench):
     third = bench.start(DOWN, [1], [1])
     assert bench.driver.poll() == [OperationResult(third, (False,), fenced=True)]
     assert np.array_equal(bench.device(), np.zeros_like(bench.device()))
+
+
+class TestLookup:
+    @pytest.mark.parametrize(
+        ("statuses", "outcome"),
+        [
+            ([Status.FOUND, Status.MISSING], Outcome.DONE),  # an answer, if not the one hoped for
+            ([Status.FOUND, Status.FAILED], Outcome.FAILED),
+            ([Status.TIMED_OUT, Status.TIMED_OUT], Outcome.TIMED_OUT),
+        ],
+    )
+    def test_what_is_there_is_asked_and_nothing_copied(self, statuses, outcome):
+        storage = FakeStorage()
+        with Bench(storage=storage) as bench:
+            op_id = bench.start(OpKind.LOOKUP, keys=[b"0" * 32, b"1" * 32])
+            storage.end(storage.asked[0], statuses, fenced=True)
+            ok = tuple(status is Status.FOUND for status in statuses)
+            assert bench.results() == [OperationResult(op_id, ok, fenced=True)]
+            assert bench.driver.stats().operations == {(OpKind.LOOKUP, outcome): 1}
+            assert bench.driver.stats().copied_bytes == {OpKind.LOOKUP: 0}
