@@ -44,7 +44,7 @@ doctest_global_setup = "from radixkv.kvcache import *"
 # Other projects' objects are named, not linked: their inventories would have to be fetched.
 nitpick_ignore_regex = [
     ("py:.*", r"(jax|jaxlib|jaxtyping|numpy|np|jnp|collections|pathlib|typing|argparse|os)\..*"),
-    ("py:class", r"'.*'"),  # shapes in jaxtyping annotations
+    ("py:class", r"'.*'|ndarray"),  # shapes and types in jaxtyping annotations
 ]
 
 sphinx_gallery_conf = {

@@ -24,7 +24,7 @@ from .host_tier import HostConfig
 from .lease import CacheStats, Epoch, Lease, Match, NextBlock, TierStats
 from .manager import CacheManager
 from .operations import Operation, OpId, OpKind
-from .parking import Parked
+from .parking import Parked, ParkedIn
 from .prefetch import Prefetch
 from .radix_tree import RadixTree
 from .tiers import Tiers
@@ -61,6 +61,7 @@ __all__ = [
     "OutOfBlocksError",
     "Outcome",
     "Parked",
+    "ParkedIn",
     "Prefetch",
     "RadixKVError",
     "RadixTree",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .tiers import Tiers
 
 ParkedIn: TypeAlias = Literal["host", "storage"]
+"""Where a preempted request leaves its KV."""
 
 
 class Parked:
@@ -72,8 +73,13 @@ class _ParkLanding(Landing):
     def fenced(self) -> None:
         """See Effect."""
         super().fenced()
-        self._tiers.host.pool.recycle(np.array(self.own_host_blocks(), np.int32))
-        let_go_of_stored(self._tiers)
+        tiers, parked = self._tiers, self._parked
+        tiers.host.pool.recycle(np.array(self.own_host_blocks(), np.int32))
+        # What was not saved takes no room until it is resumed.
+        saved = tiers.host.hold([run for run in parked.runs if run.node is not None])
+        tiers.let_go(parked.runs)
+        parked.runs = saved
+        let_go_of_stored(tiers)
 
     def own_host_blocks(self) -> list[int]:
         """See Effect."""

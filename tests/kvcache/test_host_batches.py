@@ -1,0 +1,83 @@
+"""One eviction of many blocks is many evictions of one, in every tier."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixkv.kvcache.host_tier import WritePolicy
+
+from .tier_memory import TierMemory, as_list
+
+SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=8)
+
+
+def content(memory: TierMemory) -> dict[str, object]:
+    """What both tiers hold, where, and in which order it would go."""
+    stats = memory.manager.stats()
+    assert stats.tiers is not None
+    tree = memory.tiers.tree
+    return {
+        "device": {
+            tokens: memory.residency(tokens)
+            for _, tokens in filter(None, (*memory.device.values(), *memory.host.values()))
+        },
+        "idle": [
+            memory.device[int(block)]
+            for node in tree.idle_nodes()
+            for block in np.frombuffer(node.device_blocks, np.int32)[::-1]
+        ],
+        "drop order": memory.drop_order(),
+        "free": (stats.free_blocks, stats.tiers.host_free_blocks),
+        "moved": (stats.tiers.demoted_blocks, stats.tiers.dropped_blocks),
+    }
+
+
+@given(st.sampled_from(["exclusive", "through"]), st.integers(1, 8), SEQUENCES, st.integers(0, 8))
+@settings(max_examples=150, deadline=None)
+def test_a_batch_is_its_singles(write, host_blocks, sequences, num_blocks):
+    compare(write, host_blocks, sequences, num_blocks)
+
+
+@given(SEQUENCES, st.integers(0, 8))
+@settings(max_examples=50, deadline=None)
+def test_a_batch_is_its_singles_with_copies_in_both_tiers(sequences, num_blocks):
+    # Where the host has room: else one eviction after the other may drop a copy just before its
+    # block leaves the device, and make it again.
+    compare("back", 64, sequences, num_blocks)
+
+
+def compare(
+    write: WritePolicy, host_blocks: int, sequences: list[list[int]], num_blocks: int
+) -> None:
+    batch, singles = (TierMemory(8, host_blocks, write) for _ in range(2))
+    for memory in (batch, singles):
+        for tokens in sequences:
+            memory.serve(tokens)
+    num_evicted = batch.manager.evict(num_blocks)
+    batch.settle()
+    assert num_evicted == sum(singles_of(singles, num_blocks))
+    assert content(batch) == content(singles)
+    # The same blocks are free, too.
+    num_free = batch.manager.stats().free_blocks
+    tables = [as_list(m.start([9] * num_free).block_table) for m in (batch, singles)]
+    assert sorted(tables[0]) == sorted(tables[1])
+
+
+def singles_of(memory: TierMemory, num_blocks: int) -> list[int]:
+    """Evict one block, and deliver what follows from that, some times."""
+    evicted = []
+    for _ in range(num_blocks):
+        evicted.append(memory.manager.evict(1))
+        memory.settle()
+    return evicted
+
+
+def test_more_than_the_host_holds_is_dropped_from_its_cold_end():
+    memory = TierMemory(6, 2)
+    memory.demote([7, 8])
+    memory.serve([1, 2, 3, 4, 5])
+    memory.manager.evict(5)
+    memory.settle()
+    assert memory.residency([1, 2, 3, 4, 5]) == "hh"
+    assert memory.residency([7, 8]) == ""
+    assert memory.stats.dropped_blocks == 5

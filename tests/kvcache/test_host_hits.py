@@ -1,0 +1,223 @@
+"""What a request hits on the host: copied into its lease, published, shared with others."""
+
+import pytest
+
+from radixkv.kvcache import OpKind, OutOfBlocksError, RequestTooLargeError
+
+from .tier_memory import TierMemory
+
+
+@pytest.mark.parametrize(("write", "after"), [("back", "bbb"), ("exclusive", "ddd")])
+def test_a_hit_on_the_host_is_copied_into_the_lease(write, after):
+    memory = TierMemory(4, 4, write)
+    memory.demote([1, 2, 3])
+    lease = memory.start([1, 2, 3, 4])
+    assert (lease.num_hit_blocks, lease.num_ready_tokens, lease.num_shared_blocks) == (0, 0, 0)
+    operation = memory.one(OpKind.HOST_TO_DEVICE)
+    assert lease.loading == operation.id
+    assert operation.destinations.tolist() == lease.block_table.tolist()[:3]
+    assert memory.stats.promoted_blocks == 0
+    memory.finish(operation)
+    assert lease.loading is None
+    assert (lease.num_promoted_blocks, lease.num_ready_tokens, lease.num_shared_blocks) == (3, 3, 3)
+    assert memory.residency([1, 2, 3]) == after
+    memory.compute(lease, [1, 2, 3, 4])
+    memory.read(lease, [1, 2, 3, 4])
+    assert memory.stats.promoted_blocks == 3
+    memory.manager.check()
+
+
+@pytest.mark.parametrize("write", ["back", "exclusive"])
+@pytest.mark.parametrize(("ok", "num_good"), [([True, False, True], 1), ([False] * 3, 0)])
+def test_what_does_not_arrive_is_computed(write, ok, num_good):
+    memory = TierMemory(3, 3, write)
+    memory.demote([1, 2, 3])
+    lease = memory.start([1, 2, 3])
+    memory.finish(memory.one(OpKind.HOST_TO_DEVICE), ok)
+    assert lease.num_promoted_blocks == lease.num_ready_tokens == num_good
+    memory.manager.check()
+    memory.compute(lease, [1, 2, 3])
+    memory.read(lease, [1, 2, 3])
+    assert memory.residency([1, 2, 3]) == ("ddd" if write == "exclusive" else "bbb")
+    memory.manager.check()
+
+
+def test_a_loading_lease_waits_for_the_fence():
+    memory = TierMemory(2, 2)
+    memory.demote([1, 2])
+    lease = memory.start([1, 2])
+    operation = memory.one(OpKind.HOST_TO_DEVICE)
+    memory.finish(operation, [True, False], fenced=False)
+    assert lease.loading == operation.id  # it would compute into a block that is still written
+    memory.fence(operation)
+    assert lease.loading is None
+    assert lease.num_ready_tokens == 1
+    memory.compute(lease, [1, 2])
+    memory.read(lease, [1, 2])
+    memory.manager.check()
+
+
+def test_a_match_of_half_of_what_the_host_has():
+    memory = TierMemory(8, 8, block_size=2)
+    memory.demote([1, 2, 3, 4, 5, 6])
+    assert memory.hit([1, 2, 3, 4, 9, 9]) == (0, 2)
+    lease = memory.start([1, 2, 3, 4, 9, 9])
+    memory.settle()
+    assert lease.num_promoted_blocks == 2
+    memory.compute(lease, [1, 2, 3, 4, 9, 9])
+    assert memory.residency([1, 2, 3, 4, 5, 6]) == "bbh"
+    assert memory.residency([1, 2, 3, 4, 9, 9]) == "bbd"
+    memory.manager.check()
+
+
+@pytest.mark.parametrize("write", ["back", "exclusive"])
+def test_released_while_it_loads(write):
+    memory = TierMemory(2, 2, write)
+    memory.demote([1, 2])
+    lease = memory.start([1, 2])
+    operation = memory.one(OpKind.HOST_TO_DEVICE)
+    memory.manager.release(lease)
+    assert memory.tiers.take_cancelled() == [operation.id]
+    assert memory.manager.available == 0  # its blocks may still be written
+    memory.manager.check()
+    assert not memory.finish(operation)
+    assert memory.manager.available == 2
+    assert memory.residency([1, 2]) == ("hh" if write == "back" else "")
+    memory.serve([1, 2])
+    memory.manager.check()
+
+
+def test_released_before_its_copy_was_dispatched():
+    memory = TierMemory(2, 2)
+    memory.demote([1, 2])
+    lease = memory.start([1, 2])
+    memory.manager.release(lease)
+    assert memory.take() == []
+    assert memory.tiers.take_cancelled() == []
+    assert memory.manager.stats().free_blocks == 2
+    assert memory.residency([1, 2]) == "hh"
+    memory.manager.check()
+
+
+@pytest.mark.parametrize("write", ["exclusive", "back", "through"])
+def test_a_refused_admission_changes_nothing(write):
+    memory = TierMemory(4, 4, write)
+    memory.demote([1, 2])
+    taken = memory.start([7, 8, 9])
+    before = memory.manager.stats(), memory.drop_order(), memory.residency([1, 2])
+    with pytest.raises(OutOfBlocksError) as caught:
+        memory.start([1, 2])
+    assert str(caught.value) == "needs 2 blocks, but only 1 are free or evictable"
+    with pytest.raises(RequestTooLargeError) as too_large:
+        memory.start([1, 2, 3, 4, 5])
+    assert str(too_large.value) == "5 tokens need 5 blocks, but the pool has 4"
+    assert (memory.manager.stats(), memory.drop_order(), memory.residency([1, 2])) == before
+    assert memory.take() == []
+    memory.manager.check()
+    memory.manager.release(taken)
+
+
+def test_in_exclusive_mode_what_is_evicted_takes_the_place_of_what_comes():
+    memory = TierMemory(2, 2, "exclusive")
+    memory.demote([1, 2])
+    memory.serve([3, 4])
+    lease = memory.start([1, 2])
+    out, back = memory.take()
+    assert (out.kind, back.kind) == (OpKind.DEVICE_TO_HOST, OpKind.HOST_TO_DEVICE)
+    assert set(out.destinations.tolist()) == set(back.sources.tolist()) == {1, 2}
+    memory.finish(out)
+    memory.finish(back)
+    memory.compute(lease, [1, 2])
+    memory.read(lease, [1, 2])
+    assert (memory.residency([1, 2]), memory.residency([3, 4])) == ("dd", "hh")
+    assert memory.stats.dropped_blocks == 0
+    memory.manager.check()
+
+
+def test_a_match_from_before_others_took_it_from_the_host():
+    memory = TierMemory(4, 2, "exclusive")
+    memory.demote([1, 2])
+    match = memory.manager.match([1, 2])
+    assert match.num_host_blocks == 2
+    memory.start([1, 2])
+    late = memory.manager.admit(match)
+    assert late.loading is None
+    memory.settle()
+    memory.compute(late, [1, 2])
+    memory.read(late, [1, 2])
+    memory.manager.check()
+
+
+# Others publish, or wait
+
+
+def test_a_follower_waits_for_what_a_leader_loads():
+    memory = TierMemory(8, 4)
+    memory.serve([1])
+    memory.demote([1, 2, 3])
+    memory.serve([1])
+    leader = memory.start([1, 2, 3, 4])
+    assert leader.loading is not None
+    follower = memory.manager.match([1, 2, 3, 5])
+    assert follower.next_block is not None
+    assert follower.next_block == memory.manager.next_block(leader, [1, 2, 3, 4])
+    memory.settle()
+    after = memory.manager.match([1, 2, 3, 5])
+    assert after.num_blocks == 3
+    assert after.next_block != memory.manager.next_block(leader, [1, 2, 3, 4])
+
+
+def test_without_waiting_both_load_and_one_copy_stays():
+    memory = TierMemory(4, 4)
+    memory.demote([1, 2])
+    first, second = memory.start([1, 2]), memory.start([1, 2])
+    memory.settle()
+    assert first.block_table.tolist() == second.block_table.tolist()
+    assert memory.manager.stats().duplicate_blocks == 2
+    assert memory.manager.stats().free_blocks == 2
+    memory.compute(second, [1, 2])
+
+
+@pytest.mark.parametrize("write", ["back", "exclusive"])
+def test_published_while_another_copy_is_on_the_host(write):
+    memory = TierMemory(6, 4, write, block_size=2)
+    slow = memory.start([1, 2, 3, 4, 9, 9])
+    memory.demote([1, 2, 3, 4, 5, 6])
+    memory.compute(slow, [1, 2, 3, 4, 9, 9])
+    shared = "bb" if write == "back" else "dd"
+    assert memory.residency([1, 2, 3, 4, 5, 6]) == f"{shared}h"
+    assert memory.residency([1, 2, 3, 4, 9, 9]) == f"{shared}d"
+    memory.read(slow, [1, 2, 3, 4, 9, 9])
+    memory.manager.release(slow)
+    memory.manager.check()
+
+
+@pytest.mark.parametrize(("write", "ok"), [("back", True), ("back", False), ("exclusive", True)])
+def test_published_while_the_host_copy_lands(write, ok):
+    memory = TierMemory(6, 4, write)
+    slow = memory.start([1, 2, 3])
+    memory.serve([1, 2])
+    memory.manager.evict(2)
+    landing = memory.one(OpKind.DEVICE_TO_HOST)
+    memory.compute(slow, [1, 2, 3])
+    assert memory.residency([1, 2, 3]) == "ddd"
+    memory.manager.check()
+    memory.finish(landing, ok)
+    assert memory.residency([1, 2, 3]) == ("bbd" if ok and write == "back" else "ddd")
+    memory.manager.check()
+
+
+def test_published_while_the_host_copy_leaves():
+    memory = TierMemory(6, 2, "exclusive")
+    slow = memory.start([1, 2, 3])
+    memory.demote([1, 2])
+    loading = memory.start([1, 2])
+    operation = memory.one(OpKind.HOST_TO_DEVICE)
+    assert memory.residency([1, 2]) == "ww"
+    memory.compute(slow, [1, 2, 3])
+    assert memory.residency([1, 2, 3]) == "ddd"
+    memory.finish(operation, False)
+    assert loading.num_ready_tokens == 0
+    memory.compute(loading, [1, 2])
+    assert loading.block_table.tolist() == slow.block_table.tolist()[:2]
+    memory.manager.check()

@@ -1,0 +1,239 @@
+"""The host tier: what is copied there and when, and what is dropped for it."""
+
+import pytest
+
+from radixkv.kvcache import (
+    CacheManager,
+    CountError,
+    HostConfig,
+    HostConfigError,
+    OpKind,
+)
+
+from .tier_memory import TierMemory
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"num_blocks": 0}, CountError, "num_blocks must be at least 1, got 0"),
+        ({"num_blocks": 1, "hits": -1}, CountError, "hits must be at least 0, got -1"),
+        (
+            {"num_blocks": 1, "write": "never"},
+            HostConfigError,
+            "write must be one of ('exclusive', 'back', 'through'), got 'never'",
+        ),
+        (
+            {"num_blocks": 1, "hits": 2},
+            HostConfigError,
+            "hits are counted with write='through', not 'back'",
+        ),
+    ],
+)
+def test_a_host_tier_that_cannot_be(arguments, error, message):
+    with pytest.raises(error) as caught:
+        HostConfig(**arguments)
+    assert str(caught.value) == message
+
+
+def test_without_a_host_tier_there_are_no_tiers():
+    manager = CacheManager(2, 1)
+    assert manager.tiers is None
+    assert manager.stats().tiers is None
+
+
+# To the host
+
+
+@pytest.mark.parametrize("write", ["exclusive", "back"])
+def test_what_the_device_evicts_goes_to_the_host(write):
+    memory = TierMemory(3, 3, write)
+    memory.serve([1, 2, 3])
+    assert memory.residency([1, 2, 3]) == "ddd"
+    assert memory.manager.evict(2) == 2
+    assert memory.manager.stats().free_blocks == 2  # at once
+    operation = memory.one(OpKind.DEVICE_TO_HOST)
+    assert memory.residency([1, 2, 3]) == "dww"
+    assert memory.hit([1, 2, 3]) == (1, 0)
+    memory.finish(operation)
+    assert memory.residency([1, 2, 3]) == "dhh"
+    assert memory.hit([1, 2, 3]) == (1, 2)
+    stats = memory.stats
+    assert (stats.demoted_blocks, stats.dropped_blocks, stats.host_cached_blocks) == (2, 0, 2)
+    memory.manager.check()
+
+
+def test_written_through_when_published():
+    memory = TierMemory(4, 4, "through")
+    lease = memory.start([1, 2, 3])
+    memory.compute(lease, [1, 2])
+    memory.settle()
+    assert memory.residency([1, 2, 3]) == "bb"
+    memory.compute(lease, [1, 2, 3])
+    memory.settle()
+    assert memory.residency([1, 2, 3]) == "bbb"
+    memory.manager.release(lease)
+    memory.manager.evict(2)
+    assert memory.take() == []  # an eviction copies nothing
+    assert memory.residency([1, 2, 3]) == "bhh"
+    assert memory.stats.demoted_blocks == 0
+
+
+def test_written_through_after_some_hits():
+    memory = TierMemory(6, 6, "through", hits=2)
+    memory.serve([1, 2, 3])
+    memory.serve([1, 2, 4])
+    assert memory.residency([1, 2, 3]) == "ddd"
+    memory.serve([1, 2, 5])
+    assert memory.residency([1, 2, 3]) == "bbd"
+    memory.serve([1, 2, 3])
+    memory.serve([1, 2, 3])
+    assert memory.residency([1, 2, 3]) == "bbb"
+
+
+def test_the_hits_of_a_run_are_those_of_its_parts():
+    memory = TierMemory(6, 6, "through", hits=2)
+    memory.serve([1, 2, 3])
+    memory.serve([1, 2, 3])
+    memory.serve([1, 2, 4])
+    assert memory.residency([1, 2, 3]) == "bbd"
+
+
+def test_what_was_not_hit_often_enough_is_dropped_by_its_eviction():
+    memory = TierMemory(3, 3, "through", hits=1)
+    memory.serve([1, 2, 3])
+    memory.serve([1, 2])
+    memory.manager.evict(3)
+    assert memory.take() == []
+    assert memory.residency([1, 2, 3]) == "hh"
+    assert memory.stats.dropped_blocks == 1
+    memory.manager.check()
+
+
+def test_what_is_left_of_a_path_is_still_written_through():
+    memory = TierMemory(4, 4, "through")
+    lease = memory.start([1, 2, 3])
+    memory.compute(lease, [1, 2, 3])
+    memory.manager.release(lease)
+    memory.manager.evict(1)
+    memory.settle()
+    assert memory.residency([1, 2, 3]) == "bb"
+
+
+def test_written_through_as_far_as_there_is_room():
+    memory = TierMemory(8, 3, "through")
+    lease = memory.start([1, 2])
+    memory.compute(lease, [1, 2])
+    memory.compute(long := memory.start([3, 4]), [3, 4])
+    memory.settle()
+    assert memory.residency([1, 2]) == "bb"
+    assert memory.residency([3, 4]) == "dd"
+    memory.manager.release(lease)
+    memory.manager.release(long)
+    memory.manager.check()
+
+
+def test_a_copy_that_fails_in_part_is_kept_as_far_as_it_is_good():
+    memory = TierMemory(4, 4)
+    memory.serve([1, 2, 3, 4])
+    memory.manager.evict(4)
+    memory.finish(memory.one(OpKind.DEVICE_TO_HOST), [True, True, False, True])
+    assert memory.residency([1, 2, 3, 4]) == "hh"
+    assert memory.stats.host_free_blocks == 2
+    assert memory.stats.dropped_blocks == 2
+    memory.manager.check()
+
+
+def test_a_copy_that_fails_while_the_device_has_the_block():
+    memory = TierMemory(4, 4, "through")
+    lease = memory.start([1, 2])
+    memory.compute(lease, [1, 2])
+    memory.finish(memory.one(OpKind.DEVICE_TO_HOST), False)
+    assert memory.residency([1, 2]) == "dd"
+    memory.manager.release(lease)
+    memory.manager.check()
+
+
+def test_an_unfenced_copy_is_hit_where_it_is_good_and_its_lost_blocks_wait():
+    memory = TierMemory(3, 3)
+    memory.serve([1, 2, 3])
+    memory.manager.evict(3)
+    operation = memory.one(OpKind.DEVICE_TO_HOST)
+    memory.finish(operation, [True, False, False], fenced=False)
+    assert memory.hit([1, 2, 3]) == (0, 1)
+    assert memory.stats.host_free_blocks == 0
+    memory.manager.check()
+    memory.fence(operation)
+    assert memory.stats.host_free_blocks == 2
+    memory.serve([1])
+    memory.manager.check()
+
+
+# Room on the host
+
+
+def test_the_host_drops_the_coldest_first():
+    memory = TierMemory(2, 4)
+    for tokens in ([1, 2], [3, 4], [5, 6]):
+        memory.serve(tokens)
+    assert memory.drop_order() == [(b"", (1, 2)), (b"", (1,)), (b"", (3, 4)), (b"", (3,))]
+    memory.serve([1, 2])  # a hit makes it the warmest, but its room is needed for 5 6
+    assert memory.drop_order() == [(b"", (5, 6)), (b"", (5,)), (b"", (1, 2)), (b"", (1,))]
+    memory.demote([7])
+    assert (memory.residency([5, 6]), memory.residency([1, 2])) == ("h", "hh")
+
+
+def test_what_was_released_last_is_dropped_last():
+    memory = TierMemory(4, 4, "through")
+    lease = memory.start([1, 2])
+    memory.compute(lease, [1, 2])
+    memory.settle()
+    memory.serve([3, 4])
+    assert memory.drop_order()[0] == (b"", (1, 2))
+    memory.manager.release(lease)
+    assert memory.drop_order()[0] == (b"", (3, 4))
+    memory.manager.check()
+
+
+def test_an_eviction_needs_no_room_on_the_host():
+    memory = TierMemory(4, 1)
+    memory.serve([1, 2, 3, 4])
+    assert memory.manager.evict(4) == 4
+    memory.settle()
+    assert memory.residency([1, 2, 3, 4]) == "h"
+    assert memory.stats.dropped_blocks == 3
+
+
+def test_an_eviction_drops_when_everything_on_the_host_is_held():
+    memory = TierMemory(2, 2)
+    memory.demote([1, 2])
+    lease = memory.start([1, 2])
+    operation = memory.one(OpKind.HOST_TO_DEVICE)  # holds both host blocks
+    memory.finish(operation)
+    memory.compute(lease, [1, 2])
+    parked = memory.tiers.park(lease, [1, 2])
+    memory.settle()
+    memory.serve([3, 4])
+    assert memory.manager.evict(2) == 2
+    assert memory.take() == []
+    assert memory.residency([3, 4]) == ""
+    assert memory.residency([1, 2]) == "hh"
+    memory.manager.check()
+    assert parked is not None
+    memory.tiers.unpark(parked)
+    memory.manager.check()
+
+
+def test_an_eviction_while_the_host_lands():
+    memory = TierMemory(2, 2)
+    memory.serve([1, 2])
+    memory.manager.evict(2)
+    landing = memory.one(OpKind.DEVICE_TO_HOST)
+    lease = memory.start([3, 4])
+    memory.compute(lease, [3, 4])
+    memory.manager.release(lease)
+    memory.manager.evict(2)  # what lands cannot be dropped
+    assert memory.take() == []
+    memory.finish(landing)
+    assert (memory.residency([1, 2]), memory.residency([3, 4])) == ("hh", "")
+    memory.manager.check()

@@ -1,0 +1,130 @@
+"""What cannot be done with a request that is parked, or on its way; nothing has changed then."""
+
+import pytest
+
+from radixkv.kvcache import CacheManager, LeaseError, OutOfBlocksError, StorageConfigError
+
+from .test_parking import TOKENS, memory_of, park, resume
+
+ENDED = "the parked request was resumed or let go before, or is of another cache"
+
+
+def test_let_go_twice():
+    memory = memory_of()
+    parked = park(memory, TOKENS)
+    memory.tiers.unpark(parked)
+    with pytest.raises(LeaseError) as caught:
+        memory.tiers.unpark(parked)
+    assert str(caught.value) == ENDED
+    memory.settle()
+
+
+def test_resumed_twice():
+    memory = memory_of()
+    parked = park(memory, TOKENS)
+    memory.settle()
+    resume(memory, parked, TOKENS)
+    before = memory.manager.stats()
+    with pytest.raises(LeaseError) as caught:
+        memory.manager.admit(memory.manager.match(TOKENS), parked)
+    assert str(caught.value) == ENDED
+    assert memory.manager.stats() == before
+
+
+@pytest.mark.parametrize("other", [memory_of().manager, CacheManager(4, 2)])
+def test_resumed_on_another_cache(other):
+    memory = memory_of()
+    parked = park(memory, TOKENS)
+    memory.settle()
+    with pytest.raises(LeaseError) as caught:
+        other.admit(other.match(TOKENS), parked)
+    assert str(caught.value) == ENDED
+    assert other.stats().live_leases == 0
+
+
+def test_resumed_while_it_is_saved():
+    memory = memory_of()
+    parked = park(memory, TOKENS)
+    for _ in range(2):  # queued, and dispatched
+        with pytest.raises(LeaseError) as caught:
+            memory.manager.admit(memory.manager.match(TOKENS), parked)
+        assert str(caught.value) == "the parked request is still being copied"
+        memory.take()
+    memory.settle()
+    assert resume(memory, parked, TOKENS) == 5
+
+
+def test_resumed_with_fewer_tokens():
+    memory = memory_of()
+    parked = park(memory, TOKENS)
+    memory.settle()
+    before = memory.manager.stats()
+    with pytest.raises(LeaseError) as caught:
+        memory.manager.admit(memory.manager.match(TOKENS[:4]), parked)
+    assert str(caught.value) == "a request was parked with 5 tokens, but resumes with 4"
+    assert memory.manager.stats() == before
+    assert resume(memory, parked, TOKENS) == 5
+
+
+def test_resumed_without_room_on_the_device():
+    memory = memory_of()
+    parked = park(memory, TOKENS)
+    memory.settle()
+    other = memory.start([7, 7, 8, 8, 9, 9])
+    memory.settle()
+    before = memory.manager.stats(), memory.residency(TOKENS), memory.drop_order()
+    with pytest.raises(OutOfBlocksError) as caught:
+        memory.manager.admit(memory.manager.match(TOKENS), parked)
+    assert str(caught.value) == "needs 2 blocks, but only 0 are free or evictable"
+    assert (memory.manager.stats(), memory.residency(TOKENS), memory.drop_order()) == before
+    memory.manager.check()
+    memory.manager.release(other)
+    assert resume(memory, parked, TOKENS) == 5
+
+
+def test_a_lease_that_is_parked_is_used():
+    memory = memory_of()
+    parked = park(memory, TOKENS)
+    for call in (memory.manager.publish, memory.tiers.park, memory.tiers.fork):
+        with pytest.raises(LeaseError) as caught:
+            call(parked.lease, TOKENS)
+        assert str(caught.value) == "a lease is published while it is loaded or parked"
+    with pytest.raises(LeaseError) as caught:
+        memory.manager.release(parked.lease)
+    assert str(caught.value) == "a lease that is being parked ends when its copy does"
+    memory.manager.check()
+    memory.settle()
+    with pytest.raises(LeaseError) as caught:
+        memory.manager.release(parked.lease)
+    assert str(caught.value) == "the lease was released, or is of another manager"
+
+
+def test_a_lease_that_loads_is_used():
+    memory = memory_of()
+    memory.demote(TOKENS)
+    lease = memory.start(TOKENS)
+    for call in (memory.manager.publish, memory.tiers.park, memory.tiers.fork):
+        with pytest.raises(LeaseError) as caught:
+            call(lease, TOKENS)
+        assert str(caught.value) == "a lease is published while it is loaded or parked"
+    memory.manager.check()
+    memory.settle()
+    memory.compute(lease, TOKENS)
+
+
+def test_parked_with_more_tokens_than_there_is_room_for():
+    memory = memory_of()
+    lease = memory.start(TOKENS)
+    with pytest.raises(LeaseError) as caught:
+        memory.tiers.park(lease, [*TOKENS, 6])
+    assert str(caught.value) == "6 tokens published on a lease with room for 5"
+    assert memory.stats.parked == 0
+
+
+def test_parked_in_storage_without_one():
+    memory = memory_of()
+    lease = memory.start(TOKENS)
+    with pytest.raises(StorageConfigError) as caught:
+        memory.tiers.park(lease, TOKENS, "storage")
+    assert str(caught.value) == "a request is parked in storage, but the cache has none"
+    memory.manager.release(lease)
