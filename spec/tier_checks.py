@@ -56,6 +56,8 @@ def _check_content(world: TierWorld) -> None:
     for on_device, found in ((True, seen.device), (False, seen.host)):
         tier = "device" if on_device else "host"
         for tag, block in found.items():
+            is_new = not on_device and world.tier_model.host.get(block) == "new"
+            require(not is_new, rules.T1, "host block {} is found, and is yet to be written", block)
             writer = writers.get((on_device, block))
             if writer is not None:
                 rule = rules.T12 if writer.has_result else rules.T1

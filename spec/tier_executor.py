@@ -101,6 +101,17 @@ class Executor:
         for copy in copies:
             require(copy.id not in self.seen, rules.T6, "operation {} is taken again", copy.id)
             self.seen.add(copy.id)
+            places = [each for each in (copy.sources, copy.destinations, copy.keys) if each]
+            wanted = 1 if copy.kind == "lookup" else 2
+            require(
+                len(places) == wanted and len({len(each) for each in places}) == 1,
+                rules.T35,
+                "operation {} names {} sources, {} destinations and {} keys",
+                copy.id,
+                len(copy.sources),
+                len(copy.destinations),
+                len(copy.keys),
+            )
             tier = "device" if copy.kind == "out" else "host"
             flights.append(Flight(copy, [self.content(tier, block) for block in copy.sources]))
         for flight in flights:

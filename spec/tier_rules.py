@@ -116,6 +116,10 @@ T34: Final = rule(
     "T34 parked-in-storage",
     "What was parked in storage can be dropped from the host when it was stored, and not before.",
 )
+T35: Final = rule(
+    "T35 block-by-block",
+    "An operation names, for each block that it copies, one place to read and one to write.",
+)
 
 TIER_RULES: Final = tuple(value for value in list(globals().values()) if isinstance(value, Rule))
 """Every rule above, in order."""

@@ -78,6 +78,8 @@ class TierWorld(CacheWorld):
         assert isinstance(self.model, TierModel), "a world of tiers has a model of them"
         self.tier_model = self.model
         self.weights = weights_of(config.get("rare", 0), config.get("often", 0))
+        if config["write"] == "through":  # an eviction before a copy is rare otherwise
+            self.weights["evict"] *= 3
         self.executor = Executor(self.device)
         self.prefixes = Prefixes()
         self.loads: dict[str, Load] = {}

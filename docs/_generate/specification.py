@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import radixkv.spec.cache_rules
-import radixkv.spec.scheduler_rules  # noqa: F401 - both enter their rules in RULES
+import radixkv.spec.scheduler_rules
+import radixkv.spec.tier_rules  # noqa: F401 - all of them enter their rules in RULES
 from radixkv.spec.draw import to_program
 from radixkv.spec.engine import Finding, Subject
 from radixkv.spec.invariants import INVARIANTS
 from radixkv.spec.rules import RULES
-from radixkv.spec.situations import CACHE_FLOORS, PER_STEPS, SCHEDULER_FLOORS
+from radixkv.spec.situations import CACHE_FLOORS, PER_STEPS, SCHEDULER_FLOORS, TIER_FLOORS
 from radixkv.spec.svg import to_svg
 from radixkv.spec.target import DEPTHS, Depth
 
@@ -38,6 +39,7 @@ CHAPTERS: Final = {
     "S": "After each call",
     "W": "Inside",
     "Q": "The scheduler",
+    "T": "Tiers below the device",
 }
 
 Row = dict[str, Any]
@@ -107,8 +109,10 @@ def _planted() -> dict[str, Callable[[Depth], Subject]]:
     from tests.spec.planted.cache_bugs import CACHE_BUGS
     from tests.spec.planted.matrix import subject_of
     from tests.spec.planted.scheduler_bugs import SCHEDULER_BUGS
+    from tests.spec.planted.tier_bugs import TIER_BUGS
 
-    return {bug.name: partial(subject_of, bug) for bug in (*CACHE_BUGS, *SCHEDULER_BUGS)}
+    bugs = (*CACHE_BUGS, *TIER_BUGS, *SCHEDULER_BUGS)
+    return {bug.name: partial(subject_of, bug) for bug in bugs}
 
 
 def _sentence(text: str) -> str:
@@ -182,7 +186,11 @@ def _ruled_out(wanted: bool) -> Iterator[str]:
 
 
 def _situations() -> Iterator[str]:
-    for title, floors in (("The cache", CACHE_FLOORS), ("The scheduler", SCHEDULER_FLOORS)):
+    for title, floors in (
+        ("The cache", CACHE_FLOORS),
+        ("The scheduler", SCHEDULER_FLOORS),
+        ("The tiers", TIER_FLOORS),
+    ):
         yield _line([title, f"At least, per {PER_STEPS:,} steps"])
         yield _line(["---", "---:"])
         for situation, floor in floors.items():

@@ -13,13 +13,14 @@ from multiprocessing import get_context
 from statistics import median
 from typing import Any, Literal, TypeAlias, cast
 
-from radixkv.scheduler.fuzz import cache_adapter, pool_adapter
+from radixkv.scheduler.fuzz import cache_adapter, pool_adapter, tier_adapter
 from radixkv.spec import hypothesis_engine, random_engine
 from radixkv.spec.cache_world import CacheSubject
 from radixkv.spec.engine import Subject
 from radixkv.spec.pool_world import PoolSubject
 from radixkv.spec.shrink import shrink
 from radixkv.spec.target import Depth
+from radixkv.spec.tier_world import TierSubject
 
 from .plant import Bug, load
 from .plant_scheduler import subject_with
@@ -64,6 +65,8 @@ def subject_of(bug: Bug, depth: Depth) -> Subject:
     module = load(bug)
     if bug.world == "pool":
         return PoolSubject(pool_adapter.make_factory(module))
+    if bug.world == "tiers":
+        return TierSubject(tier_adapter.make_factory(module))
     make = cache_adapter.make_factory(module)
 
     def make_humble(num_blocks: int, block_size: int) -> Any:

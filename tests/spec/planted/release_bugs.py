@@ -37,7 +37,7 @@ LEASE_BUGS = (
     bug(
         "a release keeps the private blocks",
         MANAGER,
-        ("self._pool.recycle(self.tables", "np.copy(self.tables"),
+        ("self._pool.recycle(tables.ids[row", "np.copy(tables.ids[row"),
         seen_in="SGLang #9817",
     ),
     bug(
@@ -64,7 +64,7 @@ LEASE_BUGS = (
     bug(
         "a release keeps the row",
         MANAGER,
-        ("self.tables.give_row(row)", "pass"),
+        ("        tables.give_row(row)", "        pass"),
         seen_in="SGLang #10871",
     ),
     bug(

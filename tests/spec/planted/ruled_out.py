@@ -22,9 +22,7 @@ class RuledOut:
 
 
 _NO_LOCK = "the manager has no lock, no thread and no I/O: each call runs to its end"
-_NO_NODE_STATE = "a block in the tree has one state, published: there is no status to forget"
-_HOST = "comes with the host tier"
-_STORAGE = "comes with the storage tier"
+_NO_NODE_STATE = "a block of the device is in the tree, or is not: it has no status to forget"
 _HAND_OFF = "comes with the hand-off from prefill to decode"
 _SCHEDULER = "is the scheduler's: its rules and bugs are planted there"
 _NO_WINDOW = "there is one group of layers, with full attention"
@@ -55,8 +53,11 @@ RULED_OUT: Final = (
     RuledOut(
         "a dead node has the status of a live one", "FastDeploy hierarchical mode", _NO_NODE_STATE
     ),
-    RuledOut("a walk goes on past a node that is being loaded", "FastDeploy v1", _NO_NODE_STATE),
-    RuledOut("loading nodes are pinned and dropped from the hit", "FastDeploy v1", _NO_NODE_STATE),
+    RuledOut(
+        "loading nodes are pinned and dropped from the hit",
+        "FastDeploy v1",
+        "what is loaded is private to its lease, and enters the tree when it has arrived",
+    ),
     RuledOut(
         "heap and set of evictable nodes drift apart",
         "FastDeploy PR 7885 review",
@@ -65,7 +66,7 @@ RULED_OUT: Final = (
     RuledOut(
         "a parent with children in another tier is never queued again",
         "FastDeploy hierarchical mode",
-        _HOST,
+        "a run is in the idle list when nobody uses it, whatever its children: those go before it",
     ),
     RuledOut(
         "a request pins one path when it is prefetched and unpins another when it ends",
@@ -167,33 +168,41 @@ RULED_OUT: Final = (
     RuledOut("a removal is told while a copy still exists", "vLLM #55092", _NO_EVENTS),
     RuledOut("a parent is never told", "vLLM #57159", _NO_EVENTS),
     # Tiers and peers
-    RuledOut("a swap-in that fails leaves its nodes pinned", "FastDeploy PR 7107", _HOST),
-    RuledOut("device blocks are freed before they are copied", "FastDeploy v1", _HOST),
-    RuledOut("a host block is evicted while it is loaded", "SGLang #26728", _HOST),
-    RuledOut("a failed write-back counts as done", "SGLang #27108", _HOST),
-    RuledOut("a host copy is read before it is complete", "TensorRT-LLM #8813", _HOST),
-    RuledOut("a block swapped in meanwhile is freed", "TensorRT-LLM #8830", _HOST),
-    RuledOut("layers are marked as loaded that failed", "FastDeploy v1", _HOST),
-    RuledOut("an eviction to a full host pool never ends", "FastDeploy v1", _HOST),
-    RuledOut("a block is found in device and host counts", "FastDeploy hierarchical mode", _HOST),
-    RuledOut("a late transfer acts after a reset", "FastDeploy PR 6202", _HOST),
-    RuledOut("an aborted prefetch keeps its host blocks", "SGLang #9874, SGLang #30053", _HOST),
-    RuledOut("stored blocks count as shared and leak on refusal", "FastDeploy PR 7890", _STORAGE),
-    RuledOut("a write to storage is read after its blocks are freed", "vLLM #52360", _STORAGE),
-    RuledOut("storage is asked with no tokens, and never hits", "FastDeploy PR 7107", _STORAGE),
-    RuledOut("more tokens are stored than blocks", "FastDeploy PR 7614", _STORAGE),
-    RuledOut("data read from a file never reach the device", "FastDeploy PR 6188", _STORAGE),
-    RuledOut("a query counts past the first gap", "FastDeploy file store", _STORAGE),
-    RuledOut("what exists is written again", "FastDeploy storage", _STORAGE),
     RuledOut(
-        "a storage task that raises is waited for without end", "FastDeploy storage", _STORAGE
+        "a block swapped in meanwhile is freed",
+        "TensorRT-LLM #8830",
+        "an old match is made anew when the tree has changed, and admission pins before it evicts",
     ),
-    RuledOut("prefetched blocks are put below the root", "FastDeploy v1", _STORAGE),
-    RuledOut("a write that was begun never ends", "Mooncake #849, LMCache #1898", _STORAGE),
-    RuledOut("leases are renewed by a mere look", "Mooncake #3599", _STORAGE),
-    RuledOut("the same block is stored twice", "vLLM #45704", _STORAGE),
-    RuledOut("who shares a block that failed to load keeps it", "vLLM #19330", _STORAGE),
-    RuledOut("loaded tokens are lost by a preemption", "vLLM #18631", _STORAGE),
+    RuledOut(
+        "an evicted block is written again before it was copied",
+        "FastDeploy v1, FastDeploy hierarchical mode",
+        "operations are dispatched before the next step, by the thread that dispatches that one",
+    ),
+    RuledOut(
+        "stored blocks count as shared and leak on refusal",
+        "FastDeploy PR 7890",
+        "what storage had is in the tree before an admission, which is refused before it reserves",
+    ),
+    RuledOut(
+        "more tokens are stored than blocks",
+        "FastDeploy PR 7614",
+        "keys are made of the runs that are stored, one for each of their blocks",
+    ),
+    RuledOut(
+        "data read from a file never reach the device",
+        "FastDeploy PR 6188",
+        "a fetch ends on the host; an admission has another operation for the rest of the way",
+    ),
+    RuledOut(
+        "a storage task that raises is waited for without end",
+        "FastDeploy storage",
+        "every operation has a time after which its driver ends it; tested with the driver",
+    ),
+    RuledOut(
+        "leases are renewed by a mere look",
+        "Mooncake #3599",
+        "a match and a lookup hold nothing, and nothing is used by them",
+    ),
     RuledOut("reserved blocks stay when a peer is gone", "FastDeploy PR 7965", _HAND_OFF),
     RuledOut("a message that comes twice reserves twice", "FastDeploy PR 5338", _HAND_OFF),
     RuledOut("a slot is seen before its request", "FastDeploy PR 7500", _HAND_OFF),

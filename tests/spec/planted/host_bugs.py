@@ -1,0 +1,277 @@
+"""Bugs to plant into the host tier: its list, its copies, and what is demoted and promoted."""
+
+from __future__ import annotations
+
+from .plant import bug
+
+HOST, WRITER, TREE = "host_tier.py", "host_writer.py", "tiered_tree.py"
+
+HOST_BUGS = (
+    bug(
+        "a copy is valid when it is decided",
+        HOST,
+        (
+            "        run = HostRun(node, ids.tobytes(), landing=True)\n",
+            "        run = HostRun(node, ids.tobytes())\n"
+            "        self.num_cached += run.num_blocks\n",
+        ),
+        (
+            '        assert run.landing and run.node is not None, "a run that is not landing has '
+            'arrived"\n        run.landing = False\n        self.num_cached += run.num_blocks\n',
+            "",
+        ),
+        seen_in="FastDeploy v1",
+        world="tiers",
+    ),
+    bug(
+        "a host block that was taken is still in the pool",
+        "block_pool.py",
+        (
+            "        self.fill(ids)\n        return ids",
+            "        self.fill(ids)\n        self.num_free += num_blocks\n        return ids",
+        ),
+        seen_in="FastDeploy v1",
+        world="tiers",
+    ),
+    bug(
+        "a run that is landing can be matched",
+        HOST,
+        ("return not (self.landing or self.leaving)", "return not self.leaving"),
+        seen_in="FastDeploy v1, TensorRT-LLM #8813",
+        world="tiers",
+    ),
+    bug(
+        "a run that is leaving can be matched",
+        HOST,
+        ("return not (self.landing or self.leaving)", "return not self.landing"),
+        world="tiers",
+    ),
+    bug(
+        "a split forgets who holds the upper half",
+        HOST,
+        ("        run.holders = list(self.holders)\n", ""),
+        seen_in="SGLang #16946",
+        world="tiers",
+    ),
+    bug(
+        "a split puts the upper half behind the lower in its holder",
+        HOST,
+        ("holder.insert(holder.index(self), run)", "holder.insert(holder.index(self) + 1, run)"),
+        world="tiers",
+    ),
+    bug(
+        "a split forgets that a run is being stored",
+        HOST,
+        ("        run.storing, run.stored = self.storing, self.stored\n", ""),
+        seen_in="vLLM #45704",
+        world="tiers",
+    ),
+    bug(
+        "half of a landing run can be matched after a split",
+        HOST,
+        ("        run.landing, run.leaving = self.landing, self.leaving\n", ""),
+        seen_in="SGLang #16946",
+        world="tiers",
+    ),
+    bug(
+        "the halves of a split are counted twice",
+        HOST,
+        ("            self.num_idle -= part.num_blocks  # counted with the whole\n", ""),
+        seen_in="pymllm #656",
+        world="tiers",
+    ),
+    bug(
+        "a drop leaves the run in the list",
+        HOST,
+        (
+            "        if run.warmer is not None:\n            self._unlink(run)\n"
+            "        set_host(run.node, None)",
+            "        set_host(run.node, None)",
+        ),
+        seen_in="FastDeploy PR 7885 review",
+        world="tiers",
+    ),
+    bug(
+        "a dropped run gives its blocks back while somebody holds it",
+        HOST,
+        (
+            "            self.num_cached -= run.num_blocks\n        if not run.holders:\n",
+            "            self.num_cached -= run.num_blocks\n        if True:\n",
+        ),
+        seen_in="SGLang #26728",
+        world="tiers",
+    ),
+    bug(
+        "a run that was dropped while it was held never gives its blocks back",
+        HOST,
+        (
+            "                if run.node is None:\n                    self._recycle(run)\n"
+            "                elif",
+            "                if run.node is not None and",
+        ),
+        world="tiers",
+    ),
+    bug(
+        "a run that is let go cannot be dropped any more",
+        HOST,
+        (
+            "                    self._link_path(run)\n        holder.clear()",
+            "                    pass\n        holder.clear()",
+        ),
+        seen_in="FastDeploy v1",
+        world="tiers",
+    ),
+    bug(
+        "a held run stays in the list of those to drop",
+        HOST,
+        (
+            "            if run.warmer is not None:\n                self._unlink(run)\n"
+            "            run.holders",
+            "            run.holders",
+        ),
+        elsewhere=(
+            (
+                HOST,
+                "                elif run.is_valid:\n",
+                "                elif run.is_valid and run.warmer is None:\n",
+            ),
+        ),
+        seen_in="SGLang #26728",
+        world="tiers",
+    ),
+    bug(
+        "the run that was used last is dropped first",
+        HOST,
+        (
+            "        run = self._list.warmer\n        assert",
+            "        run = self._list.colder\n        assert",
+        ),
+        world="tiers",
+    ),
+    bug(
+        "the host forgets a use",
+        HOST,
+        (
+            "        if run.warmer is not None:\n            self._unlink(run)\n"
+            "            self._link(run)\n",
+            "        pass\n",
+        ),
+        world="tiers",
+    ),
+    bug(
+        "a copy is dropped after its parent",
+        HOST,
+        (
+            "                self.touch(above.host)\n            above = above.parent",
+            "                pass\n            above = above.parent",
+        ),
+        seen_in="FastDeploy v1",
+        world="tiers",
+    ),
+    bug(
+        "what leaves the host keeps its blocks there",
+        HOST,
+        (
+            "        self._unlink(run)\n        self._forget(run)\n        run.leaving = True",
+            "        self._unlink(run)\n        self.num_cached -= run.num_blocks\n"
+            "        run.leaving = True",
+        ),
+        world="tiers",
+    ),
+    bug(
+        "an eviction copies nothing to the host",
+        WRITER,
+        (
+            '        if self._config.write != "through":\n'
+            "            self.demoted_blocks += len(ids) // ITEM_BYTES\n"
+            "            excess -= self._host.available\n",
+            '        if self._config.write != "through":\n'
+            "            self.demoted_blocks += len(ids) // ITEM_BYTES\n",
+        ),
+        world="tiers",
+    ),
+    bug(
+        "an eviction fails when the host is full",
+        WRITER,
+        (
+            "        moving = self._drop_coldest(moving, excess)\n",
+            "        assert excess <= 0, 'the host is full'\n",
+        ),
+        seen_in="FastDeploy v1, LMCache #2942",
+        world="tiers",
+    ),
+    bug(
+        "an eviction drops the warmest when the host is full",
+        WRITER,
+        (
+            "        for node in nodes:\n            if num_blocks < node.num_blocks:",
+            "        for node in reversed(nodes):\n            if num_blocks < node.num_blocks:",
+        ),
+        world="tiers",
+    ),
+    bug(
+        "an eviction with write-through copies all the same",
+        WRITER,
+        (
+            '        if self._config.write != "through":\n            self.demoted_blocks',
+            "        if True:\n            self.demoted_blocks",
+        ),
+        world="tiers",
+    ),
+    bug(
+        "making room drops one block too many",
+        WRITER,
+        (
+            "            if run.num_blocks > short:\n"
+            "                tree.split(node, run.num_blocks - short)\n",
+            "",
+        ),
+        world="tiers",
+    ),
+    bug(
+        "making room drops the device's block with the copy",
+        WRITER,
+        (
+            "            if node.device_blocks:\n                tree.dropped_blocks",
+            "            if False:\n                tree.dropped_blocks",
+        ),
+        seen_in="FastDeploy hierarchical mode",
+        world="tiers",
+    ),
+    bug(
+        "what is written through is copied on its first hit, whatever was asked for",
+        WRITER,
+        (
+            "self.tree.hits.get(node, 0) < self._config.hits or node.num_blocks > room",
+            "node.num_blocks > room",
+        ),
+        world="tiers",
+    ),
+    bug(
+        "what is published is not written through",
+        WRITER,
+        (
+            "            self._published[node] = None\n\n    def hit",
+            "            pass\n\n    def hit",
+        ),
+        world="tiers",
+    ),
+    bug(
+        "hits are not counted",
+        WRITER,
+        ("                hits[place] = hits.get(place, 0) + 1\n", "                pass\n"),
+        world="tiers",
+    ),
+    bug(
+        "a split forgets the hits of its upper half",
+        TREE,
+        ("            self.hits[upper] = self.hits[lower]\n", "            pass\n"),
+        world="tiers",
+    ),
+    bug(
+        "what is left of a path after an eviction is not written through",
+        WRITER,
+        ("                self._published[node.parent] = None\n", "                pass\n"),
+        world="tiers",
+    ),
+)

@@ -1,0 +1,282 @@
+"""Bugs to plant into operations and their ends: late, twice, failed, cancelled, not fenced."""
+
+from __future__ import annotations
+
+from .plant import bug
+
+OPERATIONS, EFFECTS, READER = "operations.py", "effects.py", "host_reader.py"
+
+OPERATION_BUGS = (
+    bug(
+        "a completion that is heard twice is applied twice",
+        OPERATIONS,
+        (
+            "        if op_id not in self._open:\n            self.late_completions += 1\n"
+            "            if fenced:\n                self._lift(op_id)\n            return False\n"
+            "        operation, _ = self._open[op_id]\n",
+            "        if op_id not in self._open:\n            self.late_completions += 1\n"
+            "            done = self.__dict__.setdefault('done', {})\n"
+            "            if op_id in done:\n                done[op_id].end(ok)\n"
+            "            if fenced:\n                self._lift(op_id)\n            return False\n"
+            "        operation, effect = self._open[op_id]\n"
+            "        self.__dict__.setdefault('done', {})[op_id] = effect\n",
+        ),
+        seen_in="vLLM #46014, FastDeploy PR 5338",
+        world="tiers",
+    ),
+    bug(
+        "a late completion is taken for the first",
+        OPERATIONS,
+        (
+            "                self._lift(op_id)\n            return False\n",
+            "                self._lift(op_id)\n            return True\n",
+        ),
+        world="tiers",
+    ),
+    bug(
+        "the late completion of what was cancelled does not end its quarantine",
+        OPERATIONS,
+        ("            if fenced:\n                self._lift(op_id)\n", ""),
+        seen_in="SGLang #9874, SGLang #30053",
+        world="tiers",
+    ),
+    bug(
+        "blocks of a cancelled operation are given back before its fence",
+        OPERATIONS,
+        ("fenced=not dispatched)", "fenced=True)"),
+        seen_in="SGLang #24527, vLLM #45357",
+        world="tiers",
+    ),
+    bug(
+        "blocks of an operation are given back with its result, not with its fence",
+        OPERATIONS,
+        (
+            "        if fenced:\n            effect.fenced()\n",
+            "        if True:\n            effect.fenced()\n",
+        ),
+        seen_in="FastDeploy PR 7965",
+        world="tiers",
+    ),
+    bug(
+        "a fence is heard of twice",
+        OPERATIONS,
+        ("effect = self._quarantined.pop(op_id, None)", "effect = self._quarantined.get(op_id)"),
+        world="tiers",
+    ),
+    bug(
+        "what is cancelled before it is taken is handed out all the same",
+        OPERATIONS,
+        (
+            "        dispatched = self._queued.pop(op_id, None) is None\n",
+            "        dispatched = op_id not in self._queued\n",
+        ),
+        elsewhere=(
+            (
+                OPERATIONS,
+                "        self._queued.pop(op_id, None)\n        effect.end(ok)\n",
+                "        effect.end(ok)\n",
+            ),
+        ),
+        world="tiers",
+    ),
+    bug(
+        "the driver is not told what was cancelled",
+        OPERATIONS,
+        ("            self._cancelled.append(op_id)\n", "            pass\n"),
+        world="tiers",
+    ),
+    bug(
+        "the driver is told again and again what was cancelled",
+        OPERATIONS,
+        ("cancelled, self._cancelled = self._cancelled, []", "cancelled = list(self._cancelled)"),
+        world="tiers",
+    ),
+    bug(
+        "operations are handed out twice",
+        OPERATIONS,
+        ("        self._queued.clear()\n", "        pass\n"),
+        world="tiers",
+    ),
+    bug(
+        "a result of another length is taken for some of the blocks",
+        OPERATIONS,
+        ("if len(ok) != operation.num_blocks:", "if len(ok) > operation.num_blocks:"),
+        world="tiers",
+    ),
+    bug(
+        "a result is counted by its good blocks, not by those before the first bad one",
+        EFFECTS,
+        ("            return place\n", "            return sum(ok)\n"),
+        seen_in="FastDeploy file store, SGLang #27108",
+        world="tiers",
+    ),
+    bug(
+        "a failed write-back counts as done",
+        EFFECTS,
+        ("leading(ok[place:after]))", "run.num_blocks)"),
+        seen_in="SGLang #27108",
+        world="tiers",
+    ),
+    bug(
+        "of a copy of two runs each has the result of the first",
+        EFFECTS,
+        (
+            "            arrived += self._tiers.arrived(run, leading(ok[place:after]))\n"
+            "            place = after\n",
+            "            arrived += self._tiers.arrived(run, leading(ok[place:after]))\n",
+        ),
+        seen_in="SGLang #16946",
+        world="tiers",
+    ),
+    bug(
+        "landing blocks are let go with the result",
+        EFFECTS,
+        (
+            "        self._tiers.store([run for run in arrived if run.node is not None])\n",
+            "        self._tiers.store([run for run in arrived if run.node is not None])\n"
+            "        self._tiers.let_go(self.runs)\n",
+        ),
+        world="tiers",
+    ),
+    bug(
+        "what has arrived on the host is not stored",
+        EFFECTS,
+        ("        self._tiers.store([run for run in arrived if run.node is not None])\n", ""),
+        seen_in="FastDeploy PR 7107",
+        world="tiers",
+    ),
+    bug(
+        "the host source of a store is let go when it is decided",
+        EFFECTS,
+        (
+            "            run.storing = True\n",
+            "            run.storing = True\n        tiers.host.let_go(self.runs)\n",
+        ),
+        seen_in="vLLM #52360, FastDeploy PR 7107 review",
+        world="tiers",
+    ),
+    bug(
+        "the host source of a store is let go with its result, not with its fence",
+        EFFECTS,
+        (
+            "        self._tiers.stored_blocks += sum(ok)\n",
+            "        self._tiers.stored_blocks += sum(ok)\n        self._tiers.let_go(self.runs)\n",
+        ),
+        world="tiers",
+    ),
+    bug(
+        "the source of a store is never let go",
+        EFFECTS,
+        (
+            "        self._tiers.let_go(self.runs)\n        self._tiers.let_go_of_stored()\n",
+            "        self._tiers.let_go_of_stored()\n",
+        ),
+        seen_in="Mooncake #849, LMCache #1898",
+        world="tiers",
+    ),
+    bug(
+        "a store that failed in part counts as stored",
+        EFFECTS,
+        ("all(ok[place:after])", "any(ok[place:after])"),
+        world="tiers",
+    ),
+    bug(
+        "a promotion is published with its result, before its fence",
+        READER,
+        (
+            "            self._num_good -= 1\n"
+            "            self._tail_tokens = self.loads.tail_tokens\n",
+            "            self._num_good -= 1\n"
+            "            self._tail_tokens = self.loads.tail_tokens\n"
+            "        if self.lease is not None:\n"
+            "            self._tiers.reader.promoted(self, self._num_good, self._tail_tokens)\n"
+            "            self.lease = None\n",
+        ),
+        seen_in="TensorRT-LLM #8813",
+        world="tiers",
+    ),
+    bug(
+        "a promotion is published when it is decided",
+        READER,
+        (
+            "        self._loading[lease.loading] = promotion\n",
+            "        self._loading[lease.loading] = promotion\n"
+            "        whole = len(loads.tokens) // self._tiers.tree.block_bytes\n"
+            "        self.promoted(promotion, whole, loads.tail_tokens)\n"
+            "        promotion.lease = None\n",
+        ),
+        seen_in="FastDeploy v1",
+        world="tiers",
+    ),
+    bug(
+        "a tail is restored after a load that came in part",
+        READER,
+        ("if self.loads.tail_tokens and self._num_good == len(ok):", "if self.loads.tail_tokens:"),
+        elsewhere=(
+            (
+                READER,
+                "            self._num_good -= 1\n",
+                "            self._num_good -= self._num_good == len(ok)\n",
+            ),
+        ),
+        world="tiers",
+    ),
+    bug(
+        "all blocks of a load count as arrived",
+        READER,
+        ("        self._num_good = leading(ok)\n", "        self._num_good = len(ok)\n"),
+        seen_in="FastDeploy v1",
+        world="tiers",
+    ),
+    bug(
+        "a load leaves out the first block that it is to write",
+        READER,
+        ("ids = lease.block_table[first : first", "ids = lease.block_table[first + 1 : first"),
+        world="tiers",
+    ),
+    bug(
+        "a promotion keeps the host copies that it read",
+        READER,
+        ("        tiers.let_go(self.runs)\n        tiers.host.pool", "        tiers.host.pool"),
+        seen_in="FastDeploy PR 7107",
+        world="tiers",
+    ),
+    bug(
+        "a load that fails leaves its copies marked as leaving",
+        READER,
+        ("                tiers.tree.remove(run.node)\n", "                pass\n"),
+        seen_in="FastDeploy PR 7107",
+        world="tiers",
+    ),
+    bug(
+        "a tail that was loaded keeps its host block",
+        READER,
+        ("        tiers.host.pool.recycle(np.array(self.own_host_blocks(), np.int32))\n", ""),
+        world="tiers",
+    ),
+    bug(
+        "the blocks of a request that ends while it is loaded are never given back",
+        READER,
+        ("            tiers.manager.recycle(self.orphans)\n", "            pass\n"),
+        seen_in="FastDeploy PR 7965, SGLang #9874",
+        world="tiers",
+    ),
+    bug(
+        "the blocks of a request that ends while it is loaded are given back at once",
+        "manager.py",
+        (
+            "            self.tiers.reader.abandon(lease)\n",
+            "            self.tiers.reader.abandon(lease)\n"
+            "            ids = self.tables.ids[row, lease.num_shared_blocks : lease.num_blocks]\n"
+            "            self._pool.recycle(ids.copy())\n",
+        ),
+        seen_in="SGLang #35049, vLLM #45357",
+        world="tiers",
+    ),
+    bug(
+        "a load goes on when its request has ended",
+        READER,
+        ("        self._tiers.operations.cancel(lease.loading)\n", ""),
+        world="tiers",
+    ),
+)

@@ -1,0 +1,151 @@
+"""Bugs to plant into the tree of tiers: matches on the host, keys, what is fetched or dropped."""
+
+from __future__ import annotations
+
+from .plant import bug
+
+PREFETCH, TREE, TIERS = "prefetch.py", "tiered_tree.py", "tiers.py"
+
+TIERED_TREE_BUGS = (
+    bug(
+        "a match on the host goes on past a copy that is not valid",
+        TREE,
+        (
+            "if child is None or child.host is None or not child.host.is_valid:",
+            "if child is None or child.host is None:",
+        ),
+        seen_in="FastDeploy v1",
+        world="tiers",
+    ),
+    bug(
+        "a match on the host ends at the first run",
+        TREE,
+        (
+            "            position, node = after, child\n"
+            "        return runs, position // block_bytes",
+            "            position, node = after, child\n            break\n"
+            "        return runs, position // block_bytes",
+        ),
+        world="tiers",
+    ),
+    bug(
+        "a match on the host takes the whole of a run that matches in part",
+        TREE,
+        (
+            "                return runs, position // block_bytes + inside_blocks",
+            "                return runs, position // block_bytes + child.num_blocks",
+        ),
+        seen_in="vLLM #12621",
+        world="tiers",
+    ),
+    bug(
+        "keys are made from the wrong parent",
+        TREE,
+        ("                parent = known[node][-1]\n", "                parent = known[node][0]\n"),
+        seen_in="kvcached #451",
+        world="tiers",
+    ),
+    bug(
+        "keys are made without the namespace",
+        TREE,
+        ("storage.block_keys(tokens, root.key, parent)", 'storage.block_keys(tokens, b"", parent)'),
+        seen_in="vLLM #44701",
+        world="tiers",
+    ),
+    bug(
+        "what was computed twice is on the device of nobody",
+        TREE,
+        ("        self.num_cached += node.num_blocks\n        return node", "        return node"),
+        world="tiers",
+    ),
+    bug(
+        "a removed run leaves its copy behind",
+        TREE,
+        (
+            "            self.host.drop(node.host)\n        self.hits",
+            "            pass\n        self.hits",
+        ),
+        seen_in="FastDeploy PR 7885 review",
+        world="tiers",
+    ),
+    bug(
+        "what is fetched hangs below the wrong node",
+        TREE,
+        ("        node = TieredNode(parent, rest", "        node = TieredNode(root, rest"),
+        elsewhere=((TREE, "        parent.adopt(node)\n", "        root.adopt(node)\n"),),
+        seen_in="FastDeploy v1",
+        world="tiers",
+    ),
+    bug(
+        "what is fetched is written to storage again",
+        TREE,
+        ("        run.stored = True  # that is where it came from\n", ""),
+        elsewhere=(
+            (
+                TREE,
+                "        self.host.settle(run)\n        self.version += 1\n",
+                "        self.host.settle(run)\n        run.node.host and "
+                "self.__dict__.setdefault('fetched', []).append(run)\n        self.version += 1\n",
+            ),
+            (
+                "prefetch.py",
+                "        kept = self.ids[good - attached : good]\n",
+                "        kept = self.ids[good - attached : good]\n"
+                "        tiers.store(tiers.tree.__dict__.pop('fetched', []))\n",
+            ),
+        ),
+        seen_in="FastDeploy storage, vLLM #45704",
+        world="tiers",
+    ),
+    bug(
+        "a block that was fetched too late is found twice",
+        TREE,
+        (
+            "self.host.land(node, host_blocks[-missing:])",
+            "self.host.land(node, host_blocks[:missing])",
+        ),
+        world="tiers",
+    ),
+    bug(
+        "exclusive tiers do not give back what has moved",
+        TIERS,
+        (
+            "        if run.node.device_blocks and (moved or run.leaving):",
+            "        if run.node.device_blocks and run.leaving:",
+        ),
+        seen_in="FastDeploy hierarchical mode",
+        world="tiers",
+    ),
+    bug(
+        "exclusive tiers give back a copy that somebody holds",
+        TIERS,
+        ("run.is_valid and not run.holders", "run.is_valid"),
+        world="tiers",
+    ),
+    bug(
+        "a copy that failed stays where it was to land",
+        TIERS,
+        (
+            "            self.host.drop(run)\n        else:\n"
+            "            self.tree.remove(node)\n        return []",
+            "            pass\n        else:\n            self.tree.remove(node)\n"
+            "        return []",
+        ),
+        world="tiers",
+    ),
+    bug(
+        "what was stored is stored again",
+        TIERS,
+        ("if not (run.stored or run.storing)]", "]"),
+        elsewhere=(
+            (
+                TIERS,
+                "        runs = list(holder)\n        self.host.let_go(holder)\n",
+                "        runs = list(holder)\n        self.host.let_go(holder)\n"
+                "        self.store([r for r in runs if r.node and r.is_valid and r.stored])\n",
+            ),
+        ),
+        seen_in="vLLM #45704, FastDeploy storage",
+        world="tiers",
+    ),
+)
