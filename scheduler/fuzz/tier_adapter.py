@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any, Final
 
@@ -11,7 +12,9 @@ import numpy as np
 from ... import kvcache as own_kvcache
 from ...kvcache.storage.keys import StorageNamespace
 from ...spec.adapter import Events
+from ...spec.cache_rules import R3
 from ...spec.engine import Config
+from ...spec.rules import require
 from ...spec.tier_adapter import Copy, CopyKind, Prefix, TierFactory, TierSnapshot
 from .cache_adapter import CacheAdapter
 
@@ -107,6 +110,16 @@ class TierAdapter(CacheAdapter):
         """Make a wrong call; those about rows know no lease that is being parked."""
         if not self._parking:
             super().misuse(kind, name)
+        manager, error = self.manager, self.kvcache.errors.LeaseError
+        for parking, lease in self._parking.items():
+            match = manager.match(np.zeros(lease.num_tokens, np.int32))
+            for wrong in (
+                partial(manager.publish, lease, []),
+                partial(type(manager).release, manager, lease),
+                partial(manager.admit, match, self._parked[parking]),
+            ):
+                refused = self._is_refused(wrong, error)
+                require(refused, R3, "{} is being parked, and used", parking)
 
     def park_misuse(self, name: str) -> bool:
         """Let go of it again, or resume from it again."""
