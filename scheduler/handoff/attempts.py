@@ -1,0 +1,104 @@
+"""What each side knows of an attempt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ...kvcache import Int32Array, Lease
+from .messages import Ask, Commit, Head, Key, Send, Ticket
+from .states import DecodeState, PrefillState
+
+
+@dataclass(slots=True, eq=False)
+class PrefillAttempt:
+    """One attempt of a request, on P.
+
+    Times are of the last move, of D's last sign of life, and of the last message of its own.
+    """
+
+    head: Head
+    ask: Ask
+    tokens: Int32Array
+    seed: int
+    lease: Lease
+    moved_at: float
+    heard_at: float
+    sent_at: float
+    state: PrefillState = PrefillState.NEW
+    num_computed: int = 0
+    group: int = 0  # whose turn it is in the chunk up to chunk_stop
+    chunk_stop: int = 0
+    next_block: list[int] = field(default_factory=list)  # to be offered, of each group
+    sends: list[Send] = field(default_factory=list)
+    commit: Commit | None = None
+
+
+@dataclass(slots=True, eq=False)
+class DecodeAttempt:
+    """One attempt of a request, on D.
+
+    Times are of the last move or COMMIT, of P's last sign of life, and of the last RENEW.
+    """
+
+    head: Head
+    tokens: Int32Array
+    num_groups: int
+    lease: Lease
+    moved_at: float
+    heard_at: float
+    sent_at: float
+    state: DecodeState = DecodeState.NEW
+    first_block: int = 0
+    commit: Commit | None = None
+    sizes: dict[int, int] = field(default_factory=dict)  # of each part known, in blocks
+    pulls: dict[int, float] = field(default_factory=dict)  # those not fenced, and when they began
+    reason: str = ""  # why it was given up
+
+    def ticket(self, part: int) -> Ticket:
+        """Name a part of it for the transport."""
+        head = self.head
+        assert head.peer_epoch is not None, "D pulls from nobody"
+        return Ticket(head.key, head.peer_epoch, head.epoch, head.grant, part)
+
+    def missing(self) -> tuple[int, ...]:
+        """Which parts P has sent in vain, as far as can be known."""
+        num_parts = self.commit.num_parts if self.commit is not None else 0
+        return tuple([part for part in range(num_parts) if part not in self.sizes])
+
+    def is_whole(self) -> bool:
+        """Whether its parts are as many blocks, in all groups of layers, as were granted."""
+        granted = self.lease.num_blocks - self.first_block
+        return sum(self.sizes.values()) == granted * self.num_groups
+
+
+class DecodeAttempts:
+    """The attempts that D knows, by request; the newest of a request is its last."""
+
+    def __init__(self) -> None:
+        self._by_request: dict[str, list[DecodeAttempt]] = {}
+
+    def add(self, attempt: DecodeAttempt) -> None:
+        """Add the newest attempt of a request."""
+        self._by_request.setdefault(attempt.head.key[0], []).append(attempt)
+
+    def of(self, request_id: str) -> list[DecodeAttempt]:
+        """Return the attempts of a request, oldest first."""
+        return list(self._by_request.get(request_id, ()))
+
+    def find(self, key: Key) -> DecodeAttempt | None:
+        """Return an attempt, or None if it is not known."""
+        for attempt in self._by_request.get(key[0], ()):
+            if attempt.head.key == key:
+                return attempt
+        return None
+
+    def all(self) -> list[DecodeAttempt]:
+        """Return every attempt."""
+        return [attempt for attempts in self._by_request.values() for attempt in attempts]
+
+    def forget(self, attempt: DecodeAttempt) -> None:
+        """Take an attempt out."""
+        request_id = attempt.head.key[0]
+        self._by_request[request_id].remove(attempt)
+        if not self._by_request[request_id]:
+            del self._by_request[request_id]

@@ -1,0 +1,300 @@
+"""The hand-off as the decode node sees it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...kvcache import CacheManager, OutOfBlocksError, RequestTooLargeError
+from .actions import CancelPull, DecodeAction, Post, Pull, Start, Stop, Timing
+from .attempts import DecodeAttempt, DecodeAttempts
+from .messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Ack,
+    Ask,
+    Commit,
+    Grant,
+    Head,
+    Key,
+    Message,
+    Refuse,
+    Renew,
+    Send,
+    Ticket,
+)
+from .states import DECODE_MOVES, DecodeState
+
+
+class DecodeSide:
+    """Takes requests over from one prefill node, as a state machine without I/O.
+
+    Blocks are granted by a lease. They are published when all of the prompt has arrived, and given
+    back, if it has not, when the last pull into them is fenced. Time alone frees nothing.
+
+    Carry out `take_actions` after every call. One thread at a time.
+
+    Attributes:
+        epoch: of this node.
+    """
+
+    def __init__(self, manager: CacheManager, *, epoch: int, timing: Timing) -> None:
+        """Make the side of a node.
+
+        Args:
+            manager: of D's blocks.
+            epoch: higher than that of any earlier life of the node.
+            timing: how long to wait.
+        """
+        self.epoch = epoch
+        self._manager = manager
+        self._timing = timing
+        self._now = 0.0
+        self._last_grant = 0
+        self._attempts = DecodeAttempts()
+        self._actions: list[DecodeAction] = []
+
+    @property
+    def num_open(self) -> int:
+        """Attempts that hold blocks, or have started and not finished."""
+        return sum(each.state is not DecodeState.ENDED for each in self._attempts.all())
+
+    @property
+    def num_known(self) -> int:
+        """Attempts that are known, with those that have ended."""
+        return len(self._attempts.all())
+
+    def take_actions(self) -> list[DecodeAction]:
+        """Hand out what is to be done since the last call, in order."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    # What the scheduler of D says
+
+    def finished(self, key: Key) -> None:
+        """Say that a started attempt is over, and its lease released."""
+        attempt = self._attempts.find(key)
+        if attempt is not None and attempt.state is DecodeState.STARTED:
+            self._move(attempt, DecodeState.ENDED)
+
+    def abort(self, key: Key, reason: str) -> None:
+        """Give an attempt up; `Stop` follows if it has started. Nothing if it is not known."""
+        attempt = self._attempts.find(key)
+        if attempt is not None:
+            self._give_up(attempt, reason)
+
+    # What the transport and the clock say
+
+    def pulled(self, ticket: Ticket) -> None:
+        """Say that all of a part is in its blocks, and nothing is written there any more."""
+        attempt = self._ended_pull(ticket)
+        if attempt is not None:
+            self._start_if_whole(attempt)
+
+    def pull_failed(self, ticket: Ticket, *, fenced: bool) -> None:
+        """Say that a part will not arrive.
+
+        Args:
+            ticket: of a pull.
+            fenced: whether nothing is written into its blocks any more; else `pull_fenced` is to
+                say so.
+        """
+        attempt = self._ended_pull(ticket) if fenced else self._pulling(ticket)
+        if attempt is not None:
+            self._give_up(attempt, f"part {ticket.part} could not be pulled")
+
+    def pull_fenced(self, ticket: Ticket) -> None:
+        """Say that nothing is written any more by a pull that failed or was cancelled."""
+        self._ended_pull(ticket)
+
+    def _pulling(self, ticket: Ticket) -> DecodeAttempt | None:
+        attempt = self._attempts.find(ticket.key)
+        known = attempt is not None and ticket.grant == attempt.head.grant
+        return attempt if known and attempt is not None and ticket.part in attempt.pulls else None
+
+    def _ended_pull(self, ticket: Ticket) -> DecodeAttempt | None:
+        """Take in that a pull is fenced; return its attempt if that is receiving."""
+        attempt = self._pulling(ticket)
+        if attempt is None:
+            return None
+        del attempt.pulls[ticket.part]
+        if attempt.state is DecodeState.QUARANTINED and not attempt.pulls:
+            self._end(attempt)
+        return attempt if attempt.state is DecodeState.RECEIVING else None
+
+    def tick(self, now: float) -> None:
+        """Let time pass: grant what has been loaded, and give up what has waited too long."""
+        self._now = now
+        timing = self._timing
+        for attempt in self._attempts.all():
+            if attempt.state is DecodeState.ENDED:
+                if now - attempt.moved_at >= timing.remember_s:
+                    self._move(attempt, DecodeState.GONE)
+                    self._attempts.forget(attempt)
+                continue
+            if attempt.state is DecodeState.LOADING and attempt.lease.loading is None:
+                self._grant(attempt)
+            if attempt.state not in (DecodeState.LOADING, DecodeState.RECEIVING):
+                continue
+            started = [*attempt.pulls.values()]
+            if attempt.commit is not None or attempt.state is DecodeState.LOADING:
+                started.append(attempt.moved_at)
+            if any(now - begun >= timing.transfer_s for begun in started):
+                self._give_up(attempt, f"{attempt.state.value} took too long")
+            elif now - attempt.heard_at >= timing.silence_s:
+                self._give_up(attempt, "the prefill node is silent")
+            elif now - attempt.sent_at >= timing.retry_s:
+                attempt.sent_at = now
+                self._post(Renew(attempt.head, attempt.missing()))
+
+    # What P says
+
+    def receive(self, message: Message) -> None:
+        """Take in a message of P; one that is stale changes nothing."""
+        head = message.head
+        back = Head(head.key, self.epoch, head.epoch, head.grant)
+        if isinstance(message, Ask):
+            self._asked(message, back)
+            return
+        if head.version != PROTOCOL_VERSION:
+            return
+        attempt = self._attempts.find(head.key)
+        known = attempt is not None and head.grant in (0, attempt.head.grant)
+        if attempt is None or not known or head.peer_epoch not in (None, self.epoch):
+            self._post(Abort(back, "nothing is granted", fenced=True))
+            return
+        if head.epoch != attempt.head.peer_epoch:
+            restarted = head.epoch > (attempt.head.peer_epoch or 0)
+            if restarted and attempt.state is not DecodeState.STARTED:
+                self._give_up(attempt, "the prefill node restarted")
+            return
+        attempt.heard_at = self._now
+        if attempt.state in (DecodeState.STARTED, DecodeState.ENDED):
+            self._say_end(attempt)
+        elif isinstance(message, Abort):
+            self._give_up(attempt, message.reason)
+        elif attempt.state is DecodeState.RECEIVING:
+            self._receiving(attempt, message)
+
+    def _receiving(self, attempt: DecodeAttempt, message: Message) -> None:
+        """Take in what P sends of a prompt."""
+        match message:
+            case Send() if message.part not in attempt.sizes:
+                first = message.first_block
+                stop = first + message.num_blocks
+                if not attempt.first_block <= first < stop <= attempt.lease.num_blocks:
+                    self._give_up(attempt, f"part {message.part} is not of what was granted")
+                    return
+                attempt.sizes[message.part] = message.num_blocks
+                attempt.pulls[message.part] = self._now
+                blocks = tuple([int(block) for block in attempt.lease.block_table[first:stop]])
+                self._actions.append(Pull(attempt.ticket(message.part), blocks, message.group))
+            case Commit() if attempt.commit is None:
+                attempt.commit = message
+                attempt.moved_at = self._now
+                self._start_if_whole(attempt)
+            case Commit() if missing := attempt.missing():
+                self._post(Renew(attempt.head, missing))
+
+    def _asked(self, ask: Ask, back: Head) -> None:
+        """Admit what is asked for, unless that was done, or is stale."""
+        head = ask.head
+        if head.version != PROTOCOL_VERSION:
+            self._post(Refuse(back, "version", head.version, PROTOCOL_VERSION))
+            return
+        known = self._attempts.of(head.key[0])
+        if known and head.key[1] < known[-1].head.key[1]:
+            self._post(Abort(back, "a newer attempt has begun", fenced=True))
+            return
+        attempt = self._attempts.find(head.key)
+        if attempt is not None:
+            self._asked_again(attempt, head, back)
+            return
+        for older in known:
+            self._give_up(older, "a newer attempt has begun")
+        if ask.block_size != self._manager.block_size:
+            self._post(Refuse(back, "block size", ask.block_size, self._manager.block_size))
+            return
+        tokens = np.frombuffer(ask.prompt, "<i4").astype(np.int32)
+        try:
+            lease = self._manager.admit(self._manager.match(tokens, ask.namespace))
+        except OutOfBlocksError as short:
+            self._post(Refuse(back, "out of blocks", short.needed, short.available))
+            return
+        except RequestTooLargeError as large:
+            self._post(Refuse(back, "too large", large.needed, large.num_blocks))
+            return
+        self._last_grant += 1
+        own, now = Head(head.key, self.epoch, head.epoch, self._last_grant), self._now
+        attempt = DecodeAttempt(own, tokens, ask.num_groups, lease, now, now, now)
+        self._attempts.add(attempt)
+        if lease.loading is None:
+            self._grant(attempt)
+        else:
+            self._move(attempt, DecodeState.LOADING)
+
+    def _asked_again(self, attempt: DecodeAttempt, head: Head, back: Head) -> None:
+        """Repeat the answer to an ASK; a twin of an attempt of P's earlier life gets none."""
+        if head.epoch != attempt.head.peer_epoch:
+            self._post(Abort(back, "the attempt is known of another epoch", fenced=True))
+            return
+        attempt.heard_at = self._now
+        if attempt.state is DecodeState.RECEIVING:
+            self._post(Grant(attempt.head, attempt.first_block))
+        elif attempt.state in (DecodeState.STARTED, DecodeState.ENDED):
+            self._say_end(attempt)
+
+    # Shared steps
+
+    def _grant(self, attempt: DecodeAttempt) -> None:
+        attempt.first_block = attempt.lease.num_shared_blocks
+        self._move(attempt, DecodeState.RECEIVING)
+        self._post(Grant(attempt.head, attempt.first_block))
+
+    def _start_if_whole(self, attempt: DecodeAttempt) -> None:
+        """Publish and start if COMMIT and every part have come."""
+        commit = attempt.commit
+        if commit is None or attempt.pulls or len(attempt.sizes) < commit.num_parts:
+            return
+        if not attempt.is_whole() or commit.position != len(attempt.tokens):
+            self._give_up(attempt, "what was sent is not the prompt")
+            return
+        self._manager.publish(attempt.lease, attempt.tokens)
+        self._move(attempt, DecodeState.STARTED)
+        self._say_end(attempt)
+        own = attempt.first_block * self._manager.block_size
+        self._actions.append(Start(attempt.head.key, attempt.lease, commit, own))
+
+    def _give_up(self, attempt: DecodeAttempt, reason: str) -> None:
+        """End an attempt; its blocks wait for the pulls into them."""
+        if attempt.state is DecodeState.STARTED:
+            self._actions.append(Stop(attempt.head.key))
+        if attempt.state not in (DecodeState.LOADING, DecodeState.RECEIVING):
+            return
+        attempt.reason = reason
+        for part in attempt.pulls:
+            self._actions.append(CancelPull(attempt.ticket(part)))
+        if attempt.pulls:
+            self._move(attempt, DecodeState.QUARANTINED)
+            self._post(Abort(attempt.head, reason, fenced=False))
+        else:
+            self._end(attempt)
+
+    def _end(self, attempt: DecodeAttempt) -> None:
+        self._move(attempt, DecodeState.ENDED)
+        self._manager.release(attempt.lease)
+        self._say_end(attempt)
+
+    def _say_end(self, attempt: DecodeAttempt) -> None:
+        """Tell P that nothing of its blocks is read any more, and whether it was of use."""
+        if attempt.reason:
+            self._post(Abort(attempt.head, attempt.reason, fenced=True))
+        else:
+            self._post(Ack(attempt.head))
+
+    def _post(self, message: Message) -> None:
+        self._actions.append(Post(message))
+
+    def _move(self, attempt: DecodeAttempt, state: DecodeState) -> None:
+        assert (attempt.state, state) in DECODE_MOVES, f"{attempt.state} to {state}"
+        attempt.state = state
+        attempt.moved_at = self._now

@@ -1,0 +1,164 @@
+"""Who takes requests in: tries the hand-off again where it failed, and answers each once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import RequestError
+from .messages import Key
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Have P begin an attempt."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Have both nodes give up an attempt, where they know it."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Tell the client how its request ended.
+
+    Attributes:
+        tokens: what was generated; None: it failed, for the reason.
+    """
+
+    request_id: str
+    tokens: tuple[int, ...] | None
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class _Request:
+    deadline: float
+    attempt: int = 0
+    begins_at: float | None = 0.0  # None: an attempt is under way
+    is_started: bool = False
+    reason: str = "no attempt was begun"
+
+    def is_trying(self, request_id: str, key: Key) -> bool:
+        """Whether this attempt is the one under way."""
+        return self.begins_at is None and key == (request_id, self.attempt)
+
+
+class FrontDesk:
+    """One final answer per request, whatever fails.
+
+    A request has one attempt at a time. What an older one reports is ignored, and its node told to
+    stop. A node that ends reports what it said before, then that it is lost.
+    """
+
+    def __init__(self, *, max_attempts: int, backoff_s: float, request_s: float) -> None:
+        """Make a desk.
+
+        Args:
+            max_attempts: of a request.
+            backoff_s: between two attempts.
+            request_s: after so long a request is answered as failed.
+        """
+        self._max_attempts = max_attempts
+        self._backoff_s = backoff_s
+        self._request_s = request_s
+        self._now = 0.0
+        self._requests: dict[str, _Request] = {}
+        self._actions: list[Begin | Cancel | Answer] = []
+
+    @property
+    def num_open(self) -> int:
+        """Requests without an answer."""
+        return len(self._requests)
+
+    def take_actions(self) -> list[Begin | Cancel | Answer]:
+        """Hand out what is to be done since the last call, in order."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    def submit(self, request_id: str) -> None:
+        """Take a request in; its id is never used again.
+
+        Raises:
+            RequestError: if it is open.
+        """
+        if request_id in self._requests:
+            raise RequestError(f"request {request_id!r} is open")
+        self._requests[request_id] = _Request(self._now + self._request_s, begins_at=self._now)
+
+    def cancel(self, request_id: str, reason: str = "cancelled by the client") -> None:
+        """Answer a request as failed, now."""
+        if request_id in self._requests:
+            self._answer(request_id, None, reason)
+
+    def started(self, key: Key) -> None:
+        """D decodes an attempt."""
+        request = self._requests.get(key[0])
+        if request is not None and request.is_trying(key[0], key):
+            request.is_started = True
+        else:
+            self._actions.append(Cancel(key))
+
+    def finished(self, key: Key, tokens: tuple[int, ...]) -> None:
+        """D has generated all of an attempt's tokens."""
+        request = self._requests.get(key[0])
+        if request is not None and request.is_trying(key[0], key):
+            self._answer(key[0], tokens, "")
+
+    def prefill_failed(self, key: Key, reason: str, *, is_final: bool = False) -> None:
+        """P has given an attempt up; D may have started it all the same."""
+        request = self._requests.get(key[0])
+        if request is not None and request.is_trying(key[0], key) and not request.is_started:
+            self._retry(key[0], request, reason, is_final)
+
+    def decode_failed(self, key: Key, reason: str) -> None:
+        """D has stopped an attempt that it had started."""
+        request = self._requests.get(key[0])
+        if request is not None and request.is_trying(key[0], key):
+            self._retry(key[0], request, reason)
+
+    def prefill_lost(self) -> None:
+        """P is gone, and with it what D has not started."""
+        self._lost(started=False, reason="the prefill node was lost")
+
+    def decode_lost(self) -> None:
+        """D is gone, and with it what it had started; of the rest P will say."""
+        self._lost(started=True, reason="the decode node was lost")
+
+    def _lost(self, *, started: bool, reason: str) -> None:
+        for request_id, request in list(self._requests.items()):
+            if request.begins_at is None and request.is_started is started:
+                self._retry(request_id, request, reason)
+
+    def tick(self, now: float) -> None:
+        """Let time pass: begin what has waited, and answer what has waited too long."""
+        self._now = now
+        for request_id, request in list(self._requests.items()):
+            if now >= request.deadline:
+                self._answer(request_id, None, f"not done in time: {request.reason}")
+            elif request.begins_at is not None and now >= request.begins_at:
+                request.begins_at = None
+                request.attempt += 1
+                request.is_started = False
+                request.reason = f"attempt {request.attempt} has not ended"
+                self._actions.append(Begin((request_id, request.attempt)))
+
+    def _retry(
+        self, request_id: str, request: _Request, reason: str, is_final: bool = False
+    ) -> None:
+        request.reason = reason
+        if is_final or request.attempt >= self._max_attempts:
+            self._answer(request_id, None, reason)
+            return
+        self._actions.append(Cancel((request_id, request.attempt)))
+        request.begins_at = self._now + self._backoff_s
+
+    def _answer(self, request_id: str, tokens: tuple[int, ...] | None, reason: str) -> None:
+        request = self._requests.pop(request_id)
+        if request.attempt and tokens is None:
+            self._actions.append(Cancel((request_id, request.attempt)))
+        self._actions.append(Answer(request_id, tokens, reason))

@@ -1,0 +1,165 @@
+"""What a prefill node (P) and a decode node (D) say to each other about one attempt of a request.
+
+::
+
+    P ── ASK ───────────────────────────► D     D matches its own tree, and admits
+      ◄────────── GRANT (or REFUSE) ─────       what it lacks: blocks from one on
+      ── SEND, SEND, ... ──────────────►        parts are there to be pulled, as they are computed
+      ── COMMIT (first token) ─────────►        D publishes and decodes when it has every part
+      ◄──────────────────────────── ACK ─       D reads nothing of P's any more
+
+Either may say ABORT until then, and RENEW to show that it is alive. Any of these may come late,
+twice, in another order or never: what a message says is true whenever it is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+PROTOCOL_VERSION: Final = 1
+
+Key: TypeAlias = tuple[str, int]
+"""A request's id and the number of the attempt."""
+
+RefusalReason: TypeAlias = Literal["out of blocks", "too large", "block size", "version"]
+
+
+class Ticket(NamedTuple):
+    """Names one part of one attempt, for the transport; never used again.
+
+    Attributes:
+        key: the attempt.
+        epoch: of P, which offers the part.
+        peer_epoch: of D, which pulls it.
+        grant: for which it was made.
+        part: counted from 0.
+    """
+
+    key: Key
+    epoch: int
+    peer_epoch: int
+    grant: int
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """Prompt tokens that P did not compute, by the tier that had them."""
+
+    device: int = 0
+    host: int = 0
+    storage: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What every message carries.
+
+    Attributes:
+        key: whom it is about; a newer attempt of a request ends an older one.
+        epoch: of the sender; another after each restart.
+        peer_epoch: of the receiver, as far as the sender knows; None: it has not heard of it.
+        grant: number of D's grant, unique in D's epoch; 0: none yet.
+        version: of the protocol.
+    """
+
+    key: Key
+    epoch: int
+    peer_epoch: int | None = None
+    grant: int = 0
+    version: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Any message."""
+
+    head: Head
+
+
+@dataclass(frozen=True, slots=True)
+class Ask(Message):
+    """P to D: may I send you this?
+
+    Attributes:
+        prompt: int32 tokens, little-endian.
+        namespace: requests share blocks only inside one.
+        block_size: of P; D refuses another than its own.
+        num_groups: into how many groups of layers P cuts each part of the prompt.
+    """
+
+    prompt: bytes
+    namespace: bytes
+    block_size: int
+    num_groups: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grant(Message):
+    """D to P: blocks are reserved; send those of the prompt from first_block on."""
+
+    first_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse(Message):
+    """D to P: nothing is reserved. The counts are of blocks, or the two block sizes or versions."""
+
+    reason: RefusalReason
+    needed: int
+    available: int
+
+
+@dataclass(frozen=True, slots=True)
+class Send(Message):
+    """P to D: a part can be pulled: some blocks of the prompt, in one group of layers."""
+
+    part: int
+    first_block: int
+    num_blocks: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit(Message):
+    """P to D: that was all; decode on from here.
+
+    Attributes:
+        num_parts: how many were sent.
+        first_token: sampled by P.
+        position: of that token in the sequence. With the seed, all of the sampling's state.
+        seed: of the draws.
+        hits: of P, by tier.
+    """
+
+    num_parts: int
+    first_token: int
+    position: int
+    seed: int
+    hits: Hits
+
+
+@dataclass(frozen=True, slots=True)
+class Ack(Message):
+    """D to P: all parts have arrived, D decodes and reads nothing of P's any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort(Message):
+    """Either: the attempt is over for me.
+
+    Attributes:
+        reason: for people.
+        fenced: D alone: none of its pulls reads P's blocks any more.
+    """
+
+    reason: str
+    fenced: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Renew(Message):
+    """Either: I am alive and at it. D names the parts that it lacks after COMMIT."""
+
+    missing: tuple[int, ...] = ()

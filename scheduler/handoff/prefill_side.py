@@ -1,0 +1,297 @@
+"""The hand-off as the prefill node sees it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...kvcache import CacheManager, Lease, Tokens, as_tokens
+from ..errors import RequestError, StepOrderError
+from .actions import Compute, Failed, Offer, Post, PrefillAction, Timing, Withdraw
+from .attempts import PrefillAttempt
+from .messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Ack,
+    Ask,
+    Commit,
+    Grant,
+    Head,
+    Hits,
+    Key,
+    Message,
+    Refuse,
+    Renew,
+    Send,
+    Ticket,
+)
+from .states import PREFILL_MOVES, PrefillState
+
+
+class PrefillSide:
+    """Hands requests over to one decode node, as a state machine without I/O.
+
+    A request's blocks stay pinned until D has said that it reads them no more (ACK, or an ABORT
+    that is fenced), or the transport has said that nobody can (`fenced`). Time alone frees nothing.
+
+    Carry out `take_actions` after every call. One thread at a time.
+
+    Attributes:
+        epoch: of this node.
+    """
+
+    def __init__(
+        self, manager: CacheManager, *, epoch: int, timing: Timing, num_groups: int = 1
+    ) -> None:
+        """Make the side of a node.
+
+        Args:
+            manager: of P's blocks.
+            epoch: higher than that of any earlier life of the node.
+            timing: how long to wait.
+            num_groups: groups of layers that are sent each on its own.
+        """
+        self.epoch = epoch
+        self._manager = manager
+        self._timing = timing
+        self._num_groups = num_groups
+        self._now = 0.0
+        self._attempts: dict[Key, PrefillAttempt] = {}
+        self._actions: list[PrefillAction] = []
+
+    @property
+    def num_open(self) -> int:
+        """Attempts that hold blocks."""
+        return len(self._attempts)
+
+    def take_actions(self) -> list[PrefillAction]:
+        """Hand out what is to be done since the last call, in order."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    # What the scheduler of P says
+
+    def begin(self, key: Key, prompt: Tokens, *, namespace: bytes = b"", seed: int = 0) -> Lease:
+        """Reserve blocks for a prompt, and ask D for as many.
+
+        An older attempt of the same request is given up. Compute when `Compute` says so, and when
+        nothing is being loaded into the lease, which stays this side's.
+
+        Raises:
+            RequestError: if this attempt is open.
+            TokenError, NamespaceError: for arguments of the wrong kind.
+            RequestTooLargeError, OutOfBlocksError: as `CacheManager.admit`.
+        """
+        if key in self._attempts:
+            raise RequestError(f"attempt {key[1]} of request {key[0]!r} is open")
+        tokens = as_tokens(prompt)
+        for older in [each for each in self._attempts if each[0] == key[0]]:
+            self.abort(older, "a newer attempt has begun")
+        lease = self._manager.admit(self._manager.match(tokens, namespace))
+        head, now = Head(key, self.epoch), self._now
+        prompt_bytes = tokens.astype("<i4").tobytes()
+        ask = Ask(head, prompt_bytes, namespace, self._manager.block_size, self._num_groups)
+        attempt = self._attempts[key] = PrefillAttempt(
+            head, ask, tokens, seed, lease, now, now, now
+        )
+        self._move(attempt, PrefillState.ASKING)
+        self._post(ask)
+        return lease
+
+    def computed(self, key: Key, num_tokens: int, group: int = 0) -> None:
+        """Say that the KV of all tokens before num_tokens is written, in one group of layers.
+
+        Chunk by chunk, and in each chunk the groups in order. What has ended meanwhile is ignored.
+
+        Raises:
+            StepOrderError: if a group or a token was left out, or while the lease is loaded.
+        """
+        attempt = self._attempts.get(key)
+        if attempt is None or attempt.state is not PrefillState.COMPUTING:
+            return
+        fits = attempt.num_computed < num_tokens <= len(attempt.tokens)
+        if group > 0:
+            fits = num_tokens == attempt.chunk_stop
+        if group != attempt.group or not fits or attempt.lease.loading is not None:
+            raise StepOrderError(
+                f"request {key[0]!r} computed group {group} up to token {num_tokens}, expected "
+                f"group {attempt.group} after token {attempt.num_computed}"
+            )
+        attempt.chunk_stop = num_tokens
+        attempt.group = (group + 1) % self._num_groups
+        if attempt.group == 0:
+            attempt.num_computed = num_tokens
+            self._publish(attempt)
+        self._offer(attempt, group, num_tokens)
+
+    def sampled(self, key: Key, token: int, hits: Hits) -> None:
+        """Say which token follows the prompt. What has ended meanwhile is ignored.
+
+        Raises:
+            StepOrderError: if the prompt is not computed.
+        """
+        attempt = self._attempts.get(key)
+        if attempt is None or attempt.state is not PrefillState.COMPUTING:
+            return
+        length = len(attempt.tokens)
+        if attempt.num_computed != length:
+            raise StepOrderError(
+                f"request {key[0]!r} sampled after {attempt.num_computed} of {length} tokens"
+            )
+        num_parts = len(attempt.sends)
+        attempt.commit = Commit(attempt.head, num_parts, token, length, attempt.seed, hits)
+        self._move(attempt, PrefillState.COMMITTED)
+        attempt.heard_at = self._now  # D's silence counts from here on
+        self._post(attempt.commit)
+
+    def abort(self, key: Key, reason: str, *, is_final: bool = False) -> None:
+        """Give an attempt up; nothing happens if it has ended, and `Failed` follows if not."""
+        attempt = self._attempts.get(key)
+        if attempt is not None and attempt.state is not PrefillState.WITHDRAWN:
+            self._post(Abort(attempt.head, reason, fenced=False))
+            self._give_up(attempt, reason, is_final)
+
+    # What the transport and the clock say
+
+    def fenced(self, key: Key) -> None:
+        """Say that nobody can read any more what was offered for a withdrawn attempt."""
+        attempt = self._attempts.get(key)
+        if attempt is not None and attempt.state is PrefillState.WITHDRAWN:
+            self._end(attempt)
+
+    def tick(self, now: float) -> None:
+        """Let time pass: repeat what has no answer, and give up what has waited too long."""
+        self._now = now
+        timing = self._timing
+        for key, attempt in list(self._attempts.items()):
+            if attempt.state is PrefillState.WITHDRAWN:
+                continue
+            is_silent = now - attempt.heard_at >= timing.silence_s
+            is_late = now - attempt.moved_at >= timing.transfer_s
+            if attempt.state is not PrefillState.COMPUTING and (is_silent or is_late):
+                self.abort(key, f"no answer from the decode node while {attempt.state.value}")
+            elif now - attempt.sent_at >= timing.retry_s:
+                attempt.sent_at = now
+                if attempt.state is PrefillState.ASKING:
+                    self._post(attempt.ask)
+                else:
+                    self._post(attempt.commit or Renew(attempt.head))
+
+    # What D says
+
+    def receive(self, message: Message) -> None:
+        """Take in a message of D; one that is stale changes nothing."""
+        head = message.head
+        if head.version != PROTOCOL_VERSION and not isinstance(message, Refuse):
+            return
+        attempt = self._attempts.get(head.key)
+        if attempt is None or head.peer_epoch != self.epoch:
+            self._decline(message, "nobody asks")
+            return
+        known = attempt.head
+        if known.peer_epoch is not None and head.epoch != known.peer_epoch:
+            if head.epoch > known.peer_epoch:
+                self._decline(message, "the decode node restarted")
+                self._give_up(attempt, "the decode node restarted")
+            return
+        if known.grant and head.grant != known.grant:
+            self._decline(message, "granted twice")
+            return
+        attempt.heard_at = self._now
+        self._answer(attempt, message)
+
+    def _decline(self, message: Message, reason: str) -> None:
+        """Tell D that a grant of it is of no use."""
+        head = message.head
+        if isinstance(message, Grant | Renew):
+            back = Head(head.key, self.epoch, head.epoch, head.grant)
+            self._post(Abort(back, reason, fenced=False))
+
+    def _answer(self, attempt: PrefillAttempt, message: Message) -> None:
+        """Take in a message that is about this attempt and, if there is one, its grant."""
+        asking = attempt.state is PrefillState.ASKING
+        match message:
+            case Grant() if asking:
+                self._granted(attempt, message)
+            case Refuse() if asking:
+                numbers = f"{message.needed} needed, {message.available} available"
+                is_final = message.reason != "out of blocks"
+                self._give_up(attempt, f"refused, {message.reason}: {numbers}", is_final)
+            case Abort():
+                self._give_up(attempt, message.reason)
+                if message.fenced and attempt.state is PrefillState.WITHDRAWN:
+                    self._end(attempt)
+            case Ack() if attempt.commit is not None:
+                self._end(attempt)
+            case Renew() if attempt.state is PrefillState.COMMITTED:
+                for part in message.missing:
+                    self._post(attempt.sends[part])
+
+    def _granted(self, attempt: PrefillAttempt, grant: Grant) -> None:
+        head = grant.head
+        attempt.head = replace(attempt.head, peer_epoch=head.epoch, grant=head.grant)
+        attempt.next_block = [grant.first_block] * self._num_groups
+        self._move(attempt, PrefillState.COMPUTING)
+        self._actions.append(Compute(head.key))
+        if attempt.lease.loading is None:
+            hit = attempt.lease.num_shared_blocks * self._manager.block_size
+            for group in range(self._num_groups):
+                self._offer(attempt, group, hit)
+
+    # Shared steps
+
+    def _offer(self, attempt: PrefillAttempt, group: int, num_tokens: int) -> None:
+        """Offer what D lacks of the blocks that so many tokens fill; the last need not be full."""
+        size = self._manager.block_size
+        first = attempt.next_block[group]
+        is_all = num_tokens == len(attempt.tokens)
+        last = -(-num_tokens // size) if is_all else num_tokens // size
+        if last <= first:
+            return
+        attempt.next_block[group] = last
+        head, part = attempt.head, len(attempt.sends)
+        assert head.peer_epoch is not None, "parts are offered before D has granted"
+        blocks = tuple([int(block) for block in attempt.lease.block_table[first:last]])
+        ticket = Ticket(head.key, self.epoch, head.peer_epoch, head.grant, part)
+        self._actions.append(Offer(ticket, blocks, group))
+        attempt.sends.append(Send(head, part, first, last - first, group))
+        self._post(attempt.sends[-1])
+
+    def _publish(self, attempt: PrefillAttempt) -> None:
+        """Publish what is computed, unless blocks that were offered would be recycled for it.
+
+        Where others have published the same first, the lease's own blocks go; D may be reading
+        them, if an earlier group of layers was offered. Then the tree has the blocks already.
+        """
+        tokens, lease = attempt.tokens[: attempt.num_computed], attempt.lease
+        published = lease.num_shared_blocks * self._manager.block_size
+        match = self._manager.match(tokens, attempt.ask.namespace)
+        if self._num_groups == 1 or match.num_tokens <= published:
+            self._manager.publish(lease, tokens)
+
+    def _give_up(self, attempt: PrefillAttempt, reason: str, is_final: bool = False) -> None:
+        """End an attempt without D; its blocks wait for the fence if any were offered."""
+        if attempt.state is PrefillState.WITHDRAWN:
+            return
+        self._actions.append(Failed(attempt.head.key, reason, is_final))
+        if attempt.sends:
+            self._move(attempt, PrefillState.WITHDRAWN)
+            self._actions.append(Withdraw(attempt.head.key))
+        else:
+            self._end(attempt)
+
+    def _end(self, attempt: PrefillAttempt) -> None:
+        if attempt.sends and attempt.state is not PrefillState.WITHDRAWN:
+            self._actions.append(Withdraw(attempt.head.key))
+        self._move(attempt, PrefillState.GONE)
+        del self._attempts[attempt.head.key]
+        if attempt.num_computed and attempt.lease.loading is None:
+            self._manager.publish(attempt.lease, attempt.tokens[: attempt.num_computed])
+        self._manager.release(attempt.lease)
+
+    def _post(self, message: Message) -> None:
+        self._actions.append(Post(message))
+
+    def _move(self, attempt: PrefillAttempt, state: PrefillState) -> None:
+        assert (attempt.state, state) in PREFILL_MOVES, f"{attempt.state} to {state}"
+        attempt.state = state
+        attempt.moved_at = self._now

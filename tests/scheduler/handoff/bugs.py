@@ -1,0 +1,264 @@
+"""Bugs that the hand-off could have, as substitutions in its source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+P: Final = "prefill_side.py"
+D: Final = "decode_side.py"
+
+
+@dataclass(frozen=True)
+class Bug:
+    """What is wrong, the file that has it, and pairs of what stands there and what would."""
+
+    name: str
+    file: str
+    edits: tuple[tuple[str, str], ...]
+
+
+def bug(name: str, file: str, *edits: tuple[str, str]) -> Bug:
+    """Write a bug with its edits in a row."""
+    return Bug(name, file, edits)
+
+
+BUGS: Final = [
+    bug(
+        "a grant is given back before its pulls are fenced",
+        D,
+        (
+            "        if attempt.pulls:\n            self._move",
+            "        if False:\n            self._move",
+        ),
+    ),
+    bug(
+        "what was offered is released before it is fenced",
+        P,
+        (
+            "        if attempt.sends:\n            self._move",
+            "        if False:\n            self._move",
+        ),
+    ),
+    bug(
+        "an ACK that is lost leaks P's lease",
+        P,
+        (
+            "if attempt.state is PrefillState.WITHDRAWN:\n                continue",
+            "if attempt.state in (PrefillState.WITHDRAWN, PrefillState.COMMITTED):\n"
+            "                continue",
+        ),
+    ),
+    bug(
+        "ASK that comes twice is admitted twice",
+        D,
+        (
+            "        if attempt is not None:\n            self._asked_again",
+            "        if False:\n            self._asked_again",
+        ),
+    ),
+    bug(
+        "GRANT that comes twice is taken twice",
+        P,
+        ("case Grant() if asking:", "case Grant():"),
+    ),
+    bug(
+        "COMMIT before the last SEND starts decoding",
+        D,
+        (
+            "if commit is None or attempt.pulls or len(",
+            "if commit is None or attempt.pulls or 0 * len(",
+        ),
+        ("if not attempt.is_whole() or commit", "if commit"),
+    ),
+    bug(
+        "COMMIT before the last pull starts decoding",
+        D,
+        ("if commit is None or attempt.pulls or len(", "if commit is None or len("),
+    ),
+    bug(
+        "COMMIT that comes twice starts twice",
+        D,
+        (
+            "            self._say_end(attempt)\n        elif isinstance(message, Abort)",
+            "            self._receiving(attempt, message)\n"
+            "        elif isinstance(message, Abort)",
+        ),
+        ("case Commit() if attempt.commit is None:", "case Commit():"),
+    ),
+    bug(
+        "a stale attempt is accepted",
+        D,
+        ("if known and head.key[1] < known[-1].head.key[1]:", "if False:"),
+    ),
+    bug(
+        "an older attempt goes on beside a newer one",
+        D,
+        (
+            "        for older in known:\n            self._give_up(older, ",
+            "        for older in known[:0]:\n            self._give_up(older, ",
+        ),
+    ),
+    bug(
+        "a message for an older epoch of D is accepted",
+        D,
+        ("or head.peer_epoch not in (None, self.epoch)", ""),
+    ),
+    bug(
+        "a newer life of D speaks for the older",
+        P,
+        ("if known.peer_epoch is not None and head.epoch != known.peer_epoch:", "if False:"),
+    ),
+    bug(
+        "D publishes at the grant",
+        D,
+        (
+            "        self._move(attempt, DecodeState.RECEIVING)\n",
+            "        self._manager.publish(attempt.lease, attempt.tokens)\n"
+            "        self._move(attempt, DecodeState.RECEIVING)\n",
+        ),
+    ),
+    bug(
+        "D publishes nothing",
+        D,
+        ("        self._manager.publish(attempt.lease, attempt.tokens)\n", ""),
+    ),
+    bug(
+        "P publishes at admission: what is refused stays matchable",
+        P,
+        (
+            "        ask = Ask(",
+            "        self._manager.publish(lease, tokens)\n        ask = Ask(",
+        ),
+    ),
+    bug(
+        "P publishes a chunk when its first group of layers is written",
+        P,
+        (
+            "        if attempt.group == 0:\n            attempt.num_computed = num_tokens\n",
+            "        if group == 0:\n            attempt.num_computed = num_tokens\n",
+        ),
+    ),
+    bug(
+        "P recycles what it offered when others have published the same",
+        P,
+        ("if self._num_groups == 1 or match.num_tokens <= published:", "if True:"),
+    ),
+    bug(
+        "ABORT counts as a fence",
+        P,
+        ("if message.fenced and attempt.state", "if attempt.state"),
+    ),
+    bug(
+        "D says that its pulls are fenced while they write",
+        D,
+        (
+            "self._post(Abort(attempt.head, reason, fenced=False))",
+            "self._post(Abort(attempt.head, reason, fenced=True))",
+        ),
+    ),
+    bug(
+        "a pull that failed is a pull that is fenced",
+        D,
+        (
+            "self._ended_pull(ticket) if fenced else self._pulling(ticket)",
+            "self._ended_pull(ticket)",
+        ),
+    ),
+    bug(
+        "a pull that failed counts as arrived",
+        D,
+        (
+            '            self._give_up(attempt, f"part {ticket.part} could not be pulled")',
+            "            self._start_if_whole(attempt)",
+        ),
+    ),
+    bug(
+        "D waits for ever for a P that is gone",
+        D,
+        ("elif now - attempt.heard_at >= timing.silence_s:", "elif False:"),
+    ),
+    bug(
+        "P asks for ever",
+        P,
+        (
+            "if attempt.state is not PrefillState.COMPUTING and (is_silent",
+            "if False and (is_silent",
+        ),
+    ),
+    bug(
+        "a pull may take for ever",
+        D,
+        ("if any(now - begun >= timing.transfer_s for begun in started):", "if False:"),
+    ),
+    bug(
+        "ASK is said once",
+        P,
+        ("                    self._post(attempt.ask)", "                    pass"),
+    ),
+    bug(
+        "COMMIT is said once",
+        P,
+        ("self._post(attempt.commit or Renew(attempt.head))", "self._post(Renew(attempt.head))"),
+    ),
+    bug(
+        "a part that was lost is not sent again",
+        P,
+        ("                    self._post(attempt.sends[part])", "                    pass"),
+    ),
+    bug(
+        "D does not say what it lacks",
+        D,
+        ("self._post(Renew(attempt.head, missing))", "pass"),
+        ("self._post(Renew(attempt.head, attempt.missing()))", "self._post(Renew(attempt.head))"),
+    ),
+    bug(
+        "the last block, which is not full, is not sent",
+        P,
+        (
+            "last = -(-num_tokens // size) if is_all else num_tokens // size",
+            "last = num_tokens // size",
+        ),
+    ),
+    bug(
+        "a part may be written into what is shared",
+        D,
+        ("if not attempt.first_block <= first < stop", "if not 0 <= first < stop"),
+    ),
+    bug(
+        "D starts a prompt that is not whole",
+        D,
+        ("if not attempt.is_whole() or commit", "if commit"),
+    ),
+    bug(
+        "the seed is lost on the way",
+        P,
+        (
+            "Commit(attempt.head, num_parts, token, length, attempt.seed, hits)",
+            "Commit(attempt.head, num_parts, token, length, 0, hits)",
+        ),
+    ),
+    bug(
+        "D forgets the lease of an attempt that it gives up",
+        D,
+        ("        self._manager.release(attempt.lease)\n", ""),
+    ),
+    bug(
+        "P forgets the lease of an attempt that ends",
+        P,
+        ("        self._manager.release(attempt.lease)\n", ""),
+    ),
+    bug(
+        "a request is answered twice",
+        "front_desk.py",
+        ("request = self._requests.pop(request_id)", "request = self._requests[request_id]"),
+    ),
+    bug(
+        "a request is not answered when its attempts are used up",
+        "front_desk.py",
+        (
+            "            self._answer(request_id, None, reason)\n            return",
+            "            del self._requests[request_id]\n            return",
+        ),
+    ),
+]

@@ -1,0 +1,256 @@
+"""Short stories of a hand-off, each told to the package or to a copy of it with a planted bug."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations
+from types import ModuleType
+from typing import Any, Final
+
+import numpy as np
+
+from radixkv.kvcache import CacheManager
+
+from .stage import KEY, PROMPT, Pair, lossy
+
+
+def succeeds_at_once(h: ModuleType, simulation: Any) -> None:
+    [answer] = simulation.answers.values()
+    assert answer.tokens is not None, answer.reason
+    assert simulation.front.num_open == 0
+    assert simulation.counts["starts"] == simulation.counts["attempts"] == 1
+
+
+def one_request(h: ModuleType) -> None:
+    succeeds_at_once(h, lossy(h)[0])
+
+
+def any_message_is_lost(h: ModuleType) -> None:
+    for number in range(lossy(h)[1] + 2):
+        succeeds_at_once(h, lossy(h, [number])[0])
+
+
+def any_message_comes_twice(h: ModuleType) -> None:
+    for number in range(lossy(h)[1]):
+        succeeds_at_once(h, lossy(h, doubled=[number])[0])
+
+
+def any_message_comes_after_the_end(h: ModuleType) -> None:
+    for number in range(lossy(h)[1]):
+        succeeds_at_once(h, lossy(h, postponed=[number])[0])
+
+
+def either_node_may_crash_at_any_message(h: ModuleType) -> None:
+    for number in range(lossy(h)[1]):
+        for node in (0, 1):
+            simulation, _ = lossy(h, crash=(number, node))
+            [answer] = simulation.answers.values()
+            assert answer.tokens is not None, answer.reason
+
+
+def any_two_messages_are_lost(h: ModuleType) -> None:
+    total = max(lossy(h, [number])[1] for number in range(lossy(h)[1]))
+    for pair in combinations(range(total + 1), 2):
+        succeeds_at_once(h, lossy(h, pair)[0])
+
+
+def an_older_attempt_does_not_end_a_newer_one(h: ModuleType) -> None:
+    pair = Pair(h)
+    old = pair.begin()
+    new = pair.begin(2)
+    pair.d.receive(new)
+    pair.posted(pair.d)
+    pair.d.receive(old)
+    [answer] = pair.posted(pair.d)
+    assert isinstance(answer, h.Abort) and answer.head.key == KEY and answer.fenced
+    assert pair.d_manager.stats().live_leases == 1
+
+
+def a_newer_attempt_ends_an_older_one(h: ModuleType) -> None:
+    pair = Pair(h)
+    start = pair.start()
+    newer = h.Ask(h.Head(("r1", 2), 1), np.array(PROMPT, np.int32).tobytes(), b"", 2, 1)
+    pair.d.receive(newer)
+    [stop] = pair.actions(pair.d, "Stop")
+    assert stop.key == start.key
+
+
+def what_was_meant_for_an_older_epoch_of_d_is_declined(h: ModuleType) -> None:
+    pair = Pair(h)
+    ask = pair.begin()
+    pair.d.receive(ask)
+    pair.p.receive(pair.posted(pair.d)[0])
+    pair.p.computed(KEY, len(PROMPT))
+    [send] = pair.posted(pair.p)
+    pair.d = h.DecodeSide(CacheManager(8, 2), epoch=2, timing=h.Timing())
+    pair.d.receive(ask)  # a late copy
+    pair.d.take_actions()
+    pair.d.receive(send)
+    [post] = pair.d.take_actions()
+    assert isinstance(post.message, h.Abort), "it is taken for one of the new epoch"
+    pair.p.receive(post.message)
+    [withdraw] = pair.actions(pair.p, "Withdraw")
+    assert withdraw.key == KEY
+    # That the new life of D reads nothing does not say so of what the old one began.
+    assert pair.p_manager.stats().live_leases == 1
+    pair.p.fenced(KEY)
+    assert pair.p_manager.stats().live_leases == 0
+
+
+def d_does_not_wait_for_ever(h: ModuleType) -> None:
+    pair = Pair(h)
+    pair.granted()
+    pair.d.tick(4.9)
+    assert pair.d.num_open == 1
+    pair.d.tick(5.0)
+    assert pair.d.num_open == 0 and pair.d_manager.stats().live_leases == 0
+
+
+def p_does_not_wait_for_ever(h: ModuleType) -> None:
+    pair = Pair(h)
+    pair.begin()
+    pair.p.tick(5.0)
+    [failed] = pair.actions(pair.p, "Failed")
+    assert failed.reason == "no answer from the decode node while asking"
+    assert pair.are_empty()
+    pair.committed()
+    pair.p.tick(10.0)
+    pair.p.fenced(KEY)
+    assert pair.p_manager.stats().live_leases == 0
+
+
+def a_pull_does_not_take_for_ever(h: ModuleType) -> None:
+    pair = Pair(h)
+    sends, _ = pair.committed()
+    pair.d.receive(sends[0])
+    [pull] = pair.actions(pair.d, "Pull")
+    for now in range(1, 30):
+        pair.d.tick(float(now))
+        pair.d.receive(h.Renew(sends[0].head))
+    assert pair.actions(pair.d, "CancelPull") == []
+    pair.d.tick(30.0)
+    [cancel] = pair.actions(pair.d, "CancelPull")
+    assert cancel.ticket == pull.ticket and pair.d_manager.stats().live_leases == 1
+    pair.d.pull_fenced(pull.ticket)
+    assert pair.d_manager.stats().live_leases == 0
+
+
+def a_part_outside_the_grant_is_not_pulled(h: ModuleType) -> None:
+    pair = Pair(h)
+    lease = pair.d_manager.admit(pair.d_manager.match(PROMPT))
+    pair.d_manager.publish(lease, PROMPT[:4])
+    grant = pair.granted()
+    assert grant.first_block == 2
+    head = h.Head(KEY, 1, 1, grant.head.grant)
+    pair.d.receive(h.Send(head, 0, 1, 3, 0))
+    assert pair.actions(pair.d, "Pull") == [], "a shared block would be written"
+    assert pair.d.num_open == 0
+
+
+def a_prompt_that_is_not_whole_does_not_start(h: ModuleType) -> None:
+    pair = Pair(h)
+    grant = pair.granted()
+    head = h.Head(KEY, 1, 1, grant.head.grant)
+    pair.d.receive(h.Commit(head, 0, 1, len(PROMPT), 0, h.Hits()))
+    assert pair.actions(pair.d, "Start") == [] and pair.d.num_open == 0
+
+
+def two_equal_prompts_are_sent_once(h: ModuleType) -> None:
+    for num_groups in (1, 2):
+        simulation = h.simulation.Simulation(h.nodes.SimulationConfig(num_groups=num_groups))
+        sent = []
+        for _ in range(2):
+            simulation.apply(["submit", PROMPT, 1, 1])
+            h.drive.finish(simulation)
+            sent.append(simulation.counts["blocks sent"])
+        assert all(answer.tokens is not None for answer in simulation.answers.values())
+        # Of 7 tokens in blocks of 2, the second request lacks the last, half a block.
+        assert sent == [4 * num_groups, 5 * num_groups]
+        assert simulation.counts["own tokens"] == simulation.counts["hit tokens"] == 6
+
+
+def what_has_arrived_is_matchable_when_decoding_starts(h: ModuleType) -> None:
+    pair = Pair(h)
+    pair.granted()
+    assert pair.d_manager.match(PROMPT).num_tokens == 0, "it is promised, not there"
+    pair = Pair(h)
+    start = pair.start()
+    assert pair.d_manager.match(PROMPT).num_tokens == 6
+    assert (start.commit.first_token, start.commit.position, start.commit.seed) == (1, 7, 3)
+
+
+def a_failed_pull_holds_its_blocks_until_it_is_fenced(h: ModuleType) -> None:
+    pair = Pair(h)
+    sends, commit = pair.committed()
+    for message in (*sends, commit):
+        pair.d.receive(message)
+    [pull] = pair.actions(pair.d, "Pull")
+    pair.d.pull_failed(pull.ticket, fenced=False)
+    [abort] = pair.posted(pair.d)
+    assert isinstance(abort, h.Abort) and not abort.fenced
+    assert abort.reason == "part 0 could not be pulled"
+    assert pair.d_manager.stats().live_leases == 1
+    # P may be read as long, whatever D says.
+    pair.p.receive(abort)
+    assert pair.p_manager.stats().live_leases == 1
+    pair.d.pull_fenced(pull.ticket)
+    [abort] = pair.posted(pair.d)
+    assert abort.fenced and pair.d_manager.match(PROMPT).num_tokens == 0
+    pair.p.receive(abort)
+    assert pair.are_empty()
+
+
+def what_was_offered_stays_when_others_publish_the_same(h: ModuleType) -> None:
+    pair = Pair(h, num_groups=2)
+    pair.granted()
+    pair.p.computed(KEY, len(PROMPT), 0)
+    [offer] = pair.actions(pair.p, "Offer")
+    other = pair.p_manager.admit(pair.p_manager.match(PROMPT))
+    pair.p_manager.publish(other, PROMPT)
+    pair.p.computed(KEY, len(PROMPT), 1)
+    [later] = pair.actions(pair.p, "Offer")
+    assert later.blocks == offer.blocks, "the first group was offered in other blocks"
+    pair.p.sampled(KEY, 1, h.Hits())
+    [commit] = pair.posted(pair.p)
+    pair.p.receive(h.Ack(h.Head(KEY, 1, 1, commit.head.grant)))
+    pair.p_manager.release(other)
+    assert pair.p_manager.stats().private_blocks == 0
+
+
+def what_is_refused_is_not_matchable(h: ModuleType) -> None:
+    pair = Pair(h)
+    held = pair.d_manager.admit(pair.d_manager.match([1] * 10))
+    pair.d.receive(pair.begin())
+    [refusal] = pair.posted(pair.d)
+    assert isinstance(refusal, h.Refuse)
+    assert (refusal.reason, refusal.needed, refusal.available) == ("out of blocks", 4, 3)
+    pair.p.receive(refusal)
+    [failed] = pair.actions(pair.p, "Failed")
+    assert failed.reason == "refused, out of blocks: 4 needed, 3 available"
+    assert not failed.is_final
+    pair.d_manager.release(held)
+    for manager in (pair.p_manager, pair.d_manager):
+        assert manager.match(PROMPT).num_tokens == 0
+        assert manager.stats().free_blocks == 8
+
+
+SCENARIOS: Final[list[Callable[[ModuleType], None]]] = [
+    one_request,
+    any_message_is_lost,
+    any_message_comes_twice,
+    any_message_comes_after_the_end,
+    either_node_may_crash_at_any_message,
+    an_older_attempt_does_not_end_a_newer_one,
+    a_newer_attempt_ends_an_older_one,
+    what_was_meant_for_an_older_epoch_of_d_is_declined,
+    d_does_not_wait_for_ever,
+    p_does_not_wait_for_ever,
+    a_pull_does_not_take_for_ever,
+    a_part_outside_the_grant_is_not_pulled,
+    a_prompt_that_is_not_whole_does_not_start,
+    two_equal_prompts_are_sent_once,
+    what_has_arrived_is_matchable_when_decoding_starts,
+    a_failed_pull_holds_its_blocks_until_it_is_fenced,
+    what_was_offered_stays_when_others_publish_the_same,
+    what_is_refused_is_not_matchable,
+]

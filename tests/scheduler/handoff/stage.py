@@ -1,0 +1,102 @@
+"""Where the stories of a hand-off are played: a simulation with chosen faults, or bare sides."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from types import ModuleType
+from typing import Any, Final
+
+from radixkv.kvcache import CacheManager
+
+PROMPT: Final = [5, 6, 7, 8, 9, 4, 3]
+KEY: Final = ("r1", 1)
+MANY: Final = 60
+
+
+def lossy(
+    h: ModuleType,
+    lost: Collection[int] = (),
+    doubled: Collection[int] = (),
+    postponed: Collection[int] = (),
+    crash: tuple[int, int] = (-1, 0),
+) -> tuple[Any, int]:
+    """Run one request to its end; its messages are numbered as they come.
+
+    Args:
+        h: the package, or a copy of it.
+        lost, doubled, postponed: messages that do not come, come twice, or after the end.
+        crash: before which message which node ends; it is back when the others have come.
+
+    Returns:
+        The simulation, and how many messages came.
+    """
+    simulation = h.simulation.Simulation(h.nodes.SimulationConfig(chunk=3))
+    simulation.apply(["submit", PROMPT, 3, 1])
+    number, later = 0, []
+    for _ in range(MANY):
+        while simulation.network:
+            if number == crash[0]:
+                simulation.apply(["crash", crash[1]])
+            if number in doubled:
+                simulation.apply(["duplicate", 0])
+            if number in postponed:
+                later.append(simulation.network[0])
+            dropped = number in lost or number in postponed
+            simulation.apply(["drop" if dropped else "deliver", 0])
+            number += 1
+        for op in h.drive.fair_round(simulation):
+            simulation.apply(op)
+    simulation.network += later
+    h.drive.settle(simulation)
+    return simulation, number
+
+
+class Pair:
+    """Both sides without a network: what they post is at hand."""
+
+    def __init__(self, h: ModuleType, *, num_groups: int = 1, decode_epoch: int = 1) -> None:
+        self.h = h
+        self.p_manager, self.d_manager = CacheManager(8, 2), CacheManager(8, 2)
+        timing = h.Timing()
+        self.p = h.PrefillSide(self.p_manager, epoch=1, timing=timing, num_groups=num_groups)
+        self.d = h.DecodeSide(self.d_manager, epoch=decode_epoch, timing=timing)
+
+    def begin(self, attempt: int = 1) -> Any:
+        self.p.begin(("r1", attempt), PROMPT, seed=3)
+        [ask] = [each for each in self.posted(self.p) if isinstance(each, self.h.Ask)]
+        return ask
+
+    def posted(self, side: Any) -> list[Any]:
+        return [each.message for each in side.take_actions() if isinstance(each, self.h.Post)]
+
+    def actions(self, side: Any, kind: str) -> list[Any]:
+        return [each for each in side.take_actions() if isinstance(each, getattr(self.h, kind))]
+
+    def granted(self) -> Any:
+        """Begin, ask and grant; return the GRANT."""
+        self.d.receive(self.begin())
+        [grant] = self.posted(self.d)
+        self.p.receive(grant)
+        return grant
+
+    def committed(self) -> tuple[list[Any], Any]:
+        """Return all SENDs, and COMMIT."""
+        self.granted()
+        self.p.computed(KEY, len(PROMPT))
+        self.p.sampled(KEY, 1, self.h.Hits())
+        *sends, commit = self.posted(self.p)
+        return sends, commit
+
+    def start(self) -> Any:
+        """Go on until D decodes; return what it starts."""
+        sends, commit = self.committed()
+        for message in (*sends, commit):
+            self.d.receive(message)
+        for pull in self.actions(self.d, "Pull"):
+            self.d.pulled(pull.ticket)
+        [start] = self.actions(self.d, "Start")
+        return start
+
+    def are_empty(self) -> bool:
+        managers = (self.p_manager, self.d_manager)
+        return all(manager.stats().live_leases == 0 for manager in managers)

@@ -1,0 +1,274 @@
+"""Both sides and the front desk, call by call: tiers, refusals and errors."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from radixkv.kvcache import CacheManager, CountError, HostConfig, OutOfBlocksError
+from radixkv.scheduler import RequestError, StepOrderError, handoff
+from radixkv.scheduler.handoff import (
+    Abort,
+    Answer,
+    Ask,
+    Begin,
+    Cancel,
+    DecodeSide,
+    FrontDesk,
+    Grant,
+    Head,
+    Hits,
+    Message,
+    Post,
+    PrefillSide,
+    Refuse,
+    Renew,
+    Timing,
+)
+
+from .stage import KEY, PROMPT, Pair
+
+
+def with_host_copy(tokens: list[int]) -> CacheManager:
+    """A manager whose host has the whole blocks of some tokens, and whose device has nothing."""
+    manager = CacheManager(8, 2, host=HostConfig(8))
+    lease = manager.admit(manager.match(tokens))
+    manager.publish(lease, tokens)
+    manager.release(lease)
+    manager.evict(8)
+    finish_copy(manager)
+    return manager
+
+
+def finish_copy(manager: CacheManager, ok: bool = True) -> None:
+    assert manager.tiers is not None
+    [operation] = manager.tiers.take_operations()
+    manager.tiers.complete(operation.id, [ok] * operation.num_blocks)
+
+
+def posted(side: PrefillSide | DecodeSide) -> list[Message]:
+    return [action.message for action in side.take_actions() if isinstance(action, Post)]
+
+
+def ask(block_size: int = 2, version: int = 1, prompt: list[int] = PROMPT) -> Ask:
+    tokens = np.array(prompt, "<i4").tobytes()
+    return Ask(Head(KEY, 1, version=version), tokens, b"", block_size, 1)
+
+
+# Over tiers
+
+
+@pytest.mark.parametrize(("ok", "first_block"), [(True, 2), (False, 0)])
+def test_d_grants_what_it_lacks_when_the_host_has_had_its_turn(ok: bool, first_block: int) -> None:
+    side = DecodeSide(with_host_copy(PROMPT[:4]), epoch=1, timing=Timing())
+    side.receive(ask())
+    side.receive(ask())
+    assert posted(side) == []
+    side.tick(1.0)
+    [sign] = posted(side)
+    assert isinstance(sign, Renew), "P must not give up meanwhile"
+    finish_copy(side._manager, ok)
+    side.tick(1.5)
+    [grant] = posted(side)
+    assert isinstance(grant, Grant) and grant.first_block == first_block
+
+
+def test_d_gives_up_while_the_host_loads() -> None:
+    side = DecodeSide(with_host_copy(PROMPT[:4]), epoch=1, timing=Timing())
+    manager = side._manager
+    assert manager.tiers is not None
+    side.receive(ask())
+    [operation] = manager.tiers.take_operations()
+    side.tick(5.0)
+    assert side.num_open == 0
+    assert manager.stats().private_blocks == 4, "the copy still writes"
+    manager.tiers.complete(operation.id, [True] * operation.num_blocks)
+    manager.check()
+    assert manager.stats().private_blocks == 0
+
+
+def test_p_sends_what_its_host_had_with_what_it_computes() -> None:
+    pair = Pair(handoff)
+    pair.p_manager = with_host_copy(PROMPT[:4])
+    pair.p = PrefillSide(pair.p_manager, epoch=1, timing=Timing())
+    pair.granted()
+    assert posted(pair.p) == []
+    with pytest.raises(StepOrderError):
+        pair.p.computed(KEY, 7)
+    finish_copy(pair.p_manager)
+    pair.p.computed(KEY, 7)
+    [send] = posted(pair.p)
+    assert isinstance(send, handoff.Send) and (send.first_block, send.num_blocks) == (0, 4)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (ask(block_size=4), "refused, block size: 4 needed, 2 available"),
+        (ask(version=2), "refused, version: 2 needed, 1 available"),
+        (ask(prompt=[1] * 17), "refused, too large: 9 needed, 8 available"),
+    ],
+)
+def test_what_can_never_be_is_refused_for_good(message: Ask, reason: str) -> None:
+    pair = Pair(handoff)
+    pair.begin()
+    pair.d.receive(message)
+    [refusal] = pair.posted(pair.d)
+    assert isinstance(refusal, Refuse)
+    pair.p.receive(refusal)
+    [failed] = pair.actions(pair.p, "Failed")
+    assert (failed.reason, failed.is_final) == (reason, True)
+    assert pair.are_empty()
+
+
+def test_messages_of_another_version_change_nothing() -> None:
+    pair = Pair(handoff)
+    pair.d.receive(pair.begin())
+    [grant] = pair.posted(pair.d)
+    head = Head(KEY, 1, 1, 1, version=2)
+    pair.p.receive(Grant(head, 0))
+    pair.d.receive(Abort(head, "no", fenced=False))
+    assert pair.p.take_actions() == pair.d.take_actions() == []
+    pair.p.receive(grant)
+    assert pair.actions(pair.p, "Compute")
+
+
+def test_a_grant_that_nobody_asks_for_is_declined() -> None:
+    pair = Pair(handoff)
+    grant = pair.granted()
+    other = Grant(Head(KEY, 1, 1, grant.head.grant + 1), 0)
+    pair.p.receive(other)
+    pair.p.receive(Grant(Head(("r9", 1), 1, 1, 7), 0))
+    assert [(each.head.key, each.head.grant, each.reason) for each in pair.posted(pair.p)] == [
+        (KEY, 2, "granted twice"),
+        (("r9", 1), 7, "nobody asks"),
+    ]
+
+
+def test_an_attempt_of_another_life_of_p_is_not_taken_for_this_one() -> None:
+    pair = Pair(handoff)
+    pair.granted()
+    later = Ask(Head(KEY, 2), ask().prompt, b"", 2, 1)
+    pair.d.receive(later)
+    [answer] = pair.posted(pair.d)
+    assert isinstance(answer, Abort)
+    assert answer.reason == "the attempt is known of another epoch"
+
+
+# Errors
+
+
+def test_p_has_no_room() -> None:
+    pair = Pair(handoff)
+    pair.p_manager.admit(pair.p_manager.match([1] * 10))
+    text = "needs 4 blocks, but only 3 are free or evictable"
+    with pytest.raises(OutOfBlocksError, match=text):
+        pair.begin()
+    assert pair.p.num_open == 0 and pair.p.take_actions() == []
+
+
+def test_an_open_attempt_is_not_begun_again() -> None:
+    pair = Pair(handoff)
+    pair.begin()
+    with pytest.raises(RequestError, match="attempt 1 of request 'r1' is open"):
+        pair.begin()
+
+
+def test_chunks_and_groups_come_in_order() -> None:
+    pair = Pair(handoff, num_groups=2)
+    pair.granted()
+
+    def refused(num_tokens: int, group: int, expected: str) -> None:
+        text = f"request 'r1' computed group {group} up to token {num_tokens}, expected {expected}"
+        with pytest.raises(StepOrderError, match=text):
+            pair.p.computed(KEY, num_tokens, group)
+
+    refused(4, 1, "group 0 after token 0")
+    refused(0, 0, "group 0 after token 0")
+    refused(8, 0, "group 0 after token 0")
+    pair.p.computed(KEY, 4, 0)
+    refused(4, 0, "group 1 after token 0")
+    refused(5, 1, "group 1 after token 0")
+    with pytest.raises(StepOrderError, match="request 'r1' sampled after 0 of 7 tokens"):
+        pair.p.sampled(KEY, 1, Hits())
+    assert pair.p_manager.match(PROMPT).num_tokens == 0, "half of the layers are written"
+    pair.p.computed(KEY, 4, 1)
+    assert pair.p_manager.match(PROMPT).num_tokens == 4
+
+
+def test_what_has_ended_is_ignored() -> None:
+    pair = Pair(handoff)
+    pair.start()
+    for _ in range(2):
+        pair.d.finished(KEY)
+    pair.d.pull_fenced(handoff.Ticket(KEY, 1, 1, 1, 0))
+    pair.d.abort(("r9", 1), "unknown")
+    pair.p.abort(KEY, "cancelled")
+    pair.p.take_actions()
+    pair.p.abort(KEY, "cancelled")
+    pair.p.computed(KEY, 99)
+    pair.p.sampled(KEY, 1, Hits())
+    pair.p.fenced(KEY)
+    pair.p.fenced(KEY)
+    assert pair.p.take_actions() == pair.d.take_actions() == []
+
+
+def test_timing_that_cannot_work() -> None:
+    text = (
+        "needs 0 < retry_s < silence_s <= transfer_s and remember_s >= 0, got 5, 5.0, 30.0 and 60.0"
+    )
+    with pytest.raises(CountError, match=re.escape(text)):
+        Timing(retry_s=5)
+
+
+# The front desk
+
+
+def test_a_request_is_tried_again_and_answered_once() -> None:
+    desk = FrontDesk(max_attempts=2, backoff_s=1, request_s=100)
+    desk.submit("a")
+    with pytest.raises(RequestError, match="request 'a' is open"):
+        desk.submit("a")
+    desk.tick(0)
+    assert desk.take_actions() == [Begin(("a", 1))]
+    desk.prefill_failed(("a", 1), "no room")
+    desk.prefill_failed(("a", 1), "no room")
+    desk.tick(0.5)
+    assert desk.take_actions() == [Cancel(("a", 1))]
+    desk.tick(1)
+    assert desk.take_actions() == [Begin(("a", 2))]
+    desk.started(("a", 1))
+    desk.finished(("a", 1), (1, 2))
+    assert desk.take_actions() == [Cancel(("a", 1))], "the older attempt is of no use any more"
+    desk.started(("a", 2))
+    desk.prefill_failed(("a", 2), "ACK was lost")
+    desk.prefill_lost()
+    assert desk.take_actions() == []
+    desk.finished(("a", 2), (3,))
+    desk.finished(("a", 2), (3,))
+    assert desk.take_actions() == [Answer("a", (3,))]
+
+
+def test_a_request_has_a_last_attempt_and_a_deadline() -> None:
+    desk = FrontDesk(max_attempts=1, backoff_s=1, request_s=10)
+    for name in "abc":
+        desk.submit(name)
+    desk.tick(0)
+    desk.take_actions()
+    desk.started(("a", 1))
+    desk.decode_lost()
+    assert desk.take_actions() == [
+        Cancel(("a", 1)),
+        Answer("a", None, "the decode node was lost"),
+    ]
+    desk.prefill_failed(("b", 1), "too large", is_final=True)
+    assert desk.take_actions()[-1] == Answer("b", None, "too large")
+    desk.tick(10)
+    last = Answer("c", None, "not done in time: attempt 1 has not ended")
+    assert desk.take_actions() == [Cancel(("c", 1)), last]
+    assert desk.num_open == 0
