@@ -73,8 +73,8 @@ class PrefillSide:
     def begin(self, key: Key, prompt: Tokens, *, namespace: bytes = b"", seed: int = 0) -> Lease:
         """Reserve blocks for a prompt, and ask D for as many.
 
-        An older attempt of the same request is given up. Compute when `Compute` says so, and when
-        nothing is being loaded into the lease, which stays this side's.
+        An older attempt of the same request is given up then. Compute when `Compute` says so, and
+        when nothing is being loaded into the lease, which stays this side's.
 
         Raises:
             RequestError: if this attempt is open.
@@ -84,9 +84,9 @@ class PrefillSide:
         if key in self._attempts:
             raise RequestError(f"attempt {key[1]} of request {key[0]!r} is open")
         tokens = as_tokens(prompt)
+        lease = self._manager.admit(self._manager.match(tokens, namespace))
         for older in [each for each in self._attempts if each[0] == key[0]]:
             self.abort(older, "a newer attempt has begun")
-        lease = self._manager.admit(self._manager.match(tokens, namespace))
         head, now = Head(key, self.epoch), self._now
         prompt_bytes = tokens.astype("<i4").tobytes()
         ask = Ask(head, prompt_bytes, namespace, self._manager.block_size, self._num_groups)
@@ -143,12 +143,12 @@ class PrefillSide:
         attempt.heard_at = self._now  # D's silence counts from here on
         self._post(attempt.commit)
 
-    def abort(self, key: Key, reason: str, *, is_final: bool = False) -> None:
+    def abort(self, key: Key, reason: str) -> None:
         """Give an attempt up; nothing happens if it has ended, and `Failed` follows if not."""
         attempt = self._attempts.get(key)
         if attempt is not None and attempt.state is not PrefillState.WITHDRAWN:
             self._post(Abort(attempt.head, reason, fenced=False))
-            self._give_up(attempt, reason, is_final)
+            self._give_up(attempt, reason)
 
     # What the transport and the clock say
 

@@ -81,7 +81,7 @@ class World:
         self.reports: tuple[list[Callable[[], None]], list[Callable[[], None]]] = ([], [])
         self.answers: dict[str, Answer] = {}
         self.counts: Counter[str] = Counter()
-        self._started: set[tuple[int, Key]] = set()
+        self._started: set[Key] = set()
 
     # What follows
 
@@ -142,10 +142,9 @@ class World:
                 transfer.may_fence = True
 
     def _start(self, node: DecodeNode, start: Start) -> None:
-        life = (self.epochs[1], start.key)
-        if life in self._started:
+        if start.key in self._started:
             raise SimulationError(f"{start.key} starts twice")
-        self._started.add(life)
+        self._started.add(start.key)
         self.counts["starts"] += 1
         self.counts["own tokens"] += start.num_own_tokens
         self.counts["hit tokens"] += start.commit.hits.device

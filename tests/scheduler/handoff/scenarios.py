@@ -89,8 +89,9 @@ def what_was_meant_for_an_older_epoch_of_d_is_declined(h: ModuleType) -> None:
     [post] = pair.d.take_actions()
     assert isinstance(post.message, h.Abort), "it is taken for one of the new epoch"
     pair.p.receive(post.message)
-    [withdraw] = pair.actions(pair.p, "Withdraw")
-    assert withdraw.key == KEY
+    failed, withdraw = pair.p.take_actions()
+    assert failed.reason == "the decode node restarted"
+    assert withdraw == h.Withdraw(KEY)
     # That the new life of D reads nothing does not say so of what the old one began.
     assert pair.p_manager.stats().live_leases == 1
     pair.p.fenced(KEY)
@@ -103,6 +104,7 @@ def d_does_not_wait_for_ever(h: ModuleType) -> None:
     pair.d.tick(4.9)
     assert pair.d.num_open == 1
     pair.d.tick(5.0)
+    assert pair.posted(pair.d)[-1].reason == "the prefill node is silent"
     assert pair.d.num_open == 0 and pair.d_manager.stats().live_leases == 0
 
 
@@ -115,6 +117,8 @@ def p_does_not_wait_for_ever(h: ModuleType) -> None:
     assert pair.are_empty()
     pair.committed()
     pair.p.tick(10.0)
+    [failed] = pair.actions(pair.p, "Failed")
+    assert failed.reason == "no answer from the decode node while committed"
     pair.p.fenced(KEY)
     assert pair.p_manager.stats().live_leases == 0
 
@@ -129,7 +133,9 @@ def a_pull_does_not_take_for_ever(h: ModuleType) -> None:
         pair.d.receive(h.Renew(sends[0].head))
     assert pair.actions(pair.d, "CancelPull") == []
     pair.d.tick(30.0)
-    [cancel] = pair.actions(pair.d, "CancelPull")
+    cancel, post = pair.d.take_actions()
+    assert isinstance(cancel, h.CancelPull)
+    assert post.message.reason == "receiving took too long" and not post.message.fenced
     assert cancel.ticket == pull.ticket and pair.d_manager.stats().live_leases == 1
     pair.d.pull_fenced(pull.ticket)
     assert pair.d_manager.stats().live_leases == 0
@@ -143,7 +149,9 @@ def a_part_outside_the_grant_is_not_pulled(h: ModuleType) -> None:
     assert grant.first_block == 2
     head = h.Head(KEY, 1, 1, grant.head.grant)
     pair.d.receive(h.Send(head, 0, 1, 3, 0))
-    assert pair.actions(pair.d, "Pull") == [], "a shared block would be written"
+    [post] = pair.d.take_actions()
+    assert isinstance(post, h.Post), "a shared block would be written"
+    assert post.message.reason == "part 0 is not of what was granted"
     assert pair.d.num_open == 0
 
 
@@ -152,7 +160,8 @@ def a_prompt_that_is_not_whole_does_not_start(h: ModuleType) -> None:
     grant = pair.granted()
     head = h.Head(KEY, 1, 1, grant.head.grant)
     pair.d.receive(h.Commit(head, 0, 1, len(PROMPT), 0, h.Hits()))
-    assert pair.actions(pair.d, "Start") == [] and pair.d.num_open == 0
+    [abort] = pair.posted(pair.d)
+    assert abort.reason == "what was sent is not the prompt" and pair.d.num_open == 0
 
 
 def two_equal_prompts_are_sent_once(h: ModuleType) -> None:

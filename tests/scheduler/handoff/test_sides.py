@@ -172,6 +172,15 @@ def test_p_has_no_room() -> None:
     assert pair.p.num_open == 0 and pair.p.take_actions() == []
 
 
+def test_an_attempt_that_finds_no_room_leaves_the_older_one() -> None:
+    pair = Pair(handoff)
+    pair.begin()
+    pair.p_manager.admit(pair.p_manager.match([1] * 4))
+    with pytest.raises(OutOfBlocksError, match="needs 4 blocks, but only 2 are free or evictable"):
+        pair.begin(2)
+    assert pair.p.num_open == 1 and pair.p.take_actions() == []
+
+
 def test_an_open_attempt_is_not_begun_again() -> None:
     pair = Pair(handoff)
     pair.begin()
