@@ -45,6 +45,7 @@ doctest_global_setup = "from radixkv.kvcache import *"
 nitpick_ignore_regex = [
     ("py:.*", r"(jax|jaxlib|jaxtyping|numpy|np|jnp|collections|pathlib|typing|argparse|os)\..*"),
     ("py:class", r"'.*'|ndarray"),  # shapes and types in jaxtyping annotations
+    ("py:class", r"radixkv\.scheduler\.models\.transformer\.Params"),  # a tree of arrays
 ]
 
 sphinx_gallery_conf = {
