@@ -1,0 +1,135 @@
+"""What D holds, how long, and whom it believes."""
+
+from __future__ import annotations
+
+from radixkv.scheduler import handoff
+from radixkv.scheduler.handoff import Abort, Ack, Commit, Head, Hits, Pull, Renew, Send, Stop
+
+from .stage import KEY, PROMPT, Pair
+
+
+def pulling() -> tuple[Pair, list[Pull]]:
+    """Both groups of layers of the prompt are on their way."""
+    pair = Pair(handoff, num_groups=2)
+    pair.granted()
+    for group in (0, 1):
+        pair.p.computed(KEY, len(PROMPT), group)
+    for send in pair.posted(pair.p):
+        pair.d.receive(send)
+    pulls = [action for action in pair.d.take_actions() if isinstance(action, Pull)]
+    assert len(pulls) == 2
+    return pair, pulls
+
+
+def leases(pair: Pair) -> int:
+    return pair.d_manager.stats().live_leases
+
+
+def test_quarantine_ends_with_the_last_fence() -> None:
+    pair, (first, second) = pulling()
+    pair.d.abort(KEY, "cancelled")
+    pair.d.pull_fenced(first.ticket)
+    assert leases(pair) == 1, "the other pull may still write"
+    pair.d.pull_fenced(first.ticket)
+    assert leases(pair) == 1
+    pair.d.pulled(second.ticket)  # it ends well, too late
+    assert leases(pair) == 0 and pair.d_manager.match(PROMPT).num_tokens == 0
+
+
+def test_the_end_of_a_pull_that_is_not_open_changes_nothing() -> None:
+    pair, (first, second) = pulling()
+    pair.d.pulled(first.ticket._replace(grant=9))
+    pair.d.pulled(first.ticket._replace(part=9))
+    pair.d.pulled(first.ticket._replace(key=("r9", 1)))
+    pair.d.pulled(first.ticket)
+    pair.d.pulled(first.ticket)
+    pair.d.pull_failed(first.ticket, fenced=True)
+    assert pair.d.take_actions() == []
+    pair.d.abort(KEY, "cancelled")
+    assert leases(pair) == 1, "the second pull is open"
+    pair.d.pull_fenced(second.ticket)
+    assert leases(pair) == 0
+
+
+def test_what_is_about_another_grant_is_declined() -> None:
+    pair = Pair(handoff)
+    grant = pair.granted()
+    stale = Head(KEY, 1, 1, grant.head.grant + 1)
+    pair.d.receive(Send(stale, 0, 0, 4, 0))
+    [abort] = pair.posted(pair.d)
+    assert isinstance(abort, Abort) and abort.fenced and abort.head.grant == stale.grant
+    assert leases(pair) == 1
+
+
+def test_a_restarted_p_has_forgotten_what_it_asked_for() -> None:
+    pair = Pair(handoff)
+    grant = pair.granted().head.grant
+    pair.d.receive(Renew(Head(KEY, 0, 1, grant)))
+    assert pair.d.take_actions() == [] and leases(pair) == 1, "an older life says nothing"
+    pair.d.receive(Renew(Head(KEY, 2, 1, grant)))
+    [abort] = pair.posted(pair.d)
+    assert abort.reason == "the prefill node restarted" and leases(pair) == 0
+
+
+def test_what_has_started_goes_on_without_p() -> None:
+    pair = Pair(handoff)
+    start = pair.start()
+    head = Head(KEY, 1, 1, start.commit.head.grant)
+    pair.d.receive(Abort(Head(KEY, 2, 1, head.grant), "restarted", fenced=False))
+    pair.d.tick(59.0)
+    assert pair.d.take_actions() == []
+    pair.d.receive(Abort(head, "no answer", fenced=False))
+    [ack] = pair.posted(pair.d)
+    assert isinstance(ack, Ack)
+    pair.d.abort(KEY, "cancelled")
+    assert pair.d.take_actions() == [Stop(KEY)]
+
+
+def test_ack_is_said_when_decoding_starts_and_as_long_as_it_is_known() -> None:
+    pair = Pair(handoff)
+    sends, commit = pair.committed()
+    for message in (*sends, commit):
+        pair.d.receive(message)
+    [pull] = pair.actions(pair.d, "Pull")
+    pair.d.pulled(pull.ticket)
+    [ack] = pair.posted(pair.d)
+    assert isinstance(ack, Ack)
+    pair.d.finished(KEY)
+    pair.d.receive(commit)
+    assert pair.posted(pair.d) == [ack]
+    pair.d.tick(59.9)
+    assert pair.d.num_known == 1
+    pair.d.tick(60.0)
+    assert pair.d.num_known == 0
+    pair.d.receive(commit)
+    [abort] = pair.posted(pair.d)
+    assert abort == Abort(ack.head, "nothing is granted", fenced=True)
+
+
+def test_commit_bounds_how_long_parts_may_take() -> None:
+    pair = Pair(handoff)
+    head = Head(KEY, 1, 1, pair.granted().head.grant)
+    for now in range(1, 41):
+        pair.d.tick(float(now))
+        pair.d.receive(Renew(head))
+    assert leases(pair) == 1, "P computes as long as it likes"
+    commit = Commit(head, 1, 5, len(PROMPT), 0, Hits())
+    for now in range(41, 71):
+        pair.d.tick(float(now - 1))
+        pair.d.receive(commit)
+    assert leases(pair) == 1
+    assert pair.posted(pair.d)[-1] == Renew(head, (0,)), "part 0 is missing"
+    pair.d.tick(70.0)
+    assert leases(pair) == 0
+
+
+def test_asking_again_is_a_sign_of_life() -> None:
+    pair = Pair(handoff)
+    ask = pair.begin()
+    pair.d.receive(ask)
+    pair.d.tick(4.0)
+    pair.d.receive(ask)
+    pair.d.tick(8.9)
+    assert leases(pair) == 1
+    pair.d.tick(9.0)
+    assert leases(pair) == 0
