@@ -37,6 +37,7 @@ class Landing(Effect):
             arrived += self._tiers.arrived(run, leading(ok[place:after]))
             place = after
         self._tiers.store([run for run in arrived if run.node is not None])
+        self._tiers.settle_parked()
 
     def fenced(self) -> None:
         """See Effect."""
@@ -50,19 +51,17 @@ class Stored(Effect):
         """Hold valid runs."""
         self._tiers = tiers
         self.runs = tiers.host.hold(runs)
-        for run in runs:
-            run.storing = True
 
     def end(self, ok: Sequence[bool]) -> None:
         """See Effect."""
         place = 0
         for run in self.runs:
             after = place + run.num_blocks
-            run.storing, run.stored = False, all(ok[place:after])
+            run.stored = all(ok[place:after])
             place = after
         self._tiers.stored_blocks += sum(ok)
 
     def fenced(self) -> None:
         """See Effect."""
         self._tiers.let_go(self.runs)
-        self._tiers.let_go_of_stored()
+        self._tiers.settle_parked()

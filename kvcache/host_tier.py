@@ -62,7 +62,7 @@ class HostRun:
         node: whose copy it is; None once dropped.
         blocks: host block ids, as bytes of int32; when leaving, those that were its own.
         landing, leaving: see above; only what is neither can be matched.
-        storing, stored: it is being written to storage; storage has had it.
+        stored: storage has had it.
         holders: lists with this run in them, of those who need its blocks to stay.
         colder, warmer: neighbours in the tier's list.
     """
@@ -75,7 +75,6 @@ class HostRun:
         "leaving",
         "node",
         "stored",
-        "storing",
         "warmer",
     )
 
@@ -84,7 +83,6 @@ class HostRun:
         self.blocks = blocks
         self.landing = landing
         self.leaving = False
-        self.storing = False
         self.stored = False
         self.holders: list[list[HostRun]] = []
         self.colder: HostRun | None = None
@@ -106,7 +104,7 @@ class HostRun:
         run = HostRun(upper, self.blocks[:cut])
         self.blocks = self.blocks[cut:]
         run.landing, run.leaving = self.landing, self.leaving
-        run.storing, run.stored = self.storing, self.stored
+        run.stored = self.stored
         for holder in self.holders:
             holder.insert(holder.index(self), run)
         run.holders = list(self.holders)

@@ -128,6 +128,10 @@ def check_tiers(tiers: Tiers) -> None:
     for run in (*runs, *held.values()):
         known = {id(holder) for holder in holders if any(each is run for each in holder)}
         assert known == set(map(id, run.holders)), "a copy is held by others than it knows"
+    # Whoever is parked waits for a copy, and then no more.
+    for parked in tiers.parked:
+        waits = parked.lease.parking
+        assert waits == parked.is_copied == (not parked.saved), "a parked request waits for nothing"
     # The list holds what is valid and not held, a child before its parent.
     idle = list(host.idle_runs())
     droppable = {id(run) for run in runs if run.is_valid and not run.holders}

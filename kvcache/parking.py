@@ -33,8 +33,9 @@ class Parked:
     Attributes:
         num_tokens: all tokens that were computed.
         where: "host", or "storage": then the host may drop what is stored.
-        saved: its device blocks are free, and it can be resumed; until then it is being copied.
-        failed: the copy failed in part: what is missing is computed again.
+        saved: its device blocks are free, and it can be resumed. Until then some of it is being
+            copied: for it, or for whoever had begun to copy the same blocks before.
+        failed: a copy failed in part: what is missing is computed again.
     """
 
     def __init__(self, lease: Lease, num_tokens: int, where: ParkedIn) -> None:
@@ -44,14 +45,20 @@ class Parked:
         self.failed = False
         self.lease = lease
         self.epoch = lease.epoch
-        self.op_id: OpId | None = None
+        self.op_id: OpId | None = None  # copies what nobody else does
         self.runs: list[HostRun] = []  # held
         self.tail_block: int | None = None
         self.tail_tokens = 0
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether an operation writes some of it, its own or another that had begun before."""
+        is_landing = any(run.landing and run.node is not None for run in self.runs)
+        return is_landing or self.op_id is not None
+
 
 class _ParkLanding(Landing):
-    """The copy of a request that is preempted: its lease ends with it."""
+    """The copy of what the host lacks of a request that is preempted."""
 
     def __init__(self, tiers: Tiers, runs: Sequence[HostRun], parked: Parked) -> None:
         super().__init__(tiers, runs)
@@ -60,26 +67,18 @@ class _ParkLanding(Landing):
 
     def end(self, ok: Sequence[bool]) -> None:
         """See Effect."""
-        super().end(ok)
         parked = self._parked
-        parked.failed = not all(ok)
+        parked.op_id = None
         if parked.tail_block is not None and not ok[-1]:
             # It may still be written: it is free with the fence.
             self._lost_tail, parked.tail_block = parked.tail_block, None
-        parked.saved, parked.op_id = True, None
-        parked.lease.parking = False
-        self._tiers.manager.release(parked.lease)
+            parked.failed = True
+        super().end(ok)
 
     def fenced(self) -> None:
         """See Effect."""
         super().fenced()
-        tiers, parked = self._tiers, self._parked
-        tiers.host.pool.recycle(np.array(self.own_host_blocks(), np.int32))
-        # What was not saved takes no room until it is resumed.
-        saved = tiers.host.hold([run for run in parked.runs if run.node is not None])
-        tiers.let_go(parked.runs)
-        parked.runs = saved
-        let_go_of_stored(tiers)
+        self._tiers.host.pool.recycle(np.array(self.own_host_blocks(), np.int32))
 
     def own_host_blocks(self) -> list[int]:
         """See Effect."""
@@ -108,16 +107,14 @@ def park(tiers: Tiers, lease: Lease, tokens: Tokens, where: ParkedIn) -> Parked 
     parked = Parked(lease, len(tokens), where)
     if tail_tokens:
         parked.tail_block, parked.tail_tokens = int(ids[-1]), tail_tokens
-    landing = _ParkLanding(tiers, runs, parked)
     parked.runs = host.hold([node.host for node in path if node.host is not None])
     tiers.let_go(held)
     lease.parking = True
     tiers.parked[parked] = None
     if sources:
+        landing = _ParkLanding(tiers, runs, parked)
         parked.op_id = tiers.submit(OpKind.DEVICE_TO_HOST, landing, sources, ids.tobytes())
-    else:
-        landing.end([])
-        landing.fenced()
+    settle_parked(tiers)
     return parked
 
 
@@ -164,17 +161,35 @@ def resume(tiers: Tiers, parked: Parked, num_blocks: int) -> tuple[int | None, i
     return parked.tail_block, parked.tail_tokens
 
 
-def let_go_of_stored(tiers: Tiers) -> None:
-    """Let the host drop what was parked in storage, and is there."""
+def settle_parked(tiers: Tiers) -> None:
+    """Free on the device what nobody copies any more; let the host drop what is stored.
+
+    The device keeps it for whoever copies it, not only for the request's own operation: if that
+    copy fails, there is no other.
+    """
     for parked in tiers.parked:
+        if not (parked.saved or parked.is_copied):
+            _settle(tiers, parked)
         if parked.where == "storage" and parked.saved and all(run.stored for run in parked.runs):
             tiers.let_go(parked.runs)
+
+
+def _settle(tiers: Tiers, parked: Parked) -> None:
+    # What was not saved takes no room until it is resumed.
+    saved = tiers.host.hold([run for run in parked.runs if run.node is not None])
+    parked.failed = parked.failed or len(saved) < len(parked.runs)
+    tiers.let_go(parked.runs)
+    parked.runs = saved
+    parked.saved, parked.lease.parking = True, False
+    tiers.manager.release(parked.lease)
 
 
 def _end(tiers: Tiers, parked: Parked) -> None:
     del tiers.parked[parked]
     if parked.op_id is not None:
         tiers.operations.cancel(parked.op_id)
+    if not parked.saved:
+        _settle(tiers, parked)
     tiers.let_go(parked.runs)
 
 

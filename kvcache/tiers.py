@@ -14,7 +14,7 @@ from .host_tier import HostConfig, HostRun, HostTier
 from .host_writer import HostWriter
 from .lease import TierStats
 from .operations import Effect, Operation, Operations, OpId, OpKind
-from .parking import Parked, ParkedIn, let_go_of_stored, park, unpark
+from .parking import Parked, ParkedIn, park, settle_parked, unpark
 from .prefetch import Prefetch, prefetch
 from .radix_node import Node
 from .tiered_tree import TieredTree
@@ -124,8 +124,9 @@ class Tiers:
     def park(self, lease: Lease, tokens: Tokens, where: ParkedIn = "host") -> Parked | None:
         """Copy the KV of a lease to a slower tier; the lease ends when that has been done.
 
-        Until then its blocks stay its own, but must not be written. If the copy fails, the lease
-        ends as well, and the request computes again what the cache has not.
+        Until then its blocks stay its own, but must not be written: what is being copied already,
+        for whomever, is waited for, too. If a copy fails, the lease ends as well, and the request
+        computes again what the cache has not.
 
         Args:
             lease: of a request that no running step reads.
@@ -261,13 +262,12 @@ class Tiers:
         )
 
     def store(self, runs: Sequence[HostRun]) -> None:
-        """Write copies to storage, unless it has them or is about to."""
-        missing = [run for run in runs if not (run.stored or run.storing)]
-        if self.storage is None or not missing:
+        """Write copies that have just arrived on the host to storage, if there is one."""
+        if self.storage is None or not runs:
             return
-        blocks = b"".join([run.blocks for run in missing])
-        keys = self.tree.keys_of(missing, self.storage)
-        self.submit(OpKind.HOST_TO_STORAGE, Stored(self, missing), sources=blocks, keys=keys)
+        blocks = b"".join([run.blocks for run in runs])
+        keys = self.tree.keys_of(runs, self.storage)
+        self.submit(OpKind.HOST_TO_STORAGE, Stored(self, runs), sources=blocks, keys=keys)
 
     def quarantined_device_blocks(self) -> list[int]:
         """Return the device blocks that released leases left while they were written."""
@@ -292,6 +292,6 @@ class Tiers:
             late_completions=self.operations.late_completions,
         )
 
-    def let_go_of_stored(self) -> None:
-        """Let the host drop what was parked in storage, and is there."""
-        let_go_of_stored(self)
+    def settle_parked(self) -> None:
+        """Free what a copy that has ended allows of parked requests."""
+        settle_parked(self)

@@ -109,6 +109,7 @@ TIER_FLOORS: Final = {
     "misuse": 1_000,
     "not parked": 1_800,
     "parked": 1_300,
+    "parked behind another copy": 310,
     "parked, and failed": 970,
     "parking": 3_600,
     "preempted": 870,

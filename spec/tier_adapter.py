@@ -97,8 +97,10 @@ class TierManager(Manager, Protocol):
     def park(self, name: str, tokens: Sequence[int], where: str) -> bool:
         """Preempt a request and keep its KV; False if there is no room. `admit` resumes it."""
 
-    def parked(self, name: str) -> tuple[int | None, bool]:
-        """Return the operation that saves a parked request or None, and whether it failed."""
+    def parked(self, name: str) -> tuple[int | None, bool, bool]:
+        """Return the operation that saves a parked request, if one does; whether it is saved, and
+        whether that failed in part.
+        """
 
     def unpark(self, name: str) -> None:
         """Give up what a parked request keeps."""

@@ -9,6 +9,7 @@ from . import tier_rules as rules
 from .cache_requests import Request
 from .cache_rules import A8
 from .rules import require
+from .tier_checks import check_saving
 from .tier_copies import take
 from .tier_requests import Load, Parked, Seen
 
@@ -51,7 +52,7 @@ def _host_hit(world: TierWorld, request: Request) -> tuple[int, int]:
 def admit(world: TierWorld, name: str) -> bool:
     """A waiting request is admitted, or refused; one that was parked resumes."""
     request, parked = world.get(name, "waiting"), world.parked.get(name)
-    if request is None or (parked is not None and parked.copy is not None):
+    if request is None or (parked is not None and parked.writers):
         return False
     before = world.see()
     num_hit, num_host = _host_hit(world, request)
@@ -73,7 +74,7 @@ def admit(world: TierWorld, name: str) -> bool:
 def _resume(world: TierWorld, parked: Parked, num_blocks: int) -> int:
     """Check what a resumed request finds; return the tokens of the tail that it loads."""
     num_whole, tail = divmod(parked.num_tokens, world.block_size)
-    is_whole = not (parked.failed or parked.is_void or parked.awaited) and parked.where == "host"
+    is_whole = not (parked.failed or parked.is_void) and parked.where == "host"
     if is_whole:
         require(
             num_blocks >= num_whole, rules.T22, "{} of {} blocks are left", num_blocks, num_whole
@@ -251,24 +252,31 @@ def park(world: TierWorld, name: str, where: str) -> bool:
         require(needed > room, rules.T21, "{} needs {} of {} host blocks", name, needed, room)
         world.situations["not parked"] += 1
         return True
-    copy, failed = world.ask("parked", name)
-    world.see()
-    seen = world.seen
-    blocks = {seen.host.get(tag, seen.landing.get(tag, 0)) for tag in path}
-    awaited = {tag for tag in path if tag in before.landing}
-    world.parked[name] = Parked(where, path, request.written, copy, blocks, awaited, failed)
-    require(
-        (name in model.holdings) == (copy is not None),
-        rules.T20,
-        "{} is saved by {}, and has {} blocks",
-        name,
-        copy,
-        len(model.table(name)) if name in model.holdings else "no",
-    )
+    world.parked[name] = _parked(world, name, Parked(where, path, request.written), before)
+    check_saving(world)
     request.state, request.written, request.job, request.table = "waiting", 0, "", []
     world.lost(before, needs_room=True)
     world.situations["parking"] += 1
     return True
+
+
+def _parked(world: TierWorld, name: str, parked: Parked, before: Seen) -> Parked:
+    """Note where a request is saved, and by which operations."""
+    parked.copy, _, _ = world.ask("parked", name)
+    seen = world.see()
+    parked.blocks = {seen.host.get(tag, seen.landing.get(tag, 0)) for tag in parked.path}
+    awaited = {before.landing[tag] for tag in parked.path if tag in before.landing}
+    parked.writers = {
+        flight.copy.id
+        for flight in world.executor.flights
+        if flight.copy.kind == "out"
+        and not (flight.has_result or flight.given_up)
+        and not awaited.isdisjoint(flight.copy.destinations)
+    }
+    world.situations["parked behind another copy"] += bool(parked.writers)
+    if parked.copy is not None:
+        parked.writers.add(parked.copy)
+    return parked
 
 
 def unpark(world: TierWorld, name: str) -> bool:
@@ -277,9 +285,9 @@ def unpark(world: TierWorld, name: str) -> bool:
     if parked is None:
         return False
     before = world.see()
-    if parked.copy is not None:
+    world.situations["unparked while it is saved"] += bool(parked.writers)
+    if parked.copy in parked.writers:
         world.give_up(parked.copy, "")
-        world.situations["unparked while it is saved"] += 1
     world.ask("unpark", name)
     world.see()
     require(

@@ -72,10 +72,30 @@ def _check_content(world: TierWorld) -> None:
             )
 
 
+def check_saving(world: TierWorld) -> None:
+    """Check that each parked request has blocks of the device while something copies them."""
+    for name, parked in world.parked.items():
+        _, saved, failed = world.target.ask("parked", name)
+        holds = name in world.tier_model.holdings
+        under_way = bool(parked.writers)
+        require(
+            saved != under_way and holds == under_way,
+            rules.T20,
+            "{} operations save {}, told saved={}, and it has {} blocks",
+            len(parked.writers),
+            name,
+            saved,
+            len(world.tier_model.table(name)) if holds else "no",
+        )
+        right = under_way or failed == parked.failed
+        require(right, rules.T24, "{} is told failed={}", name, failed)
+
+
 def _check_parked(world: TierWorld) -> None:
+    check_saving(world)
     seen, stored = world.seen, world.executor.storage
     for name, parked in world.parked.items():
-        if parked.copy is not None or parked.failed or parked.is_void or parked.awaited:
+        if parked.writers or parked.failed or parked.is_void:
             continue
         for tag in parked.path:
             kept = tag in seen.host
@@ -191,11 +211,11 @@ def _check_stored(world: TierWorld) -> None:
     seen, key = world.seen, world.prefixes.key
     alone = not world.executor.flights and not world.prefetches and len(world.parked) == 1
     for name, parked in world.parked.items():
-        if parked.copy is not None or parked.is_void or parked.where != "storage":
+        if parked.writers or parked.is_void or parked.where != "storage":
             continue
         kept = [tag for tag in parked.path if tag in seen.host and seen.host[tag] not in seen.idle]
         lost = [tag for tag in parked.path if key[tag] not in world.executor.storage]
-        wrong = set(lost) - set(kept) if not (parked.failed or parked.awaited) else ()
+        wrong = set(lost) - set(kept) if not parked.failed else ()
         require(not wrong, rules.T34, "{} keeps {} blocks nowhere", name, len(wrong))
         if alone and not parked.failed and world.stored.issuperset(parked.path):
             require(not kept, rules.T34, "{} keeps {} blocks that are stored", name, len(kept))

@@ -86,7 +86,7 @@ def draw(world: TierWorld, below: Below) -> Operation:
 def enabled(world: TierWorld) -> dict[str, list[str]]:
     """Return the words of the operations that apply, each with the names it may name."""
     choices = cache_draw.enabled(world)
-    saving = [name for name, parked in world.parked.items() if parked.copy is not None]
+    saving = [name for name, parked in world.parked.items() if parked.writers]
     waiting = [name for name, request in world.requests.items() if request.state == "waiting"]
     running = [request for request in world.running() if not request.job and request.written]
     flights = dict(zip(world.executor.names(), world.executor.flights, strict=True))

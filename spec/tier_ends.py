@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from . import tier_rules as rules
 from .ghost import Tag
 from .rules import require
+from .tier_checks import check_saving
 from .tier_executor import Flight, leading
 from .tier_requests import Seen
 
@@ -81,18 +82,21 @@ def _out(world: TierWorld, change: Change) -> None:
     if world.config["storage"]:
         world.to_store.update(tag for tag in tags if tag in world.seen.host.keys() - before.host)
     world.lost(before, bad)
-    if flight.owner:
-        parked = world.parked[flight.owner]
-        copy, failed = world.ask("parked", flight.owner)
-        require(copy is None, rules.T20, "the copy of {} has ended, not its parking", flight.owner)
-        parked.copy = None
-        parked.failed = not all(flight.ok)
-        if parked.num_tokens % world.block_size:
+    _saved(world, flight)
+
+
+def _saved(world: TierWorld, flight: Flight) -> None:
+    """An operation has saved what it could of parked requests, its own and others."""
+    for name, parked in world.parked.items():
+        if flight.copy.id not in parked.writers:
+            continue
+        parked.writers.remove(flight.copy.id)
+        parked.failed |= not parked.blocks.isdisjoint(flight.bad_blocks())
+        if name == flight.owner and parked.num_tokens % world.block_size:
             parked.keeps_tail = flight.ok[-1]
-        require(failed == parked.failed, rules.T24, "{} is told failed={}", flight.owner, failed)
-        ended_now = flight.owner not in world.tier_model.holdings
-        require(ended_now, rules.T20, "{} was saved, and holds blocks", flight.owner)
-        world.situations["parked, and failed" if failed else "parked"] += 1
+        if not parked.writers:
+            world.situations["parked, and failed" if parked.failed else "parked"] += 1
+    check_saving(world)
 
 
 def _in(world: TierWorld, change: Change) -> None:

@@ -29,7 +29,7 @@ def picture(world: TierWorld) -> str:
             f"{len(copy.keys)} keys, {state}"
         )
     for name, parked in world.parked.items():
-        state = "being saved" if parked.copy is not None else "saved"
+        state = "being saved" if parked.writers else "saved"
         lines.append(f"{name} parked with {parked.num_tokens} tokens, {state}")
     if world.executor.storage:
         lines.append(f"storage: {len(world.executor.storage)} blocks")

@@ -28,9 +28,9 @@ class Parked:
 
     Attributes:
         num_tokens: those that were computed.
-        copy: the operation that saves them, while it does.
+        copy: the operation that saves what no other did, or None.
         blocks: host blocks that it may need.
-        awaited: prefixes that another operation was writing to the host already.
+        writers: the operations that still write some of them: that one, and others.
         failed: whether some were not saved.
         is_void: whether a reset has dropped its namespace.
         keeps_tail: whether its last block can be loaded if that is not whole.
@@ -39,9 +39,9 @@ class Parked:
     where: str
     path: list[Tag]
     num_tokens: int
-    copy: int | None
-    blocks: set[int]
-    awaited: set[Tag] = field(default_factory=set)
+    copy: int | None = None
+    blocks: set[int] = field(default_factory=set)
+    writers: set[int] = field(default_factory=set)
     failed: bool = False
     is_void: bool = False
     keeps_tail: bool = True

@@ -70,7 +70,8 @@ T18: Final = rule("T18 write-through-waits", "Nothing is written through before 
 T19: Final = rule("T19 stored-once", "Each new copy on the host is written to storage, once.")
 T20: Final = rule(
     "T20 park-waits",
-    "The blocks of a parked request are its own until their copy has its result, and no longer.",
+    "The blocks of a parked request are its own until each copy of them, for it or for others, has "
+    "its result, and no longer.",
 )
 T21: Final = rule("T21 park-with-reason", "A request is not parked only if the host has no room.")
 T22: Final = rule(
@@ -80,7 +81,7 @@ T23: Final = rule(
     "T23 parked-ends-once", "What a parked request keeps is given up once; again is refused."
 )
 T24: Final = rule(
-    "T24 failed-park-is-told", "A parked request whose copy failed in part is told so."
+    "T24 failed-park-is-told", "A parked request of which some was not saved is told so."
 )
 T25: Final = rule(
     "T25 prefetch-asks-for-the-rest",

@@ -125,8 +125,8 @@ def _forget(world: TierWorld, keep: list[bytes]) -> None:
     for name, parked in world.parked.items():
         parked.keeps_tail = False
         parked.is_void = parked.is_void or world.requests[name].namespace not in keep
-        if parked.copy is not None:
-            parked.copy, parked.failed = None, True
+        if parked.writers:
+            parked.writers, parked.failed = set(), True
     for name, found in list(world.prefetches.items()):
         found.is_old = True
         if not any(f.owner == name for f in world.executor.flights):

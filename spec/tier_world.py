@@ -172,6 +172,10 @@ class TierWorld(CacheWorld):
 
     def give_up(self, copy: int, name: str) -> None:
         """An operation is not wanted any more; if it loads a request, that ends."""
+        for parked in self.parked.values():
+            if copy in parked.writers:
+                parked.writers.remove(copy)
+                parked.failed = True
         for flight in self.executor.flights:
             if flight.copy.id == copy and not flight.given_up:
                 if not flight.has_result:

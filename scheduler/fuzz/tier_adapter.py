@@ -96,10 +96,10 @@ class TierAdapter(CacheAdapter):
         self._parked[name] = parked
         return True
 
-    def parked(self, name: str) -> tuple[int | None, bool]:
-        """Return the operation that saves a parked request, and whether it failed."""
+    def parked(self, name: str) -> tuple[int | None, bool, bool]:
+        """Return the operation that saves a parked request, whether it is saved, or failed."""
         parked = self._parked[name]
-        return (None if parked.saved else parked.op_id), parked.failed
+        return parked.op_id, parked.saved, parked.failed
 
     def unpark(self, name: str) -> None:
         """Let go of a parked request."""

@@ -60,9 +60,9 @@ HOST_BUGS = (
         world="tiers",
     ),
     bug(
-        "a split forgets that a run is being stored",
+        "a split forgets that a run was stored",
         HOST,
-        ("        run.storing, run.stored = self.storing, self.stored\n", ""),
+        ("        run.stored = self.stored\n", ""),
         seen_in="vLLM #45704",
         world="tiers",
     ),

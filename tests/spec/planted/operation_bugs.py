@@ -149,8 +149,10 @@ OPERATION_BUGS = (
         "the host source of a store is let go when it is decided",
         EFFECTS,
         (
-            "            run.storing = True\n",
-            "            run.storing = True\n        tiers.host.let_go(self.runs)\n",
+            '"""Hold valid runs."""\n        self._tiers = tiers\n'
+            "        self.runs = tiers.host.hold(runs)\n",
+            '"""Hold valid runs."""\n        self._tiers = tiers\n'
+            "        self.runs = tiers.host.hold(runs)\n        tiers.host.let_go(self.runs)\n",
         ),
         seen_in="vLLM #52360, FastDeploy PR 7107 review",
         world="tiers",
@@ -168,8 +170,8 @@ OPERATION_BUGS = (
         "the source of a store is never let go",
         EFFECTS,
         (
-            "        self._tiers.let_go(self.runs)\n        self._tiers.let_go_of_stored()\n",
-            "        self._tiers.let_go_of_stored()\n",
+            "        self._tiers.let_go(self.runs)\n        self._tiers.settle_parked()\n",
+            "        self._tiers.settle_parked()\n",
         ),
         seen_in="Mooncake #849, LMCache #1898",
         world="tiers",

@@ -1,11 +1,10 @@
-"""Bugs to plant into parking, prefetch and reset."""
+"""Bugs to plant into parking: a request that is preempted, and keeps its KV."""
 
 from __future__ import annotations
 
 from .plant import bug
 
-PARKING, PREFETCH = "parking.py", "prefetch.py"
-TIERS, MANAGER = "tiers.py", "manager.py"
+PARKING, EFFECTS = "parking.py", "effects.py"
 
 PARKING_BUGS = (
     bug(
@@ -19,9 +18,9 @@ PARKING_BUGS = (
         elsewhere=(
             (
                 PARKING,
-                "        parked.lease.parking = False\n"
-                "        self._tiers.manager.release(parked.lease)\n",
-                "",
+                "    parked.saved, parked.lease.parking = True, False\n"
+                "    tiers.manager.release(parked.lease)\n",
+                "    parked.saved = True\n",
             ),
         ),
         seen_in="FastDeploy v1, FastDeploy PR 7107 review, vLLM #52360",
@@ -30,14 +29,54 @@ PARKING_BUGS = (
     bug(
         "a parked lease is never released",
         PARKING,
-        ("        self._tiers.manager.release(parked.lease)\n", ""),
+        ("    tiers.manager.release(parked.lease)\n", ""),
+        world="tiers",
+    ),
+    bug(
+        "a parked request counts as saved while another copy of its path is under way",
+        PARKING,
+        (
+            "is_landing = any(run.landing and run.node is not None for run in self.runs)",
+            "is_landing = False",
+        ),
+        world="tiers",
+    ),
+    bug(
+        "a parked request counts as saved when its whole blocks are, before its unfinished one",
+        PARKING,
+        ("return is_landing or self.op_id is not None", "return is_landing"),
+        world="tiers",
+    ),
+    bug(
+        "a parked request does not hear when another copy of its path has ended",
+        EFFECTS,
+        (
+            "if run.node is not None])\n        self._tiers.settle_parked()\n",
+            "if run.node is not None])\n",
+        ),
+        elsewhere=(
+            (
+                PARKING,
+                "        super().end(ok)\n",
+                "        super().end(ok)\n        settle_parked(self._tiers)\n",
+            ),
+        ),
         world="tiers",
     ),
     bug(
         "a park that failed is marked as good",
         PARKING,
-        ("        parked.failed = not all(ok)\n", "        parked.failed = False\n"),
+        (
+            "    parked.failed = parked.failed or len(saved) < len(parked.runs)\n",
+            "    parked.failed = False\n",
+        ),
         seen_in="SGLang #27108, FastDeploy v1",
+        world="tiers",
+    ),
+    bug(
+        "a park whose unfinished block was not saved is marked as good",
+        PARKING,
+        ("            parked.failed = True\n", ""),
         world="tiers",
     ),
     bug(
@@ -59,7 +98,7 @@ PARKING_BUGS = (
     bug(
         "a tail that was not saved is never free",
         PARKING,
-        ("        tiers.host.pool.recycle(np.array(self.own_host_blocks(), np.int32))\n", ""),
+        ("        self._tiers.host.pool.recycle(np.array(self.own_host_blocks(), np.int32))\n", ""),
         world="tiers",
     ),
     bug(
@@ -110,8 +149,8 @@ PARKING_BUGS = (
         "a resumed request lets go of nothing",
         PARKING,
         (
-            "        tiers.operations.cancel(parked.op_id)\n    tiers.let_go(parked.runs)",
-            "        tiers.operations.cancel(parked.op_id)",
+            "        _settle(tiers, parked)\n    tiers.let_go(parked.runs)",
+            "        _settle(tiers, parked)",
         ),
         world="tiers",
     ),
@@ -119,6 +158,13 @@ PARKING_BUGS = (
         "a parked request that is given up is saved all the same",
         PARKING,
         ("        tiers.operations.cancel(parked.op_id)\n", "        pass\n"),
+        world="tiers",
+    ),
+    bug(
+        "a parked request that is given up before it is saved keeps its blocks",
+        PARKING,
+        ("    if not parked.saved:\n        _settle(tiers, parked)\n", ""),
+        seen_in="SGLang #9874",
         world="tiers",
     ),
     bug(
@@ -167,118 +213,6 @@ PARKING_BUGS = (
         PARKING,
         ("parked.saved and all(run.stored for run in parked.runs)", "parked.saved"),
         seen_in="FastDeploy PR 7107 review",
-        world="tiers",
-    ),
-    bug(
-        "a fetch counts blocks behind the first bad one",
-        PREFETCH,
-        ("        self._num_good = leading(ok)\n", "        self._num_good = sum(ok)\n"),
-        seen_in="FastDeploy file store",
-        world="tiers",
-    ),
-    bug(
-        "a prefetch inserts a block that failed",
-        PREFETCH,
-        ("        self._num_good = leading(ok)\n", "        self._num_good = len(ok)\n"),
-        seen_in="vLLM #19330, FastDeploy v1",
-        world="tiers",
-    ),
-    bug(
-        "a prefetch loads what was not found",
-        PREFETCH,
-        ("        self._num_found = leading(ok)\n", "        self._num_found = len(ok)\n"),
-        seen_in="FastDeploy file store",
-        world="tiers",
-    ),
-    bug(
-        "a prefetch asks for what is cached, too",
-        PREFETCH,
-        (
-            "tiers.storage.block_keys(tokens, namespace)[have:]",
-            "tiers.storage.block_keys(tokens, namespace)",
-        ),
-        world="tiers",
-    ),
-    bug(
-        "a prefetch asks for nothing",
-        PREFETCH,
-        ("if tiers.storage is None or have == whole:", "if True:"),
-        seen_in="FastDeploy PR 7107",
-        world="tiers",
-    ),
-    bug(
-        "a cancelled prefetch goes on when storage has answered",
-        PREFETCH,
-        ("wanted = self.wanted and self._epoch", "wanted = self._epoch"),
-        elsewhere=((TIERS, "        self.operations.cancel(prefetch.op_id)\n", ""),),
-        seen_in="SGLang #9874, SGLang #30053",
-        world="tiers",
-    ),
-    bug(
-        "an answer of before a reset is loaded after it",
-        PREFETCH,
-        ("wanted = self.wanted and self._epoch == tiers.manager.epoch", "wanted = self.wanted"),
-        seen_in="FastDeploy v1",
-        world="tiers",
-    ),
-    bug(
-        "a fetch of before a reset enters the tree",
-        PREFETCH,
-        (
-            "good = self._num_good if self._epoch == tiers.manager.epoch else 0",
-            "good = self._num_good",
-        ),
-        seen_in="FastDeploy PR 6202",
-        world="tiers",
-    ),
-    bug(
-        "the blocks of a failed fetch are never free",
-        PREFETCH,
-        ("        tiers.host.pool.recycle(np.setdiff1d(self.ids, kept))\n", ""),
-        seen_in="SGLang #9874",
-        world="tiers",
-    ),
-    bug(
-        "a prefetch keeps its hold",
-        PREFETCH,
-        ("        self._tiers.let_go(self.runs)\n", ""),
-        seen_in="SGLang #16369, SGLang #40262",
-        world="tiers",
-    ),
-    bug(
-        "a prefetch without room waits forever",
-        PREFETCH,
-        ("            self.end(0)\n            return\n", "            return\n"),
-        seen_in="FastDeploy storage",
-        world="tiers",
-    ),
-    bug(
-        "a reset lets operations go on",
-        MANAGER,
-        ("            self.tiers.cancel_all()\n", "            pass\n"),
-        seen_in="FastDeploy PR 6202, FastDeploy PR 4008",
-        world="tiers",
-    ),
-    bug(
-        "a reset keeps what it should drop, and drops what it should keep",
-        MANAGER,
-        ("if name not in keep]", "if name in keep]"),
-        world="tiers",
-    ),
-    bug(
-        "a reset forgets what it was to keep",
-        MANAGER,
-        ("if name not in keep]", "]"),
-        world="tiers",
-    ),
-    bug(
-        "a reset keeps everything",
-        MANAGER,
-        (
-            "for namespace in [name for name in self._tree.roots if name not in keep]:",
-            "for namespace in []:",
-        ),
-        seen_in="FastDeploy v1",
         world="tiers",
     ),
 )

@@ -136,14 +136,10 @@ TIERED_TREE_BUGS = (
     bug(
         "what was stored is stored again",
         TIERS,
-        ("if not (run.stored or run.storing)]", "]"),
-        elsewhere=(
-            (
-                TIERS,
-                "        runs = list(holder)\n        self.host.let_go(holder)\n",
-                "        runs = list(holder)\n        self.host.let_go(holder)\n"
-                "        self.store([r for r in runs if r.node and r.is_valid and r.stored])\n",
-            ),
+        (
+            "        runs = list(holder)\n        self.host.let_go(holder)\n",
+            "        runs = list(holder)\n        self.host.let_go(holder)\n"
+            "        self.store([r for r in runs if r.node and r.is_valid and r.stored])\n",
         ),
         seen_in="vLLM #45704, FastDeploy storage",
         world="tiers",
