@@ -13,7 +13,6 @@ from .tokens import Int32Array
 
 if TYPE_CHECKING:
     from .host_tier import HostRun
-    from .tiered_tree import TieredTree
     from .tiers import Tiers
 
 
@@ -21,6 +20,7 @@ class HostWriter:
     """Copies nodes to the host: when the device evicts them, or before, by the write policy.
 
     Attributes:
+        tree: the nodes that it copies.
         demoted_blocks: blocks that the device evicted and the host was to take.
     """
 
@@ -29,12 +29,8 @@ class HostWriter:
         self._tiers = tiers
         self._config = tiers.config
         self._host = tiers.host
+        self.tree = tiers.tree
         self._published: dict[Node, None] = {}  # where paths end that are to be written through
-
-    @property
-    def tree(self) -> TieredTree:
-        """The tree of now: a reset makes another."""
-        return self._tiers.tree
 
     # When the device evicts
 
