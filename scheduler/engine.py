@@ -1,30 +1,17 @@
-"""The engine: a scheduler, a model and the arrays of blocks, one compiled program per shape."""
+"""The engine: a scheduler and a model, in steps."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.stages import Compiled
-from jaxtyping import Array, Int32
-
-from ..kvcache import BlockArrays, CacheManager, HostConfig
+from ..kvcache import CacheManager, HostConfig
 from ..kvcache.storage import Storage, StorageNamespace
-from .batching import Shape, Shapes, pack, unpack
-from .compilations import compilation_counter
 from .engine_stats import EngineStats
-from .engine_tiers import EngineTiers, check_namespace, check_params
-from .errors import ConfigError, RequestError
 from .mixed import MixedScheduler
-from .models import Model, ModelConfig, Params, forward
-from .models.transformer import Pools
-from .plan import Chunk
+from .model_runner import ModelRunner
+from .models import Model, Params
 from .policy import Policy
 from .request import Request
-from .sampling import sample
 from .tier_requests import Preempt
 
 
@@ -74,13 +61,6 @@ class Engine:
             ConfigError, CountError, StorageConfigError: for what cannot work; before anything is
                 allocated.
         """
-        config = model.config
-        check_namespace(model, storage, storage_namespace)
-        if not 1 <= max_model_len <= config.max_positions:
-            raise ConfigError(
-                f"max_model_len must be at least 1 and at most the model's "
-                f"{config.max_positions} positions, got {max_model_len}"
-            )
         self.max_model_len = max_model_len
         self.manager = CacheManager(num_blocks, block_size, host=host, storage=storage_namespace)
         self.scheduler = MixedScheduler(
@@ -92,42 +72,14 @@ class Engine:
             prefix_cache=prefix_cache,
             preempt=preempt,
         )
-        self._model = model
-        self._arrays = BlockArrays.zeros(
-            num_layers=config.num_layers,
-            num_blocks=num_blocks,
-            kv_heads=config.num_kv_heads,
-            block_size=block_size,
-            head_dim=config.head_dim,
-            dtype=model.params.embedding.dtype,
-        )
-        self._shapes = Shapes(
+        self._runner = ModelRunner(
+            model,
+            self.manager,
             token_budget=token_budget,
             max_running=max_running,
-            table_width=-(-max_model_len // block_size),
+            max_model_len=max_model_len,
+            storage=storage,
         )
-        self._steps = self._padding_tokens = self._late_compilations = 0
-        self._counter = compilation_counter()
-        before = self._counter.count
-        self._programs = self._compile()
-        tiers = self.manager.tiers
-        self._tiers = None if tiers is None else EngineTiers(tiers, self._arrays, storage)
-        self._warm_up_compilations = self._counter.count - before
-
-    def _compile(self) -> dict[Shape, Compiled]:
-        """Compile every shape, the largest first: what does not fit in memory fails at once."""
-        shapes = sorted((*self._shapes.decode, *self._shapes.extend), key=lambda s: -s.num_tokens)
-        return {
-            shape: _program.lower(
-                self._model.config,
-                shape,
-                self._model.params,
-                np.zeros(sum(shape.sizes), np.int32),
-                self._arrays.keys,
-                self._arrays.values,
-            ).compile()
-            for shape in shapes
-        }
 
     def add_request(self, request: Request) -> None:
         """Queue a request.
@@ -137,20 +89,7 @@ class Engine:
                 `max_model_len`, or the id of a live request.
             RequestTooLargeError: if it could not run to its limit even alone.
         """
-        vocab_size = self._model.config.vocab_size
-        bad = np.flatnonzero((request.prompt < 0) | (request.prompt >= vocab_size))
-        if len(bad):
-            raise RequestError(
-                f"request {request.request_id!r}: token {request.prompt[bad[0]]} at place {bad[0]} "
-                f"is outside the vocabulary of {vocab_size}"
-            )
-        length = request.num_prompt_tokens + request.max_new_tokens
-        if length > self.max_model_len:
-            raise RequestError(
-                f"request {request.request_id!r}: {request.num_prompt_tokens} prompt tokens and "
-                f"{request.max_new_tokens} new ones are more than max_model_len "
-                f"{self.max_model_len}"
-            )
+        self._runner.check_request(request)
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> bool:
@@ -167,25 +106,16 @@ class Engine:
 
         If all wait for copies, it waits until one has ended.
         """
-        if self._tiers is not None:
-            self._tiers.collect()
+        self._runner.collect()
         if not self.scheduler.has_work:
-            self._dispatch()
+            self._runner.dispatch()
             return []
         plan = self.scheduler.schedule()
-        before = self._counter.count
-        self._dispatch()
-        next_tokens = self._run(plan.chunks) if plan.chunks else []
-        self._late_compilations += self._counter.count - before
+        next_tokens = self._runner.step(plan.chunks)
         if plan.chunks:
             return self.scheduler.update(plan, next_tokens)
-        if self._tiers is not None:
-            self._tiers.wait()
+        self._runner.wait()
         return []
-
-    def _dispatch(self) -> None:
-        if self._tiers is not None:
-            self._tiers.dispatch(self._arrays)
 
     def run(self) -> list[Request]:
         """Run until every request has ended; return those that did, in order of their ends."""
@@ -216,14 +146,7 @@ class Engine:
                 what the old ones stored would be found. Nothing is changed.
         """
         if params is not None:
-            check_params(self._model.params, params)
-            storage = None if self.manager.tiers is None else self.manager.tiers.storage
-            if storage is not None and weights_revision in ("", storage.weights_revision):
-                raise ConfigError(
-                    f"storage has KV of weights_revision {storage.weights_revision!r}: other "
-                    "weights need another one"
-                )
-            self._model = replace(self._model, params=params)
+            self._runner.set_params(params, weights_revision)
         self.scheduler.reset_cache(keep, weights_revision)
 
     def close(self, *, timeout_s: float = 30.0) -> bool:
@@ -234,48 +157,8 @@ class Engine:
         Returns:
             Whether the threads have stopped within timeout_s; if not, call it again.
         """
-        return self._tiers is None or self._tiers.close(self._arrays, timeout_s)
-
-    def _run(self, chunks: list[Chunk]) -> list[int]:
-        shape = self._shapes.fit(chunks)
-        packed = pack(chunks, shape, self.manager.tables, self.manager.block_size)
-        next_tokens, self._arrays.keys, self._arrays.values = self._programs[shape](
-            self._model.params, jax.device_put(packed), self._arrays.keys, self._arrays.values
-        )
-        self._steps += 1
-        self._padding_tokens += shape.num_tokens - sum([chunk.length for chunk in chunks])
-        tokens: list[int] = np.asarray(next_tokens).tolist()
-        return tokens[: len(chunks)]
+        return self._runner.close(timeout_s)
 
     def stats(self) -> EngineStats:
         """Return what was done so far."""
-        scheduler = self.scheduler.stats()
-        return EngineStats(
-            steps=self._steps,
-            padding_tokens=self._padding_tokens,
-            prefill_tokens_computed=scheduler.prefill_tokens,
-            compilations_at_warm_up=self._warm_up_compilations,
-            compilations_after_warm_up=self._late_compilations,
-            scheduler=scheduler,
-            cache=self.manager.stats(),
-            copies=None if self._tiers is None else self._tiers.stats(),
-        )
-
-
-def _step(
-    config: ModelConfig,
-    shape: Shape,
-    params: Params,
-    packed: Int32[Array, " packed"],
-    k_pools: Pools,
-    v_pools: Pools,
-) -> tuple[Int32[Array, " rows"], Pools, Pools]:
-    batch, sampling = unpack(packed, shape)
-    logits, k_pools, v_pools = forward(
-        config, params, batch, k_pools, v_pools, decode=shape.is_decode
-    )
-    return sample(logits.astype(jnp.float32), sampling), k_pools, v_pools
-
-
-# One function for all engines, so that JAX finds the programs of an earlier one.
-_program = jax.jit(_step, static_argnums=(0, 1), donate_argnums=(4, 5))
+        return self._runner.stats(self.scheduler.stats())

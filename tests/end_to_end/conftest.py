@@ -18,6 +18,7 @@ from radixkv.kvcache.storage import Storage, StorageNamespace
 from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.engine_tiers import EngineTiers
 from radixkv.scheduler.mixed import MixedScheduler
+from radixkv.scheduler.model_runner import ModelRunner
 from radixkv.scheduler.models import Model, load_model, make_tiny_checkpoint
 from radixkv.scheduler.request import GREEDY, Request, SamplingParams
 
@@ -96,12 +97,22 @@ def fresh(
     )
     options = {"token_budget": TOKEN_BUDGET, "max_running": MAX_RUNNING} | options
     other.scheduler = MixedScheduler(other.manager, **options)
-    shapes = jax.eval_shape(lambda: engine._arrays.keys)
+    other._runner = fresh_runner(engine._runner, other.manager, storage)
+    return other
+
+
+def fresh_runner(
+    runner: ModelRunner, manager: CacheManager, storage: Storage | None = None
+) -> ModelRunner:
+    """Return a runner with the same programs over another manager, and pools full of NaN."""
+    other = copy.copy(runner)
+    other.manager = manager
+    shapes = jax.eval_shape(lambda: runner._arrays.keys)
     other._arrays = BlockArrays(
         tuple(jnp.full(pool.shape, jnp.nan, pool.dtype) for pool in shapes),
         tuple(jnp.full(pool.shape, jnp.nan, pool.dtype) for pool in shapes),
     )
-    tiers = other.manager.tiers
+    tiers = manager.tiers
     other._tiers = None if tiers is None else EngineTiers(tiers, other._arrays, storage)
     other._steps = other._padding_tokens = other._late_compilations = 0
     return other

@@ -190,9 +190,9 @@ def test_nothing_is_compiled_after_warm_up(engine):
             serving.step()
             after = serving.stats()
             used.add(program_tokens(after) - program_tokens(before))
-    assert used == {shape.num_tokens for shape in compiled._programs}
+    assert used == {shape.num_tokens for shape in compiled._runner._programs}
     stats = serving.stats()
-    assert stats.compilations_at_warm_up == len(compiled._programs) == 5
+    assert stats.compilations_at_warm_up == len(compiled._runner._programs) == 5
     assert stats.compilations_after_warm_up == 0
 
 
@@ -203,13 +203,13 @@ def program_tokens(stats: EngineStats) -> int:
 
 def test_a_late_compilation_would_be_counted(engine):
     serving = fresh(engine("llama", 16))
-    run = serving._run
+    run = serving._runner._run
 
     def run_and_compile(chunks: Any) -> list[int]:
         jnp.ones(7).at[3].multiply(1.25).block_until_ready()
         return run(chunks)
 
-    serving._run = run_and_compile  # type: ignore[method-assign]
+    serving._runner._run = run_and_compile  # type: ignore[method-assign]
     complete(serving, [[1, 2, 3]], 2)
     assert serving.stats().compilations_after_warm_up > 0
 
@@ -218,10 +218,10 @@ def test_pools_are_donated_to_each_step(engine):
     serving = fresh(engine("llama", 16))
     for _ in range(3):
         serving.add_request(Request("a", [5, 6, 7], 1))
-        before = [*serving._arrays.keys, *serving._arrays.values]
+        before = [*serving._runner._arrays.keys, *serving._runner._arrays.values]
         places = [pool.unsafe_buffer_pointer() for pool in before]
         serving.step()
-        after = [*serving._arrays.keys, *serving._arrays.values]
+        after = [*serving._runner._arrays.keys, *serving._runner._arrays.values]
         assert all(pool.is_deleted() for pool in before)
         assert not any(pool.is_deleted() for pool in after)
         assert [pool.unsafe_buffer_pointer() for pool in after] == places
@@ -231,7 +231,7 @@ def test_only_the_blocks_of_requests_are_written(engine):
     """The pools start as NaN: what is finite afterwards was written."""
     serving = fresh(engine("llama", 4), prefix_cache=False)
     complete(serving, [PREFIX[:10]], 3)  # 12 tokens have KV: three whole blocks
-    for pool in (*serving._arrays.keys, *serving._arrays.values):
+    for pool in (*serving._runner._arrays.keys, *serving._runner._arrays.values):
         written = jnp.isfinite(pool[1:]).all(axis=(1, 2, 3))
         untouched = jnp.isnan(pool[1:]).all(axis=(1, 2, 3))
         assert int(written.sum()) == 3 and bool((written | untouched).all())

@@ -1,0 +1,215 @@
+"""A model over the arrays of blocks: a compiled program per shape, and the copies between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.stages import Compiled
+from jaxtyping import Array, Int32
+
+from ..kvcache import BlockArrays, CacheManager
+from ..kvcache.storage import Storage
+from .batching import Shape, Shapes, pack, unpack
+from .compilations import compilation_counter
+from .engine_stats import EngineStats
+from .engine_tiers import EngineTiers, check_namespace, check_params
+from .errors import ConfigError, RequestError
+from .models import Model, ModelConfig, Params, forward
+from .models.transformer import Pools
+from .plan import Chunk, SchedulerStats
+from .request import Request
+from .sampling import sample
+
+
+class ModelRunner:
+    """Computes what a scheduler has planned: what every engine has, whatever its role.
+
+    All programs are compiled when it is made. It owns the arrays: one thread may use it. With a
+    host tier it has threads, too: `close` it.
+
+    Attributes:
+        manager: holds the block tables.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        manager: CacheManager,
+        *,
+        token_budget: int,
+        max_running: int,
+        max_model_len: int,
+        storage: Storage | None = None,
+    ) -> None:
+        """Allocate the arrays for all blocks of a manager, and compile every program.
+
+        Args:
+            model: from `load_model`; KV has the dtype of its parameters.
+            manager: whose blocks the arrays hold.
+            token_budget, max_running: of the scheduler: most tokens and most rows of a step.
+            max_model_len: longest prompt and output together, in tokens.
+            storage: under the manager's host tier.
+
+        Raises:
+            ConfigError: for what cannot work; before anything is allocated.
+        """
+        config = model.config
+        namespace = None if manager.tiers is None else manager.tiers.storage
+        check_namespace(model, storage, namespace)
+        if not 1 <= max_model_len <= config.max_positions:
+            raise ConfigError(
+                f"max_model_len must be at least 1 and at most the model's "
+                f"{config.max_positions} positions, got {max_model_len}"
+            )
+        self.manager = manager
+        self._max_model_len = max_model_len
+        self._model = model
+        self._arrays = BlockArrays.zeros(
+            num_layers=config.num_layers,
+            num_blocks=manager.num_blocks,
+            kv_heads=config.num_kv_heads,
+            block_size=manager.block_size,
+            head_dim=config.head_dim,
+            dtype=model.params.embedding.dtype,
+        )
+        self._shapes = Shapes(
+            token_budget=token_budget,
+            max_running=max_running,
+            table_width=-(-max_model_len // manager.block_size),
+        )
+        self._steps = self._padding_tokens = self._late_compilations = 0
+        self._counter = compilation_counter()
+        before = self._counter.count
+        self._programs = self._compile()
+        tiers = manager.tiers
+        self._tiers = None if tiers is None else EngineTiers(tiers, self._arrays, storage)
+        self._warm_up_compilations = self._counter.count - before
+
+    def _compile(self) -> dict[Shape, Compiled]:
+        """Compile every shape, the largest first: what does not fit in memory fails at once."""
+        shapes = sorted((*self._shapes.decode, *self._shapes.extend), key=lambda s: -s.num_tokens)
+        return {
+            shape: _program.lower(
+                self._model.config,
+                shape,
+                self._model.params,
+                np.zeros(sum(shape.sizes), np.int32),
+                self._arrays.keys,
+                self._arrays.values,
+            ).compile()
+            for shape in shapes
+        }
+
+    def check_request(self, request: Request) -> None:
+        """Refuse a request that the model cannot take.
+
+        Raises:
+            RequestError: for a token outside the vocabulary, or a request longer than
+                max_model_len.
+        """
+        vocab_size = self._model.config.vocab_size
+        bad = np.flatnonzero((request.prompt < 0) | (request.prompt >= vocab_size))
+        if len(bad):
+            raise RequestError(
+                f"request {request.request_id!r}: token {request.prompt[bad[0]]} at place {bad[0]} "
+                f"is outside the vocabulary of {vocab_size}"
+            )
+        length = request.num_prompt_tokens + request.max_new_tokens
+        if length > self._max_model_len:
+            raise RequestError(
+                f"request {request.request_id!r}: {request.num_prompt_tokens} prompt tokens and "
+                f"{request.max_new_tokens} new ones are more than max_model_len "
+                f"{self._max_model_len}"
+            )
+
+    # A step: collect, then the scheduler plans, then step or dispatch
+
+    def collect(self) -> None:
+        """Tell the manager which copies between the tiers have ended."""
+        if self._tiers is not None:
+            self._tiers.collect()
+
+    def dispatch(self) -> None:
+        """Start the copies between the tiers that the manager has decided on."""
+        if self._tiers is not None:
+            self._tiers.dispatch(self._arrays)
+
+    def step(self, chunks: Sequence[Chunk]) -> list[int]:
+        """Start those copies, compute some chunks, and return the token sampled after each."""
+        before = self._counter.count
+        self.dispatch()
+        next_tokens = self._run(chunks) if chunks else []
+        self._late_compilations += self._counter.count - before
+        return next_tokens
+
+    def wait(self) -> None:
+        """Wait until a copy between the tiers has ended, if there are tiers."""
+        if self._tiers is not None:
+            self._tiers.wait()
+
+    def _run(self, chunks: Sequence[Chunk]) -> list[int]:
+        shape = self._shapes.fit(chunks)
+        packed = pack(chunks, shape, self.manager.tables, self.manager.block_size)
+        next_tokens, self._arrays.keys, self._arrays.values = self._programs[shape](
+            self._model.params, jax.device_put(packed), self._arrays.keys, self._arrays.values
+        )
+        self._steps += 1
+        self._padding_tokens += shape.num_tokens - sum([chunk.length for chunk in chunks])
+        tokens: list[int] = np.asarray(next_tokens).tolist()
+        return tokens[: len(chunks)]
+
+    def set_params(self, params: Params, weights_revision: str) -> None:
+        """Go on with other weights; what is cached is the caller's to forget.
+
+        Raises:
+            ConfigError: for weights of other shapes, or without a new name where there is storage:
+                what the old ones stored would be found. Nothing is changed.
+        """
+        check_params(self._model.params, params)
+        storage = None if self.manager.tiers is None else self.manager.tiers.storage
+        if storage is not None and weights_revision in ("", storage.weights_revision):
+            raise ConfigError(
+                f"storage has KV of weights_revision {storage.weights_revision!r}: other "
+                "weights need another one"
+            )
+        self._model = replace(self._model, params=params)
+
+    def close(self, timeout_s: float) -> bool:
+        """End the copies between the tiers and their threads; see `Engine.close`."""
+        return self._tiers is None or self._tiers.close(self._arrays, timeout_s)
+
+    def stats(self, scheduler: SchedulerStats) -> EngineStats:
+        """Return what was done so far, with what a scheduler has counted."""
+        return EngineStats(
+            steps=self._steps,
+            padding_tokens=self._padding_tokens,
+            prefill_tokens_computed=scheduler.prefill_tokens,
+            compilations_at_warm_up=self._warm_up_compilations,
+            compilations_after_warm_up=self._late_compilations,
+            scheduler=scheduler,
+            cache=self.manager.stats(),
+            copies=None if self._tiers is None else self._tiers.stats(),
+        )
+
+
+def _step(
+    config: ModelConfig,
+    shape: Shape,
+    params: Params,
+    packed: Int32[Array, " packed"],
+    k_pools: Pools,
+    v_pools: Pools,
+) -> tuple[Int32[Array, " rows"], Pools, Pools]:
+    batch, sampling = unpack(packed, shape)
+    logits, k_pools, v_pools = forward(
+        config, params, batch, k_pools, v_pools, decode=shape.is_decode
+    )
+    return sample(logits.astype(jnp.float32), sampling), k_pools, v_pools
+
+
+# One function for all engines, so that JAX finds the programs of an earlier one.
+_program = jax.jit(_step, static_argnums=(0, 1), donate_argnums=(4, 5))
