@@ -11,10 +11,9 @@ XLA's CPU backend has no bfloat16 scatter: there, copy and scatter convert a bfl
 as a whole.
 """
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
+from . import block_copy_xla
 from .checks import KernelArgumentError, check_int32, check_pool, check_shape
 
 
@@ -40,8 +39,7 @@ def copy_blocks(
     check_int32("sources", sources, (None,), "n")
     check_int32("destinations", destinations, sources.shape, "n of sources")
     check_int32("count", count, (), "")
-    acts = _acting(blocks, sources, count) & _acting(blocks, destinations, count)
-    return _write(blocks, _read(blocks, sources), destinations, acts)
+    return block_copy_xla.copy(blocks, sources, destinations, count)
 
 
 def gather_blocks(
@@ -62,8 +60,7 @@ def gather_blocks(
     check_pool("blocks", blocks)
     check_int32("ids", ids, (None,), "n")
     check_int32("count", count, (), "")
-    acts = _acting(blocks, ids, count)[:, None, None, None]
-    return jnp.where(acts, _read(blocks, ids), jnp.zeros((), blocks.dtype))
+    return block_copy_xla.gather(blocks, ids, count)
 
 
 def scatter_blocks(
@@ -92,17 +89,4 @@ def scatter_blocks(
             f"staging must have the dtype of blocks, {blocks.dtype.name}, got {staging.dtype.name}"
         )
     check_int32("count", count, (), "")
-    return _write(blocks, staging, ids, _acting(blocks, ids, count))
-
-
-def _acting(blocks: jax.Array, ids: jax.Array, count: jax.Array) -> Bool[Array, " n"]:
-    """Which entries act: those before `count` whose id is in the pool."""
-    return (jnp.arange(ids.shape[0]) < count) & (ids >= 0) & (ids < blocks.shape[0])
-
-
-def _read(blocks: jax.Array, ids: jax.Array) -> jax.Array:
-    return blocks.at[jnp.clip(ids, 0, blocks.shape[0] - 1)].get(mode="promise_in_bounds")
-
-
-def _write(blocks: jax.Array, new: jax.Array, ids: jax.Array, acts: Bool[Array, " n"]) -> jax.Array:
-    return blocks.at[jnp.where(acts, ids, blocks.shape[0])].set(new, mode="drop")
+    return block_copy_xla.scatter(blocks, staging, ids, count)

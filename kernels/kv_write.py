@@ -1,9 +1,8 @@
 """Write the keys and values of new tokens into the pools."""
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from . import kv_write_xla
 from .checks import check_float, check_int32, check_pools, check_shape
 
 
@@ -37,18 +36,11 @@ def kv_write(
         KernelArgumentError: A shape or dtype is wrong; raised while tracing.
     """
     check_pools(k_blocks, v_blocks)
-    num_blocks, kv_heads, block_size, head_dim = k_blocks.shape
+    _, kv_heads, _, head_dim = k_blocks.shape
     axes = "tokens, kv_heads, head_dim"
     check_shape("k_new", k_new, (None, kv_heads, head_dim), axes)
     check_shape("v_new", v_new, k_new.shape, axes)
     check_float("k_new", k_new)
     check_float("v_new", v_new)
     check_int32("slots", slots, k_new.shape[:1], "tokens")
-    # A negative index would count from the end; one past the end is dropped.
-    block = jnp.where(slots < 0, num_blocks, slots // block_size)
-    offset = slots % block_size
-
-    def write(pool: jax.Array, new: jax.Array) -> jax.Array:
-        return pool.at[block, :, offset].set(new.astype(pool.dtype), mode="drop")
-
-    return write(k_blocks, k_new), write(v_blocks, v_new)
+    return kv_write_xla.write(k_new, v_new, slots, k_blocks, v_blocks)

@@ -1,0 +1,125 @@
+"""What Pallas Mosaic GPU calls by other names, or cannot simulate, in JAX 0.10.2 to 0.12.
+
+The Mosaic kernels import Pallas and this module, and only when one of them is used:
+`import radixkv.kernels` stays light. Mosaic's API is "highly unstable": what depends on JAX's
+version is here and nowhere else.
+
+Interpret mode runs a kernel on a CPU, thread by thread, and can look for races. It has no WGMMA
+with values in registers or, in 0.10, at all: `dot` and `dot_add` have a stand-in there, which is
+why they take `interpret`.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# Untyped on purpose: what their types say differs between versions, as they do.
+pl: Any = import_module("jax.experimental.pallas")
+try:
+    plgpu: Any = import_module("jax.experimental.pallas.mosaic_gpu")
+except ModuleNotFoundError as missing:  # not a dependency of JAX 0.10, and its Mosaic needs it
+    raise ModuleNotFoundError(
+        f"Pallas Mosaic GPU in JAX {jax.__version__} needs {missing.name}: pip install absl-py"
+    ) from missing
+
+IS_010 = jax.__version_info__ < (0, 11, 0)
+
+Interpret = Any
+"""`InterpretGPUParams` simulates a kernel; None compiles it for a GPU. Static."""
+
+SHARED_MEMORY_BYTES = 232_448
+"""What one block of threads may have on Hopper: 227 KiB. Source: CUDA programming guide, 9.0."""
+
+
+def tiles(dtype: Any) -> tuple[Any, ...]:
+    """Transforms of a shared buffer that WGMMA reads: rows of 128 bytes, swizzled, 8 to a tile."""
+    columns = 128 // jnp.dtype(dtype).itemsize
+    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)
+
+
+def transposed(ref: Any) -> Any:
+    """A view of a shared matrix as WGMMA's right operand, its axes swapped."""
+    return plgpu.transpose_ref(ref, (1, 0)) if IS_010 else ref.T
+
+
+def layout_cast(value: jax.Array, layout: Any, interpret: Interpret) -> jax.Array:
+    """`value` in a register layout, which interpret mode does not have."""
+    if interpret is not None:
+        return value
+    cast: jax.Array = plgpu.layout_cast(value, layout)
+    return cast
+
+
+def iota(shape: tuple[int, ...], dimension: int, layout: Any, interpret: Interpret) -> jax.Array:
+    """int32 indices along a dimension, in a register layout."""
+    if interpret is not None:
+        return lax.broadcasted_iota(jnp.int32, shape, dimension)
+    indices: jax.Array = plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=layout)
+    return indices
+
+
+def interpret_params(**options: Any) -> Interpret:
+    """Parameters of interpret mode, such as `detect_races=True`."""
+    if IS_010:
+        module = import_module("jax._src.pallas.mosaic_gpu.interpret.params")
+        return module.InterpretGPUParams(**options)
+    return plgpu.InterpretGPUParams(**options)
+
+
+def dot(a: Any, b: Any, shape: tuple[int, int], interpret: Interpret) -> jax.Array:
+    """`a @ b.T` of two shared matrices `[m, d]`, `[n, d]`: float32 `shape` = [m, n], by WGMMA."""
+    if interpret is not None:
+        return jnp.dot(a[...], b[...].T, preferred_element_type=jnp.float32)
+
+    def multiply(accumulator: Any) -> jax.Array:
+        plgpu.wgmma(accumulator, a, transposed(b))
+        product: jax.Array = accumulator[...]
+        return product
+
+    product: jax.Array = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+    return product
+
+
+def dot_add(total: jax.Array, a: jax.Array, b: Any, interpret: Interpret) -> jax.Array:
+    """`total + a @ b`: a value in registers times a shared matrix, float32, by WGMMA.
+
+    Interpret mode reads `b` as threads do, not as the tensor cores do: before its slot is filled
+    again by a copy, the stand-in needs the `commit_smem` that WGMMA does not.
+    """
+    if interpret is not None:
+        return total + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+
+    def multiply(accumulator: Any) -> None:
+        plgpu.wgmma(accumulator, a, b)
+
+    added: jax.Array = pl.run_state(multiply)(plgpu.ACC.init(total))
+    return added
+
+
+def run_in_place(
+    body: Callable[..., None],
+    inputs: tuple[jax.Array, ...],
+    updated: tuple[jax.Array, ...],
+    num_programs: int,
+    interpret: Interpret,
+    **compiler_options: Any,
+) -> tuple[jax.Array, ...]:
+    """Run `body(*input_refs, *updated_refs)` on a grid of one axis, "program"; return `updated`.
+
+    An array that is updated keeps its buffer when the caller donates it. (`plgpu.kernel` refuses
+    references in JAX 0.10; a kernel over a mesh takes them everywhere.)
+    """
+    refs = [jax.new_ref(array, memory_space=plgpu.GMEM) for array in updated]
+    kernel = pl.kernel(
+        body,
+        out_type=(),
+        mesh=plgpu.Mesh(grid=(num_programs,), grid_names=("program",)),
+        compiler_params=plgpu.CompilerParams(**compiler_options),
+        interpret=interpret if interpret is not None else False,
+    )
+    kernel(*inputs, *refs)
+    return tuple(jax.freeze(ref) for ref in refs)

@@ -1,0 +1,130 @@
+"""Kernels lowered and compiled for an H100 on a machine without a GPU.
+
+    lowered_for_h100   StableHLO with the kernels in it: needs no more than JAX
+    compile_for_h100   machine code, by XLA, Mosaic and ptxas: needs the wheels in `WHEELS`
+
+`.ci/run` installs the wheels and sets RADIXKV_MUST_COMPILE; elsewhere a test that needs them says
+which is missing and is skipped.
+"""
+
+import os
+import re
+import tempfile
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import pytest
+from jax.experimental import topologies
+from jax.sharding import (
+    AbstractDevice,
+    AbstractMesh,
+    NamedSharding,
+    PartitionSpec,
+    use_abstract_mesh,
+)
+
+H100 = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+SHARED_MEMORY_BYTES = 227 * 1024  # of one thread block
+
+WHEELS = {
+    "jax_cuda13_plugin": "jax-cuda13-plugin",
+    "jax_plugins.xla_cuda13": "jax-cuda13-pjrt",
+    "nvidia.cu13.bin": "nvidia-cuda-nvcc",
+    "nvidia.cu13.nvvm": "nvidia-nvvm",
+}
+
+
+class Compiled(NamedTuple):
+    """What the compilers say of one function: the largest of its kernels, where it has several."""
+
+    registers: int
+    """Registers of a thread."""
+    spill_bytes: int
+    """Stores and loads of registers that did not fit."""
+    shared_bytes: int
+    """Shared memory of a thread block, static and dynamic."""
+    alias_bytes: int
+    """Outputs that are donated arguments."""
+    temp_bytes: int
+    """Device memory that the function takes beside its arguments and results."""
+    instructions: Counter[str]
+    """How often each PTX instruction occurs in the Mosaic kernels, its modifiers included."""
+
+    def count(self, prefix: str) -> int:
+        """How many instructions start with `prefix`, such as `wgmma.mma_async`."""
+        return sum(n for name, n in self.instructions.items() if name.startswith(prefix))
+
+
+def shaped(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def on_h100():
+    """A context in which functions are traced for an H100."""
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=H100))
+
+
+def lowered_for_h100(function, *args, donate_argnums=()) -> str:
+    """The StableHLO of `function`; a Mosaic kernel is a custom call to `mosaic_gpu_v2` in it."""
+    with on_h100():
+        traced = jax.jit(function, donate_argnums=donate_argnums).trace(*args)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def missing_wheel() -> str | None:
+    """The first package that compilation needs and this environment lacks."""
+    for module, wheel in WHEELS.items():
+        try:
+            found = find_spec(module)
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            return wheel
+    return None
+
+
+def compile_for_h100(function, *args, donate_argnums=()) -> Compiled:
+    """Compile `function` to sm_90a; skip the calling test, by name, where a compiler is missing."""
+    if wheel := missing_wheel():
+        reason = f"not compiled: {wheel} is not installed"
+        if "RADIXKV_MUST_COMPILE" in os.environ:
+            pytest.fail(reason)
+        pytest.skip(reason)
+    config = Path(__file__).with_name("h100.txtpb").read_text()
+    topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
+    mesh = topologies.make_mesh(topology, (1,), ("device",))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
+    jitted = jax.jit(function, donate_argnums=donate_argnums)
+    with (
+        tempfile.TemporaryDirectory() as dump,
+        pytest.MonkeyPatch.context() as patch,
+        jax.enable_compilation_cache(False),  # a cached program dumps nothing
+    ):
+        patch.setenv("MOSAIC_GPU_DUMP_TO", dump)
+        with use_abstract_mesh(mesh.abstract_mesh):
+            executable = jitted.lower(*args).compile()
+        return _report(Path(dump), executable.memory_analysis())
+
+
+def _report(dump: Path, memory) -> Compiled:
+    ptxas = "\n".join(path.read_text() for path in dump.glob("*.ptxas"))
+    passes = "\n".join(path.read_text() for path in dump.glob("*.mlir-passes.log"))
+    ptx = "\n".join(path.read_text() for path in dump.glob("*.ptx"))
+    assert ptx, "no Mosaic kernel was compiled; one that this process compiled before is cached"
+
+    def largest(pattern: str, text: str) -> int:
+        return max((int(number) for number in re.findall(pattern, text)), default=0)
+
+    return Compiled(
+        registers=largest(r"Used (\d+) registers", ptxas),
+        spill_bytes=largest(r"(\d+) bytes spill", ptxas),
+        shared_bytes=largest(r"(\d+) bytes smem", ptxas)
+        + largest(r"dynamic_shared_memory_size %c(\d+)_i32", passes),
+        alias_bytes=memory.alias_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        instructions=Counter(re.findall(r"^\s+(?:@!?%?\w+\s+)?([a-z][\w.:]*)[ ;\t]", ptx, re.M)),
+    )
