@@ -64,9 +64,13 @@ class Withdraw:
     """P: stop serving what was offered for an attempt, and report `PrefillSide.fenced`.
 
     Of an attempt that has ended nobody waits for the report.
+
+    Attributes:
+        was_read: D has said that all of it has arrived.
     """
 
     key: Key
+    was_read: bool = False
 
 
 @dataclass(frozen=True, slots=True)

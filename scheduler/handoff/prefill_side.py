@@ -280,8 +280,8 @@ class PrefillSide:
             self._end(attempt)
 
     def _end(self, attempt: PrefillAttempt) -> None:
-        if attempt.sends and attempt.state is not PrefillState.WITHDRAWN:
-            self._actions.append(Withdraw(attempt.head.key))
+        if attempt.sends and attempt.state is not PrefillState.WITHDRAWN:  # then it was ACK
+            self._actions.append(Withdraw(attempt.head.key, was_read=True))
         self._move(attempt, PrefillState.GONE)
         del self._attempts[attempt.head.key]
         if attempt.num_computed and attempt.lease.loading is None:

@@ -1,0 +1,245 @@
+"""What every transport must do: one class of tests, to be subclassed with a `pair` fixture."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from radixkv.scheduler.handoff import Ticket
+from radixkv.scheduler.transport import (
+    ArraySpec,
+    Event,
+    Fault,
+    Offered,
+    PayloadArray,
+    PullFailed,
+    Received,
+    Transport,
+    TransportArgumentError,
+    TransportClosedError,
+    WireTicket,
+    Withdrawn,
+    describe,
+)
+
+KEY = ("r1", 1)
+SOON_S = 0.4
+"""The deadline of a pull that must not succeed."""
+LATE_S = 30.0
+"""Of all else; no test waits for it."""
+
+T = TypeVar("T")
+
+
+class Pair(NamedTuple):
+    prefill: Transport
+    decode: Transport
+
+
+def ticket(part: int = 0, key: tuple[str, int] = KEY) -> Ticket:
+    return Ticket(key, epoch=7, peer_epoch=8, grant=3, part=part)
+
+
+def arrays(seed: int = 0, num_blocks: int = 3) -> list[jax.Array]:
+    """A part as an engine has it: K and V of two layers, of some blocks."""
+    draw = np.random.default_rng(seed)
+    shape = (num_blocks, 2, 8, 16)
+    return [jnp.asarray(draw.normal(size=shape), jnp.bfloat16) for _ in range(4)]
+
+
+def equal(one: Sequence[PayloadArray], other: Sequence[PayloadArray]) -> bool:
+    return len(one) == len(other) and all(
+        a.dtype == b.dtype and np.array_equal(np.asarray(a), np.asarray(b))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def wait(transport: Transport, kind: type[T], events: list[Event] | None = None) -> T:
+    """Poll until there is an event of a kind; the others go into events."""
+    end = time.monotonic() + LATE_S
+    while time.monotonic() < end:
+        polled = transport.poll()
+        found = [event for event in polled if isinstance(event, kind)]
+        others = [event for event in polled if not isinstance(event, kind)]
+        if events is not None:
+            events += others
+        else:
+            assert others == [], others
+        if found:
+            assert len(found) == 1, found
+            return found[0]
+        time.sleep(1e-3)
+    raise AssertionError(f"no {kind.__name__}: {transport.stats()}")
+
+
+def offer(transport: Transport, part: int = 0, seed: int = 0, ttl_s: float = LATE_S) -> WireTicket:
+    """Offer a part, and return its wire ticket."""
+    offered = arrays(seed)
+    transport.offer(ticket(part), offered, describe(offered, num_blocks=3), ttl_s=ttl_s)
+    return wait(transport, Offered).wire
+
+
+class TransportConformance:
+    """Each test gets both ends, new."""
+
+    def test_what_is_offered_is_received(self, pair: Pair) -> None:
+        wire = offer(pair.prefill)
+        pair.decode.pull(ticket(), wire, wire.descriptor, timeout_s=LATE_S)
+        received = wait(pair.decode, Received)
+        assert received.ticket == ticket()
+        assert equal(received.arrays, arrays())
+        pair.decode.release(ticket())
+        stats = pair.decode.stats()
+        assert (stats.pulls, stats.received, stats.quarantined_bytes) == (0, 0, 0)
+        assert stats.parts_received == 1
+        assert stats.bytes_received == wire.descriptor.num_bytes == 4 * 3 * 2 * 8 * 16 * 2
+        pair.prefill.withdraw(KEY, was_read=True)
+        assert wait(pair.prefill, Withdrawn).key == KEY
+        assert pair.prefill.stats().offers == 0
+
+    def test_many_parts_arrive_each_with_its_own_content(self, pair: Pair) -> None:
+        wires = [offer(pair.prefill, part, seed=part) for part in range(6)]
+        for wire in reversed(wires):
+            pair.decode.pull(wire.ticket, wire, wire.descriptor, timeout_s=LATE_S)
+        received: dict[int, Received] = {}
+        while len(received) < 6:
+            for event in pair.decode.poll():
+                assert isinstance(event, Received), event
+                received[event.ticket.part] = event
+                assert equal(event.arrays, arrays(event.ticket.part))
+                pair.decode.release(event.ticket)
+        assert pair.decode.stats().received == 0
+
+    def test_numpy_arrays_are_offered_as_they_were(self, pair: Pair) -> None:
+        offered = [np.arange(24, dtype=np.int32).reshape(2, 3, 4)]
+        pair.prefill.offer(ticket(), offered, describe(offered, num_blocks=2), ttl_s=LATE_S)
+        wire = wait(pair.prefill, Offered).wire
+        offered[0][:] = -1  # what was offered is a copy by now
+        pair.decode.pull(ticket(), wire, wire.descriptor, timeout_s=LATE_S)
+        (array,) = wait(pair.decode, Received).arrays
+        assert np.array_equal(np.asarray(array), np.arange(24).reshape(2, 3, 4))
+
+    @pytest.mark.parametrize(
+        ("part", "reason"),
+        [
+            ("ticket", "the ticket is of another part"),
+            ("epoch", "the ticket is of another part"),
+            ("transport", "offered by 'carrier pigeon', but this node uses "),
+            ("namespace", "of another namespace or model"),
+            ("blocks", "3 blocks of group 0 are offered, 4 of group 0 expected"),
+            ("group", "3 blocks of group 0 are offered, 3 of group 1 expected"),
+            ("count", "4 arrays, expected 3"),
+            ("shape", "array 1 is ArraySpec"),
+            ("dtype", "array 1 is ArraySpec"),
+            ("order", "array 0 is ArraySpec"),
+        ],
+    )
+    def test_what_is_not_expected_is_not_pulled(self, pair: Pair, part: str, reason: str) -> None:
+        wire = offer(pair.prefill)
+        want, asked = wire.descriptor, ticket()
+        specs = want.arrays
+        odd = ArraySpec((3, 2, 16, 8), "bfloat16")
+        match part:
+            case "ticket":
+                asked = ticket(part=1)
+            case "epoch":
+                asked = ticket()._replace(epoch=6)
+            case "transport":
+                wire = replace(wire, transport="carrier pigeon")
+            case "namespace":
+                want = replace(want, namespace_digest=bytes(16))
+            case "blocks":
+                want = replace(want, num_blocks=4)
+            case "group":
+                want = replace(want, group=1)
+            case "count":
+                want = replace(want, arrays=specs[:3])
+            case "shape":
+                want = replace(want, arrays=(specs[0], odd, *specs[2:]))
+            case "dtype":  # of the same size
+                swapped = specs[1]._replace(dtype="float16")
+                want = replace(want, arrays=(specs[0], swapped, *specs[2:]))
+            case "order":
+                wire = replace(wire, descriptor=replace(want, arrays=(*specs[:3], odd)))
+                want = replace(want, arrays=(odd, *specs[:3]))
+        pair.decode.pull(asked, wire, want, timeout_s=LATE_S)
+        failed = wait(pair.decode, PullFailed)
+        assert (failed.ticket, failed.fault) == (asked, Fault.MISMATCH)
+        assert failed.reason.startswith(reason), failed.reason
+        assert pair.decode.stats().faults == {Fault.MISMATCH: 1}
+
+    def test_what_was_withdrawn_is_not_received(self, pair: Pair) -> None:
+        wire = offer(pair.prefill)
+        pair.prefill.withdraw(KEY)
+        wait(pair.prefill, Withdrawn)
+        assert pair.prefill.stats().offers == 0
+        pair.decode.pull(ticket(), wire, wire.descriptor, timeout_s=SOON_S)
+        assert wait(pair.decode, PullFailed).fault in self.withdrawn_faults
+        assert pair.decode.stats().pulls == 0
+
+    withdrawn_faults: tuple[Fault, ...] = (Fault.EXPIRED,)
+
+    def test_withdrawing_nothing_is_reported_all_the_same(self, pair: Pair) -> None:
+        pair.prefill.withdraw(("r2", 5))
+        assert wait(pair.prefill, Withdrawn).key == ("r2", 5)
+
+    def test_an_offer_expires(self, pair: Pair) -> None:
+        wire = offer(pair.prefill, ttl_s=0.05)
+        events: list[Event] = []
+        while pair.prefill.stats().offers:
+            events += pair.prefill.poll()
+        assert events == []
+        assert pair.prefill.stats().offers_expired == 1
+        assert wire.expires_at <= time.time()
+        pair.decode.pull(ticket(), wire, wire.descriptor, timeout_s=LATE_S)
+        failed = wait(pair.decode, PullFailed)
+        assert (failed.fault, failed.reason) == (Fault.EXPIRED, "the offer has expired")
+        pair.prefill.withdraw(KEY)
+        wait(pair.prefill, Withdrawn)
+
+    def test_a_cancelled_pull_ends_as_cancelled_and_never_as_received(self, pair: Pair) -> None:
+        wire = offer(pair.prefill)
+        pair.decode.pull(ticket(), wire, wire.descriptor, timeout_s=LATE_S)
+        pair.decode.cancel(ticket())
+        assert wait(pair.decode, PullFailed).fault is Fault.CANCELLED
+        assert (pair.decode.stats().pulls, pair.decode.stats().received) == (0, 0)
+        pair.decode.cancel(ticket())
+        assert pair.decode.poll() == []
+
+    def test_the_caller_s_mistakes_are_refused(self, pair: Pair) -> None:
+        wire = offer(pair.prefill)
+        offered = arrays()
+        with pytest.raises(TransportArgumentError, match=r"^part 0 of \('r1', 1\) is offered alr"):
+            pair.prefill.offer(ticket(), offered, describe(offered, num_blocks=3), ttl_s=1)
+        with pytest.raises(
+            TransportArgumentError,
+            match=r"^what is offered is not what is described: 4 arrays, expected 3$",
+        ):
+            described = describe(offered[:3], num_blocks=3)
+            pair.prefill.offer(ticket(1), offered, described, ttl_s=1)
+        pair.decode.pull(ticket(), wire, wire.descriptor, timeout_s=LATE_S)
+        with pytest.raises(TransportArgumentError, match=r"^part 0 of \('r1', 1\) is pulled alre"):
+            pair.decode.pull(ticket(), wire, wire.descriptor, timeout_s=LATE_S)
+        wait(pair.decode, Received)
+        with pytest.raises(TransportArgumentError, match=r"^part 0 of \('r1', 1\) is pulled alre"):
+            pair.decode.pull(ticket(), wire, wire.descriptor, timeout_s=LATE_S)
+
+    def test_a_closed_transport_refuses(self, pair: Pair) -> None:
+        wire = offer(pair.prefill)
+        offered = arrays()
+        for end in pair:
+            end.close()
+            end.close()
+            with pytest.raises(TransportClosedError, match=r"^the transport is closed$"):
+                end.offer(ticket(1), offered, wire.descriptor, ttl_s=1)
+            with pytest.raises(TransportClosedError, match=r"^the transport is closed$"):
+                end.withdraw(KEY)
+            with pytest.raises(TransportClosedError, match=r"^the transport is closed$"):
+                end.pull(ticket(), wire, wire.descriptor, timeout_s=1)

@@ -1,0 +1,68 @@
+"""The transport of nodes in one process."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from radixkv.scheduler.transport import (
+    Fault,
+    InProcessExchange,
+    InProcessTransport,
+    Offered,
+    PullFailed,
+    Received,
+    describe,
+)
+
+from .conformance import (
+    KEY,
+    Pair,
+    TransportConformance,
+    arrays,
+    offer,
+    ticket,
+    wait,
+)
+
+
+@pytest.fixture
+def pair() -> Pair:
+    exchange = InProcessExchange()
+    return Pair(InProcessTransport(exchange), InProcessTransport(exchange))
+
+
+class TestInProcess(TransportConformance):
+    pass
+
+
+def test_jax_arrays_are_handed_over_as_they_are(pair: Pair) -> None:
+    offered = arrays()
+    pair.prefill.offer(ticket(), offered, describe(offered, num_blocks=3), ttl_s=1e9)
+    wire = wait(pair.prefill, Offered).wire
+    pair.decode.pull(ticket(), wire, wire.descriptor, timeout_s=1)
+    received = wait(pair.decode, Received).arrays
+    assert all(one is other for one, other in zip(received, offered, strict=True))
+
+
+def test_what_was_pulled_outlives_the_offer(pair: Pair) -> None:
+    wire = offer(pair.prefill)
+    pair.decode.pull(ticket(), wire, wire.descriptor, timeout_s=1)
+    pair.prefill.close()
+    assert isinstance(wait(pair.decode, Received).arrays[0], jax.Array)
+
+
+def test_an_offer_that_was_withdrawn_before_it_was_polled_is_not_reported(pair: Pair) -> None:
+    offered = arrays()
+    pair.prefill.offer(ticket(), offered, describe(offered, num_blocks=3), ttl_s=1e9)
+    pair.prefill.withdraw(KEY)
+    assert [type(event).__name__ for event in pair.prefill.poll()] == ["Withdrawn"]
+
+
+def test_another_exchange_serves_nothing(pair: Pair) -> None:
+    wire = offer(pair.prefill)
+    stranger = InProcessTransport(InProcessExchange())
+    stranger.pull(ticket(), wire, wire.descriptor, timeout_s=1)
+    failed = wait(stranger, PullFailed)
+    assert failed.fault is Fault.EXPIRED
+    assert failed.reason == "nothing is offered by this ticket"

@@ -1,0 +1,65 @@
+"""Descriptors: what can be sent, and what tells one part from another."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from radixkv.scheduler.transport import Descriptor, TransportArgumentError, describe
+from radixkv.scheduler.transport.tickets import _ITEM_BYTES, ArraySpec, digest_arrays
+
+
+def test_a_descriptor_says_what_the_arrays_are() -> None:
+    described = describe(
+        [jnp.zeros((3, 4), jnp.bfloat16), np.zeros((2,), np.int8)],
+        num_blocks=3,
+        group=1,
+        namespace=b"model",
+    )
+    assert described.arrays == (ArraySpec((3, 4), "bfloat16"), ArraySpec((2,), "int8"))
+    assert (described.num_blocks, described.group, described.num_bytes) == (3, 1, 26)
+    other = describe(
+        [jnp.zeros((3, 4), jnp.bfloat16), np.zeros((2,), np.int8)],
+        num_blocks=3,
+        group=1,
+        namespace=b"model2",
+    )
+    assert described != other
+
+
+@pytest.mark.parametrize("name", _ITEM_BYTES)
+def test_item_sizes_are_those_of_the_dtypes(name: str) -> None:
+    assert jnp.dtype(name).itemsize == _ITEM_BYTES[name]
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.zeros((2, 0), np.int8), r"^an array of shape \(2, 0\) cannot be sent$"),
+        (np.zeros((), np.int8), r"^an array of shape \(\) cannot be sent$"),
+        (np.zeros(2, np.complex64), "^arrays of complex64 cannot be sent$"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused(array: np.ndarray, message: str) -> None:
+    with pytest.raises(TransportArgumentError, match=message):
+        describe([array], num_blocks=1)
+
+
+def test_a_part_without_content_is_refused() -> None:
+    one = (ArraySpec((1,), "int8"),)
+    with pytest.raises(TransportArgumentError, match=r"^a part needs arrays, blocks and a group"):
+        Descriptor((), 1, 0, bytes(16))
+    with pytest.raises(TransportArgumentError, match=r"got 1 arrays, 0 blocks and group 0$"):
+        Descriptor(one, 0, 0, bytes(16))
+    with pytest.raises(TransportArgumentError, match=r"^a namespace digest has 16 bytes, got 3$"):
+        Descriptor(one, 1, 0, b"abc")
+
+
+def test_digests_are_of_the_bytes_and_of_each_array() -> None:
+    one = np.arange(6, dtype=np.int32).reshape(2, 3)
+    same = jnp.asarray(one)
+    turned = np.ascontiguousarray(one.T)
+    assert digest_arrays([one]) == digest_arrays([same])
+    assert digest_arrays([one.T]) == digest_arrays([turned]) != digest_arrays([one])
+    assert digest_arrays([one, turned]) == digest_arrays([one]) + digest_arrays([turned])
