@@ -14,7 +14,8 @@ No call waits. Whatever was begun ends by one event of `poll`, in bounded time:
 
 - an offer by Offered or OfferFailed (or silently, if it was withdrawn before),
 - a pull by Received or PullFailed, at its deadline if not before,
-- a withdrawal by Withdrawn: nothing that is pulled by those tickets will be accepted any more.
+- a withdrawal by Withdrawn: no pull of those parts can begin any more, and one that had begun gets
+  what was offered, or fails by its digests.
 
 A transport neither reads P's blocks nor writes D's. P offers arrays that it has gathered, and they
 do not change any more; what D receives goes to staging memory, from which its engine scatters it.
@@ -77,7 +78,9 @@ class OfferFailed:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """P: nothing that D pulls by the tickets of this attempt will be accepted any more."""
+    """P: the memory of all that was offered for an attempt is free; no pull of it can succeed, but
+    one that had begun and has the bytes that were offered.
+    """
 
     key: Key
 
@@ -155,8 +158,8 @@ class Transport(ABC):
 
         Args:
             ticket: never used before.
-            arrays: which do not change any more, and are kept until then; they may still be being
-                computed.
+            arrays: which do not change until they are offered, NumPy's, or ever, JAX's; those may
+                still be being computed.
             descriptor: of them; see `describe`.
             ttl_s: after this they are freed, even if nobody withdraws them.
 

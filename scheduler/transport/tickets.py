@@ -142,3 +142,9 @@ def digest_arrays(arrays: Sequence[PayloadArray]) -> tuple[bytes, ...]:
 def array_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     """Return the bytes of an array, without a copy where it is contiguous."""
     return np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+
+
+def is_computed(array: PayloadArray) -> bool:
+    """Whether an array is there, or its computation has failed."""
+    waiting: Any = array  # JAX's types lack is_ready
+    return isinstance(array, np.ndarray) or bool(waiting.is_ready())

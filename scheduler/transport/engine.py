@@ -1,0 +1,121 @@
+"""What an engine that moves bytes between processes must do; `threaded.py` does the rest for all.
+
+All calls come from one thread, and none waits for a peer.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from .base import Fault
+from .tickets import Descriptor, PayloadArray
+
+
+class PullError(Exception):
+    """A pull has come to nothing: the fault, and the engine's words."""
+
+    def __init__(self, fault: Fault, reason: str) -> None:
+        super().__init__(reason)
+        self.fault = fault
+        self.reason = reason
+
+
+class TooLargeError(Exception):
+    """A part does not fit staging memory, even when that is empty."""
+
+    def __init__(self, num_bytes: int, capacity: int) -> None:
+        super().__init__(f"{num_bytes} bytes do not fit {capacity} bytes of staging memory")
+
+
+class Progress(enum.Enum):
+    """How far a pull is."""
+
+    RUNNING = "running"
+    DONE = "done"
+
+
+class EngineOffer(ABC):
+    """Some arrays that the engine serves.
+
+    Attributes:
+        route: what another node's engine needs to find them.
+    """
+
+    route: bytes
+
+    @abstractmethod
+    def withdraw(self, was_read: bool) -> None:
+        """Stop serving them; once."""
+
+    @abstractmethod
+    def is_withdrawn(self) -> bool:
+        """Whether their memory is free, and a read that begins now fails, or gets other bytes."""
+
+
+class EnginePull(ABC):
+    """A transfer into staging memory; ends by `free` or `abandon`, one of them, once."""
+
+    @abstractmethod
+    def progress(self) -> Progress:
+        """Say how far it is; DONE: nothing more is written.
+
+        Raises:
+            PullError: if it has failed.
+        """
+
+    @abstractmethod
+    def arrays(self) -> tuple[PayloadArray, ...]:
+        """Return what was received; after DONE, until `free`."""
+
+    @abstractmethod
+    def free(self) -> None:
+        """Give its memory back; only after DONE."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Have it ended; its memory stays out of use until nothing is written there any more."""
+
+
+class Engine(ABC):
+    """Serves arrays of this node, and reads those of others.
+
+    Attributes:
+        name: both nodes must use the same.
+    """
+
+    name: str
+
+    @abstractmethod
+    def offer(self, arrays: Sequence[PayloadArray]) -> EngineOffer | None:
+        """Serve arrays, which are computed; None if there is no room at the moment.
+
+        Raises:
+            TooLargeError: if there never will be.
+        """
+
+    @abstractmethod
+    def pull(self, route: bytes, descriptor: Descriptor) -> EnginePull | None:
+        """Begin to read; None if there is no room at the moment.
+
+        Args:
+            route: what a peer says, so anything.
+            descriptor: exactly what there is.
+
+        Raises:
+            PullError: if it fails at once.
+        """
+
+    @abstractmethod
+    def tend(self) -> None:
+        """Take memory out of quarantine where transfers have ended; called now and then."""
+
+    @property
+    @abstractmethod
+    def quarantined_bytes(self) -> int:
+        """Return how much staging memory an abandoned pull may still write to."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop. Memory that may still be written to is never freed."""

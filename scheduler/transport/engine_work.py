@@ -1,0 +1,204 @@
+"""What is under way in an engine: offers, pulls and withdrawals, from their begin to their event.
+
+Called by one thread, which need not be the node's; `threaded.py` has one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Final
+
+from ..handoff.messages import Key, Ticket
+from .base import Event, Fault, Offered, OfferFailed, PullFailed, Received, Withdrawn
+from .engine import Engine, EngineOffer, EnginePull, Progress, PullError, TooLargeError
+from .tickets import Descriptor, PayloadArray, WireTicket, digest_arrays, is_computed
+
+_QUARANTINE_WAIT_S: Final = 5e-2
+
+
+@dataclass(eq=False, slots=True)
+class PartOffer:
+    """A part that is to be served, or is.
+
+    Attributes:
+        arrays: until they are served.
+        expires_at: by the wall clock.
+        served: None until there is room for it, and its arrays are computed.
+    """
+
+    arrays: tuple[PayloadArray, ...]
+    descriptor: Descriptor
+    expires_at: float
+    served: EngineOffer | None = None
+    is_ending: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class PartPull:
+    """A part that is to be read, or is being read.
+
+    Attributes:
+        deadline: by the monotonic clock.
+        running: None until there is room for it.
+    """
+
+    wire: WireTicket
+    want: Descriptor
+    deadline: float
+    running: EnginePull | None = None
+
+
+class EngineWork:
+    """Drives an engine: every `step` looks at all that is under way once."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Start with nothing."""
+        self.engine = engine
+        self.parts_received = self.bytes_received = self.offers_expired = 0
+        self.faults: Counter[Fault] = Counter()
+        self._offers: dict[Ticket, PartOffer] = {}
+        self._withdrawn: set[Key] = set()  # and not reported
+        self._pulls: dict[Ticket, PartPull] = {}
+        self._received: dict[Ticket, EnginePull] = {}
+        self._events: list[Event] = []
+
+    @property
+    def num_offers(self) -> int:
+        """Parts that are to be served, are, or whose memory is not free yet."""
+        return len(self._offers)
+
+    def take_events(self) -> list[Event]:
+        """Return what has happened since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def wait_s(self) -> float | None:
+        """How long `step` is not needed; 0: it is; None: until something new is begun."""
+        offers = self._offers.values()
+        if self._pulls or any(offer.served is None or offer.is_ending for offer in offers):
+            return 0.0
+        waits = [max(0.0, offer.expires_at - time.time()) for offer in offers]
+        if self.engine.quarantined_bytes:
+            waits.append(_QUARANTINE_WAIT_S)
+        return min(waits, default=None)
+
+    # What is begun
+
+    def offer(self, ticket: Ticket, offer: PartOffer) -> None:
+        """Begin to serve a part."""
+        self._offers[ticket] = offer
+
+    def withdraw(self, key: Key, was_read: bool) -> None:
+        """Stop serving all parts of an attempt."""
+        self._withdrawn.add(key)
+        for ticket in [ticket for ticket in self._offers if ticket.key == key]:
+            self._end_offer(ticket, was_read)
+
+    def pull(self, ticket: Ticket, pull: PartPull) -> None:
+        """Begin to read a part."""
+        self._pulls[ticket] = pull
+
+    def fail(self, failed: PullFailed) -> None:
+        """End a pull as failed."""
+        pull = self._pulls.pop(failed.ticket, None)
+        if pull is not None and pull.running is not None:
+            pull.running.abandon()
+        self.faults[failed.fault] += 1
+        self._events.append(failed)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a pull, unless it has ended."""
+        if ticket in self._pulls:
+            self.fail(PullFailed(ticket, Fault.CANCELLED, "cancelled"))
+
+    def release(self, ticket: Ticket) -> None:
+        """Give back the memory of a part that was received."""
+        self._received.pop(ticket).free()
+
+    def close(self) -> None:
+        """Abandon what is running, and close the engine."""
+        for pull in self._pulls.values():
+            if pull.running is not None:
+                pull.running.abandon()
+        self.engine.close()
+
+    # What goes on
+
+    def step(self) -> None:
+        """Look at all that is under way."""
+        self.engine.tend()
+        now = time.time()
+        for ticket, offer in list(self._offers.items()):
+            if offer.is_ending:
+                assert offer.served is not None, "what was never served ends at once"
+                if offer.served.is_withdrawn():
+                    del self._offers[ticket]
+            elif offer.expires_at <= now:
+                self.offers_expired += 1
+                if offer.served is None:
+                    self._events.append(OfferFailed(ticket, "expired before it could be served"))
+                self._end_offer(ticket, was_read=False)
+            elif offer.served is None:
+                self._serve(ticket, offer)
+        for key in self._withdrawn - {ticket.key for ticket in self._offers}:
+            self._withdrawn.remove(key)
+            self._events.append(Withdrawn(key))
+        for ticket, pull in list(self._pulls.items()):
+            self._advance(ticket, pull)
+
+    def _serve(self, ticket: Ticket, offer: PartOffer) -> None:
+        """Serve a part whose arrays are computed, if there is room."""
+        if not all(is_computed(array) for array in offer.arrays):
+            return
+        try:
+            served = self.engine.offer(offer.arrays)
+            if served is None:
+                return
+            digests = digest_arrays(offer.arrays)
+        except Exception as error:  # of the computation, or of the engine: the part is lost
+            del self._offers[ticket]
+            self._events.append(OfferFailed(ticket, f"{type(error).__name__}: {error}"))
+            return
+        offer.served, offer.arrays = served, ()
+        name, expires_at = self.engine.name, offer.expires_at
+        wire = WireTicket(ticket, offer.descriptor, digests, expires_at, name, served.route)
+        self._events.append(Offered(ticket, wire))
+
+    def _end_offer(self, ticket: Ticket, was_read: bool) -> None:
+        offer = self._offers[ticket]
+        if offer.served is None:
+            del self._offers[ticket]
+        elif not offer.is_ending:
+            offer.is_ending = True
+            offer.served.withdraw(was_read)
+
+    def _advance(self, ticket: Ticket, pull: PartPull) -> None:
+        """Begin a pull that had no room, or see how far it is."""
+        try:
+            if pull.running is None:
+                pull.running = self.engine.pull(pull.wire.route, pull.want)
+            if pull.running is not None and pull.running.progress() is Progress.DONE:
+                self._arrived(ticket, pull, pull.running)
+                return
+        except PullError as error:
+            self.fail(PullFailed(ticket, error.fault, error.reason))
+            return
+        except TooLargeError as error:
+            self.fail(PullFailed(ticket, Fault.TOO_LARGE, str(error)))
+            return
+        if time.monotonic() >= pull.deadline:
+            what = "there was no room in staging memory" if pull.running is None else "it ran"
+            self.fail(PullFailed(ticket, Fault.TIMED_OUT, f"{what} until the deadline"))
+
+    def _arrived(self, ticket: Ticket, pull: PartPull, running: EnginePull) -> None:
+        arrays = running.arrays()
+        if digest_arrays(arrays) != pull.wire.digests:
+            self.fail(PullFailed(ticket, Fault.CORRUPT, "not the bytes that were offered"))
+            return
+        del self._pulls[ticket]
+        self._received[ticket] = running
+        self.parts_received += 1
+        self.bytes_received += pull.want.num_bytes
+        self._events.append(Received(ticket, arrays))
