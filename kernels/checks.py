@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")
+QUANTISED_DTYPES = ("int8", "float8_e4m3fn")
 
 
 class KernelArgumentError(ValueError):
@@ -28,13 +29,16 @@ def check_shape(name: str, array: jax.Array, expected: Sequence[int | None], axe
         raise KernelArgumentError(f"{name} must be [{axes}] = [{wanted}], got {list(shape)}")
 
 
+def check_dtype(name: str, array: jax.Array, dtypes: Sequence[str]) -> None:
+    """Refuse an array whose dtype is not one of `dtypes`."""
+    if array.dtype.name not in dtypes:
+        wanted = " or ".join(filter(None, (", ".join(dtypes[:-1]), dtypes[-1])))
+        raise KernelArgumentError(f"{name} must have dtype {wanted}, got {array.dtype.name}")
+
+
 def check_float(name: str, array: jax.Array) -> None:
     """Refuse an array whose dtype is not one of `FLOAT_DTYPES`."""
-    if array.dtype.name not in FLOAT_DTYPES:
-        raise KernelArgumentError(
-            f"{name} must have dtype {', '.join(FLOAT_DTYPES[:-1])} or {FLOAT_DTYPES[-1]}, "
-            f"got {array.dtype.name}"
-        )
+    check_dtype(name, array, FLOAT_DTYPES)
 
 
 def check_int32(name: str, array: jax.Array, expected: Sequence[int | None], axes: str) -> None:
@@ -47,7 +51,7 @@ def check_int32(name: str, array: jax.Array, expected: Sequence[int | None], axe
 def check_pool(name: str, pool: jax.Array) -> None:
     """Refuse an array that cannot be a pool of blocks."""
     check_shape(name, pool, (None,) * 4, "num_blocks + 1, kv_heads, block_size, head_dim")
-    check_float(name, pool)
+    check_dtype(name, pool, FLOAT_DTYPES + QUANTISED_DTYPES)
     if 0 in pool.shape:
         raise KernelArgumentError(f"{name} must have no empty axis, got {list(pool.shape)}")
 
@@ -62,6 +66,30 @@ def check_pools(k_blocks: jax.Array, v_blocks: jax.Array) -> None:
             f"{k_blocks.dtype.name}{list(k_blocks.shape)} and "
             f"{v_blocks.dtype.name}{list(v_blocks.shape)}"
         )
+
+
+def is_quantised(pool: jax.Array) -> bool:
+    """Whether a pool holds 1-byte numbers, which mean something only times their scale."""
+    return pool.dtype.name in QUANTISED_DTYPES
+
+
+def check_scales(
+    k_blocks: jax.Array, k_scales: jax.Array | None, v_scales: jax.Array | None
+) -> None:
+    """Refuse quantised pools without a scale per (block, head), and other pools with any."""
+    for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
+        if not is_quantised(k_blocks):
+            if scales is not None:
+                raise KernelArgumentError(
+                    f"{name} must be None for pools of {k_blocks.dtype.name}, got an array"
+                )
+        elif scales is None:
+            raise KernelArgumentError(
+                f"{name} must be an array for pools of {k_blocks.dtype.name}, got None"
+            )
+        else:
+            check_shape(name, scales, k_blocks.shape[:2], "num_blocks + 1, kv_heads")
+            check_dtype(name, scales, ("float32",))
 
 
 def check_queries(q: jax.Array, k_blocks: jax.Array, axis: str) -> None:

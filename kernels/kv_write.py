@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float, Int32
 
 from . import kv_write_xla
-from .checks import check_float, check_int32, check_pools, check_shape
+from .checks import check_float, check_int32, check_pools, check_scales, check_shape
 
 
 def kv_write(
@@ -36,6 +36,7 @@ def kv_write(
         KernelArgumentError: A shape or dtype is wrong; raised while tracing.
     """
     check_pools(k_blocks, v_blocks)
+    check_scales(k_blocks, None, None)
     _, kv_heads, _, head_dim = k_blocks.shape
     axes = "tokens, kv_heads, head_dim"
     check_shape("k_new", k_new, (None, kv_heads, head_dim), axes)

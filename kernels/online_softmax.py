@@ -80,8 +80,11 @@ def load_chunk(
     pool: Float[Array, "blocks kv_heads block_size head_dim"],
     ids: Int[Array, "w n"],
     factor: float,
+    scales: Float[Array, "blocks kv_heads"] | None = None,
 ) -> Float[Array, "w kv_heads n*block_size head_dim"]:
     """Gather the blocks `ids` head-major, as f32 times `factor`: a head's tokens are one matrix.
+
+    A quantised pool has a scale for each (block, head); it is a factor too.
 
     Each (block, head) tile of the pool is contiguous; seen as a row of a matrix it is copied whole:
 
@@ -98,7 +101,10 @@ def load_chunk(
     # whole bfloat16 pool from being lifted out of the caller's loop. A float32 gather alone is
     # slow, fused with a product it is not; the second fence keeps slower work out of that fusion.
     rows, tiles = fence((rows, tiles))
-    chunk = rows.at[tiles].get(mode="promise_in_bounds").astype(jnp.float32) * factor
+    factors: float | Array = factor
+    if scales is not None:
+        factors = factor * scales.reshape(-1).at[tiles].get(mode="promise_in_bounds")[..., None]
+    chunk = rows.at[tiles].get(mode="promise_in_bounds").astype(jnp.float32) * factors
     (chunk,) = fence((chunk,))
     return chunk.reshape(ids.shape[0], kv_heads, ids.shape[1] * block_size, head_dim)
 

@@ -5,7 +5,7 @@ from typing import Literal, overload
 from jaxtyping import Array, Float, Int32
 
 from .backends import Backend, choose
-from .checks import check_block_tables, check_int32, check_pools, check_queries
+from .checks import check_block_tables, check_int32, check_pools, check_queries, check_scales
 from .online_softmax import check_options
 from .paged_decode_xla import decode as decode_xla
 
@@ -22,6 +22,8 @@ def paged_decode(
     soft_cap: float | None = None,
     window: int | None = None,
     sinks: Float[Array, " q_heads"] | None = None,
+    k_scales: Float[Array, "blocks kv_heads"] | None = None,
+    v_scales: Float[Array, "blocks kv_heads"] | None = None,
     return_lse: Literal[False] = False,
     backend: Backend | None = None,
 ) -> Float[Array, "batch q_heads head_dim"]: ...
@@ -37,6 +39,8 @@ def paged_decode(
     soft_cap: float | None = None,
     window: int | None = None,
     sinks: Float[Array, " q_heads"] | None = None,
+    k_scales: Float[Array, "blocks kv_heads"] | None = None,
+    v_scales: Float[Array, "blocks kv_heads"] | None = None,
     return_lse: Literal[True],
     backend: Backend | None = None,
 ) -> tuple[Float[Array, "batch q_heads head_dim"], Float[Array, "batch q_heads"]]: ...
@@ -51,6 +55,8 @@ def paged_decode(
     soft_cap: float | None = None,
     window: int | None = None,
     sinks: Float[Array, " q_heads"] | None = None,
+    k_scales: Float[Array, "blocks kv_heads"] | None = None,
+    v_scales: Float[Array, "blocks kv_heads"] | None = None,
     return_lse: bool = False,
     backend: Backend | None = None,
 ) -> (
@@ -69,7 +75,7 @@ def paged_decode(
 
     Args:
         q: Queries, one token per row, bfloat16, float16 or float32; accumulation is in float32.
-        k_blocks: Pool of keys.
+        k_blocks: Pool of keys: floats, or int8 or float8_e4m3fn with scales.
         v_blocks: Pool of values, of the same shape and dtype.
         block_tables: Ids of the blocks of each row. An id outside the pool cannot be refused while
             tracing: it is moved to the nearest block in the pool, so that row's result is wrong.
@@ -80,6 +86,10 @@ def paged_decode(
         window: Number of latest positions that the query sees, its own included. Blocks wholly
             before the window are not read. Static.
         sinks: One logit per query head, neither scaled nor capped, added to the denominator only.
+        k_scales: What the numbers of a quantised pool stand for, by block and head:
+            `key = k_blocks[block, head] * k_scales[block, head]`, float32. Needed with such a
+            pool, refused with any other.
+        v_scales: The same for the values.
         return_lse: Also return the log of the denominator. Static.
         backend: The implementation; None chooses the fastest that serves. Static.
 
@@ -91,6 +101,7 @@ def paged_decode(
         KernelArgumentError: A shape, dtype or option is wrong; raised while tracing.
     """
     check_pools(k_blocks, v_blocks)
+    check_scales(k_blocks, k_scales, v_scales)
     check_queries(q, k_blocks, "batch")
     check_block_tables(block_tables)
     check_int32(
@@ -99,5 +110,6 @@ def paged_decode(
     check_int32("lengths", lengths, (q.shape[0],), "batch of q")
     options = check_options(sm_scale, soft_cap, window, sinks, q.shape[1])
     choose(backend, "there is no mosaic kernel for it yet")
-    out, lse = decode_xla(q, k_blocks, v_blocks, block_tables, lengths, sinks, options)
+    scales = None if k_scales is None or v_scales is None else (k_scales, v_scales)
+    out, lse = decode_xla(q, k_blocks, v_blocks, block_tables, lengths, sinks, options, scales)
     return (out, lse) if return_lse else out

@@ -32,6 +32,7 @@ def decode(
     lengths: Int32[Array, " batch"],
     sinks: Float[Array, " q_heads"] | None,
     options: AttentionOptions,
+    scales: tuple[Float[Array, "blocks kv_heads"], Float[Array, "blocks kv_heads"]] | None = None,
 ) -> tuple[Float[Array, "batch q_heads head_dim"], Float[Array, "batch q_heads"]]:
     """`paged_decode` without its checks.
 
@@ -49,6 +50,7 @@ def decode(
     _, kv_heads, block_size, _ = k_blocks.shape
     width = block_tables.shape[1]
     group = q_heads // kv_heads
+    k_scales, v_scales = scales or (None, None)
     if batch == 0:
         return q, jnp.zeros((0, q_heads), jnp.float32)
     blocks_per_chunk = min(max(1, CHUNK_TOKENS // block_size), width)
@@ -75,8 +77,8 @@ def decode(
         ids = block_tables.at[row[:, None], columns].get(mode="clip")
         position = chunk[:, None] * chunk_tokens + jnp.arange(chunk_tokens)
         visible = (position >= first_visible[row, None]) & (position < lengths[row, None])
-        k = load_chunk(k_blocks, ids, options.sm_scale)
-        v = load_chunk(v_blocks, ids, V_FACTOR)
+        k = load_chunk(k_blocks, ids, options.sm_scale, k_scales)
+        v = load_chunk(v_blocks, ids, V_FACTOR, v_scales)
         part = attend_chunk(queries[row], k, v, visible[:, None], visible, options)
         return merge_into_rows(state, part, owner)
 

@@ -5,7 +5,7 @@ from typing import Literal, overload
 from jaxtyping import Array, Float, Int32
 
 from .backends import Backend, choose
-from .checks import check_block_tables, check_int32, check_pools, check_queries
+from .checks import check_block_tables, check_int32, check_pools, check_queries, check_scales
 from .online_softmax import check_options
 from .paged_extend_xla import extend as extend_xla
 
@@ -108,6 +108,7 @@ def paged_extend(
         KernelArgumentError: A shape, dtype or option is wrong; raised while tracing.
     """
     check_pools(k_blocks, v_blocks)
+    check_scales(k_blocks, None, None)
     check_queries(q, k_blocks, "tokens")
     check_block_tables(block_tables)
     for name, array in (

@@ -24,16 +24,40 @@ class Heads:
 
 @dataclass(frozen=True)
 class Cache:
-    """Pools and block tables. Whatever no row has written is NaN, sink block included."""
+    """Pools and block tables. Whatever no row has written is NaN, sink block included.
+
+    In an int8 pool, which has no NaN, it is -128, and blocks that no row uses have a scale of NaN.
+    """
 
     k_blocks: jax.Array
     v_blocks: jax.Array
     block_tables: jax.Array
+    scales: dict[str, jax.Array]
+    """Of quantised pools: the keyword arguments that hold their scales."""
 
     @property
     def for_oracle(self) -> tuple[np.ndarray, ...]:
-        pools = (np.asarray(x.astype(jnp.float32)) for x in (self.k_blocks, self.v_blocks))
+        pools = [
+            np.asarray(x.astype(jnp.float32), np.float64) for x in (self.k_blocks, self.v_blocks)
+        ]
+        factors = [np.asarray(x, np.float64)[:, :, None, None] for x in self.scales.values()]
+        if factors:
+            pools = [pool * factor for pool, factor in zip(pools, factors, strict=True)]
         return (*pools, np.asarray(self.block_tables))
+
+
+CODES = {"int8": 127.0, "float8_e4m3fn": 448.0}
+
+
+def quantise(pool: np.ndarray, dtype: str) -> tuple[jax.Array, jax.Array]:
+    """A pool and its scales, the largest number of each (block, head) at the end of the codes."""
+    unused = np.isnan(pool).all((2, 3))
+    largest = np.abs(np.nan_to_num(pool)).max((2, 3))
+    scales = np.where(unused, 1.0, largest / CODES[dtype]).astype(np.float32)
+    stored = pool / scales[:, :, None, None]
+    if dtype == "int8":
+        stored = np.where(np.isnan(stored), -128, np.round(stored))
+    return jnp.asarray(stored).astype(dtype), jnp.asarray(np.where(unused, np.nan, scales))
 
 
 def make_cache(
@@ -58,7 +82,11 @@ def make_cache(
             place = tables[row, position // block_size], slice(None), position % block_size
             k[place] = rng.standard_normal((heads.kv_heads, heads.head_dim))
             v[place] = rng.standard_normal((heads.kv_heads, heads.head_dim))
-    return Cache(jnp.asarray(k, dtype), jnp.asarray(v, dtype), jnp.asarray(tables))
+    if dtype in CODES:
+        (k_blocks, k_scales), (v_blocks, v_scales) = quantise(k, dtype), quantise(v, dtype)
+        scales = {"k_scales": k_scales, "v_scales": v_scales}
+        return Cache(k_blocks, v_blocks, jnp.asarray(tables), scales)
+    return Cache(jnp.asarray(k, dtype), jnp.asarray(v, dtype), jnp.asarray(tables), {})
 
 
 def make_queries(

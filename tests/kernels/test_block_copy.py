@@ -97,7 +97,7 @@ class TestGatherBlocks:
         assert not self.gather(make_pool(), int32([-1, 9, 99, -9]), int32(N)).any()
 
     CASES = (
-        ({"blocks": jnp.zeros(SHAPE, jnp.int8)}, "blocks must have dtype bfloat16, float16 or float32, got int8"),  # noqa: E501
+        ({"blocks": jnp.zeros(SHAPE, jnp.int16)}, "blocks must have dtype bfloat16, float16, float32, int8 or float8_e4m3fn, got int16"),  # noqa: E501
         ({"ids": jnp.zeros((), jnp.int32)}, "ids must be [n] = [any], got []"),
         ({"count": jnp.zeros(2, jnp.int32)}, "count must be [] = [], got [2]"),
     )  # fmt: skip

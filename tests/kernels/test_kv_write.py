@@ -62,7 +62,7 @@ class TestKvWrite:
         ("slots", jnp.zeros(3), "slots must have dtype int32, got float32"),
         ("slots", jnp.zeros(4, jnp.int32), "slots must be [tokens] = [3], got [4]"),
         ("k_blocks", jnp.zeros(SHAPE[1:]), "k_blocks must be [num_blocks + 1, kv_heads, block_size, head_dim] = [any, any, any, any], got [2, 4, 8]"),  # noqa: E501
-        ("v_blocks", jnp.zeros(SHAPE, jnp.int32), "v_blocks must have dtype bfloat16, float16 or float32, got int32"),  # noqa: E501
+        ("v_blocks", jnp.zeros(SHAPE, jnp.int32), "v_blocks must have dtype bfloat16, float16, float32, int8 or float8_e4m3fn, got int32"),  # noqa: E501
     )  # fmt: skip
 
     @pytest.mark.usefixtures("no_shape_hook")

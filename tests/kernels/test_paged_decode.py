@@ -1,6 +1,7 @@
 """`paged_decode` against the float64 oracle. A backend reruns all this by subclassing."""
 
 from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,17 @@ SM_SCALE = 0.3
 class TestPagedDecode:
     attend = staticmethod(paged_decode)
 
-    def check(self, lengths, *, block_size=4, heads=None, dtype="float32", width=None, **options):
+    def check(
+        self,
+        lengths,
+        *,
+        block_size=4,
+        heads=None,
+        dtype="float32",
+        pool_dtype=None,
+        width=None,
+        **options,
+    ):
         """Compare output and lse with the oracle, on NaN-poisoned pools; return the output."""
         heads = heads or Heads()
         rng = np.random.default_rng(0)
@@ -32,11 +43,12 @@ class TestPagedDecode:
             width=width or max(1, *blocks),
             num_blocks=sum(blocks) + 3,
             heads=heads,
-            dtype=dtype,
+            dtype=pool_dtype or dtype,
         )
         q = make_queries(rng, len(lengths), heads, dtype)
         attend = jax.jit(partial(self.attend, sm_scale=SM_SCALE, return_lse=True, **options))
-        out, lse = attend(q, cache.k_blocks, cache.v_blocks, cache.block_tables, int32(lengths))
+        pools = cache.k_blocks, cache.v_blocks
+        out, lse = attend(q, *pools, cache.block_tables, int32(lengths), **cache.scales)
         expected = oracle.decode(
             q.astype(jnp.float32), *cache.for_oracle, lengths, sm_scale=SM_SCALE, **options
         )
@@ -62,6 +74,11 @@ class TestPagedDecode:
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
     def test_half_precision(self, dtype):
         self.check([0, 1, 33, 600], block_size=16, dtype=dtype)
+
+    @pytest.mark.parametrize("pool_dtype", ["int8", "float8_e4m3fn"])
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_quantised_pools(self, pool_dtype, dtype):
+        self.check([0, 1, 33, 600], block_size=16, dtype=dtype, pool_dtype=pool_dtype)
 
     @pytest.mark.parametrize(("kv_heads", "group"), [(3, 1), (1, 4), (2, 7)])
     def test_grouped_query_heads(self, kv_heads, group):
@@ -186,6 +203,7 @@ class TestPagedDecodeProperty:
 class TestPagedDecodeRefusals:
     attend = staticmethod(paged_decode)
 
+    INT8: ClassVar = {name: jnp.zeros((7, 2, 4, 8), jnp.int8) for name in ("k_blocks", "v_blocks")}
     POOL = "num_blocks + 1, kv_heads, block_size, head_dim"
     CASES = (
         ({"q": jnp.zeros((3, 4, 9))}, "q must be [batch, q_heads, head_dim] = [any, any, 8], got [3, 4, 9]"),  # noqa: E501
@@ -209,6 +227,11 @@ class TestPagedDecodeRefusals:
         ({"window": 0}, "window must be >= 1 position, got 0"),
         ({"window": 2.5}, "window must be a Python int, got float: it is compiled in"),
         ({"sinks": jnp.zeros(3)}, "sinks must be [q_heads] = [4], got [3]"),
+        ({"v_scales": jnp.zeros((7, 2))}, "v_scales must be None for pools of float32, got an array"),  # noqa: E501
+        (INT8, "k_scales must be an array for pools of int8, got None"),
+        (INT8 | {"k_scales": jnp.zeros((7, 2))}, "v_scales must be an array for pools of int8, got None"),  # noqa: E501
+        (INT8 | {"k_scales": jnp.zeros((7, 4))}, "k_scales must be [num_blocks + 1, kv_heads] = [7, 2], got [7, 4]"),  # noqa: E501
+        (INT8 | {"k_scales": jnp.zeros((7, 2), jnp.bfloat16)}, "k_scales must have dtype float32, got bfloat16"),  # noqa: E501
         ({"sinks": int32([1, 2, 3, 4])}, "sinks must have dtype bfloat16, float16 or float32, got int32"),  # noqa: E501
     )  # fmt: skip
 
