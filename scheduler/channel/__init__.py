@@ -1,0 +1,82 @@
+"""The control channel: the messages of a hand-off, and of requests, between processes.
+
+The channel itself needs the extra `nodes` (ZeroMQ and msgpack), and is imported when it is used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from .client_messages import (
+    DecodeFailed,
+    Finished,
+    GiveUp,
+    NodeStatus,
+    PrefillFailed,
+    RunDecode,
+    RunPrefill,
+    Started,
+    Submit,
+    Withdrawal,
+)
+from .errors import (
+    ChannelAddressError,
+    ChannelClosedError,
+    ChannelError,
+    DecodeError,
+    EncodeError,
+    SecretError,
+    UnknownPeerError,
+)
+from .secret import Secret, load_secret
+
+if TYPE_CHECKING:
+    from .codec import Packet
+    from .frames import Dropped
+    from .zmq_channel import ChannelStats, ZmqChannel
+
+__all__ = [
+    "ChannelAddressError",
+    "ChannelClosedError",
+    "ChannelError",
+    "ChannelStats",
+    "DecodeError",
+    "DecodeFailed",
+    "Dropped",
+    "EncodeError",
+    "Finished",
+    "GiveUp",
+    "NodeStatus",
+    "Packet",
+    "PrefillFailed",
+    "RunDecode",
+    "RunPrefill",
+    "Secret",
+    "SecretError",
+    "Started",
+    "Submit",
+    "UnknownPeerError",
+    "Withdrawal",
+    "ZmqChannel",
+    "load_secret",
+]
+
+_HOME = {
+    "ChannelStats": "zmq_channel",
+    "Dropped": "frames",
+    "Packet": "codec",
+    "ZmqChannel": "zmq_channel",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a name when it is first used."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(import_module(f".{_HOME[name]}", __name__), name)
+    except ModuleNotFoundError as error:
+        raise ChannelError(
+            f"{error.name} is not installed: pip install 'radixkv[nodes]'"
+        ) from error

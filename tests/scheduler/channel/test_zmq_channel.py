@@ -1,0 +1,194 @@
+"""Channels on loopback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+import pytest
+import zmq
+
+from radixkv.scheduler.channel import (
+    ChannelAddressError,
+    ChannelClosedError,
+    Dropped,
+    Packet,
+    Secret,
+    Started,
+    UnknownPeerError,
+    ZmqChannel,
+)
+from radixkv.scheduler.channel.frames import MAX_BYTES, seal
+from radixkv.scheduler.handoff import Abort, Ack, Head
+
+SECRET = Secret(b"a secret that is long enough")
+LATE_S = 30.0
+
+Open: TypeAlias = Callable[..., ZmqChannel]
+
+
+@pytest.fixture
+def opened() -> Iterator[Open]:
+    channels: list[ZmqChannel] = []
+
+    def make(name: str, epoch: int = 1, **options: object) -> ZmqChannel:
+        channels.append(ZmqChannel(name, epoch=epoch, **options))  # type: ignore[arg-type]
+        return channels[-1]
+
+    yield make
+    for channel in channels:
+        channel.close()
+
+
+def ack(attempt: int = 1) -> Ack:
+    return Ack(Head(("r", attempt), 2))
+
+
+def next_packets(channel: ZmqChannel, number: int = 1) -> list[Packet]:
+    """The next packets; fails if they do not come."""
+    packets: list[Packet] = []
+    while len(packets) < number:
+        assert channel.wait(LATE_S), f"{len(packets)} packets, {channel.stats()}"
+        packets += channel.receive()
+    return packets
+
+
+@pytest.mark.parametrize("secret", [None, SECRET], ids=["open", "signed"])
+def test_messages_come_in_order_with_their_sender(opened: Open, secret: Secret | None) -> None:
+    p, d = opened("p", 7, secret=secret), opened("d", secret=secret)
+    p.connect("d", d.address)
+    d.connect("p", p.address)
+    for attempt in range(100):
+        assert p.send("d", ack(attempt))
+    packets = next_packets(d, 100)
+    assert [packet.message for packet in packets] == [ack(attempt) for attempt in range(100)]
+    assert {(packet.sender, packet.epoch) for packet in packets} == {("p", 7)}
+    d.send("p", Started(("r", 1)))
+    assert next_packets(p)[0].message == Started(("r", 1))
+    assert (p.stats().sent, p.stats().received, d.stats().received) == (100, 1, 100)
+    assert d.receive() == []
+    assert not d.wait(0)
+
+
+def test_messages_wait_for_a_peer_that_is_not_there_yet(opened: Open) -> None:
+    gone = opened("d")
+    address = gone.address
+    gone.close()
+    p = opened("p")
+    p.connect("d", address)
+    assert p.send("d", ack())
+    d = opened("d", 2, bind=address)
+    assert next_packets(d)[0].message == ack()
+
+
+def test_a_full_queue_drops_and_says_so(opened: Open) -> None:
+    gone = opened("d")
+    address = gone.address
+    gone.close()
+    p = opened("p")
+    p.connect("d", address)
+    sent = [p.send("d", ack()) for _ in range(1100)]
+    assert sent == [True] * 1000 + [False] * 100
+    assert (p.stats().sent, p.stats().unsent) == (1000, 100)
+
+
+def test_a_peer_may_move(opened: Open) -> None:
+    p, first, second = opened("p"), opened("d", 1), opened("d", 2)
+    p.connect("d", first.address)
+    p.send("d", ack(1))
+    assert next_packets(first)[0].message == ack(1)
+    p.connect("d", second.address)
+    p.connect("d", second.address)
+    p.send("d", ack(2))
+    assert next_packets(second)[0].message == ack(2)
+    p.disconnect("d")
+    p.disconnect("d")
+    with pytest.raises(UnknownPeerError, match=r"^no node 'd' is connected$"):
+        p.send("d", ack())
+
+
+def test_hostile_bytes_are_counted_and_dropped(opened: Open) -> None:
+    d = opened("d", secret=SECRET)
+    good = [seal(Packet("p", "d", 1, sequence, ack()), SECRET) for sequence in range(3)]
+    hostile = [
+        (b"", Dropped.NO_FRAME),
+        (b"\0\0\0\0", Dropped.NO_FRAME),
+        (b"RXKV\x02" + good[0][5:], Dropped.NO_FRAME),
+        (seal(Packet("p", "d", 1, 9, ack()), None), Dropped.BAD_MAC),
+        (good[0][:-1], Dropped.BAD_MAC),
+        (good[0][:5] + SECRET.sign(b"RXKV\x01junk") + b"junk", Dropped.NO_MESSAGE),
+        (seal(Packet("p", "other", 1, 9, ack()), SECRET), Dropped.NOT_FOR_US),
+        (good[0], Dropped.OLD),
+    ]
+    with zmq.Context() as context, context.socket(zmq.PUSH) as raw:
+        raw.connect(f"tcp://{d.address}")
+        raw.send(good[0])
+        for frame, _ in hostile:
+            raw.send(frame)
+        raw.send_multipart([good[1], b"more"])
+        raw.send(good[2])
+        packets = next_packets(d, 2)
+    assert [packet.sequence for packet in packets] == [0, 2]
+    expected = [reason for _, reason in hostile] + [Dropped.NO_FRAME]
+    assert d.stats().dropped == {reason: expected.count(reason) for reason in expected}
+
+
+def test_a_frame_that_is_too_long_ends_its_connection_and_nothing_else(opened: Open) -> None:
+    d, p = opened("d"), opened("p")
+    p.connect("d", d.address)
+    with zmq.Context() as context, context.socket(zmq.PUSH) as raw:
+        raw.set(zmq.LINGER, 0)
+        raw.set(zmq.RECONNECT_IVL, -1)
+        ended = raw.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        raw.connect(f"tcp://{d.address}")
+        raw.send(bytes(MAX_BYTES + 1))
+        assert ended.poll(int(LATE_S) * 1000)
+        raw.disable_monitor()
+        ended.close()
+    p.send("d", ack())
+    assert next_packets(d)[0].message == ack()
+    assert d.stats().dropped == {}
+
+
+@pytest.mark.parametrize("bind", ["0.0.0.0:0", "192.0.2.1:0", "[::]:0"])
+def test_a_public_address_needs_a_secret(bind: str) -> None:
+    with pytest.raises(
+        ChannelAddressError,
+        match=r"can be reached from other machines, so it needs a secret: set RADIXKV_SECRET, or "
+        r"give a file with --secret-file, or bind to 127\.0\.0\.1$",
+    ):
+        ZmqChannel("d", epoch=1, bind=bind)
+
+
+def test_with_a_secret_a_public_address_is_bound(opened: Open) -> None:
+    assert opened("d", bind="0.0.0.0:0", secret=SECRET).address.startswith("0.0.0.0:")
+
+
+@pytest.mark.parametrize(
+    "address", ["", "127.0.0.1", "localhost:1", "127.0.0.1:x", "1.1.1.1:70000"]
+)
+def test_a_malformed_address_is_refused(opened: Open, address: str) -> None:
+    with pytest.raises(ChannelAddressError, match=r"^an address is like 127\.0\.0\.1:5557 or "):
+        ZmqChannel("d", epoch=1, bind=address)
+    with pytest.raises(ChannelAddressError, match=r"^an address is like 127\.0\.0\.1:5557 or "):
+        opened("p").connect("d", address)
+
+
+def test_an_address_in_use_is_refused(opened: Open) -> None:
+    taken = opened("d").address
+    with pytest.raises(ChannelAddressError, match=f"^cannot bind {taken}: Address already in use"):
+        ZmqChannel("e", epoch=1, bind=taken)
+
+
+def test_a_closed_channel_refuses(opened: Open) -> None:
+    p = opened("p")
+    p.close()
+    p.close()
+    with pytest.raises(ChannelClosedError, match=r"^the channel is closed$"):
+        p.receive()
+    with pytest.raises(ChannelClosedError, match=r"^the channel is closed$"):
+        p.wait(0)
+    with pytest.raises(ChannelClosedError, match=r"^the channel is closed$"):
+        p.send("d", Abort(Head(("r", 1), 2), "", True))
+    with pytest.raises(ChannelClosedError, match=r"^the channel is closed$"):
+        p.connect("d", "127.0.0.1:1")
