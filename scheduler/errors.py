@@ -6,7 +6,8 @@
     └── SchedulerError
         ├── RequestError        a request that is malformed, or a twin of a live one
         ├── ConfigError         sizes that cannot work together
-        └── StepOrderError      schedule and update called out of turn
+        ├── RoutingError        no node to send a request to, or two of one name
+    └── StepOrderError      schedule and update called out of turn
 
 A request that could never fit gets `radixkv.kvcache.RequestTooLargeError`.
 """
@@ -26,6 +27,10 @@ class RequestError(SchedulerError, ValueError):
 
 class ConfigError(SchedulerError, ValueError):
     """Sizes cannot work together."""
+
+
+class RoutingError(SchedulerError):
+    """There is no node to send a request to, or no such node, or two of one name."""
 
 
 class StepOrderError(SchedulerError):

@@ -1,0 +1,210 @@
+"""The router: the trap of a prefix that all share, by hand, and as properties."""
+
+from collections import Counter, deque
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixkv.kvcache import CacheManager, CountError, Int32Array, RequestTooLargeError, TokenError
+from radixkv.scheduler.errors import RequestError, RoutingError
+from radixkv.scheduler.replay.trace import bundled_trace_path, read_trace, tokens
+from radixkv.scheduler.router import NodeId, Route, Router
+
+NODES = {"p0": 2000, "p1": 2000, "p2": 2000, "p3": 2000}
+BLOCK_SIZE = 512
+SECONDS_PER_BLOCK = 0.02
+
+
+class Outcome:
+    """How a trace was spread over four prefill nodes, each computing one request at a time."""
+
+    def __init__(self, choose: Callable[[str, Int32Array], str]) -> None:
+        self.requests: Counter[str] = Counter()
+        self.hit_blocks = 0
+        self.waited_s = 0.0
+        caches = {name: CacheManager(size, BLOCK_SIZE) for name, size in NODES.items()}
+        free_at = dict.fromkeys(NODES, 0.0)
+        self.ends: deque[tuple[float, str]] = deque()
+        for index, line in enumerate(read_trace(bundled_trace_path()).requests):
+            self.now_s = line.timestamp_ms / 1e3
+            prompt = tokens(line)
+            name = choose(str(index), prompt)
+            manager = caches[name]
+            lease = manager.admit(manager.match(prompt))
+            hits, lacking = lease.num_hit_blocks, lease.num_blocks - lease.num_hit_blocks
+            manager.publish(lease, prompt)
+            manager.release(lease)
+            end_s = max(free_at[name], self.now_s) + lacking * SECONDS_PER_BLOCK
+            free_at[name] = end_s
+            self.ends.append((end_s, str(index)))
+            self.requests[name] += 1
+            self.hit_blocks += hits
+            self.waited_s += end_s - self.now_s
+
+
+class Routed(Outcome):
+    def __init__(self) -> None:
+        self.router = Router(BLOCK_SIZE, prefill=NODES, decode={"d0": 10_000})
+        super().__init__(self.choose)
+
+    def choose(self, request_id: str, prompt: Int32Array) -> str:
+        still = deque[tuple[float, str]]()
+        for end_s, other in self.ends:
+            if end_s <= self.now_s:
+                self.router.finished((other, 1))
+            else:
+                still.append((end_s, other))
+        self.ends = still
+        return self.router.route((request_id, 1), prompt).prefill
+
+
+def longest_prefix() -> Outcome:
+    shadows = {name: CacheManager(size, BLOCK_SIZE) for name, size in NODES.items()}
+
+    def choose(request_id: str, prompt: Int32Array) -> str:
+        name = max(shadows, key=lambda name: shadows[name].match(prompt).num_blocks)
+        lease = shadows[name].admit(shadows[name].match(prompt))
+        shadows[name].publish(lease, prompt)
+        shadows[name].release(lease)
+        return name
+
+    return Outcome(choose)
+
+
+def test_a_prefix_that_all_share_is_no_trap():
+    # Each request of the trace begins with the same block.
+    trap = longest_prefix()
+    assert len(trap.requests) == 1, "pure longest prefix spreads this trace: it is no trap"
+    turns = Outcome(lambda request_id, prompt: f"p{int(request_id) % len(NODES)}")
+    routed = Routed()
+    assert max(routed.requests.values()) < 1.3 * min(routed.requests.values())
+    assert routed.hit_blocks > 1.5 * turns.hit_blocks
+    assert routed.waited_s < 0.9 * turns.waited_s
+    assert routed.waited_s < 0.3 * trap.waited_s
+
+
+def route(prefill: str, decode: str) -> Route:
+    return Route(NodeId(prefill), NodeId(decode))
+
+
+def make(**options: dict[str, int]) -> Router:
+    return Router(2, **{"prefill": {"p0": 10, "p1": 10}, "decode": {"d0": 10, "d1": 20}, **options})
+
+
+def test_what_a_node_has_weighs_as_much_as_what_it_has_to_do():
+    router = make()
+    prefix = [1, 2, 3, 4, 5, 6]
+    assert router.route(("a", 1), prefix) == route("p0", "d0")
+    assert router.loads() == {"p0": 3, "p1": 0, "d0": 3, "d1": 0}
+    # On p0 it would wait for 3 blocks and add 1; on p1 it adds 4. Then the load is more than that.
+    assert router.route(("b", 1), [*prefix, 7]).prefill == "p1"
+    router.computed(("a", 1))
+    assert router.route(("c", 1), [*prefix, 8]).prefill == "p0"
+    assert router.loads() == {"p0": 1, "p1": 4, "d0": 4, "d1": 4}
+
+
+def test_the_same_cost_goes_where_less_was_sent():
+    router = make(decode={"d0": 10})
+    for name, node in (("a", "p0"), ("b", "p1"), ("c", "p0"), ("d", "p1")):
+        assert router.route((name, 1), np.array([ord(name), 0], np.int32)).prefill == node
+        router.finished((name, 1))
+
+
+def test_a_decode_node_keeps_what_it_has_generated():
+    router = make()
+    router.route(("a", 1), [1, 2, 3, 4])
+    router.finished(("a", 1), [1, 2, 3, 4, 5, 6, 7, 8])
+    router.route(("b", 1), [1, 2, 3, 4, 5, 6, 7, 8])
+    assert router.loads() == {"p0": 2, "p1": 0, "d0": 0, "d1": 0}
+
+
+def test_namespaces_share_nothing():
+    router = make()
+    router.route(("a", 1), [1, 2, 3, 4], b"x")
+    router.finished(("a", 1), [1, 2, 3, 4, 5, 6], b"x")
+    assert router.route(("b", 1), [1, 2, 3, 4], b"y") == route("p1", "d1")
+
+
+def test_who_has_refused_is_avoided_while_there_are_others():
+    router = make()
+    assert router.route(("a", 1), [1], avoid=["d0"]) == route("p0", "d1")
+    assert router.route(("a", 2), [1], avoid=["p0", "p1", "d0", "d1"]).decode == "d0"
+
+
+def test_nodes_come_and_go():
+    router = make()
+    router.route(("a", 1), [1, 2])
+    router.remove("p0")
+    router.remove("d0")
+    assert router.loads() == {"p1": 0, "d1": 0}
+    router.finished(("a", 1))  # of a node that is gone
+    router.add_prefill("p0", 10)
+    assert router.loads() == {"p1": 0, "p0": 0, "d1": 0}
+    assert router.route(("b", 1), [1, 2]) == route("p1", "d1")
+
+
+def test_small_nodes_get_small_requests():
+    router = make(prefill={"p0": 2, "p1": 30})
+    assert router.route(("a", 1), range(11)) == route("p1", "d0")
+    assert router.route(("b", 1), range(40)) == route("p1", "d1")
+    router.finished(("b", 1), range(60))  # more than d1 has: it cannot be there whole
+
+
+def test_refusals_change_nothing():
+    router = make()
+    router.route(("a", 1), [1, 2])
+    before = router.loads()
+    with pytest.raises(RequestError, match=r"^attempt 1 of request 'a' is under way$"):
+        router.route(("a", 1), [1])
+    with pytest.raises(RequestTooLargeError, match="10"):
+        router.route(("b", 1), range(21))
+    with pytest.raises(TokenError):
+        router.route(("b", 1), [0.5])  # type: ignore[list-item]
+    with pytest.raises(RoutingError, match=r"^there is a node 'd1' already$"):
+        router.add_prefill("d1", 1)
+    with pytest.raises(RoutingError, match=r"^there is no node 'x'$"):
+        router.remove("x")
+    with pytest.raises(CountError):
+        router.add_decode("x", 0)
+    assert router.loads() == before
+    router.remove("d0")
+    router.remove("d1")
+    with pytest.raises(RoutingError, match=r"^there is no decode node$"):
+        router.route(("b", 1), [1])
+    assert router.loads() == {"p0": 1, "p1": 0}
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 9), st.lists(st.integers(0, 2), max_size=9), st.booleans()),
+        max_size=40,
+    )
+)
+def test_load_is_the_sum_of_what_is_under_way(steps):
+    router = make()
+    lacking: dict[tuple[str, int], tuple[Route, int, int]] = {}
+    for attempt, (name, prompt, ends) in enumerate(steps):
+        key = (str(name), attempt)
+        before = router.loads()
+        chosen = router.route(key, prompt)
+        after = router.loads()
+        lacking[key] = (
+            chosen,
+            after[chosen.prefill] - before[chosen.prefill],
+            after[chosen.decode] - before[chosen.decode],
+        )
+        costs = {node: before[NodeId(node)] for node in ("p0", "p1")}
+        # Nobody is chosen whose load alone is more than the cost of another.
+        needed = -(-len(prompt) // 2)
+        assert before[chosen.prefill] + lacking[key][1] <= min(costs.values()) + needed
+        if ends:
+            router.finished(key)
+            del lacking[key]
+        loads = Counter({NodeId(name): 0 for name in ("p0", "p1", "d0", "d1")})
+        for each, on_prefill, on_decode in lacking.values():
+            loads[each.prefill] += on_prefill
+            loads[each.decode] += on_decode
+        assert router.loads() == loads
