@@ -72,6 +72,7 @@ class Router:
     the same size and the same eviction order. A wrong guess costs time, never a wrong result.
 
     Example:
+        >>> from radixkv.scheduler.router import Router
         >>> router = Router(2, prefill={"p0": 100, "p1": 100}, decode={"d0": 100})
         >>> router.route(("a", 1), [1, 2, 3, 4, 5, 6])
         Route(prefill='p0', decode='d0')
