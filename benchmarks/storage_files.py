@@ -9,6 +9,9 @@ with `os.readv`: no checksum, no index, no budget. The backend seals and verifie
 as `--threads` says, take turns, and use buffers that were touched before, 16 of each kind, as a
 pool of blocks has. Reads come from the page cache. Nothing is synced unless `--sync data` says so;
 then the plain loop calls `fdatasync` too, before the rename.
+
+Rows of "storage" are what an engine has: `StorageWorkers` with its four threads, to which values
+are given in operations of 32 and which is polled every 0.1 ms, beside the plain loop on one thread.
 """
 
 from __future__ import annotations
@@ -27,14 +30,20 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from statistics import median
+from typing import TypeAlias
 
 import numpy as np
 import xxhash
 
-from radixkv.kvcache.storage import FileBackend, Sealed, Status
+from radixkv.kvcache.storage import FileBackend, OperationId, Sealed, Status, StorageWorkers
+
+Loop: TypeAlias = Callable[..., tuple[float, float]]
 
 SIZES = (256 * 1024, 2 * 1024 * 1024)
 MAX_BYTES = 2**40
+BATCH = 32
+PAUSE_S = 0.0001
+STORAGE_THREADS = 4
 
 
 def main() -> None:
@@ -47,10 +56,13 @@ def main() -> None:
     )
     for size in SIZES:
         for num_threads in sorted({1, arguments.threads}):
-            measure(arguments, size, num_threads)
+            measure(arguments, size, num_threads, backend, str(num_threads))
+        measure(arguments, size, 1, storage, f"1, storage {STORAGE_THREADS}")
 
 
-def measure(arguments: argparse.Namespace, size: int, num_threads: int) -> None:
+def measure(
+    arguments: argparse.Namespace, size: int, num_threads: int, ours: Loop, threads: str
+) -> None:
     """Print the rows of one size: medians over the rounds, each ratio within its round."""
     count = arguments.mib * 2**20 // size
     source = np.random.default_rng(0).integers(0, 256, size, np.uint8)
@@ -60,7 +72,7 @@ def measure(arguments: argparse.Namespace, size: int, num_threads: int) -> None:
     figures: dict[str, list[tuple[float, float]]] = {"store": [], "load": []}
     for round_number in range(arguments.rounds + 1):  # the first warms up
         with ThreadPoolExecutor(num_threads) as pool:
-            loops = [plain, backend] if round_number % 2 else [backend, plain]
+            loops = [plain, ours] if round_number % 2 else [ours, plain]
             rates = {}
             for loop in loops:
                 with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
@@ -72,12 +84,12 @@ def measure(arguments: argparse.Namespace, size: int, num_threads: int) -> None:
                     os.mkdir(directory)  # for the context to remove
         if round_number:
             for number, what in enumerate(figures):
-                figures[what].append((rates[plain][number], rates[backend][number]))
+                figures[what].append((rates[plain][number], rates[ours][number]))
     for what, pairs in figures.items():
-        theirs, ours = (median(column) for column in zip(*pairs, strict=True))
+        plain_rate, our_rate = (median(column) for column in zip(*pairs, strict=True))
         ratios = [b / a for a, b in pairs]
         print(
-            f"| {size // 1024} KiB | {num_threads} | {what} | {theirs:,.0f} | {ours:,.0f} "
+            f"| {size // 1024} KiB | {threads} | {what} | {plain_rate:,.0f} | {our_rate:,.0f} "
             f"| {median(ratios):.2f} [{min(ratios):.2f} to {max(ratios):.2f}] |",
             flush=True,
         )
@@ -138,12 +150,8 @@ def backend(
     one_round: Callable[[Callable[[int], None]], float],
 ) -> tuple[float, float]:
     """Store and load each value through the envelope: MiB/s of both."""
-    files = FileBackend(directory, max_bytes=MAX_BYTES, sync="data" if sync == "data" else "none")
+    files = open_files(directory, sync)
     sealed = Sealed(files)
-    for number in range(256):
-        first = bytes([number]) + bytes(31)
-        sealed.store(first, [memoryview(b"")])
-        sealed.delete(first)
 
     def store(number: int) -> None:
         status, _ = sealed.store(keys[number], [payloads[number % len(payloads)]])
@@ -157,6 +165,53 @@ def backend(
         return one_round(store), one_round(load)
     finally:
         files.close()
+
+
+def storage(
+    directory: Path,
+    sync: str,
+    keys: Sequence[bytes],
+    payloads: Sequence[memoryview],
+    destinations: Sequence[memoryview],
+    one_round: Callable[[Callable[[int], None]], float],
+) -> tuple[float, float]:
+    """Store and load values in operations of BATCH through the driver's threads: MiB/s of both."""
+    del one_round  # the threads are the storage's own
+    num_mib = len(keys) * len(payloads[0]) / 2**20
+    num_bytes = 2 * len(keys) * len(payloads[0])
+    workers = StorageWorkers(
+        open_files(directory, sync), num_threads=STORAGE_THREADS, max_bytes_in_flight=num_bytes
+    )
+
+    def rate(submit: Callable[..., OperationId], buffers: Sequence[memoryview]) -> float:
+        blocks = [[buffers[number % len(buffers)]] for number in range(len(keys))]
+        start = time.perf_counter()
+        waiting = 0
+        for first in range(0, len(keys), BATCH):
+            part = slice(first, first + BATCH)
+            submit(keys[part], blocks[part], timeout_s=600.0)
+            waiting += 1
+        while waiting:
+            for completion in workers.poll():
+                assert completion.prefix == len(completion.statuses), completion
+                waiting -= 1
+            time.sleep(PAUSE_S)
+        return num_mib / (time.perf_counter() - start)
+
+    try:
+        return rate(workers.store, payloads), rate(workers.load, destinations)
+    finally:
+        workers.close()
+
+
+def open_files(directory: Path, sync: str) -> FileBackend:
+    """Open a backend, and make its directories."""
+    files = FileBackend(directory, max_bytes=MAX_BYTES, sync="data" if sync == "data" else "none")
+    for number in range(256):
+        first = bytes([number]) + bytes(31)
+        files.put(first, [memoryview(b"")])
+        files.delete(first)
+    return files
 
 
 def describe_run(arguments: argparse.Namespace) -> list[str]:

@@ -108,7 +108,7 @@ class OsFiles:
 
     def read(self, file: int, into: Sequence[memoryview], offset: int) -> int:
         """See FileApi."""
-        return os.preadv(file, into[:_MOST_PARTS], offset)
+        return os.preadv(file, into if len(into) <= _MOST_PARTS else into[:_MOST_PARTS], offset)
 
     def size(self, file: int) -> int:
         """See FileApi."""
@@ -159,8 +159,8 @@ def read_value(files: FileApi, file: int, into: Sequence[memoryview]) -> int:
     One call of the system, where it does what it nearly always does: each call costs, and lets go
     of Python's lock besides.
     """
-    room = sum(map(len, into))
     done = files.read(file, [*into, _ONE_MORE], 0)
+    room = sum(map(len, into))
     if done == room:  # there was room for one more, so the file ends here
         return room
     size = files.size(file)

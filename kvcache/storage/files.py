@@ -103,11 +103,11 @@ class FileBackend:
         """See Backend. It counts as a use of key."""
         if key not in self._index:
             return None
+        path = self._path(key)
         try:
-            file = self._files.open(self._path(key))
+            file = self._files.open(path)
             try:
                 num_bytes = read_value(self._files, file, into)
-                self._use(key, file)
             finally:
                 self._files.close(file)
         except FileNotFoundError:  # evicted just now, or removed by someone else
@@ -115,6 +115,7 @@ class FileBackend:
             return None
         except OSError as error:
             raise BackendIOError("reading", error.errno) from error
+        self._use(key, path)
         return num_bytes
 
     def put(self, key: bytes, parts: Sequence[memoryview]) -> None:
@@ -268,11 +269,11 @@ class FileBackend:
                 self._buckets.add(name)
         return path
 
-    def _use(self, key: bytes, file: int | str) -> bool:
+    def _use(self, key: bytes, path: str) -> bool:
         there, stamp_ns = self._index.use(key)
         if stamp_ns is not None:
             with suppress(OSError):  # the order is a help, not a promise
-                self._files.stamp(file, stamp_ns)
+                self._files.stamp(path, stamp_ns)
         return there
 
     def _forget(self, key: bytes) -> None:

@@ -2,22 +2,26 @@
 
 ::
 
-    submit ──► queued ── take ──► running ── report ──► has a status
-                 │                   │
-                 └── cancel, expire ─┴──► ended; a report after this is late and changes nothing
+    submit ──► queued ── take ──► in a task ── report ──► has a status
+                 │                    │
+                 └── cancel, expire ──┴──► ended; a result after this is late and changes nothing
 
 An operation is open until it has its completion, exactly one. It is fenced when it is not open and
-none of its blocks is running: then nothing uses its buffers any more.
+no thread has a task of it: then nothing uses its buffers any more.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final
 
 from .base import Completion, Kind, OperationId, Status
 from .errors import OperationError
+
+_MOST_AT_ONCE: Final = 8
+"""A thread loads so many blocks before it asks for more: that costs as much as to load a block."""
 
 
 @dataclass(eq=False, slots=True)
@@ -27,7 +31,8 @@ class _Operation:
     Attributes:
         next_block: the first that no thread has taken.
         end_block: one past the last to take; those from here on were dropped.
-        running: how many blocks are taken and not reported.
+        tasks: those taken and not reported.
+        num_left: blocks without a status, taken or not.
         quiet: its completion is for `claim`, not for `drain`.
     """
 
@@ -40,19 +45,31 @@ class _Operation:
     deadline: float
     statuses: list[Status | None]
     end_block: int
+    num_left: int
     quiet: bool
     next_block: int = 0
-    running: int = 0
+    tasks: list[Task] = field(default_factory=list)
     completion: Completion | None = None
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Task:
-    """What a thread does next: all keys of a lookup, or one block of anything else."""
+    """What a thread does next: some blocks of an operation, one after the other.
+
+    Attributes:
+        operation: of which it is a part.
+        first: its first block.
+        keys: of its blocks.
+        results: of its first blocks, which the thread appends without a lock: what was done before
+            a deadline counts, though the rest was not.
+        num_counted: how many results are in the completion of the operation.
+    """
 
     operation: _Operation
     first: int
     keys: Sequence[bytes]
+    results: list[Status] = field(default_factory=list)
+    num_counted: int = 0
 
     @property
     def kind(self) -> Kind:
@@ -60,17 +77,23 @@ class Task:
         return self.operation.kind
 
     @property
-    def parts(self) -> Sequence[memoryview]:
-        """The buffers of the block of a load or store."""
-        return self.operation.blocks[self.first]
+    def wanted(self) -> bool:
+        """Whether the operation has not ended; else the thread reports what it has done so far."""
+        return self.operation.completion is None
+
+    @property
+    def blocks(self) -> Sequence[Sequence[memoryview]]:
+        """The buffers of the blocks of a load or store."""
+        return self.operation.blocks[self.first : self.first + len(self.keys)]
 
 
 class OperationTable:
     """The operations of a driver, which calls this under a lock of its own."""
 
-    def __init__(self, max_bytes_in_flight: int) -> None:
+    def __init__(self, max_bytes_in_flight: int, num_threads: int) -> None:
         """Start with none; loads and stores may each hold max_bytes_in_flight."""
         self.max_bytes_in_flight = max_bytes_in_flight
+        self._num_threads = num_threads
         self.bytes_in_flight: Counter[Kind] = Counter()
         self.ended_blocks: Counter[Status] = Counter()
         self.ended_bytes: Counter[Status] = Counter()
@@ -90,9 +113,9 @@ class OperationTable:
 
     @property
     def num_unfenced(self) -> int:
-        """Operations with a completion, and blocks that are still running."""
+        """Operations with a completion, of which a thread still has a task."""
         return sum(
-            operation.completion is not None and operation.running > 0
+            operation.completion is not None and len(operation.tasks) > 0
             for operation in self._known.values()
         )
 
@@ -109,6 +132,7 @@ class OperationTable:
         """Queue an operation; the blocks from the first that has no room on are dropped."""
         self._last_id += 1
         num_bytes = [sum(len(part) for part in block) for block in blocks] or [0] * len(keys)
+        end_block = self._reserve(kind, num_bytes)
         operation = _Operation(
             id=OperationId(self._last_id),
             epoch=epoch,
@@ -118,7 +142,8 @@ class OperationTable:
             num_bytes=num_bytes,
             deadline=deadline,
             statuses=[None] * len(keys),
-            end_block=self._reserve(kind, num_bytes),
+            end_block=end_block,
+            num_left=end_block,
             quiet=quiet,
         )
         for block in range(operation.end_block, len(keys)):
@@ -131,35 +156,46 @@ class OperationTable:
         return operation.id
 
     def take(self) -> Task | None:
-        """Return the next thing to do, which is running from now on; None if there is nothing."""
+        """Return the next thing for a thread to do and to report; None if there is nothing.
+
+        A load is shared out over the threads. A store is taken block by block, so that no read
+        waits for more than one.
+        """
         queue = self._reads or self._writes
         if not queue:
             return None
         operation = next(iter(queue.values()))
         first = operation.next_block
-        num_blocks = operation.end_block if operation.kind is Kind.LOOKUP else 1
+        num_left = operation.end_block - first
+        match operation.kind:
+            case Kind.LOOKUP:
+                num_blocks = num_left
+            case Kind.LOAD:
+                num_blocks = min(-(-num_left // self._num_threads), _MOST_AT_ONCE)
+            case _:
+                num_blocks = 1
         operation.next_block += num_blocks
-        operation.running += num_blocks
-        if operation.next_block == operation.end_block:
+        if num_blocks == num_left:
             del queue[operation.id]
-        return Task(operation, first, operation.keys[first : first + num_blocks])
+        task = Task(operation, first, operation.keys[first : first + num_blocks])
+        operation.tasks.append(task)
+        return task
 
-    def report(self, task: Task, statuses: Sequence[Status], error: str = "") -> None:
-        """Say what became of a task; once per task. Late reports change no status."""
-        operation = task.operation
-        assert len(statuses) == len(task.keys), f"{len(statuses)} for {len(task.keys)} blocks"
-        operation.running -= len(statuses)
-        assert operation.running >= 0, f"operation {operation.id}: a task was reported twice"
-        if error:
-            self.errors[error] += 1
-        for block, status in enumerate(statuses, task.first):
-            self.bytes_in_flight[operation.kind] -= operation.num_bytes[block]
-            if operation.completion is None:
-                operation.statuses[block] = status
+    def report(self, task: Task, errors: Sequence[str] = ()) -> None:
+        """Take in the results of a task, once: all of them, unless its operation has ended."""
+        operation, first, num_blocks = task.operation, task.first, len(task.keys)
+        assert task in operation.tasks, f"operation {operation.id}: a task was reported twice"
+        operation.tasks.remove(task)
+        self.errors.update(errors)
+        self.bytes_in_flight[operation.kind] -= sum(operation.num_bytes[first : first + num_blocks])
         if operation.completion is not None:
-            self.late_blocks += len(statuses)
+            self.late_blocks += len(task.results) - task.num_counted
             self._forget_if_done(operation)
-        elif None not in operation.statuses:
+            return
+        assert len(task.results) == num_blocks, f"{len(task.results)} for {num_blocks} blocks"
+        operation.statuses[first : first + num_blocks] = task.results
+        operation.num_left -= num_blocks
+        if operation.num_left == 0:
             self._end(operation, Status.CANCELLED)
 
     def cancel(self, operation_id: OperationId) -> bool:
@@ -208,33 +244,35 @@ class OperationTable:
         return operation.completion
 
     def fenced(self, operation_id: OperationId) -> bool:
-        """Say whether an operation has ended and none of its blocks is running.
+        """Say whether an operation has ended and no thread has a task of it.
 
         Raises:
             OperationError: if there never was one of this id.
         """
         self._check_id(operation_id)
         operation = self._known.get(operation_id)
-        return operation is None or (operation.completion is not None and not operation.running)
+        return operation is None or (operation.completion is not None and not operation.tasks)
 
     def check(self) -> None:
         """Assert that the counts agree with the operations."""
         held: Counter[Kind] = Counter()
         for operation in self._known.values():
-            started = operation.statuses[: operation.next_block]
-            running = started.count(None) if operation.completion is None else operation.running
-            assert operation.running == running, f"operation {operation.id}: {running} running"
+            running = sum(len(task.keys) for task in operation.tasks)
+            waiting = operation.end_block - operation.next_block
+            if operation.completion is None:
+                assert operation.num_left == running + waiting, f"operation {operation.id}: lost"
+                assert operation.statuses.count(None) == operation.num_left, "a status is lost"
+            else:
+                assert running or operation.quiet, f"operation {operation.id} is over"
             queued = operation.id in self._queue(operation)
-            wanted = operation.completion is None and operation.next_block < operation.end_block
+            wanted = operation.completion is None and waiting > 0
             assert queued == wanted, f"operation {operation.id} queued: {queued}"
-            waiting = range(operation.next_block, operation.end_block)
-            held[operation.kind] += sum(operation.num_bytes[block] for block in waiting)
-            if operation.completion is not None:
-                assert operation.running or operation.quiet, f"operation {operation.id} is over"
-        idle = all(operation.running == 0 for operation in self._known.values())
+            places = [range(operation.next_block, operation.end_block)]
+            places += [range(task.first, task.first + len(task.keys)) for task in operation.tasks]
+            held[operation.kind] += sum(operation.num_bytes[n] for place in places for n in place)
         for kind, num_bytes in self.bytes_in_flight.items():
-            assert held[kind] <= num_bytes <= self.max_bytes_in_flight, f"{kind}: {num_bytes} bytes"
-            assert not idle or num_bytes == held[kind], f"{kind}: {num_bytes} bytes in flight"
+            assert num_bytes == held[kind], f"{kind}: {num_bytes} bytes, not {held[kind]}"
+            assert num_bytes <= self.max_bytes_in_flight, f"{kind}: {num_bytes} bytes in flight"
         assert len(self._reads.keys() | self._writes.keys()) <= self.num_open, "queued, not open"
 
     def _reserve(self, kind: Kind, num_bytes: Sequence[int]) -> int:
@@ -251,6 +289,10 @@ class OperationTable:
         for block in range(operation.next_block, operation.end_block):
             self.bytes_in_flight[operation.kind] -= operation.num_bytes[block]
         operation.next_block = operation.end_block
+        for task in operation.tasks:  # what its thread has done until now counts
+            done = task.results[:]
+            operation.statuses[task.first : task.first + len(done)] = done
+            task.num_counted = len(done)
         statuses = tuple(rest if status is None else status for status in operation.statuses)
         for status, num_bytes in zip(statuses, operation.num_bytes, strict=True):
             self.ended_blocks[status] += 1
@@ -261,7 +303,7 @@ class OperationTable:
         self._forget_if_done(operation)
 
     def _forget_if_done(self, operation: _Operation) -> None:
-        if operation.completion is not None and not operation.running and not operation.quiet:
+        if operation.completion is not None and not operation.tasks and not operation.quiet:
             self._known.pop(operation.id, None)
 
     def _queue(self, operation: _Operation) -> OrderedDict[OperationId, _Operation]:

@@ -30,12 +30,12 @@ class Sealed:
         Returns:
             LOADED, MISSING, CORRUPT or FAILED, and the name of the error or of the fault, if any.
         """
-        header = memoryview(bytearray(HEADER_BYTES))
+        header = bytearray(HEADER_BYTES)
         try:
-            value_bytes = self.backend.get(key, [header, *into])
+            value_bytes = self.backend.get(key, [memoryview(header), *into])
             if value_bytes is None:
                 return Status.MISSING, ""
-            fault = check(key, header[:value_bytes], into, value_bytes)
+            fault = check(key, header, into, value_bytes)
         except Exception as error:  # whatever a backend does, the block is FAILED
             return _failed("load", error)
         if fault is None:

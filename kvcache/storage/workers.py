@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from threading import Condition, Lock, Thread
 
 from .base import (
@@ -68,7 +69,7 @@ class StorageWorkers:
         self._lock = Lock()  # of all that follows; held for no I/O
         self._submitted = Condition(self._lock)
         self._reported = Condition(self._lock)
-        self._table = OperationTable(max_bytes_in_flight)
+        self._table = OperationTable(max_bytes_in_flight, num_threads)
         self._closed = False
         # Daemons: a backend that never answers must not keep the process from ending.
         self._threads = [
@@ -235,22 +236,35 @@ class StorageWorkers:
                     if self._closed:
                         return
                     self._submitted.wait()
-            statuses, error = self._run(task)
+            errors = self._run(task)
             with self._lock:
-                self._table.report(task, statuses, error)
+                self._table.report(task, errors)
                 self._reported.notify_all()
 
-    def _run(self, task: Task) -> tuple[Sequence[Status], str]:
+    def _run(self, task: Task) -> list[str]:
+        """Do a task, as far as it is wanted, and return the names of the errors in it."""
         if task.kind is Kind.LOOKUP:
-            return self._sealed.lookup(task.keys)
-        (key,) = task.keys
-        match task.kind:
+            statuses, error = self._sealed.lookup(task.keys)
+            task.results.extend(statuses)
+            return [error] if error else []
+        errors = []
+        for key, parts in zip(task.keys, task.blocks or repeat(()), strict=False):
+            if not task.wanted:
+                break
+            status, error = self._run_block(task.kind, key, parts)
+            task.results.append(status)
+            if error:
+                errors.append(error)
+        return errors
+
+    def _run_block(self, kind: Kind, key: bytes, parts: Sequence[memoryview]) -> tuple[Status, str]:
+        match kind:
             case Kind.LOAD:
-                status, error = self._sealed.load(key, task.parts)
+                return self._sealed.load(key, parts)
             case Kind.STORE:
-                status, error = self._sealed.store(key, task.parts)
+                return self._sealed.store(key, parts)
             case Kind.TOUCH:
-                status, error = self._sealed.touch(key)
+                return self._sealed.touch(key)
             case Kind.DELETE:
-                status, error = self._sealed.delete(key)
-        return [status], error
+                return self._sealed.delete(key)
+        raise AssertionError(f"{kind} is not done block by block")

@@ -171,8 +171,8 @@ BUGS = (
     Bug(
         "no checksum",
         "envelope.py",
-        "return None if digest == _digest(key, room, payload) else Fault.CHECKSUM",
-        "return None",
+        "or Fault.CHECKSUM",
+        "",
     ),
 )
 

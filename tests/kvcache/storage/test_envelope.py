@@ -28,7 +28,7 @@ def test_the_parts_make_no_difference() -> None:
 
 
 def test_the_envelope_of_a_known_value_never_changes() -> None:
-    assert sealed(b"abc")[:16].hex() == "52584b56010000000300000000000000"
+    assert sealed(b"abc")[:16].hex() == "52584b56020000000300000000000000"
     assert len(sealed(b"")) == HEADER_BYTES == 64
 
 
@@ -40,7 +40,7 @@ def test_the_envelope_of_a_known_value_never_changes() -> None:
         (sealed(b"abc")[:-1], Fault.SHORT),
         (sealed(b"abc") + b"d", Fault.LONG),
         (b"X" + sealed(b"abc")[1:], Fault.WRONG_MAGIC),
-        (sealed(b"abc")[:4] + b"\2" + sealed(b"abc")[5:], Fault.WRONG_VERSION),
+        (sealed(b"abc")[:4] + b"\1" + sealed(b"abc")[5:], Fault.WRONG_VERSION),
         (sealed(b"abc")[:6] + b"\1" + sealed(b"abc")[7:], Fault.WRONG_VERSION),
         (sealed(b"abc", OTHER), Fault.WRONG_KEY),
         (sealed(b"abc")[:-1] + b"d", Fault.CHECKSUM),

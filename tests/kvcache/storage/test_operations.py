@@ -8,7 +8,8 @@ from radixkv.kvcache.storage import Completion, Kind, OperationId, Status
 from radixkv.kvcache.storage.operations import OperationTable, Task
 
 BUDGET = 100
-KEYS = [bytes([number]) * 32 for number in range(4)]
+NUM_THREADS = 2
+KEYS = [bytes([number]) * 32 for number in range(6)]
 RESULTS = {
     Kind.LOOKUP: [Status.FOUND, Status.MISSING, Status.FAILED],
     Kind.LOAD: [Status.LOADED, Status.MISSING, Status.CORRUPT, Status.FAILED],
@@ -28,7 +29,7 @@ class Expected:
         self.sizes = sizes
         self.reported: dict[int, Status] = {}
         self.end: Status | None = None  # what ended it, if it was no report
-        self.running = 0
+        self.tasks: list[Task] = []
         self.completions = 0
 
     @property
@@ -41,15 +42,17 @@ class Operations(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = OperationTable(BUDGET)
+        self.table = OperationTable(BUDGET, NUM_THREADS)
         self.expected: dict[OperationId, Expected] = {}
         self.tasks: list[Task] = []
+        self.undelivered: dict[Task, dict[int, Status]] = {}  # done, and not yet known elsewhere
+        self.late_in: dict[Task, int] = {}
         self.now = 0
         self.late = 0
 
     @rule(
         kind=st.sampled_from(Kind),
-        sizes=st.lists(st.integers(0, 60), max_size=4),
+        sizes=st.lists(st.integers(0, 60), max_size=len(KEYS)),
         timeout=st.integers(1, 5),
         epoch=st.integers(0, 3),
     )
@@ -75,22 +78,53 @@ class Operations(RuleBasedStateMachine):
             return
         expected = self.expected[task.operation.id]
         assert not expected.over, "a task of an operation that has ended"
-        assert len(task.keys) == (len(expected.sizes) if task.kind is Kind.LOOKUP else 1)
-        expected.running += len(task.keys)
+        num_left = sum(n not in expected.reported for n in range(task.first, len(expected.sizes)))
+        shares = {Kind.LOOKUP: num_left, Kind.LOAD: -(-num_left // NUM_THREADS)}
+        assert len(task.keys) == shares.get(task.kind, 1)
+        expected.tasks.append(task)
         self.tasks.append(task)
 
     @precondition(lambda self: self.tasks)
     @rule(data=st.data())
-    def report(self, data: st.DataObject) -> None:
-        task = self.tasks.pop(data.draw(st.integers(0, len(self.tasks) - 1)))
-        expected = self.expected[task.operation.id]
-        statuses = [data.draw(st.sampled_from(RESULTS[task.kind])) for _ in task.keys]
-        expected.running -= len(statuses)
+    def do_a_block(self, data: st.DataObject) -> None:
+        task = data.draw(st.sampled_from(self.tasks))
+        self.do_one(task, data.draw(st.sampled_from(RESULTS[task.kind])))
+
+    def do_one(self, task: Task, status: Status) -> None:
+        """Do the next block of a task; a lookup is one call."""
+        expected, done = self.expected[task.operation.id], len(task.results)
+        statuses = [status] * (len(task.keys) if task.kind is Kind.LOOKUP else 1)
+        if done == len(task.keys):
+            return
+        assert task.wanted == (not expected.over)
+        task.results += statuses
         if expected.over:
-            self.late += len(statuses)
+            self.late_in[task] = self.late_in.get(task, 0) + len(statuses)
         else:
-            expected.reported |= dict(enumerate(statuses, task.first))
-        self.table.report(task, statuses, "OSError" if Status.FAILED in statuses else "")
+            self.undelivered.setdefault(task, {}).update(enumerate(statuses, task.first + done))
+
+    @precondition(lambda self: self.tasks)
+    @rule(data=st.data())
+    def report(self, data: st.DataObject) -> None:
+        task = data.draw(st.sampled_from(self.tasks))
+        self.report_one(task, data.draw(st.sampled_from(RESULTS[task.kind])))
+
+    def report_one(self, task: Task, status: Status) -> None:
+        """Report a task, as a thread does: whole, or what was done when it saw the end."""
+        expected = self.expected[task.operation.id]
+        while not expected.over and len(task.results) < len(task.keys):
+            self.do_one(task, status)
+        self.tasks.remove(task)
+        expected.tasks.remove(task)
+        expected.reported |= self.undelivered.pop(task, {})
+        self.late += self.late_in.pop(task, 0)
+        self.table.report(task, ["OSError"] if Status.FAILED in task.results else [])
+
+    def ends(self, expected: Expected, status: Status) -> None:
+        """An operation ends: what its threads have done until now counts."""
+        expected.end = status
+        for task in expected.tasks:
+            expected.reported |= self.undelivered.pop(task, {})
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
@@ -99,7 +133,7 @@ class Operations(RuleBasedStateMachine):
         expected = self.expected[operation]
         assert self.table.cancel(operation) == (not expected.over)
         if not expected.over:
-            expected.end = Status.CANCELLED
+            self.ends(expected, Status.CANCELLED)
 
     @rule(seconds=st.integers(0, 3))
     def time_passes(self, seconds: int) -> None:
@@ -107,7 +141,7 @@ class Operations(RuleBasedStateMachine):
         self.table.expire(self.now)
         for expected in self.expected.values():
             if not expected.over and expected.deadline <= self.now:
-                expected.end = Status.TIMED_OUT
+                self.ends(expected, Status.TIMED_OUT)
 
     @rule()
     def drain(self) -> None:
@@ -129,16 +163,17 @@ class Operations(RuleBasedStateMachine):
         assert self.table.late_blocks == self.late
         for operation, expected in self.expected.items():
             assert self.table.ended(operation) == expected.over
-            assert self.table.fenced(operation) == (expected.over and not expected.running)
+            assert self.table.fenced(operation) == (expected.over and not expected.tasks)
 
     def teardown(self) -> None:
         """Whatever happened: when all threads have come back, nothing is left."""
         self.table.cancel_all()
         for expected in self.expected.values():
-            expected.end = expected.end or (None if expected.over else Status.CANCELLED)
+            if not expected.over:
+                self.ends(expected, Status.CANCELLED)
         assert self.table.take() is None
-        for task in self.tasks:
-            self.table.report(task, [RESULTS[task.kind][0]] * len(task.keys))
+        for task in list(self.tasks):
+            self.report_one(task, RESULTS[task.kind][0])
         self.drain()
         self.table.check()
         assert not any(self.table.bytes_in_flight.values())
@@ -151,7 +186,7 @@ TestOperations.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 def test_reads_go_before_writes_and_then_in_order() -> None:
-    table = OperationTable(BUDGET)
+    table = OperationTable(BUDGET, NUM_THREADS)
     kinds = [Kind.STORE, Kind.DELETE, Kind.LOAD, Kind.LOOKUP]
     for kind in kinds:
         table.submit(kind, KEYS[:1], [[memoryview(b"a")]], deadline=1)

@@ -184,6 +184,31 @@ def test_cancel_before_and_during() -> None:
     assert set(backend.values) == {KEYS[0]}  # it had begun, and is whole
 
 
+def test_what_was_loaded_before_the_deadline_counts_and_what_follows_is_not_begun() -> None:
+    backend, clock = HeldBackend(), Clock()
+    with workers(backend, num_threads=1, clock=clock) as storage:
+        stored = storage.store(KEYS[:3], [[b"a"], [b"b"], [b"c"]], timeout_s=LONG_S)
+        for _ in range(3):
+            backend.go.release()
+        wait_ended(storage, stored)
+        storage.poll()
+        destinations = [bytearray(1) for _ in range(3)]
+        load = storage.load(KEYS[:3], [[each] for each in destinations], timeout_s=2.0)
+        for _ in range(3 + 1):  # three stores and the first load
+            backend.entered.acquire()
+        backend.go.release()
+        backend.entered.acquire()  # it is at the second block
+        clock.now = 2.0
+        (completion,) = storage.poll()
+        assert completion.statuses == (Status.LOADED, Status.TIMED_OUT, Status.TIMED_OUT)
+        assert destinations[0] == b"a" and not storage.fenced(load)
+        backend.go.release()
+        wait_fenced(storage, load)
+        assert destinations[2] == b"\0"
+        assert storage.stats().late_blocks == 1
+        assert backend.calls.count("get") == 2
+
+
 def test_what_has_no_room_is_dropped_and_counted() -> None:
     backend = HeldBackend()
     with workers(backend, num_threads=1, max_bytes_in_flight=10) as storage:
