@@ -9,25 +9,38 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .decode import DecodeScheduler
     from .engine import Engine
     from .engine_stats import CopyStats, EngineStats
     from .engine_tiers import make_storage_namespace
-    from .errors import ConfigError, RequestError, SchedulerError, StepOrderError
+    from .errors import (
+        ConfigError,
+        HandoffsOpenError,
+        RefusedError,
+        RequestError,
+        SchedulerError,
+        StepOrderError,
+    )
     from .mixed import MixedScheduler
     from .plan import Chunk, SchedulerStats, StepPlan
     from .policy import Fcfs, Policy, Priority
+    from .prefill import PrefillScheduler
     from .request import Request, RequestStatus, SamplingParams
 
 _HOME = {
     "Chunk": "plan",
     "ConfigError": "errors",
     "CopyStats": "engine_stats",
+    "DecodeScheduler": "decode",
     "Engine": "engine",
     "EngineStats": "engine_stats",
     "Fcfs": "policy",
+    "HandoffsOpenError": "errors",
     "MixedScheduler": "mixed",
     "Policy": "policy",
+    "PrefillScheduler": "prefill",
     "Priority": "policy",
+    "RefusedError": "errors",
     "Request": "request",
     "RequestError": "errors",
     "RequestStatus": "request",
@@ -43,12 +56,16 @@ __all__ = [
     "Chunk",
     "ConfigError",
     "CopyStats",
+    "DecodeScheduler",
     "Engine",
     "EngineStats",
     "Fcfs",
+    "HandoffsOpenError",
     "MixedScheduler",
     "Policy",
+    "PrefillScheduler",
     "Priority",
+    "RefusedError",
     "Request",
     "RequestError",
     "RequestStatus",

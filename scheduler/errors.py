@@ -7,14 +7,30 @@
         ├── RequestError        a request that is malformed, or a twin of a live one
         ├── ConfigError         sizes that cannot work together
         ├── RoutingError        no node to send a request to, or two of one name
-    └── StepOrderError      schedule and update called out of turn
+        ├── StepOrderError      schedule and update called out of turn
+        ├── RefusedError        a decode node has no room for a request now
+        └── HandoffsOpenError   the cache is reset while hand-offs hold blocks
 
 A request that could never fit gets `radixkv.kvcache.RequestTooLargeError`.
 """
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 from ..kvcache import RadixKVError
+
+RefusalReason: TypeAlias = Literal[
+    "out of blocks",
+    "out of slots",
+    "others wait",
+    "draining",
+    "too large",
+    "block size",
+    "malformed",
+    "version",
+]
+"""Why a decode node takes a request not over; see `radixkv.scheduler.handoff.Refuse`."""
 
 
 class SchedulerError(RadixKVError):
@@ -35,3 +51,21 @@ class RoutingError(SchedulerError):
 
 class StepOrderError(SchedulerError):
     """`schedule` and `update` were called out of turn."""
+
+
+class RefusedError(SchedulerError):
+    """A decode node takes a request not now; nothing was changed."""
+
+    def __init__(self, reason: RefusalReason, needed: int, available: int) -> None:
+        super().__init__(f"{reason}: {needed} needed, {available} available")
+        self.reason: RefusalReason = reason
+        self.needed = needed
+        self.available = available
+
+
+class HandoffsOpenError(SchedulerError):
+    """Hand-offs hold blocks that the cache is to forget: drain first; nothing was changed."""
+
+    def __init__(self, num_open: int) -> None:
+        super().__init__(f"{num_open} hand-offs hold blocks: drain, and wait until none does")
+        self.num_open = num_open

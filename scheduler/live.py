@@ -50,27 +50,28 @@ class LiveRequests:
         """Requests that hold none, in the order they will be tried: preempted ones first."""
         return (*self._parked, *self._waiting)
 
-    def add(self, request: Request) -> None:
-        """Queue a request; what storage has of its prompt is fetched while it waits.
-
-        Raises:
-            RequestError: if it was added before, or a live one has its id.
-            RequestTooLargeError: if it could not run to its limit even alone.
-        """
+    def _add(self, request: Request) -> None:
+        """See `MixedScheduler.add`."""
         if request.request_id in self._requests:
             raise RequestError(f"request {request.request_id!r} is live already")
         if request.status is not RequestStatus.WAITING or request.output_tokens:
             raise RequestError(f"request {request.request_id!r} was added before")
-        block_size, num_blocks = self.manager.block_size, self.manager.num_blocks
-        needed = -(-request.max_kv_tokens // block_size)
-        if needed > num_blocks:
-            raise RequestTooLargeError(request.max_kv_tokens, needed, num_blocks)
-        request.arrival = self._arrivals
-        self._arrivals += 1
+        self._require_fit(request)
+        self._arrive(request)
         self._requests[request.request_id] = request
         insort(self._waiting, request, key=self.policy.order)
         if self._tiers is not None:
             self._tiers.prefetch(request)
+
+    def _require_fit(self, request: Request) -> None:
+        block_size, num_blocks = self.manager.block_size, self.manager.num_blocks
+        needed = -(-request.max_kv_tokens // block_size)
+        if needed > num_blocks:
+            raise RequestTooLargeError(request.max_kv_tokens, needed, num_blocks)
+
+    def _arrive(self, request: Request) -> None:
+        request.arrival = self._arrivals
+        self._arrivals += 1
 
     def abort(self, request_id: str) -> bool:
         """End a request in any state; False if no live one has this id.

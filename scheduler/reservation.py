@@ -12,6 +12,10 @@ A request q is admitted if the blocks left after its own are at least
 * what the neediest of them lacks to reach its end when all the others are preempted: one can
   always finish.
 
+On a decode node, requests whose KV is being received have their blocks, too. They count as those
+that run do, with the token that is handed over, but nobody can preempt them: the guard does not
+count on their blocks.
+
 Source: the rule of SGLang's decode side, with TensorRT-LLM's GUARANTEED_NO_EVICT as the case of no
 horizon; counted here in blocks.
 """
@@ -30,7 +34,11 @@ class Reservation:
     """The sum and the guard over the running requests, for one round of admissions."""
 
     def __init__(
-        self, running: Iterable[Request], block_size: int, reserve_tokens: int | None
+        self,
+        running: Iterable[Request],
+        block_size: int,
+        reserve_tokens: int | None,
+        receiving: Iterable[Request] = (),
     ) -> None:
         self._block_size = block_size
         self._horizon_tokens = (
@@ -44,14 +52,19 @@ class Reservation:
             assert request.lease is not None, f"{request!r} runs without a lease"
             held = request.lease.num_blocks
             self.add(request, held, held - request.lease.num_shared_blocks)
+        for request in receiving:
+            assert request.lease is not None, f"{request!r} is received without a lease"
+            held = request.lease.num_blocks
+            self._growth += self._growth_of(request, held, num_more=1)
+            self._neediest = max(self._neediest, self._lack_of(request, held, 0))
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
-    def _growth_of(self, request: Request, held: int) -> int:
+    def _growth_of(self, request: Request, held: int, num_more: int = 0) -> int:
         most = request.max_kv_tokens
         if self._horizon_tokens is not None:
-            most = min(most, request.num_tokens + self._horizon_tokens)
+            most = min(most, request.num_tokens + num_more + self._horizon_tokens)
         return max(self._blocks(most) - held, 0)
 
     def _lack_of(self, request: Request, held: int, private: int) -> int:
@@ -77,3 +90,15 @@ class Reservation:
         growth = self._growth + self._growth_of(request, held)
         neediest = max(self._neediest, self._lack_of(request, held, private))
         return left >= growth and left >= neediest - (self._private + private)
+
+    def needed_to_receive(self, request: Request, num_hit_blocks: int) -> int:
+        """Return how many blocks must be available for a request to be received.
+
+        Args:
+            request: it; all of its prompt gets blocks at once.
+            num_hit_blocks: how many of those blocks are shared from the cache.
+        """
+        held = self._blocks(request.num_tokens)
+        growth = self._growth + self._growth_of(request, held, num_more=1)
+        neediest = max(self._neediest, self._lack_of(request, held, 0))
+        return held - num_hit_blocks + max(growth, neediest - self._private)

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeAlias, get_args
 
 import msgpack
 
+from ..errors import RefusalReason
 from ..handoff.front_desk import Answer
 from ..handoff.messages import (
     Abort,
@@ -25,7 +26,6 @@ from ..handoff.messages import (
     Head,
     Hits,
     Message,
-    RefusalReason,
     Refuse,
     Renew,
     Send,
@@ -113,7 +113,15 @@ def _of_peer(make: type[Message], **fields: Field) -> Record:
 
 # The place of a message is its code: new ones go to the end, none is ever taken out.
 MESSAGES: Final[tuple[Record, ...]] = (
-    _of_peer(Ask, prompt=_PROMPT, namespace=_NAMESPACE, block_size=Int(1), num_groups=Int(1, 1024)),
+    _of_peer(
+        Ask,
+        prompt=_PROMPT,
+        namespace=_NAMESPACE,
+        block_size=Int(1),
+        num_groups=Int(1, 1024),
+        max_new_tokens=Int(1),
+        priority=Int(-(2**31)),
+    ),
     _of_peer(Grant, first_block=_COUNT),
     _of_peer(Refuse, reason=OneOf(*get_args(RefusalReason)), needed=_COUNT, available=_COUNT),
     _of_peer(Send, part=_COUNT, first_block=_COUNT, num_blocks=Int(1), group=Int(0, 1023)),
@@ -122,8 +130,9 @@ MESSAGES: Final[tuple[Record, ...]] = (
         num_parts=_COUNT,
         first_token=_TOKEN,
         position=_COUNT,
-        seed=Int(0, 2**32 - 1),
         hits=_HITS,
+        sampling=_SAMPLING,
+        stop_token_ids=_STOPS,
     ),
     _of_peer(Ack),
     _of_peer(Abort, reason=_REASON, fenced=Bool()),

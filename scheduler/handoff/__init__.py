@@ -10,12 +10,15 @@ from .actions import (
     Compute,
     DecodeAction,
     Failed,
+    Finished,
     Offer,
     Post,
     PrefillAction,
     Pull,
     Start,
+    Started,
     Stop,
+    Stopped,
     Timing,
     Withdraw,
 )
@@ -32,12 +35,13 @@ from .messages import (
     Hits,
     Key,
     Message,
+    PeerId,
     Refuse,
     Renew,
     Send,
     Ticket,
 )
-from .prefill_side import PrefillSide
+from .prefill_side import Order, PrefillSide
 from .states import DECODE_MOVES, PREFILL_MOVES, DecodeState, PrefillState
 
 __all__ = [
@@ -57,6 +61,7 @@ __all__ = [
     "DecodeSide",
     "DecodeState",
     "Failed",
+    "Finished",
     "FrontDesk",
     "Grant",
     "Head",
@@ -64,6 +69,8 @@ __all__ = [
     "Key",
     "Message",
     "Offer",
+    "Order",
+    "PeerId",
     "Post",
     "PrefillAction",
     "PrefillSide",
@@ -73,7 +80,9 @@ __all__ = [
     "Renew",
     "Send",
     "Start",
+    "Started",
     "Stop",
+    "Stopped",
     "Ticket",
     "Timing",
     "Withdraw",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...kvcache import CountError, Lease
-from .messages import Commit, Key, Message, Ticket
+from ...kvcache import CountError
+from ..request import Request
+from .messages import Commit, Key, Message, PeerId, Ticket
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,9 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """Send a message to the peer."""
+    """Send a message to a peer."""
 
+    peer: PeerId
     message: Message
 
 
@@ -54,6 +56,7 @@ class Compute:
 class Offer:
     """P: let D read these blocks, in one group of layers, by this ticket."""
 
+    peer: PeerId
     ticket: Ticket
     blocks: tuple[int, ...]
     group: int
@@ -75,8 +78,9 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """D: read a part into these blocks, in one group of layers."""
+    """D: read a part from P into these blocks, in one group of layers."""
 
+    peer: PeerId
     ticket: Ticket
     blocks: tuple[int, ...]
     group: int
@@ -91,15 +95,16 @@ class CancelPull:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """D: decode. The lease is the scheduler's from now on; its prompt is published.
+    """D: decode. The request's lease is the scheduler's from now on; its prompt is published.
 
     Attributes:
+        request: as D admitted it.
         commit: has the first token, the state of the sampling and P's hits.
         num_own_tokens: how many tokens of the prompt were in D's cache, and not sent.
     """
 
     key: Key
-    lease: Lease
+    request: Request
     commit: Commit
     num_own_tokens: int
 
@@ -109,6 +114,7 @@ class Stop:
     """D: stop decoding an attempt, release its lease and call `DecodeSide.finished`."""
 
     key: Key
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +123,42 @@ class Failed:
 
     Attributes:
         is_final: no attempt can do better.
+        is_busy: D has refused it for now, and nothing is wrong.
     """
 
     key: Key
     reason: str
     is_final: bool = False
+    is_busy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """D: an attempt decodes; its request's output grows from now on.
+
+    Attributes:
+        num_own_tokens: as in `Start`.
+    """
+
+    key: Key
+    request: Request
+    num_own_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """D: an attempt has ended well; its request has all of its tokens."""
+
+    key: Key
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """D: an attempt that had started has come to nothing."""
+
+    key: Key
+    reason: str
 
 
 PrefillAction = Post | Compute | Offer | Withdraw | Failed

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ...kvcache import Int32Array, Lease
-from .messages import Ask, Commit, Head, Key, Send, Ticket
+from ..request import Request
+from .messages import Ask, Commit, Head, Hits, Key, PeerId, Send, Ticket
 from .states import DecodeState, PrefillState
 
 
@@ -17,9 +18,9 @@ class PrefillAttempt:
     """
 
     head: Head
+    peer: PeerId
     ask: Ask
-    tokens: Int32Array
-    seed: int
+    request: Request
     lease: Lease
     moved_at: float
     heard_at: float
@@ -30,7 +31,14 @@ class PrefillAttempt:
     chunk_stop: int = 0
     next_block: list[int] = field(default_factory=list)  # to be offered, of each group
     sends: list[Send] = field(default_factory=list)
+    sampled: tuple[int, Hits] | None = None
     commit: Commit | None = None
+    refusal: str = ""  # the last, if D was busy
+
+    @property
+    def tokens(self) -> Int32Array:
+        """The prompt."""
+        return self.request.prompt
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +49,8 @@ class DecodeAttempt:
     """
 
     head: Head
-    tokens: Int32Array
+    peer: PeerId
+    request: Request
     num_groups: int
     lease: Lease
     moved_at: float
@@ -53,6 +62,11 @@ class DecodeAttempt:
     sizes: dict[int, int] = field(default_factory=dict)  # of each part known, in blocks
     pulls: dict[int, float] = field(default_factory=dict)  # those not fenced, and when they began
     reason: str = ""  # why it was given up
+
+    @property
+    def tokens(self) -> Int32Array:
+        """The prompt."""
+        return self.request.prompt
 
     def ticket(self, part: int) -> Ticket:
         """Name a part of it for the transport."""

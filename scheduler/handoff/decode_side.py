@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
 import numpy as np
 
-from ...kvcache import CacheManager, OutOfBlocksError, RequestTooLargeError
+from ...kvcache import CacheManager, Lease, OutOfBlocksError, RequestTooLargeError, TokenError
+from ..errors import RefusedError, RequestError
+from ..request import Request
 from .actions import CancelPull, DecodeAction, Post, Pull, Start, Stop, Timing
 from .attempts import DecodeAttempt, DecodeAttempts
 from .messages import (
@@ -17,6 +22,7 @@ from .messages import (
     Head,
     Key,
     Message,
+    PeerId,
     Refuse,
     Renew,
     Send,
@@ -24,9 +30,16 @@ from .messages import (
 )
 from .states import DECODE_MOVES, DecodeState
 
+Admit: TypeAlias = Callable[[Request], Lease]
+"""Reserves the blocks of a request's prompt; raises an error of `CacheManager.admit`, or
+`RefusedError`."""
+
+
+_RECEIVES: Final = (DecodeState.LOADING, DecodeState.RECEIVING)
+
 
 class DecodeSide:
-    """Takes requests over from one prefill node, as a state machine without I/O.
+    """Takes requests over from prefill nodes, as a state machine without I/O.
 
     Blocks are granted by a lease. They are published when all of the prompt has arrived, and given
     back, if it has not, when the last pull into them is fenced. Time alone frees nothing.
@@ -37,15 +50,24 @@ class DecodeSide:
         epoch: of this node.
     """
 
-    def __init__(self, manager: CacheManager, *, epoch: int, timing: Timing) -> None:
+    def __init__(
+        self,
+        manager: CacheManager,
+        *,
+        epoch: int,
+        timing: Timing,
+        admit: Admit | None = None,
+    ) -> None:
         """Make the side of a node.
 
         Args:
             manager: of D's blocks.
             epoch: higher than that of any earlier life of the node.
             timing: how long to wait.
+            admit: decides who gets blocks; default: everybody, as long as there are any.
         """
         self.epoch = epoch
+        self._admit = admit if admit is not None else self._admit_any
         self._manager = manager
         self._timing = timing
         self._now = 0.0
@@ -62,6 +84,17 @@ class DecodeSide:
     def num_known(self) -> int:
         """Attempts that are known, with those that have ended."""
         return len(self._attempts.all())
+
+    @property
+    def receiving(self) -> list[Request]:
+        """Requests that hold blocks, and have not started: oldest first."""
+        return [each.request for each in self._attempts.all() if each.state in _RECEIVES]
+
+    @property
+    def quarantined(self) -> list[Request]:
+        """Requests that were given up, and hold blocks until the pulls into them are fenced."""
+        attempts = self._attempts.all()
+        return [each.request for each in attempts if each.state is DecodeState.QUARANTINED]
 
     def take_actions(self) -> list[DecodeAction]:
         """Hand out what is to be done since the last call, in order."""
@@ -81,6 +114,11 @@ class DecodeSide:
         attempt = self._attempts.find(key)
         if attempt is not None:
             self._give_up(attempt, reason)
+
+    def keys_of(self, request_id: str) -> list[Key]:
+        """Return the attempts of a request that have not ended, oldest first."""
+        attempts = self._attempts.of(request_id)
+        return [each.head.key for each in attempts if each.state is not DecodeState.ENDED]
 
     # What the transport and the clock say
 
@@ -133,7 +171,7 @@ class DecodeSide:
                 continue
             if attempt.state is DecodeState.LOADING and attempt.lease.loading is None:
                 self._grant(attempt)
-            if attempt.state not in (DecodeState.LOADING, DecodeState.RECEIVING):
+            if attempt.state not in _RECEIVES:
                 continue
             started = [*attempt.pulls.values()]
             if attempt.commit is not None or attempt.state is DecodeState.LOADING:
@@ -144,23 +182,26 @@ class DecodeSide:
                 self._give_up(attempt, "the prefill node is silent")
             elif now - attempt.sent_at >= timing.retry_s:
                 attempt.sent_at = now
-                self._post(Renew(attempt.head, attempt.missing()))
+                self._post(attempt, Renew(attempt.head, attempt.missing()))
 
     # What P says
 
-    def receive(self, message: Message) -> None:
-        """Take in a message of P; one that is stale changes nothing."""
+    def receive(self, peer: PeerId, message: Message) -> None:
+        """Take in a message of a prefill node; one that is stale changes nothing."""
         head = message.head
         back = Head(head.key, self.epoch, head.epoch, head.grant)
         if isinstance(message, Ask):
-            self._asked(message, back)
+            self._asked(peer, message, back)
             return
         if head.version != PROTOCOL_VERSION:
             return
         attempt = self._attempts.find(head.key)
-        known = attempt is not None and head.grant in (0, attempt.head.grant)
-        if attempt is None or not known or head.peer_epoch not in (None, self.epoch):
-            self._post(Abort(back, "nothing is granted", fenced=True))
+        if attempt is not None and not (
+            attempt.peer == peer and head.grant in (0, attempt.head.grant)
+        ):
+            attempt = None
+        if attempt is None or head.peer_epoch not in (None, self.epoch):
+            self._say(peer, Abort(back, "nothing is granted", fenced=True))
             return
         if head.epoch != attempt.head.peer_epoch:
             restarted = head.epoch > (attempt.head.peer_epoch or 0)
@@ -187,59 +228,72 @@ class DecodeSide:
                 attempt.sizes[message.part] = message.num_blocks
                 attempt.pulls[message.part] = self._now
                 blocks = tuple([int(block) for block in attempt.lease.block_table[first:stop]])
-                self._actions.append(Pull(attempt.ticket(message.part), blocks, message.group))
+                ticket = attempt.ticket(message.part)
+                self._actions.append(Pull(attempt.peer, ticket, blocks, message.group))
             case Commit() if attempt.commit is None:
                 attempt.commit = message
                 attempt.moved_at = self._now
                 self._start_if_whole(attempt)
             case Commit() if missing := attempt.missing():
-                self._post(Renew(attempt.head, missing))
+                self._post(attempt, Renew(attempt.head, missing))
 
-    def _asked(self, ask: Ask, back: Head) -> None:
+    def _asked(self, peer: PeerId, ask: Ask, back: Head) -> None:
         """Admit what is asked for, unless that was done, or is stale."""
         head = ask.head
         if head.version != PROTOCOL_VERSION:
-            self._post(Refuse(back, "version", head.version, PROTOCOL_VERSION))
+            self._say(peer, Refuse(back, "version", head.version, PROTOCOL_VERSION))
             return
         known = self._attempts.of(head.key[0])
         if known and head.key[1] < known[-1].head.key[1]:
-            self._post(Abort(back, "a newer attempt has begun", fenced=True))
+            self._say(peer, Abort(back, "a newer attempt has begun", fenced=True))
             return
         attempt = self._attempts.find(head.key)
         if attempt is not None:
-            self._asked_again(attempt, head, back)
+            self._asked_again(attempt, peer, head, back)
             return
         for older in known:
             self._give_up(older, "a newer attempt has begun")
-        if ask.block_size != self._manager.block_size:
-            self._post(Refuse(back, "block size", ask.block_size, self._manager.block_size))
-            return
-        tokens = np.frombuffer(ask.prompt, "<i4").astype(np.int32)
+        refusal = self._reserve(peer, ask, back)
+        if refusal is not None:
+            self._say(peer, refusal)
+
+    def _reserve(self, peer: PeerId, ask: Ask, back: Head) -> Refuse | None:
+        """Admit a request that is new, or return why not."""
+        head, block_size = ask.head, self._manager.block_size
+        if ask.block_size != block_size:
+            return Refuse(back, "block size", ask.block_size, block_size)
         try:
-            lease = self._manager.admit(self._manager.match(tokens, ask.namespace))
+            request = as_request(ask)
+            lease = request.lease = self._admit(request)
+        except (RequestError, TokenError):
+            return Refuse(back, "malformed", 0, 0)
         except OutOfBlocksError as short:
-            self._post(Refuse(back, "out of blocks", short.needed, short.available))
-            return
+            return Refuse(back, "out of blocks", short.needed, short.available)
         except RequestTooLargeError as large:
-            self._post(Refuse(back, "too large", large.needed, large.num_blocks))
-            return
+            return Refuse(back, "too large", large.needed, large.num_blocks)
+        except RefusedError as refused:
+            return Refuse(back, refused.reason, refused.needed, refused.available)
         self._last_grant += 1
         own, now = Head(head.key, self.epoch, head.epoch, self._last_grant), self._now
-        attempt = DecodeAttempt(own, tokens, ask.num_groups, lease, now, now, now)
+        attempt = DecodeAttempt(own, peer, request, ask.num_groups, lease, now, now, now)
         self._attempts.add(attempt)
         if lease.loading is None:
             self._grant(attempt)
         else:
             self._move(attempt, DecodeState.LOADING)
+        return None
 
-    def _asked_again(self, attempt: DecodeAttempt, head: Head, back: Head) -> None:
+    def _admit_any(self, request: Request) -> Lease:
+        return self._manager.admit(self._manager.match(request.prompt, request.namespace))
+
+    def _asked_again(self, attempt: DecodeAttempt, peer: PeerId, head: Head, back: Head) -> None:
         """Repeat the answer to an ASK; a twin of an attempt of P's earlier life gets none."""
-        if head.epoch != attempt.head.peer_epoch:
-            self._post(Abort(back, "the attempt is known of another epoch", fenced=True))
+        if peer != attempt.peer or head.epoch != attempt.head.peer_epoch:
+            self._say(peer, Abort(back, "the attempt is known of another epoch", fenced=True))
             return
         attempt.heard_at = self._now
         if attempt.state is DecodeState.RECEIVING:
-            self._post(Grant(attempt.head, attempt.first_block))
+            self._post(attempt, Grant(attempt.head, attempt.first_block))
         elif attempt.state in (DecodeState.STARTED, DecodeState.ENDED):
             self._say_end(attempt)
 
@@ -248,7 +302,7 @@ class DecodeSide:
     def _grant(self, attempt: DecodeAttempt) -> None:
         attempt.first_block = attempt.lease.num_shared_blocks
         self._move(attempt, DecodeState.RECEIVING)
-        self._post(Grant(attempt.head, attempt.first_block))
+        self._post(attempt, Grant(attempt.head, attempt.first_block))
 
     def _start_if_whole(self, attempt: DecodeAttempt) -> None:
         """Publish and start if COMMIT and every part have come."""
@@ -262,39 +316,61 @@ class DecodeSide:
         self._move(attempt, DecodeState.STARTED)
         self._say_end(attempt)
         own = attempt.first_block * self._manager.block_size
-        self._actions.append(Start(attempt.head.key, attempt.lease, commit, own))
+        self._actions.append(Start(attempt.head.key, attempt.request, commit, own))
 
     def _give_up(self, attempt: DecodeAttempt, reason: str) -> None:
         """End an attempt; its blocks wait for the pulls into them."""
         if attempt.state is DecodeState.STARTED:
-            self._actions.append(Stop(attempt.head.key))
-        if attempt.state not in (DecodeState.LOADING, DecodeState.RECEIVING):
+            self._actions.append(Stop(attempt.head.key, reason))
+        if attempt.state not in _RECEIVES:
             return
         attempt.reason = reason
         for part in attempt.pulls:
             self._actions.append(CancelPull(attempt.ticket(part)))
         if attempt.pulls:
             self._move(attempt, DecodeState.QUARANTINED)
-            self._post(Abort(attempt.head, reason, fenced=False))
+            self._post(attempt, Abort(attempt.head, reason, fenced=False))
         else:
             self._end(attempt)
 
     def _end(self, attempt: DecodeAttempt) -> None:
         self._move(attempt, DecodeState.ENDED)
         self._manager.release(attempt.lease)
+        attempt.request.lease = None
         self._say_end(attempt)
 
     def _say_end(self, attempt: DecodeAttempt) -> None:
         """Tell P that nothing of its blocks is read any more, and whether it was of use."""
         if attempt.reason:
-            self._post(Abort(attempt.head, attempt.reason, fenced=True))
+            self._post(attempt, Abort(attempt.head, attempt.reason, fenced=True))
         else:
-            self._post(Ack(attempt.head))
+            self._post(attempt, Ack(attempt.head))
 
-    def _post(self, message: Message) -> None:
-        self._actions.append(Post(message))
+    def _post(self, attempt: DecodeAttempt, message: Message) -> None:
+        self._say(attempt.peer, message)
+
+    def _say(self, peer: PeerId, message: Message) -> None:
+        self._actions.append(Post(peer, message))
 
     def _move(self, attempt: DecodeAttempt, state: DecodeState) -> None:
         assert (attempt.state, state) in DECODE_MOVES, f"{attempt.state} to {state}"
         attempt.state = state
         attempt.moved_at = self._now
+
+
+def as_request(ask: Ask) -> Request:
+    """Return what is asked for, as D schedules it; COMMIT tells how its tokens are chosen.
+
+    Raises:
+        RequestError, TokenError: if it is no request.
+    """
+    if len(ask.prompt) % 4:
+        raise RequestError(f"{len(ask.prompt)} bytes are no int32 tokens")
+    tokens = np.frombuffer(ask.prompt, "<i4").astype(np.int32)
+    return Request(
+        ask.head.key[0],
+        tokens,
+        ask.max_new_tokens,
+        priority=ask.priority,
+        namespace=ask.namespace,
+    )

@@ -11,7 +11,8 @@ from random import Random
 from typing import Final
 
 from .actions import Timing
-from .nodes import DecodeNode, PrefillNode, SimulationConfig, SimulationError
+from .nodes import Node, PrefillNode, SimulationConfig, SimulationError
+from .prefill_side import ORDERS
 from .simulation import Op, Simulation
 
 MAX_ROUNDS: Final = 400
@@ -33,8 +34,10 @@ WEIGHTS: Final = {
     "crash": 0.2,
     "restart": 2,
     "evict": 1,
+    "drain": 0.1,
     "tick": 3,
 }
+STEPS_OF_A_ROUND: Final = 8
 _WORDS: Final = list(WEIGHTS)
 
 
@@ -44,8 +47,13 @@ def random_config(random: Random) -> SimulationConfig:
         prefill_blocks=random.choice([5, 8, 14]),
         decode_blocks=random.choice([6, 9, 16]),
         block_size=random.choice([1, 2, 3]),
-        chunk=random.choice([2, 5, 16]),
         num_groups=random.choice([1, 2]),
+        budget=random.choice([2, 5, 16]),
+        max_running=random.choice([1, 2, 4]),
+        order=random.choice(ORDERS),
+        reserve_tokens=random.choice([0, 0, 2, None]),
+        num_prefill=random.choice([1, 1, 2]),
+        num_decode=random.choice([1, 1, 2]),
     )
 
 
@@ -67,21 +75,21 @@ def random_op(random: Random, weights: list[float]) -> Op:
     index = random.choice((0, 0, random.randrange(16)))
     match word:
         case "submit":
-            return [word, random_prompt(random), random.randint(1, 4), random.randrange(4)]
+            return [word, random_prompt(random), random.randint(1, 8), random.randrange(4)]
         case "pull_end":
             return [word, index, random.random() < 0.9, random.random() < 0.5]
-        case "report" | "crash" | "restart":
-            return [word, random.randrange(2)]
+        case "report" | "crash" | "restart" | "drain":
+            return [word, random.randrange(4)]
         case "evict":
-            return [word, random.randrange(2), random.randint(1, 4)]
+            return [word, random.randrange(4), random.randint(1, 4)]
         case "tick":
             return [word, random.choice((1, 1, 1, 1, 4))]
     return [word, index]
 
 
 def check(simulation: Simulation) -> None:
-    """Assert every invariant of both managers."""
-    for node in (simulation.prefill, simulation.decode):
+    """Assert every invariant of all managers."""
+    for node in simulation.nodes.values():
         if node is not None:
             node.manager.check()
 
@@ -113,15 +121,15 @@ def settle(simulation: Simulation) -> None:
     """
     finish(simulation)
     check(simulation)
-    for node in (simulation.prefill, simulation.decode):
+    for node in simulation.nodes.values():
         assert node is not None, "a node was not restarted"
         _check_drained(simulation, node)
 
 
 def fair_round(simulation: Simulation) -> Iterator[Op]:
     """Let everything that can happen once do so, without faults; then time passes."""
-    yield ["restart", 0]
-    yield ["restart", 1]
+    for place in range(len(simulation.names)):
+        yield ["restart", place]
     for _ in range(len(simulation.network)):
         yield ["deliver", 0]
     for transfer in simulation.pulls[:]:
@@ -129,15 +137,16 @@ def fair_round(simulation: Simulation) -> Iterator[Op]:
         yield ["pull_end", 0, transfer.landed, True]
         if transfer in simulation.pulls:  # it had ended before, and was not fenced
             yield ["pull_fence", 0]
-    if simulation.prefill is not None:
-        for _ in simulation.prefill.withdrawn[:]:
+    for node in simulation.nodes.values():
+        for _ in node.withdrawn[:] if isinstance(node, PrefillNode) else ():
             yield ["offer_fence", 0]
-    for index in range(8):
-        yield ["compute", index]
-        yield ["decode", index]
-    for index in (0, 1):
-        for _ in simulation.reports[index][:]:
-            yield ["report", index]
+    for place in range(max(len(simulation.prefill_names), len(simulation.decode_names))):
+        for _ in range(STEPS_OF_A_ROUND):
+            yield ["compute", place]
+            yield ["decode", place]
+    for place, name in enumerate(simulation.names):
+        for _ in simulation.reports[name][:]:
+            yield ["report", place]
     yield ["tick", 1]
 
 
@@ -146,18 +155,20 @@ def _is_done(simulation: Simulation) -> bool:
 
 
 def _state(simulation: Simulation) -> dict[str, int]:
-    prefill, decode = simulation.prefill, simulation.decode
+    nodes = simulation.nodes
     return {
         "requests without answer": simulation.front.num_open,
-        "attempts on P": prefill.side.num_open if prefill is not None else 1,
-        "attempts on D": decode.side.num_known if decode is not None else 1,
+        "nodes that are down": sum(node is None for node in nodes.values()),
+        "attempts": sum(node.scheduler.num_open for node in nodes.values() if node is not None),
+        "work": sum(node.scheduler.has_work for node in nodes.values() if node is not None),
         "messages": len(simulation.network),
         "pulls": len(simulation.pulls),
-        "reports": sum(map(len, simulation.reports)),
+        "reports": sum(map(len, simulation.reports.values())),
+        "resets": len(simulation.draining),
     }
 
 
-def _check_drained(simulation: Simulation, node: PrefillNode | DecodeNode) -> None:
+def _check_drained(simulation: Simulation, node: Node) -> None:
     """Check what a node has cached, then that all of its blocks come free."""
     manager, num_groups = node.manager, simulation.config.num_groups
     stats = manager.stats()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..errors import RequestError
@@ -39,13 +40,14 @@ class Answer:
 class _Request:
     deadline: float
     attempt: int = 0
+    num_failed: int = 0
     begins_at: float | None = 0.0  # None: an attempt is under way
     is_started: bool = False
     reason: str = "no attempt was begun"
 
-    def is_trying(self, request_id: str, key: Key) -> bool:
+    def is_trying(self, attempt: int) -> bool:
         """Whether this attempt is the one under way."""
-        return self.begins_at is None and key == (request_id, self.attempt)
+        return self.begins_at is None and attempt == self.attempt
 
 
 class FrontDesk:
@@ -59,7 +61,7 @@ class FrontDesk:
         """Make a desk.
 
         Args:
-            max_attempts: of a request.
+            max_attempts: of a request, without those for which D had no room.
             backoff_s: between two attempts.
             request_s: after so long a request is answered as failed.
         """
@@ -74,6 +76,15 @@ class FrontDesk:
     def num_open(self) -> int:
         """Requests without an answer."""
         return len(self._requests)
+
+    @property
+    def open_keys(self) -> list[Key]:
+        """The attempts that are under way."""
+        return [
+            (request_id, request.attempt)
+            for request_id, request in self._requests.items()
+            if request.begins_at is None
+        ]
 
     def take_actions(self) -> list[Begin | Cancel | Answer]:
         """Hand out what is to be done since the last call, in order."""
@@ -98,7 +109,7 @@ class FrontDesk:
     def started(self, key: Key) -> None:
         """D decodes an attempt."""
         request = self._requests.get(key[0])
-        if request is not None and request.is_trying(key[0], key):
+        if request is not None and request.is_trying(key[1]):
             request.is_started = True
         else:
             self._actions.append(Cancel(key))
@@ -106,33 +117,38 @@ class FrontDesk:
     def finished(self, key: Key, tokens: tuple[int, ...]) -> None:
         """D has generated all of an attempt's tokens."""
         request = self._requests.get(key[0])
-        if request is not None and request.is_trying(key[0], key):
+        if request is not None and request.is_trying(key[1]):
             self._answer(key[0], tokens, "")
 
-    def prefill_failed(self, key: Key, reason: str, *, is_final: bool = False) -> None:
-        """P has given an attempt up; D may have started it all the same."""
+    def prefill_failed(
+        self, key: Key, reason: str, *, is_final: bool = False, is_busy: bool = False
+    ) -> None:
+        """P has given an attempt up; D may have started it all the same. See `Failed`."""
         request = self._requests.get(key[0])
-        if request is not None and request.is_trying(key[0], key) and not request.is_started:
+        if request is not None and request.is_trying(key[1]) and not request.is_started:
+            request.num_failed -= is_busy
             self._retry(key[0], request, reason, is_final)
 
     def decode_failed(self, key: Key, reason: str) -> None:
         """D has stopped an attempt that it had started."""
         request = self._requests.get(key[0])
-        if request is not None and request.is_trying(key[0], key):
+        if request is not None and request.is_trying(key[1]):
             self._retry(key[0], request, reason)
 
-    def prefill_lost(self) -> None:
-        """P is gone, and with it what D has not started."""
-        self._lost(started=False, reason="the prefill node was lost")
+    def prefill_lost(self, keys: Iterable[Key]) -> None:
+        """A prefill node that had these attempts is gone, and with it what has not started."""
+        self._lost(keys, started=False, reason="the prefill node was lost")
 
-    def decode_lost(self) -> None:
-        """D is gone, and with it what it had started; of the rest P will say."""
-        self._lost(started=True, reason="the decode node was lost")
+    def decode_lost(self, keys: Iterable[Key]) -> None:
+        """A decode node that had these is gone, with what had started; of the rest P will say."""
+        self._lost(keys, started=True, reason="the decode node was lost")
 
-    def _lost(self, *, started: bool, reason: str) -> None:
-        for request_id, request in list(self._requests.items()):
-            if request.begins_at is None and request.is_started is started:
-                self._retry(request_id, request, reason)
+    def _lost(self, keys: Iterable[Key], *, started: bool, reason: str) -> None:
+        for key in keys:
+            request = self._requests.get(key[0])
+            is_open = request is not None and request.is_trying(key[1])
+            if request is not None and is_open and request.is_started is started:
+                self._retry(key[0], request, reason)
 
     def tick(self, now: float) -> None:
         """Let time pass: begin what has waited, and answer what has waited too long."""
@@ -151,7 +167,8 @@ class FrontDesk:
         self, request_id: str, request: _Request, reason: str, is_final: bool = False
     ) -> None:
         request.reason = reason
-        if is_final or request.attempt >= self._max_attempts:
+        request.num_failed += 1
+        if is_final or request.num_failed >= self._max_attempts:
             self._answer(request_id, None, reason)
             return
         self._actions.append(Cancel((request_id, request.attempt)))

@@ -15,14 +15,23 @@ twice, in another order or never: what a message says is true whenever it is rea
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
+
+from ..errors import RefusalReason
+from ..request import GREEDY, SamplingParams
 
 PROTOCOL_VERSION: Final = 1
 
 Key: TypeAlias = tuple[str, int]
 """A request's id and the number of the attempt."""
 
-RefusalReason: TypeAlias = Literal["out of blocks", "too large", "block size", "version"]
+PeerId: TypeAlias = str
+"""Names a node to those that it speaks with."""
+
+BUSY: Final[frozenset[RefusalReason]] = frozenset(
+    ("out of blocks", "out of slots", "others wait", "draining")
+)
+"""Not now: the same may be granted later, or elsewhere."""
 
 
 class Ticket(NamedTuple):
@@ -87,12 +96,15 @@ class Ask(Message):
         namespace: requests share blocks only inside one.
         block_size: of P; D refuses another than its own.
         num_groups: into how many groups of layers P cuts each part of the prompt.
+        max_new_tokens, priority: of the request; D admits by them.
     """
 
     prompt: bytes
     namespace: bytes
     block_size: int
     num_groups: int
+    max_new_tokens: int
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +116,21 @@ class Grant(Message):
 
 @dataclass(frozen=True, slots=True)
 class Refuse(Message):
-    """D to P: nothing is reserved. The counts are of blocks, or the two block sizes or versions."""
+    """D to P: nothing is reserved, and why.
+
+    ================  ==============================================================================
+    reason            needed and available
+    ================  ==============================================================================
+    "out of blocks"   blocks, with what is kept for those that were admitted before
+    "out of slots"    requests that run or are received
+    "others wait"     requests of D's own that wait for room, and 0
+    "draining"        0 and 0: D takes nothing on
+    "too large"       blocks, to the end of the request, and of the whole pool
+    "block size"      the block sizes of P and D
+    "malformed"       0 and 0: it is no request
+    "version"         the versions of P and D
+    ================  ==============================================================================
+    """
 
     reason: RefusalReason
     needed: int
@@ -129,15 +155,17 @@ class Commit(Message):
         num_parts: how many were sent.
         first_token: sampled by P.
         position: of that token in the sequence. With the seed, all of the sampling's state.
-        seed: of the draws.
         hits: of P, by tier.
+        sampling: of the request, with the seed of its draws.
+        stop_token_ids: of the request.
     """
 
     num_parts: int
     first_token: int
     position: int
-    seed: int
     hits: Hits
+    sampling: SamplingParams = GREEDY
+    stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

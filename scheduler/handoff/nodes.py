@@ -1,17 +1,18 @@
-"""A simulated prefill node and decode node: real managers, and blocks that hold tags."""
+"""Simulated prefill and decode nodes: real schedulers, and blocks that hold tags."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
-from ...kvcache import CacheManager, Int32Array, Lease, OutOfBlocksError
-from .actions import Start, Timing
-from .decode_side import DecodeSide
-from .messages import Hits, Key, Ticket
-from .prefill_side import PrefillSide
+from ...kvcache import CacheManager, Int32Array, Lease
+from ..decode import DecodeScheduler
+from ..errors import HandoffsOpenError, StepOrderError
+from ..plan import StepPlan
+from ..prefill import PrefillScheduler
+from .actions import Offer, Timing
+from .messages import Key, Ticket
+from .prefill_side import Order
 
 VOCABULARY: Final = 50
 TIMING: Final = Timing(retry_s=1, silence_s=5, transfer_s=12, remember_s=20)
@@ -23,9 +24,15 @@ class SimulationError(AssertionError):
 
 @dataclass(frozen=True)
 class SimulationConfig:
-    """Sizes of a simulation: blocks of each node, tokens of a block and a chunk, groups of layers.
+    """Sizes of a simulation.
 
     Attributes:
+        prefill_blocks, decode_blocks: of each node.
+        block_size, num_groups: tokens of a block, groups of layers.
+        budget, max_running: of each step of each node: tokens, requests.
+        order: see `PrefillSide`.
+        reserve_tokens: of the decode nodes; see `DecodeScheduler`.
+        num_prefill, num_decode: how many nodes there are.
         max_attempts: of each request; see `FrontDesk`.
         timing: in ticks of the simulated clock.
     """
@@ -33,8 +40,13 @@ class SimulationConfig:
     prefill_blocks: int = 12
     decode_blocks: int = 12
     block_size: int = 2
-    chunk: int = 5
     num_groups: int = 2
+    budget: int = 5
+    max_running: int = 4
+    order: Order = "early"
+    reserve_tokens: int | None = 0
+    num_prefill: int = 1
+    num_decode: int = 1
     max_attempts: int = 3
     timing: Timing = TIMING
 
@@ -59,7 +71,7 @@ class GhostMemory:
         for place in range(first, -(-len(tokens) // size)):
             self.tags[int(table[place]), group] = tokens[: (place + 1) * size].tobytes()
 
-    def read(self, lease: Lease, tokens: Int32Array, group: int, who: str) -> None:
+    def read(self, lease: Lease, tokens: Int32Array, group: int, who: object) -> None:
         """Read the KV of all of some tokens.
 
         Raises:
@@ -71,66 +83,71 @@ class GhostMemory:
             if not tag.startswith(tokens[: (place + 1) * size].tobytes()):
                 raise SimulationError(f"{who} reads wrong content in its block {place}")
 
+    def compute(self, plan: StepPlan, group: int) -> None:
+        """Compute one group of layers of a step."""
+        for chunk in plan.chunks:
+            request, stop = chunk.request, chunk.start + chunk.length
+            assert request.lease is not None, f"{request!r} is computed without blocks"
+            self.read(request.lease, request.tokens[: chunk.start], group, request)
+            self.write(request.lease, request.tokens[:stop], chunk.start, group)
 
-@dataclass
-class _Prefill:
-    lease: Lease
-    tokens: Int32Array
-    seed: int
-    may_compute: bool = False
-    done: int = 0
-    group: int = 0
+
+def sampled(plan: StepPlan) -> list[int]:
+    """Choose the token after each chunk; the one after half a prompt must not be used."""
+    return [
+        sample(chunk.request.sampling.seed, chunk.request.tokens)
+        if chunk.start + chunk.length == chunk.request.num_tokens
+        else -1
+        for chunk in plan.chunks
+    ]
 
 
 class PrefillNode:
-    """P: computes prompts chunk by chunk, and serves what it has offered."""
+    """P: computes prompts chunk by chunk, and serves what it has offered.
+
+    Attributes:
+        plan: of the step in flight, if there is one.
+    """
 
     def __init__(self, config: SimulationConfig, epoch: int, now: int) -> None:
-        self.config = config
         self.manager = CacheManager(config.prefill_blocks, config.block_size)
         self.memory = GhostMemory(config.num_groups, config.block_size)
-        self.side = PrefillSide(
-            self.manager, epoch=epoch, timing=config.timing, num_groups=config.num_groups
+        self.scheduler = PrefillScheduler(
+            self.manager,
+            epoch=epoch,
+            timing=config.timing,
+            token_budget=config.budget,
+            max_running=min(config.max_running, config.budget),
+            order=config.order,
+            num_groups=config.num_groups,
         )
-        self.side.tick(now)
-        self.work: dict[Key, _Prefill] = {}
+        self.scheduler.tick(now)
+        self.plan: StepPlan | None = None
         self.offers: dict[Ticket, tuple[list[tuple[int, int]], list[bytes]]] = {}
         self.withdrawn: list[Key] = []
+        self._num_written = 0
 
-    def begin(self, key: Key, prompt: Int32Array, seed: int) -> None:
-        """Begin an attempt; see `PrefillSide.begin`."""
-        self.work[key] = _Prefill(self.side.begin(key, prompt, seed=seed), prompt, seed)
+    def step(self) -> None:
+        """Plan a step, or go on with it: one group of layers."""
+        if self.plan is None:
+            plan = self.scheduler.schedule()
+            self.plan = plan if plan.chunks else None
+            self._num_written = 0
+            return
+        plan = self.plan
+        self.memory.compute(plan, self._num_written)
+        self._num_written += 1
+        if self._num_written < self.memory.num_groups:
+            self.scheduler.wrote(plan, self._num_written - 1)
+        else:
+            self.plan = None
+            self.scheduler.update(plan, sampled(plan))
 
-    def may_compute(self, key: Key) -> None:
-        """Let an attempt be computed: from its last token on, if all of it hit."""
-        work = self.work[key]
-        work.may_compute = True
-        work.done = min(work.lease.num_ready_tokens, len(work.tokens) - 1)
-
-    def computable(self) -> list[Key]:
-        """Attempts with something to compute."""
-        return [key for key, work in self.work.items() if work.may_compute]
-
-    def compute(self, key: Key) -> None:
-        """Compute one group of layers of one chunk."""
-        work = self.work[key]
-        stop = min(work.done + self.config.chunk, len(work.tokens))
-        group = work.group
-        self.memory.read(work.lease, work.tokens[: work.done], group, f"prefill of {key}")
-        self.memory.write(work.lease, work.tokens[:stop], work.done, group)
-        work.group = (group + 1) % self.config.num_groups
-        if work.group == 0:
-            work.done = stop
-        self.side.computed(key, stop, group)
-        if work.group == 0 and stop == len(work.tokens):
-            del self.work[key]
-            hits = Hits(device=min(work.lease.num_ready_tokens, stop - 1))
-            self.side.sampled(key, sample(work.seed, work.tokens), hits)
-
-    def offer(self, ticket: Ticket, blocks: tuple[int, ...], group: int) -> None:
+    def offer(self, offer: Offer) -> None:
         """Serve some blocks, in one group of layers, from now on."""
-        places = [(block, group) for block in blocks]
-        self.offers[ticket] = places, [self.memory.tags.get(place, b"") for place in places]
+        places = [(block, offer.group) for block in offer.blocks]
+        tags = [self.memory.tags.get(place, b"") for place in places]
+        self.offers[offer.ticket] = places, tags
 
     def serve(self, ticket: Ticket) -> list[bytes] | None:
         """Return what is in the blocks of an offer; None if there is no such offer.
@@ -151,75 +168,60 @@ class PrefillNode:
         self.withdrawn.remove(key)
         for ticket in [ticket for ticket in self.offers if ticket.key == key]:
             del self.offers[ticket]
-        self.side.fenced(key)
-
-
-@dataclass
-class Decoding:
-    """A request that D decodes."""
-
-    lease: Lease
-    tokens: Int32Array
-    seed: int
-    max_new_tokens: int
-    outputs: list[int] = field(default_factory=list)
+        self.scheduler.fenced(key)
 
 
 class DecodeNode:
-    """D: decodes what has started, one token at a time, and caches it."""
+    """D: decodes what has started, and computes again what it has preempted.
+
+    Attributes:
+        plan: of the step in flight, if there is one.
+        preemptions: how often a request lost its blocks.
+    """
 
     def __init__(self, config: SimulationConfig, epoch: int, now: int) -> None:
-        self.config = config
         self.manager = CacheManager(config.decode_blocks, config.block_size)
         self.memory = GhostMemory(config.num_groups, config.block_size)
-        self.side = DecodeSide(self.manager, epoch=epoch, timing=config.timing)
-        self.side.tick(now)
-        self.running: dict[Key, Decoding] = {}
+        self.scheduler = DecodeScheduler(
+            self.manager,
+            epoch=epoch,
+            timing=config.timing,
+            token_budget=config.budget,
+            max_running=min(config.max_running, config.budget),
+            reserve_tokens=config.reserve_tokens,
+        )
+        self.scheduler.tick(now)
+        self.plan: StepPlan | None = None
+        self.preemptions = 0
+        self._may_preempt = config.reserve_tokens is not None
 
-    def start(self, start: Start, prompt: Int32Array, max_new_tokens: int) -> None:
-        """Take over a lease; all of the prompt must be in it."""
-        if any(key[0] == start.key[0] for key in self.running):
-            raise SimulationError(f"{start.key} starts while an attempt of its request decodes")
-        commit = start.commit
-        running = Decoding(start.lease, prompt, commit.seed, max_new_tokens)
-        self._read(start.key, running)
-        self.running[start.key] = running
-        self._append(running, commit.first_token)
-
-    def _append(self, running: Decoding, token: int) -> None:
-        running.tokens = np.append(running.tokens, np.int32(token))
-        running.outputs.append(token)
-
-    def _read(self, key: Key, running: Decoding) -> None:
-        for group in range(self.config.num_groups):
-            self.memory.read(running.lease, running.tokens, group, f"decode of {key}")
-
-    def decode(self, key: Key) -> tuple[int, ...] | None:
-        """Decode one token; return all of them if it was the last.
+    def step(self) -> None:
+        """Plan a step, or compute it.
 
         Raises:
-            OutOfBlocksError: if there is no room for it; the attempt has ended then.
+            SimulationError: if a request is preempted whose blocks were reserved to its end.
         """
-        running = self.running[key]
-        if len(running.outputs) < running.max_new_tokens:
-            try:
-                self.manager.extend(running.lease, 1)
-            except OutOfBlocksError:
-                self.stop(key)
-                raise
-            for group in range(self.config.num_groups):
-                self.memory.write(running.lease, running.tokens, len(running.tokens) - 1, group)
-            self._read(key, running)
-            self._append(running, sample(running.seed, running.tokens))
-        if len(running.outputs) < running.max_new_tokens:
-            return None
-        self.manager.publish(running.lease, running.tokens[:-1])
-        self.stop(key)
-        return tuple(running.outputs)
+        if self.plan is None:
+            plan = self.scheduler.schedule()
+            self.preemptions += len(plan.preempted)
+            if plan.preempted and not self._may_preempt:
+                raise SimulationError(f"{plan.preempted[0]!r} is preempted")
+            self.plan = plan if plan.chunks else None
+            return
+        plan, self.plan = self.plan, None
+        for group in range(self.memory.num_groups):
+            self.memory.compute(plan, group)
+        self.scheduler.update(plan, sampled(plan))
 
-    def stop(self, key: Key) -> None:
-        """End an attempt, and give its blocks back."""
-        running = self.running.pop(key, None)
-        if running is not None:
-            self.manager.release(running.lease)
-            self.side.finished(key)
+
+Node = PrefillNode | DecodeNode
+
+
+def try_reset(node: Node) -> bool:
+    """Forget all KV if no hand-off is open; the blocks hold nothing from then on."""
+    try:
+        node.scheduler.reset_cache()
+    except (HandoffsOpenError, StepOrderError):
+        return False
+    node.memory.tags.clear()
+    return True

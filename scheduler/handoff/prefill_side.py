@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final, Literal, TypeAlias, get_args
 
-from ...kvcache import CacheManager, Lease, Tokens, as_tokens
-from ..errors import RequestError, StepOrderError
+from ...kvcache import CacheManager, Lease
+from ..errors import ConfigError, RequestError, StepOrderError
+from ..request import Request
 from .actions import Compute, Failed, Offer, Post, PrefillAction, Timing, Withdraw
 from .attempts import PrefillAttempt
 from .messages import (
+    BUSY,
     PROTOCOL_VERSION,
     Abort,
     Ack,
@@ -19,6 +22,7 @@ from .messages import (
     Hits,
     Key,
     Message,
+    PeerId,
     Refuse,
     Renew,
     Send,
@@ -26,9 +30,16 @@ from .messages import (
 )
 from .states import PREFILL_MOVES, PrefillState
 
+Order: TypeAlias = Literal["early", "prefill_complete"]
+"""When D is asked for blocks: before P computes a prompt, or when it has."""
+
+ORDERS: Final = get_args(Order)
+
+_COMPUTES: Final = (PrefillState.PREPARING, PrefillState.COMPUTING)
+
 
 class PrefillSide:
-    """Hands requests over to one decode node, as a state machine without I/O.
+    """Hands requests over to decode nodes, as a state machine without I/O.
 
     A request's blocks stay pinned until D has said that it reads them no more (ACK, or an ABORT
     that is fenced), or the transport has said that nobody can (`fenced`). Time alone frees nothing.
@@ -40,7 +51,13 @@ class PrefillSide:
     """
 
     def __init__(
-        self, manager: CacheManager, *, epoch: int, timing: Timing, num_groups: int = 1
+        self,
+        manager: CacheManager,
+        *,
+        epoch: int,
+        timing: Timing,
+        num_groups: int = 1,
+        order: Order = "early",
     ) -> None:
         """Make the side of a node.
 
@@ -49,8 +66,16 @@ class PrefillSide:
             epoch: higher than that of any earlier life of the node.
             timing: how long to wait.
             num_groups: groups of layers that are sent each on its own.
+            order: "early": D grants before P computes, and parts are sent as they are computed.
+                "prefill_complete": D holds no blocks meanwhile; P sends all when D has room.
+
+        Raises:
+            ConfigError: if there is no such order.
         """
+        if order not in ORDERS:
+            raise ConfigError(f"order must be one of {ORDERS}, got {order!r}")
         self.epoch = epoch
+        self.order = order
         self._manager = manager
         self._timing = timing
         self._num_groups = num_groups
@@ -70,31 +95,45 @@ class PrefillSide:
 
     # What the scheduler of P says
 
-    def begin(self, key: Key, prompt: Tokens, *, namespace: bytes = b"", seed: int = 0) -> Lease:
-        """Reserve blocks for a prompt, and ask D for as many.
+    def begin(self, key: Key, peer: PeerId, request: Request) -> Lease:
+        """Reserve blocks for a prompt; in the early order, ask D for as many.
 
         An older attempt of the same request is given up then. Compute when `Compute` says so, and
         when nothing is being loaded into the lease, which stays this side's.
 
+        Args:
+            key: the attempt.
+            peer: the decode node.
+            request: not changed.
+
         Raises:
             RequestError: if this attempt is open.
-            TokenError, NamespaceError: for arguments of the wrong kind.
             RequestTooLargeError, OutOfBlocksError: as `CacheManager.admit`.
         """
         if key in self._attempts:
             raise RequestError(f"attempt {key[1]} of request {key[0]!r} is open")
-        tokens = as_tokens(prompt)
-        lease = self._manager.admit(self._manager.match(tokens, namespace))
+        lease = self._manager.admit(self._manager.match(request.prompt, request.namespace))
         for older in [each for each in self._attempts if each[0] == key[0]]:
             self.abort(older, "a newer attempt has begun")
         head, now = Head(key, self.epoch), self._now
-        prompt_bytes = tokens.astype("<i4").tobytes()
-        ask = Ask(head, prompt_bytes, namespace, self._manager.block_size, self._num_groups)
-        attempt = self._attempts[key] = PrefillAttempt(
-            head, ask, tokens, seed, lease, now, now, now
+        ask = Ask(
+            head,
+            request.prompt.astype("<i4").tobytes(),
+            request.namespace,
+            self._manager.block_size,
+            self._num_groups,
+            request.max_new_tokens,
+            request.priority,
         )
-        self._move(attempt, PrefillState.ASKING)
-        self._post(ask)
+        attempt = self._attempts[key] = PrefillAttempt(
+            head, peer, ask, request, lease, now, now, now
+        )
+        if self.order == "early":
+            self._move(attempt, PrefillState.ASKING)
+            self._post(attempt, ask)
+        else:
+            self._move(attempt, PrefillState.PREPARING)
+            self._actions.append(Compute(key))
         return lease
 
     def computed(self, key: Key, num_tokens: int, group: int = 0) -> None:
@@ -106,7 +145,7 @@ class PrefillSide:
             StepOrderError: if a group or a token was left out, or while the lease is loaded.
         """
         attempt = self._attempts.get(key)
-        if attempt is None or attempt.state is not PrefillState.COMPUTING:
+        if attempt is None or attempt.state not in _COMPUTES:
             return
         fits = attempt.num_computed < num_tokens <= len(attempt.tokens)
         if group > 0:
@@ -121,7 +160,8 @@ class PrefillSide:
         if attempt.group == 0:
             attempt.num_computed = num_tokens
             self._publish(attempt)
-        self._offer(attempt, group, num_tokens)
+        if attempt.state is PrefillState.COMPUTING:
+            self._offer(attempt, group, num_tokens)
 
     def sampled(self, key: Key, token: int, hits: Hits) -> None:
         """Say which token follows the prompt. What has ended meanwhile is ignored.
@@ -130,25 +170,41 @@ class PrefillSide:
             StepOrderError: if the prompt is not computed.
         """
         attempt = self._attempts.get(key)
-        if attempt is None or attempt.state is not PrefillState.COMPUTING:
+        if attempt is None or attempt.state not in _COMPUTES:
             return
         length = len(attempt.tokens)
         if attempt.num_computed != length:
             raise StepOrderError(
                 f"request {key[0]!r} sampled after {attempt.num_computed} of {length} tokens"
             )
-        num_parts = len(attempt.sends)
-        attempt.commit = Commit(attempt.head, num_parts, token, length, attempt.seed, hits)
-        self._move(attempt, PrefillState.COMMITTED)
-        attempt.heard_at = self._now  # D's silence counts from here on
-        self._post(attempt.commit)
+        attempt.sampled = token, hits
+        if attempt.state is PrefillState.COMPUTING:
+            self._commit(attempt)
+            return
+        self._move(attempt, PrefillState.ASKING)
+        attempt.heard_at = attempt.sent_at = self._now  # D's silence counts from here on
+        self._post(attempt, attempt.ask)
 
     def abort(self, key: Key, reason: str) -> None:
         """Give an attempt up; nothing happens if it has ended, and `Failed` follows if not."""
         attempt = self._attempts.get(key)
         if attempt is not None and attempt.state is not PrefillState.WITHDRAWN:
-            self._post(Abort(attempt.head, reason, fenced=False))
+            if attempt.state is not PrefillState.PREPARING:
+                self._post(attempt, Abort(attempt.head, reason, fenced=False))
             self._give_up(attempt, reason)
+
+    def abort_all(self, reason: str) -> None:
+        """Give up every attempt."""
+        for key in list(self._attempts):
+            self.abort(key, reason)
+
+    def keys_of(self, request_id: str) -> list[Key]:
+        """Return the open attempts of a request, oldest first."""
+        return [key for key in self._attempts if key[0] == request_id]
+
+    def may_compute(self, key: Key) -> bool:
+        """Tell whether an open attempt is to be computed: `Compute` has said so."""
+        return self._attempts[key].state in _COMPUTES
 
     # What the transport and the clock say
 
@@ -162,49 +218,55 @@ class PrefillSide:
         """Let time pass: repeat what has no answer, and give up what has waited too long."""
         self._now = now
         timing = self._timing
-        for key, attempt in list(self._attempts.items()):
-            if attempt.state is PrefillState.WITHDRAWN:
+        for attempt in list(self._attempts.values()):
+            if attempt.state in (PrefillState.PREPARING, PrefillState.WITHDRAWN):
                 continue
             is_silent = now - attempt.heard_at >= timing.silence_s
             is_late = now - attempt.moved_at >= timing.transfer_s
             if attempt.state is not PrefillState.COMPUTING and (is_silent or is_late):
-                self.abort(key, f"no answer from the decode node while {attempt.state.value}")
+                self._abort_late(attempt)
             elif now - attempt.sent_at >= timing.retry_s:
                 attempt.sent_at = now
                 if attempt.state is PrefillState.ASKING:
-                    self._post(attempt.ask)
+                    self._post(attempt, attempt.ask)
                 else:
-                    self._post(attempt.commit or Renew(attempt.head))
+                    self._post(attempt, attempt.commit or Renew(attempt.head))
+
+    def _abort_late(self, attempt: PrefillAttempt) -> None:
+        reason = f"no answer from the decode node while {attempt.state.value}"
+        is_busy = attempt.state is PrefillState.ASKING and attempt.refusal != ""
+        self._post(attempt, Abort(attempt.head, reason, fenced=False))
+        self._give_up(attempt, attempt.refusal if is_busy else reason, is_busy=is_busy)
 
     # What D says
 
-    def receive(self, message: Message) -> None:
-        """Take in a message of D; one that is stale changes nothing."""
+    def receive(self, peer: PeerId, message: Message) -> None:
+        """Take in a message of a decode node; one that is stale changes nothing."""
         head = message.head
         if head.version != PROTOCOL_VERSION and not isinstance(message, Refuse):
             return
         attempt = self._attempts.get(head.key)
-        if attempt is None or head.peer_epoch != self.epoch:
-            self._decline(message, "nobody asks")
+        if attempt is None or attempt.peer != peer or head.peer_epoch != self.epoch:
+            self._decline(peer, message, "nobody asks")
             return
         known = attempt.head
         if known.peer_epoch is not None and head.epoch != known.peer_epoch:
             if head.epoch > known.peer_epoch:
-                self._decline(message, "the decode node restarted")
+                self._decline(peer, message, "the decode node restarted")
                 self._give_up(attempt, "the decode node restarted")
             return
         if known.grant and head.grant != known.grant:
-            self._decline(message, "granted twice")
+            self._decline(peer, message, "granted twice")
             return
         attempt.heard_at = self._now
         self._answer(attempt, message)
 
-    def _decline(self, message: Message, reason: str) -> None:
+    def _decline(self, peer: PeerId, message: Message, reason: str) -> None:
         """Tell D that a grant of it is of no use."""
         head = message.head
         if isinstance(message, Grant | Renew):
             back = Head(head.key, self.epoch, head.epoch, head.grant)
-            self._post(Abort(back, reason, fenced=False))
+            self._actions.append(Post(peer, Abort(back, reason, fenced=False)))
 
     def _answer(self, attempt: PrefillAttempt, message: Message) -> None:
         """Take in a message that is about this attempt and, if there is one, its grant."""
@@ -213,9 +275,7 @@ class PrefillSide:
             case Grant() if asking:
                 self._granted(attempt, message)
             case Refuse() if asking:
-                numbers = f"{message.needed} needed, {message.available} available"
-                is_final = message.reason != "out of blocks"
-                self._give_up(attempt, f"refused, {message.reason}: {numbers}", is_final)
+                self._refused(attempt, message)
             case Abort():
                 self._give_up(attempt, message.reason)
                 if message.fenced and attempt.state is PrefillState.WITHDRAWN:
@@ -224,20 +284,51 @@ class PrefillSide:
                 self._end(attempt)
             case Renew() if attempt.state is PrefillState.COMMITTED:
                 for part in message.missing:
-                    self._post(attempt.sends[part])
+                    if part < len(attempt.sends):
+                        self._post(attempt, attempt.sends[part])
 
     def _granted(self, attempt: PrefillAttempt, grant: Grant) -> None:
         head = grant.head
         attempt.head = replace(attempt.head, peer_epoch=head.epoch, grant=head.grant)
         attempt.next_block = [grant.first_block] * self._num_groups
-        self._move(attempt, PrefillState.COMPUTING)
-        self._actions.append(Compute(head.key))
-        if attempt.lease.loading is None:
+        computed = len(attempt.tokens)
+        if attempt.sampled is None:
+            self._move(attempt, PrefillState.COMPUTING)
+            self._actions.append(Compute(head.key))
             hit = attempt.lease.num_shared_blocks * self._manager.block_size
-            for group in range(self._num_groups):
-                self._offer(attempt, group, hit)
+            computed = hit if attempt.lease.loading is None else 0
+        for group in range(self._num_groups):
+            self._offer(attempt, group, computed)
+        if attempt.sampled is not None:
+            self._commit(attempt)
+
+    def _refused(self, attempt: PrefillAttempt, refuse: Refuse) -> None:
+        """End the attempt, unless it is computed and D may have room later: it asks again."""
+        numbers = f"{refuse.needed} needed, {refuse.available} available"
+        is_busy = refuse.reason in BUSY
+        reason = f"refused, {refuse.reason}: {numbers}"
+        if is_busy and attempt.sampled is not None:
+            attempt.refusal = reason
+        else:
+            self._give_up(attempt, reason, is_final=not is_busy, is_busy=is_busy)
 
     # Shared steps
+
+    def _commit(self, attempt: PrefillAttempt) -> None:
+        assert attempt.sampled is not None, "COMMIT before the first token"
+        (token, hits), request = attempt.sampled, attempt.request
+        attempt.commit = Commit(
+            attempt.head,
+            len(attempt.sends),
+            token,
+            len(attempt.tokens),
+            hits,
+            request.sampling,
+            tuple(sorted(request.stop_token_ids)),
+        )
+        self._move(attempt, PrefillState.COMMITTED)
+        attempt.heard_at = self._now  # D's silence counts from here on
+        self._post(attempt, attempt.commit)
 
     def _offer(self, attempt: PrefillAttempt, group: int, num_tokens: int) -> None:
         """Offer what D lacks of the blocks that so many tokens fill; the last need not be full."""
@@ -252,9 +343,9 @@ class PrefillSide:
         assert head.peer_epoch is not None, "parts are offered before D has granted"
         blocks = tuple([int(block) for block in attempt.lease.block_table[first:last]])
         ticket = Ticket(head.key, self.epoch, head.peer_epoch, head.grant, part)
-        self._actions.append(Offer(ticket, blocks, group))
+        self._actions.append(Offer(attempt.peer, ticket, blocks, group))
         attempt.sends.append(Send(head, part, first, last - first, group))
-        self._post(attempt.sends[-1])
+        self._post(attempt, attempt.sends[-1])
 
     def _publish(self, attempt: PrefillAttempt) -> None:
         """Publish what is computed, unless blocks that were offered would be recycled for it.
@@ -264,15 +355,22 @@ class PrefillSide:
         """
         tokens, lease = attempt.tokens[: attempt.num_computed], attempt.lease
         published = lease.num_shared_blocks * self._manager.block_size
-        match = self._manager.match(tokens, attempt.ask.namespace)
-        if self._num_groups == 1 or match.num_tokens <= published:
+        match = self._manager.match(tokens, attempt.request.namespace)
+        if self._num_groups == 1 or not attempt.sends or match.num_tokens <= published:
             self._manager.publish(lease, tokens)
 
-    def _give_up(self, attempt: PrefillAttempt, reason: str, is_final: bool = False) -> None:
+    def _give_up(
+        self,
+        attempt: PrefillAttempt,
+        reason: str,
+        *,
+        is_final: bool = False,
+        is_busy: bool = False,
+    ) -> None:
         """End an attempt without D; its blocks wait for the fence if any were offered."""
         if attempt.state is PrefillState.WITHDRAWN:
             return
-        self._actions.append(Failed(attempt.head.key, reason, is_final))
+        self._actions.append(Failed(attempt.head.key, reason, is_final, is_busy))
         if attempt.sends:
             self._move(attempt, PrefillState.WITHDRAWN)
             self._actions.append(Withdraw(attempt.head.key))
@@ -288,8 +386,8 @@ class PrefillSide:
             self._manager.publish(attempt.lease, attempt.tokens[: attempt.num_computed])
         self._manager.release(attempt.lease)
 
-    def _post(self, message: Message) -> None:
-        self._actions.append(Post(message))
+    def _post(self, attempt: PrefillAttempt, message: Message) -> None:
+        self._actions.append(Post(attempt.peer, message))
 
     def _move(self, attempt: PrefillAttempt, state: PrefillState) -> None:
         assert (attempt.state, state) in PREFILL_MOVES, f"{attempt.state} to {state}"

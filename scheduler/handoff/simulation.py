@@ -1,4 +1,4 @@
-"""The hand-off under every fault: both nodes, the network and the clock as one program.
+"""The hand-off under every fault: nodes, network and clock as one program.
 
 It changes by operations, which are plain data: a list of words and numbers, as JSON has them. An
 operation that names something by a number takes it round what there is, and does nothing if there
@@ -9,13 +9,14 @@ is nothing: so every list of operations is a program, and one that fails may be 
 ``cancel i``                                a client gives an unanswered request up
 ``deliver i``, ``duplicate i``, ``drop i``  a message that is on its way
 ``report i``                                what node i says to the front desk arrives
-``compute i``                               P computes one group of layers of one chunk
-``decode i``                                D decodes one token
+``compute i``                               P plans a step, or computes a group of its layers
+``decode i``                                D plans a step, or computes it
 ``land i``                                  bytes of a pull are written; again, if they were
 ``pull_end i ok fenced``                    a pull ends; well only if its bytes have landed
 ``pull_fence i``, ``offer_fence i``         nothing more is written by it; nothing more is served
-``crash i``, ``restart i``                  node i (0: P, 1: D) loses all it knows; comes back
+``crash i``, ``restart i``                  node i (P first) loses all it knows; comes back
 ``evict i n``                               node i needs n blocks for something else
+``drain i``                                 node i gives hand-offs up, to forget its cache
 ``tick n``                                  n units of time pass
 ==========================================  ====================================================
 """
@@ -27,16 +28,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ...kvcache import OutOfBlocksError
-from .messages import Message
-from .nodes import DecodeNode, PrefillNode
-from .world import Job, Transfer, World
+from .nodes import DecodeNode, try_reset
+from .world import Job, Letter, Transfer, World
 
 Op: TypeAlias = Sequence[Any]
 
 
 class Simulation(World):
-    """P, D, what is between them, and who uses them, changed by operations."""
+    """Nodes, what is between them, and who uses them, changed by operations."""
 
     def apply(self, op: Op) -> None:
         """Do one operation, and all that follows from it at once.
@@ -72,106 +71,131 @@ class Simulation(World):
         if self.network:
             del self.network[index % len(self.network)]
 
-    def _deliver(self, item: tuple[int, Message]) -> None:
-        node = (self.prefill, self.decode)[item[0]]
+    def _deliver(self, letter: Letter) -> None:
+        node = self.nodes[letter.to]
         if node is not None:
-            self.counts[type(item[1]).__name__] += 1
-            node.side.receive(item[1])
+            self.counts[type(letter.message).__name__] += 1
+            node.scheduler.receive(letter.source, letter.message)
 
     def _op_report(self, index: int) -> None:
-        if self.reports[index]:
-            self.reports[index].pop(0)()
+        reports = self.reports[self._name(index)]
+        if reports:
+            reports.pop(0)()
 
     # Operations: the nodes
 
+    def _name(self, index: int) -> str:
+        return self.names[index % len(self.names)]
+
     def _op_compute(self, index: int) -> None:
-        keys = self.prefill.computable() if self.prefill is not None else []
-        if self.prefill is not None and keys:
-            self.prefill.compute(keys[index % len(keys)])
+        node = self.prefill(self.prefill_names[index % len(self.prefill_names)])
+        if node is not None:
+            node.step()
 
     def _op_decode(self, index: int) -> None:
-        node = self.decode
-        if node is None or not node.running:
-            return
-        key = list(node.running)[index % len(node.running)]
-        try:
-            tokens = node.decode(key)
-        except OutOfBlocksError as short:
-            reason = str(short)
-            self.reports[1].append(lambda: self.front.decode_failed(key, reason))
-            return
-        if tokens is not None:
-            done = tokens
-            self.reports[1].append(lambda: self.front.finished(key, done))
+        node = self.decode(self.decode_names[index % len(self.decode_names)])
+        if node is not None:
+            before = node.preemptions
+            node.step()
+            if node.preemptions > before:
+                self.counts["preemptions"] += node.preemptions - before
 
     def _op_crash(self, index: int) -> None:
-        if index == 0 and self.prefill is not None:
+        name = self._name(index)
+        if self.nodes[name] is None:
+            return
+        if name in self.prefill_names:
             for transfer in self.pulls:
-                transfer.on_the_way = self._source_tags(transfer)
-            self.prefill = None
-            self.reports[0].append(self.front.prefill_lost)
-        elif index == 1 and self.decode is not None:
-            self.decode = None
-            self.pulls.clear()  # its memory is no longer registered
-            self.reports[1].append(self.front.decode_lost)
+                if transfer.pull.peer == name:
+                    transfer.on_the_way = self._source_tags(transfer)
+        else:  # its memory is no longer registered
+            self.pulls = [transfer for transfer in self.pulls if transfer.node != name]
+        self.nodes[name] = None
+        self.draining.discard(name)
+        self.reports[name].append(lambda: self._lost(name))
+
+    def _lost(self, name: str) -> None:
+        here = [key for key in self.front.open_keys if name in self.route(key)]
+        lost = self.front.decode_lost
+        if name in self.prefill_names:
+            lost = self.front.prefill_lost
+        lost(here)
 
     def _op_restart(self, index: int) -> None:
-        if (self.prefill, self.decode)[index] is not None:
-            return
-        self.epochs[index] += 1
-        if index == 0:
-            self.prefill = PrefillNode(self.config, self.epochs[0], self.now)
-        else:
-            self.decode = DecodeNode(self.config, self.epochs[1], self.now)
+        name = self._name(index)
+        if self.nodes[name] is None:
+            self.nodes[name] = self._node(name)
 
     def _op_evict(self, index: int, num_blocks: int) -> None:
-        node = (self.prefill, self.decode)[index]
+        node = self.nodes[self._name(index)]
         if node is not None:
             node.manager.evict(num_blocks)
+
+    def _op_drain(self, index: int) -> None:
+        name = self._name(index)
+        node = self.nodes[name]
+        if node is not None:
+            node.scheduler.drain("the weights change")
+            self.draining.add(name)
 
     def _op_tick(self, ticks: int) -> None:
         self.now += ticks
         self.front.tick(self.now)
-        for node in (self.prefill, self.decode):
+        for name, node in self.nodes.items():
             if node is not None:
-                node.side.tick(self.now)
+                node.scheduler.tick(self.now)
+                if name in self.draining and try_reset(node):
+                    self.draining.remove(name)
+                    self.counts["resets"] += 1
 
     # Operations: transfers
 
     def _op_land(self, index: int) -> None:
         transfer = self._pull(index)
-        tags = self._source_tags(transfer) if transfer is not None else None
-        if transfer is None or tags is None or self.decode is None:
+        if transfer is None:
             return
+        tags = self._source_tags(transfer)
+        if tags is None:
+            return
+        memory = self._puller(transfer).memory
         for block, tag in zip(transfer.pull.blocks, tags, strict=True):
-            self.decode.memory.tags[block, transfer.pull.group] = tag
+            memory.tags[block, transfer.pull.group] = tag
         transfer.landed = True
 
     def _op_pull_end(self, index: int, ok: bool, fenced: bool) -> None:
         transfer = self._pull(index)
-        if transfer is None or transfer.ended or self.decode is None:
-            return
-        ticket = transfer.pull.ticket
-        if ok and not transfer.landed:
+        if transfer is None or transfer.ended or (ok and not transfer.landed):
             return
         if ok or fenced:
             self.pulls.remove(transfer)
         transfer.ended = transfer.may_fence = True
+        scheduler, ticket = self._puller(transfer).scheduler, transfer.pull.ticket
         if ok:
-            self.decode.side.pulled(ticket)
+            scheduler.pulled(ticket)
         else:
-            self.decode.side.pull_failed(ticket, fenced=fenced)
+            scheduler.pull_failed(ticket, fenced=fenced)
 
     def _op_pull_fence(self, index: int) -> None:
         transfer = self._pull(index)
-        if transfer is not None and transfer.may_fence and self.decode is not None:
+        if transfer is not None and transfer.may_fence:
             self.pulls.remove(transfer)
-            self.decode.side.pull_fenced(transfer.pull.ticket)
+            self._puller(transfer).scheduler.pull_fenced(transfer.pull.ticket)
 
     def _op_offer_fence(self, index: int) -> None:
-        if self.prefill is not None and self.prefill.withdrawn:
-            keys = self.prefill.withdrawn
-            self.prefill.fence(keys[index % len(keys)])
+        waiting = [
+            (node, key)
+            for node in map(self.prefill, self.prefill_names)
+            if node is not None
+            for key in node.withdrawn
+        ]
+        if waiting:
+            node, key = waiting[index % len(waiting)]
+            node.fence(key)
+
+    def _puller(self, transfer: Transfer) -> DecodeNode:
+        node = self.decode(transfer.node)
+        assert node is not None, "a pull of a node that has crashed"
+        return node
 
     def _pull(self, index: int) -> Transfer | None:
         return self.pulls[index % len(self.pulls)] if self.pulls else None

@@ -14,6 +14,7 @@ class PrefillState(enum.Enum):
     """Where an attempt is on P."""
 
     NEW = "new"
+    PREPARING = "preparing"
     ASKING = "asking"
     COMPUTING = "computing"
     COMMITTED = "committed"
@@ -35,7 +36,13 @@ class DecodeState(enum.Enum):
 
 PREFILL_MOVES: Final[Mapping[tuple[PrefillState, PrefillState], str]] = {
     (PrefillState.NEW, PrefillState.ASKING): "`begin`: blocks are admitted, ASK is sent",
+    (PrefillState.NEW, PrefillState.PREPARING): "`begin`, D is asked later: blocks are admitted",
+    (PrefillState.PREPARING, PrefillState.ASKING): "the first token is sampled; ASK is sent",
+    (PrefillState.PREPARING, PrefillState.GONE): "given up",
     (PrefillState.ASKING, PrefillState.COMPUTING): "GRANT; what P has already is offered",
+    (PrefillState.ASKING, PrefillState.COMMITTED): (
+        "GRANT, and the first token was sampled: all is offered, COMMIT is sent"
+    ),
     (PrefillState.ASKING, PrefillState.GONE): "REFUSE, ABORT, no answer in time, or given up",
     (PrefillState.COMPUTING, PrefillState.COMMITTED): "the first token is sampled; COMMIT is sent",
     (PrefillState.COMPUTING, PrefillState.WITHDRAWN): (

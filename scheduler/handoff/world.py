@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from ...kvcache import Int32Array, OutOfBlocksError, RequestTooLargeError
-from .actions import CancelPull, Compute, Failed, Offer, Post, Pull, Start, Stop, Withdraw
+from ...kvcache import Int32Array, RequestTooLargeError
+from ..request import Request, SamplingParams
+from .actions import CancelPull, Failed, Finished, Offer, Post, Pull, Started, Stopped, Withdraw
 from .front_desk import Answer, Begin, Cancel, FrontDesk
-from .messages import Key, Message, Ticket
-from .nodes import DecodeNode, PrefillNode, SimulationConfig, SimulationError, sample
+from .messages import Key, Message, PeerId, Ticket
+from .nodes import DecodeNode, Node, PrefillNode, SimulationConfig, SimulationError, sample
 
 REQUEST_S: Final = 200
 """After this a request is answered as failed, in ticks."""
@@ -24,13 +25,15 @@ class Transfer:
     """A pull that is not fenced.
 
     Attributes:
-        pull: what D wants.
+        node: which wants it.
+        pull: what it wants.
         landed: whether its bytes were written.
         ended: whether D was told how it ended.
         may_fence: whether it has ended, or was cancelled.
         on_the_way: what P had in its blocks when it crashed; it may still be written.
     """
 
+    node: PeerId
     pull: Pull
     landed: bool = False
     ended: bool = False
@@ -54,34 +57,69 @@ class Job:
         return tuple([int(token) for token in tokens[len(self.prompt) :]])
 
 
+class Letter(NamedTuple):
+    """A message on its way."""
+
+    source: PeerId
+    to: PeerId
+    message: Message
+
+
 class World:
-    """P, D, what is between them, and who uses them.
+    """Prefill and decode nodes, what is between them, and who uses them.
 
     Attributes:
         now: the clock, in ticks.
-        network: messages on their way, with the node they go to.
+        names: of all nodes, prefill nodes first: "p0", ..., "d0", ...
+        nodes: by name; None where one has crashed.
+        network: messages on their way.
         pulls: transfers that may still write.
         reports: what each node has said to the front desk, and has not arrived.
+        draining: nodes that are to forget all KV.
         answers: what clients were told.
         counts: how often each thing happened.
     """
 
     def __init__(self, config: SimulationConfig | None = None) -> None:
-        self.config = config or SimulationConfig()
+        self.config = config = config or SimulationConfig()
         self.now = 0
-        self.epochs = [1, 1]
-        self.prefill: PrefillNode | None = PrefillNode(self.config, 1, 0)
-        self.decode: DecodeNode | None = DecodeNode(self.config, 1, 0)
-        self.front = FrontDesk(
-            max_attempts=self.config.max_attempts, backoff_s=2, request_s=REQUEST_S
-        )
+        self.prefill_names = [f"p{place}" for place in range(config.num_prefill)]
+        self.decode_names = [f"d{place}" for place in range(config.num_decode)]
+        self.names = [*self.prefill_names, *self.decode_names]
+        self.epochs = dict.fromkeys(self.names, 0)
+        self.nodes: dict[PeerId, Node | None] = {name: self._node(name) for name in self.names}
+        self.front = FrontDesk(max_attempts=config.max_attempts, backoff_s=2, request_s=REQUEST_S)
         self.jobs: dict[str, Job] = {}
-        self.network: list[tuple[int, Message]] = []
+        self.network: list[Letter] = []
         self.pulls: list[Transfer] = []
-        self.reports: tuple[list[Callable[[], None]], list[Callable[[], None]]] = ([], [])
+        self.reports: dict[PeerId, list[Callable[[], None]]] = {name: [] for name in self.names}
+        self.draining: set[PeerId] = set()
         self.answers: dict[str, Answer] = {}
         self.counts: Counter[str] = Counter()
         self._started: set[Key] = set()
+
+    def _node(self, name: PeerId) -> Node:
+        self.epochs[name] += 1
+        kind = PrefillNode if name in self.prefill_names else DecodeNode
+        return kind(self.config, self.epochs[name], self.now)
+
+    def route(self, key: Key) -> tuple[PeerId, PeerId]:
+        """Choose the nodes of an attempt: the next may have the same P, the same D, or neither."""
+        number, attempt = int(key[0][1:]), key[1]
+        prefill = self.prefill_names[(number + attempt) % len(self.prefill_names)]
+        return prefill, self.decode_names[(number + attempt // 2) % len(self.decode_names)]
+
+    def prefill(self, name: PeerId) -> PrefillNode | None:
+        """Return a prefill node, unless it has crashed."""
+        node = self.nodes[name]
+        assert not isinstance(node, DecodeNode), f"{name} is a decode node"
+        return node
+
+    def decode(self, name: PeerId) -> DecodeNode | None:
+        """Return a decode node, unless it has crashed."""
+        node = self.nodes[name]
+        assert not isinstance(node, PrefillNode), f"{name} is a prefill node"
+        return node
 
     # What follows
 
@@ -90,77 +128,81 @@ class World:
         more = True
         while more:
             more = False
-            if self.prefill is not None:
-                more |= self._act_prefill(self.prefill)
-            if self.decode is not None:
-                more |= self._act_decode(self.decode)
-            for action in self.front.take_actions():
+            for name, node in self.nodes.items():
+                for action in node.scheduler.take_actions() if node is not None else ():
+                    more = True
+                    if isinstance(node, PrefillNode):
+                        self._act_prefill(name, node, action)
+                    elif node is not None:
+                        self._act_decode(name, node, action)
+            for wanted in self.front.take_actions():
                 more = True
-                self._act_front(action)
+                self._act_front(wanted)
 
-    def _act_prefill(self, node: PrefillNode) -> bool:
-        actions = node.side.take_actions()
-        for action in actions:
-            match action:
-                case Post(message):
-                    self.network.append((1, message))
-                case Compute(key):
-                    node.may_compute(key)
-                case Offer(ticket, blocks, group):
-                    node.offer(ticket, blocks, group)
-                case Withdraw(key):
-                    node.withdrawn.append(key)
-                case Failed(key, reason, is_final):
-                    node.work.pop(key, None)
-                    self._report_failed(key, reason, is_final)
-        return bool(actions)
+    def _act_prefill(self, name: PeerId, node: PrefillNode, action: object) -> None:
+        match action:
+            case Post(peer, message):
+                self.network.append(Letter(name, peer, message))
+            case Offer():
+                node.offer(action)
+            case Withdraw(key):
+                node.withdrawn.append(key)
+            case Failed():
+                self._report_failed(name, action)
 
-    def _report_failed(self, key: Key, reason: str, is_final: bool) -> None:
-        report = self.front.prefill_failed
-        self.reports[0].append(lambda: report(key, reason, is_final=is_final))
+    def _report_failed(self, name: PeerId, failed: Failed) -> None:
+        self.counts["refusals"] += failed.is_busy
+        self.reports[name].append(
+            lambda: self.front.prefill_failed(
+                failed.key, failed.reason, is_final=failed.is_final, is_busy=failed.is_busy
+            )
+        )
 
-    def _act_decode(self, node: DecodeNode) -> bool:
-        actions = node.side.take_actions()
-        for action in actions:
-            match action:
-                case Post(message):
-                    self.network.append((0, message))
-                case Pull():
-                    self.counts["blocks sent"] += len(action.blocks)
-                    self.pulls.append(Transfer(action))
-                case CancelPull(ticket):
-                    self._cancel_pull(ticket)
-                case Start():
-                    self._start(node, action)
-                case Stop(key):
-                    node.stop(key)
-        return bool(actions)
+    def _act_decode(self, name: PeerId, node: DecodeNode, action: object) -> None:
+        reports, front = self.reports[name], self.front
+        match action:
+            case Post(peer, message):
+                self.network.append(Letter(name, peer, message))
+            case Pull():
+                self.counts["blocks sent"] += len(action.blocks)
+                self.pulls.append(Transfer(name, action))
+            case CancelPull(ticket):
+                self._cancel_pull(ticket)
+            case Started():
+                self._start(node, action)
+                reports.append(lambda: front.started(action.key))
+            case Finished(key, request):
+                tokens = tuple(request.output_tokens)
+                reports.append(lambda: front.finished(key, tokens))
+            case Stopped(key, reason):
+                reports.append(lambda: front.decode_failed(key, reason))
 
     def _cancel_pull(self, ticket: Ticket) -> None:
         for transfer in self.pulls:
             if transfer.pull.ticket == ticket:
                 transfer.may_fence = True
 
-    def _start(self, node: DecodeNode, start: Start) -> None:
-        if start.key in self._started:
-            raise SimulationError(f"{start.key} starts twice")
-        self._started.add(start.key)
+    def _start(self, node: DecodeNode, started: Started) -> None:
+        key, request = started.key, started.request
+        if key in self._started:
+            raise SimulationError(f"{key} starts twice")
+        self._started.add(key)
         self.counts["starts"] += 1
-        self.counts["own tokens"] += start.num_own_tokens
-        self.counts["hit tokens"] += start.commit.hits.device
-        job = self.jobs[start.key[0]]
-        node.start(start, job.prompt, job.max_new_tokens)
-        self.reports[1].append(lambda: self.front.started(start.key))
+        self.counts["own tokens"] += started.num_own_tokens
+        self.counts["hit tokens"] += request.num_hit_tokens
+        if request.lease is not None:
+            for group in range(self.config.num_groups):
+                node.memory.read(request.lease, request.prompt, group, request)
 
     def _act_front(self, action: Begin | Cancel | Answer) -> None:
         match action:
             case Begin(key):
                 self._begin(key)
             case Cancel(key):
-                if self.prefill is not None:
-                    self.prefill.side.abort(key, "cancelled")
-                if self.decode is not None:
-                    self.decode.side.abort(key, "cancelled")
+                for name in self.route(key):
+                    node = self.nodes[name]
+                    if node is not None:
+                        node.scheduler.give_up(key, "cancelled")
             case Answer(request_id, tokens, _):
                 if request_id in self.answers:
                     raise SimulationError(f"{request_id} has two answers")
@@ -172,18 +214,21 @@ class World:
     def _begin(self, key: Key) -> None:
         job = self.jobs[key[0]]
         self.counts["attempts"] += 1
-        if self.prefill is None:
-            self._report_failed(key, "the prefill node is down", False)
+        name, peer = self.route(key)
+        node = self.prefill(name)
+        if node is None:
+            self._report_failed(name, Failed(key, "the prefill node is down"))
             return
+        sampling = SamplingParams(seed=job.seed)
+        request = Request(key[0], job.prompt, job.max_new_tokens, sampling=sampling)
         try:
-            self.prefill.begin(key, job.prompt, job.seed)
-        except OutOfBlocksError as short:
-            self._report_failed(key, str(short), False)
+            node.scheduler.begin(request, peer, key[1])
         except RequestTooLargeError as large:
-            self._report_failed(key, str(large), True)
+            self._report_failed(name, Failed(key, str(large), is_final=True))
 
     def _source_tags(self, transfer: Transfer) -> list[bytes] | None:
         """What P has, or had when it crashed, for a pull; None if it does not serve it."""
-        if self.prefill is None or transfer.on_the_way is not None:
+        node = self.prefill(transfer.pull.peer)
+        if node is None or transfer.on_the_way is not None:
             return transfer.on_the_way
-        return self.prefill.serve(transfer.pull.ticket)
+        return node.serve(transfer.pull.ticket)

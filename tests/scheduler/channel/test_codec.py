@@ -54,7 +54,7 @@ def test_every_message_comes_back_as_it_went(code: int) -> None:
 
 def test_the_longest_prompt_fits() -> None:
     prompt = bytes(range(256)) * (4 * MAX_PROMPT_TOKENS // 256)
-    sent = packet(Ask(HEAD, prompt, b"", 16, 1))
+    sent = packet(Ask(HEAD, prompt, b"", 16, 1, 4))
     assert decode(encode(sent)) == sent
 
 
@@ -62,18 +62,18 @@ def test_the_longest_prompt_fits() -> None:
     ("message", "error"),
     [
         (
-            Ask(HEAD, bytes(4 * MAX_PROMPT_TOKENS + 4), b"", 16, 1),
+            Ask(HEAD, bytes(4 * MAX_PROMPT_TOKENS + 4), b"", 16, 1, 4),
             "^Ask: prompt: has 4194308 bytes, the limits are 4 to 4194304$",
         ),
-        (Ask(HEAD, b"", b"", 16, 1), "^Ask: prompt: has 0 bytes, the limits are 4 to 4194304$"),
-        (Ask(HEAD, b"12345", b"", 16, 1), "^Ask: prompt: has 5 bytes, no multiple of 4$"),
-        (Ask(HEAD, b"1234", b"", 0, 1), "^Ask: block_size: needs 1 to 2147483647, got 0$"),
+        (Ask(HEAD, b"", b"", 16, 1, 4), "^Ask: prompt: has 0 bytes, the limits are 4 to 4194304$"),
+        (Ask(HEAD, b"12345", b"", 16, 1, 4), "^Ask: prompt: has 5 bytes, no multiple of 4$"),
+        (Ask(HEAD, b"1234", b"", 0, 1, 4), "^Ask: block_size: needs 1 to 2147483647, got 0$"),
         (Abort(HEAD, "x" * 5000, True), "^Abort: reason: has 5000 characters, the limit is 4096$"),
         (Abort(HEAD, "\ud800", True), "^Abort: reason: has half of a character$"),
         (Abort(HEAD, "x", 1), "^Abort: fenced: needs a bool, got int$"),  # type: ignore[arg-type]
         (Renew(HEAD, (-1,)), "^Renew: missing: needs 0 to 2147483647, got -1$"),
         (Ack(Head(("r", True), 1)), "^Ack: head: key: 1: needs an integer, got bool$"),
-        (Commit(HEAD, 1, 2**31, 3, 4, Hits()), "^Commit: first_token: needs -2147483648 to "),
+        (Commit(HEAD, 1, 2**31, 3, Hits()), "^Commit: first_token: needs -2147483648 to "),
         (Submit("r", b"1234", 1, GREEDY, (1.5,), b"", ""), "^Submit: stop_token_ids: needs an int"),  # type: ignore[arg-type]
         (Send(HEAD, 0, 0, 1, 0), "^a wire ticket goes with SEND, and with nothing else$"),
         ("hello", "^str is no message$"),

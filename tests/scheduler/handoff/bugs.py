@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-P: Final = "prefill_side.py"
-D: Final = "decode_side.py"
+P: Final = "handoff/prefill_side.py"
+D: Final = "handoff/decode_side.py"
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,8 @@ BUGS: Final = [
         "an ACK that is lost leaks P's lease",
         P,
         (
-            "if attempt.state is PrefillState.WITHDRAWN:\n                continue",
-            "if attempt.state in (PrefillState.WITHDRAWN, PrefillState.COMMITTED):\n"
-            "                continue",
+            "if attempt.state in (PrefillState.PREPARING, PrefillState.WITHDRAWN):",
+            "if attempt.state not in (PrefillState.ASKING, PrefillState.COMPUTING):",
         ),
     ),
     bug(
@@ -128,7 +127,7 @@ BUGS: Final = [
         P,
         (
             "        ask = Ask(",
-            "        self._manager.publish(lease, tokens)\n        ask = Ask(",
+            "        self._manager.publish(lease, request.prompt)\n        ask = Ask(",
         ),
     ),
     bug(
@@ -142,7 +141,10 @@ BUGS: Final = [
     bug(
         "P recycles what it offered when others have published the same",
         P,
-        ("if self._num_groups == 1 or match.num_tokens <= published:", "if True:"),
+        (
+            "if self._num_groups == 1 or not attempt.sends or match.num_tokens <= published:",
+            "if True:",
+        ),
     ),
     bug(
         "ABORT counts as a fence",
@@ -153,8 +155,8 @@ BUGS: Final = [
         "D says that its pulls are fenced while they write",
         D,
         (
-            "self._post(Abort(attempt.head, reason, fenced=False))",
-            "self._post(Abort(attempt.head, reason, fenced=True))",
+            "self._post(attempt, Abort(attempt.head, reason, fenced=False))",
+            "self._post(attempt, Abort(attempt.head, reason, fenced=True))",
         ),
     ),
     bug(
@@ -194,23 +196,29 @@ BUGS: Final = [
     bug(
         "ASK is said once",
         P,
-        ("                    self._post(attempt.ask)", "                    pass"),
+        ("                    self._post(attempt, attempt.ask)", "                    pass"),
     ),
     bug(
         "COMMIT is said once",
         P,
-        ("self._post(attempt.commit or Renew(attempt.head))", "self._post(Renew(attempt.head))"),
+        (
+            "self._post(attempt, attempt.commit or Renew(attempt.head))",
+            "self._post(attempt, Renew(attempt.head))",
+        ),
     ),
     bug(
         "a part that was lost is not sent again",
         P,
-        ("                    self._post(attempt.sends[part])", "                    pass"),
+        ("self._post(attempt, attempt.sends[part])", "pass"),
     ),
     bug(
         "D does not say what it lacks",
         D,
-        ("self._post(Renew(attempt.head, missing))", "pass"),
-        ("self._post(Renew(attempt.head, attempt.missing()))", "self._post(Renew(attempt.head))"),
+        ("self._post(attempt, Renew(attempt.head, missing))", "pass"),
+        (
+            "self._post(attempt, Renew(attempt.head, attempt.missing()))",
+            "self._post(attempt, Renew(attempt.head))",
+        ),
     ),
     bug(
         "the last block, which is not full, is not sent",
@@ -234,8 +242,8 @@ BUGS: Final = [
         "the seed is lost on the way",
         P,
         (
-            "Commit(attempt.head, num_parts, token, length, attempt.seed, hits)",
-            "Commit(attempt.head, num_parts, token, length, 0, hits)",
+            "            request.sampling,\n",
+            "            replace(request.sampling, seed=0),\n",
         ),
     ),
     bug(
@@ -250,12 +258,12 @@ BUGS: Final = [
     ),
     bug(
         "a request is answered twice",
-        "front_desk.py",
+        "handoff/front_desk.py",
         ("request = self._requests.pop(request_id)", "request = self._requests[request_id]"),
     ),
     bug(
         "a request is not answered when its attempts are used up",
-        "front_desk.py",
+        "handoff/front_desk.py",
         (
             "            self._answer(request_id, None, reason)\n            return",
             "            del self._requests[request_id]\n            return",

@@ -1,4 +1,4 @@
-"""A copy of the hand-off with a planted bug."""
+"""A copy of the scheduler and its hand-off with a planted bug."""
 
 from __future__ import annotations
 
@@ -12,30 +12,32 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Final
 
-from radixkv.scheduler import handoff
+from radixkv import scheduler
 
 from .bugs import Bug
 
-SOURCE: Final = Path(handoff.__file__).parent
+SOURCE: Final = Path(scheduler.__file__).parent
 _numbers = count(1)
 
 
 @contextmanager
 def planted(bug: Bug | None) -> Iterator[ModuleType]:
-    """Load a copy of the package, with a bug if one is given.
+    """Load a copy of the hand-off and of the schedulers below it, with a bug if one is given.
 
     Raises:
         AssertionError: if an edit does not fit exactly once.
     """
-    name = f"radixkv.scheduler.handoff_planted_{next(_numbers)}"
+    name = f"radixkv.scheduler_planted_{next(_numbers)}"
     with TemporaryDirectory() as folder:
-        for path in SOURCE.glob("*.py"):
+        (Path(folder) / "handoff").mkdir()
+        for path in (*SOURCE.glob("*.py"), *(SOURCE / "handoff").glob("*.py")):
+            file = path.relative_to(SOURCE).as_posix()
             text = path.read_text("utf-8")
-            for old, new in bug.edits if bug is not None and bug.file == path.name else ():
+            for old, new in bug.edits if bug is not None and bug.file == file else ():
                 fits = text.count(old)
-                assert fits == 1, f"{path.name} has {old!r} {fits} times: write the bug anew"
+                assert fits == 1, f"{file} has {old!r} {fits} times: write the bug anew"
                 text = text.replace(old, new)
-            (Path(folder) / path.name).write_text(text, "utf-8")
+            (Path(folder) / file).write_text(text, "utf-8")
         spec = importlib.util.spec_from_file_location(
             name, Path(folder) / "__init__.py", submodule_search_locations=[folder]
         )
@@ -43,8 +45,8 @@ def planted(bug: Bug | None) -> Iterator[ModuleType]:
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)
-            importlib.import_module(f"{name}.drive")
-            yield module
+            importlib.import_module(f"{name}.handoff.drive")
+            yield sys.modules[f"{name}.handoff"]
         finally:
-            for each in [each for each in sys.modules if each.split(".")[:3] == name.split(".")]:
+            for each in [each for each in sys.modules if each.split(".")[:2] == name.split(".")]:
                 del sys.modules[each]

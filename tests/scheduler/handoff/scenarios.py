@@ -11,7 +11,7 @@ import numpy as np
 
 from radixkv.kvcache import CacheManager
 
-from .stage import KEY, PROMPT, Pair, lossy
+from .stage import KEY, PROMPT, D, P, Pair, lossy
 
 
 def succeeds_at_once(h: ModuleType, simulation: Any) -> None:
@@ -58,9 +58,9 @@ def an_older_attempt_does_not_end_a_newer_one(h: ModuleType) -> None:
     pair = Pair(h)
     old = pair.begin()
     new = pair.begin(2)
-    pair.d.receive(new)
+    pair.d.receive(P, new)
     pair.posted(pair.d)
-    pair.d.receive(old)
+    pair.d.receive(P, old)
     [answer] = pair.posted(pair.d)
     assert isinstance(answer, h.Abort) and answer.head.key == KEY and answer.fenced
     assert pair.d_manager.stats().live_leases == 1
@@ -69,8 +69,8 @@ def an_older_attempt_does_not_end_a_newer_one(h: ModuleType) -> None:
 def a_newer_attempt_ends_an_older_one(h: ModuleType) -> None:
     pair = Pair(h)
     start = pair.start()
-    newer = h.Ask(h.Head(("r1", 2), 1), np.array(PROMPT, np.int32).tobytes(), b"", 2, 1)
-    pair.d.receive(newer)
+    newer = h.Ask(h.Head(("r1", 2), 1), np.array(PROMPT, np.int32).tobytes(), b"", 2, 1, 4)
+    pair.d.receive(P, newer)
     [stop] = pair.actions(pair.d, "Stop")
     assert stop.key == start.key
 
@@ -78,17 +78,17 @@ def a_newer_attempt_ends_an_older_one(h: ModuleType) -> None:
 def what_was_meant_for_an_older_epoch_of_d_is_declined(h: ModuleType) -> None:
     pair = Pair(h)
     ask = pair.begin()
-    pair.d.receive(ask)
-    pair.p.receive(pair.posted(pair.d)[0])
+    pair.d.receive(P, ask)
+    pair.p.receive(D, pair.posted(pair.d)[0])
     pair.p.computed(KEY, len(PROMPT))
     [send] = pair.posted(pair.p)
     pair.d = h.DecodeSide(CacheManager(8, 2), epoch=2, timing=h.Timing())
-    pair.d.receive(ask)  # a late copy
+    pair.d.receive(P, ask)  # a late copy
     pair.d.take_actions()
-    pair.d.receive(send)
+    pair.d.receive(P, send)
     [post] = pair.d.take_actions()
     assert isinstance(post.message, h.Abort), "it is taken for one of the new epoch"
-    pair.p.receive(post.message)
+    pair.p.receive(D, post.message)
     failed, withdraw = pair.p.take_actions()
     assert failed.reason == "the decode node restarted"
     assert withdraw == h.Withdraw(KEY)
@@ -126,11 +126,11 @@ def p_does_not_wait_for_ever(h: ModuleType) -> None:
 def a_pull_does_not_take_for_ever(h: ModuleType) -> None:
     pair = Pair(h)
     sends, _ = pair.committed()
-    pair.d.receive(sends[0])
+    pair.d.receive(P, sends[0])
     [pull] = pair.actions(pair.d, "Pull")
     for now in range(1, 30):
         pair.d.tick(float(now))
-        pair.d.receive(h.Renew(sends[0].head))
+        pair.d.receive(P, h.Renew(sends[0].head))
     assert pair.actions(pair.d, "CancelPull") == []
     pair.d.tick(30.0)
     cancel, post = pair.d.take_actions()
@@ -148,7 +148,7 @@ def a_part_outside_the_grant_is_not_pulled(h: ModuleType) -> None:
     grant = pair.granted()
     assert grant.first_block == 2
     head = h.Head(KEY, 1, 1, grant.head.grant)
-    pair.d.receive(h.Send(head, 0, 1, 3, 0))
+    pair.d.receive(P, h.Send(head, 0, 1, 3, 0))
     [post] = pair.d.take_actions()
     assert isinstance(post, h.Post), "a shared block would be written"
     assert post.message.reason == "part 0 is not of what was granted"
@@ -159,7 +159,7 @@ def a_prompt_that_is_not_whole_does_not_start(h: ModuleType) -> None:
     pair = Pair(h)
     grant = pair.granted()
     head = h.Head(KEY, 1, 1, grant.head.grant)
-    pair.d.receive(h.Commit(head, 0, 1, len(PROMPT), 0, h.Hits()))
+    pair.d.receive(P, h.Commit(head, 0, 1, len(PROMPT), h.Hits()))
     [abort] = pair.posted(pair.d)
     assert abort.reason == "what was sent is not the prompt" and pair.d.num_open == 0
 
@@ -185,14 +185,15 @@ def what_has_arrived_is_matchable_when_decoding_starts(h: ModuleType) -> None:
     pair = Pair(h)
     start = pair.start()
     assert pair.d_manager.match(PROMPT).num_tokens == 6
-    assert (start.commit.first_token, start.commit.position, start.commit.seed) == (1, 7, 3)
+    commit = start.commit
+    assert (commit.first_token, commit.position, commit.sampling.seed) == (1, 7, 3)
 
 
 def a_failed_pull_holds_its_blocks_until_it_is_fenced(h: ModuleType) -> None:
     pair = Pair(h)
     sends, commit = pair.committed()
     for message in (*sends, commit):
-        pair.d.receive(message)
+        pair.d.receive(P, message)
     [pull] = pair.actions(pair.d, "Pull")
     pair.d.pull_failed(pull.ticket, fenced=False)
     [abort] = pair.posted(pair.d)
@@ -200,12 +201,12 @@ def a_failed_pull_holds_its_blocks_until_it_is_fenced(h: ModuleType) -> None:
     assert abort.reason == "part 0 could not be pulled"
     assert pair.d_manager.stats().live_leases == 1
     # P may be read as long, whatever D says.
-    pair.p.receive(abort)
+    pair.p.receive(D, abort)
     assert pair.p_manager.stats().live_leases == 1
     pair.d.pull_fenced(pull.ticket)
     [abort] = pair.posted(pair.d)
     assert abort.fenced and pair.d_manager.match(PROMPT).num_tokens == 0
-    pair.p.receive(abort)
+    pair.p.receive(D, abort)
     assert pair.are_empty()
 
 
@@ -221,7 +222,7 @@ def what_was_offered_stays_when_others_publish_the_same(h: ModuleType) -> None:
     assert later.blocks == offer.blocks, "the first group was offered in other blocks"
     pair.p.sampled(KEY, 1, h.Hits())
     [commit] = pair.posted(pair.p)
-    pair.p.receive(h.Ack(h.Head(KEY, 1, 1, commit.head.grant)))
+    pair.p.receive(D, h.Ack(h.Head(KEY, 1, 1, commit.head.grant)))
     pair.p_manager.release(other)
     assert pair.p_manager.stats().private_blocks == 0
 
@@ -229,11 +230,11 @@ def what_was_offered_stays_when_others_publish_the_same(h: ModuleType) -> None:
 def what_is_refused_is_not_matchable(h: ModuleType) -> None:
     pair = Pair(h)
     held = pair.d_manager.admit(pair.d_manager.match([1] * 10))
-    pair.d.receive(pair.begin())
+    pair.d.receive(P, pair.begin())
     [refusal] = pair.posted(pair.d)
     assert isinstance(refusal, h.Refuse)
     assert (refusal.reason, refusal.needed, refusal.available) == ("out of blocks", 4, 3)
-    pair.p.receive(refusal)
+    pair.p.receive(D, refusal)
     [failed] = pair.actions(pair.p, "Failed")
     assert failed.reason == "refused, out of blocks: 4 needed, 3 available"
     assert not failed.is_final

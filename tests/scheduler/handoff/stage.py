@@ -7,9 +7,12 @@ from types import ModuleType
 from typing import Any, Final
 
 from radixkv.kvcache import CacheManager
+from radixkv.scheduler import Request, SamplingParams
 
 PROMPT: Final = [5, 6, 7, 8, 9, 4, 3]
 KEY: Final = ("r1", 1)
+P: Final = "p0"
+D: Final = "d0"
 MANY: Final = 60
 
 
@@ -30,7 +33,7 @@ def lossy(
     Returns:
         The simulation, and how many messages came.
     """
-    simulation = h.simulation.Simulation(h.nodes.SimulationConfig(chunk=3))
+    simulation = h.simulation.Simulation(h.nodes.SimulationConfig(budget=3, max_running=3))
     simulation.apply(["submit", PROMPT, 3, 1])
     number, later = 0, []
     for _ in range(MANY):
@@ -46,6 +49,7 @@ def lossy(
             number += 1
         for op in h.drive.fair_round(simulation):
             simulation.apply(op)
+    assert number >= len(later)
     simulation.network += later
     h.drive.settle(simulation)
     return simulation, number
@@ -62,7 +66,8 @@ class Pair:
         self.d = h.DecodeSide(self.d_manager, epoch=decode_epoch, timing=timing)
 
     def begin(self, attempt: int = 1) -> Any:
-        self.p.begin(("r1", attempt), PROMPT, seed=3)
+        request = Request("r1", PROMPT, 4, sampling=SamplingParams(seed=3))
+        self.p.begin(("r1", attempt), D, request)
         [ask] = [each for each in self.posted(self.p) if isinstance(each, self.h.Ask)]
         return ask
 
@@ -74,9 +79,9 @@ class Pair:
 
     def granted(self) -> Any:
         """Begin, ask and grant; return the GRANT."""
-        self.d.receive(self.begin())
+        self.d.receive(P, self.begin())
         [grant] = self.posted(self.d)
-        self.p.receive(grant)
+        self.p.receive(D, grant)
         return grant
 
     def committed(self) -> tuple[list[Any], Any]:
@@ -91,7 +96,7 @@ class Pair:
         """Go on until D decodes; return what it starts."""
         sends, commit = self.committed()
         for message in (*sends, commit):
-            self.d.receive(message)
+            self.d.receive(P, message)
         for pull in self.actions(self.d, "Pull"):
             self.d.pulled(pull.ticket)
         [start] = self.actions(self.d, "Start")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from radixkv.scheduler import handoff
 from radixkv.scheduler.handoff import Abort, Ack, Commit, Head, Hits, Pull, Renew, Send, Stop
 
-from .stage import KEY, PROMPT, Pair
+from .stage import KEY, PROMPT, P, Pair
 
 
 def pulling() -> tuple[Pair, list[Pull]]:
@@ -15,7 +15,7 @@ def pulling() -> tuple[Pair, list[Pull]]:
     for group in (0, 1):
         pair.p.computed(KEY, len(PROMPT), group)
     for send in pair.posted(pair.p):
-        pair.d.receive(send)
+        pair.d.receive(P, send)
     pulls = [action for action in pair.d.take_actions() if isinstance(action, Pull)]
     assert len(pulls) == 2
     return pair, pulls
@@ -55,7 +55,7 @@ def test_what_is_about_another_grant_is_declined() -> None:
     pair = Pair(handoff)
     grant = pair.granted()
     stale = Head(KEY, 1, 1, grant.head.grant + 1)
-    pair.d.receive(Send(stale, 0, 0, 4, 0))
+    pair.d.receive(P, Send(stale, 0, 0, 4, 0))
     [abort] = pair.posted(pair.d)
     assert isinstance(abort, Abort) and abort.fenced and abort.head.grant == stale.grant
     assert leases(pair) == 1
@@ -64,9 +64,9 @@ def test_what_is_about_another_grant_is_declined() -> None:
 def test_a_restarted_p_has_forgotten_what_it_asked_for() -> None:
     pair = Pair(handoff)
     grant = pair.granted().head.grant
-    pair.d.receive(Renew(Head(KEY, 0, 1, grant)))
+    pair.d.receive(P, Renew(Head(KEY, 0, 1, grant)))
     assert pair.d.take_actions() == [] and leases(pair) == 1, "an older life says nothing"
-    pair.d.receive(Renew(Head(KEY, 2, 1, grant)))
+    pair.d.receive(P, Renew(Head(KEY, 2, 1, grant)))
     [abort] = pair.posted(pair.d)
     assert abort.reason == "the prefill node restarted" and leases(pair) == 0
 
@@ -75,33 +75,33 @@ def test_what_has_started_goes_on_without_p() -> None:
     pair = Pair(handoff)
     start = pair.start()
     head = Head(KEY, 1, 1, start.commit.head.grant)
-    pair.d.receive(Abort(Head(KEY, 2, 1, head.grant), "restarted", fenced=False))
+    pair.d.receive(P, Abort(Head(KEY, 2, 1, head.grant), "restarted", fenced=False))
     pair.d.tick(59.0)
     assert pair.d.take_actions() == []
-    pair.d.receive(Abort(head, "no answer", fenced=False))
+    pair.d.receive(P, Abort(head, "no answer", fenced=False))
     [ack] = pair.posted(pair.d)
     assert isinstance(ack, Ack)
     pair.d.abort(KEY, "cancelled")
-    assert pair.d.take_actions() == [Stop(KEY)]
+    assert pair.d.take_actions() == [Stop(KEY, "cancelled")]
 
 
 def test_ack_is_said_when_decoding_starts_and_as_long_as_it_is_known() -> None:
     pair = Pair(handoff)
     sends, commit = pair.committed()
     for message in (*sends, commit):
-        pair.d.receive(message)
+        pair.d.receive(P, message)
     [pull] = pair.actions(pair.d, "Pull")
     pair.d.pulled(pull.ticket)
     [ack] = pair.posted(pair.d)
     assert isinstance(ack, Ack)
     pair.d.finished(KEY)
-    pair.d.receive(commit)
+    pair.d.receive(P, commit)
     assert pair.posted(pair.d) == [ack]
     pair.d.tick(59.9)
     assert pair.d.num_known == 1
     pair.d.tick(60.0)
     assert pair.d.num_known == 0
-    pair.d.receive(commit)
+    pair.d.receive(P, commit)
     [abort] = pair.posted(pair.d)
     assert abort == Abort(ack.head, "nothing is granted", fenced=True)
 
@@ -111,12 +111,12 @@ def test_commit_bounds_how_long_parts_may_take() -> None:
     head = Head(KEY, 1, 1, pair.granted().head.grant)
     for now in range(1, 41):
         pair.d.tick(float(now))
-        pair.d.receive(Renew(head))
+        pair.d.receive(P, Renew(head))
     assert leases(pair) == 1, "P computes as long as it likes"
-    commit = Commit(head, 1, 5, len(PROMPT), 0, Hits())
+    commit = Commit(head, 1, 5, len(PROMPT), Hits())
     for now in range(41, 71):
         pair.d.tick(float(now - 1))
-        pair.d.receive(commit)
+        pair.d.receive(P, commit)
     assert leases(pair) == 1
     assert pair.posted(pair.d)[-1] == Renew(head, (0,)), "part 0 is missing"
     pair.d.tick(70.0)
@@ -126,9 +126,9 @@ def test_commit_bounds_how_long_parts_may_take() -> None:
 def test_asking_again_is_a_sign_of_life() -> None:
     pair = Pair(handoff)
     ask = pair.begin()
-    pair.d.receive(ask)
+    pair.d.receive(P, ask)
     pair.d.tick(4.0)
-    pair.d.receive(ask)
+    pair.d.receive(P, ask)
     pair.d.tick(8.9)
     assert leases(pair) == 1
     pair.d.tick(9.0)

@@ -15,12 +15,15 @@ from radixkv.scheduler.handoff import (
     Commit,
     DecodeSide,
     DecodeState,
+    Order,
     PrefillSide,
 )
 from radixkv.scheduler.handoff import prefill_side as prefill_module
 from radixkv.scheduler.handoff.drive import Failure, check, replay, run, run_random, settle, to_json
 from radixkv.scheduler.handoff.nodes import SimulationConfig
+from radixkv.scheduler.handoff.prefill_side import ORDERS
 from radixkv.scheduler.handoff.simulation import Simulation
+from radixkv.scheduler.request import GREEDY
 
 NUM_OPS = 500
 PROGRAMS = 250
@@ -61,7 +64,7 @@ def test_a_run_is_the_same_again() -> None:
 
 def test_a_failure_replays_from_json(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_seed(*values):
-        return replace(Commit(*values), seed=0)
+        return replace(Commit(*values), sampling=GREEDY)
 
     with monkeypatch.context() as context:
         context.setattr(prefill_module, "Commit", without_seed)
@@ -88,7 +91,7 @@ def test_every_operation_may_find_nothing() -> None:
 WORDS = ["deliver", "deliver", "duplicate", "drop", "cancel"]
 WORDS += ["compute", "decode", "land", "pull_fence", "offer_fence"]
 index = st.integers(0, 5)
-node = st.integers(0, 1)
+node = st.integers(0, 3)
 
 
 class HandoffMachine(RuleBasedStateMachine):
@@ -97,11 +100,27 @@ class HandoffMachine(RuleBasedStateMachine):
     @initialize(
         blocks=st.tuples(st.integers(4, 12), st.integers(4, 12)),
         block_size=st.integers(1, 3),
-        chunk=st.integers(1, 6),
         num_groups=st.integers(1, 3),
+        budget=st.integers(1, 6),
+        max_running=st.integers(1, 3),
+        order=st.sampled_from(ORDERS),
+        reserve_tokens=st.sampled_from([0, 2, None]),
+        nodes=st.tuples(st.integers(1, 2), st.integers(1, 2)),
     )
-    def start(self, blocks: tuple[int, int], block_size: int, chunk: int, num_groups: int) -> None:
-        self.config = SimulationConfig(*blocks, block_size, chunk, num_groups)
+    def start(
+        self,
+        blocks: tuple[int, int],
+        block_size: int,
+        num_groups: int,
+        budget: int,
+        max_running: int,
+        order: Order,
+        reserve_tokens: int | None,
+        nodes: tuple[int, int],
+    ) -> None:
+        self.config = SimulationConfig(
+            *blocks, block_size, num_groups, budget, max_running, order, reserve_tokens, *nodes
+        )
         self.simulation = Simulation(self.config)
         self.ops: list[list] = []
 
@@ -116,7 +135,7 @@ class HandoffMachine(RuleBasedStateMachine):
 
     @rule(
         prompt=st.lists(st.integers(1, 2), min_size=1, max_size=8),
-        max_new_tokens=st.integers(1, 4),
+        max_new_tokens=st.integers(1, 6),
         seed=st.integers(0, 3),
     )
     def submit(self, prompt: list[int], max_new_tokens: int, seed: int) -> None:
@@ -135,7 +154,7 @@ class HandoffMachine(RuleBasedStateMachine):
     def end_pull(self, index: int, ok: bool, fenced: bool) -> None:
         self.do("pull_end", index, ok, fenced)
 
-    @rule(word=st.sampled_from(["report", "crash", "restart"]), node=node)
+    @rule(word=st.sampled_from(["report", "crash", "restart", "drain"]), node=node)
     def at_a_node(self, word: str, node: int) -> None:
         self.do(word, node)
 

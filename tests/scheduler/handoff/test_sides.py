@@ -28,7 +28,7 @@ from radixkv.scheduler.handoff import (
     Timing,
 )
 
-from .stage import KEY, PROMPT, Pair
+from .stage import KEY, PROMPT, D, P, Pair
 
 
 def with_host_copy(tokens: list[int]) -> CacheManager:
@@ -54,7 +54,7 @@ def posted(side: PrefillSide | DecodeSide) -> list[Message]:
 
 def ask(block_size: int = 2, version: int = 1, prompt: list[int] = PROMPT) -> Ask:
     tokens = np.array(prompt, "<i4").tobytes()
-    return Ask(Head(KEY, 1, version=version), tokens, b"", block_size, 1)
+    return Ask(Head(KEY, 1, version=version), tokens, b"", block_size, 1, 4)
 
 
 # Over tiers
@@ -63,8 +63,8 @@ def ask(block_size: int = 2, version: int = 1, prompt: list[int] = PROMPT) -> As
 @pytest.mark.parametrize(("ok", "first_block"), [(True, 2), (False, 0)])
 def test_d_grants_what_it_lacks_when_the_host_has_had_its_turn(ok: bool, first_block: int) -> None:
     side = DecodeSide(with_host_copy(PROMPT[:4]), epoch=1, timing=Timing())
-    side.receive(ask())
-    side.receive(ask())
+    side.receive(P, ask())
+    side.receive(P, ask())
     assert posted(side) == []
     side.tick(1.0)
     [sign] = posted(side)
@@ -79,7 +79,7 @@ def test_d_gives_up_while_the_host_loads() -> None:
     side = DecodeSide(with_host_copy(PROMPT[:4]), epoch=1, timing=Timing())
     manager = side._manager
     assert manager.tiers is not None
-    side.receive(ask())
+    side.receive(P, ask())
     [operation] = manager.tiers.take_operations()
     side.tick(5.0)
     assert side.num_open == 0
@@ -117,10 +117,10 @@ def test_p_sends_what_its_host_had_with_what_it_computes() -> None:
 def test_what_can_never_be_is_refused_for_good(message: Ask, reason: str) -> None:
     pair = Pair(handoff)
     pair.begin()
-    pair.d.receive(message)
+    pair.d.receive(P, message)
     [refusal] = pair.posted(pair.d)
     assert isinstance(refusal, Refuse)
-    pair.p.receive(refusal)
+    pair.p.receive(D, refusal)
     [failed] = pair.actions(pair.p, "Failed")
     assert (failed.reason, failed.is_final) == (reason, True)
     assert pair.are_empty()
@@ -128,13 +128,13 @@ def test_what_can_never_be_is_refused_for_good(message: Ask, reason: str) -> Non
 
 def test_messages_of_another_version_change_nothing() -> None:
     pair = Pair(handoff)
-    pair.d.receive(pair.begin())
+    pair.d.receive(P, pair.begin())
     [grant] = pair.posted(pair.d)
     head = Head(KEY, 1, 1, 1, version=2)
-    pair.p.receive(Grant(head, 0))
-    pair.d.receive(Abort(head, "no", fenced=False))
+    pair.p.receive(D, Grant(head, 0))
+    pair.d.receive(P, Abort(head, "no", fenced=False))
     assert pair.p.take_actions() == pair.d.take_actions() == []
-    pair.p.receive(grant)
+    pair.p.receive(D, grant)
     assert pair.actions(pair.p, "Compute")
 
 
@@ -142,8 +142,8 @@ def test_a_grant_that_nobody_asks_for_is_declined() -> None:
     pair = Pair(handoff)
     grant = pair.granted()
     other = Grant(Head(KEY, 1, 1, grant.head.grant + 1), 0)
-    pair.p.receive(other)
-    pair.p.receive(Grant(Head(("r9", 1), 1, 1, 7), 0))
+    pair.p.receive(D, other)
+    pair.p.receive(D, Grant(Head(("r9", 1), 1, 1, 7), 0))
     assert [(each.head.key, each.head.grant, each.reason) for each in pair.posted(pair.p)] == [
         (KEY, 2, "granted twice"),
         (("r9", 1), 7, "nobody asks"),
@@ -153,8 +153,8 @@ def test_a_grant_that_nobody_asks_for_is_declined() -> None:
 def test_an_attempt_of_another_life_of_p_is_not_taken_for_this_one() -> None:
     pair = Pair(handoff)
     pair.granted()
-    later = Ask(Head(KEY, 2), ask().prompt, b"", 2, 1)
-    pair.d.receive(later)
+    later = Ask(Head(KEY, 2), ask().prompt, b"", 2, 1, 4)
+    pair.d.receive(P, later)
     [answer] = pair.posted(pair.d)
     assert isinstance(answer, Abort)
     assert answer.reason == "the attempt is known of another epoch"
@@ -256,7 +256,7 @@ def test_a_request_is_tried_again_and_answered_once() -> None:
     assert desk.take_actions() == [Cancel(("a", 1))], "the older attempt is of no use any more"
     desk.started(("a", 2))
     desk.prefill_failed(("a", 2), "ACK was lost")
-    desk.prefill_lost()
+    desk.prefill_lost([("a", 2)])
     assert desk.take_actions() == []
     desk.finished(("a", 2), (3,))
     desk.finished(("a", 2), (3,))
@@ -270,7 +270,7 @@ def test_a_request_has_a_last_attempt_and_a_deadline() -> None:
     desk.tick(0)
     desk.take_actions()
     desk.started(("a", 1))
-    desk.decode_lost()
+    desk.decode_lost(desk.open_keys)
     assert desk.take_actions() == [
         Cancel(("a", 1)),
         Answer("a", None, "the decode node was lost"),

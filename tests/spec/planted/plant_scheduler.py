@@ -16,7 +16,8 @@ from radixkv.spec.scheduler_world import SchedulerSubject
 from .plant import Bug
 
 FOLDER = Path(radixkv.scheduler.mixed.__file__).parent
-FILES = ("errors", "request", "plan", "policy", "reservation", "tier_requests", "live", "mixed")
+FILES = ("errors", "request", "plan", "policy", "reservation", "tier_requests", "live",
+         "batch_scheduler", "mixed")  # fmt: skip
 """What a copy has, each after what it imports."""
 NAMES = ("Fcfs", "MixedScheduler", "Priority", "Request", "RequestError", "StepOrderError",
          "StepPlan")  # fmt: skip

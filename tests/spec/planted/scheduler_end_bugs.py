@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from .plant import bug
 
-LIVE, MIXED = "live.py", "mixed.py"
+LIVE, BATCH = "live.py", "batch_scheduler.py"
 REQUEST, RESERVATION = "request.py", "reservation.py"
 
 PREEMPTION_BUGS = (
     bug(
         "the first is the victim",
-        MIXED,
+        BATCH,
         (
             "victim = max(self._running, key=self.policy.order)",
             "victim = min(self._running, key=self.policy.order)",
@@ -18,7 +18,7 @@ PREEMPTION_BUGS = (
     ),
     bug(
         "who prefills starts again for whoever waits",
-        MIXED,
+        BATCH,
         (
             "        self._plan_decode(plan)\n",
             "        again = self._parked and all(r.is_prefilling for r in self._running)\n"
@@ -40,13 +40,13 @@ PREEMPTION_BUGS = (
     ),
     bug(
         "the victim is who was admitted last",
-        MIXED,
+        BATCH,
         ("victim = max(self._running, key=self.policy.order)", "victim = self._running[-1]"),
         seen_in="vLLM: priorities and preemption",
     ),
     bug(
         "preempts as soon as the pool is low",
-        MIXED,
+        BATCH,
         (
             "            try:\n                self.manager.extend_batch(rows)",
             "            try:\n"
@@ -91,7 +91,7 @@ PREEMPTION_BUGS = (
 END_BUGS = (
     bug(
         "an ended request stays among those that run",
-        MIXED,
+        BATCH,
         (
             "                    self._running.remove(request)\n                    self._end",
             "                    self._end",
@@ -99,7 +99,7 @@ END_BUGS = (
     ),
     bug(
         "an abort in a step never gives the blocks back",
-        MIXED,
+        BATCH,
         ("self._release(request)\n                continue", "continue"),
         seen_in="SGLang #9817",
     ),
@@ -154,7 +154,7 @@ END_BUGS = (
     ),
     bug(
         "the plan of a step is not asked for",
-        MIXED,
+        BATCH,
         ("        if plan is not self._in_flight:", "        if False:"),
         seen_in="vLLM #45497: stale messages",
     ),
@@ -203,8 +203,8 @@ RESERVATION_BUGS = (
         ("return left >= growth and", "return left > growth and"),
         elsewhere=(
             (
-                MIXED,
-                "assert plan.chunks or not self.has_work or copies, (",
+                BATCH,
+                "assert plan.chunks or not self.has_work or self._waits_for_others(), (",
                 "assert True, (",
             ),
         ),
@@ -214,12 +214,12 @@ RESERVATION_BUGS = (
 COUNT_BUGS = (
     bug(
         "tokens computed again are counted as new",
-        MIXED,
+        BATCH,
         ("self._stats.recomputed_tokens += max(lost, 0)", "self._stats.recomputed_tokens += 0"),
     ),
     bug(
         "empty steps are counted",
-        MIXED,
+        BATCH,
         ("self._stats.steps += bool(plan.chunks)", "self._stats.steps += 1"),
     ),
 )

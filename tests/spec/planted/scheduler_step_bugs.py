@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from .plant import bug
 
-LIVE, MIXED, REQUEST, POLICY = "live.py", "mixed.py", "request.py", "policy.py"
+LIVE, BATCH, REQUEST, POLICY = "live.py", "batch_scheduler.py", "request.py", "policy.py"
 
 STEP_BUGS = (
     bug(
         "a prefill chunk may take the whole budget",
-        MIXED,
+        BATCH,
         ("start, self.token_budget - plan.num_tokens)", "start, self.token_budget)"),
         seen_in="TensorRT-LLM #12665",
     ),
     bug(
         "one more than max_running may run",
-        MIXED,
+        BATCH,
         (
-            "if len(self._running) == self.max_running or",
-            "if len(self._running) > self.max_running or",
+            "if num_taken == self.max_running or",
+            "if num_taken > self.max_running or",
         ),
         seen_in="FastDeploy PR 5805",
     ),
     bug(
         "a request that was just admitted is planned twice",
-        MIXED,
+        BATCH,
         (
             """        for request in self._running:
             if request.is_prefilling:
@@ -43,12 +43,12 @@ STEP_BUGS = (
     ),
     bug(
         "the last to decode is not grown",
-        MIXED,
+        BATCH,
         ("self.manager.extend_batch(rows)", "self.manager.extend_batch(rows[:-1])"),
     ),
     bug(
         "who comes to the end of a block gets none",
-        MIXED,
+        BATCH,
         (
             "self.manager.extend_batch(rows)",
             "used = self.manager.tables.num_tokens[rows] % self.manager.block_size\n"
@@ -58,16 +58,16 @@ STEP_BUGS = (
     ),
     bug(
         "who decodes gets its blocks a token too early",
-        MIXED,
+        BATCH,
         (
-            "lease = request.lease = self.manager.admit(match, request.parked)",
+            "lease = request.lease = self._take_blocks(request, match)",
             "lease = request.lease = self.manager.admit(match); "
             "self.manager.available and self.manager.extend(lease, 1)",
         ),
     ),
     bug(
         "a chunk is never longer than three",
-        MIXED,
+        BATCH,
         (
             "length = min(request.num_tokens - start, self.token_budget",
             "length = min(3, request.num_tokens - start, self.token_budget",
@@ -75,7 +75,7 @@ STEP_BUGS = (
     ),
     bug(
         "a whole hit leaves nothing to compute",
-        MIXED,
+        BATCH,
         (
             "hit_tokens = min(lease.num_ready_tokens, request.num_tokens - 1)",
             "hit_tokens = lease.num_ready_tokens",
@@ -84,7 +84,7 @@ STEP_BUGS = (
     ),
     bug(
         "a resumed request goes on where it was",
-        MIXED,
+        BATCH,
         (
             "request.num_computed = hit_tokens",
             "was = min(request.num_computed, request.num_tokens - 1)\n"
@@ -95,13 +95,13 @@ STEP_BUGS = (
     ),
     bug(
         "the token after half a prompt is used",
-        MIXED,
+        BATCH,
         ("if request.num_computed == request.num_tokens:", "if request.is_prefilling or True:"),
         seen_in="FastDeploy PR 3292",
     ),
     bug(
         "a half computed prompt counts as computed",
-        MIXED,
+        BATCH,
         (
             "request.num_computed = chunk.start + chunk.length",
             "request.num_computed = chunk.start + max(chunk.length, 2)",
@@ -110,13 +110,13 @@ STEP_BUGS = (
     ),
     bug(
         "more is published than was computed",
-        MIXED,
+        BATCH,
         ("request.tokens[: request.num_computed])", "request.tokens)"),
         seen_in="FastDeploy 7364",
     ),
     bug(
         "a request is matched in no namespace",
-        MIXED,
+        BATCH,
         (
             "self.manager.match(request.tokens, request.namespace)",
             "self.manager.match(request.tokens)",
@@ -135,7 +135,7 @@ ADMISSION_BUGS = (
     ),
     bug(
         "who does not fit is passed over",
-        MIXED,
+        BATCH,
         (
             "match.num_blocks, available):\n                    return",
             "match.num_blocks, available):\n                    place += 1\n"
@@ -162,7 +162,7 @@ ADMISSION_BUGS = (
     ),
     bug(
         "new ones start beside preempted ones",
-        MIXED,
+        BATCH,
         (
             "match.num_blocks, available):\n                    return",
             "match.num_blocks, available):\n                    break",
@@ -175,7 +175,7 @@ ADMISSION_BUGS = (
     ),
     bug(
         "new ones are tried before preempted ones",
-        MIXED,
+        BATCH,
         (
             "for queue in (self._parked, self._waiting):",
             "for queue in (self._waiting, self._parked):",
@@ -184,19 +184,19 @@ ADMISSION_BUGS = (
     ),
     bug(
         "a victim is admitted again in the same step",
-        MIXED,
+        BATCH,
         ("        if not plan.preempted:\n", "        if True:\n"),
         seen_in="vLLM #25538",
     ),
     bug(
         "followers of a request of the same step do not wait",
-        MIXED,
+        BATCH,
         ("                in_progress |= {self._next_block(request)} - {None}\n", ""),
         seen_in="SGLang: a batch of equal prompts is computed twice",
     ),
     bug(
         "hits are counted again when resumed",
-        MIXED,
+        BATCH,
         (
             "self._stats.resumed_hit_tokens += hit_tokens",
             "self._stats.hit_tokens += hit_tokens",
