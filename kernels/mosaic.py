@@ -9,7 +9,8 @@ with values in registers or, in 0.10, at all: `dot` and `dot_add` have a stand-i
 why they take `interpret`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -100,26 +101,47 @@ def dot_add(total: jax.Array, a: jax.Array, b: Any, interpret: Interpret) -> jax
     return added
 
 
-def run_in_place(
+def run(
     body: Callable[..., None],
-    inputs: tuple[jax.Array, ...],
-    updated: tuple[jax.Array, ...],
-    num_programs: int,
-    interpret: Interpret,
-    **compiler_options: Any,
+    inputs: Sequence[jax.Array],
+    updated: Sequence[jax.Array] = (),
+    outputs: Sequence[jax.ShapeDtypeStruct] = (),
+    *,
+    name: str,
+    grid: dict[str, int],
+    scratch: Sequence[Any] = (),
+    interpret: Interpret = None,
+    **options: Any,
 ) -> tuple[jax.Array, ...]:
-    """Run `body(*input_refs, *updated_refs)` on a grid of one axis, "program"; return `updated`.
+    """Run `body(*inputs, *updated, *outputs, *scratch)` on references; return updated and outputs.
 
     An array that is updated keeps its buffer when the caller donates it. (`plgpu.kernel` refuses
     references in JAX 0.10; a kernel over a mesh takes them everywhere.)
+
+    Args:
+        body: The kernel, a function of references.
+        inputs: Arrays that it only reads.
+        updated: Arrays that it reads and writes, in place.
+        outputs: Arrays that it makes.
+        name: Of the kernel, in profiles and reports.
+        grid: Name and size of each axis.
+        scratch: Shared memory and barriers.
+        interpret: Simulate it on a CPU.
+        options: Fields of `plgpu.CompilerParams`.
     """
+
+    # Interpret mode knows barriers from `run_scoped`, not from `scratch_types`.
+    def scoped(*refs: Any) -> None:
+        pl.run_scoped(partial(body, *refs), *scratch, collective_axes=())
+
     refs = [jax.new_ref(array, memory_space=plgpu.GMEM) for array in updated]
     kernel = pl.kernel(
-        body,
-        out_type=(),
-        mesh=plgpu.Mesh(grid=(num_programs,), grid_names=("program",)),
-        compiler_params=plgpu.CompilerParams(**compiler_options),
-        interpret=interpret if interpret is not None else False,
+        scoped,
+        out_type=tuple(outputs),
+        mesh=plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid)),
+        compiler_params=plgpu.CompilerParams(**options),
+        interpret=False if interpret is None else interpret,
+        name=name,
     )
-    kernel(*inputs, *refs)
-    return tuple(jax.freeze(ref) for ref in refs)
+    made = kernel(*inputs, *refs)
+    return (*(jax.freeze(ref) for ref in refs), *made)

@@ -119,21 +119,17 @@ def _replace(arrays: BlockArrays, pools: Pools) -> None:
 
 
 def _gather(pools: Pools, ids: Int32[Array, " size"]) -> Staging:
-    count = jnp.int32(ids.shape[0])
-    return tuple(gather_blocks(pool, ids, count) for pool in pools)
+    return gather_blocks(pools, ids, jnp.int32(ids.shape[0]))
 
 
 def _scatter(pools: Pools, staging: Staging, ids: Int32[Array, " size"]) -> Pools:
-    count = jnp.int32(ids.shape[0])
-    pairs = zip(pools, staging, strict=True)
-    return tuple(scatter_blocks(pool, new, ids, count) for pool, new in pairs)
+    return scatter_blocks(pools, staging, ids, jnp.int32(ids.shape[0]))
 
 
 def _copy(
     pools: Pools, sources: Int32[Array, " size"], destinations: Int32[Array, " size"]
 ) -> Pools:
-    count = jnp.int32(sources.shape[0])
-    return tuple(copy_blocks(pool, sources, destinations, count) for pool in pools)
+    return copy_blocks(pools, sources, destinations, jnp.int32(sources.shape[0]))
 
 
 @cache

@@ -1,10 +1,12 @@
 """Mosaic kernels run on a CPU, thread by thread, by JAX's interpret mode."""
 
 import contextlib
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from importlib import import_module
 
 import jax
+import pytest
 
 from radixkv.kernels import mosaic
 
@@ -37,3 +39,21 @@ def races_detected() -> Iterator[mosaic.Interpret]:
             raise RaceError("the race detector found a race")
     finally:
         module.gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+CAUGHT = "|".join(
+    (
+        "RACE DETECTED",
+        "the race detector found a race",
+        "completed again before previous completion was observed",
+        "read-side operations completed before kernel finished",
+    )
+)
+
+
+def assert_caught(run: Callable[[mosaic.Interpret], object]) -> None:
+    """That `run` has a race, or ends before its copies do, and the simulation says so."""
+    failures = RaceError, ValueError, jax.errors.JaxRuntimeError
+    with pytest.raises(failures) as failure, races_detected() as params:
+        run(params)
+    assert re.search(CAUGHT, str(failure.value)), failure.value

@@ -7,10 +7,12 @@
 which is missing and is skipped.
 """
 
+import contextlib
 import os
 import re
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -102,12 +104,22 @@ def compile_for_h100(function, *args, donate_argnums=()) -> Compiled:
     with (
         tempfile.TemporaryDirectory() as dump,
         pytest.MonkeyPatch.context() as patch,
-        jax.enable_compilation_cache(False),  # a cached program dumps nothing
+        _no_cache_of_programs(),
     ):
         patch.setenv("MOSAIC_GPU_DUMP_TO", dump)
         with use_abstract_mesh(mesh.abstract_mesh):
             executable = jitted.lower(*args).compile()
         return _report(Path(dump), executable.memory_analysis())
+
+
+@contextlib.contextmanager
+def _no_cache_of_programs() -> Iterator[None]:
+    """A cached program dumps nothing, and one for another machine cannot be read from a cache."""
+    name = "jax_enable_compilation_cache"
+    before = getattr(jax.config, name)
+    jax.config.update(name, False)
+    yield
+    jax.config.update(name, before)
 
 
 def _report(dump: Path, memory) -> Compiled:

@@ -1,15 +1,18 @@
-"""Copies of a module with one line changed: bugs that a test must catch."""
+"""Copies of a module with lines changed: other constants, or bugs that a test must catch."""
 
 from types import ModuleType
 
 
-def planted(module: ModuleType, old: str, new: str = "") -> ModuleType:
-    """The module with `old`, which must occur exactly once in its source, replaced."""
+def planted(module: ModuleType, changes: dict[str, str]) -> ModuleType:
+    """The module with each key, which must occur exactly once in its source, replaced."""
     assert module.__file__ is not None
     with open(module.__file__) as file:
         source = file.read()
-    assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times in {module.__name__}"
+    for old, new in changes.items():
+        found = source.count(old)
+        assert found == 1, f"{old!r} occurs {found} times in {module.__name__}"
+        source = source.replace(old, new)
     changed = ModuleType(module.__name__)
     changed.__file__, changed.__package__ = module.__file__, module.__package__
-    exec(compile(source.replace(old, new), module.__file__, "exec"), changed.__dict__)
+    exec(compile(source, module.__file__, "exec"), changed.__dict__)
     return changed
