@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 from ..replay import run_replay
+from ..replay.cluster_result import ClusterConfig
 from ..replay.simulation import SimulationConfig
 from .errors import BadInputError
 from .options import host_tier
@@ -22,6 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     simulation = SimulationConfig(
         num_blocks=arguments.device_blocks, host=host, preempt=arguments.preempt
     )
+    clusters = _clusters(arguments, simulation)
     with ProgressLine(quiet=arguments.quiet) as progress:
         report = run_replay(
             None if arguments.trace is None else Path(arguments.trace),
@@ -31,7 +34,34 @@ def run(arguments: argparse.Namespace) -> int:
             gpu=arguments.gpu,
             costs=None if arguments.costs is None else Path(arguments.costs),
             simulation=simulation,
+            clusters=clusters,
             progress=progress,
         )
     emit(arguments.json, report.to_json(), report.text)
     return 0 if report.ok else 1
+
+
+def _clusters(
+    arguments: argparse.Namespace, simulation: SimulationConfig
+) -> dict[str, ClusterConfig]:
+    """List the clusters to simulate, by what is reserved on their decode nodes."""
+    num_prefill, num_decode = arguments.prefill, arguments.decode
+    if (num_prefill is None) != (num_decode is None):
+        raise BadInputError("--prefill and --decode need each other")
+    if num_prefill is None:
+        for option in ("reserve", "allocate"):
+            if getattr(arguments, option) is not None:
+                raise BadInputError(f"--{option} needs --prefill and --decode")
+        return {}
+    modes = ("none", "512", "no_evict") if arguments.reserve is None else (arguments.reserve,)
+    node = dataclasses.replace(simulation, host=None, preempt="recompute")
+    tokens: dict[str, int | None] = {"none": 0, "no_evict": None}
+    return {
+        f"reserve {mode}": ClusterConfig(
+            num_prefill,
+            num_decode,
+            dataclasses.replace(node, reserve_tokens=tokens[mode] if mode in tokens else int(mode)),
+            arguments.allocate or "early",
+        )
+        for mode in modes
+    }

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from .options import add_host_tier, add_json, add_requests, add_size
+from .options import add_host_tier, add_json, add_requests, add_size, positive_int
 
 
 def add_replay(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
@@ -43,9 +43,40 @@ def add_replay(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
         help="what becomes of the KV of a request that is preempted in the simulation: computed "
         "again, or parked on the host (default: %(default)s)",
     )
+    _add_cluster(parser)
     parser.add_argument("--quiet", action="store_true", help="show no progress on stderr")
     add_json(parser)
     parser.set_defaults(run=run)
+
+
+def _add_cluster(parser: argparse.ArgumentParser) -> None:
+    add_size(parser, "--prefill", "simulate N prefill nodes too, and --decode", required=False)
+    add_size(parser, "--decode", "simulate N decode nodes too", required=False)
+    parser.add_argument(
+        "--reserve",
+        type=_reserve,
+        metavar="MODE",
+        help="what a decode node keeps free for requests that it has: none; N: the next N tokens "
+        "of each; no_evict: all of their tokens, so that none is preempted (default: none, 512 "
+        "and no_evict, beside each other)",
+    )
+    parser.add_argument(
+        "--allocate",
+        choices=("early", "prefill_complete"),
+        help="when a decode node grants blocks: before the prompt is computed, or when it is "
+        "(default: early)",
+    )
+
+
+def _reserve(text: str) -> str:
+    if text in ("none", "no_evict"):
+        return text
+    try:
+        return str(positive_int(text))
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"expected none, a positive number of tokens, or no_evict, got {text!r}"
+        ) from None
 
 
 def add_hits(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:

@@ -10,6 +10,8 @@ from importlib import metadata
 from typing import Any
 
 from .checks import Check
+from .cluster_lines import ClusterSection, cluster_lines
+from .cluster_result import ClusterResult
 from .hit_curve import HitCurve
 from .real_run import RealRun
 from .report_lines import (
@@ -31,6 +33,7 @@ class ReplayReport:
     trace: Trace
     hits: HitCurve
     simulation: SimulationSection
+    apart: ClusterSection
     real: RealSection
     wall_s: float
 
@@ -44,6 +47,8 @@ class ReplayReport:
         checks = [("hits", check) for check in self.hits.checks]
         for name, run in self.simulation.runs.items():
             checks += [(f"simulation, {name}", check) for check in run.checks]
+        for name, cluster in self.apart.runs.items():
+            checks += [(f"apart, {name}", check) for check in cluster.checks]
         return checks + [("real_run", check) for check in self.real.run.checks]
 
     def to_json(self) -> dict[str, Any]:
@@ -69,6 +74,13 @@ class ReplayReport:
                 "config": dataclasses.asdict(simulation.config),
                 "runs": {name: _without_checks(run) for name, run in simulation.runs.items()},
             },
+            "apart": {
+                name: {
+                    "config": dataclasses.asdict(self.apart.configs[name]),
+                    **_without_checks(run),
+                }
+                for name, run in self.apart.runs.items()
+            },
             "real_run": {"config": dataclasses.asdict(real.config), **_without_checks(real.run)},
             "checks": [
                 {"section": section, **dataclasses.asdict(check)}
@@ -82,6 +94,7 @@ class ReplayReport:
             *trace_lines(self.trace),
             *hit_lines(self.hits),
             *simulation_lines(self.simulation),
+            *cluster_lines(self.apart),
             *real_lines(self.real),
         ]
         lines += ["", self._verdict()]
@@ -114,7 +127,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _without_checks(result: SimulationResult | RealRun) -> dict[str, Any]:
+def _without_checks(result: SimulationResult | ClusterResult | RealRun) -> dict[str, Any]:
     fields = dataclasses.asdict(result)
     del fields["checks"]
     return fields

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from .checks import Check
 from .cost_model import CostModel
 from .hit_curve import HitCurve
 from .host_link import TierCounts
-from .latency import Percentiles
 from .real_run import RealRun, RealRunConfig
+from .report_format import check_lines, percentiles, table
 from .simulation import SimulationConfig, SimulationResult
 from .trace import TOKENS_PER_HASH_ID, Trace
 
@@ -56,10 +55,10 @@ def hit_lines(curve: HitCurve) -> Iterator[str]:
         f"a. HITS: blocks of {TOKENS_PER_HASH_ID} tokens found in a cache of each size",
         "",
     )
-    table = [("blocks", "hits", "hit rate", "of ideal", "Belady", "evicted", "refused")]
+    rows = [("blocks", "hits", "hit rate", "of ideal", "Belady", "evicted", "refused")]
     for row in curve.rows:
         counts = row.counts
-        table.append(
+        rows.append(
             (
                 "no limit" if row.num_blocks is None else f"{row.num_blocks:,}",
                 f"{counts.hit_blocks:,}",
@@ -70,14 +69,14 @@ def hit_lines(curve: HitCurve) -> Iterator[str]:
                 f"{row.refused:,}",
             )
         )
-    yield from _table(table)
+    yield from table(rows)
     yield ""
     yield (
         f"   Of {ideal.blocks:,} blocks asked for, {ideal.hit_blocks:,} had been seen before: "
         f"the ideal."
     )
     yield "   Belady evicts with knowledge of the future; no policy of this kind can do better."
-    yield from _check_lines(curve.checks)
+    yield from check_lines(curve.checks)
 
 
 def simulation_lines(section: SimulationSection) -> Iterator[str]:
@@ -90,7 +89,7 @@ def simulation_lines(section: SimulationSection) -> Iterator[str]:
         "",
     )
     rows = _simulation_rows(list(runs.values()))
-    yield from _table([("", *runs), *rows])
+    yield from table([("", *runs), *rows])
     yield ""
     yield "   Times are p50 / p90 / p99. Manager and scheduler are real; the GPU is a roofline,"
     yield (
@@ -112,16 +111,16 @@ def simulation_lines(section: SimulationSection) -> Iterator[str]:
             f"steps; only who needs one waits."
         )
     for name, run in runs.items():
-        yield from _check_lines(run.checks, suffix=f" ({name})")
+        yield from check_lines(run.checks, suffix=f" ({name})")
 
 
 def _simulation_rows(results: Sequence[SimulationResult]) -> Iterator[Sequence[str]]:
     def row(label: str, cell: Callable[[SimulationResult], str]) -> Sequence[str]:
         return (label, *map(cell, results))
 
-    yield row("time to first token, s", lambda r: _percentiles(r.latencies.ttft_s, 1))
-    yield row("time per further token, ms", lambda r: _percentiles(r.latencies.tpot_s, 1e3))
-    yield row("end to end, s", lambda r: _percentiles(r.latencies.end_to_end_s, 1))
+    yield row("time to first token, s", lambda r: percentiles(r.latencies.ttft_s, 1))
+    yield row("time per further token, ms", lambda r: percentiles(r.latencies.tpot_s, 1e3))
+    yield row("end to end, s", lambda r: percentiles(r.latencies.end_to_end_s, 1))
     yield row("goodput, requests/s", lambda r: f"{r.latencies.goodput_requests_per_s:.2f}")
     yield row("requests within the SLO", lambda r: f"{r.latencies.slo_attainment:.1%}")
     yield row("prompt tokens hit", lambda r: _of_prompts(r, r.hit_tokens))
@@ -162,7 +161,7 @@ def real_lines(section: RealSection) -> Iterator[str]:
         f"c. REAL RUN: {run.requests} requests, scaled down, through the engine and a tiny model",
         "",
     )
-    table = [
+    rows = [
         (
             "",
             "blocks",
@@ -176,7 +175,7 @@ def real_lines(section: RealSection) -> Iterator[str]:
         )
     ]
     for engine in run.runs:
-        table.append(
+        rows.append(
             (
                 engine.name,
                 f"{engine.num_blocks:,}",
@@ -189,7 +188,7 @@ def real_lines(section: RealSection) -> Iterator[str]:
                 f"{engine.wall_s:.1f}",
             )
         )
-    yield from _table(table)
+    yield from table(rows)
     yield ""
     yield (
         f"   {run.prompt_tokens:,} prompt and {run.output_tokens:,} output tokens in each: with "
@@ -206,35 +205,8 @@ def real_lines(section: RealSection) -> Iterator[str]:
                 f"   {engine.bytes_to_host / 1e6:,.1f} MB copied to it and "
                 f"{engine.bytes_to_device / 1e6:,.1f} MB back."
             )
-    yield from _check_lines(run.checks)
-
-
-def _check_lines(checks: Sequence[Check], suffix: str = "") -> Iterator[str]:
-    for check in checks:
-        yield f"   {check.verdict}  {check.name}{suffix}: {check.detail}"
-
-
-def _percentiles(values: Percentiles | None, scale: float) -> str:
-    if values is None:
-        return "-"
-    return " / ".join(_short(value * scale) for value in (values.p50, values.p90, values.p99))
-
-
-def _short(value: float) -> str:
-    """Three digits or more: columns are narrow."""
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+    yield from check_lines(run.checks)
 
 
 def _of_prompts(result: SimulationResult, num_tokens: int) -> str:
     return f"{num_tokens:,} ({num_tokens / max(result.prompt_tokens, 1):.1%})"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Align cells: the first column to the left, the others to the right, a rule below the head."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for index, row in enumerate(rows):
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        yield f"   {'  '.join(cells)}".rstrip()
-        if index == 0:
-            yield f"   {'  '.join('-' * width for width in widths)}"

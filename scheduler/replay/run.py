@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
+from .cluster import simulate_cluster
+from .cluster_lines import ClusterSection
+from .cluster_result import ClusterConfig
 from .cost_model import load_costs, named_costs
 from .hit_curve import measure_hit_curve
 from .progress import Progress, no_progress
@@ -26,6 +30,7 @@ def run_replay(
     gpu: str | None = None,
     costs: Path | None = None,
     simulation: SimulationConfig | None = None,
+    clusters: Mapping[str, ClusterConfig] | None = None,
     real: RealRunConfig | None = None,
     progress: Progress = no_progress,
 ) -> ReplayReport:
@@ -39,6 +44,7 @@ def run_replay(
         costs: a JSON file of figures that replace theirs.
         simulation, real: set-ups of the simulated and of the real engine; None for the defaults.
             With a host tier, the simulation runs without it too.
+        clusters: prefill and decode nodes to simulate besides, by name.
         progress: told how far it is.
 
     Raises:
@@ -57,11 +63,16 @@ def run_replay(
         name: simulate(trace, cost_model, config, progress, f"simulation, {name}")
         for name, config in _compared(simulation).items()
     }
+    apart = {
+        name: simulate_cluster(trace, cost_model, config, progress, f"apart, {name}")
+        for name, config in (clusters or {}).items()
+    }
     real_run = run_real(trace, real, progress)
     return ReplayReport(
         trace,
         hits,
         SimulationSection(cost_model, simulation, runs),
+        ClusterSection(cost_model, dict(clusters or {}), apart),
         RealSection(real, real_run),
         time.perf_counter() - started,
     )

@@ -26,10 +26,11 @@ from ..plan import StepPlan
 from ..request import Request
 from ..tier_requests import Preempt
 from .checks import Check
-from .cost_model import CostModel, attention_pairs
+from .cost_model import CostModel
 from .host_link import HostLink, TierCounts
 from .latency import Latencies, summarize_latencies
 from .ledger import Ledger, check_all_blocks_returned, check_all_host_blocks_returned
+from .plan_cost import plan_s
 from .progress import Progress, no_progress
 from .trace import Trace, tokens
 
@@ -228,16 +229,7 @@ class _Simulation:
             self.next_arrival += 1
 
     def _advance_clock(self, plan: StepPlan) -> None:
-        decode, prefill = plan.chunks[: plan.num_decode], plan.chunks[plan.num_decode :]
-        # Chunks of one token at position s: n = s + 1, and (n^2 - s^2) / 2 = s + 1/2.
-        starts = sum([chunk.start for chunk in decode])
-        context = starts + len(decode)
-        pairs = starts + 0.5 * len(decode)
-        for chunk in prefill:
-            end = chunk.start + chunk.length
-            context += end
-            pairs += attention_pairs(chunk.start, end)
-        step_s = self.costs.step_s(plan.num_tokens, context, pairs)
+        step_s = plan_s(self.costs, plan)
         held = self.manager.num_blocks - self.manager.available
         self.clock_s += step_s
         self.busy_s += step_s

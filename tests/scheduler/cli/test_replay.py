@@ -10,6 +10,7 @@ import pytest
 
 from radixkv.kvcache.host_tier import HostConfig
 from radixkv.scheduler.commands import replay
+from radixkv.scheduler.replay.cluster_result import ClusterConfig
 from radixkv.scheduler.replay.simulation import SimulationConfig
 
 
@@ -76,8 +77,8 @@ def test_options_reach_the_replay(
     named = {"skip_malformed": False, "model": "m", "gpu": "g", "costs": Path("c.json")}
     simulation = SimulationConfig()
     assert calls == [
-        ((None, None), {**none, "simulation": simulation}),
-        ((trace, 3), {**named, "simulation": simulation}),
+        ((None, None), {**none, "simulation": simulation, "clusters": {}}),
+        ((trace, 3), {**named, "simulation": simulation, "clusters": {}}),
     ]
 
 
@@ -98,6 +99,52 @@ def test_tier_options_need_a_tier(radixkv: Any, trace: Path, option: tuple[str, 
     outcome = radixkv("replay", trace, *option)
     needs = option[0] if option[0] == "--host-write" else " ".join(option)
     assert (outcome.status, outcome.stderr) == (2, f"radixkv: {needs} needs --host-blocks\n")
+
+
+def test_prefill_and_decode_nodes_reach_the_replay(
+    radixkv: Any, trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = record_calls(monkeypatch)
+    radixkv("replay", trace, "--prefill", 2, "--decode", 1, "--device-blocks", 50)
+    late = ("--reserve", "7", "--allocate", "prefill_complete", "--host-blocks", 9)
+    radixkv("replay", trace, "--prefill", 1, "--decode", 3, *late)
+    assert [options["clusters"] for _, options in calls] == [
+        {
+            f"reserve {name}": ClusterConfig(
+                2, 1, SimulationConfig(num_blocks=50, reserve_tokens=tokens)
+            )
+            for name, tokens in (("none", 0), ("512", 512), ("no_evict", None))
+        },
+        {
+            "reserve 7": ClusterConfig(
+                1, 3, SimulationConfig(reserve_tokens=7), order="prefill_complete"
+            )
+        },
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--prefill", 1), "--prefill and --decode need each other"),
+        (("--decode", 1), "--prefill and --decode need each other"),
+        (("--reserve", "none"), "--reserve needs --prefill and --decode"),
+        (("--allocate", "early"), "--allocate needs --prefill and --decode"),
+    ],
+)
+def test_options_of_nodes_need_nodes(
+    radixkv: Any, trace: Path, options: tuple[object, ...], message: str
+) -> None:
+    outcome = radixkv("replay", trace, *options)
+    assert (outcome.status, outcome.stderr) == (2, f"radixkv: {message}\n")
+
+
+@pytest.mark.parametrize("mode", ["some", "-1", "0"])
+def test_an_unknown_reservation_is_refused(radixkv: Any, trace: Path, mode: str) -> None:
+    outcome = radixkv("replay", trace, "--prefill", 1, "--decode", 1, f"--reserve={mode}")
+    wanted = "expected none, a positive number of tokens, or no_evict"
+    assert outcome.status == 2
+    assert f"argument --reserve: {wanted}, got {mode!r}" in outcome.stderr
 
 
 @pytest.mark.parametrize("option", ["--model", "--gpu"])

@@ -116,7 +116,7 @@ def test_a_file_overrides_any_figure(tmp_path: Path) -> None:
             '{"step": {"mfu": 1}}',
             "step has no figure 'mfu'; known: "
             "flops_efficiency, bandwidth_efficiency, overhead_s, memory_fraction, "
-            "host_link_efficiency",
+            "host_link_efficiency, network_efficiency, message_s",
         ),
         ('{"model": {"name": 1}}', "model.name must be a string, got 1"),
         ('{"model": {"layers": 1.5}}', "model.layers must be an integer, got 1.5"),

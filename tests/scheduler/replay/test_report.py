@@ -9,6 +9,9 @@ import pytest
 
 from radixkv.kvcache.host_tier import HostConfig
 from radixkv.scheduler.replay.checks import Check
+from radixkv.scheduler.replay.cluster import simulate_cluster
+from radixkv.scheduler.replay.cluster_lines import ClusterSection
+from radixkv.scheduler.replay.cluster_result import ClusterConfig
 from radixkv.scheduler.replay.cost_model import named_costs
 from radixkv.scheduler.replay.hit_curve import measure_hit_curve
 from radixkv.scheduler.replay.real_checks import EngineRun
@@ -39,6 +42,8 @@ def report(bundled_trace: Trace) -> ReplayReport:
     skipped = tuple(SkippedLine(line, f"reason {line}") for line in range(1, 8))
     trace = Trace(bundled_trace.requests[:20], skipped, "mine.jsonl")
     costs, config = named_costs(), SimulationConfig()
+    apart = ClusterConfig(2, 1)
+    cluster = simulate_cluster(trace, costs, apart)
     real = RealRun(
         requests=20,
         prompt_tokens=4000,
@@ -53,6 +58,7 @@ def report(bundled_trace: Trace) -> ReplayReport:
         trace,
         measure_hit_curve(trace, (50,)),
         SimulationSection(costs, config, {"cache on": simulate(trace, costs, config)}),
+        ClusterSection(costs, {"reserve none": apart}, {"reserve none": cluster}),
         RealSection(RealRunConfig(), real),
         wall_s=12.34,
     )
@@ -65,8 +71,14 @@ def test_the_text_has_every_section_check_and_skipped_line(report: ReplayReport)
     assert "  7 malformed lines were skipped:" in lines
     assert "    line 5: reason 5" in lines and "    line 6: reason 6" not in lines
     assert "    and 2 more" in lines
-    for heading in ("a. HITS", "b. SIMULATION: llama3-8b on h200x2", "c. REAL RUN: 20 requests"):
+    for heading in (
+        "a. HITS",
+        "b. SIMULATION: llama3-8b on h200x2",
+        "PREFILL AND DECODE APART: 2 prefill and 1 decode nodes, each h200x2",
+        "c. REAL RUN: 20 requests",
+    ):
         assert heading in text
+    assert "   on a decode node are granted before the prompt is computed (early)." in lines
     for label in ("time to first token, s", "goodput, requests/s", "preemptions", "no limit"):
         assert label in text
     for _, check in report.checks():
@@ -74,7 +86,7 @@ def test_the_text_has_every_section_check_and_skipped_line(report: ReplayReport)
     assert "   SKIP  the tight pool preempts and evicts: not exercised" in lines
     assert "   host tier: 19 parked and 18 resumed, 1,696 tokens hit on the host," in lines
     assert "   1.9 MB copied to it and 1.3 MB back." in lines
-    assert lines[-1] == "PASS: 6 checks, 1 skipped; 12.3 s"
+    assert lines[-1] == "PASS: 9 checks, 1 skipped; 12.3 s"
     assert all(len(line) <= 100 for line in lines), [line for line in lines if len(line) > 100]
 
 
@@ -85,7 +97,7 @@ def test_a_failed_check_fails_the_report(report: ReplayReport) -> None:
     failed = dataclasses.replace(report, real=RealSection(RealRunConfig(), real))
     assert not failed.ok
     assert f"   FAIL  {broken.name}: {broken.detail}" in failed.text().splitlines()
-    assert failed.text().splitlines()[-1] == "FAIL: 1 of 6 checks; 12.3 s"
+    assert failed.text().splitlines()[-1] == "FAIL: 1 of 9 checks; 12.3 s"
     assert failed.to_json()["ok"] is False
 
 
@@ -98,6 +110,7 @@ def test_the_json_is_complete_and_has_no_nan(report: ReplayReport) -> None:
         "trace",
         "hits",
         "simulation",
+        "apart",
         "real_run",
         "checks",
     }
@@ -115,6 +128,8 @@ def test_the_json_is_complete_and_has_no_nan(report: ReplayReport) -> None:
         "p90",
         "p99",
     }
+    assert document["apart"]["reserve none"]["config"]["num_prefill"] == 2
+    assert document["apart"]["reserve none"]["finished"] == 20
     assert document["real_run"]["config"]["seed"] == 0
     runs = document["real_run"]["runs"]
     assert [run["name"] for run in runs] == ["reference", "cache on", "host tier"]

@@ -1,0 +1,37 @@
+"""How a replay report shows checks, distributions and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from .checks import Check
+from .latency import Percentiles
+
+
+def check_lines(checks: Sequence[Check], suffix: str = "") -> Iterator[str]:
+    """Show each check and its verdict."""
+    for check in checks:
+        yield f"   {check.verdict}  {check.name}{suffix}: {check.detail}"
+
+
+def percentiles(values: Percentiles | None, scale: float) -> str:
+    """Show p50 / p90 / p99 in another unit."""
+    if values is None:
+        return "-"
+    return " / ".join(_short(value * scale) for value in (values.p50, values.p90, values.p99))
+
+
+def _short(value: float) -> str:
+    """Three digits or more: columns are narrow."""
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Align cells: the first column to the left, the others to the right, a rule below the head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for index, row in enumerate(rows):
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        yield f"   {'  '.join(cells)}".rstrip()
+        if index == 0:
+            yield f"   {'  '.join('-' * width for width in widths)}"

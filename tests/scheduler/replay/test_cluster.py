@@ -1,0 +1,254 @@
+"""Prefill and decode nodes in simulated time: by hand, on a trace, and all checks able to fail."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixkv.kvcache import CacheManager
+from radixkv.scheduler.handoff import Order
+from radixkv.scheduler.replay.checks import Check
+from radixkv.scheduler.replay.cluster import simulate_cluster
+from radixkv.scheduler.replay.cluster_ledger import ClusterLedger
+from radixkv.scheduler.replay.cluster_result import ClusterConfig, ClusterResult
+from radixkv.scheduler.replay.cost_model import (
+    CostError,
+    CostModel,
+    GpuCosts,
+    ModelCosts,
+    StepCosts,
+    named_costs,
+)
+from radixkv.scheduler.replay.simulation import SimulationConfig
+from radixkv.scheduler.replay.trace import Trace
+from radixkv.scheduler.request import Request
+
+from .conftest import make_trace
+
+# Every step takes a second, a message a tenth, and a block of 64 tokens (4 bytes each) 0.01 s.
+COSTS = CostModel(
+    ModelCosts("toy", 1, layers=1, heads=1, kv_heads=1, head_dim=1),
+    GpuCosts("toy", 1e29, 1e29, 1e9, network_bytes_per_s=25_600),
+    StepCosts(overhead_s=1.0, network_efficiency=1.0, message_s=0.1),
+)
+NODE = SimulationConfig(block_size=64, num_blocks=64, token_budget=512)
+
+
+def first_requests(trace: Trace, num_requests: int) -> Trace:
+    return Trace(trace.requests[:num_requests])
+
+
+def verdicts(result: ClusterResult) -> list[str]:
+    return [check.verdict for check in result.checks]
+
+
+def test_one_request_by_hand() -> None:
+    # ASK and GRANT, two steps of prefill, each chunk sent when it is computed: the second part is
+    # announced at 2.2 s and takes 0.08 s. COMMIT was announced with it. Then two steps of decode.
+    trace = make_trace([0, 1], output_length=3)
+    result = simulate_cluster(trace, COSTS, ClusterConfig(1, 1, NODE))
+    assert (result.finished, result.refused, result.sent_blocks) == (1, 0, 16)
+    assert result.sent_bytes == 16 * 64 * 4
+    assert (result.prefill.steps, result.decode.steps) == (2, 2)
+    latencies = result.latencies
+    assert latencies.ttft_s is not None and latencies.tpot_s is not None
+    assert latencies.ttft_s.p99 == pytest.approx(0.1 + 0.1 + 2.0 + 0.1 + 0.08)
+    assert latencies.tpot_s.p99 == pytest.approx(1.0)
+    assert result.simulated_s == pytest.approx(4.38)
+    assert result.prefill.busy == pytest.approx(2 / 4.38)
+    assert result.decode.busy == pytest.approx(2 / 4.38)
+    assert verdicts(result) == ["PASS"] * 3
+
+
+def test_blocks_are_granted_after_the_prompt_is_computed() -> None:
+    trace = make_trace([0, 1], output_length=3)
+    config = ClusterConfig(1, 1, NODE, "prefill_complete")
+    result = simulate_cluster(trace, COSTS, config)
+    latencies = result.latencies
+    assert latencies.ttft_s is not None
+    # Two steps, ASK, GRANT, SEND, and all 16 blocks.
+    assert latencies.ttft_s.p99 == pytest.approx(2.0 + 0.3 + 0.16)
+    assert verdicts(result) == ["PASS"] * 3
+
+
+def test_what_each_node_has_is_neither_computed_nor_sent_again() -> None:
+    trace = make_trace([0, 1], [0, 1], output_length=2, gap_ms=20_000.0)
+    result = simulate_cluster(trace, COSTS, ClusterConfig(1, 1, NODE))
+    assert result.hit_tokens == 1023  # the last token is computed for its logits
+    assert (result.own_tokens, result.sent_blocks) == (1024, 16)
+    assert result.prefill.steps == 3
+
+
+def test_two_transfers_of_a_node_follow_each_other() -> None:
+    trace = make_trace([0], [1])
+    result = simulate_cluster(trace, COSTS, ClusterConfig(2, 1, NODE))
+    # Each is computed on its own node at the same time; the second waits for D's network.
+    latencies = result.latencies
+    assert latencies.end_to_end_s is not None
+    assert latencies.end_to_end_s.p99 == pytest.approx(1.3 + 0.16, abs=0.01)
+    assert result.simulated_s == pytest.approx(1.3 + 0.16)
+
+
+@pytest.mark.parametrize("order", ["early", "prefill_complete"])
+@pytest.mark.parametrize("reserve_tokens", [0, 512, None])
+def test_a_tight_decode_node_makes_others_wait(
+    bundled_trace: Trace, order: Order, reserve_tokens: int | None
+) -> None:
+    node = SimulationConfig(num_blocks=4_000, reserve_tokens=reserve_tokens)
+    config = ClusterConfig(2, 1, node, order)
+    trace = first_requests(bundled_trace, 100)
+    result = simulate_cluster(trace, named_costs(), config)
+    too_large = [line.input_length + line.output_length - 1 > 64_000 for line in trace.requests]
+    assert result.refused == sum(too_large)
+    assert result.finished + result.refused == 100
+    assert result.busy_refusals > 0 or order == "prefill_complete"
+    if reserve_tokens is None:
+        assert result.preemptions == 0
+    assert all(check.ok for check in result.checks), result.checks
+
+
+def test_the_reservation_decides_who_is_preempted() -> None:
+    # Four prompts of 8 blocks, each of which grows by 8: a pool of 40 has room for all prompts.
+    trace = make_trace([0], [1], [2], [3], output_length=512)
+    node = dataclasses.replace(NODE, num_blocks=40)
+    results = {
+        reserve: simulate_cluster(
+            trace,
+            COSTS,
+            ClusterConfig(1, 1, dataclasses.replace(node, reserve_tokens=reserve)),
+        )
+        for reserve in (0, None)
+    }
+    assert results[0].preemptions > 0
+    assert results[0].recomputed_tokens > 0
+    assert results[None].preemptions == 0
+    assert verdicts(results[None]) == ["PASS"] * 4
+
+
+@settings(max_examples=30)
+@given(
+    st.integers(1, 3),
+    st.integers(1, 2),
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3), min_size=1, max_size=8),
+    st.sampled_from([0, 100, None]),
+    st.sampled_from(["early", "prefill_complete"]),
+    st.sampled_from([0.0, 700.0]),
+)
+def test_any_ratio_of_nodes_answers_everything(
+    num_prefill: int,
+    num_decode: int,
+    paths: list[list[int]],
+    reserve: int | None,
+    order: Order,
+    gap_ms: float,
+) -> None:
+    # An id stands for its whole prefix.
+    prefixes = [[tuple(path[: n + 1]) for n in range(len(path))] for path in paths]
+    distinct = dict.fromkeys(prefix for path in prefixes for prefix in path)
+    ids = {prefix: place for place, prefix in enumerate(distinct)}
+    trace = make_trace(*([ids[each] for each in path] for path in prefixes), gap_ms=gap_ms)
+    trace = Trace(tuple(dataclasses.replace(line, output_length=70) for line in trace.requests))
+    node = dataclasses.replace(NODE, num_blocks=30, reserve_tokens=reserve)
+    config = ClusterConfig(num_prefill, num_decode, node, order)
+    result = simulate_cluster(trace, COSTS, config)
+    assert result.finished == len(paths)
+    assert all(check.ok for check in result.checks), result.checks
+
+
+def test_the_trace_is_replayed_the_same_twice(bundled_trace: Trace) -> None:
+    trace, costs = first_requests(bundled_trace, 40), named_costs()
+    calls: list[tuple[str, int, int]] = []
+    config = ClusterConfig(2, 1)
+
+    def run() -> ClusterResult:
+        result = simulate_cluster(trace, costs, config, lambda *call: calls.append(call), "apart")
+        return dataclasses.replace(result, scheduler_us_per_step=0.0, wall_s=0.0)
+
+    assert run() == run()
+    assert calls[-1] == ("apart", 40, 40)
+
+
+def test_requests_larger_than_a_pool_are_refused_and_counted() -> None:
+    trace = make_trace([0, 1, 2], [3], [4, 5, 6], output_length=2)
+    node = dataclasses.replace(NODE, num_blocks=16)
+    result = simulate_cluster(trace, COSTS, ClusterConfig(1, 1, node))
+    assert (result.finished, result.refused) == (1, 2)
+    assert result.checks[0].detail == "1 finished, 2 refused"
+    # The prompt alone fits: only D knows that the output does not.
+    grows = make_trace([0, 1], output_length=65)
+    result = simulate_cluster(grows, COSTS, ClusterConfig(1, 1, node))
+    assert (result.finished, result.refused) == (0, 1)
+
+
+def test_the_model_must_leave_room_for_blocks() -> None:
+    with pytest.raises(CostError, match="llama3-70b does not fit"):
+        simulate_cluster(make_trace([0]), named_costs("llama3-70b", "a100"), ClusterConfig(1, 1))
+
+
+# ------------------------------------------------------------------------------ planted bugs
+
+
+def ledger_of(*requests: Request) -> ClusterLedger:
+    ledger = ClusterLedger(4)
+    for request in requests:
+        ledger.arrive(request, 0.0)
+    return ledger
+
+
+def checks(ledger: ClusterLedger, num_requests: int, preemptions: int | None = None) -> list[Check]:
+    manager = CacheManager(4, 4)
+    return ledger.checks(num_requests, [manager, manager], preemptions)
+
+
+def ended(request: Request, num_outputs: int) -> Request:
+    for _ in range(num_outputs):
+        request.append(1)
+    request.finish_reason = "length"
+    return request
+
+
+def test_wrong_answers_are_found() -> None:
+    first, second, third = (Request(name, [1, 2, 3, 4, 5], 2) for name in "abc")
+    ledger = ledger_of(first, second, third)
+    ledger.start(first, 0, 1.0)
+    ledger.start(first, 0, 2.0)
+    ledger.finish(ended(first, 1), 3.0)
+    ledger.finish(second, 3.0)
+    answered = checks(ledger, 3)[0]
+    assert (answered.name, answered.ok) == ("every request is answered once, in full", False)
+    assert answered.detail == "4 violations, the first: request a: starts twice"
+    assert ledger._wrong_answers[1:] == [
+        "request a: 1 tokens of 2, finish_reason length",
+        "request b: answered twice, or before it started",
+    ]
+
+
+def test_a_request_without_an_answer_is_found() -> None:
+    answered = checks(ledger_of(Request("a", [1], 2)), 1)[0]
+    assert answered.detail == "1 violations, the first: 0 answers to 1 requests, 1 pending"
+
+
+def test_a_block_that_was_sent_for_nothing_is_found() -> None:
+    request = Request("a", [1, 2, 3, 4, 5], 1)
+    ledger = ledger_of(request)
+    ledger.start(request, 4, 1.0)
+    ledger.finish(ended(request, 1), 1.0)
+    ledger.sent_blocks = 2
+    sent = checks(ledger, 1)[1]
+    assert (sent.name, sent.ok) == ("D is sent what it lacks, nothing else", False)
+    assert sent.detail == "2 blocks sent, 1 lacked"
+
+
+def test_a_leak_on_one_node_is_found() -> None:
+    leaky = CacheManager(4, 4)
+    leaky.admit(leaky.match([1]))
+    leaked = ledger_of().checks(0, [CacheManager(4, 4), leaky], None)[2]
+    assert (leaked.ok, leaked.detail) == (False, "3 free + 0 idle of 4 blocks, 1 leases")
+
+
+def test_a_preemption_where_there_must_be_none_is_found() -> None:
+    preempted = checks(ledger_of(), 0, preemptions=2)[3]
+    assert (preempted.ok, preempted.detail) == (False, "2 preemptions")
