@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
+from typing import Final, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,10 @@ from .tokens import Int32Array, as_count
 Pools = tuple[Float[Array, "blocks kv_heads block_size head_dim"], ...]
 Staging = tuple[Float[Array, "n kv_heads block_size head_dim"], ...]
 
+CopyKind: TypeAlias = Literal["gather", "scatter", "copy"]
+
+COPY_KINDS: Final[tuple[CopyKind, ...]] = ("gather", "scatter", "copy")
+
 _NOWHERE = -1
 """An id outside the pool: the kernels do nothing for it."""
 
@@ -30,12 +35,15 @@ class BlockCopies:
     K, then each layer's V. (One array for all takes XLA 4 to 12 times as long to fill on CPU.)
     """
 
-    def __init__(self, arrays: BlockArrays, max_blocks: int) -> None:
+    def __init__(
+        self, arrays: BlockArrays, max_blocks: int, kinds: Collection[CopyKind] = COPY_KINDS
+    ) -> None:
         """Compile and run every program, the largest first; no block changes.
 
         Args:
             arrays: of the shapes that all later ones have.
             max_blocks: the largest piece, rounded up to a power of two.
+            kinds: the copies that will be made.
 
         Raises:
             CountError: if max_blocks is less than 1.
@@ -49,9 +57,14 @@ class BlockCopies:
         size = self.max_blocks
         while size:
             # A first run loads and allocates what later ones find there.
-            staging = self.gather(arrays, nothing, size)
-            self.scatter(arrays, [np.asarray(each) for each in staging], nothing, size)
-            self.copy(arrays, nothing, nothing, size)
+            if "gather" in kinds:
+                self.gather(arrays, nothing, size)
+            if "scatter" in kinds:
+                shape = (size, *self._shape[1:])
+                staging = [np.zeros(shape, self._dtype)] * self._num_pools
+                self.scatter(arrays, staging, nothing, size)
+            if "copy" in kinds:
+                self.copy(arrays, nothing, nothing, size)
             size //= 2
 
     def pieces(self, num_blocks: int) -> Iterator[tuple[slice, int]]:
@@ -59,6 +72,15 @@ class BlockCopies:
         for first in range(0, num_blocks, self.max_blocks):
             last = min(first + self.max_blocks, num_blocks)
             yield slice(first, last), _power_of_two(last - first)
+
+    def exact_pieces(self, num_blocks: int) -> Iterator[slice]:
+        """Cut a number of blocks into pieces that need no padding: 37 into 32, 4 and 1."""
+        first = 0
+        while first < num_blocks:
+            left = min(num_blocks - first, self.max_blocks)
+            last = first + (1 << (left.bit_length() - 1))
+            yield slice(first, last)
+            first = last
 
     def gather(self, arrays: BlockArrays, ids: Int32Array, size: int) -> Staging:
         """Read blocks into new arrays: as they are now, whatever is dispatched later.
@@ -73,7 +95,7 @@ class BlockCopies:
     def scatter(
         self,
         arrays: BlockArrays,
-        staging: Sequence[Shaped[np.ndarray, "size kv_heads block_size head_dim"]],
+        staging: Sequence[Shaped[np.ndarray | jax.Array, "size kv_heads block_size head_dim"]],
         ids: Int32Array,
         size: int,
     ) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .decode import DecodeScheduler
+    from .disaggregated import DecodeEngine, Disaggregated, PrefillEngine
     from .engine import Engine
     from .engine_stats import CopyStats, EngineStats
     from .engine_tiers import make_storage_namespace
@@ -31,13 +32,16 @@ _HOME = {
     "Chunk": "plan",
     "ConfigError": "errors",
     "CopyStats": "engine_stats",
+    "DecodeEngine": "disaggregated",
     "DecodeScheduler": "decode",
+    "Disaggregated": "disaggregated",
     "Engine": "engine",
     "EngineStats": "engine_stats",
     "Fcfs": "policy",
     "HandoffsOpenError": "errors",
     "MixedScheduler": "mixed",
     "Policy": "policy",
+    "PrefillEngine": "disaggregated",
     "PrefillScheduler": "prefill",
     "Priority": "policy",
     "RefusedError": "errors",
@@ -56,13 +60,16 @@ __all__ = [
     "Chunk",
     "ConfigError",
     "CopyStats",
+    "DecodeEngine",
     "DecodeScheduler",
+    "Disaggregated",
     "Engine",
     "EngineStats",
     "Fcfs",
     "HandoffsOpenError",
     "MixedScheduler",
     "Policy",
+    "PrefillEngine",
     "PrefillScheduler",
     "Priority",
     "RefusedError",

@@ -58,12 +58,14 @@ class Shape:
 class Shapes:
     """Every shape an engine may run: decode by number of rows, extend by number of tokens."""
 
-    def __init__(self, *, token_budget: int, max_running: int, table_width: int) -> None:
+    def __init__(
+        self, *, token_budget: int, max_running: int, table_width: int, decode: bool = True
+    ) -> None:
+        """List them; without decode, rows of one token are extended, too."""
         if table_width < 1:
             raise ConfigError(f"table_width must be at least 1, got {table_width}")
-        self.decode = tuple(
-            Shape(True, rows, rows, table_width) for rows in power_of_two_buckets(1, max_running)
-        )
+        rows = power_of_two_buckets(1, max_running) if decode else ()
+        self.decode = tuple([Shape(True, each, each, table_width) for each in rows])
         smallest = min(_SMALLEST_EXTEND_TOKENS, token_budget)
         self.extend = tuple(
             Shape(False, tokens, max_running, table_width)
@@ -73,7 +75,8 @@ class Shapes:
     def fit(self, chunks: Sequence[Chunk]) -> Shape:
         """Return the smallest shape that holds these chunks."""
         num_tokens = sum([chunk.length for chunk in chunks])
-        family = self.decode if num_tokens == len(chunks) else self.extend
+        is_decode = num_tokens == len(chunks) and self.decode
+        family = self.decode if is_decode else self.extend
         return next(shape for shape in family if num_tokens <= shape.num_tokens)
 
 

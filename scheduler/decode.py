@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from ..kvcache import CacheManager, Lease, OutOfBlocksError
 from .batch_scheduler import BatchScheduler
@@ -54,6 +54,7 @@ class DecodeScheduler(BatchScheduler):
         policy: Policy | None = None,
         reserve_tokens: int | None = 512,
         preempt: Preempt = "recompute",
+        check_request: Callable[[Request], None] | None = None,
     ) -> None:
         """Make a scheduler over a manager that nobody else uses.
 
@@ -64,6 +65,7 @@ class DecodeScheduler(BatchScheduler):
                 need more.
             max_running: requests that hold blocks at a time.
             policy, reserve_tokens, preempt: of `MixedScheduler`.
+            check_request: raises a RequestError for what the model cannot take.
 
         Raises:
             ConfigError: for sizes that cannot work, or a tier that the manager has not.
@@ -84,6 +86,7 @@ class DecodeScheduler(BatchScheduler):
         self._reasons: dict[Request, str] = {}
         self._actions: list[Post | Pull | CancelPull | Started | Finished | Stopped] = []
         self._is_draining = False
+        self._check_request = check_request
 
     @property
     def num_open(self) -> int:
@@ -101,11 +104,14 @@ class DecodeScheduler(BatchScheduler):
         """Reserve blocks for a request that is to be received.
 
         Raises:
+            RequestError: if the model cannot take it.
             RefusedError, OutOfBlocksError: if there is no room now.
             RequestTooLargeError: if it could not run to its limit even alone.
         """
         if self._is_draining:
             raise RefusedError("draining", 0, 0)
+        if self._check_request is not None:
+            self._check_request(request)
         self._require_fit(request)
         if self._parked:
             raise RefusedError("others wait", len(self._parked), 0)
@@ -199,9 +205,9 @@ class DecodeScheduler(BatchScheduler):
         self._side.pulled(ticket)
         self._follow()
 
-    def pull_failed(self, ticket: Ticket, *, fenced: bool) -> None:
+    def pull_failed(self, ticket: Ticket, *, fenced: bool, reason: str) -> None:
         """Say that a part will not arrive; see `DecodeSide.pull_failed`."""
-        self._side.pull_failed(ticket, fenced=fenced)
+        self._side.pull_failed(ticket, fenced=fenced, reason=reason)
         self._follow()
 
     def pull_fenced(self, ticket: Ticket) -> None:

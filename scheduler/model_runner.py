@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import jax
@@ -32,7 +33,9 @@ class ModelRunner:
     host tier it has threads, too: `close` it.
 
     Attributes:
+        model: whose parameters decide.
         manager: holds the block tables.
+        arrays: the blocks; whoever replaces the pools does so on the one thread.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class ModelRunner:
         max_running: int,
         max_model_len: int,
         storage: Storage | None = None,
+        decode: bool = True,
     ) -> None:
         """Allocate the arrays for all blocks of a manager, and compile every program.
 
@@ -53,6 +57,7 @@ class ModelRunner:
             token_budget, max_running: of the scheduler: most tokens and most rows of a step.
             max_model_len: longest prompt and output together, in tokens.
             storage: under the manager's host tier.
+            decode: whether it decodes; without, there are fewer programs.
 
         Raises:
             ConfigError: for what cannot work; before anything is allocated.
@@ -67,8 +72,8 @@ class ModelRunner:
             )
         self.manager = manager
         self._max_model_len = max_model_len
-        self._model = model
-        self._arrays = BlockArrays.zeros(
+        self.model = model
+        self.arrays = BlockArrays.zeros(
             num_layers=config.num_layers,
             num_blocks=manager.num_blocks,
             kv_heads=config.num_kv_heads,
@@ -80,26 +85,27 @@ class ModelRunner:
             token_budget=token_budget,
             max_running=max_running,
             table_width=-(-max_model_len // manager.block_size),
+            decode=decode,
         )
         self._steps = self._padding_tokens = self._late_compilations = 0
+        self._warm_up_compilations = 0
         self._counter = compilation_counter()
-        before = self._counter.count
-        self._programs = self._compile()
-        tiers = manager.tiers
-        self._tiers = None if tiers is None else EngineTiers(tiers, self._arrays, storage)
-        self._warm_up_compilations = self._counter.count - before
+        with self.warming_up():
+            self._programs = self._compile()
+            tiers = manager.tiers
+            self._tiers = None if tiers is None else EngineTiers(tiers, self.arrays, storage)
 
     def _compile(self) -> dict[Shape, Compiled]:
         """Compile every shape, the largest first: what does not fit in memory fails at once."""
         shapes = sorted((*self._shapes.decode, *self._shapes.extend), key=lambda s: -s.num_tokens)
         return {
             shape: _program.lower(
-                self._model.config,
+                self.model.config,
                 shape,
-                self._model.params,
+                self.model.params,
                 np.zeros(sum(shape.sizes), np.int32),
-                self._arrays.keys,
-                self._arrays.values,
+                self.arrays.keys,
+                self.arrays.values,
             ).compile()
             for shape in shapes
         }
@@ -111,7 +117,7 @@ class ModelRunner:
             RequestError: for a token outside the vocabulary, or a request longer than
                 max_model_len.
         """
-        vocab_size = self._model.config.vocab_size
+        vocab_size = self.model.config.vocab_size
         bad = np.flatnonzero((request.prompt < 0) | (request.prompt >= vocab_size))
         if len(bad):
             raise RequestError(
@@ -136,15 +142,27 @@ class ModelRunner:
     def dispatch(self) -> None:
         """Start the copies between the tiers that the manager has decided on."""
         if self._tiers is not None:
-            self._tiers.dispatch(self._arrays)
+            self._tiers.dispatch(self.arrays)
 
     def step(self, chunks: Sequence[Chunk]) -> list[int]:
         """Start those copies, compute some chunks, and return the token sampled after each."""
+        with self.counting_compilations():
+            self.dispatch()
+            return self._run(chunks) if chunks else []
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Count what is compiled inside as it should be, before the first step."""
         before = self._counter.count
-        self.dispatch()
-        next_tokens = self._run(chunks) if chunks else []
+        yield
+        self._warm_up_compilations += self._counter.count - before
+
+    @contextmanager
+    def counting_compilations(self) -> Iterator[None]:
+        """Count what is compiled inside, where nothing should be."""
+        before = self._counter.count
+        yield
         self._late_compilations += self._counter.count - before
-        return next_tokens
 
     def wait(self) -> None:
         """Wait until a copy between the tiers has ended, if there are tiers."""
@@ -154,8 +172,8 @@ class ModelRunner:
     def _run(self, chunks: Sequence[Chunk]) -> list[int]:
         shape = self._shapes.fit(chunks)
         packed = pack(chunks, shape, self.manager.tables, self.manager.block_size)
-        next_tokens, self._arrays.keys, self._arrays.values = self._programs[shape](
-            self._model.params, jax.device_put(packed), self._arrays.keys, self._arrays.values
+        next_tokens, self.arrays.keys, self.arrays.values = self._programs[shape](
+            self.model.params, jax.device_put(packed), self.arrays.keys, self.arrays.values
         )
         self._steps += 1
         self._padding_tokens += shape.num_tokens - sum([chunk.length for chunk in chunks])
@@ -169,18 +187,18 @@ class ModelRunner:
             ConfigError: for weights of other shapes, or without a new name where there is storage:
                 what the old ones stored would be found. Nothing is changed.
         """
-        check_params(self._model.params, params)
+        check_params(self.model.params, params)
         storage = None if self.manager.tiers is None else self.manager.tiers.storage
         if storage is not None and weights_revision in ("", storage.weights_revision):
             raise ConfigError(
                 f"storage has KV of weights_revision {storage.weights_revision!r}: other "
                 "weights need another one"
             )
-        self._model = replace(self._model, params=params)
+        self.model = replace(self.model, params=params)
 
     def close(self, timeout_s: float) -> bool:
         """End the copies between the tiers and their threads; see `Engine.close`."""
-        return self._tiers is None or self._tiers.close(self._arrays, timeout_s)
+        return self._tiers is None or self._tiers.close(self.arrays, timeout_s)
 
     def stats(self, scheduler: SchedulerStats) -> EngineStats:
         """Return what was done so far, with what a scheduler has counted."""

@@ -128,17 +128,18 @@ class DecodeSide:
         if attempt is not None:
             self._start_if_whole(attempt)
 
-    def pull_failed(self, ticket: Ticket, *, fenced: bool) -> None:
+    def pull_failed(self, ticket: Ticket, *, fenced: bool, reason: str) -> None:
         """Say that a part will not arrive.
 
         Args:
             ticket: of a pull.
             fenced: whether nothing is written into its blocks any more; else `pull_fenced` is to
                 say so.
+            reason: for people.
         """
         attempt = self._ended_pull(ticket) if fenced else self._pulling(ticket)
         if attempt is not None:
-            self._give_up(attempt, f"part {ticket.part} could not be pulled")
+            self._give_up(attempt, f"part {ticket.part} could not be pulled: {reason}")
 
     def pull_fenced(self, ticket: Ticket) -> None:
         """Say that nothing is written any more by a pull that failed or was cancelled."""

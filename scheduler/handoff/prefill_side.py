@@ -305,6 +305,8 @@ class PrefillSide:
     def _refused(self, attempt: PrefillAttempt, refuse: Refuse) -> None:
         """End the attempt, unless it is computed and D may have room later: it asks again."""
         numbers = f"{refuse.needed} needed, {refuse.available} available"
+        if refuse.reason in ("block size", "version"):
+            numbers = f"{refuse.needed} here, {refuse.available} there"
         is_busy = refuse.reason in BUSY
         reason = f"refused, {refuse.reason}: {numbers}"
         if is_busy and attempt.sampled is not None:

@@ -173,7 +173,7 @@ class Simulation(World):
         if ok:
             scheduler.pulled(ticket)
         else:
-            scheduler.pull_failed(ticket, fenced=fenced)
+            scheduler.pull_failed(ticket, fenced=fenced, reason="it was lost")
 
     def _op_pull_fence(self, index: int) -> None:
         transfer = self._pull(index)

@@ -107,13 +107,13 @@ def fresh_runner(
     """Return a runner with the same programs over another manager, and pools full of NaN."""
     other = copy.copy(runner)
     other.manager = manager
-    shapes = jax.eval_shape(lambda: runner._arrays.keys)
-    other._arrays = BlockArrays(
+    shapes = jax.eval_shape(lambda: runner.arrays.keys)
+    other.arrays = BlockArrays(
         tuple(jnp.full(pool.shape, jnp.nan, pool.dtype) for pool in shapes),
         tuple(jnp.full(pool.shape, jnp.nan, pool.dtype) for pool in shapes),
     )
     tiers = manager.tiers
-    other._tiers = None if tiers is None else EngineTiers(tiers, other._arrays, storage)
+    other._tiers = None if tiers is None else EngineTiers(tiers, other.arrays, storage)
     other._steps = other._padding_tokens = other._late_compilations = 0
     return other
 

@@ -218,10 +218,10 @@ def test_pools_are_donated_to_each_step(engine):
     serving = fresh(engine("llama", 16))
     for _ in range(3):
         serving.add_request(Request("a", [5, 6, 7], 1))
-        before = [*serving._runner._arrays.keys, *serving._runner._arrays.values]
+        before = [*serving._runner.arrays.keys, *serving._runner.arrays.values]
         places = [pool.unsafe_buffer_pointer() for pool in before]
         serving.step()
-        after = [*serving._runner._arrays.keys, *serving._runner._arrays.values]
+        after = [*serving._runner.arrays.keys, *serving._runner.arrays.values]
         assert all(pool.is_deleted() for pool in before)
         assert not any(pool.is_deleted() for pool in after)
         assert [pool.unsafe_buffer_pointer() for pool in after] == places
@@ -231,7 +231,7 @@ def test_only_the_blocks_of_requests_are_written(engine):
     """The pools start as NaN: what is finite afterwards was written."""
     serving = fresh(engine("llama", 4), prefix_cache=False)
     complete(serving, [PREFIX[:10]], 3)  # 12 tokens have KV: three whole blocks
-    for pool in (*serving._runner._arrays.keys, *serving._runner._arrays.values):
+    for pool in (*serving._runner.arrays.keys, *serving._runner.arrays.values):
         written = jnp.isfinite(pool[1:]).all(axis=(1, 2, 3))
         untouched = jnp.isnan(pool[1:]).all(axis=(1, 2, 3))
         assert int(written.sum()) == 3 and bool((written | untouched).all())

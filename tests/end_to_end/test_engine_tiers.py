@@ -178,7 +178,7 @@ def test_after_a_reset_the_new_weights_decide(compiled, model):
     finish(serving)
     # From where each was, an engine that always had the new weights goes on in the same way.
     other = fresh(compiled)
-    other._runner._model = new
+    other._runner.model = new
     for request, outputs in zip(requests, before, strict=True):
         assert request.output_tokens[: len(outputs)] == outputs
         [rest] = complete(other, [[*request.prompt.tolist(), *outputs]], 20 - len(outputs))

@@ -171,8 +171,8 @@ BUGS: Final = [
         "a pull that failed counts as arrived",
         D,
         (
-            '            self._give_up(attempt, f"part {ticket.part} could not be pulled")',
-            "            self._start_if_whole(attempt)",
+            'self._give_up(attempt, f"part {ticket.part} could not be pulled: {reason}")',
+            "self._start_if_whole(attempt)",
         ),
     ),
     bug(

@@ -195,10 +195,10 @@ def a_failed_pull_holds_its_blocks_until_it_is_fenced(h: ModuleType) -> None:
     for message in (*sends, commit):
         pair.d.receive(P, message)
     [pull] = pair.actions(pair.d, "Pull")
-    pair.d.pull_failed(pull.ticket, fenced=False)
+    pair.d.pull_failed(pull.ticket, fenced=False, reason="it was lost")
     [abort] = pair.posted(pair.d)
     assert isinstance(abort, h.Abort) and not abort.fenced
-    assert abort.reason == "part 0 could not be pulled"
+    assert abort.reason == "part 0 could not be pulled: it was lost"
     assert pair.d_manager.stats().live_leases == 1
     # P may be read as long, whatever D says.
     pair.p.receive(D, abort)

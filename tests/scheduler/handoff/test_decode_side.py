@@ -43,7 +43,7 @@ def test_the_end_of_a_pull_that_is_not_open_changes_nothing() -> None:
     pair.d.pulled(first.ticket._replace(key=("r9", 1)))
     pair.d.pulled(first.ticket)
     pair.d.pulled(first.ticket)
-    pair.d.pull_failed(first.ticket, fenced=True)
+    pair.d.pull_failed(first.ticket, fenced=True, reason="it was lost")
     assert pair.d.take_actions() == []
     pair.d.abort(KEY, "cancelled")
     assert leases(pair) == 1, "the second pull is open"

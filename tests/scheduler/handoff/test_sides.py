@@ -109,8 +109,8 @@ def test_p_sends_what_its_host_had_with_what_it_computes() -> None:
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (ask(block_size=4), "refused, block size: 4 needed, 2 available"),
-        (ask(version=2), "refused, version: 2 needed, 1 available"),
+        (ask(block_size=4), "refused, block size: 4 here, 2 there"),
+        (ask(version=2), "refused, version: 2 here, 1 there"),
         (ask(prompt=[1] * 17), "refused, too large: 9 needed, 8 available"),
     ],
 )

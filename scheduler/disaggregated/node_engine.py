@@ -1,0 +1,144 @@
+"""What the engines of prefill and decode nodes share: a step at a time, and no other wait."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+from ...kvcache import CacheManager
+from ..decode import DecodeScheduler
+from ..engine_stats import EngineStats
+from ..handoff import Key, Message, PeerId
+from ..model_runner import ModelRunner
+from ..prefill import PrefillScheduler
+from ..request import Request
+from ..transport import Event, Transport, TransportStats, WireTicket
+
+
+class Letter(NamedTuple):
+    """A message between two nodes.
+
+    Attributes:
+        peer: whom it is for; on arrival, whom it is from.
+        message: of the protocol.
+        wire: along with SEND, what a transport needs to pull the part.
+    """
+
+    peer: PeerId
+    message: Message
+    wire: WireTicket | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStats:
+    """What a node has done so far, and what its transport holds."""
+
+    engine: EngineStats
+    transport: TransportStats
+
+
+SchedulerT = TypeVar("SchedulerT", bound=PrefillScheduler | DecodeScheduler)
+
+
+class NodeEngine(ABC, Generic[SchedulerT]):
+    """A node without its network, its clock and its front desk: a loop outside has those.
+
+    ::
+
+        while the node lives:
+            receive(letter) ...            what has come
+            poll(now)                      transport, time, and one step of the model
+            take_letters, take_reports     what is to be sent
+
+    One thread uses it, and dispatches all array work; a transport's threads touch staging memory
+    alone.
+
+    Attributes:
+        manager: holds the block tables.
+        scheduler: plans the steps, and knows the hand-offs.
+    """
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        scheduler: SchedulerT,
+        runner: ModelRunner,
+        transport: Transport,
+        *,
+        now: float,
+    ) -> None:
+        self.manager = manager
+        self.scheduler = scheduler
+        self.scheduler.tick(now)
+        self._runner = runner
+        self._transport = transport
+        self._letters: list[Letter] = []
+
+    def check_request(self, request: Request) -> None:
+        """Refuse a request that the model cannot take.
+
+        Raises:
+            RequestError: for a token outside the vocabulary, or a request longer than
+                max_model_len.
+        """
+        self._runner.check_request(request)
+
+    def give_up(self, key: Key, reason: str) -> None:
+        """End an attempt in any state; nothing happens if it is not known."""
+        self.scheduler.give_up(key, reason)
+
+    @abstractmethod
+    def receive(self, letter: Letter) -> None:
+        """Take in what another node says."""
+
+    def poll(self, now: float) -> bool:
+        """Take in what has happened, and run a step if there is work; it waits for nothing else.
+
+        Args:
+            now: of a clock that never goes back, in seconds.
+
+        Returns:
+            Whether anything was done; if not, it may be left alone for a moment.
+        """
+        self._runner.collect()
+        self.scheduler.tick(now)
+        events = self._transport.poll()
+        for event in events:
+            self._take_in(event)
+        self._act()
+        has_stepped = self._step()
+        self._act()
+        return has_stepped or bool(events or self._letters)
+
+    def take_letters(self) -> list[Letter]:
+        """Hand out what is to be sent since the last call, in order."""
+        letters, self._letters = self._letters, []
+        return letters
+
+    def stats(self) -> NodeStats:
+        """Return what was done so far."""
+        return NodeStats(self._runner.stats(self.scheduler.stats()), self._transport.stats())
+
+    def close(self, *, timeout_s: float = 30.0) -> bool:
+        """Stop the transport, and the threads of a host tier; see `Engine.close`."""
+        self._transport.close()
+        return self._runner.close(timeout_s)
+
+    def _step(self) -> bool:
+        if not self.scheduler.has_work:
+            self._runner.dispatch()
+            return False
+        plan = self.scheduler.schedule()
+        next_tokens = self._runner.step(plan.chunks)
+        if plan.chunks:
+            self.scheduler.update(plan, next_tokens)
+        return bool(plan.chunks)
+
+    @abstractmethod
+    def _take_in(self, event: Event) -> None:
+        """Pass an event of the transport on."""
+
+    @abstractmethod
+    def _act(self) -> None:
+        """Carry out what the scheduler wants done."""

@@ -1,0 +1,124 @@
+"""The engine of a prefill node: computes prompts, and hands them over to decode nodes."""
+
+from __future__ import annotations
+
+from ...kvcache import CacheManager, HostConfig
+from ..handoff import Failed, Offer, Order, PeerId, Post, Send, Timing, Withdraw
+from ..model_runner import ModelRunner
+from ..models import Model
+from ..policy import Policy
+from ..prefill import PrefillScheduler
+from ..request import Request
+from ..transport import Event, Offered, OfferFailed, Transport, Withdrawn
+from .kv_parts import KVParts
+from .node_engine import Letter, NodeEngine
+from .parts_out import PartsOut
+
+
+class PrefillEngine(NodeEngine[PrefillScheduler]):
+    """A prefill node; see `NodeEngine` for how it is driven.
+
+    Its blocks stay pinned until the decode node has read them, though what is offered is a copy
+    of them: the next step takes the arrays, so that no transport could read from those.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        transport: Transport,
+        *,
+        epoch: int,
+        now: float,
+        timing: Timing,
+        block_size: int,
+        num_blocks: int,
+        token_budget: int,
+        max_running: int,
+        max_model_len: int,
+        weights_revision: str = "",
+        order: Order = "early",
+        policy: Policy | None = None,
+        host: HostConfig | None = None,
+    ) -> None:
+        """Allocate the arrays and compile every program.
+
+        Args:
+            model: from `load_model`; decode nodes have the same.
+            transport: nobody else polls or closes it.
+            epoch: higher than that of any earlier life of the node.
+            now: the time; see `poll`.
+            timing, order: of `PrefillScheduler`.
+            block_size: tokens per block; decode nodes have the same.
+            num_blocks, token_budget, max_running, max_model_len, policy, host: of `Engine`.
+            weights_revision: which weights these are; parts of others are not taken.
+
+        Raises:
+            ConfigError, CountError: for what cannot work; before anything is allocated.
+        """
+        manager = CacheManager(num_blocks, block_size, host=host)
+        scheduler = PrefillScheduler(
+            manager,
+            epoch=epoch,
+            timing=timing,
+            token_budget=token_budget,
+            max_running=max_running,
+            policy=policy,
+            order=order,
+        )
+        runner = ModelRunner(
+            model,
+            manager,
+            token_budget=token_budget,
+            max_running=max_running,
+            max_model_len=max_model_len,
+            decode=False,
+        )
+        super().__init__(manager, scheduler, runner, transport, now=now)
+        self._parts = PartsOut(KVParts(runner, "gather", weights_revision), transport)
+        self._reports: list[Failed] = []
+
+    def begin(self, request: Request, peer: PeerId, attempt: int = 1) -> None:
+        """Compute a prompt, and hand it over to a decode node; see `PrefillScheduler.begin`.
+
+        Raises:
+            RequestError: for a request that the model cannot take, or an attempt that is open.
+            RequestTooLargeError: if the prompt does not fit even alone.
+        """
+        self.check_request(request)
+        self.scheduler.begin(request, peer, attempt)
+
+    def take_reports(self) -> list[Failed]:
+        """Hand out what the front desk is to know since the last call, in order."""
+        reports, self._reports = self._reports, []
+        return reports
+
+    def receive(self, letter: Letter) -> None:
+        """Take in what a decode node says."""
+        self.scheduler.receive(letter.peer, letter.message)
+
+    def _take_in(self, event: Event) -> None:
+        match event:
+            case Offered():
+                letter = self._parts.offered(event)
+                if letter is not None:
+                    self._letters.append(letter)
+            case OfferFailed(ticket, reason):
+                self.give_up(ticket.key, f"part {ticket.part} could not be offered: {reason}")
+            case Withdrawn(key):
+                self.scheduler.fenced(key)
+
+    def _act(self) -> None:
+        for action in self.scheduler.take_actions():
+            match action:
+                case Post(peer, Send() as send):
+                    letter = self._parts.letter(peer, send)
+                    if letter is not None:
+                        self._letters.append(letter)
+                case Post(peer, message):
+                    self._letters.append(Letter(peer, message))
+                case Offer():
+                    self._parts.offer(action)
+                case Withdraw():
+                    self._parts.withdraw(action)
+                case Failed():
+                    self._reports.append(action)

@@ -1,0 +1,360 @@
+"""Prefill and decode nodes over tiny models: the tokens are those of one engine."""
+
+import re
+from itertools import count, product
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixkv.kvcache import HostConfig, block_copies
+from radixkv.kvcache.block_copies import BlockCopies
+from radixkv.scheduler.disaggregated import DecodeEngine, Disaggregated, PrefillEngine
+from radixkv.scheduler.errors import RequestError
+from radixkv.scheduler.request import GREEDY, Request, RequestStatus
+from radixkv.scheduler.transport import (
+    Event,
+    Fault,
+    InProcessExchange,
+    InProcessTransport,
+    Offered,
+    OfferFailed,
+    PullFailed,
+    Received,
+)
+
+from .cluster import STEP_S, TIMING, Cluster
+from .conftest import MAX_MODEL_LEN, MAX_RUNNING, NUM_BLOCKS, TOKEN_BUDGET, complete, fresh
+from .test_engine import PREFIX, PROMPTS, SAMPLED
+
+ENGINES = [("llama", 4), ("llama", 16)]
+
+
+@pytest.fixture(params=ENGINES, ids=lambda param: "-".join(map(str, param)))
+def compiled(engine, request):
+    return engine(*request.param)
+
+
+@pytest.fixture
+def llama(engine):
+    return engine("llama", 4)
+
+
+@pytest.fixture
+def expected(llama) -> list[list[int]]:
+    """What one engine generates."""
+    return complete(fresh(llama), PROMPTS, 24, SAMPLED)
+
+
+# The same tokens
+
+
+@pytest.mark.parametrize("order", ["early", "prefill_complete"])
+@pytest.mark.parametrize("samplings", [(GREEDY,), SAMPLED], ids=["greedy", "sampled"])
+def test_tokens_are_those_of_one_engine(compiled, samplings, order):
+    expected = complete(fresh(compiled), PROMPTS, 24, samplings)
+    cluster = Cluster(compiled, prefill={"order": order, "token_budget": 16})  # chunks of 16
+    assert cluster.complete(PROMPTS, 24, samplings) == expected
+    assert cluster.complete(PROMPTS, 24, samplings) == expected  # all in the caches
+
+
+def test_several_nodes_of_each_role(llama, expected):
+    cluster = Cluster(llama, num_prefill=2, num_decode=3)
+    assert cluster.complete(PROMPTS, 24, SAMPLED) == expected
+    stats = cluster.front.stats()
+    assert list(stats) == ["prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"]
+    assert all(each.engine.steps > 0 for each in stats.values())
+
+
+def test_stop_tokens_and_single_tokens(llama):
+    (whole,) = complete(fresh(llama), [PREFIX], 16)
+    cluster = Cluster(llama)
+    stops = [whole[5], whole[0]]
+    requests = [Request(str(i), PREFIX, 16, stop_token_ids=[t]) for i, t in enumerate(stops)]
+    requests.append(Request("single", PREFIX, 1))
+    for request in requests:
+        cluster.front.add_request(request)
+    cluster.finish()
+    assert [each.output_tokens for each in requests] == [
+        whole[: whole.index(stops[0]) + 1],
+        whole[:1],
+        whole[:1],
+    ]
+    assert [each.finish_reason for each in requests] == ["stop", "stop", "length"]
+
+
+# Hits
+
+
+@pytest.mark.parametrize(("p_has", "d_has"), list(product([False, True], repeat=2)))
+def test_only_what_d_lacks_is_sent_and_only_what_p_lacks_is_computed(llama, p_has, d_has):
+    prompt = PROMPTS[0]  # 10 whole blocks and a token
+    (expected,) = complete(fresh(llama), [prompt], 8, SAMPLED[1:])
+    cluster = Cluster(llama)
+    assert cluster.complete([prompt], 8, SAMPLED[1:]) == [expected]
+    block_bytes = sum(
+        pool.nbytes // len(pool)
+        for pool in (*cluster.p._runner.arrays.keys, *cluster.p._runner.arrays.values)
+    )
+    assert cluster.bytes_on_the_wire() == 11 * block_bytes
+    if not p_has:
+        cluster.p.manager.evict(100)
+    if not d_has:
+        cluster.d.manager.evict(100)
+    before = cluster.front.stats()
+    assert cluster.complete([prompt], 8, SAMPLED[1:]) == [expected]
+    after = cluster.front.stats()
+    hits, sent = (
+        after["prefill-0"].engine.scheduler.hit_tokens
+        - before["prefill-0"].engine.scheduler.hit_tokens,
+        after["decode-0"].transport.bytes_received - before["decode-0"].transport.bytes_received,
+    )
+    assert hits == (40 if p_has else 0)
+    assert sent == (1 if d_has else 11) * block_bytes
+
+
+def test_a_prompt_of_whole_blocks_that_d_has_sends_nothing(llama):
+    cluster = Cluster(llama)
+    first = cluster.complete([PREFIX], 4)
+    sent = cluster.bytes_on_the_wire()
+    assert cluster.complete([PREFIX], 4) == first
+    assert cluster.bytes_on_the_wire() == sent > 0
+
+
+def test_d_continues_a_conversation_from_what_it_generated(llama):
+    prompt = PREFIX[:21]
+    cluster = Cluster(llama)
+    (outputs,) = cluster.complete([prompt], 24)
+    turn = [*prompt, *outputs, 7, 8]
+    sent = cluster.front.stats()["decode-0"].transport.parts_received
+    assert cluster.complete([turn], 8) == complete(fresh(llama), [turn], 8)
+    # P has the first prompt alone, D all but the last token of the answer: one more part.
+    assert cluster.front.stats()["decode-0"].transport.parts_received == sent + 1
+
+
+# Preemption on D
+
+
+@pytest.mark.parametrize("preempt", ["recompute", "host"])
+def test_preemption_on_d_changes_no_token(llama, expected, preempt):
+    host = HostConfig(64) if preempt == "host" else None
+    options = {"num_blocks": 28, "reserve_tokens": 0, "preempt": preempt, "host": host}
+    cluster = Cluster(llama, decode=options)
+    assert cluster.complete(PROMPTS, 24, SAMPLED) == expected
+    stats = cluster.d.stats().engine.scheduler
+    assert stats.preemptions > 0
+    assert stats.resumed == stats.preemptions
+    assert (stats.parked > 0) == (preempt == "host")
+    assert cluster.front.close()
+
+
+def test_a_host_tier_on_both_nodes(llama, expected):
+    options = {"num_blocks": 28, "host": HostConfig(100, "through")}
+    cluster = Cluster(llama, prefill=options, decode=options)
+    for _ in range(2):
+        assert cluster.complete(PROMPTS, 24, SAMPLED) == expected
+        for node in (cluster.p, cluster.d):
+            node.manager.evict(100)
+    stats = cluster.front.stats()
+    assert stats["prefill-0"].engine.scheduler.host_hit_tokens > 0
+    assert cluster.front.close()
+
+
+# Faults
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4, 6, 9, 20])
+@pytest.mark.parametrize("order", ["early", "prefill_complete"])
+def test_an_abort_leaks_nothing_and_does_not_disturb_the_others(llama, expected, order, num_steps):
+    cluster = Cluster(llama, prefill={"order": order, "token_budget": 16})
+    requests = cluster.add(PROMPTS, 24, SAMPLED)
+    cluster.step(num_steps)
+    aborted = [r for r in requests[::2] if cluster.front.abort(r.request_id)]
+    cluster.finish()
+    for request, tokens in zip(requests, expected, strict=True):
+        if request in aborted:
+            assert request.status is RequestStatus.ABORTED
+            assert cluster.front.failures[request.request_id] == "aborted"
+        else:
+            assert request.output_tokens == tokens
+    assert not cluster.front.abort("0") and not cluster.front.abort("no such request")
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 5, 12])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_node_that_ends_and_comes_back_changes_no_token(llama, expected, role, num_steps):
+    cluster = Cluster(llama, prefill={"token_budget": 16})
+    requests = cluster.add(PROMPTS, 24, SAMPLED)
+    cluster.step(num_steps)
+    if role == "prefill":
+        cluster.restart_prefill()
+    else:
+        cluster.restart_decode()
+    cluster.finish()
+    assert cluster.front.failures == {}
+    assert [request.output_tokens for request in requests] == expected
+
+
+class Unreliable(InProcessTransport):
+    """Fails the first pulls or offers, as a network would."""
+
+    def __init__(self, exchange: InProcessExchange, num_failures: int) -> None:
+        super().__init__(exchange)
+        self.num_failures = num_failures
+
+    def poll(self) -> list[Event]:
+        return [self._spoil(event) for event in super().poll()]
+
+    def _spoil(self, event: Event) -> Event:
+        if self.num_failures == 0 or not isinstance(event, Offered | Received):
+            return event
+        self.num_failures -= 1
+        if isinstance(event, Offered):
+            return OfferFailed(event.ticket, "it was too cold")
+        self.release(event.ticket)
+        return PullFailed(event.ticket, Fault.CORRUPT, "it was too warm")
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_part_that_is_lost_is_sent_by_another_attempt(llama, expected, role):
+    cluster = Cluster(llama, prefill={"token_budget": 16})
+    node = cluster.p if role == "prefill" else cluster.d
+    node._transport = node._parts._transport = Unreliable(cluster.exchange, 2)
+    assert cluster.complete(PROMPTS, 24, SAMPLED) == expected
+
+
+@pytest.mark.parametrize(
+    ("role", "reason"),
+    [
+        ("prefill", "part 0 could not be offered: it was too cold"),
+        ("decode", "part 0 could not be pulled: it was too warm"),
+    ],
+)
+def test_after_some_attempts_a_request_fails_with_the_reason(llama, role, reason):
+    cluster = Cluster(llama)
+    node = cluster.p if role == "prefill" else cluster.d
+    network = node._transport = node._parts._transport = Unreliable(cluster.exchange, 100)
+    [failing] = cluster.add([PREFIX], 4)
+    cluster.finish()
+    assert failing.status is RequestStatus.ABORTED and failing.finish_reason == "abort"
+    assert cluster.front.failures == {"0": reason}
+    cluster.front.failures.clear()
+    network.num_failures = 0
+    cluster.complete([PREFIX], 4)
+
+
+# What cannot be
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"block_size": 8}, "refused, block size: 16 here, 8 there"),
+        ({"num_blocks": 2}, "refused, too large: 3 needed, 2 available"),
+        (
+            {"weights_revision": "newer"},
+            "part 0 could not be pulled: of another namespace or model",
+        ),
+    ],
+)
+def test_nodes_that_do_not_fit_say_why(engine, options, reason):
+    cluster = Cluster(engine("llama", 16), decode=options)
+    [refused] = cluster.add([PREFIX[:32]], 4)
+    cluster.finish()
+    assert refused.status is RequestStatus.ABORTED
+    assert cluster.front.failures == {"0": reason}
+    # P keeps what it has computed; nothing can be matched on D.
+    assert cluster.d.manager.match(PREFIX[:32]).num_tokens == 0
+
+
+def test_d_refuses_what_its_model_cannot_take(llama):
+    cluster = Cluster(llama)
+    cluster.add([PREFIX], 4)
+    cluster.d._runner._max_model_len = 43
+    cluster.finish()
+    assert cluster.front.failures == {"0": "refused, malformed: 0 needed, 0 available"}
+
+
+def test_a_prompt_that_no_node_has_room_for_fails(llama):
+    cluster = Cluster(llama, prefill={"num_blocks": 9})
+    cluster.add([PREFIX], 4)
+    cluster.finish()
+    assert cluster.front.failures == {"0": "40 tokens need 10 blocks, but the pool has 9"}
+
+
+@pytest.mark.parametrize(
+    ("request_", "text"),
+    [
+        (
+            Request("a", [5, 1024], 1),
+            "request 'a': token 1024 at place 1 is outside the vocabulary of 1024",
+        ),
+        (
+            Request("a", [5] * 380, 5),
+            "request 'a': 380 prompt tokens and 5 new ones are more than max_model_len 384",
+        ),
+        (Request("live", [5], 1), "request 'live' is live already"),
+    ],
+)
+def test_requests_that_cannot_run_are_refused(llama, request_, text):
+    cluster = Cluster(llama)
+    cluster.front.add_request(Request("live", [7], 1))
+    with pytest.raises(RequestError, match=f"^{re.escape(text)}$"):
+        cluster.front.add_request(request_)
+    cluster.finish()
+
+
+def test_a_request_is_added_once_but_its_id_again(llama):
+    cluster = Cluster(llama)
+    [request] = cluster.add([[7]], 1)
+    cluster.finish()
+    with pytest.raises(RequestError, match=r"^request '0' was added before$"):
+        cluster.front.add_request(request)
+    cluster.complete([[7]], 1)
+
+
+# Programs and copies
+
+
+def test_nothing_is_compiled_after_warm_up(model):
+    """Without `fresh_runner`: nodes as a user makes them, with parts of 1 to 37 blocks."""
+    block_copies._compiled.cache_clear()  # what other tests have compiled
+    exchange = InProcessExchange()
+    sizes: dict[str, Any] = {
+        "block_size": 4,
+        "num_blocks": NUM_BLOCKS[4],
+        "token_budget": TOKEN_BUDGET,
+        "max_running": MAX_RUNNING,
+        "max_model_len": MAX_MODEL_LEN,
+        "timing": TIMING,
+        "epoch": 1,
+        "now": 0.0,
+    }
+    prefill = PrefillEngine(
+        model("llama"), InProcessTransport(exchange), order="prefill_complete", **sizes
+    )
+    decode = DecodeEngine(model("llama"), InProcessTransport(exchange), **sizes)
+    ticks = count()
+    front = Disaggregated([prefill], [decode], clock=lambda: next(ticks) * STEP_S)
+    prompts = [[100 + n, *range(300, 300 + n)] for n in (1, 3, 7, 14, 30, 60, 146)]
+    requests = [Request(str(i), prompt, 1 + i) for i, prompt in enumerate(prompts)]
+    for request in requests:
+        front.add_request(request)
+    assert len(front.run()) == len(requests) and front.failures == {}
+    warm_up = [node.stats().engine.compilations_at_warm_up for node in (prefill, decode)]
+    late = [node.stats().engine.compilations_after_warm_up for node in (prefill, decode)]
+    assert late == [0, 0] and all(number >= 3 for number in warm_up)  # copies of 8, 16 and 32
+    assert front.close()
+
+
+@given(st.integers(1, 300), st.sampled_from([1, 2, 8, 32]))
+def test_a_part_is_cut_without_padding(num_blocks, max_blocks):
+    copies = BlockCopies.__new__(BlockCopies)
+    copies.max_blocks = max_blocks
+    pieces = list(copies.exact_pieces(num_blocks))
+    sizes = [piece.stop - piece.start for piece in pieces]
+    assert [i for piece in pieces for i in range(piece.start, piece.stop)] == [*range(num_blocks)]
+    assert all(size & (size - 1) == 0 and size <= max_blocks for size in sizes)
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(sizes) == num_blocks // max_blocks + (num_blocks % max_blocks).bit_count()
