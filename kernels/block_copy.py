@@ -7,6 +7,9 @@
 The number of ids is static, so that few shapes are compiled; `count` says how many of them act. An
 id outside the pool (negative, or past its last block) makes its entry act like one past `count`.
 
+JAX 0.10's CPU backend has no bfloat16 scatter: there, copy and scatter convert a bfloat16 pool as a
+whole.
+
 Each function takes one pool or a tuple of pools that are alike, such as the K and V of all layers:
 the same blocks are moved in each, on a GPU by few launches. Blocks of quantised pools are moved as
 they are; their scales are the caller's to move.

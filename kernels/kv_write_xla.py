@@ -2,26 +2,26 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Int32, Shaped
 
 
 def write(
-    k_new: Float[Array, "tokens kv_heads head_dim"],
-    v_new: Float[Array, "tokens kv_heads head_dim"],
+    k_new: Shaped[Array, "tokens kv_heads head_dim"],
+    v_new: Shaped[Array, "tokens kv_heads head_dim"],
     slots: Int32[Array, " tokens"],
-    k_blocks: Float[Array, "blocks kv_heads block_size head_dim"],
-    v_blocks: Float[Array, "blocks kv_heads block_size head_dim"],
+    k_blocks: Shaped[Array, "blocks kv_heads block_size head_dim"],
+    v_blocks: Shaped[Array, "blocks kv_heads block_size head_dim"],
 ) -> tuple[
-    Float[Array, "blocks kv_heads block_size head_dim"],
-    Float[Array, "blocks kv_heads block_size head_dim"],
+    Shaped[Array, "blocks kv_heads block_size head_dim"],
+    Shaped[Array, "blocks kv_heads block_size head_dim"],
 ]:
-    """`kv_write` without its checks."""
+    """`kv_write` without its checks, for new keys and values in the dtype of the pools."""
     num_blocks, _, block_size, _ = k_blocks.shape
     # A negative index would count from the end; one past the end is dropped.
     block = jnp.where(slots < 0, num_blocks, slots // block_size)
     offset = slots % block_size
 
     def write_one(pool: jax.Array, new: jax.Array) -> jax.Array:
-        return pool.at[block, :, offset].set(new.astype(pool.dtype), mode="drop")
+        return pool.at[block, :, offset].set(new, mode="drop")
 
     return write_one(k_blocks, k_new), write_one(v_blocks, v_new)

@@ -39,6 +39,10 @@ WHEELS = {
 }
 
 
+marked = False
+"""Whether the test that runs has the marker sm_90a."""
+
+
 class Compiled(NamedTuple):
     """What the compilers say of one function: the largest of its kernels, where it has several."""
 
@@ -90,6 +94,7 @@ def missing_wheel() -> str | None:
 
 def compile_for_h100(function, *args, donate_argnums=()) -> Compiled:
     """Compile `function` to sm_90a; skip the calling test, by name, where a compiler is missing."""
+    assert marked, "a test that compiles needs the marker sm_90a"
     if wheel := missing_wheel():
         reason = f"not compiled: {wheel} is not installed"
         if "RADIXKV_MUST_COMPILE" in os.environ:

@@ -47,6 +47,30 @@ class TestKvWrite:
         assert np.array_equal(k[1, :, 1], k_new[0].astype(jnp.bfloat16))
         assert np.array_equal(v[1, :, 1], v_new[0].astype(jnp.bfloat16))
 
+    @pytest.mark.parametrize(("dtype", "limit"), [("int8", 127), ("float8_e4m3fn", 448)])
+    def test_quantised_pools_hold_values_divided_by_their_scale(self, dtype, limit):
+        rng = np.random.default_rng(1)
+        k_new, v_new, slots, *_ = self.make([7, -1, 12, 99])
+        pools = (jnp.asarray(rng.integers(-9, 9, SHAPE), dtype) for _ in "kv")
+        k, v = pools
+        k_scales, v_scales = (
+            jnp.asarray(rng.uniform(0.005, 0.05, SHAPE[:2]), jnp.float32).at[1].set(0.0005)
+            for _ in "kv"
+        )
+        written = self.write(k_new, v_new, slots, k, v, k_scales=k_scales, v_scales=v_scales)
+        for got, pool, new, scales in zip(
+            written, (k, v), (k_new, v_new), (k_scales, v_scales), strict=True
+        ):
+            expected = np.array(pool, np.float64)
+            for token, block, offset in ((0, 1, 3), (2, 3, 0)):
+                exact = np.asarray(new[token], np.float64) / np.asarray(scales)[block, :, None]
+                expected[block, :, offset] = np.clip(exact, -limit, limit)
+            stored = np.asarray(got, np.float64)
+            assert stored.max() == limit  # some saturate
+            # int8 is half a step off, float8 half of its last bit of four.
+            slack = 0.501 if dtype == "int8" else np.abs(expected) / 2**4 + 2**-9
+            assert (np.abs(stored - expected) <= slack).all()
+
     def test_donated_pools_are_reused(self):
         *new, k, v = self.make([1, -1, 7])
         addresses = {k.unsafe_buffer_pointer(), v.unsafe_buffer_pointer()}
@@ -62,6 +86,8 @@ class TestKvWrite:
         ("slots", jnp.zeros(3), "slots must have dtype int32, got float32"),
         ("slots", jnp.zeros(4, jnp.int32), "slots must be [tokens] = [3], got [4]"),
         ("k_blocks", jnp.zeros(SHAPE[1:]), "k_blocks must be [num_blocks + 1, kv_heads, block_size, head_dim] = [any, any, any, any], got [2, 4, 8]"),  # noqa: E501
+        ("k_scales", jnp.ones(SHAPE[:2]), "k_scales must be None for pools of float32, got an array"),  # noqa: E501
+        ("backend", "cuda", "backend must be 'mosaic', 'xla' or None, got 'cuda'"),
         ("v_blocks", jnp.zeros(SHAPE, jnp.int32), "v_blocks must have dtype bfloat16, float16, float32, int8 or float8_e4m3fn, got int32"),  # noqa: E501
     )  # fmt: skip
 
