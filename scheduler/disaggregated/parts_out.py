@@ -43,7 +43,10 @@ class PartsOut:
 
     def offered(self, event: Offered) -> Letter | None:
         """Take in that a part is served; return the SEND that has waited for it."""
-        self._wires[event.ticket.key][event.ticket] = event.wire
+        wires = self._wires.get(event.ticket.key)
+        if wires is None:
+            return None  # it was withdrawn meanwhile
+        wires[event.ticket] = event.wire
         held = self._held.pop(event.ticket, None)
         return None if held is None else held._replace(wire=event.wire)
 

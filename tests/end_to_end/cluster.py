@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -19,11 +20,12 @@ from radixkv.scheduler.disaggregated import (
 from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.handoff import Timing
 from radixkv.scheduler.request import GREEDY, Request, RequestStatus, SamplingParams
-from radixkv.scheduler.transport import InProcessExchange, InProcessTransport
+from radixkv.scheduler.transport import InProcessExchange, InProcessTransport, Transport
 
 from .conftest import MAX_MODEL_LEN, MAX_RUNNING, TOKEN_BUDGET, fresh_runner
 
 STEP_S = 0.05
+SETTLE_S = 20.0
 TIMING = Timing(retry_s=1.0, silence_s=5.0, transfer_s=30.0, remember_s=60.0)
 
 
@@ -53,14 +55,24 @@ class Cluster:
         num_decode: int = 1,
         prefill: dict[str, Any] | None = None,
         decode: dict[str, Any] | None = None,
+        transport: Callable[[], Transport] | None = None,
     ) -> None:
-        """Make it; prefill and decode are options of the nodes of each role."""
+        """Make it.
+
+        Args:
+            engine: whose programs to use.
+            num_prefill, num_decode: how many nodes.
+            prefill, decode: options of the nodes of each role.
+            transport: makes that of a node, which has threads: the clock is a real one.
+        """
         self.engine = engine
         self.exchange = InProcessExchange()
+        self._new_transport = transport or (lambda: InProcessTransport(self.exchange))
+        self._is_real_time = transport is not None
         self.prefill_options, self.decode_options = prefill or {}, decode or {}
         self._ticks = count()
         self._epochs = count(1)
-        self.now = 0.0
+        self.now = self._clock()
         self.front = Disaggregated(
             [self.new_prefill() for _ in range(num_prefill)],
             [self.new_decode() for _ in range(num_decode)],
@@ -68,7 +80,7 @@ class Cluster:
         )
 
     def _clock(self) -> float:
-        self.now = next(self._ticks) * STEP_S
+        self.now = time.monotonic() if self._is_real_time else next(self._ticks) * STEP_S
         return self.now
 
     def _sizes(self) -> dict[str, Any]:
@@ -89,14 +101,14 @@ class Cluster:
         options = self._sizes() | self.prefill_options
         with programs_of(self.engine):
             model = self.engine._runner.model
-            return PrefillEngine(model, InProcessTransport(self.exchange), **options)
+            return PrefillEngine(model, self._new_transport(), **options)
 
     def new_decode(self) -> DecodeEngine:
         """Make a node of a new epoch."""
         options = self._sizes() | self.decode_options
         with programs_of(self.engine):
             model = self.engine._runner.model
-            return DecodeEngine(model, InProcessTransport(self.exchange), **options)
+            return DecodeEngine(model, self._new_transport(), **options)
 
     @property
     def p(self) -> PrefillEngine:
@@ -115,6 +127,7 @@ class Cluster:
 
     def restart_decode(self) -> None:
         """End the first decode node, and start it again, empty."""
+        self.d._transport.close()
         self.front.replace("decode-0", self.new_decode())
 
     def add(
@@ -161,7 +174,7 @@ class Cluster:
         """No request and no offer is left, every block is free or evictable, nothing compiled."""
         assert not self.front.has_work
         for node in self.front._nodes():
-            node.poll(self.now)  # so that staging memory whose copies are done comes back
+            self._settle(node)
             node.manager.check()
             stats = node.stats()
             cache, transport = stats.engine.cache, stats.transport
@@ -170,6 +183,15 @@ class Cluster:
             assert transport.offers == transport.pulls == transport.received == 0
             assert stats.engine.compilations_after_warm_up == 0
         assert self.exchange.offers == {}
+
+    def _settle(self, node: PrefillEngine | DecodeEngine) -> None:
+        """Let a transport free what nobody needs any more."""
+        end = time.monotonic() + SETTLE_S
+        while True:
+            node.poll(self.now)
+            stats = node.stats().transport
+            if stats.offers == stats.pulls == stats.received == 0 or time.monotonic() > end:
+                return
 
     def bytes_on_the_wire(self) -> int:
         """Count what decode nodes have pulled."""

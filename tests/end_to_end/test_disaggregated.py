@@ -12,6 +12,7 @@ from radixkv.kvcache import HostConfig
 from radixkv.kvcache.block_copies import BlockCopies
 from radixkv.scheduler.disaggregated import DecodeEngine, Disaggregated, PrefillEngine
 from radixkv.scheduler.errors import RequestError
+from radixkv.scheduler.handoff import Timing
 from radixkv.scheduler.request import GREEDY, Request, RequestStatus
 from radixkv.scheduler.transport import (
     Event,
@@ -22,7 +23,11 @@ from radixkv.scheduler.transport import (
     OfferFailed,
     PullFailed,
     Received,
+    Transport,
 )
+from radixkv.scheduler.transport.jax_engine import JaxEngine
+from radixkv.scheduler.transport.nixl_engine import NixlEngine
+from radixkv.scheduler.transport.threaded import ThreadedTransport
 
 from .cluster import STEP_S, TIMING, Cluster
 from .conftest import complete, fresh
@@ -82,6 +87,46 @@ def test_stop_tokens_and_single_tokens(llama):
         whole[:1],
     ]
     assert [each.finish_reason for each in requests] == ["stop", "stop", "length"]
+
+
+def over_jax() -> Transport:
+    return ThreadedTransport(JaxEngine())
+
+
+def over_nixl() -> Transport:
+    return ThreadedTransport(NixlEngine(1 << 22))
+
+
+@pytest.mark.parametrize("transport", [over_jax, over_nixl])
+def test_over_transports_between_processes(llama, expected, transport):
+    cluster = Cluster(llama, transport=transport)
+    assert cluster.complete(PROMPTS, 24, SAMPLED) == expected
+    sent = cluster.bytes_on_the_wire()
+    assert cluster.complete(PROMPTS, 24, SAMPLED) == expected
+    assert 0 < cluster.bytes_on_the_wire() - sent < sent
+    assert cluster.front.close()
+
+
+@pytest.mark.parametrize("transport", [over_jax, over_nixl])
+def test_faults_over_transports_between_processes(llama, expected, transport):
+    """Aborts, then the end of each node, while threads are at work."""
+    options = {"timing": Timing(retry_s=0.2, silence_s=5.0, transfer_s=10.0, remember_s=10.0)}
+    for num_steps, fault in product((1, 2, 4), ("abort", "prefill", "decode")):
+        cluster = Cluster(llama, transport=transport, prefill=options, decode=options)
+        requests = cluster.add(PROMPTS, 24, SAMPLED)
+        cluster.step(num_steps)
+        if fault == "abort":
+            for request in requests[::2]:
+                assert cluster.front.abort(request.request_id)
+        elif fault == "prefill":
+            cluster.restart_prefill()
+        else:
+            cluster.restart_decode()
+        cluster.finish()
+        ended = requests[1::2] if fault == "abort" else requests
+        tokens = expected[1::2] if fault == "abort" else expected
+        assert [request.output_tokens for request in ended] == tokens
+        assert cluster.front.close()
 
 
 # Hits
