@@ -8,6 +8,7 @@ its block 0 is a padding sink: it may be written and read at any time and means 
 from .block_copy import copy_blocks, gather_blocks, scatter_blocks
 from .checks import KernelArgumentError
 from .kv_write import kv_write
+from .merge import merge_attention_states
 from .paged_decode import paged_decode
 from .paged_extend import paged_extend
 
@@ -16,6 +17,7 @@ __all__ = [
     "copy_blocks",
     "gather_blocks",
     "kv_write",
+    "merge_attention_states",
     "paged_decode",
     "paged_extend",
     "scatter_blocks",

@@ -37,9 +37,13 @@ SHARED_MEMORY_BYTES = 232_448
 
 
 def tiles(dtype: Any) -> tuple[Any, ...]:
-    """Transforms of a shared buffer that WGMMA reads: rows of 128 bytes, swizzled, 8 to a tile."""
-    columns = 128 // jnp.dtype(dtype).itemsize
-    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)
+    """Transforms of a shared buffer that WGMMA reads: rows of 128 bytes, swizzled, 8 to a tile.
+
+    A buffer of 1-byte numbers, which threads widen for WGMMA, has rows of 64: the same 64 columns.
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    columns = min(64, 128 // itemsize)
+    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(columns * itemsize)
 
 
 def transposed(ref: Any) -> Any:
@@ -53,6 +57,17 @@ def layout_cast(value: jax.Array, layout: Any, interpret: Interpret) -> jax.Arra
         return value
     cast: jax.Array = plgpu.layout_cast(value, layout)
     return cast
+
+
+def load(ref: Any, index: Any, layout: Any, interpret: Interpret) -> jax.Array:
+    """`ref[index]` of global memory, in a register layout."""
+    if interpret is not None:
+        loaded: jax.Array = ref[index]
+    elif IS_010:
+        loaded = plgpu.load(ref, (index,), layout=layout, optimized=False)
+    else:
+        loaded = plgpu.load(ref.at[index], layout=layout, optimized=False)
+    return loaded
 
 
 def iota(shape: tuple[int, ...], dimension: int, layout: Any, interpret: Interpret) -> jax.Array:

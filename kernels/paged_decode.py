@@ -4,9 +4,10 @@ from typing import Literal, overload
 
 from jaxtyping import Array, Float, Int32
 
-from .backends import Backend, choose
+from .backends import Backend, choose, target
 from .checks import check_block_tables, check_int32, check_pools, check_queries, check_scales
 from .online_softmax import check_options
+from .paged_decode_config import DecodeConfig, choose_config, obstacle
 from .paged_decode_xla import decode as decode_xla
 
 
@@ -109,7 +110,40 @@ def paged_decode(
     )
     check_int32("lengths", lengths, (q.shape[0],), "batch of q")
     options = check_options(sm_scale, soft_cap, window, sinks, q.shape[1])
-    choose(backend, "there is no mosaic kernel for it yet")
     scales = None if k_scales is None or v_scales is None else (k_scales, v_scales)
-    out, lse = decode_xla(q, k_blocks, v_blocks, block_tables, lengths, sinks, options, scales)
-    return (out, lse) if return_lse else out
+    out: Array
+    lse: Array | None
+    if choose(backend, obstacle(q, k_blocks)) == "mosaic":
+        from . import paged_decode_mosaic
+
+        out, lse = paged_decode_mosaic.decode(
+            q,
+            k_blocks,
+            v_blocks,
+            block_tables,
+            lengths,
+            sinks,
+            scales,
+            options=options,
+            config=config_for(q, k_blocks, block_tables),
+            return_lse=return_lse,
+        )
+    else:
+        out, lse = decode_xla(q, k_blocks, v_blocks, block_tables, lengths, sinks, options, scales)
+    if return_lse:
+        assert lse is not None
+        return out, lse
+    return out
+
+
+def config_for(q: Array, k_blocks: Array, block_tables: Array) -> DecodeConfig:
+    """The tiling for these arguments on the device that is being traced for."""
+    _, kv_heads, block_size, head_dim = k_blocks.shape
+    return choose_config(
+        q.shape[0],
+        kv_heads,
+        head_dim,
+        block_tables.shape[1] * block_size,
+        k_blocks.dtype.itemsize,
+        target().num_cores,
+    )

@@ -143,5 +143,7 @@ def _report(dump: Path, memory) -> Compiled:
         + largest(r"dynamic_shared_memory_size %c(\d+)_i32", passes),
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
-        instructions=Counter(re.findall(r"^\s+(?:@!?%?\w+\s+)?([a-z][\w.:]*)[ ;\t]", ptx, re.M)),
+        instructions=Counter(
+            re.findall(r"(?:^|;)\s+(?:@!?%?\w+\s+)?([a-z][\w.:]*)[ ;\t]", ptx, re.M)
+        ),
     )

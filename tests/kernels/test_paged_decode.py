@@ -1,4 +1,4 @@
-"""`paged_decode` against the float64 oracle. A backend reruns all this by subclassing."""
+"""`paged_decode` against the float64 oracle; the jnp backend, on every shape."""
 
 from functools import partial
 from typing import ClassVar
@@ -13,49 +13,12 @@ from hypothesis import strategies as st
 from radixkv.kernels import KernelArgumentError, paged_decode
 
 from . import oracle
+from .decode_checks import SM_SCALE, DecodeChecks
 from .problems import Heads, assert_close, int32, make_cache, make_queries
 
-SM_SCALE = 0.3
 
-
-class TestPagedDecode:
+class TestPagedDecode(DecodeChecks):
     attend = staticmethod(paged_decode)
-
-    def check(
-        self,
-        lengths,
-        *,
-        block_size=4,
-        heads=None,
-        dtype="float32",
-        pool_dtype=None,
-        width=None,
-        **options,
-    ):
-        """Compare output and lse with the oracle, on NaN-poisoned pools; return the output."""
-        heads = heads or Heads()
-        rng = np.random.default_rng(0)
-        blocks = [-(-length // block_size) for length in lengths]
-        cache = make_cache(
-            rng,
-            lengths,
-            block_size=block_size,
-            width=width or max(1, *blocks),
-            num_blocks=sum(blocks) + 3,
-            heads=heads,
-            dtype=pool_dtype or dtype,
-        )
-        q = make_queries(rng, len(lengths), heads, dtype)
-        attend = jax.jit(partial(self.attend, sm_scale=SM_SCALE, return_lse=True, **options))
-        pools = cache.k_blocks, cache.v_blocks
-        out, lse = attend(q, *pools, cache.block_tables, int32(lengths), **cache.scales)
-        expected = oracle.decode(
-            q.astype(jnp.float32), *cache.for_oracle, lengths, sm_scale=SM_SCALE, **options
-        )
-        assert out.dtype == q.dtype and lse.dtype == jnp.float32
-        assert_close(out, expected[0], dtype)
-        assert_close(lse, expected[1], dtype)
-        return out
 
     @pytest.mark.parametrize("block_size", [1, 4, 16])
     def test_ragged_lengths_around_block_edges(self, block_size):

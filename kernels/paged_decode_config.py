@@ -1,0 +1,71 @@
+"""What the Mosaic kernel of `paged_decode` serves, and how a launch of it is tiled."""
+
+from dataclasses import dataclass
+
+import jax
+
+from .checks import is_quantised
+
+WGMMA_ROWS = 64
+"""Rows of a tile of the tensor cores: what the queries of a KV head are padded to."""
+
+MAX_SPLITS = 64  # so many thread blocks draw all the bandwidth there is, and merging stays small
+HEAD_DIMS = (64, 128, 256)
+BLOCK_SIZES = (16, 32, 64, 128)
+DTYPES = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How a launch is tiled."""
+
+    tile_tokens: int
+    """KV tokens of one slot of the ring: a multiple or a divisor of the block size, and of 64."""
+    stages: int
+    """Slots of the ring, at least 3."""
+    splits: int
+    """Thread blocks that share a (row, KV head)."""
+
+
+def blocks_per_sm(head_dim: int) -> int:
+    """Thread blocks that run on one multiprocessor at a time: what shared memory allows."""
+    return 1 if head_dim > 128 else 2
+
+
+def choose_config(
+    batch: int, kv_heads: int, head_dim: int, table_tokens: int, itemsize: int, num_cores: int
+) -> DecodeConfig:
+    """The tiling of a launch, by its static shape; `table_tokens` is the most a row can hold.
+
+    The tile and the ring fill the shared memory. A row is split only while the batch does not
+    fill the GPU, and never below two tiles.
+    """
+    tile_tokens = 128 if head_dim == 64 else 64
+    stages = 3 if itemsize > 1 else 4
+    resident = num_cores * blocks_per_sm(head_dim)
+    splits = min(resident // (batch * kv_heads), table_tokens // (2 * tile_tokens), MAX_SPLITS)
+    return DecodeConfig(tile_tokens, stages, max(1, splits))
+
+
+def obstacle(q: jax.Array, k_blocks: jax.Array) -> str | None:
+    """Why this kernel cannot serve the arguments; None if it can."""
+    batch, q_heads, head_dim = q.shape
+    _, kv_heads, block_size, _ = k_blocks.shape
+    if q.dtype.name not in DTYPES:
+        return f"mosaic needs q of {' or '.join(DTYPES)}, got {q.dtype.name}"
+    if k_blocks.dtype != q.dtype and not is_quantised(k_blocks):
+        return f"mosaic needs pools of q's dtype {q.dtype.name}, got {k_blocks.dtype.name}"
+    if head_dim not in HEAD_DIMS:
+        return f"mosaic needs a head_dim of 64, 128 or 256, got {head_dim}"
+    if block_size not in BLOCK_SIZES:
+        return f"mosaic needs a block_size of 16, 32, 64 or 128, got {block_size}"
+    if is_quantised(k_blocks) and head_dim == 256 and block_size < 64:
+        # The output takes half the registers: the scales of many blocks do not fit beside it.
+        return (
+            f"mosaic needs a block_size of 64 or 128 for head_dim 256 in 8 bits, got {block_size}"
+        )
+    if q_heads // kv_heads > WGMMA_ROWS:
+        return (
+            f"mosaic needs at most {WGMMA_ROWS} query heads per KV head, got {q_heads // kv_heads}"
+        )
+    return None if batch else "mosaic needs at least one row, got none"

@@ -1,0 +1,304 @@
+"""The Mosaic kernel of `paged_decode`: simulated, searched for races, and compiled for Hopper."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from radixkv.kernels import KernelArgumentError, paged_decode, paged_decode_mosaic
+from radixkv.kernels.online_softmax import check_options
+from radixkv.kernels.paged_decode_config import (
+    BLOCK_SIZES,
+    HEAD_DIMS,
+    DecodeConfig,
+    blocks_per_sm,
+    choose_config,
+)
+
+from .decode_checks import SM_SCALE, DecodeChecks
+from .interpret import PARAMS, SEES_ASYNC_RACES, RaceError, races_detected
+from .lowering import SHARED_MEMORY_BYTES, compile_for_h100, lowered_for_h100, on_h100, shaped
+from .planted import planted
+from .problems import Heads, int32, make_cache, make_queries
+
+ONE = DecodeConfig(tile_tokens=64, stages=3, splits=1)
+FEW = DecodeConfig(tile_tokens=64, stages=4, splits=3)
+QUANTISED = ("int8", "float8_e4m3fn")
+
+
+def attend(
+    q,
+    k_blocks,
+    v_blocks,
+    block_tables,
+    lengths,
+    *,
+    config=ONE,
+    sm_scale=SM_SCALE,
+    soft_cap=None,
+    window=None,
+    sinks=None,
+    k_scales=None,
+    v_scales=None,
+    return_lse=True,
+    interpret=PARAMS,
+    module=paged_decode_mosaic,
+):
+    """`paged_decode` by the Mosaic kernel, with a given tiling, simulated."""
+    return module.decode(
+        q,
+        k_blocks,
+        v_blocks,
+        block_tables,
+        lengths,
+        sinks,
+        None if k_scales is None else (k_scales, v_scales),
+        options=check_options(sm_scale, soft_cap, window, sinks, q.shape[1]),
+        config=config,
+        return_lse=return_lse,
+        interpret=interpret,
+    )
+
+
+class TestSimulated(DecodeChecks):
+    """Interpret mode; it has no WGMMA with operands in registers, `mosaic.dot` stands in."""
+
+    def simulate(
+        self,
+        lengths,
+        heads=Heads(1, 4, 64),  # noqa: B008
+        *,
+        block_size=16,
+        dtype="bfloat16",
+        config=ONE,
+        **options,
+    ):
+        options |= {"heads": heads, "block_size": block_size, "dtype": dtype}
+        return self.check(lengths, attend=partial(attend, config=config), **options)
+
+    def test_lengths_around_block_and_tile_edges(self):
+        self.simulate([0, 1, 15, 16, 17, 63, 64, 65, 300])
+
+    def test_parts_of_larger_blocks(self):
+        self.simulate([127, 128, 129], Heads(2, 1, 64), block_size=128)
+
+    def test_wide_tiles_and_a_wide_table(self):
+        config = DecodeConfig(tile_tokens=128, stages=3, splits=1)
+        self.simulate([0, 129, 500], block_size=32, width=50, config=config)
+
+    @pytest.mark.parametrize("head_dim", [128, 256])
+    def test_head_dims_and_a_group_that_is_no_power_of_two(self, head_dim):
+        self.simulate([0, 70], Heads(1, 7, head_dim), block_size=64, dtype="float16")
+
+    def test_all_options_together(self):
+        sinks = jnp.array([-2.0, 0.0, 3.0, 50.0, 1.0, 2.0])
+        options = {"soft_cap": 2.0, "window": 40, "sinks": sinks}
+        self.simulate([0, 1, 33, 130, 200], Heads(2, 3, 64), block_size=32, **options)
+
+    def test_splits(self):
+        self.simulate([0, 1, 64, 65, 450], config=FEW)
+
+    def test_splits_with_all_options(self):
+        options = {"soft_cap": 2.0, "window": 200, "sinks": jnp.array([-2.0, 0.0, 3.0, 50.0])}
+        self.simulate([0, 30, 600], block_size=64, config=FEW, **options)
+
+    @pytest.mark.parametrize("pool_dtype", QUANTISED)
+    def test_quantised_pools(self, pool_dtype):
+        self.simulate([0, 1, 33, 200], Heads(1, 4, 128), pool_dtype=pool_dtype)
+
+    def test_quantised_pools_with_all_options(self):
+        sinks = jnp.array([-2.0, 0.0, 3.0, 50.0])
+        options = {"soft_cap": 2.0, "window": 150, "sinks": sinks, "dtype": "float16"}
+        for pool_dtype, config in zip(QUANTISED, (ONE, FEW), strict=True):
+            self.simulate([0, 300], block_size=128, pool_dtype=pool_dtype, config=config, **options)
+
+    def test_inactive_rows_are_exactly_zero(self):
+        out = self.simulate([0, 5], sinks=jnp.zeros(4))
+        assert not out[0].any()
+
+    def test_what_the_contract_says_of_bad_rows(self):
+        """A row longer than its table, ids outside the pool, recycled blocks before the window."""
+        pool = jnp.ones((4, 1, 16, 64), "bfloat16").at[0].set(5).at[2].set(jnp.nan).at[3].set(7)
+        tables = int32([[1, 2], [99, 2], [-99, 2], [2, 1]])
+        q = jnp.ones((4, 1, 64), "bfloat16")
+        out, lse = attend(q, pool, pool, tables, int32([33, 9, 9, 20]), window=3)
+        assert jnp.isnan(out[0]).all() and jnp.isnan(lse[0]).all()
+        assert out[1:, 0, 0].tolist() == [7, 5, 1]
+
+
+class TestRaces:
+    """Each wait and fence that interpret mode can miss is needed."""
+
+    def run(self, module=paged_decode_mosaic):
+        """A row long enough that every slot of the ring is filled twice."""
+        heads = Heads(1, 4, 64)
+        rng = np.random.default_rng(0)
+        cache = make_cache(
+            rng, [400], block_size=64, width=7, num_blocks=8, heads=heads, dtype="bfloat16"
+        )
+        q = make_queries(rng, 1, heads, "bfloat16")
+        with races_detected() as params:
+            pools = cache.k_blocks, cache.v_blocks
+            tables = cache.block_tables
+            out = attend(q, *pools, tables, int32([400]), interpret=params, module=module)
+            jax.block_until_ready(out)
+
+    def test_the_kernel_has_none(self):
+        self.run()
+
+    MISSING_WAITS = (
+        "        plgpu.barrier_wait(m.q_full)\n",
+        "        plgpu.barrier_wait(m.k_full.at[slot])\n",
+        "        plgpu.barrier_wait(m.v_full.at[slot])\n",
+    )
+    MISSING_FENCES = (
+        "        plgpu.commit_smem()  # all warps are done with tile i - 1: its slot may be filled\n",  # noqa: E501
+        "            plgpu.commit_smem()\n            plgpu.copy_smem_to_gmem(out.at[real], target)\n",  # noqa: E501
+        "        plgpu.wait_smem_to_gmem(0)\n",
+    )
+
+    @pytest.mark.parametrize("line", MISSING_WAITS + (MISSING_FENCES if SEES_ASYNC_RACES else ()))
+    def test_a_missing_line_is_found(self, line):
+        missing = line.splitlines(keepends=True)[0]
+        found = "RACE DETECTED|found a race|Barrier|Not all copy_smem_to_gmem"
+        with pytest.raises((RaceError, ValueError, RuntimeError), match=found):
+            self.run(planted(paged_decode_mosaic, {line: line.removeprefix(missing)}))
+
+
+class Case(NamedTuple):
+    """Shapes, dtypes and options of one call of the public function."""
+
+    head_dim: int
+    block_size: int
+    pool_dtype: str = "bfloat16"
+    dtype: str = "bfloat16"
+    batch: int = 8
+    """With 8 KV heads: 8 rows are split on an H100, 64 fill it."""
+    everything: bool = True
+    """Use all options at once, or none."""
+
+    def function_and_arguments(self):
+        kv_heads, group, width = 8, 16, 64
+        pool = shaped((100, kv_heads, self.block_size, self.head_dim), self.pool_dtype)
+        arguments: dict[str, Any] = {
+            "q": shaped((self.batch, kv_heads * group, self.head_dim), self.dtype),
+            "k_blocks": pool,
+            "v_blocks": pool,
+            "block_tables": shaped((self.batch, width), "int32"),
+            "lengths": shaped((self.batch,), "int32"),
+        }
+        if self.pool_dtype in QUANTISED:
+            scales = shaped((100, kv_heads), "float32")
+            arguments |= {"k_scales": scales, "v_scales": scales}
+        static: dict[str, Any] = {"sm_scale": 0.1, "backend": "mosaic"}
+        if self.everything:
+            arguments["sinks"] = shaped((kv_heads * group,), "float32")
+            static |= {"soft_cap": 30.0, "window": 1000, "return_lse": True}
+
+        def function(arguments):
+            return paged_decode(**arguments, **static)
+
+        return function, arguments
+
+
+# Every configuration; those without options have one launch, those with them several splits.
+CASES = [
+    Case(head_dim, block_size, pool_dtype, everything=everything, batch=8 if everything else 64)
+    for block_size in BLOCK_SIZES
+    for head_dim in HEAD_DIMS
+    for pool_dtype, everything in (("bfloat16", False), ("int8", True), ("float8_e4m3fn", False))
+    if not (pool_dtype in QUANTISED and (head_dim == 256 and block_size < 64))
+]
+HALVES = [
+    Case(64, 16, "float16", "float16"),
+    Case(128, 32, "int8", "float16"),
+    Case(128, 128, everything=True, batch=64),
+]
+
+
+class TestForHopper:
+    @pytest.mark.parametrize("case", CASES + HALVES, ids=str)
+    def test_lowers(self, case):
+        assert "mosaic_gpu_v2" in lowered_for_h100(*case.function_and_arguments())
+
+    # The block sizes with the most copies, which take the most registers.
+    COMPILED = (
+        Case(64, 16),
+        Case(128, 16),
+        Case(128, 64, everything=False, batch=64),
+        Case(256, 16),
+        Case(64, 16, "int8"),
+        Case(128, 16, "float8_e4m3fn"),
+        Case(256, 64, "int8"),
+        Case(128, 16, "float8_e4m3fn", "float16"),
+    )
+
+    @pytest.mark.sm_90a
+    @pytest.mark.parametrize("case", COMPILED, ids=str)
+    def test_compiles(self, case):
+        compiled = compile_for_h100(*case.function_and_arguments())
+        itemsize = jnp.dtype(case.pool_dtype).itemsize
+        config = choose_config(case.batch, 8, case.head_dim, 64 * case.block_size, itemsize, 132)
+        assert compiled.spill_bytes == 0
+        # What a multiprocessor has, less 1 KiB for each thread block. Source: CUDA guide, 9.0.
+        resident = blocks_per_sm(case.head_dim)
+        assert compiled.shared_bytes <= min(228 * 1024 // resident - 1024, SHARED_MEMORY_BYTES)
+        assert compiled.registers * 128 * resident <= 64 * 1024
+        # WGMMA: 16 of head_dim at a time for the logits, 16 tokens at a time for the output.
+        products = case.head_dim // 16 + config.tile_tokens // 16
+        assert compiled.count("wgmma.mma_async") == products
+        # TMA, for K and V: `stages - 1` tiles before the loop, one in it; and one for the queries.
+        pieces = max(1, config.tile_tokens // case.block_size)
+        copies = compiled.count("cp.async.bulk.tensor") - compiled.count("cp.async.bulk.commit")
+        assert copies == 2 * pieces * config.stages + 1
+        # One launch where one thread block attends to a whole row: no parts, no merge.
+        assert (compiled.temp_bytes == 0) == (config.splits == 1)
+
+
+class TestConfig:
+    @pytest.mark.parametrize(
+        ("batch", "tokens", "splits"),
+        [(1, 32768, 33), (8, 8192, 4), (64, 4096, 1), (256, 1024, 1), (1, 256, 2), (1, 64, 1)],
+    )
+    def test_rows_are_split_until_they_fill_an_h100(self, batch, tokens, splits):
+        assert choose_config(batch, 8, 128, tokens, 2, 132) == DecodeConfig(64, 3, splits)
+
+    def test_few_heads_are_not_split_without_end(self):
+        assert choose_config(1, 1, 128, 2**20, 2, 132).splits == 64
+
+    def test_the_ring_fills_the_shared_memory(self):
+        assert choose_config(64, 8, 64, 4096, 2, 132) == DecodeConfig(128, 3, 1)
+        assert choose_config(64, 8, 128, 4096, 1, 132) == DecodeConfig(64, 4, 1)
+
+
+class TestObstacles:
+    @pytest.mark.parametrize(
+        ("case", "message"),
+        [
+            (Case(128, 16, "float32", "float32"), "q of bfloat16 or float16, got float32"),
+            (Case(128, 16, "float16"), "pools of q's dtype bfloat16, got float16"),
+            (Case(80, 16), "a head_dim of 64, 128 or 256, got 80"),
+            (Case(128, 8), "a block_size of 16, 32, 64 or 128, got 8"),
+            (
+                Case(256, 32, "int8"),
+                "a block_size of 64 or 128 for head_dim 256 in 8 bits, got 32",
+            ),
+            (Case(128, 16, batch=0), "at least one row, got none"),
+        ],
+    )
+    def test_message(self, case, message):
+        function, arguments = case.function_and_arguments()
+        with on_h100(), pytest.raises(KernelArgumentError) as refusal:
+            jax.eval_shape(function, arguments)
+        assert str(refusal.value) == f"backend must be 'xla' or None here: mosaic needs {message}"
+
+    def test_too_many_queries_for_a_kv_head(self):
+        pool = shaped((9, 1, 16, 64), "bfloat16")
+        q, table = shaped((2, 65, 64), "bfloat16"), shaped((2, 4), "int32")
+        attend = partial(paged_decode, sm_scale=1.0, backend="mosaic")
+        with on_h100(), pytest.raises(KernelArgumentError) as refusal:
+            jax.eval_shape(attend, q, pool, pool, table, shaped((2,), "int32"))
+        assert "mosaic needs at most 64 query heads per KV head, got 65" in str(refusal.value)
