@@ -111,6 +111,8 @@ class BatchScheduler(LiveRequests):
                 for request in self._running
                 if not request.is_prefilling and request not in held_up
             ]
+            if not decoding:
+                break
             rows = np.fromiter((r.lease.row for r in decoding if r.lease), np.int32, len(decoding))
             try:
                 self.manager.extend_batch(rows)

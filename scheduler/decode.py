@@ -23,6 +23,7 @@ from .handoff import (
     Ticket,
     Timing,
 )
+from .line import Line
 from .policy import Policy
 from .request import Request, RequestStatus
 from .tier_requests import Preempt
@@ -87,6 +88,8 @@ class DecodeScheduler(BatchScheduler):
         self._actions: list[Post | Pull | CancelPull | Started | Finished | Stopped] = []
         self._is_draining = False
         self._check_request = check_request
+        self._now = 0.0
+        self._line = Line(timing.silence_s)
 
     @property
     def num_open(self) -> int:
@@ -113,8 +116,19 @@ class DecodeScheduler(BatchScheduler):
         if self._check_request is not None:
             self._check_request(request)
         self._require_fit(request)
-        if self._parked:
-            raise RefusedError("others wait", len(self._parked), 0)
+        try:
+            lease = self._take_in(request)
+        except (RefusedError, OutOfBlocksError):
+            self._line.refused(request.request_id, self._now)
+            raise
+        self._line.admitted(request.request_id)
+        self._arrive(request)
+        return lease
+
+    def _take_in(self, request: Request) -> Lease:
+        num_before = len(self._parked) or self._line.num_before(request.request_id, self._now)
+        if num_before:
+            raise RefusedError("others wait", num_before, 0)
         num_taken = len(self._running) + len(self._side.receiving)
         if num_taken >= self.max_running:
             raise RefusedError("out of slots", num_taken + 1, self.max_running)
@@ -123,7 +137,6 @@ class DecodeScheduler(BatchScheduler):
         available = self.manager.available_after(match)
         if needed > available:
             raise OutOfBlocksError(needed, available)
-        self._arrive(request)
         return self.manager.admit(match)
 
     def _start_decoding(self, start: Start) -> None:
@@ -176,8 +189,8 @@ class DecodeScheduler(BatchScheduler):
     def drain(self, reason: str) -> None:
         """Give up what is being received, and let nothing in before `reset_cache`."""
         self._is_draining = True
-        for request in self._side.receiving:
-            self.abort(request.request_id)
+        self._side.abort_receiving(reason)
+        self._follow()
 
     def reset_cache(self, keep: Collection[bytes] = (), weights_revision: str = "") -> None:
         """Forget all KV, as the weights have changed; requests that decode compute theirs again.
@@ -217,6 +230,7 @@ class DecodeScheduler(BatchScheduler):
 
     def tick(self, now: float) -> None:
         """Let time pass: grant what has been loaded, and give up what has waited too long."""
+        self._now = now
         self._side.tick(now)
         self._follow()
 

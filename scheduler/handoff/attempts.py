@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ...kvcache import Int32Array, Lease
+from ..errors import RequestError
 from ..request import Request
+from .actions import Offer
 from .messages import Ask, Commit, Head, Hits, Key, PeerId, Send, Ticket
 from .states import DecodeState, PrefillState
 
@@ -39,6 +43,69 @@ class PrefillAttempt:
     def tokens(self) -> Int32Array:
         """The prompt."""
         return self.request.prompt
+
+    def next_part(self, group: int, num_tokens: int, block_size: int) -> tuple[Offer, Send] | None:
+        """Take what D lacks of the blocks that so many tokens fill, if there is more of it.
+
+        The last block of the prompt need not be full.
+        """
+        first = self.next_block[group]
+        is_all = num_tokens == len(self.tokens)
+        last = -(-num_tokens // block_size) if is_all else num_tokens // block_size
+        if last <= first:
+            return None
+        self.next_block[group] = last
+        head, part = self.head, len(self.sends)
+        assert head.peer_epoch is not None, "parts are offered before D has granted"
+        blocks = tuple([int(block) for block in self.lease.block_table[first:last]])
+        ticket = Ticket(head.key, head.epoch, head.peer_epoch, head.grant, part)
+        self.sends.append(Send(head, part, first, last - first, group))
+        return Offer(self.peer, ticket, blocks, group), self.sends[-1]
+
+    def make_commit(self) -> Commit:
+        """Say that everything was sent, and how to go on."""
+        assert self.sampled is not None, "COMMIT before the first token"
+        (token, hits), request = self.sampled, self.request
+        return Commit(
+            self.head,
+            len(self.sends),
+            token,
+            len(self.tokens),
+            hits,
+            request.sampling,
+            tuple(sorted(request.stop_token_ids)),
+        )
+
+
+def make_ask(head: Head, request: Request, block_size: int, num_groups: int) -> Ask:
+    """Ask for the blocks of a request's prompt."""
+    return Ask(
+        head,
+        request.prompt.astype("<i4").tobytes(),
+        request.namespace,
+        block_size,
+        num_groups,
+        request.max_new_tokens,
+        request.priority,
+    )
+
+
+def as_request(ask: Ask) -> Request:
+    """Return what is asked for, as D schedules it; COMMIT tells how its tokens are chosen.
+
+    Raises:
+        RequestError, TokenError: if it is no request.
+    """
+    if len(ask.prompt) % 4:
+        raise RequestError(f"{len(ask.prompt)} bytes are no int32 tokens")
+    tokens = np.frombuffer(ask.prompt, "<i4").astype(np.int32)
+    return Request(
+        ask.head.key[0],
+        tokens,
+        ask.max_new_tokens,
+        priority=ask.priority,
+        namespace=ask.namespace,
+    )
 
 
 @dataclass(slots=True, eq=False)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
-import numpy as np
-
 from ...kvcache import CacheManager, Lease, OutOfBlocksError, RequestTooLargeError, TokenError
 from ..errors import RefusedError, RequestError
 from ..request import Request
 from .actions import CancelPull, DecodeAction, Post, Pull, Start, Stop, Timing
-from .attempts import DecodeAttempt, DecodeAttempts
+from .attempts import DecodeAttempt, DecodeAttempts, as_request
 from .messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -114,6 +112,12 @@ class DecodeSide:
         attempt = self._attempts.find(key)
         if attempt is not None:
             self._give_up(attempt, reason)
+
+    def abort_receiving(self, reason: str) -> None:
+        """Give up every attempt that has not started."""
+        for attempt in self._attempts.all():
+            if attempt.state in _RECEIVES:
+                self._give_up(attempt, reason)
 
     def keys_of(self, request_id: str) -> list[Key]:
         """Return the attempts of a request that have not ended, oldest first."""
@@ -357,21 +361,3 @@ class DecodeSide:
         assert (attempt.state, state) in DECODE_MOVES, f"{attempt.state} to {state}"
         attempt.state = state
         attempt.moved_at = self._now
-
-
-def as_request(ask: Ask) -> Request:
-    """Return what is asked for, as D schedules it; COMMIT tells how its tokens are chosen.
-
-    Raises:
-        RequestError, TokenError: if it is no request.
-    """
-    if len(ask.prompt) % 4:
-        raise RequestError(f"{len(ask.prompt)} bytes are no int32 tokens")
-    tokens = np.frombuffer(ask.prompt, "<i4").astype(np.int32)
-    return Request(
-        ask.head.key[0],
-        tokens,
-        ask.max_new_tokens,
-        priority=ask.priority,
-        namespace=ask.namespace,
-    )

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import accumulate
 from operator import mul
 from random import Random
 from typing import Final
 
 from .actions import Timing
-from .nodes import Node, PrefillNode, SimulationConfig, SimulationError
+from .invariants import ALL_END, NO_LEAK, SimulationError
+from .nodes import Node, PrefillNode, SimulationConfig
 from .prefill_side import ORDERS
 from .simulation import Op, Simulation
 
@@ -19,20 +20,21 @@ MAX_ROUNDS: Final = 400
 """Rounds of a network without faults in which everything must have ended."""
 
 WEIGHTS: Final = {
-    "submit": 2.5,
+    "submit": 4,
     "cancel": 0.2,
     "deliver": 40,
     "duplicate": 5,
     "drop": 4,
     "report": 8,
     "compute": 20,
-    "decode": 16,
+    "decode": 18,
     "land": 22,
     "pull_end": 20,
     "pull_fence": 3,
     "offer_fence": 2,
     "crash": 0.2,
     "restart": 2,
+    "copy": 8,
     "evict": 1,
     "drain": 0.1,
     "tick": 3,
@@ -42,24 +44,31 @@ _WORDS: Final = list(WEIGHTS)
 
 
 def random_config(random: Random) -> SimulationConfig:
-    """Draw sizes, from too small for two requests to comfortable."""
-    return SimulationConfig(
+    """Draw sizes, from too small for two requests to comfortable; in some, D is crowded."""
+    config = SimulationConfig(
         prefill_blocks=random.choice([5, 8, 14]),
         decode_blocks=random.choice([6, 9, 16]),
+        host_blocks=random.choice([0, 0, 4, 12]),
         block_size=random.choice([1, 2, 3]),
         num_groups=random.choice([1, 2]),
         budget=random.choice([2, 5, 16]),
         max_running=random.choice([1, 2, 4]),
         order=random.choice(ORDERS),
-        reserve_tokens=random.choice([0, 0, 2, None]),
+        reserve_tokens=random.choice([0, 0, 0, 2, None]),
         num_prefill=random.choice([1, 1, 2]),
         num_decode=random.choice([1, 1, 2]),
     )
+    if random.random() < 0.4:
+        crowd = random.choice([4, 6])
+        return replace(
+            config, prefill_blocks=24, decode_blocks=20, max_running=crowd, budget=16, num_decode=1
+        )
+    return config
 
 
 def random_prompt(random: Random) -> list[int]:
     """Draw a prompt that often begins as others do."""
-    tokens = [random.choice((1, 1, 1, 2))] * random.randint(1, 6)
+    tokens = [random.choice((1, 1, 1, 2))] * random.randint(1, 4)
     return tokens + [random.choice((1, 2)) for _ in range(random.randint(0, 4))]
 
 
@@ -75,9 +84,16 @@ def random_op(random: Random, weights: list[float]) -> Op:
     index = random.choice((0, 0, random.randrange(16)))
     match word:
         case "submit":
-            return [word, random_prompt(random), random.randint(1, 8), random.randrange(4)]
+            return [
+                word,
+                random_prompt(random),
+                random.randint(1, random.choice((3, 8, 16))),
+                random.randrange(4),
+            ]
         case "pull_end":
             return [word, index, random.random() < 0.9, random.random() < 0.5]
+        case "copy":
+            return [word, index, random.random() < 0.9]
         case "report" | "crash" | "restart" | "drain":
             return [word, random.randrange(4)]
         case "evict":
@@ -89,9 +105,13 @@ def random_op(random: Random, weights: list[float]) -> Op:
 
 def check(simulation: Simulation) -> None:
     """Assert every invariant of all managers."""
-    for node in simulation.nodes.values():
-        if node is not None:
-            node.manager.check()
+    for node in nodes(simulation):
+        node.manager.check()
+
+
+def nodes(simulation: Simulation) -> list[Node]:
+    """The nodes that are up."""
+    return [node for node in simulation.nodes.values() if node is not None]
 
 
 def finish(simulation: Simulation) -> None:
@@ -106,10 +126,12 @@ def finish(simulation: Simulation) -> None:
         if _is_done(simulation):
             break
     else:
-        raise SimulationError(f"after {MAX_ROUNDS} rounds without faults: {_state(simulation)}")
+        raise SimulationError(
+            ALL_END, f"after {MAX_ROUNDS} rounds without faults: {_state(simulation)}"
+        )
     missing = simulation.jobs.keys() - simulation.answers.keys()
     if missing:
-        raise SimulationError(f"no answer to {sorted(missing)}")
+        raise SimulationError(ALL_END, f"no answer to {sorted(missing)}")
 
 
 def settle(simulation: Simulation) -> None:
@@ -137,13 +159,20 @@ def fair_round(simulation: Simulation) -> Iterator[Op]:
         yield ["pull_end", 0, transfer.landed, True]
         if transfer in simulation.pulls:  # it had ended before, and was not fenced
             yield ["pull_fence", 0]
-    for node in simulation.nodes.values():
+    for node in nodes(simulation):
         for _ in node.withdrawn[:] if isinstance(node, PrefillNode) else ():
             yield ["offer_fence", 0]
-    for place in range(max(len(simulation.prefill_names), len(simulation.decode_names))):
-        for _ in range(STEPS_OF_A_ROUND):
-            yield ["compute", place]
-            yield ["decode", place]
+    for _ in range(sum(len(node.copies.flying) for node in nodes(simulation))):
+        yield ["copy", 0, True]
+    for word, names in (
+        ("compute", simulation.prefill_names),
+        ("decode", simulation.decode_names),
+    ):
+        for place, name in enumerate(names):
+            each = simulation.nodes[name]
+            for _ in range(STEPS_OF_A_ROUND):
+                if each is not None and (each.plan is not None or each.scheduler.has_work):
+                    yield [word, place]
     for place, name in enumerate(simulation.names):
         for _ in simulation.reports[name][:]:
             yield ["report", place]
@@ -155,12 +184,13 @@ def _is_done(simulation: Simulation) -> bool:
 
 
 def _state(simulation: Simulation) -> dict[str, int]:
-    nodes = simulation.nodes
+    up = nodes(simulation)
     return {
         "requests without answer": simulation.front.num_open,
-        "nodes that are down": sum(node is None for node in nodes.values()),
-        "attempts": sum(node.scheduler.num_open for node in nodes.values() if node is not None),
-        "work": sum(node.scheduler.has_work for node in nodes.values() if node is not None),
+        "nodes that are down": len(simulation.names) - len(up),
+        "attempts": sum(node.scheduler.num_open for node in up),
+        "work": sum(node.scheduler.has_work for node in up),
+        "copies": sum(len(node.copies.flying) for node in up),
         "messages": len(simulation.network),
         "pulls": len(simulation.pulls),
         "reports": sum(map(len, simulation.reports.values())),
@@ -173,7 +203,7 @@ def _check_drained(simulation: Simulation, node: Node) -> None:
     manager, num_groups = node.manager, simulation.config.num_groups
     stats = manager.stats()
     if stats.live_leases or manager.available != stats.num_blocks:
-        raise SimulationError(f"{type(node).__name__} leaks: {stats}")
+        raise SimulationError(NO_LEAK, f"{type(node).__name__} leaks: {stats}")
     for job in simulation.jobs.values():
         match = manager.match(job.prompt)
         hit = job.prompt[: match.num_tokens]
@@ -181,9 +211,11 @@ def _check_drained(simulation: Simulation, node: Node) -> None:
         for group in range(num_groups):
             node.memory.read(lease, hit, group, f"the cache of {type(node).__name__}")
         manager.release(lease)
+    if stats.tiers is not None and stats.tiers.parked:
+        raise SimulationError(NO_LEAK, f"{type(node).__name__} leaks: {stats.tiers}")
     manager.evict(stats.num_blocks)
     if manager.stats().free_blocks != stats.num_blocks:
-        raise SimulationError(f"{type(node).__name__} is not empty: {manager.stats()}")
+        raise SimulationError(NO_LEAK, f"{type(node).__name__} is not empty: {manager.stats()}")
 
 
 class Failure(Exception):

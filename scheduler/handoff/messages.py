@@ -123,7 +123,7 @@ class Refuse(Message):
     ================  ==============================================================================
     "out of blocks"   blocks, with what is kept for those that were admitted before
     "out of slots"    requests that run or are received
-    "others wait"     requests of D's own that wait for room, and 0
+    "others wait"     requests that wait for room and go before, and 0
     "draining"        0 and 0: D takes nothing on
     "too large"       blocks, to the end of the request, and of the whole pool
     "block size"      the block sizes of P and D

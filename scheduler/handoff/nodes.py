@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
-from ...kvcache import CacheManager, Int32Array, Lease
+from ...kvcache import CacheManager, HostConfig, Int32Array
 from ..decode import DecodeScheduler
 from ..errors import HandoffsOpenError, StepOrderError
 from ..plan import StepPlan
 from ..prefill import PrefillScheduler
+from ..request import Request
 from .actions import Offer, Timing
+from .ghost import GhostCopies, GhostMemory
+from .invariants import COUNTED_ONCE, NO_EVICT, OFFERS_STAY, SimulationError
 from .messages import Key, Ticket
 from .prefill_side import Order
 
 VOCABULARY: Final = 50
 TIMING: Final = Timing(retry_s=1, silence_s=5, transfer_s=12, remember_s=20)
-
-
-class SimulationError(AssertionError):
-    """The simulation has seen what must not happen."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class SimulationConfig:
 
     Attributes:
         prefill_blocks, decode_blocks: of each node.
+        host_blocks: of the tier below each; 0: there is none.
         block_size, num_groups: tokens of a block, groups of layers.
         budget, max_running: of each step of each node: tokens, requests.
         order: see `PrefillSide`.
@@ -39,6 +40,7 @@ class SimulationConfig:
 
     prefill_blocks: int = 12
     decode_blocks: int = 12
+    host_blocks: int = 0
     block_size: int = 2
     num_groups: int = 2
     budget: int = 5
@@ -56,42 +58,6 @@ def sample(seed: int, tokens: Int32Array) -> int:
     return (seed * 31 + len(tokens) * 7 + int(tokens.sum())) % VOCABULARY
 
 
-class GhostMemory:
-    """What each block of a node holds: in each group of layers, the prefix written to it."""
-
-    def __init__(self, num_groups: int, block_size: int) -> None:
-        self.num_groups = num_groups
-        self.block_size = block_size
-        self.tags: dict[tuple[int, int], bytes] = {}
-
-    def write(self, lease: Lease, tokens: Int32Array, start: int, group: int) -> None:
-        """Write the KV of the tokens from start on; never into what is shared."""
-        size, table = self.block_size, lease.block_table
-        first = max(start // size, lease.num_shared_blocks)
-        for place in range(first, -(-len(tokens) // size)):
-            self.tags[int(table[place]), group] = tokens[: (place + 1) * size].tobytes()
-
-    def read(self, lease: Lease, tokens: Int32Array, group: int, who: object) -> None:
-        """Read the KV of all of some tokens.
-
-        Raises:
-            SimulationError: if any of it is not that of their own prefix.
-        """
-        size, table = self.block_size, lease.block_table
-        for place in range(-(-len(tokens) // size)):
-            tag = self.tags.get((int(table[place]), group), b"")
-            if not tag.startswith(tokens[: (place + 1) * size].tobytes()):
-                raise SimulationError(f"{who} reads wrong content in its block {place}")
-
-    def compute(self, plan: StepPlan, group: int) -> None:
-        """Compute one group of layers of a step."""
-        for chunk in plan.chunks:
-            request, stop = chunk.request, chunk.start + chunk.length
-            assert request.lease is not None, f"{request!r} is computed without blocks"
-            self.read(request.lease, request.tokens[: chunk.start], group, request)
-            self.write(request.lease, request.tokens[:stop], chunk.start, group)
-
-
 def sampled(plan: StepPlan) -> list[int]:
     """Choose the token after each chunk; the one after half a prompt must not be used."""
     return [
@@ -102,7 +68,17 @@ def sampled(plan: StepPlan) -> list[int]:
     ]
 
 
-class PrefillNode:
+class _Memory:
+    """The cache manager of a node, and what is in its blocks."""
+
+    def __init__(self, config: SimulationConfig, num_blocks: int) -> None:
+        host = HostConfig(config.host_blocks) if config.host_blocks else None
+        self.manager = CacheManager(num_blocks, config.block_size, host=host)
+        self.memory = GhostMemory(config.num_groups, config.block_size)
+        self.copies = GhostCopies(self.manager, self.memory)
+
+
+class PrefillNode(_Memory):
     """P: computes prompts chunk by chunk, and serves what it has offered.
 
     Attributes:
@@ -110,8 +86,7 @@ class PrefillNode:
     """
 
     def __init__(self, config: SimulationConfig, epoch: int, now: int) -> None:
-        self.manager = CacheManager(config.prefill_blocks, config.block_size)
-        self.memory = GhostMemory(config.num_groups, config.block_size)
+        super().__init__(config, config.prefill_blocks)
         self.scheduler = PrefillScheduler(
             self.manager,
             epoch=epoch,
@@ -126,6 +101,7 @@ class PrefillNode:
         self.offers: dict[Ticket, tuple[list[tuple[int, int]], list[bytes]]] = {}
         self.withdrawn: list[Key] = []
         self._num_written = 0
+        self._computed: Counter[Request] = Counter()
 
     def step(self) -> None:
         """Plan a step, or go on with it: one group of layers."""
@@ -141,7 +117,19 @@ class PrefillNode:
             self.scheduler.wrote(plan, self._num_written - 1)
         else:
             self.plan = None
-            self.scheduler.update(plan, sampled(plan))
+            for chunk in plan.chunks:
+                self._computed[chunk.request] += chunk.length
+            for request in self.scheduler.update(plan, sampled(plan)):
+                self._check_hits(request)
+
+    def _check_hits(self, request: Request) -> None:
+        last = request.num_prompt_tokens - 1
+        hits = min(request.num_hit_tokens, last)
+        hits += request.num_host_hit_tokens + request.num_storage_hit_tokens
+        computed = self._computed.pop(request)
+        if hits + computed != last + 1:
+            what = f"{request!r}: {hits} tokens hit, {computed} computed"
+            raise SimulationError(COUNTED_ONCE, what)
 
     def offer(self, offer: Offer) -> None:
         """Serve some blocks, in one group of layers, from now on."""
@@ -160,7 +148,7 @@ class PrefillNode:
         places, offered = self.offers[ticket]
         tags = [self.memory.tags.get(place, b"") for place in places]
         if tags != offered:
-            raise SimulationError(f"{ticket} serves what was not offered")
+            raise SimulationError(OFFERS_STAY, f"{ticket} serves other KV")
         return tags
 
     def fence(self, key: Key) -> None:
@@ -171,7 +159,7 @@ class PrefillNode:
         self.scheduler.fenced(key)
 
 
-class DecodeNode:
+class DecodeNode(_Memory):
     """D: decodes what has started, and computes again what it has preempted.
 
     Attributes:
@@ -180,8 +168,7 @@ class DecodeNode:
     """
 
     def __init__(self, config: SimulationConfig, epoch: int, now: int) -> None:
-        self.manager = CacheManager(config.decode_blocks, config.block_size)
-        self.memory = GhostMemory(config.num_groups, config.block_size)
+        super().__init__(config, config.decode_blocks)
         self.scheduler = DecodeScheduler(
             self.manager,
             epoch=epoch,
@@ -189,6 +176,7 @@ class DecodeNode:
             token_budget=config.budget,
             max_running=min(config.max_running, config.budget),
             reserve_tokens=config.reserve_tokens,
+            preempt="host" if config.host_blocks else "recompute",
         )
         self.scheduler.tick(now)
         self.plan: StepPlan | None = None
@@ -205,7 +193,7 @@ class DecodeNode:
             plan = self.scheduler.schedule()
             self.preemptions += len(plan.preempted)
             if plan.preempted and not self._may_preempt:
-                raise SimulationError(f"{plan.preempted[0]!r} is preempted")
+                raise SimulationError(NO_EVICT, f"{plan.preempted[0]!r} is preempted")
             self.plan = plan if plan.chunks else None
             return
         plan, self.plan = self.plan, None
@@ -223,5 +211,5 @@ def try_reset(node: Node) -> bool:
         node.scheduler.reset_cache()
     except (HandoffsOpenError, StepOrderError):
         return False
-    node.memory.tags.clear()
+    node.copies.forget()
     return True

@@ -8,15 +8,13 @@ from typing import Final, Literal, TypeAlias, get_args
 from ...kvcache import CacheManager, Lease
 from ..errors import ConfigError, RequestError, StepOrderError
 from ..request import Request
-from .actions import Compute, Failed, Offer, Post, PrefillAction, Timing, Withdraw
-from .attempts import PrefillAttempt
+from .actions import Compute, Failed, Post, PrefillAction, Timing, Withdraw
+from .attempts import PrefillAttempt, make_ask
 from .messages import (
     BUSY,
     PROTOCOL_VERSION,
     Abort,
     Ack,
-    Ask,
-    Commit,
     Grant,
     Head,
     Hits,
@@ -25,8 +23,6 @@ from .messages import (
     PeerId,
     Refuse,
     Renew,
-    Send,
-    Ticket,
 )
 from .states import PREFILL_MOVES, PrefillState
 
@@ -116,15 +112,7 @@ class PrefillSide:
         for older in [each for each in self._attempts if each[0] == key[0]]:
             self.abort(older, "a newer attempt has begun")
         head, now = Head(key, self.epoch), self._now
-        ask = Ask(
-            head,
-            request.prompt.astype("<i4").tobytes(),
-            request.namespace,
-            self._manager.block_size,
-            self._num_groups,
-            request.max_new_tokens,
-            request.priority,
-        )
+        ask = make_ask(head, request, self._manager.block_size, self._num_groups)
         attempt = self._attempts[key] = PrefillAttempt(
             head, peer, ask, request, lease, now, now, now
         )
@@ -317,37 +305,18 @@ class PrefillSide:
     # Shared steps
 
     def _commit(self, attempt: PrefillAttempt) -> None:
-        assert attempt.sampled is not None, "COMMIT before the first token"
-        (token, hits), request = attempt.sampled, attempt.request
-        attempt.commit = Commit(
-            attempt.head,
-            len(attempt.sends),
-            token,
-            len(attempt.tokens),
-            hits,
-            request.sampling,
-            tuple(sorted(request.stop_token_ids)),
-        )
+        attempt.commit = attempt.make_commit()
         self._move(attempt, PrefillState.COMMITTED)
         attempt.heard_at = self._now  # D's silence counts from here on
         self._post(attempt, attempt.commit)
 
     def _offer(self, attempt: PrefillAttempt, group: int, num_tokens: int) -> None:
         """Offer what D lacks of the blocks that so many tokens fill; the last need not be full."""
-        size = self._manager.block_size
-        first = attempt.next_block[group]
-        is_all = num_tokens == len(attempt.tokens)
-        last = -(-num_tokens // size) if is_all else num_tokens // size
-        if last <= first:
-            return
-        attempt.next_block[group] = last
-        head, part = attempt.head, len(attempt.sends)
-        assert head.peer_epoch is not None, "parts are offered before D has granted"
-        blocks = tuple([int(block) for block in attempt.lease.block_table[first:last]])
-        ticket = Ticket(head.key, self.epoch, head.peer_epoch, head.grant, part)
-        self._actions.append(Offer(attempt.peer, ticket, blocks, group))
-        attempt.sends.append(Send(head, part, first, last - first, group))
-        self._post(attempt, attempt.sends[-1])
+        part = attempt.next_part(group, num_tokens, self._manager.block_size)
+        if part is not None:
+            offer, send = part
+            self._actions.append(offer)
+            self._post(attempt, send)
 
     def _publish(self, attempt: PrefillAttempt) -> None:
         """Publish what is computed, unless blocks that were offered would be recycled for it.

@@ -15,6 +15,7 @@ is nothing: so every list of operations is a program, and one that fails may be 
 ``pull_end i ok fenced``                    a pull ends; well only if its bytes have landed
 ``pull_fence i``, ``offer_fence i``         nothing more is written by it; nothing more is served
 ``crash i``, ``restart i``                  node i (P first) loses all it knows; comes back
+``copy i ok``                               a copy from or to a host tier ends
 ``evict i n``                               node i needs n blocks for something else
 ``drain i``                                 node i gives hand-offs up, to forget its cache
 ``tick n``                                  n units of time pass
@@ -149,6 +150,18 @@ class Simulation(World):
                     self.counts["resets"] += 1
 
     # Operations: transfers
+
+    def _op_copy(self, index: int, ok: bool) -> None:
+        flying = [
+            (node.copies, place)
+            for node in self.nodes.values()
+            if node is not None
+            for place in range(len(node.copies.flying))
+        ]
+        if flying:
+            copies, place = flying[index % len(flying)]
+            copies.end(place, ok)
+            self.counts["copies"] += 1
 
     def _op_land(self, index: int) -> None:
         transfer = self._pull(index)

@@ -13,8 +13,9 @@ from ...kvcache import Int32Array, RequestTooLargeError
 from ..request import Request, SamplingParams
 from .actions import CancelPull, Failed, Finished, Offer, Post, Pull, Started, Stopped, Withdraw
 from .front_desk import Answer, Begin, Cancel, FrontDesk
+from .invariants import ONE_ANSWER, ONE_START, SAME_TOKENS, SimulationError
 from .messages import Key, Message, PeerId, Ticket
-from .nodes import DecodeNode, Node, PrefillNode, SimulationConfig, SimulationError, sample
+from .nodes import DecodeNode, Node, PrefillNode, SimulationConfig, sample
 
 REQUEST_S: Final = 200
 """After this a request is answered as failed, in ticks."""
@@ -129,11 +130,14 @@ class World:
         while more:
             more = False
             for name, node in self.nodes.items():
-                for action in node.scheduler.take_actions() if node is not None else ():
+                if node is None:
+                    continue
+                node.copies.dispatch()  # before anybody writes where they read
+                for action in node.scheduler.take_actions():
                     more = True
                     if isinstance(node, PrefillNode):
                         self._act_prefill(name, node, action)
-                    elif node is not None:
+                    else:
                         self._act_decode(name, node, action)
             for wanted in self.front.take_actions():
                 more = True
@@ -185,7 +189,7 @@ class World:
     def _start(self, node: DecodeNode, started: Started) -> None:
         key, request = started.key, started.request
         if key in self._started:
-            raise SimulationError(f"{key} starts twice")
+            raise SimulationError(ONE_START, f"{key} starts twice")
         self._started.add(key)
         self.counts["starts"] += 1
         self.counts["own tokens"] += started.num_own_tokens
@@ -205,9 +209,9 @@ class World:
                         node.scheduler.give_up(key, "cancelled")
             case Answer(request_id, tokens, _):
                 if request_id in self.answers:
-                    raise SimulationError(f"{request_id} has two answers")
+                    raise SimulationError(ONE_ANSWER, f"{request_id} has two")
                 if tokens is not None and tokens != self.jobs[request_id].answer():
-                    raise SimulationError(f"{request_id} has other tokens than one node gives")
+                    raise SimulationError(SAME_TOKENS, f"{request_id} has others")
                 self.answers[request_id] = action
                 self.counts["answers" if tokens is not None else "failures"] += 1
 

@@ -7,6 +7,7 @@ from typing import Final
 
 P: Final = "handoff/prefill_side.py"
 D: Final = "handoff/decode_side.py"
+ATTEMPTS: Final = "handoff/attempts.py"
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,8 @@ BUGS: Final = [
         "P publishes at admission: what is refused stays matchable",
         P,
         (
-            "        ask = Ask(",
-            "        self._manager.publish(lease, request.prompt)\n        ask = Ask(",
+            "        ask = make_ask(",
+            "        self._manager.publish(lease, request.prompt)\n        ask = make_ask(",
         ),
     ),
     bug(
@@ -222,10 +223,10 @@ BUGS: Final = [
     ),
     bug(
         "the last block, which is not full, is not sent",
-        P,
+        ATTEMPTS,
         (
-            "last = -(-num_tokens // size) if is_all else num_tokens // size",
-            "last = num_tokens // size",
+            "last = -(-num_tokens // block_size) if is_all else num_tokens // block_size",
+            "last = num_tokens // block_size",
         ),
     ),
     bug(
@@ -240,11 +241,8 @@ BUGS: Final = [
     ),
     bug(
         "the seed is lost on the way",
-        P,
-        (
-            "            request.sampling,\n",
-            "            replace(request.sampling, seed=0),\n",
-        ),
+        ATTEMPTS,
+        ("            request.sampling,\n", "            type(request.sampling)(),\n"),
     ),
     bug(
         "D forgets the lease of an attempt that it gives up",

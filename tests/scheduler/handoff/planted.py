@@ -21,6 +21,27 @@ _numbers = count(1)
 
 
 @contextmanager
+def recast(stories: ModuleType, package: ModuleType) -> Iterator[None]:
+    """Let the tests of a module play with the classes of a copy.
+
+    Args:
+        stories: a module of tests that names classes of the scheduler.
+        package: what `planted` has loaded.
+    """
+    copy = package.__name__.removesuffix(".handoff")
+    before = dict(vars(stories))
+    for name, value in before.items():
+        home = getattr(value, "__module__", None) or ""
+        if isinstance(value, type) and home.startswith("radixkv.scheduler."):
+            module = copy + home.removeprefix("radixkv.scheduler")
+            setattr(stories, name, getattr(importlib.import_module(module), name))
+    try:
+        yield
+    finally:
+        vars(stories).update(before)
+
+
+@contextmanager
 def planted(bug: Bug | None) -> Iterator[ModuleType]:
     """Load a copy of the hand-off and of the schedulers below it, with a bug if one is given.
 

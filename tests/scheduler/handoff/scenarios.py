@@ -244,6 +244,19 @@ def what_is_refused_is_not_matchable(h: ModuleType) -> None:
         assert manager.stats().free_blocks == 8
 
 
+def refusals_are_no_failures(h: ModuleType) -> None:
+    desk = h.FrontDesk(max_attempts=1, backoff_s=1, request_s=100)
+    desk.submit("a")
+    for attempt in range(1, 5):
+        desk.tick(2.0 * attempt)
+        assert desk.take_actions()[-1] == h.Begin(("a", attempt))
+        desk.prefill_failed(("a", attempt), "refused", is_busy=True)
+    desk.tick(10.0)
+    desk.take_actions()
+    desk.prefill_failed(("a", 5), "broken")
+    assert desk.take_actions() == [h.Cancel(("a", 5)), h.Answer("a", None, "broken")]
+
+
 SCENARIOS: Final[list[Callable[[ModuleType], None]]] = [
     one_request,
     any_message_is_lost,
@@ -263,4 +276,5 @@ SCENARIOS: Final[list[Callable[[ModuleType], None]]] = [
     a_failed_pull_holds_its_blocks_until_it_is_fenced,
     what_was_offered_stays_when_others_publish_the_same,
     what_is_refused_is_not_matchable,
+    refusals_are_no_failures,
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -14,11 +15,9 @@ from radixkv.scheduler.handoff import (
     PREFILL_MOVES,
     Commit,
     DecodeSide,
-    DecodeState,
-    Order,
     PrefillSide,
 )
-from radixkv.scheduler.handoff import prefill_side as prefill_module
+from radixkv.scheduler.handoff import attempts as attempts_module
 from radixkv.scheduler.handoff.drive import Failure, check, replay, run, run_random, settle, to_json
 from radixkv.scheduler.handoff.nodes import SimulationConfig
 from radixkv.scheduler.handoff.prefill_side import ORDERS
@@ -38,6 +37,7 @@ def test_random_programs_with_faults_end_well(part: int) -> None:
     assert counts["answers"] > PROGRAMS, "hardly any request succeeds under these faults"
     assert counts["failures"] > PROGRAMS / 4, "hardly any fault matters"
     assert counts["own tokens"] > 0 and counts["hit tokens"] > 0
+    assert counts["preemptions"] > 0 and counts["refusals"] > 0 and counts["resets"] > 0
 
 
 def test_the_programs_use_every_move(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,8 +53,7 @@ def test_the_programs_use_every_move(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(200):
         run_random(seed, 300)
     moves = {*PREFILL_MOVES, *DECODE_MOVES}
-    # The nodes of the simulation have no host tier; test_sides.py has those.
-    assert moves - seen == {move for move in moves if DecodeState.LOADING in move}
+    assert moves - seen == set()
 
 
 def test_a_run_is_the_same_again() -> None:
@@ -67,8 +66,8 @@ def test_a_failure_replays_from_json(monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(Commit(*values), sampling=GREEDY)
 
     with monkeypatch.context() as context:
-        context.setattr(prefill_module, "Commit", without_seed)
-        with pytest.raises(Failure, match="has other tokens than one node gives") as found:
+        context.setattr(attempts_module, "Commit", without_seed)
+        with pytest.raises(Failure, match=r"\[H3 same-tokens\]") as found:
             for seed in range(100):
                 run_random(seed)
         with pytest.raises(Failure) as again:
@@ -82,8 +81,9 @@ def test_every_operation_may_find_nothing() -> None:
     words = ["cancel", "deliver", "duplicate", "drop", "compute", "decode", "land", "pull_fence"]
     ops: list[list] = [[word, 3] for word in [*words, "offer_fence"]]
     ops += [["report", 0], ["pull_end", 0, True, True], ["evict", 1, 2], ["restart", 0]]
+    ops += [["copy", 0, True], ["drain", 1]]
     for node in (0, 1):
-        ops += [["crash", node], ["crash", node], ["evict", node, 1], ["tick", 1]]
+        ops += [["crash", node], ["crash", node], ["evict", node, 1], ["drain", node], ["tick", 1]]
     simulation = run(SimulationConfig(), ops)
     assert not simulation.answers
 
@@ -98,29 +98,24 @@ class HandoffMachine(RuleBasedStateMachine):
     """The operations of the simulation as rules; what breaks is printed as a trace."""
 
     @initialize(
-        blocks=st.tuples(st.integers(4, 12), st.integers(4, 12)),
-        block_size=st.integers(1, 3),
-        num_groups=st.integers(1, 3),
-        budget=st.integers(1, 6),
-        max_running=st.integers(1, 3),
-        order=st.sampled_from(ORDERS),
-        reserve_tokens=st.sampled_from([0, 2, None]),
-        nodes=st.tuples(st.integers(1, 2), st.integers(1, 2)),
-    )
-    def start(
-        self,
-        blocks: tuple[int, int],
-        block_size: int,
-        num_groups: int,
-        budget: int,
-        max_running: int,
-        order: Order,
-        reserve_tokens: int | None,
-        nodes: tuple[int, int],
-    ) -> None:
-        self.config = SimulationConfig(
-            *blocks, block_size, num_groups, budget, max_running, order, reserve_tokens, *nodes
+        sizes=st.fixed_dictionaries(
+            {
+                "prefill_blocks": st.integers(4, 12),
+                "decode_blocks": st.integers(4, 12),
+                "host_blocks": st.sampled_from([0, 0, 3]),
+                "block_size": st.integers(1, 3),
+                "num_groups": st.integers(1, 3),
+                "budget": st.integers(1, 6),
+                "max_running": st.integers(1, 3),
+                "order": st.sampled_from(ORDERS),
+                "reserve_tokens": st.sampled_from([0, 2, None]),
+                "num_prefill": st.integers(1, 2),
+                "num_decode": st.integers(1, 2),
+            }
         )
+    )
+    def start(self, sizes: dict[str, Any]) -> None:
+        self.config = SimulationConfig(**sizes)
         self.simulation = Simulation(self.config)
         self.ops: list[list] = []
 
@@ -157,6 +152,10 @@ class HandoffMachine(RuleBasedStateMachine):
     @rule(word=st.sampled_from(["report", "crash", "restart", "drain"]), node=node)
     def at_a_node(self, word: str, node: int) -> None:
         self.do(word, node)
+
+    @rule(index=index, ok=st.booleans())
+    def copy(self, index: int, ok: bool) -> None:
+        self.do("copy", index, ok)
 
     @rule(node=node, num_blocks=st.integers(1, 3))
     def evict(self, node: int, num_blocks: int) -> None:
