@@ -46,6 +46,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"(jax|jaxlib|jaxtyping|numpy|np|jnp|collections|pathlib|typing|argparse|os)\..*"),
     ("py:class", r"'.*'|ndarray"),  # shapes and types in jaxtyping annotations
     ("py:class", r"radixkv\.scheduler\.models\.transformer\.Params"),  # a tree of arrays
+    ("py:class", r"~?(radixkv\.kernels\..*)?(Kernel|PoolOrPools)"),  # type variables
     ("py:class", r"RefusalReason"),  # words, which `Refuse` lists
 ]
 

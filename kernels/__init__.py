@@ -6,6 +6,7 @@ its block 0 is a padding sink: it may be written and read at any time and means 
 """
 
 from .block_copy import copy_blocks, gather_blocks, scatter_blocks
+from .checked import checked
 from .checks import KernelArgumentError
 from .kv_write import kv_write
 from .merge import merge_attention_states
@@ -14,6 +15,7 @@ from .paged_extend import paged_extend
 
 __all__ = [
     "KernelArgumentError",
+    "checked",
     "copy_blocks",
     "gather_blocks",
     "kv_write",

@@ -1,0 +1,130 @@
+"""The checked mode: what it refuses, by its message, and that it lets everything else through."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+
+from radixkv.kernels import (
+    KernelArgumentError,
+    checked,
+    copy_blocks,
+    gather_blocks,
+    kv_write,
+    paged_decode,
+    paged_extend,
+    scatter_blocks,
+)
+
+from .problems import int32
+
+POOL = jnp.ones((9, 2, 4, 8))  # 36 slots
+SCALES = jnp.ones((9, 2)).at[2, 1].set(0)
+STAGING = jnp.ones((3, 2, 4, 8))
+
+
+def decode(tables, lengths, **options):
+    tables = int32(tables)
+    q = jnp.ones((len(lengths), 2, 8))
+    arguments = q, POOL, POOL, tables, int32(lengths)
+    return run(lambda *a: checked(paged_decode)(*a, sm_scale=1.0, **options), *arguments)
+
+
+def extend(tables, kv, q_lengths, starts, **options):
+    arguments = jnp.ones((8, 2, 8)), POOL, POOL, int32(tables), int32(kv), int32(q_lengths)
+    return run(
+        lambda *a: checked(paged_extend)(*a, sm_scale=1.0, **options), *arguments, int32(starts)
+    )
+
+
+def write(slots, **scales):
+    new = jnp.ones((len(slots), 2, 8))
+    pool = POOL.astype(jnp.int8) if scales else POOL
+    return run(lambda *a: checked(kv_write)(*a, **scales), new, new, int32(slots), pool, pool)
+
+
+def copy(sources, destinations, count):
+    return run(checked(copy_blocks), POOL, int32(sources), int32(destinations), int32(count))
+
+
+def gather(ids, count):
+    return run(checked(gather_blocks), (POOL, POOL), int32(ids), int32(count))
+
+
+def scatter(ids, count):
+    return run(checked(scatter_blocks), POOL, STAGING, int32(ids), int32(count))
+
+
+def run(step, *arguments):
+    error, result = jax.jit(checkify.checkify(step))(*arguments)
+    error.throw()
+    return result
+
+
+FINE = {
+    "lengths within the table": lambda: decode([[1, 2], [8, 0]], [8, 0]),
+    "anything in entries that are not used": lambda: decode([[1, -7], [99, 99]], [4, 0]),
+    "anything before the window": lambda: decode([[99, 2]], [8], window=4),
+    "rows in any order": lambda: extend([[1, 2]] * 3, [5, 8, 1], [3, 4, 1], [5, 0, 4]),
+    "inactive rows anywhere": lambda: extend([[1, 2], [99, 99]], [5, 7], [3, 0], [0, -9]),
+    "anything before the windows": lambda: extend([[99, 2]], [8], [2], [0], window=3),
+    "slots that skip": lambda: write([0, -1, -1, 35]),
+    "scales of blocks that are written": lambda: write([0, -1], k_scales=SCALES, v_scales=SCALES),
+    "ids that skip": lambda: copy([1, -1, 1], [2, 2, 3], 3),
+    "anything past count": lambda: copy([1, 99, 1], [2, 2, 2], 1),
+    "one source read often": lambda: gather([1, 1, -1], 3),
+    "all entries": lambda: scatter([1, 2, 0], 3),
+}
+
+
+@pytest.mark.parametrize("case", FINE)
+def test_lets_through(case):
+    for array in jax.tree.leaves(FINE[case]()):
+        assert not np.isnan(np.asarray(array)).any()
+
+
+REFUSED = (
+    (lambda: decode([[1, 2]], [-3]), "lengths[0] must be >= 0, got -3"),
+    (lambda: decode([[1, 2]] * 2, [8, 9]), "lengths[1] must be at most 8, what its block table holds, got 9"),  # noqa: E501
+    (lambda: decode([[1, 2], [3, 9]], [8, 5]), "block_tables[1, 1] must be in 0 .. 8, got 9"),
+    (lambda: decode([[1, -1]], [5], window=1), "block_tables[0, 1] must be in 0 .. 8, got -1"),
+    (lambda: extend([[1, 2]], [-1], [0], [0]), "kv_lengths[0] must be >= 0, got -1"),
+    (lambda: extend([[1, 2]], [9], [1], [0]), "kv_lengths[0] must be at most 8, what its block table holds, got 9"),  # noqa: E501
+    (lambda: extend([[1, 2]], [2], [3], [0]), "q_lengths[0] must be in 0 .. 2, its kv_lengths, got 3"),  # noqa: E501
+    (lambda: extend([[1, 2]], [4], [4], [5]), "row 0 must lie in the 8 tokens of q, got 5 .. 9"),
+    (lambda: extend([[1, 2]] * 2, [4, 4], [2, 3], [4, 2]), "rows must lie apart in q, but row 1 ends after row 0 starts"),  # noqa: E501
+    (lambda: extend([[1, 99]], [5], [1], [0]), "block_tables[0, 1] must be in 0 .. 8, got 99"),
+    (lambda: write([3, 36]), "slots[1] must be -1 or in 0 .. 35, got 36"),
+    (lambda: write([3, -2]), "slots[1] must be -1 or in 0 .. 35, got -2"),
+    (lambda: write([7, 3, 7]), "slots must be distinct, but 7 occurs twice"),
+    (lambda: write([0, 8], k_scales=SCALES, v_scales=SCALES), "k_scales[2, 1] must be > 0, got 0.0"),  # noqa: E501
+    (lambda: copy([1, 9, 1], [2, 3, 4], 3), "sources[1] must be -1 or in 0 .. 8, got 9"),
+    (lambda: copy([1, 1, 1], [2, 3, -5], 3), "destinations[2] must be -1 or in 0 .. 8, got -5"),
+    (lambda: copy([1, 1, 1], [2, 3, 2], 3), "destinations must be distinct, but 2 occurs twice"),
+    (lambda: copy([1, 2, 1], [2, 3, 4], 3), "destinations[0] must not be a source, got 2"),
+    (lambda: copy([1], [2], 2), "count must be in 0 .. 1, got 2"),
+    (lambda: gather([1, 2, 9], 3), "ids[2] must be -1 or in 0 .. 8, got 9"),
+    (lambda: gather([1, 2, 9], -1), "count must be in 0 .. 3, got -1"),
+    (lambda: scatter([1, 2, 1], 3), "ids must be distinct, but 1 occurs twice"),
+    (lambda: scatter([1, 2, 9], 3), "ids[2] must be -1 or in 0 .. 8, got 9"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_message(call, message):
+    with pytest.raises(checkify.JaxRuntimeError) as refusal:
+        call()
+    assert message in str(refusal.value)
+
+
+@pytest.mark.usefixtures("no_shape_hook")
+def test_wrong_shapes_are_refused_first():
+    with pytest.raises(KernelArgumentError) as refusal:
+        run(checked(gather_blocks), POOL, int32([[1]]), int32(1))
+    assert "ids must be [n] = [any], got [1, 1]" in str(refusal.value)
+
+
+def test_only_kernels_can_be_checked():
+    with pytest.raises(KeyError):
+        checked(len)
