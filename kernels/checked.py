@@ -28,21 +28,20 @@ def checked(kernel: Kernel) -> Kernel:
         error, out = jax.jit(checkify.checkify(step))(...)
         error.throw()           # checkify.JaxRuntimeError: block_tables[3, 7] must be in 0 .. 512
 
-    What it finds, and what happens in the kernel itself, which pays for no such check:
+    What it finds, and what happens in the kernels themselves, which pay for no such check::
 
-    | argument                      | must be                          | otherwise              |
-    |-------------------------------|----------------------------------|------------------------|
-    | `lengths`, `kv_lengths`       | >= 0                             | taken for 0            |
-    |                               | at most the width of the table   | NaN in that row        |
-    | `block_tables`, where used    | a block of the pools             | a wrong result there   |
-    | `q_lengths`                   | 0 .. `kv_lengths`                | see `paged_extend`     |
-    | `q_starts`, of active rows    | rows apart, within `q`           | unspecified outputs    |
-    | `slots`                       | -1 or in the pools               | that token is skipped  |
-    |                               | distinct                         | one of the tokens wins |
-    | `k_scales`, `v_scales`        | > 0 where a token is written     | unspecified numbers    |
-    | `ids`, `sources`, ...         | -1 or in the pool                | that entry is skipped  |
-    | ids that are written          | distinct, no source among them   | unspecified contents   |
-    | `count`                       | 0 .. n                           | as the nearest of them |
+        argument                     must be                         otherwise
+        lengths, kv_lengths          >= 0                            taken for 0
+                                     within the row's table          NaN in that row
+        block_tables, where used     a block of the pools            a wrong result there
+        q_lengths                    0 .. kv_lengths                 see paged_extend
+        q_starts of active rows      rows apart, within q            unspecified outputs
+        slots                        -1 or in the pools              that token is skipped
+                                     distinct                        one of the tokens wins
+        k_scales, v_scales           > 0 where a token is written    unspecified numbers
+        ids, sources, destinations   -1 or in the pool               that entry is skipped
+        ids that are written         distinct, no source among them  unspecified contents
+        count                        0 .. n                          as the nearest of them
 
     Args:
         kernel: `paged_decode`, `paged_extend`, `kv_write`, `copy_blocks`, `gather_blocks` or
