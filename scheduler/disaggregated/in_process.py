@@ -175,6 +175,7 @@ class Disaggregated:
                     self._front.started(key)
                 case Finished(key, request):
                     self._router.finished(key, request.tokens[:-1], request.namespace)
+                    self._copy_counts(request)
                     self._front.finished(key, tuple(request.output_tokens))
                 case Stopped(key, reason):
                     self._front.decode_failed(key, reason)
@@ -217,6 +218,14 @@ class Disaggregated:
         except RequestTooLargeError as large:
             self._front.prefill_failed(key, str(large), is_final=True)
             self._follow()
+
+    def _copy_counts(self, request: Request) -> None:
+        asked = self._live.get(request.request_id)
+        if asked is not None:
+            asked.num_hit_tokens = request.num_hit_tokens
+            asked.num_host_hit_tokens = request.num_host_hit_tokens
+            asked.num_storage_hit_tokens = request.num_storage_hit_tokens
+            asked.num_preemptions = request.num_preemptions
 
     def _answer(self, request: Request, tokens: Sequence[int] | None, reason: str) -> None:
         """End a request as one engine would."""

@@ -71,6 +71,7 @@ class Cluster:
         self._is_real_time = transport is not None
         self.prefill_options, self.decode_options = prefill or {}, decode or {}
         self._ticks = count()
+        self.requests: list[Request] = []  # the last that were completed
         self._epochs = count(1)
         self.now = self._clock()
         self.front = Disaggregated(
@@ -158,6 +159,7 @@ class Cluster:
         assert sorted(map(id, ended)) == sorted(map(id, requests))
         assert all(request.status is RequestStatus.FINISHED for request in requests)
         self.assert_nothing_leaked()
+        self.requests = requests
         return [request.output_tokens for request in requests]
 
     def step(self, num_steps: int) -> None:

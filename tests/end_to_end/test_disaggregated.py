@@ -155,7 +155,7 @@ def test_only_what_d_lacks_is_sent_and_only_what_p_lacks_is_computed(llama, p_ha
         - before["prefill-0"].engine.scheduler.hit_tokens,
         after["decode-0"].transport.bytes_received - before["decode-0"].transport.bytes_received,
     )
-    assert hits == (40 if p_has else 0)
+    assert hits == cluster.requests[0].num_hit_tokens == (40 if p_has else 0)
     assert sent == (1 if d_has else 11) * block_bytes
 
 
