@@ -161,3 +161,32 @@ class TestScatterBlocks:
         with pytest.raises(KernelArgumentError) as refusal:
             self.scatter(**(arguments | changes))
         assert message in str(refusal.value)
+
+
+class TestSeveralPools:
+    POOLS = make_pool(), make_pool() + 1
+
+    def test_each_pool_is_moved_like_one_alone(self):
+        ids, others, count = int32([1, 2]), int32([3, 4]), int32(2)
+        copied = copy_blocks(self.POOLS, ids, others, count)
+        staging = gather_blocks(self.POOLS, ids, count)
+        scattered = scatter_blocks(self.POOLS, staging, others, count)
+        assert [type(each) for each in (copied, staging, scattered)] == [tuple] * 3
+        for pool, *results in zip(self.POOLS, copied, staging, scattered, strict=True):
+            alone = gather_blocks(pool, ids, count)
+            expected = pool.at[others].set(alone), alone, pool.at[others].set(alone)
+            for got, want in zip(results, expected, strict=True):
+                assert np.array_equal(got, want)
+
+    @pytest.mark.usefixtures("no_shape_hook")
+    def test_messages(self):
+        ids, count = int32([1, 2]), int32(2)
+        short = make_pool(blocks=3)
+        for call, message in (
+            (lambda: gather_blocks((), ids, count), "blocks must be a pool or a tuple of at least one, got ()"),  # noqa: E501
+            (lambda: gather_blocks((make_pool(), short), ids, count), "blocks must have one shape and dtype, got float32[9, 2, 4, 8] and float32[3, 2, 4, 8]"),  # noqa: E501
+            (lambda: scatter_blocks(self.POOLS, (short,), ids, count), "staging must be an array for each pool of blocks, 2, got 1"),  # noqa: E501
+        ):  # fmt: skip
+            with pytest.raises(KernelArgumentError) as refusal:
+                call()
+            assert str(refusal.value) == message
