@@ -70,7 +70,8 @@ for turn in range(5):
             len(conversation),
             after["prefill-0"].engine.prefill_tokens_computed
             - before["prefill-0"].engine.prefill_tokens_computed,
-            after["decode-0"].transport.bytes_received - before["decode-0"].transport.bytes_received,
+            after["decode-0"].transport.bytes_received
+            - before["decode-0"].transport.bytes_received,
         )
     )
     question = rng.integers(1, model.config.vocab_size, 10, dtype=np.int32)

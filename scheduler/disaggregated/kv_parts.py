@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final
 
 import jax
 import numpy as np
 
 from ...kvcache.block_copies import BlockCopies, CopyKind
 from ..engine_tiers import make_storage_namespace
+from ..handoff import MAX_PART_BLOCKS
 from ..model_runner import ModelRunner
 from ..transport import ArraySpec, Descriptor, PayloadArray
 from ..transport.tickets import digest_namespace, is_computed
-
-_MAX_BLOCKS_PER_PIECE: Final = 32
-"""The same on all nodes: it decides into which arrays a part is cut."""
 
 
 class KVParts:
     """Copies whole blocks of all layers, as arrays without padding, by compiled programs.
 
-    A part of n blocks is cut into pieces of 32 blocks, then of the powers of two that n has::
+    A part of n blocks is cut into the powers of two that n has::
 
-        37 blocks    32 | 4 | 1    of each piece, each layer's K, then each layer's V:
+        21 blocks    16 | 4 | 1    of each piece, each layer's K, then each layer's V:
                                    [blocks, kv_heads, block_size, head_dim]
     """
 
@@ -36,7 +33,7 @@ class KVParts:
             weights_revision: of the model; with its configuration, what both nodes agree on.
         """
         pools = runner.arrays.keys
-        most = min(_MAX_BLOCKS_PER_PIECE, len(pools[0]) - 1)
+        most = min(MAX_PART_BLOCKS, len(pools[0]) - 1)
         self._runner = runner
         with runner.warming_up():
             self._copies = BlockCopies(runner.arrays, 1 << (most.bit_length() - 1), [kind])

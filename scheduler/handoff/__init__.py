@@ -25,6 +25,7 @@ from .actions import (
 from .decode_side import DecodeSide
 from .front_desk import Answer, Begin, Cancel, FrontDesk
 from .messages import (
+    MAX_PART_BLOCKS,
     PROTOCOL_VERSION,
     Abort,
     Ack,
@@ -46,6 +47,7 @@ from .states import DECODE_MOVES, PREFILL_MOVES, DecodeState, PrefillState
 
 __all__ = [
     "DECODE_MOVES",
+    "MAX_PART_BLOCKS",
     "PREFILL_MOVES",
     "PROTOCOL_VERSION",
     "Abort",

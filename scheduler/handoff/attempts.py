@@ -10,7 +10,7 @@ from ...kvcache import Int32Array, Lease
 from ..errors import RequestError
 from ..request import Request
 from .actions import Offer
-from .messages import Ask, Commit, Head, Hits, Key, PeerId, Send, Ticket
+from .messages import MAX_PART_BLOCKS, Ask, Commit, Head, Hits, Key, PeerId, Send, Ticket
 from .states import DecodeState, PrefillState
 
 
@@ -45,7 +45,7 @@ class PrefillAttempt:
         return self.request.prompt
 
     def next_part(self, group: int, num_tokens: int, block_size: int) -> tuple[Offer, Send] | None:
-        """Take what D lacks of the blocks that so many tokens fill, if there is more of it.
+        """Take the next of what D lacks of the blocks that so many tokens fill, if there is more.
 
         The last block of the prompt need not be full.
         """
@@ -54,6 +54,7 @@ class PrefillAttempt:
         last = -(-num_tokens // block_size) if is_all else num_tokens // block_size
         if last <= first:
             return None
+        last = min(last, first + MAX_PART_BLOCKS)
         self.next_block[group] = last
         head, part = self.head, len(self.sends)
         assert head.peer_epoch is not None, "parts are offered before D has granted"

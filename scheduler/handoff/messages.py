@@ -22,6 +22,9 @@ from ..request import GREEDY, SamplingParams
 
 PROTOCOL_VERSION: Final = 1
 
+MAX_PART_BLOCKS: Final = 32
+"""P sends no more blocks in one part: D has staging memory for some parts, whatever a prompt."""
+
 Key: TypeAlias = tuple[str, int]
 """A request's id and the number of the attempt."""
 

@@ -312,8 +312,8 @@ class PrefillSide:
 
     def _offer(self, attempt: PrefillAttempt, group: int, num_tokens: int) -> None:
         """Offer what D lacks of the blocks that so many tokens fill; the last need not be full."""
-        part = attempt.next_part(group, num_tokens, self._manager.block_size)
-        if part is not None:
+        block_size = self._manager.block_size
+        while (part := attempt.next_part(group, num_tokens, block_size)) is not None:
             offer, send = part
             self._actions.append(offer)
             self._post(attempt, send)

@@ -39,7 +39,7 @@ def programs_of(engine: Engine) -> Iterator[None]:
     with (
         patch.object(prefill_engine, "ModelRunner", runner),
         patch.object(decode_engine, "ModelRunner", runner),
-        patch.object(kv_parts, "_MAX_BLOCKS_PER_PIECE", 4),
+        patch.object(kv_parts, "MAX_PART_BLOCKS", 4),
     ):
         yield
 

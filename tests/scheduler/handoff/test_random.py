@@ -40,6 +40,15 @@ def test_random_programs_with_faults_end_well(part: int) -> None:
     assert counts["preemptions"] > 0 and counts["refusals"] > 0 and counts["resets"] > 0
 
 
+@pytest.mark.parametrize("most", [1, 2])
+def test_programs_with_small_parts_end_well(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(attempts_module, "MAX_PART_BLOCKS", most)
+    counts = Counter[str]()
+    for seed in range(60):
+        counts += run_random(seed, NUM_OPS).counts
+    assert counts["answers"] > 60
+
+
 def test_the_programs_use_every_move(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = set()
     for side in (PrefillSide, DecodeSide):
