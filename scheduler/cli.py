@@ -16,7 +16,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from .commands import fuzz_options, generate_options, storage_options, trace_options
+from .commands import (
+    fuzz_options,
+    generate_options,
+    node_options,
+    storage_options,
+    trace_options,
+)
 from .commands.errors import BadInputError
 from .commands.options import add_json, add_requests, add_size
 
@@ -109,6 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
     trace_options.add_replay(commands, _run_replay)
     trace_options.add_hits(commands, _run_hits)
     generate_options.add_parser(commands, _run_generate)
+    node_options.add_parsers(commands, _run_node)
     _add_bench(commands)
     fuzz_options.add_parser(commands, _run_fuzz)
     storage_options.add_parser(commands, _run_storage)
@@ -181,6 +188,12 @@ def _run_hits(arguments: argparse.Namespace) -> int:
 
 def _run_generate(arguments: argparse.Namespace) -> int:
     from .commands.generate import run
+
+    return run(arguments)
+
+
+def _run_node(arguments: argparse.Namespace) -> int:
+    from .commands.node import run
 
     return run(arguments)
 

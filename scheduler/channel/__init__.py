@@ -14,11 +14,8 @@ from .client_messages import (
     GiveUp,
     NodeStatus,
     PrefillFailed,
-    RunDecode,
     RunPrefill,
     Started,
-    Submit,
-    Withdrawal,
 )
 from .errors import (
     ChannelAddressError,
@@ -50,14 +47,11 @@ __all__ = [
     "NodeStatus",
     "Packet",
     "PrefillFailed",
-    "RunDecode",
     "RunPrefill",
     "Secret",
     "SecretError",
     "Started",
-    "Submit",
     "UnknownPeerError",
-    "Withdrawal",
     "ZmqChannel",
     "load_secret",
 ]

@@ -16,7 +16,6 @@ from typing import Any, Final, TypeAlias, get_args
 import msgpack
 
 from ..errors import RefusalReason
-from ..handoff.front_desk import Answer
 from ..handoff.messages import (
     Abort,
     Ack,
@@ -40,11 +39,8 @@ from .client_messages import (
     GiveUp,
     NodeStatus,
     PrefillFailed,
-    RunDecode,
     RunPrefill,
     Started,
-    Submit,
-    Withdrawal,
 )
 from .errors import DecodeError, EncodeError
 from .schema import Bool, Bytes, Field, Float, Int, Many, Maybe, OneOf, Pair, Record, Text
@@ -138,45 +134,25 @@ MESSAGES: Final[tuple[Record, ...]] = (
     _of_peer(Abort, reason=_REASON, fenced=Bool()),
     _of_peer(Renew, missing=Many(_COUNT, _MAX_ITEMS)),
     Record(
-        Submit,
-        {
-            "request_id": _NAME,
-            "prompt": _PROMPT,
-            "max_new_tokens": Int(1),
-            "sampling": _SAMPLING,
-            "stop_token_ids": _STOPS,
-            "namespace": _NAMESPACE,
-            "reply_to": _NAME,
-        },
-    ),
-    Record(Withdrawal, {"request_id": _NAME}),
-    Record(Answer, {"request_id": _NAME, "tokens": Maybe(_TOKENS), "reason": _REASON}),
-    Record(
         RunPrefill,
         {
             "key": _KEY,
             "prompt": _PROMPT,
-            "namespace": _NAMESPACE,
+            "max_new_tokens": Int(1),
+            "priority": Int(-(2**31)),
             "sampling": _SAMPLING,
+            "stop_token_ids": _STOPS,
+            "namespace": _NAMESPACE,
             "decode_node": _NAME,
             "decode_address": _NAME,
         },
     ),
-    Record(
-        RunDecode,
-        {
-            "key": _KEY,
-            "max_new_tokens": Int(1),
-            "sampling": _SAMPLING,
-            "stop_token_ids": _STOPS,
-            "prefill_node": _NAME,
-            "prefill_address": _NAME,
-        },
-    ),
     Record(GiveUp, {"key": _KEY, "reason": _REASON}),
     Record(Started, {"key": _KEY}),
-    Record(Finished, {"key": _KEY, "tokens": _TOKENS}),
-    Record(PrefillFailed, {"key": _KEY, "reason": _REASON, "is_final": Bool()}),
+    Record(
+        Finished, {"key": _KEY, "tokens": _TOKENS, "hits": _HITS, "num_preemptions": _COUNT}
+    ),
+    Record(PrefillFailed, {"key": _KEY, "reason": _REASON, "is_final": Bool(), "is_busy": Bool()}),
     Record(DecodeFailed, {"key": _KEY, "reason": _REASON}),
     Record(
         NodeStatus,
@@ -185,11 +161,7 @@ MESSAGES: Final[tuple[Record, ...]] = (
             "address": _NAME,
             "transport": Text(32),
             "block_size": Int(1),
-            "num_blocks": _COUNT,
-            "num_free_blocks": _COUNT,
-            "num_waiting": _COUNT,
-            "num_running": _COUNT,
-            "num_waiting_tokens": Int(0, 2**63 - 1),
+            "num_blocks": Int(1),
         },
     ),
 )

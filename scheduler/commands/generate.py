@@ -15,6 +15,7 @@ from ..engine_tiers import make_storage_namespace
 from ..models import ModelConfig, load_config, load_model, load_tokenizer
 from ..models.digest import weights_digest
 from ..request import Request
+from .apart_options import Sizes, check_apart
 from .errors import BadInputError
 from .options import host_tier
 from .output import check_destination, emit, format_table
@@ -31,6 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Generate, and print the new tokens of each prompt in the order of the file."""
     check_destination(arguments.json)
     check_tiers(arguments)
+    check_apart(arguments)
     model_dir = Path(arguments.model_dir)
     config = load_config(model_dir)
     prompts = read_prompts(
@@ -46,18 +48,44 @@ def run(arguments: argparse.Namespace) -> int:
     # Each size up to the budget is a program to compile: none that these prompts cannot fill.
     token_budget = arguments.token_budget or min(_DEFAULT_TOKEN_BUDGET, sum(map(len, prompts)))
 
+    stop_token_ids = () if arguments.ignore_eos else config.eos_token_ids
+    requests = [
+        Request(str(index), prompt, new_tokens, stop_token_ids=stop_token_ids)
+        for index, prompt in enumerate(prompts)
+    ]
+    sizes = Sizes(
+        num_blocks=num_blocks,
+        token_budget=token_budget,
+        max_running=min(len(prompts), token_budget, _MAX_RUNNING),
+        max_model_len=max(map(len, prompts)) + new_tokens,
+    )
+    if arguments.disaggregate:
+        from .generate_apart import complete_apart  # here, because it needs an extra
+
+        stats = complete_apart(arguments, requests, sizes)
+    else:
+        stats = _complete(arguments, requests, sizes)
+    outputs = [[int(token) for token in request.output_tokens] for request in requests]
+    results = {"outputs": outputs, "stats": stats}
+    emit(arguments.json, results, lambda: _describe(results))
+    return 0
+
+
+def _complete(
+    arguments: argparse.Namespace, requests: Sequence[Request], sizes: Sizes
+) -> dict[str, Any]:
+    """Run all prompts to their ends; what storage is to keep is there when this returns."""
+    model_dir = Path(arguments.model_dir)
     model = load_model(model_dir)
     namespace = None
     if arguments.storage is not None:
-        namespace = make_storage_namespace(model, weights_digest(model_dir), block_size)
+        digest = weights_digest(model_dir)
+        namespace = make_storage_namespace(model, digest, arguments.block_size)
     with open_storage(arguments, namespace) as storage:
         engine = Engine(
             model,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            token_budget=token_budget,
-            max_running=min(len(prompts), token_budget, _MAX_RUNNING),
-            max_model_len=max(map(len, prompts)) + new_tokens,
+            block_size=arguments.block_size,
+            **asdict(sizes),
             prefix_cache=not arguments.no_prefix_cache,
             reserve_tokens=arguments.reserve_tokens,
             preempt=arguments.preempt,
@@ -65,31 +93,16 @@ def run(arguments: argparse.Namespace) -> int:
             storage=storage,
             storage_namespace=namespace,
         )
-        stop_token_ids = () if arguments.ignore_eos else config.eos_token_ids
-        outputs = _complete(engine, prompts, new_tokens, stop_token_ids)
+        try:
+            for request in requests:
+                engine.add_request(request)
+            engine.run()
+        finally:
+            engine.close()
         stats = asdict(engine.stats())
         if storage is not None:
             stats["storage"] = describe_storage(storage.stats())
-    results = {"outputs": outputs, "stats": stats}
-    emit(arguments.json, results, lambda: _describe(results))
-    return 0
-
-
-def _complete(
-    engine: Engine, prompts: list[list[int]], new_tokens: int, stop_token_ids: Sequence[int]
-) -> list[list[int]]:
-    """Run all prompts to their ends; what storage is to keep is there when this returns."""
-    requests = [
-        Request(str(index), prompt, new_tokens, stop_token_ids=stop_token_ids)
-        for index, prompt in enumerate(prompts)
-    ]
-    try:
-        for request in requests:
-            engine.add_request(request)
-        engine.run()
-    finally:
-        engine.close()
-    return [[int(token) for token in request.output_tokens] for request in requests]
+    return stats
 
 
 def _make_encoder(model_dir: Path) -> Callable[[str], list[int]]:

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from .apart_options import add_apart
 from .options import add_host_tier, add_json, add_size, num_bytes, size_or_zero
 
 
@@ -46,6 +47,7 @@ def add_parser(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
         "--ignore-eos", action="store_true", help="do not stop at the checkpoint's eos_token_id"
     )
     _add_tiers(parser)
+    add_apart(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 

@@ -4,26 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import Final
 
 from ...kvcache import RequestTooLargeError
-from ..errors import RequestError
-from ..handoff import (
-    Answer,
-    Begin,
-    Cancel,
-    Failed,
-    Finished,
-    FrontDesk,
-    Key,
-    PeerId,
-    Started,
-    Stopped,
-)
-from ..request import Request, RequestStatus
-from ..router import Route, Router
+from ..handoff import Failed, Finished, PeerId, Started, Stopped
+from ..request import Request
 from .decode_engine import DecodeEngine
+from .desk import Desk, GiveUp, Run, hits_of
 from .node_engine import NodeStats
 from .prefill_engine import PrefillEngine
 
@@ -38,7 +25,6 @@ class Disaggregated:
 
     Attributes:
         prefill, decode: the nodes, by name.
-        failures: why requests came to nothing, by id; those have the status ABORTED.
     """
 
     def __init__(
@@ -60,18 +46,20 @@ class Disaggregated:
         """
         self.prefill = {f"prefill-{number}": node for number, node in enumerate(prefill)}
         self.decode = {f"decode-{number}": node for number, node in enumerate(decode)}
-        self.failures: dict[str, str] = {}
         self._clock = clock
-        self._front = FrontDesk(max_attempts=max_attempts, backoff_s=backoff_s, request_s=request_s)
-        self._serials = count()
-        self._live: dict[str, Request] = {}  # by a name that is never used again
-        self._routes: dict[Key, Route] = {}
-        self._router = Router(
+        self._desk = Desk(
             prefill[0].manager.block_size,
-            prefill={peer: node.manager.num_blocks for peer, node in self.prefill.items()},
-            decode={peer: node.manager.num_blocks for peer, node in self.decode.items()},
+            max_attempts=max_attempts,
+            backoff_s=backoff_s,
+            request_s=request_s,
         )
-        self._ended: list[Request] = []
+        for peer in (*self.prefill, *self.decode):
+            self._join(peer)
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """Why requests came to nothing, by id; those have the status ABORTED."""
+        return self._desk.failures
 
     def add_request(self, request: Request) -> None:
         """Take a request in.
@@ -80,36 +68,25 @@ class Disaggregated:
             RequestError: for a token outside the vocabulary, a request longer than a node's
                 max_model_len, one that was added before, or the id of a live request.
         """
-        request_id = request.request_id
-        if any(each.request_id == request_id for each in self._live.values()):
-            raise RequestError(f"request {request_id!r} is live already")
-        if request.status is not RequestStatus.WAITING or request.output_tokens:
-            raise RequestError(f"request {request_id!r} was added before")
         for node in self._nodes():
             node.check_request(request)
-        name = f"{request_id} #{next(self._serials)}"
-        self._live[name] = request
-        self._front.tick(self._clock())
-        self._front.submit(name)
+        self._desk.add_request(request, self._clock())
 
     def abort(self, request_id: str) -> bool:
         """End a request in any state; False if no live one has this id."""
-        for name, request in self._live.items():
-            if request.request_id == request_id:
-                self._front.cancel(name, "aborted")
-                self._follow()
-                return True
-        return False
+        is_live = self._desk.abort(request_id)
+        self._follow()
+        return is_live
 
     @property
     def has_work(self) -> bool:
         """Whether any request has yet to end, or a node holds blocks for one."""
-        return bool(self._live) or any(node.scheduler.num_open for node in self._nodes())
+        return bool(self._desk.num_open) or any(node.scheduler.num_open for node in self._nodes())
 
     def step(self) -> list[Request]:
         """Let each node run one step at most; return the requests that ended."""
         now = self._clock()
-        self._front.tick(now)
+        self._desk.tick(now)
         self._follow()
         was_busy = False
         for peer in (*self.prefill, *self.decode):
@@ -117,8 +94,7 @@ class Disaggregated:
             self._pass_on(peer)
         if not was_busy and self.has_work:
             time.sleep(_PAUSE_S)
-        ended, self._ended = self._ended, []
-        return ended
+        return self._desk.take_ended()
 
     def run(self) -> list[Request]:
         """Run until there is no work; return the requests that ended, in order of their ends."""
@@ -133,18 +109,12 @@ class Disaggregated:
         What the old one had, others compute again.
         """
         self._pass_on(peer)
-        self._router.remove(peer)
         if isinstance(node, PrefillEngine):
             self.prefill[peer] = node
-            self._router.add_prefill(peer, node.manager.num_blocks)
         else:
             self.decode[peer] = node
-            self._router.add_decode(peer, node.manager.num_blocks)
-        for key, route in list(self._routes.items()):
-            if route.prefill == peer:
-                self._front.prefill_failed(key, f"{peer} was lost")
-            elif route.decode == peer:
-                self._front.decode_failed(key, f"{peer} was lost")
+        self._desk.lose(peer)
+        self._join(peer)
         self._follow()
 
     def close(self, *, timeout_s: float = 30.0) -> bool:
@@ -161,6 +131,13 @@ class Disaggregated:
     def _node(self, peer: PeerId) -> PrefillEngine | DecodeEngine:
         return self.prefill[peer] if peer in self.prefill else self.decode[peer]
 
+    def _join(self, peer: PeerId) -> None:
+        num_blocks = self._node(peer).manager.num_blocks
+        if peer in self.prefill:
+            self._desk.add_prefill(peer, num_blocks)
+        else:
+            self._desk.add_decode(peer, num_blocks)
+
     def _pass_on(self, peer: PeerId) -> None:
         """Deliver what a node wants to say."""
         node = self._node(peer)
@@ -169,71 +146,26 @@ class Disaggregated:
         for report in node.take_reports():
             match report:
                 case Failed(key, reason, is_final, is_busy):
-                    self._front.prefill_failed(key, reason, is_final=is_final, is_busy=is_busy)
+                    self._desk.prefill_failed(key, reason, is_final=is_final, is_busy=is_busy)
                 case Started(key):
-                    self._router.computed(key)
-                    self._front.started(key)
+                    self._desk.started(key)
                 case Finished(key, request):
-                    self._router.finished(key, request.tokens[:-1], request.namespace)
-                    self._copy_counts(request)
-                    self._front.finished(key, tuple(request.output_tokens))
+                    counts = hits_of(request), request.num_preemptions
+                    self._desk.finished(key, request.output_tokens, *counts)
                 case Stopped(key, reason):
-                    self._front.decode_failed(key, reason)
+                    self._desk.decode_failed(key, reason)
         self._follow()
 
     def _follow(self) -> None:
-        """Do what the front desk wants done."""
-        for action in self._front.take_actions():
-            match action:
-                case Begin(key):
-                    self._begin(key)
-                case Cancel(key):
-                    self._end(key)
-                    for peer in (*self.prefill, *self.decode):  # it may have been known before
-                        self._node(peer).give_up(key, "cancelled")
-                case Answer(name, tokens, reason):
-                    for key in [each for each in self._routes if each[0] == name]:
-                        self._end(key)
-                    self._answer(self._live.pop(name), tokens, reason)
-
-    def _end(self, key: Key) -> None:
-        self._routes.pop(key, None)
-        self._router.finished(key)
-
-    def _begin(self, key: Key) -> None:
-        name, attempt = key
-        asked = self._live[name]
-        request = Request(
-            name,
-            asked.prompt,
-            asked.max_new_tokens,
-            priority=asked.priority,
-            sampling=asked.sampling,
-            stop_token_ids=tuple(asked.stop_token_ids),
-            namespace=asked.namespace,
-        )
-        try:
-            route = self._routes[key] = self._router.route(key, request.prompt, request.namespace)
-            self.prefill[route.prefill].begin(request, route.decode, attempt)
-        except RequestTooLargeError as large:
-            self._front.prefill_failed(key, str(large), is_final=True)
-            self._follow()
-
-    def _copy_counts(self, request: Request) -> None:
-        asked = self._live.get(request.request_id)
-        if asked is not None:
-            asked.num_hit_tokens = request.num_hit_tokens
-            asked.num_host_hit_tokens = request.num_host_hit_tokens
-            asked.num_storage_hit_tokens = request.num_storage_hit_tokens
-            asked.num_preemptions = request.num_preemptions
-
-    def _answer(self, request: Request, tokens: Sequence[int] | None, reason: str) -> None:
-        """End a request as one engine would."""
-        if tokens is None:
-            self.failures[request.request_id] = reason
-            request.status, request.finish_reason = RequestStatus.ABORTED, "abort"
-        else:
-            request.status = RequestStatus.FINISHED
-            for token in tokens:
-                request.finish_reason = request.append(token)
-        self._ended.append(request)
+        """Do what the desk wants done."""
+        while actions := self._desk.take_actions():
+            for action in actions:
+                match action:
+                    case Run(key, request, route):
+                        try:
+                            self.prefill[route.prefill].begin(request, route.decode, key[1])
+                        except RequestTooLargeError as large:
+                            self._desk.prefill_failed(key, str(large), is_final=True)
+                    case GiveUp(key, reason):
+                        for node in self._nodes():  # it may have been known before
+                            node.give_up(key, reason)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.scheduler.channel import DecodeError, EncodeError, Submit
+from radixkv.scheduler.channel import DecodeError, EncodeError, RunPrefill
 from radixkv.scheduler.channel.client_messages import ClientMessage
 from radixkv.scheduler.channel.codec import (
     MAX_FRAME_BYTES,
@@ -30,6 +30,10 @@ HEAD = Head(("r", 1), 2, 3, 4)
 
 def packet(message: Any) -> Packet:
     return Packet("p", "d", 5, 6, message)
+
+
+def run_prefill(stop_token_ids: tuple[Any, ...] = ()) -> RunPrefill:
+    return RunPrefill(("r", 1), b"1234", 1, 0, GREEDY, stop_token_ids, b"", "d", "127.0.0.1:1")
 
 
 def test_every_message_has_an_encoding() -> None:
@@ -74,7 +78,7 @@ def test_the_longest_prompt_fits() -> None:
         (Renew(HEAD, (-1,)), "^Renew: missing: needs 0 to 2147483647, got -1$"),
         (Ack(Head(("r", True), 1)), "^Ack: head: key: 1: needs an integer, got bool$"),
         (Commit(HEAD, 1, 2**31, 3, Hits()), "^Commit: first_token: needs -2147483648 to "),
-        (Submit("r", b"1234", 1, GREEDY, (1.5,), b"", ""), "^Submit: stop_token_ids: needs an int"),  # type: ignore[arg-type]
+        (run_prefill((1.5,)), "^RunPrefill: stop_token_ids: needs an integer, got float$"),
         (Send(HEAD, 0, 0, 1, 0), "^a wire ticket goes with SEND, and with nothing else$"),
         ("hello", "^str is no message$"),
     ],
@@ -173,9 +177,9 @@ def test_an_unknown_code_is_refused() -> None:
 
 
 def test_what_a_class_refuses_is_refused() -> None:
-    sent = packet(Submit("r", b"1234", 1, GREEDY, (), b"", ""))
+    sent = packet(run_prefill())
     fields = msgpack.unpackb(encode(sent))
-    fields[5][3][2] = 0.0  # top_p
+    fields[5][4][2] = 0.0  # top_p
     with pytest.raises(DecodeError, match=r"^sampling: top_p must be above 0"):
         decode(msgpack.packb(fields))
 

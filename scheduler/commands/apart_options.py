@@ -1,0 +1,67 @@
+"""The options of `radixkv generate --disaggregate`, and what they go with."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from .errors import BadInputError
+from .options import add_size
+
+
+def add_apart(parser: argparse.ArgumentParser) -> None:
+    """Add the options of prefill and decode nodes."""
+    parser.add_argument(
+        "--disaggregate",
+        action="store_true",
+        help="prefill and decode on nodes of their own, processes of this machine",
+    )
+    parser.add_argument(
+        "--transport",
+        choices=("inprocess", "jax", "nixl"),
+        help="how KV gets from one to the other; inprocess: both are in this process (default: "
+        "jax)",
+    )
+    add_size(parser, "--prefill", "prefill nodes (default: 1)", required=False)
+    add_size(parser, "--decode", "decode nodes (default: 1)", required=False)
+    parser.add_argument(
+        "--desk",
+        metavar="ADDRESS:PORT",
+        help="start no node, but listen here for those that are started by hand (see `radixkv "
+        "prefill-node --help`)",
+    )
+    parser.add_argument(
+        "--secret-file",
+        metavar="FILE",
+        help="a secret shared with those nodes; without it, the environment's RADIXKV_SECRET",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the prompts need of each node."""
+
+    num_blocks: int
+    token_budget: int
+    max_running: int
+    max_model_len: int
+
+
+def check_apart(arguments: argparse.Namespace) -> None:
+    """Refuse options that do not go together.
+
+    Raises:
+        BadInputError: which needs, or excludes, which.
+    """
+    if not arguments.disaggregate:
+        for option in ("transport", "prefill", "decode", "desk", "secret_file"):
+            if getattr(arguments, option) is not None:
+                raise BadInputError(f"--{option.replace('_', '-')} needs --disaggregate")
+        return
+    for option in ("no_prefix_cache", "storage"):
+        if getattr(arguments, option):
+            raise BadInputError(f"--{option.replace('_', '-')} does not go with --disaggregate")
+    if arguments.desk is not None and arguments.transport is not None:
+        raise BadInputError("--desk takes nodes as they are: give them --transport")
+    if arguments.desk is None and arguments.secret_file is not None:
+        raise BadInputError("--secret-file needs --desk")

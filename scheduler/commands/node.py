@@ -1,0 +1,113 @@
+"""`radixkv prefill-node` and `decode-node`: serve one role until told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from ..channel import load_secret
+from ..channel.zmq_channel import ZmqChannel
+from ..disaggregated import DecodeEngine, NodeStats, PrefillEngine
+from ..disaggregated.node_loop import NodeLoop
+from ..handoff import Timing
+from ..models import load_model
+from ..models.digest import weights_digest
+from ..transport import Transport
+from ..transport.opening import open_transport
+from .errors import BadInputError
+from .options import host_tier
+
+_RETRIES_PER_SILENCE = 5
+_SILENCES_PER_TRANSFER = 6
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve, and print what was done as one JSON object."""
+    if arguments.silence_s == 0:
+        raise BadInputError("--silence-s must be more than 0")
+    if getattr(arguments, "preempt", "recompute") == "host" and arguments.host_blocks is None:
+        raise BadInputError("--preempt host needs --host-blocks")
+    with ExitStack() as stack:
+        channel = stack.enter_context(closing(_open_channel(arguments)))
+        host = arguments.listen.rpartition(":")[0].strip("[]")
+        transport = open_transport(arguments.transport, host=host)
+        stack.callback(transport.close)
+        engine = _make_engine(arguments, transport, channel.epoch)
+        stack.callback(engine.close)
+        loop = NodeLoop(engine, channel, desk=arguments.desk, transport=arguments.transport)
+        with _until_told_to_stop() as is_stopped:
+            loop.run(is_stopped)
+        print(json.dumps(describe(engine.stats()), allow_nan=False), flush=True)
+    return 0
+
+
+def _open_channel(arguments: argparse.Namespace) -> ZmqChannel:
+    return ZmqChannel(
+        arguments.name,
+        epoch=time.time_ns(),
+        bind=arguments.listen,
+        secret=load_secret(arguments.secret_file),
+    )
+
+
+def _make_engine(
+    arguments: argparse.Namespace, transport: Transport, epoch: int
+) -> PrefillEngine | DecodeEngine:
+    model_dir = Path(arguments.model_dir)
+    model = load_model(model_dir)
+    room = arguments.block_size * arguments.device_blocks
+    silence_s = arguments.silence_s
+    options: dict[str, Any] = {
+        "epoch": epoch,
+        "now": time.monotonic(),
+        "timing": Timing(
+            retry_s=silence_s / _RETRIES_PER_SILENCE,
+            silence_s=silence_s,
+            transfer_s=silence_s * _SILENCES_PER_TRANSFER,
+        ),
+        "block_size": arguments.block_size,
+        "num_blocks": arguments.device_blocks,
+        "token_budget": arguments.token_budget,
+        "max_running": min(arguments.max_running, arguments.token_budget),
+        "max_model_len": arguments.max_model_len or min(model.config.max_positions, room),
+        "weights_revision": weights_digest(model_dir),
+        "host": host_tier(arguments),
+    }
+    if arguments.role == "prefill":
+        return PrefillEngine(model, transport, order=arguments.allocate, **options)
+    return DecodeEngine(
+        model,
+        transport,
+        preempt=arguments.preempt,
+        reserve_tokens=arguments.reserve_tokens,
+        **options,
+    )
+
+
+@contextmanager
+def _until_told_to_stop() -> Iterator[Callable[[], bool]]:
+    """Take SIGTERM and SIGINT as the wish to end, until the end."""
+    stopped = Event()
+    signals = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(each, lambda *_: stopped.set()) for each in signals]
+    try:
+        yield stopped.is_set
+    finally:
+        for each, handler in zip(signals, before, strict=True):
+            signal.signal(each, handler)
+
+
+def describe(stats: NodeStats) -> dict[str, Any]:
+    """Return the counts of a node for JSON, with names for its faults."""
+    described = asdict(stats)
+    faults = stats.transport.faults
+    described["transport"]["faults"] = {fault.value: count for fault, count in faults.items()}
+    return described

@@ -1,0 +1,160 @@
+"""The loop of a node process: its engine, its channel, and the clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from ...kvcache import RequestTooLargeError
+from ..channel import (
+    DecodeFailed,
+    Finished,
+    GiveUp,
+    NodeStatus,
+    PrefillFailed,
+    RunPrefill,
+    Started,
+)
+from ..channel.codec import Packet
+from ..channel.zmq_channel import ZmqChannel
+from ..errors import RequestError
+from ..handoff import Failed, PeerId, Stopped
+from ..handoff import Finished as DecodeFinished
+from ..handoff import Started as DecodeStarted
+from ..handoff.messages import Message
+from ..request import Request
+from .decode_engine import DecodeEngine, DecodeReport
+from .desk import hits_of
+from .node_engine import Letter
+from .prefill_engine import PrefillEngine
+
+DESK: Final[PeerId] = "desk"
+"""The name of the front desk in every deployment."""
+
+STATUS_S: Final = 0.5
+_BUSY_WAIT_S: Final = 0.001  # while a transport may have something to say, which wakes nobody
+_IDLE_WAIT_S: Final = 0.05
+
+
+class NodeLoop:
+    """Drives the engine of one node by what comes over its channel.
+
+    It tells the desk, and every node that it has to do with, where it is; a decode node learns so
+    of a prefill node before the first ASK, which comes over the same connection.
+    """
+
+    def __init__(
+        self,
+        engine: PrefillEngine | DecodeEngine,
+        channel: ZmqChannel,
+        *,
+        desk: str,
+        transport: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Join a node with its channel.
+
+        Args:
+            engine: nobody else drives it.
+            channel: of the same epoch.
+            desk: the address of the front desk.
+            transport: the name of the engine's.
+            clock: never goes back, in seconds.
+
+        Raises:
+            ChannelAddressError: for a malformed address.
+        """
+        self._engine = engine
+        self._channel = channel
+        self._clock = clock
+        self._peers = {DESK}
+        self._says_at = clock()
+        self._status = NodeStatus(
+            role="prefill" if isinstance(engine, PrefillEngine) else "decode",
+            address=channel.address,
+            transport=transport,
+            block_size=engine.manager.block_size,
+            num_blocks=engine.manager.num_blocks,
+        )
+        channel.connect(DESK, desk)
+
+    def run(self, is_stopped: Callable[[], bool]) -> None:
+        """Serve until it is told to stop."""
+        while not is_stopped():
+            if not self.turn():
+                is_waiting = self._engine.scheduler.num_open > 0
+                self._channel.wait(_BUSY_WAIT_S if is_waiting else _IDLE_WAIT_S)
+
+    def turn(self) -> bool:
+        """Take in what has come, run one step at most, send what is to be said.
+
+        Returns:
+            Whether anything was done.
+        """
+        now = self._clock()
+        if now >= self._says_at:
+            self._says_at = now + STATUS_S
+            for peer in self._peers:
+                self._channel.send(peer, self._status)
+        packets = self._channel.receive()
+        for packet in packets:
+            self._take_in(packet)
+        was_busy = self._engine.poll(now)
+        for letter in self._engine.take_letters():
+            if letter.peer in self._peers:  # else it is from before this life, or from nowhere
+                self._channel.send(letter.peer, letter.message, letter.wire)
+        for report in self._engine.take_reports():
+            self._report(report)
+        return was_busy or bool(packets)
+
+    def _take_in(self, packet: Packet) -> None:
+        match packet.message:
+            case NodeStatus(address=address):
+                self._meet(packet.sender, address)
+            case RunPrefill() as run if isinstance(self._engine, PrefillEngine):
+                self._meet(run.decode_node, run.decode_address)
+                self._begin(self._engine, run)
+            case GiveUp(key, reason):
+                self._engine.give_up(key, reason)
+            case Message() as message:
+                self._engine.receive(Letter(packet.sender, message, packet.wire))
+
+    def _meet(self, peer: PeerId, address: str) -> None:
+        """Say to another node where this one is, when it is first heard of."""
+        is_new = peer not in self._peers
+        self._channel.connect(peer, address)
+        self._peers.add(peer)
+        if is_new:
+            self._channel.send(peer, self._status)
+
+    def _begin(self, engine: PrefillEngine, run: RunPrefill) -> None:
+        key = run.key
+        request = Request(
+            key[0],
+            np.frombuffer(run.prompt, "<i4").astype(np.int32),
+            run.max_new_tokens,
+            priority=run.priority,
+            sampling=run.sampling,
+            stop_token_ids=run.stop_token_ids,
+            namespace=run.namespace,
+        )
+        try:
+            engine.begin(request, run.decode_node, key[1])
+        except (RequestError, RequestTooLargeError) as error:
+            self._channel.send(DESK, PrefillFailed(key, str(error), is_final=True, is_busy=False))
+
+    def _report(self, report: Failed | DecodeReport) -> None:
+        match report:
+            case Failed(key, reason, is_final, is_busy):
+                self._channel.send(DESK, PrefillFailed(key, reason, is_final, is_busy))
+            case DecodeStarted(key):
+                self._channel.send(DESK, Started(key))
+            case DecodeFinished(key, request):
+                tokens = tuple([int(token) for token in request.output_tokens])
+                finished = Finished(key, tokens, hits_of(request), request.num_preemptions)
+                self._channel.send(DESK, finished)
+            case Stopped(key, reason):
+                self._channel.send(DESK, DecodeFailed(key, reason))

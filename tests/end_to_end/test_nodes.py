@@ -1,0 +1,211 @@
+"""Prefill and decode nodes as processes: over each transport, by hand, and when one is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixkv.scheduler.channel.zmq_channel import ZmqChannel
+from radixkv.scheduler.disaggregated.node_loop import DESK
+from radixkv.scheduler.disaggregated.processes import NodeProcessError, NodeProcesses
+from radixkv.scheduler.disaggregated.remote import RemoteNodes
+from radixkv.scheduler.engine import Engine
+from radixkv.scheduler.request import Request, RequestStatus
+
+PREFIX = [(11 * i) % 1000 + 2 for i in range(20)]
+PROMPTS = [[*PREFIX, 3], [*PREFIX, 4], PREFIX, [7], [*PREFIX, 3]]
+NEW_TOKENS = 12
+SIZES = ("--block-size", 4, "--token-budget", 4, "--max-running", 4, "--max-model-len", 40)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let the processes share what they compile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("programs")))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        yield
+
+
+@pytest.fixture(scope="module")
+def expected(model: Callable[[str], Any]) -> list[list[int]]:
+    """What one engine generates."""
+    engine = Engine(
+        model("qwen3"), block_size=4, num_blocks=64, token_budget=4, max_running=4, max_model_len=40
+    )
+    requests = make_requests()
+    for request in requests:
+        engine.add_request(request)
+    engine.run()
+    return [list(request.output_tokens) for request in requests]
+
+
+def make_requests() -> list[Request]:
+    return [Request(str(place), prompt, NEW_TOKENS) for place, prompt in enumerate(PROMPTS)]
+
+
+def generate(model_dir: Path, tmp_path: Path, *options: object) -> dict[str, Any]:
+    prompts, results = tmp_path / "prompts.json", tmp_path / "results.json"
+    prompts.write_text(json.dumps(PROMPTS))
+    command = [sys.executable, "-m", "radixkv.scheduler.cli", "generate", model_dir]
+    command += ["--prompts", prompts, "--max-new-tokens", NEW_TOKENS, "--block-size", 4]
+    command += ["--token-budget", 4, "--json", results, "--ignore-eos", "--disaggregate", *options]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return json.loads(results.read_text(encoding="utf-8"))
+
+
+def check_node(stats: dict[str, Any]) -> None:
+    """Nothing is held, nothing was compiled late."""
+    assert stats["engine"]["compilations_after_warm_up"] == 0
+    cache, transport = stats["engine"]["cache"], stats["transport"]
+    assert cache["live_leases"] == cache["private_blocks"] == 0
+    assert cache["free_blocks"] + cache["idle_blocks"] == cache["num_blocks"]
+    assert transport["pulls"] == transport["received"] == transport["quarantined_bytes"] == 0
+
+
+@pytest.mark.parametrize("transport", ["jax", "nixl"])
+def test_two_processes_give_the_tokens_of_one_engine(
+    model_dir: Callable[[str], Path], tmp_path: Path, expected: list[list[int]], transport: str
+) -> None:
+    results = generate(model_dir("qwen3"), tmp_path, "--transport", transport)
+    assert results["outputs"] == expected
+    stats = results["stats"]
+    assert list(stats) == ["prefill-0", "decode-0"]
+    for node in stats.values():
+        check_node(node)
+        assert node["transport"]["faults"] == {}
+    assert stats["decode-0"]["transport"]["bytes_received"] > 0
+    # The prefix is computed once, though all asked at once.
+    prefill = stats["prefill-0"]["engine"]["scheduler"]
+    assert prefill["prefill_tokens"] + prefill["hit_tokens"] == sum(map(len, PROMPTS))
+    assert prefill["hit_tokens"] == 20 + 19 + 20
+
+
+@contextmanager
+def cluster(
+    model_dir: Path, *names: str, silence_s: float = 1.0
+) -> Iterator[tuple[RemoteNodes, NodeProcesses, Callable[[str], None]]]:
+    """Nodes by name, their desk, and how to start one more."""
+    with NodeProcesses() as processes:
+        channel = ZmqChannel(DESK, epoch=1, secret=processes.secret)
+        with closing(channel):
+            options = [model_dir, *SIZES, "--device-blocks", 64, "--silence-s", silence_s]
+
+            def start(name: str) -> None:
+                command = f"{name.split('-')[0]}-node"
+                processes.start(name, command, [*options, "--desk", channel.address])
+
+            for name in names:
+                start(name)
+            nodes = RemoteNodes(channel, block_size=4, silence_s=silence_s)
+            while set(nodes.nodes) != set(names):
+                nodes.step()
+                processes.check()
+            yield nodes, processes, start
+
+
+def submit(nodes: RemoteNodes) -> list[Request]:
+    requests = make_requests()
+    for request in requests:
+        nodes.add_request(request)
+    return requests
+
+
+def run(nodes: RemoteNodes, disturb: Callable[[], object] = int) -> list[list[int]]:
+    """Complete all prompts; disturb when they have been sent to nodes."""
+    requests = submit(nodes)
+    nodes.step()
+    disturb()
+    nodes.run()
+    assert nodes.failures == {}
+    return [list(request.output_tokens) for request in requests]
+
+
+def test_what_a_lost_node_had_is_done_by_another(
+    model_dir: Callable[[str], Path], expected: list[list[int]]
+) -> None:
+    names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+    with cluster(model_dir("qwen3"), *names) as (nodes, processes, start):
+
+        def send(victim: str, sign: signal.Signals) -> None:
+            os.kill(processes.pid(victim), sign)
+
+        for victim in ("prefill-1", "decode-1"):
+            assert run(nodes, lambda: send(victim, signal.SIGSTOP)) == expected  # noqa: B023
+            send(victim, signal.SIGCONT)
+            while nodes.count("prefill") + nodes.count("decode") < 4:
+                nodes.step()
+            assert run(nodes) == expected
+        first = nodes.nodes["decode-1"]
+        assert run(nodes, lambda: send("decode-1", signal.SIGKILL)) == expected
+        start("decode-1")
+        assert run(nodes, lambda: send("prefill-1", signal.SIGKILL)) == expected
+        while "decode-1" not in nodes.nodes:
+            nodes.step()
+        assert nodes.nodes["decode-1"].epoch > first.epoch
+        assert "prefill-1" not in nodes.nodes
+        stats = processes.stop()
+        assert set(stats) == {"prefill-0", "decode-0", "decode-1"}
+        for node in stats.values():
+            check_node(node)
+
+
+def test_requests_end_where_no_node_is_left(model_dir: Callable[[str], Path]) -> None:
+    with cluster(model_dir("qwen3"), "prefill-0", "decode-0") as (nodes, processes, _):
+        requests = submit(nodes)
+        nodes.step()
+        os.kill(processes.pid("prefill-0"), signal.SIGKILL)
+        while "prefill-0" in nodes.nodes:
+            nodes.step()
+        for request in requests:
+            nodes.abort(request.request_id)
+        assert not nodes.has_work
+        assert all(request.status is RequestStatus.ABORTED for request in requests)
+        with pytest.raises(NodeProcessError, match=r"^prefill-0 has ended with status -9: "):
+            processes.check()
+
+
+def test_nodes_that_were_started_by_hand_serve(
+    model_dir: Callable[[str], Path], tmp_path: Path, expected: list[list[int]]
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("a secret of the test, long enough")
+    secret.chmod(0o600)
+    with closing(ZmqChannel("probe", epoch=1)) as probe:
+        desk = probe.address  # free again in a moment
+    directory, command = model_dir("qwen3"), [sys.executable, "-m", "radixkv.scheduler.cli"]
+    options = [directory, *SIZES, "--device-blocks", 64, "--desk", desk, "--secret-file", secret]
+    with subprocess.Popen(
+        list(map(str, [*command, "prefill-node", *options])), stdout=subprocess.PIPE
+    ) as prefill:
+        with subprocess.Popen(
+            list(map(str, [*command, "decode-node", *options])), stdout=subprocess.PIPE
+        ) as decode:
+            results = generate(directory, tmp_path, "--desk", desk, "--secret-file", secret)
+            assert (results["outputs"], results["stats"]) == (expected, {})
+            decode.terminate()
+            out, _ = decode.communicate()
+            check_node(json.loads(out))
+        prefill.send_signal(signal.SIGINT)
+        out, _ = prefill.communicate()
+        check_node(json.loads(out))
+
+
+def test_a_node_that_cannot_start_is_named(tmp_path: Path) -> None:
+    with NodeProcesses() as processes:
+        processes.start("prefill-0", "prefill-node", [tmp_path, *SIZES, "--device-blocks", 64])
+        os.waitid(os.P_PID, processes.pid("prefill-0"), os.WEXITED | os.WNOWAIT)
+        with pytest.raises(
+            NodeProcessError, match=r"^prefill-0 has ended with status 2: radixkv: .*--desk"
+        ):
+            processes.check()

@@ -1,0 +1,125 @@
+"""`radixkv generate --disaggregate` on nodes in this process, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixkv.scheduler.models import make_tiny_checkpoint
+
+PREFIX = list(range(1, 13))
+PROMPTS = [[*PREFIX, 20], [*PREFIX, 21], [30, 31, 32, 33, 34], [*PREFIX, 22, 23]]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    make_tiny_checkpoint(directory)
+    return directory
+
+
+@pytest.fixture
+def arguments(model_dir: Path, tmp_path: Path) -> list[object]:
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps(PROMPTS))
+    sizes = ["--max-new-tokens", 8, "--block-size", 4, "--token-budget", 8, "--ignore-eos"]
+    return ["generate", model_dir, "--prompts", path, *sizes]
+
+
+def run(radixkv: Any, *arguments: object) -> dict[str, Any]:
+    outcome = radixkv(*arguments, "--json", "-")
+    assert (outcome.status, outcome.stderr) == (0, ""), outcome
+    return json.loads(outcome.stdout)
+
+
+def test_nodes_in_one_process_give_the_same_outputs(radixkv: Any, arguments: list[object]) -> None:
+    expected = run(radixkv, *arguments)["outputs"]
+    apart = ["--disaggregate", "--transport", "inprocess", "--decode", 2]
+    results = run(radixkv, *arguments, *apart)
+    assert results["outputs"] == expected
+    stats = results["stats"]
+    assert list(stats) == ["prefill-0", "decode-0", "decode-1"]
+    prefill, *decode = stats.values()
+    assert prefill["engine"]["scheduler"]["decode_tokens"] == 0
+    assert sum(each["engine"]["scheduler"]["admitted"] for each in decode) == len(PROMPTS)
+    for node in stats.values():
+        assert node["engine"]["compilations_after_warm_up"] == 0
+        assert node["engine"]["cache"]["live_leases"] == 0
+        assert node["transport"]["faults"] == {}
+
+
+def test_a_tight_decode_node_parks_on_its_host(radixkv: Any, arguments: list[object]) -> None:
+    expected = run(radixkv, *arguments)["outputs"]
+    tight = ["--device-blocks", 10, "--reserve-tokens", 0, "--host-blocks", 32, "--preempt", "host"]
+    apart = ["--disaggregate", "--transport", "inprocess"]
+    results = run(radixkv, *arguments, *apart, *tight)
+    assert results["outputs"] == expected
+    assert results["stats"]["decode-0"]["engine"]["scheduler"]["parked"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--transport", "jax"), "--transport needs --disaggregate"),
+        (("--prefill", 1), "--prefill needs --disaggregate"),
+        (("--decode", 1), "--decode needs --disaggregate"),
+        (("--desk", "127.0.0.1:0"), "--desk needs --disaggregate"),
+        (("--secret-file", "x"), "--secret-file needs --disaggregate"),
+        (
+            ("--disaggregate", "--no-prefix-cache"),
+            "--no-prefix-cache does not go with --disaggregate",
+        ),
+        (
+            ("--disaggregate", "--host-blocks", 9, "--storage", "file:///x"),
+            "--storage does not go with --disaggregate",
+        ),
+        (
+            ("--disaggregate", "--desk", "127.0.0.1:0", "--transport", "jax"),
+            "--desk takes nodes as they are: give them --transport",
+        ),
+        (("--disaggregate", "--secret-file", "x"), "--secret-file needs --desk"),
+        (
+            ("--disaggregate", "--desk", "nowhere"),
+            "an address is like 127.0.0.1:5557 or [::1]:5557, got 'nowhere'",
+        ),
+        (
+            ("--disaggregate", "--desk", "0.0.0.0:0"),
+            "0.0.0.0:0 can be reached from other machines, so it needs a secret: set "
+            "RADIXKV_SECRET, or give a file with --secret-file, or bind to 127.0.0.1",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    radixkv: Any,
+    arguments: list[object],
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[object, ...],
+    message: str,
+) -> None:
+    monkeypatch.delenv("RADIXKV_SECRET", raising=False)
+    outcome = radixkv(*arguments, *options)
+    assert (outcome.status, outcome.stderr) == (2, f"radixkv: {message}\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--silence-s", 0), "--silence-s must be more than 0"),
+        (("--preempt", "host"), "--preempt host needs --host-blocks"),
+        (("--listen", "localhost:1"), "an address is like 127.0.0.1:5557"),
+        (("--desk", "x"), "an address is like 127.0.0.1:5557"),
+        (("--secret-file", "/no/such/file"), "the secret file /no/such/file cannot be read"),
+        (("--transport", "carrier pigeon"), "argument --transport: invalid choice"),
+    ],
+)
+def test_a_node_refuses_what_cannot_work(
+    radixkv: Any, model_dir: Path, options: tuple[object, ...], message: str
+) -> None:
+    sizes = ("--device-blocks", 8, "--block-size", 4, "--token-budget", 4, "--max-model-len", 16)
+    nodes = ("decode-node", model_dir, "--desk", "127.0.0.1:1", *sizes)
+    outcome = radixkv(*nodes, *options)
+    assert outcome.status == 2
+    assert outcome.stderr.startswith(f"radixkv: {message}"), outcome.stderr
