@@ -149,9 +149,7 @@ MESSAGES: Final[tuple[Record, ...]] = (
     ),
     Record(GiveUp, {"key": _KEY, "reason": _REASON}),
     Record(Started, {"key": _KEY}),
-    Record(
-        Finished, {"key": _KEY, "tokens": _TOKENS, "hits": _HITS, "num_preemptions": _COUNT}
-    ),
+    Record(Finished, {"key": _KEY, "tokens": _TOKENS, "hits": _HITS, "num_preemptions": _COUNT}),
     Record(PrefillFailed, {"key": _KEY, "reason": _REASON, "is_final": Bool(), "is_busy": Bool()}),
     Record(DecodeFailed, {"key": _KEY, "reason": _REASON}),
     Record(
