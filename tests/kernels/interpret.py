@@ -45,7 +45,8 @@ CAUGHT = "|".join(
     (
         "RACE DETECTED",
         "the race detector found a race",
-        "completed again before previous completion was observed",
+        "completed again before previous completion was observed",  # 0.10
+        "but no threads observed phase",  # 0.11
         "read-side operations completed before kernel finished",
     )
 )
