@@ -15,7 +15,7 @@ from ..request import Request
 from .actions import Offer, Timing
 from .ghost import GhostCopies, GhostMemory
 from .invariants import COUNTED_ONCE, NO_EVICT, OFFERS_STAY, SimulationError
-from .messages import Key, Ticket
+from .messages import Commit, Key, Ticket
 from .prefill_side import Order
 
 VOCABULARY: Final = 50
@@ -102,6 +102,7 @@ class PrefillNode(_Memory):
         self.withdrawn: list[Key] = []
         self._num_written = 0
         self._computed: Counter[Request] = Counter()
+        self._counted: dict[str, int] = {}
 
     def step(self) -> None:
         """Plan a step, or go on with it: one group of layers."""
@@ -120,15 +121,17 @@ class PrefillNode(_Memory):
             for chunk in plan.chunks:
                 self._computed[chunk.request] += chunk.length
             for request in self.scheduler.update(plan, sampled(plan)):
-                self._check_hits(request)
+                self._counted[request.request_id] = self._computed.pop(request)
 
-    def _check_hits(self, request: Request) -> None:
-        last = request.num_prompt_tokens - 1
-        hits = min(request.num_hit_tokens, last)
-        hits += request.num_host_hit_tokens + request.num_storage_hit_tokens
-        computed = self._computed.pop(request)
-        if hits + computed != last + 1:
-            what = f"{request!r}: {hits} tokens hit, {computed} computed"
+    def check_hits(self, commit: Commit) -> None:
+        """Compare what P says that it had with what it computed.
+
+        Raises:
+            SimulationError: if that is not the prompt.
+        """
+        hits, computed = commit.hits, self._counted[commit.head.key[0]]
+        if hits.device + hits.host + hits.storage + computed != commit.position:
+            what = f"{hits} and {computed} computed of {commit.position}"
             raise SimulationError(COUNTED_ONCE, what)
 
     def offer(self, offer: Offer) -> None:

@@ -14,7 +14,7 @@ from ..request import Request, SamplingParams
 from .actions import CancelPull, Failed, Finished, Offer, Post, Pull, Started, Stopped, Withdraw
 from .front_desk import Answer, Begin, Cancel, FrontDesk
 from .invariants import ONE_ANSWER, ONE_START, SAME_TOKENS, SimulationError
-from .messages import Key, Message, PeerId, Ticket
+from .messages import Commit, Key, Message, PeerId, Ticket
 from .nodes import DecodeNode, Node, PrefillNode, SimulationConfig, sample
 
 REQUEST_S: Final = 200
@@ -146,6 +146,8 @@ class World:
     def _act_prefill(self, name: PeerId, node: PrefillNode, action: object) -> None:
         match action:
             case Post(peer, message):
+                if isinstance(message, Commit):
+                    node.check_hits(message)
                 self.network.append(Letter(name, peer, message))
             case Offer():
                 node.offer(action)

@@ -11,7 +11,7 @@ import numpy as np
 
 from radixkv.kvcache import CacheManager
 
-from .stage import KEY, PROMPT, D, P, Pair, lossy
+from .stage import KEY, ORDERS, PROMPT, D, P, Pair, lossy
 
 
 def succeeds_at_once(h: ModuleType, simulation: Any) -> None:
@@ -26,32 +26,36 @@ def one_request(h: ModuleType) -> None:
 
 
 def any_message_is_lost(h: ModuleType) -> None:
-    for number in range(lossy(h)[1] + 2):
-        succeeds_at_once(h, lossy(h, [number])[0])
+    for order in ORDERS:
+        for number in range(lossy(h, order=order)[1] + 2):
+            succeeds_at_once(h, lossy(h, [number], order=order)[0])
 
 
 def any_message_comes_twice(h: ModuleType) -> None:
-    for number in range(lossy(h)[1]):
-        succeeds_at_once(h, lossy(h, doubled=[number])[0])
+    for order in ORDERS:
+        for number in range(lossy(h, order=order)[1]):
+            succeeds_at_once(h, lossy(h, doubled=[number], order=order)[0])
 
 
 def any_message_comes_after_the_end(h: ModuleType) -> None:
-    for number in range(lossy(h)[1]):
-        succeeds_at_once(h, lossy(h, postponed=[number])[0])
+    for order in ORDERS:
+        for number in range(lossy(h, order=order)[1]):
+            succeeds_at_once(h, lossy(h, postponed=[number], order=order)[0])
 
 
 def either_node_may_crash_at_any_message(h: ModuleType) -> None:
-    for number in range(lossy(h)[1]):
-        for node in (0, 1):
-            simulation, _ = lossy(h, crash=(number, node))
-            [answer] = simulation.answers.values()
-            assert answer.tokens is not None, answer.reason
+    for order in ORDERS:
+        for number in range(lossy(h, order=order)[1]):
+            for node in (0, 1):
+                simulation, _ = lossy(h, crash=(number, node), order=order)
+                [answer] = simulation.answers.values()
+                assert answer.tokens is not None, answer.reason
 
 
-def any_two_messages_are_lost(h: ModuleType) -> None:
-    total = max(lossy(h, [number])[1] for number in range(lossy(h)[1]))
+def any_two_messages_are_lost(h: ModuleType, order: str) -> None:
+    total = max(lossy(h, [number], order=order)[1] for number in range(lossy(h, order=order)[1]))
     for pair in combinations(range(total + 1), 2):
-        succeeds_at_once(h, lossy(h, pair)[0])
+        succeeds_at_once(h, lossy(h, pair, order=order)[0])
 
 
 def an_older_attempt_does_not_end_a_newer_one(h: ModuleType) -> None:
@@ -165,17 +169,19 @@ def a_prompt_that_is_not_whole_does_not_start(h: ModuleType) -> None:
 
 
 def two_equal_prompts_are_sent_once(h: ModuleType) -> None:
-    for num_groups in (1, 2):
-        simulation = h.simulation.Simulation(h.nodes.SimulationConfig(num_groups=num_groups))
-        sent = []
-        for _ in range(2):
-            simulation.apply(["submit", PROMPT, 1, 1])
-            h.drive.finish(simulation)
-            sent.append(simulation.counts["blocks sent"])
-        assert all(answer.tokens is not None for answer in simulation.answers.values())
-        # Of 7 tokens in blocks of 2, the second request lacks the last, half a block.
-        assert sent == [4 * num_groups, 5 * num_groups]
-        assert simulation.counts["own tokens"] == simulation.counts["hit tokens"] == 6
+    for order in ORDERS:
+        for num_groups in (1, 2):
+            config = h.nodes.SimulationConfig(num_groups=num_groups, order=order)
+            simulation = h.simulation.Simulation(config)
+            sent = []
+            for _ in range(2):
+                simulation.apply(["submit", PROMPT, 1, 1])
+                h.drive.finish(simulation)
+                sent.append(simulation.counts["blocks sent"])
+            assert all(answer.tokens is not None for answer in simulation.answers.values())
+            # Of 7 tokens in blocks of 2, the second request lacks the last, half a block.
+            assert sent == [4 * num_groups, 5 * num_groups]
+            assert simulation.counts["own tokens"] == simulation.counts["hit tokens"] == 6
 
 
 def what_has_arrived_is_matchable_when_decoding_starts(h: ModuleType) -> None:

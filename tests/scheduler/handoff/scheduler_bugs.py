@@ -55,6 +55,11 @@ PREFILL_BUGS: Final = [
         ),
     ),
     bug(
+        "P forgets hits of the host",
+        PREFILL,
+        ("Hits(device, request.num_host_hit_tokens, ", "Hits(device, 0, "),
+    ),
+    bug(
         "P begins hand-offs while it drains",
         PREFILL,
         ("        if not self._is_draining:\n", "        if True:\n"),
@@ -190,6 +195,15 @@ DECODE_BUGS: Final = [
         "D samples in its own way",
         DECODE,
         ("        request.sampling = commit.sampling\n", ""),
+    ),
+    bug(
+        "a start is told twice",
+        DECODE,
+        (
+            "        self._actions.append(Started(start.key, request, start.num_own_tokens))\n",
+            "        told = Started(start.key, request, start.num_own_tokens)\n"
+            "        self._actions += [told, told]\n",
+        ),
     ),
     bug(
         "the first token is never the last",

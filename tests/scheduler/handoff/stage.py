@@ -13,6 +13,7 @@ PROMPT: Final = [5, 6, 7, 8, 9, 4, 3]
 KEY: Final = ("r1", 1)
 P: Final = "p0"
 D: Final = "d0"
+ORDERS: Final = ("early", "prefill_complete")
 MANY: Final = 60
 
 
@@ -22,6 +23,7 @@ def lossy(
     doubled: Collection[int] = (),
     postponed: Collection[int] = (),
     crash: tuple[int, int] = (-1, 0),
+    order: str = "early",
 ) -> tuple[Any, int]:
     """Run one request to its end; its messages are numbered as they come.
 
@@ -29,11 +31,14 @@ def lossy(
         h: the package, or a copy of it.
         lost, doubled, postponed: messages that do not come, come twice, or after the end.
         crash: before which message which node ends; it is back when the others have come.
+        order: of the prefill node.
 
     Returns:
         The simulation, and how many messages came.
     """
-    simulation = h.simulation.Simulation(h.nodes.SimulationConfig(budget=3, max_running=3))
+    simulation = h.simulation.Simulation(
+        h.nodes.SimulationConfig(budget=3, max_running=3, order=order)
+    )
     simulation.apply(["submit", PROMPT, 3, 1])
     number, later = 0, []
     for _ in range(MANY):

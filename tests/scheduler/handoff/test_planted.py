@@ -5,8 +5,11 @@ from __future__ import annotations
 import inspect
 from contextlib import ExitStack
 from types import ModuleType
+from typing import Final
 
 import pytest
+
+from radixkv.scheduler.handoff.invariants import INVARIANTS, Invariant
 
 from . import test_deadlocks, test_decode_scheduler, test_prefill_scheduler
 from .bugs import BUGS, Bug
@@ -69,6 +72,32 @@ def test_a_copy_without_a_bug_passes() -> None:
 def test_a_planted_bug_is_found(bug: Bug) -> None:
     with planted(bug) as package:
         assert found_by_stories(package) or found_by_hunt(package), "nothing finds it"
+
+
+BITES: Final = {
+    "H1 one-start": "a start is told twice",
+    "H2 one-answer": "a request is answered twice",
+    "H3 same-tokens": "the seed is lost on the way",
+    "H4 own-content": "D publishes at the grant",
+    "H5 offers-stay": "what was offered is released before it is fenced",
+    "H6 no-leak": "D forgets the lease of an attempt that it gives up",
+    "H7 all-end": "the side is not told that an attempt has ended",
+    "H8 no-evict": "nothing is kept for what is received",
+    "H9 counted-once": "P forgets hits of the host",
+}
+
+
+@pytest.mark.parametrize("invariant", INVARIANTS, ids=lambda invariant: invariant.name)
+def test_every_invariant_bites(invariant: Invariant) -> None:
+    [bug] = [bug for bug in (*BUGS, *SCHEDULER_BUGS) if bug.name == BITES[invariant.name]]
+    with planted(bug) as package:
+        for seed in range(PROGRAMS):
+            try:
+                package.drive.run_random(seed, NUM_OPS)
+            except package.drive.Failure as failure:
+                if invariant.name in str(failure):
+                    return
+    raise AssertionError(f"{bug.name}: no program says {invariant.name}")
 
 
 @pytest.mark.parametrize("bug", SCHEDULER_BUGS, ids=lambda bug: bug.name)

@@ -9,6 +9,7 @@ from radixkv.scheduler import handoff
 from radixkv.scheduler.handoff import drive, nodes, simulation
 
 from .scenarios import SCENARIOS, any_two_messages_are_lost
+from .stage import ORDERS
 
 assert drive and nodes and simulation  # attributes of the package from here on
 
@@ -18,5 +19,6 @@ def test_scenario(scenario: Callable[[ModuleType], None]) -> None:
     scenario(handoff)
 
 
-def test_every_pair_of_messages_may_be_lost() -> None:
-    any_two_messages_are_lost(handoff)
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_pair_of_messages_may_be_lost(order: str) -> None:
+    any_two_messages_are_lost(handoff, order)
