@@ -287,13 +287,13 @@ class Kernel:
         weighted = state.weighted * lax.broadcast_in_dim(factor, state.weighted.shape, [0])
         if self.quantised:
             weights = weights * self.of_columns(ahead.v_scales)
-        # Late, so that few registers are taken. The ids are in the nearest cache by now.
-        scales = self.load_scales(m, span, self.load_ids(m, span, i + 1) if self.quantised else ())
 
         plgpu.barrier_wait(m.v_full.at[slot])
         v = self.widen(m.v_ring.at[slot], m, "v_wide")
         pl.when(edge)(partial(self.clear, span, start, v))
         weighted = mosaic.dot_add(weighted, weights.astype(v.dtype), v, self.interpret)
+        # Last, so that few registers are taken. The ids are in the nearest cache by now.
+        scales = self.load_scales(m, span, self.load_ids(m, span, i + 1) if self.quantised else ())
         return Softmax(weighted, peak, total), Ahead(fetched, *scales)
 
     def widen(self, tile: Any, m: Any, name: str) -> Any:

@@ -96,7 +96,8 @@ class TestSimulated(DecodeChecks):
     def test_all_options_together(self):
         sinks = jnp.array([-2.0, 0.0, 3.0, 50.0, 1.0, 2.0])
         options = {"soft_cap": 2.0, "window": 40, "sinks": sinks}
-        self.simulate([0, 1, 33, 130, 200], Heads(2, 3, 64), block_size=32, **options)
+        out = self.simulate([0, 1, 33, 130, 200], Heads(2, 3, 64), block_size=32, **options)
+        assert not out[0].any()  # exactly 0, though a sink is in its denominator
 
     def test_splits(self):
         self.simulate([0, 1, 64, 65, 450], config=FEW)
@@ -114,10 +115,6 @@ class TestSimulated(DecodeChecks):
         options = {"soft_cap": 2.0, "window": 150, "sinks": sinks, "dtype": "float16"}
         for pool_dtype, config in zip(QUANTISED, (ONE, FEW), strict=True):
             self.simulate([0, 300], block_size=128, pool_dtype=pool_dtype, config=config, **options)
-
-    def test_inactive_rows_are_exactly_zero(self):
-        out = self.simulate([0, 5], sinks=jnp.zeros(4))
-        assert not out[0].any()
 
     def test_what_the_contract_says_of_bad_rows(self):
         """A row longer than its table, ids outside the pool, recycled blocks before the window."""
@@ -210,7 +207,7 @@ CASES = [
     for block_size in BLOCK_SIZES
     for head_dim in HEAD_DIMS
     for pool_dtype, everything in (("bfloat16", False), ("int8", True), ("float8_e4m3fn", False))
-    if not (pool_dtype in QUANTISED and (head_dim == 256 and block_size < 64))
+    if not (pool_dtype in QUANTISED and head_dim == 256)
 ]
 HALVES = [
     Case(64, 16, "float16", "float16"),
@@ -232,8 +229,7 @@ class TestForHopper:
         Case(256, 16),
         Case(64, 16, "int8"),
         Case(128, 16, "float8_e4m3fn"),
-        Case(256, 64, "int8"),
-        Case(128, 16, "float8_e4m3fn", "float16"),
+        Case(64, 16, "int8", everything=False, batch=64),
     )
 
     @pytest.mark.sm_90a
@@ -282,10 +278,7 @@ class TestObstacles:
             (Case(128, 16, "float16"), "pools of q's dtype bfloat16, got float16"),
             (Case(80, 16), "a head_dim of 64, 128 or 256, got 80"),
             (Case(128, 8), "a block_size of 16, 32, 64 or 128, got 8"),
-            (
-                Case(256, 32, "int8"),
-                "a block_size of 64 or 128 for head_dim 256 in 8 bits, got 32",
-            ),
+            (Case(256, 32, "int8"), "a head_dim of 64 or 128 for quantised pools, got 256"),
             (Case(128, 16, batch=0), "at least one row, got none"),
         ],
     )
