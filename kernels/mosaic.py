@@ -60,11 +60,12 @@ def layout_cast(value: jax.Array, layout: Any, interpret: Interpret) -> jax.Arra
 
 
 def load(ref: Any, index: Any, layout: Any, interpret: Interpret) -> jax.Array:
-    """`ref[index]` of global memory, in a register layout."""
+    """`ref[index]` in a register layout, of global or shared memory."""
     if interpret is not None:
         loaded: jax.Array = ref[index]
     elif IS_010:
-        loaded = plgpu.load(ref, (index,), layout=layout, optimized=False)
+        index = index if isinstance(index, tuple) else (index,)
+        loaded = plgpu.load(ref, index, layout=layout, optimized=False)
     else:
         loaded = plgpu.load(ref.at[index], layout=layout, optimized=False)
     return loaded
@@ -86,33 +87,54 @@ def interpret_params(**options: Any) -> Interpret:
     return plgpu.InterpretGPUParams(**options)
 
 
-def dot(a: Any, b: Any, shape: tuple[int, int], interpret: Interpret) -> jax.Array:
-    """`a @ b.T` of two shared matrices `[m, d]`, `[n, d]`: float32 `shape` = [m, n], by WGMMA."""
+def dot(
+    a: Any,
+    b: Any,
+    shape: tuple[int, int],
+    interpret: Interpret,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> jax.Array:
+    """`a @ b.T` of two shared matrices `[m, d]`, `[n, d]`: float32 `shape` = [m, n], by WGMMA.
+
+    `meanwhile` is called after the start of the product and before the wait for its end.
+    """
     if interpret is not None:
-        return jnp.dot(a[...], b[...].T, preferred_element_type=jnp.float32)
+        product: jax.Array = jnp.dot(a[...], b[...].T, preferred_element_type=jnp.float32)
+        meanwhile()
+        return product
 
     def multiply(accumulator: Any) -> jax.Array:
         plgpu.wgmma(accumulator, a, transposed(b))
-        product: jax.Array = accumulator[...]
-        return product
+        meanwhile()
+        value: jax.Array = accumulator[...]
+        return value
 
-    product: jax.Array = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+    product = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
     return product
 
 
-def dot_add(total: jax.Array, a: jax.Array, b: Any, interpret: Interpret) -> jax.Array:
+def dot_add(
+    total: jax.Array,
+    a: jax.Array,
+    b: Any,
+    interpret: Interpret,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> jax.Array:
     """`total + a @ b`: a value in registers times a shared matrix, float32, by WGMMA.
 
     Interpret mode reads `b` as threads do, not as the tensor cores do: before its slot is filled
     again by a copy, the stand-in needs the `commit_smem` that WGMMA does not.
     """
     if interpret is not None:
-        return total + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+        added: jax.Array = total + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+        meanwhile()
+        return added
 
     def multiply(accumulator: Any) -> None:
         plgpu.wgmma(accumulator, a, b)
+        meanwhile()
 
-    added: jax.Array = pl.run_state(multiply)(plgpu.ACC.init(total))
+    added = pl.run_state(multiply)(plgpu.ACC.init(total))
     return added
 
 
@@ -124,6 +146,7 @@ def run(
     *,
     name: str,
     grid: dict[str, int],
+    warpgroups: int = 1,
     scratch: Sequence[Any] = (),
     interpret: Interpret = None,
     **options: Any,
@@ -140,20 +163,23 @@ def run(
         outputs: Arrays that it makes.
         name: Of the kernel, in profiles and reports.
         grid: Name and size of each axis.
+        warpgroups: If several, each runs the body, with its number on the axis "warpgroup".
         scratch: Shared memory and barriers.
         interpret: Simulate it on a CPU.
         options: Fields of `plgpu.CompilerParams`.
     """
+    axes = () if warpgroups == 1 else ("warpgroup",)
+    threads = {"num_threads": warpgroups, "thread_name": axes[0]} if axes else {}
 
     # Interpret mode knows barriers from `run_scoped`, not from `scratch_types`.
     def scoped(*refs: Any) -> None:
-        pl.run_scoped(partial(body, *refs), *scratch, collective_axes=())
+        pl.run_scoped(partial(body, *refs), *scratch, collective_axes=axes)
 
     refs = [jax.new_ref(array, memory_space=plgpu.GMEM) for array in updated]
     kernel = pl.kernel(
         scoped,
         out_type=tuple(outputs),
-        mesh=plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid)),
+        mesh=plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid), **threads),
         compiler_params=plgpu.CompilerParams(**options),
         interpret=False if interpret is None else interpret,
         name=name,

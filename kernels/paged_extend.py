@@ -4,9 +4,10 @@ from typing import Literal, overload
 
 from jaxtyping import Array, Float, Int32
 
-from .backends import Backend, choose
+from .backends import Backend, choose, target
 from .checks import check_block_tables, check_int32, check_pools, check_queries, check_scales
 from .online_softmax import check_options
+from .paged_extend_config import choose_config, obstacle
 from .paged_extend_xla import extend as extend_xla
 
 
@@ -24,6 +25,8 @@ def paged_extend(
     soft_cap: float | None = None,
     window: int | None = None,
     sinks: Float[Array, " q_heads"] | None = None,
+    k_scales: Float[Array, "blocks kv_heads"] | None = None,
+    v_scales: Float[Array, "blocks kv_heads"] | None = None,
     return_lse: Literal[False] = False,
     backend: Backend | None = None,
 ) -> Float[Array, "tokens q_heads head_dim"]: ...
@@ -41,6 +44,8 @@ def paged_extend(
     soft_cap: float | None = None,
     window: int | None = None,
     sinks: Float[Array, " q_heads"] | None = None,
+    k_scales: Float[Array, "blocks kv_heads"] | None = None,
+    v_scales: Float[Array, "blocks kv_heads"] | None = None,
     return_lse: Literal[True],
     backend: Backend | None = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"]]: ...
@@ -57,6 +62,8 @@ def paged_extend(
     soft_cap: float | None = None,
     window: int | None = None,
     sinks: Float[Array, " q_heads"] | None = None,
+    k_scales: Float[Array, "blocks kv_heads"] | None = None,
+    v_scales: Float[Array, "blocks kv_heads"] | None = None,
     return_lse: bool = False,
     backend: Backend | None = None,
 ) -> (
@@ -82,7 +89,7 @@ def paged_extend(
 
     Args:
         q: Queries, bfloat16, float16 or float32; accumulation is in float32.
-        k_blocks: Pool of keys.
+        k_blocks: Pool of keys: floats, or int8 or float8_e4m3fn with scales (served by "xla").
         v_blocks: Pool of values, of the same shape and dtype.
         block_tables: Ids of the blocks of each row. An id outside the pool cannot be refused while
             tracing: it is moved to the nearest block in the pool, so that row's result is wrong.
@@ -96,6 +103,10 @@ def paged_extend(
         window: Number of latest positions that a query sees, its own included. Blocks wholly
             before the windows are not read. Static.
         sinks: One logit per query head, neither scaled nor capped, added to the denominator only.
+        k_scales: What the numbers of a quantised pool stand for, by block and head:
+            `key = k_blocks[block, head] * k_scales[block, head]`, float32. Needed with such a
+            pool, refused with any other.
+        v_scales: The same for the values.
         return_lse: Also return the log of the denominator. Static.
         backend: The implementation; None chooses the fastest that serves. Static.
 
@@ -108,7 +119,7 @@ def paged_extend(
         KernelArgumentError: A shape, dtype or option is wrong; raised while tracing.
     """
     check_pools(k_blocks, v_blocks)
-    check_scales(k_blocks, None, None)
+    check_scales(k_blocks, k_scales, v_scales)
     check_queries(q, k_blocks, "tokens")
     check_block_tables(block_tables)
     for name, array in (
@@ -118,8 +129,18 @@ def paged_extend(
     ):
         check_int32(name, array, (block_tables.shape[0],), "batch of block_tables")
     options = check_options(sm_scale, soft_cap, window, sinks, q.shape[1])
-    choose(backend, "there is no mosaic kernel for it yet")
-    out, lse = extend_xla(
-        q, k_blocks, v_blocks, block_tables, kv_lengths, q_lengths, q_starts, sinks, options
-    )
-    return (out, lse) if return_lse else out
+    arrays = q, k_blocks, v_blocks, block_tables, kv_lengths, q_lengths, q_starts, sinks
+    if choose(backend, obstacle(q, k_blocks)) == "mosaic":
+        from .paged_extend_mosaic import extend as extend_mosaic  # slow to import
+
+        out: Array
+        lse: Array | None
+        config = choose_config(q.shape[2], target().num_cores)
+        out, lse = extend_mosaic(*arrays, options=options, return_lse=return_lse, config=config)
+    else:
+        scales = None if k_scales is None or v_scales is None else (k_scales, v_scales)
+        out, lse = extend_xla(*arrays, options, scales)
+    if return_lse:
+        assert lse is not None
+        return out, lse
+    return out

@@ -34,6 +34,7 @@ def extend(
     q_starts: Int32[Array, " batch"],
     sinks: Float[Array, " q_heads"] | None,
     options: AttentionOptions,
+    scales: tuple[Float[Array, "blocks kv_heads"], Float[Array, "blocks kv_heads"]] | None = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"]]:
     """`paged_extend` without its checks: tiles of long rows one by one, single tokens together."""
     num_tokens, q_heads, _ = q.shape
@@ -64,6 +65,7 @@ def extend(
             kv_lengths[row],
             sinks,
             options,
+            scales,
         )
         # The tile may reach into the next row, whose outputs may be there already.
         out, lse = outputs
@@ -82,7 +84,9 @@ def extend(
     single = q_lengths == 1
     queries = q.at[jnp.where(single, q_starts, 0)].get(mode="clip")
     lengths = jnp.where(single, kv_lengths, 0)
-    row_out, row_lse = decode(queries, k_blocks, v_blocks, block_tables, lengths, sinks, options)
+    row_out, row_lse = decode(
+        queries, k_blocks, v_blocks, block_tables, lengths, sinks, options, scales
+    )
     target = jnp.where(single, q_starts, num_tokens)  # out of range: dropped
     return (
         out.at[target].set(row_out, mode="drop"),
@@ -98,6 +102,7 @@ def _attend_tile(
     kv_length: Int32[Array, ""],
     sinks: Float[Array, " q_heads"] | None,
     options: AttentionOptions,
+    scales: tuple[Array, Array] | None,
 ) -> tuple[Float[Array, "tile q_heads head_dim"], Float[Array, "tile q_heads"]]:
     """Attention of consecutive tokens of one row; position -1 (after the others) sees nothing.
 
@@ -106,6 +111,7 @@ def _attend_tile(
         q [tile, kv_heads, group, head_dim]  ->  [kv_heads, tile * group, head_dim]
     """
     k_blocks, v_blocks = pools
+    k_scales, v_scales = scales or (None, None)
     tile, q_heads, head_dim = q.shape
     _, kv_heads, block_size, _ = k_blocks.shape
     width = block_table.shape[0]
@@ -129,8 +135,8 @@ def _attend_tile(
         visible = (key <= positions[:, None]) & (key >= first_visible[:, None])
         visible = jnp.repeat(visible, group, axis=0)[None]
         written = ((key >= first) & (key <= last))[None]
-        k = load_chunk(k_blocks, ids, options.sm_scale)
-        v = load_chunk(v_blocks, ids, V_FACTOR)
+        k = load_chunk(k_blocks, ids, options.sm_scale, k_scales)
+        v = load_chunk(v_blocks, ids, V_FACTOR, v_scales)
         return merge(state, attend_chunk(queries, k, v, visible, written, options))
 
     shape = (1, kv_heads, tile * group)

@@ -34,7 +34,8 @@ def races_detected() -> Iterator[mosaic.Interpret]:
     module = _module()
     module.gpu_callbacks.reset_gpu_interpret_mode_state()
     try:
-        yield mosaic.interpret_params(detect_races=True)
+        # Copies that share one of the simulated copy threads, of which there are 5, are in order.
+        yield mosaic.interpret_params(detect_races=True, num_tma_threads_per_device=64)
         if module.get_races().races_found:
             raise RaceError("the race detector found a race")
     finally:

@@ -1,0 +1,71 @@
+"""What the Mosaic kernel of `paged_extend` serves, and how a launch of it is cut."""
+
+from dataclasses import dataclass
+
+import jax
+
+from .extend_work import ALIGNMENT
+
+ROWS = 64
+"""Matrix rows of a warpgroup, the height of WGMMA."""
+WARPGROUPS = 2
+"""That multiply; one more copies."""
+TILE_ROWS = WARPGROUPS * ROWS
+"""Matrix rows of a tile: tokens times the query heads that share a KV head."""
+
+HEAD_DIMS = (64, 128, 256)
+BLOCK_SIZES = (16, 32, 64, 128)
+DTYPES = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class ExtendConfig:
+    """How a launch is cut."""
+
+    programs: int
+    """Thread blocks; each works through its share of the tiles."""
+    block_kv: int
+    """KV tokens of a step, a multiple of 64; a multiple or a divisor of the block size."""
+    stages: int
+    """Slots of the rings of K and V, at least 2."""
+    ping_pong: bool = True
+    """Whether the warpgroups take turns on the tensor cores."""
+
+
+def choose_config(head_dim: int, num_cores: int) -> ExtendConfig:
+    """The cut of a launch, by its static shape: what fills shared memory and the registers.
+
+    head_dim   block_kv  stages   bytes of shared memory (Q, K, V, output)
+          64        128       4   16 + 64 + 64 + 16 KiB
+         128        128       2   32 + 64 + 64 + 32 KiB
+         256         64       2   64 + 64 + 64 + 16 KiB, the output in four parts
+    """
+    if head_dim <= 64:
+        return ExtendConfig(num_cores, block_kv=128, stages=4)
+    if head_dim <= 128:
+        return ExtendConfig(num_cores, block_kv=128, stages=2)
+    return ExtendConfig(num_cores, block_kv=64, stages=2)
+
+
+def tile_tokens_of(group: int) -> int:
+    """Tokens of a tile for a group of query heads; 0 if the group is too large for one."""
+    return TILE_ROWS // group // ALIGNMENT * ALIGNMENT
+
+
+def obstacle(q: jax.Array, k_blocks: jax.Array) -> str | None:
+    """Why the kernel cannot serve the arguments; None if it can."""
+    _, q_heads, head_dim = q.shape
+    _, kv_heads, block_size, _ = k_blocks.shape
+    if q.dtype.name not in DTYPES or k_blocks.dtype != q.dtype:
+        return (
+            f"mosaic needs q and pools of one dtype, {' or '.join(DTYPES)}, "
+            f"got {q.dtype.name} and {k_blocks.dtype.name}"
+        )
+    if head_dim not in HEAD_DIMS:
+        return f"mosaic needs a head_dim of 64, 128 or 256, got {head_dim}"
+    if block_size not in BLOCK_SIZES:
+        return f"mosaic needs a block_size of 16, 32, 64 or 128, got {block_size}"
+    most = TILE_ROWS // ALIGNMENT
+    if q_heads // kv_heads > most:
+        return f"mosaic needs at most {most} query heads per KV head, got {q_heads // kv_heads}"
+    return None

@@ -1,0 +1,130 @@
+"""The work list of ragged attention: each token of each row in one tile, each tile's KV covered."""
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixkv.kernels.extend_work import ALIGNMENT, WorkItem, build_work_list, max_items, snake
+
+from .problems import int32
+
+TOKENS = 64
+MAX_KV = 40
+BLOCK_KV = 8
+
+rows = st.lists(
+    st.tuples(st.integers(0, 50), st.integers(0, 30), st.integers(0, 9)), min_size=4, max_size=4
+).filter(lambda rows: sum(n + gap for _, n, gap in rows) <= TOKENS)
+
+
+@partial(jax.jit, static_argnames=("tile_tokens", "window"))
+def jitted(kv_lengths, q_lengths, q_starts, tile_tokens, window):
+    return build_work_list(
+        kv_lengths,
+        q_lengths,
+        q_starts,
+        num_tokens=TOKENS,
+        padded_tokens=TOKENS,
+        tile_tokens=tile_tokens,
+        block_kv=BLOCK_KV,
+        window=window,
+        max_kv_length=MAX_KV,
+    )
+
+
+def build(kv_lengths, q_lengths, q_starts, *, tile_tokens=16, window=None):
+    work = jitted(int32(kv_lengths), int32(q_lengths), int32(q_starts), tile_tokens, window)
+    return jax.tree.map(np.asarray, work)
+
+
+def visible(position, window):
+    """Positions that a query sees."""
+    first = 0 if window is None else max(0, position - window + 1)
+    return range(first, position + 1)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    rows=rows,
+    order=st.randoms(use_true_random=False),
+    cut=st.sampled_from([(16, None), (64, None), (8, 1), (40, 5), (16, 20)]),
+)
+def test_any_rows(rows, order, cut):
+    """Rows of (KV length, queries, padding before it), which lie in any order."""
+    tile_tokens, window = cut
+    ends = np.cumsum([n + gap for _, n, gap in rows])
+    placed = [(kv, n, int(end) - n) for (kv, n, _), end in zip(rows, ends, strict=True)]
+    order.shuffle(placed)
+    kv_lengths, q_lengths, q_starts = zip(*placed, strict=True)
+    work = build(kv_lengths, q_lengths, q_starts, tile_tokens=tile_tokens, window=window)
+    count = int(work.num_items[0])
+    assert count <= max_items(TOKENS, len(placed), tile_tokens) == len(work.items)
+    items = [WorkItem(*(int(x) for x in item)) for item in work.items[:count]]
+
+    owner = np.full(TOKENS, -1)
+    for number, item in enumerate(items):
+        assert item.first % ALIGNMENT == 0 and 0 <= item.first <= TOKENS - tile_tokens
+        assert 0 <= item.live_begin < item.live_end <= tile_tokens
+        kv, n, start = placed[item.row]
+        assert item.kv_end == kv and item.fits == (kv <= MAX_KV)
+        live = range(item.first + item.live_begin, item.first + item.live_end)
+        assert start <= live[0] and live[-1] < start + n
+        assert (owner[live] == -1).all()
+        owner[live] = number
+        positions = [kv - n + token - start for token in live]
+        assert positions[0] == item.position + item.live_begin
+        seen = {p for position in positions for p in visible(position, window)}
+        if not item.fits:
+            seen = set()
+        steps = range(item.begin, item.end)
+        assert sorted({p // BLOCK_KV for p in seen}) == list(steps)
+        assert item.begin <= item.full_begin <= item.full_end <= item.end
+        for step in range(item.full_begin, item.full_end):
+            for position in positions:
+                assert set(range(step * BLOCK_KV, (step + 1) * BLOCK_KV)) <= {
+                    *visible(position, window)
+                }
+        if seen:
+            assert min(seen) == item.kv_begin
+    expected = np.full(TOKENS, False)
+    for _, n, start in placed:
+        expected[start : start + n] = True
+    assert np.array_equal(owner >= 0, expected)
+    assert np.array_equal(work.item_of_token, owner)
+    costs = [item.end - item.begin for item in items]
+    assert costs == sorted(costs, reverse=True)
+
+
+def test_most_steps_of_a_long_row_need_no_mask():
+    work = build([MAX_KV], [24], [0], tile_tokens=8)
+    items = [WorkItem(*(int(x) for x in item)) for item in work.items[:3]]
+    steps = [(i.begin, i.full_begin, i.full_end, i.end) for i in items]
+    assert np.array_equal(steps, [(0, 0, 4, 5), (0, 0, 3, 4), (0, 0, 2, 3)])
+
+
+def test_inactive_rows_may_start_anywhere():
+    work = build([9, 9, 9], [0, 5, 0], [-100, 3, 2**31 - 1])
+    assert int(work.num_items[0]) == 1
+    assert np.flatnonzero(work.item_of_token == 0).tolist() == [3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("q_length", "q_start"), [(70, 0), (5, 62), (5, -3), (5, 1000), (2**31 - 1, 1)]
+)
+def test_a_row_outside_of_the_queries_reads_and_writes_within(q_length, q_start):
+    """Its outputs are unspecified, but memory is safe."""
+    work = build([40], [q_length], [q_start])
+    assert work.num_items[0] <= len(work.items)
+    for item in work.items[: int(work.num_items[0])]:
+        item = WorkItem(*(int(x) for x in item))
+        assert 0 <= item.first <= TOKENS - 16
+        assert item.live_begin >= 0 and item.live_end <= 16
+
+
+def test_snake():
+    turns = [[int(snake(jax.numpy.int32(t), p, 4)) for p in range(4)] for t in range(3)]
+    assert turns == [[0, 1, 2, 3], [7, 6, 5, 4], [8, 9, 10, 11]]

@@ -1,0 +1,237 @@
+"""The Mosaic extend: simulated on a CPU, searched for races, and compiled for an H100."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from radixkv.kernels import paged_extend, paged_extend_mosaic
+from radixkv.kernels.online_softmax import AttentionOptions
+from radixkv.kernels.paged_extend_config import ExtendConfig
+
+from . import oracle
+from .interpret import PARAMS, SEES_ASYNC_RACES, assert_caught, races_detected
+from .lowering import SHARED_MEMORY_BYTES, compile_for_h100, lowered_for_h100, on_h100, shaped
+from .planted import planted
+from .problems import Heads, assert_close, int32, make_cache, make_queries
+
+SM_SCALE = 0.3
+SMALL = ExtendConfig(programs=2, block_kv=64, stages=2)
+
+
+def run(
+    kv_lengths,
+    q_lengths,
+    *,
+    interpret=PARAMS,
+    module=paged_extend_mosaic,
+    q_starts=None,
+    num_tokens=None,
+    block_size=16,
+    heads=Heads(1, 4, 64),  # noqa: B008
+    dtype="bfloat16",
+    config=SMALL,
+    return_lse=True,
+    width=None,
+    **options,
+):
+    """Compare output and lse with the oracle, on NaN-poisoned pools; return both."""
+    blocks = [-(-length // block_size) for length in kv_lengths]
+    cache = make_cache(
+        np.random.default_rng(0),
+        kv_lengths,
+        block_size=block_size,
+        width=max(1, *blocks),
+        num_blocks=sum(blocks) + 3,
+        heads=heads,
+        dtype=dtype,
+    )
+    tables = cache.block_tables[:, :width]
+    q_starts = q_starts or np.cumsum([0, *q_lengths[:-1]])
+    num_tokens = num_tokens or max(s + n for s, n in zip(q_starts, q_lengths, strict=True)) + 3
+    q = make_queries(np.random.default_rng(1), num_tokens, heads, dtype)
+    attention = AttentionOptions(SM_SCALE, options.get("soft_cap"), options.get("window"))
+    pools = cache.k_blocks, cache.v_blocks, tables
+    rows = int32(kv_lengths), int32(q_lengths), int32(q_starts)
+    out, lse = module.extend(
+        q, *pools, *rows, options.get("sinks"),
+        options=attention, return_lse=return_lse, config=config, interpret=interpret,
+    )  # fmt: skip
+    assert out.dtype == dtype
+    expected = oracle.extend(
+        q.astype(jnp.float32), *cache.for_oracle, kv_lengths, q_lengths, q_starts,
+        sm_scale=SM_SCALE, **options,
+    )  # fmt: skip
+    if width is not None:
+        for row, blocks_used in enumerate(blocks):
+            if blocks_used > width:
+                tokens = slice(q_starts[row], q_starts[row] + q_lengths[row])
+                assert jnp.isnan(out[tokens]).all() and jnp.isnan(lse[tokens]).all()
+                out, lse = out.at[tokens].set(0), lse.at[tokens].set(0)
+                expected[0][tokens], expected[1][tokens] = 0, 0
+    assert_close(out, expected[0], dtype)
+    padding = np.isneginf(expected[1]).all(1)
+    assert not out[padding].any()
+    if return_lse:
+        assert_close(lse, expected[1], "float32")
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "one step": dict(kv_lengths=[20], q_lengths=[9]),
+    "ragged rows around block edges": dict(
+        kv_lengths=[0, 1, 15, 16, 17, 79, 80, 81, 130],
+        q_lengths=[0, 1, 3, 16, 9, 1, 2, 64, 5],
+        programs=3,
+    ),
+    "every option, a group of 7, a block larger than a step": dict(
+        kv_lengths=[5, 300], q_lengths=[5, 70], block_size=128, heads=Heads(1, 7, 128),
+        dtype="float16", soft_cap=2.0, window=90, sinks=jnp.array([1.0, 2, 3, -9, 0, 0, 50]),
+    ),
+    "rows in any order, longer than the table, more queries than KV": dict(
+        kv_lengths=[9, 30, 3, 40, 5], q_lengths=[5, 2, 7, 3, 0], q_starts=[20, 9, 1, 12, -77],
+        num_tokens=30, width=2, heads=Heads(2, 1, 64),
+    ),
+    "a head_dim of 256, in parts, without lse and turns": dict(
+        kv_lengths=[70, 33], q_lengths=[20, 33], block_size=32, heads=Heads(1, 2, 256),
+        config=ExtendConfig(1, 64, 2, ping_pong=False), return_lse=False,
+    ),
+}  # fmt: skip
+SIMULATED = CASES if SEES_ASYNC_RACES else ["one step"]  # 0.10 simulates 15 times slower
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_equals_the_oracle(name):
+    case = dict(CASES[name])
+    case["config"] = case.get("config", ExtendConfig(case.pop("programs", 2), 64, 2))
+    run(**case)
+
+
+# Two tiles of one program: 3 and 2 steps through a ring of 2, the last step with unwritten rows.
+BUSY = dict(kv_lengths=[150], q_lengths=[40], config=ExtendConfig(1, 64, 2), num_tokens=40)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 5.0] if SEES_ASYNC_RACES else [None])
+def test_no_race(soft_cap):
+    with races_detected() as params:
+        run(**BUSY, interpret=params, soft_cap=soft_cap)
+
+
+BUGS = {
+    "V is not waited for": "plgpu.barrier_wait(m.v_full.at[slot])",
+    "Q is not waited for": "plgpu.barrier_wait(m.q_full.at[warpgroup])",
+    "K is loaded over what is read": (
+        "pl.when(again)(lambda: plgpu.barrier_wait(m.k_free.at[slot]))"
+    ),
+    "zeroed rows of V are not waited for": "plgpu.barrier_wait(m.v_full.at[stages])",
+    "the output is not fenced": "plgpu.commit_smem()  # of output",
+    "the output is written over what is copied": "plgpu.wait_smem_to_gmem(0, wait_read_only=True)",
+    "the last copies are not waited for": "plgpu.wait_smem_to_gmem(0)\n",
+}
+if SEES_ASYNC_RACES:  # in 0.10, moreover, warpgroups wait for ever for one that has failed
+
+    @pytest.mark.parametrize("bug", BUGS)
+    def test_planted_bug_is_caught(bug):
+        line = BUGS[bug]
+        module = planted(paged_extend_mosaic, {line: "pass" + "\n" * line.count("\n")})
+        assert_caught(lambda params: run(**BUSY, interpret=params, module=module))
+
+
+def arguments(
+    *, tokens=2048, batch=8, kv_heads=8, group=4, head_dim=128, block_size=16, dtype="bfloat16",
+    sinks=False,
+):  # fmt: skip
+    pool = shaped((1025, kv_heads, block_size, head_dim), dtype)
+    row = shaped((batch,), "int32")
+    q = shaped((tokens, kv_heads * group, head_dim), dtype)
+    args = q, pool, pool, shaped((batch, 512), "int32"), row, row, row
+    return (*args, shaped((kv_heads * group,), "float32")) if sinks else args
+
+
+def attend(q, k, v, tables, kv_lengths, q_lengths, q_starts, sinks=None, **options):
+    rows = kv_lengths, q_lengths, q_starts
+    return paged_extend(q, k, v, tables, *rows, sm_scale=0.1, sinks=sinks, **options)
+
+
+EVERY_OPTION = dict(soft_cap=30.0, window=1000, return_lse=True, sinks=True)
+SHAPES = [
+    *(dict(head_dim=d, block_size=b) for d in (64, 128, 256) for b in (16, 32, 64, 128)),
+    *(dict(kv_heads=h, group=g) for h, g in ((32, 1), (8, 5), (4, 7), (2, 16))),
+    dict(dtype="float16"),
+    dict(tokens=1001),
+    dict(tokens=8, batch=1),
+    EVERY_OPTION,
+    dict(head_dim=64, block_size=64, dtype="float16", **EVERY_OPTION),
+]
+
+
+def split(case):
+    """A case's shapes, and its options."""
+    options = {key: case[key] for key in case if key in ("soft_cap", "window", "return_lse")}
+    return {key: case[key] for key in case if key not in options}, options
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+def test_lowers_for_an_h100(case):
+    shapes, options = split(case)
+    text = lowered_for_h100(partial(attend, **options), *arguments(**shapes))
+    assert text.count("mosaic_gpu_v2") == 1
+
+
+COMPILED = [
+    dict(head_dim=64, block_size=64),
+    dict(),
+    dict(head_dim=256, block_size=64),
+    dict(head_dim=256, block_size=16, soft_cap=30.0, window=1000),
+    dict(kv_heads=4, group=7, dtype="float16"),
+    EVERY_OPTION,
+]
+
+
+@pytest.mark.sm_90a
+@pytest.mark.parametrize("case", COMPILED, ids=str)
+def test_compiles_for_an_h100(case):
+    shapes, options = split(case)
+    report = compile_for_h100(partial(attend, **options), *arguments(**shapes))
+    head_dim, block_size = shapes.get("head_dim", 128), shapes.get("block_size", 16)
+    block_kv = 64 if head_dim == 256 else 128
+    loops = 3 if "window" in options else 2
+    assert report.registers == 168  # what three warpgroups may start with; then they trade
+    assert report.count("setmaxnreg.inc") == report.count("setmaxnreg.dec") == 1
+    assert report.spill_bytes == 0
+    assert report.shared_bytes <= SHARED_MEMORY_BYTES
+    # The zeroed rows of V, each part of the output, and the log-sum-exp are fenced for copies and
+    # WGMMA. (The simulated WGMMA reads as threads do: it does not miss the first.)
+    fences = 1 + (4 if head_dim == 256 else 1) + ("return_lse" in options)
+    assert report.count("fence.proxy.async") == fences
+    columns = f"wgmma.mma_async.sync.aligned.m64n{block_kv}k16"
+    both = f"wgmma.mma_async.sync.aligned.m64n{head_dim}k16"
+    assert report.count("wgmma.mma_async") == loops * (head_dim + block_kv) // 16
+    assert report.count(columns) > 0 and report.count(both) > 0
+    # A copy for each block of K and V and each head of Q at least, stores besides.
+    loads = 2 * max(1, block_kv // block_size) + shapes.get("group", 4)
+    assert report.count("cp.async.bulk.tensor") >= loads
+    assert report.count("cp.async.bulk.tensor") - loads < 50
+
+
+class TestChoice:
+    REFUSED = (
+        (dict(dtype="float32"), "mosaic needs q and pools of one dtype, bfloat16 or float16, got float32 and float32"),  # noqa: E501
+        (dict(head_dim=80), "mosaic needs a head_dim of 64, 128 or 256, got 80"),
+        (dict(block_size=8), "mosaic needs a block_size of 16, 32, 64 or 128, got 8"),
+        (dict(group=17), "mosaic needs at most 16 query heads per KV head, got 17"),
+    )  # fmt: skip
+
+    @pytest.mark.parametrize(("case", "reason"), REFUSED)
+    def test_what_no_tile_fits_is_served_by_xla(self, case, reason):
+        args = arguments(**case)
+        assert "mosaic_gpu_v2" not in lowered_for_h100(attend, *args)
+        with on_h100(), pytest.raises(ValueError) as refusal:
+            jax.eval_shape(partial(attend, backend="mosaic"), *args)
+        assert str(refusal.value) == f"backend must be 'xla' or None here: {reason}"
+
+    def test_nothing_to_do_launches_nothing(self):
+        for case in (dict(tokens=0), dict(batch=0)):
+            assert "mosaic_gpu_v2" not in lowered_for_h100(attend, *arguments(**case))
