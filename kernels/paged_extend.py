@@ -84,8 +84,8 @@ def paged_extend(
 
     and query head `i` reads KV head `i // (q_heads // kv_heads)`. The KV of the queries themselves
     must be in the pools already. A row of one query gives the result of `paged_decode` ("xla": at
-    its cost; "mosaic": as one tile, whose KV one thread block per head reads). Memory beyond a row's `kv_lengths` is never used: it may hold NaN, and
-    the table entries for it may be anything.
+    its cost; "mosaic": as one tile, whose KV one thread block per head reads). Memory beyond a
+    row's `kv_lengths` is never used: it may hold NaN, and the table entries for it may be anything.
 
     Args:
         q: Queries, bfloat16, float16 or float32; accumulation is in float32.

@@ -39,6 +39,9 @@ def choose_config(head_dim: int, num_cores: int) -> ExtendConfig:
           64        128       4   16 + 64 + 64 + 16 KiB
          128        128       2   32 + 64 + 64 + 32 KiB
          256         64       2   64 + 64 + 64 + 16 KiB, the output in four parts
+
+    No register spills, but for 32 bytes, outside of the loops over KV, where a head_dim of 256
+    meets a soft cap, a window and the log-sum-exp together.
     """
     if head_dim <= 64:
         return ExtendConfig(num_cores, block_kv=128, stages=4)
