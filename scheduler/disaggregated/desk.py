@@ -45,7 +45,8 @@ class Desk:
     It does no I/O. Carry out `take_actions` after every call.
 
     Attributes:
-        failures: why requests came to nothing, by id; those have the status ABORTED.
+        failures: why requests came to nothing, by id; those have the status ABORTED. A request
+            with the id of an earlier one takes its place.
     """
 
     def __init__(
@@ -67,14 +68,15 @@ class Desk:
         self._router = Router(block_size, prefill={}, decode={})
         self._serials = count()
         self._live: dict[str, Request] = {}  # by a name that is never used again
+        self._names: dict[str, str] = {}  # of those, by request id
         self._routes: dict[Key, Route] = {}
         self._actions: list[Run | GiveUp] = []
         self._ended: list[Request] = []
 
     @property
     def num_open(self) -> int:
-        """Requests without an answer."""
-        return len(self._live)
+        """Requests without an answer, or whose end has not been handed out."""
+        return len(self._live) + len(self._ended)
 
     def take_actions(self) -> list[Run | GiveUp]:
         """Hand out what nodes are to do since the last call, in order."""
@@ -83,7 +85,7 @@ class Desk:
         return actions
 
     def take_ended(self) -> list[Request]:
-        """Hand out the requests that have ended since the last call, in order."""
+        """Hand out the requests that have ended since the last call, but for those aborted."""
         self._follow()
         ended, self._ended = self._ended, []
         return ended
@@ -97,23 +99,26 @@ class Desk:
             RequestError: for one that was added before, or the id of a live request.
         """
         request_id = request.request_id
-        if any(each.request_id == request_id for each in self._live.values()):
+        if request_id in self._names:
             raise RequestError(f"request {request_id!r} is live already")
         if request.status is not RequestStatus.WAITING or request.output_tokens:
             raise RequestError(f"request {request_id!r} was added before")
-        name = f"{request_id} #{next(self._serials)}"
+        name = self._names[request_id] = f"{request_id} #{next(self._serials)}"
         self._live[name] = request
+        self.failures.pop(request_id, None)
         self._front.tick(now)
         self._front.submit(name)
 
     def abort(self, request_id: str) -> bool:
         """End a request in any state; False if no live one has this id."""
-        for name, request in self._live.items():
-            if request.request_id == request_id:
-                self._front.cancel(name, "aborted")
-                self._follow()
-                return True
-        return False
+        name = self._names.get(request_id)
+        if name is None:
+            return False
+        request = self._live[name]
+        self._front.cancel(name, "aborted")
+        self._follow()
+        self._ended.remove(request)  # who aborts it knows
+        return True
 
     # What is known of nodes
 
@@ -216,6 +221,7 @@ class Desk:
 
     def _answer(self, request: Request, tokens: Sequence[int] | None, reason: str) -> None:
         """End a request as one engine would."""
+        del self._names[request.request_id]
         if tokens is None:
             self.failures[request.request_id] = reason
             request.status, request.finish_reason = RequestStatus.ABORTED, "abort"

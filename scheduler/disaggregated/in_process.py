@@ -84,7 +84,7 @@ class Disaggregated:
         return bool(self._desk.num_open) or any(node.scheduler.num_open for node in self._nodes())
 
     def step(self) -> list[Request]:
-        """Let each node run one step at most; return the requests that ended."""
+        """Let each node run one step at most; return the requests that ended since the last."""
         now = self._clock()
         self._desk.tick(now)
         self._follow()

@@ -167,10 +167,11 @@ class Cluster:
         for _ in range(num_steps):
             self.front.step()
 
-    def finish(self) -> None:
-        """Run to the end; nothing may leak."""
-        self.front.run()
+    def finish(self) -> list[Request]:
+        """Run to the end, and return what ended; nothing may leak."""
+        ended = self.front.run()
         self.assert_nothing_leaked()
+        return ended
 
     def assert_nothing_leaked(self) -> None:
         """No request and no offer is left, every block is free or evictable, nothing compiled."""

@@ -209,6 +209,14 @@ def test_a_host_tier_on_both_nodes(llama, expected):
 # Faults
 
 
+def test_a_request_that_was_aborted_alone_leaves_no_work(llama):
+    cluster = Cluster(llama)
+    cluster.add([PREFIX], 4)
+    assert cluster.front.abort("0")
+    assert cluster.finish() == []
+    cluster.complete([PREFIX], 4)
+
+
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4, 6, 9, 20])
 @pytest.mark.parametrize("order", ["early", "prefill_complete"])
 def test_an_abort_leaks_nothing_and_does_not_disturb_the_others(llama, expected, order, num_steps):
@@ -216,7 +224,8 @@ def test_an_abort_leaks_nothing_and_does_not_disturb_the_others(llama, expected,
     requests = cluster.add(PROMPTS, 24, SAMPLED)
     cluster.step(num_steps)
     aborted = [r for r in requests[::2] if cluster.front.abort(r.request_id)]
-    cluster.finish()
+    ended = cluster.finish()
+    assert not set(ended) & set(aborted)
     for request, tokens in zip(requests, expected, strict=True):
         if request in aborted:
             assert request.status is RequestStatus.ABORTED
@@ -284,7 +293,6 @@ def test_after_some_attempts_a_request_fails_with_the_reason(llama, role, reason
     cluster.finish()
     assert failing.status is RequestStatus.ABORTED and failing.finish_reason == "abort"
     assert cluster.front.failures == {"0": reason}
-    cluster.front.failures.clear()
     network.num_failures = 0
     cluster.complete([PREFIX], 4)
 
