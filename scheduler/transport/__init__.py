@@ -20,9 +20,11 @@ from .errors import (
     TransportUnavailableError,
 )
 from .in_process import InProcessExchange, InProcessTransport
+from .opening import PROCESS_TRANSPORTS, open_transport
 from .tickets import ArraySpec, Descriptor, PayloadArray, WireTicket, describe
 
 __all__ = [
+    "PROCESS_TRANSPORTS",
     "ArraySpec",
     "Descriptor",
     "Event",
@@ -43,4 +45,5 @@ __all__ = [
     "WireTicket",
     "Withdrawn",
     "describe",
+    "open_transport",
 ]

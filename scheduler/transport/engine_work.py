@@ -135,13 +135,14 @@ class EngineWork:
                 assert offer.served is not None, "what was never served ends at once"
                 if offer.served.is_withdrawn():
                     del self._offers[ticket]
-            elif offer.expires_at <= now:
+                continue
+            if offer.served is None:
+                self._serve(ticket, offer)
+            if offer.expires_at <= now and ticket in self._offers:
                 self.offers_expired += 1
                 if offer.served is None:
                     self._events.append(OfferFailed(ticket, "expired before it could be served"))
                 self._end_offer(ticket, was_read=False)
-            elif offer.served is None:
-                self._serve(ticket, offer)
         for key in self._withdrawn - {ticket.key for ticket in self._offers}:
             self._withdrawn.remove(key)
             self._events.append(Withdrawn(key))

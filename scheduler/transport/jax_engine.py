@@ -5,7 +5,9 @@ of the same size is taken as if it were right; what is offered and never pulled 
 anybody who guesses a number of 64 bits may read. So here
 
 - each pull has a connection of its own, which is broken at the deadline: that ends its arrays with
-  an error, and no other pull;
+  an error. Of a peer that stopped midway, one or two arrays end only when it goes on or dies, and
+  until then, what other peers send over the same server may not arrive. So nobody waits for those
+  arrays, and each peer is read by a server of its own, which is replaced when a pull has failed;
 - an offer has a new random number, which is used once: what a pull did not get is gone;
 - an offer that nobody has pulled is pulled by its own node, all of it, and so freed;
 - the server listens at one address, on loopback if nothing else is said;
@@ -18,12 +20,11 @@ Source: measured on jax 0.10.2, 0.11.2 and 0.12.0; neither timeouts nor errors a
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import secrets
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
@@ -44,13 +45,13 @@ _COPY_BYTES: Final = 4 << 20
 _OWN_PULL_S: Final = 1.0
 _SELF_TEST_S: Final = 10.0
 _STUCK_S: Final = 0.05
+_LOST_WORDS: Final = ("onnection", "recv")  # of the errors when a peer has ended
 
 
 class JaxEngine(Engine):
     """Serves JAX arrays, and reads others' into new JAX arrays. There is no staging memory of ours.
 
-    What a broken pull still writes goes into memory that JAX owns and never gives to another array
-    before the write has ended; so nothing is in quarantine.
+    A broken pull keeps its arrays until JAX says that they have ended: that is the quarantine.
     """
 
     name = NAME
@@ -66,27 +67,32 @@ class JaxEngine(Engine):
             TransportUnavailableError: if JAX has no transfers here, or they do not work.
         """
         _check_host(host)
+        self._host = f"[{host}]" if ":" in host else host
+        self._device = jax.local_devices()[0]
+        self._server = self._start(port)
+        self.address: str = self._server.address()
+        self._readers: dict[str, Any] = {}  # servers, by the address of the one peer they read
+        self._quarantine: list[JaxPull] = []
+        _test(self)
+
+    def _start(self, port: int) -> Any:
         try:
             from jax.experimental import transfer
         except ImportError as error:
             raise TransportUnavailableError("jax.experimental.transfer is Linux only") from error
-        self._device = jax.local_devices()[0]
-        bracketed = f"[{host}]" if ":" in host else host
         try:
-            self._server: Any = transfer.start_transfer_server(
+            return transfer.start_transfer_server(
                 self._device.client,
-                f"{bracketed}:{port}",
-                [f"{bracketed}:0"] * _NUM_CHANNELS,
+                f"{self._host}:{port}",
+                [f"{self._host}:0"] * _NUM_CHANNELS,
                 max_num_parallel_copies=_PARALLEL_COPIES,
                 transfer_size=_COPY_BYTES,
                 use_raw_buffers=False,  # raw ones serve what came into donated memory later
             )
         except Exception as error:  # JAX's own types, which differ by version
             raise TransportUnavailableError(
-                f"no transfer server at {host}:{port}: {_first_line(error)}"
+                f"no transfer server at {self._host}:{port}: {_first_line(error)}"
             ) from error
-        self.address: str = self._server.address()
-        _test(self)
 
     def offer(self, arrays: Sequence[PayloadArray]) -> JaxOffer:
         """See `Engine.offer`."""
@@ -117,18 +123,22 @@ class JaxEngine(Engine):
             for spec in specs
         ]
         try:
-            connection = self._server.connect(address)
-            return JaxPull(connection, tuple(connection.pull(number, wanted)))
+            if address not in self._readers:
+                self._readers[address] = self._start(0)
+            connection = self._readers[address].connect(address)
+            arrays = tuple(connection.pull(number, wanted))
         except Exception as error:
             raise PullError(Fault.FAILED, _first_line(error)) from error
+        return JaxPull(self, address, connection, arrays)
 
     def tend(self) -> None:
         """See `Engine.tend`."""
+        self._quarantine = [pull for pull in self._quarantine if not pull.has_ended()]
 
     @property
     def quarantined_bytes(self) -> int:
         """See `Engine.quarantined_bytes`."""
-        return 0
+        return sum(pull.num_bytes for pull in self._quarantine)
 
     def close(self) -> None:
         """See `Engine.close`; there is no other way to stop a server than to forget it."""
@@ -136,6 +146,7 @@ class JaxEngine(Engine):
         if reset is not None:
             reset()
         self._server = None
+        self._readers.clear()
 
 
 class JaxOffer(EngineOffer):
@@ -174,18 +185,28 @@ class JaxOffer(EngineOffer):
 class JaxPull(EnginePull):
     """Arrays that arrive some time, or never."""
 
-    def __init__(self, connection: Any, arrays: tuple[jax.Array, ...]) -> None:
+    def __init__(
+        self, engine: JaxEngine, address: str, connection: Any, arrays: tuple[jax.Array, ...]
+    ) -> None:
+        self.num_bytes = sum(array.nbytes for array in arrays)
+        self._engine = engine
+        self._address = address
         self._connection = connection
         self._arrays = arrays
 
+    def has_ended(self) -> bool:
+        """Whether all has arrived, or will not."""
+        return all(is_computed(array) for array in self._arrays)
+
     def progress(self) -> Progress:
         """See `EnginePull.progress`."""
-        if not all(is_computed(array) for array in self._arrays):
+        if not self.has_ended():
             return Progress.RUNNING
         try:
-            self._wait()
+            for array in self._arrays:
+                array.block_until_ready()
         except jax.errors.JaxRuntimeError as error:
-            lost = "onnection" in str(error)
+            lost = any(word in str(error) for word in _LOST_WORDS)
             raise PullError(Fault.PEER_LOST if lost else Fault.FAILED, _first_line(error)) from None
         return Progress.DONE
 
@@ -199,15 +220,10 @@ class JaxPull(EnginePull):
         self._connection = None
 
     def abandon(self) -> None:
-        """See `EnginePull.abandon`: break the connection, which ends every array that waits."""
+        """See `EnginePull.abandon`: break the connection."""
         self._connection._poison_connection()
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # what they were broken for
-            self._wait()
-        self.free()
-
-    def _wait(self) -> None:
-        for array in self._arrays:
-            array.block_until_ready()
+        self._engine._readers.pop(self._address, None)
+        self._engine._quarantine.append(self)
 
 
 def _test(engine: JaxEngine) -> None:
@@ -223,16 +239,15 @@ def _test(engine: JaxEngine) -> None:
     specs = [ArraySpec(tuple(each.shape), str(each.dtype)) for each in sent]
     try:
         stuck = engine.begin(engine.address, secrets.randbits(63), specs)
-        if _end(stuck, _STUCK_S):
-            raise TransportUnavailableError("a pull of what was never offered has succeeded")
+        time.sleep(_STUCK_S)
+        if stuck.has_ended():
+            raise TransportUnavailableError("a pull of what was never offered has ended")
         stuck.abandon()
+        _await(stuck.has_ended, "a pull that was broken")
         offered = engine.offer(sent)
         pull = engine.begin(engine.address, offered._number, specs)
-        if not _end(pull, _SELF_TEST_S):
-            pull.abandon()
-            raise TransportUnavailableError(
-                f"a pull from this node itself did not end within {_SELF_TEST_S:g} s"
-            )
+        _await(pull.has_ended, "a pull from this node itself")
+        pull.progress()
         if digest_arrays(pull.arrays()) != digest_arrays(sent):
             raise TransportUnavailableError("a pull from this node itself gave other bytes")
     except (PullError, AttributeError) as error:
@@ -241,13 +256,12 @@ def _test(engine: JaxEngine) -> None:
         ) from error
 
 
-def _end(pull: JaxPull, timeout_s: float) -> bool:
-    end = time.monotonic() + timeout_s
-    while pull.progress() is not Progress.DONE:
+def _await(is_true: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + _SELF_TEST_S
+    while not is_true():
         if time.monotonic() > end:
-            return False
+            raise TransportUnavailableError(f"{what} did not end within {_SELF_TEST_S:g} s")
         time.sleep(1e-3)
-    return True
 
 
 def _check_host(host: str) -> None:

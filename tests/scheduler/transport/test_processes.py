@@ -1,0 +1,208 @@
+"""Two real processes, one of which is stopped, continued or killed at the worst moment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from radixkv.scheduler.transport import (
+    Fault,
+    Offered,
+    PullFailed,
+    Received,
+    WireTicket,
+    Withdrawn,
+    describe,
+)
+from radixkv.scheduler.transport.engine import Engine
+from radixkv.scheduler.transport.jax_engine import JaxEngine, JaxPull
+from radixkv.scheduler.transport.nixl_engine import NixlEngine, NixlPull
+from radixkv.scheduler.transport.staging import Slot, StagingPool
+from radixkv.scheduler.transport.threaded import ThreadedTransport
+from radixkv.scheduler.transport.tickets import is_computed
+
+from .conformance import KEY, LATE_S, equal, offer, ticket, wait
+from .peer import STAGING_BYTES, Peer, content, packet_of
+
+SOON_S = 1.0
+MIB = 1 << 20
+BIG = (48, 2 * MIB)
+"""Arrays of a part that takes a while, and the bytes of each."""
+SMALL = (4, 64 << 10)
+
+
+class Node(NamedTuple):
+    """This process's node, and the other process."""
+
+    transport: ThreadedTransport
+    engine: Engine
+    peer: Peer
+
+    def begin(self, wire: WireTicket, timeout_s: float) -> None:
+        self.transport.pull(wire.ticket, wire, wire.descriptor, timeout_s=timeout_s)
+
+    def receives(self, part: int, size: tuple[int, int]) -> None:
+        """Pull a new part, which must arrive as the peer made it."""
+        wire = self.peer.offer(part, *size)
+        self.begin(wire, LATE_S)
+        assert equal(wait(self.transport, Received).arrays, content(part, *size))
+        self.transport.release(wire.ticket)
+
+    def fails(self, wire: WireTicket) -> Fault:
+        """Pull what must fail, by its deadline and a second at the latest."""
+        begun_at = time.monotonic()
+        self.begin(wire, SOON_S)
+        failed = wait(self.transport, PullFailed)
+        assert time.monotonic() - begun_at < SOON_S + 1
+        assert (failed.ticket, self.transport.stats().pulls) == (wire.ticket, 0)
+        return failed.fault
+
+    def stop_midway(self, timeout_s: float) -> float:
+        """Stop the peer while it sends; returns when the pull began.
+
+        Where more than half had come, the rest may be on its way; then another part is tried.
+        """
+        for part in range(100, 110):
+            wire = self.peer.offer(part, *BIG)
+            if isinstance(self.engine, NixlEngine):
+                self.engine._pool.memory[:] = 0  # what arrives has no 0
+            begun_at = time.monotonic()
+            self.begin(wire, timeout_s)
+            while not self._arrived(wire):
+                assert time.monotonic() - begun_at < LATE_S
+            self.peer.stop()
+            if self._arrived(wire) < 0.5:
+                return begun_at
+            self.peer.resume()
+            wait(self.transport, Received)
+            self.transport.release(wire.ticket)
+            assert self.peer.ask("withdraw") == "Withdrawn"
+        raise AssertionError("every part came at once")
+
+    def _arrived(self, wire: WireTicket) -> float:
+        """How much of a part has come, from 0 to 1, as far as can be seen."""
+        pull = self.transport._work._pulls.get(wire.ticket)
+        match pull.running if pull is not None else None:
+            case JaxPull() as running:
+                return sum(is_computed(array) for array in running._arrays) / BIG[0]
+            case NixlPull() as running:
+                pool = running._engine._pool.memory
+                return float(
+                    pool[running.slot.start : sum(running.slot) : 1 << 14].astype(bool).mean()
+                )
+        return float(bool(self.transport._work._received))
+
+
+@contextmanager
+def opened(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    name, _, tcp = name.partition(" over ")
+    environment = {"UCX_TLS": tcp} if tcp else {}
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    peer = Peer(name, environment)
+    engine = new_engine(name)
+    transport = ThreadedTransport(engine)
+    try:
+        yield Node(transport, engine, peer)
+    finally:
+        peer.kill()
+        transport.close()
+
+
+def new_engine(name: str) -> Engine:
+    return JaxEngine() if name == "jax" else NixlEngine(STAGING_BYTES)
+
+
+@pytest.fixture(params=["jax", "nixl over tcp", "nixl"])
+def node(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    with opened(request.param, monkeypatch) as node:
+        yield node
+
+
+@pytest.fixture(params=["jax", "nixl over tcp"])
+def slow_node(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    """Not NIXL over shared memory: that reads the memory of a process that stands still."""
+    with opened(request.param, monkeypatch) as node:
+        yield node
+
+
+def test_parts_come_from_another_process_until_it_is_killed(node: Node) -> None:
+    node.receives(0, SMALL)
+    node.receives(1, BIG)
+    left = node.peer.offer(2, *SMALL)
+    node.peer.kill()
+    assert node.fails(left) in (Fault.PEER_LOST, Fault.TIMED_OUT)
+
+
+def test_a_peer_that_stops_midway_costs_a_pull_and_nothing_else(slow_node: Node) -> None:
+    node = slow_node
+    begun_at = node.stop_midway(SOON_S)
+    assert wait(node.transport, PullFailed).fault is Fault.TIMED_OUT
+    assert time.monotonic() - begun_at < SOON_S + 1
+    # What comes meanwhile from elsewhere lies where the late bytes do not go.
+    with_other = ThreadedTransport(new_engine(node.engine.name))
+    elsewhere = offer(with_other, part=5)
+    node.begin(elsewhere, LATE_S)
+    kept = wait(node.transport, Received).arrays
+    before = [np.array(array) for array in kept]
+    late = quarantined(node)
+    node.peer.resume()
+    await_no_quarantine(node)
+    assert equal(kept, before)
+    if late is not None:
+        pool, slot, memory = late
+        assert not np.array_equal(pool.memory[slot.start : sum(slot)], memory), "no late bytes"
+    node.transport.release(elsewhere.ticket)
+    with_other.close()
+    node.receives(6, SMALL)
+
+
+def quarantined(node: Node) -> tuple[StagingPool, Slot, npt.NDArray[np.uint8]] | None:
+    """The slot in quarantine, and what is in it; None if the engine has no staging memory."""
+    assert node.transport.stats().quarantined_bytes == BIG[0] * BIG[1]
+    if not isinstance(node.engine, NixlEngine):
+        return None
+    (pull,) = node.engine._quarantine
+    pool = node.engine._pool
+    assert pool.allocate(BIG[0] * BIG[1]) is None, "the slot was given to another"
+    return pool, pull.slot, pool.memory[pull.slot.start : sum(pull.slot)].copy()
+
+
+def await_no_quarantine(node: Node) -> None:
+    end = time.monotonic() + LATE_S
+    while node.transport.stats().quarantined_bytes:
+        assert time.monotonic() < end, "the quarantine has no end"
+        time.sleep(1e-3)
+
+
+def test_a_peer_that_is_killed_midway_is_found_out(slow_node: Node) -> None:
+    node = slow_node
+    node.stop_midway(LATE_S)
+    killed_at = time.monotonic()
+    node.peer.kill()
+    failed = wait(node.transport, PullFailed)
+    assert failed.fault is Fault.PEER_LOST, failed
+    assert time.monotonic() - killed_at < LATE_S / 2
+    await_no_quarantine(node)
+
+
+def test_a_reader_that_stops_or_dies_takes_nothing_with_it(slow_node: Node) -> None:
+    node, transport = slow_node, slow_node.transport
+    arrays = content(0, *BIG)
+    transport.offer(ticket(), arrays, describe(arrays, num_blocks=1), ttl_s=LATE_S)
+    wire = wait(transport, Offered).wire
+    assert node.peer.ask(f"pull {packet_of(wire)}") == "begun"
+    node.peer.stop()
+    transport.withdraw(KEY)
+    assert wait(transport, Withdrawn).key == KEY
+    assert transport.stats().offers == 0
+    node.peer.kill()
+    again = offer(transport, part=1)
+    node.begin(again, LATE_S)
+    wait(transport, Received)
