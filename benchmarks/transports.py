@@ -1,0 +1,228 @@
+"""Print how fast parts of a prompt go from one process to another, beside the bare engine.
+
+Run:
+    python benchmarks/transports.py [--rounds 7] [--transports inprocess jax nixl]
+
+A part is 32 blocks of 2 MiB. One process offers it, this one pulls it; both are on this machine.
+The rows of a transport take turns:
+
+    bare       the engine alone, as its documentation uses it: a connection or handle, no copy into
+               staging memory, no digest, no deadline
+    transport  `pull` until `Received`, so with deadline, descriptor and digests. What P does
+               before, gather, copy and digest, happens while later chunks are computed
+    one block  the same for one array of 4 KiB: what a pull costs without its bytes
+
+`cost per pull` is the difference of the two medians for one small array.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from radixkv.scheduler.channel.codec import Packet, decode, encode
+from radixkv.scheduler.handoff import Head, Send, Ticket
+from radixkv.scheduler.transport import (
+    InProcessExchange,
+    InProcessTransport,
+    Offered,
+    Received,
+    Transport,
+    WireTicket,
+    describe,
+)
+from radixkv.scheduler.transport.engine import Engine
+from radixkv.scheduler.transport.threaded import ThreadedTransport
+
+MIB = 1 << 20
+BLOCKS = (32, 2 * MIB)
+SMALL = (1, 4096)
+STAGING_BYTES = 256 * MIB
+HOUR_S = 3600.0
+
+
+def new_engine(name: str) -> Engine:
+    """Start an engine by its name."""
+    if name == "jax":
+        from radixkv.scheduler.transport.jax_engine import JaxEngine
+
+        return JaxEngine()
+    from radixkv.scheduler.transport.nixl_engine import NixlEngine
+
+    return NixlEngine(STAGING_BYTES)
+
+
+def offer(transport: Transport, part: int, num_arrays: int, num_bytes: int) -> WireTicket:
+    """Offer some arrays and wait until they are served."""
+    arrays = [jnp.full(num_bytes, part % 100 + 1, jnp.int8) for _ in range(num_arrays)]
+    ticket = Ticket((f"r{part}", 1), 1, 1, 1, part)
+    transport.offer(ticket, arrays, describe(arrays, num_blocks=num_arrays), ttl_s=HOUR_S)
+    while not (events := transport.poll()):
+        time.sleep(1e-3)
+    (event,) = events
+    assert isinstance(event, Offered), event
+    return event.wire
+
+
+def serve(name: str) -> None:
+    """Offer what is asked for on stdin, and withdraw what was offered before; the other process."""
+    transport = ThreadedTransport(new_engine(name))
+    last = None
+    for line in sys.stdin:
+        if last is not None:
+            transport.withdraw(last, was_read=True)
+            while not transport.poll():
+                time.sleep(1e-3)
+        wire = offer(transport, *map(int, line.split()))
+        last = wire.ticket.key
+        send = Send(Head(last, 1), wire.ticket.part, 0, 1, 0)
+        print(encode(Packet("p", "d", 1, 1, send, wire)).hex(), flush=True)
+    transport.close()
+
+
+@contextmanager
+def served(name: str) -> Iterator[Callable[[int, int, int], WireTicket]]:
+    """Start the other process; what is given has it offer arrays."""
+    if name == "inprocess":
+        yield lambda *_: None  # type: ignore[arg-type,return-value]  # not used
+        return
+    command = [sys.executable, __file__, "--serve", name]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        stdin, stdout = process.stdin, process.stdout
+
+        def ask(part: int, num_arrays: int, num_bytes: int) -> WireTicket:
+            stdin.write(b"%d %d %d\n" % (part, num_arrays, num_bytes))
+            stdin.flush()
+            wire = decode(bytes.fromhex(stdout.readline().decode())).wire
+            assert wire is not None
+            return wire
+
+        yield ask
+        stdin.close()
+
+
+def pull_s(transport: Transport, wire: WireTicket) -> float:
+    """Seconds from `pull` to `Received`."""
+    begun = time.perf_counter()
+    transport.pull(wire.ticket, wire, wire.descriptor, timeout_s=60)
+    while not (events := transport.poll()):
+        time.sleep(5e-5)
+    seconds = time.perf_counter() - begun
+    (event,) = events
+    assert isinstance(event, Received), event
+    expected = wire.ticket.part % 100 + 1
+    assert all((np.asarray(array) == expected).all() for array in event.arrays)
+    transport.release(wire.ticket)
+    return seconds
+
+
+def bare_jax_s(engine: Any, wire: WireTicket) -> float:
+    """Seconds of a pull by a connection that is used again, as in JAX's documentation."""
+    number, address = int.from_bytes(wire.route[:8], "little"), wire.route[8:].decode()
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    specs = [
+        jax.ShapeDtypeStruct(each.shape, jnp.dtype(each.dtype), sharding=sharding)
+        for each in wire.descriptor.arrays
+    ]
+    if not hasattr(engine, "bare"):
+        engine.bare = engine._server.connect(address)
+    begun = time.perf_counter()
+    jax.block_until_ready(engine.bare.pull(number, specs))
+    return time.perf_counter() - begun
+
+
+def bare_nixl_s(engine: Any, wire: WireTicket) -> float:
+    """Seconds of a read of one piece per array."""
+    agent, specs = engine._agent, wire.descriptor.arrays
+    remote = int.from_bytes(wire.route[:8], "little")
+    peer = engine._peer(wire.route[8:])
+    size = specs[0].num_bytes
+    local = engine._first + STAGING_BYTES // 2
+    begun = time.perf_counter()
+    here = [(local + number * size, size, 0) for number in range(len(specs))]
+    there = [(remote + number * size, size, 0) for number in range(len(specs))]
+    handle = agent.initialize_xfer(
+        "READ", agent.get_xfer_descs(here, "DRAM"), agent.get_xfer_descs(there, "DRAM"), peer
+    )
+    state = agent.transfer(handle)
+    while state == "PROC":
+        state = agent.check_xfer_state(handle)
+    seconds = time.perf_counter() - begun
+    assert state == "DONE", state
+    agent.release_xfer_handle(handle)
+    return seconds
+
+
+def measure(name: str, rounds: int) -> list[str]:
+    """The row of one transport."""
+    if name == "inprocess":
+        return measure_in_process(rounds)
+    times: dict[tuple[str, tuple[int, int]], list[float]] = {}
+    guarded = ThreadedTransport(new_engine(name))
+    engine = new_engine(name)
+    bare = bare_jax_s if name == "jax" else bare_nixl_s
+    with served(name) as ask:
+        for number in range(4 * (rounds + 1)):
+            size = (BLOCKS, SMALL)[number % 2]
+            which = ("bare", "transport")[number // 2 % 2]
+            wire = ask(number, *size)
+            seconds = bare(engine, wire) if which == "bare" else pull_s(guarded, wire)
+            if number >= 4:  # the first of each is warm-up
+                times.setdefault((which, size), []).append(seconds)
+    guarded.close()
+    bare_s, ours_s = median(times["bare", BLOCKS]), median(times["transport", BLOCKS])
+    cost_s = median(times["transport", SMALL]) - median(times["bare", SMALL])
+    speeds = [f"{64 / seconds:,.0f} MiB/s" for seconds in (bare_s, ours_s)]
+    return [name, *speeds, f"{bare_s / ours_s:.2f}", f"{cost_s * 1e3:.2f} ms"]
+
+
+def measure_in_process(rounds: int) -> list[str]:
+    """The row of the transport that moves nothing."""
+    exchange = InProcessExchange()
+    p, d = InProcessTransport(exchange), InProcessTransport(exchange)
+    big, small = [], []
+    for number in range(rounds):
+        big.append(pull_s(d, offer(p, 2 * number, *BLOCKS)))
+        small.append(pull_s(d, offer(p, 2 * number + 1, *SMALL)))
+    whole = f"{median(big) * 1e6:,.0f} µs in all"
+    return ["inprocess", "no copy", whole, "", f"{median(small) * 1e3:.2f} ms"]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--transports", nargs="+", default=["inprocess", "jax", "nixl"])
+    parser.add_argument("--serve", metavar="TRANSPORT", help="be the other process")
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.serve)
+        return
+    rows = [measure(name, options.rounds) for name in options.transports]
+    load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
+    print(
+        f"{datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} CPUs ({platform.machine()}), "
+        f"load {load}, Python {platform.python_version()}, jax {jax.__version__}, "
+        f"median of {options.rounds}\n"
+    )
+    header = ["transport", "bare engine", "transport's pull", "ratio", "cost per pull"]
+    for row in [header, ["---"] * len(header), *rows]:
+        print(f"| {' | '.join(row)} |")
+
+
+if __name__ == "__main__":
+    main()
