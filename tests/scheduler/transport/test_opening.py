@@ -1,0 +1,66 @@
+"""What is refused when a transport is opened, and which routes an engine does not follow."""
+
+from __future__ import annotations
+
+import pytest
+
+from radixkv.scheduler.transport import (
+    Fault,
+    TransportArgumentError,
+    TransportUnavailableError,
+    describe,
+    nixl_engine,
+    open_transport,
+)
+from radixkv.scheduler.transport.engine import PullError
+from radixkv.scheduler.transport.jax_engine import JaxEngine
+from radixkv.scheduler.transport.nixl_engine import NixlEngine
+
+from .conformance import arrays
+
+
+def test_an_unknown_name_and_no_address_are_refused() -> None:
+    with pytest.raises(
+        TransportArgumentError,
+        match=r"^no transport 'pigeon' between processes; there are jax, nixl$",
+    ):
+        open_transport("pigeon")
+    with pytest.raises(TransportArgumentError, match=r"^a host is an IP address, got 'here'$"):
+        open_transport("jax", host="here")
+
+
+def test_jax_listens_at_one_address() -> None:
+    with pytest.raises(TransportUnavailableError, match=r"^0\.0\.0\.0 is every interface: jax "):
+        open_transport("jax", host="0.0.0.0")
+    with pytest.raises(
+        TransportUnavailableError, match=r"^no transfer server at 192\.0\.2\.77:0: "
+    ):
+        open_transport("jax", host="192.0.2.77")
+
+
+def test_nixl_that_is_not_installed_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_engine, "_PACKAGES", ("radixkv_no_such_package",))
+    with pytest.raises(
+        TransportUnavailableError,
+        match=r"^NIXL is not installed: pip install --no-deps nixl-cu12$",
+    ):
+        open_transport("nixl")
+
+
+@pytest.mark.parametrize("route", [b"", b"12345678", b"12345678nowhere", b"12345678host:1"])
+def test_jax_does_not_connect_to_what_is_no_address(route: bytes) -> None:
+    with pytest.raises(PullError, match=r"^no address of a transfer server$") as caught:
+        JaxEngine().pull(route, describe(arrays(), num_blocks=3))
+    assert caught.value.fault is Fault.MISMATCH
+
+
+@pytest.mark.parametrize("route", [b"", b"12345678", bytes(100_000)])
+def test_nixl_does_not_read_metadata_that_is_none(route: bytes) -> None:
+    engine = NixlEngine(1 << 20)
+    with pytest.raises(PullError, match=r"^no metadata of a NIXL agent$"):
+        engine.pull(route, describe(arrays(), num_blocks=3))
+    with pytest.raises(PullError) as caught:
+        engine.pull(b"12345678 not metadata", describe(arrays(), num_blocks=3))
+    assert caught.value.fault is Fault.FAILED
+    assert engine._pool.num_free_bytes == 1 << 20
+    engine.close()

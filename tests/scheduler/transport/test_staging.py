@@ -1,0 +1,61 @@
+"""Staging memory: slots do not overlap, and come back whole."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixkv.scheduler.transport.engine import TooLargeError
+from radixkv.scheduler.transport.staging import Slot, StagingPool, slot_bytes
+from radixkv.scheduler.transport.tickets import ArraySpec
+
+from .conformance import arrays, equal
+
+POOL_BYTES = 1000
+
+
+@given(st.lists(st.integers(1, 400) | st.just(0), max_size=60), st.randoms())
+def test_slots_do_not_overlap_and_come_back_whole(sizes: list[int], random) -> None:
+    pool = StagingPool(POOL_BYTES)
+    held: list[Slot] = []
+    for size in sizes:
+        if size == 0 and held:
+            pool.free(held.pop(random.randrange(len(held))))
+        elif size and (slot := pool.allocate(size)) is not None:
+            assert slot.num_bytes >= size
+            assert slot.start % 64 == 0
+            held.append(slot)
+        taken = sorted(held)
+        assert all(sum(one) <= other.start for one, other in pairwise(taken))
+        assert sum(slot.num_bytes for slot in held) + pool.num_free_bytes == POOL_BYTES
+    for slot in held:
+        pool.free(slot)
+    assert pool.allocate(POOL_BYTES) == Slot(0, POOL_BYTES)
+
+
+def test_what_never_fits_is_refused_and_what_does_not_fit_now_waits() -> None:
+    pool = StagingPool(POOL_BYTES)
+    with pytest.raises(TooLargeError, match=r"^1001 bytes do not fit 1000 bytes of staging mem"):
+        pool.allocate(POOL_BYTES + 1)
+    slot = pool.allocate(POOL_BYTES)
+    assert slot is not None
+    assert pool.allocate(1) is None
+    pool.free(slot)
+    with pytest.raises(AssertionError, match=r"is free already$"):
+        pool.free(slot)
+
+
+def test_arrays_come_out_as_they_went_in_and_cannot_be_changed() -> None:
+    written = arrays()
+    specs = [ArraySpec(tuple(array.shape), str(array.dtype)) for array in written]
+    pool = StagingPool(slot_bytes(specs))
+    slot = pool.allocate(slot_bytes(specs))
+    assert slot is not None
+    pool.write(slot, written)
+    views = pool.views(slot, specs)
+    assert equal(views, written)
+    assert all(np.shares_memory(view, pool.memory) and not view.flags.writeable for view in views)
