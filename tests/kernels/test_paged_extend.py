@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from radixkv.kernels import KernelArgumentError, paged_decode, paged_extend
 
 from . import oracle
-from .problems import Cache, Heads, assert_close, int32, make_cache, make_queries
+from .problems import CODES, Cache, Heads, assert_close, int32, make_cache, make_queries
 
 SM_SCALE = 0.3
 
@@ -38,11 +38,12 @@ class TestPagedExtend:
         )
 
     def check(
-        self, kv_lengths, q_lengths, *, q_starts=None, padding=5, dtype="float32", heads=None,
-        block_size=4, width=None, **options,
+        self, kv_lengths, q_lengths, *, q_starts=None, padding=5, dtype="float32", pool_dtype=None,
+        heads=None, block_size=4, width=None, **options,
     ):  # fmt: skip
         """Compare output and lse with the oracle, on NaN-poisoned pools; return the output."""
-        cache = self.make(kv_lengths, block_size=block_size, heads=heads, dtype=dtype, width=width)
+        pools = {"block_size": block_size, "dtype": pool_dtype or dtype, "width": width}
+        cache = self.make(kv_lengths, heads=heads, **pools)
         q_starts = q_starts or starts_of(q_lengths)
         num_tokens = max(s + n for s, n in zip(q_starts, q_lengths, strict=True)) + padding
         q = make_queries(np.random.default_rng(1), num_tokens, heads or Heads(), dtype)
@@ -55,6 +56,7 @@ class TestPagedExtend:
             int32(kv_lengths),
             int32(q_lengths),
             int32(q_starts),
+            **cache.scales,
         )
         expected = oracle.extend(
             q.astype(jnp.float32), *cache.for_oracle, kv_lengths, q_lengths, q_starts,
@@ -117,6 +119,18 @@ class TestPagedExtend:
     def test_all_options_together(self):
         sinks = jnp.array([-2.0, 0.0, 3.0, 1.0])
         self.check([0, 1, 33, 300], [0, 1, 20, 80], soft_cap=2.0, window=40, sinks=sinks)
+
+    @pytest.mark.parametrize("pool_dtype", list(CODES))
+    def test_quantised_pools(self, pool_dtype):
+        """Tiles of several chunks, single tokens, and tokens of no row."""
+        self.check([0, 1, 33, 300], [0, 1, 20, 80], block_size=16, pool_dtype=pool_dtype)
+
+    @pytest.mark.parametrize("pool_dtype", list(CODES))
+    def test_quantised_pools_with_all_options(self, pool_dtype):
+        options = {"soft_cap": 2.0, "window": 40, "sinks": jnp.array([-2.0, 0.0, 3.0, 1.0])}
+        self.check(
+            [0, 9, 33, 90], [0, 1, 20, 70], dtype="bfloat16", pool_dtype=pool_dtype, **options
+        )
 
     def test_wide_table(self):
         self.check([7, 12], [7, 1], width=500)
@@ -247,6 +261,8 @@ class TestPagedExtendRefusals:
         ({"kv_lengths": int32([1])}, "kv_lengths must be [batch of block_tables] = [3], got [1]"),
         ({"q_lengths": jnp.zeros((3, 1), jnp.int32)}, "q_lengths must be [batch of block_tables] = [3], got [3, 1]"),  # noqa: E501
         ({"q_starts": jnp.zeros(3, jnp.uint32)}, "q_starts must have dtype int32, got uint32"),
+        ({"k_scales": jnp.ones((7, 2))}, "k_scales must be None for pools of float32, got an array"),  # noqa: E501
+        ({"v_scales": jnp.ones((7, 2))}, "v_scales must be None for pools of float32, got an array"),  # noqa: E501
         ({"sm_scale": -1.0}, "sm_scale must be finite and > 0, got -1.0"),
         ({"soft_cap": 0}, "soft_cap must be finite and > 0, got 0"),
         ({"window": -3}, "window must be >= 1 position, got -3"),
@@ -270,3 +286,10 @@ class TestPagedExtendRefusals:
         with pytest.raises(KernelArgumentError) as refusal:
             self.attend(**(arguments | changes))
         assert message in str(refusal.value)
+
+    def test_quantised_pools_need_scales(self):
+        pool, row = jnp.zeros((7, 2, 4, 8), "int8"), int32([1])
+        rows = int32([[1]]), row, row, row
+        with pytest.raises(KernelArgumentError) as refusal:
+            self.attend(jnp.zeros((1, 4, 8)), pool, pool, *rows, sm_scale=1.0)
+        assert str(refusal.value) == "k_scales must be an array for pools of int8, got None"
