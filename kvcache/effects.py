@@ -21,23 +21,40 @@ def leading(ok: Sequence[bool]) -> int:
 
 
 class Landing(Effect):
-    """Blocks are copied to the host: a run that has been written can be matched, and stored."""
+    """Blocks are copied to the host: a run that has been written can be matched, and stored.
 
-    def __init__(self, tiers: Tiers, runs: Sequence[HostRun]) -> None:
-        """Hold some landing runs, in the order of the operation's blocks."""
+    What was not written is held until nobody can write it any more.
+    """
+
+    def __init__(
+        self, tiers: Tiers, runs: Sequence[HostRun], order: Sequence[HostRun] = ()
+    ) -> None:
+        """Hold some landing runs, in the order of the operation's blocks.
+
+        Args:
+            tiers: where they land.
+            runs: they.
+            order: they and others, in the order in which they are to be dropped when they have
+                landed; so what was evicted together is in one order, copied or not.
+        """
         self._tiers = tiers
+        self._order = order
         self.runs = tiers.host.hold(runs)
 
     def end(self, ok: Sequence[bool]) -> None:
         """See Effect."""
+        tiers, runs = self._tiers, self.runs
         arrived = []
         place = 0
-        for run in list(self.runs):
+        for run in list(runs):
             after = place + run.num_blocks
-            arrived += self._tiers.arrived(run, leading(ok[place:after]))
+            arrived += tiers.arrived(run, leading(ok[place:after]))
             place = after
-        self._tiers.store([run for run in arrived if run.node is not None])
-        self._tiers.settle_parked()
+        tiers.store([run for run in arrived if run.node is not None])
+        self.runs = tiers.host.hold([run for run in runs if run.landing])
+        tiers.let_go(runs)
+        tiers.let_go(tiers.host.hold([run for run in self._order if run.is_idle]))
+        tiers.settle_parked()
 
     def fenced(self) -> None:
         """See Effect."""

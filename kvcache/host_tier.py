@@ -98,6 +98,11 @@ class HostRun:
         """Whether it holds its node's KV."""
         return not (self.landing or self.leaving)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it can be dropped: it is in a list of the tier."""
+        return self.warmer is not None
+
     def split(self, upper: Node, num_blocks: int) -> HostRun:
         """Cut the first num_blocks off, as the copy of upper: for the same holders."""
         cut = num_blocks * ITEM_BYTES
@@ -112,10 +117,18 @@ class HostRun:
 
 
 class HostTier:
-    """A pool of host blocks, and a list of the copies that can be dropped.
+    """A pool of host blocks, and lists of the copies that can be dropped: valid, and not held.
 
-    The list holds every run that is valid and not held, coldest first. As on the device, a path is
-    used from its tail up, so that a child stands before its parent.
+    ::
+
+        the device has it too    coldest ◄─────────────────► warmest     dropped first, from here
+        the host alone has it    coldest ◄─────────────────► warmest
+                                 dropped next, from here
+
+    To drop a copy of what the device has loses nothing; the warmest is evicted, and copied again,
+    last. As on the device, a path is used from its tail up, so that a child stands before its
+    parent. Where an eviction copies nothing, there is one list of both, dropped from its cold end:
+    a copy of what the device has is then all that an eviction leaves of it.
 
     Attributes:
         pool: which host blocks are free.
@@ -123,10 +136,16 @@ class HostTier:
         num_cached: blocks of all valid runs.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, spares_first: bool) -> None:
+        """Make an empty tier.
+
+        Args:
+            num_blocks: of the pool.
+            spares_first: drop copies of what the device has before anything else.
+        """
         self.pool = BlockPool(num_blocks)
-        self._list = HostRun(None, b"")  # the sentinel: .warmer is the coldest
-        self._list.warmer = self._list.colder = self._list
+        self._list = _sentinel()
+        self._spares = _sentinel() if spares_first else self._list
         self.num_idle = 0
         self.num_cached = 0
 
@@ -135,11 +154,16 @@ class HostTier:
         """How many blocks are free, or can be now."""
         return self.pool.num_free + self.num_idle
 
-    def coldest(self) -> HostRun:
+    def next_to_drop(self) -> HostRun:
         """Return the run to drop next; there must be one."""
-        run = self._list.warmer
-        assert run is not None and run is not self._list, "the host tier has nothing to drop"
+        run = next(self.idle_runs(), None)
+        assert run is not None, "the host tier has nothing to drop"
         return run
+
+    def is_spare(self, run: HostRun) -> bool:
+        """Whether a run is dropped before what the host alone has, and from its head on."""
+        assert run.node is not None, "a dropped copy is looked at"
+        return self._spares is not self._list and len(run.node.device_blocks) > 0
 
     def land(self, node: Node, ids: Int32Array) -> HostRun:
         """Give a node a copy that is yet to be written, in blocks of the pool."""
@@ -167,7 +191,7 @@ class HostTier:
         """Keep the blocks of some runs until `let_go` of the list that this returns."""
         holder = list(runs)
         for run in runs:
-            if run.warmer is not None:
+            if run.is_idle:
                 self._unlink(run)
             run.holders.append(holder)
         return holder
@@ -186,15 +210,21 @@ class HostTier:
         holder.clear()
 
     def touch(self, run: HostRun) -> None:
-        """Make a run the last to be dropped, if it can be dropped."""
-        if run.warmer is not None:
+        """Make a run the warmest of its list, if it can be dropped."""
+        if run.is_idle:
             self._unlink(run)
             self._link(run)
+
+    def gained(self, run: HostRun) -> None:
+        """Say that the device has what a run is a copy of, now too."""
+        if run.is_idle:
+            self._unlink(run)
+            self._link_path(run)
 
     def drop(self, run: HostRun) -> None:
         """Take a run from its node; its blocks are free when nobody holds them."""
         assert run.node is not None, "a run is dropped twice"
-        if run.warmer is not None:
+        if run.is_idle:
             self._unlink(run)
         set_host(run.node, None)
         run.node = None
@@ -215,26 +245,27 @@ class HostTier:
         """Give upper the first num_blocks of a run."""
         part = run.split(upper, num_blocks)
         set_host(upper, part)
-        if run.warmer is not None:  # next to it, as the one that is dropped later
+        if run.warmer is not None:  # next to it, as the warmer one
             self._link(part, before=run.warmer)
             self.num_idle -= part.num_blocks  # counted with the whole
 
     def _link_path(self, run: HostRun) -> None:
-        """Make a run the last to be dropped, but for what it follows."""
+        """Make a run the warmest of its list, but for what it follows."""
         self._link(run)
         assert run.node is not None, "a dropped run goes into the host tier's list"
-        above = run.node.parent
+        is_spare, above = self.is_spare(run), run.node.parent
         while above is not None:
-            if above.host is not None:
+            if above.host is not None and self.is_spare(above.host) == is_spare:
                 self.touch(above.host)
             above = above.parent
 
     def _link(self, run: HostRun, before: HostRun | None = None) -> None:
-        warmer = self._list if before is None else before
-        colder = warmer.colder
+        if before is None:
+            before = self._spares if self.is_spare(run) else self._list
+        colder = before.colder
         assert colder is not None, "the list of the host tier is not closed"
-        run.colder, run.warmer = colder, warmer
-        colder.warmer = warmer.colder = run
+        run.colder, run.warmer = colder, before
+        colder.warmer = before.colder = run
         self.num_idle += run.num_blocks
 
     def _unlink(self, run: HostRun) -> None:
@@ -245,8 +276,19 @@ class HostTier:
         self.num_idle -= run.num_blocks
 
     def idle_runs(self) -> Iterator[HostRun]:
-        """Yield the runs that can be dropped, coldest first."""
+        """Yield the runs that can be dropped, the next to be dropped first."""
+        run = self._spares.colder
+        while self._spares is not self._list and run is not None and run is not self._spares:
+            yield run
+            run = run.colder
         run = self._list.warmer
         while run is not None and run is not self._list:
             yield run
             run = run.warmer
+
+
+def _sentinel() -> HostRun:
+    """Return an empty list: its .warmer is the coldest, its .colder the warmest."""
+    sentinel = HostRun(None, b"")
+    sentinel.warmer = sentinel.colder = sentinel
+    return sentinel

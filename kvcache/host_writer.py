@@ -47,37 +47,57 @@ class HostWriter:
                 del self._published[node]
                 self._published[node.parent] = None
         ids = b"".join([node.device_blocks for node in victims])
-        moving = [node for node in victims if node.host is None]
         for node in victims:
             if node.host is not None:
                 node.device_blocks = b""
-        excess = sum([node.num_blocks for node in moving])
-        if self._config.write != "through":
+        if self._config.write == "through":
+            self._drop_coldest(victims, sum([n.num_blocks for n in victims if n.host is None]))
+        else:
             self.demoted_blocks += len(ids) // ITEM_BYTES
-            excess -= self._host.available
-        moving = self._drop_coldest(moving, excess)
-        sources = {node: node.device_blocks for node in moving}
-        for node in moving:
-            node.device_blocks = b""
-        self.make_room(_count(sources))
-        # Making room may have dropped what one of them followed.
-        self.copy({node: blocks for node, blocks in sources.items() if node.parent is not None})
+            self._demote(victims)
         return np.frombuffer(ids, np.int32)
 
+    def _demote(self, victims: list[Node]) -> None:
+        """Move what the device evicts to the host, block for block as if one after the other.
+
+        Each becomes the warmest that the host alone has, by the copy that it has or when it has
+        been copied, and none makes room for another that is warmer.
+        """
+        needed = sum([node.num_blocks for node in victims if node.host is None])
+        idle = sum([node.num_blocks for node in victims if _is_idle(node)])
+        victims = self._drop_coldest(victims, needed + idle - self._host.available)
+        copies = self._host.hold([n.host for n in victims if n.host is not None and _is_idle(n)])
+        sources = {node: node.device_blocks for node in victims if node.host is None}
+        for node in sources:
+            node.device_blocks = b""
+        if sources:
+            ids, landing = self.land(sources, _count(sources))
+            moved = {*copies, *landing}
+            order = [node.host for node in victims if node.host in moved]
+            self._submit(Landing(self._tiers, landing, order), sources, ids)
+        self._host.let_go(copies)
+
     def _drop_coldest(self, nodes: list[Node], num_blocks: int) -> list[Node]:
-        """Drop the first num_blocks blocks of nodes that leave the device; return the rest."""
+        """Drop the first num_blocks of nodes that leave the device; return what is left of them.
+
+        Those count that have no copy; and those whose copy can be dropped, if copies are moved.
+        """
         kept = []
         for node in nodes:
+            stays = node.host is not None and (
+                self._config.write == "through" or not _is_idle(node)
+            )
+            if num_blocks <= 0 or stays:
+                kept.append(node)
+                continue
             if num_blocks < node.num_blocks:
-                if num_blocks <= 0:
-                    kept.append(node)
-                    continue
                 kept.append(self.tree.split(node, node.num_blocks - num_blocks))
             num_blocks -= node.num_blocks
-            self.tree.dropped_blocks += node.num_blocks
-            node.device_blocks = b""
+            if node.host is None:
+                self.tree.dropped_blocks += node.num_blocks
+                node.device_blocks = b""
             self.tree.remove(node)
-        return kept
+        return [node for node in kept if node.parent is not None]
 
     # Write-through
 
@@ -122,12 +142,11 @@ class HostWriter:
         """Copy nodes to the host, which has room for them."""
         if sources:
             ids, runs = self.land(sources, _count(sources))
-            self._tiers.submit(
-                OpKind.DEVICE_TO_HOST,
-                Landing(self._tiers, runs),
-                sources=b"".join(sources.values()),
-                destinations=ids.tobytes(),
-            )
+            self._submit(Landing(self._tiers, runs), sources, ids)
+
+    def _submit(self, landing: Landing, sources: dict[Node, bytes], ids: Int32Array) -> None:
+        read = b"".join(sources.values())
+        self._tiers.submit(OpKind.DEVICE_TO_HOST, landing, read, ids.tobytes())
 
     def land(self, sources: dict[Node, bytes], num_blocks: int) -> tuple[Int32Array, list[HostRun]]:
         """Take num_blocks host blocks, the first ones as copies of nodes; return both."""
@@ -141,19 +160,26 @@ class HostWriter:
         return ids, runs
 
     def make_room(self, num_blocks: int) -> None:
-        """Drop the coldest copies until num_blocks host blocks are free, or none can be dropped."""
+        """Drop copies until num_blocks host blocks are free, or none can be dropped."""
         host, tree = self._host, self.tree
         while host.num_idle and (short := num_blocks - host.pool.num_free) > 0:
-            run = host.coldest()
+            run = host.next_to_drop()
             node = run.node
-            assert node is not None, "a dropped copy is in the host tier's list"
+            assert node is not None, "a dropped copy is in the host tier's lists"
             if run.num_blocks > short:
-                tree.split(node, run.num_blocks - short)
-            if node.device_blocks:
-                tree.dropped_blocks += node.num_blocks
-                host.drop(run)
-            else:
+                if host.is_spare(run):  # its head goes first
+                    node = tree.split(node, short)
+                else:
+                    tree.split(node, run.num_blocks - short)
+            if not node.device_blocks:
                 tree.remove(node)
+            elif node.host is not None:
+                host.drop(node.host)
+
+
+def _is_idle(node: Node) -> bool:
+    """Whether a node has a copy that can be dropped."""
+    return node.host is not None and node.host.is_idle
 
 
 def _count(sources: dict[Node, bytes]) -> int:

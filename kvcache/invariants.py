@@ -138,8 +138,8 @@ def check_tiers(tiers: Tiers) -> None:
     assert len(idle) == len(droppable) and set(map(id, idle)) == droppable, (
         "the host's list is not the copies that can be dropped"
     )
-    place = {id(run): index for index, run in enumerate(idle)}
-    _check_host_order(idle, place)
+    place = {id(run): index for index, run in enumerate(idle) if not host.is_spare(run)}
+    _check_host_order([run for run in idle if not host.is_spare(run)], place)
     # Every host block is free, of one copy, or waits for an operation or a parked request.
     dropped = [run for run in held.values() if run.node is None and not run.leaving]
     owned = host.pool.free_ids().tolist()

@@ -93,16 +93,16 @@ def park(tiers: Tiers, lease: Lease, tokens: Tokens, where: ParkedIn) -> Parked 
     manager, host = tiers.manager, tiers.host
     manager.publish(lease, tokens)
     path = tiers.tree.path(lease.node)
-    # Held first, so that they are not dropped to make room for the rest.
-    held = host.hold([node.host for node in path if node.host is not None])
+    copies = [node.host for node in path if node.host is not None]
     missing = {node: node.device_blocks for node in path if node.host is None}
     sources = b"".join(missing.values())
     tail_tokens = max(len(tokens) - lease.num_shared_blocks * manager.block_size, 0)
     if tail_tokens:
         sources += lease.block_table[lease.num_shared_blocks].tobytes()
-    if len(sources) // ITEM_BYTES > host.available:
-        tiers.let_go(held)
+    kept = sum([run.num_blocks for run in copies if run.is_idle])
+    if len(sources) // ITEM_BYTES > host.available - kept:
         return None
+    held = host.hold(copies)  # so that they are not dropped to make room for the rest
     ids, runs = tiers.writer.land(missing, len(sources) // ITEM_BYTES)
     parked = Parked(lease, len(tokens), where)
     if tail_tokens:

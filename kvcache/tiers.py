@@ -75,7 +75,7 @@ class Tiers:
         self.config = config
         self.storage = storage
         self.manager = manager
-        self.host = HostTier(config.num_blocks)
+        self.host = HostTier(config.num_blocks, spares_first=config.write != "through")
         self.tree = TieredTree(manager.block_size, self.host)
         self.operations = Operations()
         self.writer = HostWriter(self)
@@ -200,6 +200,7 @@ class Tiers:
         """Put on the device what a lease has of a node that only the host had; see the tree."""
         node = self.tree.adopt(node, tokens, device_blocks)
         if node.host is not None:
+            self.host.gained(node.host)
             self.keep_one(node.host)
         return node
 

@@ -42,7 +42,7 @@ class TierSnapshot:
         host: the host block of each prefix that can be found there.
         landing: of each that is being written.
         leaving: the prefixes that are on their way to the device, and were moved, not copied.
-        idle: the host blocks that can be dropped, coldest first.
+        idle: the host blocks that can be dropped, the next to be dropped first.
         counts: counters that are reported, by name.
     """
 

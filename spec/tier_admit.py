@@ -9,7 +9,7 @@ from . import tier_rules as rules
 from .cache_requests import Request
 from .cache_rules import A8
 from .rules import require
-from .tier_checks import check_saving
+from .tier_checks import check_order, check_saving
 from .tier_copies import take
 from .tier_requests import Load, Parked, Seen
 
@@ -198,6 +198,7 @@ def evict(world: TierWorld, num_blocks: int) -> bool:
     before = world.see()
     cache_end.evict(world, num_blocks)
     world.see()
+    check_order(world, before)
     world.lost(before, world.uncopied(before), needs_room=True)
     return True
 

@@ -25,7 +25,7 @@ def look(world: TierWorld, shot: TierSnapshot) -> Seen:
         {tag_of(*prefix): block for prefix, block in shot.landing.items()},
         {tag_of(*prefix) for prefix in shot.leaving},
         len(shot.free),
-        set(shot.idle),
+        tuple(shot.idle),
     )
 
 
@@ -42,6 +42,7 @@ def check_tiers(world: TierWorld, shot: TierSnapshot) -> None:
         len(taken),
     )
     _check_content(world)
+    _check_spares(world)
     _check_parked(world)
     _check_counts(world, shot)
 
@@ -70,6 +71,17 @@ def _check_content(world: TierWorld) -> None:
                 tier,
                 block,
             )
+
+
+def _check_spares(world: TierWorld) -> None:
+    if world.config["write"] == "through":
+        return
+    on_device = {world.seen.host[tag] for tag in world.seen.spare}
+    order = [block not in on_device for block in world.seen.order]
+    require(
+        order == sorted(order), rules.T36, "of {}, the first to be dropped are not those of what "
+        "the device has: {}", list(world.seen.order), sorted(on_device),
+    )  # fmt: skip
 
 
 def check_saving(world: TierWorld) -> None:
@@ -153,6 +165,9 @@ def check_lost(world: TierWorld, before: Seen, blamed: Collection[Tag], needs_ro
         )
         if lost:
             world.situations["dropped for room"] += 1
+            spare = world.seen.spare if world.config["write"] != "through" else ()
+            require(not spare, rules.T36, "{} blocks are lost, and {} copies of what the device "
+                    "has are kept", len(lost), len(spare))  # fmt: skip
         _check_demoted(world, before)
     else:
         require(not lost, rules.T14, "{} cached blocks are gone", len(lost))
@@ -168,7 +183,7 @@ def _check_demoted(world: TierWorld, before: Seen) -> None:
         return  # room was made by dropping what they followed: that may make more than is needed
     if lost:
         world.situations["demoted, and dropped"] += 1
-    room = seen.num_free + len(seen.idle)
+    room = seen.num_free + len(seen.idle - moved_copies(world, before))
     require(
         not lost or not room,
         rules.T13,
@@ -176,6 +191,29 @@ def _check_demoted(world: TierWorld, before: Seen) -> None:
         len(lost),
         room,
     )
+
+
+def moved_copies(world: TierWorld, before: Seen) -> set[int]:
+    """The host blocks of what the device had too, and has no more: the host had no need to copy."""
+    left = before.device.keys() - world.seen.device.keys()
+    return {before.host[tag] for tag in left if tag in before.host}
+
+
+def check_order(world: TierWorld, before: Seen) -> None:
+    """Check that an eviction has dropped from the host what was to be dropped first."""
+    if world.config["write"] == "through":
+        return
+    moved = moved_copies(world, before)
+    kept = set(world.seen.host.values())
+    order = [block in kept for block in before.order if block not in moved]
+    require(
+        order == sorted(order),
+        rules.T37,
+        "of {} host blocks in the order in which they go, these are kept: {}",
+        len(order),
+        [place for place, is_kept in enumerate(order) if is_kept],
+    )
+    world.situations["evicted over a full host"] += not all(order)
 
 
 def check_outbox(world: TierWorld) -> None:

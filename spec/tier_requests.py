@@ -112,7 +112,7 @@ class Seen:
         device, host, landing: the block of each prefix.
         leaving: the prefixes that were moved towards the device, and are not there yet.
         num_free: free host blocks.
-        idle: host blocks that can be dropped.
+        order: host blocks that can be dropped, the next one first.
     """
 
     device: dict[Tag, int]
@@ -120,7 +120,18 @@ class Seen:
     landing: dict[Tag, int]
     leaving: set[Tag]
     num_free: int
-    idle: set[int]
+    order: tuple[int, ...]
+
+    @property
+    def idle(self) -> set[int]:
+        """The host blocks that can be dropped."""
+        return set(self.order)
+
+    @property
+    def spare(self) -> set[Tag]:
+        """The prefixes whose copy on the host can be dropped, and the device has them too."""
+        idle = self.idle
+        return {tag for tag, block in self.host.items() if tag in self.device and block in idle}
 
     @property
     def anywhere(self) -> set[Tag]:

@@ -121,6 +121,15 @@ T35: Final = rule(
     "T35 block-by-block",
     "An operation names, for each block that it copies, one place to read and one to write.",
 )
+T36: Final = rule(
+    "T36 spare-copies-first",
+    "Unless an eviction copies nothing, nothing is lost for room while the host has a copy to drop "
+    "of what the device has.",
+)
+T37: Final = rule(
+    "T37 dropped-in-order",
+    "An eviction drops from the host in the order that the host tells; what it demotes is last.",
+)
 
 TIER_RULES: Final = tuple(value for value in list(globals().values()) if isinstance(value, Rule))
 """Every rule above, in order."""

@@ -265,7 +265,8 @@ class TierAdapter(CacheAdapter):
                 stack += [(child, tokens) for child in node.children.values()]
         idle: list[int] = []
         for run in self.tiers.host.idle_runs():
-            idle += reversed(memoryview(run.blocks).cast("i").tolist())
+            blocks = memoryview(run.blocks).cast("i").tolist()
+            idle += blocks if self.tiers.host.is_spare(run) else reversed(blocks)
         stats = self.tiers.stats()
         return TierSnapshot(
             self.tiers.host.pool.free_ids().tolist(),

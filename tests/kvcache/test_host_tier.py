@@ -177,10 +177,57 @@ def test_the_host_drops_the_coldest_first():
     for tokens in ([1, 2], [3, 4], [5, 6]):
         memory.serve(tokens)
     assert memory.drop_order() == [(b"", (1, 2)), (b"", (1,)), (b"", (3, 4)), (b"", (3,))]
-    memory.serve([1, 2])  # a hit makes it the warmest, but its room is needed for 5 6
-    assert memory.drop_order() == [(b"", (5, 6)), (b"", (5,)), (b"", (1, 2)), (b"", (1,))]
-    memory.demote([7])
-    assert (memory.residency([5, 6]), memory.residency([1, 2])) == ("h", "hh")
+    memory.serve([1, 2])  # room for 5 6 is where 3 4 was, as 1 2 is being read
+    # The device has a copy of 1 2, and evicts its head last.
+    assert memory.drop_order() == [(b"", (1,)), (b"", (1, 2)), (b"", (5, 6)), (b"", (5,))]
+    memory.manager.evict(1)  # now the host alone has the end of it, the warmest
+    memory.settle()
+    assert memory.residency([1, 2]) == "bh"
+    assert memory.drop_order() == [(b"", (1,)), (b"", (5, 6)), (b"", (5,)), (b"", (1, 2))]
+
+
+def test_a_copy_of_what_the_device_has_makes_room_first():
+    memory = TierMemory(3, 3)
+    memory.demote([1, 2])
+    memory.serve([1, 2])
+    memory.serve([3])
+    assert memory.residency([1, 2]) == "bb"
+    memory.demote([3, 4])  # 2 goes first, and needs no copy; then 1, 4 and 3
+    assert memory.stats.dropped_blocks == 1
+    assert memory.residency([1, 2]) == "h"
+    assert memory.residency([3, 4]) == "hh"
+
+
+def test_room_for_a_block_is_not_made_of_what_it_follows():
+    memory = TierMemory(3, 2)
+    memory.demote([1])
+    memory.serve([1, 2])
+    memory.serve([3])
+    assert (memory.residency([1, 2]), memory.residency([3])) == ("bd", "d")
+    memory.manager.evict(3)  # 2, which has no copy, 1, which has one, and 3
+    memory.settle()
+    assert (memory.residency([1, 2]), memory.residency([3])) == ("h", "h")
+    assert memory.stats.dropped_blocks == 1
+
+
+def test_a_copy_of_what_is_computed_again_is_colder_than_what_it_follows():
+    memory = TierMemory(2, 2, "through")
+    memory.serve([1, 2])
+    memory.manager.evict(1)
+    lease = memory.start([1, 2])
+    memory.finish(memory.one(OpKind.HOST_TO_DEVICE), False)
+    memory.compute(lease, [1, 2])
+    memory.manager.check()
+    assert memory.drop_order() == [(b"", (1, 2)), (b"", (1,))]
+
+
+def test_with_write_through_a_copy_of_what_the_device_has_goes_last():
+    memory = TierMemory(2, 2, "through")
+    memory.demote([1])
+    memory.serve([2])
+    assert (memory.residency([1]), memory.residency([2])) == ("h", "b")
+    memory.serve([3])
+    assert (memory.residency([1]), memory.residency([2])) == ("", "b")
 
 
 def test_what_was_released_last_is_dropped_last():

@@ -232,8 +232,11 @@ class TierMemory:
     def drop_order(self) -> list[Tag]:
         """What the host would drop, block for block, the next first."""
         runs: list[HostRun] = list(self.tiers.host.idle_runs())
-        blocks = [as_list(np.frombuffer(run.blocks, np.int32)) for run in runs]
-        return [self.host[block] for ids in blocks for block in reversed(ids)]
+        order = []
+        for run in runs:
+            blocks = as_list(np.frombuffer(run.blocks, np.int32))
+            order += blocks if self.tiers.host.is_spare(run) else reversed(blocks)
+        return [self.host[block] for block in order]
 
 
 def _is_on_device(operation: Operation) -> bool:

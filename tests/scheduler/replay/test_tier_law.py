@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from radixkv.kvcache.host_tier import HostConfig, HostTier, WritePolicy
+from radixkv.kvcache.host_tier import HostConfig, HostTier
 from radixkv.kvcache.lease import TierStats
 from radixkv.scheduler.replay.hits import (
     ManagerRun,
@@ -60,14 +60,19 @@ def test_the_counts_of_the_bundled_trace(bundled_trace: Trace) -> None:
     )
 
 
-@pytest.mark.parametrize("write", ["back", "through"])
-def test_copies_on_both_tiers_hit_less_than_exclusive_ones(
-    bundled_trace: Trace, write: WritePolicy
+def test_written_through_copies_of_both_tiers_hit_less_than_exclusive_ones(
+    bundled_trace: Trace,
 ) -> None:
-    counts = count_hits(bundled_trace, 1_000, HostConfig(9_000, write))
+    counts = count_hits(bundled_trace, 1_000, HostConfig(9_000, "through"))
     assert isinstance(counts, TieredHitCounts)
     assert counts.hit_blocks == 1038
     assert 0 < counts.host_hit_blocks < 4723 - 1038
+
+
+def test_written_back_copies_make_room_before_anything_is_lost(bundled_trace: Trace) -> None:
+    counts = count_hits(bundled_trace, 1_000, HostConfig(9_000, "back"))
+    assert isinstance(counts, TieredHitCounts)
+    assert (counts.hit_blocks, counts.host_hit_blocks) == (1038, 4723 - 1038)
 
 
 # Each request follows an earlier one's first blocks: the tree stays small, and is used again.
@@ -124,7 +129,7 @@ def test_the_check_passes_and_says_how_much_it_compared(bundled_trace: Trace) ->
 def test_a_host_tier_in_the_wrong_order_is_found(
     bundled_trace: Trace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(HostTier, "coldest", lambda self: list(self.idle_runs())[-1])
+    monkeypatch.setattr(HostTier, "next_to_drop", lambda self: list(self.idle_runs())[-1])
     check = check_two_tier_law(Trace(bundled_trace.requests[:300]), ((500, 500),))
     assert not check.ok
     assert check.detail.startswith("500 + 500 blocks: request ")

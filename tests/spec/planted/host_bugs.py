@@ -84,7 +84,7 @@ HOST_BUGS = (
         "a drop leaves the run in the list",
         HOST,
         (
-            "        if run.warmer is not None:\n            self._unlink(run)\n"
+            "        if run.is_idle:\n            self._unlink(run)\n"
             "        set_host(run.node, None)",
             "        set_host(run.node, None)",
         ),
@@ -125,7 +125,7 @@ HOST_BUGS = (
         "a held run stays in the list of those to drop",
         HOST,
         (
-            "            if run.warmer is not None:\n                self._unlink(run)\n"
+            "            if run.is_idle:\n                self._unlink(run)\n"
             "            run.holders",
             "            run.holders",
         ),
@@ -143,8 +143,8 @@ HOST_BUGS = (
         "the run that was used last is dropped first",
         HOST,
         (
-            "        run = self._list.warmer\n        assert",
-            "        run = self._list.colder\n        assert",
+            "run = next(self.idle_runs(), None)",
+            "run = self._list.colder",
         ),
         world="tiers",
     ),
@@ -152,8 +152,7 @@ HOST_BUGS = (
         "the host forgets a use",
         HOST,
         (
-            "        if run.warmer is not None:\n            self._unlink(run)\n"
-            "            self._link(run)\n",
+            "        if run.is_idle:\n            self._unlink(run)\n            self._link(run)\n",
             "        pass\n",
         ),
         world="tiers",
@@ -182,11 +181,8 @@ HOST_BUGS = (
         "an eviction copies nothing to the host",
         WRITER,
         (
-            '        if self._config.write != "through":\n'
-            "            self.demoted_blocks += len(ids) // ITEM_BYTES\n"
-            "            excess -= self._host.available\n",
-            '        if self._config.write != "through":\n'
-            "            self.demoted_blocks += len(ids) // ITEM_BYTES\n",
+            "needed + idle - self._host.available)",
+            "needed + idle)",
         ),
         world="tiers",
     ),
@@ -194,8 +190,8 @@ HOST_BUGS = (
         "an eviction fails when the host is full",
         WRITER,
         (
-            "        moving = self._drop_coldest(moving, excess)\n",
-            "        assert excess <= 0, 'the host is full'\n",
+            "        victims = self._drop_coldest(victims, needed + idle - self._host.available)\n",
+            "        assert needed + idle <= self._host.available, 'the host is full'\n",
         ),
         seen_in="FastDeploy v1, LMCache #2942",
         world="tiers",
@@ -204,8 +200,8 @@ HOST_BUGS = (
         "an eviction drops the warmest when the host is full",
         WRITER,
         (
-            "        for node in nodes:\n            if num_blocks < node.num_blocks:",
-            "        for node in reversed(nodes):\n            if num_blocks < node.num_blocks:",
+            "        for node in nodes:\n            stays",
+            "        for node in reversed(nodes):\n            stays",
         ),
         world="tiers",
     ),
@@ -213,17 +209,44 @@ HOST_BUGS = (
         "an eviction with write-through copies all the same",
         WRITER,
         (
-            '        if self._config.write != "through":\n            self.demoted_blocks',
-            "        if True:\n            self.demoted_blocks",
+            '        if self._config.write == "through":\n            self._drop_coldest',
+            "        if False:\n            self._drop_coldest",
         ),
+        world="tiers",
+    ),
+    bug(
+        "copies of what the device has are dropped last",
+        "tiers.py",
+        ('spares_first=config.write != "through"', "spares_first=False"),
+        world="tiers",
+    ),
+    bug(
+        "a copy of what left the device is still one to drop first",
+        WRITER,
+        (
+            "        copies = self._host.hold([n.host for n in victims if n.host is not None and "
+            "_is_idle(n)])\n",
+            "        copies = self._host.hold([])\n",
+        ),
+        world="tiers",
+    ),
+    bug(
+        "a copy of what the device has now is dropped as if it had not",
+        "tiers.py",
+        ("            self.host.gained(node.host)\n", ""),
+        world="tiers",
+    ),
+    bug(
+        "the copies of what is evicted do not count as room that is taken",
+        WRITER,
+        ("needed + idle - self._host.available", "needed - self._host.available"),
         world="tiers",
     ),
     bug(
         "making room drops one block too many",
         WRITER,
         (
-            "            if run.num_blocks > short:\n"
-            "                tree.split(node, run.num_blocks - short)\n",
+            "                else:\n                    tree.split(node, run.num_blocks - short)\n",
             "",
         ),
         world="tiers",
@@ -232,8 +255,9 @@ HOST_BUGS = (
         "making room drops the device's block with the copy",
         WRITER,
         (
-            "            if node.device_blocks:\n                tree.dropped_blocks",
-            "            if False:\n                tree.dropped_blocks",
+            "            if not node.device_blocks:\n                tree.remove(node)\n",
+            '            if True:\n                node.device_blocks = b""\n'
+            "                tree.remove(node)\n",
         ),
         seen_in="FastDeploy hierarchical mode",
         world="tiers",

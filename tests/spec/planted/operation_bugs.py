@@ -121,9 +121,9 @@ OPERATION_BUGS = (
         "of a copy of two runs each has the result of the first",
         EFFECTS,
         (
-            "            arrived += self._tiers.arrived(run, leading(ok[place:after]))\n"
+            "            arrived += tiers.arrived(run, leading(ok[place:after]))\n"
             "            place = after\n",
-            "            arrived += self._tiers.arrived(run, leading(ok[place:after]))\n",
+            "            arrived += tiers.arrived(run, leading(ok[place:after]))\n",
         ),
         seen_in="SGLang #16946",
         world="tiers",
@@ -132,8 +132,8 @@ OPERATION_BUGS = (
         "landing blocks are let go with the result",
         EFFECTS,
         (
-            "        self._tiers.store([run for run in arrived if run.node is not None])\n",
-            "        self._tiers.store([run for run in arrived if run.node is not None])\n"
+            "        tiers.store([run for run in arrived if run.node is not None])\n",
+            "        tiers.store([run for run in arrived if run.node is not None])\n"
             "        self._tiers.let_go(self.runs)\n",
         ),
         world="tiers",
@@ -141,7 +141,7 @@ OPERATION_BUGS = (
     bug(
         "what has arrived on the host is not stored",
         EFFECTS,
-        ("        self._tiers.store([run for run in arrived if run.node is not None])\n", ""),
+        ("        tiers.store([run for run in arrived if run.node is not None])\n", ""),
         seen_in="FastDeploy PR 7107",
         world="tiers",
     ),

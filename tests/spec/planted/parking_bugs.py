@@ -51,8 +51,8 @@ PARKING_BUGS = (
         "a parked request does not hear when another copy of its path has ended",
         EFFECTS,
         (
-            "if run.node is not None])\n        self._tiers.settle_parked()\n",
-            "if run.node is not None])\n",
+            "        tiers.settle_parked()\n\n    def fenced",
+            "\n    def fenced",
         ),
         elsewhere=(
             (
@@ -114,24 +114,23 @@ PARKING_BUGS = (
         "making room for a park drops what the request has there already",
         PARKING,
         (
-            "    held = host.hold([node.host for node in path if node.host is not None])\n"
-            "    missing",
-            "    held = host.hold([])\n    missing",
+            "    held = host.hold(copies)",
+            "    held = host.hold([])",
         ),
         world="tiers",
     ),
     bug(
-        "a park that is refused keeps its hold",
+        "a park that is refused refreshes what it would have kept",
         PARKING,
-        ("        tiers.let_go(held)\n        return None", "        return None"),
+        ("        return None\n", "        tiers.let_go(host.hold(copies))\n        return None\n"),
         world="tiers",
     ),
     bug(
         "a request is not parked if it takes the last host block",
         PARKING,
         (
-            "if len(sources) // ITEM_BYTES > host.available:",
-            "if len(sources) // ITEM_BYTES >= host.available:",
+            "if len(sources) // ITEM_BYTES > host.available - kept:",
+            "if len(sources) // ITEM_BYTES >= host.available - kept:",
         ),
         world="tiers",
     ),
