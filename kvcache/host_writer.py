@@ -132,10 +132,6 @@ class HostWriter:
         self._published.clear()
         self.copy(sources)
 
-    def forget(self) -> None:
-        """Forget what was noted."""
-        self._published.clear()
-
     # Shared steps
 
     def copy(self, sources: dict[Node, bytes]) -> None:

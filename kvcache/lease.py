@@ -175,8 +175,8 @@ class TierStats:
     Now: `host_blocks` in all, of which `host_free_blocks` are free and `host_cached_blocks` can be
     matched; `parked` requests; `open_operations` without a result, and `quarantined_operations`
     with one, whose blocks may still be written. Events: `promoted_blocks` (host hits that arrived
-    on the device), `demoted_blocks` (evicted towards the host), `dropped_blocks` (left the host, or
-    found no room there), `stored_blocks`, `fetched_blocks` (from storage), and `late_completions`.
+    on the device), `demoted_blocks` (evicted towards the host), `dropped_blocks` (the host had them
+    alone, or should have, and had no room), `stored_blocks`, `fetched_blocks` (from storage), and `late_completions`.
     """
 
     host_blocks: int

@@ -206,7 +206,6 @@ class Tiers:
 
     def cancel_all(self) -> None:
         """Cancel every operation, as the cache is reset."""
-        self.writer.forget()
         self.operations.cancel_all()
 
     def let_go(self, holder: list[HostRun]) -> None:

@@ -62,6 +62,7 @@ class SchedulerStats:
         decode_tokens: tokens computed in decode rows.
         waits_for_leader: times a request waited for another to compute the block it needs.
         waits_for_blocks: times a request that decodes waited for blocks that are being copied.
+        prefetches_put_off: times a request did not ask storage, as the host had no room for more.
     """
 
     steps: int = 0
@@ -79,3 +80,4 @@ class SchedulerStats:
     decode_tokens: int = 0
     waits_for_leader: int = 0
     waits_for_blocks: int = 0
+    prefetches_put_off: int = 0

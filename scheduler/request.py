@@ -153,6 +153,7 @@ class Request:
         self.lease: Lease | None = None
         self.match: Match | None = None
         self.prefetch: Prefetch | None = None
+        self.prefetch_is_put_off = False
         self.fetches_after: Prefetch | None = None
         self.parked: Parked | None = None
 

@@ -33,6 +33,7 @@ class TierRequests:
         self._preempt = preempt
         self._stats = stats
         self._fetching: dict[tuple[bytes, bytes], Prefetch] = {}  # by the first path they ask for
+        self._ahead: dict[str, int] = {}  # blocks that were asked for, by who has yet to begin
 
     @property
     def is_busy(self) -> bool:
@@ -45,8 +46,11 @@ class TierRequests:
         """Ask storage, if there is one, for what the cache lacks of a request.
 
         If another has asked for the same block first, its answer is waited for: many requests with
-        one prefix fetch it once.
+        one prefix fetch it once. What those who have yet to begin have asked for is no more than
+        the host holds: the last to come would drop what the first wait for. One that is put off
+        asks when it would be admitted, if it can then.
         """
+        request.prefetch_is_put_off = False
         if self._tiers.storage is None:
             return
         self._fetching = {path: one for path, one in self._fetching.items() if not one.done}
@@ -55,14 +59,22 @@ class TierRequests:
         wanted = request.tokens[: (first + 1) * self._manager.block_size].tobytes()
         path = request.namespace, wanted
         request.fetches_after = self._fetching.get(path)
-        if request.fetches_after is None:
-            request.prefetch = self._tiers.prefetch(request.tokens, request.namespace)
-            if request.prefetch is not None:
-                self._fetching[path] = request.prefetch
+        if request.fetches_after is not None:
+            return
+        num_blocks = len(request.tokens) // self._manager.block_size - first
+        if self._ahead and sum(self._ahead.values()) + num_blocks > self._tiers.config.num_blocks:
+            request.prefetch_is_put_off = True
+            self._stats.prefetches_put_off += 1
+            return
+        request.prefetch = self._tiers.prefetch(request.tokens, request.namespace)
+        if request.prefetch is not None:
+            self._fetching[path] = request.prefetch
+            self._ahead[request.request_id] = num_blocks
 
     def is_held_up(self, request: Request) -> bool:
         """Tell whether a request cannot be admitted before a copy has ended."""
-        if request.fetches_after is not None and request.fetches_after.done:
+        follows = request.fetches_after is not None and request.fetches_after.done
+        if follows or request.prefetch_is_put_off:
             self.prefetch(request)
         fetching = request.prefetch is not None and not request.prefetch.done
         saving = request.parked is not None and not request.parked.saved
@@ -84,7 +96,8 @@ class TierRequests:
 
     def forget(self, request: Request) -> None:
         """Give up what a request has below the device."""
-        request.fetches_after = None
+        self._ahead.pop(request.request_id, None)
+        request.fetches_after, request.prefetch_is_put_off = None, False
         if request.prefetch is not None:
             self._tiers.cancel(request.prefetch)
             request.prefetch = None
@@ -102,6 +115,7 @@ class TierRequests:
             prompt  | device | host | by its prefetch | computed |
         """
         assert request.lease is not None, f"{request!r} begins without a lease"
+        self._ahead.pop(request.request_id, None)
         prefetch, block_size = request.prefetch, self._manager.block_size
         on_device = min(request.lease.num_hit_blocks * block_size, num_hit)
         below, storage = num_hit - on_device, 0
@@ -120,6 +134,7 @@ class TierRequests:
 
         Its lease is given up then: it ends when the copy has been made.
         """
+        self._ahead.pop(victim.request_id, None)
         victim.prefetch = victim.fetches_after = None  # parked in storage, it asks once more
         if self._preempt == "recompute" or victim.num_computed == 0:
             return

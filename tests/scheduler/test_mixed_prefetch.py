@@ -141,3 +141,38 @@ def test_a_request_fetches_what_follows_the_part_that_it_shares():
     assert second.num_hit_tokens + second.num_host_hit_tokens == 4
     stats = harness.manager.stats()
     assert stats.tiers is not None and stats.tiers.fetched_blocks == 6
+
+
+def test_what_is_fetched_ahead_is_no_more_than_the_host_holds():
+    harness = TierHarness(8, 2, host=HostConfig(6), storage=True, memories=stored())
+    harness.copier.fate = held_when(*KINDS)
+    first = harness.submit([*PROMPT, 1], 2, name="first")
+    second = harness.submit([7, *PROMPT], 2, name="second")
+    assert first.prefetch is not None and second.prefetch is None
+    assert harness.scheduler.stats().prefetches_put_off == 1
+    assert chunks(harness.step()) == [("second", 0, 8)]  # it asked again, and did not wait
+    harness.copier.fate = held_when()
+    harness.drain()
+    assert first.num_storage_hit_tokens == 8
+    third = harness.submit([6, *PROMPT], 2, name="third")
+    assert third.prefetch is not None  # nobody is ahead any more
+    harness.drain()
+    for request in (first, second, third):
+        assert request.output_tokens == alone(harness, request)
+
+
+def test_one_whose_prefetch_was_put_off_asks_when_there_is_room():
+    harness = TierHarness(8, 2, host=HostConfig(6), storage=True, memories=stored())
+    first = harness.submit([7, *PROMPT], 1, name="first")
+    second = harness.submit([*PROMPT, 1], 2, name="second")
+    assert second.prefetch is None
+    harness.scheduler.abort(first.request_id)
+    harness.drain()
+    assert second.num_storage_hit_tokens == 8
+
+
+def test_one_that_needs_more_than_the_host_holds_asks_if_nobody_is_ahead():
+    harness = TierHarness(8, 2, host=HostConfig(2), storage=True, memories=stored())
+    request = harness.submit([*PROMPT, 1], 2, name="large")
+    harness.drain()
+    assert request.num_storage_hit_tokens == 4
