@@ -176,7 +176,8 @@ class TierStats:
     matched; `parked` requests; `open_operations` without a result, and `quarantined_operations`
     with one, whose blocks may still be written. Events: `promoted_blocks` (host hits that arrived
     on the device), `demoted_blocks` (evicted towards the host), `dropped_blocks` (the host had them
-    alone, or should have, and had no room), `stored_blocks`, `fetched_blocks` (from storage), and `late_completions`.
+    alone, or should have, and had no room), `stored_blocks`, `fetched_blocks` (from storage), and
+    `late_completions`.
     """
 
     host_blocks: int

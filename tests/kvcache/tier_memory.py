@@ -232,7 +232,7 @@ class TierMemory:
     def drop_order(self) -> list[Tag]:
         """What the host would drop, block for block, the next first."""
         runs: list[HostRun] = list(self.tiers.host.idle_runs())
-        order = []
+        order: list[int] = []
         for run in runs:
             blocks = as_list(np.frombuffer(run.blocks, np.int32))
             order += blocks if self.tiers.host.is_spare(run) else reversed(blocks)
