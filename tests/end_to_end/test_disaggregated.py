@@ -1,20 +1,24 @@
 """Prefill and decode nodes over tiny models: the tokens are those of one engine."""
 
 import re
+import time
 from itertools import count, product
 from typing import Any
+from unittest.mock import patch
 
+import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.kvcache import HostConfig
+from radixkv.kvcache import HostConfig, TierStats
 from radixkv.kvcache.block_copies import BlockCopies
 from radixkv.scheduler.disaggregated import DecodeEngine, Disaggregated, PrefillEngine
 from radixkv.scheduler.errors import RequestError
-from radixkv.scheduler.handoff import Timing
+from radixkv.scheduler.handoff import Ticket, Timing
 from radixkv.scheduler.request import GREEDY, Request, RequestStatus
 from radixkv.scheduler.transport import (
+    Descriptor,
     Event,
     Fault,
     InProcessExchange,
@@ -24,6 +28,7 @@ from radixkv.scheduler.transport import (
     PullFailed,
     Received,
     Transport,
+    WireTicket,
 )
 from radixkv.scheduler.transport.jax_engine import JaxEngine
 from radixkv.scheduler.transport.nixl_engine import NixlEngine
@@ -295,6 +300,69 @@ def test_after_some_attempts_a_request_fails_with_the_reason(llama, role, reason
     assert cluster.front.failures == {"0": reason}
     network.num_failures = 0
     cluster.complete([PREFIX], 4)
+
+
+class Stuck(InProcessTransport):
+    """Pulls nothing, and ends a pull only when that is cancelled."""
+
+    def pull(self, ticket: Ticket, wire: WireTicket, want: Descriptor, *, timeout_s: float) -> None:
+        pass
+
+    def cancel(self, ticket: Ticket) -> None:
+        self._events.append(PullFailed(ticket, Fault.CANCELLED, "cancelled"))
+
+
+def test_a_pull_that_nobody_wants_is_cancelled(llama):
+    cluster = Cluster(llama)
+    cluster.d._transport = cluster.d._parts._transport = Stuck(cluster.exchange)
+    cluster.add([PREFIX], 4)
+    cluster.step(8)
+    assert cluster.d.scheduler.num_receiving == 1
+    assert cluster.front.abort("0")
+    cluster.step(4)
+    assert not cluster.front.has_work
+    cluster.assert_nothing_leaked()
+
+
+def test_the_transport_knows_whether_all_was_read(llama):
+    cluster = Cluster(llama)
+    with patch.object(cluster.p._transport, "withdraw", wraps=cluster.p._transport.withdraw) as spy:
+        cluster.complete([PREFIX], 4)
+        spy.assert_called_once_with(("0 #0", 1), was_read=True)
+
+
+def test_a_late_compilation_of_a_copy_would_be_counted(llama):
+    cluster = Cluster(llama)
+    for node, name in ((cluster.p, "gather"), (cluster.d, "scatter")):
+        copies = node._parts._kv._copies
+        copy = getattr(copies, name)
+
+        def copy_and_compile(*arguments: Any, copy: Any = copy, length: int = len(name)) -> Any:
+            jnp.ones(length + 30).at[3].multiply(1.75).block_until_ready()
+            return copy(*arguments)
+
+        setattr(copies, name, copy_and_compile)
+    cluster.add([PREFIX], 4)
+    cluster.front.run()
+    stats = cluster.front.stats().values()
+    assert all(each.engine.compilations_after_warm_up > 0 for each in stats)
+
+
+def test_an_idle_node_goes_on_copying_to_the_host(llama):
+    cluster = Cluster(llama, decode={"host": HostConfig(100, "through")})
+    cluster.add([PREFIX], 1)  # D takes no step
+    cluster.front.run()
+    end = time.monotonic() + 60
+
+    def tiers() -> TierStats:
+        found = cluster.d.stats().engine.cache.tiers
+        assert found is not None
+        return found
+
+    while tiers().host_cached_blocks < 10 and time.monotonic() < end:
+        cluster.d.poll(cluster.now)
+    assert (tiers().host_cached_blocks, tiers().open_operations) == (10, 0)
+    assert cluster.front.close()
 
 
 # What cannot be
