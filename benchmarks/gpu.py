@@ -1,0 +1,211 @@
+"""Measure the kernels on a GPU: one command, under 8 minutes, one JSON file and one report.
+
+    python benchmarks/gpu.py --json results.json
+    python benchmarks/gpu.py --json results.json --tune tuning_folder
+    JAX_PLATFORMS=cpu python benchmarks/gpu.py --json /tmp/x.json --dry-run
+
+Steps run one after the other, the most important first, each in a process of its own with a time
+limit, because a kernel that deadlocks hangs. The JSON file is written after every step: a run that
+is cut off keeps what it has measured. A peer that is not installed is named as such. If a kernel
+gives wrong results, the exit status is 1 and its times mean nothing.
+
+`--dry-run` runs the same program on tiny problems, on any machine. Needs JAX for a GPU to be more
+than that; PyTorch and FlashInfer where they are to be compared with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+from gpu_steps.figures import table_of_figures, table_of_times
+from gpu_steps.problems import FULL, TINY, Record
+
+BUDGET_S = 460.0
+
+
+class Step(NamedTuple):
+    """A process of its own."""
+
+    name: str
+    limit_s: float
+
+
+STEPS = (
+    Step("check paged_decode", 75),
+    Step("check paged_extend", 75),
+    Step("check moves", 40),
+    Step("check kv_write", 30),
+    Step("ceilings", 30),
+    Step("decode mosaic", 75),
+    Step("extend mosaic", 75),
+    Step("moves mosaic", 60),
+    Step("decode torch-cudnn", 40),
+    Step("extend torch-cudnn", 40),
+    Step("decode flashinfer", 40),
+    Step("extend flashinfer", 40),
+    Step("decode jax-cudnn-paged", 40),
+    Step("decode xla", 50),
+    Step("moves xla", 50),
+    Step("decode jax-pallas-paged", 40),
+    Step("extend xla", 50),
+    Step("kernel_times mosaic", 30),  # last: the profiler has a driver of its own to quarrel with
+)
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "torch", "flashinfer-python")
+
+
+def records_of(step: str, dry: bool) -> Iterator[Record]:
+    """What one step finds; runs in the step's process."""
+    sizes = TINY if dry else FULL
+    operation, _, implementation = step.partition(" ")
+    if operation == "ceilings":
+        from gpu_steps.ours import ceilings
+
+        found = ceilings(sizes)
+    elif operation == "check":
+        from gpu_steps.correctness import check
+
+        found = check(implementation, dry)
+    elif implementation in ("mosaic", "xla"):
+        from gpu_steps import ours
+
+        # A dry run has no Hopper GPU: it takes what serves.
+        backend = None if dry and implementation == "mosaic" else implementation
+        found = getattr(ours, operation)(sizes, backend)
+    else:
+        from gpu_steps.peers import PEERS, AbsentError
+
+        try:
+            for record in PEERS[step](sizes):
+                yield record | {"implementation": implementation}
+        except AbsentError as reason:
+            yield {"absent": step, "reason": str(reason)}
+        return
+    for record in found:
+        yield record | {"implementation": implementation}
+
+
+def run_step(command: list[str], limit_s: float, log: Path) -> str | None:
+    """Run a step's command; why it did not end well, or None. Nothing of it is left running."""
+    environment = os.environ | {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env=environment, start_new_session=True
+        )
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return f"stopped after {limit_s:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if code == 0:
+        return None
+    return f"exit status {code}: {log.read_text(errors='replace')[-1500:]}"
+
+
+def machine() -> Record:
+    """What ran, and when."""
+    versions = {}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    try:
+        gpu = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        gpu = "none"
+    return {
+        "gpu": gpu,
+        "python": platform.python_version(),
+        "versions": versions,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def run(steps: list[Step], target: Path, dry: bool, budget_s: float = BUDGET_S) -> list[Record]:
+    """Run the steps within the budget; return their records, which `target` has too."""
+    begin = time.monotonic()
+    about = machine() | {"dry_run": dry}
+    records: list[Record] = []
+    for step in steps:
+        left_s = budget_s - (time.monotonic() - begin)
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            rows, log = Path(folder, "rows"), Path(folder, "log")
+            rows.touch()
+            command = [sys.executable, __file__, "--step", step.name, "--json", str(rows)]
+            failure = "no time left"
+            if left_s > 5:
+                limit_s = min(step.limit_s, left_s)
+                failure = run_step(command + ["--dry-run"] * dry, limit_s, log)
+            for line in rows.read_text().splitlines():
+                with contextlib.suppress(json.JSONDecodeError):  # cut off while it was written
+                    records.append(json.loads(line))
+            if log.exists() and not dry:
+                print(log.read_text(errors="replace")[-600:], end="")
+        if failure is not None:
+            records.append({"failed": step.name, "reason": failure})
+        took = time.monotonic() - start
+        print(f"{step.name}: {took:.0f} s{'' if failure is None else ': ' + failure}", flush=True)
+        target.write_text(json.dumps(about | {"records": records}, indent=1) + "\n")
+    return records
+
+
+def report(records: list[Record]) -> str:
+    """Everything that a run says, as Markdown."""
+    wrong = [record for record in records if "check" in record and not record["ok"]]
+    parts = [table_of_times(records), table_of_figures(records)]
+    for record in wrong:
+        parts.append(f"WRONG: {record['check']}, {record['case']}: error {record['error']:.2g}")
+    for record in records:
+        if "ceiling" in record:
+            parts.append(f"{record['ceiling']}: {record['rate'] / 1e12:.2f} T{record['unit']}")
+        elif "kernels_of" in record and record["seconds"] is not None:
+            parts.append(f"kernels of {record['kernels_of']}: {1e6 * record['seconds']:.1f} us")
+        elif "absent" in record:
+            parts.append(f"{record['absent']}: {record['reason']}")
+        elif "failed" in record:
+            parts.append(f"FAILED: {record['failed']}: {record['reason'].splitlines()[-1]}")
+    return "\n\n".join(parts)
+
+
+def main() -> int:
+    """Run the program, or one of its steps."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="for the records")
+    parser.add_argument("--dry-run", action="store_true", help="tiny problems, on any machine")
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="names, or beginnings of them")
+    parser.add_argument("--step", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.step:
+        with options.json.open("a") as rows:
+            for record in records_of(options.step, options.dry_run):
+                print(json.dumps(record), file=rows, flush=True)
+        return 0
+    wanted = tuple(options.only or ("",))
+    steps = [step for step in STEPS if step.name.startswith(wanted)]
+    records = run(steps, options.json, options.dry_run)
+    print(report(records))
+    return int(any(not record.get("ok", True) for record in records))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""What is measured: shapes, and what each moves or computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+Record = dict[str, Any]
+
+
+class Row(NamedTuple):
+    """One sequence of an extend call."""
+
+    new: int
+    cached: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Everything that a run measures; `TINY` has the same structure as `FULL`."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    block_sizes: tuple[int, ...]
+    decode: tuple[tuple[int, int], ...]
+    """(batch, length)."""
+    extend: dict[str, tuple[Row, ...]]
+    moved_blocks: tuple[int, ...]
+    moved_pools: int
+    """As many K and V pools as a few layers have."""
+    written_tokens: int
+    pool_tokens: int
+    """KV tokens of a pool: several calls read different ones, more than a cache of 60 MB holds."""
+    copy_bytes: int
+    matrix: int
+    calls: int
+    """Calls in one compiled program, at most."""
+    launches: int
+    """Programs that are started before the clock is stopped."""
+    rounds: int
+    """Times the clock is started; the median counts."""
+
+    def kv_bytes(self, tokens: int) -> int:
+        """K and V of so many tokens, 16-bit."""
+        return 2 * self.kv_heads * self.head_dim * 2 * tokens
+
+    def attention_flops(self, rows: tuple[Row, ...]) -> int:
+        """Multiplications and additions of causal attention, both matrix products."""
+        pairs = sum(new * cached + new * (new + 1) // 2 for new, cached in rows)
+        return 4 * self.q_heads * self.head_dim * pairs
+
+
+RAGGED = tuple(
+    Row(*row)
+    for row in (
+        *((1, 1000 + 777 * i) for i in range(8)),
+        *((2048, 0), (1000, 3000), (512, 8192), (333, 5), (1536, 512), (64, 20_000)),
+        *((700, 700), (2000, 100)),
+    )
+)
+
+FULL = Sizes(
+    q_heads=32,
+    kv_heads=8,
+    head_dim=128,
+    block_sizes=(64, 16, 128),
+    decode=((64, 4096), (256, 1024), (8, 8192), (1, 32768)),
+    extend={
+        "8192 new": (Row(8192, 0),),
+        "2048 new, 16k cached": (Row(2048, 16384),),
+        "512 new, 32k cached": (Row(512, 32768),),
+        "16 ragged rows": RAGGED,
+    },
+    moved_blocks=(64, 256, 1024),
+    moved_pools=8,
+    written_tokens=8192,
+    pool_tokens=512 * 1024,
+    copy_bytes=2 << 30,
+    matrix=8192,
+    calls=16,
+    launches=10,
+    rounds=5,
+)
+
+TINY = Sizes(
+    q_heads=4,
+    kv_heads=2,
+    head_dim=16,
+    block_sizes=(64, 16),
+    decode=((2, 128),),
+    extend={"2 ragged rows": (Row(1, 9), Row(8, 3))},
+    moved_blocks=(2,),
+    moved_pools=2,
+    written_tokens=8,
+    pool_tokens=1024,
+    copy_bytes=1 << 12,
+    matrix=16,
+    calls=2,
+    launches=1,
+    rounds=1,
+)
+
+HEADLINE = 64
+"""Block size at which peers are measured."""
+
+
+def point(batch: int, length: int) -> str:
+    """Name of a decode call."""
+    return f"{batch} x {length}"
