@@ -91,12 +91,13 @@ class HostReader:
 
     Attributes:
         promoted_blocks: blocks that arrived and were published.
+        loading: what leases wait for, by its operation.
     """
 
     def __init__(self, tiers: Tiers) -> None:
         self.promoted_blocks = 0
         self._tiers = tiers
-        self._loading: dict[OpId, Promotion] = {}
+        self.loading: dict[OpId, Promotion] = {}
 
     def match(self, match: Match, walk: Walk) -> None:
         """Add to a match what the host has after the blocks on the device."""
@@ -147,13 +148,13 @@ class HostReader:
         first = lease.num_shared_blocks
         ids = lease.block_table[first : first + len(loads.sources) // ITEM_BYTES]
         lease.loading = self._tiers.submit(kind, promotion, loads.sources, ids.tobytes())
-        self._loading[lease.loading] = promotion
+        self.loading[lease.loading] = promotion
 
     def promoted(self, promotion: Promotion, num_blocks: int, tail_tokens: int) -> None:
         """Publish what has arrived, and is fenced, in the blocks of a lease."""
         lease = promotion.lease
         assert lease is not None and lease.loading is not None, "a lease is loaded twice"
-        del self._loading[lease.loading]
+        del self.loading[lease.loading]
         lease.loading = None
         manager = self._tiers.manager
         run = promotion.loads.tokens[: num_blocks * self._tiers.tree.block_bytes]
@@ -166,7 +167,7 @@ class HostReader:
     def abandon(self, lease: Lease) -> None:
         """Take over the private blocks of a lease that ends while they are loaded."""
         assert lease.loading is not None, "a lease that does not load is abandoned"
-        promotion = self._loading.pop(lease.loading)
+        promotion = self.loading.pop(lease.loading)
         promotion.lease = None
         promotion.orphans = lease.block_table[lease.num_shared_blocks :].copy()
         self._tiers.operations.cancel(lease.loading)

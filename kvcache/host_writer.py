@@ -113,24 +113,32 @@ class HostWriter:
             if place.host is not None:
                 self._host.touch(place.host)
             elif self._config.hits:
-                hits[place] = hits.get(place, 0) + 1
+                hits[place] += 1
         if self._config.hits:
             self._published[node] = None
 
     def write_through(self) -> None:
         """Copy what was noted, as one operation; what finds no room stays without a copy."""
         sources: dict[Node, bytes] = {}
-        room = self._host.available
-        for last in self._published:
-            for node in self.tree.path(last):
+        paths = [self.tree.path(last) for last in self._published]
+        room = self._host.available - self._keep(paths)
+        for path in paths:
+            for node in path:
                 if not node.device_blocks or node.host is not None or node in sources:
                     continue
-                if self.tree.hits.get(node, 0) < self._config.hits or node.num_blocks > room:
+                if self.tree.hits[node] < self._config.hits or node.num_blocks > room:
                     break  # without this one, what follows it could not be found
                 room -= node.num_blocks
                 sources[node] = node.device_blocks
         self._published.clear()
         self.copy(sources)
+
+    def _keep(self, paths: list[list[Node]]) -> int:
+        """Make the copies of some paths the last to be dropped; return how many blocks can be."""
+        runs = [node.host for path in paths for node in reversed(path) if node.host is not None]
+        for run in runs:
+            self._host.touch(run)
+        return sum([run.num_blocks for run in {*runs} if run.is_idle])
 
     # Shared steps
 

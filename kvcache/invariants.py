@@ -112,7 +112,7 @@ def _check_lease(lease: Lease, tree: RadixTree, uses: dict[int, int]) -> list[in
     return [int(block) for block in table[lease.num_shared_blocks :]]
 
 
-def check_tiers(tiers: Tiers) -> None:
+def check_tiers(tiers: Tiers, leases: Collection[Lease]) -> None:
     """Assert every invariant of the host tier; costs a walk over all of it."""
     host, nodes = tiers.host, list(tiers.tree.nodes())
     host.pool.check()
@@ -132,6 +132,10 @@ def check_tiers(tiers: Tiers) -> None:
     for parked in tiers.parked:
         waits = parked.lease.parking
         assert waits == parked.is_copied == (not parked.saved), "a parked request waits for nothing"
+    # Hits are counted of what is on the device, and what is loaded has somebody who waits.
+    assert all(node.device_blocks for node in tiers.tree.hits), "hits of an evicted node are kept"
+    waiting = [lease.loading for lease in leases if lease.loading is not None]
+    assert sorted(tiers.reader.loading) == sorted(waiting), "what is loaded is not waited for"
     # The list holds what is valid and not held, a child before its parent.
     idle = list(host.idle_runs())
     droppable = {id(run) for run in runs if run.is_valid and not run.holders}

@@ -356,7 +356,7 @@ class CacheManager:
         self.tables.check()
         check_leases(self._leases, self.tables, self.epoch)
         if self.tiers is not None:
-            check_tiers(self.tiers)
+            check_tiers(self.tiers, self._leases.values())
         quarantined = [] if self.tiers is None else self.tiers.quarantined_device_blocks()
         check_ownership(self._pool, self._tree, self._leases.values(), quarantined)
 

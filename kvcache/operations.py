@@ -108,7 +108,7 @@ class Operations:
     """The operations that have not ended, in the order in which they were decided.
 
     Attributes:
-        late_completions: results and fences of operations that had theirs.
+        late_completions: results and fences of operations that had theirs, or were never taken.
     """
 
     def __init__(self) -> None:
@@ -160,12 +160,12 @@ class Operations:
         return cancelled
 
     def complete(self, op_id: OpId, ok: Sequence[bool], *, fenced: bool) -> bool:
-        """End an operation; False if it had ended.
+        """End an operation that was taken; False if it had ended, or was never taken.
 
         Raises:
             OperationResultError: if there is not one result per block; nothing is changed.
         """
-        if op_id not in self._open:
+        if op_id not in self._open or op_id in self._queued:
             self.late_completions += 1
             if fenced:
                 self._lift(op_id)
@@ -183,16 +183,15 @@ class Operations:
         self.late_completions += 1
         return False
 
-    def cancel(self, op_id: OpId) -> bool:
-        """End an operation now, as failed; False if it had ended."""
+    def cancel(self, op_id: OpId) -> None:
+        """End an operation now, as failed, if it has not ended."""
         if op_id not in self._open:
-            return False
+            return
         operation, _ = self._open[op_id]
         dispatched = self._queued.pop(op_id, None) is None
         if dispatched:
             self._cancelled.append(op_id)
         self._end(op_id, [False] * operation.num_blocks, fenced=not dispatched)
-        return True
 
     def cancel_all(self) -> None:
         """Cancel every operation, the last first: what builds on others goes before them."""
@@ -201,7 +200,6 @@ class Operations:
 
     def _end(self, op_id: OpId, ok: Sequence[bool], *, fenced: bool) -> None:
         _, effect = self._open.pop(op_id)
-        self._queued.pop(op_id, None)
         effect.end(ok)
         if fenced:
             effect.fenced()

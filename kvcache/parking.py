@@ -13,7 +13,7 @@ from .host_tier import HostRun
 from .lease import Lease
 from .operations import OpId, OpKind
 from .radix_node import ITEM_BYTES
-from .tokens import Tokens, as_tokens
+from .tokens import Tokens
 
 if TYPE_CHECKING:
     from .tiers import Tiers
@@ -89,15 +89,14 @@ def park(tiers: Tiers, lease: Lease, tokens: Tokens, where: ParkedIn) -> Parked 
     """See `Tiers.park`."""
     if where == "storage" and tiers.storage is None:
         raise StorageConfigError("a request is parked in storage, but the cache has none")
-    tokens = as_tokens(tokens)
     manager, host = tiers.manager, tiers.host
     manager.publish(lease, tokens)
     path = tiers.tree.path(lease.node)
     copies = [node.host for node in path if node.host is not None]
     missing = {node: node.device_blocks for node in path if node.host is None}
     sources = b"".join(missing.values())
-    tail_tokens = max(len(tokens) - lease.num_shared_blocks * manager.block_size, 0)
-    if tail_tokens:
+    tail_tokens = len(tokens) - lease.num_shared_blocks * manager.block_size
+    if tail_tokens > 0:
         sources += lease.block_table[lease.num_shared_blocks].tobytes()
     kept = sum([run.num_blocks for run in copies if run.is_idle])
     if len(sources) // ITEM_BYTES > host.available - kept:
@@ -105,7 +104,7 @@ def park(tiers: Tiers, lease: Lease, tokens: Tokens, where: ParkedIn) -> Parked 
     held = host.hold(copies)  # so that they are not dropped to make room for the rest
     ids, runs = tiers.writer.land(missing, len(sources) // ITEM_BYTES)
     parked = Parked(lease, len(tokens), where)
-    if tail_tokens:
+    if tail_tokens > 0:
         parked.tail_block, parked.tail_tokens = int(ids[-1]), tail_tokens
     parked.runs = host.hold([node.host for node in path if node.host is not None])
     tiers.let_go(held)
@@ -196,4 +195,3 @@ def _end(tiers: Tiers, parked: Parked) -> None:
 def _recycle_tail(tiers: Tiers, parked: Parked) -> None:
     if parked.tail_block is not None:
         tiers.host.pool.recycle(np.array([parked.tail_block], np.int32))
-        parked.tail_block = None

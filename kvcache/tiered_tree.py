@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
@@ -37,7 +38,7 @@ class TieredTree(RadixTree):
     def __init__(self, block_size: int, host: HostTier) -> None:
         super().__init__(block_size)
         self.host = host
-        self.hits: dict[Node, int] = {}
+        self.hits: Counter[Node] = Counter()
         self.dropped_blocks = 0
 
     def path(self, node: Node) -> list[Node]:

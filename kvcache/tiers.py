@@ -98,10 +98,11 @@ class Tiers:
         return self.operations.take_cancelled()
 
     def complete(self, op_id: OpId, ok: Sequence[bool], *, fenced: bool = True) -> bool:
-        """Say what became of an operation; False, and nothing is changed, if it had ended.
+        """Say what became of an operation that was taken; False, and nothing is changed, if it had
+        ended, or was not taken.
 
         Args:
-            op_id: of an operation that was taken.
+            op_id: of the operation.
             ok: for each of its blocks, whether all of it is where it should be.
             fenced: whether nobody uses its blocks any more; else `fence` is to say so.
 
@@ -199,9 +200,9 @@ class Tiers:
     def adopt(self, node: Node, tokens: bytes, device_blocks: bytes) -> Node:
         """Put on the device what a lease has of a node that only the host had; see the tree."""
         node = self.tree.adopt(node, tokens, device_blocks)
-        if node.host is not None:
-            self.host.gained(node.host)
-            self.keep_one(node.host)
+        assert node.host is not None, "what only the host had is not there"
+        self.host.gained(node.host)
+        self.keep_one(node.host)
         return node
 
     def cancel_all(self) -> None:

@@ -27,7 +27,7 @@ class Invariant:
     elsewhere: str = ""
 
 
-_HAND_OFF: Final = "comes with the hand-off from prefill to decode nodes"
+_HAND_OFF: Final = "between nodes: the simulation of the hand-off checks it, under every fault"
 
 _BLOCKS: Final = {
     "I1": Invariant(

@@ -8,8 +8,8 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from .adapter import Events, Manager
 
-CopyKind: TypeAlias = Literal["out", "in", "store", "fetch", "lookup"]
-"""From device to host, back, from host to storage, back; and a question to storage."""
+CopyKind: TypeAlias = Literal["out", "in", "store", "fetch", "lookup", "fork"]
+"""From device to host, back, from host to storage, back; a question to storage; on the device."""
 
 Prefix: TypeAlias = tuple[bytes, tuple[int, ...]]
 """A namespace, and all tokens up to the end of a block."""
@@ -94,6 +94,9 @@ class TierManager(Manager, Protocol):
     def ready(self, name: str) -> int:
         """Return how many tokens of a request need not be computed."""
 
+    def promoted(self, name: str) -> int:
+        """Return how many blocks of a request came from the host in its last admission."""
+
     def park(self, name: str, tokens: Sequence[int], where: str) -> bool:
         """Preempt a request and keep its KV; False if there is no room. `admit` resumes it."""
 
@@ -102,11 +105,16 @@ class TierManager(Manager, Protocol):
         whether that failed in part.
         """
 
+    def fork(self, name: str, of: str, tokens: Sequence[int]) -> None:
+        """Let the next admission of a name go on from where another request is."""
+
     def unpark(self, name: str) -> None:
         """Give up what a parked request keeps."""
 
-    def prefetch(self, name: str, tokens: Sequence[int], namespace: bytes) -> bool:
-        """Bring what storage has to the host; False if there is nothing to ask for."""
+    def prefetch(self, name: str, tokens: Sequence[int], namespace: bytes) -> int | None:
+        """Bring what storage has to the host: from which block on; None if there is none to ask
+        for.
+        """
 
     def prefetched(self, name: str) -> int | None:
         """Return how many blocks a prefetch has brought; None while it goes on."""
@@ -128,6 +136,11 @@ class TierManager(Manager, Protocol):
 
     def wrong_result(self, copy: int, num_results: int) -> bool:
         """Give an operation a wrong number of results; True if that is refused by type."""
+
+    def early(self) -> tuple[int, int]:
+        """Give a result to each operation that was not taken; return their number, and how many
+        were believed.
+        """
 
     def park_misuse(self, name: str) -> bool:
         """Use what a parked request kept once more; True if that is refused by type."""

@@ -1,4 +1,4 @@
-"""Operations by which requests come, go and come back in a world with tiers."""
+"""Operations by which requests come, come back and compute in a world with tiers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from . import cache_admit, cache_compute, cache_end
 from . import tier_rules as rules
-from .cache_requests import Request
+from .cache_requests import NAMESPACES, Request
 from .cache_rules import A8
 from .rules import require
-from .tier_checks import check_order, check_saving
-from .tier_copies import take
+from .tier_checks import check_order
 from .tier_requests import Load, Parked, Seen
+from .tier_take import take
 
 if TYPE_CHECKING:
     from .tier_world import TierWorld
@@ -54,16 +54,38 @@ def admit(world: TierWorld, name: str) -> bool:
     request, parked = world.get(name, "waiting"), world.parked.get(name)
     if request is None or (parked is not None and parked.writers):
         return False
+    if _admit(world, request, 0, parked):
+        world.parked.pop(name, None)
+    return True
+
+
+def fork(world: TierWorld, name: str, new: str, more: int) -> bool:
+    """Another request goes on from where a running one is."""
+    request = world.get(name, "running")
+    if request is None or request.job or not request.written:
+        return False
+    tokens = request.tokens[: request.written]
+    if not submit(world, new, tokens, more, NAMESPACES.index(request.namespace)):
+        return False
+    world.ask("fork", new, name, tokens)
+    forked = _admit(world, world.requests[new], len(tokens) % world.block_size, None)
+    world.situations["forked" if forked else "not forked"] += 1
+    return True
+
+
+def _admit(world: TierWorld, request: Request, tail: int, parked: Parked | None) -> bool:
+    """Admit a request, to which a tail of some tokens is copied; False if it was refused."""
     before = world.see()
     num_hit, num_host = _host_hit(world, request)
-    cache_admit.admit(world, name)
+    cache_admit.admit(world, request.name)
     world.see()
     if request.state != "running":
-        require(world.seen == before, A8, "{} was refused, and tiers changed", name)
-        return True
-    tail = 0
+        require(world.seen == before, A8, "{} was refused, and tiers changed", request.name)
+        return False
+    path = request.path(world.block_size)
+    world.order.use(path[:num_hit])
+    world.order.touch(path)
     if parked is not None:
-        del world.parked[name]
         tail = _resume(world, parked, num_hit + num_host)
     _load(world, request, num_host, tail)
     _count_hits(world, request, num_hit)
@@ -95,6 +117,8 @@ def _load(world: TierWorld, request: Request, num_host: int, tail: int) -> None:
         tail,
         copy,
     )
+    found = world.ask("promoted", name)
+    require(found == 0, rules.T10, "{} was promoted {} blocks at its admission", name, found)
     ready = world.ask("ready", name)
     require(ready == request.written, rules.T10, "{} has {} tokens, {} were hit", name, ready,
             request.written)  # fmt: skip
@@ -148,6 +172,8 @@ def done(world: TierWorld, name: str) -> bool:
     before, job = world.see(), world.jobs.get(name)
     holding = world.tier_model.holdings.get(job.request) if job is not None else None
     num_shared = len(holding.shared) if holding is not None else 0
+    if job is not None and job.request in world.requests:  # it may find copies of what it publishes
+        world.order.touch(world.requests[job.request].path(world.block_size))
     if not cache_compute.done(world, name):
         return False
     world.see()
@@ -200,101 +226,4 @@ def evict(world: TierWorld, num_blocks: int) -> bool:
     world.see()
     check_order(world, before)
     world.lost(before, world.uncopied(before), needs_room=True)
-    return True
-
-
-# They end, or are preempted
-
-
-def finish(world: TierWorld, name: str) -> bool:
-    """A running request ends, wherever it stands: done or aborted."""
-    return _release(world, name, ends=True)
-
-
-def preempt(world: TierWorld, name: str) -> bool:
-    """A running request loses its blocks and waits again, with all of its tokens."""
-    return _release(world, name, ends=False)
-
-
-def _release(world: TierWorld, name: str, *, ends: bool) -> bool:
-    if not world.get(name, "running"):
-        return False
-    before, blamed = world.see(), set()
-    if name in world.loads:
-        blamed = before.leaving
-        world.give_up(world.loads.pop(name).copy, name)
-        world.situations["released while loading"] += 1
-    (cache_end.finish if ends else cache_end.preempt)(world, name)
-    world.see()
-    world.lost(before, blamed)
-    return True
-
-
-def park(world: TierWorld, name: str, where: str) -> bool:
-    """A running request is preempted, and its KV is kept."""
-    request = world.get(name, "running")
-    if request is None or request.job or not request.written:
-        return False
-    if where == "storage" and not world.config["storage"]:
-        return False
-    take(world)  # the step before has run, and all that was decided before it
-    before, model = world.see(), world.tier_model
-    holding = model.holdings[name]
-    path = holding.path[: request.written // world.block_size]
-    tail = request.written % world.block_size
-    model.actor, model.needed = name, 0
-    if not world.ask("park", name, request.tokens[: request.written], where):
-        world.see()
-        require(world.seen == before, A8, "{} was not parked, and tiers changed", name)
-        there = {before.host[tag] for tag in path if tag in before.host}
-        missing = [tag for tag in path if tag not in before.host and tag not in before.landing]
-        room = before.num_free + len(before.idle - there)
-        needed = len(missing) + bool(tail)
-        require(needed > room, rules.T21, "{} needs {} of {} host blocks", name, needed, room)
-        world.situations["not parked"] += 1
-        return True
-    world.parked[name] = _parked(world, name, Parked(where, path, request.written), before)
-    check_saving(world)
-    request.state, request.written, request.job, request.table = "waiting", 0, "", []
-    world.lost(before, needs_room=True)
-    world.situations["parking"] += 1
-    return True
-
-
-def _parked(world: TierWorld, name: str, parked: Parked, before: Seen) -> Parked:
-    """Note where a request is saved, and by which operations."""
-    parked.copy, _, _ = world.ask("parked", name)
-    seen = world.see()
-    parked.blocks = {seen.host.get(tag, seen.landing.get(tag, 0)) for tag in parked.path}
-    awaited = {before.landing[tag] for tag in parked.path if tag in before.landing}
-    parked.writers = {
-        flight.copy.id
-        for flight in world.executor.flights
-        if flight.copy.kind == "out"
-        and not (flight.has_result or flight.given_up)
-        and not awaited.isdisjoint(flight.copy.destinations)
-    }
-    world.situations["parked behind another copy"] += bool(parked.writers)
-    if parked.copy is not None:
-        parked.writers.add(parked.copy)
-    return parked
-
-
-def unpark(world: TierWorld, name: str) -> bool:
-    """What a parked request keeps is given up; it computes all again."""
-    parked = world.parked.pop(name, None)
-    if parked is None:
-        return False
-    before = world.see()
-    world.situations["unparked while it is saved"] += bool(parked.writers)
-    if parked.copy in parked.writers:
-        world.give_up(parked.copy, "")
-    world.ask("unpark", name)
-    world.see()
-    require(
-        name not in world.tier_model.holdings, rules.T20, "{} is unparked, and has blocks", name
-    )
-    require(world.ask("park_misuse", name), rules.T23, "{} is unparked twice", name)
-    world.lost(before)
-    world.situations["unparked"] += 1
     return True

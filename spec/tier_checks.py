@@ -10,6 +10,7 @@ from .cache_rules import S3
 from .ghost import Tag
 from .rules import require
 from .tier_adapter import TierSnapshot
+from .tier_executor import TO_DEVICE
 from .tier_requests import Seen
 
 if TYPE_CHECKING:
@@ -43,13 +44,22 @@ def check_tiers(world: TierWorld, shot: TierSnapshot) -> None:
     )
     _check_content(world)
     _check_spares(world)
+    _check_host_order(world, shot)
     _check_parked(world)
     _check_counts(world, shot)
 
 
+def _check_host_order(world: TierWorld, shot: TierSnapshot) -> None:
+    tags = {block: tag for tag, block in world.seen.host.items()}
+    idle = [tags[block] for block in shot.idle if block in tags]
+    if world.config["write"] != "through":  # then of what the device has too, other copies go first
+        idle = [tag for tag in idle if tag not in world.seen.device]
+    world.order.check(idle)
+
+
 def _check_content(world: TierWorld) -> None:
     writers = {
-        (flight.copy.kind == "in", block): flight
+        (flight.copy.kind in TO_DEVICE, block): flight
         for flight in world.executor.flights
         for block in flight.bad_blocks()
     }
@@ -127,6 +137,7 @@ def _check_counts(world: TierWorld, shot: TierSnapshot) -> None:
         "quarantined_operations": sum(f.has_result or f.given_up for f in flights),
     }
     if world.outbox_is_empty:
+        known["operations"] = len(flights)
         known["open_operations"] = sum(not (f.has_result or f.given_up) for f in flights)
     if world.config["write"] != "through":
         known["demoted_blocks"] = world.tier_model.counts["evicted_blocks"]
@@ -155,32 +166,41 @@ def check_lost(world: TierWorld, before: Seen, blamed: Collection[Tag], needs_ro
             excused.add(tag)  # what follows it cannot be found either
         else:
             lost.add(tag)
+    here, nowhere = {*after, *world.roots}, set(lost)
+    if world.config["write"] != "exclusive":  # there a copy goes when it has been moved
+        lost |= (before.host.keys() - world.seen.host.keys()) & world.seen.device.keys()
+    for prefetch in world.prefetches.values():
+        wrong = [tag for tag in prefetch.held if tag in lost and world.prefixes.parent[tag] in here]
+        require(not wrong, rules.T26, "{} blocks that a prefetch follows are gone", len(wrong))
     if needs_room:
         require(
-            not lost or len(lost) > world.seen.num_free,
+            not lost or not world.seen.num_free,
             rules.T14,
             "{} blocks were dropped, and {} host blocks are free",
             len(lost),
             world.seen.num_free,
         )
-        if lost:
+        if nowhere:
             world.situations["dropped for room"] += 1
             spare = world.seen.spare if world.config["write"] != "through" else ()
             require(not spare, rules.T36, "{} blocks are lost, and {} copies of what the device "
-                    "has are kept", len(lost), len(spare))  # fmt: skip
+                    "has are kept", len(nowhere), len(spare))  # fmt: skip
         _check_demoted(world, before)
     else:
         require(not lost, rules.T14, "{} cached blocks are gone", len(lost))
+
+
+def num_dropped(world: TierWorld, before: Seen) -> int:
+    """Count the blocks that the host had alone, or should have, and that are nowhere now."""
+    return len(before.anywhere - world.seen.anywhere)
 
 
 def _check_demoted(world: TierWorld, before: Seen) -> None:
     if world.config["write"] == "through":
         return
     seen = world.seen
-    lost = before.device.keys() - before.host.keys() - seen.anywhere
-    cached = {*seen.anywhere, *world.roots}
-    if any(world.prefixes.parent[tag] not in cached for tag in lost):
-        return  # room was made by dropping what they followed: that may make more than is needed
+    left = before.device.keys() - seen.device.keys() - before.host.keys()
+    lost = left - seen.anywhere
     if lost:
         world.situations["demoted, and dropped"] += 1
     room = seen.num_free + len(seen.idle - moved_copies(world, before))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 WEIGHTS: Final = {
     **cache_draw.WEIGHTS,
-    "match": 6,
+    "match": 10,
     "append": 15,
     "finish": 8,
     "preempt": 4,
@@ -22,7 +22,8 @@ WEIGHTS: Final = {
     "append_batch": 8,
     "evict": 18,
     "park": 40,
-    "unpark": 3,
+    "unpark": 8,
+    "fork": 8,
     "prefetch": 24,
     "cancel": 5,
     "elsewhere": 14,
@@ -31,6 +32,7 @@ WEIGHTS: Final = {
     "fence": 30,
     "late": 4,
     "second": 2,
+    "early": 3,
     "wrong_result": 2,
     "reset": 5,
 }
@@ -43,9 +45,12 @@ WRITES: Final = ("exclusive", "back", "through")
 def draw_tiers(below: Below) -> dict[str, Any]:
     """Draw the sizes and policies below the device."""
     write = WRITES[below(3)]
+    bits = 1 << len(WEIGHTS)
     law = write == "exclusive" and below(3) == 0
     return {
         "block_size": 1 + below(3),
+        "rare": below(bits) & below(bits) if below(3) else 0,
+        "often": below(bits) & below(bits) if below(3) else 0,
         "host_blocks": 1 + below(10),
         "write": write,
         "hits": max(below(4) - 1, 0) if write == "through" else 0,
@@ -75,9 +80,12 @@ def draw(world: TierWorld, below: Below) -> Operation:
         namespace = below(len(NAMESPACES)) if below(4) == 0 else 0
         return ["serve", f"r{len(world.past) + 1}", prompt, namespace]
     choices = enabled(world)
-    pick = below(sum(world.weights[word] for word in choices))
+    weights = world.weights
+    if world.prefetches:  # what a prefetch follows may go before it arrives
+        weights = {**weights, "evict": 4 * weights["evict"]}
+    pick = below(sum(weights[word] for word in choices))
     for word in choices:
-        pick -= world.weights[word]
+        pick -= weights[word]
         if pick < 0:
             return draw_operation(world, word, choices[word], below)
     raise AssertionError("the weights do not add up")
@@ -94,8 +102,11 @@ def enabled(world: TierWorld) -> dict[str, list[str]]:
     more = {
         "admit": [name for name in choices.get("admit", []) if name not in saving],
         "again": [name for name in choices.get("again", []) if name not in world.loads],
-        "park": [request.name for request in running],
+        "park": [request.name for request in world.running() if request.written or request.job],
         "unpark": list(world.parked),
+        "fork": [request.name for request in running]
+        if len(world.running()) < world.config["max_running"]
+        else [],
         "prefetch": [name for name in waiting if name not in world.prefetches]
         if world.config["storage"]
         else [],
@@ -105,6 +116,7 @@ def enabled(world: TierWorld) -> dict[str, list[str]]:
         "result": [name for name, flight in flights.items()
                    if flight.given_up or not flight.has_result],
         "fence": ended,
+        "early": [""] if not world.outbox_is_empty else [],
         "late": [""] if world.executor.ended else [],
         "second": [name for name in ended if not flights[name].given_up],
         "wrong_result": [name for name in flights if name not in ended],
@@ -117,6 +129,8 @@ def draw_operation(world: TierWorld, word: str, names: list[str], below: Below) 
     name = names[below(len(names))] if len(names) > 1 else names[0]
     if word == "park":
         return [word, name, "storage" if world.config["storage"] and below(2) else "host"]
+    if word == "fork":
+        return [word, name, f"r{len(world.past) + 1}", below(8 + 2 * world.block_size)]
     if word == "result":
         often = 2 if name.startswith(("fetch", "lookup")) else 5
         return [word, name, _draw_bad(world, name, below), int(below(often) > 0)]
@@ -130,7 +144,7 @@ def draw_operation(world: TierWorld, word: str, names: list[str], below: Below) 
         return [word, [number for number in range(len(NAMESPACES)) if below(2)]]
     if word == "elsewhere":
         return [word, name, 1 + below(6)]
-    if word in ("unpark", "prefetch", "cancel", "take", "fence"):
+    if word in ("unpark", "prefetch", "cancel", "take", "fence", "early"):
         return [word, name] if name else [word]
     return cache_draw.draw_operation(world, word, names, below)
 

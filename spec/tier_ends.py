@@ -9,7 +9,7 @@ from . import tier_rules as rules
 from .ghost import Tag
 from .rules import require
 from .tier_checks import check_saving
-from .tier_executor import Flight, leading
+from .tier_executor import TO_DEVICE, Flight, leading
 from .tier_requests import Seen
 
 if TYPE_CHECKING:
@@ -28,13 +28,14 @@ def ended(world: TierWorld, change: Change, *, result: bool, fenced: bool) -> No
     """Check what a call has changed: it was the result of an operation, its fence, or both."""
     flight = change.flight
     name = flight.copy.kind
+    _touch(world, flight)
     world.end_lift(flight, fenced=fenced)
     world.see()
     if flight.given_up or flight.old or flight.is_orphan:
         _given_up(world, change)
     elif name == "out" and result:
         _out(world, change)
-    elif name == "in" and fenced:
+    elif name in TO_DEVICE and fenced:
         _in(world, change)
     elif name == "lookup" and fenced:
         _lookup(world, change)
@@ -46,6 +47,18 @@ def ended(world: TierWorld, change: Change, *, result: bool, fenced: bool) -> No
         world.executor.fenced(flight)
         if flight.copy.kind in ("lookup", "fetch"):
             _check_prefetch(world, flight)
+
+
+def _touch(world: TierWorld, flight: Flight) -> None:
+    """Who held copies lets them go: an operation, and parked requests that it may have saved."""
+    for read in flight.read:
+        world.order.touch(world.prefixes.path_to(read[-1]))
+    for parked in world.parked.values():
+        world.order.touch(parked.path)
+    if flight.owner in world.requests:
+        world.order.touch(world.requests[flight.owner].path(world.block_size))
+    if flight.owner in world.prefetches:
+        world.touch_all(world.prefetches[flight.owner].path)
 
 
 def _given_up(world: TierWorld, change: Change) -> None:
@@ -111,6 +124,10 @@ def _in(world: TierWorld, change: Change) -> None:
     require(world.ask("loading", name) is None, rules.T10, "{} still loads", name)
     found = world.ask("ready", name)
     require(found == ready, rules.T10, "{} has {} tokens, {} have come", name, found, ready)
+    num_promoted = min(num_good, load.num_host)
+    found = world.ask("promoted", name)
+    require(found == num_promoted, rules.T10, "{} was promoted {} blocks, {} have come", name,
+            found, num_promoted)  # fmt: skip
     holding = world.tier_model.holdings[name]
     require(
         len(holding.shared) == num_shared,
@@ -121,7 +138,9 @@ def _in(world: TierWorld, change: Change) -> None:
         num_shared,
     )
     request.written, request.job = ready, ""
-    world.counted["promoted_blocks"] += min(num_good, load.num_host)
+    world.counted["promoted_blocks"] += num_promoted
+    if num_promoted and not world.config["hits"]:
+        world.to_copy.append(list(holding.shared))
     world.lost(before, {tag for tag in before.leaving if tag in holding.path})
     world.situations["loaded" if all(flight.ok) else "loaded in part"] += 1
 
@@ -144,6 +163,9 @@ def _fetch(world: TierWorld, change: Change) -> None:
         come = prefetch.path[first : first + good]
         lost = [tag for tag in come if tag not in world.seen.anywhere]
         require(not lost, rules.T26, "{} blocks were fetched, and are nowhere", len(lost))
+        places = flight.copy.destinations[:good]
+        # They need not be stored again.
+        world.stored.update(t for t in come if world.seen.host.get(t) in places)
     for tag, block in world.seen.host.items():
         if tag in before.host or block not in flight.copy.destinations:
             continue

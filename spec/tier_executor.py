@@ -22,7 +22,9 @@ from .tier_adapter import Copy
 Content: TypeAlias = list[Tag]
 """The tags in a block."""
 
-MOVES: Final = ("out", "in")
+MOVES: Final = ("out", "in", "fork")
+FROM_DEVICE: Final = ("out", "fork")
+TO_DEVICE: Final = ("in", "fork")
 
 
 def leading(ok: Sequence[bool]) -> int:
@@ -112,7 +114,7 @@ class Executor:
                 len(copy.destinations),
                 len(copy.keys),
             )
-            tier = "device" if copy.kind == "out" else "host"
+            tier = "device" if copy.kind in FROM_DEVICE else "host"
             flights.append(Flight(copy, [self.content(tier, block) for block in copy.sources]))
         for flight in flights:
             self._spoil(flight.copy.kind, flight.copy.destinations)
@@ -120,7 +122,7 @@ class Executor:
         return flights
 
     def _spoil(self, kind: str, blocks: Sequence[int]) -> None:
-        tier = "device" if kind == "in" else "host"
+        tier = "device" if kind in TO_DEVICE else "host"
         for block in blocks:
             self._put(tier, block, [POISON] * self.device.block_size)
 
@@ -154,7 +156,7 @@ class Executor:
             if not good:
                 continue
             if copy.kind in MOVES:
-                tier = "device" if copy.kind == "in" else "host"
+                tier = "device" if copy.kind in TO_DEVICE else "host"
                 self._put(tier, copy.destinations[place], flight.read[place])
             elif copy.kind == "fetch":
                 self._put("host", copy.destinations[place], self.storage[copy.keys[place]])

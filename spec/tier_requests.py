@@ -55,6 +55,7 @@ class Prefetch:
         path: of all whole blocks of its tokens; the first num_known are cached.
         stage: what comes next: "lookup", "found" (with num_found), "fetch" or "done".
         blocks: host blocks that it may need.
+        held: of the cached ones those that only the host had.
     """
 
     path: list[Tag]
@@ -64,6 +65,7 @@ class Prefetch:
     is_wanted: bool = True
     is_old: bool = False
     blocks: set[int] = field(default_factory=set)
+    held: list[Tag] = field(default_factory=list)
 
 
 @dataclass

@@ -34,7 +34,7 @@ T7: Final = rule(
 )
 T8: Final = rule(
     "T8 host-hit-is-longest", "A match names all blocks on the host that follow those on the "
-    "device.",
+    "device, and is made anew when they have changed.",
 )  # fmt: skip
 T9: Final = rule(
     "T9 promotion-is-all",
@@ -64,9 +64,13 @@ T16: Final = rule(
 )
 T17: Final = rule(
     "T17 write-through-copies",
-    "With write-through, what is to be copied is copied while there is room, before its eviction.",
+    "With write-through, what is to be copied is copied while there is room, before its eviction; "
+    "and what it follows stays.",
 )
-T18: Final = rule("T18 write-through-waits", "Nothing is written through before enough hits.")
+T18: Final = rule(
+    "T18 write-through-waits",
+    "Nothing is written through before enough hits, nor without a publication or a hit since.",
+)
 T19: Final = rule("T19 stored-once", "Each new copy on the host is written to storage, once.")
 T20: Final = rule(
     "T20 park-waits",
@@ -89,7 +93,8 @@ T25: Final = rule(
 )
 T26: Final = rule(
     "T26 prefetch-arrives",
-    "A prefetch ends when its copy has; what came well can be found if what it follows can.",
+    "A prefetch ends when its copy has, and until then what it follows on the host stays there; "
+    "what came well can be found if what it follows can.",
 )
 T27: Final = rule("T27 cancelled-leaves-nothing", "What was cancelled brings nothing to a tier.")
 T28: Final = rule(
@@ -129,6 +134,10 @@ T36: Final = rule(
 T37: Final = rule(
     "T37 dropped-in-order",
     "An eviction drops from the host in the order that the host tells; what it demotes is last.",
+)
+T38: Final = rule(
+    "T38 host-lru",
+    "Of what the host alone has, it drops first what requests have not used for the longest time.",
 )
 
 TIER_RULES: Final = tuple(value for value in list(globals().values()) if isinstance(value, Rule))

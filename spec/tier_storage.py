@@ -9,9 +9,11 @@ from . import tier_rules as rules
 from .cache_requests import NAMESPACES
 from .cache_rules import D1, R5
 from .rules import require
-from .tier_admit import admit, done, finish, forward, submit, unpark
-from .tier_copies import fence, result, take
+from .tier_admit import admit, done, forward, submit
+from .tier_copies import fence, result
+from .tier_preempt import finish, unpark
 from .tier_requests import Prefetch, Seen
+from .tier_take import take
 
 if TYPE_CHECKING:
     from .tier_world import TierWorld
@@ -24,20 +26,22 @@ def prefetch(world: TierWorld, name: str) -> bool:
         return False
     before = world.see()
     path = request.path(world.block_size)
+    world.touch_all(path)
     known = 0
     while known < len(path) and path[known] in world.seen.device:
         known += 1
     while known < len(path) and path[known] in world.seen.host:
         known += 1
     asked = world.ask("prefetch", name, request.tokens, request.namespace)
-    wanted = bool(world.config["storage"]) and known < len(path)
-    require(asked == wanted, rules.T25, "{} of {} blocks are cached, and {} asks: {}", known,
+    wanted = known if world.config["storage"] and known < len(path) else None
+    require(asked == wanted, rules.T25, "{} of {} blocks are cached, and {} asks from {} on", known,
             len(path), name, asked)  # fmt: skip
-    if asked:
+    if asked is not None:
         # A hold keeps whole runs, which may go on where the path does not.
         first = world.prefixes.first
         blocks = {block for tag, block in before.host.items() if first[tag] == path[0]}
-        world.prefetches[name] = Prefetch(path, known, blocks=blocks)
+        held = [tag for tag in path[:known] if tag not in before.device]
+        world.prefetches[name] = Prefetch(path, known, blocks=blocks, held=held)
     world.see()
     world.lost(before)
     return True
@@ -62,6 +66,7 @@ def cancel(world: TierWorld, name: str) -> bool:
     flight = next((f for f in world.executor.flights if f.owner == name and
                    f.copy.kind in ("lookup", "fetch")), None)  # fmt: skip
     found.is_wanted = False
+    world.touch_all(found.path)
     if flight is not None and not flight.has_result:
         world.give_up(flight.copy.id, "")
     world.ask("cancel", name)
@@ -88,6 +93,7 @@ def reset(world: TierWorld, keep: list[int]) -> bool:
         if not flight.has_result and not flight.given_up:
             world.give_up(flight.copy.id, "")
         flight.old = True
+    world.order.touch(world.seen.anywhere)
     model.resetting, model.actor = True, "a reset"
     world.ask("reset_but", names)
     model.resetting = False
@@ -97,6 +103,8 @@ def reset(world: TierWorld, keep: list[int]) -> bool:
     world.see()
     _check_kept(world, before, kept_roots)
     _forget(world, names)
+    # Of what was in two tiers it may count either copy.
+    world.counted["dropped_blocks"] = world.tier_counts()["dropped_blocks"]
     for request in running:
         request.state, request.written, request.job, request.table = "waiting", 0, "", []
     world.see()
@@ -121,7 +129,8 @@ def _forget(world: TierWorld, keep: list[bytes]) -> None:
     world.written.clear()
     world.loads.clear()
     world.to_store.clear()
-    world.to_copy.clear()
+    kept, parent = {world.root_of(name) for name in keep}, world.prefixes.parent
+    world.to_copy = [path for path in world.to_copy if path and parent[path[0]] in kept]
     for name, parked in world.parked.items():
         parked.keeps_tail = False
         parked.is_void = parked.is_void or world.requests[name].namespace not in keep

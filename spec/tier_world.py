@@ -20,35 +20,35 @@ from .tier_admit import (
     done,
     evict,
     fail,
-    finish,
+    fork,
     forward,
     launch,
     match,
-    park,
-    preempt,
     publish_again,
     submit,
-    unpark,
-)  # fmt: skip
-from .tier_checks import check_lost, check_tiers, look
-from .tier_copies import fence, late, result, second, take, wrong_result
+)
+from .tier_checks import check_lost, check_tiers, look, num_dropped
+from .tier_copies import early, fence, late, result, second, wrong_result
 from .tier_draw import draw, draw_tiers, weights_of
-from .tier_executor import Executor, Flight, leading
+from .tier_executor import TO_DEVICE, Executor, Flight, leading
 from .tier_law import TwoTierLaw
 from .tier_model import TierModel
+from .tier_order import HostOrder
 from .tier_picture import picture
+from .tier_preempt import finish, park, preempt, unpark
 from .tier_requests import Load, Parked, Prefetch, Prefixes, Seen
 from .tier_storage import cancel, drain, elsewhere, prefetch, reset, serve, settle
+from .tier_take import take
 from .tier_target import TierTarget
 
 OPERATIONS: Final[dict[str, Callable[..., bool]]] = {
     "submit": submit, "match": match, "admit": admit, "forward": forward, "launch": launch,
     "done": done, "fail": fail, "again": publish_again, "append": append,
     "append_batch": append_batch, "finish": finish, "preempt": preempt, "evict": evict,
-    "park": park, "unpark": unpark, "prefetch": prefetch, "cancel": cancel,
+    "park": park, "unpark": unpark, "fork": fork, "prefetch": prefetch, "cancel": cancel,
     "elsewhere": elsewhere, "take": take, "result": result, "fence": fence, "late": late,
-    "second": second, "wrong_result": wrong_result, "reset": reset, "misuse": cache_end.misuse,
-    "check": cache_end.check, "drain": drain, "serve": serve,
+    "second": second, "early": early, "wrong_result": wrong_result, "reset": reset,
+    "misuse": cache_end.misuse, "check": cache_end.check, "drain": drain, "serve": serve,
 }  # fmt: skip
 """By its word. Each returns False, and has done nothing, if what it names is not there."""
 
@@ -66,6 +66,7 @@ class TierWorld(CacheWorld):
         hits: how often each prefix without a copy was hit since it is on the device.
         cancelled: the operations that the driver is to be told of.
         counted: events, as the manager should count them.
+        order: when each prefix was last used.
         outbox_is_empty: whether nothing can have been decided since the last `take`.
     """
 
@@ -91,13 +92,15 @@ class TierWorld(CacheWorld):
         self.hits: Counter[Tag] = Counter()
         self.cancelled: list[Flight] = []
         self.counted = dict.fromkeys(
-            ("promoted_blocks", "stored_blocks", "fetched_blocks", "late_completions"), 0
-        )
+            ("promoted_blocks", "stored_blocks", "fetched_blocks", "late_completions",
+             "dropped_blocks"), 0,
+        )  # fmt: skip
+        self.order = HostOrder()
         self.outbox_is_empty = False
         self.law = TwoTierLaw(config["num_blocks"], config["host_blocks"])
         self._generation = dict.fromkeys(NAMESPACES, 0)
         self.roots = {self.root_of(name) for name in NAMESPACES}
-        self.seen = self.see()
+        self.seen = look(self, self.target.tier_snapshot())
 
     def draw(self, below: Below) -> Operation:
         """Draw an operation that applies now."""
@@ -139,7 +142,10 @@ class TierWorld(CacheWorld):
 
     def see(self) -> Seen:
         """Look where each prefix is now."""
-        self.seen = look(self, self.target.tier_snapshot())
+        before, self.seen = self.seen, look(self, self.target.tier_snapshot())
+        self.counted["dropped_blocks"] += num_dropped(self, before)
+        for tag in before.device.keys() - self.seen.device.keys():
+            self.order.touch(self.prefixes.path_to(tag))
         for tag in [tag for tag in self.hits if tag not in self.seen.device]:
             del self.hits[tag]
         self.stored &= self.seen.host.keys()
@@ -148,6 +154,12 @@ class TierWorld(CacheWorld):
     def lost(self, before: Seen, blamed: Collection[Tag] = (), *, needs_room: bool = False) -> None:
         """Check that nothing was lost since then without a reason; see `check_lost`."""
         check_lost(self, before, blamed, needs_room)
+
+    def touch_all(self, path: list[Tag]) -> None:
+        """All that begins as a path does may count as used: a hold keeps whole runs."""
+        first = self.prefixes.first
+        self.order.touch(tag for tag in self.seen.host if first[tag] in path[:1])
+        self.order.touch(path)
 
     def uncopied(self, before: Seen) -> set[Tag]:
         """The prefixes that an eviction may drop, since it copies none of them."""
@@ -192,7 +204,7 @@ class TierWorld(CacheWorld):
         if flight.copy.kind in ("out", "fetch") and not flight.given_up:
             results = zip(flight.copy.destinations, flight.ok, strict=True)
             model.written(flight.op, [block for block, ok in results if ok])
-        if flight.copy.kind != "in" or not fenced:
+        if flight.copy.kind not in TO_DEVICE or not fenced:
             return
         model.actor, model.needed = flight.op if flight.is_orphan else flight.owner, 0
         model.ending = flight.is_orphan

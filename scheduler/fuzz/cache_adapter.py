@@ -50,7 +50,7 @@ class CacheAdapter:
         self._matches: dict[str, tuple[Any, np.ndarray]] = {}
         self._refusal = (0, 0)
         self._events: Events | None = None
-        self._publisher = ""
+        self.publisher = ""
         self._tokens: dict[str, list[int]] = {}  # of those whose tokens are all known here
 
     # Depth api
@@ -119,7 +119,7 @@ class CacheAdapter:
 
     def publish(self, name: str, tokens: list[int]) -> None:
         """Publish what is computed; some lengths go in as a list."""
-        self._publisher = name
+        self.publisher = name
         if len(tokens) % 4 == 3:
             self.manager.publish(self.leases[name], tokens)
             return
@@ -184,7 +184,7 @@ class CacheAdapter:
             return victims
 
         def watched_append(node: Any, tokens: bytes, device_blocks: bytes) -> Any:
-            events.published(self._publisher, np.frombuffer(device_blocks, np.int32).tolist())
+            events.published(self.publisher, np.frombuffer(device_blocks, np.int32).tolist())
             return type(tree).append(tree, node, tokens, device_blocks)
 
         pool.recycle, tree.evict, tree.append = watched_recycle, watched_evict, watched_append

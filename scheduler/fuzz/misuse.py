@@ -29,8 +29,8 @@ def misuse(adapter: CacheAdapter, kind: int, name: str) -> None:
     """
     for lease in adapter.ended:
         if lease.epoch == adapter.manager.epoch:
-            held = lease.num_blocks, lease.num_tokens
-            require(held == (0, 0), R4, "a released lease has {} blocks, tokens", held)
+            held = lease.num_blocks, lease.num_tokens, lease.loading
+            require(held == (0, 0, None), R4, "a released lease has {} blocks, tokens, loads", held)
     for lease in adapter.leases.values():
         require(not lease.block_table.flags.writeable, R3, "a block table can be written")
     of_each = [list(_wrong(adapter)), list(_wrong_rows(adapter))]
@@ -39,12 +39,13 @@ def misuse(adapter: CacheAdapter, kind: int, name: str) -> None:
     if adapter.ended:
         of_each.append(list(_of_ended(adapter, adapter.ended[kind % len(adapter.ended)])))
     for calls in of_each:
-        _make(adapter, calls[kind % len(calls)])
+        make(adapter, calls[kind % len(calls)])
     for call in _at_the_door(adapter):
-        _make(adapter, call)
+        make(adapter, call)
 
 
-def _make(adapter: CacheAdapter, wrong: Call) -> None:
+def make(adapter: CacheAdapter, wrong: Call) -> None:
+    """Make a wrong call, and see that it is refused as it must be."""
     rule, wanted, call = wrong
     try:
         call()

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 
 from ... import kvcache as own_kvcache
-from ...kvcache.storage.keys import StorageNamespace
 from ...spec.adapter import Events
-from ...spec.cache_rules import R3
 from ...spec.engine import Config
 from ...spec.rules import require
-from ...spec.tier_adapter import Copy, CopyKind, Prefix, TierFactory, TierSnapshot
+from ...spec.tier_adapter import (
+    Copy,
+    CopyKind,
+    Prefix,
+    TierEvents,
+    TierFactory,
+    TierSnapshot,
+)
+from ...spec.tier_rules import T8, T26
 from .cache_adapter import CacheAdapter
+from .misuse import make
+from .tier_misuse import storage_of, wrong_calls
+from .tier_watch import watch
 
 KINDS: Final[dict[str, CopyKind]] = {
     "device to host": "out",
@@ -24,6 +32,7 @@ KINDS: Final[dict[str, CopyKind]] = {
     "host to storage": "store",
     "storage to host": "fetch",
     "look up in storage": "lookup",
+    "device to device": "fork",
 }
 """What the specification calls an operation, by the value of its kind."""
 
@@ -40,19 +49,20 @@ class TierAdapter(CacheAdapter):
     def __init__(self, kvcache: ModuleType, config: Config) -> None:
         super().__init__(kvcache, config["num_blocks"], config["block_size"])
         size = config["block_size"]
-        keys = StorageNamespace("model", "weights", "float32", size, (0, 1), (0, 1))
+        keys = storage_of(size)
         host = kvcache.host_tier.HostConfig(config["host_blocks"], config["write"], config["hits"])
         self.manager = kvcache.CacheManager(
             config["num_blocks"], size, host=host, storage=keys if config["storage"] else None
         )
         self.tiers = self.manager.tiers
         self._keys = keys
-        self._parked: dict[str, Any] = {}
-        self._parking: dict[str, Any] = {}  # their leases, until those have ended
+        self.parked_requests: dict[str, Any] = {}
+        self.parking: dict[str, Any] = {}  # their leases, until those have ended
         self._given_up: dict[str, Any] = {}
         self._prefetches: dict[str, Any] = {}
         self._loading: dict[int, str] = {}
-        self._ends_as_asked = False
+        self.ends_as_asked = False
+        self._forks: dict[str, tuple[str, Sequence[int]]] = {}
 
     # Requests
 
@@ -62,12 +72,20 @@ class TierAdapter(CacheAdapter):
         return match.num_blocks, match.num_host_blocks
 
     def _lease(self, name: str, match: Any) -> Any:
-        lease = self.manager.admit(match, self._parked.get(name))
-        if name in self._parked:
-            self._given_up[name] = self._parked.pop(name)
+        if name in self._forks:
+            self.publisher, tokens = self._forks.pop(name)
+            lease = self.tiers.fork(self.leases[self.publisher], tokens)
+        else:
+            lease = self.manager.admit(match, self.parked_requests.get(name))
+        if name in self.parked_requests:
+            self._given_up[name] = self.parked_requests.pop(name)
         if lease.loading is not None:
             self._loading[lease.loading] = name
         return lease
+
+    def fork(self, name: str, of: str, tokens: Sequence[int]) -> None:
+        """Admit it from the lease of another."""
+        self._forks[name] = of, tokens
 
     def loading(self, name: str) -> int | None:
         """Return the operation that loads a lease."""
@@ -78,48 +96,44 @@ class TierAdapter(CacheAdapter):
         """Return how many tokens of a lease need not be computed."""
         return int(self.leases[name].num_ready_tokens)
 
+    def promoted(self, name: str) -> int:
+        """Return how many blocks of a lease came from the host."""
+        return int(self.leases[name].num_promoted_blocks)
+
     def release(self, name: str) -> None:
         """End a lease."""
-        self._ends_as_asked = True
+        self.ends_as_asked = True
         super().release(name)
-        self._ends_as_asked = False
+        self.ends_as_asked = False
 
     def park(self, name: str, tokens: Sequence[int], where: str) -> bool:
         """Park a lease."""
-        self._publisher = name
-        lease = self._parking[name] = self.leases[name]
+        self.publisher = name
+        lease = self.parking[name] = self.leases[name]
         parked = self.tiers.park(lease, np.array(tokens, np.int32), where)
         if parked is None:
-            del self._parking[name]
+            del self.parking[name]
             return False
         del self.leases[name]
-        self._parked[name] = parked
+        self.parked_requests[name] = parked
         return True
 
     def parked(self, name: str) -> tuple[int | None, bool, bool]:
         """Return the operation that saves a parked request, whether it is saved, or failed."""
-        parked = self._parked[name]
+        parked = self.parked_requests[name]
         return parked.op_id, parked.saved, parked.failed
 
     def unpark(self, name: str) -> None:
         """Let go of a parked request."""
-        self._given_up[name] = self._parked.pop(name)
+        self._given_up[name] = self.parked_requests.pop(name)
         self.tiers.unpark(self._given_up[name])
 
     def misuse(self, kind: int, name: str) -> None:
-        """Make a wrong call; those about rows know no lease that is being parked."""
-        if not self._parking:
+        """Make wrong calls; those about rows know no lease that is being parked."""
+        if not self.parking:
             super().misuse(kind, name)
-        manager, error = self.manager, self.kvcache.errors.LeaseError
-        for parking, lease in self._parking.items():
-            match = manager.match(np.zeros(lease.num_tokens, np.int32))
-            for wrong in (
-                partial(manager.publish, lease, []),
-                partial(type(manager).release, manager, lease),
-                partial(manager.admit, match, self._parked[parking]),
-            ):
-                refused = self._is_refused(wrong, error)
-                require(refused, R3, "{} is being parked, and used", parking)
+        for call in wrong_calls(self):
+            make(self, call)
 
     def park_misuse(self, name: str) -> bool:
         """Let go of it again, or resume from it again."""
@@ -143,18 +157,20 @@ class TierAdapter(CacheAdapter):
         """Return the storage keys of whole blocks, from the first on."""
         return list(self._keys.block_keys(tokens, namespace))
 
-    def prefetch(self, name: str, tokens: Sequence[int], namespace: bytes) -> bool:
-        """Begin a prefetch."""
-        array = np.array(tokens, np.int32)
+    def prefetch(self, name: str, tokens: Sequence[int], namespace: bytes) -> int | None:
+        """Begin a prefetch; some tokens go in as a list."""
+        array = list(tokens) if len(tokens) % 4 == 3 else np.array(tokens, np.int32)
         prefetch = self.tiers.prefetch(array, namespace)
-        array[:] = -7
-        if prefetch is not None:
-            self._prefetches[name] = prefetch
-        return prefetch is not None
+        array[:] = [-7] * len(tokens)
+        if prefetch is None:
+            return None
+        self._prefetches[name] = prefetch
+        return int(prefetch.first_block)
 
     def prefetched(self, name: str) -> int | None:
         """Return how many blocks a prefetch has brought, once it has ended."""
         prefetch = self._prefetches[name]
+        require(prefetch.done or prefetch.num_blocks == 0, T26, "{} is not done, and brings", name)
         return prefetch.num_blocks if prefetch.done else None
 
     def asking(self, name: str) -> int:
@@ -186,23 +202,34 @@ class TierAdapter(CacheAdapter):
 
     def complete(self, copy: int, ok: Sequence[bool], fenced: bool) -> bool:
         """Report a result."""
-        self._publisher = self._loading.get(copy, "")
+        self.publisher = self._loading.get(copy, "")
         return bool(self.tiers.complete(copy, ok, fenced=fenced))
 
     def fence(self, copy: int) -> bool:
         """Report a fence."""
-        self._publisher = self._loading.get(copy, "")
+        self.publisher = self._loading.get(copy, "")
         return bool(self.tiers.fence(copy))
 
     def wrong_result(self, copy: int, num_results: int) -> bool:
         """Report a result that has too few or too many blocks."""
-        wrong = self.kvcache.errors.OperationResultError
-        return self._is_refused(lambda: self.tiers.complete(copy, [True] * num_results), wrong)
+        try:
+            self.tiers.complete(copy, [True] * num_results)
+        except self.kvcache.errors.OperationResultError as error:
+            return (error.op_id, error.results) == (copy, num_results) and error.num_blocks > 0
+        return False
+
+    def early(self) -> tuple[int, int]:
+        """Report results of the operations that were not taken: how many there are, and count."""
+        results = [
+            self.tiers.complete(copy, [True] * operation.num_blocks)
+            for copy, operation in list(self.tiers.operations._queued.items())
+        ]
+        return len(results), sum(results)
 
     def reset_but(self, keep: Sequence[bytes]) -> None:
         """Forget everything but some namespaces."""
         epoch = self.manager.epoch
-        ended = [*self.leases.values(), *self._parking.values()]
+        ended = [*self.leases.values(), *self.parking.values()]
         assert self.manager.reset(keep) == epoch + 1, "a reset begins an epoch"
         self.ended = [*self.ended, *ended][-3:]
         self.leases.clear()
@@ -213,47 +240,11 @@ class TierAdapter(CacheAdapter):
     def report_to(self, events: Events) -> None:
         """Report from now on what happens on the device and on the host."""
         super().report_to(events)
-        told: Any = events  # TierEvents
-        manager, tree, pool = self.manager, self.tiers.tree, self.tiers.host.pool
-        del tree.evict  # of a tree without tiers
-
-        def watched_evict(num_blocks: int) -> np.ndarray:
-            victims: np.ndarray = type(self.tiers.writer).evict(self.tiers.writer, num_blocks)
-            told.evicted(victims.tolist())
-            return victims
-
-        def watched_adopt(node: Any, tokens: bytes, device_blocks: bytes) -> Any:
-            adopted = type(tree).adopt(tree, node, tokens, device_blocks)
-            blocks = memoryview(adopted.device_blocks).cast("i").tolist()
-            told.published(self._publisher, blocks)
-            return adopted
-
-        def watched_allocate(num_blocks: int) -> np.ndarray:
-            ids: np.ndarray = type(pool).allocate(pool, num_blocks)
-            told.host_allocated(ids.tolist())
-            return ids
-
-        def watched_recycle(ids: np.ndarray) -> None:
-            type(pool).recycle(pool, ids)
-            told.host_freed(ids.tolist())
-
-        def watched_release(lease: Any) -> None:
-            leases = {**self.leases, **self._parking}
-            name = next((name for name, each in leases.items() if each is lease), "")
-            if self._ends_as_asked or not name:
-                type(manager).release(manager, lease)
-                return
-            told.ends(name)
-            type(manager).release(manager, lease)
-            self._parking.pop(name, None)
-            told.ended(name)
-
-        self.tiers.writer.evict, tree.adopt = watched_evict, watched_adopt
-        pool.allocate, pool.recycle = watched_allocate, watched_recycle
-        manager.release = watched_release
+        watch(self, cast(TierEvents, events))
 
     def tier_snapshot(self) -> TierSnapshot:
         """Return all that the host tier holds."""
+        self._check_matches()
         found: dict[str, dict[Prefix, int]] = {"host": {}, "landing": {}, "leaving": {}}
         for namespace, root in self.tiers.tree.roots.items():
             stack: list[tuple[Any, tuple[int, ...]]] = [
@@ -274,8 +265,21 @@ class TierAdapter(CacheAdapter):
             found["landing"],
             set(found["leaving"]),
             idle,
-            {name: getattr(stats, name) for name in stats.__dataclass_fields__},
+            {
+                **{name: getattr(stats, name) for name in stats.__dataclass_fields__},
+                "operations": self.tiers.num_open_operations,
+            },
         )
+
+    def _check_matches(self) -> None:
+        """See that a match that is taken for current says what is there."""
+        for name, (match, array) in self._matches.items():
+            if match._version == self.tiers.tree.version:
+                now = self.manager.match(array, match._namespace)
+                same = (match.num_blocks, match.num_host_blocks, match.host_runs) == (
+                    now.num_blocks, now.num_host_blocks, now.host_runs
+                )  # fmt: skip
+                require(same, T8, "the match of {} is old, and is not known to be", name)
 
     def _see_node(
         self,

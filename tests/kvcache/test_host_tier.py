@@ -133,6 +133,35 @@ def test_written_through_as_far_as_there_is_room():
     memory.manager.check()
 
 
+def test_what_it_follows_is_not_dropped_to_write_a_block_through():
+    memory = TierMemory(4, 2, "through")
+    lease = memory.start([1, 2, 3])
+    memory.compute(lease, [1])
+    memory.settle()
+    memory.compute(lease, [1, 2, 3])
+    memory.settle()
+    assert memory.residency([1, 2, 3]) == "bdd"
+    memory.manager.release(lease)
+    memory.manager.evict(3)
+    assert memory.residency([1, 2, 3]) == "h"
+    memory.manager.check()
+
+
+def test_what_it_follows_is_not_dropped_to_demote_a_block():
+    memory = TierMemory(2, 1)
+    memory.serve([1])
+    memory.manager.evict(1)
+    memory.settle()
+    memory.serve([1, 2])
+    assert memory.residency([1, 2]) == "bd"
+    memory.manager.evict(2)
+    memory.settle()
+    assert memory.residency([1, 2]) == "h"
+    stats = memory.stats
+    assert (stats.demoted_blocks, stats.dropped_blocks) == (3, 1)
+    memory.manager.check()
+
+
 def test_a_copy_that_fails_in_part_is_kept_as_far_as_it_is_good():
     memory = TierMemory(4, 4)
     memory.serve([1, 2, 3, 4])

@@ -97,10 +97,13 @@ def test_a_result_per_block_ends_it_and_gives_its_blocks_back(bench, ok):
     assert bench.counts == (0, 0, 0)
 
 
-def test_what_ends_before_it_was_taken_is_not_handed_out(bench):
+def test_what_was_not_taken_has_no_result(bench):
     op_id = bench.submit()
+    assert not bench.operations.complete(op_id, [True, True], fenced=True)
+    assert bench.events == []
+    assert bench.counts == (1, 0, 1)
+    assert [operation.id for operation in bench.operations.take()] == [op_id]
     assert bench.operations.complete(op_id, [True, True], fenced=True)
-    assert bench.operations.take() == []
 
 
 @pytest.mark.parametrize("fenced", [True, False])
@@ -116,7 +119,7 @@ def test_a_second_result_changes_nothing_but_a_count(bench, fenced):
 def test_a_result_of_nobody(bench):
     assert not bench.operations.complete(OpId(7), [], fenced=True)
     assert not bench.operations.fence(OpId(7))
-    assert not bench.operations.cancel(OpId(7))
+    bench.operations.cancel(OpId(7))
     assert bench.counts == (0, 0, 2)
 
 
@@ -151,21 +154,21 @@ def test_an_open_operation_cannot_be_fenced(bench):
 
 def test_cancelled_in_the_queue_it_never_was(bench):
     op_id = bench.submit()
-    assert bench.operations.cancel(op_id)
+    bench.operations.cancel(op_id)
     assert bench.events == ["a --", "a fenced"]
     assert bench.operations.take() == []
     assert bench.operations.take_cancelled() == []
-    assert not bench.operations.cancel(op_id)
+    bench.operations.cancel(op_id)
     assert bench.counts == (0, 0, 0)
 
 
 def test_cancelled_after_its_dispatch_it_waits_for_its_fence(bench):
     op_id = bench.dispatch()
-    assert bench.operations.cancel(op_id)
+    bench.operations.cancel(op_id)
     assert bench.events == ["a --"]
     assert bench.operations.take_cancelled() == [op_id]
     assert bench.operations.take_cancelled() == []
-    assert not bench.operations.cancel(op_id)
+    bench.operations.cancel(op_id)
     assert bench.counts == (0, 1, 0)
     assert not bench.operations.complete(op_id, [True, True], fenced=True)
     assert bench.events == ["a --", "a fenced"]

@@ -233,7 +233,7 @@ HOST_BUGS = (
     bug(
         "a copy of what the device has now is dropped as if it had not",
         "tiers.py",
-        ("            self.host.gained(node.host)\n", ""),
+        ("        self.host.gained(node.host)\n", ""),
         world="tiers",
     ),
     bug(
@@ -266,7 +266,7 @@ HOST_BUGS = (
         "what is written through is copied on its first hit, whatever was asked for",
         WRITER,
         (
-            "self.tree.hits.get(node, 0) < self._config.hits or node.num_blocks > room",
+            "self.tree.hits[node] < self._config.hits or node.num_blocks > room",
             "node.num_blocks > room",
         ),
         world="tiers",
@@ -283,7 +283,7 @@ HOST_BUGS = (
     bug(
         "hits are not counted",
         WRITER,
-        ("                hits[place] = hits.get(place, 0) + 1\n", "                pass\n"),
+        ("                hits[place] += 1\n", "                pass\n"),
         world="tiers",
     ),
     bug(

@@ -11,10 +11,12 @@ OPERATION_BUGS = (
         "a completion that is heard twice is applied twice",
         OPERATIONS,
         (
-            "        if op_id not in self._open:\n            self.late_completions += 1\n"
+            "        if op_id not in self._open or op_id in self._queued:\n"
+            "            self.late_completions += 1\n"
             "            if fenced:\n                self._lift(op_id)\n            return False\n"
             "        operation, _ = self._open[op_id]\n",
-            "        if op_id not in self._open:\n            self.late_completions += 1\n"
+            "        if op_id not in self._open or op_id in self._queued:\n"
+            "            self.late_completions += 1\n"
             "            done = self.__dict__.setdefault('done', {})\n"
             "            if op_id in done:\n                done[op_id].end(ok)\n"
             "            if fenced:\n                self._lift(op_id)\n            return False\n"
@@ -69,13 +71,6 @@ OPERATION_BUGS = (
         (
             "        dispatched = self._queued.pop(op_id, None) is None\n",
             "        dispatched = op_id not in self._queued\n",
-        ),
-        elsewhere=(
-            (
-                OPERATIONS,
-                "        self._queued.pop(op_id, None)\n        effect.end(ok)\n",
-                "        effect.end(ok)\n",
-            ),
         ),
         world="tiers",
     ),
@@ -201,8 +196,8 @@ OPERATION_BUGS = (
         "a promotion is published when it is decided",
         READER,
         (
-            "        self._loading[lease.loading] = promotion\n",
-            "        self._loading[lease.loading] = promotion\n"
+            "        self.loading[lease.loading] = promotion\n",
+            "        self.loading[lease.loading] = promotion\n"
             "        whole = len(loads.tokens) // self._tiers.tree.block_bytes\n"
             "        self.promoted(promotion, whole, loads.tail_tokens)\n"
             "        promotion.lease = None\n",

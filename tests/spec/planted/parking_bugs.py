@@ -138,7 +138,7 @@ PARKING_BUGS = (
         "a request is parked without its unfinished block",
         PARKING,
         (
-            "tail_tokens = max(len(tokens) - lease.num_shared_blocks * manager.block_size, 0)",
+            "tail_tokens = len(tokens) - lease.num_shared_blocks * manager.block_size",
             "tail_tokens = 0",
         ),
         seen_in="vLLM #18631",

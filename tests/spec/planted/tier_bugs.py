@@ -6,6 +6,14 @@ from .host_bugs import HOST_BUGS
 from .operation_bugs import OPERATION_BUGS
 from .parking_bugs import PARKING_BUGS
 from .prefetch_bugs import PREFETCH_BUGS
+from .room_bugs import ROOM_BUGS
 from .tiered_tree_bugs import TIERED_TREE_BUGS
 
-TIER_BUGS = (*OPERATION_BUGS, *HOST_BUGS, *TIERED_TREE_BUGS, *PARKING_BUGS, *PREFETCH_BUGS)
+TIER_BUGS = (
+    *OPERATION_BUGS,
+    *HOST_BUGS,
+    *TIERED_TREE_BUGS,
+    *PARKING_BUGS,
+    *PREFETCH_BUGS,
+    *ROOM_BUGS,
+)

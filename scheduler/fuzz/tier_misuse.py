@@ -1,0 +1,82 @@
+"""Calls to a cache with tiers that cannot be right, each with the refusal it must meet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...kvcache.storage.keys import StorageNamespace
+from ...spec.cache_rules import R3
+from .misuse import Call
+
+if TYPE_CHECKING:
+    from .tier_adapter import TierAdapter
+
+
+def wrong_calls(adapter: TierAdapter) -> Iterator[Call]:
+    """Yield every wrong call that can be made now."""
+    yield from _wrong_configs(adapter)
+    for name in adapter.leases:
+        yield from _wrong_of_lease(adapter, name)
+    for name in adapter.parked_requests:
+        yield from _wrong_of_parked(adapter, name)
+
+
+def storage_of(block_size: int) -> StorageNamespace:
+    """Return a storage namespace of blocks of some tokens."""
+    return StorageNamespace("model", "weights", "float32", block_size, (0, 1), (0, 1))
+
+
+def _wrong_configs(adapter: TierAdapter) -> Iterator[Call]:
+    """Yield caches that cannot be made."""
+    kvcache = adapter.kvcache
+    host, manager = kvcache.host_tier.HostConfig, kvcache.CacheManager
+    policies = "('exclusive', 'back', 'through')"
+    for arguments, text in (
+        ((0,), "CountError: num_blocks must be at least 1, got 0"),
+        ((1, "through", -1), "CountError: hits must be at least 0, got -1"),
+        ((1, "never"), f"HostConfigError: write must be one of {policies}, got 'never'"),
+        ((1, "back", 1), "HostConfigError: hits are counted with write='through', not 'back'"),
+    ):
+        yield R3, text, partial(host, *arguments)
+    text = "StorageConfigError: storage needs a host tier, through which its blocks pass"
+    yield R3, text, partial(manager, 1, 1, storage=storage_of(1))
+    text = "StorageConfigError: storage has blocks of 3 tokens, the cache of 2"
+    yield R3, text, lambda: manager(1, 2, host=host(1), storage=storage_of(3))
+
+
+def _wrong_of_lease(adapter: TierAdapter, name: str) -> Iterator[Call]:
+    """Yield what cannot be done with a lease now."""
+    lease, tiers, manager = adapter.leases[name], adapter.tiers, adapter.manager
+    if tiers.storage is None:
+        text = "StorageConfigError: a request is parked in storage, but the cache has none"
+        yield R3, text, lambda: tiers.park(lease, [], "storage")
+    if lease.loading is not None:
+        text = "LeaseError: a lease is published while it is loaded or parked"
+        for call in (manager.publish, tiers.fork, tiers.park):
+            yield R3, text, partial(call, lease, [])
+        text = "CountError: num_tokens must be at least 0, got -1"
+        yield R3, text, partial(manager.extend, lease, -1)
+
+
+def _wrong_of_parked(adapter: TierAdapter, name: str) -> Iterator[Call]:
+    """Yield what cannot be done with a parked request now."""
+    manager, parked = adapter.manager, adapter.parked_requests[name]
+    number = parked.num_tokens
+    few = manager.match(np.zeros(number - 1, np.int32))
+    if parked.saved:
+        text = (
+            f"LeaseError: a request was parked with {number} tokens, but resumes with {number - 1}"
+        )
+        yield R3, text, lambda: manager.admit(few, parked)
+        return
+    lease = parked.lease
+    text = "LeaseError: the parked request is still being copied"
+    yield R3, text, lambda: manager.admit(few, parked)
+    text = "LeaseError: a lease is published while it is loaded or parked"
+    yield R3, text, lambda: manager.publish(lease, [])
+    text = "LeaseError: a lease that is being parked ends when its copy does"
+    yield R3, text, lambda: type(manager).release(manager, lease)

@@ -1,0 +1,124 @@
+"""Bugs to plant into what goes for room and when, and into the fork of a request."""
+
+from __future__ import annotations
+
+from .plant import bug
+
+WRITER, TREE, TIERS = "host_writer.py", "tiered_tree.py", "tiers.py"
+
+ROOM_BUGS = (
+    bug(
+        "the end of a request is no use of its copies",
+        TREE,
+        ("                self.host.touch(place.host)\n", "                pass\n"),
+        world="tiers",
+    ),
+    bug(
+        "a hit is no use of the copies",
+        WRITER,
+        (
+            "                self._host.touch(place.host)\n            elif",
+            "                pass\n            elif",
+        ),
+        world="tiers",
+    ),
+    bug(
+        "what is evicted takes the place of no older copy",
+        WRITER,
+        (
+            "needed + idle - self._host.available",
+            "needed + idle - self._host.pool.num_free",
+        ),
+        world="tiers",
+    ),
+    bug(
+        "a block is written through in the place of what it follows",
+        WRITER,
+        ("self._host.available - self._keep(paths)", "self._host.available"),
+        seen_in="ours, 2026-11",
+        world="tiers",
+    ),
+    bug(
+        "what found no room is written through when there is some",
+        WRITER,
+        ("        self._published.clear()\n", ""),
+        world="tiers",
+    ),
+    bug(
+        "the hits of what has left the device go on counting",
+        TREE,
+        ("            self.hits.pop(node, None)\n            num_blocks", "            num_blocks"),
+        world="tiers",
+    ),
+    bug(
+        "blocks of storage come without what they follow",
+        "prefetch.py",
+        ("    asked.runs = tiers.host.hold(match.host_runs)\n", ""),
+        world="tiers",
+    ),
+    bug(
+        "what comes from storage is thought not to be stored",
+        TREE,
+        ("        run.stored = True  # that is where it came from\n", ""),
+        world="tiers",
+    ),
+    bug(
+        "an operation that was not taken has a result",
+        "operations.py",
+        (
+            "if op_id not in self._open or op_id in self._queued:",
+            "if op_id not in self._open:",
+        ),
+        elsewhere=(
+            (
+                "operations.py",
+                "        _, effect = self._open.pop(op_id)\n",
+                "        _, effect = self._open.pop(op_id)\n"
+                "        self._queued.pop(op_id, None)\n",
+            ),
+        ),
+        world="tiers",
+    ),
+    bug(
+        "a request is parked with what it has not published",
+        "parking.py",
+        ("    manager.publish(lease, tokens)\n", "    manager._require_live(lease)\n"),
+        world="tiers",
+    ),
+    bug(
+        "a request that is let go is copied on",
+        "parking.py",
+        ("        tiers.operations.cancel(parked.op_id)\n", "        pass\n"),
+        world="tiers",
+    ),
+    bug(
+        "a fork reads the last block of another request before it is copied",
+        TIERS,
+        (
+            "            self.reader.load(OpKind.DEVICE_TO_DEVICE, other, loads)\n",
+            "            other.num_ready_tokens = len(tokens)\n",
+        ),
+        world="tiers",
+    ),
+    bug(
+        "a fork copies the block before the last",
+        TIERS,
+        (
+            "source = lease.block_table[other.num_shared_blocks]",
+            "source = lease.block_table[max(other.num_shared_blocks - 1, 0)]",
+        ),
+        world="tiers",
+    ),
+    bug(
+        "a fork does not copy a last block of one token",
+        TIERS,
+        ("if tail_tokens > 0:", "if tail_tokens > 1:"),
+        world="tiers",
+    ),
+    bug(
+        "a fork forgets its namespace",
+        TIERS,
+        ("manager.match(tokens, root.key)", "manager.match(tokens)"),
+        world="tiers",
+    ),
+)
