@@ -42,7 +42,13 @@ def run(arguments: argparse.Namespace) -> int:
         stack.callback(transport.close)
         engine = _make_engine(arguments, transport, channel.epoch)
         stack.callback(engine.close)
-        loop = NodeLoop(engine, channel, desk=arguments.desk, transport=arguments.transport)
+        loop = NodeLoop(
+            engine,
+            channel,
+            desk=arguments.desk,
+            transport=arguments.transport,
+            status_s=arguments.silence_s / _RETRIES_PER_SILENCE,
+        )
         with _until_told_to_stop() as is_stopped:
             loop.run(is_stopped)
         print(json.dumps(describe(engine.stats()), allow_nan=False), flush=True)

@@ -34,7 +34,6 @@ from .prefill_engine import PrefillEngine
 DESK: Final[PeerId] = "desk"
 """The name of the front desk in every deployment."""
 
-STATUS_S: Final = 0.5
 _BUSY_WAIT_S: Final = 0.001  # while a transport may have something to say, which wakes nobody
 _IDLE_WAIT_S: Final = 0.05
 
@@ -53,6 +52,7 @@ class NodeLoop:
         *,
         desk: str,
         transport: str,
+        status_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Join a node with its channel.
@@ -62,6 +62,7 @@ class NodeLoop:
             channel: of the same epoch.
             desk: the address of the front desk.
             transport: the name of the engine's.
+            status_s: how often it says that it is alive.
             clock: never goes back, in seconds.
 
         Raises:
@@ -71,6 +72,7 @@ class NodeLoop:
         self._channel = channel
         self._clock = clock
         self._peers = {DESK}
+        self._status_s = status_s
         self._says_at = clock()
         self._status = NodeStatus(
             role="prefill" if isinstance(engine, PrefillEngine) else "decode",
@@ -96,7 +98,7 @@ class NodeLoop:
         """
         now = self._clock()
         if now >= self._says_at:
-            self._says_at = now + STATUS_S
+            self._says_at = now + self._status_s
             for peer in self._peers:
                 self._channel.send(peer, self._status)
         packets = self._channel.receive()

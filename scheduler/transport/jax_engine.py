@@ -10,6 +10,8 @@ anybody who guesses a number of 64 bits may read. So here
   arrays, and each peer is read by a server of its own, which is replaced when a pull has failed;
 - an offer has a new random number, which is used once: what a pull did not get is gone;
 - an offer that nobody has pulled is pulled by its own node, all of it, and so freed;
+- a server that does not serve its own node any more is replaced: one whose process was stopped
+  while others broke their pulls may serve nobody when it goes on;
 - the server listens at one address, on loopback if nothing else is said;
 - descriptors are compared before, and digests after (`base.refusal`, `EngineWork`).
 
@@ -106,7 +108,18 @@ class JaxEngine(Engine):
         number = secrets.randbits(63)
         self._server.await_pull(number, served)
         specs = tuple([ArraySpec(tuple(each.shape), str(each.dtype)) for each in served])
-        return JaxOffer(self, number, specs)
+        return JaxOffer(self, self.address, number, specs)
+
+    def probe(self) -> JaxPull:
+        """Pull something small from this node itself, which takes milliseconds."""
+        offer = self.offer([jnp.zeros(1, jnp.int8)])
+        return self.begin(offer.address, offer.number, offer.specs)
+
+    def replace_server(self) -> None:
+        """Serve from another server from now on; what the old one was to serve is gone."""
+        self._readers.pop(self.address, None)
+        self._server = self._start(0)
+        self.address = self._server.address()
 
     def pull(self, route: bytes, descriptor: Descriptor) -> JaxPull:
         """See `Engine.pull`."""
@@ -150,25 +163,38 @@ class JaxEngine(Engine):
 
 
 class JaxOffer(EngineOffer):
-    """Arrays that one pull may have."""
+    """Arrays that one pull may have.
 
-    def __init__(self, engine: JaxEngine, number: int, specs: tuple[ArraySpec, ...]) -> None:
-        self.route = _NUMBER.pack(number) + engine.address.encode()
+    Attributes:
+        address: of the server that has them.
+        number, specs: by which they are pulled.
+    """
+
+    def __init__(
+        self, engine: JaxEngine, address: str, number: int, specs: tuple[ArraySpec, ...]
+    ) -> None:
+        self.route = _NUMBER.pack(number) + address.encode()
+        self.address = address
+        self.number = number
+        self.specs = specs
         self._engine = engine
-        self._number = number
-        self._specs = specs
         self._own: JaxPull | None = None
+        self._probe: JaxPull | None = None
         self._own_until = 0.0
 
     def withdraw(self, was_read: bool) -> None:
         """See `EngineOffer.withdraw`: pull it, all of it, unless D has."""
-        if not was_read:
-            self._own = self._engine.begin(self._engine.address, self._number, self._specs)
+        if not was_read and self.address == self._engine.address:
+            self._own = self._engine.begin(self.address, self.number, self.specs)
+            self._probe = self._engine.probe()
             self._own_until = time.monotonic() + _OWN_PULL_S
 
     def is_withdrawn(self) -> bool:
-        """See `EngineOffer.is_withdrawn`; if it does not come, D has begun to pull it."""
-        if self._own is None:
+        """See `EngineOffer.is_withdrawn`.
+
+        If it does not come, D has begun to pull it; or the server serves nobody any more.
+        """
+        if self._own is None or self._probe is None:
             return True
         try:
             done = self._own.progress() is Progress.DONE
@@ -178,7 +204,10 @@ class JaxOffer(EngineOffer):
             return False
         if not done:
             self._own.abandon()
-        self._own = None
+            if not self._probe.has_ended() and self.address == self._engine.address:
+                self._probe.abandon()
+                self._engine.replace_server()
+        self._own = self._probe = None
         return True
 
 
@@ -245,7 +274,7 @@ def _test(engine: JaxEngine) -> None:
         stuck.abandon()
         _await(stuck.has_ended, "a pull that was broken")
         offered = engine.offer(sent)
-        pull = engine.begin(engine.address, offered._number, specs)
+        pull = engine.begin(engine.address, offered.number, specs)
         _await(pull.has_ended, "a pull from this node itself")
         pull.progress()
         if digest_arrays(pull.arrays()) != digest_arrays(sent):

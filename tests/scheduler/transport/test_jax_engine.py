@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Iterator
 
+import jax.numpy as jnp
 import pytest
 
-from radixkv.scheduler.transport import Fault
-from radixkv.scheduler.transport.jax_engine import JaxEngine
+from radixkv.scheduler.transport import ArraySpec, Fault
+from radixkv.scheduler.transport.engine import Progress
+from radixkv.scheduler.transport.jax_engine import JaxEngine, JaxPull
 from radixkv.scheduler.transport.threaded import ThreadedTransport
 
 from .conformance import Pair, TransportConformance
@@ -23,3 +27,37 @@ def pair() -> Iterator[Pair]:
 
 class TestJax(TransportConformance):
     withdrawn_faults = (Fault.TIMED_OUT,)
+
+
+def never(engine: JaxEngine) -> JaxPull:
+    """A pull of what nobody offers: that is how one from a server that serves nobody looks."""
+    return engine.begin(engine.address, secrets.randbits(63), [ArraySpec((1,), "int8")])
+
+
+def wait_for_withdrawal(engine: JaxEngine) -> None:
+    offer = engine.offer([jnp.zeros(4)])
+    offer.number = secrets.randbits(63)  # D has begun to pull it: it can be pulled no more
+    offer.withdraw(was_read=False)
+    while not offer.is_withdrawn():
+        time.sleep(1e-3)
+
+
+def test_a_server_that_serves_nobody_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, reader = JaxEngine(), JaxEngine()
+    address = engine.address
+    wait_for_withdrawal(engine)
+    assert engine.address == address  # it serves its own node
+    old = engine.offer([jnp.zeros(4)])
+    with monkeypatch.context() as patch:
+        patch.setattr(JaxEngine, "probe", never)
+        wait_for_withdrawal(engine)
+    assert engine.address != address
+    old.withdraw(was_read=False)
+    assert old.is_withdrawn()  # it went with its server
+    offer = engine.offer([jnp.ones(4)])
+    pull = reader.begin(offer.address, offer.number, offer.specs)
+    while pull.progress() is not Progress.DONE:
+        time.sleep(1e-3)
+    assert pull.arrays()[0].tolist() == [1.0] * 4
+    engine.close()
+    reader.close()

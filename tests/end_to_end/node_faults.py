@@ -1,0 +1,238 @@
+"""A node here, its peer in another process that is killed or stopped at a moment of our choice.
+
+``python -m tests.end_to_end.node_faults`` prints how long the node here took to end what it had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from radixkv.scheduler.channel.secret import Secret
+from radixkv.scheduler.channel.zmq_channel import ZmqChannel
+from radixkv.scheduler.disaggregated import DecodeEngine, PrefillEngine
+from radixkv.scheduler.disaggregated.node_loop import DESK, NodeLoop
+from radixkv.scheduler.disaggregated.processes import NodeProcesses
+from radixkv.scheduler.disaggregated.remote import RemoteNodes
+from radixkv.scheduler.engine import Engine
+from radixkv.scheduler.handoff import Ask, Commit, Grant, Send, Timing
+from radixkv.scheduler.models import load_model, make_tiny_checkpoint
+from radixkv.scheduler.models.digest import weights_digest
+from radixkv.scheduler.request import Request
+from radixkv.scheduler.transport.opening import open_transport
+
+SILENCE_S: Final = 0.5
+TRANSFER_S: Final = 3.0
+NEW_TOKENS: Final = 6
+PROMPT_TOKENS: Final = 18
+SIZES: Final[dict[str, Any]] = {
+    "block_size": 4,
+    "token_budget": 8,
+    "max_running": 4,
+    "max_model_len": 32,
+}
+NUM_BLOCKS: Final = 12
+"""So few that what a lost attempt had is used again by the next."""
+
+MOMENTS: Final[dict[str, tuple[tuple[str, type], ...]]] = {
+    # The node here is P: D is lost before ASK, and at each of its moves.
+    "prefill": (("sent", Ask), ("received", Grant), ("sent", Send), ("sent", Commit)),
+    "decode": (("received", Ask), ("sent", Grant), ("received", Send), ("received", Commit)),
+}
+
+
+class WatchedChannel(ZmqChannel):
+    """Calls something when a message of a type is sent or received for the first time."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.waits_for: tuple[str, type] | None = None
+        self.call: Callable[[], None] = lambda: None
+
+    def watch(self, moment: tuple[str, type], call: Callable[[], None]) -> None:
+        self.waits_for, self.call = moment, call
+
+    def _see(self, how: str, message: object) -> None:
+        if self.waits_for == (how, type(message)):
+            self.waits_for = None
+            self.call()
+
+    def send(self, peer: str, message: Any, wire: Any = None) -> bool:
+        is_sent = super().send(peer, message, wire)
+        self._see("sent", message)
+        return is_sent
+
+    def receive(self) -> list[Any]:
+        packets = super().receive()
+        for packet in packets:
+            self._see("received", packet.message)
+        return packets
+
+
+class Fault(NamedTuple):
+    """What was done to the peer, and how long the node here took to end the attempt."""
+
+    moment: str
+    sign: signal.Signals
+    seconds: float
+
+
+class Pair:
+    """The node here, its peer and their desk; all that is here is driven by `turn`."""
+
+    def __init__(self, model_dir: Path, role: str, transport: str, stack: ExitStack) -> None:
+        self.role, self.model_dir, self.transport_name = role, model_dir, transport
+        self.peer = {"prefill": "decode-0", "decode": "prefill-0"}[role]
+        self.processes = stack.enter_context(NodeProcesses())
+        secret = self.processes.secret
+        self.desk_channel = stack.enter_context(closing(ZmqChannel(DESK, epoch=1, secret=secret)))
+        self.nodes = RemoteNodes(
+            self.desk_channel, block_size=SIZES["block_size"], silence_s=SILENCE_S, max_attempts=20
+        )
+        self.start_peer()
+        self.engine = self._make_engine(stack)
+        self.channel = stack.enter_context(closing(self._make_channel(secret)))
+        self.loop = NodeLoop(
+            self.engine,
+            self.channel,
+            desk=self.desk_channel.address,
+            transport=transport,
+            status_s=SILENCE_S / 5,
+        )
+        self.num_requests = 0
+        self.wait_for(self.is_complete)
+
+    def _make_channel(self, secret: Secret) -> WatchedChannel:
+        return WatchedChannel(f"{self.role}-0", epoch=1, secret=secret)
+
+    def _make_engine(self, stack: ExitStack) -> PrefillEngine | DecodeEngine:
+        transport = open_transport(self.transport_name)
+        stack.callback(transport.close)
+        make = PrefillEngine if self.role == "prefill" else DecodeEngine
+        engine = make(
+            load_model(self.model_dir),
+            transport,
+            epoch=1,
+            now=time.monotonic(),
+            timing=Timing(SILENCE_S / 5, SILENCE_S, TRANSFER_S, remember_s=1.0),
+            num_blocks=NUM_BLOCKS,
+            weights_revision=weights_digest(self.model_dir),
+            **SIZES,
+        )
+        stack.callback(engine.close)
+        return engine
+
+    def start_peer(self) -> None:
+        """Start the other process, again if it was killed."""
+        sizes = [(f"--{name.replace('_', '-')}", value) for name, value in SIZES.items()]
+        self.processes.start(
+            self.peer,
+            f"{self.peer.split('-')[0]}-node",
+            [
+                *(self.model_dir, "--desk", self.desk_channel.address),
+                *("--device-blocks", NUM_BLOCKS, "--silence-s", SILENCE_S),
+                *("--transport", self.transport_name),
+                *(word for size in sizes for word in size),
+            ],
+        )
+
+    def turn(self) -> None:
+        """Let both ends that are here do what there is to do."""
+        self.loop.turn()
+        self.nodes.step()
+
+    def wait_for(self, is_there: Callable[[], bool]) -> None:
+        while not is_there():
+            self.turn()
+
+    def is_complete(self) -> bool:
+        return self.nodes.count("prefill") == self.nodes.count("decode") == 1
+
+    def submit(self) -> Request:
+        """Ask for something that no node has."""
+        self.num_requests += 1
+        prompt = prompt_of(self.num_requests)
+        request = Request(str(self.num_requests), prompt, NEW_TOKENS)
+        self.nodes.add_request(request)
+        return request
+
+    def lose_peer(self, moment: tuple[str, type], sign: signal.Signals) -> Fault:
+        """Do something to the peer at a moment of an attempt; everything must go on after it."""
+        request = self.submit()
+        name = f"{request.request_id} #{self.num_requests - 1}"
+        pid, happened_at = self.processes.pid(self.peer), [0.0]
+
+        def strike() -> None:
+            os.kill(pid, sign)
+            happened_at[0] = time.monotonic()
+
+        self.channel.watch(moment, strike)
+        self.wait_for(lambda: happened_at[0] > 0)
+        side = self.engine.scheduler._side
+        self.wait_for(lambda: (name, 1) not in side.keys_of(name))
+        seconds = time.monotonic() - happened_at[0]
+        self.engine.manager.check()
+        if sign is signal.SIGSTOP:
+            os.kill(pid, signal.SIGCONT)
+        else:
+            self.start_peer()
+        self.wait_for(lambda: request.finish_reason is not None)
+        assert self.nodes.failures == {}, self.nodes.failures
+        assert request.output_tokens == expected(self.model_dir, request.prompt.tolist())
+        self.wait_for(lambda: self.engine.scheduler.num_open == 0)
+        stats = self.engine.manager.stats()
+        assert stats.live_leases == stats.private_blocks == 0, stats
+        self.engine.manager.check()
+        return Fault(f"{moment[0]} {moment[1].__name__.upper()}", sign, seconds)
+
+
+def prompt_of(number: int) -> list[int]:
+    return [(37 * number + 11 * place) % 1000 for place in range(PROMPT_TOKENS)]
+
+
+_ENGINES: dict[Path, Engine] = {}
+
+
+def expected(model_dir: Path, prompt: Sequence[int]) -> list[int]:
+    """What one engine generates."""
+    if model_dir not in _ENGINES:
+        _ENGINES[model_dir] = Engine(load_model(model_dir), num_blocks=NUM_BLOCKS, **SIZES)
+    request = Request("a", prompt, NEW_TOKENS)
+    _ENGINES[model_dir].add_request(request)
+    _ENGINES[model_dir].run()
+    return request.output_tokens
+
+
+@contextmanager
+def pair(model_dir: Path, role: str, transport: str = "jax") -> Iterator[Pair]:
+    """A node of a role here, and its peer."""
+    with ExitStack() as stack:
+        yield Pair(model_dir, role, transport, stack)
+
+
+def main() -> None:
+    """Print a line for each fault."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--transport", choices=("jax", "nixl"), default="jax")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        make_tiny_checkpoint(Path(directory))
+        for role, moments in MOMENTS.items():
+            with pair(Path(directory), role, arguments.transport) as both:
+                for moment in moments:
+                    for sign in (signal.SIGSTOP, signal.SIGKILL):
+                        fault = both.lose_peer(moment, sign)
+                        print(
+                            f"{role:8} {fault.moment:16} {fault.sign.name}  {fault.seconds:.2f} s"
+                        )
+
+
+if __name__ == "__main__":
+    main()

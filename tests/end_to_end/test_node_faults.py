@@ -1,0 +1,35 @@
+"""Whatever happens to the other process, at each move of the protocol: the node here ends."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from .node_faults import MOMENTS, TRANSFER_S, pair
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let the processes share what they compile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("programs")))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        yield
+
+
+@pytest.mark.parametrize(
+    ("role", "transport"), [("prefill", "jax"), ("decode", "jax"), ("decode", "nixl")]
+)
+def test_a_lost_peer_costs_an_attempt_and_nothing_else(
+    model_dir: Callable[[str], Path], role: str, transport: str
+) -> None:
+    with pair(model_dir("qwen3"), role, transport) as both:
+        for moment in MOMENTS[role]:
+            fault = both.lose_peer(moment, signal.SIGSTOP)
+            # Nothing waits longer than a transfer may take; that is six times any measured figure.
+            assert fault.seconds < TRANSFER_S + 1, fault
+        for moment in MOMENTS[role][1::2]:
+            both.lose_peer(moment, signal.SIGKILL)
