@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import Any, Protocol
 
-from ..channel import Secret, load_secret
-from ..channel.zmq_channel import ZmqChannel
+from ..channel import Secret, ZmqChannel, load_secret
 from ..disaggregated import DecodeEngine, Disaggregated, PrefillEngine
 from ..disaggregated.node_loop import DESK
 from ..disaggregated.processes import NodeProcesses

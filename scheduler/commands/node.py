@@ -13,8 +13,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from ..channel import load_secret
-from ..channel.zmq_channel import ZmqChannel
+from ..channel import ZmqChannel, load_secret
 from ..disaggregated import DecodeEngine, NodeStats, PrefillEngine
 from ..disaggregated.node_loop import NodeLoop
 from ..handoff import Timing

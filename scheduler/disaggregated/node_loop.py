@@ -14,12 +14,12 @@ from ..channel import (
     Finished,
     GiveUp,
     NodeStatus,
+    Packet,
     PrefillFailed,
     RunPrefill,
     Started,
+    ZmqChannel,
 )
-from ..channel.codec import Packet
-from ..channel.zmq_channel import ZmqChannel
 from ..errors import RequestError
 from ..handoff import Failed, PeerId, Stopped
 from ..handoff import Finished as DecodeFinished

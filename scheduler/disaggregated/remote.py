@@ -7,10 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from ..channel import DecodeFailed, Finished, NodeStatus, PrefillFailed, RunPrefill, Started
+from ..channel import (
+    DecodeFailed,
+    Finished,
+    NodeStatus,
+    Packet,
+    PrefillFailed,
+    RunPrefill,
+    Started,
+    ZmqChannel,
+)
 from ..channel import GiveUp as GiveUpMessage
-from ..channel.codec import Packet
-from ..channel.zmq_channel import ZmqChannel
 from ..handoff import PeerId
 from ..request import Request
 from .desk import Desk, GiveUp, Run

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +127,13 @@ def test_a_node_refuses_what_cannot_work(
     outcome = radixkv(*nodes, *options)
     assert outcome.status == 2
     assert outcome.stderr.startswith(f"radixkv: {message}"), outcome.stderr
+
+
+def test_the_extra_that_is_missing_is_named(arguments: list[object]) -> None:
+    # In a process of its own: here the modules are loaded already.
+    program = "import sys; sys.modules['zmq'] = None; from radixkv.scheduler.cli import main; "
+    program += "sys.exit(main(sys.argv[1:]))"
+    line = [sys.executable, "-c", program, *map(str, arguments), "--disaggregate"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "radixkv: zmq is not installed: pip install 'radixkv[nodes]'\n"
