@@ -70,6 +70,7 @@ class Desk:
         self._live: dict[str, Request] = {}  # by a name that is never used again
         self._names: dict[str, str] = {}  # of those, by request id
         self._routes: dict[Key, Route] = {}
+        self._refused_by: dict[str, PeerId] = {}  # which decode node had no room last
         self._actions: list[Run | GiveUp] = []
         self._ended: list[Request] = []
 
@@ -166,7 +167,9 @@ class Desk:
     def prefill_failed(
         self, key: Key, reason: str, *, is_final: bool = False, is_busy: bool = False
     ) -> None:
-        """P has given an attempt up."""
+        """P has given an attempt up; one that found no room is tried on another decode node."""
+        if is_busy and key in self._routes:
+            self._refused_by[key[0]] = self._routes[key].decode
         self._front.prefill_failed(key, reason, is_final=is_final, is_busy=is_busy)
 
     def decode_failed(self, key: Key, reason: str) -> None:
@@ -192,6 +195,7 @@ class Desk:
                     case Answer(name, tokens, reason):
                         for key in [each for each in self._routes if each[0] == name]:
                             self._end(key)
+                        self._refused_by.pop(name, None)
                         self._answer(self._live.pop(name), tokens, reason)
 
     def _end(self, key: Key) -> None:
@@ -210,7 +214,8 @@ class Desk:
             namespace=asked.namespace,
         )
         try:
-            route = self._router.route(key, request.prompt, request.namespace)
+            busy = [self._refused_by[key[0]]] if key[0] in self._refused_by else []
+            route = self._router.route(key, request.prompt, request.namespace, avoid=busy)
         except RequestTooLargeError as large:
             self._front.prefill_failed(key, str(large), is_final=True)
         except RoutingError as no_node:  # one may come
