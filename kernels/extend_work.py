@@ -17,13 +17,16 @@ the first position that its first live token sees to the position of its last on
                    |~~~~|----|----|----|~~~~|
              begin ^    ^              ^    ^ end          ~ masked: some token sees not all of it
                    full_begin   full_end                  - every live token sees all of it
+
+Rows of one token are no tiles: `attend_single_tokens` leaves them to a decode kernel.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Float, Int32
 
 ALIGNMENT = 8
 """Tokens: a tile starts at a multiple of it, the height of a tile of shared memory."""
@@ -152,3 +155,33 @@ def snake(turn: jax.Array, program: jax.Array, num_programs: int) -> jax.Array:
     """
     across = jnp.where(turn % 2 == 0, program, num_programs - 1 - program)
     return turn * num_programs + across
+
+
+def attend_single_tokens(
+    decode: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]],
+    q: Float[Array, "tokens q_heads head_dim"],
+    kv_lengths: Int32[Array, " batch"],
+    q_lengths: Int32[Array, " batch"],
+    q_starts: Int32[Array, " batch"],
+    out: Float[Array, "tokens q_heads head_dim"],
+    lse: Float[Array, "tokens q_heads"] | None,
+) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"] | None]:
+    """`out` and `lse`, replaced for rows of one query by what a decode kernel gives for them.
+
+    All of them in one launch, whose time is that of the KV they read: in tiles each would take a
+    whole one for its token, and its KV would be read by one thread block per head.
+
+    Args:
+        decode: Makes outputs and log-sum-exps of a query and a length for each row of the batch;
+            the length is 0 for rows of more queries or none.
+        q: As in `paged_extend`, and so are the next three.
+        out: Outputs of the other rows; and so is `lse`.
+    """
+    single = (q_lengths == 1) & (q_starts >= 0)
+    queries = q.at[jnp.where(single, q_starts, 0)].get(mode="clip")
+    row_out, row_lse = decode(queries, jnp.where(single, kv_lengths, 0))
+    token = jnp.where(single, q_starts, q.shape[0])  # out of range: dropped
+    out = out.at[token].set(row_out, mode="drop")
+    if lse is not None and row_lse is not None:
+        lse = lse.at[token].set(row_lse, mode="drop")
+    return out, lse

@@ -71,8 +71,10 @@ def paged_decode(
         [block_tables[b, p // block_size], kv_head, p % block_size, :]
 
     and query head `i` reads KV head `i // (q_heads // kv_heads)`. The cost follows the sum of the
-    lengths (each rounded up to a chunk), not the width of the table. Memory beyond a row's length
-    is never used: it may hold NaN, and the table entries for it may be anything.
+    lengths (each rounded up to a chunk), not the width of the table; by "mosaic" a call lasts at
+    least as long as its longest row, which is split only where the batch does not fill the GPU.
+    Memory beyond a row's length is never used: it may hold NaN, and the table entries for it may be
+    anything.
 
     Args:
         q: Queries, one token per row, bfloat16, float16 or float32; accumulation is in float32.
@@ -125,7 +127,7 @@ def paged_decode(
             sinks,
             scales,
             options=options,
-            config=config_for(q, k_blocks, block_tables),
+            config=config_for(k_blocks, block_tables),
             return_lse=return_lse,
         )
     else:
@@ -136,11 +138,11 @@ def paged_decode(
     return out
 
 
-def config_for(q: Array, k_blocks: Array, block_tables: Array) -> DecodeConfig:
+def config_for(k_blocks: Array, block_tables: Array) -> DecodeConfig:
     """The tiling for these arguments on the device that is being traced for."""
     _, kv_heads, block_size, head_dim = k_blocks.shape
     return choose_config(
-        q.shape[0],
+        block_tables.shape[0],
         kv_heads,
         head_dim,
         block_tables.shape[1] * block_size,

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int32
 from .backends import Backend, choose, target
 from .checks import check_block_tables, check_int32, check_pools, check_queries, check_scales
 from .online_softmax import check_options
+from .paged_decode import config_for
 from .paged_extend_config import choose_config, obstacle
 from .paged_extend_xla import extend as extend_xla
 
@@ -83,9 +84,9 @@ def paged_extend(
         [block_tables[b, p // block_size], kv_head, p % block_size, :]
 
     and query head `i` reads KV head `i // (q_heads // kv_heads)`. The KV of the queries themselves
-    must be in the pools already. A row of one query gives the result of `paged_decode` ("xla": at
-    its cost; "mosaic": as one tile, whose KV one thread block per head reads). Memory beyond a
-    row's `kv_lengths` is never used: it may hold NaN, and the table entries for it may be anything.
+    must be in the pools already. Rows of one query are attended to as by `paged_decode`, all
+    together and at its cost. Memory beyond a row's `kv_lengths` is never used: it may hold NaN,
+    and the table entries for it may be anything.
 
     Args:
         q: Queries, bfloat16, float16 or float32; accumulation is in float32.
@@ -130,13 +131,20 @@ def paged_extend(
         check_int32(name, array, (block_tables.shape[0],), "batch of block_tables")
     options = check_options(sm_scale, soft_cap, window, sinks, q.shape[1])
     arrays = q, k_blocks, v_blocks, block_tables, kv_lengths, q_lengths, q_starts, sinks
-    if choose(backend, obstacle(q, k_blocks)) == "mosaic":
+    if choose(backend, obstacle(q, k_blocks, block_tables.shape[0])) == "mosaic":
         from .paged_extend_mosaic import extend as extend_mosaic  # slow to import
 
         out: Array
         lse: Array | None
         config = choose_config(q.shape[2], target().num_cores)
-        out, lse = extend_mosaic(*arrays, options=options, return_lse=return_lse, config=config)
+        decode_config = config_for(k_blocks, block_tables)
+        out, lse = extend_mosaic(
+            *arrays,
+            options=options,
+            return_lse=return_lse,
+            config=config,
+            decode_config=decode_config,
+        )
     else:
         scales = None if k_scales is None or v_scales is None else (k_scales, v_scales)
         out, lse = extend_xla(*arrays, options, scales)

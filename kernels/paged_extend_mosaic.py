@@ -41,7 +41,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from .extend_work import ALIGNMENT, WorkItem, WorkList, build_work_list, snake
+from . import paged_extend_copier as copier
+from .extend_work import (
+    ALIGNMENT,
+    WorkItem,
+    WorkList,
+    attend_single_tokens,
+    build_work_list,
+)
 from .mosaic import (
     Interpret,
     dot,
@@ -52,63 +59,18 @@ from .mosaic import (
     pl,
     plgpu,
     run,
-    tiles,
 )
 from .online_softmax import AttentionOptions, fence
+from .paged_decode_config import DecodeConfig
+from .paged_decode_mosaic import decode
 from .paged_extend_config import ROWS, TILE_ROWS, WARPGROUPS, ExtendConfig, tile_tokens_of
-
-COMPUTE_REGISTERS, COPY_REGISTERS = 232, 40
-"""Of a thread; 128 * (2 * 232 + 40) is what three warpgroups of 168 registers have together."""
+from .paged_extend_launch import MATRIX, Launch, Memory, Piece
 
 LOG2_E = math.log2(math.e)
 LOWEST = -1e30
 """Softmax peak before anything was seen: finite, so that differences are never NaN."""
 
-MATRIX = plgpu.Layout.WGMMA
 ROW_VECTOR = plgpu.Layout.WGMMA.reduce(1)
-
-
-class Memory(NamedTuple):
-    """What the warpgroups of a thread block see: global memory, shared memory, barriers."""
-
-    q: Any
-    k: Any
-    v: Any
-    tables: Any
-    items: Any
-    num_items: Any
-    sinks: Any
-    """[kv_heads, WARPGROUPS, ROWS] float32, or None."""
-    out: Any
-    lse: Any
-    """[items, kv_heads, WARPGROUPS, ROWS] float32, or None."""
-    shared_q: Any
-    """[WARPGROUPS, ROWS, head_dim]"""
-    shared_k: Any
-    shared_v: Any
-    """[stages, block_kv, head_dim]"""
-    shared_out: Any
-    """[WARPGROUPS, ROWS, out_columns], not tiled: any run of rows can be copied."""
-    shared_lse: Any
-    """[WARPGROUPS, ROWS] float32"""
-    q_full: Any
-    """Per warpgroup; the others per slot."""
-    k_full: Any
-    v_full: Any
-    """One more than slots: the last is for a tile that the copier itself waits for."""
-    k_free: Any
-    v_free: Any
-    turn: Any
-    """Both warpgroups arrive, then both go on, one to the tensor cores and one from them."""
-
-
-class Piece(NamedTuple):
-    """What a thread block does in one turn: a tile for a KV head."""
-
-    number: Array
-    """Of the tile, in the work list."""
-    head: Array
-    item: WorkItem
 
 
 class SoftmaxState(NamedTuple):
@@ -121,67 +83,8 @@ class SoftmaxState(NamedTuple):
     """[ROWS]"""
 
 
-class Kernel(NamedTuple):
-    """The static numbers of a kernel; its methods are traced."""
-
-    kv_heads: int
-    group: int
-    head_dim: int
-    block_size: int
-    num_blocks: int
-    dtype: Any
-    tile_tokens: int
-    has_sinks: bool
-    return_lse: bool
-    options: AttentionOptions
-    config: ExtendConfig
-    interpret: Interpret
-
-    @property
-    def block_copies(self) -> int:
-        """Copies that fill a slot."""
-        return max(1, self.config.block_kv // self.block_size)
-
-    @property
-    def out_columns(self) -> int:
-        """Columns of the output that are staged at a time: all if shared memory has the room."""
-        return self.head_dim if self.head_dim <= 128 else 64
-
-    def q_copies(self, warpgroup: int) -> list[tuple[int, int, int, int]]:
-        """Copies that fill a warpgroup's rows of Q: (first row, query head, first slot, rows)."""
-        copies = []
-        for g in range(self.group):
-            start = g * self.tile_tokens
-            begin = max(start, warpgroup * ROWS)
-            end = min(start + self.tile_tokens, (warpgroup + 1) * ROWS)
-            if begin < end:  # a head may have rows in both warpgroups
-                copies.append((begin - warpgroup * ROWS, g, begin - start, end - begin))
-        return copies
-
-    @property
-    def q_arrivals(self) -> int:
-        """Arrivals that fill a warpgroup's rows of Q; one with fewer copies arrives itself."""
-        return max(len(self.q_copies(w)) for w in range(WARPGROUPS))
-
-    def scratch(self) -> tuple[Any, ...]:
-        """Shared memory and barriers, in the order of `Memory`."""
-        stages = self.config.stages
-        matrix = partial(plgpu.SMEM, dtype=self.dtype, transforms=tiles(self.dtype))
-        ring = matrix((stages, self.config.block_kv, self.head_dim))
-        free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages)
-        return (
-            matrix((WARPGROUPS, ROWS, self.head_dim)),
-            ring,
-            ring,
-            plgpu.SMEM((WARPGROUPS, ROWS, self.out_columns), self.dtype),
-            plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
-            plgpu.Barrier(num_arrivals=self.q_arrivals, num_barriers=WARPGROUPS),
-            plgpu.Barrier(num_arrivals=self.block_copies, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=self.block_copies, num_barriers=stages + 1),
-            free,
-            free,
-            plgpu.Barrier(num_arrivals=WARPGROUPS),
-        )
+class Kernel(Launch):
+    """The program of a thread block, and the part in it of the warpgroups that multiply."""
 
     def trace(self, *refs: Any) -> None:
         """Send each warpgroup to its part."""
@@ -192,105 +95,12 @@ class Kernel(NamedTuple):
         m = Memory(q, k, v, tables, items, num_items, sinks, out, lse, *rest)
         warpgroup = lax.axis_index("warpgroup")
         pl.when(warpgroup < WARPGROUPS)(lambda: self.attend_tiles(m, warpgroup))
-        pl.when(warpgroup == WARPGROUPS)(lambda: self.copy_tiles(m))
-
-    def piece(self, m: Memory, turn: Array) -> Piece:
-        """The work of a turn of this thread block."""
-        index = snake(turn, lax.axis_index("program"), self.config.programs)
-        number = lax.div(index, jnp.int32(self.kv_heads))
-        head = lax.rem(index, jnp.int32(self.kv_heads))
-        fields = range(len(WorkItem._fields))
-        return Piece(number, head, WorkItem(*(m.items[number, field] for field in fields)))
-
-    def turns(self, m: Memory) -> Array:
-        """How many turns this thread block has."""
-        pieces = m.num_items[0] * self.kv_heads
-        whole = lax.div(pieces, jnp.int32(self.config.programs))
-        last = snake(whole, lax.axis_index("program"), self.config.programs)
-        turns: Array = whole + (last < pieces).astype(jnp.int32)
-        return turns
-
-    def slot(self, step: Array) -> Array:
-        """Slot of a ring, by the number of steps that the thread block took before."""
-        return lax.rem(step, jnp.int32(self.config.stages))
-
-    # The warpgroup that copies
-
-    def copy_tiles(self, m: Memory) -> None:
-        """Fill the rings, tile after tile."""
-        if self.interpret is None:
-            plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
-
-        def tile(turn: Array, before: Array) -> Array:
-            _, head, item = self.piece(m, turn)
-            step = partial(self.copy_step, m, head, item, before - item.begin)
-            pl.loop(item.begin, item.end)(step)
-            return before + item.end - item.begin
-
-        def drain(step: Array) -> None:
-            plgpu.barrier_wait(m.k_free.at[self.slot(step)])
-            plgpu.barrier_wait(m.v_free.at[self.slot(step)])
-
-        total = lax.fori_loop(0, self.turns(m), tile, jnp.int32(0))
-        # Not to leave while the others still hand slots back.
-        pl.loop(jnp.maximum(total - self.config.stages, 0), total)(drain)
-
-    def copy_step(self, m: Memory, head: Array, item: WorkItem, offset: Array, i: Array) -> None:
-        """Copy K and V of step `i` of a tile, which is step `offset + i` of the thread block."""
-        stages, block_kv = self.config.stages, self.config.block_kv
-        block_size = jnp.int32(self.block_size)
-        rows = min(block_kv, self.block_size)
-        slot = self.slot(offset + i)
-        sources = []
-        for j in range(self.block_copies):
-            token = i * block_kv + j * rows
-            # Blocks that the row does not use are not read, whatever its table says there.
-            first, last = lax.div(item.kv_begin, block_size), lax.div(item.kv_end - 1, block_size)
-            column = jnp.clip(lax.div(token, block_size), first, last)
-            block = jnp.clip(m.tables[item.row, column], 0, self.num_blocks - 1)
-            start = 0
-            if self.block_size > block_kv:
-                start = pl.multiple_of(lax.rem(token, block_size), block_kv)
-            sources.append((block, head, pl.ds(start, rows)))
-
-        def fill(ring: Any, pool: Any, full: Any) -> None:
-            for j, source in enumerate(sources):
-                place = ring.at[slot, pl.ds(j * rows, rows)]
-                plgpu.copy_gmem_to_smem(pool.at[source], place, full)
-
-        again = offset + i >= stages
-        pl.when(again)(lambda: plgpu.barrier_wait(m.k_free.at[slot]))
-        fill(m.shared_k, m.k, m.k_full.at[slot])
-        pl.when(again)(lambda: plgpu.barrier_wait(m.v_free.at[slot]))
-        unwritten = (i * block_kv < item.kv_begin) | ((i + 1) * block_kv > item.kv_end)
-        fill(m.shared_v, m.v, m.v_full.at[jnp.where(unwritten, stages, slot)])
-
-        def clean() -> None:
-            plgpu.barrier_wait(m.v_full.at[stages])
-            self.zero_unwritten(m.shared_v.at[slot], item, i * block_kv)
-            plgpu.commit_smem()  # of zeroes
-            for _ in range(self.block_copies):
-                plgpu.barrier_arrive(m.v_full.at[slot])
-
-        pl.when(unwritten)(clean)
-
-    def zero_unwritten(self, v: Any, item: WorkItem, first: Array) -> None:
-        """Zero the rows of a tile of V that hold positions outside of [kv_begin, kv_end)."""
-        columns = 64  # at a time: the copier has few registers
-        for row in range(0, self.config.block_kv, ROWS):
-            position = first + row + iota((ROWS, columns), 0, MATRIX, self.interpret)
-            written = (position >= item.kv_begin) & (position < item.kv_end)
-            for column in range(0, self.head_dim, columns):
-                part = (pl.ds(row, ROWS), pl.ds(column, columns))
-                value = load(v, part, MATRIX, self.interpret)
-                v[part] = jnp.where(written, value, jnp.zeros_like(value))
-
-    # The warpgroups that multiply
+        pl.when(warpgroup == WARPGROUPS)(copier.Copier(self, m).run)
 
     def attend_tiles(self, m: Memory, warpgroup: Array) -> None:
         """Attention of 64 rows of each tile."""
         if self.interpret is None:
-            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            plgpu.set_max_registers(self.registers[0], action="increase")
         turns = self.turns(m)
         pl.when(turns > 0)(lambda: self.fetch_q(m, warpgroup, jnp.int32(0)))
 
@@ -486,8 +296,49 @@ class Kernel(NamedTuple):
             pl.when(length & (1 << n) != 0)(partial(copy, 1 << n))
 
 
-@partial(jax.jit, static_argnames=("options", "return_lse", "config", "interpret"))
+@partial(jax.jit, static_argnames=("options", "return_lse", "config", "decode_config", "interpret"))
 def extend(
+    q: Float[Array, "tokens q_heads head_dim"],
+    k_blocks: Float[Array, "blocks kv_heads block_size head_dim"],
+    v_blocks: Float[Array, "blocks kv_heads block_size head_dim"],
+    block_tables: Int32[Array, "batch width"],
+    kv_lengths: Int32[Array, " batch"],
+    q_lengths: Int32[Array, " batch"],
+    q_starts: Int32[Array, " batch"],
+    sinks: Float[Array, " q_heads"] | None,
+    *,
+    options: AttentionOptions,
+    return_lse: bool,
+    config: ExtendConfig,
+    decode_config: DecodeConfig,
+    interpret: Interpret = None,
+) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"] | None]:
+    """`paged_extend` without its checks: long rows in tiles, single tokens by `paged_decode`'s.
+
+    Args:
+        q: As in `paged_extend`, and so are the next seven.
+        options: Scale, soft cap and window.
+        return_lse: Whether to compute the log-sum-exp; None is returned for it otherwise.
+        config: How the work on tiles is cut.
+        decode_config: How the work on single tokens is cut.
+        interpret: Simulate on a CPU.
+    """
+    static: dict[str, Any] = dict(options=options, return_lse=return_lse, interpret=interpret)
+    pools = k_blocks, v_blocks, block_tables
+    longer = jnp.where(q_lengths > 1, q_lengths, 0)
+    out, lse = extend_tiles(q, *pools, kv_lengths, longer, q_starts, sinks, config=config, **static)
+
+    def decode_rows(queries: Array, lengths: Array) -> tuple[Array, Array | None]:
+        attended: tuple[Array, Array | None] = decode(
+            queries, *pools, lengths, sinks, None, config=decode_config, **static
+        )
+        return attended
+
+    return attend_single_tokens(decode_rows, q, kv_lengths, q_lengths, q_starts, out, lse)
+
+
+@partial(jax.jit, static_argnames=("options", "return_lse", "config", "interpret"))
+def extend_tiles(
     q: Float[Array, "tokens q_heads head_dim"],
     k_blocks: Float[Array, "blocks kv_heads block_size head_dim"],
     v_blocks: Float[Array, "blocks kv_heads block_size head_dim"],
@@ -502,22 +353,10 @@ def extend(
     config: ExtendConfig,
     interpret: Interpret = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"] | None]:
-    """`paged_extend` without its checks.
-
-    Args:
-        q: As in `paged_extend`, and so are the next seven.
-        options: Scale, soft cap and window.
-        return_lse: Whether to compute the log-sum-exp; None is returned for it otherwise.
-        config: How the work is cut.
-        interpret: Simulate on a CPU.
-    """
+    """`extend`, with every row in tiles."""
     num_tokens, q_heads, head_dim = q.shape
     num_blocks, kv_heads, block_size, _ = k_blocks.shape
-    batch, width = block_tables.shape
     out = jnp.zeros_like(q)
-    lse = jnp.full((num_tokens, q_heads), -jnp.inf, jnp.float32) if return_lse else None
-    if num_tokens == 0 or batch == 0:
-        return out, lse
     group = q_heads // kv_heads
     tile_tokens = tile_tokens_of(group)
     kernel = Kernel(
@@ -544,7 +383,7 @@ def extend(
         tile_tokens=tile_tokens,
         block_kv=config.block_kv,
         window=options.window,
-        max_kv_length=width * block_size,
+        max_kv_length=block_tables.shape[1] * block_size,
     )
     if padded_tokens != num_tokens:
         q = jnp.pad(q, ((0, padded_tokens - num_tokens), (0, 0), (0, 0)))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from .extend_work import attend_single_tokens
 from .online_softmax import (
     V_FACTOR,
     AttentionOptions,
@@ -79,19 +80,16 @@ def extend(
         )
 
     out, lse = lax.fori_loop(0, ends[-1], tile, (out, lse))
-    out, lse = out[:num_tokens], lse[:num_tokens]
 
-    single = q_lengths == 1
-    queries = q.at[jnp.where(single, q_starts, 0)].get(mode="clip")
-    lengths = jnp.where(single, kv_lengths, 0)
-    row_out, row_lse = decode(
-        queries, k_blocks, v_blocks, block_tables, lengths, sinks, options, scales
-    )
-    target = jnp.where(single, q_starts, num_tokens)  # out of range: dropped
-    return (
-        out.at[target].set(row_out, mode="drop"),
-        lse.at[target].set(row_lse, mode="drop"),
-    )
+    def decode_rows(queries: Array, lengths: Array) -> tuple[Array, Array]:
+        pools = k_blocks, v_blocks, block_tables
+        attended: tuple[Array, Array] = decode(queries, *pools, lengths, sinks, options, scales)
+        return attended
+
+    rows = kv_lengths, q_lengths, q_starts
+    out, row_lse = attend_single_tokens(decode_rows, q, *rows, out[:num_tokens], lse[:num_tokens])
+    assert row_lse is not None
+    return out, row_lse
 
 
 def _attend_tile(
