@@ -28,7 +28,8 @@ def checked(kernel: Kernel) -> Kernel:
         error, out = jax.jit(checkify.checkify(step))(...)
         error.throw()           # checkify.JaxRuntimeError: block_tables[3, 7] must be in 0 .. 512
 
-    What it finds, and what happens in the kernels themselves, which pay for no such check::
+    What it finds, and what happens in the kernels themselves, of any backend, which pay for no such
+    check (never a read or a write outside of the arrays)::
 
         argument                     must be                         otherwise
         lengths, kv_lengths          >= 0                            taken for 0
@@ -37,7 +38,7 @@ def checked(kernel: Kernel) -> Kernel:
         q_lengths                    0 .. kv_lengths                 see paged_extend
         q_starts of active rows      rows apart, within q            unspecified outputs
         slots                        -1 or in the pools              that token is skipped
-                                     distinct                        one of the tokens wins
+                                     distinct                        unspecified numbers there
         k_scales, v_scales           > 0 where a token is written    unspecified numbers
         ids, sources, destinations   -1 or in the pool               that entry is skipped
         ids that are written         distinct, no source among them  unspecified contents

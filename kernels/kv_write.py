@@ -40,7 +40,7 @@ def kv_write(
             (at 127 in an int8 pool, at 448 in a float8_e4m3fn pool).
         v_new: Values, of the same shape; treated alike.
         slots: Where each token goes. A negative slot, or one past the pools, skips its token.
-            Among tokens with one slot an unspecified one wins.
+            What a slot of several tokens holds is unspecified: the Mosaic kernel may mix them.
         k_blocks: Pool of keys.
         v_blocks: Pool of values, of the same shape and dtype.
         k_scales: What the keys of each (block, head) are stored divided by, for int8 and

@@ -39,6 +39,12 @@ def choose_config(
 
     The tile and the ring fill the shared memory. A row is split only while the batch does not
     fill the GPU, and never below two tiles.
+
+    It knows the number of rows, not their lengths. So where the batch fills the GPU and one row is
+    far longer than the others, one thread block per KV head reads all of that row, and a launch
+    lasts as long as it does: about as long as a launch for that row alone, unsplit. To split by
+    lengths takes a list of work made on the device and a second pass that merges the parts: some
+    launches more for every batch, also for the usual one that has nothing to merge.
     """
     tile_tokens = 128 if head_dim == 64 else 64
     stages = 3 if itemsize > 1 else 4
