@@ -84,16 +84,18 @@ def _show_colons(*event: Any) -> None:
     event[-1][:] = [line.replace(_COLON, ":") for line in event[-1]]
 
 
-def _write_specification(app: Any) -> None:
-    """Write the parts of the specification's page that come from its rules and planted bugs."""
+def _write_pages(app: Any) -> None:
+    """Write what comes from code: the specification's rules and bugs, the hand-off's states."""
     sys.path.insert(0, str(Path(__file__).parent / "_generate"))
-    from specification import write_pages
+    import handoff
+    import specification
 
-    write_pages()
+    specification.write_pages()
+    handoff.write_pages()
 
 
 def setup(app: Any) -> None:
     """Generate pages; and surround napoleon, which has the default priority of 500."""
-    app.connect("builder-inited", _write_specification)
+    app.connect("builder-inited", _write_pages)
     app.connect("autodoc-process-docstring", _hide_colons, priority=100)
     app.connect("autodoc-process-docstring", _show_colons, priority=900)

@@ -32,6 +32,7 @@ from ..handoff.messages import (
 )
 from ..request import SamplingParams
 from ..transport.tickets import DIGEST_BYTES, ArraySpec, Descriptor, WireTicket
+from .address import check_target
 from .client_messages import (
     ClientMessage,
     DecodeFailed,
@@ -42,7 +43,7 @@ from .client_messages import (
     RunPrefill,
     Started,
 )
-from .errors import DecodeError, EncodeError
+from .errors import ChannelAddressError, DecodeError, EncodeError
 from .schema import Bool, Bytes, Field, Float, Int, Many, Maybe, OneOf, Pair, Record, Text
 
 AnyMessage: TypeAlias = Message | ClientMessage
@@ -51,9 +52,25 @@ MAX_PROMPT_TOKENS: Final = 1 << 20
 MAX_FRAME_BYTES: Final = 4 * MAX_PROMPT_TOKENS + (1 << 20)
 _MAX_ITEMS: Final = 1 << 17
 _MAX_CHARS: Final = 4096
+MAX_NAME_CHARS: Final = 256
+
+
+class _Address(Text):
+    """Where a node can be connected to."""
+
+    def unpack(self, packed: Any) -> str:
+        """See `Field.unpack`."""
+        address = super().unpack(packed)
+        try:
+            check_target(address)
+        except ChannelAddressError as error:
+            raise DecodeError(str(error)) from None
+        return address
+
 
 _U64: Final = Int(0, 2**64 - 1)
-_NAME: Final = Text(256)
+_NAME: Final = Text(MAX_NAME_CHARS)
+_ADDRESS: Final = _Address(256)
 _COUNT: Final = Int()
 _TOKEN: Final = Int(-(2**31))
 _KEY: Final = Pair(_NAME, _COUNT)
@@ -144,7 +161,7 @@ MESSAGES: Final[tuple[Record, ...]] = (
             "stop_token_ids": _STOPS,
             "namespace": _NAMESPACE,
             "decode_node": _NAME,
-            "decode_address": _NAME,
+            "decode_address": _ADDRESS,
         },
     ),
     Record(GiveUp, {"key": _KEY, "reason": _REASON}),
@@ -156,7 +173,7 @@ MESSAGES: Final[tuple[Record, ...]] = (
         NodeStatus,
         {
             "role": OneOf("prefill", "decode"),
-            "address": _NAME,
+            "address": _ADDRESS,
             "transport": Text(32),
             "block_size": Int(1),
             "num_blocks": Int(1),

@@ -12,7 +12,6 @@ reordered by the channel. The protocol expects worse.
 
 from __future__ import annotations
 
-import ipaddress
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
@@ -20,6 +19,7 @@ from typing import Final
 import zmq
 
 from ..transport.tickets import WireTicket
+from .address import check_target, host_of
 from .codec import AnyMessage, Packet
 from .errors import ChannelAddressError, ChannelClosedError, UnknownPeerError
 from .frames import MAX_BYTES, Dropped, DroppedError, FrameReader, seal
@@ -71,7 +71,7 @@ class ZmqChannel:
         Raises:
             ChannelAddressError: if there is none and the address is public, or it cannot be bound.
         """
-        host = _host(bind)
+        host = host_of(bind)
         if not host.is_loopback and secret is None:
             raise ChannelAddressError(
                 f"{bind} can be reached from other machines, so it needs a secret: set "
@@ -104,11 +104,12 @@ class ZmqChannel:
         """Send what is for a peer to an address from now on; it need not be there yet.
 
         Raises:
-            ChannelAddressError: for a malformed address.
+            ChannelAddressError: for one that is malformed, or that nobody can connect to.
             ChannelClosedError: after close.
         """
         self._check_open()
-        version = _host(address).version
+        check_target(address)
+        version = host_of(address).version
         if self._addresses.get(peer) == address:
             return
         self.disconnect(peer)
@@ -201,18 +202,3 @@ class ZmqChannel:
     def _check_open(self) -> None:
         if self._context.closed:
             raise ChannelClosedError("the channel is closed")
-
-
-def _host(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Return the host of an address.
-
-    Raises:
-        ChannelAddressError: if it is none.
-    """
-    host, _, port = address.rpartition(":")
-    if port.isascii() and port.isdigit() and int(port) < 1 << 16:
-        try:
-            return ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
-        except ValueError:
-            pass
-    raise ChannelAddressError(f"an address is like 127.0.0.1:5557 or [::1]:5557, got {address!r}")

@@ -61,7 +61,10 @@ def check_apart(arguments: argparse.Namespace) -> None:
     for option in ("no_prefix_cache", "storage"):
         if getattr(arguments, option):
             raise BadInputError(f"--{option.replace('_', '-')} does not go with --disaggregate")
-    if arguments.desk is not None and arguments.transport is not None:
-        raise BadInputError("--desk takes nodes as they are: give them --transport")
+    if arguments.desk is not None:
+        for option in ("transport", "device_blocks", "host_blocks"):
+            if getattr(arguments, option) is not None:
+                name = option.replace("_", "-")
+                raise BadInputError(f"--desk takes nodes as they are: give them --{name}")
     if arguments.desk is None and arguments.secret_file is not None:
         raise BadInputError("--secret-file needs --desk")

@@ -49,7 +49,7 @@ def complete_apart(
     Raises:
         HandoffFailedError: if one comes to nothing.
         NodeProcessError: if a node ends by itself.
-        BadInputError: if the nodes that are started by hand do not come.
+        BadInputError: if the nodes that are started by hand do not come, or do not fit.
     """
     if arguments.transport == "inprocess":
         return _in_process(arguments, requests, sizes)
@@ -107,7 +107,8 @@ def _in_processes(
     ]
     if arguments.host_blocks is not None:
         common += ["--host-blocks", arguments.host_blocks, "--host-write", arguments.host_write]
-    generates = ["--preempt", arguments.preempt, "--reserve-tokens", arguments.reserve_tokens]
+    reserve = "no_evict" if arguments.reserve_tokens is None else arguments.reserve_tokens
+    generates = ["--preempt", arguments.preempt, "--reserve-tokens", reserve]
     with NodeProcesses() as processes:
         with closing(_open_desk("127.0.0.1:0", processes.secret)) as channel:
             common += ["--desk", channel.address]
@@ -136,24 +137,33 @@ def _open_desk(address: str, secret: Secret | None) -> ZmqChannel:
 def _wait_for(
     nodes: RemoteNodes, arguments: argparse.Namespace, processes: NodeProcesses | None = None
 ) -> None:
-    """Wait until as many nodes of each role serve as were asked for."""
+    """Wait until as many nodes of each role serve as were asked for.
+
+    Raises:
+        BadInputError: if one comes that cannot serve, or they do not come.
+    """
     deadline = time.monotonic() + _JOIN_S
     wanted = {"prefill": arguments.prefill or 1, "decode": arguments.decode or 1}
     while any(nodes.count(role) < number for role, number in wanted.items()):
         nodes.step()
         if processes is not None:
             processes.check()
+        refused = [
+            f"{peer} is refused: {node.refusal}"
+            for peer, node in nodes.nodes.items()
+            if node.refusal
+        ]
+        if refused:
+            raise BadInputError("; ".join(refused))
         if time.monotonic() >= deadline:
             missing = [
                 f"{nodes.count(role)} of {number} {role} nodes" for role, number in wanted.items()
             ]
-            refused = [
-                f"{peer} is refused: {node.refusal}"
-                for peer, node in nodes.nodes.items()
-                if node.refusal
-            ]
-            came = " and ".join(missing)
-            raise BadInputError("; ".join([f"after {_JOIN_S:g} s there are {came}", *refused]))
+            came = f"after {_JOIN_S:g} s there are {' and '.join(missing)}"
+            dropped = [f"{count} {reason.value}" for reason, count in nodes.dropped.items()]
+            if dropped:
+                came += f"; dropped messages: {', '.join(dropped)}"
+            raise BadInputError(came)
 
 
 def _run(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .apart_options import add_apart
-from .options import add_host_tier, add_json, add_size, num_bytes, size_or_zero
+from .options import add_host_tier, add_json, add_size, num_bytes, tokens_to_reserve
 
 
 def add_parser(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
@@ -76,9 +76,10 @@ def _add_tiers(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--reserve-tokens",
-        type=size_or_zero,
+        type=tokens_to_reserve,
         metavar="N",
         default=512,
         help="keep blocks for so many more tokens of every request that runs, before another is "
-        "started; the fewer, the more are preempted (default: %(default)s)",
+        "started; the fewer, the more are preempted, and with no_evict none is (default: "
+        "%(default)s)",
     )

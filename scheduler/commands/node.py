@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -13,9 +14,11 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from ..channel import ZmqChannel, load_secret
+from ..channel import ChannelAddressError, ZmqChannel, load_secret
+from ..channel.address import check_target
+from ..channel.codec import MAX_NAME_CHARS
 from ..disaggregated import DecodeEngine, NodeStats, PrefillEngine
-from ..disaggregated.node_loop import NodeLoop
+from ..disaggregated.node_loop import DESK, NodeLoop
 from ..handoff import Timing
 from ..models import load_model
 from ..models.digest import weights_digest
@@ -34,6 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise BadInputError("--silence-s must be more than 0")
     if getattr(arguments, "preempt", "recompute") == "host" and arguments.host_blocks is None:
         raise BadInputError("--preempt host needs --host-blocks")
+    if arguments.name == DESK or not 0 < len(arguments.name) <= MAX_NAME_CHARS:
+        raise BadInputError(
+            f"--name must have 1 to {MAX_NAME_CHARS} characters, and not be {DESK!r}"
+        )
     with ExitStack() as stack:
         channel = stack.enter_context(closing(_open_channel(arguments)))
         host = arguments.listen.rpartition(":")[0].strip("[]")
@@ -49,18 +56,28 @@ def run(arguments: argparse.Namespace) -> int:
             status_s=arguments.silence_s / _RETRIES_PER_SILENCE,
         )
         with _until_told_to_stop() as is_stopped:
+            said = f"radixkv: {arguments.name} serves at {channel.address}"
+            print(said, file=sys.stderr, flush=True)
             loop.run(is_stopped)
         print(json.dumps(describe(engine.stats()), allow_nan=False), flush=True)
     return 0
 
 
 def _open_channel(arguments: argparse.Namespace) -> ZmqChannel:
-    return ZmqChannel(
+    """Bind it, and refuse wrong addresses before anything is loaded."""
+    check_target(arguments.desk)
+    channel = ZmqChannel(
         arguments.name,
         epoch=time.time_ns(),
         bind=arguments.listen,
         secret=load_secret(arguments.secret_file),
     )
+    try:
+        check_target(channel.address)  # others are told it
+    except ChannelAddressError:
+        channel.close()
+        raise
+    return channel
 
 
 def _make_engine(

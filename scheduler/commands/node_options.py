@@ -6,17 +6,17 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from .options import add_host_tier, add_size, seconds, size_or_zero
+from .options import add_host_tier, add_size, seconds, tokens_to_reserve
 
 
 def add_parsers(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
     """Add both commands to those that there are."""
     prefill = commands.add_parser(
         "prefill-node",
-        help="serve as a prefill node: compute prompts for decode nodes",
+        help="serve as a prefill node: compute prompts",
         description="Compute the prompts that a front desk (`radixkv generate --desk`) sends, and "
-        "hand each over to a decode node. Ends with SIGTERM or ctrl-C, and prints what it has done "
-        "as JSON.",
+        "hand each over to a decode node. Says on stderr when it serves; ends with SIGTERM or "
+        "ctrl-C, and prints what it has done as JSON.",
     )
     _add_options(prefill, "prefill-0")
     prefill.add_argument(
@@ -30,25 +30,26 @@ def add_parsers(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
 
     decode = commands.add_parser(
         "decode-node",
-        help="serve as a decode node: generate from prompts that prefill nodes have computed",
-        description="Take computed prompts over from prefill nodes, and generate from them. Ends "
-        "with SIGTERM or ctrl-C, and prints what it has done as JSON.",
+        help="serve as a decode node: generate from computed prompts",
+        description="Take computed prompts over from prefill nodes, and generate from them. Says "
+        "on stderr when it serves; ends with SIGTERM or ctrl-C, and prints what it has done as "
+        "JSON.",
     )
     _add_options(decode, "decode-0")
     decode.add_argument(
         "--preempt",
         choices=("recompute", "host"),
         default="recompute",
-        help="what becomes of the KV of a request that has to give up its blocks (default: "
-        "%(default)s)",
+        help="what becomes of the KV of a request that has to give up its blocks: it is computed "
+        "again, or parked on the host (default: %(default)s)",
     )
     decode.add_argument(
         "--reserve-tokens",
-        type=size_or_zero,
+        type=tokens_to_reserve,
         metavar="N",
         default=512,
-        help="keep blocks for so many more tokens of every request before another is taken over "
-        "(default: %(default)s)",
+        help="keep blocks for so many more tokens of every request before another is taken over; "
+        "no_evict: for all of them, so that none is preempted (default: %(default)s)",
     )
     decode.set_defaults(run=run, role="decode")
 
@@ -56,12 +57,15 @@ def add_parsers(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
 def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("model_dir", metavar="MODEL_DIR", help="a checkpoint's directory")
     parser.add_argument(
-        "--desk", required=True, metavar="ADDRESS:PORT", help="where the front desk is"
+        "--desk",
+        required=True,
+        metavar="ADDRESS:PORT",
+        help="where the front desk listens; it may come later",
     )
     parser.add_argument(
         "--name",
         default=name,
-        help="of this node, another for each node of a deployment (default: %(default)s)",
+        help="of this node; each node of a deployment needs another (default: %(default)s)",
     )
     parser.add_argument(
         "--listen",
@@ -87,8 +91,9 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
         type=seconds,
         metavar="S",
         default=5.0,
-        help="a peer not heard of for so long has gone; a transfer may take six times as long "
-        "(default: %(default)s)",
+        help="a peer not heard of for so long has gone; what has no answer is said again after a "
+        "fifth of it, and a transfer may take six times as long; the same for all (default: "
+        "%(default)s)",
     )
     add_size(parser, "--block-size", "tokens per block (default: %(default)s)", default=16)
     add_size(parser, "--device-blocks", "blocks of KV cache")

@@ -32,6 +32,18 @@ def size_or_zero(text: str) -> int:
     return 0 if text == "0" else positive_int(text)
 
 
+def tokens_to_reserve(text: str) -> int | None:
+    """Parse how many more tokens of each request to keep room for; None: all of them."""
+    if text == "no_evict":
+        return None
+    try:
+        return size_or_zero(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"expected a number of tokens, or no_evict, got {text!r}"
+        ) from None
+
+
 def num_bytes(text: str) -> int:
     """Parse a budget of bytes: more than zero."""
     try:

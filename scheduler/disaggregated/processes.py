@@ -30,6 +30,26 @@ class _Node:
     out: IO[bytes]
     err: IO[bytes]
 
+    def tell_to_end(self) -> None:
+        """Ask the process to end, if it has not."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.send_signal(signal.SIGCONT)
+
+    def last_words(self) -> dict[str, Any] | None:
+        """Wait for the end, and return the counts that were printed, if it ended well."""
+        try:
+            status = self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            status = self.process.wait()
+        stats: dict[str, Any] | None = None
+        if status == 0:
+            self.out.seek(0)
+            stats = json.loads(self.out.read())
+        self.forget()
+        return stats
+
     def forget(self) -> None:
         """Close what is open, of a process that has ended or does now."""
         self.process.wait()
@@ -100,24 +120,21 @@ class NodeProcesses:
                 node.err.seek(0)
                 lines = node.err.read().decode(errors="replace").strip().splitlines()
                 last = lines[-1] if lines else "it said nothing"
+                if status < 0:
+                    how = signal.strsignal(-status) or f"signal {-status}"
+                    raise NodeProcessError(f"{name} was ended ({how}); the last it said: {last}")
                 raise NodeProcessError(f"{name} has ended with status {status}: {last}")
+
+    def end(self, name: str) -> dict[str, Any] | None:
+        """End one node; return what it says that it has done, if it ended well."""
+        node = self._nodes.pop(name)
+        node.tell_to_end()
+        return node.last_words()
 
     def stop(self) -> dict[str, dict[str, Any]]:
         """End all nodes; return what each says that it has done, if it ended well."""
         for node in self._nodes.values():
-            if node.process.poll() is None:
-                node.process.send_signal(signal.SIGTERM)
-                node.process.send_signal(signal.SIGCONT)
-        stats = {}
-        for name, node in self._nodes.items():
-            try:
-                status = node.process.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                node.process.kill()
-                status = node.process.wait()
-            if status == 0:
-                node.out.seek(0)
-                stats[name] = json.loads(node.out.read())
-            node.forget()
+            node.tell_to_end()
+        said = {name: node.last_words() for name, node in self._nodes.items()}
         self._nodes.clear()
-        return stats
+        return {name: stats for name, stats in said.items() if stats is not None}

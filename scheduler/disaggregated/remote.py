@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from ..channel import (
     DecodeFailed,
+    Dropped,
     Finished,
     NodeStatus,
     Packet,
@@ -84,6 +86,11 @@ class RemoteNodes:
     def failures(self) -> dict[str, str]:
         """Why requests came to nothing, by id; those have the status ABORTED."""
         return self._desk.failures
+
+    @property
+    def dropped(self) -> Counter[Dropped]:
+        """Count what came and was not taken in, by the reason."""
+        return self._channel.stats().dropped
 
     @property
     def has_work(self) -> bool:
@@ -195,7 +202,9 @@ class RemoteNodes:
                         route.decode,
                         self.nodes[route.decode].status.address,
                     )
-                    self._channel.send(route.prefill, run)
+                    if not self._channel.send(route.prefill, run):
+                        reason = f"too many messages wait for {route.prefill}"
+                        self._desk.prefill_failed(key, reason, is_busy=True)
                 case GiveUp(key, reason):
                     for peer, node in self.nodes.items():
                         if not node.refusal:

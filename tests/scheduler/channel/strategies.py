@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from radixkv.scheduler.channel.codec import _WIRE, MESSAGES, Packet
+from radixkv.scheduler.channel.codec import _WIRE, MESSAGES, Packet, _Address
 from radixkv.scheduler.channel.schema import (
     Bool,
     Bytes,
@@ -35,6 +35,11 @@ def values(field: Field) -> st.SearchStrategy[Any]:
             return st.booleans()
         case OneOf():
             return st.sampled_from(field._choices)
+        case _Address():
+            ports = st.integers(1, 2**16 - 1)
+            return ports.map(lambda port: f"10.0.0.1:{port}") | ports.map(
+                lambda port: f"[fe80::1]:{port}"
+            )
         case Text():
             return st.text(max_size=min(field._max_chars, 20))
         case Bytes():

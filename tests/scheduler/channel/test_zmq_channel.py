@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
@@ -171,6 +172,13 @@ def test_a_malformed_address_is_refused(opened: Open, address: str) -> None:
     with pytest.raises(ChannelAddressError, match=r"^an address is like 127\.0\.0\.1:5557 or "):
         ZmqChannel("d", epoch=1, bind=address)
     with pytest.raises(ChannelAddressError, match=r"^an address is like 127\.0\.0\.1:5557 or "):
+        opened("p").connect("d", address)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "0.0.0.0:5557", "[::]:5557"])
+def test_an_address_that_nobody_can_connect_to_is_refused(opened: Open, address: str) -> None:
+    message = f"nobody can connect to {address}: it must be one address of a machine, with a port"
+    with pytest.raises(ChannelAddressError, match=f"^{re.escape(message)}$"):
         opened("p").connect("d", address)
 
 

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
+from contextlib import ExitStack, closing
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from radixkv.scheduler.channel import NodeStatus, Secret
+from radixkv.scheduler.channel.zmq_channel import ZmqChannel
+from radixkv.scheduler.commands import generate_apart
+from radixkv.scheduler.commands.errors import BadInputError
+from radixkv.scheduler.disaggregated.node_loop import DESK
+from radixkv.scheduler.disaggregated.remote import RemoteNodes
 from radixkv.scheduler.models import make_tiny_checkpoint
 
+EPOCHS = count(1)
 PREFIX = list(range(1, 13))
 PROMPTS = [[*PREFIX, 20], [*PREFIX, 21], [30, 31, 32, 33, 34], [*PREFIX, 22, 23]]
 
@@ -53,6 +63,14 @@ def test_nodes_in_one_process_give_the_same_outputs(radixkv: Any, arguments: lis
         assert node["transport"]["faults"] == {}
 
 
+def test_a_decode_node_that_reserves_all_preempts_none(
+    radixkv: Any, arguments: list[object]
+) -> None:
+    apart = ["--disaggregate", "--transport", "inprocess", "--device-blocks", 10]
+    results = run(radixkv, *arguments, *apart, "--reserve-tokens", "no_evict")
+    assert results["stats"]["decode-0"]["engine"]["scheduler"]["preemptions"] == 0
+
+
 def test_a_decode_node_may_park_on_its_host(radixkv: Any, arguments: list[object]) -> None:
     expected = run(radixkv, *arguments)["outputs"]
     tight = ["--device-blocks", 10, "--reserve-tokens", 0, "--host-blocks", 32, "--preempt", "host"]
@@ -80,9 +98,17 @@ def test_a_decode_node_may_park_on_its_host(radixkv: Any, arguments: list[object
             ("--disaggregate", "--host-blocks", 9, "--storage", "file:///x"),
             "--storage does not go with --disaggregate",
         ),
+        *(
+            (
+                ("--disaggregate", "--desk", "127.0.0.1:0", option, value),
+                f"--desk takes nodes as they are: give them {option}",
+            )
+            for option, value in (("--transport", "jax"), ("--device-blocks", 9))
+        ),
         (
-            ("--disaggregate", "--desk", "127.0.0.1:0", "--transport", "jax"),
-            "--desk takes nodes as they are: give them --transport",
+            ("--reserve-tokens", "all"),
+            "argument --reserve-tokens: expected a number of tokens, or no_evict, got 'all' (see "
+            "`radixkv generate --help`)",
         ),
         (("--disaggregate", "--secret-file", "x"), "--secret-file needs --desk"),
         (
@@ -115,13 +141,25 @@ def test_options_that_do_not_go_together_are_refused(
         (("--preempt", "host"), "--preempt host needs --host-blocks"),
         (("--listen", "localhost:1"), "an address is like 127.0.0.1:5557"),
         (("--desk", "x"), "an address is like 127.0.0.1:5557"),
+        (
+            ("--desk", "127.0.0.1:0"),
+            "nobody can connect to 127.0.0.1:0: it must be one address of a machine, with a port",
+        ),
+        (("--listen", "0.0.0.0:0"), "nobody can connect to 0.0.0.0:"),
+        (("--name", "desk"), "--name must have 1 to 256 characters, and not be 'desk'"),
+        (("--name", ""), "--name must have 1 to 256 characters, and not be 'desk'"),
         (("--secret-file", "/no/such/file"), "the secret file /no/such/file cannot be read"),
         (("--transport", "carrier pigeon"), "argument --transport: invalid choice"),
     ],
 )
 def test_a_node_refuses_what_cannot_work(
-    radixkv: Any, model_dir: Path, options: tuple[object, ...], message: str
+    radixkv: Any,
+    model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[object, ...],
+    message: str,
 ) -> None:
+    monkeypatch.setenv("RADIXKV_SECRET", "a secret of the test, long enough")
     sizes = ("--device-blocks", 8, "--block-size", 4, "--token-budget", 4, "--max-model-len", 16)
     nodes = ("decode-node", model_dir, "--desk", "127.0.0.1:1", *sizes)
     outcome = radixkv(*nodes, *options)
@@ -137,3 +175,46 @@ def test_the_extra_that_is_missing_is_named(arguments: list[object]) -> None:
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "radixkv: zmq is not installed: pip install 'radixkv[nodes]'\n"
+
+
+def wait_for(desk: ZmqChannel, *statuses: NodeStatus) -> str:
+    """What the command says when one node of each role is wanted, and these come."""
+    arguments = argparse.Namespace(prefill=None, decode=None)
+    with ExitStack() as stack:
+        for place, status in enumerate(statuses):
+            node = stack.enter_context(closing(ZmqChannel(f"node-{place}", epoch=next(EPOCHS))))
+            node.connect(DESK, desk.address)
+            node.send(DESK, status)
+        nodes = RemoteNodes(desk, block_size=4)
+        while len(nodes.nodes) < len(statuses):
+            nodes.step()
+        with pytest.raises(BadInputError) as error:
+            generate_apart._wait_for(nodes, arguments)
+    return str(error.value)
+
+
+def test_a_desk_says_that_nodes_have_another_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate_apart, "_JOIN_S", 0.0)
+    secret = Secret(b"a secret of the test, long enough")
+    with (
+        closing(ZmqChannel(DESK, epoch=1, secret=secret)) as desk,
+        closing(ZmqChannel("node-0", epoch=1)) as node,
+    ):
+        node.connect(DESK, desk.address)
+        node.send(DESK, NodeStatus("prefill", "127.0.0.1:1", "jax", 4, 64))
+        assert desk.wait(10.0)
+        assert wait_for(desk) == (
+            "after 0 s there are 0 of 1 prefill nodes and 0 of 1 decode nodes; dropped messages: 1 "
+            "not signed with the secret of this node"
+        )
+
+
+def test_a_desk_says_which_nodes_it_lacks_or_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate_apart, "_JOIN_S", 0.0)
+    prefill = NodeStatus("prefill", "127.0.0.1:1", "jax", 4, 64)
+    decode = NodeStatus("decode", "127.0.0.1:2", "nixl", 8, 64)
+    with closing(ZmqChannel(DESK, epoch=1)) as desk:
+        lacks = "after 0 s there are {} of 1 prefill nodes and 0 of 1 decode nodes"
+        assert wait_for(desk) == lacks.format(0)
+        assert wait_for(desk, prefill) == lacks.format(1)
+        assert wait_for(desk, decode) == ("node-0 is refused: it has blocks of 8 tokens, not 4")

@@ -1,0 +1,34 @@
+"""Writes the tables of the hand-off's protocol from the code that asserts them.
+
+Called by conf.py; writes into ``docs/_generated/``, which is not in git.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Final
+
+from radixkv.scheduler.handoff import DECODE_MOVES, PREFILL_MOVES
+from radixkv.scheduler.handoff.invariants import INVARIANTS
+
+OUTPUT: Final = Path(__file__).parents[1] / "_generated"
+
+
+def write_pages() -> None:
+    """Write states and invariants, each to be included by protocol.md."""
+    OUTPUT.mkdir(exist_ok=True)
+    _write("prefill_states", ("From", "To", "When"), _rows(PREFILL_MOVES))
+    _write("decode_states", ("From", "To", "When"), _rows(DECODE_MOVES))
+    invariants = [(f"**{each.name}**", each.text) for each in INVARIANTS]
+    _write("handoff_invariants", ("Name", "What must hold"), invariants)
+
+
+def _rows(moves: Mapping[tuple[Enum, Enum], str]) -> list[tuple[str, ...]]:
+    return [(f"`{old.value}`", f"`{new.value}`", why) for (old, new), why in moves.items()]
+
+
+def _write(name: str, head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
+    lines = [f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *rows)]
+    (OUTPUT / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")

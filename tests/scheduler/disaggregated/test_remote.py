@@ -1,0 +1,49 @@
+"""A front desk for nodes elsewhere: what it does when messages do not get through."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from itertools import count
+
+from radixkv.scheduler.channel import Finished, NodeStatus, RunPrefill
+from radixkv.scheduler.channel.zmq_channel import ZmqChannel
+from radixkv.scheduler.disaggregated.node_loop import DESK
+from radixkv.scheduler.disaggregated.remote import RemoteNodes
+from radixkv.scheduler.handoff import Hits
+from radixkv.scheduler.request import Request
+
+NUM_REQUESTS = 1100  # more than the queue of 1000 holds
+
+
+def test_what_a_full_queue_refuses_is_sent_again() -> None:
+    ticks = count()
+    with closing(ZmqChannel("probe", epoch=1)) as probe:
+        elsewhere = probe.address  # free again in a moment
+    with (
+        closing(ZmqChannel(DESK, epoch=1)) as desk,
+        closing(ZmqChannel("p", epoch=1)) as p,
+        closing(ZmqChannel("d", epoch=1)) as d,
+    ):
+        nodes = RemoteNodes(
+            desk, block_size=4, silence_s=1e9, request_s=1e9, clock=lambda: next(ticks)
+        )
+        for node, status in (
+            (p, NodeStatus("prefill", elsewhere, "jax", 4, 64)),
+            (d, NodeStatus("decode", d.address, "jax", 4, 64)),
+        ):
+            node.connect(DESK, desk.address)
+            node.send(DESK, status)
+        while nodes.count("prefill") + nodes.count("decode") < 2:
+            nodes.step()
+        for number in range(NUM_REQUESTS):
+            nodes.add_request(Request(str(number), [1, 2, 3], 1))
+        ended = nodes.step()
+        assert desk.stats().unsent > 0
+        with closing(ZmqChannel("p", epoch=1, bind=elsewhere)) as inbox:
+            while nodes.has_work:
+                for packet in inbox.receive():
+                    if isinstance(packet.message, RunPrefill):
+                        d.send(DESK, Finished(packet.message.key, (7,), Hits(0, 0, 0), 0))
+                ended += nodes.step()
+    assert nodes.failures == {}
+    assert sorted(int(request.request_id) for request in ended) == list(range(NUM_REQUESTS))
