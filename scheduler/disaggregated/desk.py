@@ -56,16 +56,20 @@ class Desk:
         max_attempts: int = 3,
         backoff_s: float = 0.05,
         request_s: float = 600.0,
+        epoch: int = 0,
     ) -> None:
         """Make a desk without nodes.
 
         Args:
             block_size: of all nodes.
             max_attempts, backoff_s, request_s: of `FrontDesk`.
+            epoch: another in each life of a desk whose nodes live on: what they still do for an
+                earlier one is no answer for this.
         """
         self.failures: dict[str, str] = {}
         self._front = FrontDesk(max_attempts=max_attempts, backoff_s=backoff_s, request_s=request_s)
         self._router = Router(block_size, prefill={}, decode={})
+        self._epoch = epoch
         self._serials = count()
         self._live: dict[str, Request] = {}  # by a name that is never used again
         self._names: dict[str, str] = {}  # of those, by request id
@@ -104,7 +108,7 @@ class Desk:
             raise RequestError(f"request {request_id!r} is live already")
         if request.status is not RequestStatus.WAITING or request.output_tokens:
             raise RequestError(f"request {request_id!r} was added before")
-        name = self._names[request_id] = f"{request_id} #{next(self._serials)}"
+        name = self._names[request_id] = f"{request_id} #{self._epoch:x}.{next(self._serials)}"
         self._live[name] = request
         self.failures.pop(request_id, None)
         self._front.tick(now)

@@ -79,7 +79,11 @@ class RemoteNodes:
         self._silence_s = silence_s
         self._clock = clock
         self._desk = Desk(
-            block_size, max_attempts=max_attempts, backoff_s=backoff_s, request_s=request_s
+            block_size,
+            max_attempts=max_attempts,
+            backoff_s=backoff_s,
+            request_s=request_s,
+            epoch=channel.epoch,
         )
 
     @property

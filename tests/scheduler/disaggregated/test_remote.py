@@ -47,3 +47,28 @@ def test_what_a_full_queue_refuses_is_sent_again() -> None:
                 ended += nodes.step()
     assert nodes.failures == {}
     assert sorted(int(request.request_id) for request in ended) == list(range(NUM_REQUESTS))
+
+
+def test_what_an_earlier_desk_asked_for_is_no_answer() -> None:
+    keys = []
+    with closing(ZmqChannel("p", epoch=1)) as p, closing(ZmqChannel("d", epoch=1)) as d:
+        for epoch in (1, 2):
+            with closing(ZmqChannel(DESK, epoch=epoch)) as desk:
+                nodes = RemoteNodes(desk, block_size=4)
+                for role, node in (("prefill", p), ("decode", d)):
+                    node.connect(DESK, desk.address)
+                    node.send(DESK, NodeStatus(role, node.address, "jax", 4, 64))  # type: ignore[arg-type]
+                while nodes.count("prefill") + nodes.count("decode") < 2:
+                    nodes.step()
+                request = Request("same", [1, 2, 3], 1)
+                nodes.add_request(request)
+                nodes.step()
+                assert p.wait(10.0)
+                [run] = [packet.message for packet in p.receive()]
+                assert isinstance(run, RunPrefill)
+                keys.append(run.key)
+                if epoch == 2:
+                    for key, token in zip(keys, (1, 2), strict=True):
+                        d.send(DESK, Finished(key, (token,), Hits(0, 0, 0), 0))
+                    nodes.run()
+    assert request.output_tokens == [2]
