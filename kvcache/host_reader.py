@@ -43,7 +43,9 @@ class Promotion(Effect):
     """Blocks are copied into those of a lease, which publishes what has arrived.
 
     Attributes:
-        lease: who waits for them; None if it was released, and then `orphans` are its blocks.
+        lease: who waits for them, or its heir; None if there is neither, and then `orphans` are
+            its blocks.
+        is_void: whether a reset has ended it.
     """
 
     def __init__(self, tiers: Tiers, lease: Lease, loads: Loads) -> None:
@@ -52,6 +54,7 @@ class Promotion(Effect):
         self.loads = loads
         self.runs = loads.runs
         self.orphans: Int32Array | None = None
+        self.is_void = False
         self._tiers = tiers
         self._num_good = 0
         self._tail_tokens = 0
@@ -68,6 +71,7 @@ class Promotion(Effect):
         tiers = self._tiers
         if self.lease is not None:
             tiers.reader.promoted(self, self._num_good, self._tail_tokens)
+        tiers.reader.end_heir(self)
         if self.orphans is not None:
             tiers.manager.recycle(self.orphans)
         for run in list(self.runs):
@@ -91,13 +95,15 @@ class HostReader:
 
     Attributes:
         promoted_blocks: blocks that arrived and were published.
-        loading: what leases wait for, by its operation.
+        loading: what leases and heirs wait for, by its operation.
+        heirs: of leases that were released while they were loaded, by what they wait for.
     """
 
     def __init__(self, tiers: Tiers) -> None:
         self.promoted_blocks = 0
         self._tiers = tiers
         self.loading: dict[OpId, Promotion] = {}
+        self.heirs: dict[Promotion, Lease] = {}
 
     def match(self, match: Match, walk: Walk) -> None:
         """Add to a match what the host has after the blocks on the device."""
@@ -165,10 +171,41 @@ class HostReader:
         lease.num_ready_tokens = lease.num_shared_blocks * manager.block_size + tail_tokens
 
     def abandon(self, lease: Lease) -> None:
-        """Take over the private blocks of a lease that ends while they are loaded."""
+        """Take over what a lease holds that ends while it is loaded.
+
+        What has left the host for it is nowhere else. So the copy goes on, for an heir of the
+        lease, which publishes what arrives, and then ends as well.
+        """
         assert lease.loading is not None, "a lease that does not load is abandoned"
-        promotion = self.loading.pop(lease.loading)
+        promotion = self.loading[lease.loading]
+        is_left = any([run.leaving and run.node is not None for run in promotion.runs])
+        if is_left and not promotion.is_void:
+            promotion.lease = self.heirs[promotion] = lease.heir()
+        else:
+            self._orphan(promotion)
+            self._tiers.operations.cancel(lease.loading)
+        lease.loading = None
+
+    def end_heir(self, promotion: Promotion) -> None:
+        """End the heir that waited for a promotion, if one did: what it published is idle."""
+        heir = self.heirs.pop(promotion, None)
+        if heir is not None:
+            promotion.lease = None
+            self._tiers.manager.end_heir(heir)
+
+    def reset(self) -> None:
+        """End every heir now, and let there be no more; its blocks are free with the fence."""
+        for promotion in self.loading.values():
+            promotion.is_void = True
+        while self.heirs:
+            promotion, _ = self.heirs.popitem()
+            self._orphan(promotion)
+
+    def _orphan(self, promotion: Promotion) -> None:
+        """Leave the private blocks of a lease or heir to what writes them."""
+        lease = promotion.lease
+        assert lease is not None and lease.loading is not None, "a promotion is orphaned twice"
+        del self.loading[lease.loading]
         promotion.lease = None
         promotion.orphans = lease.block_table[lease.num_shared_blocks :].copy()
-        self._tiers.operations.cancel(lease.loading)
-        lease.loading = None
+        self._tiers.tree.unpin(lease.node)

@@ -144,6 +144,18 @@ class Lease:
         view.flags.writeable = False
         return view
 
+    def heir(self) -> Lease:
+        """Return a lease of the same blocks, in a table of its own, that waits in its place."""
+        table = self.block_table
+        tables = BlockTables()
+        row = tables.take_row()
+        tables.widen(len(table))
+        tables.ids[row, : len(table)] = table
+        tables.num_blocks[row], tables.num_tokens[row] = len(table), self.num_tokens
+        heir = Lease(tables, row, self.epoch, self.node, self.num_hit_blocks, self.num_ready_tokens)
+        heir.num_shared_blocks, heir.loading = self.num_shared_blocks, self.loading
+        return heir
+
 
 @dataclass(frozen=True)
 class CacheStats:

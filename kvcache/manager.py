@@ -263,7 +263,8 @@ class CacheManager:
         """End a lease: its private blocks are free, its published ones evictable when unused.
 
         A lease of an older epoch ended with `reset`: releasing it changes nothing. What is still
-        being copied into it is free when that has ended.
+        being copied into it is free when that has ended; what was moved from the host for it is
+        published then.
 
         Raises:
             LeaseError: if the lease was released before, or parked, and ends with that.
@@ -274,10 +275,10 @@ class CacheManager:
         if lease.parking:
             raise LeaseError("a lease that is being parked ends when its copy does")
         tables, row = self.tables, lease.row
-        self._tree.unpin(lease.node)
         if lease.loading is not None and self.tiers is not None:
             self.tiers.reader.abandon(lease)
         else:
+            self._tree.unpin(lease.node)
             self._pool.recycle(tables.ids[row, lease.num_shared_blocks : lease.num_blocks])
         tables.give_row(row)
         del self._leases[row]
@@ -325,8 +326,13 @@ class CacheManager:
     def publish_arrived(self, lease: Lease, run: bytes) -> None:
         """Publish what was copied into a lease: blocks of these tokens, as bytes of int32."""
         self._duplicate_blocks += publish_run(
-            self._tree, self._pool, self.tables, self.tiers, lease, run
+            self._tree, self._pool, lease._tables, self.tiers, lease, run
         )
+
+    def end_heir(self, heir: Lease) -> None:
+        """Release an heir, after what it waited for."""
+        self._tree.unpin(heir.node)
+        self._pool.recycle(heir.block_table[heir.num_shared_blocks :])
 
     def recycle(self, ids: Int32Array) -> None:
         """Take back blocks that a lease left while they were still written."""
@@ -355,10 +361,12 @@ class CacheManager:
         self._tree.check()
         self.tables.check()
         check_leases(self._leases, self.tables, self.epoch)
+        holders, quarantined = list(self._leases.values()), []
         if self.tiers is not None:
-            check_tiers(self.tiers, self._leases.values())
-        quarantined = [] if self.tiers is None else self.tiers.quarantined_device_blocks()
-        check_ownership(self._pool, self._tree, self._leases.values(), quarantined)
+            holders += self.tiers.reader.heirs.values()
+            check_tiers(self.tiers, holders)
+            quarantined = self.tiers.quarantined_device_blocks()
+        check_ownership(self._pool, self._tree, holders, quarantined)
 
     # Shared steps
 

@@ -208,6 +208,7 @@ class Tiers:
     def cancel_all(self) -> None:
         """Cancel every operation, as the cache is reset."""
         self.operations.cancel_all()
+        self.reader.reset()
 
     def let_go(self, holder: list[HostRun]) -> None:
         """End a hold; with one tier at a time, a copy of what is on the device too goes."""

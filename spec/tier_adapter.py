@@ -63,6 +63,9 @@ class TierEvents(Events, Protocol):
     def ended(self, name: str) -> None:
         """It has ended."""
 
+    def forgotten(self, name: str) -> None:
+        """An operation that has outlived its request shares nothing any more, in a reset."""
+
     def host_allocated(self, blocks: Sequence[int]) -> None:
         """Host blocks that were free are taken."""
 
@@ -71,7 +74,11 @@ class TierEvents(Events, Protocol):
 
 
 class TierManager(Manager, Protocol):
-    """A cache manager with tiers. It names a request that was parked as it did before."""
+    """A cache manager with tiers. It names a request that was parked as it did before.
+
+    An operation that goes on to load blocks when its request has ended is their owner from then on:
+    it reports as ``"op 5"``.
+    """
 
     def take(self) -> Sequence[Copy]:
         """Hand out the operations that were decided since the last call."""

@@ -124,7 +124,10 @@ def _load(world: TierWorld, request: Request, num_host: int, tail: int) -> None:
             request.written)  # fmt: skip
     if copy is not None:
         num_hit = request.written // world.block_size
-        world.loads[name] = Load(copy, num_hit, num_host, tail)
+        path = request.path(world.block_size)[: num_hit + num_host]
+        tags = request.tags[request.written :][: num_host * world.block_size + tail]
+        left = world.seen.leaving.intersection(path)
+        world.loads[name] = Load(copy, num_hit, num_host, tail, path, tags, left)
         request.job = "loading"
         world.situations["hit on the host"] += bool(num_host)
         world.situations["tail loaded"] += bool(tail)

@@ -36,7 +36,7 @@ def ended(world: TierWorld, change: Change, *, result: bool, fenced: bool) -> No
     elif name == "out" and result:
         _out(world, change)
     elif name in TO_DEVICE and fenced:
-        _in(world, change)
+        (_in_for_nobody if flight.owner == flight.op else _in)(world, change)
     elif name == "lookup" and fenced:
         _lookup(world, change)
     elif name == "fetch" and fenced:
@@ -57,6 +57,8 @@ def _touch(world: TierWorld, flight: Flight) -> None:
         world.order.touch(parked.path)
     if flight.owner in world.requests:
         world.order.touch(world.requests[flight.owner].path(world.block_size))
+    if flight.owner in world.loads:
+        world.order.touch(world.loads[flight.owner].path)
     if flight.owner in world.prefetches:
         world.touch_all(world.prefetches[flight.owner].path)
 
@@ -143,6 +145,19 @@ def _in(world: TierWorld, change: Change) -> None:
         world.to_copy.append(list(holding.shared))
     world.lost(before, {tag for tag in before.leaving if tag in holding.path})
     world.situations["loaded" if all(flight.ok) else "loaded in part"] += 1
+
+
+def _in_for_nobody(world: TierWorld, change: Change) -> None:
+    before, flight = change.before, change.flight
+    load = world.loads.pop(flight.owner)
+    num_promoted = min(leading(flight.ok), load.num_host)
+    num_come = load.num_hit + num_promoted
+    lost = [tag for tag in load.path[:num_come] if tag not in world.seen.device]
+    require(not lost, rules.T14, "{} blocks were moved by {}, and are not there", len(lost),
+            flight.op)  # fmt: skip
+    world.counted["promoted_blocks"] += num_promoted
+    world.lost(before, before.leaving.intersection(load.path[num_come:]))
+    world.situations["loaded for nobody"] += 1
 
 
 def _lookup(world: TierWorld, change: Change) -> None:

@@ -51,6 +51,25 @@ class TierModel(CacheModel):
         holding.private = []
         self.holdings[heir] = held
 
+    def bequeath(self, name: str, heir: str) -> None:
+        """A request ends while it is loaded: an operation has all that it held now."""
+        holding = self.holdings[heir] = self.holdings[name]
+        for block in holding.private:
+            self.owner[block] = heir
+        self.holdings[name] = type(holding)([], holding.root)
+
+    def forgotten(self, name: str) -> None:
+        """An operation that had inherited blocks has only its private ones, from here on."""
+        holding = self.holdings[name]
+        private, holding.private = holding.private, []
+        self.release(name)
+        self.holdings[name] = type(holding)([], holding.root, private=private)
+
+    def abandoned(self, op: str) -> None:
+        """What an operation wrote for nobody is free."""
+        require(op in self.holdings, rules.T29, "{} is abandoned, and has ended before", op)
+        self.release(op)
+
     def freed(self, blocks: Sequence[int]) -> None:
         """Blocks belong to nobody now; in a reset, those that were published, too."""
         if self.resetting:

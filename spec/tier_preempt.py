@@ -31,16 +31,20 @@ def preempt(world: TierWorld, name: str) -> bool:
 def _release(world: TierWorld, name: str, *, ends: bool) -> bool:
     if not world.get(name, "running"):
         return False
-    before, blamed = world.see(), set()
+    before = world.see()
     world.order.use(world.tier_model.holdings[name].shared)
     world.order.touch(world.requests[name].path(world.block_size))
     if name in world.loads:
-        blamed = before.leaving
-        world.give_up(world.loads.pop(name).copy, name)
+        load = world.loads.pop(name)
+        if load.left:
+            world.go_on(name, load)
+        else:
+            world.give_up(load.copy, name)
         world.situations["released while loading"] += 1
+        world.situations["loaded on, for nobody"] += bool(load.left)
     (cache_end.finish if ends else cache_end.preempt)(world, name)
     world.see()
-    world.lost(before, blamed)
+    world.lost(before)
     return True
 
 

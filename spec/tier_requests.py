@@ -14,12 +14,18 @@ class Load:
 
     Attributes:
         tail: the tokens of a last block that is not whole, and was parked; 0 if there is none.
+        path: of its whole blocks, those of the hit and those that are loaded.
+        tags: of the tokens that are loaded.
+        left: the prefixes that the host gave up for it, and that are nowhere yet.
     """
 
     copy: int
     num_hit: int
     num_host: int
     tail: int
+    path: list[Tag]
+    tags: list[Tag]
+    left: set[Tag]
 
 
 @dataclass(slots=True)

@@ -81,8 +81,8 @@ def _begin_in(world: TierWorld, flight: Flight) -> None:
     name = world.owner_of(copy.id)
     require(name, rules.T6, "{} loads nobody", flight.op)
     flight.owner, load = name, world.loads[name]
-    request = world.requests[name]
-    table = world.target.block_table(name)
+    outlives = name == flight.op
+    table = world.tier_model.table(name) if outlives else world.target.block_table(name)
     wanted = table[load.num_hit :][: load.num_host + bool(load.tail)]
     require(
         list(copy.destinations) == wanted,
@@ -92,10 +92,8 @@ def _begin_in(world: TierWorld, flight: Flight) -> None:
         copy.destinations,
         wanted,
     )
-    start = load.num_hit * world.block_size
-    tags = request.tags[start : start + load.num_host * world.block_size + load.tail]
-    found = [tag for read in flight.read for tag in read][: len(tags)]
-    require(found == tags, rules.T2, "{} is loaded with what is not its own", name)
+    found = [tag for read in flight.read for tag in read][: len(load.tags)]
+    require(found == load.tags, rules.T2, "{} is loaded with what is not its own", name)
 
 
 def _begin_store(world: TierWorld, flight: Flight) -> None:

@@ -59,7 +59,8 @@ class TierWorld(CacheWorld):
     Attributes:
         executor: the operations that were taken, and what host and storage hold.
         seen: where each prefix was after the last call.
-        loads, parked, prefetches: by the name of their request.
+        loads, parked, prefetches: by the name of their request; loads that have outlived theirs,
+            by that of their operation.
         to_store: prefixes that are new on the host, and are to be stored.
         stored: prefixes whose copy on the host was stored by an operation without a fault.
         to_copy: paths that are to be written through.
@@ -149,6 +150,8 @@ class TierWorld(CacheWorld):
         for tag in [tag for tag in self.hits if tag not in self.seen.device]:
             del self.hits[tag]
         self.stored &= self.seen.host.keys()
+        for load in self.loads.values():
+            load.left &= self.seen.leaving
         return self.seen
 
     def lost(self, before: Seen, blamed: Collection[Tag] = (), *, needs_room: bool = False) -> None:
@@ -195,7 +198,17 @@ class TierWorld(CacheWorld):
                     self.cancelled.append(flight)
                 if name:
                     flight.is_orphan = True
-                    self.tier_model.orphan(name, flight.op)
+                    if name != flight.op:
+                        self.tier_model.orphan(name, flight.op)
+
+    def go_on(self, name: str, load: Load) -> None:
+        """A request ends while it is loaded; the operation goes on without it."""
+        heir = f"op {load.copy}"
+        self.loads[heir] = load
+        self.tier_model.bequeath(name, heir)
+        for flight in self.executor.flights:
+            if flight.op == heir:
+                flight.owner = heir
 
     def begin_lift(self, flight: Flight, *, fenced: bool) -> None:
         """Tell the model that a result or a fence comes."""
@@ -220,7 +233,7 @@ class TierWorld(CacheWorld):
         if fenced:
             model.fenced(flight.op)
             if flight.is_orphan:
-                model.release(flight.op)
+                model.abandoned(flight.op)
 
     # Prefixes
 

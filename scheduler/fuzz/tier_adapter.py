@@ -101,7 +101,10 @@ class TierAdapter(CacheAdapter):
         return int(self.leases[name].num_promoted_blocks)
 
     def release(self, name: str) -> None:
-        """End a lease."""
+        """End a lease; an operation that it waits for may go on."""
+        copy = self.leases[name].loading
+        if copy is not None:
+            self._loading[copy] = f"op {copy}"
         self.ends_as_asked = True
         super().release(name)
         self.ends_as_asked = False

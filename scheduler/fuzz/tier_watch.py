@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 def watch(adapter: TierAdapter, told: TierEvents) -> None:
     """Report from now on what happens below the device, and to leases that end by themselves."""
     manager, tiers = adapter.manager, adapter.tiers
-    tree, pool = tiers.tree, tiers.host.pool
+    tree, pool, reader = tiers.tree, tiers.host.pool, tiers.reader
+    names: dict[Any, str] = {}  # of heirs of leases
     del tree.evict  # of a tree without tiers
 
     def watched_evict(num_blocks: int) -> np.ndarray:
@@ -49,6 +50,23 @@ def watch(adapter: TierAdapter, told: TierEvents) -> None:
         adapter.parking.pop(name, None)
         told.ended(name)
 
+    def watched_abandon(lease: Any) -> None:
+        type(reader).abandon(reader, lease)
+        names.update({heir: f"op {heir.loading}" for heir in reader.heirs.values()})
+
+    def watched_end_heir(heir: Any) -> None:
+        name = names.pop(heir)
+        told.ends(name)
+        type(manager).end_heir(manager, heir)
+        told.ended(name)
+
+    def watched_reset() -> None:
+        for heir in reversed(reader.heirs.values()):
+            told.forgotten(names.pop(heir))
+        type(reader).reset(reader)
+
+    reader.abandon, reader.reset = watched_abandon, watched_reset
+    manager.end_heir = watched_end_heir
     tiers.writer.evict, tree.adopt = watched_evict, watched_adopt
     pool.allocate, pool.recycle = watched_allocate, watched_recycle
     manager.release = watched_release

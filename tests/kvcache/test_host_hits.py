@@ -70,9 +70,8 @@ def test_a_match_of_half_of_what_the_host_has():
     memory.manager.check()
 
 
-@pytest.mark.parametrize("write", ["back", "exclusive"])
-def test_released_while_it_loads(write):
-    memory = TierMemory(2, 2, write)
+def test_released_while_it_loads():
+    memory = TierMemory(2, 2)
     memory.demote([1, 2])
     lease = memory.start([1, 2])
     operation = memory.one(OpKind.HOST_TO_DEVICE)
@@ -82,7 +81,7 @@ def test_released_while_it_loads(write):
     memory.manager.check()
     assert not memory.finish(operation)
     assert memory.manager.available == 2
-    assert memory.residency([1, 2]) == ("hh" if write == "back" else "")
+    assert memory.residency([1, 2]) == "hh"
     memory.serve([1, 2])
     memory.manager.check()
 
@@ -220,4 +219,101 @@ def test_published_while_the_host_copy_leaves():
     assert loading.num_ready_tokens == 0
     memory.compute(loading, [1, 2])
     assert loading.block_table.tolist() == slow.block_table.tolist()[:2]
+    memory.manager.check()
+
+
+# A request ends while it is loaded, and the host has given its copies up
+
+
+def _left(tokens=(1, 2, 3)):
+    """Release a request while its copy is under way; return the memory, and that operation."""
+    memory = TierMemory(6, 3, "exclusive")
+    memory.demote(tokens)
+    lease = memory.start([*tokens, 4])
+    operation = memory.one(OpKind.HOST_TO_DEVICE)
+    memory.manager.release(lease)
+    assert (lease.row, lease.loading) == (-1, None)
+    memory.manager.check()
+    return memory, operation
+
+
+@pytest.mark.parametrize("fenced", [True, False])
+@pytest.mark.parametrize(
+    ("ok", "left"), [(True, "ddd"), ([True, True, False], "dd"), (False, "")], ids=str
+)
+def test_what_was_moved_for_a_request_that_ends_is_published(ok, left, fenced):
+    memory, operation = _left()
+    assert memory.tiers.take_cancelled() == []
+    stats = memory.manager.stats()
+    assert (stats.live_leases, stats.private_blocks) == (0, 4)
+    assert memory.finish(operation, ok, fenced=fenced)
+    memory.manager.check()
+    if not fenced:
+        assert memory.residency([1, 2, 3]) == "www"
+        assert memory.fence(operation)
+        memory.manager.check()
+    assert memory.residency([1, 2, 3]) == left
+    stats = memory.manager.stats()
+    assert (stats.cached_blocks, stats.idle_blocks) == (len(left), len(left))
+    assert (stats.free_blocks, memory.stats.promoted_blocks) == (6 - len(left), len(left))
+    lease = memory.start([1, 2, 3, 4])
+    memory.compute(lease, [1, 2, 3, 4])
+    memory.read(lease, [1, 2, 3, 4])
+    memory.manager.check()
+
+
+def test_what_is_to_be_moved_is_moved_though_its_request_ends_before():
+    memory = TierMemory(6, 3, "exclusive")
+    memory.demote([1, 2, 3])
+    memory.manager.release(memory.start([1, 2, 3]))
+    memory.manager.check()
+    memory.settle()
+    assert memory.residency([1, 2, 3]) == "ddd"
+
+
+def test_what_was_moved_for_a_request_that_ends_keeps_what_it_follows():
+    memory = TierMemory(4, 4, "exclusive")
+    memory.demote([1, 2, 3])
+    memory.serve([1])
+    lease = memory.start([1, 2, 3])
+    operation = memory.one(OpKind.HOST_TO_DEVICE)
+    memory.manager.release(lease)
+    assert memory.manager.evict(4) == 0
+    memory.finish(operation)
+    assert memory.residency([1, 2, 3]) == "ddd"
+    assert memory.manager.evict(1) == 1
+    memory.settle()
+    assert memory.residency([1, 2, 3]) == "ddh"  # last used as one path: the tail goes first
+
+
+def test_what_another_has_computed_meanwhile_stays():
+    memory, operation = _left(tokens=(1, 2))
+    other = memory.start([1, 2])
+    memory.compute(other, [1, 2])
+    table = other.block_table.tolist()
+    memory.finish(operation)
+    assert other.block_table.tolist() == table
+    stats = memory.manager.stats()
+    assert (stats.duplicate_blocks, stats.free_blocks) == (2, 4)
+    memory.read(other, [1, 2])
+    memory.manager.check()
+
+
+@pytest.mark.parametrize("keep", [[], [b""]])
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_reset_ends_what_was_moved_for_a_request_that_has_ended(keep, taken):
+    memory = TierMemory(6, 3, "exclusive")
+    memory.demote([1, 2, 3])
+    memory.serve([1])
+    lease = memory.start([1, 2, 3])
+    operations = memory.take() if taken else []
+    memory.manager.release(lease)
+    memory.reset(keep)
+    memory.manager.check()
+    left = "d" if keep else ""
+    assert memory.residency([1, 2, 3])[:1] == ("d" if keep else "")
+    for operation in operations:
+        assert not memory.finish(operation)
+    assert memory.residency([1, 2, 3]) == left
+    assert memory.manager.stats().free_blocks == 6 - len(left)
     memory.manager.check()

@@ -14,6 +14,9 @@ from radixkv.spec.tier_law import TwoTierLaw
 from radixkv.spec.tier_rules import TIER_RULES
 from radixkv.spec.tier_world import TierSubject, TierWorld
 
+from .planted.matrix import subject_of
+from .planted.plant import bug
+
 CONFIG = {
     "num_blocks": 4, "block_size": 2, "max_running": 2, "alphabet": 1, "host_blocks": 3,
     "write": "back", "hits": 0, "storage": 1, "law": 0, "at_once": 0,
@@ -71,6 +74,35 @@ def test_a_trace_replays_and_what_does_not_apply_is_skipped() -> None:
     ]  # fmt: skip
     assert world.situations["resumed, and all is there"] == 1
     assert world.situations["tail loaded"] == 1
+
+
+@pytest.mark.parametrize("takes_first", [True, False])
+def test_what_was_moved_for_a_request_that_ends_is_not_lost(takes_first: bool) -> None:
+    config = {**CONFIG, "write": "exclusive", "storage": 0}
+    trace: Trace = [
+        ["submit", "r1", [0, 3, 0, 3], 0, 0],
+        ["admit", "r1"],
+        ["forward", "r1", 4],
+        ["finish", "r1"],
+        ["evict", 2],
+        ["take"],
+        ["result", "out1", [], 1],
+        ["submit", "r2", [0, 3, 0, 3], 0, 0],
+        ["admit", "r2"],
+        *([["take"]] if takes_first else []),
+        ["finish", "r2"],
+        *([] if takes_first else [["take"]]),
+        ["result", "in1", [], 1],
+        ["drain"],
+    ]
+    world = subject().world(config)
+    assert all([world.apply(operation) for operation in trace])
+    assert world.situations["loaded for nobody"] == 1
+    publishes = "tiers.reader.promoted(self, self._num_good, self._tail_tokens)\n"
+    lost = bug("lost", "host_reader.py", (publishes, publishes.replace("self._num_good", "0")),
+               world="tiers")  # fmt: skip
+    violation = replay(subject_of(lost, "full"), config, trace)
+    assert violation is not None and violation.rule.name == "T14 lost-with-reason"
 
 
 def test_a_picture_shows_every_tier_and_what_is_under_way() -> None:

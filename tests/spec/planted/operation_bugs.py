@@ -273,7 +273,7 @@ OPERATION_BUGS = (
     bug(
         "a load goes on when its request has ended",
         READER,
-        ("        self._tiers.operations.cancel(lease.loading)\n", ""),
+        ("            self._tiers.operations.cancel(lease.loading)\n", ""),
         world="tiers",
     ),
 )
