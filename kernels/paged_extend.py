@@ -90,7 +90,7 @@ def paged_extend(
 
     Args:
         q: Queries, bfloat16, float16 or float32; accumulation is in float32.
-        k_blocks: Pool of keys: floats, or int8 or float8_e4m3fn with scales (served by "xla").
+        k_blocks: Pool of keys: floats, or int8 or float8_e4m3fn with scales.
         v_blocks: Pool of values, of the same shape and dtype.
         block_tables: Ids of the blocks of each row. An id outside the pool cannot be refused while
             tracing: it is moved to the nearest block in the pool, so that row's result is wrong.
@@ -131,6 +131,7 @@ def paged_extend(
         check_int32(name, array, (block_tables.shape[0],), "batch of block_tables")
     options = check_options(sm_scale, soft_cap, window, sinks, q.shape[1])
     arrays = q, k_blocks, v_blocks, block_tables, kv_lengths, q_lengths, q_starts, sinks
+    scales = None if k_scales is None or v_scales is None else (k_scales, v_scales)
     if choose(backend, obstacle(q, k_blocks, block_tables.shape[0])) == "mosaic":
         from .paged_extend_mosaic import extend as extend_mosaic  # slow to import
 
@@ -140,13 +141,13 @@ def paged_extend(
         decode_config = config_for(k_blocks, block_tables)
         out, lse = extend_mosaic(
             *arrays,
+            scales,
             options=options,
             return_lse=return_lse,
             config=config,
             decode_config=decode_config,
         )
     else:
-        scales = None if k_scales is None or v_scales is None else (k_scales, v_scales)
         out, lse = extend_xla(*arrays, options, scales)
     if return_lse:
         assert lse is not None

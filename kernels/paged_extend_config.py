@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import jax
 
+from .checks import is_quantised
 from .extend_work import ALIGNMENT
 
 ROWS = 64
@@ -40,6 +41,9 @@ def choose_config(head_dim: int, num_cores: int) -> ExtendConfig:
          128        128       2   32 + 64 + 64 + 32 KiB
          256         64       2   64 + 64 + 64 + 16 KiB, the output in four parts
 
+    The numbers of quantised pools, as they come, take 16 or 32 KiB besides; with a head_dim of 128
+    the output then is in two parts.
+
     Up to a head_dim of 128 no register spills. With 256 the output takes 128 registers of a thread,
     and compilers spill up to 104 bytes, once per tile and in masked steps: the loop over full steps
     has none of them (read in machine code, of JAX 0.10 and 0.11 with ptxas 13.5).
@@ -60,15 +64,17 @@ def obstacle(q: jax.Array, k_blocks: jax.Array, batch: int) -> str | None:
     """Why the kernel cannot serve the arguments; None if it can."""
     tokens, q_heads, head_dim = q.shape
     _, kv_heads, block_size, _ = k_blocks.shape
-    if q.dtype.name not in DTYPES or k_blocks.dtype != q.dtype:
-        return (
-            f"mosaic needs q and pools of one dtype, {' or '.join(DTYPES)}, "
-            f"got {q.dtype.name} and {k_blocks.dtype.name}"
-        )
+    if q.dtype.name not in DTYPES:
+        return f"mosaic needs q of {' or '.join(DTYPES)}, got {q.dtype.name}"
+    if k_blocks.dtype != q.dtype and not is_quantised(k_blocks):
+        return f"mosaic needs pools of q's dtype {q.dtype.name}, got {k_blocks.dtype.name}"
     if head_dim not in HEAD_DIMS:
         return f"mosaic needs a head_dim of 64, 128 or 256, got {head_dim}"
     if block_size not in BLOCK_SIZES:
         return f"mosaic needs a block_size of 16, 32, 64 or 128, got {block_size}"
+    if is_quantised(k_blocks) and head_dim == 256:
+        # Numbers as they come and as they are multiplied do not fit into shared memory together.
+        return f"mosaic needs a head_dim of 64 or 128 for quantised pools, got {head_dim}"
     most = TILE_ROWS // ALIGNMENT
     if q_heads // kv_heads > most:
         return f"mosaic needs at most {most} query heads per KV head, got {q_heads // kv_heads}"

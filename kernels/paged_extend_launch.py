@@ -25,6 +25,9 @@ class Memory(NamedTuple):
     tables: Any
     items: Any
     num_items: Any
+    k_scales: Any
+    v_scales: Any
+    """Of quantised pools, as in `paged_extend`; else None."""
     sinks: Any
     """[kv_heads, WARPGROUPS, ROWS] float32, or None."""
     out: Any
@@ -48,6 +51,11 @@ class Memory(NamedTuple):
     v_free: Any
     turn: Any
     """Both warpgroups arrive, then both go on, one to the tensor cores and one from them."""
+    raw_k: Any = None
+    raw_v: Any = None
+    """[block_kv, head_dim]: numbers of quantised pools, which the copier widens; else None."""
+    raw_full: Any = None
+    """Of K, and of V."""
 
 
 class Piece(NamedTuple):
@@ -69,12 +77,18 @@ class Launch:
     block_size: int
     num_blocks: int
     dtype: Any
+    pool_dtype: Any
     tile_tokens: int
     has_sinks: bool
     return_lse: bool
     options: AttentionOptions
     config: ExtendConfig
     interpret: Interpret
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the pools hold 1-byte numbers."""
+        return bool(self.pool_dtype != self.dtype)
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -93,7 +107,7 @@ class Launch:
     @property
     def out_columns(self) -> int:
         """Columns of the output that are staged at a time: all if shared memory has the room."""
-        return self.head_dim if self.head_dim <= 128 else 64
+        return self.head_dim if self.head_dim <= (64 if self.quantised else 128) else 64
 
     def q_copies(self, warpgroup: int) -> list[tuple[int, int, int, int]]:
         """Copies that fill a warpgroup's rows of Q: (first row, query head, first slot, rows)."""
@@ -117,6 +131,13 @@ class Launch:
         matrix = partial(plgpu.SMEM, dtype=self.dtype, transforms=tiles(self.dtype))
         ring = matrix((stages, self.config.block_kv, self.head_dim))
         free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages)
+        arrivals = 1 if self.quantised else self.block_copies
+        raw: tuple[Any, ...] = ()
+        if self.quantised:
+            shape = self.config.block_kv, self.head_dim
+            numbers = plgpu.SMEM(shape, self.pool_dtype, transforms=tiles(self.pool_dtype))
+            came = plgpu.Barrier(num_arrivals=self.block_copies, num_barriers=2)
+            raw = numbers, numbers, came
         return (
             matrix((WARPGROUPS, ROWS, self.head_dim)),
             ring,
@@ -124,11 +145,12 @@ class Launch:
             plgpu.SMEM((WARPGROUPS, ROWS, self.out_columns), self.dtype),
             plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
             plgpu.Barrier(num_arrivals=self.q_arrivals, num_barriers=WARPGROUPS),
-            plgpu.Barrier(num_arrivals=self.block_copies, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=self.block_copies, num_barriers=stages + 1),
+            plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages + 1),
             free,
             free,
             plgpu.Barrier(num_arrivals=WARPGROUPS),
+            *raw,
         )
 
     def piece(self, m: Memory, turn: Array) -> Piece:

@@ -25,6 +25,10 @@ fill it side by side, of a larger one a part is copied:
 Memory of the pools that no row has written may hold NaN. In K it yields logits, which the mask
 replaces. 0 * NaN is NaN, so the copier zeroes such rows of V before it hands the slot over.
 
+Numbers of quantised pools come into a tile of their own, one for K and one for V. The copier widens
+them from there into a slot of the ring, times their scale, rounded to the dtype of the queries as
+pools of that dtype would be: those that multiply know nothing of it.
+
 Tiles start at multiples of 8 tokens, rows of `q` anywhere, so a tile may hold tokens of two rows.
 It computes all and stores its own row's, in runs of a power of two: nothing else is written.
 
@@ -89,10 +93,12 @@ class Kernel(Launch):
     def trace(self, *refs: Any) -> None:
         """Send each warpgroup to its part."""
         q, k, v, tables, items, num_items, *rest = refs
+        k_scales = rest.pop(0) if self.quantised else None
+        v_scales = rest.pop(0) if self.quantised else None
         sinks = rest.pop(0) if self.has_sinks else None
         out = rest.pop(0)
         lse = rest.pop(0) if self.return_lse else None
-        m = Memory(q, k, v, tables, items, num_items, sinks, out, lse, *rest)
+        m = Memory(q, k, v, tables, items, num_items, k_scales, v_scales, sinks, out, lse, *rest)
         warpgroup = lax.axis_index("warpgroup")
         pl.when(warpgroup < WARPGROUPS)(lambda: self.attend_tiles(m, warpgroup))
         pl.when(warpgroup == WARPGROUPS)(copier.Copier(self, m).run)
@@ -306,6 +312,7 @@ def extend(
     q_lengths: Int32[Array, " batch"],
     q_starts: Int32[Array, " batch"],
     sinks: Float[Array, " q_heads"] | None,
+    scales: tuple[Float[Array, "blocks kv_heads"], Float[Array, "blocks kv_heads"]] | None,
     *,
     options: AttentionOptions,
     return_lse: bool,
@@ -317,6 +324,7 @@ def extend(
 
     Args:
         q: As in `paged_extend`, and so are the next seven.
+        scales: `k_scales` and `v_scales`, of quantised pools.
         options: Scale, soft cap and window.
         return_lse: Whether to compute the log-sum-exp; None is returned for it otherwise.
         config: How the work on tiles is cut.
@@ -326,11 +334,12 @@ def extend(
     static: dict[str, Any] = dict(options=options, return_lse=return_lse, interpret=interpret)
     pools = k_blocks, v_blocks, block_tables
     longer = jnp.where(q_lengths > 1, q_lengths, 0)
-    out, lse = extend_tiles(q, *pools, kv_lengths, longer, q_starts, sinks, config=config, **static)
+    rows = kv_lengths, longer, q_starts
+    out, lse = extend_tiles(q, *pools, *rows, sinks, scales, config=config, **static)
 
     def decode_rows(queries: Array, lengths: Array) -> tuple[Array, Array | None]:
         attended: tuple[Array, Array | None] = decode(
-            queries, *pools, lengths, sinks, None, config=decode_config, **static
+            queries, *pools, lengths, sinks, scales, config=decode_config, **static
         )
         return attended
 
@@ -347,6 +356,7 @@ def extend_tiles(
     q_lengths: Int32[Array, " batch"],
     q_starts: Int32[Array, " batch"],
     sinks: Float[Array, " q_heads"] | None,
+    scales: tuple[Float[Array, "blocks kv_heads"], Float[Array, "blocks kv_heads"]] | None,
     *,
     options: AttentionOptions,
     return_lse: bool,
@@ -366,6 +376,7 @@ def extend_tiles(
         block_size=block_size,
         num_blocks=num_blocks,
         dtype=q.dtype,
+        pool_dtype=k_blocks.dtype,
         tile_tokens=tile_tokens,
         has_sinks=sinks is not None,
         return_lse=return_lse,
@@ -391,6 +402,7 @@ def extend_tiles(
     if return_lse:
         updated.append(jnp.zeros((work.items.shape[0], kv_heads, WARPGROUPS, ROWS), jnp.float32))
     inputs = [q, k_blocks, v_blocks, block_tables, work.items, work.num_items]
+    inputs.extend(scales or ())
     if sinks is not None:
         inputs.append(_sinks_by_row(sinks, kernel))
     results = run(
@@ -403,6 +415,7 @@ def extend_tiles(
         scratch=kernel.scratch(),
         interpret=interpret,
         approx_math=True,
+        lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
     )
     return results[0], _lse_by_token(results[1], work, kernel) if return_lse else None
 
