@@ -9,6 +9,7 @@ from .checks import check_block_tables, check_int32, check_pools, check_queries,
 from .online_softmax import check_options
 from .paged_decode_config import DecodeConfig, choose_config, obstacle
 from .paged_decode_xla import decode as decode_xla
+from .tuning import bucket, tuned
 
 
 @overload
@@ -127,7 +128,7 @@ def paged_decode(
             sinks,
             scales,
             options=options,
-            config=config_for(k_blocks, block_tables),
+            config=config_for(q.shape[1], k_blocks, block_tables),
             return_lse=return_lse,
         )
     else:
@@ -138,14 +139,23 @@ def paged_decode(
     return out
 
 
-def config_for(k_blocks: Array, block_tables: Array) -> DecodeConfig:
+def config_for(q_heads: int, k_blocks: Array, block_tables: Array) -> DecodeConfig:
     """The tiling for these arguments on the device that is being traced for."""
     _, kv_heads, block_size, head_dim = k_blocks.shape
-    return choose_config(
-        block_tables.shape[0],
-        kv_heads,
-        head_dim,
-        block_tables.shape[1] * block_size,
-        k_blocks.dtype.itemsize,
-        target().num_cores,
+    batch = block_tables.shape[0]
+    table_tokens = block_tables.shape[1] * block_size
+    device = target()
+    found = tuned(
+        "paged_decode",
+        device.name,
+        dtype=k_blocks.dtype.name,
+        head_dim=head_dim,
+        group=q_heads // kv_heads,
+        block_size=block_size,
+        rows=bucket(batch * kv_heads),
+        tokens=bucket(table_tokens),
     )
+    if found is not None:
+        return DecodeConfig(**found)
+    itemsize = k_blocks.dtype.itemsize
+    return choose_config(batch, kv_heads, head_dim, table_tokens, itemsize, device.num_cores)

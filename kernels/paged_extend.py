@@ -138,7 +138,7 @@ def paged_extend(
         out: Array
         lse: Array | None
         config = choose_config(q.shape[2], target().num_cores)
-        decode_config = config_for(k_blocks, block_tables)
+        decode_config = config_for(q.shape[1], k_blocks, block_tables)
         out, lse = extend_mosaic(
             *arrays,
             scales,

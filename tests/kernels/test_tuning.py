@@ -1,0 +1,77 @@
+"""Measured configurations are found by shape, and rules serve the rest."""
+
+import json
+from functools import partial
+
+import pytest
+
+from radixkv.kernels import paged_decode, tuning
+from radixkv.kernels.paged_decode import config_for
+from radixkv.kernels.paged_decode_config import DecodeConfig, choose_config
+
+from .lowering import H100, lowered_for_h100, on_h100, shaped
+
+SHAPE = {"dtype": "bfloat16", "head_dim": 128, "group": 4, "block_size": 16}
+ENTRY = SHAPE | {
+    "rows": 512,
+    "tokens": 4096,
+    "config": {"tile_tokens": 128, "stages": 3, "splits": 2},
+}
+
+
+@pytest.fixture
+def one_entry(tmp_path, monkeypatch):
+    """A table for an H100 with one entry."""
+    about = {"device_kind": H100.device_kind, "paged_decode": [ENTRY]}
+    (tmp_path / "nvidia_h100_80gb_hbm3.json").write_text(json.dumps(about))
+    monkeypatch.setattr(tuning, "_folder", lambda: tmp_path)
+    tuning._table.cache_clear()
+    yield
+    tuning._table.cache_clear()
+
+
+def arguments(batch=64, width=256):
+    pool = shaped((1025, 8, 16, 128), "bfloat16")
+    q = shaped((batch, 32, 128), "bfloat16")
+    return q, pool, pool, shaped((batch, width), "int32"), shaped((batch,), "int32")
+
+
+def config(*args):
+    q, pool, _, tables, _ = args
+    with on_h100():
+        return config_for(q.shape[1], pool, tables)
+
+
+@pytest.mark.usefixtures("one_entry")
+class TestWithATable:
+    # 64 rows of 8 KV heads, 256 blocks of 16 tokens; and what shares their buckets.
+    @pytest.mark.parametrize(("batch", "width"), [(64, 256), (33, 129)])
+    def test_a_measured_shape(self, batch, width):
+        assert config(*arguments(batch, width)) == DecodeConfig(**ENTRY["config"])
+
+    @pytest.mark.parametrize(("batch", "width"), [(65, 256), (32, 256), (64, 257), (64, 128)])
+    def test_the_rule_serves_other_buckets(self, batch, width):
+        assert config(*arguments(batch, width)) == choose_config(batch, 8, 128, width * 16, 2, 132)
+
+    def test_the_kernel_is_lowered_with_it(self):
+        text = lowered_for_h100(partial(paged_decode, sm_scale=0.1), *arguments())
+        assert "64x8x2x4x128xf32" in text  # two splits: parts that are merged
+
+    def test_other_kernels_and_devices_have_none(self):
+        assert tuning.tuned("paged_extend", H100.device_kind, **SHAPE) is None
+        assert tuning.tuned("paged_decode", "NVIDIA H200", **SHAPE) is None
+
+
+def test_every_table_that_is_shipped_can_be_used():
+    for path in tuning._folder().iterdir() if tuning._folder().is_dir() else ():
+        table = json.loads(path.read_text())
+        assert path.name == tuning.file_name(table["device_kind"])
+        assert table["measured"]["time"]
+        for entry in table["paged_decode"]:
+            DecodeConfig(**entry["config"])
+
+
+def test_buckets():
+    assert [tuning.bucket(n) for n in (0, 1, 2, 3, 4, 5, 4096, 4097)] == [
+        1, 1, 2, 4, 4, 8, 4096, 8192,
+    ]  # fmt: skip
