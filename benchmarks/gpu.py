@@ -1,7 +1,7 @@
 """Measure the kernels on a GPU: one command, under 8 minutes, one JSON file and one report.
 
     python benchmarks/gpu.py --json results.json
-    python benchmarks/gpu.py --json results.json --tune tuning_folder
+    python benchmarks/gpu.py --json tuned.json --tune kernels/tuning_tables
     JAX_PLATFORMS=cpu python benchmarks/gpu.py --json /tmp/x.json --dry-run
 
 Steps run one after the other, the most important first, each in a process of its own with a time
@@ -9,6 +9,7 @@ limit, because a kernel that deadlocks hangs. The JSON file is written after eve
 is cut off keeps what it has measured. A peer that is not installed is named as such. If a kernel
 gives wrong results, the exit status is 1 and its times mean nothing.
 
+`--tune` times tilings of `paged_decode` instead, and writes what beats the rule into the folder.
 `--dry-run` runs the same program on tiny problems, on any machine. Needs JAX for a GPU to be more
 than that; PyTorch and FlashInfer where they are to be compared with.
 """
@@ -64,6 +65,7 @@ STEPS = (
     Step("extend xla", 50),
     Step("kernel_times mosaic", 30),  # last: the profiler has a driver of its own to quarrel with
 )
+TUNING = (Step("tune 64", 150), Step("tune 16", 150), Step("tune 128", 150))
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "torch", "flashinfer-python")
 
 
@@ -75,6 +77,10 @@ def records_of(step: str, dry: bool) -> Iterator[Record]:
         from gpu_steps.ours import ceilings
 
         found = ceilings(sizes)
+    elif operation == "tune":
+        from gpu_steps.tune import tune
+
+        found = tune(sizes, int(implementation))
     elif operation == "check":
         from gpu_steps.correctness import check
 
@@ -192,6 +198,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="for the records")
     parser.add_argument("--dry-run", action="store_true", help="tiny problems, on any machine")
+    parser.add_argument("--tune", type=Path, metavar="FOLDER", help="write tuning tables there")
     parser.add_argument("--only", nargs="+", metavar="STEP", help="names, or beginnings of them")
     parser.add_argument("--step", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -201,8 +208,16 @@ def main() -> int:
                 print(json.dumps(record), file=rows, flush=True)
         return 0
     wanted = tuple(options.only or ("",))
-    steps = [step for step in STEPS if step.name.startswith(wanted)]
+    steps = [step for step in (TUNING if options.tune else STEPS) if step.name.startswith(wanted)]
     records = run(steps, options.json, options.dry_run)
+    if options.tune:
+        from gpu_steps.tune import tables_of
+
+        options.tune.mkdir(exist_ok=True)
+        for name, text in tables_of(records, machine()).items():
+            (options.tune / name).write_text(text)
+            print(options.tune / name)
+        return int(any("failed" in record for record in records))
     print(report(records))
     return int(any(not record.get("ok", True) for record in records))
 

@@ -18,7 +18,8 @@ issues them, a barrier counts them, and no warp touches a byte on its way. The r
 slots:
 
     step i   commit_smem: all warps are done with tile i - 1
-             its slot takes the copies of tile i + stages - 1      (ids loaded one step before)
+             its slot takes the copies of tile i + stages - 1      (ids loaded one step before,
+                                                                    but for a head_dim of 256)
              table entries of tile i + stages start to load
              wait for K of tile i, multiply, softmax, wait for V of tile i, multiply
 
@@ -101,7 +102,7 @@ class Ahead(NamedTuple):
     """What was loaded one step before it is used."""
 
     fetched: tuple[Any, ...]
-    """Block ids of the next tile whose copies start."""
+    """Block ids of the next tile whose copies start; none where they are loaded with it."""
     k_scales: tuple[Any, ...]
     """Scales of this tile's blocks; quantised pools only."""
     v_scales: tuple[Any, ...]
@@ -135,6 +136,11 @@ class Kernel:
     def piece_tokens(self) -> int:
         """Tokens that one bulk copy brings."""
         return min(self.config.tile_tokens, self.block_size)
+
+    @property
+    def loads_ids_ahead(self) -> bool:
+        """Whether registers are left for the ids of the tile after the newest."""
+        return self.head_dim < 256
 
     def column_chunks(self) -> list[Any]:
         """Columns of a tile that are in registers at once, where threads change it."""
@@ -191,7 +197,8 @@ class Kernel:
             self.cast(jnp.full((ROWS,), LOWEST, jnp.float32), plgpu.Layout.WGMMA.reduce(1)),
             self.cast(jnp.zeros((ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1)),
         )
-        ahead = Ahead(ids[-1], *self.load_scales(m, span, ids[0]))
+        fetched = ids[-1] if self.loads_ids_ahead else ()
+        ahead = Ahead(fetched, *self.load_scales(m, span, ids[0]))
 
         def step(i: Any, carry: tuple[Softmax, Ahead]) -> tuple[Softmax, Ahead]:
             return self.step(m, span, i, *carry)
@@ -270,8 +277,9 @@ class Kernel:
         slot = lax.rem(i, jnp.int32(stages))
         plgpu.commit_smem()  # all warps are done with tile i - 1: its slot may be filled
         newest = i + (stages - 1)
-        pl.when(newest < span.num_tiles)(partial(self.fetch, m, span, newest, ahead.fetched))
-        fetched = self.load_ids(m, span, newest + 1)
+        ids = ahead.fetched if self.loads_ids_ahead else self.load_ids(m, span, newest)
+        pl.when(newest < span.num_tiles)(partial(self.fetch, m, span, newest, ids))
+        fetched = self.load_ids(m, span, newest + 1) if self.loads_ids_ahead else ()
         start = (span.first_tile + i) * tile_tokens
         edge = (start < span.first_visible) | (start + tile_tokens > span.length)
 
@@ -378,7 +386,9 @@ class Kernel:
         real = pl.ds(0, self.group)
         target = m.out.at[span.row, span.head, span.split]
         if self.config.splits == 1:
-            out[...] = weighted.astype(out.dtype)
+            for first in range(0, self.head_dim, CHUNK):  # a copy in 16 bits would not fit beside
+                columns = slice(first, first + CHUNK)
+                out[:, columns] = weighted[:, columns].astype(out.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out.at[real], target)
         else:
@@ -429,7 +439,8 @@ def decode(
         width=block_tables.shape[1],
         quantised=scales is not None,
         has_sinks="sinks" in inputs,
-        stores_lse=return_lse or not final,
+        # With a head_dim of 256 ptxas finds no registers for the output of a kernel without it.
+        stores_lse=return_lse or not final or head_dim == 256,
         interpret=interpret,
     )
     out, *lses = _run(kernel, inputs)

@@ -3,16 +3,27 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
+import jax
 import pytest
+
+from radixkv.kernels import tuning
+from radixkv.kernels.paged_decode_config import DecodeConfig, choose_config
+
+from ..kernels.lowering import H100, lowered_for_h100, on_h100
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 sys.path.insert(0, str(BENCHMARKS))
 gpu = import_module("gpu")
 figures = import_module("gpu_steps.figures")
+ours = import_module("gpu_steps.ours")
+problems = import_module("gpu_steps.problems")
+timing = import_module("gpu_steps.timing")
+tune = import_module("gpu_steps.tune")
 sys.path.remove(str(BENCHMARKS))
 
 IN_A_PROCESS = ["check kv_write", "ceilings", "decode jax-cudnn-paged"]
@@ -48,6 +59,83 @@ def test_every_step(step):
             assert figures.rate(record) > 0
     assert records
     assert figures.table_of_times(records) and figures.table_of_figures(records)
+
+
+LIKE_FULL = replace(
+    problems.FULL,
+    decode=((8, 1024), (1, 2048)),
+    extend={"ragged": (problems.Row(9, 100), problems.Row(64, 0))},
+    moved_blocks=(8,),
+    moved_pools=2,
+    written_tokens=64,
+    pool_tokens=16384,
+    calls=2,
+)
+
+
+@pytest.fixture
+def lowered(monkeypatch):
+    """The programs that would be timed on an H100: lowered for one instead."""
+    programs = []
+
+    def lower(function, calls, shared, sizes):
+        arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (shared, calls))
+        program = lambda shared, calls: [function(*shared, *call) for call in calls]  # noqa: E731
+        programs.append(lowered_for_h100(program, *arguments))
+        return 1.0
+
+    def lower_in_place(function, calls, state, sizes):
+        return lower(lambda state, *call: function(state, *call), calls, (state,), sizes)
+
+    for name, value in (("time_jax", lower), ("time_in_place", lower_in_place)):
+        monkeypatch.setattr(timing, name, value)
+        monkeypatch.setattr(ours, name, value)
+    return programs
+
+
+@pytest.mark.parametrize("operation", ["decode", "extend", "moves"])
+def test_the_kernels_that_are_timed_are_lowered_for_an_h100(operation, lowered):
+    if operation == "moves":
+        # What is scattered is gathered first, by XLA, for the device that there is.
+        records = list(ours.moves(LIKE_FULL, "mosaic"))
+    else:
+        records = list(getattr(ours, operation)(LIKE_FULL, "mosaic"))
+    assert len(lowered) == len(records) > 0
+    assert all("mosaic_gpu_v2" in program for program in lowered)
+
+
+class TestTuning:
+    def test_every_block_size_has_tilings_to_time(self):
+        assert all(len(tune.survivors(size)) >= 3 for size in problems.FULL.block_sizes)
+
+    def test_what_is_timed_is_lowered_for_an_h100(self, lowered, monkeypatch):
+        monkeypatch.setattr(tune, "survivors", lambda block_size: [(64, 4)])  # a second for each
+        with on_h100():
+            records = list(tune.tune(LIKE_FULL, 64))
+        assert len(lowered) == len(records)
+        assert all("mosaic_gpu_v2" in program for program in lowered)
+        rules = [DecodeConfig(**r["entry"]["config"]) for r in records if r["rule"]]
+        assert rules == [
+            choose_config(8, 8, 128, 1024, 2, 132),
+            choose_config(1, 8, 128, 2048, 2, 132),
+        ]
+        assert len(records) == 2 * (1 + 3)  # the rule; its splits, half and twice as many
+        assert {record["device_kind"] for record in records} == {H100.device_kind}
+
+    def test_only_what_beats_the_rule_has_an_entry(self):
+        def record(seconds, rule, rows=512):
+            entry = {"block_size": 64, "rows": rows, "tokens": 4096, "config": {"splits": rule}}
+            about = {"tuned": "64 x 4096", "device_kind": "NVIDIA H100 80GB HBM3"}
+            return about | {"seconds": seconds, "rule": rule, "entry": entry}
+
+        records = [record(1.0, True), record(0.9, False), record(0.95, False)]
+        records += [record(1.0, True, 64), record(0.99, False, 64), {"failed": "tune 16"}]
+        tables = tune.tables_of(records, {"time": "now"})
+        assert list(tables) == ["nvidia_h100_80gb_hbm3.json"]
+        table = json.loads(tables["nvidia_h100_80gb_hbm3.json"])
+        assert table["device_kind"] == "NVIDIA H100 80GB HBM3"
+        assert table["paged_decode"] == [records[1]["entry"]]
+        assert tuning.file_name(table["device_kind"]) in tables
 
 
 def test_the_limits_fit_a_loan_of_ten_minutes():

@@ -1,0 +1,123 @@
+"""Which tiling of `paged_decode` is the fastest on this device: timed, and written as a table.
+
+Only tilings are timed that `compile_report.py` found to be free of spills.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from radixkv.kernels import tuning
+from radixkv.kernels.online_softmax import check_options
+from radixkv.kernels.paged_decode_config import DecodeConfig, choose_config
+
+from .problems import Record, Sizes, point
+
+COMPILED = Path(__file__).with_name("compiled.json")
+WORTH = 0.98
+"""A tiling has an entry when its time is at most this part of the rule's."""
+
+
+def candidates() -> list[DecodeConfig]:
+    """Tilings of a head_dim of 128 beside the rule's; `splits` follows from the batch."""
+    tilings = ((64, 4), (64, 5), (64, 6), (128, 3))
+    return [DecodeConfig(tile, stages, 1) for tile, stages in tilings]
+
+
+def survivors(block_size: int) -> list[tuple[int, int]]:
+    """(tile_tokens, stages) without a spill."""
+    rows = json.loads(COMPILED.read_text())["kernels"]
+    return [
+        (row["tile_tokens"], row["stages"])
+        for row in rows
+        if row["kernel"] == "tiling" and row["block_size"] == block_size and not row["spill_bytes"]
+    ]
+
+
+def tune(sizes: Sizes, block_size: int) -> Iterator[Record]:
+    """Times of every survivor, with the rule's splits and half and twice as many."""
+    from radixkv.kernels import paged_decode_mosaic
+    from radixkv.kernels.backends import target
+
+    from .ours import make_pools, make_tables, normal
+    from .timing import time_jax
+
+    device = target()
+    pools = make_pools(sizes, block_size)
+    options = check_options(sizes.head_dim**-0.5, None, None, None, sizes.q_heads)
+    for batch, length in sizes.decode:
+        rule = choose_config(batch, sizes.kv_heads, sizes.head_dim, length, 2, device.num_cores)
+        splits = {rule.splits}
+        if rule.splits > 1:
+            splits |= {max(1, rule.splits // 2), 2 * rule.splits}
+        q = normal(3, (batch, sizes.q_heads, sizes.head_dim))
+        tables = make_tables(sizes, block_size, [length] * batch, sizes.calls)
+        lengths = jnp.full(batch, length, jnp.int32)
+        configs = {rule} | {
+            DecodeConfig(*tiling, split) for tiling in survivors(block_size) for split in splits
+        }
+        for config in sorted(configs, key=lambda each: (each != rule, str(each))):
+
+            def attend(
+                q: Any, k: Any, v: Any, lengths: Any, table: Any, config: DecodeConfig = config
+            ) -> jax.Array:
+                out, _ = paged_decode_mosaic.decode(
+                    q,
+                    k,
+                    v,
+                    table,
+                    lengths,
+                    None,
+                    None,
+                    options=options,
+                    config=config,
+                    return_lse=False,
+                )
+                return out
+
+            seconds = time_jax(attend, [(table,) for table in tables], (q, *pools, lengths), sizes)
+            yield {
+                "tuned": point(batch, length),
+                "device_kind": device.name,
+                "seconds": seconds,
+                "rule": config == rule,
+                "entry": {
+                    "dtype": "bfloat16",
+                    "head_dim": sizes.head_dim,
+                    "group": sizes.q_heads // sizes.kv_heads,
+                    "block_size": block_size,
+                    "rows": tuning.bucket(batch * sizes.kv_heads),
+                    "tokens": tuning.bucket(length),
+                    "config": vars(config),
+                },
+            }
+
+
+def tables_of(records: list[Record], measured: Record) -> dict[str, str]:
+    """File name and text of each device's table: what beats the rule."""
+    by_shape: dict[tuple[Any, ...], list[Record]] = {}
+    kinds: dict[str, list[Record]] = {}
+    for record in records:
+        if "tuned" in record:
+            entry = record["entry"]
+            key = (record["device_kind"], entry["block_size"], entry["rows"], entry["tokens"])
+            by_shape.setdefault(key, []).append(record)
+            kinds.setdefault(record["device_kind"], [])
+    for (kind, *_), timed in by_shape.items():
+        best = min(timed, key=lambda record: record["seconds"])
+        rules = [record["seconds"] for record in timed if record["rule"]]
+        if rules and best["seconds"] <= WORTH * rules[0]:
+            kinds[kind].append(best["entry"])
+    return {
+        tuning.file_name(kind): json.dumps(
+            {"device_kind": kind, "measured": measured, "paged_decode": entries}, indent=1
+        )
+        + "\n"
+        for kind, entries in kinds.items()
+    }
