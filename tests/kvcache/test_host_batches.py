@@ -78,3 +78,14 @@ def test_more_than_the_host_holds_is_dropped_from_its_cold_end():
     assert memory.residency([1, 2, 3, 4, 5]) == "hh"
     assert memory.residency([7, 8]) == ""
     assert memory.stats.dropped_blocks == 5
+
+
+def test_what_is_evicted_together_is_dropped_in_one_order_copied_or_not():
+    memory = TierMemory(4, 6)
+    memory.demote([1, 2])
+    memory.serve([3, 4])
+    memory.serve([1, 2])  # the host has it already, the device evicts it last
+    memory.manager.evict(4)
+    memory.settle()
+    tokens = [tag[1] for tag in memory.drop_order() if tag is not None]
+    assert tokens == [(3, 4), (3,), (1, 2), (1,)]

@@ -227,6 +227,18 @@ def test_a_copy_of_what_the_device_has_makes_room_first():
     assert memory.residency([3, 4]) == "hh"
 
 
+def test_of_a_copy_of_what_the_device_has_the_head_makes_room():
+    memory = TierMemory(5, 4)
+    memory.demote([1, 2, 3])
+    memory.serve([1, 2, 3])
+    memory.serve([4, 5])
+    memory.start([1, 2, 3])
+    memory.manager.evict(2)
+    memory.settle()
+    # The device evicts 3 first, and need not copy it.
+    assert (memory.residency([1, 2, 3]), memory.residency([4, 5])) == ("dbb", "hh")
+
+
 def test_room_for_a_block_is_not_made_of_what_it_follows():
     memory = TierMemory(3, 2)
     memory.demote([1])
