@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -10,7 +11,18 @@ from ...kvcache import Int32Array, Lease
 from ..errors import RequestError
 from ..request import Request
 from .actions import Offer
-from .messages import MAX_PART_BLOCKS, Ask, Commit, Head, Hits, Key, PeerId, Send, Ticket
+from .messages import (
+    MAX_MISSING,
+    MAX_PART_BLOCKS,
+    Ask,
+    Commit,
+    Head,
+    Hits,
+    Key,
+    PeerId,
+    Send,
+    Ticket,
+)
 from .states import DecodeState, PrefillState
 
 
@@ -127,7 +139,7 @@ class DecodeAttempt:
     state: DecodeState = DecodeState.NEW
     first_block: int = 0
     commit: Commit | None = None
-    sizes: dict[int, int] = field(default_factory=dict)  # of each part known, in blocks
+    parts: dict[int, Send] = field(default_factory=dict)  # those known
     pulls: dict[int, float] = field(default_factory=dict)  # those not fenced, and when they began
     reason: str = ""  # why it was given up
 
@@ -143,14 +155,32 @@ class DecodeAttempt:
         return Ticket(head.key, head.peer_epoch, head.epoch, head.grant, part)
 
     def missing(self) -> tuple[int, ...]:
-        """Which parts P has sent in vain, as far as can be known."""
+        """Which parts P has sent in vain, as far as can be known: the first of them."""
         num_parts = self.commit.num_parts if self.commit is not None else 0
-        return tuple([part for part in range(num_parts) if part not in self.sizes])
+        missing = (part for part in range(num_parts) if part not in self.parts)
+        return tuple(islice(missing, MAX_MISSING))
+
+    @property
+    def max_parts(self) -> int:
+        """As many as there are if each is one block of one group of layers."""
+        return (self.lease.num_blocks - self.first_block) * self.num_groups
+
+    def expects(self, send: Send) -> bool:
+        """Whether a part is of what was granted, and nothing of it is in another part."""
+        first, stop = send.first_block, send.first_block + send.num_blocks
+        is_granted = self.first_block <= first < stop <= self.lease.num_blocks
+        if not is_granted or send.group >= self.num_groups or send.part >= self.max_parts:
+            return False
+        return not any(
+            each.group == send.group
+            and first < each.first_block + each.num_blocks
+            and each.first_block < stop
+            for each in self.parts.values()
+        )
 
     def is_whole(self) -> bool:
         """Whether its parts are as many blocks, in all groups of layers, as were granted."""
-        granted = self.lease.num_blocks - self.first_block
-        return sum(self.sizes.values()) == granted * self.num_groups
+        return sum(part.num_blocks for part in self.parts.values()) == self.max_parts
 
 
 class DecodeAttempts:

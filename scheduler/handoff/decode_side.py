@@ -224,17 +224,18 @@ class DecodeSide:
     def _receiving(self, attempt: DecodeAttempt, message: Message) -> None:
         """Take in what P sends of a prompt."""
         match message:
-            case Send() if message.part not in attempt.sizes:
-                first = message.first_block
-                stop = first + message.num_blocks
-                if not attempt.first_block <= first < stop <= attempt.lease.num_blocks:
+            case Send() if message.part not in attempt.parts:
+                if not attempt.expects(message):
                     self._give_up(attempt, f"part {message.part} is not of what was granted")
                     return
-                attempt.sizes[message.part] = message.num_blocks
+                first, stop = message.first_block, message.first_block + message.num_blocks
+                attempt.parts[message.part] = message
                 attempt.pulls[message.part] = self._now
                 blocks = tuple([int(block) for block in attempt.lease.block_table[first:stop]])
                 ticket = attempt.ticket(message.part)
                 self._actions.append(Pull(attempt.peer, ticket, blocks, message.group))
+            case Commit() if message.num_parts > attempt.max_parts:
+                self._give_up(attempt, "what was sent is not the prompt")
             case Commit() if attempt.commit is None:
                 attempt.commit = message
                 attempt.moved_at = self._now
@@ -267,6 +268,10 @@ class DecodeSide:
         head, block_size = ask.head, self._manager.block_size
         if ask.block_size != block_size:
             return Refuse(back, "block size", ask.block_size, block_size)
+        # Before anything is allocated: a request has room for all of its tokens.
+        needed = -(-(len(ask.prompt) // 4 + ask.max_new_tokens - 1) // block_size)
+        if needed > self._manager.num_blocks:
+            return Refuse(back, "too large", needed, self._manager.num_blocks)
         try:
             request = as_request(ask)
             lease = request.lease = self._admit(request)
@@ -312,7 +317,7 @@ class DecodeSide:
     def _start_if_whole(self, attempt: DecodeAttempt) -> None:
         """Publish and start if COMMIT and every part have come."""
         commit = attempt.commit
-        if commit is None or attempt.pulls or len(attempt.sizes) < commit.num_parts:
+        if commit is None or attempt.pulls or len(attempt.parts) < commit.num_parts:
             return
         if not attempt.is_whole() or commit.position != len(attempt.tokens):
             self._give_up(attempt, "what was sent is not the prompt")

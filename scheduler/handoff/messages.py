@@ -25,6 +25,9 @@ PROTOCOL_VERSION: Final = 1
 MAX_PART_BLOCKS: Final = 32
 """P sends no more blocks in one part: D has staging memory for some parts, whatever a prompt."""
 
+MAX_MISSING: Final = 1024
+"""D names no more missing parts in one message; the rest comes with the next."""
+
 Key: TypeAlias = tuple[str, int]
 """A request's id and the number of the attempt."""
 

@@ -271,13 +271,17 @@ class PrefillSide:
             case Ack() if attempt.commit is not None:
                 self._end(attempt)
             case Renew() if attempt.state is PrefillState.COMMITTED:
-                for part in message.missing:
-                    if part < len(attempt.sends):
+                for part in sorted(set(message.missing)):
+                    if 0 <= part < len(attempt.sends):
                         self._post(attempt, attempt.sends[part])
 
     def _granted(self, attempt: PrefillAttempt, grant: Grant) -> None:
         head = grant.head
         attempt.head = replace(attempt.head, peer_epoch=head.epoch, grant=head.grant)
+        if not 0 <= grant.first_block <= attempt.lease.num_blocks:
+            prompt = f"a prompt of {attempt.lease.num_blocks}"
+            self.abort(head.key, f"granted from block {grant.first_block} on, of {prompt}")
+            return
         attempt.next_block = [grant.first_block] * self._num_groups
         computed = len(attempt.tokens)
         if attempt.sampled is None:

@@ -64,7 +64,7 @@ class Pair:
     """Both sides without a network: what they post is at hand."""
 
     def __init__(self, h: ModuleType, *, num_groups: int = 1, decode_epoch: int = 1) -> None:
-        self.h = h
+        self.h, self.num_groups = h, num_groups
         self.p_manager, self.d_manager = CacheManager(8, 2), CacheManager(8, 2)
         timing = h.Timing()
         self.p = h.PrefillSide(self.p_manager, epoch=1, timing=timing, num_groups=num_groups)

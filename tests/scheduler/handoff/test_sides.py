@@ -111,7 +111,7 @@ def test_p_sends_what_its_host_had_with_what_it_computes() -> None:
     [
         (ask(block_size=4), "refused, block size: 4 here, 2 there"),
         (ask(version=2), "refused, version: 2 here, 1 there"),
-        (ask(prompt=[1] * 17), "refused, too large: 9 needed, 8 available"),
+        (ask(prompt=[1] * 17), "refused, too large: 10 needed, 8 available"),
     ],
 )
 def test_what_can_never_be_is_refused_for_good(message: Ask, reason: str) -> None:
