@@ -136,7 +136,13 @@ MESSAGES: Final[tuple[Record, ...]] = (
         priority=Int(-(2**31)),
     ),
     _of_peer(Grant, first_block=_COUNT),
-    _of_peer(Refuse, reason=OneOf(*get_args(RefusalReason)), needed=_COUNT, available=_COUNT),
+    _of_peer(
+        Refuse,
+        reason=OneOf(*get_args(RefusalReason)),
+        needed=_COUNT,
+        available=_COUNT,
+        detail=_REASON,
+    ),
     _of_peer(Send, part=_COUNT, first_block=_COUNT, num_blocks=Int(1), group=Int(0, 1023)),
     _of_peer(
         Commit,

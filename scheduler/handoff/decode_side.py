@@ -11,6 +11,7 @@ from ..request import Request
 from .actions import CancelPull, DecodeAction, Post, Pull, Start, Stop, Timing
 from .attempts import DecodeAttempt, DecodeAttempts, as_request
 from .messages import (
+    MAX_REASON_CHARS,
     PROTOCOL_VERSION,
     Abort,
     Ack,
@@ -275,8 +276,8 @@ class DecodeSide:
         try:
             request = as_request(ask)
             lease = request.lease = self._admit(request)
-        except (RequestError, TokenError):
-            return Refuse(back, "malformed", 0, 0)
+        except (RequestError, TokenError) as error:
+            return Refuse(back, "malformed", 0, 0, str(error)[:MAX_REASON_CHARS])
         except OutOfBlocksError as short:
             return Refuse(back, "out of blocks", short.needed, short.available)
         except RequestTooLargeError as large:

@@ -28,6 +28,9 @@ MAX_PART_BLOCKS: Final = 32
 MAX_MISSING: Final = 1024
 """D names no more missing parts in one message; the rest comes with the next."""
 
+MAX_REASON_CHARS: Final = 1024
+"""D's own words in REFUSE are no longer."""
+
 Key: TypeAlias = tuple[str, int]
 """A request's id and the number of the attempt."""
 
@@ -133,7 +136,7 @@ class Refuse(Message):
     "draining"        0 and 0: D takes nothing on
     "too large"       blocks, to the end of the request, and of the whole pool
     "block size"      the block sizes of P and D
-    "malformed"       0 and 0: it is no request
+    "malformed"       0 and 0: it is no request, or none for D's model; `detail` says why
     "version"         the versions of P and D
     ================  ==============================================================================
     """
@@ -141,6 +144,7 @@ class Refuse(Message):
     reason: RefusalReason
     needed: int
     available: int
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)

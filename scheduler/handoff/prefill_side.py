@@ -299,6 +299,8 @@ class PrefillSide:
         numbers = f"{refuse.needed} needed, {refuse.available} available"
         if refuse.reason in ("block size", "version"):
             numbers = f"{refuse.needed} here, {refuse.available} there"
+        elif refuse.reason == "malformed":
+            numbers = refuse.detail
         is_busy = refuse.reason in BUSY
         reason = f"refused, {refuse.reason}: {numbers}"
         if is_busy and attempt.sampled is not None:

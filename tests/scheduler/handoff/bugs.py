@@ -231,8 +231,8 @@ BUGS: Final = [
     ),
     bug(
         "a part may be written into what is shared",
-        D,
-        ("if not attempt.first_block <= first < stop", "if not 0 <= first < stop"),
+        ATTEMPTS,
+        ("is_granted = self.first_block <= first < stop", "is_granted = 0 <= first < stop"),
     ),
     bug(
         "D starts a prompt that is not whole",

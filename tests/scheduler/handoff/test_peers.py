@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv.kvcache import CacheManager
-from radixkv.scheduler import handoff
+from radixkv.scheduler import DecodeScheduler, Request, RequestError, handoff
+from radixkv.scheduler.channel.codec import Packet, decode, encode
 from radixkv.scheduler.errors import RefusalReason
 from radixkv.scheduler.handoff import (
     Abort,
@@ -32,7 +33,7 @@ from radixkv.scheduler.handoff import (
     Stop,
     Timing,
 )
-from radixkv.scheduler.handoff.messages import MAX_MISSING
+from radixkv.scheduler.handoff.messages import MAX_MISSING, MAX_REASON_CHARS
 
 from .stage import KEY, PROMPT, D, P, Pair
 
@@ -202,3 +203,26 @@ def test_a_request_without_end_is_refused_before_it_is_allocated() -> None:
     pair.d.receive(P, replace(pair.begin(), max_new_tokens=MOST))
     [refusal] = pair.posted(pair.d)
     assert (refusal.reason, refusal.needed, refusal.available) == ("too large", 2**30 + 3, 8)
+
+
+@given(st.text(st.characters(codec="utf-8"), max_size=2000))
+def test_what_the_model_cannot_take_is_refused_in_its_words(words: str) -> None:
+    def refuse(request: Request) -> None:
+        raise RequestError(words)
+
+    d = DecodeScheduler(
+        CacheManager(8, 2),
+        epoch=1,
+        timing=Timing(),
+        token_budget=8,
+        max_running=4,
+        check_request=refuse,
+    )
+    d.receive(P, Ask(Head(KEY, 1), TOKENS, b"", 2, 1, 4))
+    [action] = d.take_actions()
+    assert isinstance(action, Post) and isinstance(answer := action.message, Refuse)
+    assert (answer.reason, answer.needed, answer.available) == ("malformed", 0, 0)
+    assert answer.detail == words[:MAX_REASON_CHARS]
+    packet = Packet("d", "p", 1, 1, answer)
+    assert decode(encode(packet)) == packet
+    d.manager.check()

@@ -110,6 +110,7 @@ def test_p_sends_what_its_host_had_with_what_it_computes() -> None:
     ("message", "reason"),
     [
         (ask(block_size=4), "refused, block size: 4 here, 2 there"),
+        (ask(prompt=[]), "refused, malformed: request 'r1' has an empty prompt"),
         (ask(version=2), "refused, version: 2 here, 1 there"),
         (ask(prompt=[1] * 17), "refused, too large: 10 needed, 8 available"),
     ],
