@@ -109,13 +109,11 @@ class DecodeScheduler(BatchScheduler):
         Raises:
             RequestError: if the model cannot take it.
             RefusedError, OutOfBlocksError: if there is no room now.
-            RequestTooLargeError: if it could not run to its limit even alone.
         """
         if self._is_draining:
             raise RefusedError("draining", 0, 0)
         if self._check_request is not None:
             self._check_request(request)
-        self._require_fit(request)
         try:
             lease = self._take_in(request)
         except (RefusedError, OutOfBlocksError):

@@ -129,8 +129,8 @@ DECODE_BUGS: Final = [
     ),
     bug(
         "D grants what could never finish",
-        DECODE,
-        ("        self._require_fit(request)\n", ""),
+        D,
+        ("if needed > self._manager.num_blocks:", "if False:"),
     ),
     bug(
         "the handed-over token has no slot",

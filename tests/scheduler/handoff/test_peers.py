@@ -220,7 +220,9 @@ def test_what_the_model_cannot_take_is_refused_in_its_words(words: str) -> None:
     )
     d.receive(P, Ask(Head(KEY, 1), TOKENS, b"", 2, 1, 4))
     [action] = d.take_actions()
-    assert isinstance(action, Post) and isinstance(answer := action.message, Refuse)
+    assert isinstance(action, Post)
+    answer = action.message
+    assert isinstance(answer, Refuse)
     assert (answer.reason, answer.needed, answer.available) == ("malformed", 0, 0)
     assert answer.detail == words[:MAX_REASON_CHARS]
     packet = Packet("d", "p", 1, 1, answer)
