@@ -160,14 +160,16 @@ def test_a_peer_that_stops_midway_costs_a_pull_and_nothing_else(slow_node: Node)
         assert not np.array_equal(pool.memory[slot.start : sum(slot)], memory), "no late bytes"
     node.transport.release(elsewhere.ticket)
     with_other.close()
+    # JAX's server may serve nobody from then on; a peer that withdraws an offer finds that out.
+    assert node.peer.ask("withdraw") == "Withdrawn"
     node.receives(6, SMALL)
 
 
 def quarantined(node: Node) -> tuple[StagingPool, Slot, npt.NDArray[np.uint8]] | None:
     """The slot in quarantine, and what is in it; None if the engine has no staging memory."""
-    assert node.transport.stats().quarantined_bytes == BIG[0] * BIG[1]
     if not isinstance(node.engine, NixlEngine):
         return None
+    assert node.transport.stats().quarantined_bytes == BIG[0] * BIG[1]
     (pull,) = node.engine._quarantine
     pool = node.engine._pool
     assert pool.allocate(BIG[0] * BIG[1]) is None, "the slot was given to another"
