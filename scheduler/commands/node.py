@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import time
@@ -55,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
             transport=arguments.transport,
             status_s=arguments.silence_s / _RETRIES_PER_SILENCE,
         )
-        with _until_told_to_stop() as is_stopped:
+        with _until_told_to_stop(arguments.parent_pid) as is_stopped:
             said = f"radixkv: {arguments.name} serves at {channel.address}"
             print(said, file=sys.stderr, flush=True)
             loop.run(is_stopped)
@@ -115,13 +116,13 @@ def _make_engine(
 
 
 @contextmanager
-def _until_told_to_stop() -> Iterator[Callable[[], bool]]:
-    """Take SIGTERM and SIGINT as the wish to end, until the end."""
+def _until_told_to_stop(parent_pid: int | None) -> Iterator[Callable[[], bool]]:
+    """Take SIGTERM and SIGINT as the wish to end, and the end of the parent if there is one."""
     stopped = Event()
     signals = (signal.SIGTERM, signal.SIGINT)
     before = [signal.signal(each, lambda *_: stopped.set()) for each in signals]
     try:
-        yield stopped.is_set
+        yield lambda: stopped.is_set() or parent_pid not in (None, os.getppid())
     finally:
         for each, handler in zip(signals, before, strict=True):
             signal.signal(each, handler)

@@ -95,6 +95,12 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
         "fifth of it, and a transfer may take six times as long; the same for all (default: "
         "%(default)s)",
     )
+    add_size(
+        parser,
+        "--parent-pid",
+        "end, too, when the process that started this one is not that any more",
+        required=False,
+    )
     add_size(parser, "--block-size", "tokens per block (default: %(default)s)", default=16)
     add_size(parser, "--device-blocks", "blocks of KV cache")
     add_size(parser, "--token-budget", "tokens per step (default: %(default)s)", default=512)

@@ -93,7 +93,7 @@ class NodeProcesses:
         out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         line = [sys.executable, "-m", "radixkv.scheduler.cli", command, "--name", name]
         process = subprocess.Popen(
-            [*line, *map(str, arguments)],
+            [*line, "--parent-pid", str(os.getpid()), *map(str, arguments)],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,

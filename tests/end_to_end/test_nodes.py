@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -215,3 +216,28 @@ def test_a_node_that_cannot_start_is_named(tmp_path: Path) -> None:
             NodeProcessError, match=r"^prefill-0 has ended with status 2: radixkv: .*--desk"
         ):
             processes.check()
+
+
+STARTER = """
+import sys, time
+from radixkv.scheduler.disaggregated.processes import NodeProcesses
+with NodeProcesses() as processes:
+    processes.start("prefill-0", "prefill-node", sys.argv[1:])
+    print(processes.pid("prefill-0"), flush=True)
+    while True:
+        time.sleep(1)
+"""
+
+
+def test_nodes_end_with_who_started_them(model_dir: Callable[[str], Path]) -> None:
+    options = [model_dir("qwen3"), "--desk", "127.0.0.1:9", *SIZES, "--device-blocks", 64]
+    with subprocess.Popen(
+        [sys.executable, "-c", STARTER, *map(str, options)], stdout=subprocess.PIPE, text=True
+    ) as starter:
+        assert starter.stdout is not None
+        node = os.pidfd_open(int(starter.stdout.readline()))
+        starter.kill()
+    try:
+        assert select.select([node], [], [], 60)[0], "the node goes on without its parent"
+    finally:
+        os.close(node)
