@@ -328,7 +328,7 @@ def test_the_transport_knows_whether_all_was_read(llama):
     cluster = Cluster(llama)
     with patch.object(cluster.p._transport, "withdraw", wraps=cluster.p._transport.withdraw) as spy:
         cluster.complete([PREFIX], 4)
-        spy.assert_called_once_with(("0 #0", 1), was_read=True)
+        spy.assert_called_once_with(("0 #0.0", 1), was_read=True)
 
 
 def test_a_late_compilation_of_a_copy_would_be_counted(llama):
@@ -394,7 +394,12 @@ def test_d_refuses_what_its_model_cannot_take(llama):
     cluster.add([PREFIX], 4)
     cluster.d._runner._max_model_len = 43
     cluster.finish()
-    assert cluster.front.failures == {"0": "refused, malformed: 0 needed, 0 available"}
+    assert cluster.front.failures == {
+        "0": (
+            "refused, malformed: request '0 #0.0': 40 prompt tokens and 4 new ones are more than "
+            "max_model_len 43"
+        )
+    }
 
 
 def test_a_prompt_that_no_node_has_room_for_fails(llama):

@@ -31,7 +31,7 @@ def test_a_request_ends_with_its_tokens_and_counts() -> None:
     desk, request = make("d0"), Request("a", [1, 2, 3, 4, 5], 2)
     desk.add_request(request, 0.0)
     run = begin(desk)
-    assert (run.key, run.route) == (("a #0", 1), ("p0", "d0"))
+    assert (run.key, run.route) == (("a #0.0", 1), ("p0", "d0"))
     desk.started(run.key)
     desk.finished(run.key, (7, 8), Hits(4, 1, 0), 3)
     assert desk.take_ended() == [request]
@@ -59,7 +59,7 @@ def test_what_a_lost_node_had_is_tried_again() -> None:
     desk.lose("d0")
     assert desk.take_actions() == [GiveUp(run.key, "cancelled")]
     again = begin(desk, now=1.0)
-    assert (again.key, again.route.decode) == (("a #0", 2), "d1")
+    assert (again.key, again.route.decode) == (("a #0.0", 2), "d1")
     with pytest.raises(RoutingError, match=r"^there is no node 'd0'$"):
         desk.lose("d0")
 
@@ -68,7 +68,7 @@ def test_requests_wait_for_nodes_to_come() -> None:
     desk = make()
     desk.add_request(Request("a", [1, 2, 3], 2), 0.0)
     desk.tick(0.0)
-    assert desk.take_actions() == [GiveUp(("a #0", 1), "cancelled")]
+    assert desk.take_actions() == [GiveUp(("a #0.0", 1), "cancelled")]
     desk.add_decode("d0", 20)
     assert begin(desk, now=1.0).route.decode == "d0"
 

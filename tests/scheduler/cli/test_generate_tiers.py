@@ -132,7 +132,7 @@ def test_a_server_that_is_not_there_costs_hits_and_nothing_else(
         ),
         (
             ["--reserve-tokens", -1],
-            "argument --reserve-tokens: expected a positive integer, got '-1' "
+            "argument --reserve-tokens: expected a number of tokens, or no_evict, got '-1' "
             "(see `radixkv generate --help`)",
         ),
         (
