@@ -339,6 +339,8 @@ def test_an_endless_soak_of_several_jobs_ends_with_the_keyboard() -> None:
 
 
 SOAK = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from radixkv.scheduler.fuzz import campaign
 add = campaign.Report.add
 def tell(report, *arguments):
