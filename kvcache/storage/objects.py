@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -63,7 +63,12 @@ class ObjectBackend:
         paths = [self._path(key) for key in keys]
         if len(paths) == 1:
             return [self._exists(paths[0])]
-        return list(self._heads.map(self._exists, paths))
+        asked = [self._heads.submit(self._exists, path) for path in paths]
+        wait(asked, return_when=FIRST_EXCEPTION)
+        for each in asked:
+            each.cancel()
+        wait(asked)  # what fails leaves no request behind that its caller knows nothing of
+        return [each.result() for each in asked]
 
     def get(self, key: bytes, into: Sequence[memoryview]) -> int | None:
         """See Backend. The size comes before the bytes; of a larger object, a range is read."""
