@@ -190,7 +190,6 @@ class HostReader:
         """End the heir that waited for a promotion, if one did: what it published is idle."""
         heir = self.heirs.pop(promotion, None)
         if heir is not None:
-            promotion.lease = None
             self._tiers.manager.end_heir(heir)
 
     def reset(self) -> None:

@@ -159,7 +159,6 @@ class TieredTree(RadixTree):
         while stack:
             dead = stack.pop()
             assert not dead.device_blocks, "a node on the device is removed"
-            assert not dead.device_blocks, "a node on the device is removed"
             stack.extend(dead.children.values())
             self._died(dead)
         if parent.parent is None:

@@ -172,6 +172,8 @@ def report(mutants: Sequence[Mutant], results: Iterable[str], reasons: Mapping[K
 def main(arguments: Sequence[str] | None = None) -> int:
     """Hunt every mutant; the exit status is 1 if a survivor has no reason, or a reason no survivor.
 
+    If a reason is of no mutant at all, none is hunted.
+
     Args:
         arguments: of the command line; None for those of the process.
     """
@@ -186,7 +188,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def is_chosen(key: Key) -> bool:
         return key[0] in files and chosen.only in f"{key[1]}: {key[2]}"
 
-    mutants = [each for each in chain(*map(all_mutants, files)) if is_chosen(each.key)]
+    every = list(chain(*map(all_mutants, HUNTED)))
+    for file, function, change in (gone := sorted(explained().keys() - {m.key for m in every})):
+        print(f"kvcache/{file}: {function}: {change}\n    is explained, and is no mutant")
+    if gone:
+        return 1
+    mutants = [each for each in every if is_chosen(each.key)]
     reasons = {key: why for key, why in explained().items() if is_chosen(key)}
     begin = time.perf_counter()
     num_wrong = report(mutants, hunt(mutants, chosen.steps, chosen.jobs), reasons)

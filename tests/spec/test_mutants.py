@@ -109,6 +109,13 @@ def test_an_explanation_without_a_survivor_is_told(capsys) -> None:
     ]
 
 
+def test_an_explanation_of_no_mutant_stops_the_hunt(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(mutants, "explained", lambda: {("gone.py", "f", "a  ->  b"): "it was so"})
+    assert mutants.main(["--file", LIVES[0]]) == 1
+    told = "kvcache/gone.py: f: a  ->  b\n    is explained, and is no mutant\n"
+    assert capsys.readouterr().out == told
+
+
 @pytest.mark.parametrize(("reasons", "status"), [({LIVES: "no child has that key"}, 0), ({}, 1)])
 def test_the_exit_status_tells_of_an_unexplained_survivor(
     reasons: dict, status: int, monkeypatch, capsys
@@ -119,7 +126,7 @@ def test_the_exit_status_tells_of_an_unexplained_survivor(
 
     monkeypatch.setattr(mutants, "hunt", hunt)
     monkeypatch.setattr(mutants, "explained", lambda: reasons)
-    monkeypatch.setattr(mutants, "all_mutants", lambda file: [named(*LIVES)])
-    arguments = ["--file", LIVES[0], "--steps", "300", "--jobs", "1"]
+    only = f"{LIVES[1]}: {LIVES[2]}"
+    arguments = ["--file", LIVES[0], "--only", only, "--steps", "300", "--jobs", "1"]
     assert mutants.main(arguments) == status
     assert ("UNEXPLAINED" in capsys.readouterr().out) == bool(status)
