@@ -114,12 +114,7 @@ class TierDriver:
         for entry in entries:
             self._end_if_done(entry)
 
-    def _attempt(
-        self,
-        part: Callable[[Dispatched, BlockArrays], None],
-        entry: Dispatched,
-        arrays: BlockArrays,
-    ) -> None:
+    def _attempt(self, part: _Part, entry: Dispatched, arrays: BlockArrays) -> None:
         if entry.outcome is Outcome.FAILED:
             return
         try:
@@ -216,7 +211,7 @@ class TierDriver:
         _check_apart(operation.sources, operation.destinations)
         for piece, size in copies.pieces(operation.num_blocks):
             copies.copy(arrays, operation.sources[piece], operation.destinations[piece], size)
-            _mark(entry, piece)
+            entry.mark(piece)
 
     def _write(self, entry: Dispatched, arrays: BlockArrays) -> None:
         """Write what was staged, or let other threads do so."""
@@ -228,7 +223,7 @@ class TierDriver:
             destinations = operation.destinations[piece]
             if operation.kind is OpKind.HOST_TO_DEVICE:
                 self._warm_copies().scatter(arrays, staging, destinations, size)
-                _mark(entry, piece)
+                entry.mark(piece)
             else:
                 num_bytes = size * self._host.bytes_per_block
                 staged = StagedBlocks(operation.id, piece, destinations, staging, num_bytes)
@@ -262,7 +257,7 @@ class TierDriver:
             if report.error:
                 entry.outcome = Outcome.FAILED
             else:
-                _mark(entry, report.blocks)
+                entry.mark(report.blocks)
             self._end_if_done(entry)
 
     def _expire(self) -> None:
@@ -283,12 +278,6 @@ class TierDriver:
             entry.writes -= 1
             self._bytes_in_flight -= write.num_bytes
         return entry.writes == 0
-
-
-def _mark(entry: Dispatched, blocks: slice) -> None:
-    num_blocks = blocks.stop - blocks.start
-    entry.ok[blocks] = [True] * num_blocks
-    entry.copied += num_blocks
 
 
 def _check_apart(sources: Int32Array, destinations: Int32Array) -> None:

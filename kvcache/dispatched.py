@@ -42,7 +42,6 @@ class OperationResult:
     Attributes:
         op_id: which.
         ok: for each block, whether it was copied.
-        staged: pieces that were read and not yet written: which blocks, padded size, their KV.
         fenced: nobody uses its blocks any more; if False, `TierDriver.fenced` will say when.
     """
 
@@ -96,6 +95,12 @@ class Dispatched:
     writes: int = 0
     storage_id: OperationId | None = None
     outcome: Outcome | None = None
+
+    def mark(self, blocks: slice) -> None:
+        """Note that these blocks have been copied."""
+        num_blocks = blocks.stop - blocks.start
+        self.ok[blocks] = [True] * num_blocks
+        self.copied += num_blocks
 
 
 class DispatchTable:

@@ -1,4 +1,4 @@
-"""The cache manager: leases over a block pool and a radix tree. No I/O, no clock, no JAX."""
+"""The cache manager: what a request does with the cache. No I/O, no clock, no JAX."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .block_pool import BlockPool
 from .block_tables import BlockTables
+from .cache import Cache
 from .errors import (
     LeaseError,
     NamespaceError,
@@ -17,8 +17,7 @@ from .errors import (
     StorageConfigError,
 )
 from .host_tier import HostConfig
-from .invariants import check_leases, check_ownership, check_tiers
-from .lease import CacheStats, Epoch, Lease, Match, NextBlock
+from .lease import Epoch, Lease, Match, NextBlock
 from .parking import Parked, require_saved
 from .publishing import publish_run
 from .radix_node import Walk
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from .storage.keys import StorageNamespace
 
 
-class CacheManager:
+class CacheManager(Cache):
     """Paged KV cache bookkeeping with prefix sharing, on the device and in the tiers below it.
 
     A request's life: `match` what is published, `admit` it (pins the hit and reserves the rest),
@@ -66,22 +65,12 @@ class CacheManager:
             CountError: if either count is less than 1.
             StorageConfigError: for storage without a host tier, or with other blocks.
         """
-        self.num_blocks = as_count("num_blocks", num_blocks, minimum=1)
-        self.block_size = as_count("block_size", block_size, minimum=1)
-        self.epoch = Epoch(0)
-        self.tables = BlockTables()
-        self._pool = BlockPool(num_blocks)
+        super().__init__(num_blocks, block_size)
         if storage is not None and host is None:
             raise StorageConfigError("storage needs a host tier, through which its blocks pass")
-        self.tiers = None if host is None else Tiers(self, host, storage)
-        self._tree = RadixTree(block_size) if self.tiers is None else self.tiers.tree
-        self._leases: dict[int, Lease] = {}
-        self._admitted = self._hit_blocks = self._evicted_blocks = self._duplicate_blocks = 0
-
-    @property
-    def available(self) -> int:
-        """How many blocks are free or can be evicted now."""
-        return self._pool.num_free + self._tree.num_idle
+        if host is not None:
+            self.tiers = Tiers(self, host, storage)
+            self._tree = self.tiers.tree
 
     def available_after(self, match: Match) -> int:
         """How many blocks would be free or evictable once a match is pinned. Changes nothing."""
@@ -286,16 +275,6 @@ class CacheManager:
 
     # The cache as a whole
 
-    def evict(self, num_blocks: int) -> int:
-        """Free up to num_blocks of the least recently used idle blocks; return how many.
-
-        Raises:
-            CountError: if num_blocks is negative.
-        """
-        victims = self._evict(as_count("num_blocks", num_blocks))
-        self._pool.recycle(victims)
-        return len(victims)
-
     def reset(self, keep: Collection[bytes] = ()) -> Epoch:
         """Forget everything (the weights have changed): every lease ends, every block is free.
 
@@ -328,71 +307,3 @@ class CacheManager:
         self._duplicate_blocks += publish_run(
             self._tree, self._pool, lease._tables, self.tiers, lease, run
         )
-
-    def end_heir(self, heir: Lease) -> None:
-        """Release an heir, after what it waited for."""
-        self._tree.unpin(heir.node)
-        self._pool.recycle(heir.block_table[heir.num_shared_blocks :])
-
-    def recycle(self, ids: Int32Array) -> None:
-        """Take back blocks that a lease left while they were still written."""
-        self._pool.recycle(ids)
-
-    def stats(self) -> CacheStats:
-        """Return the counts; O(1)."""
-        free, cached = self._pool.num_free, self._tree.num_cached
-        return CacheStats(
-            num_blocks=self.num_blocks,
-            free_blocks=free,
-            cached_blocks=cached,
-            idle_blocks=self._tree.num_idle,
-            private_blocks=self.num_blocks - free - cached,
-            live_leases=len(self._leases),
-            admitted=self._admitted,
-            hit_blocks=self._hit_blocks,
-            evicted_blocks=self._evicted_blocks,
-            duplicate_blocks=self._duplicate_blocks,
-            tiers=None if self.tiers is None else self.tiers.stats(),
-        )
-
-    def check(self) -> None:
-        """Assert every invariant of the cache; costs a walk over all of it."""
-        self._pool.check()
-        self._tree.check()
-        self.tables.check()
-        check_leases(self._leases, self.tables, self.epoch)
-        holders, quarantined = list(self._leases.values()), []
-        if self.tiers is not None:
-            holders += self.tiers.reader.heirs.values()
-            check_tiers(self.tiers, holders)
-            quarantined = self.tiers.quarantined_device_blocks()
-        check_ownership(self._pool, self._tree, holders, quarantined)
-
-    # Shared steps
-
-    def _require_live(self, lease: Lease) -> None:
-        if self._leases.get(lease.row) is lease:
-            return
-        if lease.epoch != self.epoch:
-            raise LeaseError(f"the lease is of epoch {lease.epoch}, the cache of {self.epoch}")
-        raise LeaseError("the lease was released, or is of another manager")
-
-    def _require_available(self, needed: int) -> None:
-        if needed > self.available:
-            raise OutOfBlocksError(needed, self.available)
-
-    def _fill(self, ids: Int32Array) -> None:
-        """Fill ids with blocks that are known to be available, evicting exactly what is short."""
-        short = len(ids) - self._pool.num_free
-        if short > 0:
-            # Evicted blocks go straight to their new owner, not through the pool.
-            ids[-short:] = self._evict(short)
-            ids = ids[:-short]
-        if len(ids):
-            self._pool.fill(ids)
-
-    def _evict(self, num_blocks: int) -> Int32Array:
-        tiers = self.tiers
-        victims = (self._tree if tiers is None else tiers.writer).evict(num_blocks)
-        self._evicted_blocks += len(victims)
-        return victims

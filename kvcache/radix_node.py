@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import repeat
-from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -89,51 +87,6 @@ def set_host(node: Node, run: HostRun | None) -> None:
 
 NO_CHILDREN: Final[dict[bytes, Node]] = {}
 """The children of every leaf that never had one: most nodes need no dict of their own."""
-
-
-def coldest(idle: Node, most: int) -> tuple[list[Node], Node]:
-    """Return the first nodes of an idle list, as many as there are up to most, and the next."""
-    nodes = []
-    node = idle.warmer
-    for _ in repeat(None, most):
-        if node is None or node is idle:
-            break
-        nodes.append(node)
-        node = node.warmer
-    assert node is not None, "the idle list is not closed"
-    return nodes, node
-
-
-def cut_off(leaves: list[Node]) -> list[Node]:
-    """Take leaves from their parents and clear their links; return the parents left childless."""
-    first = leaves[0].parent if leaves else None
-    if first is not None and _are_children(first, leaves):
-        children = first.children
-        for leaf in leaves:
-            del children[leaf.key]
-            leaf.colder = leaf.warmer = None
-        return [] if children else [first]
-    childless = []
-    for leaf in leaves:
-        parent = leaf.parent
-        assert parent is not None, "a root is in the idle list"
-        del parent.children[leaf.key]
-        leaf.colder = leaf.warmer = None
-        if not parent.children:
-            childless.append(parent)
-    return childless
-
-
-def _are_children(parent: Node, leaves: list[Node]) -> bool:
-    # Siblings can lie in a dict larger than any cache, and `del` would wait for each cache miss.
-    # In a loop as tight as this lookup of all of them, the processor waits for many together.
-    keys = [leaf.key for leaf in leaves]
-    try:
-        found = itemgetter(*keys, keys[0])(parent.children)  # of one key it would give no tuple
-    except KeyError:
-        return False
-    # Tuples compare their nodes by identity: under another parent, another has the same key.
-    return bool(found == (*leaves, leaves[0]))
 
 
 class Walk:

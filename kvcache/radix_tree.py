@@ -8,8 +8,9 @@ from typing import ClassVar, Final
 
 import numpy as np
 
+from .idle_list import coldest, cut_off, empty_list, link_before, unlink
 from .invariants import check_tree
-from .radix_node import ITEM_BYTES, NO_CHILDREN, Node, Walk, coldest, cut_off
+from .radix_node import ITEM_BYTES, NO_CHILDREN, Node, Walk
 from .tokens import Int32Array
 
 _FIRST_VERSIONS: Final = count(0, 2**40)
@@ -43,9 +44,7 @@ class RadixTree:
 
     def __init__(self, block_size: int) -> None:
         self.block_bytes = block_size * ITEM_BYTES
-        # The sentinel of the idle list: its .warmer is the coldest node, its .colder the warmest.
-        self._idle = Node(None, b"", b"", b"")
-        self._idle.warmer = self._idle.colder = self._idle
+        self._idle = empty_list()
         self.roots: dict[bytes, Node] = {}
         self.version = next(_FIRST_VERSIONS)
         self.num_cached = 0
@@ -116,7 +115,7 @@ class RadixTree:
         while node is not above:
             assert node is not None, "pinned to a node that is not on the path"
             if node.refs == 0 and node.parent is not None:
-                self._unlink(node)
+                unlink(node)
                 self.num_idle -= len(node.device_blocks) // ITEM_BYTES
             node.refs += 1
             node = node.parent
@@ -187,7 +186,7 @@ class RadixTree:
         lower.key = bytes(lower.tokens[: self.block_bytes])
         upper.adopt(lower)
         if lower.warmer is not None:
-            self._link_before(lower.warmer, upper)
+            link_before(lower.warmer, upper)
         return upper
 
     def evict(self, num_blocks: int) -> Int32Array:
@@ -263,7 +262,7 @@ class RadixTree:
             assert dead.refs == 0, "a namespace in use is removed"
             stack.extend(dead.children.values())
             if dead.device_blocks:
-                self._unlink(dead)
+                unlink(dead)
                 runs.append(dead.device_blocks)
             self._died(dead)
         ids = np.frombuffer(b"".join(runs), np.int32)
@@ -285,18 +284,6 @@ class RadixTree:
         if root.refs == 0 and not root.children:
             del self.roots[root.key]
             self.version += 1
-
-    def _link_before(self, warmer: Node, node: Node) -> None:
-        colder = warmer.colder
-        assert colder is not None, "the idle list is not closed"
-        node.colder, node.warmer = colder, warmer
-        colder.warmer = warmer.colder = node
-
-    def _unlink(self, node: Node) -> None:
-        colder, warmer = node.colder, node.warmer
-        assert colder is not None and warmer is not None, "an unused node is not in the idle list"
-        colder.warmer, warmer.colder = warmer, colder
-        node.colder = node.warmer = None
 
     # Checks
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from .host_tier import HostRun, HostTier
+from .idle_list import unlink
 from .radix_node import ITEM_BYTES, Node, TieredNode, Walk
 from .radix_tree import RadixTree
 from .tokens import Int32Array
@@ -143,7 +144,7 @@ class TieredTree(RadixTree):
             assert node is not None and node is not self._idle, "the idle list is too short"
             if node.num_blocks > num_blocks:
                 self.split(node, node.num_blocks - num_blocks)  # the lower part keeps its name
-            self._unlink(node)
+            unlink(node)
             self.hits.pop(node, None)
             num_blocks -= node.num_blocks
             nodes.append(node)

@@ -14,77 +14,14 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 from .base import Completion, Kind, OperationId, Status
 from .errors import OperationError
+from .tasks import Operation, Task
 
 _MOST_AT_ONCE: Final = 8
 """A thread loads so many blocks before it asks for more: that costs as much as to load a block."""
-
-
-@dataclass(eq=False, slots=True)
-class _Operation:
-    """What one call asked for, and how far it is.
-
-    Attributes:
-        next_block: the first that no thread has taken.
-        end_block: one past the last to take; those from here on were dropped.
-        tasks: those taken and not reported.
-        num_left: blocks without a status, taken or not.
-        quiet: its completion is for `claim`, not for `drain`.
-    """
-
-    id: OperationId
-    epoch: int
-    kind: Kind
-    keys: Sequence[bytes]
-    blocks: Sequence[Sequence[memoryview]]
-    num_bytes: Sequence[int]
-    deadline: float
-    statuses: list[Status | None]
-    end_block: int
-    num_left: int
-    quiet: bool
-    next_block: int = 0
-    tasks: list[Task] = field(default_factory=list)
-    completion: Completion | None = None
-
-
-@dataclass(eq=False, slots=True)
-class Task:
-    """What a thread does next: some blocks of an operation, one after the other.
-
-    Attributes:
-        operation: of which it is a part.
-        first: its first block.
-        keys: of its blocks.
-        results: of its first blocks, which the thread appends without a lock: what was done before
-            a deadline counts, though the rest was not.
-        num_counted: how many results are in the completion of the operation.
-    """
-
-    operation: _Operation
-    first: int
-    keys: Sequence[bytes]
-    results: list[Status] = field(default_factory=list)
-    num_counted: int = 0
-
-    @property
-    def kind(self) -> Kind:
-        """What is to be done."""
-        return self.operation.kind
-
-    @property
-    def wanted(self) -> bool:
-        """Whether the operation has not ended; else the thread reports what it has done so far."""
-        return self.operation.completion is None
-
-    @property
-    def blocks(self) -> Sequence[Sequence[memoryview]]:
-        """The buffers of the blocks of a load or store."""
-        return self.operation.blocks[self.first : self.first + len(self.keys)]
 
 
 class OperationTable:
@@ -99,10 +36,10 @@ class OperationTable:
         self.ended_bytes: Counter[Status] = Counter()
         self.errors: Counter[str] = Counter()
         self.late_blocks = 0
-        self._known: dict[OperationId, _Operation] = {}  # open, or not fenced, or to be claimed
+        self._known: dict[OperationId, Operation] = {}  # open, or not fenced, or to be claimed
         # Reads before writes, then in the order of submission.
-        self._reads: OrderedDict[OperationId, _Operation] = OrderedDict()
-        self._writes: OrderedDict[OperationId, _Operation] = OrderedDict()
+        self._reads: OrderedDict[OperationId, Operation] = OrderedDict()
+        self._writes: OrderedDict[OperationId, Operation] = OrderedDict()
         self._completions: list[Completion] = []
         self._last_id = 0
 
@@ -133,7 +70,7 @@ class OperationTable:
         self._last_id += 1
         num_bytes = [sum(len(part) for part in block) for block in blocks] or [0] * len(keys)
         end_block = self._reserve(kind, num_bytes)
-        operation = _Operation(
+        operation = Operation(
             id=OperationId(self._last_id),
             epoch=epoch,
             kind=kind,
@@ -283,7 +220,7 @@ class OperationTable:
             self.bytes_in_flight[kind] += size
         return len(num_bytes)
 
-    def _end(self, operation: _Operation, rest: Status) -> None:
+    def _end(self, operation: Operation, rest: Status) -> None:
         """Complete an operation; the blocks that have no status yet get this one."""
         self._queue(operation).pop(operation.id, None)
         for block in range(operation.next_block, operation.end_block):
@@ -302,11 +239,11 @@ class OperationTable:
             self._completions.append(operation.completion)
         self._forget_if_done(operation)
 
-    def _forget_if_done(self, operation: _Operation) -> None:
+    def _forget_if_done(self, operation: Operation) -> None:
         if operation.completion is not None and not operation.tasks and not operation.quiet:
             self._known.pop(operation.id, None)
 
-    def _queue(self, operation: _Operation) -> OrderedDict[OperationId, _Operation]:
+    def _queue(self, operation: Operation) -> OrderedDict[OperationId, Operation]:
         is_read = operation.kind in (Kind.LOOKUP, Kind.LOAD)
         return self._reads if is_read else self._writes
 

@@ -27,8 +27,9 @@ from .base import (
     views,
 )
 from .errors import PayloadError, StorageClosedError
-from .operations import OperationTable, Task
+from .operations import OperationTable
 from .sealed import Sealed
+from .tasks import Task
 
 
 class StorageWorkers:

@@ -40,6 +40,8 @@ ALL_WORLDS: Final[tuple[World, ...]] = ("cache", "pool", "tiers")
 HUNTED: Final[dict[str, tuple[World, ...]]] = {
     "radix_tree.py": ALL_WORLDS,
     "radix_node.py": ALL_WORLDS,
+    "idle_list.py": ALL_WORLDS,
+    "cache.py": ALL_WORLDS,
     "manager.py": ALL_WORLDS,
     "publishing.py": ALL_WORLDS,
     "lease.py": ALL_WORLDS,

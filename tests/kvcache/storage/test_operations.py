@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from radixkv.kvcache.storage import Completion, Kind, OperationId, Status
-from radixkv.kvcache.storage.operations import OperationTable, Task
+from radixkv.kvcache.storage.operations import OperationTable
+from radixkv.kvcache.storage.tasks import Task
 
 BUDGET = 100
 NUM_THREADS = 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .plant import bug
 
-TREE, NODE = "radix_tree.py", "radix_node.py"
+TREE, IDLE = "radix_tree.py", "idle_list.py"
 
 APPEND_BUGS = (
     bug(
@@ -184,14 +184,14 @@ MANY_BUGS = (
     ),
     bug(
         "siblings that are evicted at once can still be found",
-        NODE,
+        IDLE,
         ("del children[leaf.key]", "pass"),
         elsewhere=MANY_AT_ONCE,
         seen_in="TensorRT-LLM #16019",
     ),
     bug(
         "leaves that are evicted at once can still be found",
-        NODE,
+        IDLE,
         ("del parent.children[leaf.key]", "pass"),
         elsewhere=MANY_AT_ONCE,
         seen_in="vLLM #44237",

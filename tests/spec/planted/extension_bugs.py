@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .plant import bug
 
-MANAGER = "manager.py"
+CACHE, MANAGER = "cache.py", "manager.py"
 
 EXTEND_BUGS = (
     bug(
@@ -31,18 +31,18 @@ EXTEND_BUGS = (
     ),
     bug(
         "an extension is refused where there is something to evict",
-        MANAGER,
+        CACHE,
         ("if needed > self.available:", "if needed > self._pool.num_free:"),
         seen_in="FastDeploy PR 7107",
     ),
     bug(
         "the last block is never given",
-        MANAGER,
+        CACHE,
         ("if needed > self.available:", "if needed >= self.available:"),
     ),
     bug(
         "a refusal says what is free, not what is available",
-        MANAGER,
+        CACHE,
         (
             "raise OutOfBlocksError(needed, self.available)",
             "raise OutOfBlocksError(needed, self._pool.num_free)",
@@ -83,7 +83,7 @@ EXTEND_BUGS = (
     ),
     bug(
         "a refused extension evicts all the same",
-        MANAGER,
+        CACHE,
         (
             "if needed > self.available:",
             "if needed > self.available:\n            self.evict(needed)",
@@ -165,7 +165,7 @@ BATCH_BUGS = (
 FILL_BUGS = (
     bug(
         "a block more than is short is evicted",
-        MANAGER,
+        CACHE,
         (
             "ids[-short:] = self._evict(short)",
             "self.evict(1)\n            ids[-short:] = self._evict(short)",
@@ -173,7 +173,7 @@ FILL_BUGS = (
     ),
     bug(
         "all that is needed is evicted, not what is short",
-        MANAGER,
+        CACHE,
         (
             "ids[-short:] = self._evict(short)",
             "self._pool.recycle(self._evict(len(ids)))\n"
@@ -184,12 +184,12 @@ FILL_BUGS = (
     ),
     bug(
         "idle blocks are taken before free ones",
-        MANAGER,
+        CACHE,
         ("short = len(ids) - self._pool.num_free", "short = min(len(ids), self._tree.num_idle)"),
     ),
     bug(
         "an evicted block has a new owner and is free as well",
-        MANAGER,
+        CACHE,
         (
             "ids[-short:] = self._evict(short)",
             "ids[-short:] = victims = self._evict(short)\n            self._pool.recycle(victims)",

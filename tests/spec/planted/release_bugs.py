@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .plant import bug
 
-MANAGER = "manager.py"
+CACHE, MANAGER = "cache.py", "manager.py"
 
 LEASE_BUGS = (
     bug(
@@ -82,22 +82,22 @@ LEASE_BUGS = (
 WHOLE_BUGS = (
     bug(
         "an eviction does not free what it evicts",
-        MANAGER,
+        CACHE,
         ("self._pool.recycle(victims)", "pass"),
     ),
     bug(
         "an eviction claims what was asked for",
-        MANAGER,
+        CACHE,
         ("return len(victims)", "return num_blocks"),
     ),
     bug(
         "an eviction frees one block at most",
-        MANAGER,
+        CACHE,
         ('self._evict(as_count("num_blocks", num_blocks))', "self._evict(min(num_blocks, 1))"),
     ),
     bug(
         "what is evicted for a new owner is not counted",
-        MANAGER,
+        CACHE,
         ("self._evicted_blocks += len(victims)", "pass"),
         (
             "self._pool.recycle(victims)",

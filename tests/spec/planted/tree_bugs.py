@@ -104,8 +104,8 @@ PIN_BUGS = (
     bug(
         "what is pinned stays evictable",
         TREE,
-        ("self._unlink(node)", "pass"),
-        (LINK, "place.warmer or self._link_before(idle, place)"),
+        ("unlink(node)", "pass"),
+        (LINK, "place.warmer or link_before(idle, place)"),
         (CLOSE, ""),
         seen_in="atlas #373",
     ),
@@ -175,14 +175,14 @@ ORDER_BUGS = (
     bug(
         "the most recently used goes first",
         TREE,
-        (LINK, "self._link_before(idle.warmer, place)"),
+        (LINK, "link_before(idle.warmer, place)"),
         (CLOSE, ""),
     ),
     bug(
         "a path is evicted from its root",
         TREE,
         ("        warmest = idle.colder\n", "        after = warmest = idle\n"),
-        (LINK, "self._link_before(after, place)\n                after = place"),
+        (LINK, "link_before(after, place)\n                after = place"),
         (CLOSE, ""),
         seen_in="FastDeploy PR 7097, vLLM #48489",
     ),
@@ -192,7 +192,7 @@ ORDER_BUGS = (
         (
             LINK,
             "place.use = place.use or next(_FIRST_VERSIONS)\n"
-            "                self._link_before(next((other for other in self.idle_nodes()"
+            "                link_before(next((other for other in self.idle_nodes()"
             " if other.use > place.use), idle), place)",
         ),
         (CLOSE, ""),
@@ -206,9 +206,8 @@ ORDER_BUGS = (
         "a split makes the cold part warm",
         TREE,
         (
-            "self._link_before(lower.warmer, upper)",
-            "self._unlink(lower); "
-            "self._link_before(self._idle, lower); self._link_before(self._idle, upper)",
+            "link_before(lower.warmer, upper)",
+            "unlink(lower); link_before(self._idle, lower); link_before(self._idle, upper)",
         ),
         seen_in="mini-sglang #124, SGLang #38482",
     ),
