@@ -8,9 +8,11 @@
       ◄───────────────────────────────────────────────────── Started ─
       ◄──────────────────────────────────────────────────── Finished ─
 
-PrefillFailed and DecodeFailed come instead when something fails, and GiveUp goes to both nodes when
-nobody wants an attempt any more. Every node says NodeStatus now and then to the desk, and to the
-nodes that it has to do with: that it is alive, and where. The keys are `FrontDesk`'s.
+PrefillFailed and DecodeFailed come instead when something fails. Each of these five is said again
+until Heard answers it. GiveUp goes to all nodes when nobody wants an attempt any more, and is said
+once: who has not heard it reports on the attempt in the end, and is told again. Every node says
+NodeStatus now and then to the desk, and to the nodes that it has to do with: that it is alive, and
+where. The keys are `FrontDesk`'s.
 """
 
 from __future__ import annotations
@@ -108,6 +110,25 @@ class NodeStatus:
     num_blocks: int
 
 
-ClientMessage: TypeAlias = (
-    RunPrefill | GiveUp | Started | Finished | PrefillFailed | DecodeFailed | NodeStatus
-)
+OfAttempt: TypeAlias = RunPrefill | Started | Finished | PrefillFailed | DecodeFailed
+"""What is said until it is heard: each kind once of an attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """Who got a message of an attempt to who sent it: it has come.
+
+    Attributes:
+        kind: the message's type, by name.
+    """
+
+    key: Key
+    kind: str
+
+    @classmethod
+    def of(cls, message: OfAttempt) -> Heard:
+        """Answer a message; each copy has the same answer."""
+        return cls(message.key, type(message).__name__)
+
+
+ClientMessage: TypeAlias = OfAttempt | GiveUp | NodeStatus | Heard

@@ -38,7 +38,9 @@ from .client_messages import (
     DecodeFailed,
     Finished,
     GiveUp,
+    Heard,
     NodeStatus,
+    OfAttempt,
     PrefillFailed,
     RunPrefill,
     Started,
@@ -79,6 +81,8 @@ _PROMPT: Final = Bytes(4 * MAX_PROMPT_TOKENS, min_bytes=4, multiple_of=4)
 _NAMESPACE: Final = Bytes(_MAX_CHARS)
 _TOKENS: Final = Many(_TOKEN, _MAX_ITEMS)
 _STOPS: Final = Many(_TOKEN, 1024)
+
+_KINDS: Final = [message.__name__ for message in get_args(OfAttempt)]
 
 _TICKET: Final = Record(
     Ticket, {"key": _KEY, "epoch": _U64, "peer_epoch": _U64, "grant": _U64, "part": _COUNT}
@@ -185,6 +189,7 @@ MESSAGES: Final[tuple[Record, ...]] = (
             "num_blocks": Int(1),
         },
     ),
+    Record(Heard, {"key": _KEY, "kind": OneOf(*_KINDS)}),
 )
 _CODES: Final = {record.make: code for code, record in enumerate(MESSAGES)}
 

@@ -47,14 +47,19 @@ def run(arguments: argparse.Namespace) -> int:
         host = arguments.listen.rpartition(":")[0].strip("[]")
         transport = open_transport(arguments.transport, host=host)
         stack.callback(transport.close)
-        engine = _make_engine(arguments, transport, channel.epoch)
+        timing = Timing(
+            retry_s=arguments.silence_s / _RETRIES_PER_SILENCE,
+            silence_s=arguments.silence_s,
+            transfer_s=arguments.silence_s * _SILENCES_PER_TRANSFER,
+        )
+        engine = _make_engine(arguments, transport, channel.epoch, timing)
         stack.callback(engine.close)
         loop = NodeLoop(
             engine,
             channel,
             desk=arguments.desk,
             transport=arguments.transport,
-            status_s=arguments.silence_s / _RETRIES_PER_SILENCE,
+            timing=timing,
         )
         with _until_told_to_stop(arguments.parent_pid) as is_stopped:
             said = f"radixkv: {arguments.name} serves at {channel.address}"
@@ -82,20 +87,15 @@ def _open_channel(arguments: argparse.Namespace) -> ZmqChannel:
 
 
 def _make_engine(
-    arguments: argparse.Namespace, transport: Transport, epoch: int
+    arguments: argparse.Namespace, transport: Transport, epoch: int, timing: Timing
 ) -> PrefillEngine | DecodeEngine:
     model_dir = Path(arguments.model_dir)
     model = load_model(model_dir)
     room = arguments.block_size * arguments.device_blocks
-    silence_s = arguments.silence_s
     options: dict[str, Any] = {
         "epoch": epoch,
         "now": time.monotonic(),
-        "timing": Timing(
-            retry_s=silence_s / _RETRIES_PER_SILENCE,
-            silence_s=silence_s,
-            transfer_s=silence_s * _SILENCES_PER_TRANSFER,
-        ),
+        "timing": timing,
         "block_size": arguments.block_size,
         "num_blocks": arguments.device_blocks,
         "token_budget": arguments.token_budget,

@@ -13,6 +13,7 @@ from ..channel import (
     DecodeFailed,
     Finished,
     GiveUp,
+    Heard,
     NodeStatus,
     Packet,
     PrefillFailed,
@@ -20,8 +21,9 @@ from ..channel import (
     Started,
     ZmqChannel,
 )
+from ..channel.client_messages import OfAttempt
 from ..errors import RequestError
-from ..handoff import Failed, PeerId, Stopped
+from ..handoff import Failed, Key, PeerId, Stopped, Timing
 from ..handoff import Finished as DecodeFinished
 from ..handoff import Started as DecodeStarted
 from ..handoff.messages import Message
@@ -29,6 +31,7 @@ from ..request import Request
 from .decode_engine import DecodeEngine, DecodeReport
 from .desk import hits_of
 from .node_engine import Letter
+from .outbox import Outbox
 from .prefill_engine import PrefillEngine
 
 DESK: Final[PeerId] = "desk"
@@ -42,7 +45,8 @@ class NodeLoop:
     """Drives the engine of one node by what comes over its channel.
 
     It tells the desk, and every node that it has to do with, where it is; a decode node learns so
-    of a prefill node before the first ASK, which comes over the same connection.
+    of a prefill node before the first ASK, which comes over the same connection. What it reports to
+    the desk it says again until that has heard it.
     """
 
     def __init__(
@@ -52,7 +56,7 @@ class NodeLoop:
         *,
         desk: str,
         transport: str,
-        status_s: float,
+        timing: Timing,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Join a node with its channel.
@@ -62,7 +66,8 @@ class NodeLoop:
             channel: of the same epoch.
             desk: the address of the front desk.
             transport: the name of the engine's.
-            status_s: how often it says that it is alive.
+            timing: of the engine. After retry_s it says that it is alive, and again what the desk
+                has not heard, for transfer_s; for remember_s it knows what it was asked to begin.
             clock: never goes back, in seconds.
 
         Raises:
@@ -72,8 +77,10 @@ class NodeLoop:
         self._channel = channel
         self._clock = clock
         self._peers = {DESK}
-        self._status_s = status_s
+        self._timing = timing
         self._says_at = clock()
+        self._outbox = Outbox(retry_s=timing.retry_s, patience_s=timing.transfer_s)
+        self._begun: dict[Key, float] = {}  # and when it was heard of last, the longest ago first
         self._status = NodeStatus(
             role="prefill" if isinstance(engine, PrefillEngine) else "decode",
             address=channel.address,
@@ -98,31 +105,46 @@ class NodeLoop:
         """
         now = self._clock()
         if now >= self._says_at:
-            self._says_at = now + self._status_s
+            self._says_at = now + self._timing.retry_s
             for peer in self._peers:
                 self._channel.send(peer, self._status)
+            self._forget_begun(now)
+        for said in self._outbox.take_due(now).again:
+            self._channel.send(said.peer, said.message)
         packets = self._channel.receive()
         for packet in packets:
-            self._take_in(packet)
+            self._take_in(packet, now)
         was_busy = self._engine.poll(now)
         for letter in self._engine.take_letters():
             if letter.peer in self._peers:  # else it is from before this life, or from nowhere
                 self._channel.send(letter.peer, letter.message, letter.wire)
         for report in self._engine.take_reports():
-            self._report(report)
+            self._say(_as_message(report), now)
         return was_busy or bool(packets)
 
-    def _take_in(self, packet: Packet) -> None:
+    def _take_in(self, packet: Packet, now: float) -> None:
         match packet.message:
             case NodeStatus(address=address):
                 self._meet(packet.sender, address)
             case RunPrefill() as run if isinstance(self._engine, PrefillEngine):
-                self._meet(run.decode_node, run.decode_address)
-                self._begin(self._engine, run)
+                self._channel.send(DESK, Heard.of(run))
+                if run.key not in self._begun:
+                    self._meet(run.decode_node, run.decode_address)
+                    self._begin(self._engine, run, now)
+                self._begun.pop(run.key, None)
+                self._begun[run.key] = now
+            case Heard() as heard:
+                self._outbox.heard(packet.sender, heard)
             case GiveUp(key, reason):
                 self._engine.give_up(key, reason)
             case Message() as message:
                 self._engine.receive(Letter(packet.sender, message, packet.wire))
+
+    def _forget_begun(self, now: float) -> None:
+        for key, heard_at in list(self._begun.items()):
+            if now - heard_at < self._timing.remember_s:
+                return
+            del self._begun[key]
 
     def _meet(self, peer: PeerId, address: str) -> None:
         """Say to another node where this one is, when it is first heard of."""
@@ -132,7 +154,7 @@ class NodeLoop:
         if is_new:
             self._channel.send(peer, self._status)
 
-    def _begin(self, engine: PrefillEngine, run: RunPrefill) -> None:
+    def _begin(self, engine: PrefillEngine, run: RunPrefill, now: float) -> None:
         key = run.key
         request = Request(
             key[0],
@@ -146,17 +168,22 @@ class NodeLoop:
         try:
             engine.begin(request, run.decode_node, key[1])
         except (RequestError, RequestTooLargeError) as error:
-            self._channel.send(DESK, PrefillFailed(key, str(error), is_final=True, is_busy=False))
+            self._say(PrefillFailed(key, str(error), is_final=True, is_busy=False), now)
 
-    def _report(self, report: Failed | DecodeReport) -> None:
-        match report:
-            case Failed(key, reason, is_final, is_busy):
-                self._channel.send(DESK, PrefillFailed(key, reason, is_final, is_busy))
-            case DecodeStarted(key):
-                self._channel.send(DESK, Started(key))
-            case DecodeFinished(key, request):
-                tokens = tuple([int(token) for token in request.output_tokens])
-                finished = Finished(key, tokens, hits_of(request), request.num_preemptions)
-                self._channel.send(DESK, finished)
-            case Stopped(key, reason):
-                self._channel.send(DESK, DecodeFailed(key, reason))
+    def _say(self, message: OfAttempt, now: float) -> None:
+        """Tell the desk something, until it is heard."""
+        self._outbox.add(DESK, message, now)
+        self._channel.send(DESK, message)
+
+
+def _as_message(report: Failed | DecodeReport) -> OfAttempt:
+    match report:
+        case Failed(key, reason, is_final, is_busy):
+            return PrefillFailed(key, reason, is_final, is_busy)
+        case DecodeStarted(key):
+            return Started(key)
+        case DecodeFinished(key, request):
+            tokens = tuple([int(token) for token in request.output_tokens])
+            return Finished(key, tokens, hits_of(request), request.num_preemptions)
+        case Stopped(key, reason):
+            return DecodeFailed(key, reason)

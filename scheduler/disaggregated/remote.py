@@ -12,6 +12,7 @@ from ..channel import (
     DecodeFailed,
     Dropped,
     Finished,
+    Heard,
     NodeStatus,
     Packet,
     PrefillFailed,
@@ -20,11 +21,14 @@ from ..channel import (
     ZmqChannel,
 )
 from ..channel import GiveUp as GiveUpMessage
+from ..channel.client_messages import OfAttempt
 from ..handoff import PeerId
 from ..request import Request
 from .desk import Desk, GiveUp, Run
+from .outbox import Outbox
 
 _WAIT_S: Final = 0.02
+_RETRIES_PER_SILENCE: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,8 @@ class RemoteNodes:
         Args:
             channel: named `node_loop.DESK`; nodes connect to its address.
             block_size: tokens per block; a node with another is refused.
-            silence_s: a node not heard of for so long is gone.
+            silence_s: a node not heard of for so long is gone, and one that has not taken a request
+                in by then fails an attempt; it is asked five times.
             max_attempts, backoff_s, request_s: of `FrontDesk`.
             clock: never goes back, in seconds.
         """
@@ -78,6 +83,7 @@ class RemoteNodes:
         self._block_size = block_size
         self._silence_s = silence_s
         self._clock = clock
+        self._outbox = Outbox(retry_s=silence_s / _RETRIES_PER_SILENCE, patience_s=silence_s)
         self._desk = Desk(
             block_size,
             max_attempts=max_attempts,
@@ -128,6 +134,12 @@ class RemoteNodes:
         for peer, node in list(self.nodes.items()):
             if now - node.heard_at >= self._silence_s:
                 self._lose(peer)
+        again, given_up = self._outbox.take_due(now)
+        for said in again:
+            self._channel.send(said.peer, said.message)
+        for said in given_up:
+            reason = f"{said.peer} does not take it in"
+            self._desk.prefill_failed(said.message.key, reason)
         self._desk.tick(now)
         self._follow()
         return self._desk.take_ended()
@@ -147,7 +159,17 @@ class RemoteNodes:
         if known is None or known.epoch != packet.epoch:
             return  # of a life that is over; what it had is tried again
         self.nodes[peer] = RemoteNode(known.status, known.epoch, now, known.refusal)
+        if known.refusal:
+            return
         match packet.message:
+            case Heard() as heard:
+                self._outbox.heard(peer, heard)
+            case PrefillFailed() | Started() | Finished() | DecodeFailed() as report:
+                self._channel.send(peer, Heard.of(report))
+                self._take_in_report(report)
+
+    def _take_in_report(self, report: OfAttempt) -> None:
+        match report:
             case PrefillFailed(key, reason, is_final, is_busy):
                 self._desk.prefill_failed(key, reason, is_final=is_final, is_busy=is_busy)
             case Started(key):
@@ -188,6 +210,7 @@ class RemoteNodes:
         node = self.nodes.pop(peer)
         if not node.refusal:
             self._channel.disconnect(peer)
+            self._outbox.forget_peer(peer)
             self._desk.lose(peer)
 
     def _follow(self) -> None:
@@ -206,10 +229,13 @@ class RemoteNodes:
                         route.decode,
                         self.nodes[route.decode].status.address,
                     )
-                    if not self._channel.send(route.prefill, run):
+                    if self._channel.send(route.prefill, run):
+                        self._outbox.add(route.prefill, run, self._clock())
+                    else:
                         reason = f"too many messages wait for {route.prefill}"
                         self._desk.prefill_failed(key, reason, is_busy=True)
                 case GiveUp(key, reason):
+                    self._outbox.forget(key)
                     for peer, node in self.nodes.items():
                         if not node.refusal:
                             self._channel.send(peer, GiveUpMessage(key, reason))

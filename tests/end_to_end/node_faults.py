@@ -30,6 +30,7 @@ from radixkv.scheduler.transport.opening import open_transport
 
 SILENCE_S: Final = 0.5
 TRANSFER_S: Final = 3.0
+TIMING: Final = Timing(SILENCE_S / 5, SILENCE_S, TRANSFER_S, remember_s=1.0)
 NEW_TOKENS: Final = 6
 PROMPT_TOKENS: Final = 18
 SIZES: Final[dict[str, Any]] = {
@@ -55,6 +56,7 @@ class WatchedChannel(ZmqChannel):
         super().__init__(*arguments, **options)
         self.waits_for: tuple[str, type] | None = None
         self.call: Callable[[], None] = lambda: None
+        self.loses: type | None = None
 
     def watch(self, moment: tuple[str, type], call: Callable[[], None]) -> None:
         self.waits_for, self.call = moment, call
@@ -65,6 +67,9 @@ class WatchedChannel(ZmqChannel):
             self.call()
 
     def send(self, peer: str, message: Any, wire: Any = None) -> bool:
+        if type(message) is self.loses:
+            self.loses = None
+            return True  # as of a connection that breaks a moment later
         is_sent = super().send(peer, message, wire)
         self._see("sent", message)
         return is_sent
@@ -104,7 +109,7 @@ class Pair:
             self.channel,
             desk=self.desk_channel.address,
             transport=transport,
-            status_s=SILENCE_S / 5,
+            timing=TIMING,
         )
         self.num_requests = 0
         self.wait_for(self.is_complete)
@@ -121,7 +126,7 @@ class Pair:
             transport,
             epoch=1,
             now=time.monotonic(),
-            timing=Timing(SILENCE_S / 5, SILENCE_S, TRANSFER_S, remember_s=1.0),
+            timing=TIMING,
             num_blocks=NUM_BLOCKS,
             weights_revision=weights_digest(self.model_dir),
             **SIZES,
@@ -183,14 +188,24 @@ class Pair:
             os.kill(pid, signal.SIGCONT)
         else:
             self.start_peer()
+        self._finish(request)
+        return Fault(f"{moment[0]} {moment[1].__name__.upper()}", sign, seconds)
+
+    def lose_report(self, kind: type) -> None:
+        """Lose what the node here says to the desk, once; the request must end with no other."""
+        request, self.channel.loses = self.submit(), kind
+        self._finish(request)
+        assert self.channel.loses is None
+
+    def _finish(self, request: Request) -> None:
+        """Let a request end as it should; the node here must hold nothing then."""
         self.wait_for(lambda: request.finish_reason is not None)
         assert self.nodes.failures == {}, self.nodes.failures
         assert request.output_tokens == expected(self.model_dir, request.prompt.tolist())
-        self.wait_for(lambda: self.engine.scheduler.num_open == 0)
+        self.wait_for(lambda: self.engine.scheduler.num_open == len(self.loop._outbox) == 0)
         stats = self.engine.manager.stats()
         assert stats.live_leases == stats.private_blocks == 0, stats
         self.engine.manager.check()
-        return Fault(f"{moment[0]} {moment[1].__name__.upper()}", sign, seconds)
 
 
 def prompt_of(number: int) -> list[int]:

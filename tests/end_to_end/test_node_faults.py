@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from radixkv.scheduler.channel import Finished, Started
+
 from .node_faults import MOMENTS, TRANSFER_S, pair
 
 
@@ -33,3 +35,5 @@ def test_a_lost_peer_costs_an_attempt_and_nothing_else(
             assert fault.seconds < TRANSFER_S + 1, fault
         for moment in MOMENTS[role][1::2]:
             both.lose_peer(moment, signal.SIGKILL)
+        for kind in (Started, Finished) if role == "decode" else ():
+            both.lose_report(kind)

@@ -1,0 +1,178 @@
+"""A front desk and nodes that have no model, joined by a network in memory that loses messages."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, Final, TypeAlias
+
+from radixkv.kvcache import CacheManager
+from radixkv.scheduler.channel import NodeStatus, Packet, ZmqChannel
+from radixkv.scheduler.disaggregated import DecodeEngine, PrefillEngine
+from radixkv.scheduler.disaggregated.node_engine import Letter
+from radixkv.scheduler.disaggregated.node_loop import DESK, NodeLoop
+from radixkv.scheduler.disaggregated.remote import RemoteNodes
+from radixkv.scheduler.handoff import Failed, Finished, Head, Started, Stopped, Timing
+from radixkv.scheduler.handoff.attempts import make_ask
+from radixkv.scheduler.handoff.messages import Ask
+from radixkv.scheduler.request import Request
+
+TURN_S: Final = 0.25
+SILENCE_S: Final = 5.0
+TIMING: Final = Timing(retry_s=1.0, silence_s=SILENCE_S, transfer_s=30.0, remember_s=60.0)
+
+IsLost: TypeAlias = Callable[[str, str, Any], bool]
+"""Says of sender, receiver and message whether the network loses it."""
+
+
+class Air(ZmqChannel):
+    """One end of the network."""
+
+    def __init__(self, ends: dict[str, Air], name: str, is_lost: IsLost, epoch: int = 1) -> None:
+        self.name, self.epoch, self.address = name, epoch, f"127.0.0.1:{len(ends) + 1}"
+        self._ends, self._is_lost = ends, is_lost
+        self._arrived: deque[Packet] = deque()
+        ends[name] = self
+
+    def connect(self, peer: str, address: str) -> None:
+        pass
+
+    def disconnect(self, peer: str) -> None:
+        pass
+
+    def send(self, peer: str, message: Any, wire: Any = None) -> bool:
+        if not self._is_lost(self.name, peer, message):
+            packet = Packet(self.name, peer, self.epoch, 0, message, wire)
+            self._ends[peer]._arrived.append(packet)
+        return True
+
+    def receive(self) -> list[Packet]:
+        packets = list(self._arrived)
+        self._arrived.clear()
+        return packets
+
+    def wait(self, timeout_s: float) -> bool:
+        return bool(self._arrived)
+
+
+class Prefill(PrefillEngine):
+    """Hands prompts over as soon as it gets them, unless there is a reason not to."""
+
+    def __init__(self) -> None:
+        self.manager = CacheManager(8, 4)
+        self.scheduler: Any = SimpleNamespace(num_open=0)
+        self.begun: Counter[Any] = Counter()
+        self.failures: list[str] = []
+        self._letters, self._reports = [], []
+
+    def begin(self, request: Request, peer: str, attempt: int = 1) -> None:
+        key = request.request_id, attempt
+        self.begun[key] += 1
+        if self.failures:
+            self._reports.append(Failed(key, self.failures.pop()))
+        else:
+            self._letters.append(Letter(peer, make_ask(Head(key, 1, None, 0), request, 4, 1)))
+
+    def give_up(self, key: Any, reason: str) -> None:
+        pass
+
+    def poll(self, now: float) -> bool:
+        return False
+
+
+class Decode(DecodeEngine):
+    """Starts what it is asked for, and ends it one turn later."""
+
+    def __init__(self) -> None:
+        self.manager = CacheManager(8, 4)
+        self.scheduler: Any = SimpleNamespace(num_open=0)
+        self.failures: list[str] = []
+        self.given_up: list[Any] = []
+        self._running: list[Ask] = []
+        self._letters, self._reports = [], []
+
+    def receive(self, letter: Letter) -> None:
+        assert isinstance(letter.message, Ask)
+        self._running.append(letter.message)
+
+    def give_up(self, key: Any, reason: str) -> None:
+        self.given_up.append(key)
+
+    def poll(self, now: float) -> bool:
+        for ask in self._running:
+            key = ask.head.key
+            request = Request(key[0], [1], 2)
+            self._reports.append(Started(key, request, 0))
+            if self.failures:
+                self._reports.append(Stopped(key, self.failures.pop()))
+            else:
+                request.output_tokens.extend(tokens_of(key[0]))
+                self._reports.append(Finished(key, request))
+        self._running.clear()
+        return False
+
+
+def tokens_of(request_id: str) -> tuple[int, int]:
+    """What is generated for a request."""
+    return len(request_id.split(" ")[0]), 7
+
+
+class Deployment:
+    """A desk with a node of each role, whose clock is its turns."""
+
+    def __init__(self, is_lost: IsLost = lambda *_: False, **options: Any) -> None:
+        self.now = 0.0
+        self.ends: dict[str, Air] = {}
+        self._is_lost = is_lost
+        self.nodes = self.new_desk(1, **options)
+        self.prefill, self.decode = Prefill(), Decode()
+        self.loops = {
+            name: NodeLoop(
+                engine,
+                Air(self.ends, name, is_lost),
+                desk=self.ends[DESK].address,
+                transport="jax",
+                timing=TIMING,
+                clock=lambda: self.now,
+            )
+            for name, engine in (("prefill-0", self.prefill), ("decode-0", self.decode))
+        }
+
+    def new_desk(self, epoch: int, **options: Any) -> RemoteNodes:
+        """Put a desk, which knows nothing, in the place of what there was."""
+        channel = Air(self.ends, DESK, self._is_lost, epoch)
+        self.nodes = RemoteNodes(
+            channel, block_size=4, silence_s=SILENCE_S, clock=lambda: self.now, **options
+        )
+        return self.nodes
+
+    def turn(self, num_turns: int = 1) -> list[Request]:
+        ended = []
+        for _ in range(num_turns):
+            self.now += TURN_S
+            for loop in self.loops.values():
+                loop.turn()
+            ended += self.nodes.step()
+        return ended
+
+    def complete(self, requests: Sequence[Request], *, num_turns: int = 400) -> list[Request]:
+        """Let requests end, and everything that was said be heard."""
+        ended = []
+        for request in requests:
+            self.nodes.add_request(request)
+        while self.nodes.has_work or self.num_unheard:
+            ended += self.turn()
+            num_turns -= 1
+            assert num_turns, "no end"
+        return ended
+
+    @property
+    def num_unheard(self) -> int:
+        outboxes = [self.nodes._outbox, *[loop._outbox for loop in self.loops.values()]]
+        return sum(map(len, outboxes))
+
+
+def is_of_request(message: Any) -> bool:
+    """Whether a message is not one of those that are said all the time."""
+    return not isinstance(message, NodeStatus | Ask)

@@ -1,0 +1,136 @@
+"""Whatever is lost between the front desk and the nodes, each request has its one answer."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from radixkv.scheduler.channel import DecodeFailed, Finished, Heard, RunPrefill, Started
+from radixkv.scheduler.disaggregated.outbox import Outbox
+from radixkv.scheduler.request import Request, RequestStatus
+
+from .air import SILENCE_S, TIMING, Deployment, is_of_request, tokens_of
+
+MOST_LOST = 3
+NUM_MESSAGES = {"nowhere": 6, "prefill": 12, "decode": 14}
+"""What is said of a request when nothing is lost, by where its first attempt fails."""
+
+
+class Loses:
+    """Loses the messages at some places; what is always said does not count."""
+
+    def __init__(self, places: tuple[int, ...] = ()) -> None:
+        self.places = places
+        self.seen: list[Any] = []
+
+    def __call__(self, sender: str, receiver: str, message: Any) -> bool:
+        if not is_of_request(message):
+            return False
+        self.seen.append(message)
+        return len(self.seen) - 1 in self.places
+
+
+@pytest.mark.parametrize("fails", NUM_MESSAGES)
+def test_any_three_losses_cost_time_alone(fails: str) -> None:
+    for num_lost in range(MOST_LOST + 1):
+        for places in combinations(range(NUM_MESSAGES[fails] + 2), num_lost):
+            loses = Loses(places)
+            world = Deployment(loses)
+            if fails == "prefill":
+                world.prefill.failures = ["it was too cold"]
+            elif fails == "decode":
+                world.decode.failures = ["it was too warm"]
+            request = Request("abc", [1, 2, 3], 2)
+            assert world.complete([request]) == [request], places
+            assert request.status is RequestStatus.FINISHED, (places, world.nodes.failures)
+            assert request.output_tokens == [*tokens_of("abc")]
+            # Nothing was begun twice, and nothing was tried again but what had failed.
+            assert set(world.prefill.begun.values()) == {1}, places
+            attempts = [key[1] for key in world.prefill.begun]
+            assert attempts == ([1] if fails == "nowhere" else [1, 2]), places
+            assert num_lost or len(loses.seen) == NUM_MESSAGES[fails]
+
+
+def lost(*kinds: type) -> Any:
+    """A network that loses all of some kinds."""
+    return lambda sender, receiver, message: isinstance(message, kinds)
+
+
+def test_a_prefill_node_that_takes_nothing_in_fails_an_attempt() -> None:
+    world = Deployment(lost(RunPrefill), max_attempts=2)
+    request = Request("a", [1, 2, 3], 2)
+    assert world.complete([request]) == [request]
+    assert world.nodes.failures == {"a": "prefill-0 does not take it in"}
+    assert 2 * SILENCE_S <= world.now < 2 * SILENCE_S + 2
+
+
+def test_a_request_that_nobody_wants_any_more_is_not_asked_for_again() -> None:
+    world = Deployment(lost(RunPrefill))
+    world.nodes.add_request(Request("a", [1, 2, 3], 2))
+    world.turn()
+    assert world.num_unheard == 1
+    assert world.nodes.abort("a")
+    assert world.num_unheard == 0
+
+
+def test_a_report_is_given_up_when_nobody_hears_it() -> None:
+    world = Deployment(lost(Heard))
+    request = Request("a", [1, 2, 3], 2)
+    assert world.complete([request]) == [request]
+    assert request.status is RequestStatus.FINISHED
+    assert TIMING.transfer_s <= world.now < TIMING.transfer_s + 2
+    assert world.prefill.begun == {("a #1.0", 1): 1}
+
+
+def test_the_next_desk_hears_what_an_earlier_one_has_not_and_ends_it() -> None:
+    world = Deployment(lost(Finished, Heard))
+    world.nodes.add_request(Request("a", [1, 2, 3], 2))
+    while not len(world.loops["decode-0"]._outbox):
+        world.turn()
+    world._is_lost = lambda *_: False
+    world.new_desk(2)
+    for end in world.ends.values():
+        end._is_lost = lambda *_: False
+    world.turn(20)
+    assert world.num_unheard == 0
+    request = Request("a", [1, 2, 3], 2)
+    assert world.complete([request]) == [request]
+
+
+# The outbox alone
+
+
+def test_what_is_said_is_said_again_until_it_is_heard() -> None:
+    outbox, key = Outbox(retry_s=1.0, patience_s=3.0), ("a", 1)
+    outbox.add("desk", Started(key), 0.0)
+    assert outbox.take_due(0.9) == ([], [])
+    assert outbox.take_due(1.0) == ([("desk", Started(key))], [])
+    assert outbox.take_due(1.9) == ([], [])
+    outbox.heard("another", Heard(key, "Started"))
+    outbox.heard("desk", Heard(("a", 2), "Started"))
+    assert outbox.take_due(2.0) == ([("desk", Started(key))], [])
+    assert outbox.take_due(3.0) == ([], [("desk", Started(key))])
+    assert len(outbox) == 0
+
+
+def test_what_is_said_last_of_an_attempt_takes_the_place_of_the_rest() -> None:
+    outbox, key = Outbox(retry_s=1.0, patience_s=9.0), ("a", 1)
+    outbox.add("desk", Started(key), 0.0)
+    outbox.add("desk", DecodeFailed(key, "why"), 0.5)
+    outbox.heard("desk", Heard(key, "Started"))
+    assert outbox.take_due(1.2) == ([], [])
+    assert outbox.take_due(1.5) == ([("desk", DecodeFailed(key, "why"))], [])
+    outbox.heard("desk", Heard(key, "DecodeFailed"))
+    assert len(outbox) == 0
+
+
+def test_nothing_is_said_to_who_has_gone_nor_of_what_is_over() -> None:
+    outbox = Outbox(retry_s=1.0, patience_s=9.0)
+    for peer in ("p0", "p1"):
+        for key in (("a", 1), ("b", 1)):
+            outbox.add(peer, Started(key), 0.0)
+    outbox.forget_peer("p0")
+    outbox.forget(("a", 1))
+    assert outbox.take_due(1.0) == ([("p1", Started(("b", 1)))], [])
