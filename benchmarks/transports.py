@@ -1,18 +1,19 @@
 """Print how fast parts of a prompt go from one process to another, beside the bare engine.
 
 Run:
-    python benchmarks/transports.py [--rounds 7] [--transports inprocess jax nixl]
+    python benchmarks/transports.py [--rounds 15] [--transports inprocess jax nixl]
 
 A part is 32 blocks of 2 MiB. One process offers it, this one pulls it; both are on this machine.
-The rows of a transport take turns:
+In each round, one after the other:
 
     bare       the engine alone, as its documentation uses it: a connection or handle, no copy into
                staging memory, no digest, no deadline
     transport  `pull` until `Received`, so with deadline, descriptor and digests. What P does
                before, gather, copy and digest, happens while later chunks are computed
-    one block  the same for one array of 4 KiB: what a pull costs without its bytes
+    one block  both for one array of 4 KiB: what a pull costs without its bytes
 
-`cost per pull` is the difference of the two medians for one small array.
+All figures are medians. `ratio` is that of the rounds' ratios, and in brackets the quartiles;
+`cost per pull` that of the rounds' differences for one small array.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ import platform
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import jax
@@ -52,6 +54,7 @@ BLOCKS = (32, 2 * MIB)
 SMALL = (1, 4096)
 STAGING_BYTES = 256 * MIB
 HOUR_S = 3600.0
+_WARM_UP_ROUNDS = 3
 
 
 def new_engine(name: str) -> Engine:
@@ -171,23 +174,31 @@ def measure(name: str, rounds: int) -> list[str]:
     """The row of one transport."""
     if name == "inprocess":
         return measure_in_process(rounds)
-    times: dict[tuple[str, tuple[int, int]], list[float]] = {}
+    times: dict[tuple[str, tuple[int, int]], list[float]] = defaultdict(list)
     guarded = ThreadedTransport(new_engine(name))
     engine = new_engine(name)
     bare = bare_jax_s if name == "jax" else bare_nixl_s
     with served(name) as ask:
-        for number in range(4 * (rounds + 1)):
-            size = (BLOCKS, SMALL)[number % 2]
-            which = ("bare", "transport")[number // 2 % 2]
+        for number in range(4 * (rounds + _WARM_UP_ROUNDS)):
+            size = (BLOCKS, SMALL)[number // 2 % 2]
+            which = ("bare", "transport")[(number + number // 4) % 2]  # who is first alternates
             wire = ask(number, *size)
             seconds = bare(engine, wire) if which == "bare" else pull_s(guarded, wire)
-            if number >= 4:  # the first of each is warm-up
-                times.setdefault((which, size), []).append(seconds)
+            if number >= 4 * _WARM_UP_ROUNDS:
+                times[which, size].append(seconds)
     guarded.close()
-    bare_s, ours_s = median(times["bare", BLOCKS]), median(times["transport", BLOCKS])
-    cost_s = median(times["transport", SMALL]) - median(times["bare", SMALL])
-    speeds = [f"{64 / seconds:,.0f} MiB/s" for seconds in (bare_s, ours_s)]
-    return [name, *speeds, f"{bare_s / ours_s:.2f}", f"{cost_s * 1e3:.2f} ms"]
+    speeds = [f"{64 / median(times[which, BLOCKS]):,.0f} MiB/s" for which in ("bare", "transport")]
+    ratios = [
+        bare_s / ours_s
+        for bare_s, ours_s in zip(times["bare", BLOCKS], times["transport", BLOCKS], strict=True)
+    ]
+    first, middle, third = quantiles(ratios, n=4)
+    costs = [
+        ours_s - bare_s
+        for bare_s, ours_s in zip(times["bare", SMALL], times["transport", SMALL], strict=True)
+    ]
+    spread = f"{middle:.2f} ({first:.2f} to {third:.2f})"
+    return [name, *speeds, spread, f"{median(costs) * 1e3:.2f} ms"]
 
 
 def measure_in_process(rounds: int) -> list[str]:
@@ -205,7 +216,7 @@ def measure_in_process(rounds: int) -> list[str]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--transports", nargs="+", default=["inprocess", "jax", "nixl"])
     parser.add_argument("--serve", metavar="TRANSPORT", help="be the other process")
     options = parser.parse_args()
@@ -219,7 +230,7 @@ def main() -> None:
         f"load {load}, Python {platform.python_version()}, jax {jax.__version__}, "
         f"median of {options.rounds}\n"
     )
-    header = ["transport", "bare engine", "transport's pull", "ratio", "cost per pull"]
+    header = ["transport", "bare engine", "transport's pull", "ratio (quartiles)", "cost per pull"]
     for row in [header, ["---"] * len(header), *rows]:
         print(f"| {' | '.join(row)} |")
 

@@ -5,7 +5,6 @@ All calls come from one thread, and none waits for a peer.
 
 from __future__ import annotations
 
-import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -29,13 +28,6 @@ class TooLargeError(Exception):
         super().__init__(f"{num_bytes} bytes do not fit {capacity} bytes of staging memory")
 
 
-class Progress(enum.Enum):
-    """How far a pull is."""
-
-    RUNNING = "running"
-    DONE = "done"
-
-
 class EngineOffer(ABC):
     """Some arrays that the engine serves.
 
@@ -55,23 +47,28 @@ class EngineOffer(ABC):
 
 
 class EnginePull(ABC):
-    """A transfer into staging memory; ends by `free` or `abandon`, one of them, once."""
+    """A transfer into staging memory; ends by `free` or `abandon`, one of them, once.
+
+    Attributes:
+        arrays: what is received, until `free`; those that have arrived, to begin with.
+    """
+
+    arrays: tuple[PayloadArray, ...]
 
     @abstractmethod
-    def progress(self) -> Progress:
-        """Say how far it is; DONE: nothing more is written.
+    def advance(self) -> int:
+        """Have it go on; return how many of the arrays, from the first, have arrived for good.
+
+        It may arrive piece by piece, and returns after each: so that an array is checked while it
+        is still in the processor's cache.
 
         Raises:
             PullError: if it has failed.
         """
 
     @abstractmethod
-    def arrays(self) -> tuple[PayloadArray, ...]:
-        """Return what was received; after DONE, until `free`."""
-
-    @abstractmethod
     def free(self) -> None:
-        """Give its memory back; only after DONE."""
+        """Give its memory back; only when all arrays have arrived."""
 
     @abstractmethod
     def abandon(self) -> None:

@@ -12,7 +12,7 @@ from typing import Final
 
 from ..handoff.messages import Key, Ticket
 from .base import Event, Fault, Offered, OfferFailed, PullFailed, Received, Withdrawn
-from .engine import Engine, EngineOffer, EnginePull, Progress, PullError, TooLargeError
+from .engine import Engine, EngineOffer, EnginePull, PullError, TooLargeError
 from .tickets import Descriptor, PayloadArray, WireTicket, digest_arrays, is_computed
 
 _QUARANTINE_WAIT_S: Final = 5e-2
@@ -42,12 +42,14 @@ class PartPull:
     Attributes:
         deadline: by the monotonic clock.
         running: None until there is room for it.
+        num_checked: how many arrays have arrived, with the digests that they must have.
     """
 
     wire: WireTicket
     want: Descriptor
     deadline: float
     running: EnginePull | None = None
+    num_checked: int = 0
 
 
 class EngineWork:
@@ -126,8 +128,8 @@ class EngineWork:
 
     # What goes on
 
-    def step(self) -> None:
-        """Look at all that is under way."""
+    def step(self) -> bool:
+        """Look at all that is under way; return whether any of it has gone on."""
         self.engine.tend()
         now = time.time()
         for ticket, offer in list(self._offers.items()):
@@ -146,8 +148,8 @@ class EngineWork:
         for key in self._withdrawn - {ticket.key for ticket in self._offers}:
             self._withdrawn.remove(key)
             self._events.append(Withdrawn(key))
-        for ticket, pull in list(self._pulls.items()):
-            self._advance(ticket, pull)
+        pulls = list(self._pulls.items())
+        return any([self._advance(ticket, pull) for ticket, pull in pulls]) or bool(self._events)
 
     def _serve(self, ticket: Ticket, offer: PartOffer) -> None:
         """Serve a part whose arrays are computed, if there is room."""
@@ -175,31 +177,51 @@ class EngineWork:
             offer.is_ending = True
             offer.served.withdraw(was_read)
 
-    def _advance(self, ticket: Ticket, pull: PartPull) -> None:
-        """Begin a pull that had no room, or see how far it is."""
+    def _advance(self, ticket: Ticket, pull: PartPull) -> bool:
+        """Begin a pull that had no room, or take in what has arrived; False if nothing has."""
+        num_checked = pull.num_checked
         try:
             if pull.running is None:
+                _check_digests(pull)
                 pull.running = self.engine.pull(pull.wire.route, pull.want)
-            if pull.running is not None and pull.running.progress() is Progress.DONE:
-                self._arrived(ticket, pull, pull.running)
-                return
+            if pull.running is not None:
+                self._check(pull, pull.running)
         except PullError as error:
             self.fail(PullFailed(ticket, error.fault, error.reason))
-            return
+            return True
         except TooLargeError as error:
             self.fail(PullFailed(ticket, Fault.TOO_LARGE, str(error)))
-            return
-        if time.monotonic() >= pull.deadline:
+            return True
+        if pull.running is not None and pull.num_checked == len(pull.want.arrays):
+            self._received[ticket] = pull.running
+            del self._pulls[ticket]
+            self.parts_received += 1
+            self.bytes_received += pull.want.num_bytes
+            self._events.append(Received(ticket, pull.running.arrays))
+        elif time.monotonic() >= pull.deadline:
             what = "there was no room in staging memory" if pull.running is None else "it ran"
             self.fail(PullFailed(ticket, Fault.TIMED_OUT, f"{what} until the deadline"))
+        return pull.num_checked > num_checked
 
-    def _arrived(self, ticket: Ticket, pull: PartPull, running: EnginePull) -> None:
-        arrays = running.arrays()
-        if digest_arrays(arrays) != pull.wire.digests:
-            self.fail(PullFailed(ticket, Fault.CORRUPT, "not the bytes that were offered"))
-            return
-        del self._pulls[ticket]
-        self._received[ticket] = running
-        self.parts_received += 1
-        self.bytes_received += pull.want.num_bytes
-        self._events.append(Received(ticket, arrays))
+    def _check(self, pull: PartPull, running: EnginePull) -> None:
+        """Check the digests of what has arrived since the last time.
+
+        Raises:
+            PullError: if they are others, or the pull has failed.
+        """
+        num_arrived = running.advance()
+        new = slice(pull.num_checked, num_arrived)
+        if digest_arrays(running.arrays[new]) != pull.wire.digests[new]:
+            raise PullError(Fault.CORRUPT, "not the bytes that were offered")
+        pull.num_checked = num_arrived
+
+
+def _check_digests(pull: PartPull) -> None:
+    """Refuse a wire ticket that does not have a digest of each array.
+
+    Raises:
+        PullError: with both numbers.
+    """
+    found, wanted = len(pull.wire.digests), len(pull.want.arrays)
+    if found != wanted:
+        raise PullError(Fault.MISMATCH, f"{found} digests of {wanted} arrays")

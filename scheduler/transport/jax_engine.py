@@ -4,8 +4,8 @@ As it is, a pull from a peer that has stopped, or of what is not offered, never 
 of the same size is taken as if it were right; what is offered and never pulled is never freed; and
 anybody who guesses a number of 64 bits may read. So here
 
-- each pull has a connection of its own, which is broken at the deadline: that ends its arrays with
-  an error. Of a peer that stopped midway, one or two arrays end only when it goes on or dies, and
+- no two pulls share a connection, which is broken at the deadline: that ends its arrays with an
+  error. Of a peer that stopped midway, one or two arrays end only when it goes on or dies, and
   until then, what other peers send over the same server may not arrive. So nobody waits for those
   arrays, and each peer is read by a server of its own, which is replaced when a pull has failed;
 - an offer has a new random number, which is used once: what a pull did not get is gone;
@@ -34,9 +34,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .base import Fault
-from .engine import Engine, EngineOffer, EnginePull, Progress, PullError
+from .engine import Engine, EngineOffer, PullError
 from .errors import TransportUnavailableError
-from .tickets import ArraySpec, Descriptor, PayloadArray, digest_arrays, is_computed
+from .jax_reader import JaxPull, JaxReader, first_line
+from .tickets import ArraySpec, Descriptor, PayloadArray, digest_arrays
 
 NAME: Final = "jax"
 
@@ -47,7 +48,6 @@ _COPY_BYTES: Final = 4 << 20
 _OWN_PULL_S: Final = 1.0
 _SELF_TEST_S: Final = 10.0
 _STUCK_S: Final = 0.05
-_LOST_WORDS: Final = ("onnection", "recv")  # of the errors when a peer has ended
 
 
 class JaxEngine(Engine):
@@ -73,7 +73,7 @@ class JaxEngine(Engine):
         self._device = jax.local_devices()[0]
         self._server = self._start(port)
         self.address: str = self._server.address()
-        self._readers: dict[str, Any] = {}  # servers, by the address of the one peer they read
+        self._readers: dict[str, JaxReader] = {}  # by the address of the one peer they read
         self._quarantine: list[JaxPull] = []
         _test(self)
 
@@ -93,7 +93,7 @@ class JaxEngine(Engine):
             )
         except Exception as error:  # JAX's own types, which differ by version
             raise TransportUnavailableError(
-                f"no transfer server at {self._host}:{port}: {_first_line(error)}"
+                f"no transfer server at {self._host}:{port}: {first_line(error)}"
             ) from error
 
     def offer(self, arrays: Sequence[PayloadArray]) -> JaxOffer:
@@ -129,20 +129,27 @@ class JaxEngine(Engine):
         return self.begin(address, _NUMBER.unpack_from(route)[0], descriptor.arrays)
 
     def begin(self, address: str, number: int, specs: Sequence[ArraySpec]) -> JaxPull:
-        """Pull what is offered by a number, over a new connection."""
-        sharding = jax.sharding.SingleDeviceSharding(self._device)
-        wanted = [
-            jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=sharding)  # type: ignore[no-untyped-call]  # JAX's
-            for spec in specs
-        ]
-        try:
-            if address not in self._readers:
-                self._readers[address] = self._start(0)
-            connection = self._readers[address].connect(address)
-            arrays = tuple(connection.pull(number, wanted))
-        except Exception as error:
-            raise PullError(Fault.FAILED, _first_line(error)) from error
-        return JaxPull(self, address, connection, arrays)
+        """Pull what is offered by a number.
+
+        Raises:
+            PullError: if it fails at once.
+        """
+        if address not in self._readers:
+            try:
+                server = self._start(0)
+            except TransportUnavailableError as error:
+                raise PullError(Fault.FAILED, first_line(error)) from error
+            self._readers[address] = JaxReader(server, address, self._device)
+        return self._readers[address].begin(number, specs, self._abandoned)
+
+    def _abandoned(self, pull: JaxPull) -> None:
+        """Keep a broken pull until it has ended, and read its peer by another server."""
+        self._quarantine.append(pull)
+        self._readers = {
+            address: reader
+            for address, reader in self._readers.items()
+            if reader is not pull.reader
+        }
 
     def tend(self) -> None:
         """See `Engine.tend`."""
@@ -197,7 +204,7 @@ class JaxOffer(EngineOffer):
         if self._own is None or self._probe is None:
             return True
         try:
-            done = self._own.progress() is Progress.DONE
+            done = self._own.advance() == len(self.specs)
         except PullError:
             done = True
         if not done and time.monotonic() < self._own_until:
@@ -209,50 +216,6 @@ class JaxOffer(EngineOffer):
                 self._engine.replace_server()
         self._own = self._probe = None
         return True
-
-
-class JaxPull(EnginePull):
-    """Arrays that arrive some time, or never."""
-
-    def __init__(
-        self, engine: JaxEngine, address: str, connection: Any, arrays: tuple[jax.Array, ...]
-    ) -> None:
-        self.num_bytes = sum(array.nbytes for array in arrays)
-        self._engine = engine
-        self._address = address
-        self._connection = connection
-        self._arrays = arrays
-
-    def has_ended(self) -> bool:
-        """Whether all has arrived, or will not."""
-        return all(is_computed(array) for array in self._arrays)
-
-    def progress(self) -> Progress:
-        """See `EnginePull.progress`."""
-        if not self.has_ended():
-            return Progress.RUNNING
-        try:
-            for array in self._arrays:
-                array.block_until_ready()
-        except jax.errors.JaxRuntimeError as error:
-            lost = any(word in str(error) for word in _LOST_WORDS)
-            raise PullError(Fault.PEER_LOST if lost else Fault.FAILED, _first_line(error)) from None
-        return Progress.DONE
-
-    def arrays(self) -> tuple[PayloadArray, ...]:
-        """See `EnginePull.arrays`."""
-        return self._arrays
-
-    def free(self) -> None:
-        """See `EnginePull.free`."""
-        self._arrays = ()
-        self._connection = None
-
-    def abandon(self) -> None:
-        """See `EnginePull.abandon`: break the connection."""
-        self._connection._poison_connection()
-        self._engine._readers.pop(self._address, None)
-        self._engine._quarantine.append(self)
 
 
 def _test(engine: JaxEngine) -> None:
@@ -276,12 +239,12 @@ def _test(engine: JaxEngine) -> None:
         offered = engine.offer(sent)
         pull = engine.begin(engine.address, offered.number, specs)
         _await(pull.has_ended, "a pull from this node itself")
-        pull.progress()
-        if digest_arrays(pull.arrays()) != digest_arrays(sent):
+        pull.advance()
+        if digest_arrays(pull.arrays) != digest_arrays(sent):
             raise TransportUnavailableError("a pull from this node itself gave other bytes")
     except (PullError, AttributeError) as error:
         raise TransportUnavailableError(
-            f"jax.experimental.transfer failed its self-test: {_first_line(error)}"
+            f"jax.experimental.transfer failed its self-test: {first_line(error)}"
         ) from error
 
 
@@ -312,7 +275,3 @@ def _is_address(text: str) -> bool:
     except ValueError:
         return False
     return port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -10,6 +10,10 @@ the read was to go. (Measured on 1.5.1: 97 to 99 % of 500 MiB, after "released".
 - P copies what it offers into a slot too, and spoils that when it is withdrawn: who reads it later
   gets bytes that do not have the digests of the offer.
 
+A part is read by several requests, one after the other: over shared memory NIXL copies within the
+call that posts a request, so that its arrays can be checked while they are in the processor's
+cache. Where it copies behind our back, as over RDMA and TCP, all of them are posted at once.
+
 An agent's metadata, which peers need to reach it, comes with each route.
 """
 
@@ -20,14 +24,15 @@ import logging
 import os
 import secrets
 import struct
+from collections import deque
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Final
 
 from .base import Fault
-from .engine import Engine, EngineOffer, EnginePull, Progress, PullError
+from .engine import Engine, EngineOffer, EnginePull, PullError
 from .errors import TransportUnavailableError
-from .staging import Slot, StagingPool, slot_bytes
+from .staging import Run, Slot, StagingPool, cut_slot, slot_bytes
 from .tickets import ArraySpec, Descriptor, PayloadArray
 
 NAME: Final = "nixl"
@@ -36,6 +41,7 @@ INSTALL: Final = "pip install --no-deps nixl-cu12"
 _PACKAGES: Final = ("nixl", "nixl_cu12", "nixl_cu13")
 _ADDRESS: Final = struct.Struct("<Q")
 _PIECE_BYTES: Final = 4 << 20
+_READ_BYTES: Final = 4 << 20
 _MAX_METADATA_BYTES: Final = 64 << 10
 _NEVER_FREED: Final[list[object]] = []
 """Agents and memory that a transfer may still write to; freeing it would give it to others."""
@@ -93,28 +99,23 @@ class NixlEngine(Engine):
         metadata = route[_ADDRESS.size :]
         if not _ADDRESS.size < len(route) <= _ADDRESS.size + _MAX_METADATA_BYTES:
             raise PullError(Fault.MISMATCH, "no metadata of a NIXL agent")
-        num_bytes = slot_bytes(descriptor.arrays)
-        slot = self._pool.allocate(num_bytes)
+        slot = self._pool.allocate(slot_bytes(descriptor.arrays))
         if slot is None:
             return None
         (remote,) = _ADDRESS.unpack_from(route)
         try:
             peer = self._peer(metadata)
-            handle = self._begin(peer, remote, slot, num_bytes)
         except Exception as error:
             self._pool.free(slot)
-            self._peers.pop(metadata, None)
             raise PullError(_fault(error), _words(error)) from error
-        return NixlPull(self, handle, slot, descriptor.arrays)
+        return NixlPull(self, peer, remote, slot, descriptor.arrays)
 
     def tend(self) -> None:
         """See `Engine.tend`."""
         for pull in list(self._quarantine):
-            with contextlib.suppress(PullError):  # that it failed, too, is an end
-                if pull.progress() is not Progress.DONE:
-                    continue
-            self._quarantine.remove(pull)
-            pull.free()
+            if pull.has_ended():
+                self._quarantine.remove(pull)
+                pull.free()
 
     def close(self) -> None:
         """See `Engine.close`."""
@@ -134,29 +135,56 @@ class NixlEngine(Engine):
             self._peers[metadata] = name.decode() if isinstance(name, bytes) else name
         return self._peers[metadata]
 
-    def _begin(self, peer: str, remote: int, slot: Slot, num_bytes: int) -> Any:
+    def forget(self, peer: str) -> None:
+        """Have an agent, which could not be read, made known again the next time."""
+        self._peers = {key: name for key, name in self._peers.items() if name != peer}
+
+    def make_read(self, peer: str, remote: int, start: int, num_bytes: int) -> Any:
+        """Prepare a read from a peer's address to a place in staging memory; its handle."""
         pieces = range(0, num_bytes, _PIECE_BYTES)
         sizes = [min(_PIECE_BYTES, num_bytes - each) for each in pieces]
-        local = self._first + slot.start
+        local = self._first + start
         here = [(local + each, size, 0) for each, size in zip(pieces, sizes, strict=True)]
         there = [(remote + each, size, 0) for each, size in zip(pieces, sizes, strict=True)]
         agent = self._agent
-        handle = agent.initialize_xfer(
+        return agent.initialize_xfer(
             "READ", agent.get_xfer_descs(here, "DRAM"), agent.get_xfer_descs(there, "DRAM"), peer
         )
-        agent.transfer(handle)
-        return handle
+
+    def post(self, handle: Any) -> None:
+        """Begin a read."""
+        self._agent.transfer(handle)
 
     def _test(self) -> None:
         """Read from one end of the memory to the other."""
         half = len(self._pool.memory) // 2
         self._pool.memory[:half] = 1
-        handle = self._begin(self._agent_name, self._first, Slot(half, half), half)
-        while self._agent.check_xfer_state(handle) == "PROC":
+        handle = self.make_read(self._agent_name, self._first, half, half)
+        self.post(handle)
+        while self.is_running(handle):
             pass
-        if self._agent.check_xfer_state(handle) != "DONE" or not self._pool.memory[half:].all():
+        if not self._pool.memory[half : 2 * half].all():
             raise RuntimeError("a read of its own memory gave other bytes")
-        self._agent.release_xfer_handle(handle)
+        self.release(handle)
+
+    def is_running(self, handle: Any) -> bool:
+        """Whether a read may still write.
+
+        Raises:
+            PullError: if it has failed; then it writes no more.
+        """
+        try:
+            state = self._agent.check_xfer_state(handle)
+        except Exception as error:
+            raise PullError(_fault(error), _words(error)) from error
+        if state not in ("PROC", "DONE"):
+            raise PullError(Fault.FAILED, "NIXL ended the read with an error")
+        return bool(state == "PROC")
+
+    def release(self, handle: Any) -> None:
+        """Forget a read that has ended."""
+        with contextlib.suppress(Exception):  # a handle whose peer is gone may refuse
+            self._agent.release_xfer_handle(handle)
 
 
 class NixlOffer(EngineOffer):
@@ -185,33 +213,60 @@ class NixlPull(EnginePull):
     """
 
     def __init__(
-        self, engine: NixlEngine, handle: Any, slot: Slot, specs: tuple[ArraySpec, ...]
+        self,
+        engine: NixlEngine,
+        peer: str,
+        remote: int,
+        slot: Slot,
+        specs: tuple[ArraySpec, ...],
     ) -> None:
         self.slot = slot
+        self.arrays = engine._pool.views(slot, specs)
         self._engine = engine
-        self._handle = handle
-        self._specs = specs
+        self._peer = peer
+        self._remote = remote
+        self._waiting = deque(cut_slot(specs, _READ_BYTES))
+        self._posted: deque[tuple[Run, Any]] = deque()  # with their handles
+        self._num_arrived = 0
 
-    def progress(self) -> Progress:
-        """See `EnginePull.progress`."""
+    def advance(self) -> int:
+        """See `EnginePull.advance`."""
+        is_done_at_once = False
+        while self._waiting and not is_done_at_once:
+            is_done_at_once = self._post(self._waiting.popleft())
+        while self._posted and not self._engine.is_running(self._posted[0][1]):
+            run, handle = self._posted.popleft()
+            self._engine.release(handle)
+            self._num_arrived = run.stop_array
+        return self._num_arrived
+
+    def _post(self, run: Run) -> bool:
+        """Begin to read some arrays; return whether they are here already."""
         try:
-            state = self._engine._agent.check_xfer_state(self._handle)
+            handle = self._engine.make_read(
+                self._peer, self._remote + run.start, self.slot.start + run.start, run.num_bytes
+            )
+            self._posted.append((run, handle))
+            self._engine.post(handle)
         except Exception as error:
+            self._engine.forget(self._peer)
             raise PullError(_fault(error), _words(error)) from error
-        if state == "PROC":
-            return Progress.RUNNING
-        if state != "DONE":
-            raise PullError(Fault.FAILED, "NIXL ended the read with an error")
-        return Progress.DONE
+        return not self._engine.is_running(handle)
 
-    def arrays(self) -> tuple[PayloadArray, ...]:
-        """See `EnginePull.arrays`: views of staging memory."""
-        return self._engine._pool.views(self.slot, self._specs)
+    def has_ended(self) -> bool:
+        """Whether nothing is written any more, unless it advances."""
+        return not any(self._may_write(handle) for _, handle in self._posted)
+
+    def _may_write(self, handle: Any) -> bool:
+        try:
+            return self._engine.is_running(handle)
+        except PullError:
+            return False  # that is an end, too
 
     def free(self) -> None:
         """See `EnginePull.free`."""
-        with contextlib.suppress(Exception):  # a handle whose peer is gone may refuse
-            self._engine._agent.release_xfer_handle(self._handle)
+        for _, handle in self._posted:
+            self._engine.release(handle)
         self._engine._pool.free(self.slot)
 
     def abandon(self) -> None:

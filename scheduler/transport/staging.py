@@ -107,5 +107,31 @@ def slot_bytes(specs: Sequence[ArraySpec]) -> int:
     return sum(_aligned(spec.num_bytes) for spec in specs[:-1]) + specs[-1].num_bytes
 
 
+class Run(NamedTuple):
+    """Some arrays of a slot that lie one after the other.
+
+    Attributes:
+        start, num_bytes: from the slot's first byte on.
+        stop_array: the number of the array that comes after them.
+    """
+
+    start: int
+    num_bytes: int
+    stop_array: int
+
+
+def cut_slot(specs: Sequence[ArraySpec], num_bytes: int) -> list[Run]:
+    """Cut a slot for arrays into runs of so many bytes at least, but for the last."""
+    runs: list[Run] = []
+    start = position = 0
+    for number, spec in enumerate(specs, 1):
+        stop = position + spec.num_bytes
+        position += _aligned(spec.num_bytes)
+        if stop - start >= num_bytes or number == len(specs):
+            runs.append(Run(start, stop - start, number))
+            start = position
+    return runs
+
+
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -36,6 +36,7 @@ from .tickets import Descriptor, PayloadArray, WireTicket
 
 _FIRST_SLEEP_S: Final = 2e-4
 _LAST_SLEEP_S: Final = 5e-3
+_SLEEP_GROWTH: Final = 1.15  # so that a pull that ended is found out 15 % later at most
 _CLOSE_S: Final = 5.0
 
 
@@ -177,12 +178,11 @@ class ThreadedTransport(Transport):
                 commands, self._commands = self._commands, deque()
             for command in commands:
                 command()
-            work.step()
+            has_moved = work.step() or bool(commands)
             events = work.take_events()
-            is_new = commands or events
-            sleep_s = _FIRST_SLEEP_S if is_new else min(sleep_s * 1.5, _LAST_SLEEP_S)
+            sleep_s = _FIRST_SLEEP_S if has_moved else min(sleep_s * _SLEEP_GROWTH, _LAST_SLEEP_S)
             wait_s = work.wait_s()
             with self._changed:
                 self._events += events
-                if not self._commands and not self._is_closed:
+                if not (has_moved and wait_s == 0) and not self._commands and not self._is_closed:
                     self._changed.wait(None if wait_s is None else max(wait_s, sleep_s))

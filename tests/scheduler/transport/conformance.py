@@ -243,3 +243,27 @@ class TransportConformance:
                 end.withdraw(KEY)
             with pytest.raises(TransportClosedError, match=r"^the transport is closed$"):
                 end.pull(ticket(), wire, wire.descriptor, timeout_s=1)
+
+
+class EngineConformance(TransportConformance):
+    """Of transports whose bytes leave the process, and so have digests."""
+
+    @pytest.mark.parametrize("number", [0, 3])
+    def test_each_array_must_have_its_digest(self, pair: Pair, number: int) -> None:
+        wire = offer(pair.prefill)
+        digests = list(wire.digests)
+        digests[number] = bytes(16)
+        forged = replace(wire, digests=tuple(digests))
+        pair.decode.pull(ticket(), forged, wire.descriptor, timeout_s=LATE_S)
+        failed = wait(pair.decode, PullFailed)
+        assert (failed.fault, failed.reason) == (Fault.CORRUPT, "not the bytes that were offered")
+
+    @pytest.mark.parametrize("count", [3, 5])
+    def test_as_many_digests_as_arrays_are_needed(self, pair: Pair, count: int) -> None:
+        wire = offer(pair.prefill)
+        forged = replace(wire, digests=(*wire.digests, bytes(16))[:count])
+        pair.decode.pull(ticket(), forged, wire.descriptor, timeout_s=LATE_S)
+        failed = wait(pair.decode, PullFailed)
+        assert (failed.fault, failed.reason) == (Fault.MISMATCH, f"{count} digests of 4 arrays")
+        pair.decode.pull(ticket(), wire, wire.descriptor, timeout_s=LATE_S)
+        assert equal(wait(pair.decode, Received).arrays, arrays())

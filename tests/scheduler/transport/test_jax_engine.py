@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import pytest
 
 from radixkv.scheduler.transport import ArraySpec, Fault
-from radixkv.scheduler.transport.engine import Progress
-from radixkv.scheduler.transport.jax_engine import JaxEngine, JaxPull
+from radixkv.scheduler.transport.jax_engine import JaxEngine
+from radixkv.scheduler.transport.jax_reader import JaxPull
 from radixkv.scheduler.transport.threaded import ThreadedTransport
 
-from .conformance import Pair, TransportConformance
+from .conformance import EngineConformance, Pair
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def pair() -> Iterator[Pair]:
         end.close()
 
 
-class TestJax(TransportConformance):
+class TestJax(EngineConformance):
     withdrawn_faults = (Fault.TIMED_OUT,)
 
 
@@ -56,8 +56,31 @@ def test_a_server_that_serves_nobody_is_replaced(monkeypatch: pytest.MonkeyPatch
     assert old.is_withdrawn()  # it went with its server
     offer = engine.offer([jnp.ones(4)])
     pull = reader.begin(offer.address, offer.number, offer.specs)
-    while pull.progress() is not Progress.DONE:
+    while pull.advance() < 1:
         time.sleep(1e-3)
-    assert pull.arrays()[0].tolist() == [1.0] * 4
+    assert pull.arrays[0].tolist() == [1.0] * 4
+    engine.close()
+    reader.close()
+
+
+def test_pulls_one_after_the_other_share_a_connection_and_others_do_not() -> None:
+    engine, reader = JaxEngine(), JaxEngine()
+
+    def begin() -> JaxPull:
+        offer = engine.offer([jnp.ones(4)])
+        return reader.begin(offer.address, offer.number, offer.specs)
+
+    def end(pull: JaxPull) -> None:
+        while pull.advance() < 1:
+            time.sleep(1e-3)
+        pull.free()
+
+    first = begin()
+    end(first)
+    second, third = begin(), begin()
+    assert second._connection is first._connection is not third._connection
+    second.abandon()
+    end(third)  # of a server that is not used any more, as it is that of a broken pull
+    assert begin().reader is not third.reader
     engine.close()
     reader.close()

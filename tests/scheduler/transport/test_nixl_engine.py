@@ -10,7 +10,7 @@ from radixkv.scheduler.transport import Fault
 from radixkv.scheduler.transport.nixl_engine import NixlEngine
 from radixkv.scheduler.transport.threaded import ThreadedTransport
 
-from .conformance import Pair, TransportConformance
+from .conformance import EngineConformance, Pair
 
 STAGING_BYTES = 1 << 20
 
@@ -23,5 +23,5 @@ def pair() -> Iterator[Pair]:
         end.close()
 
 
-class TestNixl(TransportConformance):
+class TestNixl(EngineConformance):
     withdrawn_faults = (Fault.CORRUPT,)

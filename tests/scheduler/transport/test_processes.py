@@ -21,7 +21,8 @@ from radixkv.scheduler.transport import (
     describe,
 )
 from radixkv.scheduler.transport.engine import Engine
-from radixkv.scheduler.transport.jax_engine import JaxEngine, JaxPull
+from radixkv.scheduler.transport.jax_engine import JaxEngine
+from radixkv.scheduler.transport.jax_reader import JaxPull
 from radixkv.scheduler.transport.nixl_engine import NixlEngine, NixlPull
 from radixkv.scheduler.transport.staging import Slot, StagingPool
 from radixkv.scheduler.transport.threaded import ThreadedTransport
@@ -90,7 +91,7 @@ class Node(NamedTuple):
         pull = self.transport._work._pulls.get(wire.ticket)
         match pull.running if pull is not None else None:
             case JaxPull() as running:
-                return sum(is_computed(array) for array in running._arrays) / BIG[0]
+                return sum(is_computed(array) for array in running.arrays) / BIG[0]
             case NixlPull() as running:
                 pool = running._engine._pool.memory
                 return float(

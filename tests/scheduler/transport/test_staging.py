@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.scheduler.transport.engine import TooLargeError
-from radixkv.scheduler.transport.staging import Slot, StagingPool, slot_bytes
+from radixkv.scheduler.transport.staging import Run, Slot, StagingPool, cut_slot, slot_bytes
 from radixkv.scheduler.transport.tickets import ArraySpec
 
 from .conformance import arrays, equal
@@ -59,3 +59,23 @@ def test_arrays_come_out_as_they_went_in_and_cannot_be_changed() -> None:
     views = pool.views(slot, specs)
     assert equal(views, written)
     assert all(np.shares_memory(view, pool.memory) and not view.flags.writeable for view in views)
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=20), st.integers(1, 500))
+def test_runs_have_every_array_once_and_as_many_bytes_as_they_should(
+    sizes: list[int], least: int
+) -> None:
+    specs = [ArraySpec((size,), "int8") for size in sizes]
+    runs = cut_slot(specs, least)
+    assert all(run.num_bytes >= least for run in runs[:-1])
+    assert runs[-1].start + runs[-1].num_bytes == slot_bytes(specs)
+    firsts = [0, *[run.stop_array for run in runs]]
+    assert firsts[-1] == len(specs)
+    for (first, stop), run in zip(pairwise(firsts), runs, strict=True):
+        assert stop > first
+        assert run.start == slot_bytes([*specs[:first], ArraySpec((64,), "int8")]) - 64
+        assert run.num_bytes == slot_bytes(specs[first:stop])
+
+
+def test_a_small_part_is_one_run() -> None:
+    assert cut_slot([ArraySpec((5,), "int8"), ArraySpec((2,), "int8")], 1000) == [Run(0, 66, 2)]
