@@ -13,7 +13,7 @@ from .handoff import (
     Finished,
     Key,
     Message,
-    PeerId,
+    NodeId,
     Post,
     Pull,
     Start,
@@ -56,6 +56,7 @@ class DecodeScheduler(BatchScheduler):
         reserve_tokens: int | None = 512,
         preempt: Preempt = "recompute",
         check_request: Callable[[Request], None] | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         """Make a scheduler over a manager that nobody else uses.
 
@@ -67,6 +68,7 @@ class DecodeScheduler(BatchScheduler):
             max_running: requests that hold blocks at a time.
             policy, reserve_tokens, preempt: of `MixedScheduler`.
             check_request: raises a RequestError for what the model cannot take.
+            vocab_size: of the model; see `DecodeSide`.
 
         Raises:
             ConfigError: for sizes that cannot work, or a tier that the manager has not.
@@ -80,7 +82,9 @@ class DecodeScheduler(BatchScheduler):
             prefix_cache=True,
             preempt=preempt,
         )
-        self._side = DecodeSide(manager, epoch=epoch, timing=timing, admit=self._grant)
+        self._side = DecodeSide(
+            manager, epoch=epoch, timing=timing, admit=self._grant, vocab_size=vocab_size
+        )
         # By request and not by its id: one that was stopped in the middle of a step is here until
         # the step has ended, maybe beside a newer attempt.
         self._keys: dict[Request, Key] = {}
@@ -206,7 +210,7 @@ class DecodeScheduler(BatchScheduler):
 
     # What the network, the transport and the clock say
 
-    def receive(self, peer: PeerId, message: Message) -> None:
+    def receive(self, peer: NodeId, message: Message) -> None:
         """Take in a message of a prefill node."""
         self._side.receive(peer, message)
         self._follow()

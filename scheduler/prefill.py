@@ -13,9 +13,9 @@ from .handoff import (
     Hits,
     Key,
     Message,
+    NodeId,
     Offer,
     Order,
-    PeerId,
     Post,
     PrefillSide,
     Timing,
@@ -29,7 +29,7 @@ from .request import Request
 class _Prompt(Request):
     """A prompt that this scheduler computes, as a request for one token: whose, and for whom."""
 
-    def __init__(self, request: Request, key: Key, peer: PeerId) -> None:
+    def __init__(self, request: Request, key: Key, peer: NodeId) -> None:
         super().__init__(
             request.request_id,
             request.prompt,
@@ -115,7 +115,7 @@ class PrefillScheduler(BatchScheduler):
 
     # What is asked of it
 
-    def begin(self, request: Request, peer: PeerId, attempt: int = 1) -> None:
+    def begin(self, request: Request, peer: NodeId, attempt: int = 1) -> None:
         """Queue the prompt of a request, to be handed over; it ends an older attempt of the same.
 
         Args:
@@ -183,7 +183,7 @@ class PrefillScheduler(BatchScheduler):
 
     # What the network, the transport and the clock say
 
-    def receive(self, peer: PeerId, message: Message) -> None:
+    def receive(self, peer: NodeId, message: Message) -> None:
         """Take in a message of a decode node."""
         self._tell(lambda: self._side.receive(peer, message))
 

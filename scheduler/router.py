@@ -17,13 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, NewType
+from typing import NamedTuple
 
 from ..kvcache import CacheManager, RequestTooLargeError, Tokens, as_tokens
 from .errors import RequestError, RoutingError
-from .handoff.messages import Key
-
-NodeId = NewType("NodeId", str)
+from .handoff import Key, NodeId
 
 
 class Route(NamedTuple):
@@ -104,7 +102,7 @@ class Router:
         for node_id, num_blocks in decode.items():
             self.add_decode(node_id, num_blocks)
 
-    def add_prefill(self, node_id: str, num_blocks: int) -> None:
+    def add_prefill(self, node_id: NodeId, num_blocks: int) -> None:
         """Send requests to a prefill node, too; of one that came back nothing is known.
 
         Raises:
@@ -113,23 +111,22 @@ class Router:
         """
         self._add(self._prefill, node_id, num_blocks)
 
-    def add_decode(self, node_id: str, num_blocks: int) -> None:
+    def add_decode(self, node_id: NodeId, num_blocks: int) -> None:
         """Send requests to a decode node, too; see `add_prefill`."""
         self._add(self._decode, node_id, num_blocks)
 
-    def _add(self, nodes: dict[NodeId, _Node], node_id: str, num_blocks: int) -> None:
+    def _add(self, nodes: dict[NodeId, _Node], node_id: NodeId, num_blocks: int) -> None:
         if node_id in self._prefill or node_id in self._decode:
             raise RoutingError(f"there is a node {node_id!r} already")
-        nodes[NodeId(node_id)] = _Node(CacheManager(num_blocks, self._block_size))
+        nodes[node_id] = _Node(CacheManager(num_blocks, self._block_size))
 
-    def remove(self, node_id: str) -> None:
+    def remove(self, node_id: NodeId) -> None:
         """Send nothing to a node any more, and forget what it has.
 
         Raises:
             RoutingError: if it is not there.
         """
-        name = NodeId(node_id)
-        if self._prefill.pop(name, None) is None and self._decode.pop(name, None) is None:
+        if self._prefill.pop(node_id, None) is None and self._decode.pop(node_id, None) is None:
             raise RoutingError(f"there is no node {node_id!r}")
 
     def route(

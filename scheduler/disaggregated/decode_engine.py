@@ -68,6 +68,7 @@ class DecodeEngine(NodeEngine[DecodeScheduler]):
             reserve_tokens=reserve_tokens,
             preempt=preempt,
             check_request=self.check_request,
+            vocab_size=model.config.vocab_size,
         )
         runner = ModelRunner(
             model,

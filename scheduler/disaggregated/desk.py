@@ -8,7 +8,7 @@ from itertools import count
 
 from ...kvcache import RequestTooLargeError
 from ..errors import RequestError, RoutingError
-from ..handoff import Answer, Begin, Cancel, FrontDesk, Hits, Key, PeerId
+from ..handoff import Answer, Begin, Cancel, FrontDesk, Hits, Key, NodeId
 from ..request import Request, RequestStatus
 from ..router import Route, Router
 
@@ -74,7 +74,7 @@ class Desk:
         self._live: dict[str, Request] = {}  # by a name that is never used again
         self._names: dict[str, str] = {}  # of those, by request id
         self._routes: dict[Key, Route] = {}
-        self._refused_by: dict[str, PeerId] = {}  # which decode node had no room last
+        self._refused_by: dict[str, NodeId] = {}  # which decode node had no room last
         self._actions: list[Run | GiveUp] = []
         self._ended: list[Request] = []
 
@@ -127,15 +127,15 @@ class Desk:
 
     # What is known of nodes
 
-    def add_prefill(self, peer: PeerId, num_blocks: int) -> None:
+    def add_prefill(self, peer: NodeId, num_blocks: int) -> None:
         """Send requests to a prefill node, too; see `Router.add_prefill`."""
         self._router.add_prefill(peer, num_blocks)
 
-    def add_decode(self, peer: PeerId, num_blocks: int) -> None:
+    def add_decode(self, peer: NodeId, num_blocks: int) -> None:
         """Send requests to a decode node, too."""
         self._router.add_decode(peer, num_blocks)
 
-    def lose(self, peer: PeerId) -> None:
+    def lose(self, peer: NodeId) -> None:
         """A node is gone: what it had, others compute again.
 
         Raises:

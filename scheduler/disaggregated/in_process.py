@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from ...kvcache import RequestTooLargeError
-from ..handoff import Failed, Finished, PeerId, Started, Stopped
+from ..handoff import Failed, Finished, NodeId, Started, Stopped
 from ..request import Request
 from .decode_engine import DecodeEngine
 from .desk import Desk, GiveUp, Run, hits_of
@@ -103,7 +103,7 @@ class Disaggregated:
             ended += self.step()
         return ended
 
-    def replace(self, peer: PeerId, node: PrefillEngine | DecodeEngine) -> None:
+    def replace(self, peer: NodeId, node: PrefillEngine | DecodeEngine) -> None:
         """Put another node in the place of one that has ended; its epoch is higher.
 
         What the old one had, others compute again.
@@ -121,24 +121,24 @@ class Disaggregated:
         """Stop transports and threads; see `Engine.close`."""
         return all([node.close(timeout_s=timeout_s) for node in self._nodes()])
 
-    def stats(self) -> dict[PeerId, NodeStats]:
+    def stats(self) -> dict[NodeId, NodeStats]:
         """Return what each node has done so far."""
         return {peer: self._node(peer).stats() for peer in (*self.prefill, *self.decode)}
 
     def _nodes(self) -> list[PrefillEngine | DecodeEngine]:
         return [*self.prefill.values(), *self.decode.values()]
 
-    def _node(self, peer: PeerId) -> PrefillEngine | DecodeEngine:
+    def _node(self, peer: NodeId) -> PrefillEngine | DecodeEngine:
         return self.prefill[peer] if peer in self.prefill else self.decode[peer]
 
-    def _join(self, peer: PeerId) -> None:
+    def _join(self, peer: NodeId) -> None:
         num_blocks = self._node(peer).manager.num_blocks
         if peer in self.prefill:
             self._desk.add_prefill(peer, num_blocks)
         else:
             self._desk.add_decode(peer, num_blocks)
 
-    def _pass_on(self, peer: PeerId) -> None:
+    def _pass_on(self, peer: NodeId) -> None:
         """Deliver what a node wants to say."""
         node = self._node(peer)
         for letter in node.take_letters():

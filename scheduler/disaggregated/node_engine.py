@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple, TypeVar
 from ...kvcache import CacheManager
 from ..decode import DecodeScheduler
 from ..engine_stats import EngineStats
-from ..handoff import Key, Message, PeerId
+from ..handoff import Key, Message, NodeId
 from ..model_runner import ModelRunner
 from ..prefill import PrefillScheduler
 from ..request import Request
@@ -25,7 +25,7 @@ class Letter(NamedTuple):
         wire: along with SEND, what a transport needs to pull the part.
     """
 
-    peer: PeerId
+    peer: NodeId
     message: Message
     wire: WireTicket | None = None
 

@@ -23,7 +23,7 @@ from ..channel import (
 )
 from ..channel.client_messages import OfAttempt
 from ..errors import RequestError
-from ..handoff import Failed, Key, PeerId, Stopped, Timing
+from ..handoff import Failed, Key, NodeId, Stopped, Timing
 from ..handoff import Finished as DecodeFinished
 from ..handoff import Started as DecodeStarted
 from ..handoff.messages import Message
@@ -34,7 +34,7 @@ from .node_engine import Letter
 from .outbox import Outbox
 from .prefill_engine import PrefillEngine
 
-DESK: Final[PeerId] = "desk"
+DESK: Final[NodeId] = "desk"
 """The name of the front desk in every deployment."""
 
 _BUSY_WAIT_S: Final = 0.001  # while a transport may have something to say, which wakes nobody
@@ -146,7 +146,7 @@ class NodeLoop:
                 return
             del self._begun[key]
 
-    def _meet(self, peer: PeerId, address: str) -> None:
+    def _meet(self, peer: NodeId, address: str) -> None:
         """Say to another node where this one is, when it is first heard of."""
         is_new = peer not in self._peers
         self._channel.connect(peer, address)

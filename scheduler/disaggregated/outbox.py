@@ -7,13 +7,13 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from ..channel.client_messages import Heard, OfAttempt
-from ..handoff import Key, PeerId
+from ..handoff import Key, NodeId
 
 
 class Said(NamedTuple):
     """A message, and whom it is for."""
 
-    peer: PeerId
+    peer: NodeId
     message: OfAttempt
 
 
@@ -53,24 +53,24 @@ class Outbox:
         """
         self._retry_s = retry_s
         self._patience_s = patience_s
-        self._waiting: dict[tuple[PeerId, Key], _Waiting] = {}  # said longest ago first
+        self._waiting: dict[tuple[NodeId, Key], _Waiting] = {}  # said longest ago first
 
     def __len__(self) -> int:
         """Count the messages that wait."""
         return len(self._waiting)
 
-    def add(self, peer: PeerId, message: OfAttempt, now: float) -> None:
+    def add(self, peer: NodeId, message: OfAttempt, now: float) -> None:
         """Take in what is said now; it replaces what was said of the attempt before."""
         self._waiting.pop((peer, message.key), None)
         self._waiting[peer, message.key] = _Waiting(message, now, now)
 
-    def heard(self, peer: PeerId, heard: Heard) -> None:
+    def heard(self, peer: NodeId, heard: Heard) -> None:
         """Say no more what a peer has heard; an acknowledgement of something earlier is none."""
         waiting = self._waiting.get((peer, heard.key))
         if waiting is not None and Heard.of(waiting.message) == heard:
             del self._waiting[peer, heard.key]
 
-    def forget_peer(self, peer: PeerId) -> None:
+    def forget_peer(self, peer: NodeId) -> None:
         """Say no more to a peer that has gone."""
         for place in [place for place in self._waiting if place[0] == peer]:
             del self._waiting[place]

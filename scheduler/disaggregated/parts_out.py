@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ..handoff import Key, Offer, PeerId, Send, Ticket, Withdraw
+from ..handoff import Key, NodeId, Offer, Send, Ticket, Withdraw
 from ..transport import Offered, Transport, WireTicket
 from .kv_parts import KVParts
 from .node_engine import Letter
@@ -29,7 +29,7 @@ class PartsOut:
         arrays, descriptor = self._kv.read(offer.blocks), self._kv.describe(len(offer.blocks))
         self._transport.offer(offer.ticket, arrays, descriptor, ttl_s=_OFFER_TTL_S)
 
-    def letter(self, peer: PeerId, send: Send) -> Letter | None:
+    def letter(self, peer: NodeId, send: Send) -> Letter | None:
         """Add to SEND what it takes to pull the part; None: `offered` will return it."""
         head = send.head
         assert head.peer_epoch is not None, "a part is sent to nobody"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...kvcache import CacheManager, HostConfig
-from ..handoff import Failed, Offer, Order, PeerId, Post, Send, Timing, Withdraw
+from ..handoff import Failed, NodeId, Offer, Order, Post, Send, Timing, Withdraw
 from ..model_runner import ModelRunner
 from ..models import Model
 from ..policy import Policy
@@ -77,7 +77,7 @@ class PrefillEngine(NodeEngine[PrefillScheduler]):
         self._parts = PartsOut(KVParts(runner, "gather", weights_revision), transport)
         self._reports: list[Failed] = []
 
-    def begin(self, request: Request, peer: PeerId, attempt: int = 1) -> None:
+    def begin(self, request: Request, peer: NodeId, attempt: int = 1) -> None:
         """Compute a prompt, and hand it over to a decode node; see `PrefillScheduler.begin`.
 
         Raises:

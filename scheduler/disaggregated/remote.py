@@ -22,7 +22,7 @@ from ..channel import (
 )
 from ..channel import GiveUp as GiveUpMessage
 from ..channel.client_messages import OfAttempt
-from ..handoff import PeerId
+from ..handoff import NodeId
 from ..request import Request
 from .desk import Desk, GiveUp, Run
 from .outbox import Outbox
@@ -78,7 +78,7 @@ class RemoteNodes:
             max_attempts, backoff_s, request_s: of `FrontDesk`.
             clock: never goes back, in seconds.
         """
-        self.nodes: dict[PeerId, RemoteNode] = {}
+        self.nodes: dict[NodeId, RemoteNode] = {}
         self._channel = channel
         self._block_size = block_size
         self._silence_s = silence_s
@@ -206,7 +206,7 @@ class RemoteNodes:
                 return f"its transport is {status.transport}, but that of {peer} is {other}"
         return ""
 
-    def _lose(self, peer: PeerId) -> None:
+    def _lose(self, peer: NodeId) -> None:
         node = self.nodes.pop(peer)
         if not node.refusal:
             self._channel.disconnect(peer)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ...kvcache import CountError
 from ..request import Request
-from .messages import Commit, Key, Message, PeerId, Ticket
+from .messages import Commit, Key, Message, NodeId, Ticket
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Timing:
 class Post:
     """Send a message to a peer."""
 
-    peer: PeerId
+    peer: NodeId
     message: Message
 
 
@@ -56,7 +56,7 @@ class Compute:
 class Offer:
     """P: let D read these blocks, in one group of layers, by this ticket."""
 
-    peer: PeerId
+    peer: NodeId
     ticket: Ticket
     blocks: tuple[int, ...]
     group: int
@@ -80,7 +80,7 @@ class Withdraw:
 class Pull:
     """D: read a part from P into these blocks, in one group of layers."""
 
-    peer: PeerId
+    peer: NodeId
     ticket: Ticket
     blocks: tuple[int, ...]
     group: int

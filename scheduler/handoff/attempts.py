@@ -19,7 +19,7 @@ from .messages import (
     Head,
     Hits,
     Key,
-    PeerId,
+    NodeId,
     Send,
     Ticket,
 )
@@ -34,7 +34,7 @@ class PrefillAttempt:
     """
 
     head: Head
-    peer: PeerId
+    peer: NodeId
     ask: Ask
     request: Request
     lease: Lease
@@ -129,7 +129,7 @@ class DecodeAttempt:
     """
 
     head: Head
-    peer: PeerId
+    peer: NodeId
     request: Request
     num_groups: int
     lease: Lease

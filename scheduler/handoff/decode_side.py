@@ -21,7 +21,7 @@ from .messages import (
     Head,
     Key,
     Message,
-    PeerId,
+    NodeId,
     Refuse,
     Renew,
     Send,
@@ -56,6 +56,7 @@ class DecodeSide:
         epoch: int,
         timing: Timing,
         admit: Admit | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         """Make the side of a node.
 
@@ -64,9 +65,11 @@ class DecodeSide:
             epoch: higher than that of any earlier life of the node.
             timing: how long to wait.
             admit: decides who gets blocks; default: everybody, as long as there are any.
+            vocab_size: first tokens are below it; None: any is taken.
         """
         self.epoch = epoch
         self._admit = admit if admit is not None else self._admit_any
+        self._vocab_size = vocab_size
         self._manager = manager
         self._timing = timing
         self._now = 0.0
@@ -192,7 +195,7 @@ class DecodeSide:
 
     # What P says
 
-    def receive(self, peer: PeerId, message: Message) -> None:
+    def receive(self, peer: NodeId, message: Message) -> None:
         """Take in a message of a prefill node; one that is stale changes nothing."""
         head = message.head
         back = Head(head.key, self.epoch, head.epoch, head.grant)
@@ -237,6 +240,9 @@ class DecodeSide:
                 self._actions.append(Pull(attempt.peer, ticket, blocks, message.group))
             case Commit() if message.num_parts > attempt.max_parts:
                 self._give_up(attempt, "what was sent is not the prompt")
+            case Commit() if not self._is_token(message.first_token):
+                token, size = message.first_token, self._vocab_size
+                self._give_up(attempt, f"first token {token} is outside the vocabulary of {size}")
             case Commit() if attempt.commit is None:
                 attempt.commit = message
                 attempt.moved_at = self._now
@@ -244,7 +250,10 @@ class DecodeSide:
             case Commit() if missing := attempt.missing():
                 self._post(attempt, Renew(attempt.head, missing))
 
-    def _asked(self, peer: PeerId, ask: Ask, back: Head) -> None:
+    def _is_token(self, token: int) -> bool:
+        return self._vocab_size is None or 0 <= token < self._vocab_size
+
+    def _asked(self, peer: NodeId, ask: Ask, back: Head) -> None:
         """Admit what is asked for, unless that was done, or is stale."""
         head = ask.head
         if head.version != PROTOCOL_VERSION:
@@ -264,7 +273,7 @@ class DecodeSide:
         if refusal is not None:
             self._say(peer, refusal)
 
-    def _reserve(self, peer: PeerId, ask: Ask, back: Head) -> Refuse | None:
+    def _reserve(self, peer: NodeId, ask: Ask, back: Head) -> Refuse | None:
         """Admit a request that is new, or return why not."""
         head, block_size = ask.head, self._manager.block_size
         if ask.block_size != block_size:
@@ -297,7 +306,7 @@ class DecodeSide:
     def _admit_any(self, request: Request) -> Lease:
         return self._manager.admit(self._manager.match(request.prompt, request.namespace))
 
-    def _asked_again(self, attempt: DecodeAttempt, peer: PeerId, head: Head, back: Head) -> None:
+    def _asked_again(self, attempt: DecodeAttempt, peer: NodeId, head: Head, back: Head) -> None:
         """Repeat the answer to an ASK; a twin of an attempt of P's earlier life gets none."""
         if peer != attempt.peer or head.epoch != attempt.head.peer_epoch:
             self._say(peer, Abort(back, "the attempt is known of another epoch", fenced=True))
@@ -360,7 +369,7 @@ class DecodeSide:
     def _post(self, attempt: DecodeAttempt, message: Message) -> None:
         self._say(attempt.peer, message)
 
-    def _say(self, peer: PeerId, message: Message) -> None:
+    def _say(self, peer: NodeId, message: Message) -> None:
         self._actions.append(Post(peer, message))
 
     def _move(self, attempt: DecodeAttempt, state: DecodeState) -> None:

@@ -21,6 +21,7 @@ from ..errors import RefusalReason
 from ..request import GREEDY, SamplingParams
 
 PROTOCOL_VERSION: Final = 1
+"""Another after a change of any message: of its name, its fields, their types or their limits."""
 
 MAX_PART_BLOCKS: Final = 32
 """P sends no more blocks in one part: D has staging memory for some parts, whatever a prompt."""
@@ -34,8 +35,8 @@ MAX_REASON_CHARS: Final = 1024
 Key: TypeAlias = tuple[str, int]
 """A request's id and the number of the attempt."""
 
-PeerId: TypeAlias = str
-"""Names a node to those that it speaks with."""
+NodeId: TypeAlias = str
+"""Names a node, prefill or decode, among all nodes of a deployment."""
 
 BUSY: Final[frozenset[RefusalReason]] = frozenset(
     ("out of blocks", "out of slots", "others wait", "draining")

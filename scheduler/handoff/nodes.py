@@ -180,6 +180,7 @@ class DecodeNode(_Memory):
             max_running=min(config.max_running, config.budget),
             reserve_tokens=config.reserve_tokens,
             preempt="host" if config.host_blocks else "recompute",
+            vocab_size=VOCABULARY,
         )
         self.scheduler.tick(now)
         self.plan: StepPlan | None = None

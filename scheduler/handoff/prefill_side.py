@@ -20,7 +20,7 @@ from .messages import (
     Hits,
     Key,
     Message,
-    PeerId,
+    NodeId,
     Refuse,
     Renew,
 )
@@ -91,7 +91,7 @@ class PrefillSide:
 
     # What the scheduler of P says
 
-    def begin(self, key: Key, peer: PeerId, request: Request) -> Lease:
+    def begin(self, key: Key, peer: NodeId, request: Request) -> Lease:
         """Reserve blocks for a prompt; in the early order, ask D for as many.
 
         An older attempt of the same request is given up then. Compute when `Compute` says so, and
@@ -228,7 +228,7 @@ class PrefillSide:
 
     # What D says
 
-    def receive(self, peer: PeerId, message: Message) -> None:
+    def receive(self, peer: NodeId, message: Message) -> None:
         """Take in a message of a decode node; one that is stale changes nothing."""
         head = message.head
         if head.version != PROTOCOL_VERSION and not isinstance(message, Refuse):
@@ -249,7 +249,7 @@ class PrefillSide:
         attempt.heard_at = self._now
         self._answer(attempt, message)
 
-    def _decline(self, peer: PeerId, message: Message, reason: str) -> None:
+    def _decline(self, peer: NodeId, message: Message, reason: str) -> None:
         """Tell D that a grant of it is of no use."""
         head = message.head
         if isinstance(message, Grant | Renew):

@@ -14,7 +14,7 @@ from ..request import Request, SamplingParams
 from .actions import CancelPull, Failed, Finished, Offer, Post, Pull, Started, Stopped, Withdraw
 from .front_desk import Answer, Begin, Cancel, FrontDesk
 from .invariants import ONE_ANSWER, ONE_START, SAME_TOKENS, SimulationError
-from .messages import Commit, Key, Message, PeerId, Ticket
+from .messages import Commit, Key, Message, NodeId, Ticket
 from .nodes import DecodeNode, Node, PrefillNode, SimulationConfig, sample
 
 REQUEST_S: Final = 200
@@ -34,7 +34,7 @@ class Transfer:
         on_the_way: what P had in its blocks when it crashed; it may still be written.
     """
 
-    node: PeerId
+    node: NodeId
     pull: Pull
     landed: bool = False
     ended: bool = False
@@ -61,8 +61,8 @@ class Job:
 class Letter(NamedTuple):
     """A message on its way."""
 
-    source: PeerId
-    to: PeerId
+    source: NodeId
+    to: NodeId
     message: Message
 
 
@@ -88,35 +88,35 @@ class World:
         self.decode_names = [f"d{place}" for place in range(config.num_decode)]
         self.names = [*self.prefill_names, *self.decode_names]
         self.epochs = dict.fromkeys(self.names, 0)
-        self.nodes: dict[PeerId, Node | None] = {name: self._node(name) for name in self.names}
+        self.nodes: dict[NodeId, Node | None] = {name: self._node(name) for name in self.names}
         self.front = FrontDesk(max_attempts=config.max_attempts, backoff_s=2, request_s=REQUEST_S)
         self.jobs: dict[str, Job] = {}
         self.network: list[Letter] = []
         self.pulls: list[Transfer] = []
-        self.reports: dict[PeerId, list[Callable[[], None]]] = {name: [] for name in self.names}
-        self.draining: set[PeerId] = set()
+        self.reports: dict[NodeId, list[Callable[[], None]]] = {name: [] for name in self.names}
+        self.draining: set[NodeId] = set()
         self.answers: dict[str, Answer] = {}
         self.counts: Counter[str] = Counter()
         self._started: set[Key] = set()
 
-    def _node(self, name: PeerId) -> Node:
+    def _node(self, name: NodeId) -> Node:
         self.epochs[name] += 1
         kind = PrefillNode if name in self.prefill_names else DecodeNode
         return kind(self.config, self.epochs[name], self.now)
 
-    def route(self, key: Key) -> tuple[PeerId, PeerId]:
+    def route(self, key: Key) -> tuple[NodeId, NodeId]:
         """Choose the nodes of an attempt: the next may have the same P, the same D, or neither."""
         number, attempt = int(key[0][1:]), key[1]
         prefill = self.prefill_names[(number + attempt) % len(self.prefill_names)]
         return prefill, self.decode_names[(number + attempt // 2) % len(self.decode_names)]
 
-    def prefill(self, name: PeerId) -> PrefillNode | None:
+    def prefill(self, name: NodeId) -> PrefillNode | None:
         """Return a prefill node, unless it has crashed."""
         node = self.nodes[name]
         assert not isinstance(node, DecodeNode), f"{name} is a decode node"
         return node
 
-    def decode(self, name: PeerId) -> DecodeNode | None:
+    def decode(self, name: NodeId) -> DecodeNode | None:
         """Return a decode node, unless it has crashed."""
         node = self.nodes[name]
         assert not isinstance(node, PrefillNode), f"{name} is a prefill node"
@@ -143,7 +143,7 @@ class World:
                 more = True
                 self._act_front(wanted)
 
-    def _act_prefill(self, name: PeerId, node: PrefillNode, action: object) -> None:
+    def _act_prefill(self, name: NodeId, node: PrefillNode, action: object) -> None:
         match action:
             case Post(peer, message):
                 if isinstance(message, Commit):
@@ -156,7 +156,7 @@ class World:
             case Failed():
                 self._report_failed(name, action)
 
-    def _report_failed(self, name: PeerId, failed: Failed) -> None:
+    def _report_failed(self, name: NodeId, failed: Failed) -> None:
         self.counts["refusals"] += failed.is_busy
         self.reports[name].append(
             lambda: self.front.prefill_failed(
@@ -164,7 +164,7 @@ class World:
             )
         )
 
-    def _act_decode(self, name: PeerId, node: DecodeNode, action: object) -> None:
+    def _act_decode(self, name: NodeId, node: DecodeNode, action: object) -> None:
         reports, front = self.reports[name], self.front
         match action:
             case Post(peer, message):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from radixkv.kvcache import CacheManager, CountError, Int32Array, RequestTooLargeError, TokenError
 from radixkv.scheduler.errors import RequestError, RoutingError
 from radixkv.scheduler.replay.trace import bundled_trace_path, read_trace, tokens
-from radixkv.scheduler.router import NodeId, Route, Router
+from radixkv.scheduler.router import Route, Router
 
 NODES = {"p0": 2000, "p1": 2000, "p2": 2000, "p3": 2000}
 BLOCK_SIZE = 512
@@ -87,7 +87,7 @@ def test_a_prefix_that_all_share_is_no_trap():
 
 
 def route(prefill: str, decode: str) -> Route:
-    return Route(NodeId(prefill), NodeId(decode))
+    return Route(prefill, decode)
 
 
 def make(**options: dict[str, int]) -> Router:
@@ -196,14 +196,14 @@ def test_load_is_the_sum_of_what_is_under_way(steps):
             after[chosen.prefill] - before[chosen.prefill],
             after[chosen.decode] - before[chosen.decode],
         )
-        costs = {node: before[NodeId(node)] for node in ("p0", "p1")}
+        costs = {node: before[node] for node in ("p0", "p1")}
         # Nobody is chosen whose load alone is more than the cost of another.
         needed = -(-len(prompt) // 2)
         assert before[chosen.prefill] + lacking[key][1] <= min(costs.values()) + needed
         if ends:
             router.finished(key)
             del lacking[key]
-        loads = Counter({NodeId(name): 0 for name in ("p0", "p1", "d0", "d1")})
+        loads = Counter({name: 0 for name in ("p0", "p1", "d0", "d1")})
         for each, on_prefill, on_decode in lacking.values():
             loads[each.prefill] += on_prefill
             loads[each.decode] += on_decode

@@ -240,6 +240,11 @@ BUGS: Final = [
         ("if not attempt.is_whole() or commit", "if commit"),
     ),
     bug(
+        "D decodes from a token that is none",
+        D,
+        ("self._vocab_size is None or 0 <= token < self._vocab_size", "True"),
+    ),
+    bug(
         "the seed is lost on the way",
         ATTEMPTS,
         ("            request.sampling,\n", "            type(request.sampling)(),\n"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations
 from types import ModuleType
 from typing import Any, Final
@@ -11,7 +12,7 @@ import numpy as np
 
 from radixkv.kvcache import CacheManager
 
-from .stage import KEY, ORDERS, PROMPT, D, P, Pair, lossy
+from .stage import KEY, ORDERS, PROMPT, VOCABULARY, D, P, Pair, lossy
 
 
 def succeeds_at_once(h: ModuleType, simulation: Any) -> None:
@@ -168,6 +169,26 @@ def a_prompt_that_is_not_whole_does_not_start(h: ModuleType) -> None:
     assert abort.reason == "what was sent is not the prompt" and pair.d.num_open == 0
 
 
+def a_first_token_that_is_none_does_not_start(h: ModuleType) -> None:
+    for token in (-(2**31), -1, VOCABULARY, 2**31 - 1):
+        pair = Pair(h)
+        sends, commit = pair.committed()
+        pair.d.receive(P, sends[0])
+        [pull] = pair.actions(pair.d, "Pull")
+        pair.d.receive(P, replace(commit, first_token=token))
+        assert leases(pair) == 1, "its pull may still write"
+        pair.d.pull_fenced(pull.ticket)
+        abort = pair.posted(pair.d)[-1]
+        assert abort.reason == f"first token {token} is outside the vocabulary of 50"
+        assert abort.fenced and pair.d_manager.match(PROMPT).num_tokens == 0
+        pair.p.receive(D, abort)
+        assert pair.are_empty()
+
+
+def leases(pair: Pair) -> int:
+    return int(pair.d_manager.stats().live_leases)
+
+
 def two_equal_prompts_are_sent_once(h: ModuleType) -> None:
     for order in ORDERS:
         for num_groups in (1, 2):
@@ -277,6 +298,7 @@ SCENARIOS: Final[list[Callable[[ModuleType], None]]] = [
     a_pull_does_not_take_for_ever,
     a_part_outside_the_grant_is_not_pulled,
     a_prompt_that_is_not_whole_does_not_start,
+    a_first_token_that_is_none_does_not_start,
     two_equal_prompts_are_sent_once,
     what_has_arrived_is_matchable_when_decoding_starts,
     a_failed_pull_holds_its_blocks_until_it_is_fenced,

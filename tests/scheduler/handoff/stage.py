@@ -15,6 +15,7 @@ P: Final = "p0"
 D: Final = "d0"
 ORDERS: Final = ("early", "prefill_complete")
 MANY: Final = 60
+VOCABULARY: Final = 50
 
 
 def lossy(
@@ -68,7 +69,9 @@ class Pair:
         self.p_manager, self.d_manager = CacheManager(8, 2), CacheManager(8, 2)
         timing = h.Timing()
         self.p = h.PrefillSide(self.p_manager, epoch=1, timing=timing, num_groups=num_groups)
-        self.d = h.DecodeSide(self.d_manager, epoch=decode_epoch, timing=timing)
+        self.d = h.DecodeSide(
+            self.d_manager, epoch=decode_epoch, timing=timing, vocab_size=VOCABULARY
+        )
 
     def begin(self, attempt: int = 1) -> Any:
         request = Request("r1", PROMPT, 4, sampling=SamplingParams(seed=3))
