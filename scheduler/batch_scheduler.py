@@ -213,9 +213,7 @@ class BatchScheduler(LiveRequests):
         """Give a request its blocks, and plan its first chunk if nothing is copied into them."""
         lease = request.lease = self._take_blocks(request, match)
         request.match = None
-        if request.status is RequestStatus.WAITING:
-            self._stats.admitted += 1
-        else:
+        if request.status is not RequestStatus.WAITING:
             self._stats.resumed += 1
             self._stats.resumed_parked += request.parked is not None
             request.parked = None
@@ -242,6 +240,7 @@ class BatchScheduler(LiveRequests):
         hit_tokens = min(lease.num_ready_tokens, request.num_tokens - 1)
         if not request.has_begun:
             request.has_begun = True
+            self._stats.admitted += 1
             on_device = lease.num_hit_blocks * self.manager.block_size
             request.num_hit_tokens = on_device
             self._stats.hit_tokens += min(on_device, hit_tokens)

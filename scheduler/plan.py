@@ -50,7 +50,9 @@ class SchedulerStats:
 
     Attributes:
         steps: plans made that were not empty.
-        admitted: first admissions; resumed: admissions after a preemption.
+        admitted: requests that have begun to compute, each counted once. On a prefill node:
+            attempts, without those that no decode node has granted.
+        resumed: admissions after a preemption.
         preemptions: requests that lost their blocks.
         parked: those of them whose KV was to be kept; resumed_parked: admitted again with it.
         hit_tokens: prompt tokens found on the device, counted once, as a request first computes.

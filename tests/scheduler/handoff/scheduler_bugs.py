@@ -91,6 +91,16 @@ PREFILL_BUGS: Final = [
         ),
     ),
     bug(
+        "an attempt that D refuses counts as admitted",
+        "batch_scheduler.py",
+        ("            self._stats.admitted += 1\n", ""),
+        (
+            "        lease = request.lease = self._take_blocks(request, match)\n",
+            "        lease = request.lease = self._take_blocks(request, match)\n"
+            "        self._stats.admitted += request.status is RequestStatus.WAITING\n",
+        ),
+    ),
+    bug(
         "groups of layers may be left out",
         PREFILL,
         (

@@ -134,6 +134,36 @@ def test_one_who_was_refused_after_computing_asks_again_and_keeps_its_blocks() -
     assert p.num_open == 0 and p.manager.match(PROMPT).num_tokens == 6
 
 
+def test_an_attempt_that_is_refused_is_not_admitted_and_has_no_hits() -> None:
+    p = scheduler()
+    lease = p.manager.admit(p.manager.match(PROMPT))
+    p.manager.publish(lease, PROMPT)
+    p.manager.release(lease)
+    for attempt in (1, 2, 3):
+        p.begin(request(), "d0", attempt)
+        step(p)
+        p.receive("d0", Refuse(Head(("a", attempt), 7, 1), "out of blocks", 9, 3))
+        assert (p.stats().admitted, p.stats().hit_tokens) == (0, 0)
+    p.begin(request(), "d0", attempt=4)
+    step(p)
+    p.receive("d0", Grant(Head(("a", 4), 7, 1, 1), 0))
+    step(p)
+    stats = p.stats()
+    assert (stats.admitted, stats.hit_tokens, stats.prefill_tokens) == (1, 6, 1)
+
+
+def test_requests_and_their_tokens_are_counted_once_however_often_d_refuses() -> None:
+    for order in ("early", "prefill_complete"):
+        theatre = Theatre(order=order, max_running=4, decode_blocks=8, reserve_tokens=None)
+        for last in range(4):
+            theatre.submit([*PROMPT, last], 4)
+        theatre.finish()
+        stats = theatre.p().stats()
+        assert stats.admitted == 4 and theatre.d().stats().admitted == 4
+        assert stats.hit_tokens + stats.prefill_tokens == 4 * 8
+        assert order != "early" or theatre.counts["refusals"] > 0
+
+
 def test_what_can_never_be_granted_fails_for_good_in_either_order() -> None:
     for order in ("early", "prefill_complete"):
         p = scheduler(order=order)
