@@ -3,8 +3,8 @@
 This module imports neither numpy nor JAX, so that `radixkv --help` is immediate: a command's own
 module is imported when it runs.
 
-Exit status: 0 done, 1 a check of the command failed, 2 bad usage or input (one line on stderr),
-130 interrupted, 141 the reader of stdout went away.
+Exit status: 0 done, 1 a check of the command failed, or the nodes that it needs did, 2 bad usage or
+input (one line on stderr), 130 interrupted, 141 the reader of stdout went away.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from .commands.errors import BadInputError
 from .commands.options import add_json, add_requests, add_size
 
 EXIT_OK = 0
+EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = _explain(error)
         if message is None:
             raise  # a defect of radixkv: its traceback is the report
-        return _fail(message, EXIT_BAD_INPUT)
+        return _fail(message, _status_of(error))
     return status
 
 
@@ -72,6 +73,15 @@ def _explain(error: Exception) -> str | None:
     from ..kvcache.errors import RadixKVError  # here, because --help must not load numpy
 
     return _one_line(error) if isinstance(error, RadixKVError) else None
+
+
+def _status_of(error: Exception) -> int:
+    """Tell what a user got wrong from what went wrong."""
+    if isinstance(error, BadInputError):
+        return EXIT_BAD_INPUT
+    from .errors import NodesFailedError  # here, because --help must not load numpy
+
+    return EXIT_FAILED if isinstance(error, NodesFailedError) else EXIT_BAD_INPUT
 
 
 def _one_line(error: Exception) -> str:

@@ -9,6 +9,10 @@
         ├── RoutingError        no node to send a request to, or two of one name
         ├── StepOrderError      schedule and update called out of turn
         ├── RefusedError        a decode node has no room for a request now
+        ├── NodesFailedError    prefill and decode nodes did not do what they were asked
+        │   ├── NodesMissingError   too few of them serve
+        │   ├── NodeProcessError    the process of one has ended by itself
+        │   └── HandoffFailedError  a request came to nothing on those that it was tried on
         └── HandoffsOpenError   the cache is reset while hand-offs hold blocks
 
 A request that could never fit gets `radixkv.kvcache.RequestTooLargeError`.
@@ -61,6 +65,22 @@ class RefusedError(SchedulerError):
         self.reason: RefusalReason = reason
         self.needed = needed
         self.available = available
+
+
+class NodesFailedError(SchedulerError):
+    """Prefill and decode nodes did not do what they were asked; the same may work another time."""
+
+
+class NodesMissingError(NodesFailedError):
+    """Too few nodes serve: they did not come, or have gone and did not come back."""
+
+
+class NodeProcessError(NodesFailedError):
+    """The process of a node has ended by itself."""
+
+
+class HandoffFailedError(NodesFailedError):
+    """A request came to nothing on all nodes that it was tried on."""
 
 
 class HandoffsOpenError(SchedulerError):

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 
 from .errors import BadInputError
-from .options import add_size
+from .options import add_size, seconds
 
 
 def add_apart(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +35,13 @@ def add_apart(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a secret shared with those nodes; without it, the environment's RADIXKV_SECRET",
     )
+    parser.add_argument(
+        "--timeout-s",
+        type=seconds,
+        metavar="S",
+        help="how long to wait for nodes: for those that are wanted to come, and for one to come "
+        "back when none is left of its kind (default: 120)",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +61,7 @@ def check_apart(arguments: argparse.Namespace) -> None:
         BadInputError: which needs, or excludes, which.
     """
     if not arguments.disaggregate:
-        for option in ("transport", "prefill", "decode", "desk", "secret_file"):
+        for option in ("transport", "prefill", "decode", "desk", "secret_file", "timeout_s"):
             if getattr(arguments, option) is not None:
                 raise BadInputError(f"--{option.replace('_', '-')} needs --disaggregate")
         return
@@ -66,5 +73,7 @@ def check_apart(arguments: argparse.Namespace) -> None:
             if getattr(arguments, option) is not None:
                 name = option.replace("_", "-")
                 raise BadInputError(f"--desk takes nodes as they are: give them --{name}")
+    if arguments.transport == "inprocess" and arguments.timeout_s is not None:
+        raise BadInputError("--timeout-s is for nodes that are processes of their own")
     if arguments.desk is None and arguments.secret_file is not None:
         raise BadInputError("--secret-file needs --desk")

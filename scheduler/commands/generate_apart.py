@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ from ..disaggregated import DecodeEngine, Disaggregated, PrefillEngine
 from ..disaggregated.node_loop import DESK
 from ..disaggregated.processes import NodeProcesses
 from ..disaggregated.remote import RemoteNodes
-from ..errors import SchedulerError
+from ..errors import HandoffFailedError, NodesMissingError
 from ..handoff import Timing
 from ..models import load_model
 from ..request import Request
@@ -22,12 +22,10 @@ from .apart_options import Sizes
 from .errors import BadInputError
 from .node import describe
 from .options import host_tier
+from .progress import ProgressLine
 
-_JOIN_S = 120.0
-
-
-class HandoffFailedError(SchedulerError):
-    """A request came to nothing on all nodes that it was tried on."""
+_SILENCE_S = 5.0
+_TIMEOUT_S = 120.0
 
 
 class _Nodes(Protocol):
@@ -48,8 +46,9 @@ def complete_apart(
 
     Raises:
         HandoffFailedError: if one comes to nothing.
-        NodeProcessError: if a node ends by itself.
-        BadInputError: if the nodes that are started by hand do not come, or do not fit.
+        NodeProcessError: if a node ends that was started here.
+        NodesMissingError: if nodes do not come, or go and do not come back.
+        BadInputError: if a node comes that does not fit.
     """
     if arguments.transport == "inprocess":
         return _in_process(arguments, requests, sizes)
@@ -116,17 +115,13 @@ def _in_processes(
                 processes.start(f"prefill-{place}", "prefill-node", common)
             for place in range(arguments.decode or 1):
                 processes.start(f"decode-{place}", "decode-node", [*common, *generates])
-            nodes = RemoteNodes(channel, block_size=arguments.block_size)
-            _wait_for(nodes, arguments, processes)
-            _run(nodes, requests, processes)
+            _serve(arguments, requests, channel, processes.check)
         return processes.stop()
 
 
 def _by_hand(arguments: argparse.Namespace, requests: Sequence[Request]) -> dict[str, Any]:
     with closing(_open_desk(arguments.desk, load_secret(arguments.secret_file))) as channel:
-        nodes = RemoteNodes(channel, block_size=arguments.block_size)
-        _wait_for(nodes, arguments)
-        _run(nodes, requests)
+        _serve(arguments, requests, channel)
     return {}
 
 
@@ -134,20 +129,44 @@ def _open_desk(address: str, secret: Secret | None) -> ZmqChannel:
     return ZmqChannel(DESK, epoch=time.time_ns(), bind=address, secret=secret)
 
 
+def _serve(
+    arguments: argparse.Namespace,
+    requests: Sequence[Request],
+    channel: ZmqChannel,
+    check_processes: Callable[[], None] = lambda: None,
+) -> None:
+    """Be the front desk of nodes in other processes."""
+    timeout_s = _TIMEOUT_S if arguments.timeout_s is None else arguments.timeout_s
+    nodes = RemoteNodes(channel, block_size=arguments.block_size, silence_s=_SILENCE_S)
+    with ProgressLine(quiet=False) as progress:
+
+        def check() -> None:
+            check_processes()
+            nodes.check(timeout_s)
+            without = f" without {' and '.join(nodes.gone)}" if nodes.gone else ""
+            progress(f"completing prompts{without}", len(requests) - nodes.num_open, len(requests))
+
+        _wait_for(nodes, arguments, timeout_s, check_processes)
+        _run(nodes, requests, check)
+
+
 def _wait_for(
-    nodes: RemoteNodes, arguments: argparse.Namespace, processes: NodeProcesses | None = None
+    nodes: RemoteNodes,
+    arguments: argparse.Namespace,
+    timeout_s: float,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Wait until as many nodes of each role serve as were asked for.
 
     Raises:
-        BadInputError: if one comes that cannot serve, or they do not come.
+        BadInputError: if one comes that cannot serve.
+        NodesMissingError: if they do not come.
     """
-    deadline = time.monotonic() + _JOIN_S
+    deadline = time.monotonic() + timeout_s
     wanted = {"prefill": arguments.prefill or 1, "decode": arguments.decode or 1}
     while any(nodes.count(role) < number for role, number in wanted.items()):
         nodes.step()
-        if processes is not None:
-            processes.check()
+        check()
         refused = [
             f"{peer} is refused: {node.refusal}"
             for peer, node in nodes.nodes.items()
@@ -159,21 +178,20 @@ def _wait_for(
             missing = [
                 f"{nodes.count(role)} of {number} {role} nodes" for role, number in wanted.items()
             ]
-            came = f"after {_JOIN_S:g} s there are {' and '.join(missing)}"
+            came = f"after {timeout_s:g} s there are {' and '.join(missing)}"
             dropped = [f"{count} {reason.value}" for reason, count in nodes.dropped.items()]
             if dropped:
                 came += f"; dropped messages: {', '.join(dropped)}"
-            raise BadInputError(came)
+            raise NodesMissingError(came)
 
 
 def _run(
-    nodes: _Nodes, requests: Sequence[Request], processes: NodeProcesses | None = None
+    nodes: _Nodes, requests: Sequence[Request], check: Callable[[], None] = lambda: None
 ) -> None:
     for request in requests:
         nodes.add_request(request)
     while nodes.has_work:
         nodes.step()
-        if processes is not None:
-            processes.check()
+        check()
     for request_id, reason in nodes.failures.items():
         raise HandoffFailedError(f"prompt {request_id}: {reason}")

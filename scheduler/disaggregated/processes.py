@@ -15,13 +15,9 @@ from types import TracebackType
 from typing import IO, Any, Final
 
 from ..channel.secret import ENVIRONMENT, Secret
-from ..errors import SchedulerError
+from ..errors import NodeProcessError
 
 _END_S: Final = 30.0
-
-
-class NodeProcessError(SchedulerError):
-    """The process of a node has ended by itself."""
 
 
 @dataclass(frozen=True, slots=True)

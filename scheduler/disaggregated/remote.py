@@ -22,6 +22,7 @@ from ..channel import (
 )
 from ..channel import GiveUp as GiveUpMessage
 from ..channel.client_messages import OfAttempt
+from ..errors import NodesMissingError
 from ..handoff import NodeId
 from ..request import Request
 from .desk import Desk, GiveUp, Run
@@ -55,6 +56,7 @@ class RemoteNodes:
 
     Attributes:
         nodes: those that were heard of and have not gone, by name.
+        gone: those that have gone and not come back.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class RemoteNodes:
             clock: never goes back, in seconds.
         """
         self.nodes: dict[NodeId, RemoteNode] = {}
+        self.gone: dict[NodeId, RemoteNode] = {}
         self._channel = channel
         self._block_size = block_size
         self._silence_s = silence_s
@@ -103,13 +106,38 @@ class RemoteNodes:
         return self._channel.stats().dropped
 
     @property
+    def num_open(self) -> int:
+        """Requests that have yet to end."""
+        return self._desk.num_open
+
+    @property
     def has_work(self) -> bool:
         """Whether any request has yet to end."""
-        return self._desk.num_open > 0
+        return self.num_open > 0
 
     def count(self, role: str) -> int:
         """Count the nodes of a role that serve."""
         return sum(node.status.role == role and not node.refusal for node in self.nodes.values())
+
+    def check(self, timeout_s: float) -> None:
+        """Refuse to go on if no node of a role is left, and none has come for some time.
+
+        Args:
+            timeout_s: since the last of them was heard of; silence_s at least.
+
+        Raises:
+            NodesMissingError: with their names.
+        """
+        timeout_s, now = max(timeout_s, self._silence_s), self._clock()
+        for role in ("prefill", "decode"):
+            gone = [peer for peer, node in self.gone.items() if node.status.role == role]
+            heard_at = max([self.gone[peer].heard_at for peer in gone], default=now)
+            if not self.count(role) and now - heard_at >= timeout_s:
+                have = "has" if len(gone) == 1 else "have"
+                raise NodesMissingError(
+                    f"{' and '.join(gone)} {have} not been heard of for {timeout_s:g} s, and no "
+                    f"other {role} node serves"
+                )
 
     def add_request(self, request: Request) -> None:
         """Take a request in; it waits while there are no nodes.
@@ -191,6 +219,7 @@ class RemoteNodes:
         self.nodes[peer] = RemoteNode(status, packet.epoch, now, refusal)
         if refusal:
             return
+        self.gone.pop(peer, None)
         self._channel.connect(peer, status.address)
         if status.role == "prefill":
             self._desk.add_prefill(peer, status.num_blocks)
@@ -209,6 +238,7 @@ class RemoteNodes:
     def _lose(self, peer: NodeId) -> None:
         node = self.nodes.pop(peer)
         if not node.refusal:
+            self.gone[peer] = node
             self._channel.disconnect(peer)
             self._outbox.forget_peer(peer)
             self._desk.lose(peer)

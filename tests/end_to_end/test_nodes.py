@@ -18,9 +18,10 @@ import pytest
 
 from radixkv.scheduler.channel.zmq_channel import ZmqChannel
 from radixkv.scheduler.disaggregated.node_loop import DESK
-from radixkv.scheduler.disaggregated.processes import NodeProcessError, NodeProcesses
+from radixkv.scheduler.disaggregated.processes import NodeProcesses
 from radixkv.scheduler.disaggregated.remote import RemoteNodes
 from radixkv.scheduler.engine import Engine
+from radixkv.scheduler.errors import NodeProcessError, NodesMissingError
 from radixkv.scheduler.request import Request, RequestStatus
 
 PREFIX = [(11 * i) % 1000 + 2 for i in range(20)]
@@ -167,8 +168,10 @@ def test_requests_end_where_no_node_is_left(model_dir: Callable[[str], Path]) ->
         requests = submit(nodes)
         nodes.step()
         os.kill(processes.pid("prefill-0"), signal.SIGKILL)
-        while "prefill-0" in nodes.nodes:
-            nodes.step()
+        with pytest.raises(NodesMissingError, match=r"^prefill-0 has not been heard of for 1\.5 s"):
+            while True:
+                nodes.step()
+                nodes.check(timeout_s=1.5)
         for request in requests:
             nodes.abort(request.request_id)
         assert not nodes.has_work

@@ -19,6 +19,7 @@ from radixkv.scheduler.commands import generate_apart
 from radixkv.scheduler.commands.errors import BadInputError
 from radixkv.scheduler.disaggregated.node_loop import DESK
 from radixkv.scheduler.disaggregated.remote import RemoteNodes
+from radixkv.scheduler.errors import NodesMissingError
 from radixkv.scheduler.models import make_tiny_checkpoint
 
 EPOCHS = count(1)
@@ -90,6 +91,11 @@ def test_a_decode_node_may_park_on_its_host(radixkv: Any, arguments: list[object
         (("--decode", 1), "--decode needs --disaggregate"),
         (("--desk", "127.0.0.1:0"), "--desk needs --disaggregate"),
         (("--secret-file", "x"), "--secret-file needs --disaggregate"),
+        (("--timeout-s", 1), "--timeout-s needs --disaggregate"),
+        (
+            ("--disaggregate", "--transport", "inprocess", "--timeout-s", 1),
+            "--timeout-s is for nodes that are processes of their own",
+        ),
         (
             ("--disaggregate", "--no-prefix-cache"),
             "--no-prefix-cache does not go with --disaggregate",
@@ -188,13 +194,12 @@ def wait_for(desk: ZmqChannel, *statuses: NodeStatus) -> str:
         nodes = RemoteNodes(desk, block_size=4)
         while len(nodes.nodes) < len(statuses):
             nodes.step()
-        with pytest.raises(BadInputError) as error:
-            generate_apart._wait_for(nodes, arguments)
+        with pytest.raises((BadInputError, NodesMissingError)) as error:
+            generate_apart._wait_for(nodes, arguments, 0.0)
     return str(error.value)
 
 
-def test_a_desk_says_that_nodes_have_another_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate_apart, "_JOIN_S", 0.0)
+def test_a_desk_says_that_nodes_have_another_secret() -> None:
     secret = Secret(b"a secret of the test, long enough")
     with (
         closing(ZmqChannel(DESK, epoch=1, secret=secret)) as desk,
@@ -209,8 +214,7 @@ def test_a_desk_says_that_nodes_have_another_secret(monkeypatch: pytest.MonkeyPa
         )
 
 
-def test_a_desk_says_which_nodes_it_lacks_or_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate_apart, "_JOIN_S", 0.0)
+def test_a_desk_says_which_nodes_it_lacks_or_refuses() -> None:
     prefill = NodeStatus("prefill", "127.0.0.1:1", "jax", 4, 64)
     decode = NodeStatus("decode", "127.0.0.1:2", "nixl", 8, 64)
     with closing(ZmqChannel(DESK, epoch=1)) as desk:
@@ -218,3 +222,28 @@ def test_a_desk_says_which_nodes_it_lacks_or_refuses(monkeypatch: pytest.MonkeyP
         assert wait_for(desk) == lacks.format(0)
         assert wait_for(desk, prefill) == lacks.format(1)
         assert wait_for(desk, decode) == ("node-0 is refused: it has blocks of 8 tokens, not 4")
+
+
+def test_a_desk_ends_when_the_only_nodes_are_gone(
+    radixkv: Any, arguments: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate_apart, "_SILENCE_S", 0.2)
+    with closing(ZmqChannel("probe", epoch=1)) as probe:
+        address = probe.address  # free again in a moment
+    with ExitStack() as stack:
+        for role in ("prefill", "decode"):
+            node = stack.enter_context(closing(ZmqChannel(f"{role}-0", epoch=1)))
+            node.connect(DESK, address)  # what is sent waits for the desk
+            node.send(DESK, NodeStatus(role, node.address, "jax", 4, 64))
+        outcome = radixkv(*arguments, "--disaggregate", "--desk", address, "--timeout-s", 0.5)
+    assert outcome == (
+        1,
+        "",
+        "radixkv: prefill-0 has not been heard of for 0.5 s, and no other prefill node serves\n",
+    )
+
+
+def test_a_desk_ends_when_no_node_comes(radixkv: Any, arguments: list[object]) -> None:
+    outcome = radixkv(*arguments, "--disaggregate", "--desk", "127.0.0.1:0", "--timeout-s", 0)
+    lacks = "radixkv: after 0 s there are 0 of 1 prefill nodes and 0 of 1 decode nodes\n"
+    assert outcome == (1, "", lacks)

@@ -5,12 +5,17 @@ from __future__ import annotations
 from contextlib import closing
 from itertools import count
 
+import pytest
+
 from radixkv.scheduler.channel import Finished, NodeStatus, RunPrefill
 from radixkv.scheduler.channel.zmq_channel import ZmqChannel
 from radixkv.scheduler.disaggregated.node_loop import DESK
 from radixkv.scheduler.disaggregated.remote import RemoteNodes
+from radixkv.scheduler.errors import NodesMissingError
 from radixkv.scheduler.handoff import Hits
 from radixkv.scheduler.request import Request
+
+from .air import Deployment
 
 NUM_REQUESTS = 1100  # more than the queue of 1000 holds
 
@@ -72,3 +77,28 @@ def test_what_an_earlier_desk_asked_for_is_no_answer() -> None:
                         d.send(DESK, Finished(key, (token,), Hits(0, 0, 0), 0))
                     nodes.run()
     assert request.output_tokens == [2]
+
+
+def test_nodes_that_went_for_good_are_named() -> None:
+    silent: set[str] = set()
+    world = Deployment(lambda sender, *_: sender in silent)
+    world.turn(2)
+    world.nodes.check(0.0)
+    silent.add("prefill-0")
+    with pytest.raises(NodesMissingError) as error:
+        while True:
+            world.turn()
+            world.nodes.check(9.0)
+    assert str(error.value) == (
+        "prefill-0 has not been heard of for 9 s, and no other prefill node serves"
+    )
+    assert list(world.nodes.gone) == ["prefill-0"]
+    world.nodes.check(60.0)
+    silent.clear()
+    world.turn(8)
+    world.nodes.check(0.0)
+    assert world.nodes.gone == {}
+    silent |= {"prefill-0", "decode-0"}
+    world.turn(30)
+    with pytest.raises(NodesMissingError, match=r"^prefill-0 has not been heard of for 5 s, and "):
+        world.nodes.check(0.0)  # no sooner than after the silence that a node may have
