@@ -136,15 +136,16 @@ def test_no_room_at_all_on_the_host():
     memory.settle()
 
 
-def test_what_it_follows_is_dropped_meanwhile():
+@pytest.mark.parametrize(("evicted", "left"), [(1, "d"), (2, "")])
+def test_what_it_follows_is_dropped_meanwhile(evicted, left):
     memory = memory_with(TOKENS, host_blocks=2)
     memory.serve_without_copies([1, 2])
     ask(memory)
     memory.finish(memory.one(OpKind.LOOKUP))
     load = memory.one(OpKind.STORAGE_TO_HOST)
-    memory.manager.evict(1)  # there is no room for it on the host
+    memory.manager.evict(evicted)  # there is no room for it on the host
     memory.finish(load)
-    assert memory.residency(TOKENS) == "d"
+    assert memory.residency(TOKENS) == left
     assert memory.stats.host_free_blocks == 2
     memory.manager.check()
 
