@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NewType, TypeAlias
 
@@ -155,6 +156,34 @@ class Lease:
         heir = Lease(tables, row, self.epoch, self.node, self.num_hit_blocks, self.num_ready_tokens)
         heir.num_shared_blocks, heir.loading = self.num_shared_blocks, self.loading
         return heir
+
+
+def count_held(leases: Iterable[Lease], match: Match | None = None) -> int:
+    """Count the blocks that some leases hold together, each once.
+
+    Args:
+        leases: live ones.
+        match: counts as if it were pinned, too; there was no change to the cache since.
+    """
+    held = 0
+    seen: set[Node] = set()
+
+    def add_path(node: Node) -> int:
+        """Count the blocks from a node up, until one that is counted: those above are, too."""
+        count = 0
+        while node.parent is not None and node not in seen:
+            seen.add(node)
+            count += node.num_blocks
+            node = node.parent
+        return count
+
+    for lease in leases:
+        held += lease.num_blocks - lease.num_shared_blocks + add_path(lease.node)
+    walk = match._walk if match is not None else None
+    if walk is not None:
+        is_new = walk.inside is not None and walk.inside not in seen
+        held += add_path(walk.node) + (walk.inside_blocks if is_new else 0)
+    return held
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from .handoff import (
 from .line import Line
 from .policy import Policy
 from .request import Request, RequestStatus
+from .reservation import needed_to_finish
 from .tier_requests import Preempt
 
 
@@ -131,11 +132,16 @@ class DecodeScheduler(BatchScheduler):
         num_before = len(self._parked) or self._line.num_before(request.request_id, self._now)
         if num_before:
             raise RefusedError("others wait", num_before, 0)
-        num_taken = len(self._running) + len(self._side.receiving)
+        receiving = self._side.receiving
+        num_taken = len(self._running) + len(receiving)
         if num_taken >= self.max_running:
             raise RefusedError("out of slots", num_taken + 1, self.max_running)
         match = self.manager.match(request.prompt, request.namespace)
-        needed = self._reservation().needed_to_receive(request, match.num_blocks)
+        fenced_off, block_size = self._side.quarantined, self.manager.block_size
+        needed = max(
+            self._reservation().needed_to_receive(request, match.num_blocks),
+            needed_to_finish(request, match, self._running, receiving, fenced_off, block_size),
+        )
         available = self.manager.available_after(match)
         if needed > available:
             raise OutOfBlocksError(needed, available)

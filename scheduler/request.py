@@ -187,3 +187,9 @@ class Request:
             f"Request({self.request_id!r}, {self.status.value}, {self.num_prompt_tokens} prompt "
             f"and {len(self.output_tokens)} of {self.max_new_tokens} output tokens)"
         )
+
+
+def lease_of(request: Request) -> Lease:
+    """Return what a request holds, which must be something."""
+    assert request.lease is not None, f"{request!r} has no lease"
+    return request.lease

@@ -13,8 +13,13 @@ A request q is admitted if the blocks left after its own are at least
   always finish.
 
 On a decode node, requests whose KV is being received have their blocks, too. They count as those
-that run do, with the token that is handed over, but nobody can preempt them: the guard does not
-count on their blocks.
+that run do, with the token that is handed over. But nobody can preempt them, nor those that were
+given up and whose pulls may still write: the guard counts on no block of theirs.
+
+What comes free when a request is preempted is all that no other holds: blocks that it has published
+can be evicted then. On a decode node nearly all are published, so the guard counts there, block by
+block, what stays held (`needed_to_finish`); where nothing is received, it counts on private blocks
+alone, and may refuse what would fit.
 
 Source: the rule of SGLang's decode side, with TensorRT-LLM's GUARANTEED_NO_EVICT as the case of no
 horizon; counted here in blocks.
@@ -22,9 +27,11 @@ horizon; counted here in blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from .request import Request
+from ..kvcache import Match
+from ..kvcache.lease import count_held
+from .request import Request, lease_of
 
 HORIZON_CLIP_TOKENS = 4096
 """A horizon is cut to this: limits are often far above what is generated (SGLang's value)."""
@@ -49,12 +56,10 @@ class Reservation:
         # max over r of growth(r) + private(r); less all private blocks, this is the guard.
         self._neediest = 0
         for request in running:
-            assert request.lease is not None, f"{request!r} runs without a lease"
-            held = request.lease.num_blocks
-            self.add(request, held, held - request.lease.num_shared_blocks)
+            lease = lease_of(request)
+            self.add(request, lease.num_blocks, lease.num_blocks - lease.num_shared_blocks)
         for request in receiving:
-            assert request.lease is not None, f"{request!r} is received without a lease"
-            held = request.lease.num_blocks
+            held = lease_of(request).num_blocks
             self._growth += self._growth_of(request, held, num_more=1)
             self._neediest = max(self._neediest, self._lack_of(request, held, 0))
 
@@ -92,13 +97,50 @@ class Reservation:
         return left >= growth and left >= neediest - (self._private + private)
 
     def needed_to_receive(self, request: Request, num_hit_blocks: int) -> int:
-        """Return how many blocks must be available for a request to be received.
+        """Return how many blocks must be available for a request to be received, but for the guard.
 
         Args:
             request: it; all of its prompt gets blocks at once.
             num_hit_blocks: how many of those blocks are shared from the cache.
         """
         held = self._blocks(request.num_tokens)
-        growth = self._growth + self._growth_of(request, held, num_more=1)
-        neediest = max(self._neediest, self._lack_of(request, held, 0))
-        return held - num_hit_blocks + max(growth, neediest - self._private)
+        return held - num_hit_blocks + self._growth + self._growth_of(request, held, num_more=1)
+
+
+def needed_to_finish(
+    request: Request,
+    match: Match,
+    running: Sequence[Request],
+    receiving: Sequence[Request],
+    fenced_off: Sequence[Request],
+    block_size: int,
+) -> int:
+    """Return how many blocks must be available for a request to be received: the guard.
+
+    With as many, each request can reach its end when all others that run are preempted.
+
+    Args:
+        request: it; all of its prompt gets blocks at once.
+        match: its hit.
+        running: those that can be preempted.
+        receiving: those that hold blocks, cannot be preempted, and will run.
+        fenced_off: those that hold blocks, and will not run.
+        block_size: tokens of a block.
+    """
+
+    def blocks(num_tokens: int) -> int:
+        return -(-num_tokens // block_size)
+
+    fixed = [lease_of(each) for each in (*receiving, *fenced_off)]
+    held = count_held([*fixed, *map(lease_of, running)], match)
+    freed = held - count_held(fixed, match)  # when all that run are preempted
+    neediest = blocks(request.max_kv_tokens) - blocks(request.num_tokens) - freed
+    for each in receiving:
+        lack = blocks(each.max_kv_tokens) - lease_of(each).num_blocks
+        neediest = max(neediest, lack - freed)
+    for each in running:
+        lease = lease_of(each)
+        lack = blocks(each.max_kv_tokens) - lease.num_blocks
+        if lack - (freed - lease.num_blocks) > neediest:  # unless it shares blocks with those
+            neediest = max(neediest, lack - (held - count_held([*fixed, lease], match)))
+    return blocks(request.num_tokens) - match.num_blocks + max(neediest, 0)

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Final, Literal, TypeAlias, get_args
 
 from ..kvcache import CacheManager, Prefetch, Tiers
-from ..kvcache.radix_node import Node
+from ..kvcache.lease import count_held
 from .errors import ConfigError
 from .plan import SchedulerStats
-from .request import Request
+from .request import Request, lease_of
 
 Preempt: TypeAlias = Literal["recompute", "host", "storage"]
 """What becomes of the KV of a request that is preempted: it is lost, or parked in a tier."""
@@ -151,17 +151,7 @@ class TierRequests:
         Whatever is neither available nor held by a request that runs comes free with a copy: of a
         request that is parked, or into one that was aborted.
         """
-        held = 0
-        seen: set[Node] = set()
-        for request in running:
-            lease = request.lease
-            assert lease is not None, f"{request!r} runs without a lease"
-            held += lease.num_blocks - lease.num_shared_blocks
-            node = lease.node
-            while node.parent is not None and node not in seen:
-                seen.add(node)
-                held += node.num_blocks
-                node = node.parent
+        held = count_held(map(lease_of, running))
         return needed <= self._manager.num_blocks - held
 
     # As a whole

@@ -7,8 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.kvcache import CacheManager
-from radixkv.scheduler.request import Request
-from radixkv.scheduler.reservation import HORIZON_CLIP_TOKENS, Reservation
+from radixkv.scheduler.request import Request, lease_of
+from radixkv.scheduler.reservation import (
+    HORIZON_CLIP_TOKENS,
+    Reservation,
+    needed_to_finish,
+)
 
 
 def request(num_prompt: int, max_new_tokens: int = 1, num_outputs: int = 0) -> Request:
@@ -212,3 +216,52 @@ def test_with_any_horizon_the_neediest_can_finish_alone(queue, block_size, pool)
             ends.append(-(-made.max_kv_tokens // block_size))
     assert available + private == pool
     assert max(ends) <= pool and available >= 0
+
+
+# The guard of a decode node, block by block
+
+
+def a_lease(manager: CacheManager, made: Request, num_published: int) -> None:
+    made.lease = manager.admit(manager.match(made.tokens))
+    manager.publish(made.lease, made.tokens[:num_published])
+
+
+holders = st.lists(
+    st.tuples(
+        st.sampled_from(["running", "receiving", "fenced off"]),
+        st.integers(0, 4),  # tokens that it has in common with all others
+        st.integers(1, 6),  # others
+        st.integers(1, 12),  # to be generated
+        st.integers(0, 10),  # published of what it has
+    ),
+    max_size=5,
+)
+
+
+@given(holders, st.integers(0, 4), st.integers(1, 6), st.integers(1, 12), st.integers(1, 2))
+def test_the_guard_of_a_decode_node_is_exact(held, num_common, num_own, max_new_tokens, block_size):
+    """With as many blocks as it says each can finish; with one less, one of them cannot."""
+    manager = CacheManager(100, block_size)
+    by_role: dict[str, list[Request]] = {"running": [], "receiving": [], "fenced off": []}
+    for number, (role, common, own, new_tokens, published) in enumerate(held, 2):
+        made = Request("a", [1] * common + [number] * own, new_tokens)
+        a_lease(manager, made, published if role == "running" else 0)
+        by_role[role].append(made)
+    candidate = Request("q", [1] * num_common + [9] * num_own, max_new_tokens)
+    match = manager.match(candidate.prompt)
+    others = by_role["running"], by_role["receiving"], by_role["fenced off"]
+    needed = needed_to_finish(candidate, match, *others, block_size)
+    available = manager.available_after(match)
+    a_lease(manager, candidate, 0)
+    receiving = [*by_role["receiving"], candidate]
+    stuck = blocks_of(*receiving, *by_role["fenced off"])
+    shortest = manager.available
+    for made in (*by_role["running"], *receiving):
+        lack = -(-made.max_kv_tokens // block_size) - lease_of(made).num_blocks
+        freed = blocks_of(*by_role["running"]) - stuck - blocks_of(made)
+        shortest = min(shortest, manager.available + len(freed) - lack)
+    assert available - needed == shortest
+
+
+def blocks_of(*holders: Request) -> set[int]:
+    return {block for each in holders for block in lease_of(each).block_table.tolist()}

@@ -120,7 +120,7 @@ DECODE_BUGS: Final = [
         "what is received takes no slot",
         DECODE,
         (
-            "num_taken = len(self._running) + len(self._side.receiving)",
+            "num_taken = len(self._running) + len(receiving)",
             "num_taken = len(self._running)",
         ),
     ),
@@ -146,29 +146,44 @@ DECODE_BUGS: Final = [
         "the handed-over token has no slot",
         RESERVATION,
         (
-            "growth = self._growth + self._growth_of(request, held, num_more=1)",
-            "growth = self._growth + self._growth_of(request, held)",
+            "self._growth + self._growth_of(request, held, num_more=1)",
+            "self._growth + self._growth_of(request, held)",
         ),
     ),
     bug(
         "the guard counts on what the new one holds",
         RESERVATION,
         (
-            "return held - num_hit_blocks + max(growth, neediest - self._private)",
-            "return held - num_hit_blocks + max(growth, neediest - self._private - held)",
+            "    neediest = blocks(request.max_kv_tokens) - blocks(request.num_tokens) - freed\n",
+            "    freed += blocks(request.num_tokens)\n"
+            "    neediest = blocks(request.max_kv_tokens) - blocks(request.num_tokens) - freed\n",
         ),
     ),
     bug(
         "the guard is left out",
         RESERVATION,
-        ("max(growth, neediest - self._private)", "growth"),
+        ("match.num_blocks + max(neediest, 0)", "match.num_blocks"),
     ),
     bug(
         "the guard forgets who is received",
         RESERVATION,
+        ("    for each in receiving:\n", "    for each in receiving[:0]:\n"),
+    ),
+    bug(
+        "the guard counts on blocks whose pulls may still write",
+        RESERVATION,
+        ("for each in (*receiving, *fenced_off)]", "for each in receiving]"),
+    ),
+    bug(
+        "the guard counts on no block that is published",
+        RESERVATION,
         (
-            "            self._neediest = max(self._neediest, self._lack_of(request, held, 0))\n",
-            "",
+            "freed = held - count_held(fixed, match)",
+            "freed = sum(r.lease.num_blocks - r.lease.num_shared_blocks for r in running)",
+        ),
+        (
+            "lack - (held - count_held([*fixed, lease], match))",
+            "lack - freed",
         ),
     ),
     bug(

@@ -156,6 +156,27 @@ def test_the_guard_counts_on_no_block_that_is_received() -> None:
     assert isinstance(ask(d, "b", 4, 1), Grant)
 
 
+def test_the_guard_counts_on_what_others_have_published() -> None:
+    d = scheduler(num_blocks=13)
+    start(d, "a", 12, 13)  # 6 blocks, all published, and up to 6 more
+    assert start(d, "b", 2, 17), "it lacks 8: 6 are left, and 6 come free if a is preempted"
+    while d.has_work:
+        step(d)
+    assert d.stats().preemptions > 0
+    assert len([each for each in actions(d) if isinstance(each, Finished)]) == 2
+
+
+def test_the_guard_counts_on_no_block_of_an_attempt_whose_pulls_may_still_write() -> None:
+    d = scheduler(num_blocks=14)
+    start(d, "a", 12, 3)
+    prompt = np.array([ord("a")] * 12 + [1, 2], "<i4").tobytes()
+    granted = ask(d, "x", tokens=prompt)
+    d.receive("p0", Send(Head(("x", 1), 5, 1, granted.head.grant), 0, 6, 1, 0))
+    d.give_up(("x", 1), "cancelled")
+    actions(d)
+    assert refusal(ask(d, "b", 2, 17)) == ("out of blocks", 9, 7)
+
+
 def test_the_guard_leaves_room_for_what_is_received() -> None:
     d = scheduler(num_blocks=9)
     ask(d, "a", 4, 13)  # 2 blocks, and up to 6 more
