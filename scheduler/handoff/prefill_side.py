@@ -8,8 +8,9 @@ from typing import Final, Literal, TypeAlias, get_args
 from ...kvcache import CacheManager, Lease
 from ..errors import ConfigError, RequestError, StepOrderError
 from ..request import Request
-from .actions import Compute, Failed, Post, PrefillAction, Timing, Withdraw
+from .actions import Compute, Post, Timing
 from .attempts import PrefillAttempt, make_ask
+from .live_prefills import COMPUTES, LivePrefills
 from .messages import (
     BUSY,
     PROTOCOL_VERSION,
@@ -24,17 +25,15 @@ from .messages import (
     Refuse,
     Renew,
 )
-from .states import PREFILL_MOVES, PrefillState
+from .states import PrefillState
 
 Order: TypeAlias = Literal["early", "prefill_complete"]
 """When D is asked for blocks: before P computes a prompt, or when it has."""
 
 ORDERS: Final = get_args(Order)
 
-_COMPUTES: Final = (PrefillState.PREPARING, PrefillState.COMPUTING)
 
-
-class PrefillSide:
+class PrefillSide(LivePrefills):
     """Hands requests over to decode nodes, as a state machine without I/O.
 
     A request's blocks stay pinned until D has said that it reads them no more (ACK, or an ABORT
@@ -70,24 +69,8 @@ class PrefillSide:
         """
         if order not in ORDERS:
             raise ConfigError(f"order must be one of {ORDERS}, got {order!r}")
-        self.epoch = epoch
+        super().__init__(manager, epoch=epoch, timing=timing, num_groups=num_groups)
         self.order = order
-        self._manager = manager
-        self._timing = timing
-        self._num_groups = num_groups
-        self._now = 0.0
-        self._attempts: dict[Key, PrefillAttempt] = {}
-        self._actions: list[PrefillAction] = []
-
-    @property
-    def num_open(self) -> int:
-        """Attempts that hold blocks."""
-        return len(self._attempts)
-
-    def take_actions(self) -> list[PrefillAction]:
-        """Hand out what is to be done since the last call, in order."""
-        actions, self._actions = self._actions, []
-        return actions
 
     # What the scheduler of P says
 
@@ -133,7 +116,7 @@ class PrefillSide:
             StepOrderError: if a group or a token was left out, or while the lease is loaded.
         """
         attempt = self._attempts.get(key)
-        if attempt is None or attempt.state not in _COMPUTES:
+        if attempt is None or attempt.state not in COMPUTES:
             return
         fits = attempt.num_computed < num_tokens <= len(attempt.tokens)
         if group > 0:
@@ -158,7 +141,7 @@ class PrefillSide:
             StepOrderError: if the prompt is not computed.
         """
         attempt = self._attempts.get(key)
-        if attempt is None or attempt.state not in _COMPUTES:
+        if attempt is None or attempt.state not in COMPUTES:
             return
         length = len(attempt.tokens)
         if attempt.num_computed != length:
@@ -172,59 +155,6 @@ class PrefillSide:
         self._move(attempt, PrefillState.ASKING)
         attempt.heard_at = attempt.sent_at = self._now  # D's silence counts from here on
         self._post(attempt, attempt.ask)
-
-    def abort(self, key: Key, reason: str) -> None:
-        """Give an attempt up; nothing happens if it has ended, and `Failed` follows if not."""
-        attempt = self._attempts.get(key)
-        if attempt is not None and attempt.state is not PrefillState.WITHDRAWN:
-            if attempt.state is not PrefillState.PREPARING:
-                self._post(attempt, Abort(attempt.head, reason, fenced=False))
-            self._give_up(attempt, reason)
-
-    def abort_all(self, reason: str) -> None:
-        """Give up every attempt."""
-        for key in list(self._attempts):
-            self.abort(key, reason)
-
-    def keys_of(self, request_id: str) -> list[Key]:
-        """Return the open attempts of a request, oldest first."""
-        return [key for key in self._attempts if key[0] == request_id]
-
-    def may_compute(self, key: Key) -> bool:
-        """Tell whether an open attempt is to be computed: `Compute` has said so."""
-        return self._attempts[key].state in _COMPUTES
-
-    # What the transport and the clock say
-
-    def fenced(self, key: Key) -> None:
-        """Say that nobody can read any more what was offered for a withdrawn attempt."""
-        attempt = self._attempts.get(key)
-        if attempt is not None and attempt.state is PrefillState.WITHDRAWN:
-            self._end(attempt)
-
-    def tick(self, now: float) -> None:
-        """Let time pass: repeat what has no answer, and give up what has waited too long."""
-        self._now = now
-        timing = self._timing
-        for attempt in list(self._attempts.values()):
-            if attempt.state in (PrefillState.PREPARING, PrefillState.WITHDRAWN):
-                continue
-            is_silent = now - attempt.heard_at >= timing.silence_s
-            is_late = now - attempt.moved_at >= timing.transfer_s
-            if attempt.state is not PrefillState.COMPUTING and (is_silent or is_late):
-                self._abort_late(attempt)
-            elif now - attempt.sent_at >= timing.retry_s:
-                attempt.sent_at = now
-                if attempt.state is PrefillState.ASKING:
-                    self._post(attempt, attempt.ask)
-                else:
-                    self._post(attempt, attempt.commit or Renew(attempt.head))
-
-    def _abort_late(self, attempt: PrefillAttempt) -> None:
-        reason = f"no answer from the decode node while {attempt.state.value}"
-        is_busy = attempt.state is PrefillState.ASKING and attempt.refusal != ""
-        self._post(attempt, Abort(attempt.head, reason, fenced=False))
-        self._give_up(attempt, attempt.refusal if is_busy else reason, is_busy=is_busy)
 
     # What D says
 
@@ -307,66 +237,3 @@ class PrefillSide:
             attempt.refusal = reason
         else:
             self._give_up(attempt, reason, is_final=not is_busy, is_busy=is_busy)
-
-    # Shared steps
-
-    def _commit(self, attempt: PrefillAttempt) -> None:
-        attempt.commit = attempt.make_commit()
-        self._move(attempt, PrefillState.COMMITTED)
-        attempt.heard_at = self._now  # D's silence counts from here on
-        self._post(attempt, attempt.commit)
-
-    def _offer(self, attempt: PrefillAttempt, group: int, num_tokens: int) -> None:
-        """Offer what D lacks of the blocks that so many tokens fill; the last need not be full."""
-        block_size = self._manager.block_size
-        while (part := attempt.next_part(group, num_tokens, block_size)) is not None:
-            offer, send = part
-            self._actions.append(offer)
-            self._post(attempt, send)
-
-    def _publish(self, attempt: PrefillAttempt) -> None:
-        """Publish what is computed, unless blocks that were offered would be recycled for it.
-
-        Where others have published the same first, the lease's own blocks go; D may be reading
-        them, if an earlier group of layers was offered. Then the tree has the blocks already.
-        """
-        tokens, lease = attempt.tokens[: attempt.num_computed], attempt.lease
-        published = lease.num_shared_blocks * self._manager.block_size
-        match = self._manager.match(tokens, attempt.request.namespace)
-        if self._num_groups == 1 or not attempt.sends or match.num_tokens <= published:
-            self._manager.publish(lease, tokens)
-
-    def _give_up(
-        self,
-        attempt: PrefillAttempt,
-        reason: str,
-        *,
-        is_final: bool = False,
-        is_busy: bool = False,
-    ) -> None:
-        """End an attempt without D; its blocks wait for the fence if any were offered."""
-        if attempt.state is PrefillState.WITHDRAWN:
-            return
-        self._actions.append(Failed(attempt.head.key, reason, is_final, is_busy))
-        if attempt.sends:
-            self._move(attempt, PrefillState.WITHDRAWN)
-            self._actions.append(Withdraw(attempt.head.key))
-        else:
-            self._end(attempt)
-
-    def _end(self, attempt: PrefillAttempt) -> None:
-        if attempt.sends and attempt.state is not PrefillState.WITHDRAWN:  # then it was ACK
-            self._actions.append(Withdraw(attempt.head.key, was_read=True))
-        self._move(attempt, PrefillState.GONE)
-        del self._attempts[attempt.head.key]
-        if attempt.num_computed and attempt.lease.loading is None:
-            self._manager.publish(attempt.lease, attempt.tokens[: attempt.num_computed])
-        self._manager.release(attempt.lease)
-
-    def _post(self, attempt: PrefillAttempt, message: Message) -> None:
-        self._actions.append(Post(attempt.peer, message))
-
-    def _move(self, attempt: PrefillAttempt, state: PrefillState) -> None:
-        assert (attempt.state, state) in PREFILL_MOVES, f"{attempt.state} to {state}"
-        attempt.state = state
-        attempt.moved_at = self._now

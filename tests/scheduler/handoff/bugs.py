@@ -7,6 +7,8 @@ from typing import Final
 
 P: Final = "handoff/prefill_side.py"
 D: Final = "handoff/decode_side.py"
+LIVE_P: Final = "handoff/live_prefills.py"
+LIVE_D: Final = "handoff/live_decodes.py"
 ATTEMPTS: Final = "handoff/attempts.py"
 
 
@@ -27,7 +29,7 @@ def bug(name: str, file: str, *edits: tuple[str, str]) -> Bug:
 BUGS: Final = [
     bug(
         "a grant is given back before its pulls are fenced",
-        D,
+        LIVE_D,
         (
             "        if attempt.pulls:\n            self._move",
             "        if False:\n            self._move",
@@ -35,7 +37,7 @@ BUGS: Final = [
     ),
     bug(
         "what was offered is released before it is fenced",
-        P,
+        LIVE_P,
         (
             "        if attempt.sends:\n            self._move",
             "        if False:\n            self._move",
@@ -43,7 +45,7 @@ BUGS: Final = [
     ),
     bug(
         "an ACK that is lost leaks P's lease",
-        P,
+        LIVE_P,
         (
             "if attempt.state in (PrefillState.PREPARING, PrefillState.WITHDRAWN):",
             "if attempt.state not in (PrefillState.ASKING, PrefillState.COMPUTING):",
@@ -64,7 +66,7 @@ BUGS: Final = [
     ),
     bug(
         "COMMIT before the last SEND starts decoding",
-        D,
+        LIVE_D,
         (
             "if commit is None or attempt.pulls or len(",
             "if commit is None or attempt.pulls or 0 * len(",
@@ -73,7 +75,7 @@ BUGS: Final = [
     ),
     bug(
         "COMMIT before the last pull starts decoding",
-        D,
+        LIVE_D,
         ("if commit is None or attempt.pulls or len(", "if commit is None or len("),
     ),
     bug(
@@ -111,7 +113,7 @@ BUGS: Final = [
     ),
     bug(
         "D publishes at the grant",
-        D,
+        LIVE_D,
         (
             "        self._move(attempt, DecodeState.RECEIVING)\n",
             "        self._manager.publish(attempt.lease, attempt.tokens)\n"
@@ -120,7 +122,7 @@ BUGS: Final = [
     ),
     bug(
         "D publishes nothing",
-        D,
+        LIVE_D,
         ("        self._manager.publish(attempt.lease, attempt.tokens)\n", ""),
     ),
     bug(
@@ -141,7 +143,7 @@ BUGS: Final = [
     ),
     bug(
         "P recycles what it offered when others have published the same",
-        P,
+        LIVE_P,
         (
             "if self._num_groups == 1 or not attempt.sends or match.num_tokens <= published:",
             "if True:",
@@ -154,7 +156,7 @@ BUGS: Final = [
     ),
     bug(
         "D says that its pulls are fenced while they write",
-        D,
+        LIVE_D,
         (
             "self._post(attempt, Abort(attempt.head, reason, fenced=False))",
             "self._post(attempt, Abort(attempt.head, reason, fenced=True))",
@@ -162,7 +164,7 @@ BUGS: Final = [
     ),
     bug(
         "a pull that failed is a pull that is fenced",
-        D,
+        LIVE_D,
         (
             "self._ended_pull(ticket) if fenced else self._pulling(ticket)",
             "self._ended_pull(ticket)",
@@ -170,7 +172,7 @@ BUGS: Final = [
     ),
     bug(
         "a pull that failed counts as arrived",
-        D,
+        LIVE_D,
         (
             'self._give_up(attempt, f"part {ticket.part} could not be pulled: {reason}")',
             "self._start_if_whole(attempt)",
@@ -178,12 +180,12 @@ BUGS: Final = [
     ),
     bug(
         "D waits for ever for a P that is gone",
-        D,
+        LIVE_D,
         ("elif now - attempt.heard_at >= timing.silence_s:", "elif False:"),
     ),
     bug(
         "P asks for ever",
-        P,
+        LIVE_P,
         (
             "if attempt.state is not PrefillState.COMPUTING and (is_silent",
             "if False and (is_silent",
@@ -191,17 +193,17 @@ BUGS: Final = [
     ),
     bug(
         "a pull may take for ever",
-        D,
+        LIVE_D,
         ("if any(now - begun >= timing.transfer_s for begun in started):", "if False:"),
     ),
     bug(
         "ASK is said once",
-        P,
+        LIVE_P,
         ("                    self._post(attempt, attempt.ask)", "                    pass"),
     ),
     bug(
         "COMMIT is said once",
-        P,
+        LIVE_P,
         (
             "self._post(attempt, attempt.commit or Renew(attempt.head))",
             "self._post(attempt, Renew(attempt.head))",
@@ -214,12 +216,8 @@ BUGS: Final = [
     ),
     bug(
         "D does not say what it lacks",
-        D,
-        ("self._post(attempt, Renew(attempt.head, missing))", "pass"),
-        (
-            "self._post(attempt, Renew(attempt.head, attempt.missing()))",
-            "self._post(attempt, Renew(attempt.head))",
-        ),
+        ATTEMPTS,
+        ("return tuple(islice(missing, MAX_MISSING))", "return ()"),
     ),
     bug(
         "the last block, which is not full, is not sent",
@@ -236,7 +234,7 @@ BUGS: Final = [
     ),
     bug(
         "D starts a prompt that is not whole",
-        D,
+        LIVE_D,
         ("if not attempt.is_whole() or commit", "if commit"),
     ),
     bug(
@@ -251,12 +249,12 @@ BUGS: Final = [
     ),
     bug(
         "D forgets the lease of an attempt that it gives up",
-        D,
+        LIVE_D,
         ("        self._manager.release(attempt.lease)\n", ""),
     ),
     bug(
         "P forgets the lease of an attempt that ends",
-        P,
+        LIVE_P,
         ("        self._manager.release(attempt.lease)\n", ""),
     ),
     bug(

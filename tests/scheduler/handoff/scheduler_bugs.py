@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from .bugs import ATTEMPTS, D, P, bug
+from .bugs import ATTEMPTS, LIVE_P, D, P, bug
 
 PREFILL: Final = "prefill.py"
 DECODE: Final = "decode.py"
@@ -308,7 +308,7 @@ ORDER_BUGS: Final = [
     ),
     bug(
         "P tells D of an attempt that D knows nothing of",
-        P,
+        LIVE_P,
         ("            if attempt.state is not PrefillState.PREPARING:", "            if True:"),
     ),
     bug(
