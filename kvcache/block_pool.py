@@ -68,11 +68,11 @@ class BlockPool:
         num_blocks = len(ids)
         rest = self.num_free - num_blocks
         assert rest >= 0, f"{num_blocks} blocks wanted, {self.num_free} are free"
-        taken = self._stack[rest : self.num_free]
         if num_blocks == 1:  # mostly: what the last release gave back
             ids[0] = block = self._stack.item(rest)
             self._place[block] = 0
         else:
+            taken = self._stack[rest : self.num_free]
             self._place[taken] = 0
             ids[:] = taken[::-1]
         self.num_free = rest

@@ -9,6 +9,7 @@ from .block_tables import BlockTables
 from .errors import LeaseError, OutOfBlocksError
 from .invariants import check_leases, check_ownership, check_tiers
 from .lease import CacheStats, Epoch, Lease
+from .publishing import share_run
 from .radix_tree import RadixTree
 from .tokens import Int32Array, as_count
 
@@ -60,6 +61,28 @@ class Cache:
         self._pool.recycle(victims)
         return len(victims)
 
+    def publish_run(self, lease: Lease, run: bytes) -> None:
+        """Publish the blocks of a lease that follow its shared ones.
+
+        Args:
+            lease: has the blocks.
+            run: their tokens, whole blocks, as bytes of int32.
+        """
+        tree, tiers = self._tree, self.tiers
+        first = lease.num_shared_blocks
+        last = first + len(run) // tree.block_bytes
+        # Mostly nobody has published the same after its node, and there is nothing to share.
+        if run[: tree.block_bytes] in lease.node.children:
+            self._duplicate_blocks += share_run(tree, self._pool, tiers, lease, run)
+            run = run[(lease.num_shared_blocks - first) * tree.block_bytes :]
+            first = lease.num_shared_blocks
+        if run:
+            blocks = lease._tables.ids[lease.row, first:last].tobytes()
+            lease.node = tree.append(lease.node, run, blocks)
+            lease.num_shared_blocks = last
+        if tiers is not None:
+            tiers.writer.published(lease.node)
+
     def recycle(self, ids: Int32Array) -> None:
         """Take back blocks that a lease left while they were still written."""
         self._pool.recycle(ids)
@@ -101,12 +124,11 @@ class Cache:
 
     # Shared steps
 
-    def _require_live(self, lease: Lease) -> None:
-        if self._leases.get(lease.row) is lease:
-            return
+    def _not_live(self, lease: Lease) -> LeaseError:
+        """Return what to raise for a lease that is not live."""
         if lease.epoch != self.epoch:
-            raise LeaseError(f"the lease is of epoch {lease.epoch}, the cache of {self.epoch}")
-        raise LeaseError("the lease was released, or is of another manager")
+            return LeaseError(f"the lease is of epoch {lease.epoch}, the cache of {self.epoch}")
+        return LeaseError("the lease was released, or is of another manager")
 
     def _require_available(self, needed: int) -> None:
         if needed > self.available:
@@ -115,12 +137,13 @@ class Cache:
     def _fill(self, ids: Int32Array) -> None:
         """Fill ids with blocks that are known to be available, evicting exactly what is short."""
         short = len(ids) - self._pool.num_free
-        if short > 0:
-            # Evicted blocks go straight to their new owner, not through the pool.
-            ids[-short:] = self._evict(short)
-            ids = ids[:-short]
-        if len(ids):
+        if short <= 0:
             self._pool.fill(ids)
+            return
+        # Evicted blocks go straight to their new owner, not through the pool.
+        ids[-short:] = self._evict(short)
+        if self._pool.num_free:
+            self._pool.fill(ids[:-short])
 
     def _evict(self, num_blocks: int) -> Int32Array:
         tiers = self.tiers

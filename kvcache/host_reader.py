@@ -165,7 +165,7 @@ class HostReader:
         manager = self._tiers.manager
         run = promotion.loads.tokens[: num_blocks * self._tiers.tree.block_bytes]
         if run:
-            manager.publish_arrived(lease, run)
+            manager.publish_run(lease, run)
         self.promoted_blocks += num_blocks
         lease.num_promoted_blocks = num_blocks
         lease.num_ready_tokens = lease.num_shared_blocks * manager.block_size + tail_tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NewType, TypeAlias
 
@@ -61,7 +61,7 @@ class Match:
         self.num_tokens = num_bytes // ITEM_BYTES
         self.num_blocks = self.num_tokens // block_size
         self.num_host_blocks = 0
-        self.host_runs: list[HostRun] = []
+        self.host_runs: Sequence[HostRun] = ()
 
     @property
     def next_block(self) -> NextBlock | None:

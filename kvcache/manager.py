@@ -19,11 +19,10 @@ from .errors import (
 from .host_tier import HostConfig
 from .lease import Epoch, Lease, Match, NextBlock
 from .parking import Parked, require_saved
-from .publishing import publish_run
 from .radix_node import Walk
 from .radix_tree import RadixTree
 from .tiers import Tiers
-from .tokens import Int32Array, Tokens, as_bytes, as_count, as_tokens
+from .tokens import INT32, Int32Array, Tokens, as_bytes, as_count, as_tokens
 
 if TYPE_CHECKING:
     from .storage.keys import StorageNamespace
@@ -145,7 +144,7 @@ class CacheManager(Cache):
         tables.widen(num_blocks)
         ids = tables.ids[row]
         if match.num_blocks:
-            ids[: match.num_blocks] = np.frombuffer(tree.path_blocks(node), np.int32)
+            ids[: match.num_blocks] = np.frombuffer(tree.path_blocks(node), INT32)
         self._fill(ids[match.num_blocks : num_blocks])
         tables.num_blocks[row] = num_blocks
         tables.num_tokens[row] = match._length
@@ -165,10 +164,11 @@ class CacheManager(Cache):
             OutOfBlocksError: if too few blocks are free or evictable now.
         """
         as_count("num_tokens", num_tokens)
-        self._require_live(lease)
+        if self._leases.get(lease.row) is not lease:
+            raise self._not_live(lease)
         tables, row = self.tables, lease.row
         total = tables.num_tokens.item(row) + num_tokens
-        held = lease.num_blocks
+        held = tables.num_blocks.item(row)
         needed = -(-total // self.block_size) - held
         if needed > 0:
             if needed > self._pool.num_free:
@@ -223,7 +223,8 @@ class CacheManager(Cache):
             LeaseError: if the lease is not live or has no room for so many tokens.
         """
         tokens = as_tokens(tokens)
-        self._require_live(lease)
+        if self._leases.get(lease.row) is not lease:
+            raise self._not_live(lease)
         if len(tokens) > self.tables.num_tokens.item(lease.row):
             raise LeaseError(
                 f"{len(tokens)} tokens published on a lease with room for {lease.num_tokens}"
@@ -234,16 +235,15 @@ class CacheManager(Cache):
         if last <= first:
             return
         run = tokens[first * self.block_size : last * self.block_size].tobytes()
-        self._duplicate_blocks += publish_run(
-            self._tree, self._pool, self.tables, self.tiers, lease, run
-        )
+        self.publish_run(lease, run)
 
     def next_block(self, lease: Lease, tokens: Tokens) -> NextBlock | None:
         """Identify the first block that a lease has yet to publish, if tokens fill it.
 
         Whoever waits for the same block (`Match.next_block` is equal) need not compute it too.
         """
-        self._require_live(lease)
+        if self._leases.get(lease.row) is not lease:
+            raise self._not_live(lease)
         first = lease.num_shared_blocks * self.block_size
         block = as_tokens(tokens)[first : first + self.block_size]
         return (lease.node, block.tobytes()) if len(block) == self.block_size else None
@@ -260,7 +260,8 @@ class CacheManager(Cache):
         """
         if lease.epoch != self.epoch:
             return
-        self._require_live(lease)
+        if self._leases.get(lease.row) is not lease:
+            raise self._not_live(lease)
         if lease.parking:
             raise LeaseError("a lease that is being parked ends when its copy does")
         tables, row = self.tables, lease.row
@@ -268,7 +269,8 @@ class CacheManager(Cache):
             self.tiers.reader.abandon(lease)
         else:
             self._tree.unpin(lease.node)
-            self._pool.recycle(tables.ids[row, lease.num_shared_blocks : lease.num_blocks])
+            num_blocks = tables.num_blocks.item(row)
+            self._pool.recycle(tables.ids[row, lease.num_shared_blocks : num_blocks])
         tables.give_row(row)
         del self._leases[row]
         lease.row = -1
@@ -301,9 +303,3 @@ class CacheManager(Cache):
             self.release(lease)
         for namespace in [name for name in self._tree.roots if name not in keep]:
             self._pool.recycle(self._tree.remove_root(namespace))
-
-    def publish_arrived(self, lease: Lease, run: bytes) -> None:
-        """Publish what was copied into a lease: blocks of these tokens, as bytes of int32."""
-        self._duplicate_blocks += publish_run(
-            self._tree, self._pool, lease._tables, self.tiers, lease, run
-        )

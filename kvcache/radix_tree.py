@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
-from typing import ClassVar, Final
+from typing import Final
 
 import numpy as np
 
 from .idle_list import coldest, cut_off, empty_list, link_before, unlink
 from .invariants import check_tree
 from .radix_node import ITEM_BYTES, NO_CHILDREN, Node, Walk
-from .tokens import Int32Array
+from .tokens import INT32, Int32Array
 
 _FIRST_VERSIONS: Final = count(0, 2**40)
 _AT_ONCE: Final = 1024  # leaves: so many fit a processor's second-level cache
@@ -40,9 +40,8 @@ class RadixTree:
         num_idle: blocks of it that no lease uses: all of them can be evicted.
     """
 
-    node_type: ClassVar[type[Node]] = Node
-
     def __init__(self, block_size: int) -> None:
+        self._node_type: type[Node] = Node
         self.block_bytes = block_size * ITEM_BYTES
         self._idle = empty_list()
         self.roots: dict[bytes, Node] = {}
@@ -72,7 +71,7 @@ class RadixTree:
     def _common_blocks(self, tokens: memoryview, run: bytes | bytearray) -> int:
         # The first block is known to be equal (it was the key), the whole run is known not to be.
         num_items = len(tokens) // ITEM_BYTES
-        differs = np.frombuffer(tokens, np.int32) != np.frombuffer(run, np.int32, num_items)
+        differs = np.frombuffer(tokens, INT32) != np.frombuffer(run, INT32, num_items)
         first = int(differs.argmax())
         return (first if differs[first] else num_items) * ITEM_BYTES // self.block_bytes
 
@@ -100,7 +99,7 @@ class RadixTree:
         """Make the root of a namespace that has none."""
         assert namespace not in self.roots, f"namespace {namespace!r} has a root"
         self.version += 1
-        root = self.roots[namespace] = self.node_type(None, namespace, b"", b"")
+        root = self.roots[namespace] = self._node_type(None, namespace, b"", b"")
         return root
 
     def pin(self, walk: Walk, above: Node | None = None) -> Node:
@@ -162,7 +161,7 @@ class RadixTree:
             run = bytearray(tokens)
         key = tokens[: self.block_bytes]
         assert key not in node.children, "a block is published twice under one parent"
-        child = self.node_type(node, key, run, device_blocks)
+        child = self._node_type(node, key, run, device_blocks)
         child.refs = 1
         node.adopt(child)
         return child
@@ -172,7 +171,7 @@ class RadixTree:
         self.version += 1
         assert lower.parent is not None, "a root cannot be split"
         cut = num_blocks * self.block_bytes
-        upper = self.node_type(
+        upper = self._node_type(
             lower.parent,
             lower.key,
             lower.tokens[:cut],
@@ -204,7 +203,7 @@ class RadixTree:
         victims = self._evict_few(short)
         while len(victims) < short:
             victims += self._evict_many(short - len(victims))
-        return np.frombuffer(victims, np.int32)
+        return np.frombuffer(victims, INT32)
 
     def _evict_few(self, num_bytes: int) -> bytes:
         """Take up to num_bytes of the coldest blocks out, leaf after leaf, of some leaves."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -34,10 +34,9 @@ class TieredTree(RadixTree):
         dropped_blocks: blocks that left the host tier for good, or found no room in it.
     """
 
-    node_type: ClassVar[type[Node]] = TieredNode
-
     def __init__(self, block_size: int, host: HostTier) -> None:
         super().__init__(block_size)
+        self._node_type = TieredNode
         self.host = host
         self.hits: Counter[Node] = Counter()
         self.dropped_blocks = 0

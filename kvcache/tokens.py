@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,8 @@ from .errors import CountError, NamespaceError, TokenError
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Tokens: TypeAlias = Int32Array | Sequence[int]
 
-_INT32 = np.dtype(np.int32)
+INT32: Final = np.dtype(np.int32)
+"""What a call of numpy would make of the type, each time anew."""
 
 
 def as_tokens(tokens: Tokens) -> Int32Array:
@@ -25,7 +26,7 @@ def as_tokens(tokens: Tokens) -> Int32Array:
         TokenError: for another dtype or shape, or an id outside int32.
     """
     if isinstance(tokens, np.ndarray):
-        if tokens.dtype is not _INT32 and tokens.dtype != _INT32:  # `is` is much the faster
+        if tokens.dtype is not INT32 and tokens.dtype != INT32:  # `is` is much the faster
             raise TokenError(f"tokens must be int32, got {tokens.dtype}")
         if tokens.ndim != 1:
             raise TokenError(f"tokens must have one dimension, got shape {tokens.shape}")
@@ -35,7 +36,7 @@ def as_tokens(tokens: Tokens) -> Int32Array:
             raise TokenError(f"token {position} must be an integer, got {token!r}")
         if not -(2**31) <= token < 2**31:
             raise TokenError(f"token {position} is {token}, outside int32")
-    return np.asarray(tokens, dtype=_INT32)
+    return np.asarray(tokens, dtype=INT32)
 
 
 def as_bytes(tokens: Int32Array) -> memoryview:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .plant import bug
+from .release_bugs import LIVE
 
 CACHE, MANAGER = "cache.py", "manager.py"
 
@@ -62,16 +63,16 @@ EXTEND_BUGS = (
         "a refused extension counts its tokens",
         MANAGER,
         (
-            "held = lease.num_blocks",
-            "held = lease.num_blocks\n        tables.num_tokens[row] = total",
+            "held = tables.num_blocks.item(row)",
+            "held = tables.num_blocks.item(row)\n        tables.num_tokens[row] = total",
         ),
     ),
     bug(
         "a lease of before a reset can grow",
         MANAGER,
         (
-            'as_count("num_tokens", num_tokens)\n        self._require_live(lease)',
-            'as_count("num_tokens", num_tokens)',
+            'as_count("num_tokens", num_tokens)\n' + LIVE,
+            'as_count("num_tokens", num_tokens)\n',
         ),
         seen_in="FastDeploy PR 6615",
     ),
@@ -168,7 +169,7 @@ FILL_BUGS = (
         CACHE,
         (
             "ids[-short:] = self._evict(short)",
-            "self.evict(1)\n            ids[-short:] = self._evict(short)",
+            "self.evict(1)\n        ids[-short:] = self._evict(short)",
         ),
     ),
     bug(
@@ -177,8 +178,8 @@ FILL_BUGS = (
         (
             "ids[-short:] = self._evict(short)",
             "self._pool.recycle(self._evict(len(ids)))\n"
-            "            self._pool.fill(ids)\n"
-            "            return",
+            "        self._pool.fill(ids)\n"
+            "        return",
         ),
         seen_in="FastDeploy PR 7885, sglang-jax evict asks for the need",
     ),
@@ -192,7 +193,7 @@ FILL_BUGS = (
         CACHE,
         (
             "ids[-short:] = self._evict(short)",
-            "ids[-short:] = victims = self._evict(short)\n            self._pool.recycle(victims)",
+            "ids[-short:] = victims = self._evict(short)\n        self._pool.recycle(victims)",
         ),
         seen_in="FastDeploy PR 3715, FastDeploy PR 7885",
     ),

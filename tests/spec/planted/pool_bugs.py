@@ -227,7 +227,7 @@ DOOR_BUGS = (
             "if not -(2**31) <= token < 2**31:",
             "if False:",
         ),
-        ("np.asarray(tokens, dtype=_INT32)", "np.asarray(tokens, np.int64).astype(np.int32)"),
+        ("np.asarray(tokens, dtype=INT32)", "np.asarray(tokens, np.int64).astype(np.int32)"),
     ),
     bug(
         "a negative count is taken",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from .plant import bug
+from .release_bugs import LIVE
 
-MANAGER = "manager.py"
+CACHE, MANAGER = "cache.py", "manager.py"
 PUBLISHING = "publishing.py"
 
 PUBLISH_BUGS = (
@@ -102,7 +103,7 @@ PUBLISH_BUGS = (
         "of two copies the published one is given back",
         PUBLISHING,
         ("            pool.recycle(copies)\n", ""),
-        ("np.int32)[first:]\n", "np.int32)[first:]\n            pool.recycle(copies)\n"),
+        ("INT32)[first:]\n", "INT32)[first:]\n            pool.recycle(copies)\n"),
         seen_in="FastDeploy PR 6226",
     ),
     bug(
@@ -119,15 +120,19 @@ PUBLISH_BUGS = (
     ),
     bug(
         "a lease that only found copies does not know that it shares them",
-        PUBLISHING,
-        ("last = lease.num_shared_blocks = first", "last = first"),
-        ("    if run:\n", "    if run:\n        lease.num_shared_blocks = last\n"),
+        CACHE,
+        (
+            "        if run:\n",
+            "        if not run:\n"
+            "            lease.num_shared_blocks = lease.num_hit_blocks\n"
+            "        if run:\n",
+        ),
         seen_in="FastDeploy PR 3710",
     ),
     bug(
         "a lease believes to share a block more than it does",
-        PUBLISHING,
-        ("    if run:\n", "    lease.num_shared_blocks = last + 1\n    if run:\n"),
+        CACHE,
+        ("lease.num_shared_blocks = last\n", "lease.num_shared_blocks = last + 1\n"),
         seen_in="FastDeploy PR 7890",
     ),
     bug(
@@ -139,8 +144,8 @@ PUBLISH_BUGS = (
         "a lease of before a reset publishes",
         MANAGER,
         (
-            "tokens = as_tokens(tokens)\n        self._require_live(lease)",
-            "tokens = as_tokens(tokens)",
+            "tokens = as_tokens(tokens)\n" + LIVE,
+            "tokens = as_tokens(tokens)\n",
         ),
         seen_in="FastDeploy PR 5502",
     ),

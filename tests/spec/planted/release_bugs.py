@@ -6,19 +6,25 @@ from .plant import bug
 
 CACHE, MANAGER = "cache.py", "manager.py"
 
+LIVE = (
+    "        if self._leases.get(lease.row) is not lease:\n"
+    "            raise self._not_live(lease)\n"
+)
+"""What refuses a lease that is not live."""
+
 LEASE_BUGS = (
     bug(
         "a lease can be released twice",
         MANAGER,
-        ("return\n        self._require_live(lease)", "return"),
+        ("return\n" + LIVE, "return\n"),
         seen_in="sglang-jax #982, FastDeploy PR 3293",
     ),
     bug(
         "a lease of before a reset is released all the same",
         MANAGER,
         (
-            "if lease.epoch != self.epoch:\n            return\n        self._require_live(lease)",
-            "if lease.row < 0:\n            self._require_live(lease)",
+            "if lease.epoch != self.epoch:\n            return\n" + LIVE,
+            "if lease.row < 0:\n            raise self._not_live(lease)\n",
         ),
         seen_in="FastDeploy PR 6202",
     ),
@@ -44,7 +50,7 @@ LEASE_BUGS = (
         "a release keeps the last block if it is not full",
         MANAGER,
         (
-            "lease.num_shared_blocks : lease.num_blocks]",
+            "lease.num_shared_blocks : num_blocks]",
             "lease.num_shared_blocks : lease.num_tokens // self.block_size]",
         ),
         seen_in="SGLang #4977, SGLang #6888",
@@ -52,13 +58,13 @@ LEASE_BUGS = (
     bug(
         "a release frees the shared blocks too",
         MANAGER,
-        ("lease.num_shared_blocks : lease.num_blocks]", ": lease.num_blocks]"),
+        ("lease.num_shared_blocks : num_blocks]", ": lease.num_blocks]"),
         seen_in="FastDeploy PR 3710",
     ),
     bug(
         "a release frees what it published itself",
         MANAGER,
-        ("lease.num_shared_blocks : lease.num_blocks]", "lease.num_hit_blocks : lease.num_blocks]"),
+        ("lease.num_shared_blocks : num_blocks]", "lease.num_hit_blocks : lease.num_blocks]"),
         seen_in="FastDeploy PR 3715, SGLang #36855",
     ),
     bug(

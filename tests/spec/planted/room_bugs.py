@@ -82,7 +82,11 @@ ROOM_BUGS = (
     bug(
         "a request is parked with what it has not published",
         "parking.py",
-        ("    manager.publish(lease, tokens)\n", "    manager._require_live(lease)\n"),
+        (
+            "    manager.publish(lease, tokens)\n",
+            "    if manager._leases.get(lease.row) is not lease:\n"
+            "        raise manager._not_live(lease)\n",
+        ),
         world="tiers",
     ),
     bug(
