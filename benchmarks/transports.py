@@ -150,11 +150,11 @@ def bare_jax_s(engine: Any, wire: WireTicket) -> float:
 
 def bare_nixl_s(engine: Any, wire: WireTicket) -> float:
     """Seconds of a read of one piece per array."""
-    agent, specs = engine._agent, wire.descriptor.arrays
+    agent, specs = engine._agent.nixl, wire.descriptor.arrays
     remote = int.from_bytes(wire.route[:8], "little")
-    peer = engine._peer(wire.route[8:])
+    peer = engine._agent.meet(wire.route[16:])
     size = specs[0].num_bytes
-    local = engine._first + STAGING_BYTES // 2
+    local = engine._agent.address + STAGING_BYTES // 2
     begun = time.perf_counter()
     here = [(local + number * size, size, 0) for number in range(len(specs))]
     there = [(remote + number * size, size, 0) for number in range(len(specs))]

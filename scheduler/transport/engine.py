@@ -25,7 +25,9 @@ class TooLargeError(Exception):
     """A part does not fit staging memory, even when that is empty."""
 
     def __init__(self, num_bytes: int, capacity: int) -> None:
-        super().__init__(f"{num_bytes} bytes do not fit {capacity} bytes of staging memory")
+        super().__init__(
+            f"it has {num_bytes} bytes, and staging memory has {capacity} (staging_bytes)"
+        )
 
 
 class EngineOffer(ABC):
@@ -36,6 +38,10 @@ class EngineOffer(ABC):
     """
 
     route: bytes
+
+    @abstractmethod
+    def was_read(self) -> bool:
+        """Whether D's engine has said that it has read them; it need not be able to."""
 
     @abstractmethod
     def withdraw(self, was_read: bool) -> None:
@@ -59,8 +65,7 @@ class EnginePull(ABC):
     def advance(self) -> int:
         """Have it go on; return how many of the arrays, from the first, have arrived for good.
 
-        It may arrive piece by piece, and returns after each: so that an array is checked while it
-        is still in the processor's cache.
+        It may return after each piece, so that one is digested while the next is on its way.
 
         Raises:
             PullError: if it has failed.
@@ -68,7 +73,7 @@ class EnginePull(ABC):
 
     @abstractmethod
     def free(self) -> None:
-        """Give its memory back; only when all arrays have arrived."""
+        """Give its memory back, when all has arrived or nothing more will; tell P's engine."""
 
     @abstractmethod
     def abandon(self) -> None:
@@ -80,9 +85,12 @@ class Engine(ABC):
 
     Attributes:
         name: both nodes must use the same.
+        copies_offers: whether arrays are needed only until `offer` has returned, or until they are
+            withdrawn.
     """
 
     name: str
+    copies_offers: bool
 
     @abstractmethod
     def offer(self, arrays: Sequence[PayloadArray]) -> EngineOffer | None:
@@ -106,7 +114,12 @@ class Engine(ABC):
 
     @abstractmethod
     def tend(self) -> None:
-        """Take memory out of quarantine where transfers have ended; called now and then."""
+        """Take memory out of quarantine where transfers have ended, and what else is due."""
+
+    @property
+    @abstractmethod
+    def tend_s(self) -> float | None:
+        """Return how often it must be tended at the moment; None: not at all."""
 
     @property
     @abstractmethod

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass
-from typing import Final
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 from ..handoff.messages import Key, Ticket
 from .base import Event, Fault, Offered, OfferFailed, PullFailed, Received, Withdrawn
 from .engine import Engine, EngineOffer, EnginePull, PullError, TooLargeError
 from .tickets import Descriptor, PayloadArray, WireTicket, digest_arrays, is_computed
-
-_QUARANTINE_WAIT_S: Final = 5e-2
 
 
 @dataclass(eq=False, slots=True)
@@ -42,14 +40,16 @@ class PartPull:
     Attributes:
         deadline: by the monotonic clock.
         running: None until there is room for it.
-        num_checked: how many arrays have arrived, with the digests that they must have.
+        num_arrived: how many arrays.
+        digests: of all of those, or of all but the last of them.
     """
 
     wire: WireTicket
     want: Descriptor
     deadline: float
     running: EnginePull | None = None
-    num_checked: int = 0
+    num_arrived: int = 0
+    digests: list[Future[tuple[bytes, ...]]] = field(default_factory=list)
 
 
 class EngineWork:
@@ -65,6 +65,9 @@ class EngineWork:
         self._pulls: dict[Ticket, PartPull] = {}
         self._received: dict[Ticket, EnginePull] = {}
         self._events: list[Event] = []
+        self._tended_at = 0.0
+        # Of its own, because a read and a digest take one processor each, and neither the GIL.
+        self._digesting = ThreadPoolExecutor(1, "radixkv-digests")
 
     @property
     def num_offers(self) -> int:
@@ -82,8 +85,8 @@ class EngineWork:
         if self._pulls or any(offer.served is None or offer.is_ending for offer in offers):
             return 0.0
         waits = [max(0.0, offer.expires_at - time.time()) for offer in offers]
-        if self.engine.quarantined_bytes:
-            waits.append(_QUARANTINE_WAIT_S)
+        if self.engine.tend_s is not None:
+            waits.append(self.engine.tend_s)
         return min(waits, default=None)
 
     # What is begun
@@ -124,13 +127,14 @@ class EngineWork:
         for pull in self._pulls.values():
             if pull.running is not None:
                 pull.running.abandon()
+        self._digesting.shutdown(cancel_futures=True)
         self.engine.close()
 
     # What goes on
 
     def step(self) -> bool:
         """Look at all that is under way; return whether any of it has gone on."""
-        self.engine.tend()
+        self._tend()
         now = time.time()
         for ticket, offer in list(self._offers.items()):
             if offer.is_ending:
@@ -140,6 +144,9 @@ class EngineWork:
                 continue
             if offer.served is None:
                 self._serve(ticket, offer)
+            elif offer.served.was_read():
+                self._end_offer(ticket, was_read=True)
+                continue
             if offer.expires_at <= now and ticket in self._offers:
                 self.offers_expired += 1
                 if offer.served is None:
@@ -151,6 +158,13 @@ class EngineWork:
         pulls = list(self._pulls.items())
         return any([self._advance(ticket, pull) for ticket, pull in pulls]) or bool(self._events)
 
+    def _tend(self) -> None:
+        """Tend the engine if that is due."""
+        tend_s, now = self.engine.tend_s, time.monotonic()
+        if tend_s is not None and now >= self._tended_at + tend_s:
+            self._tended_at = now
+            self.engine.tend()
+
     def _serve(self, ticket: Ticket, offer: PartOffer) -> None:
         """Serve a part whose arrays are computed, if there is room."""
         if not all(is_computed(array) for array in offer.arrays):
@@ -161,8 +175,10 @@ class EngineWork:
                 return
             digests = digest_arrays(offer.arrays)
         except Exception as error:  # of the computation, or of the engine: the part is lost
+            is_ours = isinstance(error, TooLargeError)
+            reason = str(error) if is_ours else f"{type(error).__name__}: {error}"
             del self._offers[ticket]
-            self._events.append(OfferFailed(ticket, f"{type(error).__name__}: {error}"))
+            self._events.append(OfferFailed(ticket, reason))
             return
         offer.served, offer.arrays = served, ()
         name, expires_at = self.engine.name, offer.expires_at
@@ -179,20 +195,19 @@ class EngineWork:
 
     def _advance(self, ticket: Ticket, pull: PartPull) -> bool:
         """Begin a pull that had no room, or take in what has arrived; False if nothing has."""
-        num_checked = pull.num_checked
+        num_arrived = pull.num_arrived
         try:
             if pull.running is None:
-                _check_digests(pull)
                 pull.running = self.engine.pull(pull.wire.route, pull.want)
             if pull.running is not None:
-                self._check(pull, pull.running)
+                self._take_in(pull, pull.running)
         except PullError as error:
             self.fail(PullFailed(ticket, error.fault, error.reason))
             return True
         except TooLargeError as error:
             self.fail(PullFailed(ticket, Fault.TOO_LARGE, str(error)))
             return True
-        if pull.running is not None and pull.num_checked == len(pull.want.arrays):
+        if pull.running is not None and pull.num_arrived == len(pull.want.arrays):
             self._received[ticket] = pull.running
             del self._pulls[ticket]
             self.parts_received += 1
@@ -201,27 +216,22 @@ class EngineWork:
         elif time.monotonic() >= pull.deadline:
             what = "there was no room in staging memory" if pull.running is None else "it ran"
             self.fail(PullFailed(ticket, Fault.TIMED_OUT, f"{what} until the deadline"))
-        return pull.num_checked > num_checked
+        return pull.num_arrived > num_arrived
 
-    def _check(self, pull: PartPull, running: EnginePull) -> None:
-        """Check the digests of what has arrived since the last time.
+    def _take_in(self, pull: PartPull, running: EnginePull) -> None:
+        """Digest what has arrived since the last time, beside what is still to come.
 
         Raises:
-            PullError: if they are others, or the pull has failed.
+            PullError: if the pull has failed, or all is here and some of it is not what it was.
         """
         num_arrived = running.advance()
-        new = slice(pull.num_checked, num_arrived)
-        if digest_arrays(running.arrays[new]) != pull.wire.digests[new]:
+        new = running.arrays[pull.num_arrived : num_arrived]
+        pull.num_arrived = num_arrived
+        if num_arrived < len(running.arrays):
+            if new:
+                pull.digests.append(self._digesting.submit(digest_arrays, new))
+            return
+        last = digest_arrays(new)
+        digests = [digest for earlier in pull.digests for digest in earlier.result()]
+        if (*digests, *last) != pull.wire.digests:
             raise PullError(Fault.CORRUPT, "not the bytes that were offered")
-        pull.num_checked = num_arrived
-
-
-def _check_digests(pull: PartPull) -> None:
-    """Refuse a wire ticket that does not have a digest of each array.
-
-    Raises:
-        PullError: with both numbers.
-    """
-    found, wanted = len(pull.wire.digests), len(pull.want.arrays)
-    if found != wanted:
-        raise PullError(Fault.MISMATCH, f"{found} digests of {wanted} arrays")

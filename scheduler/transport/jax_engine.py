@@ -48,6 +48,7 @@ _COPY_BYTES: Final = 4 << 20
 _OWN_PULL_S: Final = 1.0
 _SELF_TEST_S: Final = 10.0
 _STUCK_S: Final = 0.05
+_TEND_S: Final = 0.05
 
 
 class JaxEngine(Engine):
@@ -57,6 +58,7 @@ class JaxEngine(Engine):
     """
 
     name = NAME
+    copies_offers = False
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         """Start the server, and pull something from itself.
@@ -156,6 +158,11 @@ class JaxEngine(Engine):
         self._quarantine = [pull for pull in self._quarantine if not pull.has_ended()]
 
     @property
+    def tend_s(self) -> float | None:
+        """See `Engine.tend_s`."""
+        return _TEND_S if self._quarantine else None
+
+    @property
     def quarantined_bytes(self) -> int:
         """See `Engine.quarantined_bytes`."""
         return sum(pull.num_bytes for pull in self._quarantine)
@@ -188,6 +195,10 @@ class JaxOffer(EngineOffer):
         self._own: JaxPull | None = None
         self._probe: JaxPull | None = None
         self._own_until = 0.0
+
+    def was_read(self) -> bool:
+        """See `EngineOffer.was_read`: JAX does not say."""
+        return False
 
     def withdraw(self, was_read: bool) -> None:
         """See `EngineOffer.withdraw`: pull it, all of it, unless D has."""

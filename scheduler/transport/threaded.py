@@ -185,4 +185,4 @@ class ThreadedTransport(Transport):
             with self._changed:
                 self._events += events
                 if not (has_moved and wait_s == 0) and not self._commands and not self._is_closed:
-                    self._changed.wait(None if wait_s is None else max(wait_s, sleep_s))
+                    self._changed.wait(sleep_s if wait_s == 0 else wait_s)

@@ -180,11 +180,12 @@ class TransportConformance:
         pair.prefill.withdraw(KEY)
         wait(pair.prefill, Withdrawn)
         assert pair.prefill.stats().offers == 0
-        pair.decode.pull(ticket(), wire, wire.descriptor, timeout_s=SOON_S)
-        assert wait(pair.decode, PullFailed).fault in self.withdrawn_faults
+        timeout_s = SOON_S if self.withdrawn_fault is Fault.TIMED_OUT else LATE_S
+        pair.decode.pull(ticket(), wire, wire.descriptor, timeout_s=timeout_s)
+        assert wait(pair.decode, PullFailed).fault is self.withdrawn_fault
         assert pair.decode.stats().pulls == 0
 
-    withdrawn_faults: tuple[Fault, ...] = (Fault.EXPIRED,)
+    withdrawn_fault = Fault.EXPIRED
 
     def test_withdrawing_nothing_is_reported_all_the_same(self, pair: Pair) -> None:
         pair.prefill.withdraw(("r2", 5))
@@ -248,22 +249,20 @@ class TransportConformance:
 class EngineConformance(TransportConformance):
     """Of transports whose bytes leave the process, and so have digests."""
 
-    @pytest.mark.parametrize("number", [0, 3])
-    def test_each_array_must_have_its_digest(self, pair: Pair, number: int) -> None:
+    @pytest.mark.parametrize("change", ["first", "last", "one less", "one more"])
+    def test_each_array_must_have_its_digest(self, pair: Pair, change: str) -> None:
         wire = offer(pair.prefill)
         digests = list(wire.digests)
-        digests[number] = bytes(16)
+        match change:
+            case "first":
+                digests[0] = bytes(16)
+            case "last":
+                digests[-1] = bytes(16)
+            case "one less":
+                del digests[-1]
+            case "one more":
+                digests.append(bytes(16))
         forged = replace(wire, digests=tuple(digests))
         pair.decode.pull(ticket(), forged, wire.descriptor, timeout_s=LATE_S)
         failed = wait(pair.decode, PullFailed)
         assert (failed.fault, failed.reason) == (Fault.CORRUPT, "not the bytes that were offered")
-
-    @pytest.mark.parametrize("count", [3, 5])
-    def test_as_many_digests_as_arrays_are_needed(self, pair: Pair, count: int) -> None:
-        wire = offer(pair.prefill)
-        forged = replace(wire, digests=(*wire.digests, bytes(16))[:count])
-        pair.decode.pull(ticket(), forged, wire.descriptor, timeout_s=LATE_S)
-        failed = wait(pair.decode, PullFailed)
-        assert (failed.fault, failed.reason) == (Fault.MISMATCH, f"{count} digests of 4 arrays")
-        pair.decode.pull(ticket(), wire, wire.descriptor, timeout_s=LATE_S)
-        assert equal(wait(pair.decode, Received).arrays, arrays())

@@ -26,7 +26,7 @@ def pair() -> Iterator[Pair]:
 
 
 class TestJax(EngineConformance):
-    withdrawn_faults = (Fault.TIMED_OUT,)
+    withdrawn_fault = Fault.TIMED_OUT
 
 
 def never(engine: JaxEngine) -> JaxPull:

@@ -9,7 +9,7 @@ from radixkv.scheduler.transport import (
     TransportArgumentError,
     TransportUnavailableError,
     describe,
-    nixl_engine,
+    nixl_agent,
     open_transport,
 )
 from radixkv.scheduler.transport.engine import PullError
@@ -39,7 +39,7 @@ def test_jax_listens_at_one_address() -> None:
 
 
 def test_nixl_that_is_not_installed_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_engine, "_PACKAGES", ("radixkv_no_such_package",))
+    monkeypatch.setattr(nixl_agent, "_PACKAGES", ("radixkv_no_such_package",))
     with pytest.raises(
         TransportUnavailableError,
         match=r"^NIXL is not installed: pip install --no-deps nixl-cu12$",
@@ -54,13 +54,13 @@ def test_jax_does_not_connect_to_what_is_no_address(route: bytes) -> None:
     assert caught.value.fault is Fault.MISMATCH
 
 
-@pytest.mark.parametrize("route", [b"", b"12345678", bytes(100_000)])
+@pytest.mark.parametrize("route", [b"", bytes(16), bytes(100_000)])
 def test_nixl_does_not_read_metadata_that_is_none(route: bytes) -> None:
     engine = NixlEngine(1 << 20)
     with pytest.raises(PullError, match=r"^no metadata of a NIXL agent$"):
         engine.pull(route, describe(arrays(), num_blocks=3))
     with pytest.raises(PullError) as caught:
-        engine.pull(b"12345678 not metadata", describe(arrays(), num_blocks=3))
+        engine.pull(b"12345678 12345678 not metadata", describe(arrays(), num_blocks=3))
     assert caught.value.fault is Fault.FAILED
     assert engine._pool.num_free_bytes == 1 << 20
     engine.close()
