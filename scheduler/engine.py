@@ -146,8 +146,10 @@ class Engine:
                 what the old ones stored would be found. Nothing is changed.
         """
         if params is not None:
-            self._runner.set_params(params, weights_revision)
+            self._runner.check_params(params, weights_revision)
         self.scheduler.reset_cache(keep, weights_revision)
+        if params is not None:
+            self._runner.set_params(params)
 
     def close(self, *, timeout_s: float = 30.0) -> bool:
         """Let copies end that are under way, such as what storage is to keep; stop the threads.

@@ -180,12 +180,12 @@ class ModelRunner:
         tokens: list[int] = np.asarray(next_tokens).tolist()
         return tokens[: len(chunks)]
 
-    def set_params(self, params: Params, weights_revision: str) -> None:
-        """Go on with other weights; what is cached is the caller's to forget.
+    def check_params(self, params: Params, weights_revision: str) -> None:
+        """Refuse other weights that `set_params` must not be given.
 
         Raises:
             ConfigError: for weights of other shapes, or without a new name where there is storage:
-                what the old ones stored would be found. Nothing is changed.
+                what the old ones stored would be found.
         """
         check_params(self.model.params, params)
         storage = None if self.manager.tiers is None else self.manager.tiers.storage
@@ -194,6 +194,9 @@ class ModelRunner:
                 f"storage has KV of weights_revision {storage.weights_revision!r}: other "
                 "weights need another one"
             )
+
+    def set_params(self, params: Params) -> None:
+        """Go on with other weights, that were checked; what is cached is the caller's to forget."""
         self.model = replace(self.model, params=params)
 
     def close(self, timeout_s: float) -> bool:

@@ -65,11 +65,10 @@ def check_apart(arguments: argparse.Namespace) -> None:
             if getattr(arguments, option) is not None:
                 raise BadInputError(f"--{option.replace('_', '-')} needs --disaggregate")
         return
-    for option in ("no_prefix_cache", "storage"):
-        if getattr(arguments, option):
-            raise BadInputError(f"--{option.replace('_', '-')} does not go with --disaggregate")
+    if arguments.no_prefix_cache:
+        raise BadInputError("--no-prefix-cache does not go with --disaggregate")
     if arguments.desk is not None:
-        for option in ("transport", "device_blocks", "host_blocks"):
+        for option in ("transport", "device_blocks", "host_blocks", "storage"):
             if getattr(arguments, option) is not None:
                 name = option.replace("_", "-")
                 raise BadInputError(f"--desk takes nodes as they are: give them --{name}")

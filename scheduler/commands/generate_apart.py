@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any, Protocol
 
+from ...kvcache.storage import Storage
 from ..channel import Secret, ZmqChannel, load_secret
 from ..disaggregated import DecodeEngine, Disaggregated, PrefillEngine
 from ..disaggregated.node_loop import DESK
 from ..disaggregated.processes import NodeProcesses
 from ..disaggregated.remote import RemoteNodes
+from ..engine_tiers import make_storage_namespace
 from ..errors import HandoffFailedError, NodesMissingError
 from ..handoff import Timing
 from ..models import load_model
+from ..models.digest import weights_digest
 from ..request import Request
 from ..transport import InProcessExchange, InProcessTransport
 from .apart_options import Sizes
@@ -23,6 +27,7 @@ from .errors import BadInputError
 from .node import describe
 from .options import host_tier
 from .progress import ProgressLine
+from .tiers import open_storage, storage_of_node
 
 _SILENCE_S = 5.0
 _TIMEOUT_S = 120.0
@@ -60,39 +65,55 @@ def complete_apart(
 def _in_process(
     arguments: argparse.Namespace, requests: Sequence[Request], sizes: Sizes
 ) -> dict[str, Any]:
-    model, exchange, now = load_model(arguments.model_dir), InProcessExchange(), time.monotonic()
+    model_dir = Path(arguments.model_dir)
+    model, exchange = load_model(model_dir), InProcessExchange()
+    revision = weights_digest(model_dir)
+    namespace = make_storage_namespace(model, revision, arguments.block_size)
     options: dict[str, Any] = {
         "epoch": 1,
-        "now": now,
+        "now": time.monotonic(),
         "timing": Timing(),
         "block_size": arguments.block_size,
         "num_blocks": sizes.num_blocks,
         "token_budget": sizes.token_budget,
         "max_running": sizes.max_running,
         "max_model_len": sizes.max_model_len,
+        "weights_revision": revision,
         "host": host_tier(arguments),
     }
-    nodes = Disaggregated(
-        [
-            PrefillEngine(model, InProcessTransport(exchange), **options)
-            for _ in range(arguments.prefill or 1)
-        ],
-        [
-            DecodeEngine(
-                model,
-                InProcessTransport(exchange),
-                preempt=arguments.preempt,
-                reserve_tokens=arguments.reserve_tokens,
-                **options,
-            )
-            for _ in range(arguments.decode or 1)
-        ],
-    )
-    try:
-        _run(nodes, requests)
-        return {peer: describe(stats) for peer, stats in nodes.stats().items()}
-    finally:
-        nodes.close()
+    generates = {"preempt": arguments.preempt, "reserve_tokens": arguments.reserve_tokens}
+    with ExitStack() as stack:
+        storages: dict[str, Storage | None] = {}
+
+        def storage(node: str) -> dict[str, Any]:
+            """Open that of a node: nobody else may poll it."""
+            each = stack.enter_context(open_storage(arguments, namespace, node=node))
+            storages[node] = each
+            return {"storage": each, "storage_namespace": namespace if each else None}
+
+        nodes = Disaggregated(
+            [
+                PrefillEngine(
+                    model, InProcessTransport(exchange), **options, **storage(f"prefill-{place}")
+                )
+                for place in range(arguments.prefill or 1)
+            ],
+            [
+                DecodeEngine(
+                    model,
+                    InProcessTransport(exchange),
+                    **generates,
+                    **options,
+                    **storage(f"decode-{place}"),
+                )
+                for place in range(arguments.decode or 1)
+            ],
+        )
+        try:
+            _run(nodes, requests)
+        finally:
+            nodes.close()  # what storage is to keep is there then
+        return {peer: describe(stats, storages[peer]) for peer, stats in nodes.stats().items()}
 
 
 def _in_processes(
@@ -106,15 +127,19 @@ def _in_processes(
     ]
     if arguments.host_blocks is not None:
         common += ["--host-blocks", arguments.host_blocks, "--host-write", arguments.host_write]
+    if arguments.storage_max_bytes is not None:
+        common += ["--storage-max-bytes", arguments.storage_max_bytes]
     reserve = "no_evict" if arguments.reserve_tokens is None else arguments.reserve_tokens
     generates = ["--preempt", arguments.preempt, "--reserve-tokens", reserve]
     with NodeProcesses() as processes:
         with closing(_open_desk("127.0.0.1:0", processes.secret)) as channel:
             common += ["--desk", channel.address]
-            for place in range(arguments.prefill or 1):
-                processes.start(f"prefill-{place}", "prefill-node", common)
-            for place in range(arguments.decode or 1):
-                processes.start(f"decode-{place}", "decode-node", [*common, *generates])
+            for role, options in (("prefill", common), ("decode", [*common, *generates])):
+                for place in range(getattr(arguments, role) or 1):
+                    name = f"{role}-{place}"
+                    url = storage_of_node(arguments, name)
+                    storage = [] if url is None else ["--storage", url]
+                    processes.start(name, f"{role}-node", [*options, *storage])
             _serve(arguments, requests, channel, processes.check)
         return processes.stop()
 

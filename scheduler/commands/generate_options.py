@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .apart_options import add_apart
-from .options import add_host_tier, add_json, add_size, num_bytes, tokens_to_reserve
+from .options import add_host_tier, add_json, add_size, add_storage, tokens_to_reserve
 
 
 def add_parser(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
@@ -54,19 +54,7 @@ def add_parser(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
 
 def _add_tiers(parser: argparse.ArgumentParser) -> None:
     add_host_tier(parser, "blocks of --block-size tokens", write="back; with --storage, through")
-    parser.add_argument(
-        "--storage",
-        metavar="URL",
-        help="keep blocks outside the process, for other runs: file:///DIRECTORY, "
-        "redis://HOST[:PORT][/DB], rediss://..., unix:///SOCKET, s3://BUCKET[/PREFIX] or "
-        "mooncake://HOST[:PORT]; needs --host-blocks",
-    )
-    parser.add_argument(
-        "--storage-max-bytes",
-        type=num_bytes,
-        metavar="N",
-        help="budget of file:; the least recently used blocks go first (default: 16 GiB)",
-    )
+    add_storage(parser)
     parser.add_argument(
         "--preempt",
         choices=("recompute", "host", "storage"),

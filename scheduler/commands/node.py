@@ -15,11 +15,13 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+from ...kvcache.storage import Storage
 from ..channel import ChannelAddressError, ZmqChannel, load_secret
 from ..channel.address import check_target
 from ..channel.codec import MAX_NAME_CHARS
 from ..disaggregated import DecodeEngine, NodeStats, PrefillEngine
 from ..disaggregated.node_loop import DESK, NodeLoop
+from ..engine_tiers import make_storage_namespace
 from ..handoff import Timing
 from ..models import load_model
 from ..models.digest import weights_digest
@@ -27,6 +29,7 @@ from ..transport import Transport
 from ..transport.opening import open_transport
 from .errors import BadInputError
 from .options import host_tier
+from .tiers import check_tiers, describe_storage, open_storage
 
 _RETRIES_PER_SILENCE = 5
 _SILENCES_PER_TRANSFER = 6
@@ -36,8 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve, and print what was done as one JSON object."""
     if arguments.silence_s == 0:
         raise BadInputError("--silence-s must be more than 0")
-    if getattr(arguments, "preempt", "recompute") == "host" and arguments.host_blocks is None:
-        raise BadInputError("--preempt host needs --host-blocks")
+    check_tiers(arguments)
     if arguments.name == DESK or not 0 < len(arguments.name) <= MAX_NAME_CHARS:
         raise BadInputError(
             f"--name must have 1 to {MAX_NAME_CHARS} characters, and not be {DESK!r}"
@@ -52,8 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
             silence_s=arguments.silence_s,
             transfer_s=arguments.silence_s * _SILENCES_PER_TRANSFER,
         )
-        engine = _make_engine(arguments, transport, channel.epoch, timing)
-        stack.callback(engine.close)
+        engine, storage = _make_engine(arguments, transport, channel.epoch, timing, stack)
         loop = NodeLoop(
             engine,
             channel,
@@ -65,7 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
             said = f"radixkv: {arguments.name} serves at {channel.address}"
             print(said, file=sys.stderr, flush=True)
             loop.run(is_stopped)
-        print(json.dumps(describe(engine.stats()), allow_nan=False), flush=True)
+            engine.close()  # what storage is to keep is there then
+        print(json.dumps(describe(engine.stats(), storage), allow_nan=False), flush=True)
     return 0
 
 
@@ -87,10 +89,18 @@ def _open_channel(arguments: argparse.Namespace) -> ZmqChannel:
 
 
 def _make_engine(
-    arguments: argparse.Namespace, transport: Transport, epoch: int, timing: Timing
-) -> PrefillEngine | DecodeEngine:
+    arguments: argparse.Namespace,
+    transport: Transport,
+    epoch: int,
+    timing: Timing,
+    stack: ExitStack,
+) -> tuple[PrefillEngine | DecodeEngine, Storage | None]:
+    """Make it over its storage; the stack closes both."""
     model_dir = Path(arguments.model_dir)
     model = load_model(model_dir)
+    revision = weights_digest(model_dir)
+    namespace = make_storage_namespace(model, revision, arguments.block_size)
+    storage = stack.enter_context(open_storage(arguments, namespace))
     room = arguments.block_size * arguments.device_blocks
     options: dict[str, Any] = {
         "epoch": epoch,
@@ -101,18 +111,24 @@ def _make_engine(
         "token_budget": arguments.token_budget,
         "max_running": min(arguments.max_running, arguments.token_budget),
         "max_model_len": arguments.max_model_len or min(model.config.max_positions, room),
-        "weights_revision": weights_digest(model_dir),
+        "weights_revision": revision,
         "host": host_tier(arguments),
+        "storage": storage,
+        "storage_namespace": None if storage is None else namespace,
     }
+    engine: PrefillEngine | DecodeEngine
     if arguments.role == "prefill":
-        return PrefillEngine(model, transport, order=arguments.allocate, **options)
-    return DecodeEngine(
-        model,
-        transport,
-        preempt=arguments.preempt,
-        reserve_tokens=arguments.reserve_tokens,
-        **options,
-    )
+        engine = PrefillEngine(model, transport, order=arguments.allocate, **options)
+    else:
+        engine = DecodeEngine(
+            model,
+            transport,
+            preempt=arguments.preempt,
+            reserve_tokens=arguments.reserve_tokens,
+            **options,
+        )
+    stack.callback(engine.close)
+    return engine, storage
 
 
 @contextmanager
@@ -128,9 +144,11 @@ def _until_told_to_stop(parent_pid: int | None) -> Iterator[Callable[[], bool]]:
             signal.signal(each, handler)
 
 
-def describe(stats: NodeStats) -> dict[str, Any]:
+def describe(stats: NodeStats, storage: Storage | None = None) -> dict[str, Any]:
     """Return the counts of a node for JSON, with names for its faults."""
     described = asdict(stats)
     faults = stats.transport.faults
     described["transport"]["faults"] = {fault.value: count for fault, count in faults.items()}
+    if storage is not None:
+        described["storage"] = describe_storage(storage.stats())
     return described

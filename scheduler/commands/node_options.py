@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from .options import add_host_tier, add_size, seconds, tokens_to_reserve
+from .options import add_host_tier, add_size, add_storage, seconds, tokens_to_reserve
 
 
 def add_parsers(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
@@ -38,10 +38,10 @@ def add_parsers(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
     _add_options(decode, "decode-0")
     decode.add_argument(
         "--preempt",
-        choices=("recompute", "host"),
+        choices=("recompute", "host", "storage"),
         default="recompute",
         help="what becomes of the KV of a request that has to give up its blocks: it is computed "
-        "again, or parked on the host (default: %(default)s)",
+        "again, or parked on the host, or in storage (default: %(default)s)",
     )
     decode.add_argument(
         "--reserve-tokens",
@@ -111,4 +111,5 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
         "longest prompt and output together (default: the model's positions, or all blocks)",
         required=False,
     )
-    add_host_tier(parser, "blocks of --block-size tokens", write="back")
+    add_host_tier(parser, "blocks of --block-size tokens", write="back; with --storage, through")
+    add_storage(parser)

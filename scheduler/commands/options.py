@@ -85,6 +85,24 @@ def add_host_tier(parser: argparse.ArgumentParser, unit: str, *, write: str) -> 
     parser.set_defaults(default_host_write=write)
 
 
+def add_storage(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a storage tier; without --storage there is none."""
+    parser.add_argument(
+        "--storage",
+        metavar="URL",
+        help="keep blocks outside the process, for others and for later: file:///DIRECTORY, "
+        "redis://HOST[:PORT][/DB], rediss://..., unix:///SOCKET, s3://BUCKET[/PREFIX] or "
+        "mooncake://HOST[:PORT]; needs --host-blocks. A directory is for one process: nodes that "
+        "generate starts have one each in it",
+    )
+    parser.add_argument(
+        "--storage-max-bytes",
+        type=num_bytes,
+        metavar="N",
+        help="budget of file:; the least recently used blocks go first (default: 16 GiB)",
+    )
+
+
 def host_tier(arguments: argparse.Namespace) -> HostConfig | None:
     """Return the host tier that was asked for; None if none was.
 

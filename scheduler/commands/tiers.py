@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 from ...kvcache.storage import (
@@ -14,6 +15,7 @@ from ...kvcache.storage import (
     StorageWorkers,
     open_backend,
 )
+from ...kvcache.storage.urls import directory_of
 from .errors import BadInputError
 
 _MAX_BYTES: Final = 16 * 2**30
@@ -26,16 +28,17 @@ def check_tiers(arguments: argparse.Namespace) -> None:
     Raises:
         BadInputError: which needs which.
     """
+    preempt = getattr(arguments, "preempt", "recompute")  # a prefill node preempts nothing
     if arguments.host_blocks is None:
         for option in ("storage", "host_write"):
             if getattr(arguments, option) is not None:
                 raise BadInputError(f"--{option.replace('_', '-')} needs --host-blocks")
-        if arguments.preempt != "recompute":
-            raise BadInputError(f"--preempt {arguments.preempt} needs --host-blocks")
-    elif arguments.no_prefix_cache:
+        if preempt != "recompute":
+            raise BadInputError(f"--preempt {preempt} needs --host-blocks")
+    elif getattr(arguments, "no_prefix_cache", False):
         raise BadInputError("--host-blocks keeps the prefix cache, but --no-prefix-cache is given")
     if arguments.storage is None:
-        if arguments.preempt == "storage":
+        if preempt == "storage":
             raise BadInputError("--preempt storage needs --storage")
         if arguments.storage_max_bytes is not None:
             raise BadInputError("--storage-max-bytes needs --storage")
@@ -44,19 +47,32 @@ def check_tiers(arguments: argparse.Namespace) -> None:
         arguments.host_write = "back" if arguments.storage is None else "through"
 
 
+def storage_of_node(arguments: argparse.Namespace, node: str) -> str | None:
+    """Return the URL for one of several nodes: servers are for all, but a directory is for one
+    process alone, so each has its own in it.
+    """
+    url: str | None = arguments.storage
+    directory = None if url is None else directory_of(url)
+    if directory is None:
+        return url
+    Path(directory).mkdir(mode=0o700, exist_ok=True)
+    return f"{url}/{node}"
+
+
 @contextmanager
 def open_storage(
-    arguments: argparse.Namespace, namespace: StorageNamespace | None
+    arguments: argparse.Namespace, namespace: StorageNamespace | None, *, node: str | None = None
 ) -> Iterator[StorageWorkers | None]:
     """Open the storage that was asked for, if any, and close it at the end."""
-    if arguments.storage is None:
+    url = arguments.storage if node is None else storage_of_node(arguments, node)
+    if url is None:
         yield None
         return
     max_bytes = arguments.storage_max_bytes
-    if max_bytes is None and arguments.storage.startswith("file:"):
+    if max_bytes is None and url.startswith("file:"):
         max_bytes = _MAX_BYTES
     options = BackendOptions(max_bytes=max_bytes, namespace=namespace)
-    backend = open_backend(arguments.storage, options)
+    backend = open_backend(url, options)
     storage = StorageWorkers(backend, max_bytes_in_flight=_MAX_BYTES_IN_FLIGHT)
     try:
         yield storage

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from ...kvcache import CacheManager, HostConfig
+from ...kvcache.storage import Storage, StorageNamespace
 from ..decode import DecodeScheduler
 from ..handoff import CancelPull, Finished, Post, Pull, Started, Stopped, Timing
 from ..model_runner import ModelRunner
@@ -13,7 +14,7 @@ from ..policy import Policy
 from ..tier_requests import Preempt
 from ..transport import Event, PullFailed, Received, Transport, WireTicket
 from .kv_parts import KVParts
-from .node_engine import Letter, NodeEngine
+from .node_engine import Letter, NodeEngine, check_revision
 from .parts_in import PartsIn
 
 DecodeReport: TypeAlias = Started | Finished | Stopped
@@ -40,6 +41,8 @@ class DecodeEngine(NodeEngine[DecodeScheduler]):
         reserve_tokens: int | None = 512,
         preempt: Preempt = "recompute",
         host: HostConfig | None = None,
+        storage: Storage | None = None,
+        storage_namespace: StorageNamespace | None = None,
     ) -> None:
         """Allocate the arrays and compile every program.
 
@@ -52,12 +55,14 @@ class DecodeEngine(NodeEngine[DecodeScheduler]):
             block_size: tokens per block; prefill nodes have the same.
             num_blocks, token_budget, max_running, max_model_len: of `Engine`.
             weights_revision: which weights these are; parts of others are not taken.
-            policy, reserve_tokens, preempt, host: of `Engine`.
+            policy, reserve_tokens, preempt, host, storage, storage_namespace: of `Engine`.
 
         Raises:
-            ConfigError, CountError: for what cannot work; before anything is allocated.
+            ConfigError, CountError, StorageConfigError: for what cannot work; before anything is
+                allocated.
         """
-        manager = CacheManager(num_blocks, block_size, host=host)
+        check_revision(weights_revision, storage_namespace)
+        manager = CacheManager(num_blocks, block_size, host=host, storage=storage_namespace)
         scheduler = DecodeScheduler(
             manager,
             epoch=epoch,
@@ -76,9 +81,10 @@ class DecodeEngine(NodeEngine[DecodeScheduler]):
             token_budget=token_budget,
             max_running=max_running,
             max_model_len=max_model_len,
+            storage=storage,
         )
-        super().__init__(manager, scheduler, runner, transport, now=now)
         kv = KVParts(runner, "scatter", weights_revision)
+        super().__init__(manager, scheduler, runner, transport, kv, now=now)
         self._parts = PartsIn(kv, transport, timeout_s=timing.transfer_s)
         self._reports: list[DecodeReport] = []
 

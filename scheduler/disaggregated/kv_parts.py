@@ -22,6 +22,9 @@ class KVParts:
 
         21 blocks    16 | 4 | 1    of each piece, each layer's K, then each layer's V:
                                    [blocks, kv_heads, block_size, head_dim]
+
+    Attributes:
+        weights_revision: which weights its parts are of.
     """
 
     def __init__(self, runner: ModelRunner, kind: CopyKind, weights_revision: str) -> None:
@@ -40,9 +43,15 @@ class KVParts:
         self._num_pools = 2 * len(pools)
         self._block_shape = tuple(pools[0].shape[1:])
         self._dtype = str(pools[0].dtype)
+        self.set_revision(weights_revision)
+
+    def set_revision(self, weights_revision: str) -> None:
+        """Name the weights of the parts from now on; those of others are not taken."""
+        runner = self._runner
         namespace = make_storage_namespace(
             runner.model, weights_revision, runner.manager.block_size
         )
+        self.weights_revision = weights_revision
         self._namespace_digest = digest_namespace(namespace.digest())
 
     def describe(self, num_blocks: int) -> Descriptor:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from ...kvcache import CacheManager
+from ...kvcache.storage import StorageNamespace
 from ..decode import DecodeScheduler
 from ..engine_stats import EngineStats
+from ..errors import ConfigError
 from ..handoff import Key, Message, NodeId
 from ..model_runner import ModelRunner
+from ..models import Params
 from ..prefill import PrefillScheduler
 from ..request import Request
 from ..transport import Event, Transport, TransportStats, WireTicket
+from .kv_parts import KVParts
 
 
 class Letter(NamedTuple):
@@ -41,6 +46,19 @@ class NodeStats:
 SchedulerT = TypeVar("SchedulerT", bound=PrefillScheduler | DecodeScheduler)
 
 
+def check_revision(weights_revision: str, namespace: StorageNamespace | None) -> None:
+    """Refuse a storage of other weights than those of the parts.
+
+    Raises:
+        ConfigError: with both names.
+    """
+    if namespace is not None and namespace.weights_revision != weights_revision:
+        raise ConfigError(
+            f"storage_namespace is of weights_revision {namespace.weights_revision!r}, the node of "
+            f"{weights_revision!r}"
+        )
+
+
 class NodeEngine(ABC, Generic[SchedulerT]):
     """A node without its network, its clock and its front desk: a loop outside has those.
 
@@ -65,14 +83,26 @@ class NodeEngine(ABC, Generic[SchedulerT]):
         scheduler: SchedulerT,
         runner: ModelRunner,
         transport: Transport,
+        kv: KVParts,
         *,
         now: float,
     ) -> None:
+        """Join the parts of a node.
+
+        Args:
+            manager: whose blocks it has.
+            scheduler: of the manager.
+            runner: of the manager, too.
+            transport: nobody else polls or closes it.
+            kv: over the runner.
+            now: the time; see `poll`.
+        """
         self.manager = manager
         self.scheduler = scheduler
         self.scheduler.tick(now)
         self._runner = runner
         self._transport = transport
+        self._kv = kv
         self._letters: list[Letter] = []
 
     def check_request(self, request: Request) -> None:
@@ -111,6 +141,41 @@ class NodeEngine(ABC, Generic[SchedulerT]):
         self._act()
         return has_stepped or bool(events or self._letters)
 
+    def reset_cache(
+        self,
+        keep: Collection[bytes] = (),
+        *,
+        params: Params | None = None,
+        weights_revision: str = "",
+    ) -> None:
+        """Forget the KV of all tiers, and go on with other weights, if some are given.
+
+        Call `scheduler.drain` first, and poll until the scheduler's `reset_cache` may be called. A
+        decode node goes on with what it generates, by the new weights. Nodes need not be reset at
+        the same time: parts of other weights are not taken, and such an attempt is made again.
+
+        Args:
+            keep: namespaces whose published KV stays.
+            params: other weights of the same shapes; None: those of now.
+            weights_revision: what they are called, by nodes and in storage.
+
+        Raises:
+            ConfigError: for weights of other shapes, or without a new name. Nothing is changed.
+            HandoffsOpenError: if hand-offs hold blocks. Nothing is changed.
+        """
+        if params is not None:
+            if weights_revision in ("", self._kv.weights_revision):
+                raise ConfigError(
+                    f"parts of KV are of weights_revision {self._kv.weights_revision!r}: other "
+                    "weights need another one"
+                )
+            self._runner.check_params(params, weights_revision)
+        self.scheduler.reset_cache(keep, weights_revision)
+        if params is not None:
+            self._runner.set_params(params)
+        if weights_revision:
+            self._kv.set_revision(weights_revision)
+
     def take_letters(self) -> list[Letter]:
         """Hand out what is to be sent since the last call, in order."""
         letters, self._letters = self._letters, []
@@ -121,7 +186,10 @@ class NodeEngine(ABC, Generic[SchedulerT]):
         return NodeStats(self._runner.stats(self.scheduler.stats()), self._transport.stats())
 
     def close(self, *, timeout_s: float = 30.0) -> bool:
-        """Stop the transport, and the threads of a host tier; see `Engine.close`."""
+        """Stop the transport, and the threads of a host tier; see `Engine.close`.
+
+        Storage stays open.
+        """
         self._transport.close()
         return self._runner.close(timeout_s)
 

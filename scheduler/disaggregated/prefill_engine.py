@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...kvcache import CacheManager, HostConfig
+from ...kvcache.storage import Storage, StorageNamespace
 from ..handoff import Failed, NodeId, Offer, Order, Post, Send, Timing, Withdraw
 from ..model_runner import ModelRunner
 from ..models import Model
@@ -11,7 +12,7 @@ from ..prefill import PrefillScheduler
 from ..request import Request
 from ..transport import Event, Offered, OfferFailed, Transport, Withdrawn
 from .kv_parts import KVParts
-from .node_engine import Letter, NodeEngine
+from .node_engine import Letter, NodeEngine, check_revision
 from .parts_out import PartsOut
 
 
@@ -39,6 +40,8 @@ class PrefillEngine(NodeEngine[PrefillScheduler]):
         order: Order = "early",
         policy: Policy | None = None,
         host: HostConfig | None = None,
+        storage: Storage | None = None,
+        storage_namespace: StorageNamespace | None = None,
     ) -> None:
         """Allocate the arrays and compile every program.
 
@@ -49,13 +52,16 @@ class PrefillEngine(NodeEngine[PrefillScheduler]):
             now: the time; see `poll`.
             timing, order: of `PrefillScheduler`.
             block_size: tokens per block; decode nodes have the same.
-            num_blocks, token_budget, max_running, max_model_len, policy, host: of `Engine`.
+            num_blocks, token_budget, max_running, max_model_len, policy, host, storage,
+                storage_namespace: of `Engine`.
             weights_revision: which weights these are; parts of others are not taken.
 
         Raises:
-            ConfigError, CountError: for what cannot work; before anything is allocated.
+            ConfigError, CountError, StorageConfigError: for what cannot work; before anything is
+                allocated.
         """
-        manager = CacheManager(num_blocks, block_size, host=host)
+        check_revision(weights_revision, storage_namespace)
+        manager = CacheManager(num_blocks, block_size, host=host, storage=storage_namespace)
         scheduler = PrefillScheduler(
             manager,
             epoch=epoch,
@@ -71,10 +77,12 @@ class PrefillEngine(NodeEngine[PrefillScheduler]):
             token_budget=token_budget,
             max_running=max_running,
             max_model_len=max_model_len,
+            storage=storage,
             decode=False,
         )
-        super().__init__(manager, scheduler, runner, transport, now=now)
-        self._parts = PartsOut(KVParts(runner, "gather", weights_revision), transport)
+        kv = KVParts(runner, "gather", weights_revision)
+        super().__init__(manager, scheduler, runner, transport, kv, now=now)
+        self._parts = PartsOut(kv, transport)
         self._reports: list[Failed] = []
 
     def begin(self, request: Request, peer: NodeId, attempt: int = 1) -> None:

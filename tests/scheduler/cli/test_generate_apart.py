@@ -72,15 +72,25 @@ def test_a_decode_node_that_reserves_all_preempts_none(
     assert results["stats"]["decode-0"]["engine"]["scheduler"]["preemptions"] == 0
 
 
-def test_a_decode_node_may_park_on_its_host(radixkv: Any, arguments: list[object]) -> None:
+def test_nodes_may_have_storage_and_park_there(
+    radixkv: Any, arguments: list[object], tmp_path: Path
+) -> None:
     expected = run(radixkv, *arguments)["outputs"]
-    tight = ["--device-blocks", 10, "--reserve-tokens", 0, "--host-blocks", 32, "--preempt", "host"]
-    apart = ["--disaggregate", "--transport", "inprocess"]
-    results = run(radixkv, *arguments, *apart, *tight)
-    assert results["outputs"] == expected
-    decode = results["stats"]["decode-0"]["engine"]  # who is preempted is a matter of timing
-    assert decode["scheduler"]["parked"] == decode["scheduler"]["resumed_parked"]
-    assert decode["cache"]["tiers"]["host_blocks"] == 32
+    tight = ["--device-blocks", 10, "--reserve-tokens", 0, "--host-blocks", 32]
+    apart = ["--disaggregate", "--transport", "inprocess", "--preempt", "storage"]
+    storage = ["--storage", f"file://{tmp_path / 'blocks'}"]
+    found = []
+    for _ in range(2):
+        results = run(radixkv, *arguments, *apart, *tight, *storage)
+        assert results["outputs"] == expected
+        prefill, decode = results["stats"].values()
+        counts = decode["engine"]["scheduler"]  # who is preempted is a matter of timing
+        assert counts["parked"] == counts["resumed_parked"]
+        assert decode["engine"]["cache"]["tiers"]["host_blocks"] == 32
+        assert prefill["storage"]["errors"] == decode["storage"]["errors"] == {}
+        found.append(prefill["engine"]["scheduler"]["storage_hit_tokens"])
+    assert found == [0, 12 + 4]
+    assert {path.name for path in (tmp_path / "blocks").iterdir()} == {"prefill-0", "decode-0"}
 
 
 @pytest.mark.parametrize(
@@ -100,16 +110,16 @@ def test_a_decode_node_may_park_on_its_host(radixkv: Any, arguments: list[object
             ("--disaggregate", "--no-prefix-cache"),
             "--no-prefix-cache does not go with --disaggregate",
         ),
-        (
-            ("--disaggregate", "--host-blocks", 9, "--storage", "file:///x"),
-            "--storage does not go with --disaggregate",
-        ),
         *(
             (
                 ("--disaggregate", "--desk", "127.0.0.1:0", option, value),
                 f"--desk takes nodes as they are: give them {option}",
             )
             for option, value in (("--transport", "jax"), ("--device-blocks", 9))
+        ),
+        (
+            (*("--disaggregate", "--desk", "127.0.0.1:0"), *("--storage", "file:///x")),
+            "--storage needs --host-blocks",
         ),
         (
             ("--reserve-tokens", "all"),
@@ -145,6 +155,8 @@ def test_options_that_do_not_go_together_are_refused(
     [
         (("--silence-s", 0), "--silence-s must be more than 0"),
         (("--preempt", "host"), "--preempt host needs --host-blocks"),
+        (("--preempt", "storage", "--host-blocks", 8), "--preempt storage needs --storage"),
+        (("--storage", "memory://"), "--storage needs --host-blocks"),
         (("--listen", "localhost:1"), "an address is like 127.0.0.1:5557"),
         (("--desk", "x"), "an address is like 127.0.0.1:5557"),
         (

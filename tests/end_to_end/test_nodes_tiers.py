@@ -1,0 +1,152 @@
+"""Prefill and decode nodes over storage, and with other weights: the tokens of one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from radixkv.kvcache import HostConfig
+from radixkv.kvcache.storage import BackendOptions, StorageWorkers, open_backend
+from radixkv.scheduler.engine import Engine
+from radixkv.scheduler.engine_tiers import make_storage_namespace
+from radixkv.scheduler.errors import ConfigError, HandoffsOpenError
+from radixkv.scheduler.models import Params
+
+from .cluster import Cluster
+from .conftest import complete, fresh
+from .test_engine import PREFIX, PROMPTS, SAMPLED
+
+LONG_S = 1000.0
+
+
+@pytest.fixture
+def llama(engine) -> Engine:
+    return engine("llama", 4)
+
+
+@contextmanager
+def over_files(llama: Engine, directory: Path, **decode: Any) -> Iterator[Cluster]:
+    """A node of each role, each with a directory of blocks, until they are closed."""
+    namespace = make_storage_namespace(llama._runner.model, "tiny", 4)
+    with ExitStack() as stack:
+
+        def options(role: str) -> dict[str, Any]:
+            backend = open_backend(f"file://{directory}/{role}", BackendOptions(max_bytes=2**30))
+            storage = StorageWorkers(backend, max_bytes_in_flight=2**28)
+            stack.callback(storage.close, timeout_s=LONG_S)
+            return {
+                "weights_revision": "tiny",
+                "host": HostConfig(64, "through"),
+                "storage": storage,
+                "storage_namespace": namespace,
+            }
+
+        cluster = Cluster(llama, prefill=options("p"), decode=options("d") | decode)
+        yield cluster
+        assert cluster.front.close(timeout_s=LONG_S)
+
+
+def test_kv_survives_its_nodes_in_files(llama: Engine, tmp_path: Path) -> None:
+    expected = complete(fresh(llama), PROMPTS, 24, SAMPLED)
+    tight = {"num_blocks": 28, "reserve_tokens": 0, "preempt": "storage"}
+    found, computed = [], []
+    for _ in range(2):
+        with over_files(llama, tmp_path, **tight) as cluster:
+            assert cluster.complete(PROMPTS, 24, SAMPLED) == expected
+            prefill, decode = (each.engine.scheduler for each in cluster.front.stats().values())
+            assert decode.parked > 0
+            found.append(prefill.storage_hit_tokens)
+            computed.append(prefill.prefill_tokens)
+    assert found[0] == 0 < found[1]
+    assert computed[1] < computed[0]
+
+
+def test_storage_is_of_the_weights_that_the_parts_are_of(llama: Engine) -> None:
+    namespace = make_storage_namespace(llama._runner.model, "tiny", 4)
+    text = r"^storage_namespace is of weights_revision 'tiny', the node of ''$"
+    options = {"host": HostConfig(8), "storage_namespace": namespace}
+    for prefill, decode in ((options, {}), ({}, options)):
+        with pytest.raises(ConfigError, match=text):
+            Cluster(llama, prefill=prefill, decode=decode)
+
+
+# Other weights
+
+
+@pytest.fixture
+def other(llama: Engine) -> Engine:
+    """An engine that always had the other weights."""
+    model = llama._runner.model
+    engine = fresh(llama)
+    params = jax.tree.map(lambda leaf: leaf * 1.01, model.params)
+    engine._runner.model = replace(model, params=params)
+    return engine
+
+
+def reset(cluster: Cluster, params: Params, *roles: str) -> None:
+    """Give nodes other weights as soon as they hold no block for a hand-off."""
+    nodes = [cluster.p if role == "prefill" else cluster.d for role in roles]
+    for node in nodes:
+        node.scheduler.drain("other weights come")
+    while nodes:
+        try:
+            nodes[0].reset_cache(params=params, weights_revision="second")
+        except HandoffsOpenError:
+            cluster.front.step()
+        else:
+            del nodes[0]
+
+
+@pytest.mark.parametrize("num_steps", [0, 3, 6])
+def test_after_a_reset_the_new_weights_decide(llama: Engine, other: Engine, num_steps: int) -> None:
+    host = {"host": HostConfig(64, "through")}
+    cluster = Cluster(llama, prefill={"token_budget": 16, **host}, decode=host)
+    before = cluster.complete(PROMPTS, 24, SAMPLED)
+    requests = cluster.add(PROMPTS, 24, SAMPLED)
+    cluster.step(num_steps)
+    reset(cluster, other._runner.model.params, "decode", "prefill")
+    cluster.finish()
+    assert cluster.front.failures == {}
+    assert all(len(request.output_tokens) == 24 for request in requests)
+    after = complete(other, PROMPTS, 24, SAMPLED)
+    assert after != before
+    assert cluster.complete(PROMPTS, 24, SAMPLED) == after
+    assert cluster.front.close()
+
+
+def test_parts_of_other_weights_are_not_taken(llama: Engine, other: Engine) -> None:
+    cluster, params = Cluster(llama), other._runner.model.params
+    reset(cluster, params, "prefill")
+    [failing] = cluster.add([PREFIX], 4)
+    cluster.finish()
+    assert cluster.front.failures == {
+        failing.request_id: "part 0 could not be pulled: of another namespace or model"
+    }
+    reset(cluster, params, "decode")
+    assert cluster.complete([PREFIX], 4) == complete(other, [PREFIX], 4)
+
+
+def test_a_reset_that_cannot_be_changes_nothing(llama: Engine, other: Engine, model: Any) -> None:
+    cluster, params = Cluster(llama), other._runner.model.params
+    expected = complete(fresh(llama), [PREFIX], 4)
+    for node in (cluster.p, cluster.d):
+        text = r"^parts of KV are of weights_revision '': other weights need another one$"
+        with pytest.raises(ConfigError, match=text):
+            node.reset_cache(params=params)
+        text = r"^params are not of the shapes and dtypes that the model has$"
+        with pytest.raises(ConfigError, match=text):
+            node.reset_cache(params=model("qwen3").params, weights_revision="second")
+    cluster.add([PREFIX], 4)
+    while not cluster.d.scheduler.num_receiving:
+        cluster.front.step()
+    for node in (cluster.p, cluster.d):
+        with pytest.raises(HandoffsOpenError, match=r"^1 hand-offs hold blocks"):
+            node.reset_cache(params=params, weights_revision="second")
+    cluster.finish()
+    assert cluster.complete([PREFIX], 4) == expected
