@@ -200,7 +200,9 @@ class Desk:
                         for key in [each for each in self._routes if each[0] == name]:
                             self._end(key)
                         self._refused_by.pop(name, None)
-                        self._answer(self._live.pop(name), tokens, reason)
+                        request = self._live.pop(name)
+                        # Nodes say whom they mean by the name that they know.
+                        self._answer(request, tokens, reason.replace(name, request.request_id))
 
     def _end(self, key: Key) -> None:
         self._routes.pop(key, None)

@@ -42,6 +42,7 @@ class PrefillEngine(NodeEngine[PrefillScheduler]):
         host: HostConfig | None = None,
         storage: Storage | None = None,
         storage_namespace: StorageNamespace | None = None,
+        max_offered_bytes: int = 256 << 20,
     ) -> None:
         """Allocate the arrays and compile every program.
 
@@ -55,6 +56,8 @@ class PrefillEngine(NodeEngine[PrefillScheduler]):
             num_blocks, token_budget, max_running, max_model_len, policy, host, storage,
                 storage_namespace: of `Engine`.
             weights_revision: which weights these are; parts of others are not taken.
+            max_offered_bytes: of the copies that decode nodes have yet to read, beside the blocks;
+                what would be more is copied later. One prompt's may come on top.
 
         Raises:
             ConfigError, CountError, StorageConfigError: for what cannot work; before anything is
@@ -82,7 +85,7 @@ class PrefillEngine(NodeEngine[PrefillScheduler]):
         )
         kv = KVParts(runner, "gather", weights_revision)
         super().__init__(manager, scheduler, runner, transport, kv, now=now)
-        self._parts = PartsOut(kv, transport)
+        self._parts = PartsOut(kv, transport, max_bytes=max_offered_bytes)
         self._reports: list[Failed] = []
 
     def begin(self, request: Request, peer: NodeId, attempt: int = 1) -> None:
@@ -113,6 +116,7 @@ class PrefillEngine(NodeEngine[PrefillScheduler]):
             case OfferFailed(ticket, reason):
                 self.give_up(ticket.key, f"part {ticket.part} could not be offered: {reason}")
             case Withdrawn(key):
+                self._parts.withdrawn(key)
                 self.scheduler.fenced(key)
 
     def _act(self) -> None:

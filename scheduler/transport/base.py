@@ -141,9 +141,12 @@ class Transport(ABC):
 
     Attributes:
         name: of the engine.
+        copies_offers: whether the arrays of an offer are free when it is served (Offered), or only
+            when it is withdrawn (Withdrawn).
     """
 
     name: str
+    copies_offers: bool
 
     @abstractmethod
     def offer(

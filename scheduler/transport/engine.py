@@ -85,8 +85,7 @@ class Engine(ABC):
 
     Attributes:
         name: both nodes must use the same.
-        copies_offers: whether arrays are needed only until `offer` has returned, or until they are
-            withdrawn.
+        copies_offers: see `Transport`.
     """
 
     name: str

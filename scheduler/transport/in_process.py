@@ -46,6 +46,7 @@ class InProcessTransport(Transport):
     """
 
     name = NAME
+    copies_offers = False
 
     def __init__(self, exchange: InProcessExchange) -> None:
         """Make the end of one node."""

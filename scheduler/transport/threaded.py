@@ -46,6 +46,7 @@ class ThreadedTransport(Transport):
     def __init__(self, engine: Engine) -> None:
         """Start the thread; the engine is its own from now on."""
         self.name = engine.name
+        self.copies_offers = engine.copies_offers
         self._offered: set[Ticket] = set()
         self._pulling: dict[Ticket, bool] = {}  # whether it was cancelled
         self._received: set[Ticket] = set()

@@ -134,6 +134,12 @@ def test_faults_over_transports_between_processes(llama, expected, transport):
         assert cluster.front.close()
 
 
+def test_copies_for_one_hand_off_at_a_time_are_enough(llama, expected):
+    cluster = Cluster(llama, prefill={"max_offered_bytes": 1, "token_budget": 16})
+    assert cluster.complete(PROMPTS, 24, SAMPLED) == expected
+    assert cluster.p._parts.num_bytes == 0
+
+
 # Hits
 
 
@@ -334,7 +340,7 @@ def test_the_transport_knows_whether_all_was_read(llama):
 def test_a_late_compilation_of_a_copy_would_be_counted(llama):
     cluster = Cluster(llama)
     for node, name in ((cluster.p, "gather"), (cluster.d, "scatter")):
-        copies = node._parts._kv._copies
+        copies = node._kv._copies
         copy = getattr(copies, name)
 
         def copy_and_compile(*arguments: Any, copy: Any = copy, length: int = len(name)) -> Any:
@@ -396,7 +402,7 @@ def test_d_refuses_what_its_model_cannot_take(llama):
     cluster.finish()
     assert cluster.front.failures == {
         "0": (
-            "refused, malformed: request '0 #0.0': 40 prompt tokens and 4 new ones are more than "
+            "refused, malformed: request '0': 40 prompt tokens and 4 new ones are more than "
             "max_model_len 43"
         )
     }

@@ -88,6 +88,17 @@ def test_failures_have_their_reasons() -> None:
     assert (late.status, late.finish_reason) == (RequestStatus.ABORTED, "abort")
 
 
+def test_a_failure_has_the_name_that_the_client_gave() -> None:
+    desk = make("d0")
+    desk.add_request(Request("a", [1, 2, 3], 2), 0.0)
+    key = begin(desk).key
+    assert key[0] != "a"
+    reason = "3 prompt tokens and 2 new ones are more than max_model_len 4"
+    desk.prefill_failed(key, f"request {key[0]!r}: {reason}", is_final=True)
+    desk.take_ended()
+    assert desk.failures == {"a": f"request 'a': {reason}"}
+
+
 def test_a_request_is_taken_in_once() -> None:
     desk, request = make("d0"), Request("a", [1], 1)
     desk.add_request(request, 0.0)

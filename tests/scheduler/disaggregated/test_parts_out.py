@@ -1,0 +1,164 @@
+"""What a prefill node offers: copies of so many bytes, and the rest later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixkv.scheduler.disaggregated.parts_out import PartsOut
+from radixkv.scheduler.handoff import Head, Key, Offer, Send, Ticket, Withdraw
+from radixkv.scheduler.transport import (
+    ArraySpec,
+    Descriptor,
+    InProcessExchange,
+    InProcessTransport,
+    Offered,
+    PayloadArray,
+    Withdrawn,
+)
+
+BLOCK_BYTES = 10
+MAX_BYTES = 6 * BLOCK_BYTES
+
+
+class Blocks:
+    """Gathers blocks that have their numbers as content."""
+
+    def describe(self, num_blocks: int) -> Descriptor:
+        return Descriptor(
+            (ArraySpec((num_blocks, BLOCK_BYTES), "uint8"),), num_blocks, 0, bytes(16)
+        )
+
+    def read(self, blocks: Sequence[int]) -> Sequence[PayloadArray]:
+        return [np.repeat(np.array(blocks, np.uint8)[:, None], BLOCK_BYTES, axis=1)]
+
+
+class Node:
+    """The parts of a node with its transport, and which are served."""
+
+    def __init__(self, copies_offers: bool = False) -> None:
+        self.transport = InProcessTransport(InProcessExchange())
+        self.transport.copies_offers = copies_offers
+        self.parts = PartsOut(Blocks(), self.transport, max_bytes=MAX_BYTES)
+        self.sent: list[tuple[str, int]] = []  # whose, and which part
+
+    def offer(self, name: str, part: int, blocks: Iterable[int]) -> None:
+        ticket = Ticket((name, 1), 1, 1, 1, part)
+        blocks = tuple(blocks)
+        self.parts.offer(Offer("d0", ticket, blocks, 0))
+        send = Send(Head(ticket.key, 1, 1, 1), part, 0, len(blocks), 0)
+        assert self.parts.letter("d0", send) is None
+        self.run()
+
+    def withdraw(self, name: str) -> None:
+        self.parts.withdraw(Withdraw((name, 1), was_read=True))
+        self.run()
+
+    def run(self) -> None:
+        while events := self.transport.poll():
+            for event in events:
+                match event:
+                    case Offered():
+                        letter = self.parts.offered(event)
+                        assert letter is not None and letter.wire is event.wire
+                        self.sent.append((event.ticket.key[0], event.ticket.part))
+                    case Withdrawn(key):
+                        self.parts.withdrawn(key)
+
+
+def test_what_would_be_too_much_is_copied_when_others_are_gone() -> None:
+    node = Node()
+    node.offer("a", 0, range(4))
+    node.offer("b", 0, range(2))
+    node.offer("b", 1, range(3))
+    node.offer("c", 0, range(1))  # would fit, but b is before
+    assert node.sent == [("a", 0), ("b", 0)]
+    assert node.parts.num_bytes == MAX_BYTES
+    node.withdraw("a")
+    assert node.sent[2:] == [("b", 1), ("c", 0)]
+    assert node.parts.num_bytes == 6 * BLOCK_BYTES
+
+
+def test_the_oldest_does_not_wait_for_those_that_wait_for_it() -> None:
+    node = Node()
+    node.offer("a", 0, range(1))
+    node.offer("b", 0, range(5))
+    node.offer("b", 1, range(1))
+    node.offer("a", 1, range(40))
+    assert node.sent == [("a", 0), ("b", 0), ("a", 1)]
+    node.withdraw("a")
+    assert node.sent[3:] == [("b", 1)]
+
+
+def test_a_part_that_was_withdrawn_while_it_waited_is_not_copied() -> None:
+    node = Node()
+    node.offer("a", 0, range(6))
+    node.offer("b", 0, range(6))
+    node.withdraw("b")
+    node.withdraw("a")
+    assert node.sent == [("a", 0)]
+    assert node.parts.num_bytes == 0
+    assert node.transport.stats().offers == 0
+
+
+def test_where_the_transport_copies_nothing_is_held_after_that() -> None:
+    node = Node(copies_offers=True)
+    for part in range(3):
+        node.offer("a", part, range(5))
+        node.offer("b", part, range(5))
+        assert node.parts.num_bytes == 0
+    assert len(node.sent) == 6
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcd"), st.integers(1, 9)) | st.sampled_from("abcd"),
+        max_size=40,
+    )
+)
+def test_everything_is_offered_in_the_end_and_never_too_much(moves: list) -> None:
+    node = Node()
+    parts: dict[Key, list[int]] = {}  # the blocks of each, of attempts that are not withdrawn
+    lives = dict.fromkeys("abcd", 0)
+    for move in moves:
+        if isinstance(move, tuple):
+            name, num_blocks = f"{move[0]}{lives[move[0]]}", move[1]
+            of = parts.setdefault((name, 1), [])
+            of.append(num_blocks)
+            node.offer(name, len(of) - 1, range(num_blocks))
+        else:
+            name = f"{move}{lives[move]}"
+            lives[move] += 1
+            parts.pop((name, 1), None)
+            node.withdraw(name)
+        # The oldest has all, and the others what fits beside it, without gaps.
+        oldest = next(iter(parts), None)
+        held = {key: [part for name, part in node.sent if name == key[0]] for key in parts}
+        num_bytes = {
+            key: sum(parts[key][part] for part in served) * BLOCK_BYTES
+            for key, served in held.items()
+        }
+        assert node.parts.num_bytes == sum(num_bytes.values())
+        if oldest is not None:
+            assert held[oldest] == list(range(len(parts[oldest])))
+            assert node.parts.num_bytes - num_bytes[oldest] <= MAX_BYTES
+        assert all(served == list(range(len(served))) for served in held.values())
+    for key in list(parts):
+        node.withdraw(key[0])
+    assert node.parts.num_bytes == 0
+    assert node.parts._waiting == []
+
+
+@pytest.mark.parametrize("copies_offers", [False, True])
+def test_what_is_offered_later_has_the_content_of_its_blocks(copies_offers: bool) -> None:
+    node = Node(copies_offers)
+    node.offer("a", 0, range(6))
+    node.offer("b", 0, [7, 9])
+    node.withdraw("a")
+    ticket = Ticket(("b", 1), 1, 1, 1, 0)
+    (array,) = node.transport._exchange.offers[ticket]
+    assert np.asarray(array)[:, 0].tolist() == [7, 9]
