@@ -59,7 +59,11 @@ def run(arguments: argparse.Namespace) -> int:
         max_running=min(len(prompts), token_budget, _MAX_RUNNING),
         max_model_len=max(map(len, prompts)) + new_tokens,
     )
-    if arguments.disaggregate:
+    if arguments.transport == "inprocess":
+        from .generate_in_process import complete_in_process
+
+        stats = complete_in_process(arguments, requests, sizes)
+    elif arguments.disaggregate:
         from .generate_apart import complete_apart  # here, because it needs an extra
 
         stats = complete_apart(arguments, requests, sizes)

@@ -1,47 +1,27 @@
-"""`radixkv generate --disaggregate`: prefill and decode on nodes of their own."""
+"""`radixkv generate --disaggregate`: prefill and decode on nodes in processes of their own."""
 
 from __future__ import annotations
 
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
-from pathlib import Path
-from typing import Any, Protocol
+from contextlib import closing
+from typing import Any
 
-from ...kvcache.storage import Storage
 from ..channel import Secret, ZmqChannel, load_secret
-from ..disaggregated import DecodeEngine, Disaggregated, PrefillEngine
 from ..disaggregated.node_loop import DESK
 from ..disaggregated.processes import NodeProcesses
 from ..disaggregated.remote import RemoteNodes
-from ..engine_tiers import make_storage_namespace
-from ..errors import HandoffFailedError, NodesMissingError
-from ..handoff import Timing
-from ..models import load_model
-from ..models.digest import weights_digest
+from ..errors import NodesMissingError
 from ..request import Request
-from ..transport import InProcessExchange, InProcessTransport
 from .apart_options import Sizes
+from .apart_run import run_requests
 from .errors import BadInputError
-from .node import describe
-from .options import host_tier
 from .progress import ProgressLine
-from .tiers import open_storage, storage_of_node
+from .tiers import storage_of_node
 
 _SILENCE_S = 5.0
 _TIMEOUT_S = 120.0
-
-
-class _Nodes(Protocol):
-    """What completes requests."""
-
-    @property
-    def failures(self) -> dict[str, str]: ...
-    def add_request(self, request: Request) -> None: ...
-    def step(self) -> list[Request]: ...
-    @property
-    def has_work(self) -> bool: ...
 
 
 def complete_apart(
@@ -55,65 +35,9 @@ def complete_apart(
         NodesMissingError: if nodes do not come, or go and do not come back.
         BadInputError: if a node comes that does not fit.
     """
-    if arguments.transport == "inprocess":
-        return _in_process(arguments, requests, sizes)
     if arguments.desk is not None:
         return _by_hand(arguments, requests)
     return _in_processes(arguments, requests, sizes)
-
-
-def _in_process(
-    arguments: argparse.Namespace, requests: Sequence[Request], sizes: Sizes
-) -> dict[str, Any]:
-    model_dir = Path(arguments.model_dir)
-    model, exchange = load_model(model_dir), InProcessExchange()
-    revision = weights_digest(model_dir)
-    namespace = make_storage_namespace(model, revision, arguments.block_size)
-    options: dict[str, Any] = {
-        "epoch": 1,
-        "now": time.monotonic(),
-        "timing": Timing(),
-        "block_size": arguments.block_size,
-        "num_blocks": sizes.num_blocks,
-        "token_budget": sizes.token_budget,
-        "max_running": sizes.max_running,
-        "max_model_len": sizes.max_model_len,
-        "weights_revision": revision,
-        "host": host_tier(arguments),
-    }
-    generates = {"preempt": arguments.preempt, "reserve_tokens": arguments.reserve_tokens}
-    with ExitStack() as stack:
-        storages: dict[str, Storage | None] = {}
-
-        def storage(node: str) -> dict[str, Any]:
-            """Open that of a node: nobody else may poll it."""
-            each = stack.enter_context(open_storage(arguments, namespace, node=node))
-            storages[node] = each
-            return {"storage": each, "storage_namespace": namespace if each else None}
-
-        nodes = Disaggregated(
-            [
-                PrefillEngine(
-                    model, InProcessTransport(exchange), **options, **storage(f"prefill-{place}")
-                )
-                for place in range(arguments.prefill or 1)
-            ],
-            [
-                DecodeEngine(
-                    model,
-                    InProcessTransport(exchange),
-                    **generates,
-                    **options,
-                    **storage(f"decode-{place}"),
-                )
-                for place in range(arguments.decode or 1)
-            ],
-        )
-        try:
-            _run(nodes, requests)
-        finally:
-            nodes.close()  # what storage is to keep is there then
-        return {peer: describe(stats, storages[peer]) for peer, stats in nodes.stats().items()}
 
 
 def _in_processes(
@@ -172,7 +96,7 @@ def _serve(
             progress(f"completing prompts{without}", len(requests) - nodes.num_open, len(requests))
 
         _wait_for(nodes, arguments, timeout_s, check_processes)
-        _run(nodes, requests, check)
+        run_requests(nodes, requests, check)
 
 
 def _wait_for(
@@ -208,15 +132,3 @@ def _wait_for(
             if dropped:
                 came += f"; dropped messages: {', '.join(dropped)}"
             raise NodesMissingError(came)
-
-
-def _run(
-    nodes: _Nodes, requests: Sequence[Request], check: Callable[[], None] = lambda: None
-) -> None:
-    for request in requests:
-        nodes.add_request(request)
-    while nodes.has_work:
-        nodes.step()
-        check()
-    for request_id, reason in nodes.failures.items():
-        raise HandoffFailedError(f"prompt {request_id}: {reason}")

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -19,7 +18,7 @@ from ...kvcache.storage import Storage
 from ..channel import ChannelAddressError, ZmqChannel, load_secret
 from ..channel.address import check_target
 from ..channel.codec import MAX_NAME_CHARS
-from ..disaggregated import DecodeEngine, NodeStats, PrefillEngine
+from ..disaggregated import DecodeEngine, PrefillEngine
 from ..disaggregated.node_loop import DESK, NodeLoop
 from ..engine_tiers import make_storage_namespace
 from ..handoff import Timing
@@ -27,9 +26,10 @@ from ..models import load_model
 from ..models.digest import weights_digest
 from ..transport import Transport
 from ..transport.opening import open_transport
+from .apart_run import describe
 from .errors import BadInputError
 from .options import host_tier
-from .tiers import check_tiers, describe_storage, open_storage
+from .tiers import check_tiers, open_storage
 
 _RETRIES_PER_SILENCE = 5
 _SILENCES_PER_TRANSFER = 6
@@ -142,13 +142,3 @@ def _until_told_to_stop(parent_pid: int | None) -> Iterator[Callable[[], bool]]:
     finally:
         for each, handler in zip(signals, before, strict=True):
             signal.signal(each, handler)
-
-
-def describe(stats: NodeStats, storage: Storage | None = None) -> dict[str, Any]:
-    """Return the counts of a node for JSON, with names for its faults."""
-    described = asdict(stats)
-    faults = stats.transport.faults
-    described["transport"]["faults"] = {fault.value: count for fault, count in faults.items()}
-    if storage is not None:
-        described["storage"] = describe_storage(storage.stats())
-    return described

@@ -186,13 +186,22 @@ def test_a_node_refuses_what_cannot_work(
 
 
 def test_the_extra_that_is_missing_is_named(arguments: list[object]) -> None:
-    # In a process of its own: here the modules are loaded already.
-    program = "import sys; sys.modules['zmq'] = None; from radixkv.scheduler.cli import main; "
-    program += "sys.exit(main(sys.argv[1:]))"
-    line = [sys.executable, "-c", program, *map(str, arguments), "--disaggregate"]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    done = run_without_nodes_extra(*arguments, "--disaggregate")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "radixkv: zmq is not installed: pip install 'radixkv[nodes]'\n"
+
+
+def test_nodes_in_one_process_need_no_extra(arguments: list[object]) -> None:
+    done = run_without_nodes_extra(*arguments, "--disaggregate", "--transport", "inprocess")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def run_without_nodes_extra(*arguments: object) -> subprocess.CompletedProcess[str]:
+    # In a process of its own: here the modules are loaded already.
+    program = "import sys; sys.modules['zmq'] = sys.modules['msgpack'] = None; "
+    program += "from radixkv.scheduler.cli import main; sys.exit(main(sys.argv[1:]))"
+    line = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, check=False)
 
 
 def wait_for(desk: ZmqChannel, *statuses: NodeStatus) -> str:
