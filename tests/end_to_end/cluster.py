@@ -21,6 +21,9 @@ from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.handoff import Timing
 from radixkv.scheduler.request import GREEDY, Request, RequestStatus, SamplingParams
 from radixkv.scheduler.transport import InProcessExchange, InProcessTransport, Transport
+from radixkv.scheduler.transport.jax_engine import JaxEngine
+from radixkv.scheduler.transport.nixl_engine import NixlEngine
+from radixkv.scheduler.transport.threaded import ThreadedTransport
 
 from .conftest import MAX_MODEL_LEN, MAX_RUNNING, TOKEN_BUDGET, fresh_runner
 
@@ -200,3 +203,11 @@ class Cluster:
         """Count what decode nodes have pulled."""
         nodes = self.front.decode.values()
         return sum(node.stats().transport.bytes_received for node in nodes)
+
+
+def over_jax() -> Transport:
+    return ThreadedTransport(JaxEngine())
+
+
+def over_nixl() -> Transport:
+    return ThreadedTransport(NixlEngine(1 << 22))

@@ -22,7 +22,9 @@ from radixkv.scheduler.model_runner import ModelRunner
 from radixkv.scheduler.models import Model, load_model, make_tiny_checkpoint
 from radixkv.scheduler.request import GREEDY, Request, SamplingParams
 
-NUM_BLOCKS = {4: 160, 16: 40}
+from .small import make_engine, make_requests
+
+NUM_BLOCKS = 160
 TOKEN_BUDGET = 32
 MAX_RUNNING = 4
 MAX_MODEL_LEN = 384
@@ -59,13 +61,30 @@ def engine(model: Callable[[str], Model]) -> Callable[[str, int], Engine]:
         return Engine(
             model(family),
             block_size=block_size,
-            num_blocks=NUM_BLOCKS[block_size],
+            num_blocks=NUM_BLOCKS,
             token_budget=TOKEN_BUDGET,
             max_running=MAX_RUNNING,
             max_model_len=MAX_MODEL_LEN,
         )
 
     return make
+
+
+@pytest.fixture
+def llama(engine: Callable[[str, int], Engine]) -> Engine:
+    """The engine that most tests of nodes use: to compile another takes ten seconds."""
+    return engine("llama", 4)
+
+
+@pytest.fixture(scope="session")
+def small_outputs(model: Callable[[str], Model]) -> list[list[int]]:
+    """What one engine, and one request at a time, generates from the prompts of `small`."""
+    engine = make_engine(model("qwen3"))
+    requests = make_requests()
+    for request in requests:
+        engine.add_request(request)
+        engine.run()
+    return [list(request.output_tokens) for request in requests]
 
 
 def fresh(

@@ -28,20 +28,13 @@ from radixkv.scheduler.models.digest import weights_digest
 from radixkv.scheduler.request import Request
 from radixkv.scheduler.transport.opening import open_transport
 
+from .small import NODE_OPTIONS, NUM_BLOCKS, SIZES, make_engine
+
 SILENCE_S: Final = 0.5
 TRANSFER_S: Final = 3.0
 TIMING: Final = Timing(SILENCE_S / 5, SILENCE_S, TRANSFER_S, remember_s=1.0)
 NEW_TOKENS: Final = 6
 PROMPT_TOKENS: Final = 18
-SIZES: Final[dict[str, Any]] = {
-    "block_size": 4,
-    "token_budget": 8,
-    "max_running": 4,
-    "max_model_len": 32,
-}
-NUM_BLOCKS: Final = 12
-"""So few that what a lost attempt had is used again by the next."""
-
 MOMENTS: Final[dict[str, tuple[tuple[str, type], ...]]] = {
     # The node here is P: D is lost before ASK, and at each of its moves.
     "prefill": (("sent", Ask), ("received", Grant), ("sent", Send), ("sent", Commit)),
@@ -101,8 +94,9 @@ class Pair:
         self.nodes = RemoteNodes(
             self.desk_channel, block_size=SIZES["block_size"], silence_s=SILENCE_S, max_attempts=20
         )
-        self.start_peer()
+        # First, because JAX's cache of programs is not made for two that compile the same at once.
         self.engine = self._make_engine(stack)
+        self.start_peer()
         self.channel = stack.enter_context(closing(self._make_channel(secret)))
         self.loop = NodeLoop(
             self.engine,
@@ -136,15 +130,13 @@ class Pair:
 
     def start_peer(self) -> None:
         """Start the other process, again if it was killed."""
-        sizes = [(f"--{name.replace('_', '-')}", value) for name, value in SIZES.items()]
         self.processes.start(
             self.peer,
             f"{self.peer.split('-')[0]}-node",
             [
                 *(self.model_dir, "--desk", self.desk_channel.address),
-                *("--device-blocks", NUM_BLOCKS, "--silence-s", SILENCE_S),
-                *("--transport", self.transport_name),
-                *(word for size in sizes for word in size),
+                *("--silence-s", SILENCE_S, "--transport", self.transport_name),
+                *NODE_OPTIONS,
             ],
         )
 
@@ -218,7 +210,7 @@ _ENGINES: dict[Path, Engine] = {}
 def expected(model_dir: Path, prompt: Sequence[int]) -> list[int]:
     """What one engine generates."""
     if model_dir not in _ENGINES:
-        _ENGINES[model_dir] = Engine(load_model(model_dir), num_blocks=NUM_BLOCKS, **SIZES)
+        _ENGINES[model_dir] = make_engine(load_model(model_dir))
     request = Request("a", prompt, NEW_TOKENS)
     _ENGINES[model_dir].add_request(request)
     _ENGINES[model_dir].run()

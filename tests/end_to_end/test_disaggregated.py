@@ -1,10 +1,8 @@
 """Prefill and decode nodes over tiny models: the tokens are those of one engine."""
 
-import re
 import time
 from itertools import count, product
 from typing import Any
-from unittest.mock import patch
 
 import jax.numpy as jnp
 import pytest
@@ -14,45 +12,20 @@ from hypothesis import strategies as st
 from radixkv.kvcache import HostConfig, TierStats
 from radixkv.kvcache.block_copies import BlockCopies
 from radixkv.scheduler.disaggregated import DecodeEngine, Disaggregated, PrefillEngine
-from radixkv.scheduler.errors import RequestError
-from radixkv.scheduler.handoff import Ticket, Timing
-from radixkv.scheduler.request import GREEDY, Request, RequestStatus
+from radixkv.scheduler.engine import Engine
+from radixkv.scheduler.request import GREEDY, Request
 from radixkv.scheduler.transport import (
-    Descriptor,
-    Event,
-    Fault,
     InProcessExchange,
     InProcessTransport,
-    Offered,
-    OfferFailed,
-    PullFailed,
-    Received,
-    Transport,
-    WireTicket,
 )
-from radixkv.scheduler.transport.jax_engine import JaxEngine
-from radixkv.scheduler.transport.nixl_engine import NixlEngine
-from radixkv.scheduler.transport.threaded import ThreadedTransport
 
-from .cluster import STEP_S, TIMING, Cluster
+from .cluster import STEP_S, TIMING, Cluster, over_jax, over_nixl
 from .conftest import complete, fresh
 from .test_engine import PREFIX, PROMPTS, SAMPLED
 
-ENGINES = [("llama", 4), ("llama", 16)]
-
-
-@pytest.fixture(params=ENGINES, ids=lambda param: "-".join(map(str, param)))
-def compiled(engine, request):
-    return engine(*request.param)
-
 
 @pytest.fixture
-def llama(engine):
-    return engine("llama", 4)
-
-
-@pytest.fixture
-def expected(llama) -> list[list[int]]:
+def expected(llama: Engine) -> list[list[int]]:
     """What one engine generates."""
     return complete(fresh(llama), PROMPTS, 24, SAMPLED)
 
@@ -62,9 +35,9 @@ def expected(llama) -> list[list[int]]:
 
 @pytest.mark.parametrize("order", ["early", "prefill_complete"])
 @pytest.mark.parametrize("samplings", [(GREEDY,), SAMPLED], ids=["greedy", "sampled"])
-def test_tokens_are_those_of_one_engine(compiled, samplings, order):
-    expected = complete(fresh(compiled), PROMPTS, 24, samplings)
-    cluster = Cluster(compiled, prefill={"order": order, "token_budget": 16})  # chunks of 16
+def test_tokens_are_those_of_one_engine(llama, samplings, order):
+    expected = complete(fresh(llama), PROMPTS, 24, samplings)
+    cluster = Cluster(llama, prefill={"order": order, "token_budget": 16})  # chunks of 16
     assert cluster.complete(PROMPTS, 24, samplings) == expected
     assert cluster.complete(PROMPTS, 24, samplings) == expected  # all in the caches
 
@@ -94,14 +67,6 @@ def test_stop_tokens_and_single_tokens(llama):
     assert [each.finish_reason for each in requests] == ["stop", "stop", "length"]
 
 
-def over_jax() -> Transport:
-    return ThreadedTransport(JaxEngine())
-
-
-def over_nixl() -> Transport:
-    return ThreadedTransport(NixlEngine(1 << 22))
-
-
 @pytest.mark.parametrize("transport", [over_jax, over_nixl])
 def test_over_transports_between_processes(llama, expected, transport):
     cluster = Cluster(llama, transport=transport)
@@ -110,28 +75,6 @@ def test_over_transports_between_processes(llama, expected, transport):
     assert cluster.complete(PROMPTS, 24, SAMPLED) == expected
     assert 0 < cluster.bytes_on_the_wire() - sent < sent
     assert cluster.front.close()
-
-
-@pytest.mark.parametrize("transport", [over_jax, over_nixl])
-def test_faults_over_transports_between_processes(llama, expected, transport):
-    """Aborts, then the end of each node, while threads are at work."""
-    options = {"timing": Timing(retry_s=0.2, silence_s=5.0, transfer_s=10.0, remember_s=10.0)}
-    for num_steps, fault in product((1, 2, 4), ("abort", "prefill", "decode")):
-        cluster = Cluster(llama, transport=transport, prefill=options, decode=options)
-        requests = cluster.add(PROMPTS, 24, SAMPLED)
-        cluster.step(num_steps)
-        if fault == "abort":
-            for request in requests[::2]:
-                assert cluster.front.abort(request.request_id)
-        elif fault == "prefill":
-            cluster.restart_prefill()
-        else:
-            cluster.restart_decode()
-        cluster.finish()
-        ended = requests[1::2] if fault == "abort" else requests
-        tokens = expected[1::2] if fault == "abort" else expected
-        assert [request.output_tokens for request in ended] == tokens
-        assert cluster.front.close()
 
 
 def test_copies_for_one_hand_off_at_a_time_are_enough(llama, expected):
@@ -217,143 +160,6 @@ def test_a_host_tier_on_both_nodes(llama, expected):
     assert cluster.front.close()
 
 
-# Faults
-
-
-def test_a_request_that_was_aborted_alone_leaves_no_work(llama):
-    cluster = Cluster(llama)
-    cluster.add([PREFIX], 4)
-    assert cluster.front.abort("0")
-    assert cluster.finish() == []
-    cluster.complete([PREFIX], 4)
-
-
-@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4, 6, 9, 20])
-@pytest.mark.parametrize("order", ["early", "prefill_complete"])
-def test_an_abort_leaks_nothing_and_does_not_disturb_the_others(llama, expected, order, num_steps):
-    cluster = Cluster(llama, prefill={"order": order, "token_budget": 16})
-    requests = cluster.add(PROMPTS, 24, SAMPLED)
-    cluster.step(num_steps)
-    aborted = [r for r in requests[::2] if cluster.front.abort(r.request_id)]
-    ended = cluster.finish()
-    assert not set(ended) & set(aborted)
-    for request, tokens in zip(requests, expected, strict=True):
-        if request in aborted:
-            assert request.status is RequestStatus.ABORTED
-            assert cluster.front.failures[request.request_id] == "aborted"
-        else:
-            assert request.output_tokens == tokens
-    assert not cluster.front.abort("0") and not cluster.front.abort("no such request")
-
-
-@pytest.mark.parametrize("num_steps", [1, 2, 3, 5, 12])
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_node_that_ends_and_comes_back_changes_no_token(llama, expected, role, num_steps):
-    cluster = Cluster(llama, prefill={"token_budget": 16})
-    requests = cluster.add(PROMPTS, 24, SAMPLED)
-    cluster.step(num_steps)
-    if role == "prefill":
-        cluster.restart_prefill()
-    else:
-        cluster.restart_decode()
-    cluster.finish()
-    assert cluster.front.failures == {}
-    assert [request.output_tokens for request in requests] == expected
-
-
-class Unreliable(InProcessTransport):
-    """Fails the first pulls or offers, as a network would."""
-
-    def __init__(self, exchange: InProcessExchange, num_failures: int) -> None:
-        super().__init__(exchange)
-        self.num_failures = num_failures
-
-    def poll(self) -> list[Event]:
-        return [self._spoil(event) for event in super().poll()]
-
-    def _spoil(self, event: Event) -> Event:
-        if self.num_failures == 0 or not isinstance(event, Offered | Received):
-            return event
-        self.num_failures -= 1
-        if isinstance(event, Offered):
-            return OfferFailed(event.ticket, "it was too cold")
-        self.release(event.ticket)
-        return PullFailed(event.ticket, Fault.CORRUPT, "it was too warm")
-
-
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_part_that_is_lost_is_sent_by_another_attempt(llama, expected, role):
-    cluster = Cluster(llama, prefill={"token_budget": 16})
-    node = cluster.p if role == "prefill" else cluster.d
-    node._transport = node._parts._transport = Unreliable(cluster.exchange, 2)
-    assert cluster.complete(PROMPTS, 24, SAMPLED) == expected
-
-
-@pytest.mark.parametrize(
-    ("role", "reason"),
-    [
-        ("prefill", "part 0 could not be offered: it was too cold"),
-        ("decode", "part 0 could not be pulled: it was too warm"),
-    ],
-)
-def test_after_some_attempts_a_request_fails_with_the_reason(llama, role, reason):
-    cluster = Cluster(llama)
-    node = cluster.p if role == "prefill" else cluster.d
-    network = node._transport = node._parts._transport = Unreliable(cluster.exchange, 100)
-    [failing] = cluster.add([PREFIX], 4)
-    cluster.finish()
-    assert failing.status is RequestStatus.ABORTED and failing.finish_reason == "abort"
-    assert cluster.front.failures == {"0": reason}
-    network.num_failures = 0
-    cluster.complete([PREFIX], 4)
-
-
-class Stuck(InProcessTransport):
-    """Pulls nothing, and ends a pull only when that is cancelled."""
-
-    def pull(self, ticket: Ticket, wire: WireTicket, want: Descriptor, *, timeout_s: float) -> None:
-        pass
-
-    def cancel(self, ticket: Ticket) -> None:
-        self._events.append(PullFailed(ticket, Fault.CANCELLED, "cancelled"))
-
-
-def test_a_pull_that_nobody_wants_is_cancelled(llama):
-    cluster = Cluster(llama)
-    cluster.d._transport = cluster.d._parts._transport = Stuck(cluster.exchange)
-    cluster.add([PREFIX], 4)
-    cluster.step(8)
-    assert cluster.d.scheduler.num_receiving == 1
-    assert cluster.front.abort("0")
-    cluster.step(4)
-    assert not cluster.front.has_work
-    cluster.assert_nothing_leaked()
-
-
-def test_the_transport_knows_whether_all_was_read(llama):
-    cluster = Cluster(llama)
-    with patch.object(cluster.p._transport, "withdraw", wraps=cluster.p._transport.withdraw) as spy:
-        cluster.complete([PREFIX], 4)
-        spy.assert_called_once_with(("0 #0.0", 1), was_read=True)
-
-
-def test_a_late_compilation_of_a_copy_would_be_counted(llama):
-    cluster = Cluster(llama)
-    for node, name in ((cluster.p, "gather"), (cluster.d, "scatter")):
-        copies = node._kv._copies
-        copy = getattr(copies, name)
-
-        def copy_and_compile(*arguments: Any, copy: Any = copy, length: int = len(name)) -> Any:
-            jnp.ones(length + 30).at[3].multiply(1.75).block_until_ready()
-            return copy(*arguments)
-
-        setattr(copies, name, copy_and_compile)
-    cluster.add([PREFIX], 4)
-    cluster.front.run()
-    stats = cluster.front.stats().values()
-    assert all(each.engine.compilations_after_warm_up > 0 for each in stats)
-
-
 def test_an_idle_node_goes_on_copying_to_the_host(llama):
     cluster = Cluster(llama, decode={"host": HostConfig(100, "through")})
     cluster.add([PREFIX], 1)  # D takes no step
@@ -371,82 +177,24 @@ def test_an_idle_node_goes_on_copying_to_the_host(llama):
     assert cluster.front.close()
 
 
-# What cannot be
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"block_size": 8}, "refused, block size: 16 here, 8 there"),
-        ({"num_blocks": 2}, "refused, too large: 3 needed, 2 available"),
-        (
-            {"weights_revision": "newer"},
-            "part 0 could not be pulled: of another namespace or model",
-        ),
-    ],
-)
-def test_nodes_that_do_not_fit_say_why(engine, options, reason):
-    cluster = Cluster(engine("llama", 16), decode=options)
-    [refused] = cluster.add([PREFIX[:32]], 4)
-    cluster.finish()
-    assert refused.status is RequestStatus.ABORTED
-    assert cluster.front.failures == {"0": reason}
-    # P keeps what it has computed; nothing can be matched on D.
-    assert cluster.d.manager.match(PREFIX[:32]).num_tokens == 0
-
-
-def test_d_refuses_what_its_model_cannot_take(llama):
-    cluster = Cluster(llama)
-    cluster.add([PREFIX], 4)
-    cluster.d._runner._max_model_len = 43
-    cluster.finish()
-    assert cluster.front.failures == {
-        "0": (
-            "refused, malformed: request '0': 40 prompt tokens and 4 new ones are more than "
-            "max_model_len 43"
-        )
-    }
-
-
-def test_a_prompt_that_no_node_has_room_for_fails(llama):
-    cluster = Cluster(llama, prefill={"num_blocks": 9})
-    cluster.add([PREFIX], 4)
-    cluster.finish()
-    assert cluster.front.failures == {"0": "40 tokens need 10 blocks, but the pool has 9"}
-
-
-@pytest.mark.parametrize(
-    ("request_", "text"),
-    [
-        (
-            Request("a", [5, 1024], 1),
-            "request 'a': token 1024 at place 1 is outside the vocabulary of 1024",
-        ),
-        (
-            Request("a", [5] * 380, 5),
-            "request 'a': 380 prompt tokens and 5 new ones are more than max_model_len 384",
-        ),
-        (Request("live", [5], 1), "request 'live' is live already"),
-    ],
-)
-def test_requests_that_cannot_run_are_refused(llama, request_, text):
-    cluster = Cluster(llama)
-    cluster.front.add_request(Request("live", [7], 1))
-    with pytest.raises(RequestError, match=f"^{re.escape(text)}$"):
-        cluster.front.add_request(request_)
-    cluster.finish()
-
-
-def test_a_request_is_added_once_but_its_id_again(llama):
-    cluster = Cluster(llama)
-    [request] = cluster.add([[7]], 1)
-    cluster.finish()
-    with pytest.raises(RequestError, match=r"^request '0' was added before$"):
-        cluster.front.add_request(request)
-    cluster.complete([[7]], 1)
-
-
 # Programs and copies
+
+
+def test_a_late_compilation_of_a_copy_would_be_counted(llama):
+    cluster = Cluster(llama)
+    for node, name in ((cluster.p, "gather"), (cluster.d, "scatter")):
+        copies = node._kv._copies
+        copy = getattr(copies, name)
+
+        def copy_and_compile(*arguments: Any, copy: Any = copy, length: int = len(name)) -> Any:
+            jnp.ones(length + 30).at[3].multiply(1.75).block_until_ready()
+            return copy(*arguments)
+
+        setattr(copies, name, copy_and_compile)
+    cluster.add([PREFIX], 4)
+    cluster.front.run()
+    stats = cluster.front.stats().values()
+    assert all(each.engine.compilations_after_warm_up > 0 for each in stats)
 
 
 def test_nothing_is_compiled_after_warm_up(model):

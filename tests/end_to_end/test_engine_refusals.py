@@ -37,11 +37,11 @@ def refused(error: type[RadixKVError], text: str):
             RequestError,
             "request 'a': 380 prompt tokens and 5 new ones are more than max_model_len 384",
         ),
-        ([5] * 81, 1, RequestTooLargeError, "81 tokens need 6 blocks, but the pool has 5"),
+        ([5] * 81, 1, RequestTooLargeError, "81 tokens need 21 blocks, but the pool has 20"),
     ],
 )
 def test_requests_that_cannot_run_are_refused(engine, prompt, new, error, text):
-    serving = fresh(engine("llama", 16), num_blocks=5)
+    serving = fresh(engine("llama", 4), num_blocks=20)
     with refused(error, text):
         serving.add_request(Request("a", prompt, new))
     assert not serving.has_work
@@ -49,12 +49,12 @@ def test_requests_that_cannot_run_are_refused(engine, prompt, new, error, text):
 
 
 def test_a_request_of_the_greatest_length_runs(engine):
-    (tokens,) = complete(fresh(engine("llama", 16)), [[5] * (MAX_MODEL_LEN - 2)], 2)
+    (tokens,) = complete(fresh(engine("llama", 4)), [[5] * (MAX_MODEL_LEN - 2)], 2)
     assert len(tokens) == 2
 
 
 def test_a_live_id_is_refused(engine):
-    serving = fresh(engine("llama", 16))
+    serving = fresh(engine("llama", 4))
     serving.add_request(Request("a", [1], 1))
     with refused(RequestError, "request 'a' is live already"):
         serving.add_request(Request("a", [2], 1))
@@ -86,7 +86,7 @@ LENGTHS = "max_model_len must be at least 1 and at most the model's 8192 positio
 def test_sizes_that_cannot_work_are_refused(model, options, error, text):
     sizes = {
         "block_size": 16,
-        "num_blocks": NUM_BLOCKS[16],
+        "num_blocks": NUM_BLOCKS,
         "token_budget": TOKEN_BUDGET,
         "max_running": MAX_RUNNING,
         "max_model_len": MAX_MODEL_LEN,

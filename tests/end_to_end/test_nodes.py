@@ -20,51 +20,12 @@ from radixkv.scheduler.channel.zmq_channel import ZmqChannel
 from radixkv.scheduler.disaggregated.node_loop import DESK
 from radixkv.scheduler.disaggregated.processes import NodeProcesses
 from radixkv.scheduler.disaggregated.remote import RemoteNodes
-from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.errors import NodeProcessError, NodesMissingError
 from radixkv.scheduler.request import Request, RequestStatus
 
-PREFIX = [(11 * i) % 1000 + 2 for i in range(20)]
-PROMPTS = [[*PREFIX, 3], [*PREFIX, 4], PREFIX, [7], [*PREFIX, 3]]
-NEW_TOKENS = 12
-SIZES = ("--block-size", 4, "--token-budget", 4, "--max-running", 4, "--max-model-len", 40)
+from .small import NODE_OPTIONS, NUM_BLOCKS, PREFIX, PROMPTS, SIZES, generate, make_requests
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Let the processes share what they compile."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("programs")))
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-        yield
-
-
-@pytest.fixture(scope="module")
-def expected(model: Callable[[str], Any]) -> list[list[int]]:
-    """What one engine generates."""
-    engine = Engine(
-        model("qwen3"), block_size=4, num_blocks=64, token_budget=4, max_running=4, max_model_len=40
-    )
-    requests = make_requests()
-    for request in requests:
-        engine.add_request(request)
-    engine.run()
-    return [list(request.output_tokens) for request in requests]
-
-
-def make_requests() -> list[Request]:
-    return [Request(str(place), prompt, NEW_TOKENS) for place, prompt in enumerate(PROMPTS)]
-
-
-def generate(model_dir: Path, tmp_path: Path, *options: object) -> dict[str, Any]:
-    prompts, results = tmp_path / "prompts.json", tmp_path / "results.json"
-    prompts.write_text(json.dumps(PROMPTS))
-    command = [sys.executable, "-m", "radixkv.scheduler.cli", "generate", model_dir]
-    command += ["--prompts", prompts, "--max-new-tokens", NEW_TOKENS, "--block-size", 4]
-    command += ["--token-budget", 4, "--json", results, "--ignore-eos", "--disaggregate", *options]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    return json.loads(results.read_text(encoding="utf-8"))
+SILENCE_S = 1.0
 
 
 def check_node(stats: dict[str, Any]) -> None:
@@ -76,12 +37,12 @@ def check_node(stats: dict[str, Any]) -> None:
     assert transport["pulls"] == transport["received"] == transport["quarantined_bytes"] == 0
 
 
-@pytest.mark.parametrize("transport", ["jax", "nixl"])
 def test_two_processes_give_the_tokens_of_one_engine(
-    model_dir: Callable[[str], Path], tmp_path: Path, expected: list[list[int]], transport: str
+    model_dir: Callable[[str], Path], tmp_path: Path, small_outputs: list[list[int]]
 ) -> None:
-    results = generate(model_dir("qwen3"), tmp_path, "--transport", transport)
-    assert results["outputs"] == expected
+    options = ("--disaggregate", "--device-blocks", NUM_BLOCKS)
+    results = generate(model_dir("qwen3"), tmp_path, *options)
+    assert results["outputs"] == small_outputs
     stats = results["stats"]
     assert list(stats) == ["prefill-0", "decode-0"]
     for node in stats.values():
@@ -96,13 +57,13 @@ def test_two_processes_give_the_tokens_of_one_engine(
 
 @contextmanager
 def cluster(
-    model_dir: Path, *names: str, silence_s: float = 1.0
+    model_dir: Path, *names: str
 ) -> Iterator[tuple[RemoteNodes, NodeProcesses, Callable[[str], None]]]:
     """Nodes by name, their desk, and how to start one more."""
     with NodeProcesses() as processes:
         channel = ZmqChannel(DESK, epoch=1, secret=processes.secret)
         with closing(channel):
-            options = [model_dir, *SIZES, "--device-blocks", 64, "--silence-s", silence_s]
+            options = [model_dir, *NODE_OPTIONS, "--silence-s", SILENCE_S]
 
             def start(name: str) -> None:
                 command = f"{name.split('-')[0]}-node"
@@ -110,7 +71,7 @@ def cluster(
 
             for name in names:
                 start(name)
-            nodes = RemoteNodes(channel, block_size=4, silence_s=silence_s)
+            nodes = RemoteNodes(channel, block_size=SIZES["block_size"], silence_s=SILENCE_S)
             while set(nodes.nodes) != set(names):
                 nodes.step()
                 processes.check()
@@ -134,9 +95,10 @@ def run(nodes: RemoteNodes, disturb: Callable[[], object] = int) -> list[list[in
     return [list(request.output_tokens) for request in requests]
 
 
-def test_what_a_lost_node_had_is_done_by_another(
-    model_dir: Callable[[str], Path], expected: list[list[int]]
+def test_what_a_lost_node_had_is_done_by_another_while_there_is_one(
+    model_dir: Callable[[str], Path], small_outputs: list[list[int]]
 ) -> None:
+    expected = small_outputs
     names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
     with cluster(model_dir("qwen3"), *names) as (nodes, processes, start):
 
@@ -157,63 +119,70 @@ def test_what_a_lost_node_had_is_done_by_another(
             nodes.step()
         assert nodes.nodes["decode-1"].epoch > first.epoch
         assert "prefill-1" not in nodes.nodes
-        stats = processes.stop()
-        assert set(stats) == {"prefill-0", "decode-0", "decode-1"}
-        for node in stats.values():
-            check_node(node)
-
-
-def test_requests_end_where_no_node_is_left(model_dir: Callable[[str], Path]) -> None:
-    with cluster(model_dir("qwen3"), "prefill-0", "decode-0") as (nodes, processes, _):
+        # Then the last of its kind goes, too.
         requests = submit(nodes)
         nodes.step()
-        os.kill(processes.pid("prefill-0"), signal.SIGKILL)
-        with pytest.raises(NodesMissingError, match=r"^prefill-0 has not been heard of for 1\.5 s"):
+        send("prefill-0", signal.SIGKILL)
+        with pytest.raises(NodesMissingError) as missing:
             while True:
                 nodes.step()
-                nodes.check(timeout_s=1.5)
-        for request in requests:
-            nodes.abort(request.request_id)
-        assert not nodes.has_work
-        assert all(request.status is RequestStatus.ABORTED for request in requests)
-        with pytest.raises(NodeProcessError) as error:
+                nodes.check(timeout_s=0.0)
+        assert str(missing.value) == (
+            "prefill-1 and prefill-0 have not been heard of for 1 s, and no other prefill node "
+            "serves"
+        )
+        with pytest.raises(NodeProcessError) as ended:
             processes.check()
         assert re.fullmatch(
             r"prefill-0 was ended \(Killed\); the last it said: radixkv: prefill-0 serves at "
             r"127\.0\.0\.1:\d+",
-            str(error.value),
+            str(ended.value),
         )
+        for request in requests:
+            nodes.abort(request.request_id)
+        assert not nodes.has_work
+        assert all(request.status is RequestStatus.ABORTED for request in requests)
+        stats = processes.stop()
+        assert set(stats) == {"decode-0", "decode-1"}
+        for node in stats.values():
+            check_node(node)
 
 
 def test_nodes_that_were_started_by_hand_serve(
-    model_dir: Callable[[str], Path], tmp_path: Path, expected: list[list[int]]
+    model_dir: Callable[[str], Path], tmp_path: Path, small_outputs: list[list[int]]
 ) -> None:
+    """Over NIXL, with a secret in a file, and with storage."""
     secret = tmp_path / "secret"
     secret.write_text("a secret of the test, long enough")
     secret.chmod(0o600)
     with closing(ZmqChannel("probe", epoch=1)) as probe:
         desk = probe.address  # free again in a moment
     directory, command = model_dir("qwen3"), [sys.executable, "-m", "radixkv.scheduler.cli"]
-    options = [directory, *SIZES, "--device-blocks", 64, "--desk", desk, "--secret-file", secret]
+    options = [directory, *NODE_OPTIONS, "--desk", desk, "--secret-file", secret]
+    options += ["--transport", "nixl"]
+    storage = ["--host-blocks", 32, "--storage", f"file://{tmp_path / 'blocks'}"]
     with subprocess.Popen(
-        list(map(str, [*command, "prefill-node", *options])), stdout=subprocess.PIPE
+        list(map(str, [*command, "prefill-node", *options, *storage])), stdout=subprocess.PIPE
     ) as prefill:
         with subprocess.Popen(
             list(map(str, [*command, "decode-node", *options])), stdout=subprocess.PIPE
         ) as decode:
-            results = generate(directory, tmp_path, "--desk", desk, "--secret-file", secret)
-            assert (results["outputs"], results["stats"]) == (expected, {})
+            apart = ("--disaggregate", "--desk", desk, "--secret-file", secret)
+            results = generate(directory, tmp_path, *apart)
+            assert (results["outputs"], results["stats"]) == (small_outputs, {})
             decode.terminate()
             out, _ = decode.communicate()
             check_node(json.loads(out))
         prefill.send_signal(signal.SIGINT)
         out, _ = prefill.communicate()
-        check_node(json.loads(out))
+        stats = json.loads(out)
+        check_node(stats)
+        assert stats["storage"]["blocks"]["stored"] == len(PREFIX) // SIZES["block_size"]
 
 
 def test_a_node_that_cannot_start_is_named(tmp_path: Path) -> None:
     with NodeProcesses() as processes:
-        processes.start("prefill-0", "prefill-node", [tmp_path, *SIZES, "--device-blocks", 64])
+        processes.start("prefill-0", "prefill-node", [tmp_path, *NODE_OPTIONS])
         os.waitid(os.P_PID, processes.pid("prefill-0"), os.WEXITED | os.WNOWAIT)
         with pytest.raises(
             NodeProcessError, match=r"^prefill-0 has ended with status 2: radixkv: .*--desk"
@@ -233,7 +202,7 @@ with NodeProcesses() as processes:
 
 
 def test_nodes_end_with_who_started_them(model_dir: Callable[[str], Path]) -> None:
-    options = [model_dir("qwen3"), "--desk", "127.0.0.1:9", *SIZES, "--device-blocks", 64]
+    options = [model_dir("qwen3"), "--desk", "127.0.0.1:9", *NODE_OPTIONS]
     with subprocess.Popen(
         [sys.executable, "-c", STARTER, *map(str, options)], stdout=subprocess.PIPE, text=True
     ) as starter:

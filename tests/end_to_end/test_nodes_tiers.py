@@ -25,11 +25,6 @@ from .test_engine import PREFIX, PROMPTS, SAMPLED
 LONG_S = 1000.0
 
 
-@pytest.fixture
-def llama(engine) -> Engine:
-    return engine("llama", 4)
-
-
 @contextmanager
 def over_files(llama: Engine, directory: Path, **decode: Any) -> Iterator[Cluster]:
     """A node of each role, each with a directory of blocks, until they are closed."""

@@ -24,6 +24,9 @@ from radixkv.scheduler.models import make_tiny_checkpoint
 
 EPOCHS = count(1)
 PREFIX = list(range(1, 13))
+SIZE = ["--device-blocks", 10]
+"""The same wherever something is generated, so that each program is compiled once."""
+
 PROMPTS = [[*PREFIX, 20], [*PREFIX, 21], [30, 31, 32, 33, 34], [*PREFIX, 22, 23]]
 
 
@@ -49,6 +52,7 @@ def run(radixkv: Any, *arguments: object) -> dict[str, Any]:
 
 
 def test_nodes_in_one_process_give_the_same_outputs(radixkv: Any, arguments: list[object]) -> None:
+    arguments += SIZE
     expected = run(radixkv, *arguments)["outputs"]
     apart = ["--disaggregate", "--transport", "inprocess", "--decode", 2]
     results = run(radixkv, *arguments, *apart)
@@ -67,16 +71,17 @@ def test_nodes_in_one_process_give_the_same_outputs(radixkv: Any, arguments: lis
 def test_a_decode_node_that_reserves_all_preempts_none(
     radixkv: Any, arguments: list[object]
 ) -> None:
-    apart = ["--disaggregate", "--transport", "inprocess", "--device-blocks", 10]
-    results = run(radixkv, *arguments, *apart, "--reserve-tokens", "no_evict")
+    apart = ["--disaggregate", "--transport", "inprocess"]
+    results = run(radixkv, *arguments, *SIZE, *apart, "--reserve-tokens", "no_evict")
     assert results["stats"]["decode-0"]["engine"]["scheduler"]["preemptions"] == 0
 
 
 def test_nodes_may_have_storage_and_park_there(
     radixkv: Any, arguments: list[object], tmp_path: Path
 ) -> None:
+    arguments += SIZE
     expected = run(radixkv, *arguments)["outputs"]
-    tight = ["--device-blocks", 10, "--reserve-tokens", 0, "--host-blocks", 32]
+    tight = ["--reserve-tokens", 0, "--host-blocks", 32]
     apart = ["--disaggregate", "--transport", "inprocess", "--preempt", "storage"]
     storage = ["--storage", f"file://{tmp_path / 'blocks'}"]
     found = []
