@@ -191,13 +191,13 @@ def test_a_node_refuses_what_cannot_work(
 
 
 def test_the_extra_that_is_missing_is_named(arguments: list[object]) -> None:
-    done = run_without_nodes_extra(*arguments, "--disaggregate")
+    done = run_without_nodes_extra(*arguments, *SIZE, "--disaggregate")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "radixkv: zmq is not installed: pip install 'radixkv[nodes]'\n"
 
 
 def test_nodes_in_one_process_need_no_extra(arguments: list[object]) -> None:
-    done = run_without_nodes_extra(*arguments, "--disaggregate", "--transport", "inprocess")
+    done = run_without_nodes_extra(*arguments, *SIZE, "--disaggregate", "--transport", "inprocess")
     assert (done.returncode, done.stderr) == (0, "")
 
 
