@@ -53,9 +53,9 @@ class PrefillEngine(NodeEngine[PrefillScheduler]):
             now: the time; see `poll`.
             timing, order: of `PrefillScheduler`.
             block_size: tokens per block; decode nodes have the same.
-            num_blocks, token_budget, max_running, max_model_len, policy, host, storage,
-                storage_namespace: of `Engine`.
+            num_blocks, token_budget, max_running, max_model_len: of `Engine`.
             weights_revision: which weights these are; parts of others are not taken.
+            policy, host, storage, storage_namespace: of `Engine`.
             max_offered_bytes: of the copies that decode nodes have yet to read, beside the blocks;
                 what would be more is copied later. One prompt's may come on top.
 
