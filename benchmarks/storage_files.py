@@ -1,17 +1,20 @@
 """Print what the file backend costs beside a plain loop over the same values, as Markdown.
 
 Run:
-    python benchmarks/storage_files.py [--directory DIR] [--mib 512] [--rounds 7] [--sync data]
+    python benchmarks/storage_files.py [--directory DIR] [--mib 512] [--rounds 5] [--sync data]
 
 The plain loop writes each value to a temporary name with `os.writev`, renames it, and reads it back
-with `os.readv`: no checksum, no index, no budget. The backend seals and verifies every value; its
-256 directories are there before, as they are after its first minutes. Both run on as many threads
-as `--threads` says, take turns, and use buffers that were touched before, 16 of each kind, as a
-pool of blocks has. Reads come from the page cache. Nothing is synced unless `--sync data` says so;
-then the plain loop calls `fdatasync` too, before the rename.
+with `os.readv`: no checksum, no index, no budget. The backend seals and verifies every value. Both
+name their files by key in 256 directories, which are there before, use the same 16 buffers, rows of
+an array like those of the host tier, and run on as many threads as `--threads` says. Reads come
+from the page cache. Nothing is synced unless `--sync data` says so; then the plain loop calls
+`fdatasync` too, before the rename.
 
-On one thread, and without a sync, times are CPU times of that thread: neither the disk, which
-writes later, nor other processes are in them. Elsewhere they are elapsed times.
+The two take turns every 64 MiB, so that what else the machine does meets both. A rate is the median
+over all turns; a ratio is the median of the turns' ratios, in brackets their quartiles. On one
+thread, and without a sync, times are CPU times of that thread: neither the disk, which writes
+later, nor other processes are in them. Elsewhere they are elapsed times, and mean something on a
+quiet machine alone.
 
 Rows of "storage" are what an engine has: `StorageWorkers` with its four threads, to which values
 are given in operations of 32 and which is polled every 0.1 ms, beside the plain loop on one thread.
@@ -22,31 +25,193 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import UTC, datetime
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from statistics import median
-from typing import TypeAlias
+from statistics import median, quantiles
+from typing import Protocol
 
 import numpy as np
 import xxhash
 
 from radixkv.kvcache.storage import FileBackend, OperationId, Sealed, Status, StorageWorkers
 
-Loop: TypeAlias = Callable[..., tuple[float, float]]
-
 SIZES = (256 * 1024, 2 * 1024 * 1024)
-MAX_BYTES = 2**40
+TURN_BYTES = 64 * 2**20
+NUM_BUFFERS = 16
 BATCH = 32
 PAUSE_S = 0.0001
 STORAGE_THREADS = 4
+
+
+class Values:
+    """Keys of one size of values, and buffers for them."""
+
+    def __init__(self, size: int, count: int) -> None:
+        """Make count keys, and buffers as `HostArrays` has: rows of one array."""
+        content = np.random.default_rng(0).integers(0, 256, (NUM_BUFFERS, size), np.uint8)
+        self.size = size
+        self.keys = [sha256(b"%d" % number).digest() for number in range(count)]
+        self.payloads = [memoryview(row) for row in content]
+        self.destinations = [memoryview(row) for row in content.copy()]
+        turn = TURN_BYTES // size
+        self.turns = [range(first, min(first + turn, count)) for first in range(0, count, turn)]
+
+
+class Side(Protocol):
+    """One of those that take turns."""
+
+    def store(self, turn: range) -> float:
+        """Write the values of a turn, and return how many seconds it took."""
+
+    def load(self, turn: range) -> float:
+        """Read the values of a turn, and return how many seconds it took."""
+
+    def close(self) -> None:
+        """Let go of files and threads."""
+
+
+class Loop:
+    """Values one by one, on some threads."""
+
+    def __init__(
+        self, values: Plain | Backend, num_threads: int, clock: Callable[[], float]
+    ) -> None:
+        """Start the threads; clock is read on each of them."""
+        self._values = values
+        self._pool = ThreadPoolExecutor(num_threads)
+        self._num_threads = num_threads
+        self._clock = clock
+
+    def store(self, turn: range) -> float:
+        """See Side."""
+        return self._run(turn, self._values.store)
+
+    def load(self, turn: range) -> float:
+        """See Side."""
+        return self._run(turn, self._values.load)
+
+    def close(self) -> None:
+        """See Side."""
+        self._pool.shutdown()
+        self._values.close()
+
+    def _run(self, turn: range, step: Callable[[int], None]) -> float:
+        def share(thread: int) -> tuple[float, float]:
+            start = self._clock()
+            for number in turn[thread :: self._num_threads]:
+                step(number)
+            return start, self._clock()
+
+        shares = self._pool.map(share, range(self._num_threads))
+        starts, ends = zip(*shares, strict=True)
+        return float(max(ends) - min(starts))
+
+
+class Plain:
+    """The least that could be done with a value."""
+
+    def __init__(self, directory: Path, sync: str, values: Values) -> None:
+        """Make the directories."""
+        for number in range(256):
+            (directory / f"{number:02x}").mkdir(mode=0o700)
+        self._directory = str(directory)
+        self._durable = sync == "data"
+        self._values = values
+
+    def store(self, number: int) -> None:
+        """Write to a temporary name, and rename."""
+        name = self._values.keys[number].hex()
+        temporary = f"{self._directory}/{name[:2]}/.tmp-{number}"
+        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        os.writev(file, [self._values.payloads[number % NUM_BUFFERS]])
+        if self._durable:
+            os.fdatasync(file)
+        os.close(file)
+        os.rename(temporary, f"{self._directory}/{name[:2]}/{name}")
+
+    def load(self, number: int) -> None:
+        """Open, read and close."""
+        name = self._values.keys[number].hex()
+        file = os.open(f"{self._directory}/{name[:2]}/{name}", os.O_RDONLY)
+        os.readv(file, [self._values.destinations[number % NUM_BUFFERS]])
+        os.close(file)
+
+    def close(self) -> None:
+        """Keep nothing open."""
+
+
+class Backend:
+    """A value through the backend and its envelope."""
+
+    def __init__(self, directory: Path, sync: str, values: Values) -> None:
+        """Open the backend."""
+        self._files = open_files(directory, sync)
+        self._sealed = Sealed(self._files)
+        self._values = values
+
+    def store(self, number: int) -> None:
+        """Seal and write."""
+        payload = [self._values.payloads[number % NUM_BUFFERS]]
+        status, _ = self._sealed.store(self._values.keys[number], payload)
+        assert status is Status.STORED, status
+
+    def load(self, number: int) -> None:
+        """Read and verify."""
+        destination = [self._values.destinations[number % NUM_BUFFERS]]
+        status, _ = self._sealed.load(self._values.keys[number], destination)
+        assert status is Status.LOADED, status
+
+    def close(self) -> None:
+        """Let go of the directory."""
+        self._files.close()
+
+
+class Engine:
+    """What an engine has: operations, the driver's threads, and a poll now and then."""
+
+    def __init__(self, directory: Path, sync: str, values: Values) -> None:
+        """Open the backend and start the driver."""
+        self._values = values
+        self._workers = StorageWorkers(
+            open_files(directory, sync),
+            num_threads=STORAGE_THREADS,
+            max_bytes_in_flight=2 * TURN_BYTES,
+        )
+
+    def store(self, turn: range) -> float:
+        """See Side."""
+        return self._run(turn, self._workers.store, self._values.payloads)
+
+    def load(self, turn: range) -> float:
+        """See Side."""
+        return self._run(turn, self._workers.load, self._values.destinations)
+
+    def close(self) -> None:
+        """See Side."""
+        self._workers.close()
+
+    def _run(
+        self, turn: range, submit: Callable[..., OperationId], buffers: Sequence[memoryview]
+    ) -> float:
+        blocks = [[buffers[number % NUM_BUFFERS]] for number in turn]
+        keys = self._values.keys[turn.start : turn.stop]
+        start = time.perf_counter()
+        batches = [slice(first, first + BATCH) for first in range(0, len(turn), BATCH)]
+        for batch in batches:
+            submit(keys[batch], blocks[batch], timeout_s=600.0)
+        waiting = len(batches)
+        while waiting:
+            time.sleep(PAUSE_S)
+            for completion in self._workers.poll():
+                assert completion.prefix == len(completion.statuses), completion
+                waiting -= 1
+        return time.perf_counter() - start
 
 
 def main() -> None:
@@ -59,161 +224,63 @@ def main() -> None:
     )
     for size in SIZES:
         for num_threads in sorted({1, arguments.threads}):
-            measure(arguments, size, num_threads, backend, str(num_threads))
-        measure(arguments, size, 1, storage, f"1, storage {STORAGE_THREADS}")
+            measure(arguments, size, num_threads, engine=False)
+        measure(arguments, size, 1, engine=True)
 
 
-def measure(
-    arguments: argparse.Namespace, size: int, num_threads: int, ours: Loop, threads: str
-) -> None:
-    """Print the rows of one size: medians over the rounds, each ratio within its round."""
-    count = arguments.mib * 2**20 // size
-    source = np.random.default_rng(0).integers(0, 256, size, np.uint8)
-    payloads = [memoryview(source.tobytes()) for _ in range(min(count, 16))]
-    destinations = [memoryview(bytearray(size)) for _ in payloads]
-    keys = [sha256(b"%d" % number).digest() for number in range(count)]
-    figures: dict[str, list[tuple[float, float]]] = {"store": [], "load": []}
-    one_thread = num_threads == 1 and ours is backend and arguments.sync != "data"
-    clock = time.thread_time if one_thread else time.perf_counter
+def measure(arguments: argparse.Namespace, size: int, num_threads: int, *, engine: bool) -> None:
+    """Print the rows of one size: a plain loop on num_threads beside the backend or an engine."""
+    values = Values(size, arguments.mib * 2**20 // size)
+    cpu_time = num_threads == 1 and not engine and arguments.sync != "data"
+    clock = time.thread_time if cpu_time else time.perf_counter
+    times: dict[str, list[tuple[float, float]]] = {"store": [], "load": []}
     for round_number in range(arguments.rounds + 1):  # the first warms up
-        with ThreadPoolExecutor(num_threads) as pool:
-            loops = [plain, ours] if round_number % 2 else [ours, plain]
-            rates = {}
-            for loop in loops:
-                with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-                    one_round = partial(run, pool, num_threads, clock, count, size)
-                    rates[loop] = loop(
-                        Path(directory), arguments.sync, keys, payloads, destinations, one_round
-                    )
-                    shutil.rmtree(directory)
-                    os.mkdir(directory)  # for the context to remove
-        if round_number:
-            for number, what in enumerate(figures):
-                figures[what].append((rates[plain][number], rates[ours][number]))
-    for what, pairs in figures.items():
-        plain_rate, our_rate = (median(column) for column in zip(*pairs, strict=True))
-        ratios = [b / a for a, b in pairs]
-        print(
-            f"| {size // 1024} KiB | {threads} | {what} | {plain_rate:,.0f} | {our_rate:,.0f} "
-            f"| {median(ratios):.2f} [{min(ratios):.2f} to {max(ratios):.2f}] |",
-            flush=True,
-        )
+        with ExitStack() as stack:
+            places = [
+                Path(stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.directory)))
+                for _ in range(2)
+            ]
+            plain: Side = Loop(Plain(places[0], arguments.sync, values), num_threads, clock)
+            stack.callback(plain.close)
+            ours: Side = (
+                Engine(places[1], arguments.sync, values)
+                if engine
+                else Loop(Backend(places[1], arguments.sync, values), num_threads, clock)
+            )
+            stack.callback(ours.close)
+            stores = take_turns(values, plain.store, ours.store)
+            loads = take_turns(values, plain.load, ours.load)
+            if round_number:
+                times["store"] += stores
+                times["load"] += loads
+    threads = f"1, storage {STORAGE_THREADS}" if engine else str(num_threads)
+    for what, pairs in times.items():
+        print(f"| {size // 1024} KiB | {threads} | {what} | {describe(pairs)} |", flush=True)
 
 
-def run(
-    pool: ThreadPoolExecutor,
-    num_threads: int,
-    clock: Callable[[], float],
-    count: int,
-    size: int,
-    step: Callable[[int], None],
-) -> float:
-    """Call step(number) for each number, on all threads; return MiB/s."""
-
-    def share(thread: int) -> tuple[float, float]:
-        start = clock()
-        for number in range(thread, count, num_threads):
-            step(number)
-        return start, clock()
-
-    starts, ends = zip(*pool.map(share, range(num_threads)), strict=True)
-    return count * size / 2**20 / (max(ends) - min(starts))
+def take_turns(
+    values: Values, plain: Callable[[range], float], ours: Callable[[range], float]
+) -> list[tuple[float, float]]:
+    """Return seconds per MiB of both for each turn; who goes first alternates."""
+    pairs = []
+    for number, turn in enumerate(values.turns):
+        num_mib = len(turn) * values.size / 2**20
+        first, second = (plain, ours) if number % 2 else (ours, plain)
+        pair = (first(turn) / num_mib, second(turn) / num_mib)
+        pairs.append(pair if number % 2 else pair[::-1])
+    return pairs
 
 
-def plain(
-    directory: Path,
-    sync: str,
-    keys: Sequence[bytes],
-    payloads: Sequence[memoryview],
-    destinations: Sequence[memoryview],
-    one_round: Callable[[Callable[[int], None]], float],
-) -> tuple[float, float]:
-    """Write and rename each value, then read each: MiB/s of both."""
-    paths = [f"{directory}/{key.hex()}" for key in keys]
-
-    def store(number: int) -> None:
-        temporary = f"{directory}/.tmp-{number}"
-        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        os.writev(file, [payloads[number % len(payloads)]])
-        if sync == "data":
-            os.fdatasync(file)
-        os.close(file)
-        os.rename(temporary, paths[number])
-
-    def load(number: int) -> None:
-        file = os.open(paths[number], os.O_RDONLY)
-        os.readv(file, [destinations[number % len(destinations)]])
-        os.close(file)
-
-    return one_round(store), one_round(load)
-
-
-def backend(
-    directory: Path,
-    sync: str,
-    keys: Sequence[bytes],
-    payloads: Sequence[memoryview],
-    destinations: Sequence[memoryview],
-    one_round: Callable[[Callable[[int], None]], float],
-) -> tuple[float, float]:
-    """Store and load each value through the envelope: MiB/s of both."""
-    files = open_files(directory, sync)
-    sealed = Sealed(files)
-
-    def store(number: int) -> None:
-        status, _ = sealed.store(keys[number], [payloads[number % len(payloads)]])
-        assert status is Status.STORED, status
-
-    def load(number: int) -> None:
-        status, _ = sealed.load(keys[number], [destinations[number % len(destinations)]])
-        assert status is Status.LOADED, status
-
-    try:
-        return one_round(store), one_round(load)
-    finally:
-        files.close()
-
-
-def storage(
-    directory: Path,
-    sync: str,
-    keys: Sequence[bytes],
-    payloads: Sequence[memoryview],
-    destinations: Sequence[memoryview],
-    one_round: Callable[[Callable[[int], None]], float],
-) -> tuple[float, float]:
-    """Store and load values in operations of BATCH through the driver's threads: MiB/s of both."""
-    del one_round  # the threads are the storage's own
-    num_mib = len(keys) * len(payloads[0]) / 2**20
-    num_bytes = 2 * len(keys) * len(payloads[0])
-    workers = StorageWorkers(
-        open_files(directory, sync), num_threads=STORAGE_THREADS, max_bytes_in_flight=num_bytes
-    )
-
-    def rate(submit: Callable[..., OperationId], buffers: Sequence[memoryview]) -> float:
-        blocks = [[buffers[number % len(buffers)]] for number in range(len(keys))]
-        start = time.perf_counter()
-        waiting = 0
-        for first in range(0, len(keys), BATCH):
-            part = slice(first, first + BATCH)
-            submit(keys[part], blocks[part], timeout_s=600.0)
-            waiting += 1
-        while waiting:
-            for completion in workers.poll():
-                assert completion.prefix == len(completion.statuses), completion
-                waiting -= 1
-            time.sleep(PAUSE_S)
-        return num_mib / (time.perf_counter() - start)
-
-    try:
-        return rate(workers.store, payloads), rate(workers.load, destinations)
-    finally:
-        workers.close()
+def describe(pairs: Sequence[tuple[float, float]]) -> str:
+    """Return three cells: the rates of both and their ratio."""
+    plain_s, our_s = (median(column) for column in zip(*pairs, strict=True))
+    low, middle, high = quantiles([plain / ours for plain, ours in pairs], n=4)
+    return f"{1 / plain_s:,.0f} | {1 / our_s:,.0f} | {middle:.2f} [{low:.2f} to {high:.2f}]"
 
 
 def open_files(directory: Path, sync: str) -> FileBackend:
     """Open a backend, and make its directories."""
-    files = FileBackend(directory, max_bytes=MAX_BYTES, sync="data" if sync == "data" else "none")
+    files = FileBackend(directory, max_bytes=2**40, sync="data" if sync == "data" else "none")
     for number in range(256):
         first = bytes([number]) + bytes(31)
         files.put(first, [memoryview(b"")])
@@ -228,7 +295,7 @@ def describe_run(arguments: argparse.Namespace) -> list[str]:
         f"load {os.getloadavg()[0]:.1f}; Linux {platform.release().split('-')[0]}, "
         f"Python {platform.python_version()}, numpy {np.__version__}, xxhash {xxhash.VERSION}.",
         "",
-        f"{arguments.mib} MiB of values per round, median of {arguments.rounds} rounds, "
+        f"{arguments.mib} MiB of values per round, {arguments.rounds} rounds, "
         f'sync="{arguments.sync}", checksums on.',
     ]
 
@@ -238,11 +305,11 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--directory", type=Path, help="on the disk to measure; default: temporary")
     parser.add_argument("--mib", type=int, default=512, help="of values in each round")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--sync", choices=["none", "data"], default="none")
     return parser.parse_args()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -47,7 +47,8 @@ def seal(key: bytes, payload: Sequence[memoryview]) -> bytes:
     Raises:
         StorageKeyError: if key is not 32 bytes.
     """
-    return _header(check_key(key), sum(map(len, payload)), payload)
+    length = sum(map(len, payload))
+    return _HEADER.pack(MAGIC, VERSION, 0, length, _digest(payload), check_key(key))
 
 
 def check_header(
@@ -83,7 +84,9 @@ def check(
 ) -> Fault | None:
     """Say what is wrong with a value that was read into header and parts; None if nothing is."""
     room = sum(map(len, payload))
-    if value_bytes == HEADER_BYTES + room and header == _header(key, room, payload):
+    if value_bytes == HEADER_BYTES + room and header == _HEADER.pack(
+        MAGIC, VERSION, 0, room, _digest(payload), key
+    ):
         return None
     return check_header(key, header, value_bytes, room) or Fault.CHECKSUM
 
@@ -96,12 +99,10 @@ def open_sealed(key: bytes, value: bytes | memoryview) -> memoryview | Fault:
     return payload if fault is None else fault
 
 
-def _header(key: bytes, length: int, payload: Sequence[memoryview]) -> bytes:
+def _digest(payload: Sequence[memoryview]) -> bytes:
     if len(payload) == 1:  # at once it is half as long in the processor as in parts
-        digest = xxhash.xxh3_128_digest(payload[0])
-    else:
-        state = xxhash.xxh3_128()
-        for part in payload:
-            state.update(part)
-        digest = state.digest()
-    return _HEADER.pack(MAGIC, VERSION, 0, length, digest, key)
+        return xxhash.xxh3_128_digest(payload[0])
+    state = xxhash.xxh3_128()
+    for part in payload:
+        state.update(part)
+    return state.digest()

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
 _MOST_PARTS: Final = 1024  # Linux: IOV_MAX
+_TO_READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+_TO_CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _ONE_MORE: Final = memoryview(bytearray(1))
 """Where the byte goes that tells that a file is longer; nobody reads it."""
 
@@ -32,17 +34,11 @@ class FileApi(Protocol):
     def create(self, path: str) -> int:
         """Make a new file for the owner alone (0600) and open it to write."""
 
-    def open(self, path: str) -> int:
-        """Open a file to read."""
-
     def write(self, file: int, parts: Sequence[memoryview]) -> int:
         """Append the parts; may write less, and returns how many bytes it did."""
 
-    def read(self, file: int, into: Sequence[memoryview], offset: int) -> int:
-        """Fill the buffers with what is at offset; may read less; 0 at the end."""
-
-    def size(self, file: int) -> int:
-        """Return the length of an open file in bytes."""
+    def read(self, path: str, into: Sequence[memoryview]) -> int:
+        """Fill the buffers from the start of a file, and return its length in bytes."""
 
     def stamp(self, file: int | str, time_ns: int) -> None:
         """Set the time of the last use."""
@@ -96,23 +92,28 @@ class OsFiles:
 
     def create(self, path: str) -> int:
         """See FileApi."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-
-    def open(self, path: str) -> int:
-        """See FileApi."""
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return os.open(path, _TO_CREATE, 0o600)
 
     def write(self, file: int, parts: Sequence[memoryview]) -> int:
         """See FileApi."""
         return os.writev(file, parts[:_MOST_PARTS])
 
-    def read(self, file: int, into: Sequence[memoryview], offset: int) -> int:
-        """See FileApi."""
-        return os.preadv(file, into if len(into) <= _MOST_PARTS else into[:_MOST_PARTS], offset)
+    def read(self, path: str, into: Sequence[memoryview]) -> int:
+        """See FileApi.
 
-    def size(self, file: int) -> int:
-        """See FileApi."""
-        return os.fstat(file).st_size
+        Three calls of the system, where they do what they nearly always do: each costs, and lets go
+        of Python's lock besides.
+        """
+        file = os.open(path, _TO_READ)
+        try:
+            if len(into) >= _MOST_PARTS:
+                return _read_on(file, into, 0)
+            done = os.preadv(file, [*into, _ONE_MORE], 0)
+            if done == sum(map(len, into)):  # there was room for one more, so the file ends here
+                return done
+            return _read_on(file, into, done)
+        finally:
+            os.close(file)
 
     def stamp(self, file: int | str, time_ns: int) -> None:
         """See FileApi."""
@@ -153,20 +154,15 @@ def write_all(files: FileApi, file: int, parts: Sequence[memoryview]) -> None:
         rest = _after(rest, count)
 
 
-def read_value(files: FileApi, file: int, into: Sequence[memoryview]) -> int:
-    """Fill the buffers from the start of a file, and return its length, or how much could be read.
+def _read_on(file: int, into: Sequence[memoryview], done: int) -> int:
+    """Fill the buffers after the first done bytes, and return the file's length.
 
-    One call of the system, where it does what it nearly always does: each call costs, and lets go
-    of Python's lock besides.
+    If it ends before it said that it would, somebody has cut it meanwhile: then that is its length.
     """
-    done = files.read(file, [*into, _ONE_MORE], 0)
-    room = sum(map(len, into))
-    if done == room:  # there was room for one more, so the file ends here
-        return room
-    size = files.size(file)
+    size = os.fstat(file).st_size
     rest = _after(list(into), done)
-    while done < room:
-        count = files.read(file, rest, done)
+    while rest:
+        count = os.preadv(file, rest[:_MOST_PARTS], done)
         if count == 0:
             return done
         rest = _after(rest, count)

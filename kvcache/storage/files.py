@@ -32,7 +32,7 @@ from typing import Final, Literal, TypeAlias
 
 from .base import StoredValue, check_key
 from .errors import BackendFullError, BackendIOError, StorageInUseError
-from .file_api import FileApi, OsFiles, read_value, write_all
+from .file_api import FileApi, OsFiles, write_all
 from .file_names import bucket_names, key_of
 from .lru_index import FoundValue, LruIndex
 
@@ -101,22 +101,18 @@ class FileBackend:
 
     def get(self, key: bytes, into: Sequence[memoryview]) -> int | None:
         """See Backend. It counts as a use of key."""
-        if key not in self._index:
-            return None
-        path = self._path(key)
         try:
-            file = self._files.open(path)
-            try:
-                num_bytes = read_value(self._files, file, into)
-            finally:
-                self._files.close(file)
-        except FileNotFoundError:  # evicted just now, or removed by someone else
-            self._forget(key)
+            num_bytes = self._files.read(self._path(key), into)
+        except FileNotFoundError:
+            if key in self._index:  # evicted just now, or removed by someone else
+                self._forget(key)
             return None
         except OSError as error:
             raise BackendIOError("reading", error.errno) from error
-        self._use(key, path)
-        return num_bytes
+        there, stamp_ns = self._index.use(key)
+        if stamp_ns is not None:
+            self._stamp(key, stamp_ns)
+        return num_bytes if there else None  # a write that failed half-way may have left a file
 
     def put(self, key: bytes, parts: Sequence[memoryview]) -> None:
         """See Backend. Evicts first, as much as is needed.
@@ -151,7 +147,10 @@ class FileBackend:
 
     def touch(self, key: bytes) -> bool:
         """See Backend. The order of use outlives a restart, give or take a minute."""
-        return self._use(key, self._path(key))
+        there, stamp_ns = self._index.use(key)
+        if stamp_ns is not None:
+            self._stamp(key, stamp_ns)
+        return there
 
     def list_values(self, *, coldest_first: bool = False) -> Iterator[StoredValue]:
         """See Backend. Always the least recently used first; from memory."""
@@ -269,18 +268,15 @@ class FileBackend:
                 self._buckets.add(name)
         return path
 
-    def _use(self, key: bytes, path: str) -> bool:
-        there, stamp_ns = self._index.use(key)
-        if stamp_ns is not None:
-            with suppress(OSError):  # the order is a help, not a promise
-                self._files.stamp(path, stamp_ns)
-        return there
+    def _stamp(self, key: bytes, stamp_ns: int) -> None:
+        with suppress(OSError):  # the order is a help, not a promise
+            self._files.stamp(self._path(key), stamp_ns)
 
     def _forget(self, key: bytes) -> None:
         """Drop a key whose file is gone, unless it was written again meanwhile."""
         with self._stripe(key):
             try:
-                self._files.close(self._files.open(self._path(key)))
+                self._files.read(self._path(key), [])
             except FileNotFoundError:
                 self._index.forget(key)
 

@@ -23,6 +23,9 @@ from .tasks import Operation, Task
 _MOST_AT_ONCE: Final = 8
 """A thread loads so many blocks before it asks for more: that costs as much as to load a block."""
 
+_URGENCY: Final = {Kind.LOOKUP: 0, Kind.LOAD: 1}
+"""A lookup holds up a scheduler; whoever stores, touches or deletes does not wait for it."""
+
 
 class OperationTable:
     """The operations of a driver, which calls this under a lock of its own."""
@@ -37,9 +40,11 @@ class OperationTable:
         self.errors: Counter[str] = Counter()
         self.late_blocks = 0
         self._known: dict[OperationId, Operation] = {}  # open, or not fenced, or to be claimed
-        # Reads before writes, then in the order of submission.
-        self._reads: OrderedDict[OperationId, Operation] = OrderedDict()
-        self._writes: OrderedDict[OperationId, Operation] = OrderedDict()
+        self.running: Counter[Kind] = Counter()  # tasks that are taken and not reported
+        self.num_running = 0  # all of these
+        self._queues: tuple[OrderedDict[OperationId, Operation], ...] = tuple(
+            OrderedDict() for _ in range(3)
+        )  # by urgency, each in the order of submission
         self._completions: list[Completion] = []
         self._last_id = 0
 
@@ -56,6 +61,11 @@ class OperationTable:
             for operation in self._known.values()
         )
 
+    @property
+    def has_work(self) -> bool:
+        """Whether there is something to take."""
+        return any(self._queues)
+
     def submit(
         self,
         kind: Kind,
@@ -68,7 +78,7 @@ class OperationTable:
     ) -> OperationId:
         """Queue an operation; the blocks from the first that has no room on are dropped."""
         self._last_id += 1
-        num_bytes = [sum(len(part) for part in block) for block in blocks] or [0] * len(keys)
+        num_bytes = [sum(map(len, block)) for block in blocks] or [0] * len(keys)
         end_block = self._reserve(kind, num_bytes)
         operation = Operation(
             id=OperationId(self._last_id),
@@ -98,8 +108,8 @@ class OperationTable:
         A load is shared out over the threads. A store is taken block by block, so that no read
         waits for more than one.
         """
-        queue = self._reads or self._writes
-        if not queue:
+        queue = next(filter(None, self._queues), None)
+        if queue is None:
             return None
         operation = next(iter(queue.values()))
         first = operation.next_block
@@ -116,6 +126,8 @@ class OperationTable:
             del queue[operation.id]
         task = Task(operation, first, operation.keys[first : first + num_blocks])
         operation.tasks.append(task)
+        self.running[task.kind] += 1
+        self.num_running += 1
         return task
 
     def report(self, task: Task, errors: Sequence[str] = ()) -> None:
@@ -123,6 +135,8 @@ class OperationTable:
         operation, first, num_blocks = task.operation, task.first, len(task.keys)
         assert task in operation.tasks, f"operation {operation.id}: a task was reported twice"
         operation.tasks.remove(task)
+        self.running[task.kind] -= 1
+        self.num_running -= 1
         self.errors.update(errors)
         self.bytes_in_flight[operation.kind] -= sum(operation.num_bytes[first : first + num_blocks])
         if operation.completion is not None:
@@ -210,15 +224,22 @@ class OperationTable:
         for kind, num_bytes in self.bytes_in_flight.items():
             assert num_bytes == held[kind], f"{kind}: {num_bytes} bytes, not {held[kind]}"
             assert num_bytes <= self.max_bytes_in_flight, f"{kind}: {num_bytes} bytes in flight"
-        assert len(self._reads.keys() | self._writes.keys()) <= self.num_open, "queued, not open"
+        assert sum(map(len, self._queues)) <= self.num_open, "queued, not open"
+        assert self.num_running == self.running.total(), f"{self.num_running} tasks in all"
+        for kind in Kind:
+            tasks = sum(len(o.tasks) for o in self._known.values() if o.kind is kind)
+            assert self.running[kind] == tasks, f"{kind}: {tasks} tasks, not {self.running[kind]}"
 
     def _reserve(self, kind: Kind, num_bytes: Sequence[int]) -> int:
         """Count as many leading blocks as there is room for, and return how many those are."""
-        for block, size in enumerate(num_bytes):
-            if self.bytes_in_flight[kind] + size > self.max_bytes_in_flight:
-                return block
-            self.bytes_in_flight[kind] += size
-        return len(num_bytes)
+        used, end_block = self.bytes_in_flight[kind], 0
+        for size in num_bytes:
+            if used + size > self.max_bytes_in_flight:
+                break
+            used += size
+            end_block += 1
+        self.bytes_in_flight[kind] = used
+        return end_block
 
     def _end(self, operation: Operation, rest: Status) -> None:
         """Complete an operation; the blocks that have no status yet get this one."""
@@ -231,8 +252,8 @@ class OperationTable:
             operation.statuses[task.first : task.first + len(done)] = done
             task.num_counted = len(done)
         statuses = tuple(rest if status is None else status for status in operation.statuses)
+        self.ended_blocks.update(statuses)
         for status, num_bytes in zip(statuses, operation.num_bytes, strict=True):
-            self.ended_blocks[status] += 1
             self.ended_bytes[status] += num_bytes
         operation.completion = Completion(operation.id, operation.epoch, operation.kind, statuses)
         if not operation.quiet:
@@ -244,8 +265,7 @@ class OperationTable:
             self._known.pop(operation.id, None)
 
     def _queue(self, operation: Operation) -> OrderedDict[OperationId, Operation]:
-        is_read = operation.kind in (Kind.LOOKUP, Kind.LOAD)
-        return self._reads if is_read else self._writes
+        return self._queues[_URGENCY.get(operation.kind, 2)]
 
     def _check_id(self, operation_id: OperationId) -> None:
         if not 1 <= operation_id <= self._last_id:

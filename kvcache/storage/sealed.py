@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Final
 
 from .base import Backend, Status
 from .envelope import HEADER_BYTES, check, seal
 from .errors import BackendError
 
 _log = logging.getLogger(__name__)
+_LOADED: Final = (Status.LOADED, "")
 
 
 class Sealed:
@@ -39,7 +41,7 @@ class Sealed:
         except Exception as error:  # whatever a backend does, the block is FAILED
             return _failed("load", error)
         if fault is None:
-            return Status.LOADED, ""
+            return _LOADED
         _log.warning("block %s is corrupt: %s", key.hex(), fault.value)
         self.delete(key)
         return Status.CORRUPT, fault.name

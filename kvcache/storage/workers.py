@@ -29,14 +29,19 @@ from .base import (
 from .errors import PayloadError, StorageClosedError
 from .operations import OperationTable
 from .sealed import Sealed
+from .sharing import Sharing
 from .tasks import Task
 
 
 class StorageWorkers:
     """Storage over any backend, on a few threads of its own.
 
-    Reads go before writes. A load or store for which there is no room keeps its leading blocks; the
-    others are DROPPED at once: a lost write is a future miss, and a chain is of use from its start.
+    Lookups go first, then loads. A load or store for which there is no room keeps its leading
+    blocks; the others are DROPPED at once: a lost write is a future miss, and a chain is of use
+    from its start.
+
+    Threads share the loads, and the stores, where that pays; see `Sharing`. If the only one is
+    stuck, the next `poll` wakes another.
 
     No call but `lookup_prefix` and `close`, which say how long, waits for the backend. Deadlines
     are seen by `poll`: call it once per step.
@@ -72,6 +77,8 @@ class StorageWorkers:
         self._reported = Condition(self._lock)
         self._table = OperationTable(max_bytes_in_flight, num_threads)
         self._closed = False
+        self._sharing = Sharing()
+        self._num_done = self._num_seen = 0  # blocks, in all and at the last poll
         # Daemons: a backend that never answers must not keep the process from ending.
         self._threads = [
             Thread(target=self._work, name=f"radixkv-storage-{number}", daemon=True)
@@ -139,6 +146,9 @@ class StorageWorkers:
         now = self._clock()
         with self._lock:
             self._table.expire(now)
+            if self._num_done == self._num_seen and self._table.has_work:
+                self._submitted.notify()  # whoever is at work may be stuck
+            self._num_seen = self._num_done
             return self._table.drain()
 
     def cancel(self, operation: OperationId) -> bool:
@@ -226,7 +236,10 @@ class StorageWorkers:
             operation = self._table.submit(
                 kind, keys, blocks, deadline=deadline, epoch=epoch, quiet=quiet
             )
-            self._submitted.notify(len(keys))
+            if self._sharing.several:
+                self._submitted.notify(len(keys))
+            elif kind is Kind.LOOKUP or not self._table.running[kind]:
+                self._submitted.notify()
             return operation
 
     def _work(self) -> None:
@@ -241,6 +254,12 @@ class StorageWorkers:
             with self._lock:
                 self._table.report(task, errors)
                 self._reported.notify_all()
+                if (
+                    not self._sharing.several
+                    and self._table.running[task.kind]
+                    and not self._closed
+                ):
+                    self._submitted.wait()  # another one goes on
 
     def _run(self, task: Task) -> list[str]:
         """Do a task, as far as it is wanted, and return the names of the errors in it."""
@@ -252,10 +271,16 @@ class StorageWorkers:
         for key, parts in zip(task.keys, task.blocks or repeat(()), strict=False):
             if not task.wanted:
                 break
+            start = time.perf_counter()
             status, error = self._run_block(task.kind, key, parts)
             task.results.append(status)
             if error:
                 errors.append(error)
+            self._num_done += 1
+            took_s = time.perf_counter() - start
+            if self._sharing.learn(took_s, alone=self._table.num_running == 1):
+                with self._lock:
+                    self._submitted.notify_all()
         return errors
 
     def _run_block(self, kind: Kind, key: bytes, parts: Sequence[memoryview]) -> tuple[Status, str]:

@@ -199,9 +199,6 @@ class CrashDisk:
         self.moment()
         return self._handle(file)
 
-    def open(self, path: str) -> int:
-        return self._handle(self._file(path))
-
     def write(self, file: int, parts: Sequence[memoryview]) -> int:
         self.alive()
         data = b"".join(parts)
@@ -221,16 +218,13 @@ class CrashDisk:
             self.moment()
         return done
 
-    def read(self, file: int, into: Sequence[memoryview], offset: int) -> int:
-        data, done = self.handles[file].seen, 0
+    def read(self, path: str, into: Sequence[memoryview]) -> int:
+        data, done = self._file(path).seen, 0
         for part in into:
-            piece = data[offset + done : offset + done + len(part)]
+            piece = data[done : done + len(part)]
             part[: len(piece)] = piece
             done += len(piece)
-        return done
-
-    def size(self, file: int) -> int:
-        return len(self.handles[file].seen)
+        return len(data)
 
     def stamp(self, file: int | str, time_ns: int) -> None:
         self.alive()

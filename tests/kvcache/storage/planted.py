@@ -129,7 +129,7 @@ BUGS = (
         "files.py",
         "            self._files.rename(temporary, path)\n            try:\n",
         "            self._files.rename(temporary, path)\n            try:\n"
-        "                self._files.sync(self._files.open(path))\n",
+        "                self._files.sync(self._files._handle(self._files._file(path)))\n",
     ),
     Bug(
         "temporaries are not swept",

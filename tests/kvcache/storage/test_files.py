@@ -1,7 +1,9 @@
 import errno
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,6 @@ from radixkv.kvcache.storage import (
     Status,
     StorageInUseError,
 )
-from radixkv.kvcache.storage.file_api import OsFiles
 from radixkv.kvcache.storage.file_names import find_values
 
 from .conformance import keys_of
@@ -191,51 +192,40 @@ def test_a_start_on_a_broken_disk_is_refused() -> None:
     assert disk.handles == {}
 
 
-class OneByteFiles(OsFiles):
-    """A system that reads and writes a byte at a time, and at last nothing."""
-
-    stuck = False
-
-    def write(self, file, parts):
-        return 0 if self.stuck else super().write(file, [parts[0][:1]])
-
-    def read(self, file, into, offset):
-        return super().read(file, [into[0][:1]], offset)
-
-
-class CountedFiles(OsFiles):
-    """A system that writes down what it is asked on the way of a load."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def open(self, path):
-        self.calls.append("open")
-        return super().open(path)
-
-    def read(self, file, into, offset):
-        self.calls.append("read")
-        return super().read(file, into, offset)
-
-    def size(self, file):
-        self.calls.append("size")
-        return super().size(file)
-
-    def close(self, file):
-        self.calls.append("close")
-        super().close(file)
-
-
-def test_a_load_costs_three_calls_of_the_system(directory: Path) -> None:
-    files = CountedFiles()
-    backend = FileBackend(directory, max_bytes=100, files=files)
+def test_a_load_costs_three_calls_of_the_system(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = FileBackend(directory, max_bytes=100)
     put(backend, KEYS[0], b"abcdef")
-    files.calls.clear()
+    calls: list[str] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        original = getattr(os, name)
+
+        def call(*arguments: Any) -> Any:
+            calls.append(name)
+            return original(*arguments)
+
+        return call
+
+    for name in ("open", "preadv", "fstat", "close"):
+        monkeypatch.setattr(os, name, counted(name))
     assert get(backend, KEYS[0], room=6) == b"abcdef"
-    assert files.calls == ["open", "read", "close"]
-    files.calls.clear()
+    assert calls == ["open", "preadv", "close"]
+    calls.clear()
     assert backend.get(KEYS[0], [memoryview(bytearray(5))]) == 6  # longer: how long?
-    assert files.calls == ["open", "read", "size", "close"]
+    assert calls == ["open", "preadv", "fstat", "close"]
+    backend.close()
+
+
+def test_a_value_in_more_parts_than_the_system_takes_at_once(directory: Path) -> None:
+    backend = FileBackend(directory, max_bytes=10_000)
+    value = bytes(range(250)) * 9
+    put(backend, KEYS[0], value)
+    for num_parts in (1023, 1024, 1025, 2250):
+        into = [bytearray(1) for _ in range(num_parts)]
+        assert backend.get(KEYS[0], [memoryview(part) for part in into]) == len(value)
+        assert b"".join(into) == value[:num_parts]
     backend.close()
 
 
@@ -249,15 +239,30 @@ def test_a_value_that_is_longer_by_one_byte_is_not_taken_for_whole(directory: Pa
     backend.close()
 
 
-def test_short_reads_and_writes_go_on(directory: Path) -> None:
-    files = OneByteFiles()
-    backend = FileBackend(directory, max_bytes=100, files=files)
+def test_short_reads_and_writes_go_on(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv, writev = os.preadv, os.writev
+    monkeypatch.setattr(os, "preadv", lambda file, into, at: preadv(file, [into[0][:1]], at))
+    monkeypatch.setattr(os, "writev", lambda file, parts: writev(file, [parts[0][:1]]))
+    backend = FileBackend(directory, max_bytes=100)
     put(backend, KEYS[0], b"abcdef")
     assert get(backend, KEYS[0]) == b"abcdef"
     assert get(backend, KEYS[0], room=6) == b"abcdef"
     assert backend.get(KEYS[0], [memoryview(bytearray(4))]) == 6
-    files.stuck = True
+    monkeypatch.setattr(os, "writev", lambda file, parts: 0)  # and at last nothing
     with pytest.raises(BackendIOError, match=r"^writing failed: EIO "):
         put(backend, KEYS[1], b"abc")
     assert os.listdir(directory / "01") == []
+    backend.close()
+
+
+def test_a_value_that_is_cut_while_it_is_read_is_as_long_as_it_was_found(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = FileBackend(directory, max_bytes=100)
+    put(backend, KEYS[0], b"abcdef")
+    preadv = os.preadv
+    monkeypatch.setattr(
+        os, "preadv", lambda file, into, at: 0 if at else preadv(file, [into[0][:2]], 0)
+    )
+    assert backend.get(KEYS[0], [memoryview(bytearray(6))]) == 2
     backend.close()

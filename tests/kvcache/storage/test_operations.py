@@ -186,7 +186,7 @@ TestOperations = Operations.TestCase
 TestOperations.settings = settings(max_examples=150, stateful_step_count=40)
 
 
-def test_reads_go_before_writes_and_then_in_order() -> None:
+def test_lookups_go_first_then_loads_then_the_others_in_order() -> None:
     table = OperationTable(BUDGET, NUM_THREADS)
     kinds = [Kind.STORE, Kind.DELETE, Kind.LOAD, Kind.LOOKUP]
     for kind in kinds:
@@ -194,7 +194,7 @@ def test_reads_go_before_writes_and_then_in_order() -> None:
     order = []
     while (task := table.take()) is not None:
         order.append(task.kind)
-    assert order == [Kind.LOAD, Kind.LOOKUP, Kind.STORE, Kind.DELETE]
+    assert order == [Kind.LOOKUP, Kind.LOAD, Kind.STORE, Kind.DELETE]
 
 
 def test_a_prefix_ends_at_the_first_gap() -> None:

@@ -17,6 +17,7 @@ from radixkv.kvcache.storage import (
     StorageKeyError,
     StorageWorkers,
 )
+from radixkv.kvcache.storage.sharing import Sharing
 
 from .memory import BrokenBackend, HeldBackend, MemoryBackend
 
@@ -139,8 +140,8 @@ def test_a_backend_that_never_answers_is_given_up_at_the_deadline() -> None:
     with workers(backend, num_threads=1, clock=clock) as storage:
         destination = bytearray(1)
         stuck = storage.load(KEYS[:2], [[destination], [bytearray(1)]], timeout_s=2.0)
-        behind = storage.lookup(KEYS, timeout_s=3.0)
         backend.entered.acquire()
+        behind = storage.lookup(KEYS, timeout_s=3.0)
         clock.now = 1.9
         assert storage.poll() == []
         clock.now = 2.0
@@ -157,6 +158,45 @@ def test_a_backend_that_never_answers_is_given_up_at_the_deadline() -> None:
         assert storage.poll() == []  # what came late changes nothing
         assert storage.stats().late_blocks == 1
         assert storage.stats().load_bytes_in_flight == 0
+
+
+def test_a_poll_sends_another_thread_where_the_first_is_stuck() -> None:
+    backend = HeldBackend()
+    with workers(backend, num_threads=2) as storage:
+        loads = []
+        for key in KEYS[:2]:
+            loads.append(storage.load([key], [[bytearray(1)]], timeout_s=LONG_S))
+            assert storage.poll() == []
+            backend.entered.acquire()
+        for _ in loads:
+            backend.go.release()
+        for load in loads:
+            wait_ended(storage, load)
+
+
+def test_a_lookup_does_not_wait_for_a_load_that_is_stuck() -> None:
+    backend = HeldBackend()
+    with workers(backend, num_threads=2) as storage:
+        storage.load(KEYS[:1], [[bytearray(1)]], timeout_s=LONG_S)
+        backend.entered.acquire()
+        storage.lookup(KEYS, timeout_s=LONG_S)
+        backend.entered.acquire()
+
+
+@pytest.mark.parametrize(
+    ("times_us", "alone", "wakes"),
+    [
+        ([20, 300, 20, 300], True, [False] * 4),  # it was interrupted, now and then
+        ([300, 300, 300, 20, 300, 300], True, [False, True, False, False, False, True]),
+        ([300, 300, 300], False, [False] * 3),  # it may have waited for another thread
+        ([2000, 2000, 2000], False, [False, True, False]),
+    ],
+)
+def test_several_threads_pay_where_one_waits_for_the_backend(
+    times_us: list[int], alone: bool, wakes: list[bool]
+) -> None:
+    sharing = Sharing()
+    assert [sharing.learn(us / 1e6, alone=alone) for us in times_us] == wakes
 
 
 def test_a_synchronous_lookup_gives_up_too() -> None:
