@@ -96,6 +96,7 @@ class NodeLoop:
             if not self.turn():
                 is_waiting = self._engine.scheduler.num_open > 0
                 self._channel.wait(_BUSY_WAIT_S if is_waiting else _IDLE_WAIT_S)
+        self.turn()  # what has come already counts, as that all was read
 
     def turn(self) -> bool:
         """Take in what has come, run one step at most, send what is to be said.

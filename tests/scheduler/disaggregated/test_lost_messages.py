@@ -134,3 +134,14 @@ def test_nothing_is_said_to_who_has_gone_nor_of_what_is_over() -> None:
     outbox.forget_peer("p0")
     outbox.forget(("a", 1))
     assert outbox.take_due(1.0) == ([("p1", Started(("b", 1)))], [])
+
+
+def test_a_node_that_is_told_to_stop_takes_in_what_has_come() -> None:
+    world = Deployment()
+    world.turn(3)
+    world.nodes.add_request(Request("abc", [1, 2, 3], 2))
+    world.nodes.step()
+    loop = world.loops["prefill-0"]
+    assert world.prefill.begun == {}
+    loop.run(lambda: True)
+    assert sum(world.prefill.begun.values()) == 1
