@@ -13,8 +13,9 @@ from radixkv.scheduler.models import load_config, make_tiny_checkpoint
 
 PROMPTS = [[1, 2, 3, 4, 5], [7] * 20, [1, 2, 3, 4, 5, 6]]
 
-SMALL = ("--token-budget", 8)
-"""A small budget has few shapes to compile."""
+SMALL = ("--max-new-tokens", 4, "--token-budget", 8)
+"""A small budget has few shapes to compile; three such prompts are as many each time, so that each
+is compiled once."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def _write(directory: Path, prompts: Sequence[object]) -> Path:
 
 
 def test_json_has_the_outputs_in_order(radixkv: Any, model_dir: Path, prompts: Path) -> None:
-    arguments = ["generate", model_dir, "--prompts", prompts, "--max-new-tokens", 4]
+    arguments = ["generate", model_dir, "--prompts", prompts]
     outcome = radixkv(*arguments, *SMALL, "--ignore-eos", "--json", "-")
     assert (outcome.status, outcome.stderr) == (0, "")
     results = json.loads(outcome.stdout)
@@ -53,27 +54,24 @@ def test_sizes_do_not_change_the_outputs(radixkv: Any, model_dir: Path, prompts:
 
 
 def test_text_has_one_line_per_prompt(radixkv: Any, model_dir: Path, prompts: Path) -> None:
-    outcome = radixkv("generate", model_dir, "--prompts", prompts, "--max-new-tokens", 2, *SMALL)
+    outcome = radixkv("generate", model_dir, "--prompts", prompts, *SMALL)
     assert outcome.status == 0
     lines = outcome.stdout.splitlines()
-    assert all(1 <= len(json.loads(line)) <= 2 for line in lines[:3])
+    assert all(1 <= len(json.loads(line)) <= 4 for line in lines[:3])
     assert lines[3] == ""
     assert any(line.startswith("cache.hit_blocks ") for line in lines[4:])
 
 
-def test_eos_stops_unless_ignored(radixkv: Any, model_dir: Path, tmp_path: Path) -> None:
-    arguments = [
-        "--prompts",
-        _write(tmp_path, PROMPTS[:1]),
-        "--max-new-tokens",
-        4,
-        *SMALL,
-        "--json",
-        "-",
-    ]
-    [whole] = json.loads(radixkv("generate", model_dir, *arguments, "--ignore-eos").stdout)[
-        "outputs"
-    ]
+def test_eos_stops_unless_ignored(
+    radixkv: Any, model_dir: Path, prompts: Path, tmp_path: Path
+) -> None:
+    arguments = ["--prompts", prompts, *SMALL, "--json", "-"]
+
+    def outputs(directory: Path, *options: str) -> list[list[int]]:
+        return json.loads(radixkv("generate", directory, *arguments, *options).stdout)["outputs"]
+
+    expected = outputs(model_dir, "--ignore-eos")
+    whole = expected[0]
     # The same weights with the second token of the output declared the end.
     end = whole[1]
     copy = tmp_path / "copy"
@@ -82,10 +80,8 @@ def test_eos_stops_unless_ignored(radixkv: Any, model_dir: Path, tmp_path: Path)
         (copy / file.name).write_bytes(file.read_bytes())
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
 
-    stopped = json.loads(radixkv("generate", copy, *arguments).stdout)["outputs"]
-    assert stopped == [whole[: whole.index(end) + 1]]
-    ignored = json.loads(radixkv("generate", copy, *arguments, "--ignore-eos").stdout)["outputs"]
-    assert ignored == [whole]
+    assert outputs(copy)[0] == whole[: whole.index(end) + 1]
+    assert outputs(copy, "--ignore-eos") == expected
 
 
 def test_an_id_outside_the_vocabulary_is_refused(
@@ -125,11 +121,9 @@ def test_a_string_is_encoded_by_the_checkpoints_tokenizer(
         (copy / file.name).write_bytes(file.read_bytes())
     tokenizer.save(str(copy / "tokenizer.json"))
 
-    path = _write(tmp_path, ["two one two", [2, 1, 2]])
-    outcome = radixkv(
-        "generate", copy, "--prompts", path, "--max-new-tokens", 3, *SMALL, "--json", "-"
-    )
-    text, ids = json.loads(outcome.stdout)["outputs"]
+    path = _write(tmp_path, ["two one two", [2, 1, 2], PROMPTS[1]])
+    outcome = radixkv("generate", copy, "--prompts", path, *SMALL, "--json", "-")
+    text, ids, _ = json.loads(outcome.stdout)["outputs"]
     assert text == ids
 
 
