@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 from ..kvcache import CacheManager, Lease, OutOfBlocksError
 from .batch_scheduler import BatchScheduler
 from .errors import HandoffsOpenError, RefusedError
 from .handoff import (
     CancelPull,
+    DecodeAction,
     DecodeSide,
     Finished,
     Key,
@@ -250,7 +251,12 @@ class DecodeScheduler(BatchScheduler):
 
     def _follow(self) -> None:
         """Begin to decode what has arrived, and stop what the side wants stopped."""
-        for action in self._side.take_actions():
+        self._carry_out(self._side.take_actions())
+        self._side.answer_held()
+        self._carry_out(self._side.take_actions())
+
+    def _carry_out(self, actions: Iterable[DecodeAction]) -> None:
+        for action in actions:
             match action:
                 case Start():
                     self._start_decoding(action)

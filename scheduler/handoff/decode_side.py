@@ -10,6 +10,7 @@ from ..errors import RefusedError, RequestError
 from ..request import Request
 from .actions import Pull, Timing
 from .attempts import DecodeAttempt, as_request
+from .held_asks import HeldAsk, HeldAsks, num_shared_blocks
 from .live_decodes import LiveDecodes
 from .messages import (
     MAX_REASON_CHARS,
@@ -19,6 +20,7 @@ from .messages import (
     Commit,
     Grant,
     Head,
+    Key,
     Message,
     NodeId,
     Refuse,
@@ -66,18 +68,68 @@ class DecodeSide(LiveDecodes):
         self._admit = admit if admit is not None else self._admit_any
         self._vocab_size = vocab_size
         self._last_grant = 0
+        self._held = HeldAsks()
+
+    # ASKs that are held
+
+    def keys_of(self, request_id: str) -> list[Key]:
+        """Return the attempts of a request that have not ended, oldest first."""
+        held = self._held.of(request_id)
+        return [*super().keys_of(request_id), *([held.key] if held is not None else ())]
+
+    def abort(self, key: Key, reason: str) -> None:
+        """Give an attempt up; `Stop` follows if it has started. Nothing if it is not known."""
+        held = self._held.of(key[0])
+        if held is not None and held.key == key:
+            self._held.drop(key[0])
+            self._say(held.peer, Abort(self._back(held.ask.head), reason, fenced=True))
+        super().abort(key, reason)
+
+    def tick(self, now: float) -> None:
+        """Let time pass: grant what has been loaded, and give up what has waited too long."""
+        super().tick(now)
+        for held in self._held.all():
+            if now - held.heard_at >= self._timing.silence_s:
+                self._held.drop(held.key[0])
+
+    def answer_held(self) -> None:
+        """Answer the ASKs that were held for what has arrived since, or has come to nothing.
+
+        Call it when what has started is counted among those that run.
+        """
+        if not self._has_arrived:
+            return
+        self._has_arrived = False
+        for held in self._held.all():
+            self._asked(held)
+
+    def _is_on_its_way(self, request: Request) -> bool:
+        """Whether a block that D lacks of a prompt is being received for one that is much the same.
+
+        Others are not worth the wait: what is received can be matched when all of it has arrived.
+        """
+        others = [each for each in self.receiving if each.namespace == request.namespace]
+        if not others:
+            return False
+        block_size = self._manager.block_size
+        first = self._manager.match(request.prompt, request.namespace).num_blocks
+        return any(
+            num_shared_blocks(request.prompt, each.prompt, block_size) > first for each in others
+        )
 
     # What P says
 
     def receive(self, peer: NodeId, message: Message) -> None:
         """Take in a message of a prefill node; one that is stale changes nothing."""
         head = message.head
-        back = Head(head.key, self.epoch, head.epoch, head.grant)
+        back = self._back(head)
         if isinstance(message, Ask):
-            self._asked(peer, message, back)
+            self._asked(HeldAsk(peer, message, self._now))
             return
         if head.version != PROTOCOL_VERSION:
             return
+        if isinstance(message, Abort):
+            self._held.end(peer, head.key)
         attempt = self._attempts.find(head.key)
         if attempt is not None and not (
             attempt.peer == peer and head.grant in (0, attempt.head.grant)
@@ -127,14 +179,20 @@ class DecodeSide(LiveDecodes):
     def _is_token(self, token: int) -> bool:
         return self._vocab_size is None or 0 <= token < self._vocab_size
 
-    def _asked(self, peer: NodeId, ask: Ask, back: Head) -> None:
-        """Admit what is asked for, unless that was done, or is stale."""
-        head = ask.head
+    def _back(self, head: Head) -> Head:
+        """Return the head of an answer."""
+        return Head(head.key, self.epoch, head.epoch, head.grant)
+
+    def _asked(self, asked: HeldAsk) -> None:
+        """Admit what is asked for, unless that was done, or is stale; or hold it."""
+        peer, head = asked.peer, asked.ask.head
+        back, held = self._back(head), self._held.of(head.key[0])
         if head.version != PROTOCOL_VERSION:
             self._say(peer, Refuse(back, "version", head.version, PROTOCOL_VERSION))
             return
         known = self._attempts.of(head.key[0])
-        if known and head.key[1] < known[-1].head.key[1]:
+        others = [each.head.key for each in known] + ([held.key] if held is not None else [])
+        if any(head.key < each for each in others):
             self._say(peer, Abort(back, "a newer attempt has begun", fenced=True))
             return
         attempt = self._attempts.find(head.key)
@@ -143,12 +201,17 @@ class DecodeSide(LiveDecodes):
             return
         for older in known:
             self._give_up(older, "a newer attempt has begun")
-        refusal = self._reserve(peer, ask, back)
-        if refusal is not None:
-            self._say(peer, refusal)
+        answer = self._reserve(asked, back)
+        if isinstance(answer, Renew):
+            self._held.hold(asked)
+        else:
+            self._held.drop(head.key[0])
+        if answer is not None:
+            self._say(peer, answer)
 
-    def _reserve(self, peer: NodeId, ask: Ask, back: Head) -> Refuse | None:
-        """Admit a request that is new, or return why not."""
+    def _reserve(self, asked: HeldAsk, back: Head) -> Refuse | Renew | None:
+        """Admit a request that is new, or say why not, or that it is to be held."""
+        peer, ask = asked.peer, asked.ask
         head, block_size = ask.head, self._manager.block_size
         if ask.block_size != block_size:
             return Refuse(back, "block size", ask.block_size, block_size)
@@ -158,6 +221,8 @@ class DecodeSide(LiveDecodes):
             return Refuse(back, "too large", needed, self._manager.num_blocks)
         try:
             request = as_request(ask)
+            if self._is_on_its_way(request) and self._held.has_room:
+                return Renew(back)
             lease = request.lease = self._admit(request)
         except (RequestError, TokenError) as error:
             return Refuse(back, "malformed", 0, 0, str(error)[:MAX_REASON_CHARS])

@@ -37,6 +37,10 @@ NO_EVICT: Final = Invariant(
 COUNTED_ONCE: Final = Invariant(
     "H9 counted-once", "hits of all tiers and computed tokens are the prompt, counted once"
 )
+SENT_ONCE: Final = Invariant(
+    "H10 sent-once",
+    "no block is granted for two prompts at a time on one decode node if half of them is the same",
+)
 
 INVARIANTS: Final = (
     ONE_START,
@@ -48,6 +52,7 @@ INVARIANTS: Final = (
     ALL_END,
     NO_EVICT,
     COUNTED_ONCE,
+    SENT_ONCE,
 )
 
 

@@ -32,6 +32,7 @@ class LiveDecodes:
         self._now = 0.0
         self._attempts = DecodeAttempts()
         self._actions: list[DecodeAction] = []
+        self._has_arrived = False  # or come to nothing: somebody is received no more
 
     @property
     def num_open(self) -> int:
@@ -206,5 +207,6 @@ class LiveDecodes:
 
     def _move(self, attempt: DecodeAttempt, state: DecodeState) -> None:
         assert (attempt.state, state) in DECODE_MOVES, f"{attempt.state} to {state}"
+        self._has_arrived |= attempt.state in _RECEIVES and state not in _RECEIVES
         attempt.state = state
         attempt.moved_at = self._now

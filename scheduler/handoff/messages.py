@@ -199,6 +199,10 @@ class Abort(Message):
 
 @dataclass(frozen=True, slots=True)
 class Renew(Message):
-    """Either: I am alive and at it. D names the parts that it lacks after COMMIT."""
+    """Either: I am alive and at it. D names the parts that it lacks after COMMIT.
+
+    Before GRANT, D says so of a prompt that it will answer for when a block that it lacks of it has
+    arrived for another request.
+    """
 
     missing: tuple[int, ...] = ()

@@ -14,8 +14,8 @@ from ..prefill import PrefillScheduler
 from ..request import Request
 from .actions import Offer, Timing
 from .ghost import GhostCopies, GhostMemory
-from .invariants import COUNTED_ONCE, NO_EVICT, OFFERS_STAY, SimulationError
-from .messages import Commit, Key, Ticket
+from .invariants import COUNTED_ONCE, NO_EVICT, OFFERS_STAY, SENT_ONCE, SimulationError
+from .messages import Abort, Commit, Grant, Key, Ticket
 from .prefill_side import Order
 
 VOCABULARY: Final = 50
@@ -186,6 +186,33 @@ class DecodeNode(_Memory):
         self.plan: StepPlan | None = None
         self.preemptions = 0
         self._may_preempt = config.reserve_tokens is not None
+        self._on_the_way: dict[Key, tuple[Grant, Int32Array]] = {}
+
+    def granted(self, grant: Grant, prompt: Int32Array) -> None:
+        """Take in that the rest of a prompt is on its way.
+
+        Raises:
+            SimulationError: if a block of the same prefix is, for another.
+        """
+        for other, tokens in self._on_the_way.values():
+            if other.head.key == grant.head.key:
+                continue
+            first, size = max(grant.first_block, other.first_block), self.manager.block_size
+            half = -(-max(len(prompt), len(tokens)) // (2 * size))
+            stop = size * max(first + 1, half)
+            if min(len(prompt), len(tokens)) >= stop and (prompt[:stop] == tokens[:stop]).all():
+                raise SimulationError(SENT_ONCE, f"block {first} for {other} and {grant}")
+        self._on_the_way[grant.head.key] = grant, prompt
+
+    def started(self, key: Key) -> None:
+        """Take in that a prompt has arrived."""
+        self._on_the_way.pop(key, None)
+
+    def gave_up(self, abort: Abort) -> None:
+        """Take in that a prompt is not waited for any more, if it is about that grant."""
+        other, _ = self._on_the_way.get(abort.head.key, (None, None))
+        if other is not None and other.head.grant == abort.head.grant:
+            del self._on_the_way[abort.head.key]
 
     def step(self) -> None:
         """Plan a step, or compute it.

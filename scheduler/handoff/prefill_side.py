@@ -182,7 +182,7 @@ class PrefillSide(LivePrefills):
     def _decline(self, peer: NodeId, message: Message, reason: str) -> None:
         """Tell D that a grant of it is of no use."""
         head = message.head
-        if isinstance(message, Grant | Renew):
+        if isinstance(message, Grant | Renew) and head.grant:
             back = Head(head.key, self.epoch, head.epoch, head.grant)
             self._actions.append(Post(peer, Abort(back, reason, fenced=False)))
 
@@ -200,6 +200,8 @@ class PrefillSide(LivePrefills):
                     self._end(attempt)
             case Ack() if attempt.commit is not None:
                 self._end(attempt)
+            case Renew() if asking:
+                attempt.refusal = "the decode node receives the same blocks for another request"
             case Renew() if attempt.state is PrefillState.COMMITTED:
                 for part in sorted(set(message.missing)):
                     if 0 <= part < len(attempt.sends):

@@ -14,7 +14,7 @@ from ..request import Request, SamplingParams
 from .actions import CancelPull, Failed, Finished, Offer, Post, Pull, Started, Stopped, Withdraw
 from .front_desk import Answer, Begin, Cancel, FrontDesk
 from .invariants import ONE_ANSWER, ONE_START, SAME_TOKENS, SimulationError
-from .messages import Commit, Key, Message, NodeId, Ticket
+from .messages import Abort, Commit, Grant, Key, Message, NodeId, Ticket
 from .nodes import DecodeNode, Node, PrefillNode, SimulationConfig, sample
 
 REQUEST_S: Final = 200
@@ -168,6 +168,10 @@ class World:
         reports, front = self.reports[name], self.front
         match action:
             case Post(peer, message):
+                if isinstance(message, Grant):
+                    node.granted(message, self.jobs[message.head.key[0]].prompt)
+                elif isinstance(message, Abort):
+                    node.gave_up(message)
                 self.network.append(Letter(name, peer, message))
             case Pull():
                 self.counts["blocks sent"] += len(action.blocks)
@@ -193,6 +197,7 @@ class World:
         if key in self._started:
             raise SimulationError(ONE_START, f"{key} starts twice")
         self._started.add(key)
+        node.started(key)
         self.counts["starts"] += 1
         self.counts["own tokens"] += started.num_own_tokens
         self.counts["hit tokens"] += request.num_hit_tokens

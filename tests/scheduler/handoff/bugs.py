@@ -91,7 +91,7 @@ BUGS: Final = [
     bug(
         "a stale attempt is accepted",
         D,
-        ("if known and head.key[1] < known[-1].head.key[1]:", "if False:"),
+        ("if any(head.key < each for each in others):", "if False:"),
     ),
     bug(
         "an older attempt goes on beside a newer one",

@@ -15,7 +15,7 @@ from radixkv.scheduler.handoff import Grant
 from radixkv.scheduler.handoff.drive import settle
 from radixkv.scheduler.line import MAX_OVERTAKEN
 
-from .test_decode_scheduler import ask, hand_over, refusal, scheduler, start, step
+from .decode_stage import ask, hand_over, refusal, scheduler, start, step
 from .theatre import Theatre
 
 

@@ -11,7 +11,16 @@ import pytest
 
 from radixkv.scheduler.handoff.invariants import INVARIANTS, Invariant
 
-from . import test_deadlocks, test_decode_scheduler, test_prefill_scheduler
+from . import (
+    decode_stage,
+    prefill_stage,
+    test_deadlocks,
+    test_decode_admission,
+    test_decode_scheduler,
+    test_held_asks,
+    test_prefill_ends,
+    test_prefill_scheduler,
+)
 from .bugs import BUGS, Bug
 from .planted import planted, recast
 from .scenarios import SCENARIOS
@@ -32,9 +41,16 @@ def found_by_stories(package: ModuleType) -> str | None:
 
 def found_by_scheduler_stories(package: ModuleType) -> str | None:
     """Those without parameters and without a simulation: each is told in a moment."""
-    modules = (test_prefill_scheduler, test_decode_scheduler, test_deadlocks)
+    modules = (
+        test_prefill_scheduler,
+        test_prefill_ends,
+        test_decode_scheduler,
+        test_decode_admission,
+        test_held_asks,
+        test_deadlocks,
+    )
     with ExitStack() as stack:
-        for module in modules:
+        for module in (*modules, decode_stage, prefill_stage):
             stack.enter_context(recast(module, package))
         for story in [story for module in modules for story in vars(module).values()]:
             if is_short(story):
@@ -84,6 +100,7 @@ BITES: Final = {
     "H7 all-end": "the side is not told that an attempt has ended",
     "H8 no-evict": "nothing is kept for what is received",
     "H9 counted-once": "P forgets hits of the host",
+    "H10 sent-once": "a block is granted to two at once",
 }
 
 

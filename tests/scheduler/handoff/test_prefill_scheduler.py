@@ -1,20 +1,9 @@
-"""The prefill scheduler, story by story: what it computes, when, and what it keeps."""
+"""The prefill scheduler, story by story: what it computes and sends, and when."""
 
 from __future__ import annotations
 
-import re
-from typing import Any
-
-import pytest
-
-from radixkv.kvcache import CacheManager, HostConfig, RequestTooLargeError
 from radixkv.scheduler import (
-    ConfigError,
-    HandoffsOpenError,
-    PrefillScheduler,
     Request,
-    RequestError,
-    StepOrderError,
 )
 from radixkv.scheduler.handoff import (
     Ask,
@@ -24,48 +13,12 @@ from radixkv.scheduler.handoff import (
     Head,
     Message,
     Offer,
-    Post,
     Refuse,
     Send,
-    Timing,
-    Withdraw,
 )
-from radixkv.scheduler.handoff.drive import settle
 
+from .prefill_stage import PROMPT, actions, grant, posted, request, scheduler, step
 from .theatre import Theatre
-
-PROMPT = [5, 6, 7, 8, 9, 4, 3]
-
-
-def scheduler(num_blocks: int = 8, host: int = 0, **options: Any) -> PrefillScheduler:
-    manager = CacheManager(num_blocks, 2, host=HostConfig(host) if host else None)
-    sizes: dict[str, Any] = {"epoch": 1, "timing": Timing(), "token_budget": 4, "max_running": 2}
-    return PrefillScheduler(manager, **(sizes | options))
-
-
-def request(name: str = "a", prompt: list[int] = PROMPT, max_new_tokens: int = 4) -> Request:
-    return Request(name, prompt, max_new_tokens)
-
-
-def actions(p: PrefillScheduler) -> list[Any]:
-    return [*p.take_actions()]
-
-
-def posted(p: PrefillScheduler, kind: type) -> list[Any]:
-    messages = [each.message for each in actions(p) if isinstance(each, Post)]
-    return [message for message in messages if isinstance(message, kind)]
-
-
-def grant(p: PrefillScheduler, name: str = "a", first_block: int = 0, number: int = 1) -> None:
-    p.receive("d0", Grant(Head((name, 1), 7, 1, number), first_block))
-
-
-def step(p: PrefillScheduler, token: int = 1) -> list[tuple[str, int, int]]:
-    plan = p.schedule()
-    if plan.chunks:
-        p.update(plan, [token] * len(plan.chunks))
-    return [(each.request.request_id, each.start, each.length) for each in plan.chunks]
-
 
 # When a prompt is computed
 
@@ -227,169 +180,3 @@ def check_host_hits(order: str) -> None:
     [commit] = posted(p, Commit)
     assert (commit.hits.device, commit.hits.host, commit.hits.storage) == (2, 4, 0)
     assert commit.num_parts == 1, "all at once, as no part was offered before the copy"
-
-
-# What leaves nothing behind
-
-
-@pytest.mark.parametrize("how", ["refused", "given up", "silence", "aborted by D"])
-def test_what_ends_before_it_is_computed_is_not_matchable(how: str) -> None:
-    p = scheduler()
-    p.begin(request(), "d0")
-    step(p)
-    head = Head(("a", 1), 7, 1)
-    match how:
-        case "refused":
-            p.receive("d0", Refuse(head, "others wait", 1, 0))
-        case "given up":
-            assert p.abort("a")
-        case "silence":
-            p.tick(5.0)
-        case _:
-            grant(p)
-            p.receive("d0", Grant(Head(("a", 1), 8, 1, 1), 0))
-    [failed] = [each for each in actions(p) if isinstance(each, Failed)]
-    assert failed.is_busy == (how == "refused")
-    assert p.num_open == 0 and not p.has_work
-    assert p.manager.match(PROMPT).num_tokens == 0
-    assert p.manager.stats().free_blocks == 8
-
-
-def test_one_who_waits_can_be_given_up() -> None:
-    p = scheduler(num_blocks=4)
-    for name in "ab":
-        p.begin(request(name, [ord(name)] * 7), "d0")
-    step(p)
-    actions(p)
-    assert p.abort("b") and not p.abort("b")
-    assert actions(p) == [Failed(("b", 1), "aborted")]
-    assert p.num_open == 1
-
-
-# In the middle of a step
-
-
-def test_what_it_is_told_within_a_step_counts_after_it() -> None:
-    p = scheduler()
-    p.begin(request(), "d0")
-    step(p)
-    grant(p)
-    plan = p.schedule()
-    actions(p)
-    p.abort("a")
-    p.tick(1.0)
-    assert actions(p) == [] and p.num_open == 1, "the step writes into its blocks"
-    p.begin(request(), "d1", attempt=2)
-    with pytest.raises(RequestError, match="attempt 2 of request 'a' is open"):
-        p.begin(request(), "d1", attempt=2)
-    p.update(plan, [1])
-    kinds = [type(each.message if isinstance(each, Post) else each) for each in actions(p)]
-    assert kinds[-2:] == [Failed, Withdraw]
-    assert step(p) == []
-    [ask] = posted(p, Ask)
-    assert ask.head.key == ("a", 2)
-    p.fenced(("a", 1))
-    assert p.num_open == 1
-
-
-def test_groups_of_layers_are_offered_while_the_step_runs() -> None:
-    p = scheduler(num_groups=2, token_budget=8)
-    p.begin(request(), "d0")
-    step(p)
-    grant(p)
-    plan = p.schedule()
-    actions(p)
-    with pytest.raises(StepOrderError, match="group 1 was written, expected 0"):
-        p.wrote(plan, 1)
-    p.wrote(plan, 0)
-    [offer] = [each for each in actions(p) if isinstance(each, Offer)]
-    assert offer.group == 0 and p.manager.match(PROMPT).num_tokens == 0
-    with pytest.raises(StepOrderError, match="update got 2 tokens for 1 chunks"):
-        p.update(plan, [1, 1])
-    p.update(plan, [1])
-    [offer] = [each for each in actions(p) if isinstance(each, Offer)]
-    assert offer.group == 1 and p.manager.match(PROMPT).num_tokens == 6
-
-
-# Errors
-
-
-def test_an_attempt_is_begun_once_and_a_newer_one_ends_it() -> None:
-    p = scheduler()
-    p.begin(request(), "d0", attempt=2)
-    for attempt in (1, 2):
-        with pytest.raises(RequestError, match="attempt 2 of request 'a' is open"):
-            p.begin(request(), "d0", attempt)
-    step(p)
-    with pytest.raises(RequestError, match="attempt 2 of request 'a' is open"):
-        p.begin(request(), "d0", attempt=1)
-    actions(p)
-    p.begin(request(), "d1", attempt=3)
-    assert [each.key for each in actions(p) if isinstance(each, Failed)] == [("a", 2)]
-
-
-def test_a_prompt_larger_than_the_pool_is_refused_and_changes_nothing() -> None:
-    p = scheduler()
-    p.begin(request(), "d0")
-    with pytest.raises(RequestTooLargeError, match="17 tokens need 9 blocks"):
-        p.begin(request("b", [1] * 17), "d0")
-    assert [each.request_id for each in p.waiting] == ["a"]
-    # Its output is not P's to hold.
-    p.begin(request("c", [1] * 16, max_new_tokens=100), "d0")
-
-
-def test_an_order_that_is_none() -> None:
-    text = "order must be one of ('early', 'prefill_complete'), got 'late'"
-    with pytest.raises(ConfigError, match=re.escape(text)):
-        scheduler(order="late")
-
-
-# Other weights
-
-
-def test_the_cache_is_reset_when_nobody_reads_it() -> None:
-    p = scheduler()
-    p.begin(request(), "d0")
-    step(p)
-    grant(p)
-    step(p)
-    with pytest.raises(HandoffsOpenError, match="1 hand-offs hold blocks: drain, and wait until"):
-        p.reset_cache()
-    p.begin(request("b"), "d0")
-    p.drain("other weights")
-    assert [each.key for each in actions(p) if isinstance(each, Failed)] == [("a", 1)]
-    with pytest.raises(HandoffsOpenError):
-        p.reset_cache()
-    assert step(p) == [] and posted(p, Ask) == [], "b waits for the new weights"
-    p.fenced(("a", 1))
-    p.reset_cache()
-    assert p.manager.match(PROMPT).num_tokens == 0
-    step(p)
-    assert [each.head.key[0] for each in posted(p, Ask)] == ["b"]
-
-
-# Several peers
-
-
-def test_one_p_speaks_with_several_d() -> None:
-    p = scheduler(num_blocks=16)
-    for name, peer in (("a", "d0"), ("b", "d1")):
-        p.begin(request(name, [ord(name)] * 3), peer)
-    step(p)
-    assert [each.peer for each in actions(p) if isinstance(each, Post)] == ["d0", "d1"]
-    p.receive("d1", Grant(Head(("a", 1), 7, 1, 1), 0))
-    [declined] = actions(p)
-    assert declined.peer == "d1" and declined.message.reason == "nobody asks"
-    grant(p, "a")
-    p.receive("d1", Grant(Head(("b", 1), 7, 1, 1), 0))
-    assert step(p) == [("a", 0, 3), ("b", 0, 1)]
-
-
-@pytest.mark.parametrize("order", ["early", "prefill_complete"])
-@pytest.mark.parametrize("nodes", [(1, 1), (1, 3), (3, 1), (2, 2)])
-def test_any_number_of_p_and_d(order: str, nodes: tuple[int, int]) -> None:
-    theatre = Theatre(order=order, num_prefill=nodes[0], num_decode=nodes[1])
-    for last in range(6):
-        theatre.submit([*PROMPT, last])
-    theatre.finish()
-    settle(theatre)

@@ -1,0 +1,180 @@
+"""Bugs that the decode scheduler could have, as substitutions in its source."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from .bugs import ATTEMPTS, D, bug
+
+DECODE: Final = "decode.py"
+RESERVATION: Final = "reservation.py"
+LINE: Final = "line.py"
+
+DECODE_BUGS: Final = [
+    bug(
+        "D lets others in while one waits to be resumed",
+        DECODE,
+        ("num_before = len(self._parked) or self", "num_before = self"),
+    ),
+    bug(
+        "what is received takes no slot",
+        DECODE,
+        (
+            "num_taken = len(self._running) + len(receiving)",
+            "num_taken = len(self._running)",
+        ),
+    ),
+    bug(
+        "nothing is kept for what is received",
+        DECODE,
+        (
+            "    def _receiving(self) -> list[Request]:\n        return self._side.receiving",
+            "    def _receiving(self) -> list[Request]:\n        return []",
+        ),
+    ),
+    bug(
+        "D reserves nothing",
+        DECODE,
+        ("        if needed > available:\n", "        if False:\n"),
+    ),
+    bug(
+        "D grants what could never finish",
+        D,
+        ("if needed > self._manager.num_blocks:", "if False:"),
+    ),
+    bug(
+        "the handed-over token has no slot",
+        RESERVATION,
+        (
+            "self._growth + self._growth_of(request, held, num_more=1)",
+            "self._growth + self._growth_of(request, held)",
+        ),
+    ),
+    bug(
+        "the guard counts on what the new one holds",
+        RESERVATION,
+        (
+            "    neediest = blocks(request.max_kv_tokens) - blocks(request.num_tokens) - freed\n",
+            "    freed += blocks(request.num_tokens)\n"
+            "    neediest = blocks(request.max_kv_tokens) - blocks(request.num_tokens) - freed\n",
+        ),
+    ),
+    bug(
+        "the guard is left out",
+        RESERVATION,
+        ("match.num_blocks + max(neediest, 0)", "match.num_blocks"),
+    ),
+    bug(
+        "the guard forgets who is received",
+        RESERVATION,
+        ("    for each in receiving:\n", "    for each in receiving[:0]:\n"),
+    ),
+    bug(
+        "the guard counts on blocks whose pulls may still write",
+        RESERVATION,
+        ("for each in (*receiving, *fenced_off)]", "for each in receiving]"),
+    ),
+    bug(
+        "the guard counts on no block that is published",
+        RESERVATION,
+        (
+            "freed = held - count_held(fixed, match)",
+            "freed = sum(r.lease.num_blocks - r.lease.num_shared_blocks for r in running)",
+        ),
+        (
+            "lack - (held - count_held([*fixed, lease], match))",
+            "lack - freed",
+        ),
+    ),
+    bug(
+        "a stop ends a newer attempt",
+        DECODE,
+        ("if request is not None and self._keys[request] == key:", "if request is not None:"),
+    ),
+    bug(
+        "a stop is not heeded",
+        DECODE,
+        ("                        super().abort(key[0])\n", ""),
+    ),
+    bug(
+        "the side is not told that an attempt has ended",
+        DECODE,
+        ("        self._side.finished(key)\n", ""),
+    ),
+    bug(
+        "a preempted request counts as ended",
+        DECODE,
+        ("        if request.finish_reason is None:\n", "        if False:\n"),
+    ),
+    bug(
+        "stop tokens are lost on the way",
+        ATTEMPTS,
+        ("            tuple(sorted(request.stop_token_ids)),\n", "            (),\n"),
+    ),
+    bug(
+        "stop tokens are not heeded after the hand-off",
+        DECODE,
+        ("        request.stop_token_ids = frozenset(commit.stop_token_ids)\n", ""),
+    ),
+    bug(
+        "D samples in its own way",
+        DECODE,
+        ("        request.sampling = commit.sampling\n", ""),
+    ),
+    bug(
+        "a start is told twice",
+        DECODE,
+        (
+            "        self._actions.append(Started(start.key, request, start.num_own_tokens))\n",
+            "        told = Started(start.key, request, start.num_own_tokens)\n"
+            "        self._actions += [told, told]\n",
+        ),
+    ),
+    bug(
+        "the first token is never the last",
+        DECODE,
+        (
+            "        if reason is None:\n            self._running",
+            "        if True:\n            self._running",
+        ),
+    ),
+    bug(
+        "D computes the last token of the prompt again",
+        DECODE,
+        (
+            "request.num_prefill_tokens = request.num_computed = request.num_prompt_tokens",
+            "request.num_prefill_tokens = request.num_prompt_tokens\n"
+            "        request.num_computed = request.num_prompt_tokens - 1",
+        ),
+    ),
+    bug(
+        "D counts hits once more",
+        DECODE,
+        ("        request.has_begun = True  # its hits were counted by P\n", ""),
+    ),
+    bug(
+        "D takes hand-offs on while it drains",
+        DECODE,
+        ("        if self._is_draining:\n", "        if False:\n"),
+    ),
+    bug(
+        "D resets the cache while pulls write",
+        DECODE,
+        ("        if self.num_receiving:\n", "        if False:\n"),
+    ),
+    bug(
+        "a large request starves",
+        LINE,
+        ("count += place.num_overtaken >= MAX_OVERTAKEN", "count += 0"),
+    ),
+    bug(
+        "who has gone holds others up",
+        LINE,
+        ("            del self._places[each]\n", "            pass\n"),
+    ),
+    bug(
+        "a line of one's own: whoever was refused goes first",
+        LINE,
+        ("        self._places.pop(request_id, None)\n", ""),
+    ),
+]

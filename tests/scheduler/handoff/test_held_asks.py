@@ -1,0 +1,223 @@
+"""Who needs a block that is being received for another waits for it, and is never forgotten."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from radixkv.kvcache import CacheManager
+from radixkv.scheduler import DecodeScheduler, PrefillScheduler, Request
+from radixkv.scheduler.handoff import (
+    Abort,
+    Ask,
+    Commit,
+    Failed,
+    Grant,
+    Head,
+    Hits,
+    Message,
+    Post,
+    Pull,
+    Renew,
+    Send,
+    Timing,
+)
+from radixkv.scheduler.handoff.held_asks import MAX_HELD
+
+from .decode_stage import actions, refusal, scheduler
+from .theatre import Theatre
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+def posted(d: DecodeScheduler) -> list[Any]:
+    return [each.message for each in actions(d) if isinstance(each, Post)]
+
+
+def ask(
+    d: DecodeScheduler,
+    name: str,
+    prompt: list[int] = PROMPT,
+    *,
+    attempt: int = 1,
+    namespace: bytes = b"",
+) -> Any:
+    """Ask for a prompt; return the answer."""
+    tokens = np.array(prompt, "<i4").tobytes()
+    d.receive("p0", Ask(Head((name, attempt), 5), tokens, namespace, 2, 1, 1))
+    [answer] = posted(d)
+    return answer
+
+
+def arrive(d: DecodeScheduler, granted: Grant) -> list[Any]:
+    """Send all of a prompt; return what D says then."""
+    head = Head(granted.head.key, 5, 1, granted.head.grant)
+    d.receive("p0", Send(head, 0, granted.first_block, 3 - granted.first_block, 0))
+    [pull] = [each for each in actions(d) if isinstance(each, Pull)]
+    d.pulled(pull.ticket)
+    d.receive("p0", Commit(head, 1, 9, len(PROMPT), Hits()))
+    return posted(d)
+
+
+def held(d: DecodeScheduler, *names: str) -> Grant:
+    """The first is granted, and others are held; return the grant."""
+    first, *others = names
+    granted = ask(d, first)
+    assert isinstance(granted, Grant)
+    for name in others:
+        answer = ask(d, name)
+        assert isinstance(answer, Renew) and answer.head == Head((name, 1), 1, 5)
+    return granted
+
+
+def test_one_who_needs_the_same_block_is_granted_the_rest_when_it_has_arrived() -> None:
+    d = scheduler()
+    granted = held(d, "a", "b", "c")
+    assert d.num_open == d.manager.stats().live_leases == 1, "who is held holds nothing"
+    ack, *grants = arrive(d, granted)
+    assert ack.head.key == ("a", 1)
+    assert [(each.head.key[0], each.first_block) for each in grants] == [("b", 2), ("c", 2)]
+
+
+def test_one_who_waits_is_sent_the_block_if_the_other_comes_to_nothing() -> None:
+    d = scheduler()
+    granted = held(d, "a", "b", "c")
+    d.give_up(("a", 1), "cancelled")
+    abort, grant, renew = posted(d)
+    assert (abort.head.key, grant.head.key, grant.first_block) == (("a", 1), ("b", 1), 0)
+    assert isinstance(renew, Renew) and renew.head.key == ("c", 1), "it waits for b now"
+    assert grant.head.grant > granted.head.grant
+
+
+def test_one_who_asks_again_keeps_its_place() -> None:
+    d = scheduler()
+    held(d, "a", "b", "c")
+    assert isinstance(ask(d, "b"), Renew)
+    d.give_up(("a", 1), "cancelled")
+    assert [each.head.key[0] for each in posted(d)] == ["a", "b", "c"]
+
+
+def test_what_has_no_whole_block_in_common_is_not_held() -> None:
+    d = scheduler()
+    held(d, "a")
+    assert isinstance(ask(d, "b", [5, 1, 7]), Grant)
+    assert isinstance(ask(d, "c", [5]), Grant)
+    assert isinstance(ask(d, "d", namespace=b"n"), Grant)
+
+
+def test_what_is_little_like_the_other_is_not_held() -> None:
+    d = scheduler()
+    held(d, "a")
+    assert isinstance(ask(d, "b", [5, 6, 7, 8, 1]), Renew)
+    assert isinstance(ask(d, "c", [5, 6, 7, 8, 1, 2, 3, 4]), Renew)
+    assert isinstance(ask(d, "d", [5, 6, 7, 8, 1, 2, 3, 4, 5]), Grant)
+    assert isinstance(ask(d, "e", [5, 6, 1, 2, 3]), Grant)
+
+
+def test_one_who_has_ended_is_not_granted() -> None:
+    for how in ("aborted by P", "given up", "aborted", "silence", "a newer attempt"):
+        check_ended(how)
+
+
+def check_ended(how: str) -> None:
+    d = scheduler()
+    granted = held(d, "a", "b")
+    match how:
+        case "aborted by P":
+            d.receive("p0", Abort(Head(("b", 1), 5), "cancelled", fenced=False))
+        case "given up":
+            d.give_up(("b", 1), "cancelled")
+            d.give_up(("b", 1), "cancelled")
+        case "aborted":
+            assert d.abort("b") and not d.abort("b")
+        case "silence":
+            for now in (4.0, 8.0):
+                d.receive("p0", Renew(Head(granted.head.key, 5, 1, granted.head.grant)))
+                d.tick(now)
+            actions(d)
+        case _:
+            assert isinstance(ask(d, "b", [1], attempt=2), Grant)
+            assert ask(d, "b").reason == "a newer attempt has begun"
+    if how in ("given up", "aborted"):
+        [abort] = posted(d)
+        assert isinstance(abort, Abort) and abort.fenced
+    actions(d)
+    assert [each.head.key[0] for each in arrive(d, granted)] == ["a"], how
+
+
+def test_one_node_does_not_give_up_what_another_asks_for() -> None:
+    d = scheduler()
+    granted = held(d, "a", "b")
+    d.receive("p1", Abort(Head(("b", 1), 5), "no", fenced=False))
+    actions(d)
+    assert [each.head.key[0] for each in arrive(d, granted)] == ["a", "b"]
+
+
+def test_an_older_attempt_is_not_held_beside_a_newer_one() -> None:
+    d = scheduler()
+    held(d, "a")
+    assert isinstance(ask(d, "b", attempt=2), Renew)
+    assert ask(d, "b").reason == "a newer attempt has begun"
+
+
+def test_one_who_is_held_is_refused_when_d_drains() -> None:
+    d = scheduler()
+    held(d, "a", "b")
+    d.drain("other weights")
+    _, refused = posted(d)
+    assert refusal(refused) == ("draining", 0, 0)
+
+
+def test_no_more_than_some_are_held() -> None:
+    d = scheduler(max_running=200, token_budget=200, num_blocks=16)
+    held(d, *[f"r{number}" for number in range(1 + MAX_HELD)])
+    assert isinstance(ask(d, "one more"), Grant)
+
+
+# What P makes of it
+
+
+def asking() -> PrefillScheduler:
+    manager, timing = CacheManager(8, 2), Timing()
+    p = PrefillScheduler(manager, epoch=5, timing=timing, token_budget=8, max_running=2)
+    p.begin(Request("a", PROMPT, 1), "d0")
+    p.schedule()
+    p.take_actions()
+    return p
+
+
+def test_one_who_is_held_for_too_long_was_refused_for_now() -> None:
+    p = asking()
+    for now in range(1, 30):
+        p.receive("d0", Renew(Head(("a", 1), 1, 5)))
+        p.tick(float(now))
+        [again] = p.take_actions()
+        assert isinstance(again, Post) and isinstance(again.message, Ask)
+    p.tick(30.0)
+    [_, failed] = p.take_actions()
+    text = "the decode node receives the same blocks for another request"
+    assert failed == Failed(("a", 1), text, is_busy=True)
+
+
+def test_what_d_said_before_its_grant_may_come_after_it() -> None:
+    p = asking()
+    p.receive("d0", Grant(Head(("a", 1), 1, 5, 1), 0))
+    p.take_actions()
+    p.receive("d0", Renew(Head(("a", 1), 1, 5)))
+    assert p.take_actions() == [], "an ABORT would end what was granted"
+    plan = p.schedule()
+    p.update(plan, [1])
+    messages: list[Message] = [each.message for each in p.take_actions() if isinstance(each, Post)]
+    assert isinstance(messages[-1], Commit)
+
+
+def test_prompts_that_come_together_are_sent_once() -> None:
+    for order in ("early", "prefill_complete"):
+        theatre = Theatre(order=order, num_prefill=2)
+        for _ in range(4):
+            theatre.submit([*PROMPT, 1, 2], 2)
+        theatre.finish()
+        # Of 7 tokens in blocks of 2, all but one lack only the last, half a block.
+        assert theatre.counts["blocks sent"] == 4 + 3
+        assert theatre.counts["attempts"] == 4
