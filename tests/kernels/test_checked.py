@@ -1,5 +1,7 @@
 """The checked mode: what it refuses, by its message, and that it lets everything else through."""
 
+from functools import cache, partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,39 +27,51 @@ STAGING = jnp.ones((3, 2, 4, 8))
 
 
 def decode(tables, lengths, **options):
-    tables = int32(tables)
-    q = jnp.ones((len(lengths), 2, 8))
-    arguments = q, POOL, POOL, tables, int32(lengths)
-    return run(lambda *a: checked(paged_decode)(*a, sm_scale=1.0, **options), *arguments)
+    """Two rows, of tables of two blocks."""
+    arguments = jnp.ones((2, 2, 8)), POOL, POOL, int32(tables), int32(lengths)
+    return run(paged_decode, *arguments, sm_scale=1.0, **options)
 
 
 def extend(tables, kv, q_lengths, starts, **options):
-    arguments = jnp.ones((8, 2, 8)), POOL, POOL, int32(tables), int32(kv), int32(q_lengths)
+    """Three rows in eight tokens, of tables of two blocks; those not given are inactive."""
+    missing = 3 - len(kv)
+    rows = [int32([*each, *[0] * missing]) for each in (kv, q_lengths, starts)]
+    tables = int32([*tables, *[[99, 99]] * missing])
     return run(
-        lambda *a: checked(paged_extend)(*a, sm_scale=1.0, **options), *arguments, int32(starts)
+        paged_extend, jnp.ones((8, 2, 8)), POOL, POOL, tables, *rows, sm_scale=1.0, **options
     )
 
 
 def write(slots, **scales):
-    new = jnp.ones((len(slots), 2, 8))
+    """Four tokens; those not given are skipped."""
+    new = jnp.ones((4, 2, 8))
     pool = POOL.astype(jnp.int8) if scales else POOL
-    return run(lambda *a: checked(kv_write)(*a, **scales), new, new, int32(slots), pool, pool)
+    slots = int32([*slots, *[-1] * (4 - len(slots))])
+    return run(kv_write, new, new, slots, pool, pool, **scales)
 
 
 def copy(sources, destinations, count):
-    return run(checked(copy_blocks), POOL, int32(sources), int32(destinations), int32(count))
+    return run(copy_blocks, POOL, int32(sources), int32(destinations), int32(count))
 
 
 def gather(ids, count):
-    return run(checked(gather_blocks), (POOL, POOL), int32(ids), int32(count))
+    return run(gather_blocks, (POOL, POOL), int32(ids), int32(count))
 
 
 def scatter(ids, count):
-    return run(checked(scatter_blocks), POOL, STAGING, int32(ids), int32(count))
+    return run(scatter_blocks, POOL, STAGING, int32(ids), int32(count))
 
 
-def run(step, *arguments):
-    error, result = jax.jit(checkify.checkify(step))(*arguments)
+@cache
+def program(kernel, static):
+    """One function for each kernel and its static arguments: it is compiled once for a shape."""
+    step = partial(checked(kernel), **dict(static))
+    return jax.jit(checkify.checkify(step))
+
+
+def run(kernel, *arguments, k_scales=None, v_scales=None, **static):
+    scales = {} if k_scales is None else {"k_scales": k_scales, "v_scales": v_scales}
+    error, result = program(kernel, tuple(static.items()))(*arguments, **scales)
     error.throw()
     return result
 
@@ -65,7 +79,7 @@ def run(step, *arguments):
 FINE = {
     "lengths within the table": lambda: decode([[1, 2], [8, 0]], [8, 0]),
     "anything in entries that are not used": lambda: decode([[1, -7], [99, 99]], [4, 0]),
-    "anything before the window": lambda: decode([[99, 2]], [8], window=4),
+    "anything before the window": lambda: decode([[99, 2]] * 2, [8, 0], window=4),
     "rows in any order": lambda: extend([[1, 2]] * 3, [5, 8, 1], [3, 4, 1], [5, 0, 4]),
     "inactive rows anywhere": lambda: extend([[1, 2], [99, 99]], [5, 7], [3, 0], [0, -9]),
     "anything before the windows": lambda: extend([[99, 2]], [8], [2], [0], window=3),
@@ -85,10 +99,10 @@ def test_lets_through(case):
 
 
 REFUSED = (
-    (lambda: decode([[1, 2]], [-3]), "lengths[0] must be >= 0, got -3"),
+    (lambda: decode([[1, 2]] * 2, [-3, 0]), "lengths[0] must be >= 0, got -3"),
     (lambda: decode([[1, 2]] * 2, [8, 9]), "lengths[1] must be at most 8, what its block table holds, got 9"),  # noqa: E501
     (lambda: decode([[1, 2], [3, 9]], [8, 5]), "block_tables[1, 1] must be in 0 .. 8, got 9"),
-    (lambda: decode([[1, -1]], [5], window=1), "block_tables[0, 1] must be in 0 .. 8, got -1"),
+    (lambda: decode([[1, 1], [1, -1]], [5, 5], window=4), "block_tables[1, 1] must be in 0 .. 8, got -1"),  # noqa: E501
     (lambda: extend([[1, 2]], [-1], [0], [0]), "kv_lengths[0] must be >= 0, got -1"),
     (lambda: extend([[1, 2]], [9], [1], [0]), "kv_lengths[0] must be at most 8, what its block table holds, got 9"),  # noqa: E501
     (lambda: extend([[1, 2]], [2], [3], [0]), "q_lengths[0] must be in 0 .. 2, its kv_lengths, got 3"),  # noqa: E501
@@ -103,7 +117,7 @@ REFUSED = (
     (lambda: copy([1, 1, 1], [2, 3, -5], 3), "destinations[2] must be -1 or in 0 .. 8, got -5"),
     (lambda: copy([1, 1, 1], [2, 3, 2], 3), "destinations must be distinct, but 2 occurs twice"),
     (lambda: copy([1, 2, 1], [2, 3, 4], 3), "destinations[0] must not be a source, got 2"),
-    (lambda: copy([1], [2], 2), "count must be in 0 .. 1, got 2"),
+    (lambda: copy([1, 2, 1], [3, 4, 5], 4), "count must be in 0 .. 3, got 4"),
     (lambda: gather([1, 2, 9], 3), "ids[2] must be -1 or in 0 .. 8, got 9"),
     (lambda: gather([1, 2, 9], -1), "count must be in 0 .. 3, got -1"),
     (lambda: scatter([1, 2, 1], 3), "ids must be distinct, but 1 occurs twice"),
@@ -121,7 +135,7 @@ def test_message(call, message):
 @pytest.mark.usefixtures("no_shape_hook")
 def test_wrong_shapes_are_refused_first():
     with pytest.raises(KernelArgumentError) as refusal:
-        run(checked(gather_blocks), POOL, int32([[1]]), int32(1))
+        run(gather_blocks, POOL, int32([[1]]), int32(1))
     assert "ids must be [n] = [any], got [1, 1]" in str(refusal.value)
 
 

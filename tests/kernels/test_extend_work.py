@@ -47,11 +47,11 @@ def visible(position, window):
     return range(first, position + 1)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(
     rows=rows,
     order=st.randoms(use_true_random=False),
-    cut=st.sampled_from([(16, None), (64, None), (8, 1), (40, 5), (16, 20)]),
+    cut=st.sampled_from([(16, None), (8, None), (40, 1), (16, 20)]),
 )
 def test_any_rows(rows, order, cut):
     """Rows of (KV length, queries, padding before it), which lie in any order."""

@@ -1,5 +1,7 @@
 """`merge_attention_states`: attention over two sets of tokens is attention over both."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,10 +16,11 @@ from .problems import Heads, assert_close, int32, make_cache, make_queries
 HEADS = Heads(kv_heads=2, group=2, head_dim=16)
 
 
+@cache
 def two_halves(dtype="float32"):
     """The states of two rows over their first 20 and their last 13 tokens, and the oracle's."""
     rng = np.random.default_rng(0)
-    shape = {"block_size": 4, "width": 9, "num_blocks": 20, "heads": HEADS, "dtype": dtype}
+    shape = {"block_size": 4, "width": 10, "num_blocks": 20, "heads": HEADS, "dtype": dtype}
     cache = make_cache(rng, [33, 33], **shape)
     q = make_queries(rng, 2, HEADS, dtype)
     states = [

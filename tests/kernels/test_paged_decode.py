@@ -1,7 +1,7 @@
 """`paged_decode` against the float64 oracle; the jnp backend, on every shape."""
 
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,119 +17,70 @@ from .decode_checks import SM_SCALE, DecodeChecks
 from .problems import Heads, assert_close, int32, make_cache, make_queries
 
 
+# Around the edges of blocks and of chunks of 512 tokens; longer; and more rows than one step takes.
+def rows_of_every_length(block_size):
+    edges = [5 * block_size + d for d in (-1, 0, 1)]
+    return [0, 1, *edges, 511, 512, 513, 0, 1300, 2, *range(3, 40, 4), 37 * block_size]
+
+
+# Each option and dtype at least twice, beside others.
+CASES: dict[str, dict[str, Any]] = {
+    "blocks of 1, a window of 1": dict(block_size=1, heads=Heads(3, 1, 8), window=1),
+    "a group of 7, soft cap, a wide window": dict(
+        heads=Heads(2, 7, 8), soft_cap=0.7, window=10_000
+    ),
+    "bfloat16, blocks of 16, sinks": dict(
+        block_size=16, dtype="bfloat16", sinks=jnp.array([-2.0, 0.0, 3.0, 50.0])
+    ),
+    "float16, a wide table, a window of more than a chunk": dict(
+        dtype="float16", width=500, window=600
+    ),
+    "every option": dict(
+        heads=Heads(1, 4, 16), soft_cap=2.0, window=40, sinks=jnp.array([-2.0, 0.0, 3.0, 1.0])
+    ),
+    "int8 pools": dict(block_size=16, pool_dtype="int8"),
+    "int8 pools, bfloat16": dict(block_size=16, dtype="bfloat16", pool_dtype="int8", window=4),
+    "float8 pools": dict(pool_dtype="float8_e4m3fn"),
+    "float8 pools, every option": dict(
+        dtype="bfloat16", pool_dtype="float8_e4m3fn", soft_cap=2.0, window=40,
+        sinks=jnp.array([-2.0, 0.0, 3.0, 1.0]),
+    ),
+}  # fmt: skip
+
+
 class TestPagedDecode(DecodeChecks):
     attend = staticmethod(paged_decode)
 
-    @pytest.mark.parametrize("block_size", [1, 4, 16])
-    def test_ragged_lengths_around_block_edges(self, block_size):
-        edges = [5 * block_size + d for d in (-1, 0, 1)]
-        self.check([0, 1, *edges, 37 * block_size], block_size=block_size)
-
-    def test_lengths_around_chunk_edges(self):
-        self.check([511, 512, 513, 1024, 1300, 2], block_size=16)
-
-    def test_long_row_beside_short_ones(self):
-        self.check([3, 3000, 0, 9], block_size=16)
-
-    def test_more_rows_than_work_items_in_a_step(self):
-        self.check([(7 * i) % 23 for i in range(70)])
-
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-    def test_half_precision(self, dtype):
-        self.check([0, 1, 33, 600], block_size=16, dtype=dtype)
-
-    @pytest.mark.parametrize("pool_dtype", ["int8", "float8_e4m3fn"])
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_quantised_pools(self, pool_dtype, dtype):
-        self.check([0, 1, 33, 600], block_size=16, dtype=dtype, pool_dtype=pool_dtype)
-
-    @pytest.mark.parametrize(("kv_heads", "group"), [(3, 1), (1, 4), (2, 7)])
-    def test_grouped_query_heads(self, kv_heads, group):
-        self.check([5, 0, 17], heads=Heads(kv_heads, group, head_dim=8))
-
-    @pytest.mark.parametrize("window", [1, 4, 600, 10_000])
-    def test_window(self, window):
-        self.check([0, 1, 4, 65, 1300], block_size=4, window=window)
-
-    def test_soft_cap(self):
-        self.check([0, 1, 33, 600], soft_cap=0.7)
-
-    def test_sinks(self):
-        self.check([0, 1, 33], sinks=jnp.array([-2.0, 0.0, 3.0, 50.0]))
-
-    def test_all_options_together(self):
-        sinks = jnp.array([-2.0, 0.0, 3.0, 1.0])
-        self.check([0, 1, 33, 700], block_size=16, soft_cap=2.0, window=40, sinks=sinks)
-
-    def test_wide_table(self):
-        self.check([0, 7, 12], width=500)
-
-    def test_inactive_rows_are_exactly_zero(self):
-        out = self.check([0, 5, 0], sinks=jnp.zeros(4))
-        assert not out[0].any() and not out[2].any()
-
-    def test_all_rows_inactive(self):
-        assert not self.check([0, 0, 0]).any()
+    @pytest.mark.parametrize("case", CASES)
+    def test_rows_of_every_length(self, case):
+        options = CASES[case]
+        lengths = rows_of_every_length(options.get("block_size", 4))
+        out = self.check(lengths, **options)
+        assert not out[0].any() and not out[8].any()  # exactly 0, sinks or not
 
     def test_no_rows(self):
         pool = jnp.zeros((3, 2, 4, 8))
-        out, lse = self.attend(
-            jnp.zeros((0, 4, 8)),
-            pool,
-            pool,
-            jnp.zeros((0, 5), jnp.int32),
-            int32([]),
-            sm_scale=1.0,
-            return_lse=True,
-        )
+        tables = jnp.zeros((0, 5), jnp.int32)
+        q = jnp.zeros((0, 4, 8))
+        out, lse = paged_decode(q, pool, pool, tables, int32([]), sm_scale=1.0, return_lse=True)
         assert out.shape == (0, 4, 8) and lse.shape == (0, 4)
 
-    def test_large_logits_do_not_overflow(self):
-        pool = jnp.full((3, 1, 4, 8), 100.0).at[1, 0, 2].set(200.0)
-        q = jnp.full((1, 1, 8), 100.0)
-        out, lse = self.attend(
-            q, pool, pool, int32([[1]]), int32([4]), sm_scale=1.0, return_lse=True
-        )
-        assert jnp.all(out == 200.0) and lse == 160_000.0
 
-    def test_a_row_of_nans_does_not_reach_another(self):
-        pool = jnp.ones((3, 1, 4, 8)).at[1].set(jnp.nan)
-        q = jnp.ones((3, 1, 8)).at[2].set(jnp.nan)
-        out = self.attend(q, pool, pool, int32([[1], [2], [2]]), int32([2, 3, 3]), sm_scale=1.0)
-        assert jnp.isnan(out[0]).all() and jnp.isnan(out[2]).all()
-        assert jnp.all(out[1] == 1.0)
+class TestOneProgram:
+    """Four rows of at most 24 tokens, with a window or without: all shapes are the same."""
 
-    def test_blocks_before_the_window_may_be_recycled(self):
-        pool = jnp.ones((4, 1, 4, 8)).at[1].set(jnp.nan)
-        out = self.attend(
-            jnp.ones((1, 1, 8)), pool, pool, int32([[1, 2, 3]]), int32([9]), sm_scale=1.0, window=5
-        )
-        assert jnp.all(out == 1.0)
-
-    def test_row_longer_than_its_table_is_nan(self):
-        pool = jnp.ones((3, 1, 4, 8))
-        out, lse = self.attend(
-            jnp.ones((2, 1, 8)),
-            pool,
-            pool,
-            int32([[1], [2]]),
-            int32([5, 4]),
-            sm_scale=1.0,
-            return_lse=True,
-        )
-        assert jnp.isnan(out[0]).all() and jnp.isnan(lse[0]).all()
-        assert jnp.all(out[1] == 1.0)
-
-    def test_id_outside_the_pool_spoils_only_its_row(self):
-        pool = jnp.ones((3, 1, 4, 8)).at[0].set(5.0).at[2].set(7.0)
-        tables = int32([[99], [1], [-99]])
-        out = self.attend(jnp.ones((3, 1, 8)), pool, pool, tables, int32([4, 4, 4]), sm_scale=1.0)
-        assert out[:, 0, 0].tolist() == [7.0, 1.0, 5.0]
-
-
-class TestPagedDecodeProperty:
-    attend = staticmethod(paged_decode)
     batch, width, block_size, heads = 4, 6, 4, Heads(kv_heads=2, group=2, head_dim=8)
+    shape = (batch * width + 1, 2, 4, 8)
+
+    def attend(self, q, pools, lengths, window=None):
+        attend = partial(paged_decode, sm_scale=SM_SCALE, window=window, return_lse=True)
+        return attend(q, *pools, int32(lengths))
+
+    def attend_to(self, pool, tables, lengths, window=None, q=1.0):
+        """Every query, and every key and value of a position, is one number."""
+        tables = int32([[*row, *[0] * (self.width - len(row))] for row in tables])
+        queries = jnp.ones((self.batch, 4, 8)) * jnp.reshape(jnp.asarray(q), (-1, 1, 1))
+        return self.attend(queries, (pool, pool, tables), lengths, window)
 
     @settings(deadline=None, max_examples=40)
     @given(
@@ -148,24 +99,47 @@ class TestPagedDecodeProperty:
             heads=self.heads,
         )
         q = make_queries(rng, self.batch, self.heads)
-        out, lse = self.attend(
-            q,
-            cache.k_blocks,
-            cache.v_blocks,
-            cache.block_tables,
-            int32(lengths),
-            sm_scale=SM_SCALE,
-            window=window,
-            return_lse=True,
-        )
+        pools = cache.k_blocks, cache.v_blocks, cache.block_tables
+        out, lse = self.attend(q, pools, lengths, window)
         expected = oracle.decode(q, *cache.for_oracle, lengths, sm_scale=SM_SCALE, window=window)
         assert_close(out, expected[0], "float32")
         assert_close(lse, expected[1], "float32")
 
+    def test_all_rows_inactive(self):
+        out, lse = self.attend_to(jnp.full(self.shape, jnp.nan), [[1]] * 4, [0] * 4)
+        assert not out.any() and jnp.isneginf(lse).all()
+
+    def test_large_logits_do_not_overflow(self):
+        pool = jnp.full(self.shape, 100.0).at[1, :, 2].set(200.0)
+        out, lse = self.attend_to(pool, [[1]] * 4, [4] * 4, q=100.0)
+        assert jnp.all(out == 200.0)
+        assert_close(lse, np.full(lse.shape, 8 * 100 * 200 * SM_SCALE), "float32")
+
+    def test_a_row_of_nans_does_not_reach_another(self):
+        pool = jnp.ones(self.shape).at[1].set(jnp.nan)
+        q = [1.0, 1.0, jnp.nan, 1.0]
+        out, _ = self.attend_to(pool, [[1], [2], [2], [2]], [2, 3, 3, 0], q=q)
+        assert jnp.isnan(out[0]).all() and jnp.isnan(out[2]).all()
+        assert jnp.all(out[1] == 1.0) and not out[3].any()
+
+    def test_blocks_before_the_window_may_be_recycled(self):
+        pool = jnp.ones(self.shape).at[1].set(jnp.nan)
+        out, _ = self.attend_to(pool, [[1, 2, 3]] * 4, [9, 10, 11, 12], window=5)
+        assert jnp.all(out == 1.0)
+
+    def test_row_longer_than_its_table_is_nan(self):
+        out, lse = self.attend_to(jnp.ones(self.shape), [[1] * 6] * 4, [25, 24, 2**31 - 1, 1])
+        for bad in (0, 2):
+            assert jnp.isnan(out[bad]).all() and jnp.isnan(lse[bad]).all()
+        assert jnp.all(out[1] == 1.0) and jnp.all(out[3] == 1.0)
+
+    def test_id_outside_the_pool_spoils_only_its_row(self):
+        pool = jnp.ones(self.shape).at[0].set(5.0).at[-1].set(7.0)
+        out, _ = self.attend_to(pool, [[99], [1], [-99], [2]], [4] * 4)
+        assert out[:, 0, 0].tolist() == [7.0, 1.0, 5.0, 1.0]
+
 
 class TestPagedDecodeRefusals:
-    attend = staticmethod(paged_decode)
-
     INT8: ClassVar = {name: jnp.zeros((7, 2, 4, 8), jnp.int8) for name in ("k_blocks", "v_blocks")}
     POOL = "num_blocks + 1, kv_heads, block_size, head_dim"
     CASES = (
@@ -214,13 +188,13 @@ class TestPagedDecodeRefusals:
     @pytest.mark.parametrize(("changes", "message"), CASES)
     def test_message(self, changes, message):
         with pytest.raises(KernelArgumentError) as refusal:
-            self.attend(**self.arguments(changes))
+            paged_decode(**self.arguments(changes))
         assert message in str(refusal.value)
 
     @pytest.mark.usefixtures("no_shape_hook")
     def test_is_a_value_error_and_raised_while_tracing(self):
         with pytest.raises(ValueError, match="lengths must be"):
             jax.eval_shape(
-                partial(self.attend, sm_scale=1.0),
+                partial(paged_decode, sm_scale=1.0),
                 *(self.arguments({"lengths": int32([1])})[n] for n in list(self.arguments({}))[:5]),
             )

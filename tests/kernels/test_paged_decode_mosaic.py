@@ -1,7 +1,7 @@
 """The Mosaic kernel of `paged_decode`: simulated, searched for races, and compiled for Hopper."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,55 +66,36 @@ def attend(
 class TestSimulated(DecodeChecks):
     """Interpret mode; it has no WGMMA with operands in registers, `mosaic.dot` stands in."""
 
-    def simulate(
-        self,
-        lengths,
-        heads=Heads(1, 4, 64),  # noqa: B008
-        *,
-        block_size=16,
-        dtype="bfloat16",
-        config=ONE,
-        **options,
-    ):
-        options |= {"heads": heads, "block_size": block_size, "dtype": dtype}
-        return self.check(lengths, attend=partial(attend, config=config), **options)
+    SINKS = jnp.array([-2.0, 0.0, 3.0, 50.0, 1.0, 2.0, -9.0])
+    # Each tiling, dtype, option and size at least once beside others.
+    CASES: ClassVar[dict[str, dict[str, Any]]] = {
+        "around the edges of blocks and tiles": dict(lengths=[0, 1, 15, 16, 17, 63, 64, 65, 300]),
+        "wide tiles, a wide table, no groups": dict(
+            lengths=[0, 129, 500], heads=Heads(2, 1, 128), block_size=32, width=50,
+            config=DecodeConfig(tile_tokens=128, stages=3, splits=1),
+        ),
+        "splits, every option, a group that is no power of two": dict(
+            lengths=[0, 1, 33, 64, 65, 600], heads=Heads(2, 3, 64), block_size=32, config=FEW,
+            soft_cap=2.0, window=200, sinks=SINKS[:6],
+        ),
+        "a head_dim of 256": dict(
+            lengths=[0, 70], heads=Heads(1, 7, 256), block_size=64, dtype="float16"
+        ),
+        "int8 pools, parts of larger blocks, every option": dict(
+            lengths=[0, 1, 127, 128, 129, 300], heads=Heads(1, 7, 128), block_size=128,
+            dtype="float16", pool_dtype="int8", soft_cap=2.0, window=150, sinks=SINKS,
+        ),
+        "float8 pools, splits": dict(
+            lengths=[0, 1, 33, 450], pool_dtype="float8_e4m3fn", config=FEW
+        ),
+    }  # fmt: skip
 
-    def test_lengths_around_block_and_tile_edges(self):
-        self.simulate([0, 1, 15, 16, 17, 63, 64, 65, 300])
-
-    def test_parts_of_larger_blocks(self):
-        self.simulate([127, 128, 129], Heads(2, 1, 64), block_size=128)
-
-    def test_wide_tiles_and_a_wide_table(self):
-        config = DecodeConfig(tile_tokens=128, stages=3, splits=1)
-        self.simulate([0, 129, 500], block_size=32, width=50, config=config)
-
-    @pytest.mark.parametrize("head_dim", [128, 256])
-    def test_head_dims_and_a_group_that_is_no_power_of_two(self, head_dim):
-        self.simulate([0, 70], Heads(1, 7, head_dim), block_size=64, dtype="float16")
-
-    def test_all_options_together(self):
-        sinks = jnp.array([-2.0, 0.0, 3.0, 50.0, 1.0, 2.0])
-        options = {"soft_cap": 2.0, "window": 40, "sinks": sinks}
-        out = self.simulate([0, 1, 33, 130, 200], Heads(2, 3, 64), block_size=32, **options)
-        assert not out[0].any()  # exactly 0, though a sink is in its denominator
-
-    def test_splits(self):
-        self.simulate([0, 1, 64, 65, 450], config=FEW)
-
-    def test_splits_with_all_options(self):
-        options = {"soft_cap": 2.0, "window": 200, "sinks": jnp.array([-2.0, 0.0, 3.0, 50.0])}
-        self.simulate([0, 30, 600], block_size=64, config=FEW, **options)
-
-    @pytest.mark.parametrize("pool_dtype", QUANTISED)
-    def test_quantised_pools(self, pool_dtype):
-        self.simulate([0, 1, 33, 200], Heads(1, 4, 128), pool_dtype=pool_dtype)
-
-    def test_quantised_pools_with_all_options(self):
-        sinks = jnp.array([-2.0, 0.0, 3.0, 50.0])
-        options = {"soft_cap": 2.0, "window": 150, "sinks": sinks, "dtype": "float16"}
-        for pool_dtype, config in zip(QUANTISED, (ONE, FEW), strict=True):
-            self.simulate([0, 300], block_size=128, pool_dtype=pool_dtype, config=config, **options)
+    @pytest.mark.parametrize("name", CASES)
+    def test_equals_the_oracle(self, name):
+        case = {"heads": Heads(1, 4, 64), "block_size": 16, "dtype": "bfloat16", **self.CASES[name]}
+        attend_to = partial(attend, config=case.pop("config", ONE))
+        out = self.check(case.pop("lengths"), attend=attend_to, **case)
+        assert not out[0].any()  # exactly 0, sinks or not
 
     def test_what_the_contract_says_of_bad_rows(self):
         """A row longer than its table, ids outside the pool, recycled blocks before the window."""

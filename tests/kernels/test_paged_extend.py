@@ -1,6 +1,7 @@
-"""`paged_extend` against the float64 oracle. A backend reruns all this by subclassing."""
+"""`paged_extend` against the float64 oracle; the jnp backend, on every shape."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,201 +10,130 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv.kernels import KernelArgumentError, paged_decode, paged_extend
+from radixkv.kernels import KernelArgumentError, paged_extend
 
 from . import oracle
-from .problems import CODES, Cache, Heads, assert_close, int32, make_cache, make_queries
+from .problems import Heads, assert_close, int32, make_cache, make_queries
 
 SM_SCALE = 0.3
 
 
-def starts_of(q_lengths, gap=0):
-    """Rows one after the other, `gap` padding tokens before each."""
-    return [sum(q_lengths[:i]) + gap * (i + 1) for i in range(len(q_lengths))]
+def rows_of_every_length(block_size):
+    """KV lengths and queries of rows, by class: whole and continued rows, and rows without any.
+
+    A tile is of 64 queries, a chunk of 256 tokens: the long row has several of both.
+    """
+    edges = [3 * block_size + d for d in (-1, 0, 1)]
+    whole = [(n, n) for n in (1, *edges, 63, 64, 65)]
+    continued = [(n, max(1, n - 2)) for n in edges] + [(300, 129), (9 * block_size, 1), (5, 1)]
+    kv_lengths, q_lengths = zip(*whole, (0, 0), *continued, (7, 0), strict=True)
+    return list(kv_lengths), list(q_lengths)
 
 
-class TestPagedExtend:
-    attend = staticmethod(paged_extend)
+def check(
+    *,
+    dtype="float32",
+    pool_dtype=None,
+    heads=Heads(),  # noqa: B008
+    block_size=4,
+    width=None,
+    **options,
+):
+    """Compare output and lse with the oracle, on NaN-poisoned pools, on one ragged batch.
 
-    def make(self, kv_lengths, *, block_size=4, heads=None, dtype="float32", width=None) -> Cache:
-        blocks = [-(-length // block_size) for length in kv_lengths]
-        return make_cache(
-            np.random.default_rng(0),
-            kv_lengths,
-            block_size=block_size,
-            width=width or max(1, *blocks),
-            num_blocks=sum(blocks) + 3,
-            heads=heads or Heads(),
-            dtype=dtype,
-        )
-
-    def check(
-        self, kv_lengths, q_lengths, *, q_starts=None, padding=5, dtype="float32", pool_dtype=None,
-        heads=None, block_size=4, width=None, **options,
-    ):  # fmt: skip
-        """Compare output and lse with the oracle, on NaN-poisoned pools; return the output."""
-        pools = {"block_size": block_size, "dtype": pool_dtype or dtype, "width": width}
-        cache = self.make(kv_lengths, heads=heads, **pools)
-        q_starts = q_starts or starts_of(q_lengths)
-        num_tokens = max(s + n for s, n in zip(q_starts, q_lengths, strict=True)) + padding
-        q = make_queries(np.random.default_rng(1), num_tokens, heads or Heads(), dtype)
-        attend = jax.jit(partial(self.attend, sm_scale=SM_SCALE, return_lse=True, **options))
-        out, lse = attend(
-            q,
-            cache.k_blocks,
-            cache.v_blocks,
-            cache.block_tables,
-            int32(kv_lengths),
-            int32(q_lengths),
-            int32(q_starts),
-            **cache.scales,
-        )
-        expected = oracle.extend(
-            q.astype(jnp.float32), *cache.for_oracle, kv_lengths, q_lengths, q_starts,
-            sm_scale=SM_SCALE, **options,
-        )  # fmt: skip
-        assert out.dtype == q.dtype and lse.dtype == jnp.float32
-        assert_close(out, expected[0], dtype)
-        assert_close(lse, expected[1], dtype)
-        return out
-
-    @pytest.mark.parametrize("block_size", [1, 4, 16])
-    def test_ragged_rows_around_block_edges(self, block_size):
-        edges = [3 * block_size + d for d in (-1, 0, 1)]
-        kv_lengths = [0, 1, *edges, *edges, 9 * block_size]
-        q_lengths = [0, 1, *(max(1, n - 2) for n in edges), *edges, 1]
-        self.check(kv_lengths, q_lengths, block_size=block_size)
-
-    def test_rows_of_several_tiles_and_chunks(self):
-        self.check([600, 63, 64, 65, 300], [130, 63, 64, 65, 129], block_size=16)
-
-    def test_prefill_decode_and_inactive_rows_together(self):
-        self.check([40, 17, 0, 5, 70], [40, 1, 0, 1, 66])
-
-    def test_rows_in_any_order_with_gaps(self):
-        self.check([9, 12, 7], [5, 1, 7], q_starts=[20, 9, 1])
-
-    def test_last_row_ends_at_the_last_token(self):
-        self.check([9, 70], [9, 66], padding=0)
-
-    def test_more_queries_than_kv(self):
-        """A row whose first positions are negative: those tokens see nothing."""
-        cache = self.make([3])
-        q = make_queries(np.random.default_rng(1), 8, Heads())
-        pools = (cache.k_blocks, cache.v_blocks, cache.block_tables)
-        out, lse = self.attend(
-            q, *pools, int32([3]), int32([5]), int32([0]), sm_scale=SM_SCALE, return_lse=True
-        )
-        expected, _ = oracle.extend(q[2:], *cache.for_oracle, [3], [3], [0], sm_scale=SM_SCALE)
-        assert not out[:2].any() and jnp.isneginf(lse[:2]).all()
-        assert_close(out[2:], expected, "float32")
-
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-    def test_half_precision(self, dtype):
-        self.check([0, 1, 33, 100], [0, 1, 20, 70], block_size=16, dtype=dtype)
-
-    @pytest.mark.parametrize(("kv_heads", "group"), [(3, 1), (1, 4), (2, 7)])
-    def test_grouped_query_heads(self, kv_heads, group):
-        self.check([5, 0, 17], [3, 0, 17], heads=Heads(kv_heads, group, head_dim=8))
-
-    @pytest.mark.parametrize("window", [1, 4, 64, 10_000])
-    def test_window(self, window):
-        self.check([0, 1, 65, 400], [0, 1, 65, 90], window=window)
-
-    def test_soft_cap(self):
-        self.check([1, 33, 90], [1, 20, 70], soft_cap=0.7)
-
-    def test_sinks(self):
-        self.check([0, 1, 33], [0, 1, 20], sinks=jnp.array([-2.0, 0.0, 3.0, 50.0]))
-
-    def test_all_options_together(self):
-        sinks = jnp.array([-2.0, 0.0, 3.0, 1.0])
-        self.check([0, 1, 33, 300], [0, 1, 20, 80], soft_cap=2.0, window=40, sinks=sinks)
-
-    @pytest.mark.parametrize("pool_dtype", list(CODES))
-    def test_quantised_pools(self, pool_dtype):
-        """Tiles of several chunks, single tokens, and tokens of no row."""
-        self.check([0, 1, 33, 300], [0, 1, 20, 80], block_size=16, pool_dtype=pool_dtype)
-
-    @pytest.mark.parametrize("pool_dtype", list(CODES))
-    def test_quantised_pools_with_all_options(self, pool_dtype):
-        options = {"soft_cap": 2.0, "window": 40, "sinks": jnp.array([-2.0, 0.0, 3.0, 1.0])}
-        self.check(
-            [0, 9, 33, 90], [0, 1, 20, 70], dtype="bfloat16", pool_dtype=pool_dtype, **options
-        )
-
-    def test_wide_table(self):
-        self.check([7, 12], [7, 1], width=500)
-
-    def test_padding_tokens_are_exactly_zero(self):
-        q_lengths = [3, 1, 4]
-        q_starts = starts_of(q_lengths, gap=2)
-        out = self.check([5, 6, 4], q_lengths, q_starts=q_starts, sinks=jnp.zeros(4))
-        rows = [s + i for s, n in zip(q_starts, q_lengths, strict=True) for i in range(n)]
-        assert not np.delete(np.asarray(out), rows, axis=0).any()
-
-    def test_all_rows_inactive(self):
-        assert not self.check([0, 5], [0, 0], q_starts=[-1, 99]).any()
-
-    @pytest.mark.parametrize(("batch", "tokens"), [(0, 3), (2, 0)])
-    def test_no_rows_or_no_tokens(self, batch, tokens):
-        pool, rows = jnp.zeros((3, 2, 4, 8)), jnp.zeros(batch, jnp.int32)
-        tables = jnp.zeros((batch, 5), jnp.int32)
-        out = self.attend(
-            jnp.ones((tokens, 4, 8)), pool, pool, tables, rows, rows, rows, sm_scale=1.0
-        )
-        assert out.shape == (tokens, 4, 8) and not out.any()
-
-    def test_rows_of_one_query_equal_decode(self):
-        lengths = [1, 33, 600, 4]
-        cache = self.make(lengths)
-        q = make_queries(np.random.default_rng(1), 4, Heads())
-        pools = (cache.k_blocks, cache.v_blocks, cache.block_tables)
-        ones, starts = int32([1] * 4), int32(range(4))
-        extended = self.attend(q, *pools, int32(lengths), ones, starts, sm_scale=SM_SCALE)
-        decoded = paged_decode(q, *pools, int32(lengths), sm_scale=SM_SCALE)
-        assert_close(extended, np.asarray(decoded, np.float64), "float32")
-
-    @pytest.mark.parametrize("window", [None, 20])
-    def test_chunked_extend_equals_one_extend(self, window):
-        length, chunks = 150, [70, 1, 64, 15]
-        cache = self.make([length])
-        q = make_queries(np.random.default_rng(1), length, Heads())
-        attend = partial(self.attend, sm_scale=SM_SCALE, window=window)
-        pools = (cache.k_blocks, cache.v_blocks, cache.block_tables)
-        whole = attend(q, *pools, int32([length]), int32([length]), int32([0]))
-        parts, done = [], 0
-        for chunk in chunks:
-            queries = jnp.pad(q[done : done + chunk], ((0, 70 - chunk), (0, 0), (0, 0)))
-            done += chunk
-            out = attend(queries, *pools, int32([done]), int32([chunk]), int32([0]))
-            parts.append(out[:chunk])
-        assert done == length
-        assert_close(jnp.concatenate(parts), np.asarray(whole, np.float64), "float32")
-
-    @pytest.mark.parametrize("q_length", [1, 2])
-    def test_blocks_before_the_window_may_be_recycled(self, q_length):
-        pool = jnp.ones((4, 1, 4, 8)).at[1].set(jnp.nan)
-        rows = (int32([9]), int32([q_length]), int32([0]))
-        out = self.attend(
-            jnp.ones((2, 1, 8)), pool, pool, int32([[1, 2, 3]]), *rows, sm_scale=1.0, window=4
-        )
-        assert jnp.all(out[:q_length] == 1.0)
-
-    @pytest.mark.parametrize("q_length", [1, 2])
-    def test_row_longer_than_its_table_is_nan(self, q_length):
-        pool = jnp.ones((3, 1, 4, 8))
-        rows = (int32([5, 4]), int32([q_length] * 2), int32([0, q_length]))
-        out = self.attend(
-            jnp.ones((2 * q_length, 1, 8)), pool, pool, int32([[1], [2]]), *rows, sm_scale=1.0
-        )
-        assert jnp.isnan(out[:q_length]).all()
-        assert jnp.all(out[q_length:] == 1.0)
+    Rows lie in any order, with padding tokens between them; the last one ends at the last token,
+    and those without queries start anywhere.
+    """
+    kv_lengths, q_lengths = rows_of_every_length(block_size)
+    rng = np.random.default_rng(0)
+    blocks = [-(-length // block_size) for length in kv_lengths]
+    cache = make_cache(
+        rng,
+        kv_lengths,
+        block_size=block_size,
+        width=width or max(blocks),
+        num_blocks=sum(blocks) + 3,
+        heads=heads,
+        dtype=pool_dtype or dtype,
+    )
+    q_starts, num_tokens = np.zeros(len(q_lengths), int), 0
+    for row in rng.permutation(len(q_lengths)):
+        q_starts[row] = num_tokens + row % 3
+        num_tokens = q_starts[row] + q_lengths[row]
+    q_starts[np.equal(q_lengths, 0)] = -1, 10**6
+    q = make_queries(rng, num_tokens, heads, dtype)
+    attend = jax.jit(partial(paged_extend, sm_scale=SM_SCALE, return_lse=True, **options))
+    rows = int32(kv_lengths), int32(q_lengths), int32(q_starts)
+    pools = cache.k_blocks, cache.v_blocks, cache.block_tables
+    out, lse = attend(q, *pools, *rows, **cache.scales)
+    expected = oracle.extend(
+        q.astype(jnp.float32), *cache.for_oracle, kv_lengths, q_lengths, q_starts,
+        sm_scale=SM_SCALE, **options,
+    )  # fmt: skip
+    assert out.dtype == q.dtype and lse.dtype == jnp.float32
+    assert_close(out, expected[0], dtype)
+    assert_close(lse, expected[1], dtype)
+    padding = np.isneginf(expected[1]).all(1)
+    assert padding.any() and not out[padding].any()  # exactly 0, sinks or not
 
 
-class TestPagedExtendProperty:
-    attend = staticmethod(paged_extend)
+# Each option and dtype at least twice, beside others.
+CASES: dict[str, dict[str, Any]] = {
+    "blocks of 1, a window of 1": dict(block_size=1, heads=Heads(3, 1, 8), window=1),
+    "a group of 7, soft cap, a wide window": dict(
+        heads=Heads(2, 7, 8), soft_cap=0.7, window=10_000
+    ),
+    "bfloat16, blocks of 16, sinks": dict(
+        block_size=16, dtype="bfloat16", sinks=jnp.array([-2.0, 0.0, 3.0, 50.0])
+    ),
+    "float16, a wide table, a window of a tile": dict(dtype="float16", width=500, window=64),
+    "every option": dict(
+        heads=Heads(1, 4, 16), soft_cap=2.0, window=40, sinks=jnp.array([-2.0, 0.0, 3.0, 1.0])
+    ),
+    "int8 pools": dict(block_size=16, pool_dtype="int8"),
+    "float8 pools, every option": dict(
+        dtype="bfloat16", pool_dtype="float8_e4m3fn", soft_cap=2.0, window=40,
+        sinks=jnp.array([-2.0, 0.0, 3.0, 1.0]),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_of_every_length(case):
+    check(**CASES[case])
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(0, 3), (2, 0)])
+def test_no_rows_or_no_tokens(batch, tokens):
+    pool, rows = jnp.zeros((3, 2, 4, 8)), jnp.zeros(batch, jnp.int32)
+    tables = jnp.zeros((batch, 5), jnp.int32)
+    q = jnp.ones((tokens, 4, 8))
+    out = paged_extend(q, pool, pool, tables, rows, rows, rows, sm_scale=1.0)
+    assert out.shape == (tokens, 4, 8) and not out.any()
+
+
+class TestOneProgram:
+    """Three rows in 48 tokens, with a window or without: all shapes are the same."""
+
     tokens, width, block_size, heads = 48, 5, 4, Heads(kv_heads=2, group=2, head_dim=8)
+
+    def make(self, kv_lengths, seed=0):
+        """Queries, the pools' arguments, and the pools for the oracle."""
+        rng = np.random.default_rng(seed)
+        cache = make_cache(
+            rng,
+            kv_lengths,
+            block_size=self.block_size,
+            width=self.width,
+            num_blocks=3 * self.width,
+            heads=self.heads,
+        )
+        pools = cache.k_blocks, cache.v_blocks, cache.block_tables
+        return make_queries(rng, self.tokens, self.heads), pools, cache.for_oracle
+
+    def attend(self, q, pools, *rows, window=None):
+        attend = partial(paged_extend, sm_scale=SM_SCALE, window=window, return_lse=True)
+        return attend(q, *pools, *map(int32, rows))
 
     @settings(deadline=None, max_examples=40)
     @given(
@@ -221,38 +151,61 @@ class TestPagedExtendProperty:
         q_lengths = [min(kv, n) for kv, n, _ in rows]
         ends = np.cumsum([n + row[2] for n, row in zip(q_lengths, rows, strict=True)])
         q_starts = list(ends - q_lengths)
-        rng = np.random.default_rng(seed)
-        cache = make_cache(
-            rng,
-            kv_lengths,
-            block_size=self.block_size,
-            width=self.width,
-            num_blocks=3 * self.width,
-            heads=self.heads,
-        )
-        q = make_queries(rng, self.tokens, self.heads)
-        out, lse = self.attend(
-            q,
-            cache.k_blocks,
-            cache.v_blocks,
-            cache.block_tables,
-            int32(kv_lengths),
-            int32(q_lengths),
-            int32(q_starts),
-            sm_scale=SM_SCALE,
-            window=window,
-            return_lse=True,
-        )
+        q, pools, for_oracle = self.make(kv_lengths, seed)
+        out, lse = self.attend(q, pools, kv_lengths, q_lengths, q_starts, window=window)
         expected = oracle.extend(
-            q, *cache.for_oracle, kv_lengths, q_lengths, q_starts, sm_scale=SM_SCALE, window=window
+            q, *for_oracle, kv_lengths, q_lengths, q_starts, sm_scale=SM_SCALE, window=window
         )
         assert_close(out, expected[0], "float32")
         assert_close(lse, expected[1], "float32")
 
+    def test_all_rows_inactive(self):
+        q, pools, _ = self.make([0, 5, 20])
+        out, lse = self.attend(q, pools, [0, 5, 20], [0] * 3, [-1, 99, 0])
+        assert not out.any() and jnp.isneginf(lse).all()
+
+    def test_more_queries_than_kv(self):
+        """A row whose first positions are negative: those tokens see nothing."""
+        q, pools, for_oracle = self.make([3, 0, 0])
+        out, lse = self.attend(q, pools, [3, 0, 0], [5, 0, 0], [0] * 3)
+        expected, _ = oracle.extend(q[2:], *for_oracle, [3], [3], [0], sm_scale=SM_SCALE)
+        assert not out[:2].any() and jnp.isneginf(lse[:2]).all()
+        assert_close(out[2:], expected, "float32")
+
+    @pytest.mark.parametrize("window", [None, 5])
+    def test_chunked_extend_equals_one_extend(self, window):
+        q, pools, _ = self.make([20, 0, 0])
+        whole, _ = self.attend(q, pools, [20, 0, 0], [20, 0, 0], [0] * 3, window=window)
+        done = 0
+        for chunk in (7, 1, 8, 4):
+            done += chunk
+            moved = jnp.roll(q, chunk - done, axis=0)
+            out, _ = self.attend(moved, pools, [done, 0, 0], [chunk, 0, 0], [0] * 3, window=window)
+            expected = np.asarray(whole[done - chunk : done], np.float64)
+            assert_close(out[:chunk], expected, "float32")
+        assert done == 20
+
+    def test_blocks_before_the_window_may_be_recycled(self):
+        """A single token sees positions from 4 on, a tile from 8 on."""
+        pool = jnp.ones((16, 2, 4, 8)).at[1].set(jnp.nan)
+        tables = int32([[1, 2, 3, 0, 0], [1, 1, 2, 3, 0], [1] * 5])
+        q = jnp.ones((48, 4, 8))
+        rows = [9, 14, 0], [1, 2, 0], [0, 1, 0]
+        out, _ = self.attend(q, (pool, pool, tables), *rows, window=5)
+        assert jnp.all(out[:3] == 1.0)
+
+    def test_row_longer_than_its_table_is_nan(self):
+        pool = jnp.ones((16, 2, 4, 8))
+        tables = int32([[1] * 5, [2] * 5, [1] * 5])
+        q = jnp.ones((48, 4, 8))
+        rows = [21, 20, 21], [1, 2, 3], [0, 1, 3]
+        out, lse = self.attend(q, (pool, pool, tables), *rows)
+        for bad in (slice(0, 1), slice(3, 6)):
+            assert jnp.isnan(out[bad]).all() and jnp.isnan(lse[bad]).all()
+        assert jnp.all(out[1:3] == 1.0)
+
 
 class TestPagedExtendRefusals:
-    attend = staticmethod(paged_extend)
-
     CASES = (
         ({"q": jnp.zeros((6, 4, 9))}, "q must be [tokens, q_heads, head_dim] = [any, any, 8], got [6, 4, 9]"),  # noqa: E501
         ({"q": jnp.zeros((6, 3, 8))}, "q must have a positive multiple of kv_heads=2 query heads, got 3"),  # noqa: E501
@@ -284,12 +237,12 @@ class TestPagedExtendRefusals:
             "sm_scale": 1.0,
         }
         with pytest.raises(KernelArgumentError) as refusal:
-            self.attend(**(arguments | changes))
+            paged_extend(**(arguments | changes))
         assert message in str(refusal.value)
 
     def test_quantised_pools_need_scales(self):
         pool, row = jnp.zeros((7, 2, 4, 8), "int8"), int32([1])
         rows = int32([[1]]), row, row, row
         with pytest.raises(KernelArgumentError) as refusal:
-            self.attend(jnp.zeros((1, 4, 8)), pool, pool, *rows, sm_scale=1.0)
+            paged_extend(jnp.zeros((1, 4, 8)), pool, pool, *rows, sm_scale=1.0)
         assert str(refusal.value) == "k_scales must be an array for pools of int8, got None"
