@@ -8,7 +8,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from .errors import PoolDTypeError
 from .tokens import as_count
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def _check_dtype(dtype: jnp.dtype) -> None:
+    if jnp.dtype(dtype).name not in _DTYPES:
+        raise PoolDTypeError(jnp.dtype(dtype).name)
 
 
 @dataclass
@@ -21,10 +29,21 @@ class BlockArrays:
                       0: padding sink, 1 .. num_blocks: the ids of the block pool
 
     One thread owns them: who dispatches the model also dispatches every copy.
+
+    No quantised pools: a block of int8 or float8 means nothing without its scales, and neither
+    copies inside the pools nor the host tier, storage and hand-off carry any. The kernels take
+    such pools, of a caller who keeps scales beside them.
+
+    Raises:
+        PoolDTypeError: for pools of another dtype than bfloat16, float16 or float32.
     """
 
     keys: tuple[Float[Array, "blocks kv_heads block_size head_dim"], ...]
     values: tuple[Float[Array, "blocks kv_heads block_size head_dim"], ...]
+
+    def __post_init__(self) -> None:
+        for pool in (*self.keys, *self.values):
+            _check_dtype(pool.dtype)
 
     @classmethod
     def zeros(
@@ -40,7 +59,9 @@ class BlockArrays:
 
         Raises:
             CountError: if a size is less than 1; nothing is allocated then.
+            PoolDTypeError: for another dtype than bfloat16, float16 or float32; likewise.
         """
+        _check_dtype(dtype)
         sizes = {
             "num_layers": num_layers,
             "num_blocks": num_blocks,

@@ -47,7 +47,6 @@ class BlockCopies:
 
         Raises:
             CountError: if max_blocks is less than 1.
-            KernelArgumentError: for a dtype that the kernels do not have.
         """
         self.max_blocks = _power_of_two(as_count("max_blocks", max_blocks, minimum=1))
         self._num_pools = len(arrays.keys) + len(arrays.values)

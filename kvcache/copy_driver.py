@@ -87,7 +87,6 @@ class TierDriver:
 
         Raises:
             ValueError: if arrays and the host tier do not have blocks of one shape and dtype.
-            KernelArgumentError: for a dtype that the kernels do not have.
         """
         pool = arrays.keys[0]
         device = len(arrays.keys), tuple(pool.shape[1:]), np.dtype(pool.dtype)

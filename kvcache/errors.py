@@ -10,6 +10,7 @@
     ├── RequestTooLargeError  never: more blocks than the pool has
     ├── RecycleError          block ids that were not allocated; the others were recycled
     ├── LeaseError            a lease that was released, is of an older epoch, or is too small
+    ├── PoolDTypeError        pools of a dtype whose copies would lose something
     ├── HostConfigError       a host tier that cannot be
     ├── StorageConfigError    storage without a host tier, or asked for where there is none
     └── OperationResultError  not one result per block of an operation
@@ -72,6 +73,17 @@ class RecycleError(RadixKVError):
 
 class LeaseError(RadixKVError):
     """A lease cannot be used in this way; nothing was changed."""
+
+
+class PoolDTypeError(RadixKVError, ValueError):
+    """Pools on the device cannot be of this dtype."""
+
+    def __init__(self, dtype: str) -> None:
+        super().__init__(
+            f"dtype must be bfloat16, float16 or float32, got {dtype}: "
+            "copies of blocks carry no scales, which quantised pools need"
+        )
+        self.dtype = dtype
 
 
 class HostConfigError(RadixKVError, ValueError):

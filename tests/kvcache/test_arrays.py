@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from radixkv.kvcache import BlockArrays, CountError
+from radixkv.kvcache import BlockArrays, CountError, PoolDTypeError
 
 SIZES = {"num_layers": 2, "num_blocks": 3, "kv_heads": 4, "block_size": 5, "head_dim": 6}
 
@@ -21,3 +21,23 @@ def test_one_pool_per_layer_with_a_sink():
 def test_every_size_is_at_least_one(name):
     with pytest.raises(CountError, match=f"^{name} must be at least 1, got 0$"):
         BlockArrays.zeros(**{**SIZES, name: 0}, dtype=jnp.dtype(jnp.float32))
+
+
+REFUSED = (
+    "dtype must be bfloat16, float16 or float32, got {}: "
+    "copies of blocks carry no scales, which quantised pools need"
+)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_quantised_pools_are_refused(dtype):
+    with pytest.raises(PoolDTypeError) as refusal:
+        BlockArrays.zeros(**SIZES, dtype=jnp.dtype(dtype))
+    assert str(refusal.value) == REFUSED.format(dtype) and refusal.value.dtype == dtype
+
+
+def test_quantised_pools_of_others_are_refused():
+    pool, fine = (jnp.zeros((4, 4, 5, 6), each) for each in ("float8_e4m3fn", "float32"))
+    with pytest.raises(PoolDTypeError) as refusal:
+        BlockArrays((fine,), (pool,))
+    assert str(refusal.value) == REFUSED.format("float8_e4m3fn")
