@@ -20,7 +20,7 @@ from .online_softmax import (
 
 # Both measured on CPU: smaller steps pay for loop overhead, larger ones for cache misses.
 CHUNK_TOKENS = 512  # KV tokens of one row in one work item: what a row's length is rounded up to
-STEP_TOKENS = 4096  # KV tokens in one loop step: bounds the memory gathered at once
+STEP_BYTES = 2**21  # keys of one loop step, as f32: gathered, multiplied, and gone from the cache
 
 
 @partial(jax.jit, static_argnums=6)
@@ -56,7 +56,8 @@ def decode(
     blocks_per_chunk = min(max(1, CHUNK_TOKENS // block_size), width)
     chunk_tokens = blocks_per_chunk * block_size
     max_chunks = -(-width // blocks_per_chunk)
-    num_items = min(max(1, STEP_TOKENS // chunk_tokens), batch * max_chunks)
+    chunk_bytes = 4 * chunk_tokens * kv_heads * head_dim
+    num_items = min(max(1, STEP_BYTES // chunk_bytes), batch * max_chunks)
 
     fits = lengths <= width * block_size
     lengths = jnp.where(fits, lengths, 0)
