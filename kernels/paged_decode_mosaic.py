@@ -421,6 +421,10 @@ def decode(
     group = q_heads // kv_heads
     final = config.splits == 1
     queries = q.reshape(batch, kv_heads, group, head_dim)
+    # With a head_dim of 256 and other groups, Mosaic's search for layouts does not come to an end.
+    padding = -group % 4 if head_dim == 256 else 0
+    if padding:
+        queries = jnp.pad(queries, ((0, 0), (0, 0), (0, padding), (0, 0)))
     inputs = {"q": queries, "k": k_blocks, "v": v_blocks, "table": block_tables, "lengths": lengths}
     if scales is not None:
         inputs |= {"k_scales": scales[0], "v_scales": scales[1]}
@@ -432,7 +436,7 @@ def decode(
     kernel = Kernel(
         config=config,
         options=options,
-        group=group,
+        group=group + padding,
         head_dim=head_dim,
         block_size=block_size,
         num_blocks=num_blocks,
@@ -444,6 +448,7 @@ def decode(
         interpret=interpret,
     )
     out, *lses = _run(kernel, inputs)
+    out = out[..., :group, :]
     lse = lses[0][..., :group] if lses else None
     if final:
         out, lse = out[:, :, 0], None if lse is None else lse[:, :, 0]
