@@ -19,7 +19,7 @@ KEYWORDS: Final = {
 empty list are left out."""
 
 
-UNSHOWN: Final = ("rare", "often", "alphabet")
+UNSHOWN: Final = ("rare", "often", "alphabet", "faults", "fences")
 """Parts of a configuration that only choose operations, and mean nothing to a trace."""
 
 

@@ -195,7 +195,7 @@ _TRANSFERS: Final = {
     ),
     "I33": Invariant(
         "every operation ends", "It is done, fails or times out, and gives back its blocks.",
-        ("T6", "T7", "T26", "T30", "T33"),
+        ("T6", "T7", "T26", "T30", "T33", "T39"),
         "that storage and copies end in time is tested where they are driven",
     ),
     "I34": Invariant(

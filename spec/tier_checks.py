@@ -136,7 +136,7 @@ def _check_counts(world: TierWorld, shot: TierSnapshot) -> None:
         "parked": len(world.parked),
         "quarantined_operations": sum(f.has_result or f.given_up for f in flights),
     }
-    if world.outbox_is_empty:
+    if not world.target.may_have_decided:
         known["operations"] = len(flights)
         known["open_operations"] = sum(not (f.has_result or f.given_up) for f in flights)
     if world.config["write"] != "through":
@@ -267,7 +267,6 @@ def _check_under_way(world: TierWorld) -> None:
 
 def _check_stored(world: TierWorld) -> None:
     seen, key = world.seen, world.prefixes.key
-    alone = not world.executor.flights and not world.prefetches and len(world.parked) == 1
     for name, parked in world.parked.items():
         if parked.writers or parked.is_void or parked.where != "storage":
             continue
@@ -275,16 +274,25 @@ def _check_stored(world: TierWorld) -> None:
         lost = [tag for tag in parked.path if key[tag] not in world.executor.storage]
         wrong = set(lost) - set(kept) if not parked.failed else ()
         require(not wrong, rules.T34, "{} keeps {} blocks nowhere", name, len(wrong))
-        if alone and not parked.failed and world.stored.issuperset(parked.path):
+        is_stored = not parked.failed and world.stored.issuperset(parked.path)
+        if is_stored and not _held(world, but=name).intersection(parked.path[:1]):
             require(not kept, rules.T34, "{} keeps {} blocks that are stored", name, len(kept))
 
 
-def _check_exclusive(world: TierWorld) -> None:
+def _held(world: TierWorld, but: str = "") -> set[Tag]:
+    """The first prefixes of all that operations, prefetches and parked requests may hold."""
     first = world.prefixes.first
-    used = {first[flight.read[place][-1]]
+    held = {first[read[-1]]
             for flight in world.executor.flights
-            for place in range(len(flight.read)) if flight.read[place][-1] in first}  # fmt: skip
-    used.update(first[tag] for parked in world.parked.values() for tag in parked.path[:1])
-    used.update(first[tag] for each in world.prefetches.values() for tag in each.path[:1])
-    twice = [tag for tag in world.seen.host if tag in world.seen.device and first[tag] not in used]
+            for read in flight.read if read[-1] in first}  # fmt: skip
+    for name, parked in world.parked.items():
+        held.update(parked.path[:1] if name != but else ())
+    for prefetch in world.prefetches.values():
+        held.update(prefetch.path[:1])
+    return held
+
+
+def _check_exclusive(world: TierWorld) -> None:
+    first, held = world.prefixes.first, _held(world)
+    twice = [tag for tag in world.seen.host if tag in world.seen.device and first[tag] not in held]
     require(not twice, rules.T15, "{} blocks are on device and host", len(twice))

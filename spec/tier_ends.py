@@ -153,7 +153,7 @@ def _in_for_nobody(world: TierWorld, change: Change) -> None:
     num_promoted = min(leading(flight.ok), load.num_host)
     num_come = load.num_hit + num_promoted
     lost = [tag for tag in load.path[:num_come] if tag not in world.seen.device]
-    require(not lost, rules.T14, "{} blocks were moved by {}, and are not there", len(lost),
+    require(not lost, rules.T39, "{} blocks were moved by {}, and are not there", len(lost),
             flight.op)  # fmt: skip
     world.counted["promoted_blocks"] += num_promoted
     world.lost(before, before.leaving.intersection(load.path[num_come:]))

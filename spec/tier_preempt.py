@@ -75,6 +75,7 @@ def park(world: TierWorld, name: str, where: str) -> bool:
         needed = len(missing) + bool(tail)
         require(needed > room, rules.T21, "{} needs {} of {} host blocks", name, needed, room)
         world.situations["not parked"] += 1
+        world.in_vain.add(name)
         return True
     if name in model.holdings:
         _published(world, name, path, num_shared)

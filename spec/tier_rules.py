@@ -139,6 +139,11 @@ T38: Final = rule(
     "T38 host-lru",
     "Of what the host alone has, it drops first what requests have not used for the longest time.",
 )
+T39: Final = rule(
+    "T39 moved-is-not-lost",
+    "What the host gave up for a request that ends while it is loaded arrives all the same, and is "
+    "then cached.",
+)
 
 TIER_RULES: Final = tuple(value for value in list(globals().values()) if isinstance(value, Rule))
 """Every rule above, in order."""

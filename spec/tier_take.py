@@ -32,10 +32,8 @@ def take(world: TierWorld) -> bool:
     wanted = {flight.copy.id for flight in world.cancelled}
     world.cancelled.clear()
     require(cancelled == wanted, rules.T6, "cancelled are {}, told {}", wanted, cancelled)
-    world.see()
     _check_stores(world, flights)
     _check_through(world, before, flights)
-    world.outbox_is_empty = True
     world.lost(before, needs_room=True)
     check_outbox(world)
     return True

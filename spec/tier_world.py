@@ -3,54 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Final
 
-from . import cache_end
 from .cache_checks import check_all
 from .cache_requests import NAMESPACES, Request, draw_config
 from .cache_world import CacheWorld
 from .engine import Below, Config, Operation, Trace
 from .ghost import Tag, first_tag, next_tag
 from .tier_adapter import TierFactory
-from .tier_admit import (
-    admit,
-    append,
-    append_batch,
-    done,
-    evict,
-    fail,
-    fork,
-    forward,
-    launch,
-    match,
-    publish_again,
-    submit,
-)
 from .tier_checks import check_lost, check_tiers, look, num_dropped
-from .tier_copies import early, fence, late, result, second, wrong_result
 from .tier_draw import draw, draw_tiers, weights_of
 from .tier_executor import TO_DEVICE, Executor, Flight, leading
 from .tier_law import TwoTierLaw
 from .tier_model import TierModel
+from .tier_operations import OPERATIONS
 from .tier_order import HostOrder
 from .tier_picture import picture
-from .tier_preempt import finish, park, preempt, unpark
 from .tier_requests import Load, Parked, Prefetch, Prefixes, Seen
-from .tier_storage import cancel, drain, elsewhere, prefetch, reset, serve, settle
-from .tier_take import take
+from .tier_storage import settle
 from .tier_target import TierTarget
 
-OPERATIONS: Final[dict[str, Callable[..., bool]]] = {
-    "submit": submit, "match": match, "admit": admit, "forward": forward, "launch": launch,
-    "done": done, "fail": fail, "again": publish_again, "append": append,
-    "append_batch": append_batch, "finish": finish, "preempt": preempt, "evict": evict,
-    "park": park, "unpark": unpark, "fork": fork, "prefetch": prefetch, "cancel": cancel,
-    "elsewhere": elsewhere, "take": take, "result": result, "fence": fence, "late": late,
-    "second": second, "early": early, "wrong_result": wrong_result, "reset": reset,
-    "misuse": cache_end.misuse, "check": cache_end.check, "drain": drain, "serve": serve,
-}  # fmt: skip
-"""By its word. Each returns False, and has done nothing, if what it names is not there."""
+RELIEF: Final = ("finish", "preempt", "unpark", "result", "fence", "reset", "cancel")
+"""What may leave room for a request that had none."""
 
 
 class TierWorld(CacheWorld):
@@ -68,7 +43,7 @@ class TierWorld(CacheWorld):
         cancelled: the operations that the driver is to be told of.
         counted: events, as the manager should count them.
         order: when each prefix was last used.
-        outbox_is_empty: whether nothing can have been decided since the last `take`.
+        in_vain: requests for which there was no room, and nothing has ended since.
     """
 
     target_type = TierTarget
@@ -80,8 +55,8 @@ class TierWorld(CacheWorld):
         assert isinstance(self.model, TierModel), "a world of tiers has a model of them"
         self.tier_model = self.model
         self.weights = weights_of(config.get("rare", 0), config.get("often", 0))
-        if config["write"] == "through":  # an eviction before a copy is rare otherwise
-            self.weights["evict"] *= 3
+        if config.get("fences") == 2:  # more comes between an operation and its end
+            self.weights["result"] //= 3
         self.executor = Executor(self.device)
         self.prefixes = Prefixes()
         self.loads: dict[str, Load] = {}
@@ -97,11 +72,12 @@ class TierWorld(CacheWorld):
              "dropped_blocks"), 0,
         )  # fmt: skip
         self.order = HostOrder()
-        self.outbox_is_empty = False
+        self.in_vain: set[str] = set()
         self.law = TwoTierLaw(config["num_blocks"], config["host_blocks"])
         self._generation = dict.fromkeys(NAMESPACES, 0)
         self.roots = {self.root_of(name) for name in NAMESPACES}
-        self.seen = look(self, self.target.tier_snapshot())
+        self.shot = self.target.tier_snapshot()
+        self.seen = look(self, self.shot)
 
     def draw(self, below: Below) -> Operation:
         """Draw an operation that applies now."""
@@ -113,15 +89,15 @@ class TierWorld(CacheWorld):
         if not OPERATIONS[word](self, *arguments):
             return False
         self.num_steps += 1
+        if word in RELIEF:
+            self.in_vain.clear()
         if word in ("submit", "elsewhere"):  # which call nothing: all is as the last check left it
             return True
-        self.outbox_is_empty = word == "take"
         if self.config["at_once"]:
             settle(self)
         check_all(self)
-        shot = self.target.tier_snapshot()
-        self.seen = look(self, shot)
-        check_tiers(self, shot)
+        self.see()
+        check_tiers(self, self.shot)
         return True
 
     def picture(self) -> str:
@@ -137,13 +113,16 @@ class TierWorld(CacheWorld):
     # Calls, and what they change
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Call the manager below its device interface; from then on it may have decided things."""
-        self.outbox_is_empty = False
+        """Call the manager below its device interface."""
         return self.target.ask(method, *arguments)
 
     def see(self) -> Seen:
-        """Look where each prefix is now."""
-        before, self.seen = self.seen, look(self, self.target.tier_snapshot())
+        """Look where each prefix is now, if a call can have moved one."""
+        if not self.target.has_acted:
+            return self.seen
+        self.target.has_acted = False
+        self.shot = self.target.tier_snapshot()
+        before, self.seen = self.seen, look(self, self.shot)
         self.counted["dropped_blocks"] += num_dropped(self, before)
         for tag in before.device.keys() - self.seen.device.keys():
             self.order.touch(self.prefixes.path_to(tag))
@@ -266,6 +245,7 @@ class TierWorld(CacheWorld):
 
     def renew(self, namespaces: list[bytes]) -> None:
         """From here on, the KV of some namespaces is another one; storage of it is elsewhere."""
+        self.target.has_acted = True  # the same blocks hold other prefixes
         for name in namespaces:
             self._generation[name] += 1
             self.roots.add(self.root_of(name))

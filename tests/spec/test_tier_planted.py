@@ -16,7 +16,7 @@ from .planted.plant import Bug, bug, planted_sources
 from .planted.tier_bugs import TIER_BUGS
 
 KILLS = Path(__file__).parents[2] / "docs" / "specification" / "kills_tiers.json"
-QUICK_STEPS = 3_000
+QUICK_STEPS = 400
 NO_BUG = bug("no bug", "tiers.py", world="tiers")
 
 
@@ -26,7 +26,7 @@ def kills() -> dict:
 
 
 def test_a_copy_without_a_bug_passes() -> None:
-    assert run(subject_of(NO_BUG, "full"), 0, 3_000).finding is None
+    assert run(subject_of(NO_BUG, "full"), 0, 1_500).finding is None
 
 
 @pytest.mark.parametrize("planted", TIER_BUGS, ids=lambda planted: planted.name)
@@ -38,7 +38,7 @@ def test_a_planted_bug_is_found(planted: Bug, kills: dict) -> None:
     assert violation is not None, "its trace breaks nothing"
     assert violation.rule.name == shortest["rule"]
     if row["depths"]["full"]["worst"] <= QUICK_STEPS:
-        assert run(subject, 0, 2 * QUICK_STEPS).finding is not None
+        assert run(subject, 0, 3 * QUICK_STEPS).finding is not None
 
 
 def test_the_committed_table_is_that_of_the_bugs(kills: dict) -> None:

@@ -102,7 +102,7 @@ def test_what_was_moved_for_a_request_that_ends_is_not_lost(takes_first: bool) -
     lost = bug("lost", "host_reader.py", (publishes, publishes.replace("self._num_good", "0")),
                world="tiers")  # fmt: skip
     violation = replay(subject_of(lost, "full"), config, trace)
-    assert violation is not None and violation.rule.name == "T14 lost-with-reason"
+    assert violation is not None and violation.rule.name == "T39 moved-is-not-lost"
 
 
 def test_a_picture_shows_every_tier_and_what_is_under_way() -> None:

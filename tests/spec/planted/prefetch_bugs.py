@@ -1,10 +1,11 @@
-"""Bugs to plant into prefetch and reset."""
+"""Bugs to plant into prefetch, reset, and loads that outlive their request."""
 
 from __future__ import annotations
 
 from .plant import bug
 
 PREFETCH, TIERS, MANAGER = "prefetch.py", "tiers.py", "manager.py"
+READER = "host_reader.py"
 
 PREFETCH_BUGS = (
     bug(
@@ -117,6 +118,28 @@ PREFETCH_BUGS = (
             "for namespace in []:",
         ),
         seen_in="FastDeploy v1",
+        world="tiers",
+    ),
+    bug(
+        "what the host gave up for a request that ends while it is loaded is lost",
+        READER,
+        ("        if is_left and not promotion.is_void:\n", "        if False:\n"),
+        world="tiers",
+    ),
+    bug(
+        "what arrives for a request that has ended is freed, not published",
+        READER,
+        (
+            "            tiers.reader.promoted(self, self._num_good, self._tail_tokens)\n",
+            "            num_good = 0 if self in tiers.reader.heirs else self._num_good\n"
+            "            tiers.reader.promoted(self, num_good, self._tail_tokens)\n",
+        ),
+        world="tiers",
+    ),
+    bug(
+        "what was moved for a request that has ended stays pinned",
+        "cache.py",
+        ("        self._tree.unpin(heir.node)\n", ""),
         world="tiers",
     ),
 )
