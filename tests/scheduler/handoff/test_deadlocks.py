@@ -128,7 +128,7 @@ def test_d8_small_requests_do_not_starve_a_large_one_on_d() -> None:
     d = scheduler(num_blocks=12, max_running=8)
     ask(d, "a", 4, 2)
     passed = 0
-    for attempt in range(1, 100):
+    for attempt in range(1, 2 * MAX_OVERTAKEN):
         d.tick(attempt / 2)
         if isinstance(ask(d, "z", 20, 2, attempt=attempt), Grant):
             break
