@@ -6,18 +6,29 @@ import contextlib
 import logging
 import os
 import secrets
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from .base import Fault
 from .engine import PullError
 from .errors import TransportUnavailableError
-from .staging import StagingPool
+from .staging import Run, StagingPool
 
 INSTALL: Final = "pip install --no-deps nixl-cu12"
 
 _PACKAGES: Final = ("nixl", "nixl_cu12", "nixl_cu13")
-_PIECE_BYTES: Final = 4 << 20
+
+
+class Prepared(NamedTuple):
+    """Some reads that NIXL has looked at together, so that each begins sooner.
+
+    Attributes:
+        here, there: NIXL's lists of their places, in this memory and in the peer's.
+    """
+
+    here: Any
+    there: Any
 
 
 class NixlAgent:
@@ -60,13 +71,15 @@ class NixlAgent:
         """Read from one end of the memory to the other."""
         half = len(self.pool.memory) // 2
         self.pool.memory[:half] = 1
-        handle = self.make_read(self._name, self.address, half, half)
+        prepared = self.prepare(self._name, self.address, half, [Run(0, half, 1)])
+        handle = self.make_read(prepared, 0, self._name)
         self.post(handle)
         while self.is_running(handle):
             pass
         if not self.pool.memory[half : 2 * half].all():
             raise RuntimeError("a read of its own memory gave other bytes")
         self.release(handle)
+        self.forget(prepared)
 
     def close(self) -> None:
         """Take the memory out of others' reach; only when nothing is read into it any more."""
@@ -104,33 +117,52 @@ class NixlAgent:
 
     # Reads
 
-    def make_read(self, peer: str, remote: int, start: int, num_bytes: int) -> Any:
-        """Prepare a read from a peer's address to a place in the memory; its handle.
+    def prepare(self, peer: str, remote: int, start: int, runs: Sequence[Run]) -> Prepared:
+        """Prepare reads from a peer's address to a place in the memory, a read for each run.
 
         Raises:
             PullError: if that fails.
         """
-        pieces = range(0, num_bytes, _PIECE_BYTES)
-        sizes = [min(_PIECE_BYTES, num_bytes - each) for each in pieces]
         local, nixl = self.address + start, self.nixl
-        here = [(local + each, size, 0) for each, size in zip(pieces, sizes, strict=True)]
-        there = [(remote + each, size, 0) for each, size in zip(pieces, sizes, strict=True)]
+        here = [(local + run.start, run.num_bytes, 0) for run in runs]
+        there = [(remote + run.start, run.num_bytes, 0) for run in runs]
         try:
-            from_, to = nixl.get_xfer_descs(there, "DRAM"), nixl.get_xfer_descs(here, "DRAM")
-            return nixl.initialize_xfer("READ", to, from_, peer)
+            return Prepared(
+                nixl.prep_xfer_dlist("NIXL_INIT_AGENT", nixl.get_xfer_descs(here, "DRAM")),
+                nixl.prep_xfer_dlist(peer, nixl.get_xfer_descs(there, "DRAM")),
+            )
         except Exception as error:
             raise self._lost(peer, error) from error
 
-    def post(self, handle: Any, peer: str = "") -> None:
-        """Begin a read.
+    def forget(self, prepared: Prepared) -> None:
+        """Forget prepared reads, all of which have ended."""
+        for each in (prepared.here, prepared.there):
+            with contextlib.suppress(Exception):  # it may refuse when the peer is gone
+                self.nixl.release_dlist_handle(each)
+
+    def make_read(self, prepared: Prepared, number: int, peer: str) -> Any:
+        """Return a handle of one of the prepared reads.
+
+        Raises:
+            PullError: if that fails.
+        """
+        here, there = prepared
+        try:
+            return self.nixl.make_prepped_xfer("READ", here, [number], there, [number])
+        except Exception as error:
+            raise self._lost(peer, error) from error
+
+    def post(self, handle: Any, peer: str = "") -> bool:
+        """Begin a read; whether it may still write.
 
         Raises:
             PullError: if that fails; `is_running` tells whether anything was begun.
         """
         try:
-            self.nixl.transfer(handle)
+            state = self.nixl.transfer(handle)
         except Exception as error:
             raise self._lost(peer, error) from error
+        return _is_running(state)
 
     def is_running(self, handle: Any) -> bool:
         """Whether a read may still write.
@@ -142,9 +174,7 @@ class NixlAgent:
             state = self.nixl.check_xfer_state(handle)
         except Exception as error:
             raise _pull_error(error) from error
-        if state not in ("PROC", "DONE"):
-            raise PullError(Fault.FAILED, "NIXL ended the read with an error")
-        return bool(state == "PROC")
+        return _is_running(state)
 
     def release(self, handle: Any) -> None:
         """Forget a read that has ended."""
@@ -174,6 +204,12 @@ def _load() -> Any:
         logger.propagate = True
         return api
     raise TransportUnavailableError(f"NIXL is not installed: {INSTALL}")
+
+
+def _is_running(state: str) -> bool:
+    if state not in ("PROC", "DONE"):
+        raise PullError(Fault.FAILED, "NIXL ended the read with an error")
+    return state == "PROC"
 
 
 def _pull_error(error: Exception) -> PullError:

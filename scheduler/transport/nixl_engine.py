@@ -30,7 +30,7 @@ from typing import Any, Final
 
 from .base import Fault
 from .engine import Engine, EngineOffer, EnginePull, PullError
-from .nixl_agent import NixlAgent
+from .nixl_agent import NixlAgent, Prepared
 from .staging import Run, Slot, cut_slot, slot_bytes
 from .tickets import ArraySpec, Descriptor, PayloadArray
 
@@ -179,28 +179,41 @@ class NixlPull(EnginePull):
         self._peer = peer
         self._remote = remote
         self._word = word
-        self._waiting = deque(cut_slot(specs, _READ_BYTES))
-        self._posted: deque[tuple[Run, Any]] = deque()  # with their handles
+        self._runs = cut_slot(specs, _READ_BYTES)
+        self._prepared: Prepared | None = None
+        self._num_posted = 0
+        self._posted: deque[tuple[Run, Any]] = deque()  # with their handles, and not ended
         self._num_arrived = 0
 
     def advance(self) -> int:
         """See `EnginePull.advance`."""
         is_here_at_once = False
-        while self._waiting and not is_here_at_once:
-            is_here_at_once = self._post(self._waiting.popleft())
+        while self._num_posted < len(self._runs) and not is_here_at_once:
+            is_here_at_once = self._post_next()
         while self._posted and not self._agent.is_running(self._posted[0][1]):
-            run, handle = self._posted.popleft()
-            self._agent.release(handle)
-            self._num_arrived = run.stop_array
+            self._end_first()
         return self._num_arrived
 
-    def _post(self, run: Run) -> bool:
-        """Begin to read some arrays; return whether they are here already."""
-        remote, start = self._remote + run.start, self.slot.start + run.start
-        handle = self._agent.make_read(self._peer, remote, start, run.num_bytes)
-        self._posted.append((run, handle))
-        self._agent.post(handle, self._peer)
-        return not self._agent.is_running(handle)
+    def _post_next(self) -> bool:
+        """Begin to read some more arrays; return whether they are here already."""
+        if self._prepared is None:
+            self._prepared = self._agent.prepare(
+                self._peer, self._remote, self.slot.start, self._runs
+            )
+        number = self._num_posted
+        handle = self._agent.make_read(self._prepared, number, self._peer)
+        self._posted.append((self._runs[number], handle))
+        self._num_posted += 1
+        if self._agent.post(handle, self._peer):
+            return False
+        if len(self._posted) == 1:  # not asked again: that takes as long as to post
+            self._end_first()
+        return True
+
+    def _end_first(self) -> None:
+        run, handle = self._posted.popleft()
+        self._agent.release(handle)
+        self._num_arrived = run.stop_array
 
     def has_ended(self) -> bool:
         """Whether nothing is written any more, unless it advances."""
@@ -216,6 +229,8 @@ class NixlPull(EnginePull):
         """See `EnginePull.free`."""
         for _, handle in self._posted:
             self._agent.release(handle)
+        if self._prepared is not None:
+            self._agent.forget(self._prepared)
         if self._num_arrived == len(self.arrays) and self._word != _NO_WORD:
             self._agent.say(self._peer, self._word)
         self._engine._pool.free(self.slot)
