@@ -188,7 +188,12 @@ class Kernel(Launch):
         options, interpret = self.options, self.interpret
         size = (ROWS, self.config.block_kv)
         slot = self.slot(offset + i)
-        q, k = m.shared_q.at[warpgroup], m.shared_k.at[slot]
+        q_index = warpgroup
+        if self.head_dim > 128:
+            # Adds 0, which the compiler cannot know. Of a constant index it would keep the
+            # addresses of all parts of Q through the loops: about 20 registers, which spill.
+            q_index += jnp.minimum(offset + i, 0)
+        q, k = m.shared_q.at[q_index], m.shared_k.at[slot]
         logits = dot(q, k, size, interpret, lambda: self.take_turn(m))
         if interpret is not None:
             plgpu.commit_smem()  # see `dot_add`

@@ -237,6 +237,8 @@ def attend_tiles(args, more, soft_cap=None, window=None, return_lse=False):
 COMPILED = [
     *(dict(head_dim=d, **options) for d in (64, 128, 256) for options in ({}, EVERY_OPTION)),
     dict(head_dim=256, block_size=64),
+    dict(head_dim=256, kv_heads=32, group=1, **EVERY_OPTION),
+    dict(head_dim=256, group=5, block_size=32, dtype="float16", return_lse=True),
     dict(kv_heads=4, group=7, dtype="float16"),
     dict(pool_dtype="int8", **EVERY_OPTION),
     dict(pool_dtype="float8_e4m3fn", **EVERY_OPTION),
@@ -254,7 +256,7 @@ def test_compiles_for_an_h100(case):
     loops = 3 if "window" in options else 2
     assert report.registers == 168  # what three warpgroups may start with; then they trade
     assert report.count("setmaxnreg.inc") == report.count("setmaxnreg.dec") == 1
-    assert report.spill_bytes <= (104 if head_dim == 256 else 0)  # see `choose_config`
+    assert report.spill_bytes == 0
     assert report.shared_bytes <= SHARED_MEMORY_BYTES
     # The zeroed rows of V, each part of the output, and the log-sum-exp are fenced for copies and
     # WGMMA. (The simulated WGMMA reads as threads do: it does not miss the first.)
