@@ -99,25 +99,22 @@ def test_a_pool_that_never_runs_short_is_not_exercised(off: int, on: int, evicte
         engine_run("cache on", on, evicted),
     ]
     detail = f"not exercised: {off} and {on} preemptions, {evicted} blocks evicted"
-    failed = check_exercised(runs, may_lack_pressure=False)
-    assert (failed.ok, failed.verdict, failed.detail) == (False, "FAIL", detail)
-    skipped = check_exercised(runs, may_lack_pressure=True)
+    skipped = check_exercised(runs)
     assert (skipped.ok, skipped.verdict, skipped.detail) == (True, "SKIP", detail)
 
 
 @pytest.mark.parametrize(
-    ("parked", "resumed", "recomputed", "may_lack_pressure", "verdict"),
+    ("parked", "resumed", "recomputed", "verdict"),
     [
-        (5, 5, 0, False, "PASS"),
-        (5, 4, 0, True, "FAIL"),
-        (5, 5, 16, True, "FAIL"),
-        (0, 0, 0, False, "FAIL"),
-        (0, 0, 0, True, "SKIP"),
-        (0, 0, 16, True, "FAIL"),
+        (5, 5, 0, "PASS"),
+        (5, 4, 0, "FAIL"),
+        (5, 5, 16, "FAIL"),
+        (0, 0, 0, "SKIP"),
+        (0, 0, 16, "FAIL"),
     ],
 )
 def test_parked_requests_must_resume_and_compute_nothing_again(
-    parked: int, resumed: int, recomputed: int, may_lack_pressure: bool, verdict: str
+    parked: int, resumed: int, recomputed: int, verdict: str
 ) -> None:
     tiered = dataclasses.replace(
         engine_run("host tier", 5, 9),
@@ -126,7 +123,7 @@ def test_parked_requests_must_resume_and_compute_nothing_again(
         resumed=resumed,
         recomputed_tokens=recomputed,
     )
-    check = check_parked([engine_run("", 0, 0)] * 3 + [tiered], may_lack_pressure)
+    check = check_parked([engine_run("", 0, 0)] * 3 + [tiered])
     assert (check.name, check.verdict) == ("preempted requests keep their KV on the host", verdict)
     detail = f"{parked} parked, {resumed} resumed, 1,024 host hits; {recomputed} tokens again"
     assert check.detail == detail if parked else f"not exercised: {detail}"
@@ -138,6 +135,19 @@ def test_a_leak_of_any_pass_on_any_tier_is_found() -> None:
     assert check_no_leak([run, run]) == Check(good.name, True, "host tier: all free")
     broken = dataclasses.replace(run, leaks=[good, bad])
     assert check_no_leak([broken, run]) == Check(bad.name, False, "host tier: 1")
+
+
+def test_a_pool_in_which_nothing_is_preempted_becomes_smaller(bundled_trace: Trace) -> None:
+    roomy = dataclasses.replace(SMALL_REAL_RUN, tight_num_blocks=24)
+    run = run_real(bundled_trace, roomy)
+    assert [check.verdict for check in run.checks] == ["PASS"] * len(run.checks)
+    assert 24 > run.runs[1].num_blocks == run.runs[3].num_blocks
+
+
+def test_requests_of_one_token_are_never_preempted() -> None:
+    run = run_real(make_trace([0, 1], [2]), SMALL_REAL_RUN)
+    assert [check.verdict for check in run.checks[1:3]] == ["SKIP", "SKIP"]
+    assert run.runs[1].num_blocks == 3, "the longest request alone"
 
 
 def test_no_request_is_short_enough() -> None:
