@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -70,6 +71,25 @@ def test_a_bucket_that_fails_is_asked_once(s3: FakeS3) -> None:
         put(backend, KEYS[0], b"abc")
         assert get(backend, KEYS[0], 3) == (3, [b"abc"])
         assert s3.num_requests == before + 2
+
+
+def test_a_lookup_that_fails_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_one_runs, ended = threading.Event(), threading.Event()
+
+    def exists(path: str) -> bool:
+        if KEYS[0].hex() in path:
+            assert slow_one_runs.wait(60)
+            raise BackendError("looking up failed")
+        slow_one_runs.set()
+        threading.Event().wait(0.2)  # an answer that takes its time
+        ended.set()
+        return True
+
+    with closing(ObjectBackend(memory_store())) as backend:
+        monkeypatch.setattr(backend, "_exists", exists)
+        with pytest.raises(BackendError):
+            backend.contains(KEYS[:2])
+        assert ended.is_set(), "a request goes on"
 
 
 def test_a_dead_server(s3: FakeS3, monkeypatch: pytest.MonkeyPatch) -> None:
