@@ -119,10 +119,10 @@ def test_what_a_lost_node_had_is_done_by_another_while_there_is_one(
             nodes.step()
         assert nodes.nodes["decode-1"].epoch > first.epoch
         assert "prefill-1" not in nodes.nodes
-        # Then the last of its kind goes, too.
+        # Then the last of its kind goes, too, before it can answer what it is sent.
+        send("prefill-0", signal.SIGKILL)
         requests = submit(nodes)
         nodes.step()
-        send("prefill-0", signal.SIGKILL)
         with pytest.raises(NodesMissingError) as missing:
             while True:
                 nodes.step()
