@@ -15,7 +15,7 @@ what it lacks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -202,6 +202,11 @@ class Router:
                 node.end(key)
                 if -(-len(tokens) // self._block_size) <= node.shadow.num_blocks:
                     node.learn(tokens, namespace)
+
+    def forget_cached(self, keep: Collection[bytes] = ()) -> None:
+        """Take no node to have anything cached, but in the namespaces that are kept."""
+        for node in (*self._prefill.values(), *self._decode.values()):
+            node.shadow.reset(keep)
 
     def loads(self) -> dict[NodeId, int]:
         """Return the blocks under way on each node."""

@@ -88,6 +88,11 @@ class DecodeEngine(NodeEngine[DecodeScheduler]):
         self._parts = PartsIn(kv, transport, timeout_s=timing.transfer_s)
         self._reports: list[DecodeReport] = []
 
+    @property
+    def num_handed_over(self) -> int:
+        """Hand-offs that hold blocks."""
+        return self.scheduler.num_receiving
+
     def take_reports(self) -> list[DecodeReport]:
         """Hand out what the front desk is to know since the last call, in order."""
         reports, self._reports = self._reports, []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -148,6 +148,10 @@ class Desk:
             elif route.decode == peer:
                 self._front.decode_lost([key])
         self._follow()
+
+    def forget_cached(self, keep: Collection[bytes]) -> None:
+        """All nodes have forgotten their KV, but in the namespaces that are kept."""
+        self._router.forget_cached(keep)
 
     # What nodes, and the clock, say
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from ...kvcache import RequestTooLargeError
 from ..handoff import Failed, Finished, NodeId, Started, Stopped
+from ..models import Params
 from ..request import Request
 from .decode_engine import DecodeEngine
 from .desk import Desk, GiveUp, Run, hits_of
@@ -47,6 +48,7 @@ class Disaggregated:
         self.prefill = {f"prefill-{number}": node for number, node in enumerate(prefill)}
         self.decode = {f"decode-{number}": node for number, node in enumerate(decode)}
         self._clock = clock
+        self._is_resetting = False
         self._desk = Desk(
             prefill[0].manager.block_size,
             max_attempts=max_attempts,
@@ -85,6 +87,10 @@ class Disaggregated:
 
     def step(self) -> list[Request]:
         """Let each node run one step at most; return the requests that ended since the last."""
+        self._advance()
+        return self._desk.take_ended()
+
+    def _advance(self) -> None:
         now = self._clock()
         self._desk.tick(now)
         self._follow()
@@ -94,7 +100,6 @@ class Disaggregated:
             self._pass_on(peer)
         if not was_busy and self.has_work:
             time.sleep(_PAUSE_S)
-        return self._desk.take_ended()
 
     def run(self) -> list[Request]:
         """Run until there is no work; return the requests that ended, in order of their ends."""
@@ -102,6 +107,40 @@ class Disaggregated:
         while self.has_work:
             ended += self.step()
         return ended
+
+    def reset_cache(
+        self,
+        keep: Collection[bytes] = (),
+        *,
+        params: Params | None = None,
+        weights_revision: str = "",
+    ) -> None:
+        """Forget the KV of all nodes, and go on with other weights, if some are given.
+
+        What is being handed over is given up, and handed over anew; that counts as no attempt. It
+        runs steps, for what decodes, until no node holds blocks of a hand-off: at the latest when
+        their deadlines end. Then what decodes goes on by the new weights.
+
+        Args:
+            keep: namespaces whose published KV stays.
+            params: other weights of the same shapes; None: those of now.
+            weights_revision: what they are called, by nodes and in storage.
+
+        Raises:
+            ConfigError: for weights of other shapes, or without a new name. Nothing is changed.
+        """
+        nodes = self._nodes()
+        for node in nodes:
+            node.check_reset(params, weights_revision)
+        self._is_resetting = True
+        for node in nodes:
+            node.scheduler.drain("the cache is reset")
+        while any(node.num_handed_over for node in nodes):
+            self._advance()
+        for node in nodes:
+            node.reset_cache(keep, params=params, weights_revision=weights_revision)
+        self._desk.forget_cached(keep)
+        self._is_resetting = False
 
     def replace(self, peer: NodeId, node: PrefillEngine | DecodeEngine) -> None:
         """Put another node in the place of one that has ended; its epoch is higher.
@@ -146,6 +185,7 @@ class Disaggregated:
         for report in node.take_reports():
             match report:
                 case Failed(key, reason, is_final, is_busy):
+                    is_busy |= self._is_resetting
                     self._desk.prefill_failed(key, reason, is_final=is_final, is_busy=is_busy)
                 case Started(key):
                     self._desk.started(key)

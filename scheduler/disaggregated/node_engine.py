@@ -163,18 +163,32 @@ class NodeEngine(ABC, Generic[SchedulerT]):
             ConfigError: for weights of other shapes, or without a new name. Nothing is changed.
             HandoffsOpenError: if hand-offs hold blocks. Nothing is changed.
         """
-        if params is not None:
-            if weights_revision in ("", self._kv.weights_revision):
-                raise ConfigError(
-                    f"parts of KV are of weights_revision {self._kv.weights_revision!r}: other "
-                    "weights need another one"
-                )
-            self._runner.check_params(params, weights_revision)
+        self.check_reset(params, weights_revision)
         self.scheduler.reset_cache(keep, weights_revision)
         if params is not None:
             self._runner.set_params(params)
         if weights_revision:
             self._kv.set_revision(weights_revision)
+
+    @property
+    @abstractmethod
+    def num_handed_over(self) -> int:
+        """Hand-offs that hold blocks: `reset_cache` is refused while there are any."""
+
+    def check_reset(self, params: Params | None, weights_revision: str) -> None:
+        """Refuse other weights that `reset_cache` must not be given.
+
+        Raises:
+            ConfigError: for weights of other shapes, or without a new name.
+        """
+        if params is None:
+            return
+        if weights_revision in ("", self._kv.weights_revision):
+            raise ConfigError(
+                f"parts of KV are of weights_revision {self._kv.weights_revision!r}: other "
+                "weights need another one"
+            )
+        self._runner.check_params(params, weights_revision)
 
     def take_letters(self) -> list[Letter]:
         """Hand out what is to be sent since the last call, in order."""

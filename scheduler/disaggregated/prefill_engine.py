@@ -98,6 +98,11 @@ class PrefillEngine(NodeEngine[PrefillScheduler]):
         self.check_request(request)
         self.scheduler.begin(request, peer, attempt)
 
+    @property
+    def num_handed_over(self) -> int:
+        """Hand-offs that hold blocks."""
+        return self.scheduler.num_open
+
     def take_reports(self) -> list[Failed]:
         """Hand out what the front desk is to know since the last call, in order."""
         reports, self._reports = self._reports, []

@@ -59,6 +59,7 @@ class Cluster:
         prefill: dict[str, Any] | None = None,
         decode: dict[str, Any] | None = None,
         transport: Callable[[], Transport] | None = None,
+        front: dict[str, Any] | None = None,
     ) -> None:
         """Make it.
 
@@ -67,6 +68,7 @@ class Cluster:
             num_prefill, num_decode: how many nodes.
             prefill, decode: options of the nodes of each role.
             transport: makes that of a node, which has threads: the clock is a real one.
+            front: options of the front desk.
         """
         self.engine = engine
         self.exchange = InProcessExchange()
@@ -81,6 +83,7 @@ class Cluster:
             [self.new_prefill() for _ in range(num_prefill)],
             [self.new_decode() for _ in range(num_decode)],
             clock=self._clock,
+            **(front or {}),
         )
 
     def _clock(self) -> float:

@@ -115,6 +115,46 @@ def test_after_a_reset_the_new_weights_decide(llama: Engine, other: Engine, num_
     assert cluster.front.close()
 
 
+def test_all_nodes_are_reset_by_one_call(llama: Engine, other: Engine) -> None:
+    options = {"host": HostConfig(64, "through")}
+    cluster = Cluster(
+        llama,
+        num_prefill=2,
+        prefill=options | {"token_budget": 16},
+        decode=options,
+        front={"max_attempts": 1},
+    )
+    before = cluster.complete(PROMPTS, 24, SAMPLED)
+    requests = cluster.add(PROMPTS, 24, SAMPLED)
+    while not (cluster.d.num_handed_over and cluster.d.scheduler.running):
+        cluster.step(1)
+    cluster.front.reset_cache(params=other._runner.model.params, weights_revision="second")
+    for node in cluster.front._nodes():
+        stats = node.manager.stats()
+        assert stats.cached_blocks == stats.private_blocks == 0
+    cluster.finish()
+    assert cluster.front.failures == {}  # one attempt was enough: the reset counts as none
+    assert all(len(request.output_tokens) == 24 for request in requests)
+    after = complete(other, PROMPTS, 24, SAMPLED)
+    assert after != before
+    assert cluster.complete(PROMPTS, 24, SAMPLED) == after
+    assert cluster.front.close()
+
+
+def test_a_reset_of_all_nodes_that_cannot_be_changes_nothing(llama: Engine, model: Any) -> None:
+    cluster = Cluster(llama)
+    expected = cluster.complete([PREFIX], 4)
+    sent = cluster.bytes_on_the_wire()
+    text = r"^params are not of the shapes and dtypes that the model has$"
+    with pytest.raises(ConfigError, match=text):
+        cluster.front.reset_cache(params=model("qwen3").params, weights_revision="second")
+    assert cluster.complete([PREFIX], 4) == expected
+    assert cluster.bytes_on_the_wire() == sent  # the caches are as they were
+    cluster.front.reset_cache()
+    assert cluster.complete([PREFIX], 4) == expected
+    assert cluster.bytes_on_the_wire() == 2 * sent
+
+
 def test_parts_of_other_weights_are_not_taken(llama: Engine, other: Engine) -> None:
     cluster, params = Cluster(llama), other._runner.model.params
     reset(cluster, params, "prefill")
