@@ -17,10 +17,10 @@ import numpy as np
 
 from radixkv.scheduler import DecodeEngine, Disaggregated, Engine, PrefillEngine, Request
 from radixkv.scheduler.channel import ZmqChannel
-from radixkv.scheduler.disaggregated.node_loop import DESK
 from radixkv.scheduler.disaggregated.processes import NodeProcesses
 from radixkv.scheduler.disaggregated.remote import RemoteNodes
 from radixkv.scheduler.handoff import Timing
+from radixkv.scheduler.handoff.client_messages import DESK
 from radixkv.scheduler.models import load_model, make_tiny_checkpoint
 from radixkv.scheduler.transport import InProcessExchange, InProcessTransport
 

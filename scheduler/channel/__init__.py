@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .client_messages import (
+from ..handoff.client_messages import (
     DecodeFailed,
     Finished,
     GiveUp,

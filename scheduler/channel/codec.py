@@ -16,6 +16,18 @@ from typing import Any, Final, TypeAlias, get_args
 import msgpack
 
 from ..errors import RefusalReason
+from ..handoff.client_messages import (
+    ClientMessage,
+    DecodeFailed,
+    Finished,
+    GiveUp,
+    Heard,
+    NodeStatus,
+    OfAttempt,
+    PrefillFailed,
+    RunPrefill,
+    Started,
+)
 from ..handoff.messages import (
     Abort,
     Ack,
@@ -33,18 +45,6 @@ from ..handoff.messages import (
 from ..request import SamplingParams
 from ..transport.tickets import DIGEST_BYTES, ArraySpec, Descriptor, WireTicket
 from .address import check_target
-from .client_messages import (
-    ClientMessage,
-    DecodeFailed,
-    Finished,
-    GiveUp,
-    Heard,
-    NodeStatus,
-    OfAttempt,
-    PrefillFailed,
-    RunPrefill,
-    Started,
-)
 from .errors import ChannelAddressError, DecodeError, EncodeError
 from .schema import Bool, Bytes, Field, Float, Int, Many, Maybe, OneOf, Pair, Record, Text
 

@@ -9,10 +9,10 @@ from contextlib import closing
 from typing import Any
 
 from ..channel import Secret, ZmqChannel, load_secret
-from ..disaggregated.node_loop import DESK
 from ..disaggregated.processes import NodeProcesses
 from ..disaggregated.remote import RemoteNodes
 from ..errors import NodesMissingError
+from ..handoff.client_messages import DESK
 from ..request import Request
 from .apart_options import Sizes
 from .apart_run import run_requests

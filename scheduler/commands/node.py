@@ -19,9 +19,10 @@ from ..channel import ChannelAddressError, ZmqChannel, load_secret
 from ..channel.address import check_target
 from ..channel.codec import MAX_NAME_CHARS
 from ..disaggregated import DecodeEngine, PrefillEngine
-from ..disaggregated.node_loop import DESK, NodeLoop
+from ..disaggregated.node_loop import NodeLoop
 from ..engine_tiers import make_storage_namespace
 from ..handoff import Timing
+from ..handoff.client_messages import DESK
 from ..models import load_model
 from ..models.digest import weights_digest
 from ..transport import Transport

@@ -8,10 +8,10 @@ from typing import Final
 
 from ...kvcache import RequestTooLargeError
 from ..handoff import Failed, Finished, NodeId, Started, Stopped
+from ..handoff.desk import Desk, GiveUp, Run, hits_of
 from ..models import Params
 from ..request import Request
 from .decode_engine import DecodeEngine
-from .desk import Desk, GiveUp, Run, hits_of
 from .node_engine import NodeStats
 from .prefill_engine import PrefillEngine
 

@@ -4,59 +4,21 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Final
 
-from ..channel import (
-    DecodeFailed,
-    Dropped,
-    Finished,
-    Heard,
-    NodeStatus,
-    Packet,
-    PrefillFailed,
-    RunPrefill,
-    Started,
-    ZmqChannel,
-)
-from ..channel import GiveUp as GiveUpMessage
-from ..channel.client_messages import OfAttempt
-from ..errors import NodesMissingError
+from ..channel import Dropped, ZmqChannel
 from ..handoff import NodeId
+from ..handoff.remote_desk import Connect, Disconnect, RemoteDesk, RemoteNode, Say
 from ..request import Request
-from .desk import Desk, GiveUp, Run
-from .outbox import Outbox
 
 _WAIT_S: Final = 0.02
-_RETRIES_PER_SILENCE: Final = 5
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteNode:
-    """A node that was heard of.
-
-    Attributes:
-        epoch: of its life.
-        heard_at: when it said something last.
-        refusal: why nothing is sent to it; empty if it serves.
-    """
-
-    status: NodeStatus
-    epoch: int
-    heard_at: float
-    refusal: str = ""
 
 
 class RemoteNodes:
     """Serves requests with prefill and decode nodes in other processes, as `Engine` does with one.
 
-    Nodes come by saying so, and go by saying nothing for a while, or by coming back with another
-    epoch; what they had is tried again on others. One thread may use it.
-
-    Attributes:
-        nodes: those that were heard of and have not gone, by name.
-        gone: those that have gone and not come back.
+    It carries out what a `RemoteDesk` wants done, over a channel. One thread may use it.
     """
 
     def __init__(
@@ -73,27 +35,33 @@ class RemoteNodes:
         """Take the desk's end of a channel.
 
         Args:
-            channel: named `node_loop.DESK`; nodes connect to its address.
+            channel: named `client_messages.DESK`; nodes connect to its address.
             block_size: tokens per block; a node with another is refused.
             silence_s: a node not heard of for so long is gone, and one that has not taken a request
                 in by then fails an attempt; it is asked five times.
             max_attempts, backoff_s, request_s: of `FrontDesk`.
             clock: never goes back, in seconds.
         """
-        self.nodes: dict[NodeId, RemoteNode] = {}
-        self.gone: dict[NodeId, RemoteNode] = {}
         self._channel = channel
-        self._block_size = block_size
-        self._silence_s = silence_s
         self._clock = clock
-        self._outbox = Outbox(retry_s=silence_s / _RETRIES_PER_SILENCE, patience_s=silence_s)
-        self._desk = Desk(
+        self._desk = RemoteDesk(
             block_size,
+            silence_s=silence_s,
             max_attempts=max_attempts,
             backoff_s=backoff_s,
             request_s=request_s,
             epoch=channel.epoch,
         )
+
+    @property
+    def nodes(self) -> Mapping[NodeId, RemoteNode]:
+        """Those that were heard of and have not gone, by name."""
+        return self._desk.nodes
+
+    @property
+    def gone(self) -> Mapping[NodeId, RemoteNode]:
+        """Those that have gone and not come back, by name."""
+        return self._desk.gone
 
     @property
     def failures(self) -> dict[str, str]:
@@ -117,7 +85,7 @@ class RemoteNodes:
 
     def count(self, role: str) -> int:
         """Count the nodes of a role that serve."""
-        return sum(node.status.role == role and not node.refusal for node in self.nodes.values())
+        return self._desk.count(role)
 
     def check(self, timeout_s: float) -> None:
         """Refuse to go on if no node of a role is left, and none has come for some time.
@@ -128,16 +96,7 @@ class RemoteNodes:
         Raises:
             NodesMissingError: with their names.
         """
-        timeout_s, now = max(timeout_s, self._silence_s), self._clock()
-        for role in ("prefill", "decode"):
-            gone = [peer for peer, node in self.gone.items() if node.status.role == role]
-            heard_at = max([self.gone[peer].heard_at for peer in gone], default=now)
-            if not self.count(role) and now - heard_at >= timeout_s:
-                have = "has" if len(gone) == 1 else "have"
-                raise NodesMissingError(
-                    f"{' and '.join(gone)} {have} not been heard of for {timeout_s:g} s, and no "
-                    f"other {role} node serves"
-                )
+        self._desk.check(timeout_s, self._clock())
 
     def add_request(self, request: Request) -> None:
         """Take a request in; it waits while there are no nodes.
@@ -150,7 +109,7 @@ class RemoteNodes:
     def abort(self, request_id: str) -> bool:
         """End a request in any state; False if no live one has this id."""
         is_live = self._desk.abort(request_id)
-        self._follow()
+        self._send()
         return is_live
 
     def step(self) -> list[Request]:
@@ -158,18 +117,10 @@ class RemoteNodes:
         self._channel.wait(_WAIT_S)
         now = self._clock()
         for packet in self._channel.receive():
-            self._take_in(packet, now)
-        for peer, node in list(self.nodes.items()):
-            if now - node.heard_at >= self._silence_s:
-                self._lose(peer)
-        again, given_up = self._outbox.take_due(now)
-        for said in again:
-            self._channel.send(said.peer, said.message)
-        for said in given_up:
-            reason = f"{said.peer} does not take it in"
-            self._desk.prefill_failed(said.message.key, reason)
+            self._desk.receive(packet.sender, packet.epoch, packet.message, now)
+            self._send()
         self._desk.tick(now)
-        self._follow()
+        self._send()
         return self._desk.take_ended()
 
     def run(self) -> list[Request]:
@@ -179,93 +130,15 @@ class RemoteNodes:
             ended += self.step()
         return ended
 
-    def _take_in(self, packet: Packet, now: float) -> None:
-        peer, known = packet.sender, self.nodes.get(packet.sender)
-        if isinstance(packet.message, NodeStatus):
-            self._hear(packet, packet.message, now)
-            return
-        if known is None or known.epoch != packet.epoch:
-            return  # of a life that is over; what it had is tried again
-        self.nodes[peer] = RemoteNode(known.status, known.epoch, now, known.refusal)
-        if known.refusal:
-            return
-        match packet.message:
-            case Heard() as heard:
-                self._outbox.heard(peer, heard)
-            case PrefillFailed() | Started() | Finished() | DecodeFailed() as report:
-                self._channel.send(peer, Heard.of(report))
-                self._take_in_report(report)
-
-    def _take_in_report(self, report: OfAttempt) -> None:
-        match report:
-            case PrefillFailed(key, reason, is_final, is_busy):
-                self._desk.prefill_failed(key, reason, is_final=is_final, is_busy=is_busy)
-            case Started(key):
-                self._desk.started(key)
-            case Finished(key, tokens, hits, num_preemptions):
-                self._desk.finished(key, tokens, hits, num_preemptions)
-            case DecodeFailed(key, reason):
-                self._desk.decode_failed(key, reason)
-
-    def _hear(self, packet: Packet, status: NodeStatus, now: float) -> None:
-        peer, known = packet.sender, self.nodes.get(packet.sender)
-        if known is not None and (known.epoch, known.status) != (packet.epoch, status):
-            self._lose(peer)
-            known = None
-        if known is not None:
-            self.nodes[peer] = RemoteNode(status, known.epoch, now, known.refusal)
-            return
-        refusal = self._refusal(status)
-        self.nodes[peer] = RemoteNode(status, packet.epoch, now, refusal)
-        if refusal:
-            return
-        self.gone.pop(peer, None)
-        self._channel.connect(peer, status.address)
-        if status.role == "prefill":
-            self._desk.add_prefill(peer, status.num_blocks)
-        else:
-            self._desk.add_decode(peer, status.num_blocks)
-
-    def _refusal(self, status: NodeStatus) -> str:
-        if status.block_size != self._block_size:
-            return f"it has blocks of {status.block_size} tokens, not {self._block_size}"
-        for peer, node in self.nodes.items():
-            if not node.refusal and node.status.transport != status.transport:
-                other = node.status.transport
-                return f"its transport is {status.transport}, but that of {peer} is {other}"
-        return ""
-
-    def _lose(self, peer: NodeId) -> None:
-        node = self.nodes.pop(peer)
-        if not node.refusal:
-            self.gone[peer] = node
-            self._channel.disconnect(peer)
-            self._outbox.forget_peer(peer)
-            self._desk.lose(peer)
-
-    def _follow(self) -> None:
-        """Tell nodes what the desk wants done."""
-        for action in self._desk.take_actions():
-            match action:
-                case Run(key, request, route):
-                    run = RunPrefill(
-                        key,
-                        request.prompt.astype("<i4").tobytes(),
-                        request.max_new_tokens,
-                        request.priority,
-                        request.sampling,
-                        tuple(request.stop_token_ids),
-                        request.namespace,
-                        route.decode,
-                        self.nodes[route.decode].status.address,
-                    )
-                    if self._channel.send(route.prefill, run):
-                        self._outbox.add(route.prefill, run, self._clock())
-                    else:
-                        reason = f"too many messages wait for {route.prefill}"
-                        self._desk.prefill_failed(key, reason, is_busy=True)
-                case GiveUp(key, reason):
-                    self._outbox.forget(key)
-                    for peer, node in self.nodes.items():
-                        if not node.refusal:
-                            self._channel.send(peer, GiveUpMessage(key, reason))
+    def _send(self) -> None:
+        """Do what the desk wants done."""
+        while actions := self._desk.take_actions():
+            for action in actions:
+                match action:
+                    case Say(peer, message):
+                        if not self._channel.send(peer, message):
+                            self._desk.unsent(peer, message)
+                    case Connect(peer, address):
+                        self._channel.connect(peer, address)
+                    case Disconnect(peer):
+                        self._channel.disconnect(peer)

@@ -18,11 +18,12 @@ from typing import Any, Final, NamedTuple
 from radixkv.scheduler.channel.secret import Secret
 from radixkv.scheduler.channel.zmq_channel import ZmqChannel
 from radixkv.scheduler.disaggregated import DecodeEngine, PrefillEngine
-from radixkv.scheduler.disaggregated.node_loop import DESK, NodeLoop
+from radixkv.scheduler.disaggregated.node_loop import NodeLoop
 from radixkv.scheduler.disaggregated.processes import NodeProcesses
 from radixkv.scheduler.disaggregated.remote import RemoteNodes
 from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.handoff import Ask, Commit, Grant, Send, Timing
+from radixkv.scheduler.handoff.client_messages import DESK
 from radixkv.scheduler.models import load_model, make_tiny_checkpoint
 from radixkv.scheduler.models.digest import weights_digest
 from radixkv.scheduler.request import Request
@@ -194,7 +195,7 @@ class Pair:
         self.wait_for(lambda: request.finish_reason is not None)
         assert self.nodes.failures == {}, self.nodes.failures
         assert request.output_tokens == expected(self.model_dir, request.prompt.tolist())
-        self.wait_for(lambda: self.engine.scheduler.num_open == len(self.loop._outbox) == 0)
+        self.wait_for(lambda: self.engine.scheduler.num_open == self.loop._link.num_unheard == 0)
         stats = self.engine.manager.stats()
         assert stats.live_leases == stats.private_blocks == 0, stats
         self.engine.manager.check()

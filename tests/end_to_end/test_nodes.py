@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from radixkv.scheduler.channel.zmq_channel import ZmqChannel
-from radixkv.scheduler.disaggregated.node_loop import DESK
 from radixkv.scheduler.disaggregated.processes import NodeProcesses
 from radixkv.scheduler.disaggregated.remote import RemoteNodes
 from radixkv.scheduler.errors import NodeProcessError, NodesMissingError
+from radixkv.scheduler.handoff.client_messages import DESK
 from radixkv.scheduler.request import Request, RequestStatus
 
 from .small import NODE_OPTIONS, NUM_BLOCKS, PREFIX, PROMPTS, SIZES, generate, make_requests

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from radixkv.scheduler.disaggregated.desk import Desk, GiveUp, Run
 from radixkv.scheduler.errors import RequestError, RoutingError
 from radixkv.scheduler.handoff import Hits
+from radixkv.scheduler.handoff.desk import Desk, GiveUp, Run
 from radixkv.scheduler.request import Request, RequestStatus
 
 

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.scheduler.channel import DecodeError, EncodeError, RunPrefill
-from radixkv.scheduler.channel.client_messages import ClientMessage
 from radixkv.scheduler.channel.codec import (
     MAX_FRAME_BYTES,
     MAX_PROMPT_TOKENS,
@@ -21,6 +20,7 @@ from radixkv.scheduler.channel.codec import (
     encode,
 )
 from radixkv.scheduler.handoff import Abort, Ack, Ask, Commit, Head, Hits, Renew, Send, messages
+from radixkv.scheduler.handoff.client_messages import ClientMessage
 from radixkv.scheduler.request import GREEDY
 
 from .strategies import any_packet, packets

@@ -17,9 +17,9 @@ from radixkv.scheduler.channel import NodeStatus, Secret
 from radixkv.scheduler.channel.zmq_channel import ZmqChannel
 from radixkv.scheduler.commands import generate_apart
 from radixkv.scheduler.commands.errors import BadInputError
-from radixkv.scheduler.disaggregated.node_loop import DESK
 from radixkv.scheduler.disaggregated.remote import RemoteNodes
 from radixkv.scheduler.errors import NodesMissingError
+from radixkv.scheduler.handoff.client_messages import DESK
 from radixkv.scheduler.models import make_tiny_checkpoint
 
 EPOCHS = count(1)

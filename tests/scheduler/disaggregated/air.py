@@ -11,10 +11,11 @@ from radixkv.kvcache import CacheManager
 from radixkv.scheduler.channel import NodeStatus, Packet, ZmqChannel
 from radixkv.scheduler.disaggregated import DecodeEngine, PrefillEngine
 from radixkv.scheduler.disaggregated.node_engine import Letter
-from radixkv.scheduler.disaggregated.node_loop import DESK, NodeLoop
+from radixkv.scheduler.disaggregated.node_loop import NodeLoop
 from radixkv.scheduler.disaggregated.remote import RemoteNodes
 from radixkv.scheduler.handoff import Failed, Finished, Head, Started, Stopped, Timing
 from radixkv.scheduler.handoff.attempts import make_ask
+from radixkv.scheduler.handoff.client_messages import DESK
 from radixkv.scheduler.handoff.messages import Ask
 from radixkv.scheduler.request import Request
 
@@ -169,8 +170,8 @@ class Deployment:
 
     @property
     def num_unheard(self) -> int:
-        outboxes = [self.nodes._outbox, *[loop._outbox for loop in self.loops.values()]]
-        return sum(map(len, outboxes))
+        at_nodes = sum(loop._link.num_unheard for loop in self.loops.values())
+        return self.nodes._desk.num_unheard + at_nodes
 
 
 def is_of_request(message: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from radixkv.scheduler.channel import DecodeFailed, Finished, Heard, RunPrefill, Started
-from radixkv.scheduler.disaggregated.outbox import Outbox
+from radixkv.scheduler.handoff.outbox import Outbox
 from radixkv.scheduler.request import Request, RequestStatus
 
 from .air import SILENCE_S, TIMING, Deployment, is_of_request, tokens_of
@@ -87,7 +87,7 @@ def test_a_report_is_given_up_when_nobody_hears_it() -> None:
 def test_the_next_desk_hears_what_an_earlier_one_has_not_and_ends_it() -> None:
     world = Deployment(lost(Finished, Heard))
     world.nodes.add_request(Request("a", [1, 2, 3], 2))
-    while not len(world.loops["decode-0"]._outbox):
+    while not world.loops["decode-0"]._link.num_unheard:
         world.turn()
     world._is_lost = lambda *_: False
     world.new_desk(2)

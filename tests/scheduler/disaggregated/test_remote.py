@@ -9,10 +9,10 @@ import pytest
 
 from radixkv.scheduler.channel import Finished, NodeStatus, RunPrefill
 from radixkv.scheduler.channel.zmq_channel import ZmqChannel
-from radixkv.scheduler.disaggregated.node_loop import DESK
 from radixkv.scheduler.disaggregated.remote import RemoteNodes
 from radixkv.scheduler.errors import NodesMissingError
 from radixkv.scheduler.handoff import Hits
+from radixkv.scheduler.handoff.client_messages import DESK
 from radixkv.scheduler.request import Request
 
 from .air import Deployment

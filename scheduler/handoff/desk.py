@@ -8,9 +8,10 @@ from itertools import count
 
 from ...kvcache import RequestTooLargeError
 from ..errors import RequestError, RoutingError
-from ..handoff import Answer, Begin, Cancel, FrontDesk, Hits, Key, NodeId
 from ..request import Request, RequestStatus
 from ..router import Route, Router
+from .front_desk import Answer, Begin, Cancel, FrontDesk
+from .messages import Hits, Key, NodeId
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,11 @@ class Desk:
     def num_open(self) -> int:
         """Requests without an answer, or whose end has not been handed out."""
         return len(self._live) + len(self._ended)
+
+    @property
+    def loads(self) -> dict[NodeId, int]:
+        """The blocks that are thought to be under way on each node; see `Router`."""
+        return self._router.loads()
 
     def take_actions(self) -> list[Run | GiveUp]:
         """Hand out what nodes are to do since the last call, in order."""

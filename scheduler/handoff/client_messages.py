@@ -18,10 +18,13 @@ where. The keys are `FrontDesk`'s.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
-from ..handoff.messages import Hits, Key
 from ..request import SamplingParams
+from .messages import Hits, Key, NodeId
+
+DESK: Final[NodeId] = "desk"
+"""The name of the front desk in every deployment."""
 
 Role: TypeAlias = Literal["prefill", "decode"]
 

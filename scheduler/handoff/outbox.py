@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import NamedTuple
 
-from ..channel.client_messages import Heard, OfAttempt
-from ..handoff import Key, NodeId
+from .client_messages import Heard, OfAttempt
+from .messages import Key, NodeId
 
 
 class Said(NamedTuple):
