@@ -205,7 +205,7 @@ class HostTier:
             if not run.holders:
                 if run.node is None:
                     self._recycle(run)
-                elif run.is_valid:
+                else:  # it is valid: who writes or moves it holds it for as long
                     self._link_path(run)
         holder.clear()
 

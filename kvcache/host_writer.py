@@ -177,7 +177,8 @@ class HostWriter:
                     tree.split(node, run.num_blocks - short)
             if not node.device_blocks:
                 tree.remove(node)
-            elif node.host is not None:
+            else:
+                assert node.host is not None, "a node whose copy is dropped has none"
                 host.drop(node.host)
 
 

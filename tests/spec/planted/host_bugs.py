@@ -106,8 +106,8 @@ HOST_BUGS = (
         HOST,
         (
             "                if run.node is None:\n                    self._recycle(run)\n"
-            "                elif",
-            "                if run.node is not None and",
+            "                else:",
+            "                if run.node is not None:",
         ),
         world="tiers",
     ),
@@ -132,8 +132,8 @@ HOST_BUGS = (
         elsewhere=(
             (
                 HOST,
-                "                elif run.is_valid:\n",
-                "                elif run.is_valid and run.warmer is None:\n",
+                "                else:",
+                "                elif run.warmer is None:",
             ),
         ),
         seen_in="SGLang #26728",
