@@ -55,6 +55,8 @@ MAX_FRAME_BYTES: Final = 4 * MAX_PROMPT_TOKENS + (1 << 20)
 _MAX_ITEMS: Final = 1 << 17
 _MAX_CHARS: Final = 4096
 MAX_NAME_CHARS: Final = 256
+MAX_NEW_TOKENS: Final = _MAX_ITEMS
+"""Of a request, whose tokens go back in one message."""
 
 
 class _Address(Text):
@@ -70,16 +72,25 @@ class _Address(Text):
         return address
 
 
+class _Reason(Text):
+    """Words for people, often those of an engine or a library: what is too long is cut."""
+
+    def simplify(self, value: Any) -> Any:
+        """See `Field.simplify`."""
+        return value[:_MAX_CHARS].encode(errors="replace").decode()
+
+
 _U64: Final = Int(0, 2**64 - 1)
 _NAME: Final = Text(MAX_NAME_CHARS)
 _ADDRESS: Final = _Address(256)
 _COUNT: Final = Int()
 _TOKEN: Final = Int(-(2**31))
 _KEY: Final = Pair(_NAME, _COUNT)
-_REASON: Final = Text(_MAX_CHARS)
+_REASON: Final = _Reason(_MAX_CHARS)
 _PROMPT: Final = Bytes(4 * MAX_PROMPT_TOKENS, min_bytes=4, multiple_of=4)
 _NAMESPACE: Final = Bytes(_MAX_CHARS)
-_TOKENS: Final = Many(_TOKEN, _MAX_ITEMS)
+_TOKENS: Final = Many(_TOKEN, MAX_NEW_TOKENS)
+_LIMIT: Final = Int(1, MAX_NEW_TOKENS)
 _STOPS: Final = Many(_TOKEN, 1024)
 
 _KINDS: Final = [message.__name__ for message in get_args(OfAttempt)]
@@ -136,7 +147,7 @@ MESSAGES: Final[tuple[Record, ...]] = (
         namespace=_NAMESPACE,
         block_size=Int(1),
         num_groups=Int(1, 1024),
-        max_new_tokens=Int(1),
+        max_new_tokens=_LIMIT,
         priority=Int(-(2**31)),
     ),
     _of_peer(Grant, first_block=_COUNT),
@@ -165,7 +176,7 @@ MESSAGES: Final[tuple[Record, ...]] = (
         {
             "key": _KEY,
             "prompt": _PROMPT,
-            "max_new_tokens": Int(1),
+            "max_new_tokens": _LIMIT,
             "priority": Int(-(2**31)),
             "sampling": _SAMPLING,
             "stop_token_ids": _STOPS,

@@ -34,7 +34,8 @@ _PREFIX: Final = _MAGIC + bytes([VERSION])
 _NO_MAC: Final = bytes(MAC_BYTES)
 HEADER_BYTES: Final = len(_PREFIX) + MAC_BYTES
 MAX_BYTES: Final = HEADER_BYTES + MAX_FRAME_BYTES
-_MAX_SENDERS: Final = 4096
+_MAX_SENDERS: Final = 1000
+"""A node may answer each of them, and ZeroMQ has no more than 1,023 sockets."""
 
 
 class Dropped(enum.Enum):

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from ..channel import Dropped, ZmqChannel
+from ..channel import Dropped, EncodeError, ZmqChannel
 from ..handoff import NodeId
 from ..handoff.remote_desk import Connect, Disconnect, RemoteDesk, RemoteNode, Say
 from ..request import Request
@@ -136,8 +136,11 @@ class RemoteNodes:
             for action in actions:
                 match action:
                     case Say(peer, message):
-                        if not self._channel.send(peer, message):
-                            self._desk.unsent(peer, message)
+                        try:
+                            if not self._channel.send(peer, message):
+                                self._desk.unsent(peer, message)
+                        except EncodeError as error:
+                            self._desk.unsent(peer, message, str(error))
                     case Connect(peer, address):
                         self._channel.connect(peer, address)
                     case Disconnect(peer):

@@ -24,6 +24,8 @@ from .messages import Message, NodeId
 from .outbox import Outbox
 
 _RETRIES_PER_SILENCE: Final = 5
+_MAX_BLOCKS: Final = 1 << 26
+"""Of all nodes: the router follows their caches, for a dozen bytes a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,12 +207,18 @@ class RemoteDesk:
         # else it is of a life that is over; what it had is tried again
         self._follow()
 
-    def unsent(self, peer: NodeId, message: ClientMessage) -> None:
-        """Take in that a message could not be sent, as too many wait for its node."""
+    def unsent(self, peer: NodeId, message: ClientMessage, never: str = "") -> None:
+        """Take in that a message could not be sent, as too many wait for its node.
+
+        Args:
+            peer, message: of `Say`.
+            never: why it never can be; its request comes to nothing then.
+        """
         if isinstance(message, RunPrefill):
             self._outbox.forget(message.key)
-            reason = f"too many messages wait for {peer}"
-            self._desk.prefill_failed(message.key, reason, is_busy=True)
+            reason = never or f"too many messages wait for {peer}"
+            final = never != ""
+            self._desk.prefill_failed(message.key, reason, is_final=final, is_busy=not final)
             self._follow()
 
     def tick(self, now: float) -> None:
@@ -270,6 +278,12 @@ class RemoteDesk:
     def _refusal(self, status: NodeStatus) -> str:
         if status.block_size != self._block_size:
             return f"it has blocks of {status.block_size} tokens, not {self._block_size}"
+        served = sum(node.status.num_blocks for node in self.nodes.values() if not node.refusal)
+        if served + status.num_blocks > _MAX_BLOCKS:
+            return (
+                f"it has {status.num_blocks} blocks, the others have {served}, and the desk "
+                f"follows {_MAX_BLOCKS} in all"
+            )
         for peer, node in self.nodes.items():
             if not node.refusal and node.status.transport != status.transport:
                 other = node.status.transport

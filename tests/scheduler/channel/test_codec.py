@@ -72,8 +72,12 @@ def test_the_longest_prompt_fits() -> None:
         (Ask(HEAD, b"", b"", 16, 1, 4), "^Ask: prompt: has 0 bytes, the limits are 4 to 4194304$"),
         (Ask(HEAD, b"12345", b"", 16, 1, 4), "^Ask: prompt: has 5 bytes, no multiple of 4$"),
         (Ask(HEAD, b"1234", b"", 0, 1, 4), "^Ask: block_size: needs 1 to 2147483647, got 0$"),
-        (Abort(HEAD, "x" * 5000, True), "^Abort: reason: has 5000 characters, the limit is 4096$"),
-        (Abort(HEAD, "\ud800", True), "^Abort: reason: has half of a character$"),
+        (Ack(Head(("r" * 257, 1), 1)), "^Ack: head: key: 0: has 257 characters, the limit is 256$"),
+        (Ack(Head(("\ud800", 1), 1)), "^Ack: head: key: 0: has half of a character$"),
+        (
+            Ask(HEAD, b"1234", b"", 16, 1, 2**17 + 1),
+            "^Ask: max_new_tokens: needs 1 to 131072, got 131073$",
+        ),
         (Abort(HEAD, "x", 1), "^Abort: fenced: needs a bool, got int$"),  # type: ignore[arg-type]
         (Renew(HEAD, (-1,)), "^Renew: missing: needs 0 to 2147483647, got -1$"),
         (Ack(Head(("r", True), 1)), "^Ack: head: key: 1: needs an integer, got bool$"),
@@ -86,6 +90,11 @@ def test_the_longest_prompt_fits() -> None:
 def test_what_has_no_encoding_is_refused(message: Any, error: str) -> None:
     with pytest.raises(EncodeError, match=error):
         encode(packet(message))
+
+
+def test_a_reason_is_cut_to_what_can_be_sent() -> None:
+    sent = packet(Abort(HEAD, "\ud800" + "x" * 5000, True))
+    assert decode(encode(sent)) == packet(Abort(HEAD, "?" + "x" * 4095, True))
 
 
 @given(st.binary(max_size=300))

@@ -13,6 +13,7 @@ from radixkv.scheduler.disaggregated.remote import RemoteNodes
 from radixkv.scheduler.errors import NodesMissingError
 from radixkv.scheduler.handoff import Hits
 from radixkv.scheduler.handoff.client_messages import DESK
+from radixkv.scheduler.handoff.remote_desk import RemoteDesk
 from radixkv.scheduler.request import Request
 
 from .air import Deployment
@@ -52,6 +53,46 @@ def test_what_a_full_queue_refuses_is_sent_again() -> None:
                 ended += nodes.step()
     assert nodes.failures == {}
     assert sorted(int(request.request_id) for request in ended) == list(range(NUM_REQUESTS))
+
+
+def test_a_request_that_no_message_can_carry_fails_alone() -> None:
+    ticks = count()
+    with (
+        closing(ZmqChannel(DESK, epoch=1)) as desk,
+        closing(ZmqChannel("p", epoch=1)) as p,
+        closing(ZmqChannel("d", epoch=1)) as d,
+    ):
+        nodes = RemoteNodes(
+            desk, block_size=4, silence_s=1e9, request_s=1e9, clock=lambda: next(ticks)
+        )
+        for role, node in (("prefill", p), ("decode", d)):
+            node.connect(DESK, desk.address)
+            node.send(DESK, NodeStatus(role, node.address, "jax", 4, 64))  # type: ignore[arg-type]
+        while nodes.count("prefill") + nodes.count("decode") < 2:
+            nodes.step()
+        nodes.add_request(Request("x" * 300, [1], 1))
+        nodes.add_request(Request("tenant", [1], 1, namespace=bytes(5000)))
+        nodes.add_request(Request("good", [1], 1))
+        ended = {request.request_id: request for request in nodes.step()}
+        assert set(ended) == {"x" * 300, "tenant"}
+        assert nodes.failures == {
+            "x" * 300: "RunPrefill: key: 0: has 305 characters, the limit is 256",
+            "tenant": "RunPrefill: namespace: has 5000 bytes, the limits are 0 to 4096",
+        }
+        assert nodes.num_open == 1
+        assert p.wait(10.0)
+        assert any(isinstance(packet.message, RunPrefill) for packet in p.receive())
+
+
+def test_more_blocks_than_the_desk_follows_are_refused_before_anything_is_allocated() -> None:
+    desk = RemoteDesk(4)
+    for peer, num_blocks in (("p0", 2**31 - 1), ("p1", 1000), ("p2", 2**26)):
+        desk.receive(peer, 1, NodeStatus("prefill", "127.0.0.1:9", "jax", 4, num_blocks), 0.0)
+    assert {peer: node.refusal for peer, node in desk.nodes.items()} == {
+        "p0": "it has 2147483647 blocks, the others have 0, and the desk follows 67108864 in all",
+        "p1": "",
+        "p2": "it has 67108864 blocks, the others have 1000, and the desk follows 67108864 in all",
+    }
 
 
 def test_what_an_earlier_desk_asked_for_is_no_answer() -> None:
