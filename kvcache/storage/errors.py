@@ -10,9 +10,10 @@
         ├── StorageClosedError   a call after close
         ├── StorageInUseError    a directory that another process has open
         ├── UnsupportedError     what this backend cannot do, whatever is in it
-    └── BackendError         a backend could not do what it was asked: the block is FAILED
+        └── BackendError         a backend could not do what it was asked: the block is FAILED
             ├── BackendFullError     no room for the value, even after eviction
-            └── BackendIOError       the system below said no; carries its errno
+            ├── BackendIOError       the system below said no; carries its errno
+            └── OpenToOthersError    a directory that is not its owner's alone
 
 None of them carries a URL, a password, a salt or the bytes of a value.
 """
@@ -75,3 +76,14 @@ class BackendIOError(BackendError):
         super().__init__(f"{doing} failed: {name} ({os.strerror(number)})")
         self.doing = doing
         self.errno = number
+
+
+class OpenToOthersError(BackendError):
+    """Users other than this one may read or write a directory, or own it."""
+
+    def __init__(self, mode: int) -> None:
+        super().__init__(
+            f"the directory has mode {mode:04o}, or another owner: it must be for this user alone "
+            "(chmod 700)"
+        )
+        self.mode = mode

@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
+
+from .errors import OpenToOthersError
 
 _MOST_PARTS: Final = 1024  # Linux: IOV_MAX
 _TO_READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -22,7 +25,7 @@ class FileApi(Protocol):
         """Make a directory for the owner alone (0700); False if it is there.
 
         Raises:
-            PermissionError: if it is there, and others may use it.
+            OpenToOthersError: if it is there, and others may use it.
         """
 
     def lock(self, path: str) -> int:
@@ -69,7 +72,7 @@ class OsFiles:
         except FileExistsError:
             facts = os.stat(path)
             if facts.st_mode & 0o077 or facts.st_uid != os.geteuid():
-                raise PermissionError(errno.EACCES, "others may use this directory") from None
+                raise OpenToOthersError(stat.S_IMODE(facts.st_mode)) from None
             return False
         return True
 

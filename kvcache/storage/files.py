@@ -69,7 +69,8 @@ class FileBackend:
 
         Raises:
             StorageInUseError: if another process has it open.
-            BackendIOError: if it cannot be made or read, or is open to other users.
+            BackendIOError: if it cannot be made or read.
+            OpenToOthersError: if other users may use it.
         """
         self.directory = abspath(fspath(directory))
         self._durable = sync == "data"

@@ -14,7 +14,7 @@ from os.path import isfile
 from typing import Final
 
 from .base import Backend, StoredValue
-from .envelope import HEADER_BYTES, Fault, open_sealed
+from .envelope import HEADER_BYTES, Fault, check_header, open_sealed
 from .errors import BackendIOError
 from .urls import BackendOptions, directory_of, open_backend
 
@@ -29,7 +29,7 @@ class Verified:
         good: values that are what was stored.
         corrupt: values that are not.
         missing: values that were gone when they were read: evicted or removed meanwhile.
-        unreadable: values that the disk did not give.
+        unreadable: values that the disk did not give, or that memory has no room for.
         deleted: of the corrupt, how many were removed.
         good_bytes: bytes of the good ones, with their envelopes.
     """
@@ -83,13 +83,11 @@ def verify_values(backend: Backend, *, delete: bool = False) -> Verified:
         BackendError: if it cannot be reached.
     """
     counts: Counter[str] = Counter()
-    buffer = bytearray()
+    reader = _Reader(backend)
     for value in backend.list_values():
-        if len(buffer) < value.num_bytes:
-            buffer = bytearray(value.num_bytes)
         try:
-            outcome = _look_at(backend, value, memoryview(buffer))
-        except BackendIOError:
+            outcome = reader.look_at(value)
+        except (BackendIOError, MemoryError):
             counts["unreadable"] += 1
             continue
         if outcome is None:
@@ -126,15 +124,29 @@ def remove_values(backend: Backend, max_bytes: int) -> Removed:
     return Removed(removed, removed_bytes, len(values) - gone, left)
 
 
-def _look_at(backend: Backend, value: StoredValue, buffer: memoryview) -> int | Fault | None:
-    """Return the length of the payload of a value, what is wrong with it, or None if it is gone."""
-    num_bytes = backend.get(value.key, [buffer[: value.num_bytes]])
-    if num_bytes is None:
-        return None
-    if num_bytes > value.num_bytes:  # written again since it was listed
-        buffer = memoryview(bytearray(num_bytes))
-        num_bytes = backend.get(value.key, [buffer])
-        if num_bytes is None:
+class _Reader:
+    """Reads whole values; it takes no memory for a length that the value's own header denies."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._buffer = memoryview(bytearray(HEADER_BYTES))
+
+    def look_at(self, value: StoredValue) -> int | Fault | None:
+        """Return a value's length without its header, what is wrong, or None if it is gone."""
+        key, num_bytes = value
+        if num_bytes > len(self._buffer):
+            header = self._buffer[:HEADER_BYTES]
+            found = self._backend.get(key, [header])
+            if found is None:
+                return None
+            fault = check_header(key, bytes(header), found, found - HEADER_BYTES)
+            if fault is not None:
+                return fault
+            self._buffer, num_bytes = memoryview(bytearray(found)), found
+        found = self._backend.get(key, [self._buffer[:num_bytes]])
+        if found is None:
             return None
-    payload = open_sealed(value.key, buffer[: min(num_bytes, len(buffer))])
-    return payload if isinstance(payload, Fault) else len(payload)
+        if found > num_bytes:  # written again since it was listed
+            return self.look_at(StoredValue(key, found))
+        payload = open_sealed(key, self._buffer[:found])
+        return payload if isinstance(payload, Fault) else len(payload)

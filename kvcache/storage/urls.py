@@ -59,6 +59,7 @@ def open_backend(url: str, options: BackendOptions | None = None) -> Backend:
         MissingLibraryError: if a library of the system is not.
         StorageInUseError: if another process has the directory of file: open.
         BackendIOError: if that directory cannot be used.
+        OpenToOthersError: if other users may use it.
         ValueError: if a time or size is not positive.
     """
     scheme, separator, _ = url.partition("://")

@@ -11,6 +11,7 @@ from radixkv.kvcache.storage import (
     BackendFullError,
     BackendIOError,
     FileBackend,
+    OpenToOthersError,
     Sealed,
     Status,
     StorageInUseError,
@@ -76,9 +77,15 @@ def test_nobody_else_can_read_it(directory: Path) -> None:
 
 
 def test_a_directory_that_others_may_use_is_refused(directory: Path) -> None:
-    directory.mkdir(mode=0o755)
-    with pytest.raises(BackendIOError, match=r"^opening the directory failed: EACCES "):
+    directory.mkdir()
+    directory.chmod(0o755)
+    with pytest.raises(OpenToOthersError) as error:
         FileBackend(directory, max_bytes=100)
+    assert str(error.value) == (
+        "the directory has mode 0755, or another owner: it must be for this user alone (chmod 700)"
+    )
+    directory.chmod(0o700)
+    FileBackend(directory, max_bytes=100).close()
 
 
 def test_one_process_at_a_time(directory: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -24,6 +25,7 @@ from radixkv.kvcache.storage import (
     remove_values,
     verify_values,
 )
+from radixkv.kvcache.storage.envelope import seal
 from radixkv.kvcache.storage.maintenance import Removed, Verified
 
 from .conformance import KEYS, keys_of, put, store
@@ -94,16 +96,61 @@ def test_a_value_that_is_repaired_after_it_was_listed_is_good() -> None:
     assert verify_values(backend) == Verified(good=3, good_bytes=300)
 
 
-def test_a_value_that_goes_while_it_is_read_again_is_missing() -> None:
-    class Vanishing(MemoryBackend):
-        def get(self, key: bytes, into: Sequence[memoryview]) -> int | None:
-            found = super().get(key, into)
-            self.values.pop(key, None)
-            return None if found is None else found + 1
+class Scripted(MemoryBackend):
+    """Values change in the middle of a read: before the n-th one, counted from 1."""
 
-    backend = Vanishing()
-    filled(backend, 1)
-    assert verify_values(backend) == Verified(missing=1)
+    def __init__(self, changes: dict[int, bytes | None]) -> None:
+        super().__init__()
+        self.changes = changes
+        self.num_reads = 0
+
+    def get(self, key: bytes, into: Sequence[memoryview]) -> int | None:
+        self.num_reads += 1
+        if self.num_reads in self.changes:
+            change = self.changes[self.num_reads]
+            if change is None:
+                del self.values[KEYS[1]]
+            else:
+                self.values[KEYS[1]] = change
+        return super().get(key, into)
+
+
+LONGER = seal(KEYS[1], [memoryview(bytes(50))]) + bytes(50)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({3: LONGER}, Verified(good=3, good_bytes=314)),
+        ({3: LONGER, 4: None}, Verified(good=2, missing=1, good_bytes=200)),
+        ({3: LONGER, 5: None}, Verified(good=2, missing=1, good_bytes=200)),
+    ],
+)
+def test_a_value_that_is_longer_than_it_was_listed_is_read_again(changes, expected) -> None:
+    backend = Scripted(changes)  # header and whole of the first, then the second
+    filled(backend)
+    assert verify_values(backend) == expected
+
+
+def test_no_memory_is_taken_for_a_length_that_the_header_denies(tmp_path: Path) -> None:
+    with closing(FileBackend(tmp_path / "blocks", max_bytes=1 << 60)) as backend:
+        filled(backend)
+        long = tmp_path / "blocks" / KEYS[1].hex()[:2] / KEYS[1].hex()
+        os.truncate(long, 1 << 40)
+    with closing(FileBackend(tmp_path / "blocks", max_bytes=1 << 60)) as backend:
+        assert verify_values(backend) == Verified(good=2, corrupt=1, good_bytes=200)
+
+
+def test_a_value_that_memory_has_no_room_for_is_unreadable() -> None:
+    class Small(MemoryBackend):
+        def get(self, key: bytes, into: Sequence[memoryview]) -> int | None:
+            if key == KEYS[1]:
+                raise MemoryError
+            return super().get(key, into)
+
+    backend = Small()
+    filled(backend)
+    assert verify_values(backend) == Verified(good=2, unreadable=1, good_bytes=200)
 
 
 def test_what_the_disk_does_not_give_is_counted(tmp_path: Path) -> None:
