@@ -24,8 +24,15 @@ def pytest_unconfigure() -> None:
     _compiled.cleanup()
 
 
-# No deadline anywhere: the first call of a jitted function compiles.
-settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+# No deadline anywhere: the first call of a jitted function compiles. And nothing is too slow: how
+# long it takes to draw an example is a matter of the machine, and of what else runs there.
+settings.register_profile(
+    "ci",
+    deadline=None,
+    derandomize=True,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.register_profile(
     "nightly",
     deadline=None,

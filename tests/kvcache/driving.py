@@ -127,7 +127,7 @@ class Bench:
     def __exit__(self, *error: object) -> None:
         for _ in range(100):
             self.host.words.put(None)
-        assert self.driver.close()
+        assert self.driver.close(timeout_s=LONG_S)
 
     def operation(
         self,

@@ -28,7 +28,7 @@ def test_nothing_is_compiled_after_warm_up():
     while ended < 15:
         driver.wait(LONG_S)
         ended += len(driver.poll())
-    assert driver.close()
-    assert bench.driver.close()
+    assert driver.close(timeout_s=LONG_S)
+    assert bench.driver.close(timeout_s=LONG_S)
     assert counter.count == before
     assert driver.stats().operations == {(kind, Outcome.DONE): 5 for kind in (DOWN, UP, ACROSS)}

@@ -289,7 +289,7 @@ def test_close_ends_what_is_open(bench):
         OperationResult(second, (False,), fenced=True),
     ]
     bench.host.words.put(None)
-    assert bench.driver.close()
+    assert bench.driver.close(timeout_s=LONG_S)
     assert bench.driver.fenced() == [first]
     third = bench.start(DOWN, [1], [1])
     assert bench.driver.poll() == [OperationResult(third, (False,), fenced=True)]

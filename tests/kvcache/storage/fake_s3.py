@@ -17,6 +17,7 @@ class FakeS3(ThreadingHTTPServer):
     """Objects in a dictionary; status is what it answers with instead, if it is not None."""
 
     daemon_threads = True
+    request_queue_size = 64  # of 5, one that connects at once with others waits for a second
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
+
+from ...ports import reserved_ports
 
 MISSING = (
     "these tests start a Mooncake store: pip install 'radixkv[mooncake]' and "
@@ -35,8 +36,8 @@ def program(name: str) -> str:
 class MooncakeServer:
     """A master that a test may pause, kill and start again, and memory that may be killed."""
 
-    def __init__(self) -> None:
-        self.port, self._metrics_port, self._memory_port = _free_ports(3)
+    def __init__(self, ports: Sequence[int]) -> None:
+        self.port, self._metrics_port, self._memory_port = ports
         self._master: subprocess.Popen[bytes] | None = None
         self._memory: subprocess.Popen[bytes] | None = None
 
@@ -111,18 +112,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 @contextmanager
 def running() -> Iterator[MooncakeServer]:
     """A store that runs now, and does not afterwards."""
-    server = MooncakeServer()
-    try:
-        server.start()
-        yield server
-    finally:
-        server.kill_memory()
-        server.kill_master()
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports: list[int] = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
+    with reserved_ports(3) as ports:
+        server = MooncakeServer(ports)
+        try:
+            server.start()
+            yield server
+        finally:
+            server.kill_memory()
+            server.kill_master()

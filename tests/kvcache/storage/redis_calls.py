@@ -17,7 +17,6 @@ from .conformance import KEYS, get, put
 from .redis_server import RedisServer
 
 SOON_S = 0.1  # for calls that are to end without an answer
-A_WHILE_S = 1.5  # for those that may get one, or not
 LONG_S = 30.0  # for calls that are to end with one
 
 
@@ -51,6 +50,16 @@ def every_call(backend: RedisBackend) -> Iterator[BackendError]:
         with pytest.raises(BackendError) as caught:
             call()
         yield caught.value
+
+
+def wait_at_most(backend: RedisBackend, timeout_s: float) -> None:
+    """Have calls wait for an answer for so long from now on, over open connections, too."""
+    pool = backend._client.connection_pool
+    pool.connection_kwargs["socket_timeout"] = timeout_s
+    for connection in pool._available_connections:
+        connection.socket_timeout = timeout_s
+        if connection._sock is not None:
+            connection._sock.settimeout(timeout_s)
 
 
 DOING = [

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+
+from ...ports import reserved_port
 
 MISSING = "these tests start a redis-server: apt-get install redis-server"
 
@@ -18,7 +18,9 @@ MISSING = "these tests start a redis-server: apt-get install redis-server"
 class RedisServer:
     """A server that a test may pause, kill and start again at the same place."""
 
-    def __init__(self, directory: str, settings: Sequence[str] = (), *, tls: bool = False) -> None:
+    def __init__(
+        self, directory: str, port: int, settings: Sequence[str] = (), *, tls: bool = False
+    ) -> None:
         program = shutil.which("redis-server")
         assert program is not None, MISSING
         self._program = program
@@ -27,16 +29,39 @@ class RedisServer:
         self._process: subprocess.Popen[str] | None = None
         self.directory = directory
         self.socket = f"{directory}/redis.sock"
-        self.port = 0
+        self.port = port
 
     def start(self) -> None:
-        """Return when it answers. At the first start, a free port is chosen."""
-        for _ in range(10):
-            port = self.port or _free_port()
-            if self._start(port):
-                self.port = port
+        """Return when it answers."""
+        settings = [
+            "bind 127.0.0.1",
+            f"{'tls-port' if self._tls else 'port'} {self.port}",
+            *(["port 0"] if self._tls else []),
+            f"unixsocket {self.socket}",
+            "unixsocketperm 700",
+            f"dir {self.directory}",
+            "maxmemory 256mb",
+            'save ""',
+            "appendonly no",
+            *self._settings,
+        ]
+        self._process = subprocess.Popen(
+            [self._program, "-"],  # settings from stdin: passwords show in no list of processes
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write("\n".join(settings))
+        self._process.stdin.close()
+        said = []
+        for line in self._process.stdout:
+            if "ready to accept connections" in line.lower():
                 return
-        raise AssertionError("redis-server does not start")
+            said.append(line)
+        self.kill()
+        raise AssertionError(f"redis-server does not start: {''.join(said)}")
 
     def pause(self) -> None:
         """Stop it from running; its sockets stay open, and nobody answers."""
@@ -57,52 +82,15 @@ class RedisServer:
             self._process.stdout.close()
             self._process = None
 
-    def _start(self, port: int) -> bool:
-        settings = [
-            "bind 127.0.0.1",
-            f"{'tls-port' if self._tls else 'port'} {port}",
-            *(["port 0"] if self._tls else []),
-            f"unixsocket {self.socket}",
-            "unixsocketperm 700",
-            f"dir {self.directory}",
-            "maxmemory 256mb",
-            'save ""',
-            "appendonly no",
-            *self._settings,
-        ]
-        self._process = subprocess.Popen(
-            [self._program, "-"],  # settings from stdin: passwords show in no list of processes
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write("\n".join(settings))
-        self._process.stdin.close()
-        for line in self._process.stdout:
-            if "ready to accept connections" in line.lower():
-                return True
-        self.kill()  # it ended by itself: somebody else took the port
-        return False
-
 
 @contextmanager
 def running(settings: Sequence[str] = (), *, tls: bool = False) -> Iterator[RedisServer]:
     """A server that runs now, and does not afterwards."""
     # Not pytest's directory: the path of a socket has at most 107 bytes.
-    directory = tempfile.mkdtemp(prefix="radixkv-redis-")
-    server = RedisServer(directory, settings, tls=tls)
-    try:
-        server.start()
-        yield server
-    finally:
-        server.kill()
-        shutil.rmtree(Path(directory))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    with tempfile.TemporaryDirectory(prefix="radixkv-redis-") as directory, reserved_port() as port:
+        server = RedisServer(directory, port, settings, tls=tls)
+        try:
+            server.start()
+            yield server
+        finally:
+            server.kill()

@@ -82,7 +82,8 @@ class TestObjectsInS3(BackendConformance):
 
     @pytest.fixture
     def backend(self, s3: FakeS3) -> Iterator[Backend]:
-        backend = open_backend("s3://bucket/kv/blocks")
+        options = BackendOptions(timeout_s=30.0, connect_timeout_s=30.0)
+        backend = open_backend("s3://bucket/kv/blocks", options)
         yield backend
         assert all(path.startswith("bucket/kv/blocks/") for path in s3.objects)
         backend.close()

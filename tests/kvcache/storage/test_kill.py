@@ -12,13 +12,13 @@ from .crashes import key_of
 KILLS = 10
 VALUE_BYTES = 100_000
 
-# It stores one value after the other and says so, until it is killed.
+# It stores one value after the other and says so, until it is killed; of so many, none is evicted.
 CHILD = """
 import sys
 from hashlib import sha256
 from radixkv.kvcache.storage import FileBackend, Sealed
 sealed = Sealed(FileBackend(sys.argv[1], max_bytes=10**9))
-for number in range(int(sys.argv[2]), 10**9):
+for number in range(int(sys.argv[2]), int(sys.argv[2]) + 500):
     digest = sha256(b"%d" % number).digest()
     status, _ = sealed.store(bytes([number % 2]) + digest[1:], [memoryview(digest * 3125)])
     print(status.name, number, flush=True)
@@ -81,7 +81,7 @@ def test_files_under_threads(tmp_path: Path) -> None:
     with storage._lock:
         storage._reported.wait_for(lambda: storage._table.num_open == 0)
     assert storage.fenced(last)
-    assert storage.close()
+    assert storage.close(timeout_s=60.0)
     stats = storage.stats()
     assert stats.blocks.keys() <= {
         Status.STORED,

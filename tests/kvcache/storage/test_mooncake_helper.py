@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -86,7 +87,10 @@ def test_a_helper_that_starts_after_the_engine_has_died_ends() -> None:
 
 def open_ports(pid: int) -> list[int]:
     """The TCP ports at which a process listens."""
-    links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+    links = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it was closed meanwhile
+            links.append(os.readlink(path))
     lines = [
         line.split()
         for name in ("tcp", "tcp6")

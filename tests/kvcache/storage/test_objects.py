@@ -16,10 +16,19 @@ from radixkv.kvcache.storage import BackendError, Status, StorageWorkers
 from radixkv.kvcache.storage.objects import ObjectBackend, memory_store, s3_store
 from radixkv.kvcache.storage.remote_errors import BackendRefusedError, MissingPackageError
 
+from ...ports import reserved_port
 from .conformance import KEYS, get, keys_of, put
 from .fake_s3 import FakeS3
 
+LONG_S = 30.0
 DOING = ["looking up", "looking up", "reading", "writing", "looking up", "looking up", "listing"]
+
+
+def patient(prefix: str = "") -> ObjectBackend:
+    """A bucket of a server that answers, however long that takes."""
+    return ObjectBackend(
+        s3_store("bucket", timeout_s=LONG_S, connect_timeout_s=LONG_S), prefix=prefix
+    )
 
 
 def every_call(backend: ObjectBackend) -> Iterator[BackendError]:
@@ -48,7 +57,7 @@ def check_nothing_is_shown(error: BackendError, server: FakeS3) -> None:
     ("status", "name"), [(403, "PermissionDeniedError"), (401, "UnauthenticatedError")]
 )
 def test_a_bucket_that_refuses(s3: FakeS3, status: int, name: str) -> None:
-    with closing(ObjectBackend(s3_store("bucket"))) as backend:
+    with closing(patient()) as backend:
         s3.status = status
         *refused, listing = every_call(backend)
         for doing, error in zip(DOING[:-1], refused, strict=True):
@@ -62,7 +71,7 @@ def test_a_bucket_that_refuses(s3: FakeS3, status: int, name: str) -> None:
 
 
 def test_a_bucket_that_fails_is_asked_once(s3: FakeS3) -> None:
-    with closing(ObjectBackend(s3_store("bucket"))) as backend:
+    with closing(patient()) as backend:
         s3.status = 500
         for doing, error in zip(DOING, every_call(backend), strict=True):
             assert str(error) == f"{doing} failed: GenericError"
@@ -93,12 +102,11 @@ def test_a_lookup_that_fails_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_dead_server(s3: FakeS3, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-    with closing(ObjectBackend(s3_store("bucket"))) as backend:
-        for doing, error in zip(DOING, every_call(backend), strict=True):
-            assert str(error) == f"{doing} failed: GenericError"
+    with reserved_port() as port:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        with closing(patient()) as backend:
+            for doing, error in zip(DOING, every_call(backend), strict=True):
+                assert str(error) == f"{doing} failed: GenericError"
 
 
 def test_a_server_that_never_answers(s3: FakeS3, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,12 +136,12 @@ def test_deadlines_are_kept_without_an_answer(s3: FakeS3, monkeypatch: pytest.Mo
         assert sorted(completion.operation for completion in ended) == operations
         statuses = {status for completion in ended for status in completion.statuses}
         assert statuses <= {Status.TIMED_OUT, Status.FAILED}
-        assert storage.close(timeout_s=30.0)
+        assert storage.close(timeout_s=LONG_S)
         assert all(storage.fenced(operation) for operation in operations)
 
 
 def test_where_objects_are(s3: FakeS3) -> None:
-    with closing(ObjectBackend(s3_store("bucket"), prefix="kv/one")) as backend:
+    with closing(patient("kv/one")) as backend:
         put(backend, KEYS[0], b"abc")
         name = KEYS[0].hex()
         assert s3.objects == {f"bucket/kv/one/{name[:2]}/{name}": b"abc"}

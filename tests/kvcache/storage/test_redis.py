@@ -14,7 +14,7 @@ from radixkv.kvcache.storage.redis_address import RedisAddress
 from radixkv.kvcache.storage.remote_errors import BackendUnreachableError
 
 from .conformance import KEYS, get, put
-from .redis_calls import A_WHILE_S, DOING, LONG_S, SOON_S, connected, every_call, finish
+from .redis_calls import DOING, LONG_S, SOON_S, connected, every_call, finish, wait_at_most
 from .redis_server import RedisServer
 
 
@@ -36,13 +36,15 @@ def test_a_stopped_server_fails_every_call_and_is_used_again_when_it_goes_on(
 
 
 def test_one_backend_lives_through_stop_and_go(server: RedisServer) -> None:
-    with connected(server, timeout_s=A_WHILE_S) as backend:
+    with connected(server) as backend:
         for number in range(3):
             put(backend, KEYS[number], b"%d" % number)
         server.pause()
+        wait_at_most(backend, SOON_S)
         with pytest.raises(BackendUnreachableError):
             get(backend, KEYS[0], 1)
         server.go_on()
+        wait_at_most(backend, LONG_S)
         for number in range(3):
             assert get(backend, KEYS[number], 1) == (1, [b"%d" % number])
 
@@ -110,7 +112,7 @@ def test_deadlines_are_kept_without_an_answer(server: RedisServer, how: str) -> 
 
 @pytest.mark.parametrize("how", ["stopped", "killed"])
 def test_each_block_fails_and_later_ones_do_not(server: RedisServer, how: str) -> None:
-    backend = RedisBackend(RedisAddress(unix_path=server.socket), timeout_s=A_WHILE_S)
+    backend = RedisBackend(RedisAddress(unix_path=server.socket), timeout_s=SOON_S)
     storage = StorageWorkers(backend, max_bytes_in_flight=100)
     server.pause() if how == "stopped" else server.kill()
     into = [[bytearray(4)], [bytearray(4)]]
@@ -118,6 +120,7 @@ def test_each_block_fails_and_later_ones_do_not(server: RedisServer, how: str) -
     assert load.statuses == (Status.FAILED, Status.FAILED)
     assert load.prefix == 0
     server.go_on() if how == "stopped" else server.start()
+    wait_at_most(backend, LONG_S)
     store = finish(storage, storage.store(KEYS[:2], [[b"1234"], [b"5678"]], timeout_s=LONG_S))
     assert store.statuses == (Status.STORED, Status.STORED)
     load = finish(storage, storage.load(KEYS[:2], into, timeout_s=LONG_S))

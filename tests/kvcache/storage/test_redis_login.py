@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from .redis_server import RedisServer, running
 
 PASSWORD = "p@ss/w?rd#1:"
 IN_URL = "p%40ss%2Fw%3Frd%231%3A"
+PATIENT = BackendOptions(timeout_s=LONG_S, connect_timeout_s=LONG_S)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,7 @@ def test_a_login_in_the_url(guarded: RedisServer, login: str, place: str) -> Non
         f"redis://{login}@127.0.0.1:{guarded.port}/2",
         f"unix://{login}@{guarded.socket}?db=2",
     )
-    with closing(open_backend(tcp if place == "tcp" else unix)) as backend:
+    with closing(open_backend(tcp if place == "tcp" else unix, PATIENT)) as backend:
         put(backend, KEYS[0], b"secret")
         assert get(backend, KEYS[0], 6) == (6, [b"secret"])
     with raw(guarded, password=PASSWORD, db=2) as client:
@@ -58,7 +60,7 @@ def test_a_wrong_login_is_refused_and_not_shown(
     guarded: RedisServer, login: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG")
-    backend = open_backend(f"redis://{login}127.0.0.1:{guarded.port}")
+    backend = open_backend(f"redis://{login}127.0.0.1:{guarded.port}", PATIENT)
     assert isinstance(backend, RedisBackend)
     with closing(backend):
         for doing, error in zip(DOING, every_call(backend), strict=True):
@@ -114,7 +116,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[s
 def test_tls(certificates: tuple[Path, list[str]]) -> None:
     ca_file, settings = certificates
     with running(settings, tls=True) as server:
-        options = BackendOptions(ca_file=str(ca_file))
+        options = replace(PATIENT, ca_file=str(ca_file))
         url = f"127.0.0.1:{server.port}"
         with closing(open_backend(f"rediss://{url}", options)) as backend:
             put(backend, KEYS[0], bytes(MIB))

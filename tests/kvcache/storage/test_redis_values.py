@@ -6,7 +6,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 
 import pytest
 
@@ -29,7 +29,7 @@ def answering(reply: bytes) -> Iterator[int]:
 
     def serve() -> None:
         connection, _ = listener.accept()
-        with connection:
+        with connection, suppress(ConnectionError):  # it may have gone without an answer
             while request := connection.recv(1 << 16):
                 connection.sendall(reply if b"GETRANGE" in request else b"-ERR\r\n")
 
@@ -102,10 +102,10 @@ def test_the_time_to_live_starts_again_with_a_touch(server: RedisServer) -> None
     name = f"radixkv:{KEYS[0].hex()}"
     with connected(server, ttl_s=600) as backend, raw(server) as client:
         put(backend, KEYS[0], b"x")
-        assert 590 <= client.ttl(name) <= 600
-        client.expire(name, 5)
+        assert 500 <= client.ttl(name) <= 600
+        client.expire(name, 100)
         assert backend.touch(KEYS[0])
-        assert 590 <= client.ttl(name) <= 600
+        assert 500 <= client.ttl(name) <= 600
     with connected(server) as backend, raw(server) as client:
         put(backend, KEYS[0], b"x")
         assert client.ttl(name) == -1
@@ -157,5 +157,5 @@ def test_a_missing_package(monkeypatch: pytest.MonkeyPatch, package: str) -> Non
 def test_a_missing_server_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(AssertionError) as caught:
-        RedisServer("")
+        RedisServer("", 1)
     assert str(caught.value).startswith(MISSING)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import traceback
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def test_namespaces_are_apart_in_a_server(shared_redis: RedisServer) -> None:
     options = BackendOptions(ttl_s=60, timeout_s=30.0, connect_timeout_s=30.0, namespace=NAMESPACE)
     with (
         closing(open_backend(url, options)) as one,
-        closing(open_backend(url, BackendOptions(namespace=OTHER))) as other,
+        closing(open_backend(url, replace(options, namespace=OTHER))) as other,
     ):
         assert isinstance(one, RedisBackend)
         assert isinstance(other, RedisBackend)

@@ -22,7 +22,7 @@ from radixkv.kvcache.storage.sharing import Sharing
 from .memory import BrokenBackend, HeldBackend, MemoryBackend
 
 KEYS = [bytes([number]) * 32 for number in range(8)]
-LONG_S = 1_000.0
+LONG_S = 1_000.0  # nothing ends by it
 
 
 class Clock:
@@ -43,7 +43,7 @@ def workers(backend: Backend, **options) -> Iterator[StorageWorkers]:
         if isinstance(backend, HeldBackend):
             for _ in range(100):
                 backend.go.release()
-        assert storage.close()
+        assert storage.close(timeout_s=LONG_S)
         storage.check()
 
 
@@ -299,7 +299,7 @@ def test_close_cancels_and_waits_for_the_threads() -> None:
     with pytest.raises(StorageClosedError, match=r"^storage is closed$"):
         storage.lookup(KEYS, timeout_s=1)
     backend.go.release()
-    assert storage.close()
+    assert storage.close(timeout_s=LONG_S)
     assert backend.closed and storage.fenced(operation)
     assert storage.close()
 
@@ -336,7 +336,7 @@ def test_races_leak_nothing() -> None:
         for completion in storage.poll():
             assert seen.setdefault(completion.operation, completion) is completion
         assert seen.keys() == set(submitted)
-        assert storage.close()
+        assert storage.close(timeout_s=LONG_S)
         stats = storage.stats()
         assert stats.open_operations == stats.unfenced_operations == 0
         assert stats.store_bytes_in_flight == stats.load_bytes_in_flight == 0

@@ -139,7 +139,7 @@ def test_a_redis_server_by_namespace(radixkv: Any, server: RedisServer) -> None:
         damage(backend, KEYS[0])
     here = [url, "--namespace", NAMESPACE, "--timeout-s", 30]
     assert radixkv("storage", "ls", *here).stdout == "3 blocks, 219 bytes\n"
-    assert radixkv("storage", "ls", url).stdout == "0 blocks, 0 bytes\n"
+    assert radixkv("storage", "ls", url, "--timeout-s", 30).stdout == "0 blocks, 0 bytes\n"
     assert radixkv("storage", "verify", *here).status == 1
     refused = radixkv("storage", "gc", *here, "--max-bytes", 1)
     message = (
@@ -154,7 +154,8 @@ def test_a_redis_server_by_namespace(radixkv: Any, server: RedisServer) -> None:
 
 @pytest.mark.parametrize("action", [["ls"], ["verify"], ["gc", "--all"]], ids=str)
 def test_a_wrong_password(radixkv: Any, server: RedisServer, action: list[str]) -> None:
-    outcome = radixkv("storage", *action, f"redis://:sesame@127.0.0.1:{server.port}")
+    url = f"redis://:sesame@127.0.0.1:{server.port}"
+    outcome = radixkv("storage", *action, url, "--timeout-s", 30)
     message = "listing was refused by the server: wrong or no username or password"
     assert outcome == (2, "", f"radixkv: {message}\n")
 
