@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...kvcache.tokens import Int32Array
 from .checks import Check
+from .scaling import ScaledRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,6 @@ class EngineRun:
     recomputed_tokens: int = 0
     bytes_to_host: int = 0
     bytes_to_device: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ScaledRequest:
-    """A request of the trace, small enough for a tiny model."""
-
-    prompt: Int32Array
-    max_new_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

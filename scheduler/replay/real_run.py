@@ -1,44 +1,43 @@
 """A scaled slice of the trace through the real engine and a tiny model: the tokens must not vary.
 
-Prompts are divided by 32, so that 512 tokens of the trace are one block of 16, and the tokens of a
-block are a hash of its id: requests share here exactly the blocks they share in the trace. Outputs
-are divided by 8 only, or they would be too short to outgrow their blocks. Four runs of the same
-requests::
+Four runs of the same requests, scaled down (see `scaling`)::
 
     reference   no prefix cache, room for all     what the tokens should be
     cache off   no prefix cache, a tight pool     preemption and recomputation
     cache on    prefix cache,    a tight pool     also sharing and eviction
     host tier   the same, and a host tier         preemption that writes out, and host hits
 
-If nothing was preempted or evicted, the last three are run again in a smaller pool, down to one
-that holds the longest request alone: requests with short outputs hardly outgrow what they begin
-with.
+The pool is as tight as it must be for requests to be preempted and evicted, down to one that holds
+the longest request alone: those with short outputs hardly outgrow what they begin with. That is
+tried without the model, by the scheduler alone, because an engine takes seconds to compile.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
-
-import numpy as np
-import numpy.typing as npt
+from typing import NamedTuple
 
 from ...kvcache.host_tier import HostConfig
+from ...kvcache.manager import CacheManager
 from ...kvcache.operations import OpKind
 from ..engine import Engine
 from ..engine_stats import EngineStats
+from ..mixed import MixedScheduler
 from ..models import Model, load_model, make_tiny_checkpoint
 from ..request import Request
+from ..tier_requests import Preempt
 from .checks import Check
+from .host_link import HostLink
 from .ledger import check_all_blocks_returned, check_all_host_blocks_returned
 from .progress import Progress, no_progress
 from .real_checks import (
     EnginePass,
     EngineRun,
-    ScaledRequest,
     check_compilations,
     check_exercised,
     check_no_leak,
@@ -46,13 +45,9 @@ from .real_checks import (
     check_saved,
     check_tokens,
 )
-from .trace import TOKENS_PER_HASH_ID, Trace, TraceRequest
-
-PROMPT_SCALE = 32
-OUTPUT_SCALE = 8
-BLOCK_SIZE = TOKENS_PER_HASH_ID // PROMPT_SCALE
-
-Words: TypeAlias = npt.NDArray[np.uint64]
+from .scaling import BLOCK_SIZE, ScaledRequest, scale_request, select_requests
+from .simulation import FIRST_OUTPUT_TOKEN
+from .trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +57,7 @@ class RealRunConfig:
     Attributes:
         max_requests: requests taken from the trace.
         max_model_len: longest prompt and output, in scaled tokens; longer requests are left out.
-        tight_num_blocks: the small pool, or the first of several; it holds any one request.
+        tight_num_blocks: the small pool, or the first of several to try; never less than one request.
         host_num_blocks: of the host tier under it, with room for all that is written out.
         token_budget, max_running: of the engine; each power of two up to them is a program to
             compile, which takes longer than the run.
@@ -107,17 +102,12 @@ def run_real(
     reference = _run_engine(
         model, requests, config, _SetUp("reference", most, prefix_cache=False), progress
     )
-    for tight in _pools(config.tight_num_blocks, max(num_blocks)):
-        set_ups = (
-            _SetUp("cache off", tight, prefix_cache=False),
-            _SetUp("cache on", tight),
-            _SetUp("host tier", tight, host=HostConfig(config.host_num_blocks)),
-        )
-        tried = [_run_engine(model, requests, config, set_up, progress) for set_up in set_ups]
-        passes = [reference, *tried]
-        runs = tuple(one.run for one in passes)
-        if not (check_exercised(runs).skipped or check_parked(runs).skipped):
-            break
+    tight = _find_tight_pool(requests, config, max(num_blocks))
+    tried = [
+        _run_engine(model, requests, config, set_up, progress) for set_up in _set_ups(config, tight)
+    ]
+    passes = [reference, *tried]
+    runs = tuple(one.run for one in passes)
     return RealRun(
         requests=len(requests),
         prompt_tokens=sum(len(request.prompt) for request in requests),
@@ -134,6 +124,17 @@ def run_real(
     )
 
 
+def _find_tight_pool(requests: Sequence[ScaledRequest], config: RealRunConfig, least: int) -> int:
+    """Return the largest pool in which the scheduler alone preempts, evicts and parks, or least."""
+    for num_blocks in _pools(config.tight_num_blocks, least):
+        off, on, tiered = (
+            _rehearse(requests, config, set_up) for set_up in _set_ups(config, num_blocks)
+        )
+        if off.preempted and on.preempted and on.evicted and tiered.parked:
+            return num_blocks
+    return least
+
+
 def _pools(first: int, least: int) -> Iterator[int]:
     """Yield sizes of pools, each three quarters of the one before, down to least."""
     num_blocks = max(first, least)
@@ -147,46 +148,6 @@ def _num_blocks(request: ScaledRequest) -> int:
     return -(-(len(request.prompt) + request.max_new_tokens) // BLOCK_SIZE)
 
 
-def select_requests(trace: Trace, max_requests: int, max_model_len: int) -> list[TraceRequest]:
-    """Choose requests that fit the model, in file order: conversations of several turns first.
-
-    A conversation is told by its first two blocks (in Mooncake's conversation trace the first is
-    the same for all). Consecutive requests would share little else: turns are minutes apart.
-    """
-    fitting = [
-        request for request in trace.requests if sum(_scaled_lengths(request)) <= max_model_len
-    ]
-    turns: dict[tuple[int, ...], list[int]] = {}
-    for index, request in enumerate(fitting):
-        turns.setdefault(request.hash_ids[:2], []).append(index)
-    singles = [key for key, indices in turns.items() if len(key) < 2 or len(indices) == 1]
-    for key in singles:  # to the end of the order
-        turns[key] = turns.pop(key)
-    chosen = [index for indices in turns.values() for index in indices][:max_requests]
-    return [fitting[index] for index in sorted(chosen)]
-
-
-def scale_request(request: TraceRequest, vocab_size: int) -> ScaledRequest:
-    """Scale a request down. Token i of a block is a hash of (hash id, i), below vocab_size."""
-    ids = np.asarray(request.hash_ids, dtype=np.int64)
-    words = (ids[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).astype(np.uint64)
-    prompt = (_mix(words) % np.uint64(vocab_size)).astype(np.int32).reshape(-1)
-    num_prompt, num_outputs = _scaled_lengths(request)
-    return ScaledRequest(prompt[:num_prompt], num_outputs)
-
-
-def _scaled_lengths(request: TraceRequest) -> tuple[int, int]:
-    return -(-request.input_length // PROMPT_SCALE), -(-request.output_length // OUTPUT_SCALE)
-
-
-def _mix(words: Words) -> Words:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): neighbours become unrelated."""
-    words = words + np.uint64(0x9E3779B97F4A7C15)
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
-
-
 # ------------------------------------------------------------------------------------- one pass
 
 
@@ -198,6 +159,56 @@ class _SetUp:
     num_blocks: int
     prefix_cache: bool = True
     host: HostConfig | None = None
+
+    @property
+    def preempt(self) -> Preempt:
+        """What becomes of the KV of a preempted request."""
+        return "recompute" if self.host is None else "host"
+
+
+def _set_ups(config: RealRunConfig, num_blocks: int) -> tuple[_SetUp, ...]:
+    """List what is run in a tight pool."""
+    return (
+        _SetUp("cache off", num_blocks, prefix_cache=False),
+        _SetUp("cache on", num_blocks),
+        _SetUp("host tier", num_blocks, host=HostConfig(config.host_num_blocks)),
+    )
+
+
+class _Rehearsal(NamedTuple):
+    """Whether a pass without a model was about anything."""
+
+    preempted: bool
+    evicted: bool
+    parked: bool
+
+
+def _rehearse(
+    requests: Sequence[ScaledRequest], config: RealRunConfig, set_up: _SetUp
+) -> _Rehearsal:
+    """Lead the scheduler through a pass, with made-up tokens and copies that take no time."""
+    manager = CacheManager(set_up.num_blocks, BLOCK_SIZE, host=set_up.host)
+    scheduler = MixedScheduler(
+        manager,
+        token_budget=config.token_budget,
+        max_running=config.max_running,
+        prefix_cache=set_up.prefix_cache,
+        reserve_tokens=0,
+        preempt=set_up.preempt,
+    )
+    link = None if manager.tiers is None else HostLink(manager.tiers, 1, math.inf)
+    for index, request in enumerate(requests):
+        scheduler.add(Request(str(index), request.prompt, request.max_new_tokens))
+    new_tokens = itertools.count(FIRST_OUTPUT_TOKEN)
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        if link is not None:
+            link.dispatch(0.0)
+            link.deliver(0.0)
+        if plan.chunks:
+            scheduler.update(plan, list(itertools.islice(new_tokens, len(plan.chunks))))
+    stats = scheduler.stats()
+    return _Rehearsal(stats.preemptions > 0, manager.stats().evicted_blocks > 0, stats.parked > 0)
 
 
 def _run_engine(
@@ -219,7 +230,7 @@ def _run_engine(
         max_model_len=config.max_model_len,
         prefix_cache=set_up.prefix_cache,
         reserve_tokens=0,  # no room kept for growth: the surest way to preemptions
-        preempt="recompute" if set_up.host is None else "host",
+        preempt=set_up.preempt,
         host=set_up.host,
     )
     for index, request in enumerate(requests):

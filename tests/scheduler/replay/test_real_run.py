@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,13 +18,8 @@ from radixkv.scheduler.replay.real_checks import (
     check_no_leak,
     check_parked,
 )
-from radixkv.scheduler.replay.real_run import (
-    BLOCK_SIZE,
-    RealRunConfig,
-    run_real,
-    scale_request,
-    select_requests,
-)
+from radixkv.scheduler.replay.real_run import RealRunConfig, run_real
+from radixkv.scheduler.replay.scaling import BLOCK_SIZE, scale_request, select_requests
 from radixkv.scheduler.replay.trace import Trace, TraceRequest
 from radixkv.scheduler.request import Request
 
@@ -144,10 +140,18 @@ def test_a_pool_in_which_nothing_is_preempted_becomes_smaller(bundled_trace: Tra
     assert 24 > run.runs[1].num_blocks == run.runs[3].num_blocks
 
 
-def test_requests_of_one_token_are_never_preempted() -> None:
+def test_requests_of_one_token_are_never_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools: list[int] = []
+    make = Engine.__init__
+
+    def count(self: Engine, *arguments: Any, num_blocks: int, **options: Any) -> None:
+        pools.append(num_blocks)
+        make(self, *arguments, num_blocks=num_blocks, **options)
+
+    monkeypatch.setattr(Engine, "__init__", count)
     run = run_real(make_trace([0, 1], [2]), SMALL_REAL_RUN)
     assert [check.verdict for check in run.checks[1:3]] == ["SKIP", "SKIP"]
-    assert run.runs[1].num_blocks == 3, "the longest request alone"
+    assert pools == [12, 3, 3, 3], "the longest request alone; nothing in between was compiled"
 
 
 def test_no_request_is_short_enough() -> None:
