@@ -57,7 +57,7 @@ class RealRunConfig:
     Attributes:
         max_requests: requests taken from the trace.
         max_model_len: longest prompt and output, in scaled tokens; longer requests are left out.
-        tight_num_blocks: the small pool, or the first of several to try; never less than one request.
+        tight_num_blocks: the small pool, or the first of several to try; it holds any one request.
         host_num_blocks: of the host tier under it, with room for all that is written out.
         token_budget, max_running: of the engine; each power of two up to them is a program to
             compile, which takes longer than the run.
