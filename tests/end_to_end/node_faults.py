@@ -93,7 +93,7 @@ class Pair:
         secret = self.processes.secret
         self.desk_channel = stack.enter_context(closing(ZmqChannel(DESK, epoch=1, secret=secret)))
         self.nodes = RemoteNodes(
-            self.desk_channel, block_size=SIZES["block_size"], silence_s=SILENCE_S, max_attempts=20
+            self.desk_channel, block_size=SIZES["block_size"], silence_s=SILENCE_S, max_attempts=999
         )
         # First, because JAX's cache of programs is not made for two that compile the same at once.
         self.engine = self._make_engine(stack)

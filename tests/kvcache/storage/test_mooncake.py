@@ -106,7 +106,8 @@ def test_a_value_that_has_no_room_is_refused(mooncake: MooncakeServer) -> None:
             put(backend, KEYS[1], bytes(300 * MIB))  # the memory has 256
         assert str(caught.value) == f"writing was refused by the server: {caught.value.reply}"
         assert caught.value.reply.startswith("code -")
-        assert get(backend, KEYS[0], 3) == (3, [b"abc"])
+        # To make room, the master forgets some of what it has, in its own time.
+        assert get(backend, KEYS[0], 3) in ((3, [b"abc"]), (None, [bytes(3)]))
 
 
 def test_a_server_that_never_answers() -> None:

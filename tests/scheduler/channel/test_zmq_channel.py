@@ -22,6 +22,8 @@ from radixkv.scheduler.channel import (
 from radixkv.scheduler.channel.frames import MAX_BYTES, seal
 from radixkv.scheduler.handoff import Abort, Ack, Head
 
+from ...ports import reserved_port
+
 SECRET = Secret(b"a secret that is long enough")
 LATE_S = 30.0
 
@@ -72,23 +74,19 @@ def test_messages_come_in_order_with_their_sender(opened: Open, secret: Secret |
 
 
 def test_messages_wait_for_a_peer_that_is_not_there_yet(opened: Open) -> None:
-    gone = opened("d")
-    address = gone.address
-    gone.close()
-    p = opened("p")
-    p.connect("d", address)
-    assert p.send("d", ack())
-    d = opened("d", 2, bind=address)
-    assert next_packets(d)[0].message == ack()
+    with reserved_port() as port:
+        p = opened("p")
+        p.connect("d", f"127.0.0.1:{port}")
+        assert p.send("d", ack())
+        d = opened("d", 2, bind=f"127.0.0.1:{port}")
+        assert next_packets(d)[0].message == ack()
 
 
 def test_a_full_queue_drops_and_says_so(opened: Open) -> None:
-    gone = opened("d")
-    address = gone.address
-    gone.close()
     p = opened("p")
-    p.connect("d", address)
-    sent = [p.send("d", ack()) for _ in range(1100)]
+    with reserved_port() as port:  # nobody listens there
+        p.connect("d", f"127.0.0.1:{port}")
+        sent = [p.send("d", ack()) for _ in range(1100)]
     assert sent == [True] * 1000 + [False] * 100
     assert (p.stats().sent, p.stats().unsent) == (1000, 100)
 

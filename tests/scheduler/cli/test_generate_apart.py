@@ -22,6 +22,8 @@ from radixkv.scheduler.errors import NodesMissingError
 from radixkv.scheduler.handoff.client_messages import DESK
 from radixkv.scheduler.models import make_tiny_checkpoint
 
+from ...ports import reserved_port
+
 EPOCHS = count(1)
 PREFIX = list(range(1, 13))
 SIZE = ["--device-blocks", 10]
@@ -217,7 +219,7 @@ def wait_for(desk: ZmqChannel, *statuses: NodeStatus) -> str:
             node = stack.enter_context(closing(ZmqChannel(f"node-{place}", epoch=next(EPOCHS))))
             node.connect(DESK, desk.address)
             node.send(DESK, status)
-        nodes = RemoteNodes(desk, block_size=4)
+        nodes = RemoteNodes(desk, block_size=4, silence_s=60.0)
         while len(nodes.nodes) < len(statuses):
             nodes.step()
         with pytest.raises((BadInputError, NodesMissingError)) as error:
@@ -233,7 +235,7 @@ def test_a_desk_says_that_nodes_have_another_secret() -> None:
     ):
         node.connect(DESK, desk.address)
         node.send(DESK, NodeStatus("prefill", "127.0.0.1:1", "jax", 4, 64))
-        assert desk.wait(10.0)
+        assert desk.wait(60.0)
         assert wait_for(desk) == (
             "after 0 s there are 0 of 1 prefill nodes and 0 of 1 decode nodes; dropped messages: 1 "
             "not signed with the secret of this node"
@@ -253,19 +255,32 @@ def test_a_desk_says_which_nodes_it_lacks_or_refuses() -> None:
 def test_a_desk_ends_when_the_only_nodes_are_gone(
     radixkv: Any, arguments: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generate_apart, "_SILENCE_S", 0.2)
-    with closing(ZmqChannel("probe", epoch=1)) as probe:
-        address = probe.address  # free again in a moment
+    made: list[RemoteNodes] = []
+    now = 0.0
+
+    def clock() -> float:
+        """Time passes as soon as both nodes have come."""
+        nonlocal now
+        if now > 0 or (made and len(made[0].nodes) == 2):
+            now += 10.0
+        return now
+
+    def make(*positional: Any, **options: Any) -> RemoteNodes:
+        made.append(RemoteNodes(*positional, clock=clock, **options))
+        return made[0]
+
+    monkeypatch.setattr(generate_apart, "RemoteNodes", make)
     with ExitStack() as stack:
+        address = f"127.0.0.1:{stack.enter_context(reserved_port())}"
         for role in ("prefill", "decode"):
             node = stack.enter_context(closing(ZmqChannel(f"{role}-0", epoch=1)))
             node.connect(DESK, address)  # what is sent waits for the desk
             node.send(DESK, NodeStatus(role, node.address, "jax", 4, 64))
-        outcome = radixkv(*arguments, "--disaggregate", "--desk", address, "--timeout-s", 0.5)
+        outcome = radixkv(*arguments, "--disaggregate", "--desk", address, "--timeout-s", 60)
     assert outcome == (
         1,
         "",
-        "radixkv: prefill-0 has not been heard of for 0.5 s, and no other prefill node serves\n",
+        "radixkv: prefill-0 has not been heard of for 60 s, and no other prefill node serves\n",
     )
 
 

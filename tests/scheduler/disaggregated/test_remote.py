@@ -16,20 +16,22 @@ from radixkv.scheduler.handoff.client_messages import DESK
 from radixkv.scheduler.handoff.remote_desk import RemoteDesk
 from radixkv.scheduler.request import Request
 
+from ...ports import reserved_port
 from .air import Deployment
 
+LATE_S = 60.0  # nothing ends by it
 NUM_REQUESTS = 1100  # more than the queue of 1000 holds
 
 
 def test_what_a_full_queue_refuses_is_sent_again() -> None:
     ticks = count()
-    with closing(ZmqChannel("probe", epoch=1)) as probe:
-        elsewhere = probe.address  # free again in a moment
     with (
+        reserved_port() as port,
         closing(ZmqChannel(DESK, epoch=1)) as desk,
         closing(ZmqChannel("p", epoch=1)) as p,
         closing(ZmqChannel("d", epoch=1)) as d,
     ):
+        elsewhere = f"127.0.0.1:{port}"  # nobody listens there yet
         nodes = RemoteNodes(
             desk, block_size=4, silence_s=1e9, request_s=1e9, clock=lambda: next(ticks)
         )
@@ -80,7 +82,7 @@ def test_a_request_that_no_message_can_carry_fails_alone() -> None:
             "tenant": "RunPrefill: namespace: has 5000 bytes, the limits are 0 to 4096",
         }
         assert nodes.num_open == 1
-        assert p.wait(10.0)
+        assert p.wait(LATE_S)
         assert any(isinstance(packet.message, RunPrefill) for packet in p.receive())
 
 
@@ -100,7 +102,7 @@ def test_what_an_earlier_desk_asked_for_is_no_answer() -> None:
     with closing(ZmqChannel("p", epoch=1)) as p, closing(ZmqChannel("d", epoch=1)) as d:
         for epoch in (1, 2):
             with closing(ZmqChannel(DESK, epoch=epoch)) as desk:
-                nodes = RemoteNodes(desk, block_size=4)
+                nodes = RemoteNodes(desk, block_size=4, silence_s=LATE_S)
                 for role, node in (("prefill", p), ("decode", d)):
                     node.connect(DESK, desk.address)
                     node.send(DESK, NodeStatus(role, node.address, "jax", 4, 64))  # type: ignore[arg-type]
@@ -109,7 +111,7 @@ def test_what_an_earlier_desk_asked_for_is_no_answer() -> None:
                 request = Request("same", [1, 2, 3], 1)
                 nodes.add_request(request)
                 nodes.step()
-                assert p.wait(10.0)
+                assert p.wait(LATE_S)
                 [run] = [packet.message for packet in p.receive()]
                 assert isinstance(run, RunPrefill)
                 keys.append(run.key)
