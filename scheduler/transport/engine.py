@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from .base import Fault
-from .tickets import Descriptor, PayloadArray
+from .tickets import Descriptor, PayloadArray, digest_arrays
 
 
 class PullError(Exception):
@@ -65,11 +65,15 @@ class EnginePull(ABC):
     def advance(self) -> int:
         """Have it go on; return how many of the arrays, from the first, have arrived for good.
 
-        It may return after each piece, so that one is digested while the next is on its way.
+        It may return after each piece.
 
         Raises:
             PullError: if it has failed.
         """
+
+    def digests(self, start: int, stop: int) -> Sequence[bytes]:
+        """Return the digests of some arrays that have arrived, as by `digest_arrays`."""
+        return digest_arrays(self.arrays[start:stop])
 
     @abstractmethod
     def free(self) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from ..handoff.messages import Key, Ticket
@@ -41,7 +40,7 @@ class PartPull:
         deadline: by the monotonic clock.
         running: None until there is room for it.
         num_arrived: how many arrays.
-        digests: of all of those, or of all but the last of them.
+        digests: of those.
     """
 
     wire: WireTicket
@@ -49,7 +48,7 @@ class PartPull:
     deadline: float
     running: EnginePull | None = None
     num_arrived: int = 0
-    digests: list[Future[tuple[bytes, ...]]] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
 
 
 class EngineWork:
@@ -66,8 +65,6 @@ class EngineWork:
         self._received: dict[Ticket, EnginePull] = {}
         self._events: list[Event] = []
         self._tended_at = 0.0
-        # Of its own, because a read and a digest take one processor each, and neither the GIL.
-        self._digesting = ThreadPoolExecutor(1, "radixkv-digests")
 
     @property
     def num_offers(self) -> int:
@@ -127,7 +124,6 @@ class EngineWork:
         for pull in self._pulls.values():
             if pull.running is not None:
                 pull.running.abandon()
-        self._digesting.shutdown(cancel_futures=True)
         self.engine.close()
 
     # What goes on
@@ -219,19 +215,13 @@ class EngineWork:
         return pull.num_arrived > num_arrived
 
     def _take_in(self, pull: PartPull, running: EnginePull) -> None:
-        """Digest what has arrived since the last time, beside what is still to come.
+        """Take in what has arrived since the last time.
 
         Raises:
             PullError: if the pull has failed, or all is here and some of it is not what it was.
         """
         num_arrived = running.advance()
-        new = running.arrays[pull.num_arrived : num_arrived]
+        pull.digests += running.digests(pull.num_arrived, num_arrived)
         pull.num_arrived = num_arrived
-        if num_arrived < len(running.arrays):
-            if new:
-                pull.digests.append(self._digesting.submit(digest_arrays, new))
-            return
-        last = digest_arrays(new)
-        digests = [digest for earlier in pull.digests for digest in earlier.result()]
-        if (*digests, *last) != pull.wire.digests:
+        if num_arrived == len(running.arrays) and tuple(pull.digests) != pull.wire.digests:
             raise PullError(Fault.CORRUPT, "not the bytes that were offered")

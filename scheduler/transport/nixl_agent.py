@@ -17,6 +17,9 @@ from .staging import Run, StagingPool
 
 INSTALL: Final = "pip install --no-deps nixl-cu12"
 
+NUM_READERS: Final = 2
+"""Threads that may read at a time."""
+
 _PACKAGES: Final = ("nixl", "nixl_cu12", "nixl_cu13")
 
 
@@ -58,8 +61,13 @@ class NixlAgent:
         self._peers: dict[bytes, str] = {}  # names by metadata
         try:
             # NIXL's own thread would take a processor all the time, and then TCP is slower.
-            config = api.nixl_agent_config(enable_prog_thread=False)
+            config = api.nixl_agent_config(
+                enable_prog_thread=False,
+                backends=[],
+                sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW,
+            )
             self.nixl: Any = api.nixl_agent(self._name, config)
+            self.nixl.create_backend("UCX", {"num_workers": str(NUM_READERS)})
             memory = [(self.address, staging_bytes, 0, "")]
             self._registered: Any = self.nixl.register_memory(memory, "DRAM")
             self.metadata: bytes = self.nixl.get_agent_metadata()
@@ -75,7 +83,7 @@ class NixlAgent:
         handle = self.make_read(prepared, 0, self._name)
         self.post(handle)
         while self.is_running(handle):
-            pass
+            self.heard()  # which has all of NIXL's workers go on
         if not self.pool.memory[half : 2 * half].all():
             raise RuntimeError("a read of its own memory gave other bytes")
         self.release(handle)
@@ -183,7 +191,8 @@ class NixlAgent:
 
     def _lost(self, peer: str, error: Exception) -> PullError:
         """Have an agent that could not be read made known again the next time."""
-        self._peers = {metadata: name for metadata, name in self._peers.items() if name != peer}
+        for metadata in [each for each, name in list(self._peers.items()) if name == peer]:
+            self._peers.pop(metadata, None)  # it may be the helper's call
         return _pull_error(error)
 
 

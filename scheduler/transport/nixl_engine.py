@@ -13,33 +13,38 @@ the read was to go. (Measured on 1.5.1: 97 to 99 % of 500 MiB, after "released".
   back then: so that a prompt may be larger than staging memory. It does not always, as the next
   read waits until P has heard it.
 
-A part is read by several requests, so that what one has brought is digested while the next brings
-more. Over shared memory NIXL copies within the call that posts a request, so the next is posted
-after that; where it copies behind our back, as over RDMA and TCP, all are posted at once.
+A part is read by several requests. Where NIXL copies behind our back, as over RDMA and TCP, all are
+posted at once. Over shared memory it copies within the call that posts one, on the caller's
+processor: then a helper, if there is a processor for it, reads beside the transport's thread. Each
+takes the next request, and digests what it has brought while that is in its cache.
 
 An agent's metadata, which peers need to reach it, comes with each route.
 """
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import struct
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 from .base import Fault
 from .engine import Engine, EngineOffer, EnginePull, PullError
-from .nixl_agent import NixlAgent, Prepared
-from .staging import Run, Slot, cut_slot, slot_bytes
-from .tickets import ArraySpec, Descriptor, PayloadArray
+from .nixl_agent import NUM_READERS, NixlAgent, Prepared
+from .staging import Slot, cut_slot, slot_bytes
+from .tickets import ArraySpec, Descriptor, PayloadArray, digest_arrays
 
 NAME: Final = "nixl"
 
 _WORD_BYTES: Final = 8
 _NO_WORD: Final = bytes(_WORD_BYTES)
+_NO_DIGEST: Final = b""
 _PLACE: Final = struct.Struct(f"<Q{_WORD_BYTES}s")  # its address, and what D says when it is read
-_READ_BYTES: Final = 8 << 20
+_READ_BYTES: Final = 4 << 20
+_HELP_S: Final = 1e-3
 _SERVING_TEND_S: Final = 1e-3
 _IDLE_TEND_S: Final = 5e-2  # for reads of what was withdrawn meanwhile
 _MAX_METADATA_BYTES: Final = 64 << 10
@@ -48,7 +53,11 @@ _NEVER_FREED: Final[list[object]] = []
 
 
 class NixlEngine(Engine):
-    """Serves what is copied into its staging memory, and reads others' into it."""
+    """Serves what is copied into its staging memory, and reads others' into it.
+
+    Attributes:
+        helper: a thread that reads beside the transport's own.
+    """
 
     name = NAME
     copies_offers = True
@@ -69,6 +78,7 @@ class NixlEngine(Engine):
         self._num_offers = 0
         self._read_by: dict[bytes, NixlOffer] = {}  # some offers, by what D says when it has read
         self._quarantine: list[NixlPull] = []
+        self.helper = ThreadPoolExecutor(NUM_READERS - 1, "radixkv-helper")
 
     @property
     def quarantined_bytes(self) -> int:
@@ -118,6 +128,7 @@ class NixlEngine(Engine):
 
     def close(self) -> None:
         """See `Engine.close`."""
+        self.helper.shutdown(wait=False, cancel_futures=True)
         self.tend()
         if self._quarantine:
             _NEVER_FREED.append((self._agent, self._quarantine))
@@ -180,44 +191,70 @@ class NixlPull(EnginePull):
         self._remote = remote
         self._word = word
         self._runs = cut_slot(specs, _READ_BYTES)
-        self._prepared: Prepared | None = None
-        self._num_posted = 0
-        self._posted: deque[tuple[Run, Any]] = deque()  # with their handles, and not ended
+        self._waiting = deque(range(len(self._runs)))  # reads that neither thread has begun
+        self._running: dict[int, Any] = {}  # handles of reads that may still write
+        self._found: list[bytes] = [_NO_DIGEST] * len(specs)  # digests of what has arrived
         self._num_arrived = 0
+        self._prepared: Prepared | None = None
+        self._helping: Future[None] | None = None
 
     def advance(self) -> int:
         """See `EnginePull.advance`."""
-        is_here_at_once = False
-        while self._num_posted < len(self._runs) and not is_here_at_once:
-            is_here_at_once = self._post_next()
-        while self._posted and not self._agent.is_running(self._posted[0][1]):
-            self._end_first()
+        if self._prepared is None:
+            place = self._remote, self.slot.start
+            self._prepared = self._agent.prepare(self._peer, *place, self._runs)
+        while self._waiting and not self._read_next(self._prepared):
+            pass
+        if self._waiting and self._helping is None:
+            self._helping = self._engine.helper.submit(self._help, self._prepared)
+        if not self._waiting and self._helping is not None and not self._helping.cancel():
+            with contextlib.suppress(TimeoutError):
+                self._helping.result(_HELP_S)
+        for number, handle in list(self._running.items()):
+            if not self._agent.is_running(handle):
+                self._end(number, self._running.pop(number))
+        while self._num_arrived < len(self._found) and self._found[self._num_arrived]:
+            self._num_arrived += 1
         return self._num_arrived
 
-    def _post_next(self) -> bool:
-        """Begin to read some more arrays; return whether they are here already."""
-        if self._prepared is None:
-            self._prepared = self._agent.prepare(
-                self._peer, self._remote, self.slot.start, self._runs
-            )
-        number = self._num_posted
-        handle = self._agent.make_read(self._prepared, number, self._peer)
-        self._posted.append((self._runs[number], handle))
-        self._num_posted += 1
-        if self._agent.post(handle, self._peer):
+    def _read_next(self, prepared: Prepared) -> bool:
+        """Begin the next read, if there is one; return whether it has ended at once."""
+        try:
+            number = self._waiting.popleft()
+        except IndexError:  # the other thread was quicker
             return False
-        if len(self._posted) == 1:  # not asked again: that takes as long as to post
-            self._end_first()
-        return True
+        handle = self._agent.make_read(prepared, number, self._peer)
+        may_write = True
+        try:
+            may_write = self._agent.post(handle, self._peer)
+        finally:
+            if may_write:
+                self._running[number] = handle
+        if not may_write:  # not asked again: that takes as long as to post
+            self._end(number, handle)
+        return not may_write
 
-    def _end_first(self) -> None:
-        run, handle = self._posted.popleft()
+    def _help(self, prepared: Prepared) -> None:
+        """Read beside the transport's thread; the helper."""
+        while self._waiting:
+            self._read_next(prepared)
+
+    def _end(self, number: int, handle: Any) -> None:
+        """Digest what a read has brought, while it is in a cache."""
         self._agent.release(handle)
-        self._num_arrived = run.stop_array
+        start = self._runs[number - 1].stop_array if number else 0
+        stop = self._runs[number].stop_array
+        self._found[start:stop] = digest_arrays(self.arrays[start:stop])
+
+    def digests(self, start: int, stop: int) -> Sequence[bytes]:
+        """See `EnginePull.digests`."""
+        return self._found[start:stop]
 
     def has_ended(self) -> bool:
         """Whether nothing is written any more, unless it advances."""
-        return not any(self._may_write(handle) for _, handle in self._posted)
+        if self._helping is not None and not self._helping.done():
+            return False
+        return not any(self._may_write(handle) for handle in self._running.values())
 
     def _may_write(self, handle: Any) -> bool:
         try:
@@ -227,7 +264,7 @@ class NixlPull(EnginePull):
 
     def free(self) -> None:
         """See `EnginePull.free`."""
-        for _, handle in self._posted:
+        for handle in self._running.values():
             self._agent.release(handle)
         if self._prepared is not None:
             self._agent.forget(self._prepared)
@@ -237,4 +274,5 @@ class NixlPull(EnginePull):
 
     def abandon(self) -> None:
         """See `EnginePull.abandon`."""
+        self._waiting.clear()  # so that the helper begins nothing more
         self._engine._quarantine.append(self)

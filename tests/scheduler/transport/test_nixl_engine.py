@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from threading import Event, current_thread
 
 import numpy as np
 import pytest
@@ -15,17 +16,21 @@ from radixkv.scheduler.transport import (
     Received,
     Withdrawn,
     describe,
+    nixl_engine,
 )
+from radixkv.scheduler.transport.nixl_agent import NixlAgent
 from radixkv.scheduler.transport.nixl_engine import NixlEngine
 from radixkv.scheduler.transport.threaded import ThreadedTransport
 
-from .conformance import KEY, LATE_S, EngineConformance, Pair, arrays, offer, ticket, wait
+from .conformance import KEY, LATE_S, EngineConformance, Pair, arrays, equal, offer, ticket, wait
 
 STAGING_BYTES = 1 << 20
 
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    """Two agents that read each array by a request of its own, so that both threads read."""
+    monkeypatch.setattr(nixl_engine, "_READ_BYTES", 1)
     ends = Pair(*[ThreadedTransport(NixlEngine(STAGING_BYTES)) for _ in range(2)])
     yield ends
     for end in ends:
@@ -75,3 +80,35 @@ def test_a_part_that_is_larger_than_d_s_staging_memory_is_not_pulled(pair: Pair)
     reason = f"it has {num_bytes} bytes, and staging memory has 4096 (staging_bytes)"
     assert (failed.fault, failed.reason) == (Fault.TOO_LARGE, reason)
     small.close()
+
+
+def test_what_the_helper_reads_keeps_a_pull_that_was_given_up_in_quarantine(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other parts are read without it meanwhile; its slot is not used until it has ended."""
+    is_reading, may_go_on, post = Event(), Event(), NixlAgent.post
+    is_first = iter([True])  # the helper begins after a read of the transport's thread
+
+    def post_as_shared_memory_does(agent: NixlAgent, handle: object, peer: str = "") -> bool:
+        if current_thread().name.startswith("radixkv-helper"):
+            is_reading.set()
+            assert may_go_on.wait(LATE_S)
+        elif not next(is_first, False):
+            assert is_reading.wait(LATE_S)
+        is_running = post(agent, handle, peer)
+        while is_running:
+            is_running = agent.is_running(handle)
+        return False
+
+    wire, other = offer(pair.prefill), offer(pair.prefill, part=1, seed=1)
+    monkeypatch.setattr(NixlAgent, "post", post_as_shared_memory_does)
+    pair.decode.pull(ticket(), wire, wire.descriptor, timeout_s=LATE_S)
+    assert is_reading.wait(LATE_S)
+    pair.decode.cancel(ticket())
+    assert wait(pair.decode, PullFailed).fault is Fault.CANCELLED
+    pair.decode.pull(ticket(1), other, other.descriptor, timeout_s=LATE_S)
+    assert equal(wait(pair.decode, Received).arrays, arrays(seed=1))
+    assert pair.decode.stats().quarantined_bytes == wire.descriptor.num_bytes
+    may_go_on.set()
+    while pair.decode.stats().quarantined_bytes:
+        assert pair.decode.poll() == []
