@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = build_parser().parse_args(argv)
         status: int = arguments.run(arguments)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # a service may have closed it
+            sys.stdout.flush()
     except SystemExit as stop:  # argparse has printed --help or --version
         return EXIT_OK if stop.code is None else int(stop.code)
     except KeyboardInterrupt:
@@ -68,6 +69,8 @@ def _explain(error: Exception) -> str | None:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, MemoryError):
         return f"not enough memory on this machine: {error}"
+    if type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error):
+        return f"not enough memory on the device: {_one_line(error)}"
     if isinstance(error, BadInputError | OSError):
         return _one_line(error)
     from ..kvcache.errors import RadixKVError  # here, because --help must not load numpy

@@ -81,9 +81,9 @@ class BackendIOError(BackendError):
 class OpenToOthersError(BackendError):
     """Users other than this one may read or write a directory, or own it."""
 
-    def __init__(self, mode: int) -> None:
+    def __init__(self, directory: str, mode: int) -> None:
         super().__init__(
-            f"the directory has mode {mode:04o}, or another owner: it must be for this user alone "
-            "(chmod 700)"
+            f"the directory {directory} has mode {mode:04o}, or another owner: it must be for this "
+            "user alone (chmod 700)"
         )
         self.mode = mode

@@ -72,7 +72,7 @@ class OsFiles:
         except FileExistsError:
             facts = os.stat(path)
             if facts.st_mode & 0o077 or facts.st_uid != os.geteuid():
-                raise OpenToOthersError(stat.S_IMODE(facts.st_mode)) from None
+                raise OpenToOthersError(path, stat.S_IMODE(facts.st_mode)) from None
             return False
         return True
 

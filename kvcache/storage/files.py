@@ -82,12 +82,13 @@ class FileBackend:
         self._numbers = count()
         # The names of a bucket are changed by one thread at a time, which holds one of these.
         self._stripes = [Lock() for _ in range(_NUM_STRIPES)]
-        with _typed("opening the directory"):
+        with _typed(f"opening the directory {self.directory}"):
             self._files.make_directory(self.directory)
             try:
                 self._lock_file = self._files.lock(f"{self.directory}/lock")
             except BlockingIOError:
-                raise StorageInUseError("another process has the directory open") from None
+                message = f"another process has the directory {self.directory} open"
+                raise StorageInUseError(message) from None
             try:
                 self._recover()
             except BaseException:

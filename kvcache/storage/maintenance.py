@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 from collections import Counter
 from dataclasses import dataclass, replace
-from os.path import isfile
+from os.path import isdir, isfile
 from typing import Final
 
 from .base import Backend, StoredValue
@@ -66,7 +66,8 @@ def open_existing(url: str, options: BackendOptions | None = None) -> Backend:
     directory = directory_of(url)
     if directory is not None:
         if not isfile(f"{directory}/lock"):
-            raise BackendIOError("opening the directory", errno.ENOENT)
+            what = f"{directory}/lock" if isdir(directory) else f"the directory {directory}"
+            raise BackendIOError(f"opening {what}", errno.ENOENT)
         options = replace(options, max_bytes=options.max_bytes or _NO_LIMIT)
     return open_backend(url, options)
 

@@ -23,6 +23,7 @@ class Sealed:
     def __init__(self, backend: Backend) -> None:
         """Wrap a backend, which stays its owner's to close."""
         self.backend = backend
+        self._logged: dict[str, str] = {}  # the error of each kind of call, until one ends well
 
     def load(self, key: bytes, into: Sequence[memoryview]) -> tuple[Status, str]:
         """Fill the buffers with the payload of key.
@@ -35,11 +36,12 @@ class Sealed:
         header = bytearray(HEADER_BYTES)
         try:
             value_bytes = self.backend.get(key, [memoryview(header), *into])
+            self._ended_well("load")
             if value_bytes is None:
                 return Status.MISSING, ""
             fault = check(key, header, into, value_bytes)
         except Exception as error:  # whatever a backend does, the block is FAILED
-            return _failed("load", error)
+            return self._failed("load", error)
         if fault is None:
             return _LOADED
         _log.warning("block %s is corrupt: %s", key.hex(), fault.value)
@@ -57,7 +59,8 @@ class Sealed:
                 return Status.EXISTS, ""
             self.backend.put(key, [memoryview(seal(key, parts)), *parts])
         except Exception as error:
-            return _failed("store", error)
+            return self._failed("store", error)
+        self._ended_well("store")
         return Status.STORED, ""
 
     def lookup(self, keys: Sequence[bytes]) -> tuple[list[Status], str]:
@@ -67,8 +70,9 @@ class Sealed:
             if len(there) != len(keys):
                 raise BackendError(f"{len(there)} answers for {len(keys)} keys")
         except Exception as error:
-            status, name = _failed("lookup", error)
+            status, name = self._failed("lookup", error)
             return [status] * len(keys), name
+        self._ended_well("lookup")
         return [Status.FOUND if found else Status.MISSING for found in there], ""
 
     def touch(self, key: bytes) -> tuple[Status, str]:
@@ -76,17 +80,23 @@ class Sealed:
         try:
             return (Status.TOUCHED if self.backend.touch(key) else Status.MISSING), ""
         except Exception as error:
-            return _failed("touch", error)
+            return self._failed("touch", error)
 
     def delete(self, key: bytes) -> tuple[Status, str]:
         """Return DELETED, MISSING or FAILED."""
         try:
             return (Status.DELETED if self.backend.delete(key) else Status.MISSING), ""
         except Exception as error:
-            return _failed("delete", error)
+            return self._failed("delete", error)
 
+    def _ended_well(self, what: str) -> None:
+        if self._logged:
+            self._logged.pop(what, None)
 
-def _failed(what: str, error: Exception) -> tuple[Status, str]:
-    # The name alone: the text of a client's error may hold a URL with a password.
-    _log.warning("%s failed in the backend: %s", what, type(error).__name__)
-    return Status.FAILED, type(error).__name__
+    def _failed(self, what: str, error: Exception) -> tuple[Status, str]:
+        # The name alone: the text of a client's error may hold a URL with a password.
+        name = type(error).__name__
+        if self._logged.get(what) != name:  # a server that is away fails every block
+            self._logged[what] = name
+            _log.warning("%s failed in the backend: %s; more of these are only counted", what, name)
+        return Status.FAILED, name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import sys
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,7 +159,7 @@ class _Shown:
         """Write JSON where --json says."""
         path = self.arguments.json
         if path == "-":
-            sys.stdout.write(document)
+            print(document, end="")
         elif path is not None:
             Path(path).write_text(document, encoding="utf-8")
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
-from .options import add_size, positive_int, seconds
+from .options import positive_int, seconds
+
+_MOST_JOBS: Final = 256
 
 
 def add_parser(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
@@ -31,12 +33,21 @@ def add_parser(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
     parser.add_argument(
         "--seed", type=int, default=0, metavar="K", help="equal seeds, equal cases (default: 0)"
     )
-    add_size(parser, "--jobs", "processes (default: %(default)s)", default=1)
+    parser.add_argument(
+        "--jobs", type=_jobs, metavar="N", default=1, help="processes (default: %(default)s)"
+    )
     parser.add_argument(
         "--json", metavar="FILE", help="write the finding, or the figures, as JSON; - is stdout"
     )
     parser.add_argument("--svg", metavar="FILE", help="draw the state before the failing step")
     parser.set_defaults(run=run)
+
+
+def _jobs(text: str) -> int:
+    value = positive_int(text)
+    if value > _MOST_JOBS:
+        raise argparse.ArgumentTypeError(f"{value} processes are more than {_MOST_JOBS}")
+    return value
 
 
 def _add_what(parser: argparse.ArgumentParser) -> None:

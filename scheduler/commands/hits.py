@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ..replay.hits import count_hits
+from ..replay.hits import count_hits, num_distinct_blocks
 from ..replay.trace import read_trace
 from .options import host_tier
 from .output import check_destination, emit
@@ -18,7 +18,11 @@ def run(arguments: argparse.Namespace) -> int:
     check_destination(arguments.json)
     host = host_tier(arguments)
     trace = read_trace(Path(arguments.trace), limit=arguments.requests)
-    results = asdict(count_hits(trace, arguments.device_blocks, host))
+    # A tier with room for all blocks there are counts as one of any larger size would.
+    enough = num_distinct_blocks(trace)
+    if host is not None:
+        host = replace(host, num_blocks=min(host.num_blocks, enough))
+    results = asdict(count_hits(trace, min(arguments.device_blocks, enough), host))
     emit(arguments.json, results, lambda: _describe(results))
     return 0
 

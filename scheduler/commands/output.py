@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ def check_destination(file: str | None, option: str = "--json") -> None:
         option: Its name.
 
     Raises:
-        BadInputError: The path is a directory, or its directory does not exist.
+        BadInputError: The path is a directory, its directory does not exist, or it is not ours to
+            write.
     """
     if file in (None, "-"):
         return
@@ -27,6 +29,8 @@ def check_destination(file: str | None, option: str = "--json") -> None:
         raise BadInputError(f"{option} {path}: is a directory")
     if not path.parent.is_dir():
         raise BadInputError(f"{option} {path}: there is no directory {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise BadInputError(f"{option} {path}: may not be written")
 
 
 def emit(json_path: str | None, results: Mapping[str, Any], text: Callable[[], str]) -> None:

@@ -82,7 +82,8 @@ def test_a_directory_that_others_may_use_is_refused(directory: Path) -> None:
     with pytest.raises(OpenToOthersError) as error:
         FileBackend(directory, max_bytes=100)
     assert str(error.value) == (
-        "the directory has mode 0755, or another owner: it must be for this user alone (chmod 700)"
+        f"the directory {directory} has mode 0755, or another owner: it must be for this user "
+        "alone (chmod 700)"
     )
     directory.chmod(0o700)
     FileBackend(directory, max_bytes=100).close()
@@ -90,7 +91,7 @@ def test_a_directory_that_others_may_use_is_refused(directory: Path) -> None:
 
 def test_one_process_at_a_time(directory: Path) -> None:
     backend = FileBackend(directory, max_bytes=100)
-    with pytest.raises(StorageInUseError, match=r"^another process has the directory open$"):
+    with pytest.raises(StorageInUseError, match=r"^another process has the directory /.* open$"):
         FileBackend(directory, max_bytes=100)
     backend.close()
     FileBackend(directory, max_bytes=100).close()
@@ -194,7 +195,7 @@ def test_a_write_that_fails_leaves_nothing(faults: Faults, message: str) -> None
 
 def test_a_start_on_a_broken_disk_is_refused() -> None:
     disk = CrashDisk(lambda _: 0, Faults(sync_fails=1))
-    with pytest.raises(BackendIOError, match=r"^opening the directory failed: EIO "):
+    with pytest.raises(BackendIOError, match=r"^opening the directory /cache failed: EIO "):
         FileBackend("/cache", max_bytes=100, sync="data", files=disk)
     assert disk.handles == {}
 

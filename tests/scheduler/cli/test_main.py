@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jax.errors import JaxRuntimeError
 
 from radixkv.kvcache import OutOfBlocksError
 from radixkv.scheduler import cli
@@ -81,8 +83,9 @@ def test_runs_as_a_module() -> None:
             "argument --requests: expected a positive integer, got 'x'",
         ),
         (["replay", "--what"], "unrecognized arguments: --what"),
+        (["fuzz", "--jobs", "257"], "argument --jobs: 257 processes are more than 256"),
     ],
-    ids=["no command", "no benchmark", "unknown", "zero", "too large", "no number", "no option"],
+    ids=["command", "benchmark", "unknown", "zero", "too large", "no number", "option", "jobs"],
 )
 def test_wrong_usage_is_one_line(radixkv: Any, argv: list[str], complaint: str) -> None:
     outcome = radixkv(*argv)
@@ -115,6 +118,32 @@ def test_a_destination_that_cannot_be_written_is_refused_first(
     assert outcome.stderr.startswith(f"radixkv: --json {tmp_path / name}: {reason}")
 
 
+def test_a_destination_that_may_not_be_written_is_refused_first(
+    radixkv: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Root may write anywhere, and tests may run as root.
+    monkeypatch.setattr(os, "access", lambda path, mode: path not in (tmp_path, tmp_path / "old"))
+    (tmp_path / "old").touch()
+    for name in ("new", "old"):
+        outcome = radixkv("hits", "none", "--device-blocks", 4, "--json", tmp_path / name)
+        message = f"radixkv: --json {tmp_path / name}: may not be written\n"
+        assert outcome == (2, "", message)
+
+
+def test_stdout_may_be_closed(radixkv: Any, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert radixkv("hits", trace, "--device-blocks", 4).status == 0
+
+
+def test_a_tier_larger_than_the_trace_takes_no_more_memory(radixkv: Any, trace: Path) -> None:
+    largest = 2**31 - 1
+    sizes = [("--device-blocks", 1000, "--host-blocks", 1000)]
+    sizes.append(("--device-blocks", largest, "--host-blocks", largest))
+    small, large = (radixkv("hits", trace, *size) for size in sizes)
+    assert large.status == 0
+    assert large == small
+
+
 def _raise(error: BaseException) -> Any:
     def run(arguments: argparse.Namespace) -> int:
         raise error
@@ -127,6 +156,12 @@ def _raise(error: BaseException) -> Any:
     [
         (KeyboardInterrupt(), 130, "radixkv: interrupted\n"),
         (MemoryError("1 TiB"), 2, "radixkv: not enough memory on this machine: 1 TiB\n"),
+        (
+            JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes."),
+            2,
+            "radixkv: not enough memory on the device: RESOURCE_EXHAUSTED: Out of memory "
+            "allocating 99 bytes.\n",
+        ),
         (PermissionError(13, "Permission denied", "f"), 2, "radixkv: f: Permission denied\n"),
         (
             OutOfBlocksError(3, 2),
@@ -134,7 +169,7 @@ def _raise(error: BaseException) -> Any:
             "radixkv: needs 3 blocks, but only 2 are free or evictable\n",
         ),
     ],
-    ids=["interrupt", "memory", "file", "refusal"],
+    ids=["interrupt", "memory", "device memory", "file", "refusal"],
 )
 def test_errors_of_a_command_are_one_line(
     radixkv: Any,

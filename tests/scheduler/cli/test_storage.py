@@ -186,12 +186,13 @@ def test_a_server_that_never_answers(radixkv: Any) -> None:
 def test_a_directory_that_another_process_has_open(radixkv: Any, directory: Path) -> None:
     with closing(FileBackend(directory, max_bytes=1000)):
         outcome = radixkv("storage", "ls", directory.as_uri())
-    assert outcome == (2, "", "radixkv: another process has the directory open\n")
+    assert outcome == (2, "", f"radixkv: another process has the directory {directory} open\n")
 
 
 def test_a_directory_that_is_not_there_is_not_made(radixkv: Any, tmp_path: Path) -> None:
     outcome = radixkv("storage", "ls", (tmp_path / "none").as_uri())
-    message = "radixkv: opening the directory failed: ENOENT (No such file or directory)\n"
+    what = f"opening the directory {tmp_path / 'none'}"
+    message = f"radixkv: {what} failed: ENOENT (No such file or directory)\n"
     assert outcome == (2, "", message)
     assert list(tmp_path.iterdir()) == []
 
@@ -228,7 +229,7 @@ def test_a_missing_extra(
         (["gc", "--max-bytes", "1g", "memory://"], "expected a positive number of bytes, got '1g'"),
         (["gc", "--max-bytes", "1", "--all", "memory://"], "argument --all: not allowed with"),
         (["ls", "memory://", "--timeout-s", "0"], "--timeout-s must be positive"),
-        (["ls", "file:///x", "--timeout-s", "1"], "opening the directory failed: ENOENT"),
+        (["ls", "file:///x", "--timeout-s", "1"], "opening the directory /x failed: ENOENT"),
         (["ls", "memory://", "--timeout-s", "1"], "memory:// has no option timeout_s"),
         (["ls", "redis://h", "--ca-file", "/none"], "--ca-file /none: is not a file"),
         (
