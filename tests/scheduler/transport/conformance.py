@@ -32,7 +32,7 @@ from radixkv.scheduler.transport import (
 KEY = ("r1", 1)
 SOON_S = 0.4
 """The deadline of a pull that must not succeed."""
-LATE_S = 30.0
+LATE_S = 60.0
 """Of all else; no test waits for it."""
 
 T = TypeVar("T")
@@ -81,7 +81,7 @@ def wait(transport: Transport, kind: type[T], events: list[Event] | None = None)
 
 def offer(transport: Transport, part: int = 0, seed: int = 0, ttl_s: float = LATE_S) -> WireTicket:
     """Offer a part, and return its wire ticket."""
-    offered = arrays(seed)
+    offered = jax.block_until_ready(arrays(seed))  # it waits for nothing, however short its life
     transport.offer(ticket(part), offered, describe(offered, num_blocks=3), ttl_s=ttl_s)
     return wait(transport, Offered).wire
 

@@ -34,23 +34,32 @@ def never(engine: JaxEngine) -> JaxPull:
     return engine.begin(engine.address, secrets.randbits(63), [ArraySpec((1,), "int8")])
 
 
-def wait_for_withdrawal(engine: JaxEngine) -> None:
+def withdraw_what_is_pulled(engine: JaxEngine, *, serves: bool) -> None:
+    """Withdraw an offer that cannot be pulled any more, as D has begun to.
+
+    Its time is over when the engine has had all the time that it needs to serve its own node.
+    """
     offer = engine.offer([jnp.zeros(4)])
-    offer.number = secrets.randbits(63)  # D has begun to pull it: it can be pulled no more
+    offer.number = secrets.randbits(63)
     offer.withdraw(was_read=False)
-    while not offer.is_withdrawn():
+    offer._own_until = float("inf")
+    assert offer._probe is not None
+    while serves and not offer._probe.has_ended():
         time.sleep(1e-3)
+    assert not offer.is_withdrawn()
+    offer._own_until = 0.0
+    assert offer.is_withdrawn()
 
 
 def test_a_server_that_serves_nobody_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, reader = JaxEngine(), JaxEngine()
     address = engine.address
-    wait_for_withdrawal(engine)
-    assert engine.address == address  # it serves its own node
+    withdraw_what_is_pulled(engine, serves=True)
+    assert engine.address == address
     old = engine.offer([jnp.zeros(4)])
     with monkeypatch.context() as patch:
         patch.setattr(JaxEngine, "probe", never)
-        wait_for_withdrawal(engine)
+        withdraw_what_is_pulled(engine, serves=False)
     assert engine.address != address
     old.withdraw(was_read=False)
     assert old.is_withdrawn()  # it went with its server
