@@ -1,9 +1,10 @@
 """Print how fast parts of a prompt go from one process to another, beside the bare engine.
 
 Run:
-    python benchmarks/transports.py [--rounds 15] [--transports inprocess jax nixl]
+    python benchmarks/transports.py [--rounds 15] [--transports inprocess jax nixl nixl-tcp]
 
 A part is 32 blocks of 2 MiB. One process offers it, this one pulls it; both are on this machine.
+NIXL reads the other's memory there; `nixl-tcp` is what it does where it may use TCP only.
 In each round, one after the other:
 
     bare       the engine alone, as its documentation uses it: a connection or handle, no copy into
@@ -49,12 +50,14 @@ from radixkv.scheduler.transport import (
 from radixkv.scheduler.transport.engine import Engine
 from radixkv.scheduler.transport.threaded import ThreadedTransport
 
+TRANSPORTS = ("inprocess", "jax", "nixl", "nixl-tcp")
 MIB = 1 << 20
 BLOCKS = (32, 2 * MIB)
 SMALL = (1, 4096)
 STAGING_BYTES = 256 * MIB
 HOUR_S = 3600.0
 _WARM_UP_ROUNDS = 3
+_POLL_S = 2e-4  # a node's loop looks once a millisecond; much oftener would slow the transport down
 
 
 def new_engine(name: str) -> Engine:
@@ -123,7 +126,7 @@ def pull_s(transport: Transport, wire: WireTicket) -> float:
     begun = time.perf_counter()
     transport.pull(wire.ticket, wire, wire.descriptor, timeout_s=60)
     while not (events := transport.poll()):
-        time.sleep(5e-5)
+        time.sleep(_POLL_S)
     seconds = time.perf_counter() - begun
     (event,) = events
     assert isinstance(event, Received), event
@@ -174,6 +177,8 @@ def measure(name: str, rounds: int) -> list[str]:
     """The row of one transport."""
     if name == "inprocess":
         return measure_in_process(rounds)
+    if name == "nixl-tcp":
+        return measure_over_tcp(rounds)
     times: dict[tuple[str, tuple[int, int]], list[float]] = defaultdict(list)
     guarded = ThreadedTransport(new_engine(name))
     engine = new_engine(name)
@@ -213,11 +218,20 @@ def measure_in_process(rounds: int) -> list[str]:
     return ["inprocess", "no copy", whole, "", f"{median(small) * 1e3:.2f} ms"]
 
 
+def measure_over_tcp(rounds: int) -> list[str]:
+    """The row of NIXL where it may use TCP only: of a process that has not loaded it yet."""
+    command = [sys.executable, __file__, "--transports", "nixl", "--rounds", str(rounds)]
+    environment = os.environ | {"UCX_TLS": "tcp"}
+    ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    row = ran.stdout.splitlines()[-1]
+    return ["nixl-tcp", *row.strip("| ").split(" | ")[1:]]
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--transports", nargs="+", default=["inprocess", "jax", "nixl"])
+    parser.add_argument("--transports", nargs="+", default=TRANSPORTS)
     parser.add_argument("--serve", metavar="TRANSPORT", help="be the other process")
     options = parser.parse_args()
     if options.serve:
