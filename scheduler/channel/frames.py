@@ -41,7 +41,8 @@ _MAX_SENDERS: Final = 1000
 class Dropped(enum.Enum):
     """Why a frame was not taken in."""
 
-    NO_FRAME = "not a frame of this version"
+    NO_FRAME = "not a frame"
+    OTHER_VERSION = "of another version"
     BAD_MAC = "not signed with the secret of this node"
     NO_MESSAGE = "not a message"
     NOT_FOR_US = "for another node"
@@ -69,29 +70,37 @@ def seal(packet: Packet, secret: Secret | None) -> bytes:
 
 
 class FrameReader:
-    """Takes in frames for one node, each once."""
+    """Takes in frames for one node, each once.
+
+    Attributes:
+        other_versions: of the frames that were signed as ours are, and are not of our version.
+    """
 
     def __init__(self, receiver: str, secret: Secret | None) -> None:
         """Start, knowing no sender."""
         self._receiver = receiver
         self._secret = secret
+        self.other_versions: set[int] = set()
         self._last: dict[str, tuple[int, int]] = {}  # epoch and sequence, by sender
 
     def open(self, frame: bytes) -> Packet:
         """Return the packet of a frame.
 
         Raises:
-            DroppedError: for what is not to be taken in; nothing was changed.
+            DroppedError: for what is not to be taken in; nothing else was changed.
         """
-        if len(frame) > MAX_BYTES or len(frame) < HEADER_BYTES or not frame.startswith(_PREFIX):
+        if len(frame) > MAX_BYTES or len(frame) < HEADER_BYTES or not frame.startswith(_MAGIC):
             raise DroppedError(Dropped.NO_FRAME)
-        mac, body = frame[len(_PREFIX) : HEADER_BYTES], frame[HEADER_BYTES:]
+        prefix, mac, body = frame[:5], frame[5:HEADER_BYTES], frame[HEADER_BYTES:]
         if self._secret is None:
             is_signed = mac == _NO_MAC
         else:
-            is_signed = self._secret.verifies(mac, _PREFIX + body)
+            is_signed = self._secret.verifies(mac, prefix + body)
         if not is_signed:
             raise DroppedError(Dropped.BAD_MAC)
+        if prefix != _PREFIX:
+            self.other_versions.add(prefix[-1])
+            raise DroppedError(Dropped.OTHER_VERSION)
         try:
             packet = decode(body)
         except DecodeError:

@@ -40,12 +40,14 @@ class ChannelStats:
         sent, received: messages.
         unsent: messages that were dropped because the queue to their peer was full.
         dropped: frames that came and were not taken in, by the reason.
+        other_versions: of those that a node of ours of another version must have sent.
     """
 
     sent: int = 0
     received: int = 0
     unsent: int = 0
     dropped: Counter[Dropped] = field(default_factory=Counter)
+    other_versions: frozenset[int] = frozenset()
 
 
 class ZmqChannel:
@@ -190,7 +192,8 @@ class ZmqChannel:
 
     def stats(self) -> ChannelStats:
         """Return what it has done."""
-        return ChannelStats(self._sent, self._received, self._unsent, self._dropped.copy())
+        others = frozenset(self._reader.other_versions)
+        return ChannelStats(self._sent, self._received, self._unsent, self._dropped.copy(), others)
 
     def close(self) -> None:
         """Close the sockets; what was not sent yet is lost. Calling it again does nothing."""

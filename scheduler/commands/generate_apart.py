@@ -9,6 +9,7 @@ from contextlib import closing
 from typing import Any
 
 from ..channel import Secret, ZmqChannel, load_secret
+from ..channel.frames import VERSION
 from ..disaggregated.processes import NodeProcesses
 from ..disaggregated.remote import RemoteNodes
 from ..errors import NodesMissingError
@@ -120,6 +121,10 @@ def _wait_for(
             f"{peer} is refused: {node.refusal}"
             for peer, node in nodes.nodes.items()
             if node.refusal
+        ]
+        refused += [
+            f"a node speaks version {version} of the control channel, and this process {VERSION}"
+            for version in sorted(nodes.other_versions)
         ]
         if refused:
             raise BadInputError("; ".join(refused))

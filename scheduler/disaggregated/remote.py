@@ -74,6 +74,11 @@ class RemoteNodes:
         return self._channel.stats().dropped
 
     @property
+    def other_versions(self) -> frozenset[int]:
+        """Versions of the channel that nodes have which cannot be heard because of it."""
+        return self._channel.stats().other_versions
+
+    @property
     def num_open(self) -> int:
         """Requests that have yet to end."""
         return self._desk.num_open

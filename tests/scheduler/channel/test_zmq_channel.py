@@ -112,7 +112,8 @@ def test_hostile_bytes_are_counted_and_dropped(opened: Open) -> None:
     hostile = [
         (b"", Dropped.NO_FRAME),
         (b"\0\0\0\0", Dropped.NO_FRAME),
-        (b"RXKV\x02" + good[0][5:], Dropped.NO_FRAME),
+        (b"RXKV\x02" + good[0][5:], Dropped.BAD_MAC),
+        (b"RXKV\x02" + SECRET.sign(b"RXKV\x02new") + b"new", Dropped.OTHER_VERSION),
         (seal(Packet("p", "d", 1, 9, ack()), None), Dropped.BAD_MAC),
         (good[0][:-1], Dropped.BAD_MAC),
         (good[0][:5] + SECRET.sign(b"RXKV\x01junk") + b"junk", Dropped.NO_MESSAGE),
@@ -130,6 +131,7 @@ def test_hostile_bytes_are_counted_and_dropped(opened: Open) -> None:
     assert [packet.sequence for packet in packets] == [0, 2]
     expected = [reason for _, reason in hostile] + [Dropped.NO_FRAME]
     assert d.stats().dropped == {reason: expected.count(reason) for reason in expected}
+    assert d.stats().other_versions == {2}
 
 
 def test_a_frame_that_is_too_long_ends_its_connection_and_nothing_else(opened: Open) -> None:

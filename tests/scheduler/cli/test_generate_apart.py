@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from radixkv.scheduler.channel import NodeStatus, Secret
+from radixkv.scheduler.channel import NodeStatus, Secret, frames
 from radixkv.scheduler.channel.zmq_channel import ZmqChannel
 from radixkv.scheduler.commands import generate_apart
 from radixkv.scheduler.commands.errors import BadInputError
@@ -240,6 +240,23 @@ def test_a_desk_says_that_nodes_have_another_secret() -> None:
             "after 0 s there are 0 of 1 prefill nodes and 0 of 1 decode nodes; dropped messages: 1 "
             "not signed with the secret of this node"
         )
+
+
+def test_a_desk_refuses_a_node_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, by both versions; but not because of what somebody without the secret sends."""
+    secret = Secret(b"a secret of the test, long enough")
+    with closing(ZmqChannel(DESK, epoch=1, secret=secret)) as desk:
+        for theirs, version, said in [
+            (None, 7, "; dropped messages: 1 not signed with the secret of this node"),
+            (secret, 8, "a node speaks version 8 of the control channel, and this process 1"),
+        ]:
+            with monkeypatch.context() as patch:
+                patch.setattr(frames, "_PREFIX", b"RXKV" + bytes([version]))
+                with closing(ZmqChannel("node-0", epoch=1, secret=theirs)) as node:
+                    node.connect(DESK, desk.address)
+                    node.send(DESK, NodeStatus("prefill", "127.0.0.1:1", "jax", 4, 64))
+                    assert desk.wait(60.0)
+            assert wait_for(desk).endswith(said)
 
 
 def test_a_desk_says_which_nodes_it_lacks_or_refuses() -> None:
