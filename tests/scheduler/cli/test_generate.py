@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from radixkv.scheduler.models import load_config, make_tiny_checkpoint
 
@@ -111,7 +112,6 @@ def test_a_string_without_a_tokenizer_is_refused(
 def test_a_string_is_encoded_by_the_checkpoints_tokenizer(
     radixkv: Any, model_dir: Path, tmp_path: Path
 ) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
     vocab = {"one": 1, "two": 2, "[UNK]": 0}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

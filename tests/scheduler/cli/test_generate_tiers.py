@@ -95,7 +95,6 @@ def test_text_has_the_hits_of_each_tier(
 def test_a_server_that_is_not_there_costs_hits_and_nothing_else(
     radixkv: Any, arguments: list[object], expected: list[list[int]]
 ) -> None:
-    pytest.importorskip("redis")
     # Nobody listens on the port of tcpmux.
     url = "redis://127.0.0.1:1"
     results = run(radixkv, *arguments, "--host-blocks", 32, "--storage", url)
