@@ -5,10 +5,10 @@ Run:
 
 The plain loop writes each value to a temporary name with `os.writev`, renames it, and reads it back
 with `os.readv`: no checksum, no index, no budget. The backend seals and verifies every value. Both
-name their files by key in 256 directories, which are there before, use the same 16 buffers, rows of
-an array like those of the host tier, and run on as many threads as `--threads` says. Reads come
-from the page cache. Nothing is synced unless `--sync data` says so; then the plain loop calls
-`fdatasync` too, before the rename.
+name their files by key in 256 directories, which are there before, use the same buffers, 16 blocks
+of a `HostArrays`, and run on as many threads as `--threads` says. Reads come from the page cache.
+Nothing is synced unless `--sync data` says so; then the plain loop calls `fdatasync` too, before
+the rename.
 
 The two take turns every 64 MiB, so that what else the machine does meets both. A rate is the median
 over all turns; a ratio is the median of the turns' ratios, in brackets their quartiles. On one
@@ -37,8 +37,10 @@ from statistics import median, quantiles
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
+from radixkv.kvcache import HostArrays
 from radixkv.kvcache.storage import FileBackend, OperationId, Sealed, Status, StorageWorkers
 
 SIZES = (256 * 1024, 2 * 1024 * 1024)
@@ -53,12 +55,12 @@ class Values:
     """Keys of one size of values, and buffers for them."""
 
     def __init__(self, size: int, count: int) -> None:
-        """Make count keys, and buffers as `HostArrays` has: rows of one array."""
+        """Make count keys, and fill the buffers."""
         content = np.random.default_rng(0).integers(0, 256, (NUM_BUFFERS, size), np.uint8)
         self.size = size
         self.keys = [sha256(b"%d" % number).digest() for number in range(count)]
-        self.payloads = [memoryview(row) for row in content]
-        self.destinations = [memoryview(row) for row in content.copy()]
+        self.payloads = make_buffers(content)
+        self.destinations = make_buffers(content)
         turn = TURN_BYTES // size
         self.turns = [range(first, min(first + turn, count)) for first in range(0, count, turn)]
 
@@ -276,6 +278,14 @@ def describe(pairs: Sequence[tuple[float, float]]) -> str:
     plain_s, our_s = (median(column) for column in zip(*pairs, strict=True))
     low, middle, high = quantiles([plain / ours for plain, ours in pairs], n=4)
     return f"{1 / plain_s:,.0f} | {1 / our_s:,.0f} | {middle:.2f} [{low:.2f} to {high:.2f}]"
+
+
+def make_buffers(content: npt.NDArray[np.uint8]) -> list[memoryview]:
+    """Return the blocks of a host tier with these bytes."""
+    num_blocks, size = content.shape
+    host = HostArrays(1, num_blocks, 1, 1, size // 2, np.uint8)
+    host.memory[1:] = content
+    return [host.block(number + 1).data for number in range(num_blocks)]
 
 
 def open_files(directory: Path, sync: str) -> FileBackend:

@@ -47,8 +47,8 @@ def seal(key: bytes, payload: Sequence[memoryview]) -> bytes:
     Raises:
         StorageKeyError: if key is not 32 bytes.
     """
-    length = sum(map(len, payload))
-    return _HEADER.pack(MAGIC, VERSION, 0, length, _digest(payload), check_key(key))
+    length, digest = _sum_up(payload)
+    return _HEADER.pack(MAGIC, VERSION, 0, length, digest, check_key(key))
 
 
 def check_header(
@@ -83,9 +83,9 @@ def check(
     key: bytes, header: bytes | bytearray, payload: Sequence[memoryview], value_bytes: int
 ) -> Fault | None:
     """Say what is wrong with a value that was read into header and parts; None if nothing is."""
-    room = sum(map(len, payload))
+    room, digest = _sum_up(payload)
     if value_bytes == HEADER_BYTES + room and header == _HEADER.pack(
-        MAGIC, VERSION, 0, room, _digest(payload), key
+        MAGIC, VERSION, 0, room, digest, key
     ):
         return None
     return check_header(key, header, value_bytes, room) or Fault.CHECKSUM
@@ -99,10 +99,11 @@ def open_sealed(key: bytes, value: bytes | memoryview) -> memoryview | Fault:
     return payload if fault is None else fault
 
 
-def _digest(payload: Sequence[memoryview]) -> bytes:
+def _sum_up(payload: Sequence[memoryview]) -> tuple[int, bytes]:
+    """Return the length and the digest of a payload."""
     if len(payload) == 1:  # at once it is half as long in the processor as in parts
-        return xxhash.xxh3_128_digest(payload[0])
+        return len(payload[0]), xxhash.xxh3_128_digest(payload[0])
     state = xxhash.xxh3_128()
     for part in payload:
         state.update(part)
-    return state.digest()
+    return sum(map(len, payload)), state.digest()

@@ -13,6 +13,8 @@ from .errors import OpenToOthersError
 
 _MOST_PARTS: Final = 1024  # Linux: IOV_MAX
 _TO_READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+_TO_READ_UNNOTED: Final = _TO_READ | getattr(os, "O_NOATIME", 0)
+"""Spares the system to note the time of the first read of a file; macOS has no such flag."""
 _TO_CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _ONE_MORE: Final = memoryview(bytearray(1))
 """Where the byte goes that tells that a file is longer; nobody reads it."""
@@ -65,6 +67,10 @@ class FileApi(Protocol):
 class OsFiles:
     """The system's own files."""
 
+    def __init__(self) -> None:
+        """Begin with the flags that suit files of our own."""
+        self._to_read = _TO_READ_UNNOTED
+
     def make_directory(self, path: str) -> bool:
         """See FileApi."""
         try:
@@ -107,7 +113,10 @@ class OsFiles:
         Three calls of the system, where they do what they nearly always do: each costs, and lets go
         of Python's lock besides.
         """
-        file = os.open(path, _TO_READ)
+        try:
+            file = os.open(path, self._to_read)
+        except PermissionError:
+            file = self._open_noted(path)
         try:
             if len(into) >= _MOST_PARTS:
                 return _read_on(file, into, 0)
@@ -145,6 +154,16 @@ class OsFiles:
     def unlink(self, path: str) -> None:
         """See FileApi."""
         os.unlink(path)
+
+    def _open_noted(self, path: str) -> int:
+        """Open a file that O_NOATIME is refused for, as it is another's; from now on without it.
+
+        Raises:
+            OSError: if it was refused for something else.
+        """
+        file = os.open(path, _TO_READ)
+        self._to_read = _TO_READ
+        return file
 
 
 def write_all(files: FileApi, file: int, parts: Sequence[memoryview]) -> None:

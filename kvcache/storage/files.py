@@ -111,10 +111,12 @@ class FileBackend:
             return None
         except OSError as error:
             raise BackendIOError("reading", error.errno) from error
-        there, stamp_ns = self._index.use(key)
-        if stamp_ns is not None:
+        stamp_ns = self._index.use(key)
+        if stamp_ns is None:  # a write that failed half-way may have left a file
+            return None
+        if stamp_ns:
             self._stamp(key, stamp_ns)
-        return num_bytes if there else None  # a write that failed half-way may have left a file
+        return num_bytes
 
     def put(self, key: bytes, parts: Sequence[memoryview]) -> None:
         """See Backend. Evicts first, as much as is needed.
@@ -149,10 +151,10 @@ class FileBackend:
 
     def touch(self, key: bytes) -> bool:
         """See Backend. The order of use outlives a restart, give or take a minute."""
-        there, stamp_ns = self._index.use(key)
-        if stamp_ns is not None:
+        stamp_ns = self._index.use(key)
+        if stamp_ns:
             self._stamp(key, stamp_ns)
-        return there
+        return stamp_ns is not None
 
     def list_values(self, *, coldest_first: bool = False) -> Iterator[StoredValue]:
         """See Backend. Always the least recently used first; from memory."""

@@ -23,7 +23,7 @@ class FoundValue(NamedTuple):
 
 class _Value(NamedTuple):
     num_bytes: int
-    stamp_ns: int  # when its use was last written down
+    stamp_after_ns: int  # when its next use is to be written down
 
 
 _NONE: Final = _Value(0, 0)
@@ -72,7 +72,7 @@ class LruIndex:
         """Start with what was found, in the order in which it was used."""
         with self._lock:
             for used_ns, key, num_bytes in sorted(found):
-                self._values[key] = _Value(num_bytes, used_ns)
+                self._values[key] = _Value(num_bytes, used_ns + STAMP_EVERY_NS)
                 self._used_bytes += num_bytes
                 self._stamp_ns = used_ns
 
@@ -81,22 +81,22 @@ class LruIndex:
         with self._lock:
             return self._tick()
 
-    def use(self, key: bytes) -> tuple[bool, int | None]:
+    def use(self, key: bytes) -> int | None:
         """Make key the most recently used.
 
         Returns:
-            Whether it is there; and the time to write down for it, if it is time to do so.
+            None if it is not there; the time to write down for it, if it is time to do so; else 0.
         """
         with self._lock:
             value = self._values.get(key)
             if value is None:
-                return False, None
+                return None
             self._values.move_to_end(key)
-            if self._clock_ns() - value.stamp_ns < STAMP_EVERY_NS:
-                return True, None
+            if self._clock_ns() < value.stamp_after_ns:
+                return 0
             stamp_ns = self._tick()
-            self._values[key] = value._replace(stamp_ns=stamp_ns)
-            return True, stamp_ns
+            self._values[key] = value._replace(stamp_after_ns=stamp_ns + STAMP_EVERY_NS)
+            return stamp_ns
 
     def coldest_over_budget(self) -> bytes | None:
         """Return what to evict next; None if everything fits, or nothing is left."""
@@ -123,7 +123,7 @@ class LruIndex:
         """Make reserved bytes the value of key, in place of what it had."""
         with self._lock:
             self._used_bytes -= self._values.pop(key, _NONE).num_bytes
-            self._values[key] = _Value(num_bytes, self._stamp_ns)
+            self._values[key] = _Value(num_bytes, self._stamp_ns + STAMP_EVERY_NS)
 
     def take(self, key: bytes) -> int | None:
         """Hide a key and return its bytes, which stay counted until they are given back."""
@@ -134,7 +134,7 @@ class LruIndex:
     def put_back(self, key: bytes, num_bytes: int) -> None:
         """Undo take: key is the next to be evicted."""
         with self._lock:
-            self._values[key] = _Value(num_bytes, self._stamp_ns)
+            self._values[key] = _Value(num_bytes, self._stamp_ns + STAMP_EVERY_NS)
             self._values.move_to_end(key, last=False)
 
     def forget(self, key: bytes) -> None:

@@ -53,6 +53,13 @@ def test_a_block_is_a_value_that_storage_reads_and_writes_in_place():
     assert not host.memory[[0, 2, 3]].any()
 
 
+@pytest.mark.parametrize("num_blocks", [1, 300])
+def test_blocks_lie_as_storage_reads_them_fastest(num_blocks):
+    """From the start of a page: then blocks of whole pages begin there too."""
+    host = HostArrays(1, num_blocks, 1, 1, 2048, np.uint8)
+    assert {host.memory[block].ctypes.data % 4096 for block in range(num_blocks + 1)} == {0}
+
+
 def test_padding_is_not_written():
     host = HostArrays(**SIZES, dtype=np.float32)
     pool = np.zeros((4, 4, 5, 6), np.float32)

@@ -226,6 +226,46 @@ def test_a_load_costs_three_calls_of_the_system(
     backend.close()
 
 
+def test_what_may_not_be_read_unnoted_is_read_all_the_same(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a network file system, or where another user owns the files; asked for once."""
+    backend = FileBackend(directory, max_bytes=100)
+    put(backend, KEYS[0], b"abc")
+    original, unnoted = os.open, []
+
+    def refuses(path: str, flags: int, *mode: int) -> int:
+        unnoted.append(flags & os.O_NOATIME != 0)
+        if unnoted[-1]:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        return original(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", refuses)
+    assert get(backend, KEYS[0]) == b"abc"
+    assert get(backend, KEYS[0]) == b"abc"
+    assert unnoted == [True, False, False]
+    backend.close()
+
+
+def test_what_may_not_be_read_at_all_fails(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = FileBackend(directory, max_bytes=100)
+    put(backend, KEYS[0], b"abc")
+    unnoted = []
+
+    def refuses(path: str, flags: int) -> int:
+        unnoted.append(flags & os.O_NOATIME != 0)
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refuses)
+    for _ in range(2):
+        with pytest.raises(BackendIOError, match=r"^reading failed: EACCES "):
+            get(backend, KEYS[0])
+    assert unnoted == [True, False] * 2  # it is no reason to read others in another way
+    backend.close()
+
+
 def test_a_value_in_more_parts_than_the_system_takes_at_once(directory: Path) -> None:
     backend = FileBackend(directory, max_bytes=10_000)
     value = bytes(range(250)) * 9
