@@ -10,6 +10,7 @@ from .engine import Config, Finding, Subject, Trace
 from .rules import Violation
 
 MAX_REPLAYS: Final = 4_000
+_NUM_TOKENS: Final = 3
 
 SMALLEST: Final = {"num_blocks": 1, "block_size": 1, "max_running": 1, "alphabet": 1,
                    "host_blocks": 1}  # fmt: skip
@@ -55,6 +56,7 @@ class _Shrinker:
             self.leave_out_requests()
             self.leave_out_operations()
             self.simplify_arguments()
+            self.simplify_tokens()
             self.shrink_sizes()
             self.simplify_by_subject()
         self.rename()
@@ -92,6 +94,13 @@ class _Shrinker:
             operation[place] = simpler
             if self.keeps(self.config, [*self.trace[:index], operation, *self.trace[index + 1 :]]):
                 break
+
+    def simplify_tokens(self) -> None:
+        """Make a token smaller wherever it comes up: those of equal requests cannot one by one."""
+        for token in sorted(_tokens(self.trace)):
+            for simpler in range(min(token, _NUM_TOKENS)):
+                if self.keeps(self.config, _with_token(self.trace, token, simpler)):
+                    break
 
     def shrink_sizes(self) -> None:
         """Make the world smaller."""
@@ -156,6 +165,20 @@ def _renamed(value: Any, names: dict[str, str]) -> Any:
         name, dot, rest = value.partition(".")
         return names.get(name, name) + dot + rest
     return value
+
+
+def _tokens(trace: Trace) -> set[int]:
+    lists = (value for operation in trace for value in operation if isinstance(value, list))
+    return {each for value in lists for each in value if type(each) is int}
+
+
+def _with_token(trace: Trace, token: int, other: int) -> Trace:
+    def replaced(value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        return [other if type(each) is int and each == token else each for each in value]
+
+    return [[replaced(value) for value in operation] for operation in trace]
 
 
 def _simpler(value: Any) -> Iterator[Any]:

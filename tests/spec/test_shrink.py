@@ -56,6 +56,29 @@ def test_a_shrunk_trace_is_as_simple_as_can_be() -> None:
     assert {*map(tuple, programs)} == {("submit", "admit", "drain"), ("drain", "drain")}
 
 
+def test_tokens_are_as_small_as_they_can_be_in_all_requests_at_once() -> None:
+    """The last two tokens are equal, which a change of one request alone would end."""
+    submits: list[Operation] = [["submit", "r1", [3, 65536], 0, 0], ["submit", "r2", [65536], 0, 0]]
+    finding = Finding("S4 no-surprise", "", {"num_blocks": 4, "block_size": 1, "max_running": 2},
+                      [*submits, ["admit", "r1"], ["admit", "r2"]])  # fmt: skip
+    small = shrink(CacheSubject(Picky, "api"), finding)
+    assert [operation[2] for operation in small.trace[:2]] == [[0, 1], [1]]
+
+
+class Picky(Plain):
+    """Raises for a request of one token that ends another one, which has another token before."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self.last = [0]
+
+    def admit(self, name: str, tokens: Any, namespace: bytes) -> Any:
+        if len(tokens) == 1 and self.last[1:] == list(tokens) and self.last[0] != tokens[0]:
+            raise ValueError
+        self.last = list(tokens)
+        return super().admit(name, tokens, namespace)
+
+
 def test_what_does_not_come_up_again_is_returned_as_it_is() -> None:
     finding = Finding("D1 drained-is-whole", "once", {"num_blocks": 4, "block_size": 1,
                       "max_running": 2, "alphabet": 1}, [["drain"]])  # fmt: skip
