@@ -16,6 +16,7 @@ from radixkv.spec.rules import RULES
 from radixkv.spec.scheduler_rules import Q32
 from radixkv.spec.target import Depth
 
+from .planted.__main__ import TABLES
 from .planted.cache_bugs import CACHE_BUGS
 from .planted.change_bugs import MANY_AT_ONCE
 from .planted.matrix import Hunt, Hunters, hunt, markdown, subject_of, summarize
@@ -132,12 +133,20 @@ def test_hypothesis_finds_one_too() -> None:
 def test_the_committed_table_is_that_of_the_bugs(kills: dict) -> None:
     committed = {row["name"]: row for row in kills["bugs"]}
     assert sorted(committed) == sorted(bug.name for bug in ALL_BUGS), (
-        f"write {KILLS.name} anew: python -m tests.spec.planted --json {KILLS.name}"
+        f"write {KILLS.name} anew: python -m tests.spec.planted --table kills --json FOLDER"
     )
     for each in ALL_BUGS:
         row = committed[each.name]
         assert (row["file"], row["seen_in"]) == (each.file, each.seen_in)
     assert kills["summary"]["survivors"] == []
+
+
+def test_one_command_makes_every_committed_table() -> None:
+    assert {path.stem for path in KILLS.parent.glob("*.json")} == set(TABLES)
+    for name, table in TABLES.items():
+        summary = json.loads(KILLS.with_stem(name).read_text())["summary"]
+        committed = summary["engine"], summary["bugs"], summary["max_steps"], summary["depth"]
+        assert committed == (table.engine, len(table.bugs), table.max_steps, table.depths[-1])
 
 
 def test_every_rule_has_its_bug(kills: dict) -> None:

@@ -43,7 +43,7 @@ def test_a_planted_bug_is_found(planted: Bug, kills: dict) -> None:
 
 def test_the_committed_table_is_that_of_the_bugs(kills: dict) -> None:
     assert [row["name"] for row in kills["bugs"]] == [bug.name for bug in TIER_BUGS], (
-        f"write {KILLS.name} anew: python -m tests.spec.planted --tiers --json {KILLS.name}"
+        f"write {KILLS.name} anew: python -m tests.spec.planted --table kills_tiers --json FOLDER"
     )
     for row, each in zip(kills["bugs"], TIER_BUGS, strict=True):
         assert (row["file"], row["seen_in"]) == (each.file, each.seen_in)

@@ -1,6 +1,7 @@
-"""The kill matrix, from the checkout root: ``python -m tests.spec.planted --json FILE``.
+"""The kill matrix, from the checkout root: ``python -m tests.spec.planted --json FOLDER``.
 
-The file has a row per bug, and per rule the shortest trace of a bug that it names.
+It has a table of the cache and the scheduler, one of the same bugs under Hypothesis, and one of the
+tiers. Each file has a row per bug, and per rule the shortest trace of a bug that it names.
 """
 
 from __future__ import annotations
@@ -9,66 +10,101 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Final
 
-from radixkv.spec.target import DEPTHS
+from radixkv.spec.target import DEPTHS, Depth
 
 from .cache_bugs import CACHE_BUGS
-from .matrix import Hunters, default_jobs, markdown, summarize
+from .matrix import Engine, Hunters, default_jobs, markdown, summarize
+from .plant import Bug
 from .scheduler_bugs import SCHEDULER_BUGS
 from .tier_bugs import TIER_BUGS
+
+
+@dataclass(frozen=True)
+class Table:
+    """Which bugs are hunted, and how.
+
+    Attributes:
+        chapters: first letters of the rules that it proves; "" is all of them.
+    """
+
+    bugs: Sequence[Bug]
+    engine: Engine = "random"
+    depths: Sequence[Depth] = DEPTHS
+    max_steps: int = 50_000
+    chapters: str = ""
+
+
+TABLES: Final = {
+    "kills": Table((*CACHE_BUGS, *SCHEDULER_BUGS)),
+    "kills_hypothesis": Table((*CACHE_BUGS, *SCHEDULER_BUGS), "hypothesis", ("full",)),
+    # Of other rules than the tiers' there are shorter proofs.
+    "kills_tiers": Table(TIER_BUGS, depths=("full",), max_steps=200_000, chapters="T"),
+}
+"""By the name of its file."""
 
 
 def main() -> int:
     """Hunt every planted bug; the exit status is 1 if one survives at the greatest depth."""
     arguments = _arguments()
-    depths = [depth for depth in DEPTHS if depth in arguments.depths.split(",")]
-    all_bugs = TIER_BUGS if arguments.tiers else (*CACHE_BUGS, *SCHEDULER_BUGS)
-    bugs = [bug for bug in all_bugs if arguments.only in bug.name]
-    hunters = Hunters(arguments.jobs, arguments.max_steps, arguments.engine)
-    begin = time.perf_counter()
-    kills = list(hunters.hunt_all(bugs, depths, arguments.seeds))
-    wall_s = time.perf_counter() - begin
-    rows = summarize(bugs, kills)
-    print(markdown(rows, depths))
-    summary = _summary(rows, depths[-1], arguments, wall_s)
-    print()
-    print(*(f"{name}: {value}" for name, value in summary.items()), sep="\n")
-    if arguments.json:
-        proofs = hunters.prove(kills) if arguments.engine == "random" else {}
-        if arguments.tiers:  # of the other rules there are shorter proofs
-            proofs = {rule: proof for rule, proof in proofs.items() if rule.startswith("T")}
-        document = {"format": 1, "summary": summary, "bugs": rows, "proofs": proofs}
-        Path(arguments.json).write_text(json.dumps(document, indent=1) + "\n")
-    hunters.close()
-    return 1 if summary["survivors"] else 0
+    survived = False
+    for name in arguments.table or TABLES:
+        document = _hunt(name, TABLES[name], arguments)
+        if document is None:
+            continue
+        survived |= bool(document["summary"]["survivors"])
+        if arguments.json:
+            path = Path(arguments.json, f"{name}.json")
+            path.write_text(json.dumps(document, indent=1) + "\n")
+    return int(survived)
 
 
 def _arguments() -> Any:
     parser = argparse.ArgumentParser(prog="python -m tests.spec.planted", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=15)
-    parser.add_argument("--max-steps", type=int, default=50_000)
-    parser.add_argument("--jobs", type=int, default=default_jobs())
-    parser.add_argument("--depths", default=",".join(DEPTHS))
-    parser.add_argument("--engine", choices=["random", "hypothesis"], default="random")
+    parser.add_argument("--table", action="append", choices=TABLES, help="this one alone")
+    parser.add_argument("--depths", type=lambda text: text.split(","), help="these alone")
     parser.add_argument("--only", default="", help="part of the names of the bugs to hunt")
-    parser.add_argument("--tiers", action="store_true", help="the bugs of the tiers, not others")
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--seeds", type=int, default=15)
+    parser.add_argument("--jobs", type=int, default=default_jobs())
+    parser.add_argument("--json", metavar="FOLDER", help="write a file for each table there")
     return parser.parse_args()
 
 
+def _hunt(name: str, table: Table, arguments: Any) -> dict[str, Any] | None:
+    """Hunt the bugs of a table, print it, and return it as plain data; None if none is chosen."""
+    depths = [depth for depth in table.depths if depth in (arguments.depths or DEPTHS)]
+    bugs = [bug for bug in table.bugs if arguments.only in bug.name]
+    if not (bugs and depths):
+        return None
+    hunters = Hunters(arguments.jobs, table.max_steps, table.engine)
+    begin = time.perf_counter()
+    kills = list(hunters.hunt_all(bugs, depths, arguments.seeds))
+    wall_s = time.perf_counter() - begin
+    rows = summarize(bugs, kills)
+    summary = _summary(rows, table, depths[-1], arguments.seeds, wall_s)
+    print(f"# {name}\n\n{markdown(rows, depths)}\n")
+    print(*(f"{key}: {value}" for key, value in summary.items()), "", sep="\n")
+    proofs = hunters.prove(kills) if arguments.json and table.engine == "random" else {}
+    proofs = {rule: proof for rule, proof in proofs.items() if rule.startswith(table.chapters)}
+    hunters.close()
+    return {"format": 1, "summary": summary, "bugs": rows, "proofs": proofs}
+
+
 def _summary(
-    rows: list[dict[str, Any]], depth: str, arguments: Any, wall_s: float
+    rows: list[dict[str, Any]], table: Table, depth: Depth, num_seeds: int, wall_s: float
 ) -> dict[str, Any]:
     steps = [row["depths"][depth] for row in rows]
     lengths = [len(row["shortest"]["trace"]) for row in rows if row["shortest"]]
     return {
         "bugs": len(rows),
-        "engine": arguments.engine,
-        "seeds": arguments.seeds,
-        "max_steps": arguments.max_steps,
+        "engine": table.engine,
+        "seeds": num_seeds,
+        "max_steps": table.max_steps,
         "depth": depth,
         "survivors": [row["name"] for row in rows if row["depths"][depth]["survived"]],
         "median_of_medians": median(each["median"] for each in steps),
