@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from math import inf
 from typing import Final
 
 from ...kvcache import RequestTooLargeError
@@ -35,14 +36,14 @@ class Disaggregated:
         *,
         max_attempts: int = 3,
         backoff_s: float = 0.05,
-        request_s: float = 600.0,
+        request_s: float = inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Join nodes, whose transports reach each other.
 
         Args:
             prefill, decode: nodes that nobody else drives, at least one of each.
-            max_attempts, backoff_s, request_s: of `FrontDesk`.
+            max_attempts, backoff_s, request_s: of `FrontDesk`; no limit of time by default.
             clock: never goes back, in seconds.
         """
         self.prefill = {f"prefill-{number}": node for number, node in enumerate(prefill)}

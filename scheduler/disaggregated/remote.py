@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from math import inf
 from typing import Final
 
 from ..channel import Dropped, EncodeError, ZmqChannel
@@ -29,7 +30,7 @@ class RemoteNodes:
         silence_s: float = 5.0,
         max_attempts: int = 3,
         backoff_s: float = 0.05,
-        request_s: float = 600.0,
+        request_s: float = inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take the desk's end of a channel.
@@ -39,7 +40,7 @@ class RemoteNodes:
             block_size: tokens per block; a node with another is refused.
             silence_s: a node not heard of for so long is gone, and one that has not taken a request
                 in by then fails an attempt; it is asked five times.
-            max_attempts, backoff_s, request_s: of `FrontDesk`.
+            max_attempts, backoff_s, request_s: of `FrontDesk`; no limit of time by default.
             clock: never goes back, in seconds.
         """
         self._channel = channel

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
+from math import inf
 
 from ...kvcache import RequestTooLargeError
 from ..errors import RequestError, RoutingError
@@ -56,14 +57,14 @@ class Desk:
         *,
         max_attempts: int = 3,
         backoff_s: float = 0.05,
-        request_s: float = 600.0,
+        request_s: float = inf,
         epoch: int = 0,
     ) -> None:
         """Make a desk without nodes.
 
         Args:
             block_size: of all nodes.
-            max_attempts, backoff_s, request_s: of `FrontDesk`.
+            max_attempts, backoff_s, request_s: of `FrontDesk`; no limit of time by default.
             epoch: another in each life of a desk whose nodes live on: what they still do for an
                 earlier one is no answer for this.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Final
 
 from ..errors import NodesMissingError
@@ -86,7 +87,7 @@ class RemoteDesk:
         silence_s: float = 5.0,
         max_attempts: int = 3,
         backoff_s: float = 0.05,
-        request_s: float = 600.0,
+        request_s: float = inf,
         epoch: int = 0,
     ) -> None:
         """Make a desk that has heard of no node.
@@ -95,7 +96,7 @@ class RemoteDesk:
             block_size: tokens per block; a node with another is refused.
             silence_s: a node not heard of for so long is gone, and one that has not taken a request
                 in by then fails an attempt; it is asked five times.
-            max_attempts, backoff_s, request_s: of `FrontDesk`.
+            max_attempts, backoff_s, request_s: of `FrontDesk`; no limit of time by default.
             epoch: of `Desk`.
         """
         self.nodes: dict[NodeId, RemoteNode] = {}

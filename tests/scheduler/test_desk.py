@@ -108,3 +108,17 @@ def test_a_request_is_taken_in_once() -> None:
     assert not desk.abort("a")
     with pytest.raises(RequestError, match=r"^request 'a' was added before$"):
         desk.add_request(request, 0.0)
+
+
+def test_a_request_may_wait_for_its_turn_as_long_as_it_takes() -> None:
+    desk = Desk(4)
+    desk.add_request(Request("a", [1], 1), 0.0)
+    desk.tick(1e9)
+    desk.add_prefill("p", 8)
+    desk.add_decode("d", 8)
+    desk.tick(2e9)
+    [run] = [action for action in desk.take_actions() if isinstance(action, Run)]
+    desk.started(run.key)
+    desk.finished(run.key, [7], Hits(), 0)
+    [ended] = desk.take_ended()
+    assert (ended.output_tokens, desk.failures) == ([7], {})
