@@ -25,6 +25,7 @@ from .commands import (
 )
 from .commands.errors import BadInputError
 from .commands.options import add_json, add_requests, add_size
+from .interrupts import hold_interrupts
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -56,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except Exception as error:
+        if isinstance(error.__context__, KeyboardInterrupt):  # Hypothesis cannot take every one
+            return _fail("interrupted", EXIT_INTERRUPTED)
         message = _explain(error)
         if message is None:
             raise  # a defect of radixkv: its traceback is the report
@@ -188,44 +191,44 @@ def _add_bench(commands: _Commands) -> None:
 
 
 def _run_replay(arguments: argparse.Namespace) -> int:
-    from .commands.replay import run
-
+    with hold_interrupts():
+        from .commands.replay import run
     return run(arguments)
 
 
 def _run_hits(arguments: argparse.Namespace) -> int:
-    from .commands.hits import run
-
+    with hold_interrupts():
+        from .commands.hits import run
     return run(arguments)
 
 
 def _run_generate(arguments: argparse.Namespace) -> int:
-    from .commands.generate import run
-
+    with hold_interrupts():
+        from .commands.generate import run
     return run(arguments)
 
 
 def _run_node(arguments: argparse.Namespace) -> int:
-    from .commands.node import run
-
+    with hold_interrupts():
+        from .commands.node import run
     return run(arguments)
 
 
 def _run_bench(arguments: argparse.Namespace) -> int:
-    from .commands.bench import run
-
+    with hold_interrupts():
+        from .commands.bench import run
     return run(arguments)
 
 
 def _run_fuzz(arguments: argparse.Namespace) -> int:
-    from .commands.fuzz import run
-
+    with hold_interrupts():
+        from .commands.fuzz import run
     return run(arguments)
 
 
 def _run_storage(arguments: argparse.Namespace) -> int:
-    from .commands.storage import run
-
+    with hold_interrupts():
+        from .commands.storage import run
     return run(arguments)
 
 

@@ -7,7 +7,6 @@ gives the same cases whatever the number of processes and however fast they are.
 from __future__ import annotations
 
 import random
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
@@ -23,6 +22,7 @@ from ...spec.load_target import load_target
 from ...spec.random_engine import Run
 from ...spec.subjects import What, make_subject
 from ...spec.target import Depth
+from ..interrupts import hold_interrupts
 from .own import OWN
 
 EngineName: TypeAlias = Literal["random", "hypothesis"]
@@ -163,7 +163,7 @@ def _runs_in_jobs(aim: Aim, parts: Iterator[tuple[int, int]], num_jobs: int) -> 
         pending: set[Future[Run]] = set()
         while True:
             while len(pending) < 2 * num_jobs and (part := next(parts, None)) is not None:
-                with _no_interrupt():  # it may start a process
+                with hold_interrupts():  # it may start a process
                     pending.add(pool.submit(run_part, aim, *part))
             if not pending:
                 return
@@ -180,13 +180,3 @@ def _processes(num_jobs: int) -> Iterator[ProcessPoolExecutor]:
         yield pool
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-@contextmanager
-def _no_interrupt() -> Iterator[None]:
-    """Hold interrupts back; a process that is started here never gets one: it is its parent's."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

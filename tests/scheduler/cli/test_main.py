@@ -151,10 +151,32 @@ def _raise(error: BaseException) -> Any:
     return run
 
 
+def test_an_interrupt_waits_until_a_command_is_loaded() -> None:
+    program = """
+import signal
+from radixkv.scheduler.interrupts import hold_interrupts
+signal.signal(signal.SIGINT, signal.default_int_handler)
+try:
+    with hold_interrupts():
+        signal.raise_signal(signal.SIGINT)
+        print("loaded")
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    assert _python("-c", program).stdout == "loaded\ninterrupted\n"
+
+
+def _while_interrupted() -> AssertionError:
+    error = AssertionError("an engine that an interrupt left unfinished")
+    error.__context__ = KeyboardInterrupt()
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "status", "message"),
     [
         (KeyboardInterrupt(), 130, "radixkv: interrupted\n"),
+        (_while_interrupted(), 130, "radixkv: interrupted\n"),
         (MemoryError("1 TiB"), 2, "radixkv: not enough memory on this machine: 1 TiB\n"),
         (
             JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes."),
@@ -169,7 +191,7 @@ def _raise(error: BaseException) -> Any:
             "radixkv: needs 3 blocks, but only 2 are free or evictable\n",
         ),
     ],
-    ids=["interrupt", "memory", "device memory", "file", "refusal"],
+    ids=["interrupt", "interrupted", "memory", "device memory", "file", "refusal"],
 )
 def test_errors_of_a_command_are_one_line(
     radixkv: Any,
