@@ -13,7 +13,7 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 # Engines of equal shapes are made again and again: compile each step once per test process. Not
 # once for all of them: JAX does not write the entries of this cache atomically.
-_compiled = tempfile.TemporaryDirectory(prefix="radixkv-tests-")
+_compiled = tempfile.TemporaryDirectory(prefix="radixkv-tests-", ignore_cleanup_errors=True)
 os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"

@@ -222,6 +222,7 @@ def test_nodes_end_with_who_started_them(model_dir: Callable[[str], Path]) -> No
         node = os.pidfd_open(int(starter.stdout.readline()))
         starter.kill()
     try:
-        assert select.select([node], [], [], 60)[0], "the node goes on without its parent"
+        # It looks for its parent when it has compiled its programs.
+        assert select.select([node], [], [], 600)[0], "the node goes on without its parent"
     finally:
         os.close(node)

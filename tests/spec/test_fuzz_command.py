@@ -332,7 +332,7 @@ def test_an_endless_soak_of_several_jobs_ends_with_the_keyboard() -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "a part is done\n"
     os.killpg(process.pid, signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == 130, stderr
     assert stdout.splitlines()[-1].startswith("interrupted: ")
     assert stderr == ""

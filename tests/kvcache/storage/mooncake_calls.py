@@ -10,7 +10,7 @@ from radixkv.kvcache.storage.mooncake import MooncakeBackend
 from .mooncake_server import MooncakeServer
 
 SOON_S = 0.1  # for requests that are to end without an answer
-LONG_S = 30.0  # for those that are to end with one
+LONG_S = 120.0  # for those that are to end with one
 LOST = "no connection, or it was lost"
 
 

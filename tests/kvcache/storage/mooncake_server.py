@@ -10,6 +10,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -88,7 +89,10 @@ class MooncakeServer:
         url = f"http://127.0.0.1:{self._metrics_port}{path}"
         while time.monotonic() < end:
             assert self._master is not None and self._master.poll() is None, "the master ended"
-            with suppress(OSError), urllib.request.urlopen(url, timeout=_A_WHILE_S) as answer:
+            with (
+                suppress(OSError, HTTPException),
+                urllib.request.urlopen(url, timeout=_A_WHILE_S) as answer,
+            ):
                 if wanted in answer.read():
                     return
             time.sleep(0.02)

@@ -17,7 +17,7 @@ from .conformance import KEYS, get, put
 from .redis_server import RedisServer
 
 SOON_S = 0.1  # for calls that are to end without an answer
-LONG_S = 30.0  # for calls that are to end with one
+LONG_S = 60.0  # for calls that are to end with one
 
 
 @contextmanager

@@ -21,7 +21,7 @@ COMMANDS = ["replay", "hits", "generate", "bench", "fuzz", "storage"]
 
 def _python(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *argv], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, *argv], capture_output=True, text=True, check=False, timeout=300
     )
 
 
@@ -220,6 +220,6 @@ def test_a_reader_that_goes_away_is_no_error(trace: Path) -> None:
     )
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
-    assert process.wait(timeout=60) == 141
+    assert process.wait(timeout=300) == 141
     assert process.stderr.read() == ""
     process.stderr.close()

@@ -66,7 +66,7 @@ class Peer:
         """Return the next line that it says."""
         assert self._process.stdout is not None
         while b"\n" not in self._said:
-            assert select.select([self._process.stdout], [], [], 60)[0], "the peer says nothing"
+            assert select.select([self._process.stdout], [], [], 300)[0], "the peer says nothing"
             said = os.read(self._process.stdout.fileno(), 1 << 16)
             assert said, "the peer has ended"
             self._said += said
