@@ -10,6 +10,7 @@ from .block_tables import BlockTables
 from .errors import (
     CountError,
     HostConfigError,
+    IdError,
     LeaseError,
     NamespaceError,
     OperationResultError,
@@ -48,6 +49,7 @@ __all__ = [
     "HostArrays",
     "HostConfig",
     "HostConfigError",
+    "IdError",
     "Int32Array",
     "Lease",
     "LeaseError",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from .errors import OutOfBlocksError, RecycleError
-from .tokens import Int32Array, as_count
+from .tokens import Int32Array, as_count, as_ids
 
 _OUT_OF_RANGE: Final = -1
 _FEW: Final = 8  # ids: up to here a loop is faster than numpy
@@ -77,13 +78,15 @@ class BlockPool:
             ids[:] = taken[::-1]
         self.num_free = rest
 
-    def recycle(self, ids: Int32Array) -> None:
+    def recycle(self, ids: Int32Array | Sequence[int]) -> None:
         """Give allocated ids back, all in one go: the same as one by one, in any order.
 
         Raises:
+            IdError: if they are not int32.
             RecycleError: if some ids were not allocated or came twice. Those are refused; the
                 others are free again.
         """
+        ids = as_ids("block id", ids)
         if len(ids) <= _FEW or not self._recycle_at_once(ids.astype(np.intp)):
             self._recycle_one_by_one(ids)
 

@@ -4,6 +4,7 @@
 
     RadixKVError
     ├── TokenError            tokens that are not one-dimensional int32
+    ├── IdError               block ids, or rows, that are not one-dimensional int32
     ├── CountError            a count that is negative, or not an integer
     ├── NamespaceError        a namespace that is not bytes
     ├── OutOfBlocksError      not now: fewer blocks are free or evictable than are needed
@@ -30,6 +31,10 @@ class RadixKVError(Exception):
 
 class TokenError(RadixKVError, ValueError):
     """Tokens are not a one-dimensional sequence of int32."""
+
+
+class IdError(RadixKVError, ValueError):
+    """Block ids, or rows of block tables, are not a one-dimensional sequence of int32."""
 
 
 class CountError(RadixKVError, ValueError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,7 +22,7 @@ from .parking import Parked, require_saved
 from .radix_node import Walk
 from .radix_tree import RadixTree
 from .tiers import Tiers
-from .tokens import INT32, Int32Array, Tokens, as_bytes, as_count, as_tokens
+from .tokens import INT32, Int32Array, Tokens, as_bytes, as_count, as_ids, as_tokens
 
 if TYPE_CHECKING:
     from .storage.keys import StorageNamespace
@@ -178,19 +178,21 @@ class CacheManager(Cache):
             tables.num_blocks[row] = held + needed
         tables.num_tokens[row] = total
 
-    def extend_batch(self, rows: Int32Array) -> None:
+    def extend_batch(self, rows: Int32Array | Sequence[int]) -> None:
         """Make room for one more token of every lease in rows, all of them or none.
 
         Args:
             rows: int32 ``[batch]``, distinct `Lease.row` values.
 
         Raises:
+            IdError: if rows are not int32.
             LeaseError: if a row is not that of a live lease, or comes twice.
             OutOfBlocksError: if too few blocks are free or evictable now.
         """
+        rows = as_ids("row", rows)
         tables = self.tables
         if not tables.rows_are_live(rows):
-            raise LeaseError(f"rows {np.asarray(rows).tolist()} are not all rows of live leases")
+            raise LeaseError(f"rows {rows.tolist()} are not all rows of live leases")
         num_tokens = tables.num_tokens[rows] + 1
         held = tables.num_blocks[rows]
         crosses = num_tokens > held * self.block_size

@@ -1,14 +1,14 @@
-"""What comes in through the door: token ids, counts and namespaces, checked once."""
+"""What comes in through the door: tokens, ids, counts and namespaces, checked once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from .errors import CountError, NamespaceError, TokenError
+from .errors import CountError, IdError, NamespaceError, TokenError
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Tokens: TypeAlias = Int32Array | Sequence[int]
@@ -25,18 +25,35 @@ def as_tokens(tokens: Tokens) -> Int32Array:
     Raises:
         TokenError: for another dtype or shape, or an id outside int32.
     """
-    if isinstance(tokens, np.ndarray):
-        if tokens.dtype is not INT32 and tokens.dtype != INT32:  # `is` is much the faster
-            raise TokenError(f"tokens must be int32, got {tokens.dtype}")
-        if tokens.ndim != 1:
-            raise TokenError(f"tokens must have one dimension, got shape {tokens.shape}")
-        return tokens
-    for position, token in enumerate(tokens):
-        if not isinstance(token, int | np.integer) or isinstance(token, bool):
-            raise TokenError(f"token {position} must be an integer, got {token!r}")
-        if not -(2**31) <= token < 2**31:
-            raise TokenError(f"token {position} is {token}, outside int32")
-    return np.asarray(tokens, dtype=INT32)
+    return _as_int32("token", tokens, TokenError)
+
+
+def as_ids(name: str, ids: Int32Array | Sequence[int]) -> Int32Array:
+    """Return block ids, or rows, as such an array; name is what one of them is called.
+
+    Raises:
+        IdError: for another dtype or shape, or an id outside int32.
+    """
+    return _as_int32(name, ids, IdError)
+
+
+def _as_int32(
+    name: str, values: Int32Array | Sequence[int], error: type[TokenError | IdError]
+) -> Int32Array:
+    if isinstance(values, np.ndarray):
+        if values.dtype is not INT32 and values.dtype != INT32:  # `is` is much the faster
+            raise error(f"{name}s must be int32, got {values.dtype}")
+        if values.ndim != 1:
+            raise error(f"{name}s must have one dimension, got shape {values.shape}")
+        return values
+    if not isinstance(values, Iterable):
+        raise error(f"{name}s must be an int32 array or a list, got {values!r}")
+    for position, value in enumerate(values):
+        if not isinstance(value, int | np.integer) or isinstance(value, bool):
+            raise error(f"{name} {position} must be an integer, got {value!r}")
+        if not -(2**31) <= value < 2**31:
+            raise error(f"{name} {position} is {value}, outside int32")
+    return np.asarray(values, dtype=INT32)
 
 
 def as_bytes(tokens: Int32Array) -> memoryview:

@@ -71,6 +71,11 @@ def _at_the_door(adapter: CacheAdapter) -> Iterator[Call]:
         "CountError: num_blocks must be at least 0, got -1",
         lambda: kvcache.BlockPool(1).allocate(-1),
     )
+    yield (
+        R3,
+        "IdError: block ids must be int32, got float64",
+        lambda: kvcache.BlockPool(1).recycle(np.zeros(1)),
+    )
     for count in (True, 1.5):
         text = f"CountError: num_blocks must be an integer, got {count}"
         yield R3, text, partial(manager.evict, count)
@@ -98,6 +103,9 @@ def _wrong(adapter: CacheAdapter) -> Iterator[Call]:
     )
     yield R3, "TokenError: token 0 must be an integer, got 1.5", lambda: manager.match([1.5])
     yield R3, "TokenError: token 0 must be an integer, got True", lambda: manager.match([True])
+    nothing: Any = None
+    text = "TokenError: tokens must be an int32 array or a list, got None"
+    yield R3, text, lambda: manager.match(nothing)
     yield (
         R3,
         "TokenError: tokens must be int32, got int64",
@@ -120,6 +128,9 @@ def _wrong_rows(adapter: CacheAdapter) -> Iterator[Call]:
             f"LeaseError: rows {rows} are not all rows of live leases",
             partial(manager.extend_batch, np.array(rows, np.int32)),
         )
+
+    yield R3, "IdError: row 0 must be an integer, got 0.5", lambda: manager.extend_batch([0.5])
+    yield R3, "", lambda: manager.extend_batch([])
 
 
 def _wrong_of(adapter: CacheAdapter, lease: Any) -> Iterator[Call]:

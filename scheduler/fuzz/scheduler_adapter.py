@@ -29,9 +29,9 @@ BETWEEN: Final = ("add a twin", "update the last plan again", "abort a stranger"
 class SinglesManager(CacheManager):
     """Grows a batch one lease at a time: it must be the same."""
 
-    def extend_batch(self, rows: Int32Array) -> None:
+    def extend_batch(self, rows: Int32Array | Sequence[int]) -> None:
         """See `CacheManager.extend_batch`."""
-        leases = [self._leases[row] for row in rows.tolist()]
+        leases = [self._leases[int(row)] for row in rows]
         needed = sum(lease.num_tokens == lease.num_blocks * self.block_size for lease in leases)
         if needed > self.available:
             raise OutOfBlocksError(needed, self.available)

@@ -11,6 +11,7 @@ from radixkv.kvcache import (
     BlockPool,
     CacheManager,
     CountError,
+    IdError,
     NamespaceError,
     RadixKVError,
     TokenError,
@@ -69,6 +70,7 @@ def test_a_strided_array_matches_like_a_contiguous_one():
         ("ab", "token 0 must be an integer, got 'a'"),
         ([0, 0, 2**31], "token 2 is 2147483648, outside int32"),
         ([-(2**31) - 1], "token 0 is -2147483649, outside int32"),
+        (None, "tokens must be an int32 array or a list, got None"),
     ],
 )
 def test_what_is_not_tokens_is_refused_at_every_door(tokens: Any, message: str):
@@ -85,6 +87,44 @@ def test_what_is_not_tokens_is_refused_at_every_door(tokens: Any, message: str):
         assert str(caught.value) == message
     assert isinstance(caught.value, RadixKVError) and isinstance(caught.value, ValueError)
     manager.check()
+
+
+# Ids
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (np.array([1], np.int64), "{}s must be int32, got int64"),
+        (np.array([1.5] * 9), "{}s must be int32, got float64"),
+        (np.zeros((1, 1), np.int32), "{}s must have one dimension, got shape (1, 1)"),
+        ([1, 0.5], "{} 1 must be an integer, got 0.5"),
+        ([2**31], "{} 0 is 2147483648, outside int32"),
+        (1, "{}s must be an int32 array or a list, got 1"),
+    ],
+)
+def test_what_is_not_ids_is_refused_and_changes_nothing(ids: Any, message: str):
+    manager, pool = CacheManager(8, 2), BlockPool(9)
+    lease = manager.admit(manager.match([1]))
+    pool.allocate(9)
+    for door, name in ((pool.recycle, "block id"), (manager.extend_batch, "row")):
+        with pytest.raises(IdError) as caught:
+            door(ids)
+        assert str(caught.value) == message.format(name)
+        assert isinstance(caught.value, RadixKVError) and isinstance(caught.value, ValueError)
+    assert (pool.num_free, lease.num_tokens) == (0, 1)
+    pool.check()
+    manager.check()
+
+
+def test_a_list_of_ids_is_as_good_as_an_array():
+    manager, pool = CacheManager(8, 2), BlockPool(9)
+    lease = manager.admit(manager.match([1]))
+    manager.extend_batch([lease.row])
+    assert lease.num_tokens == 2
+    pool.recycle(pool.allocate(9).tolist())
+    assert pool.num_free == 9
+    pool.check()
 
 
 # Counts
