@@ -1,4 +1,4 @@
-"""Bugs of others that our cache cannot have, or not yet: each with what rules it out."""
+"""Bugs of others that our cache cannot have: each with what rules it out, or has it instead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class RuledOut:
     Attributes:
         what: what was wrong.
         seen_in: where.
-        why: the line of our design that rules it out, or the part that is still to come.
+        why: the line of our design that rules it out, or the part that it is of.
     """
 
     what: str
@@ -23,7 +23,7 @@ class RuledOut:
 
 _NO_LOCK = "the manager has no lock, no thread and no I/O: each call runs to its end"
 _NO_NODE_STATE = "a block of the device is in the tree, or is not: it has no status to forget"
-_HAND_OFF = "comes with the hand-off from prefill to decode"
+_HAND_OFF = "is the hand-off's: its rules and bugs are planted there"
 _SCHEDULER = "is the scheduler's: its rules and bugs are planted there"
 _NO_WINDOW = "there is one group of layers, with full attention"
 _NO_EVENTS = "the manager emits no events; what is published is asked for"
