@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from .errors import CheckpointError, CheckpointFileError, UnsupportedModelError
+from .entries import as_count, as_object, as_positive, read_object
+from .errors import CheckpointError, UnsupportedModelError
 from .rope import RopeConfig, parse_rope
 
 Family = Literal["llama", "qwen3"]
@@ -62,12 +62,12 @@ def load_config(directory: str | Path) -> ModelConfig:
         CheckpointError: an entry is missing or makes no sense.
     """
     path = Path(directory) / "config.json"
-    config = parse_config(_read_object(path), path)
+    config = parse_config(read_object(path), path)
     generation_path = path.with_name("generation_config.json")
     if not generation_path.exists():
         return config
     # Chat models list more end tokens here than in config.json.
-    end_tokens = _end_tokens(_read_object(generation_path), generation_path)
+    end_tokens = _end_tokens(read_object(generation_path), generation_path)
     return replace(config, eos_token_ids=end_tokens or config.eos_token_ids)
 
 
@@ -83,12 +83,11 @@ def parse_config(config: Mapping[str, Any], path: Path) -> ModelConfig:
     """
     family = _family(config, path)
     _refuse_unsupported(config, path)
-    num_heads = _count(config, path, "num_attention_heads")
-    num_kv_heads = _count(config, path, "num_key_value_heads", num_heads)
-    hidden_size = _count(config, path, "hidden_size")
-    head_dim = _count(
-        config, path, "head_dim", hidden_size // num_heads if family == "llama" else 128
-    )
+    num_heads = as_count(config, path, "num_attention_heads")
+    num_kv_heads = as_count(config, path, "num_key_value_heads", num_heads)
+    hidden_size = as_count(config, path, "hidden_size")
+    default_dim = hidden_size // num_heads if family == "llama" else 128
+    head_dim = as_count(config, path, "head_dim", default_dim)
     if num_heads % num_kv_heads != 0:
         raise CheckpointError(
             f"{path}: num_attention_heads {num_heads} is no multiple of "
@@ -98,16 +97,16 @@ def parse_config(config: Mapping[str, Any], path: Path) -> ModelConfig:
         raise CheckpointError(f"{path}: head_dim {head_dim} is odd; rope turns pairs")
     return ModelConfig(
         family=family,
-        vocab_size=_count(config, path, "vocab_size"),
+        vocab_size=as_count(config, path, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_count(config, path, "intermediate_size"),
-        num_layers=_count(config, path, "num_hidden_layers"),
+        intermediate_size=as_count(config, path, "intermediate_size"),
+        num_layers=as_count(config, path, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=as_positive(config, path, "rms_norm_eps", 1e-6),
         rope=parse_rope(config, path),
-        max_positions=_count(config, path, "max_position_embeddings"),
+        max_positions=as_count(config, path, "max_position_embeddings"),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         attention_bias=bool(config.get("attention_bias", False)),
         mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
@@ -116,25 +115,13 @@ def parse_config(config: Mapping[str, Any], path: Path) -> ModelConfig:
     )
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointFileError(path, "no such file") from None
-    except ValueError as error:
-        raise CheckpointFileError(path, f"not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointFileError(path, f"expected a JSON object, got {type(content).__name__}")
-    return content
-
-
 def _family(config: Mapping[str, Any], path: Path) -> Family:
     model_type = config.get("model_type")
     for family, architecture in _ARCHITECTURES.items():
         if model_type == family:
             # The body of a Llama also serves classifiers; their heads are not ours.
             architectures = config.get("architectures") or [architecture]
-            if architecture not in architectures:
+            if not isinstance(architectures, list) or architecture not in architectures:
                 raise UnsupportedModelError(path, "architectures", architectures, architecture)
             return family
     raise UnsupportedModelError(path, "model_type", model_type, " or ".join(_ARCHITECTURES))
@@ -144,21 +131,10 @@ def _refuse_unsupported(config: Mapping[str, Any], path: Path) -> None:
     if (activation := config.get("hidden_act", "silu")) != "silu":
         raise UnsupportedModelError(path, "hidden_act", activation, "'silu'")
     if config.get("quantization_config") is not None:
-        method = config["quantization_config"].get("quant_method")
+        method = as_object(config, path, "quantization_config").get("quant_method")
         raise UnsupportedModelError(path, "quantization_config", method, "none")
     if config.get("use_sliding_window", False):
         raise UnsupportedModelError(path, "use_sliding_window", True, "False")
-
-
-def _count(config: Mapping[str, Any], path: Path, key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise CheckpointError(f"{path}: no entry {key!r}")
-    if not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"{path}: {key} is {value!r}, but a count of at least 1 is needed")
-    return value
 
 
 def _end_tokens(config: Mapping[str, Any], path: Path) -> tuple[int, ...]:

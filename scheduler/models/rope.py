@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Array, Float, Int32
 
+from .entries import as_object, as_positive
 from .errors import CheckpointError, UnsupportedModelError
 
 RopeKind = Literal["default", "linear", "llama3"]
@@ -53,12 +54,12 @@ def parse_rope(config: Mapping[str, Any], path: Path) -> RopeConfig:
 
     Raises:
         UnsupportedModelError: another rope type, or a rotation of only a part of each head.
-        CheckpointError: a setting that the rope type needs is missing.
+        CheckpointError: a setting that the rope type needs is missing, or makes no sense.
     """
-    settings: dict[str, Any] = dict(
-        config.get("rope_parameters") or config.get("rope_scaling") or {}
+    settings = as_object(config, path, "rope_parameters") or as_object(config, path, "rope_scaling")
+    theta = as_positive(
+        settings, path, "rope_theta", as_positive(config, path, "rope_theta", 10_000.0)
     )
-    theta = float(settings.get("rope_theta", config.get("rope_theta", 10_000.0)))
     kind = settings.get("rope_type", settings.get("type", "default"))
     rotary_factor = settings.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if rotary_factor != 1.0:
@@ -67,21 +68,20 @@ def parse_rope(config: Mapping[str, Any], path: Path) -> RopeConfig:
     def setting(key: str) -> float:
         if key not in settings:
             raise CheckpointError(f"{path}: rope type {kind!r} needs the setting {key!r}")
-        return float(settings[key])
+        return as_positive(settings, path, key, 1.0)
 
     if kind == "default":
         return RopeConfig(theta)
     if kind == "linear":
         return RopeConfig(theta, "linear", setting("factor"))
     if kind == "llama3":
-        return RopeConfig(
-            theta,
-            "llama3",
-            setting("factor"),
-            setting("low_freq_factor"),
-            setting("high_freq_factor"),
-            int(setting("original_max_position_embeddings")),
-        )
+        factor, low, high = map(setting, ("factor", "low_freq_factor", "high_freq_factor"))
+        if low >= high:
+            raise CheckpointError(
+                f"{path}: low_freq_factor {low} is not below {high}, the high one"
+            )
+        original = int(setting("original_max_position_embeddings"))
+        return RopeConfig(theta, "llama3", factor, low, high, original)
     raise UnsupportedModelError(path, "rope type", kind, "default, linear or llama3")
 
 

@@ -1,9 +1,12 @@
 """Which backend is chosen for which device, and what a caller is told who asks for another."""
 
+import importlib.util
+import sys
+
 import jax
 import pytest
 
-from radixkv.kernels import KernelArgumentError
+from radixkv.kernels import KernelArgumentError, backends
 from radixkv.kernels.backends import choose, target
 
 from .lowering import H100, on_h100
@@ -66,3 +69,15 @@ class TestChoose:
         with pytest.raises(KernelArgumentError) as refusal:
             choose("triton", None)
         assert str(refusal.value) == "backend must be 'mosaic', 'xla' or None, got 'triton'"
+
+    def test_what_mosaic_needs_and_is_not_installed(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "jax.experimental.pallas.mosaic_gpu", None)
+        path = backends.__file__.replace("backends", "mosaic")
+        found = importlib.util.spec_from_file_location("mosaic_without_absl", path)
+        assert found is not None and found.loader is not None
+        with pytest.raises(ModuleNotFoundError) as missing:
+            found.loader.exec_module(importlib.util.module_from_spec(found))
+        assert str(missing.value) == (
+            f"Pallas Mosaic GPU in JAX {jax.__version__} needs "
+            "jax.experimental.pallas.mosaic_gpu: pip install absl-py"
+        )

@@ -200,12 +200,39 @@ def test_what_is_not_computed_is_refused(entries, text):
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
             "config.json: rope type 'llama3' needs the setting 'low_freq_factor'",
         ),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": "x"}},
+            "config.json: factor is 'x', but a number above 0 is needed",
+        ),
+        (
+            {"rope_parameters": {**LLAMA3_ROPE, "low_freq_factor": 4.0}},
+            "config.json: low_freq_factor 4.0 is not below 4.0, the high one",
+        ),
+        ({"rope_parameters": [1]}, "config.json: rope_parameters is [1], but an object is needed"),
+        (
+            {"rms_norm_eps": float("inf")},
+            "config.json: rms_norm_eps is inf, but a number above 0 is needed",
+        ),
     ],
 )
 def test_entries_that_make_no_sense_are_refused(entries, text):
     with pytest.raises(CheckpointError) as caught:
         parse_config({**LLAMA, **entries}, PATH)
     assert str(caught.value) == text
+
+
+ODD_VALUES = [None, "x", -1, 0, 1.5, True, 10**400, float("nan"), [], [None], {}, {"a": 1}]
+
+
+@pytest.mark.parametrize("value", ODD_VALUES, ids=[repr(value)[:8] for value in ODD_VALUES])
+def test_an_entry_of_any_kind_is_taken_or_refused_by_type(value):
+    for key in (*LLAMA, "architectures", "quantization_config", "rope_parameters", "rope_theta"):
+        try:
+            config = parse_config({**LLAMA, key: value}, PATH)
+        except CheckpointError as error:
+            assert str(error).startswith("config.json: ")
+        else:
+            hash(config)
 
 
 def test_missing_and_broken_files_are_refused(tmp_path):
@@ -218,6 +245,10 @@ def test_missing_and_broken_files_are_refused(tmp_path):
     with pytest.raises(CheckpointFileError) as caught:
         load_config(tmp_path)
     assert str(caught.value) == f"{path}: expected a JSON object, got list"
+    path.write_text("[" * 100_000)
+    with pytest.raises(CheckpointFileError) as caught:
+        load_config(tmp_path)
+    assert str(caught.value).startswith(f"{path}: not JSON: ")
     path.write_text("{")
     with pytest.raises(CheckpointFileError) as caught:
         load_config(tmp_path)

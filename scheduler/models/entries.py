@@ -1,0 +1,71 @@
+"""Entries of a checkpoint's JSON files, each checked as it is read."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .errors import CheckpointError, CheckpointFileError
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a file that holds one JSON object.
+
+    Raises:
+        CheckpointFileError: if it is missing, or holds something else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointFileError(path, "no such file") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointFileError(path, f"not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointFileError(path, f"expected a JSON object, got {type(content).__name__}")
+    return content
+
+
+def as_object(entries: Mapping[str, Any], path: Path, key: str) -> Mapping[str, Any]:
+    """Return an entry that is an object; an empty one if it is missing, or empty otherwise.
+
+    Raises:
+        CheckpointError: if it is something else.
+    """
+    value = entries.get(key) or {}
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: {key} is {value!r}, but an object is needed")
+    return value
+
+
+def as_count(entries: Mapping[str, Any], path: Path, key: str, default: int | None = None) -> int:
+    """Return an entry that is an integer of at least 1.
+
+    Raises:
+        CheckpointError: if it is not, or if it is missing and has no default.
+    """
+    value = entries.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise CheckpointError(f"{path}: no entry {key!r}")
+    if type(value) is not int or value < 1:
+        raise CheckpointError(f"{path}: {key} is {value!r}, but a count of at least 1 is needed")
+    return value
+
+
+def as_positive(entries: Mapping[str, Any], path: Path, key: str, default: float) -> float:
+    """Return an entry that is a finite number above 0, or the default if it is missing.
+
+    Raises:
+        CheckpointError: if it is not.
+    """
+    value = entries.get(key)
+    if value is None:
+        value = default
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= sys.float_info.max:
+        raise CheckpointError(f"{path}: {key} is {value!r}, but a number above 0 is needed")
+    return float(value)
