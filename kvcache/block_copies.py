@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int32, Shaped
 from ..kernels import copy_blocks, gather_blocks, scatter_blocks
 from .arrays import BlockArrays
 from .host_arrays import check_block_ids
+from .pinned_host import pinned_host
 from .tokens import Int32Array, as_count
 
 Pools = tuple[Float[Array, "blocks kv_heads block_size head_dim"], ...]
@@ -52,6 +53,8 @@ class BlockCopies:
         self._num_pools = len(arrays.keys) + len(arrays.values)
         self._shape = tuple(arrays.keys[0].shape)
         self._dtype = arrays.keys[0].dtype
+        [device] = arrays.keys[0].devices()
+        self._pinned = pinned_host(device)
         nothing = np.empty(0, np.int32)
         size = self.max_blocks
         while size:
@@ -89,6 +92,15 @@ class BlockCopies:
         """
         program = self._program(_gather, size)
         staging: Staging = program((*arrays.keys, *arrays.values), self._pad(ids, size))
+        return staging
+
+    def to_host(self, staging: Staging) -> Staging:
+        """Begin to copy staging to the host, into pinned memory if JAX has it; return it there."""
+        if self._pinned is not None:
+            pinned: Staging = jax.device_put(staging, self._pinned)
+            return pinned
+        for each in staging:
+            each.copy_to_host_async()
         return staging
 
     def scatter(

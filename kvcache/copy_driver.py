@@ -196,9 +196,7 @@ class TierDriver:
                     self._dropped_blocks += operation.num_blocks - piece.start
                     entry.outcome = Outcome.DROPPED
                     return
-                staging = copies.gather(arrays, operation.sources[piece], size)
-                for each in staging:
-                    each.copy_to_host_async()
+                staging = copies.to_host(copies.gather(arrays, operation.sources[piece], size))
                 entry.staged.append((piece, size, staging))
                 self._bytes_in_flight += num_bytes
 

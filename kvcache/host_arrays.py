@@ -27,8 +27,8 @@ class HostArrays:
     interpreter: bfloat16 and its kin, which are not NumPy's own, it copies while holding it.
 
     The memory is plain (pageable): JAX has no way to fill a part of a pinned array in place, so a
-    pinned tier would be one JAX array per block. What is in flight passes through arrays of JAX's
-    own, which it may pin.
+    pinned tier would be one JAX array per block. What is in flight from the device passes through
+    pinned memory where JAX has it (`pinned_host`).
 
     Attributes:
         num_blocks: usable blocks.

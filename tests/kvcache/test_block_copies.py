@@ -1,8 +1,13 @@
-"""Compiled copies: all of them at warm-up."""
+"""Compiled copies: all of them at warm-up; and what passes through pinned memory."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 
 from radixkv.kvcache import BlockArrays, HostArrays, Outcome, TierDriver
+from radixkv.kvcache import pinned_host as pinning
+from radixkv.kvcache.block_copies import BlockCopies
 from radixkv.kvcache.operations import OpKind
 from radixkv.scheduler.compilations import compilation_counter
 
@@ -11,9 +16,48 @@ from .driving import LONG_S, SIZES, Bench
 DOWN, UP, ACROSS = OpKind.DEVICE_TO_HOST, OpKind.HOST_TO_DEVICE, OpKind.DEVICE_TO_DEVICE
 
 
-def test_nothing_is_compiled_after_warm_up():
+@pytest.fixture(params=[False, True], ids=["plain", "pinned"])
+def is_pinned(request, monkeypatch):
+    """As on CPU, and as on a device with memory of its own, which CPU can play."""
+    if request.param:
+        monkeypatch.setattr(pinning, "_HOSTS", frozenset())
+    return request.param
+
+
+def test_what_leaves_the_device_is_pinned_where_that_is_not_the_host(is_pinned):
+    bench = Bench()
+    copies = BlockCopies(bench.arrays, 4)
+    bench.fill()
+    staging = copies.gather(bench.arrays, np.array([3, 1], np.int32), 2)
+    on_host = copies.to_host(staging)
+    kinds = {each.sharding.memory_kind for each in on_host}
+    assert kinds == ({"pinned_host"} if is_pinned else {"device"})
+    for one, other in zip(staging, on_host, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert bench.driver.close(timeout_s=LONG_S)
+
+
+@pytest.mark.parametrize("fault", ["refused", "other bytes"])
+def test_memory_that_is_not_as_it_should_be_is_not_used(monkeypatch, fault):
+    monkeypatch.setattr(pinning, "_HOSTS", frozenset())
+    [device] = jnp.zeros(1).devices()
+    pinned = pinning.pinned_host(device)
+    assert pinned is not None and pinned.memory_kind == "pinned_host"
+
+    def put(value, where):
+        if fault == "refused" and not isinstance(where, jax.Device):
+            raise RuntimeError("no such memory")
+        return jnp.zeros_like(value)
+
+    monkeypatch.setattr(jax, "device_put", put)
+    assert pinning.pinned_host(device) is None
+
+
+def test_nothing_is_compiled_after_warm_up(is_pinned):
     counter, bench = compilation_counter(), Bench()
-    arrays = BlockArrays.zeros(**{**SIZES, "block_size": 3}, dtype=jnp.dtype(jnp.float32))
+    arrays = BlockArrays.zeros(
+        **{**SIZES, "block_size": 3 + is_pinned}, dtype=jnp.dtype(jnp.float32)
+    )
     driver = TierDriver(HostArrays.like(arrays, 5), max_blocks_per_copy=3)
     before = counter.count
     driver.warm_up(arrays)
