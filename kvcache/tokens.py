@@ -23,7 +23,8 @@ def as_tokens(tokens: Tokens) -> Int32Array:
     A token is any int32: the cache compares ids and gives them no meaning.
 
     Raises:
-        TokenError: for another dtype or shape, or an id outside int32.
+        TokenError: for another dtype or shape, or an id outside int32; for an array of JAX too,
+            as to read one waits for the device.
     """
     return _as_int32("token", tokens, TokenError)
 
@@ -46,6 +47,11 @@ def _as_int32(
         if values.ndim != 1:
             raise error(f"{name}s must have one dimension, got shape {values.shape}")
         return values
+    if hasattr(values, "__array__"):
+        raise error(
+            f"{name}s must be a NumPy array of int32 or a list, got another array, "
+            f"{type(values).__name__}: convert it with numpy.asarray"
+        )
     if not isinstance(values, Iterable):
         raise error(f"{name}s must be an int32 array or a list, got {values!r}")
     for position, value in enumerate(values):

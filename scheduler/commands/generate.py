@@ -156,7 +156,8 @@ def _check_fit(
 def _describe(results: dict[str, Any]) -> str:
     """One line of token ids per prompt, then the statistics."""
     rows = [(name, str(value)) for name, value in _flatten(results["stats"])]
-    return "\n".join([*map(json.dumps, results["outputs"]), "", format_table(rows)])
+    lines = [json.dumps(tokens) for tokens in results["outputs"]]
+    return "\n".join([*lines, "", format_table(rows)] if rows else lines)  # none with --desk
 
 
 def _flatten(stats: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -56,9 +56,21 @@ def test_a_strided_array_matches_like_a_contiguous_one():
     assert manager.match(np.array([4, 3, 2, 1], np.int32)[::-1]).num_tokens == 4
 
 
+class OnADevice:
+    """What JAX and PyTorch call an array."""
+
+    def __array__(self) -> np.ndarray:
+        raise AssertionError("it was read")
+
+
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
+        (
+            OnADevice(),
+            "tokens must be a NumPy array of int32 or a list, got another array, OnADevice: "
+            "convert it with numpy.asarray",
+        ),
         (np.array([1, 2], np.int64), "tokens must be int32, got int64"),
         (np.array([1.0], np.float32), "tokens must be int32, got float32"),
         (np.array([1], ">i4"), "tokens must be int32, got >i4"),

@@ -70,6 +70,15 @@ def test_nodes_in_one_process_give_the_same_outputs(radixkv: Any, arguments: lis
         assert node["transport"]["faults"] == {}
 
 
+def test_a_desk_prints_the_outputs_alone(
+    radixkv: Any, arguments: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nodes have done that others started, they print themselves."""
+    monkeypatch.setattr(generate_apart, "complete_apart", lambda *_: {})
+    outcome = radixkv(*arguments, "--disaggregate", "--desk", "127.0.0.1:0")
+    assert outcome == (0, "[]\n" * len(PROMPTS), "")
+
+
 def test_a_decode_node_that_reserves_all_preempts_none(
     radixkv: Any, arguments: list[object]
 ) -> None:

@@ -1,0 +1,182 @@
+"""
+A loop of your own
+==================
+
+You have a model and a loop in JAX, and want a paged cache in it. Three parts of this library fit
+there, and none needs the others: :class:`~radixkv.kvcache.CacheManager` says which blocks hold
+which tokens, :class:`~radixkv.kvcache.BlockArrays` are the blocks, and the
+:doc:`kernels </reference/kernels>` write and read them. Here they serve a model of one attention
+layer, and its tokens are those of the same layer without any cache.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+
+from radixkv.kernels import kv_write, paged_extend
+from radixkv.kvcache import BlockArrays, CacheManager, Lease
+
+VOCAB, WIDTH, Q_HEADS, KV_HEADS, HEAD_DIM = 50, 32, 4, 2, 16
+BLOCK_SIZE, NUM_BLOCKS = 4, 32
+
+keys = iter(jax.random.split(jax.random.key(0), 6))
+embedding = jax.random.normal(next(keys), (VOCAB, WIDTH))
+place = jax.random.normal(next(keys), (64, WIDTH))
+w_q = jax.random.normal(next(keys), (WIDTH, Q_HEADS, HEAD_DIM)) / WIDTH**0.5
+w_k, w_v = jax.random.normal(next(keys), (2, WIDTH, KV_HEADS, HEAD_DIM)) / WIDTH**0.5
+w_out = jax.random.normal(next(keys), (Q_HEADS, HEAD_DIM, VOCAB))
+
+
+def project(ids, positions):
+    """Return the queries, keys and values of some tokens."""
+    x = embedding[ids] + place[positions]
+    return tuple(jnp.einsum("tw,whd->thd", x, w) for w in (w_q, w_k, w_v))
+
+
+# %%
+# A step
+# ------
+#
+# A step computes tokens of several requests, which lie one after the other: chunks of prompts, and
+# one token of each request that decodes. It writes their keys and values to *slots* of the pools,
+# and then attends to what each request's block table names, the new tokens included. The pools are
+# donated, so they are updated in place.
+
+
+@partial(jax.jit, donate_argnames=("k_pool", "v_pool"))
+def step(k_pool, v_pool, ids, positions, slots, tables, kv_lengths, q_lengths, q_starts):
+    """Return the pools, and the likeliest next token after each token."""
+    q, k, v = project(ids, positions)
+    k_pool, v_pool = kv_write(k, v, slots, k_pool, v_pool)
+    out = paged_extend(
+        q, k_pool, v_pool, tables, kv_lengths, q_lengths, q_starts, sm_scale=HEAD_DIM**-0.5
+    )
+    return k_pool, v_pool, jnp.argmax(jnp.einsum("thd,hdv->tv", out, w_out), axis=-1)
+
+
+# %%
+# From leases to arrays
+# ---------------------
+#
+# Position ``p`` of a request is slot ``table[p // block_size] * block_size + p % block_size``.
+# Where the block is shared, the slot is -1, and nothing is written: others read it. Shapes are
+# fixed, so that there is one program; what is left of them is padding.
+
+MAX_TOKENS, MAX_REQUESTS, TABLE_WIDTH = 32, 4, 16
+
+manager = CacheManager(NUM_BLOCKS, BLOCK_SIZE)
+arrays = BlockArrays.zeros(1, NUM_BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM, jnp.float32)
+
+
+def run(work: list[tuple[Lease, list[int], int]]) -> list[int]:
+    """Compute the tokens of each request from a position on; return the token that follows each."""
+    ids, positions = np.zeros((2, MAX_TOKENS), np.int32)
+    slots = np.full(MAX_TOKENS, -1, np.int32)
+    tables = np.zeros((MAX_REQUESTS, TABLE_WIDTH), np.int32)
+    kv_lengths, q_lengths, q_starts = np.zeros((3, MAX_REQUESTS), np.int32)
+    end = 0
+    for row, (lease, tokens, first) in enumerate(work):
+        new = np.arange(first, len(tokens))
+        part = slice(end, end + len(new))
+        table = lease.block_table
+        is_shared = new < lease.num_shared_blocks * BLOCK_SIZE
+        ids[part], positions[part] = tokens[first:], new
+        slot = table[new // BLOCK_SIZE] * BLOCK_SIZE + new % BLOCK_SIZE
+        slots[part] = np.where(is_shared, -1, slot)
+        tables[row, : len(table)] = table
+        kv_lengths[row], q_lengths[row], q_starts[row] = len(tokens), len(new), end
+        end += len(new)
+    k_pool, v_pool, following = step(
+        arrays.keys[0],
+        arrays.values[0],
+        *map(jnp.asarray, (ids, positions, slots, tables, kv_lengths, q_lengths, q_starts)),
+    )
+    arrays.keys, arrays.values = (k_pool,), (v_pool,)
+    for lease, tokens, _ in work:
+        manager.publish(lease, tokens)  # their KV is written: others may share whole blocks
+    last = (q_starts + q_lengths - 1)[: len(work)]
+    return np.asarray(following)[last].tolist()
+
+
+# %%
+# Requests
+# --------
+#
+# Four requests begin with the same twelve tokens; the last is the first one's prompt again. Each is
+# admitted when the one before has been computed, so that it can share; then all decode together. A
+# prompt that is cached to its end is computed from its last token on, for the token that follows.
+
+rng = np.random.default_rng(0)
+prefix = rng.integers(0, VOCAB, 12).tolist()
+prompts = [prefix + rng.integers(0, VOCAB, number).tolist() for number in (4, 7, 3)]
+prompts.append(prompts[0])
+
+hits, leases, sequences = [], [], []
+for prompt in prompts:
+    lease = manager.admit(manager.match(prompt))
+    hits.append(lease.num_ready_tokens)
+    first = min(lease.num_ready_tokens, len(prompt) - 1)
+    [token] = run([(lease, prompt, first)])
+    leases.append(lease)
+    sequences.append([*prompt, token])
+
+for _ in range(5):
+    for lease in leases:
+        manager.extend(lease, 1)
+    work = [
+        (lease, tokens, len(tokens) - 1) for lease, tokens in zip(leases, sequences, strict=True)
+    ]
+    for tokens, token in zip(sequences, run(work), strict=True):
+        tokens.append(token)
+
+for lease in leases:
+    manager.release(lease)
+manager.check()
+print("compiled programs:", step._cache_size())
+print("hit tokens:", hits)
+
+# %%
+# The same without a cache
+# ------------------------
+
+
+@jax.jit
+def likeliest(ids, length):
+    """Attend to all of a sequence at once; ids beyond its length are padding."""
+    q, k, v = project(ids, jnp.arange(len(ids)))
+    k, v = (jnp.repeat(each, Q_HEADS // KV_HEADS, axis=1) for each in (k, v))
+    logits = jnp.einsum("qhd,khd->hqk", q, k) * HEAD_DIM**-0.5
+    logits = jnp.where(jnp.tri(len(ids), dtype=bool), logits, -jnp.inf)
+    out = jnp.einsum("hqk,khd->qhd", jax.nn.softmax(logits), v)
+    return jnp.argmax(jnp.einsum("hd,hdv->v", out[length - 1], w_out))
+
+
+for prompt, tokens in zip(prompts, sequences, strict=True):
+    for length in range(len(prompt), len(tokens)):
+        ids = np.zeros(64, np.int32)
+        ids[:length] = tokens[:length]
+        assert tokens[length] == likeliest(ids, length)
+print("the tokens are the same:", sequences[0][-6:])
+
+# %%
+# What was shared
+# ---------------
+
+figure, axes = plt.subplots(figsize=(6, 2.4), layout="constrained")
+names = [f"request {number}" for number in range(1, 5)]
+axes.barh(names, hits, color="#a6dcc9", label="shared")
+rest = [len(prompt) - hit for prompt, hit in zip(prompts, hits, strict=True)]
+axes.barh(names, rest, left=hits, color="#d95f02", label="its own")
+axes.invert_yaxis()
+axes.set_xlabel("tokens of the prompt")
+axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+plt.show()
+
+# %%
+# What a loop needs besides, a scheduler does: when to admit, what to do when
+# :class:`~radixkv.kvcache.OutOfBlocksError` says that blocks are short, how to fill a step.
+# :class:`~radixkv.scheduler.Engine` has one, and
+# :class:`~radixkv.scheduler.MixedScheduler` is it alone: it knows nothing of JAX.
