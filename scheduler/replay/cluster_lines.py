@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .cluster_result import ClusterConfig, ClusterResult
 from .cost_model import CostModel
-from .report_format import check_lines, percentiles, table
+from .report_format import check_lines, latency_rows, table
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,7 @@ def _rows(results: Sequence[ClusterResult]) -> Iterator[Sequence[str]]:
     def row(label: str, cell: Callable[[ClusterResult], str]) -> Sequence[str]:
         return (label, *map(cell, results))
 
-    yield row("time to first token, s", lambda r: percentiles(r.latencies.ttft_s, 1))
-    yield row("time per further token, ms", lambda r: percentiles(r.latencies.tpot_s, 1e3))
-    yield row("end to end, s", lambda r: percentiles(r.latencies.end_to_end_s, 1))
-    yield row("goodput, requests/s", lambda r: f"{r.latencies.goodput_requests_per_s:.2f}")
-    yield row("requests within the SLO", lambda r: f"{r.latencies.slo_attainment:.1%}")
+    yield from latency_rows([r.latencies for r in results])
     yield row("prompt tokens hit on P", lambda r: _of_prompts(r, r.hit_tokens))
     yield row("prompt tokens hit on D", lambda r: _of_prompts(r, r.own_tokens))
     yield row("sent from P to D, GB", lambda r: f"{r.sent_bytes / 1e9:,.1f}")

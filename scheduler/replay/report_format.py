@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from .checks import Check
-from .latency import Percentiles
+from .latency import Latencies, Percentiles
 
 
 def check_lines(checks: Sequence[Check], suffix: str = "") -> Iterator[str]:
@@ -14,7 +14,16 @@ def check_lines(checks: Sequence[Check], suffix: str = "") -> Iterator[str]:
         yield f"   {check.verdict}  {check.name}{suffix}: {check.detail}"
 
 
-def percentiles(values: Percentiles | None, scale: float) -> str:
+def latency_rows(results: Sequence[Latencies]) -> Iterator[Sequence[str]]:
+    """Show what users feel: a row for each figure, with a cell for each simulation."""
+    yield "time to first token, s", *[_percentiles(r.ttft_s, 1) for r in results]
+    yield "time per further token, ms", *[_percentiles(r.tpot_s, 1e3) for r in results]
+    yield "end to end, s", *[_percentiles(r.end_to_end_s, 1) for r in results]
+    yield "goodput, requests/s", *[f"{r.goodput_requests_per_s:.2f}" for r in results]
+    yield "requests within the SLO", *[f"{r.slo_attainment:.1%}" for r in results]
+
+
+def _percentiles(values: Percentiles | None, scale: float) -> str:
     """Show p50 / p90 / p99 in another unit."""
     if values is None:
         return "-"

@@ -9,7 +9,7 @@ from .cost_model import CostModel
 from .hit_curve import HitCurve
 from .host_link import TierCounts
 from .real_run import RealRun, RealRunConfig
-from .report_format import check_lines, percentiles, table
+from .report_format import check_lines, latency_rows, table
 from .simulation import SimulationConfig, SimulationResult
 from .trace import TOKENS_PER_HASH_ID, Trace
 
@@ -118,11 +118,7 @@ def _simulation_rows(results: Sequence[SimulationResult]) -> Iterator[Sequence[s
     def row(label: str, cell: Callable[[SimulationResult], str]) -> Sequence[str]:
         return (label, *map(cell, results))
 
-    yield row("time to first token, s", lambda r: percentiles(r.latencies.ttft_s, 1))
-    yield row("time per further token, ms", lambda r: percentiles(r.latencies.tpot_s, 1e3))
-    yield row("end to end, s", lambda r: percentiles(r.latencies.end_to_end_s, 1))
-    yield row("goodput, requests/s", lambda r: f"{r.latencies.goodput_requests_per_s:.2f}")
-    yield row("requests within the SLO", lambda r: f"{r.latencies.slo_attainment:.1%}")
+    yield from latency_rows([r.latencies for r in results])
     yield row("prompt tokens hit", lambda r: _of_prompts(r, r.hit_tokens))
     if any(r.tiers for r in results):
         yield row("hit on the host", lambda r: _of_prompts(r, r.host_hit_tokens))
