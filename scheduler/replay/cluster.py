@@ -69,6 +69,7 @@ def simulate_cluster(
     while cluster.step():
         progress(stage, cluster.ledger.num_answered, num_requests)
     progress(stage, num_requests, num_requests)
+    cluster.finish()
     return cluster.result(time.perf_counter() - started)
 
 
@@ -104,6 +105,7 @@ class _Cluster:
         self.arrivals = sorted(enumerate(trace.requests), key=lambda item: item[1].timestamp_ms)
         self.next_arrival = 0
         self.first_arrival_s = self.clock_s = self.arrivals[0][1].timestamp_ms / 1e3
+        self.last_answer_s = self.first_arrival_s
         self._at(self.clock_s, self._arrive)
         self._at(self.clock_s, self._tick)
 
@@ -114,19 +116,34 @@ class _Cluster:
 
     def step(self) -> bool:
         """Let the next event happen, and what follows at once; False when all is answered."""
-        if self.ledger.num_answered == len(self.arrivals):
+        if self.is_answered:
             return False
         assert self._events, "requests are open, and nothing will happen"
+        self._next_event()
+        return True
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether every request is."""
+        return self.ledger.num_answered == len(self.arrivals)
+
+    def finish(self) -> None:
+        """Let what is under way end: the last answer is not the last message."""
+        self.last_answer_s = self.clock_s
+        while self._events:
+            self._next_event()
+
+    def _next_event(self) -> None:
         self.clock_s, _, event = heappop(self._events)
         event()
         self._settle()
-        return True
 
     def _tick(self) -> None:
         for name, node in self.nodes.items():
             node.scheduler.tick(self.clock_s)
             self.changed.add(name)
-        self._at(self.clock_s + TIMING.retry_s, self._tick)
+        if not self.is_answered:
+            self._at(self.clock_s + TIMING.retry_s, self._tick)
 
     def _arrive(self) -> None:
         index, line = self.arrivals[self.next_arrival]
@@ -252,7 +269,7 @@ class _Cluster:
     def result(self, wall_s: float) -> ClusterResult:
         """Sum up; called when every request is answered."""
         node, ledger, nodes = self.config.node, self.ledger, self.nodes.values()
-        simulated_s = self.clock_s - self.first_arrival_s
+        simulated_s = self.last_answer_s - self.first_arrival_s
         prefill = [each for each in nodes if isinstance(each.scheduler, PrefillScheduler)]
         decode = [each for each in nodes if isinstance(each.scheduler, DecodeScheduler)]
         preemptions = sum(each.preemptions for each in decode)

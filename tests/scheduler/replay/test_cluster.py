@@ -63,6 +63,14 @@ def test_one_request_by_hand() -> None:
     assert verdicts(result) == ["PASS"] * 3
 
 
+@pytest.mark.parametrize("order", ["early", "prefill_complete"])
+def test_the_last_answer_is_not_the_last_message(order: Order) -> None:
+    """A request of one token is answered when D has its KV; P does not know that yet."""
+    result = simulate_cluster(make_trace([0]), COSTS, ClusterConfig(1, 1, NODE, order))
+    assert result.simulated_s == pytest.approx(1.38)
+    assert verdicts(result) == ["PASS"] * 3
+
+
 def test_blocks_are_granted_after_the_prompt_is_computed() -> None:
     trace = make_trace([0, 1], output_length=3)
     config = ClusterConfig(1, 1, NODE, "prefill_complete")
