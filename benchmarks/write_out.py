@@ -183,8 +183,8 @@ def run_in_step(machine: Machine, steps: int, host: HostArrays, directory: str) 
             for piece, size in copies.pieces(len(ids)):
                 staging = copies.gather(machine.arrays, ids[piece], size)
                 host.write(ids[piece], [np.asarray(each) for each in staging])
-            for key, block in zip(keys, ids.tolist(), strict=True):
-                status, error = sealed.store(key, [memoryview(host.block(block))])
+            for key, block in zip(keys, host.blocks(ids), strict=True):
+                status, error = sealed.store(key, [block.data])
                 assert status is Status.STORED, error
         machine.step()
 
@@ -210,8 +210,8 @@ def check_files(directory: str, steps: int, host: HostArrays) -> None:
     sealed = Sealed(files)
     for step, ids in preemptions(steps).items():
         host.memory[:] = 0
-        for key, block in zip(keys_of(step), ids.tolist(), strict=True):
-            status, error = sealed.load(key, [memoryview(host.block(block))])
+        for key, block in zip(keys_of(step), host.blocks(ids), strict=True):
+            status, error = sealed.load(key, [block.data])
             assert status is Status.LOADED, error
         check(host, ids)
     files.close()

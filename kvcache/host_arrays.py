@@ -84,15 +84,14 @@ class HostArrays:
         dtype = arrays.keys[0].dtype
         return cls(len(arrays.keys), num_blocks, kv_heads, block_size, head_dim, dtype)
 
-    def block(self, block_id: int) -> UInt8[np.ndarray, " bytes_per_block"]:
-        """Return the bytes of a block, a view: its value in storage.
+    def blocks(self, ids: Int32[np.ndarray, " n"]) -> list[UInt8[np.ndarray, " bytes_per_block"]]:
+        """Return the bytes of each block, a view: its value in storage.
 
         Raises:
             IndexError: if there is no such block.
         """
-        self.check_ids(np.array([block_id]))
-        view: npt.NDArray[np.uint8] = self.memory[block_id]
-        return view
+        self.check_ids(ids)
+        return [self.memory[block_id] for block_id in ids.tolist()]
 
     def read(
         self, ids: Int32[np.ndarray, " n"]

@@ -8,6 +8,7 @@ from .dispatched import Dispatched, DispatchTable, Outcome
 from .host_arrays import HostArrays
 from .operations import OpKind
 from .storage.base import Block, OperationId, Status, Storage
+from .tokens import Int32Array
 
 _GOOD = (Status.STORED, Status.EXISTS, Status.LOADED, Status.FOUND)
 _ANSWERED = (*_GOOD, Status.MISSING)  # of a lookup: that storage has not a block is an answer
@@ -42,10 +43,10 @@ class StorageCopies:
         keys, timeout_s, epoch = operation.keys, operation.timeout_s, operation.epoch
         match operation.kind:
             case OpKind.HOST_TO_STORAGE:
-                payloads = self._rows(operation.sources.tolist())
+                payloads = self._rows(operation.sources)
                 storage_id = storage.store(keys, payloads, timeout_s=timeout_s, epoch=epoch)
             case OpKind.STORAGE_TO_HOST:
-                rows = self._rows(operation.destinations.tolist())
+                rows = self._rows(operation.destinations)
                 storage_id = storage.load(keys, rows, timeout_s=timeout_s, epoch=epoch)
             case OpKind.LOOKUP:
                 storage_id = storage.lookup(keys, timeout_s=timeout_s, epoch=epoch)
@@ -82,5 +83,5 @@ class StorageCopies:
         outcome = Outcome.DONE if all(status in well for status in statuses) else outcome
         self._table.end(entry, outcome, fenced=self._storage.fenced(storage_id))
 
-    def _rows(self, block_ids: Sequence[int]) -> list[Block]:
-        return [[self._host.block(block_id)] for block_id in block_ids]
+    def _rows(self, block_ids: Int32Array) -> list[Block]:
+        return [[block] for block in self._host.blocks(block_ids)]

@@ -255,8 +255,9 @@ def views(block: Block, *, writable: bool = False) -> list[memoryview]:
         if isinstance(buffer, np.ndarray):
             if not buffer.flags.c_contiguous:
                 raise PayloadError(f"part {number} of a block is not contiguous")
-            # By way of uint8: bfloat16 and its kin have no buffer of their own.
-            buffer = buffer.reshape(-1).view(np.uint8).data
+            if buffer.dtype.char != "B":  # bfloat16 and its kin have no buffer of their own
+                buffer = buffer.reshape(-1).view(np.uint8)
+            buffer = buffer.data
         view = memoryview(buffer)
         if not view.c_contiguous:
             raise PayloadError(f"part {number} of a block is not contiguous")

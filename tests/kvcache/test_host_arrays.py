@@ -40,14 +40,14 @@ class TestAnyDtype:
         host = HostArrays(**SIZES, dtype=dtype)
         new = random_pools(dtype, 1)
         host.write(np.array([2], np.int32), new)
-        block = host.block(2)
+        (block,) = host.blocks(np.array([2], np.int32))
         assert len(block) == host.bytes_per_block == POOLS * 4 * 5 * 6 * np.dtype(dtype).itemsize
         assert block.tobytes() == b"".join(as_bytes(pool) for pool in new)
 
 
 def test_a_block_is_a_value_that_storage_reads_and_writes_in_place():
     host = HostArrays(**SIZES, dtype=jnp.bfloat16)
-    (view,) = views([host.block(1)], writable=True)
+    (view,) = views(host.blocks(np.array([1], np.int32)), writable=True)
     view[:] = bytes(range(256))[:1] * len(view[:-1]) + b"\x07"
     assert host.memory[1, -1] == 7
     assert not host.memory[[0, 2, 3]].any()
@@ -93,4 +93,4 @@ def test_every_size_is_at_least_one(name):
 @pytest.mark.parametrize("block_id", [-1, 0, 4])
 def test_there_is_no_other_block(block_id):
     with pytest.raises(IndexError, match=f"^host block {block_id} is not in 1 to 3$"):
-        HostArrays(**SIZES, dtype=np.float32).block(block_id)
+        HostArrays(**SIZES, dtype=np.float32).blocks(np.array([1, block_id], np.int32))
