@@ -10,7 +10,10 @@ of a `HostArrays`, and run on as many threads as `--threads` says. Reads come fr
 Nothing is synced unless `--sync data` says so; then the plain loop calls `fdatasync` too, before
 the rename.
 
-The two take turns every 64 MiB, so that what else the machine does meets both. A rate is the median
+A second ratio is to a plain loop that computes the digest too, with the same call of xxhash as the
+backend: of what it writes before that, of what it read after that.
+
+They take turns every 64 MiB, so that what else the machine does meets all. A rate is the median
 over all turns; a ratio is the median of the turns' ratios, in brackets their quartiles. On one
 thread, and without a sync, times are CPU times of that thread: neither the disk, which writes
 later, nor other processes are in them. Elsewhere they are elapsed times, and mean something on a
@@ -49,6 +52,7 @@ NUM_BUFFERS = 16
 BATCH = 32
 PAUSE_S = 0.0001
 STORAGE_THREADS = 4
+STORED, LOADED = (Status.STORED, ""), (Status.LOADED, "")
 
 
 class Values:
@@ -116,18 +120,21 @@ class Loop:
 
 
 class Plain:
-    """The least that could be done with a value."""
+    """The least that could be done with a value; or that, and the digest of it."""
 
-    def __init__(self, directory: Path, sync: str, values: Values) -> None:
+    def __init__(self, directory: Path, sync: str, values: Values, *, digest: bool) -> None:
         """Make the directories."""
         for number in range(256):
             (directory / f"{number:02x}").mkdir(mode=0o700)
         self._directory = str(directory)
         self._durable = sync == "data"
         self._values = values
+        self._digest = digest
 
     def store(self, number: int) -> None:
         """Write to a temporary name, and rename."""
+        if self._digest:
+            xxhash.xxh3_128_digest(self._values.payloads[number % NUM_BUFFERS])
         name = self._values.keys[number].hex()
         temporary = f"{self._directory}/{name[:2]}/.tmp-{number}"
         file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -143,6 +150,8 @@ class Plain:
         file = os.open(f"{self._directory}/{name[:2]}/{name}", os.O_RDONLY)
         os.readv(file, [self._values.destinations[number % NUM_BUFFERS]])
         os.close(file)
+        if self._digest:
+            xxhash.xxh3_128_digest(self._values.destinations[number % NUM_BUFFERS])
 
     def close(self) -> None:
         """Keep nothing open."""
@@ -160,14 +169,12 @@ class Backend:
     def store(self, number: int) -> None:
         """Seal and write."""
         payload = [self._values.payloads[number % NUM_BUFFERS]]
-        status, _ = self._sealed.store(self._values.keys[number], payload)
-        assert status is Status.STORED, status
+        assert self._sealed.store(self._values.keys[number], payload) == STORED
 
     def load(self, number: int) -> None:
         """Read and verify."""
         destination = [self._values.destinations[number % NUM_BUFFERS]]
-        status, _ = self._sealed.load(self._values.keys[number], destination)
-        assert status is Status.LOADED, status
+        assert self._sealed.load(self._values.keys[number], destination) == LOADED
 
     def close(self) -> None:
         """Let go of the directory."""
@@ -221,8 +228,8 @@ def main() -> None:
     arguments = parse_arguments()
     print("\n".join(describe_run(arguments)))
     print(
-        "\n| Value | Threads | What | Plain loop, MiB/s | File backend, MiB/s | Ratio |\n"
-        "| --- | --- | --- | --- | --- | --- |"
+        "\n| Value | Threads | What | Plain loop, MiB/s | File backend, MiB/s | Ratio "
+        "| Ratio to a plain loop with xxh3_128 |\n| --- | --- | --- | --- | --- | --- | --- |"
     )
     for size in SIZES:
         for num_threads in sorted({1, arguments.threads}):
@@ -235,49 +242,54 @@ def measure(arguments: argparse.Namespace, size: int, num_threads: int, *, engin
     values = Values(size, arguments.mib * 2**20 // size)
     cpu_time = num_threads == 1 and not engine and arguments.sync != "data"
     clock = time.thread_time if cpu_time else time.perf_counter
-    times: dict[str, list[tuple[float, float]]] = {"store": [], "load": []}
+    times: dict[str, list[list[float]]] = {"store": [], "load": []}
     for round_number in range(arguments.rounds + 1):  # the first warms up
         with ExitStack() as stack:
             places = [
                 Path(stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.directory)))
-                for _ in range(2)
+                for _ in range(3)
             ]
-            plain: Side = Loop(Plain(places[0], arguments.sync, values), num_threads, clock)
-            stack.callback(plain.close)
+            plain = Plain(places[0], arguments.sync, values, digest=False)
+            digesting = Plain(places[1], arguments.sync, values, digest=True)
             ours: Side = (
-                Engine(places[1], arguments.sync, values)
+                Engine(places[2], arguments.sync, values)
                 if engine
-                else Loop(Backend(places[1], arguments.sync, values), num_threads, clock)
+                else Loop(Backend(places[2], arguments.sync, values), num_threads, clock)
             )
-            stack.callback(ours.close)
-            stores = take_turns(values, plain.store, ours.store)
-            loads = take_turns(values, plain.load, ours.load)
+            sides = [*(Loop(each, num_threads, clock) for each in (plain, digesting)), ours]
+            for side in sides:
+                stack.callback(side.close)
+            stores = take_turns(values, [side.store for side in sides])
+            loads = take_turns(values, [side.load for side in sides])
             if round_number:
                 times["store"] += stores
                 times["load"] += loads
     threads = f"1, storage {STORAGE_THREADS}" if engine else str(num_threads)
-    for what, pairs in times.items():
-        print(f"| {size // 1024} KiB | {threads} | {what} | {describe(pairs)} |", flush=True)
+    for what, turns in times.items():
+        print(f"| {size // 1024} KiB | {threads} | {what} | {describe(turns)} |", flush=True)
 
 
-def take_turns(
-    values: Values, plain: Callable[[range], float], ours: Callable[[range], float]
-) -> list[tuple[float, float]]:
-    """Return seconds per MiB of both for each turn; who goes first alternates."""
-    pairs = []
+def take_turns(values: Values, sides: Sequence[Callable[[range], float]]) -> list[list[float]]:
+    """Return seconds per MiB of each side for each turn; who goes first alternates."""
+    times = []
     for number, turn in enumerate(values.turns):
         num_mib = len(turn) * values.size / 2**20
-        first, second = (plain, ours) if number % 2 else (ours, plain)
-        pair = (first(turn) / num_mib, second(turn) / num_mib)
-        pairs.append(pair if number % 2 else pair[::-1])
-    return pairs
+        row = [0.0] * len(sides)
+        for place in range(len(sides)):
+            side = (number + place) % len(sides)
+            row[side] = sides[side](turn) / num_mib
+        times.append(row)
+    return times
 
 
-def describe(pairs: Sequence[tuple[float, float]]) -> str:
-    """Return three cells: the rates of both and their ratio."""
-    plain_s, our_s = (median(column) for column in zip(*pairs, strict=True))
-    low, middle, high = quantiles([plain / ours for plain, ours in pairs], n=4)
-    return f"{1 / plain_s:,.0f} | {1 / our_s:,.0f} | {middle:.2f} [{low:.2f} to {high:.2f}]"
+def describe(turns: Sequence[Sequence[float]]) -> str:
+    """Return four cells: the rates of the plain loop and of ours, and the ratios to both loops."""
+    plain_s, _, our_s = (median(column) for column in zip(*turns, strict=True))
+    cells = [f"{1 / plain_s:,.0f}", f"{1 / our_s:,.0f}"]
+    for other in (0, 1):
+        low, middle, high = quantiles([times[other] / times[2] for times in turns], n=4)
+        cells.append(f"{middle:.2f} [{low:.2f} to {high:.2f}]")
+    return " | ".join(cells)
 
 
 def make_buffers(content: npt.NDArray[np.uint8]) -> list[memoryview]:
@@ -285,7 +297,7 @@ def make_buffers(content: npt.NDArray[np.uint8]) -> list[memoryview]:
     num_blocks, size = content.shape
     host = HostArrays(1, num_blocks, 1, 1, size // 2, np.uint8)
     host.memory[1:] = content
-    return [host.block(number + 1).data for number in range(num_blocks)]
+    return [block.data for block in host.blocks(np.arange(1, num_blocks + 1, dtype=np.int32))]
 
 
 def open_files(directory: Path, sync: str) -> FileBackend:
