@@ -11,12 +11,14 @@ from ..bench.decode import bench_decode
 from ..bench.evict import bench_evict
 from ..replay.trace import read_trace
 from .errors import BadInputError
+from .options import check_sizes
 from .output import check_destination, emit, format_table
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the benchmark that `arguments.benchmark` names, and print what it measured."""
     check_destination(arguments.json)
+    check_sizes(arguments)
     measure, describe = {
         "cache": (_cache, _describe_cache),
         "evict": (_evict, _describe_evict),

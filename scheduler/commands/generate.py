@@ -17,7 +17,7 @@ from ..models.digest import weights_digest
 from ..request import Request
 from .apart_options import Sizes, check_apart
 from .errors import BadInputError
-from .options import host_tier
+from .options import check_sizes, host_tier
 from .output import check_destination, emit, format_table
 from .prompts import read_prompts
 from .tiers import check_tiers, describe_storage, open_storage
@@ -31,6 +31,7 @@ _BYTES_PER_ELEMENT = 4  # the pools have the model's dtype, float32
 def run(arguments: argparse.Namespace) -> int:
     """Generate, and print the new tokens of each prompt in the order of the file."""
     check_destination(arguments.json)
+    check_sizes(arguments)
     check_tiers(arguments)
     check_apart(arguments)
     model_dir = Path(arguments.model_dir)

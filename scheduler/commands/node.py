@@ -29,7 +29,7 @@ from ..transport import Transport
 from ..transport.opening import open_transport
 from .apart_run import describe
 from .errors import BadInputError
-from .options import host_tier
+from .options import check_sizes, host_tier
 from .tiers import check_tiers, open_storage
 
 _RETRIES_PER_SILENCE = 5
@@ -40,6 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve, and print what was done as one JSON object."""
     if arguments.silence_s == 0:
         raise BadInputError("--silence-s must be more than 0")
+    check_sizes(arguments)
     check_tiers(arguments)
     if arguments.name == DESK or not 0 < len(arguments.name) <= MAX_NAME_CHARS:
         raise BadInputError(

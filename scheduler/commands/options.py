@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+import os
+from typing import TYPE_CHECKING, Final
 
 from .errors import BadInputError
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 
 LARGEST_INT32 = 2**31 - 1
 """Block ids and token ids are int32, so no size can be larger."""
+
+_BYTES_PER_BLOCK: Final = 16  # of a `BlockPool` while it is made
 
 
 def positive_int(text: str) -> int:
@@ -116,6 +119,25 @@ def host_tier(arguments: argparse.Namespace) -> HostConfig | None:
     from ...kvcache.host_tier import HostConfig  # here, because --help must not load numpy
 
     return HostConfig(arguments.host_blocks, arguments.host_write or arguments.default_host_write)
+
+
+def check_sizes(arguments: argparse.Namespace) -> None:
+    """Refuse tiers whose bookkeeping alone takes more memory than the machine has.
+
+    Linux would promise it, and then end this process or another.
+
+    Raises:
+        BadInputError: with both figures.
+    """
+    has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for option in ("device_blocks", "host_blocks"):
+        num_blocks = getattr(arguments, option, None) or 0
+        needs = num_blocks * _BYTES_PER_BLOCK
+        if needs > has:
+            raise BadInputError(
+                f"--{option.replace('_', '-')} {num_blocks}: to keep account of so many blocks "
+                f"takes {needs:,} bytes, and this machine has {has:,}"
+            )
 
 
 def add_size(

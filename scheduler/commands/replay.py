@@ -10,7 +10,7 @@ from ..replay import run_replay
 from ..replay.cluster_result import ClusterConfig
 from ..replay.simulation import SimulationConfig
 from .errors import BadInputError
-from .options import host_tier
+from .options import check_sizes, host_tier
 from .output import check_destination, emit
 from .progress import ProgressLine
 
@@ -18,6 +18,7 @@ from .progress import ProgressLine
 def run(arguments: argparse.Namespace) -> int:
     """Replay, print the report, and return 1 if one of its checks failed."""
     check_destination(arguments.json)
+    check_sizes(arguments)
     host = host_tier(arguments)
     if arguments.preempt != "recompute" and host is None:
         raise BadInputError(f"--preempt {arguments.preempt} needs --host-blocks")

@@ -144,6 +144,27 @@ def test_a_tier_larger_than_the_trace_takes_no_more_memory(radixkv: Any, trace: 
     assert large == small
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["replay"],
+        ["generate", "m", "--prompts", "p", "--max-new-tokens", 1],
+        ["decode-node", "m", "--desk", "127.0.0.1:1"],
+        ["bench", "evict", "--evict", 1, "--chain", 1],
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_a_tier_that_the_machine_has_no_memory_for_is_refused(
+    radixkv: Any, monkeypatch: pytest.MonkeyPatch, argv: list[object]
+) -> None:
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 1_000, "SC_PAGE_SIZE": 4_096}.get)
+    message = (
+        "radixkv: --device-blocks 256001: to keep account of so many blocks takes 4,096,016 "
+        "bytes, and this machine has 4,096,000\n"
+    )
+    assert radixkv(*argv, "--device-blocks", 256_001) == (2, "", message)
+
+
 def _raise(error: BaseException) -> Any:
     def run(arguments: argparse.Namespace) -> int:
         raise error
