@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from obstore.store import LocalStore
 
-from radixkv.kvcache.storage import Backend, FileBackend
+from radixkv.kvcache.storage import Backend, FileBackend, mooncake
 from radixkv.kvcache.storage.objects import ObjectBackend, memory_store
 from radixkv.kvcache.storage.redis import RedisBackend
 from radixkv.kvcache.storage.redis_address import RedisAddress
@@ -94,7 +94,11 @@ class TestMooncake(BackendConformance):
     order_refused = list_refused
 
     @pytest.fixture
-    def backend(self, shared_mooncake: MooncakeServer) -> Iterator[Backend]:
+    def backend(
+        self, shared_mooncake: MooncakeServer, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[Backend]:
+        # For another writer of the same key, as long as it takes: it may have to wait itself.
+        monkeypatch.setattr(mooncake, "_BUSY_S", 30.0)
         namespace = f"{os.getpid():08x}{next(_numbers):08x}"
         options = BackendOptions(timeout_s=30.0, connect_timeout_s=30.0, namespace=namespace)
         backend = open_backend(f"mooncake://127.0.0.1:{shared_mooncake.port}", options)
