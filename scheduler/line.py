@@ -8,8 +8,9 @@ from typing import Final
 MAX_OVERTAKEN: Final = 256
 """A request that was refused lets so many others pass.
 
-While one stops the rest, D fills up with nobody: with 16, replays with too little room on D had a
-median time to the first token 30 times as long.
+While one stops the rest, D fills up with nobody. With 16 instead, a tenth of the requests of
+Mooncake's synthetic trace had their first token after 134 s or more, not 10 (2 prefill nodes, and a
+decode node of 15,000 blocks, simulated).
 """
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 
@@ -37,6 +37,10 @@ class RequestStatus(enum.Enum):
     ABORTED = "aborted"
 
 
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How the next token is chosen.
@@ -61,6 +65,12 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p"):
+            if not isinstance(value := getattr(self, name), int | float | np.number):
+                raise RequestError(f"{name} must be a number, got {value!r}")
+        for name in ("top_k", "seed"):
+            if not _is_integer(value := getattr(self, name)):
+                raise RequestError(f"{name} must be an integer, got {value!r}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise RequestError(f"temperature must be finite and at least 0, got {self.temperature}")
         if not 0 <= self.top_k < 2**31:
@@ -72,6 +82,9 @@ class SamplingParams:
 
 
 GREEDY = SamplingParams()
+
+MAX_TOKENS: Final = 2**31 - 1
+"""Of prompt and output together: positions are int32."""
 
 
 class Request:
@@ -112,20 +125,12 @@ class Request:
             namespace: requests share blocks only inside one; see `make_namespace`.
 
         Raises:
-            RequestError: for an empty prompt or a limit below 1.
+            RequestError: for an empty prompt, a limit below 1, or an argument of the wrong type.
             TokenError: for a prompt that is not int32.
         """
         prompt = as_tokens(prompt)
-        if len(prompt) == 0:
-            raise RequestError(f"request {request_id!r} has an empty prompt")
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int | np.integer):
-            raise RequestError(
-                f"request {request_id!r}: max_new_tokens must be an integer, got {max_new_tokens!r}"
-            )
-        if max_new_tokens < 1:
-            raise RequestError(
-                f"request {request_id!r}: max_new_tokens must be at least 1, got {max_new_tokens}"
-            )
+        _check_texts(request_id, namespace, sampling)
+        _check_numbers(request_id, len(prompt), max_new_tokens, priority, stop_token_ids)
         self.request_id = request_id
         self.max_new_tokens = int(max_new_tokens)
         self.priority = priority
@@ -193,3 +198,36 @@ def lease_of(request: Request) -> Lease:
     """Return what a request holds, which must be something."""
     assert request.lease is not None, f"{request!r} has no lease"
     return request.lease
+
+
+def _check_texts(request_id: object, namespace: object, sampling: object) -> None:
+    """Refuse what is no text, or no `SamplingParams`."""
+    if not isinstance(request_id, str):
+        raise RequestError(f"request_id must be a str, got {request_id!r}")
+    if not isinstance(namespace, bytes):
+        raise RequestError(f"request {request_id!r}: namespace must be bytes, got {namespace!r}")
+    if not isinstance(sampling, SamplingParams):
+        raise RequestError(
+            f"request {request_id!r}: sampling must be SamplingParams, got {sampling!r}"
+        )
+
+
+def _check_numbers(
+    request_id: str, num_prompt: int, max_new_tokens: int, priority: object, stop: object
+) -> None:
+    """Refuse numbers that are none, and lengths that cannot be, before anything is allocated."""
+    name = f"request {request_id!r}"
+    if num_prompt == 0:
+        raise RequestError(f"{name} has an empty prompt")
+    for field, value in (("max_new_tokens", max_new_tokens), ("priority", priority)):
+        if not _is_integer(value):
+            raise RequestError(f"{name}: {field} must be an integer, got {value!r}")
+    if max_new_tokens < 1:
+        raise RequestError(f"{name}: max_new_tokens must be at least 1, got {max_new_tokens}")
+    if num_prompt + max_new_tokens > MAX_TOKENS:
+        raise RequestError(
+            f"{name}: {num_prompt} prompt tokens and {max_new_tokens} new ones are more than "
+            f"{MAX_TOKENS}"
+        )
+    if not isinstance(stop, Iterable) or not all(map(_is_integer, stop)):
+        raise RequestError(f"{name}: stop_token_ids must be token ids, got {stop!r}")

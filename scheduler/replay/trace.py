@@ -23,6 +23,7 @@ import numpy as np
 
 from ...kvcache.errors import RadixKVError
 from ...kvcache.tokens import Int32Array
+from ..request import MAX_TOKENS
 
 TOKENS_PER_HASH_ID = 512
 MAX_HASH_ID = (2**31 - TOKENS_PER_HASH_ID) // TOKENS_PER_HASH_ID
@@ -169,12 +170,18 @@ def parse_line(line: bytes) -> TraceRequest:
     if not isinstance(fields, dict):
         raise _MalformedLine(f"must be a JSON object, got {_show(fields)}")
     input_length = _length(fields, "input_length")
-    return TraceRequest(
+    request = TraceRequest(
         timestamp_ms=_timestamp(fields),
         input_length=input_length,
         output_length=_length(fields, "output_length"),
         hash_ids=_hash_ids(fields, input_length),
     )
+    if input_length + request.output_length > MAX_TOKENS:
+        raise _MalformedLine(
+            f"output_length {_show(request.output_length)} is too large: with its input a request "
+            f"has {MAX_TOKENS} tokens at the most"
+        )
+    return request
 
 
 def _refuse_constant(constant: str) -> NoReturn:

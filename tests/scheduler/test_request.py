@@ -85,6 +85,44 @@ def test_a_limit_that_is_no_integer_is_refused(limit: Any):
         Request("a", [1], limit)
 
 
+@pytest.mark.parametrize(
+    ("argument", "text"),
+    [
+        ({"request_id": 5}, "request_id must be a str, got 5"),
+        ({"namespace": "tenant"}, "request 'a': namespace must be bytes, got 'tenant'"),
+        ({"namespace": None}, "request 'a': namespace must be bytes, got None"),
+        ({"priority": "high"}, "request 'a': priority must be an integer, got 'high'"),
+        ({"sampling": {}}, "request 'a': sampling must be SamplingParams, got {}"),
+        ({"stop_token_ids": 5}, "request 'a': stop_token_ids must be token ids, got 5"),
+        (
+            {"stop_token_ids": ["</s>"]},
+            "request 'a': stop_token_ids must be token ids, got ['</s>']",
+        ),
+        (
+            {"max_new_tokens": 2**31 - 1},
+            "request 'a': 1 prompt tokens and 2147483647 new ones are more than 2147483647",
+        ),
+    ],
+)
+def test_what_would_stop_the_scheduler_later_is_refused_at_once(argument: Any, text: str):
+    with refused(RequestError, text):
+        Request(**{"request_id": "a", "prompt": [1], "max_new_tokens": 2, **argument})
+
+
+@pytest.mark.parametrize(
+    ("argument", "text"),
+    [
+        ({"temperature": "x"}, "temperature must be a number, got 'x'"),
+        ({"top_p": None}, "top_p must be a number, got None"),
+        ({"top_k": 1.5}, "top_k must be an integer, got 1.5"),
+        ({"seed": True}, "seed must be an integer, got True"),
+    ],
+)
+def test_sampling_by_what_is_no_number_is_refused(argument: Any, text: str):
+    with refused(RequestError, text):
+        SamplingParams(**argument)
+
+
 def test_a_limit_may_be_of_numpy():
     assert Request("a", [1], np.int64(3)).max_new_tokens == 3  # type: ignore[arg-type]
 
