@@ -175,6 +175,7 @@ MESSAGES: Final[tuple[Record, ...]] = (
         RunPrefill,
         {
             "key": _KEY,
+            "epoch": _U64,
             "prompt": _PROMPT,
             "max_new_tokens": _LIMIT,
             "priority": Int(-(2**31)),

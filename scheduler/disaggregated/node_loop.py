@@ -55,7 +55,7 @@ class NodeLoop:
         self._peers = {DESK}
         self._timing = timing
         self._says_at = clock()
-        self._link = DeskLink(timing)
+        self._link = DeskLink(channel.epoch, timing)
         self._status = NodeStatus(
             role="prefill" if isinstance(engine, PrefillEngine) else "decode",
             address=channel.address,

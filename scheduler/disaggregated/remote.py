@@ -10,7 +10,8 @@ from typing import Final
 
 from ..channel import Dropped, EncodeError, ZmqChannel
 from ..handoff import NodeId
-from ..handoff.remote_desk import Connect, Disconnect, RemoteDesk, RemoteNode, Say
+from ..handoff.remote_desk import Connect, Disconnect, RemoteDesk, Say
+from ..handoff.remote_node import RemoteNode
 from ..request import Request
 
 _WAIT_S: Final = 0.02

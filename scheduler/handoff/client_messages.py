@@ -20,7 +20,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-from ..request import SamplingParams
+import numpy as np
+
+from ..request import Request, SamplingParams
 from .messages import Hits, Key, NodeId
 
 DESK: Final[NodeId] = "desk"
@@ -34,10 +36,12 @@ class RunPrefill:
     """Desk to P: begin an attempt, and hand it over to this node.
 
     Attributes:
+        epoch: of the life of P that is asked; another does nothing.
         prompt: int32 tokens, little-endian.
     """
 
     key: Key
+    epoch: int
     prompt: bytes
     max_new_tokens: int
     priority: int
@@ -46,6 +50,36 @@ class RunPrefill:
     namespace: bytes
     decode_node: str
     decode_address: str
+
+    @classmethod
+    def of(
+        cls, key: Key, epoch: int, request: Request, decode_node: str, decode_address: str
+    ) -> RunPrefill:
+        """Ask a life of P for an attempt of a request."""
+        return cls(
+            key,
+            epoch,
+            request.prompt.astype("<i4").tobytes(),
+            request.max_new_tokens,
+            request.priority,
+            request.sampling,
+            tuple(request.stop_token_ids),
+            request.namespace,
+            decode_node,
+            decode_address,
+        )
+
+    def request(self) -> Request:
+        """Return what is asked for, under the key's name."""
+        return Request(
+            self.key[0],
+            np.frombuffer(self.prompt, "<i4").astype(np.int32),
+            self.max_new_tokens,
+            priority=self.priority,
+            sampling=self.sampling,
+            stop_token_ids=self.stop_token_ids,
+            namespace=self.namespace,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
 from ...kvcache import RequestTooLargeError
 from ..errors import RequestError
 from ..request import Request
@@ -33,13 +31,15 @@ class DeskLink:
     It does no I/O: send `take_messages` to the desk after every call.
     """
 
-    def __init__(self, timing: Timing) -> None:
+    def __init__(self, epoch: int, timing: Timing) -> None:
         """Make the end of a node that has just begun to live.
 
         Args:
+            epoch: of this life.
             timing: what the desk has not heard is said again after retry_s, for transfer_s; for
                 remember_s it is known what the desk has asked for.
         """
+        self._epoch = epoch
         self._outbox = Outbox(retry_s=timing.retry_s, patience_s=timing.transfer_s)
         self._remember_s = timing.remember_s
         self._begun: dict[Key, float] = {}  # and when it was heard of last, the longest ago first
@@ -56,36 +56,29 @@ class DeskLink:
         return messages
 
     def is_new(self, run: RunPrefill) -> bool:
-        """Whether an attempt has not been begun yet."""
-        return run.key not in self._begun
+        """Whether an attempt is to begin: it is for this life, which has not begun it yet."""
+        return run.epoch == self._epoch and run.key not in self._begun
 
     def begin(
         self, run: RunPrefill, begin: Callable[[Request, NodeId, int], None], now: float
     ) -> None:
-        """Begin an attempt, unless it was; the desk hears that it was asked for in either case.
+        """Begin an attempt, unless it was; the desk is told in either case that it was heard.
 
         Args:
-            run: what the desk asks for.
+            run: what the desk asks for; nothing happens if it asks another life.
             begin: takes request, decode node and attempt; what it refuses is reported.
             now: the time.
         """
+        if run.epoch != self._epoch:
+            return
         self._messages.append(Heard.of(run))
         is_new = self.is_new(run)
         self._begun.pop(run.key, None)
         self._begun[run.key] = now
         if not is_new:
             return
-        request = Request(
-            run.key[0],
-            np.frombuffer(run.prompt, "<i4").astype(np.int32),
-            run.max_new_tokens,
-            priority=run.priority,
-            sampling=run.sampling,
-            stop_token_ids=run.stop_token_ids,
-            namespace=run.namespace,
-        )
         try:
-            begin(request, run.decode_node, run.key[1])
+            begin(run.request(), run.decode_node, run.key[1])
         except (RequestError, RequestTooLargeError) as error:
             self.report(Failed(run.key, str(error), is_final=True), now)
 

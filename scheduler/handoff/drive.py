@@ -11,7 +11,7 @@ from random import Random
 from typing import Final
 
 from .actions import Timing
-from .invariants import ALL_END, NO_LEAK, SimulationError
+from .invariants import ALL_END, IDLE_NODES, NO_LEAK, SimulationError
 from .nodes import Node, PrefillNode, SimulationConfig
 from .prefill_side import ORDERS
 from .simulation import Op, Simulation
@@ -21,19 +21,20 @@ MAX_ROUNDS: Final = 400
 
 WEIGHTS: Final = {
     "submit": 4,
-    "cancel": 0.2,
-    "deliver": 40,
+    "cancel": 0.4,
+    "deliver": 60,
     "duplicate": 5,
     "drop": 4,
-    "report": 8,
+    "cut": 0.3,
     "compute": 20,
     "decode": 18,
     "land": 22,
     "pull_end": 20,
     "pull_fence": 3,
     "offer_fence": 2,
-    "crash": 0.2,
-    "restart": 2,
+    "crash": 0.6,
+    "restart": 8,
+    "new_desk": 0.05,
     "copy": 8,
     "evict": 1,
     "drain": 0.1,
@@ -57,6 +58,7 @@ def random_config(random: Random) -> SimulationConfig:
         reserve_tokens=random.choice([0, 0, 0, 2, None]),
         num_prefill=random.choice([1, 1, 2]),
         num_decode=random.choice([1, 1, 2]),
+        request_s=random.choice([30, 5000, 5000]),
     )
     if random.random() < 0.4:
         crowd = random.choice([4, 6])
@@ -94,8 +96,10 @@ def random_op(random: Random, weights: list[float]) -> Op:
             return [word, index, random.random() < 0.9, random.random() < 0.5]
         case "copy":
             return [word, index, random.random() < 0.9]
-        case "report" | "crash" | "restart" | "drain":
+        case "cut" | "crash" | "restart" | "drain":
             return [word, random.randrange(4)]
+        case "new_desk":
+            return [word]
         case "evict":
             return [word, random.randrange(4), random.randint(1, 4)]
         case "tick":
@@ -143,6 +147,8 @@ def settle(simulation: Simulation) -> None:
     """
     finish(simulation)
     check(simulation)
+    if any(simulation.desk.loads.values()):
+        raise SimulationError(IDLE_NODES, f"loads are {simulation.desk.loads}")
     for node in simulation.nodes.values():
         assert node is not None, "a node was not restarted"
         _check_drained(simulation, node)
@@ -152,7 +158,7 @@ def fair_round(simulation: Simulation) -> Iterator[Op]:
     """Let everything that can happen once do so, without faults; then time passes."""
     for place in range(len(simulation.names)):
         yield ["restart", place]
-    for _ in range(len(simulation.network)):
+    while simulation.network:  # an answer comes before anybody asks again
         yield ["deliver", 0]
     for transfer in simulation.pulls[:]:
         yield ["land", 0]
@@ -173,9 +179,6 @@ def fair_round(simulation: Simulation) -> Iterator[Op]:
             for _ in range(STEPS_OF_A_ROUND):
                 if each is not None and (each.plan is not None or each.scheduler.has_work):
                     yield [word, place]
-    for place, name in enumerate(simulation.names):
-        for _ in simulation.reports[name][:]:
-            yield ["report", place]
     yield ["tick", 1]
 
 
@@ -186,14 +189,15 @@ def _is_done(simulation: Simulation) -> bool:
 def _state(simulation: Simulation) -> dict[str, int]:
     up = nodes(simulation)
     return {
-        "requests without answer": simulation.front.num_open,
+        "requests without answer": simulation.desk.num_open,
         "nodes that are down": len(simulation.names) - len(up),
         "attempts": sum(node.scheduler.num_open for node in up),
         "work": sum(node.scheduler.has_work for node in up),
         "copies": sum(len(node.copies.flying) for node in up),
-        "messages": len(simulation.network),
+        "messages": sum(not letter.is_alive for letter in simulation.network),
+        "messages without answer": simulation.desk.num_unheard
+        + sum(node.link.num_unheard for node in up),
         "pulls": len(simulation.pulls),
-        "reports": sum(map(len, simulation.reports.values())),
         "resets": len(simulation.draining),
     }
 

@@ -54,7 +54,7 @@ class FrontDesk:
     """One final answer per request, whatever fails.
 
     A request has one attempt at a time. What an older one reports is ignored, and its node told to
-    stop. A node that ends reports what it said before, then that it is lost.
+    stop. Who says so that a node is lost passes on first what has come from it.
     """
 
     def __init__(self, *, max_attempts: int, backoff_s: float, request_s: float) -> None:
@@ -76,15 +76,6 @@ class FrontDesk:
     def num_open(self) -> int:
         """Requests without an answer."""
         return len(self._requests)
-
-    @property
-    def open_keys(self) -> list[Key]:
-        """The attempts that are under way."""
-        return [
-            (request_id, request.attempt)
-            for request_id, request in self._requests.items()
-            if request.begins_at is None
-        ]
 
     def take_actions(self) -> list[Begin | Cancel | Answer]:
         """Hand out what is to be done since the last call, in order."""
@@ -137,18 +128,13 @@ class FrontDesk:
 
     def prefill_lost(self, keys: Iterable[Key]) -> None:
         """A prefill node that had these attempts is gone, and with it what has not started."""
-        self._lost(keys, started=False, reason="the prefill node was lost")
+        for key in keys:
+            self.prefill_failed(key, "the prefill node was lost")
 
     def decode_lost(self, keys: Iterable[Key]) -> None:
-        """A decode node that had these is gone, with what had started; of the rest P will say."""
-        self._lost(keys, started=True, reason="the decode node was lost")
-
-    def _lost(self, keys: Iterable[Key], *, started: bool, reason: str) -> None:
+        """A decode node that had these is gone; what it has started, it may not have said."""
         for key in keys:
-            request = self._requests.get(key[0])
-            is_open = request is not None and request.is_trying(key[1])
-            if request is not None and is_open and request.is_started is started:
-                self._retry(key[0], request, reason)
+            self.decode_failed(key, "the decode node was lost")
 
     def tick(self, now: float) -> None:
         """Let time pass: begin what has waited, and answer what has waited too long."""

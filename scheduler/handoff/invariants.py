@@ -41,6 +41,21 @@ SENT_ONCE: Final = Invariant(
     "H10 sent-once",
     "no block is granted for two prompts at a time on one decode node if half of them is the same",
 )
+BEGUN_ONCE: Final = Invariant(
+    "H11 begun-once",
+    "an attempt begins at most once, however often the desk asks for it, and however late",
+)
+HEARD: Final = Invariant("H12 heard", "who is told that a message was heard does not say it again")
+ALL_ATTEMPTS: Final = Invariant(
+    "H13 all-attempts",
+    "no request fails before all of its attempts have, but for what no attempt can mend",
+)
+OLD_LIVES: Final = Invariant(
+    "H14 old-lives", "what an earlier life of a node has said changes nothing at the desk"
+)
+IDLE_NODES: Final = Invariant(
+    "H15 idle-nodes", "when everything has ended, the desk takes no node for busy"
+)
 
 INVARIANTS: Final = (
     ONE_START,
@@ -53,6 +68,11 @@ INVARIANTS: Final = (
     NO_EVICT,
     COUNTED_ONCE,
     SENT_ONCE,
+    BEGUN_ONCE,
+    HEARD,
+    ALL_ATTEMPTS,
+    OLD_LIVES,
+    IDLE_NODES,
 )
 
 

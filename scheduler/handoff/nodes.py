@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 from ...kvcache import CacheManager, HostConfig, Int32Array
 from ..decode import DecodeScheduler
@@ -13,6 +13,8 @@ from ..plan import StepPlan
 from ..prefill import PrefillScheduler
 from ..request import Request
 from .actions import Offer, Timing
+from .client_messages import NodeStatus, Role
+from .desk_link import DeskLink
 from .ghost import GhostCopies, GhostMemory
 from .invariants import COUNTED_ONCE, NO_EVICT, OFFERS_STAY, SENT_ONCE, SimulationError
 from .messages import Abort, Commit, Grant, Key, Ticket
@@ -34,7 +36,8 @@ class SimulationConfig:
         order: see `PrefillSide`.
         reserve_tokens: of the decode nodes; see `DecodeScheduler`.
         num_prefill, num_decode: how many nodes there are.
-        max_attempts: of each request; see `FrontDesk`.
+        max_attempts, request_s: of each request; see `FrontDesk`. If request_s is long, a request
+            that nobody cares for any more does not end.
         timing: in ticks of the simulated clock.
     """
 
@@ -50,6 +53,7 @@ class SimulationConfig:
     num_prefill: int = 1
     num_decode: int = 1
     max_attempts: int = 3
+    request_s: int = 5000
     timing: Timing = TIMING
 
 
@@ -68,25 +72,32 @@ def sampled(plan: StepPlan) -> list[int]:
     ]
 
 
-class _Memory:
-    """The cache manager of a node, and what is in its blocks."""
+class _Life:
+    """What nodes of both roles have: a manager, what is in its blocks, a link to the desk."""
 
-    def __init__(self, config: SimulationConfig, num_blocks: int) -> None:
+    role: ClassVar[Role]
+
+    def __init__(self, config: SimulationConfig, num_blocks: int, epoch: int) -> None:
+        self.epoch = epoch
+        self.link = DeskLink(epoch, config.timing)
+        self.status = NodeStatus(self.role, "", "simulated", config.block_size, num_blocks)
         host = HostConfig(config.host_blocks) if config.host_blocks else None
         self.manager = CacheManager(num_blocks, config.block_size, host=host)
         self.memory = GhostMemory(config.num_groups, config.block_size)
         self.copies = GhostCopies(self.manager, self.memory)
 
 
-class PrefillNode(_Memory):
+class PrefillNode(_Life):
     """P: computes prompts chunk by chunk, and serves what it has offered.
 
     Attributes:
         plan: of the step in flight, if there is one.
     """
 
+    role = "prefill"
+
     def __init__(self, config: SimulationConfig, epoch: int, now: int) -> None:
-        super().__init__(config, config.prefill_blocks)
+        super().__init__(config, config.prefill_blocks, epoch)
         self.scheduler = PrefillScheduler(
             self.manager,
             epoch=epoch,
@@ -162,7 +173,7 @@ class PrefillNode(_Memory):
         self.scheduler.fenced(key)
 
 
-class DecodeNode(_Memory):
+class DecodeNode(_Life):
     """D: decodes what has started, and computes again what it has preempted.
 
     Attributes:
@@ -170,8 +181,10 @@ class DecodeNode(_Memory):
         preemptions: how often a request lost its blocks.
     """
 
+    role = "decode"
+
     def __init__(self, config: SimulationConfig, epoch: int, now: int) -> None:
-        super().__init__(config, config.decode_blocks)
+        super().__init__(config, config.decode_blocks, epoch)
         self.scheduler = DecodeScheduler(
             self.manager,
             epoch=epoch,

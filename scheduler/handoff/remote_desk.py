@@ -23,26 +23,9 @@ from .client_messages import GiveUp as GiveUpMessage
 from .desk import Desk, GiveUp, Run
 from .messages import Message, NodeId
 from .outbox import Outbox
+from .remote_node import RemoteNode, refusal_of
 
 _RETRIES_PER_SILENCE: Final = 5
-_MAX_BLOCKS: Final = 1 << 26
-"""Of all nodes: the router follows their caches, for a dozen bytes a block."""
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteNode:
-    """A node that was heard of.
-
-    Attributes:
-        epoch: of its life.
-        heard_at: when it said something last.
-        refusal: why nothing is sent to it; empty if it serves.
-    """
-
-    status: NodeStatus
-    epoch: int
-    heard_at: float
-    refusal: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +227,7 @@ class RemoteDesk:
                 self._outbox.heard(peer, heard)
             case PrefillFailed() | Started() | Finished() | DecodeFailed() as report:
                 self._actions.append(Say(peer, Heard.of(report)))
+                self._outbox.forget(report.key)  # P has heard of it
                 self._take_in_report(report)
 
     def _take_in_report(self, report: OfAttempt) -> None:
@@ -259,13 +243,15 @@ class RemoteDesk:
 
     def _hear(self, peer: NodeId, epoch: int, status: NodeStatus) -> None:
         known = self.nodes.get(peer)
+        if known is not None and epoch < known.epoch:
+            return  # it was late, or a clock went back: that life serves when this one is silent
         if known is not None and (known.epoch, known.status) != (epoch, status):
             self._lose(peer)
             known = None
         if known is not None:
             self.nodes[peer] = RemoteNode(status, known.epoch, self._now, known.refusal)
             return
-        refusal = self._refusal(status)
+        refusal = refusal_of(status, self.nodes, self._block_size)
         self.nodes[peer] = RemoteNode(status, epoch, self._now, refusal)
         if refusal:
             return
@@ -275,21 +261,6 @@ class RemoteDesk:
             self._desk.add_prefill(peer, status.num_blocks)
         else:
             self._desk.add_decode(peer, status.num_blocks)
-
-    def _refusal(self, status: NodeStatus) -> str:
-        if status.block_size != self._block_size:
-            return f"it has blocks of {status.block_size} tokens, not {self._block_size}"
-        served = sum(node.status.num_blocks for node in self.nodes.values() if not node.refusal)
-        if served + status.num_blocks > _MAX_BLOCKS:
-            return (
-                f"it has {status.num_blocks} blocks, the others have {served}, and the desk "
-                f"follows {_MAX_BLOCKS} in all"
-            )
-        for peer, node in self.nodes.items():
-            if not node.refusal and node.status.transport != status.transport:
-                other = node.status.transport
-                return f"its transport is {status.transport}, but that of {peer} is {other}"
-        return ""
 
     def _lose(self, peer: NodeId) -> None:
         node = self.nodes.pop(peer)
@@ -304,17 +275,9 @@ class RemoteDesk:
         for action in self._desk.take_actions():
             match action:
                 case Run(key, request, route):
-                    run = RunPrefill(
-                        key,
-                        request.prompt.astype("<i4").tobytes(),
-                        request.max_new_tokens,
-                        request.priority,
-                        request.sampling,
-                        tuple(request.stop_token_ids),
-                        request.namespace,
-                        route.decode,
-                        self.nodes[route.decode].status.address,
-                    )
+                    prefill, decode = self.nodes[route.prefill], self.nodes[route.decode]
+                    address = decode.status.address
+                    run = RunPrefill.of(key, prefill.epoch, request, route.decode, address)
                     self._actions.append(Say(route.prefill, run))
                     self._outbox.add(route.prefill, run, self._now)
                 case GiveUp(key, reason):

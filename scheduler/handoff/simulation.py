@@ -7,14 +7,15 @@ is nothing: so every list of operations is a program, and one that fails may be 
 ==========================================  ====================================================
 ``submit prompt max_new_tokens seed``       a client's request
 ``cancel i``                                a client gives an unanswered request up
-``deliver i``, ``duplicate i``, ``drop i``  a message that is on its way
-``report i``                                what node i says to the front desk arrives
+``deliver i``, ``duplicate i``, ``drop i``  a message that is on its way, of nodes or of the desk
+``cut i``                                   all that is on its way from and to node i is lost
 ``compute i``                               P plans a step, or computes a group of its layers
 ``decode i``                                D plans a step, or computes it
 ``land i``                                  bytes of a pull are written; again, if they were
 ``pull_end i ok fenced``                    a pull ends; well only if its bytes have landed
 ``pull_fence i``, ``offer_fence i``         nothing more is written by it; nothing more is served
 ``crash i``, ``restart i``                  node i (P first) loses all it knows; comes back
+``new_desk``                                the desk loses all it knows; clients ask the next one
 ``copy i ok``                               a copy from or to a host tier ends
 ``evict i n``                               node i needs n blocks for something else
 ``drain i``                                 node i gives hand-offs up, to forget its cache
@@ -29,8 +30,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from .desk_world import Job
 from .nodes import DecodeNode, try_reset
-from .world import Job, Letter, Transfer, World
+from .world import Transfer, World
 
 Op: TypeAlias = Sequence[Any]
 
@@ -50,15 +52,12 @@ class Simulation(World):
     # Operations: clients and the network
 
     def _op_submit(self, prompt: Sequence[int], max_new_tokens: int, seed: int) -> None:
-        request_id = f"r{len(self.jobs) + 1}"
-        self.jobs[request_id] = Job(np.array(prompt, np.int32), max_new_tokens, seed)
-        self.front.submit(request_id)
-        self.front.tick(self.now)
+        self.ask(Job(np.array(prompt, np.int32), max_new_tokens, seed))
 
     def _op_cancel(self, index: int) -> None:
         open_ids = [each for each in self.jobs if each not in self.answers]
         if open_ids:
-            self.front.cancel(open_ids[index % len(open_ids)])
+            self.cancel(open_ids[index % len(open_ids)])
 
     def _op_deliver(self, index: int) -> None:
         if self.network:
@@ -72,16 +71,9 @@ class Simulation(World):
         if self.network:
             del self.network[index % len(self.network)]
 
-    def _deliver(self, letter: Letter) -> None:
-        node = self.nodes[letter.to]
-        if node is not None:
-            self.counts[type(letter.message).__name__] += 1
-            node.scheduler.receive(letter.source, letter.message)
-
-    def _op_report(self, index: int) -> None:
-        reports = self.reports[self._name(index)]
-        if reports:
-            reports.pop(0)()
+    def _op_cut(self, index: int) -> None:
+        name = self._name(index)
+        self.network = [each for each in self.network if name not in (each.source, each.to)]
 
     # Operations: the nodes
 
@@ -113,19 +105,15 @@ class Simulation(World):
             self.pulls = [transfer for transfer in self.pulls if transfer.node != name]
         self.nodes[name] = None
         self.draining.discard(name)
-        self.reports[name].append(lambda: self._lost(name))
-
-    def _lost(self, name: str) -> None:
-        here = [key for key in self.front.open_keys if name in self.route(key)]
-        lost = self.front.decode_lost
-        if name in self.prefill_names:
-            lost = self.front.prefill_lost
-        lost(here)
 
     def _op_restart(self, index: int) -> None:
         name = self._name(index)
         if self.nodes[name] is None:
             self.nodes[name] = self._node(name)
+            self.say_alive(name)
+
+    def _op_new_desk(self) -> None:
+        self.open_desk()
 
     def _op_evict(self, index: int, num_blocks: int) -> None:
         node = self.nodes[self._name(index)]
@@ -141,10 +129,12 @@ class Simulation(World):
 
     def _op_tick(self, ticks: int) -> None:
         self.now += ticks
-        self.front.tick(self.now)
+        self.desk.tick(self.now)
         for name, node in self.nodes.items():
             if node is not None:
                 node.scheduler.tick(self.now)
+                node.link.tick(self.now)
+                self.say_alive(name)
                 if name in self.draining and try_reset(node):
                     self.draining.remove(name)
                     self.counts["resets"] += 1

@@ -33,7 +33,7 @@ def packet(message: Any) -> Packet:
 
 
 def run_prefill(stop_token_ids: tuple[Any, ...] = ()) -> RunPrefill:
-    return RunPrefill(("r", 1), b"1234", 1, 0, GREEDY, stop_token_ids, b"", "d", "127.0.0.1:1")
+    return RunPrefill(("r", 1), 2, b"1234", 1, 0, GREEDY, stop_token_ids, b"", "d", "127.0.0.1:1")
 
 
 def test_every_message_has_an_encoding() -> None:
@@ -188,7 +188,7 @@ def test_an_unknown_code_is_refused() -> None:
 def test_what_a_class_refuses_is_refused() -> None:
     sent = packet(run_prefill())
     fields = msgpack.unpackb(encode(sent))
-    fields[5][4][2] = 0.0  # top_p
+    fields[5][5][2] = 0.0  # top_p
     with pytest.raises(DecodeError, match=r"^sampling: top_p must be above 0"):
         decode(msgpack.packb(fields))
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from radixkv.scheduler.channel import DecodeFailed, Finished, Heard, RunPrefill, Started
-from radixkv.scheduler.handoff.outbox import Outbox
+from radixkv.scheduler.channel import Finished, Heard, RunPrefill
 from radixkv.scheduler.request import Request, RequestStatus
 
 from .air import SILENCE_S, TIMING, Deployment, is_of_request, tokens_of
@@ -97,43 +96,6 @@ def test_the_next_desk_hears_what_an_earlier_one_has_not_and_ends_it() -> None:
     assert world.num_unheard == 0
     request = Request("a", [1, 2, 3], 2)
     assert world.complete([request]) == [request]
-
-
-# The outbox alone
-
-
-def test_what_is_said_is_said_again_until_it_is_heard() -> None:
-    outbox, key = Outbox(retry_s=1.0, patience_s=3.0), ("a", 1)
-    outbox.add("desk", Started(key), 0.0)
-    assert outbox.take_due(0.9) == ([], [])
-    assert outbox.take_due(1.0) == ([("desk", Started(key))], [])
-    assert outbox.take_due(1.9) == ([], [])
-    outbox.heard("another", Heard(key, "Started"))
-    outbox.heard("desk", Heard(("a", 2), "Started"))
-    assert outbox.take_due(2.0) == ([("desk", Started(key))], [])
-    assert outbox.take_due(3.0) == ([], [("desk", Started(key))])
-    assert len(outbox) == 0
-
-
-def test_what_is_said_last_of_an_attempt_takes_the_place_of_the_rest() -> None:
-    outbox, key = Outbox(retry_s=1.0, patience_s=9.0), ("a", 1)
-    outbox.add("desk", Started(key), 0.0)
-    outbox.add("desk", DecodeFailed(key, "why"), 0.5)
-    outbox.heard("desk", Heard(key, "Started"))
-    assert outbox.take_due(1.2) == ([], [])
-    assert outbox.take_due(1.5) == ([("desk", DecodeFailed(key, "why"))], [])
-    outbox.heard("desk", Heard(key, "DecodeFailed"))
-    assert len(outbox) == 0
-
-
-def test_nothing_is_said_to_who_has_gone_nor_of_what_is_over() -> None:
-    outbox = Outbox(retry_s=1.0, patience_s=9.0)
-    for peer in ("p0", "p1"):
-        for key in (("a", 1), ("b", 1)):
-            outbox.add(peer, Started(key), 0.0)
-    outbox.forget_peer("p0")
-    outbox.forget(("a", 1))
-    assert outbox.take_due(1.0) == ([("p1", Started(("b", 1)))], [])
 
 
 def test_a_node_that_is_told_to_stop_takes_in_what_has_come() -> None:

@@ -18,7 +18,7 @@ from .stage import KEY, ORDERS, PROMPT, VOCABULARY, D, P, Pair, lossy
 def succeeds_at_once(h: ModuleType, simulation: Any) -> None:
     [answer] = simulation.answers.values()
     assert answer.tokens is not None, answer.reason
-    assert simulation.front.num_open == 0
+    assert simulation.desk.num_open == 0
     assert simulation.counts["starts"] == simulation.counts["attempts"] == 1
 
 
@@ -48,7 +48,7 @@ def either_node_may_crash_at_any_message(h: ModuleType) -> None:
     for order in ORDERS:
         for number in range(lossy(h, order=order)[1]):
             for node in (0, 1):
-                simulation, _ = lossy(h, crash=(number, node), order=order)
+                simulation, _ = lossy(h, fault=(number, [["crash", node]]), order=order)
                 [answer] = simulation.answers.values()
                 assert answer.tokens is not None, answer.reason
 

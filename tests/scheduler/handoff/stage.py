@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from types import ModuleType
 from typing import Any, Final
 
@@ -23,15 +23,16 @@ def lossy(
     lost: Collection[int] = (),
     doubled: Collection[int] = (),
     postponed: Collection[int] = (),
-    crash: tuple[int, int] = (-1, 0),
+    fault: tuple[int, Sequence[Sequence[Any]]] = (-1, ()),
     order: str = "early",
 ) -> tuple[Any, int]:
-    """Run one request to its end; its messages are numbered as they come.
+    """Run one request to its end; its messages are numbered as they come, but for signs of life.
 
     Args:
         h: the package, or a copy of it.
         lost, doubled, postponed: messages that do not come, come twice, or after the end.
-        crash: before which message which node ends; it is back when the others have come.
+        fault: before which message what is done; a node that ends then is back when the others
+            have come.
         order: of the prefill node.
 
     Returns:
@@ -44,8 +45,14 @@ def lossy(
     number, later = 0, []
     for _ in range(MANY):
         while simulation.network:
-            if number == crash[0]:
-                simulation.apply(["crash", crash[1]])
+            if simulation.network[0].is_alive:
+                simulation.apply(["deliver", 0])
+                continue
+            if number == fault[0]:
+                fault = -1, fault[1]
+                for op in fault[1]:
+                    simulation.apply(op)
+                continue
             if number in doubled:
                 simulation.apply(["duplicate", 0])
             if number in postponed:

@@ -22,6 +22,8 @@ from . import (
     test_prefill_scheduler,
 )
 from .bugs import BUGS, Bug
+from .desk_bugs import DESK_BUGS
+from .desk_scenarios import DESK_SCENARIOS
 from .planted import planted, recast
 from .scenarios import SCENARIOS
 from .scheduler_bugs import SCHEDULER_BUGS
@@ -31,7 +33,7 @@ NUM_OPS = 300
 
 
 def found_by_stories(package: ModuleType) -> str | None:
-    for scenario in SCENARIOS:
+    for scenario in (*SCENARIOS, *DESK_SCENARIOS):
         try:
             scenario(package)
         except Exception:
@@ -84,7 +86,7 @@ def test_a_copy_without_a_bug_passes() -> None:
             package.drive.run_random(seed, NUM_OPS)
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", [*BUGS, *DESK_BUGS], ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug: Bug) -> None:
     with planted(bug) as package:
         assert found_by_stories(package) or found_by_hunt(package), "nothing finds it"
@@ -92,7 +94,7 @@ def test_a_planted_bug_is_found(bug: Bug) -> None:
 
 BITES: Final = {
     "H1 one-start": "a start is told twice",
-    "H2 one-answer": "a request is answered twice",
+    "H2 one-answer": "the end of a request is handed out twice",
     "H3 same-tokens": "the seed is lost on the way",
     "H4 own-content": "D publishes at the grant",
     "H5 offers-stay": "what was offered is released before it is fenced",
@@ -101,12 +103,19 @@ BITES: Final = {
     "H8 no-evict": "nothing is kept for what is received",
     "H9 counted-once": "P forgets hits of the host",
     "H10 sent-once": "a block is granted to two at once",
+    "H11 begun-once": "P begins an attempt as often as it is asked to",
+    "H12 heard": "what was heard is said again",
+    "H13 all-attempts": "a failure that is told twice counts twice",
+    "H14 old-lives": "any life of a node is believed",
+    "H15 idle-nodes": "a node is busy with what has ended",
 }
 
 
 @pytest.mark.parametrize("invariant", INVARIANTS, ids=lambda invariant: invariant.name)
 def test_every_invariant_bites(invariant: Invariant) -> None:
-    [bug] = [bug for bug in (*BUGS, *SCHEDULER_BUGS) if bug.name == BITES[invariant.name]]
+    [bug] = [
+        bug for bug in (*BUGS, *DESK_BUGS, *SCHEDULER_BUGS) if bug.name == BITES[invariant.name]
+    ]
     with planted(bug) as package:
         for seed in range(PROGRAMS):
             try:

@@ -6,17 +6,19 @@ from types import ModuleType
 import pytest
 
 from radixkv.scheduler import handoff
-from radixkv.scheduler.handoff import drive, nodes, simulation
+from radixkv.scheduler.handoff import client_messages, drive, nodes, remote_desk, simulation
 
+from .desk_scenarios import DESK_SCENARIOS
 from .scenarios import SCENARIOS, any_two_messages_are_lost
 from .stage import ORDERS
 
-assert drive and nodes and simulation  # attributes of the package from here on
+STORIES = [*SCENARIOS, *DESK_SCENARIOS]
+assert client_messages and drive and nodes and remote_desk and simulation  # attributes from here on
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_scenario(scenario: Callable[[ModuleType], None]) -> None:
-    scenario(handoff)
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
+def test_story(story: Callable[[ModuleType], None]) -> None:
+    story(handoff)
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -271,7 +271,7 @@ def test_a_request_has_a_last_attempt_and_a_deadline() -> None:
     desk.tick(0)
     desk.take_actions()
     desk.started(("a", 1))
-    desk.decode_lost(desk.open_keys)
+    desk.decode_lost([("a", 1)])
     assert desk.take_actions() == [
         Cancel(("a", 1)),
         Answer("a", None, "the decode node was lost"),

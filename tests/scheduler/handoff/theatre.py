@@ -7,18 +7,35 @@ from typing import Any
 
 from radixkv.scheduler import DecodeScheduler, PrefillScheduler
 from radixkv.scheduler.handoff import Message
+from radixkv.scheduler.handoff.client_messages import DESK, ClientMessage
+from radixkv.scheduler.handoff.desk_world import Letter
 from radixkv.scheduler.handoff.nodes import DecodeNode, PrefillNode, SimulationConfig
-from radixkv.scheduler.handoff.simulation import Simulation
+from radixkv.scheduler.handoff.simulation import Op, Simulation
 
 MANY = 400
 
 
 class Theatre(Simulation):
-    """A simulation without faults, in which each node goes on when the test says so."""
+    """A simulation without faults, in which each node goes on when the test says so.
+
+    What the desk says arrives at once, and what it is to hear arrives with `report`.
+    """
 
     def __init__(self, **sizes: Any) -> None:
         roomy = {"num_groups": 1, "prefill_blocks": 40, "decode_blocks": 40, "budget": 8}
         super().__init__(SimulationConfig(**(roomy | sizes)))
+
+    def apply(self, op: Op) -> None:
+        """Do an operation; what the desk says to nodes, and signs of life, arrive at once."""
+        super().apply(op)
+        self._deliver_all(lambda letter: letter.source == DESK or letter.is_alive)
+
+    def _deliver_all(self, is_meant: Callable[[Letter], bool]) -> list[Message | ClientMessage]:
+        came = []
+        while places := [place for place, each in enumerate(self.network) if is_meant(each)]:
+            came.append(self.network[places[0]].message)
+            super().apply(["deliver", places[0]])
+        return came
 
     def submit(self, prompt: list[int], max_new_tokens: int = 3, seed: int = 1) -> str:
         """A client's request; returns its id."""
@@ -37,13 +54,9 @@ class Theatre(Simulation):
         assert isinstance(node, DecodeNode)
         return node.scheduler
 
-    def deliver(self) -> list[Message]:
-        """Deliver all messages, and those that follow; return them."""
-        came = []
-        while self.network:
-            came.append(self.network[0].message)
-            self.apply(["deliver", 0])
-        return came
+    def deliver(self) -> list[Message | ClientMessage]:
+        """Deliver what nodes say to each other, and what follows; return it."""
+        return self._deliver_all(lambda letter: letter.to != DESK)
 
     def transfer(self) -> None:
         """Let all pulls end well."""
@@ -57,10 +70,8 @@ class Theatre(Simulation):
             self.apply(["copy", 0, True])
 
     def report(self) -> None:
-        """Let the front desk hear what nodes have said."""
-        for place, name in enumerate(self.names):
-            while self.reports[name]:
-                self.apply(["report", place])
+        """Let the desk hear what nodes have said."""
+        self._deliver_all(lambda letter: DESK in (letter.source, letter.to))
 
     def step_p(self, place: int = 0) -> None:
         """One whole step of a prefill node."""

@@ -1,0 +1,46 @@
+"""A node in another process as its desk knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from .client_messages import NodeStatus
+from .messages import NodeId
+
+_MAX_BLOCKS: Final = 1 << 26
+"""Of all nodes: the router follows their caches, for a dozen bytes a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteNode:
+    """A node that was heard of.
+
+    Attributes:
+        epoch: of its life.
+        heard_at: when it said something last.
+        refusal: why nothing is sent to it; empty if it serves.
+    """
+
+    status: NodeStatus
+    epoch: int
+    heard_at: float
+    refusal: str = ""
+
+
+def refusal_of(status: NodeStatus, nodes: Mapping[NodeId, RemoteNode], block_size: int) -> str:
+    """Return why a node that has come is not to serve beside others; empty if it is."""
+    if status.block_size != block_size:
+        return f"it has blocks of {status.block_size} tokens, not {block_size}"
+    served = sum(node.status.num_blocks for node in nodes.values() if not node.refusal)
+    if served + status.num_blocks > _MAX_BLOCKS:
+        return (
+            f"it has {status.num_blocks} blocks, the others have {served}, and the desk "
+            f"follows {_MAX_BLOCKS} in all"
+        )
+    for peer, node in nodes.items():
+        if not node.refusal and node.status.transport != status.transport:
+            other = node.status.transport
+            return f"its transport is {status.transport}, but that of {peer} is {other}"
+    return ""

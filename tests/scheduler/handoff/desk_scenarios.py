@@ -1,0 +1,231 @@
+"""Short stories of the desk and its nodes, on a network that loses what they say to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+from typing import Any, Final
+
+from .stage import ORDERS, PROMPT, D, P, lossy
+
+
+def is_answered(simulation: Any) -> None:
+    [answer] = simulation.answers.values()
+    assert answer.tokens is not None, answer.reason
+
+
+def either_node_may_end_with_what_it_was_saying(h: ModuleType) -> None:
+    for order in ORDERS:
+        for number in range(lossy(h, order=order)[1]):
+            for node in (0, 1):
+                fault = number, [["crash", node], ["cut", node]]
+                is_answered(lossy(h, fault=fault, order=order)[0])
+
+
+def either_connection_may_break_at_any_message(h: ModuleType) -> None:
+    for order in ORDERS:
+        for number in range(lossy(h, order=order)[1]):
+            for node in (0, 1):
+                is_answered(lossy(h, fault=(number, [["cut", node]]), order=order)[0])
+
+
+def another_desk_may_be_asked_at_any_message(h: ModuleType) -> None:
+    for number in range(lossy(h)[1]):
+        is_answered(lossy(h, fault=(number, [["new_desk"]]))[0])
+        is_answered(lossy(h, fault=(number, [["new_desk"], ["cut", 0], ["cut", 1]]))[0])
+
+
+class Office:
+    """A desk, and what it says."""
+
+    def __init__(self, h: ModuleType, **options: Any) -> None:
+        self.h, self.now = h, 0.0
+        self.desk = h.remote_desk.RemoteDesk(2, **options)
+        for name, role in ((P, "prefill"), (D, "decode")):
+            self.alive(name, role)
+        self.said()
+
+    def alive(self, name: str, role: str, epoch: int = 5) -> None:
+        status = self.h.client_messages.NodeStatus(role, f"{name}:1", "none", 2, 40)
+        self.desk.receive(name, epoch, status, self.now)
+
+    def said(self) -> list[Any]:
+        says = [each for each in self.desk.take_actions() if hasattr(each, "message")]
+        return [(each.peer, each.message) for each in says]
+
+    def run(self, request_id: str = "a") -> Any:
+        self.desk.add_request(self.h.remote_desk.Request(request_id, PROMPT, 2), self.now)
+        self.desk.tick(self.now)
+        [(_, run)] = self.said()
+        return run
+
+
+def a_node_is_lost_once_when_it_comes_back(h: ModuleType) -> None:
+    office = Office(h, max_attempts=2)
+    run = office.run()
+    office.alive(D, "decode", 6)
+    assert office.desk.nodes[D].epoch == 6
+    office.alive(D, "decode", 5)  # said before it ended
+    assert office.desk.nodes[D].epoch == 6, "an old life is taken for a new one"
+    office.alive(D, "decode", 6)
+    assert office.desk.failures == {}
+    say = h.client_messages
+    assert [type(message) for _, message in office.said()] == [say.GiveUp] * 2
+    office.desk.tick(1.0)
+    [(_, again)] = office.said()
+    assert again.key == (run.key[0], 2)
+
+
+def a_node_whose_clock_went_back_serves_when_its_old_life_is_silent(h: ModuleType) -> None:
+    office = Office(h, silence_s=5.0)
+    for now, epoch in ((1.0, 5), (4.0, 5), (5.0, 4)):
+        office.now = now
+        office.desk.tick(now)
+        office.alive(D, "decode", 4)
+        assert office.desk.nodes[D].epoch == epoch
+
+
+def the_desk_answers_each_copy_of_a_report(h: ModuleType) -> None:
+    office, say = Office(h), h.client_messages
+    run = office.run()
+    for _ in range(2):
+        office.desk.receive(D, 5, say.Finished(run.key, (1, 2), h.Hits(), 0), 0.0)
+        assert office.said() == [(D, say.Heard(run.key, "Finished"))]
+    office.desk.tick(1.0)
+    assert office.said() == []
+    [request] = office.desk.take_ended()
+    assert request.output_tokens == [1, 2] and office.desk.take_ended() == []
+
+
+def what_an_older_attempt_says_is_no_answer(h: ModuleType) -> None:
+    office, say = Office(h), h.client_messages
+    run = office.run()
+    office.desk.receive(P, 5, say.PrefillFailed(run.key, "it was cold", False, False), 0.0)
+    office.desk.tick(1.0)
+    assert (P, say.GiveUp(run.key, "cancelled")) in office.said()
+    office.desk.receive(D, 5, say.Started(run.key), 1.0)
+    assert (D, say.GiveUp(run.key, "cancelled")) in office.said(), "nobody wants it"
+    office.desk.receive(D, 5, say.Finished(run.key, (1, 2), h.Hits(), 0), 1.0)
+    assert office.desk.num_open == 1
+
+
+def the_desk_asks_for_what_is_wanted_until_it_is_heard(h: ModuleType) -> None:
+    office, say = Office(h, silence_s=5.0, max_attempts=2), h.client_messages
+    run = office.run()
+    for now in (1.0, 2.0):
+        office.desk.tick(now)
+        assert office.said() == [(P, run)]
+    assert office.desk.abort("a")
+    assert office.said() == [(peer, say.GiveUp(run.key, "cancelled")) for peer in (P, D)]
+    office.now = 3.0
+    run = office.run("b")
+    for _ in range(2):
+        for _ in range(5):
+            office.now += 1.0
+            office.alive(P, "prefill")
+            office.alive(D, "decode")
+            office.desk.tick(office.now)
+        office.desk.tick(office.now + 0.1)
+    assert office.desk.failures["b"] == "p0 does not take it in"
+
+
+def a_silent_node_has_gone(h: ModuleType) -> None:
+    office = Office(h, silence_s=5.0)
+    office.desk.tick(4.9)
+    assert set(office.desk.nodes) == {P, D}
+    office.desk.tick(5.0)
+    assert not office.desk.nodes and set(office.desk.gone) == {P, D}
+
+
+def link_of(h: ModuleType) -> Any:
+    return h.desk_link.DeskLink(5, h.Timing(1.0, silence_s=2.0, transfer_s=3.0, remember_s=9.0))
+
+
+def a_node_begins_once_and_says_so_each_time(h: ModuleType) -> None:
+    run = Office(h).run()
+    link = link_of(h)
+    begun: list[Any] = []
+    for now in range(4):
+        link.begin(run, lambda *what: begun.append(what), float(now))
+        assert link.take_messages() == [h.client_messages.Heard.of(run)]
+    [(request, peer, attempt)] = begun
+    assert (request.prompt.tolist(), request.max_new_tokens, peer, attempt) == (PROMPT, 2, D, 1)
+    for epoch in (4, 6):
+        link.begin(replace(run, epoch=epoch), lambda *what: begun.append(what), 4.0)
+    assert link.take_messages() == [] and len(begun) == 1
+    link.tick(11.0)
+    assert not link.is_new(run)
+    link.tick(12.0)
+    assert link.is_new(run)
+
+
+def what_a_node_refuses_to_begin_has_failed(h: ModuleType) -> None:
+    run, say = Office(h).run(), h.client_messages
+    link = link_of(h)
+
+    def refuse(*_: object) -> None:
+        raise h.desk_link.RequestError("it is open")
+
+    link.begin(run, refuse, 0.0)
+    failed = say.PrefillFailed(run.key, "it is open", True, False)
+    assert link.take_messages() == [say.Heard.of(run), failed]
+    assert link.num_unheard == 1
+    for now in (1.0, 2.0, 3.0, 4.0):
+        link.tick(now)
+        assert link.take_messages() == ([failed] if now < 3.0 else [])
+    assert link.num_unheard == 0
+
+
+def what_is_said_is_said_again_until_it_is_heard(h: ModuleType) -> None:
+    outbox, key, say = h.outbox.Outbox(retry_s=1.0, patience_s=3.0), ("a", 1), h.client_messages
+    started = say.Started(key)
+    outbox.add("desk", started, 0.0)
+    assert outbox.take_due(0.9) == ([], [])
+    assert outbox.take_due(1.0) == ([("desk", started)], [])
+    assert outbox.take_due(1.9) == ([], [])
+    outbox.heard("another", say.Heard(key, "Started"))
+    outbox.heard("desk", say.Heard(("a", 2), "Started"))
+    assert outbox.take_due(2.0) == ([("desk", started)], [])
+    assert outbox.take_due(3.0) == ([], [("desk", started)])
+    assert len(outbox) == 0
+
+
+def what_is_said_last_of_an_attempt_takes_the_place_of_the_rest(h: ModuleType) -> None:
+    outbox, key, say = h.outbox.Outbox(retry_s=1.0, patience_s=9.0), ("a", 1), h.client_messages
+    failed = say.DecodeFailed(key, "why")
+    outbox.add("desk", say.Started(key), 0.0)
+    outbox.add("desk", failed, 0.5)
+    outbox.heard("desk", say.Heard(key, "Started"))
+    assert outbox.take_due(1.2) == ([], [])
+    assert outbox.take_due(1.5) == ([("desk", failed)], [])
+    outbox.heard("desk", say.Heard(key, "DecodeFailed"))
+    assert len(outbox) == 0
+
+
+def nothing_is_said_to_who_has_gone_nor_of_what_is_over(h: ModuleType) -> None:
+    outbox, say = h.outbox.Outbox(retry_s=1.0, patience_s=9.0), h.client_messages
+    for peer in ("p0", "p1"):
+        for key in (("a", 1), ("b", 1)):
+            outbox.add(peer, say.Started(key), 0.0)
+    outbox.forget_peer("p0")
+    outbox.forget(("a", 1))
+    assert outbox.take_due(1.0) == ([("p1", say.Started(("b", 1)))], [])
+
+
+DESK_SCENARIOS: Final[list[Callable[[ModuleType], None]]] = [
+    either_node_may_end_with_what_it_was_saying,
+    either_connection_may_break_at_any_message,
+    another_desk_may_be_asked_at_any_message,
+    a_node_is_lost_once_when_it_comes_back,
+    a_node_whose_clock_went_back_serves_when_its_old_life_is_silent,
+    the_desk_answers_each_copy_of_a_report,
+    what_an_older_attempt_says_is_no_answer,
+    the_desk_asks_for_what_is_wanted_until_it_is_heard,
+    a_silent_node_has_gone,
+    a_node_begins_once_and_says_so_each_time,
+    what_a_node_refuses_to_begin_has_failed,
+    what_is_said_is_said_again_until_it_is_heard,
+    what_is_said_last_of_an_attempt_takes_the_place_of_the_rest,
+    nothing_is_said_to_who_has_gone_nor_of_what_is_over,
+]
