@@ -65,7 +65,7 @@ def read_trace_file(path: Path) -> TraceFile:
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TraceFileError(f"{path}: not JSON: {error}") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise TraceFileError(f'{path}: not a trace: it has no "format": {FORMAT}')
@@ -102,7 +102,7 @@ def replay_file(subject: Subject, file: TraceFile) -> Finding | None:
         return Finding(violation.rule.name, violation.why, finding.config, done)
     except AdapterError:
         raise
-    except (KeyError, ValueError, IndexError, AttributeError, TypeError) as error:
+    except (LookupError, ValueError, ArithmeticError, AttributeError, TypeError) as error:
         place = f"operation {len(done)}, {json.dumps(done[-1])}," if done else "the configuration"
         raise TraceFileError(f"{place} fits no world of a {file.what}: {error!r}") from error
     return None

@@ -141,12 +141,18 @@ def test_a_file_that_is_not_json_is_told(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(TraceFileError, match=r"a\.trace\.json: not JSON: Expecting property name"):
         read_trace_file(path)
+    path.write_text("[" * 100_000)
+    with pytest.raises(TraceFileError, match=r"a\.trace\.json: not JSON: "):
+        read_trace_file(path)
 
 
 @pytest.mark.parametrize(
     ("config", "trace", "text"),
     [
         ({}, [["drain"]], "the configuration fits no world of a cache: KeyError('block_size')"),
+        ({"num_blocks": 4, "block_size": 0, "max_running": 2, "alphabet": 1}, [["drain"]],
+         "the configuration fits no world of a cache: "
+         "CountError('block_size must be at least 1, got 0')"),
         (None, [["fly"]], """operation 1, ["fly"], fits no world of a cache: KeyError('fly')"""),
         (None, [["submit", "r1", [1], 0, 9]], 'operation 1, ["submit", "r1", [1], 0, 9], fits no '
          "world of a cache: IndexError('tuple index out of range')"),
@@ -163,3 +169,16 @@ def test_a_trace_that_fits_no_world_is_told(
     with pytest.raises(TraceFileError) as caught:
         replay_file(subject, TraceFile(finding))
     assert str(caught.value) == text
+
+
+def test_a_trace_that_a_foreign_manager_cannot_compute_with_is_told() -> None:
+    def divide(num_blocks: int, block_size: int) -> object:
+        return num_blocks // block_size
+
+    finding = Finding("", "", {"num_blocks": 4, "block_size": 0, "max_running": 2}, [])
+    with pytest.raises(TraceFileError) as caught:
+        replay_file(CacheSubject(divide, "api"), TraceFile(finding))
+    assert str(caught.value) == (
+        "the configuration fits no world of a cache: "
+        "ZeroDivisionError('integer division or modulo by zero')"
+    )
