@@ -67,6 +67,7 @@ LEFT_OUT: Final = {
     "arrays.py": "the data plane, which the worlds replace by ghost memory: tests/kvcache",
     "block_copies.py": "the data plane, too",
     "host_arrays.py": "the data plane, too",
+    "pinned_host.py": "the data plane, too",
     "staging_writer.py": "the data plane, too",
     "copy_driver.py": "a driver, which the worlds replace by a virtual executor: it has a state "
     "machine of its own, tests/kvcache/test_copy_driver_machine.py",

@@ -224,10 +224,10 @@ DOOR_BUGS = (
         "a token outside int32 is wrapped",
         TOKENS,
         (
-            "if not -(2**31) <= token < 2**31:",
+            "if not -(2**31) <= value < 2**31:",
             "if False:",
         ),
-        ("np.asarray(tokens, dtype=INT32)", "np.asarray(tokens, np.int64).astype(np.int32)"),
+        ("np.asarray(values, dtype=INT32)", "np.asarray(values, np.int64).astype(np.int32)"),
     ),
     bug(
         "a negative count is taken",
@@ -237,12 +237,12 @@ DOOR_BUGS = (
     bug(
         "a token of another kind is taken",
         TOKENS,
-        ("if not isinstance(token, int | np.integer) or isinstance(token, bool):", "if False:"),
+        ("if not isinstance(value, int | np.integer) or isinstance(value, bool):", "if False:"),
     ),
     bug(
         "tokens are cut to 16 bits",
         TOKENS,
-        ("        return tokens\n    for", "        return tokens & 0xFFFF\n    for"),
+        ('("token", tokens, TokenError)', '("token", tokens, TokenError) & 0xFFFF'),
         seen_in="SGLang #25462",
     ),
 )
