@@ -65,6 +65,7 @@ class Prefill(PrefillEngine):
         self.scheduler: Any = SimpleNamespace(num_open=0)
         self.begun: Counter[Any] = Counter()
         self.failures: list[str] = []
+        self.given_up: list[Any] = []
         self._letters, self._reports = [], []
 
     def begin(self, request: Request, peer: str, attempt: int = 1) -> None:
@@ -76,7 +77,7 @@ class Prefill(PrefillEngine):
             self._letters.append(Letter(peer, make_ask(Head(key, 1, None, 0), request, 4, 1)))
 
     def give_up(self, key: Any, reason: str) -> None:
-        pass
+        self.given_up.append(key)
 
     def poll(self, now: float) -> bool:
         return False

@@ -74,6 +74,16 @@ def test_a_request_that_nobody_wants_any_more_is_not_asked_for_again() -> None:
     assert world.num_unheard == 0
 
 
+def test_all_nodes_give_up_what_is_aborted() -> None:
+    world = Deployment()
+    world.turn(2)
+    world.nodes.add_request(Request("a", [1, 2, 3], 2))
+    world.turn()
+    assert world.nodes.abort("a")
+    world.turn()
+    assert world.prefill.given_up == world.decode.given_up == [("a #1.0", 1)]
+
+
 def test_a_report_is_given_up_when_nobody_hears_it() -> None:
     world = Deployment(lost(Heard))
     request = Request("a", [1, 2, 3], 2)
