@@ -28,6 +28,7 @@ from radixkv.scheduler.transport import (
     Withdrawn,
     describe,
 )
+from radixkv.scheduler.transport.threaded import ThreadedTransport
 
 KEY = ("r1", 1)
 SOON_S = 0.4
@@ -213,6 +214,17 @@ class TransportConformance:
         assert (pair.decode.stats().pulls, pair.decode.stats().received) == (0, 0)
         pair.decode.cancel(ticket())
         assert pair.decode.poll() == []
+
+    def test_a_pull_is_cancelled_too_when_all_of_it_is_here(self, pair: Pair) -> None:
+        wire = offer(pair.prefill)
+        pair.decode.pull(ticket(), wire, wire.descriptor, timeout_s=LATE_S)
+        end = time.monotonic() + LATE_S
+        while isinstance(pair.decode, ThreadedTransport) and not pair.decode.stats().parts_received:
+            assert time.monotonic() < end
+            time.sleep(1e-3)
+        pair.decode.cancel(ticket())
+        assert wait(pair.decode, PullFailed).fault is Fault.CANCELLED
+        assert (pair.decode.stats().pulls, pair.decode.stats().received) == (0, 0)
 
     def test_the_caller_s_mistakes_are_refused(self, pair: Pair) -> None:
         wire = offer(pair.prefill)

@@ -1,0 +1,32 @@
+"""What a decode node receives: into its blocks, and out of staging memory when that is done."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from radixkv.scheduler.disaggregated.parts_in import PartsIn
+from radixkv.scheduler.handoff import Pull, Ticket
+from radixkv.scheduler.transport import Received
+
+TICKET = Ticket(("a", 1), 1, 1, 1, 0)
+
+
+def test_staging_memory_is_given_back_when_its_copies_are_done() -> None:
+    written: list[Any] = []
+    released: list[Ticket] = []
+    kv = SimpleNamespace(
+        describe=lambda num_blocks: num_blocks,
+        write=lambda blocks, arrays: written.append((blocks, arrays)),
+        is_idle=lambda: False,
+    )
+    transport = SimpleNamespace(pull=lambda *_, **__: None, release=released.append)
+    parts = PartsIn(kv, transport, timeout_s=1.0)  # type: ignore[arg-type]
+    parts.pull(Pull("p", TICKET, (3, 1), 0), None)  # type: ignore[arg-type]
+    parts.received(Received(TICKET, ("kv",)))  # type: ignore[arg-type]
+    parts.release_written()
+    assert (written, released) == ([((3, 1), ("kv",))], [])  # a copy may still read it
+    kv.is_idle = lambda: True
+    parts.release_written()
+    parts.release_written()
+    assert released == [TICKET]
