@@ -16,6 +16,7 @@ from radixkv.kvcache.storage import (
     Status,
     StorageInUseError,
 )
+from radixkv.kvcache.storage.file_api import OsFiles, write_all
 from radixkv.kvcache.storage.file_names import find_values
 
 from .conformance import keys_of
@@ -285,6 +286,16 @@ def test_a_value_that_is_longer_by_one_byte_is_not_taken_for_whole(directory: Pa
         file.write(b"\0")
     assert sealed.load(KEYS[0], [memoryview(bytearray(3))]) == (Status.CORRUPT, "LONG")
     backend.close()
+
+
+def test_a_disk_that_takes_nothing_does_not_hold_a_writer_for_ever() -> None:
+    class Full(OsFiles):
+        def write(self, file: int, parts: object) -> int:
+            return 0
+
+    with pytest.raises(OSError, match=r"nothing was written$") as error:
+        write_all(Full(), 0, [memoryview(b"abc")])
+    assert error.value.errno == errno.EIO
 
 
 def test_short_reads_and_writes_go_on(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

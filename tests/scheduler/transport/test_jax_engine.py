@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 import pytest
 
-from radixkv.scheduler.transport import ArraySpec, Fault
+from radixkv.scheduler.transport import ArraySpec, Fault, TransportUnavailableError, jax_engine
 from radixkv.scheduler.transport.jax_engine import JaxEngine
 from radixkv.scheduler.transport.jax_reader import JaxPull
 from radixkv.scheduler.transport.threaded import ThreadedTransport
@@ -93,3 +93,42 @@ def test_pulls_one_after_the_other_share_a_connection_and_others_do_not() -> Non
     assert begin().reader is not third.reader
     engine.close()
     reader.close()
+
+
+def ends_at_once(pull: JaxPull) -> bool:
+    return True
+
+
+def breaks_nothing(pull: JaxPull) -> None:
+    """As of a version of JAX whose connections cannot be broken."""
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("has_ended", ends_at_once, "a pull of what was never offered has ended"),
+        ("abandon", breaks_nothing, "a pull that was broken did not end within 0 s"),
+    ],
+)
+def test_a_server_that_does_not_pass_its_test_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: object, text: str
+) -> None:
+    monkeypatch.setattr(jax_engine, "_SELF_TEST_S", 0.0)
+    monkeypatch.setattr(JaxPull, name, value)
+    with pytest.raises(TransportUnavailableError) as error:
+        JaxEngine()
+    assert str(error.value) == text
+
+
+def test_a_server_that_gives_other_bytes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = iter(range(10))
+    monkeypatch.setattr(jax_engine, "digest_arrays", lambda arrays: next(numbers))
+    with pytest.raises(
+        TransportUnavailableError, match=r"^a pull from this node itself gave other bytes$"
+    ):
+        JaxEngine()
+
+
+def test_a_host_is_a_number() -> None:
+    with pytest.raises(TransportUnavailableError, match=r"^'here' is no IP address$"):
+        JaxEngine("here")
