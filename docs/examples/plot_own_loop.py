@@ -135,7 +135,6 @@ for _ in range(5):
 for lease in leases:
     manager.release(lease)
 manager.check()
-print("compiled programs:", step._cache_size())
 print("hit tokens:", hits)
 
 # %%
