@@ -127,7 +127,7 @@ def finish(simulation: Simulation) -> None:
     for _ in range(MAX_ROUNDS):
         for op in fair_round(simulation):
             simulation.apply(op)
-        if _is_done(simulation):
+        if is_done(simulation):
             break
     else:
         raise SimulationError(
@@ -182,7 +182,8 @@ def fair_round(simulation: Simulation) -> Iterator[Op]:
     yield ["tick", 1]
 
 
-def _is_done(simulation: Simulation) -> bool:
+def is_done(simulation: Simulation) -> bool:
+    """Whether nothing is left that could happen, but for signs of life."""
     return not any(_state(simulation).values())
 
 

@@ -60,6 +60,8 @@ def lossy(
             dropped = number in lost or number in postponed
             simulation.apply(["drop" if dropped else "deliver", 0])
             number += 1
+        if h.drive.is_done(simulation) and not postponed:
+            break
         for op in h.drive.fair_round(simulation):
             simulation.apply(op)
     assert number >= len(later)
