@@ -137,6 +137,16 @@ def fresh_runner(
     return other
 
 
+def let_copies_end(runner: ModelRunner) -> None:
+    """Wait for all that is under way between the tiers, and for what follows from it."""
+    tiers = runner.manager.tiers
+    while tiers is not None and tiers.num_open_operations:
+        assert runner._tiers is not None
+        runner.dispatch()
+        runner._tiers.wait()
+        runner.collect()
+
+
 def complete(
     engine: Engine,
     prompts: Sequence[Sequence[int]],

@@ -20,7 +20,7 @@ from radixkv.scheduler.transport import (
 )
 
 from .cluster import STEP_S, TIMING, Cluster, over_jax, over_nixl
-from .conftest import complete, fresh
+from .conftest import complete, fresh, let_copies_end
 from .test_engine import PREFIX, PROMPTS, SAMPLED
 
 
@@ -154,6 +154,7 @@ def test_a_host_tier_on_both_nodes(llama, expected):
     for _ in range(2):
         assert cluster.complete(PROMPTS, 24, SAMPLED) == expected
         for node in (cluster.p, cluster.d):
+            let_copies_end(node._runner)
             node.manager.evict(100)
     stats = cluster.front.stats()
     assert stats["prefill-0"].engine.scheduler.host_hit_tokens > 0

@@ -17,7 +17,7 @@ from radixkv.scheduler.engine_tiers import make_storage_namespace
 from radixkv.scheduler.errors import ConfigError
 from radixkv.scheduler.request import Request, SamplingParams
 
-from .conftest import MAX_MODEL_LEN, assert_nothing_leaked, complete, fresh
+from .conftest import MAX_MODEL_LEN, assert_nothing_leaked, complete, fresh, let_copies_end
 from .test_engine import PROMPTS, SAMPLED
 
 LONG_S = 1000.0
@@ -64,6 +64,7 @@ def test_a_host_tier_does_not_change_a_token_and_is_hit(compiled, expected, writ
     assert outputs == expected
     # Others' blocks push the prompts' off the device; then they come back from the host.
     complete(serving, [[i + 1, *range(200 + i, 270 + i)] for i in range(2)], 24)
+    let_copies_end(serving._runner)
     assert complete(serving, PROMPTS, 24, SAMPLED) == expected
     stats = serving.stats()
     assert stats.scheduler.host_hit_tokens > 0

@@ -19,7 +19,7 @@ from radixkv.scheduler.errors import ConfigError, HandoffsOpenError
 from radixkv.scheduler.models import Params
 
 from .cluster import Cluster
-from .conftest import complete, fresh
+from .conftest import complete, fresh, let_copies_end
 from .test_engine import PREFIX, PROMPTS, SAMPLED
 
 LONG_S = 1000.0
@@ -47,12 +47,24 @@ def over_files(llama: Engine, directory: Path, **decode: Any) -> Iterator[Cluste
         assert cluster.front.close(timeout_s=LONG_S)
 
 
+def let_prefill_read_at_once(cluster: Cluster) -> None:
+    """Let no time pass while P waits for storage: on a slow disk, D had one request at a time."""
+    clock = cluster.front._clock
+
+    def pause() -> float:
+        let_copies_end(cluster.p._runner)
+        return clock()
+
+    cluster.front._clock = pause
+
+
 def test_kv_survives_its_nodes_in_files(llama: Engine, tmp_path: Path) -> None:
     expected = complete(fresh(llama), PROMPTS, 24, SAMPLED)
     tight = {"num_blocks": 28, "reserve_tokens": 0, "preempt": "storage"}
     found, computed = [], []
     for _ in range(2):
         with over_files(llama, tmp_path, **tight) as cluster:
+            let_prefill_read_at_once(cluster)
             assert cluster.complete(PROMPTS, 24, SAMPLED) == expected
             prefill, decode = (each.engine.scheduler for each in cluster.front.stats().values())
             assert decode.parked > 0
