@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
-from hashlib import sha256
 from typing import Final
 
 import jax
@@ -93,10 +91,9 @@ def make_storage_namespace(
         block_size: tokens per block.
         salt: a secret that keeps tenants apart.
     """
-    # Which tokens end a text has no bearing on KV.
-    config = replace(model.config, eos_token_ids=())
+    config = model.config
     return StorageNamespace(
-        model=f"{config.family} {sha256(repr(config).encode()).hexdigest()}",
+        model=config.name,
         weights_revision=weights_revision,
         kv_dtype=str(model.params.embedding.dtype),
         block_size=block_size,

@@ -199,6 +199,7 @@ MESSAGES: Final[tuple[Record, ...]] = (
             "transport": Text(32),
             "block_size": Int(1),
             "num_blocks": Int(1),
+            "model": Text(128),
         },
     ),
     Record(Heard, {"key": _KEY, "kind": OneOf(*_KINDS)}),

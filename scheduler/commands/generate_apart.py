@@ -14,6 +14,7 @@ from ..disaggregated.processes import NodeProcesses
 from ..disaggregated.remote import RemoteNodes
 from ..errors import NodesMissingError
 from ..handoff.client_messages import DESK
+from ..models import load_config
 from ..request import Request
 from .apart_options import Sizes
 from .apart_run import run_requests
@@ -87,7 +88,12 @@ def _serve(
 ) -> None:
     """Be the front desk of nodes in other processes."""
     timeout_s = _TIMEOUT_S if arguments.timeout_s is None else arguments.timeout_s
-    nodes = RemoteNodes(channel, block_size=arguments.block_size, silence_s=_SILENCE_S)
+    nodes = RemoteNodes(
+        channel,
+        block_size=arguments.block_size,
+        model=load_config(arguments.model_dir).name,
+        silence_s=_SILENCE_S,
+    )
     with ProgressLine(quiet=False) as progress:
 
         def check() -> None:

@@ -74,6 +74,7 @@ class NodeEngine(ABC, Generic[SchedulerT]):
 
     Attributes:
         manager: holds the block tables.
+        model_name: `ModelConfig.name`.
         scheduler: plans the steps, and knows the hand-offs.
     """
 
@@ -98,6 +99,7 @@ class NodeEngine(ABC, Generic[SchedulerT]):
             now: the time; see `poll`.
         """
         self.manager = manager
+        self.model_name = runner.model.config.name
         self.scheduler = scheduler
         self.scheduler.tick(now)
         self._runner = runner

@@ -62,6 +62,7 @@ class NodeLoop:
             transport=transport,
             block_size=engine.manager.block_size,
             num_blocks=engine.manager.num_blocks,
+            model=engine.model_name,
         )
         channel.connect(DESK, desk)
 

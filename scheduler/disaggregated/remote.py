@@ -28,6 +28,7 @@ class RemoteNodes:
         channel: ZmqChannel,
         *,
         block_size: int,
+        model: str | None = None,
         silence_s: float = 5.0,
         max_attempts: int = 3,
         backoff_s: float = 0.05,
@@ -39,6 +40,8 @@ class RemoteNodes:
         Args:
             channel: named `client_messages.DESK`; nodes connect to its address.
             block_size: tokens per block; a node with another is refused.
+            model: `ModelConfig.name`; a node with another is refused. Without it, nodes must have
+                that of the first.
             silence_s: a node not heard of for so long is gone, and one that has not taken a request
                 in by then fails an attempt; it is asked five times.
             max_attempts, backoff_s, request_s: of `FrontDesk`; no limit of time by default.
@@ -48,6 +51,7 @@ class RemoteNodes:
         self._clock = clock
         self._desk = RemoteDesk(
             block_size,
+            model=model,
             silence_s=silence_s,
             max_attempts=max_attempts,
             backoff_s=backoff_s,

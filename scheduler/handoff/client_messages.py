@@ -138,6 +138,7 @@ class NodeStatus:
         address: of its channel.
         transport: its name; both nodes of a hand-off must use the same.
         block_size, num_blocks: of its cache.
+        model: the name of its model's configuration; which weights it has, nodes tell each other.
     """
 
     role: Role
@@ -145,6 +146,7 @@ class NodeStatus:
     transport: str
     block_size: int
     num_blocks: int
+    model: str
 
 
 OfAttempt: TypeAlias = RunPrefill | Started | Finished | PrefillFailed | DecodeFailed

@@ -80,7 +80,9 @@ class _Life:
     def __init__(self, config: SimulationConfig, num_blocks: int, epoch: int) -> None:
         self.epoch = epoch
         self.link = DeskLink(epoch, config.timing)
-        self.status = NodeStatus(self.role, "", "simulated", config.block_size, num_blocks)
+        self.status = NodeStatus(
+            self.role, "", "simulated", config.block_size, num_blocks, "simulated"
+        )
         host = HostConfig(config.host_blocks) if config.host_blocks else None
         self.manager = CacheManager(num_blocks, config.block_size, host=host)
         self.memory = GhostMemory(config.num_groups, config.block_size)

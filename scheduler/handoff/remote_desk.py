@@ -67,6 +67,7 @@ class RemoteDesk:
         self,
         block_size: int,
         *,
+        model: str | None = None,
         silence_s: float = 5.0,
         max_attempts: int = 3,
         backoff_s: float = 0.05,
@@ -77,6 +78,7 @@ class RemoteDesk:
 
         Args:
             block_size: tokens per block; a node with another is refused.
+            model: the name of a configuration; without it, nodes must have that of the first.
             silence_s: a node not heard of for so long is gone, and one that has not taken a request
                 in by then fails an attempt; it is asked five times.
             max_attempts, backoff_s, request_s: of `FrontDesk`; no limit of time by default.
@@ -85,6 +87,7 @@ class RemoteDesk:
         self.nodes: dict[NodeId, RemoteNode] = {}
         self.gone: dict[NodeId, RemoteNode] = {}
         self._block_size = block_size
+        self._model = model
         self._silence_s = silence_s
         self._outbox = Outbox(retry_s=silence_s / _RETRIES_PER_SILENCE, patience_s=silence_s)
         self._desk = Desk(
@@ -251,7 +254,7 @@ class RemoteDesk:
         if known is not None:
             self.nodes[peer] = RemoteNode(status, known.epoch, self._now, known.refusal)
             return
-        refusal = refusal_of(status, self.nodes, self._block_size)
+        refusal = refusal_of(status, self.nodes, self._block_size, self._model)
         self.nodes[peer] = RemoteNode(status, epoch, self._now, refusal)
         if refusal:
             return

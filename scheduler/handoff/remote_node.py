@@ -29,8 +29,12 @@ class RemoteNode:
     refusal: str = ""
 
 
-def refusal_of(status: NodeStatus, nodes: Mapping[NodeId, RemoteNode], block_size: int) -> str:
+def refusal_of(
+    status: NodeStatus, nodes: Mapping[NodeId, RemoteNode], block_size: int, model: str | None
+) -> str:
     """Return why a node that has come is not to serve beside others; empty if it is."""
+    if model is not None and status.model != model:
+        return f"its model is {_short(status.model)}, not {_short(model)}"
     if status.block_size != block_size:
         return f"it has blocks of {status.block_size} tokens, not {block_size}"
     served = sum(node.status.num_blocks for node in nodes.values() if not node.refusal)
@@ -40,7 +44,17 @@ def refusal_of(status: NodeStatus, nodes: Mapping[NodeId, RemoteNode], block_siz
             f"follows {_MAX_BLOCKS} in all"
         )
     for peer, node in nodes.items():
-        if not node.refusal and node.status.transport != status.transport:
-            other = node.status.transport
-            return f"its transport is {status.transport}, but that of {peer} is {other}"
+        other = node.status
+        if not node.refusal and other.transport != status.transport:
+            return f"its transport is {status.transport}, but that of {peer} is {other.transport}"
+        if not node.refusal and other.model != status.model:
+            return (
+                f"its model is {_short(status.model)}, but that of {peer} is {_short(other.model)}"
+            )
     return ""
+
+
+def _short(model: str) -> str:
+    """Leave of a model's name what is enough to tell it from another."""
+    family, _, digest = model.partition(" ")
+    return f"{family} {digest[:12]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,6 +52,12 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The family, and a digest of all that has a bearing on KV: not which tokens end a text."""
+        config = replace(self, eos_token_ids=())
+        return f"{self.family} {sha256(repr(config).encode()).hexdigest()}"
 
 
 def load_config(directory: str | Path) -> ModelConfig:

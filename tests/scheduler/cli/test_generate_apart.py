@@ -20,7 +20,7 @@ from radixkv.scheduler.commands.errors import BadInputError
 from radixkv.scheduler.disaggregated.remote import RemoteNodes
 from radixkv.scheduler.errors import NodesMissingError
 from radixkv.scheduler.handoff.client_messages import DESK
-from radixkv.scheduler.models import make_tiny_checkpoint
+from radixkv.scheduler.models import load_config, make_tiny_checkpoint
 
 from ...ports import reserved_port
 
@@ -243,7 +243,7 @@ def test_a_desk_says_that_nodes_have_another_secret() -> None:
         closing(ZmqChannel("node-0", epoch=1)) as node,
     ):
         node.connect(DESK, desk.address)
-        node.send(DESK, NodeStatus("prefill", "127.0.0.1:1", "jax", 4, 64))
+        node.send(DESK, NodeStatus("prefill", "127.0.0.1:1", "jax", 4, 64, "m"))
         assert desk.wait(60.0)
         assert wait_for(desk) == (
             "after 0 s there are 0 of 1 prefill nodes and 0 of 1 decode nodes; dropped messages: 1 "
@@ -263,14 +263,14 @@ def test_a_desk_refuses_a_node_of_another_version(monkeypatch: pytest.MonkeyPatc
                 patch.setattr(frames, "_PREFIX", b"RXKV" + bytes([version]))
                 with closing(ZmqChannel("node-0", epoch=1, secret=theirs)) as node:
                     node.connect(DESK, desk.address)
-                    node.send(DESK, NodeStatus("prefill", "127.0.0.1:1", "jax", 4, 64))
+                    node.send(DESK, NodeStatus("prefill", "127.0.0.1:1", "jax", 4, 64, "m"))
                     assert desk.wait(60.0)
             assert wait_for(desk).endswith(said)
 
 
 def test_a_desk_says_which_nodes_it_lacks_or_refuses() -> None:
-    prefill = NodeStatus("prefill", "127.0.0.1:1", "jax", 4, 64)
-    decode = NodeStatus("decode", "127.0.0.1:2", "nixl", 8, 64)
+    prefill = NodeStatus("prefill", "127.0.0.1:1", "jax", 4, 64, "m")
+    decode = NodeStatus("decode", "127.0.0.1:2", "nixl", 8, 64, "m")
     with closing(ZmqChannel(DESK, epoch=1)) as desk:
         lacks = "after 0 s there are {} of 1 prefill nodes and 0 of 1 decode nodes"
         assert wait_for(desk) == lacks.format(0)
@@ -296,18 +296,32 @@ def test_a_desk_ends_when_the_only_nodes_are_gone(
         return made[0]
 
     monkeypatch.setattr(generate_apart, "RemoteNodes", make)
+    name = load_config(str(arguments[1])).name
     with ExitStack() as stack:
         address = f"127.0.0.1:{stack.enter_context(reserved_port())}"
         for role in ("prefill", "decode"):
             node = stack.enter_context(closing(ZmqChannel(f"{role}-0", epoch=1)))
             node.connect(DESK, address)  # what is sent waits for the desk
-            node.send(DESK, NodeStatus(role, node.address, "jax", 4, 64))
+            node.send(DESK, NodeStatus(role, node.address, "jax", 4, 64, name))
         outcome = radixkv(*arguments, "--disaggregate", "--desk", address, "--timeout-s", 60)
     assert outcome == (
         1,
         "",
         "radixkv: prefill-0 has not been heard of for 60 s, and no other prefill node serves\n",
     )
+
+
+def test_a_desk_refuses_nodes_of_another_model(radixkv: Any, arguments: list[object]) -> None:
+    """They would complete its prompts, with the tokens of another model."""
+    name = load_config(str(arguments[1])).name
+    with ExitStack() as stack:
+        address = f"127.0.0.1:{stack.enter_context(reserved_port())}"
+        node = stack.enter_context(closing(ZmqChannel("prefill-0", epoch=1)))
+        node.connect(DESK, address)
+        node.send(DESK, NodeStatus("prefill", node.address, "jax", 4, 64, "llama " + 64 * "f"))
+        outcome = radixkv(*arguments, "--disaggregate", "--desk", address)
+    said = f"its model is llama ffffffffffff, not {name[:18]}"
+    assert outcome == (2, "", f"radixkv: prefill-0 is refused: {said}\n")
 
 
 def test_a_desk_ends_when_no_node_comes(radixkv: Any, arguments: list[object]) -> None:

@@ -61,7 +61,7 @@ class Prefill(PrefillEngine):
     """Hands prompts over as soon as it gets them, unless there is a reason not to."""
 
     def __init__(self) -> None:
-        self.manager = CacheManager(8, 4)
+        self.manager, self.model_name = CacheManager(8, 4), "m"
         self.scheduler: Any = SimpleNamespace(num_open=0)
         self.begun: Counter[Any] = Counter()
         self.failures: list[str] = []
@@ -87,7 +87,7 @@ class Decode(DecodeEngine):
     """Starts what it is asked for, and ends it one turn later."""
 
     def __init__(self) -> None:
-        self.manager = CacheManager(8, 4)
+        self.manager, self.model_name = CacheManager(8, 4), "m"
         self.scheduler: Any = SimpleNamespace(num_open=0)
         self.failures: list[str] = []
         self.given_up: list[Any] = []

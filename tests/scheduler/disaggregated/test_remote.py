@@ -36,8 +36,8 @@ def test_what_a_full_queue_refuses_is_sent_again() -> None:
             desk, block_size=4, silence_s=1e9, request_s=1e9, clock=lambda: next(ticks)
         )
         for node, status in (
-            (p, NodeStatus("prefill", elsewhere, "jax", 4, 64)),
-            (d, NodeStatus("decode", d.address, "jax", 4, 64)),
+            (p, NodeStatus("prefill", elsewhere, "jax", 4, 64, "m")),
+            (d, NodeStatus("decode", d.address, "jax", 4, 64, "m")),
         ):
             node.connect(DESK, desk.address)
             node.send(DESK, status)
@@ -69,7 +69,7 @@ def test_a_request_that_no_message_can_carry_fails_alone() -> None:
         )
         for role, node in (("prefill", p), ("decode", d)):
             node.connect(DESK, desk.address)
-            node.send(DESK, NodeStatus(role, node.address, "jax", 4, 64))  # type: ignore[arg-type]
+            node.send(DESK, NodeStatus(role, node.address, "jax", 4, 64, "m"))  # type: ignore[arg-type]
         while nodes.count("prefill") + nodes.count("decode") < 2:
             nodes.step()
         nodes.add_request(Request("x" * 300, [1], 1))
@@ -89,12 +89,29 @@ def test_a_request_that_no_message_can_carry_fails_alone() -> None:
 def test_more_blocks_than_the_desk_follows_are_refused_before_anything_is_allocated() -> None:
     desk = RemoteDesk(4)
     for peer, num_blocks in (("p0", 2**31 - 1), ("p1", 1000), ("p2", 2**26)):
-        desk.receive(peer, 1, NodeStatus("prefill", "127.0.0.1:9", "jax", 4, num_blocks), 0.0)
+        desk.receive(peer, 1, NodeStatus("prefill", "127.0.0.1:9", "jax", 4, num_blocks, "m"), 0.0)
     assert {peer: node.refusal for peer, node in desk.nodes.items()} == {
         "p0": "it has 2147483647 blocks, the others have 0, and the desk follows 67108864 in all",
         "p1": "",
         "p2": "it has 67108864 blocks, the others have 1000, and the desk follows 67108864 in all",
     }
+
+
+def test_nodes_have_the_model_of_the_desk_or_one_model() -> None:
+    models = {"p0": "llama " + 64 * "1", "p1": "qwen3 " + 64 * "2", "p2": "llama " + 64 * "1"}
+    for model, refused in [
+        (None, {"p1": "its model is qwen3 222222222222, but that of p0 is llama 111111111111"}),
+        (
+            "qwen3 " + 64 * "2",
+            dict.fromkeys(["p0", "p2"], "its model is llama 111111111111, not qwen3 222222222222"),
+        ),
+    ]:
+        desk = RemoteDesk(4, model=model)
+        for peer, theirs in models.items():
+            desk.receive(peer, 1, NodeStatus("prefill", "[::1]:9", "jax", 4, 64, theirs), 0.0)
+        assert {peer: node.refusal for peer, node in desk.nodes.items()} == {
+            peer: refused.get(peer, "") for peer in models
+        }
 
 
 def test_what_an_earlier_desk_asked_for_is_no_answer() -> None:
@@ -105,7 +122,7 @@ def test_what_an_earlier_desk_asked_for_is_no_answer() -> None:
                 nodes = RemoteNodes(desk, block_size=4, silence_s=LATE_S)
                 for role, node in (("prefill", p), ("decode", d)):
                     node.connect(DESK, desk.address)
-                    node.send(DESK, NodeStatus(role, node.address, "jax", 4, 64))  # type: ignore[arg-type]
+                    node.send(DESK, NodeStatus(role, node.address, "jax", 4, 64, "m"))  # type: ignore[arg-type]
                 while nodes.count("prefill") + nodes.count("decode") < 2:
                     nodes.step()
                 request = Request("same", [1, 2, 3], 1)

@@ -47,7 +47,7 @@ class Office:
         self.said()
 
     def alive(self, name: str, role: str, epoch: int = 5) -> None:
-        status = self.h.client_messages.NodeStatus(role, f"{name}:1", "none", 2, 40)
+        status = self.h.client_messages.NodeStatus(role, f"{name}:1", "none", 2, 40, "m")
         self.desk.receive(name, epoch, status, self.now)
 
     def said(self) -> list[Any]:
