@@ -20,10 +20,19 @@ def run(arguments: argparse.Namespace) -> int:
     check_destination(arguments.json)
     check_sizes(arguments)
     host = host_tier(arguments)
-    if arguments.preempt != "recompute" and host is None:
-        raise BadInputError(f"--preempt {arguments.preempt} needs --host-blocks")
+    preempt, storage_blocks = arguments.preempt, arguments.storage_blocks
+    if host is None:
+        if preempt != "recompute":
+            raise BadInputError(f"--preempt {preempt} needs --host-blocks")
+        if storage_blocks is not None:
+            raise BadInputError("--storage-blocks needs --host-blocks")
+    if preempt == "storage" and storage_blocks is None:
+        raise BadInputError("--preempt storage needs --storage-blocks")
     simulation = SimulationConfig(
-        num_blocks=arguments.device_blocks, host=host, preempt=arguments.preempt
+        num_blocks=arguments.device_blocks,
+        host=host,
+        storage_blocks=storage_blocks,
+        preempt=preempt,
     )
     clusters = _clusters(arguments, simulation)
     with ProgressLine(quiet=arguments.quiet) as progress:
@@ -55,7 +64,7 @@ def _clusters(
                 raise BadInputError(f"--{option} needs --prefill and --decode")
         return {}
     modes = ("none", "512", "no_evict") if arguments.reserve is None else (arguments.reserve,)
-    node = dataclasses.replace(simulation, host=None, preempt="recompute")
+    node = dataclasses.replace(simulation, host=None, storage_blocks=None, preempt="recompute")
     tokens: dict[str, int | None] = {"none": 0, "no_evict": None}
     return {
         f"reserve {mode}": ClusterConfig(

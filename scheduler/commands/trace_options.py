@@ -36,12 +36,18 @@ def add_replay(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
         required=False,
     )
     add_host_tier(parser, "simulated blocks of 16 tokens", write="back")
+    add_size(
+        parser,
+        "--storage-blocks",
+        "storage for so many simulated blocks below the host tier; needs --host-blocks",
+        required=False,
+    )
     parser.add_argument(
         "--preempt",
-        choices=("recompute", "host"),
+        choices=("recompute", "host", "storage"),
         default="recompute",
         help="what becomes of the KV of a request that is preempted in the simulation: computed "
-        "again, or parked on the host (default: %(default)s)",
+        "again, or parked on the host or in storage (default: %(default)s)",
     )
     _add_cluster(parser)
     parser.add_argument("--quiet", action="store_true", help="show no progress on stderr")

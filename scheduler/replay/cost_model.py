@@ -9,7 +9,8 @@ A step takes the longer of its arithmetic and its memory traffic, plus a fixed o
 where a chunk computes positions p .. n - 1 of a request and width is heads * head_dim. It is an
 estimate for planning; put measured figures in a JSON file (`load_costs`) where you have them.
 Copies between device and host take ``bytes / reached bandwidth of the host link``, each way on its
-own, beside the steps; so do transfers from a prefill to a decode node, with that of the network.
+own, beside the steps; so do transfers from a prefill to a decode node, with that of the network,
+and copies between host and storage, with that of its drives.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class GpuCosts:
     Attributes:
         host_bytes_per_s: of the link to host memory, in one direction; each GPU has its own.
         network_bytes_per_s: of the network between nodes, in one direction; each GPU has its own.
+        storage_write_bytes_per_s, storage_read_bytes_per_s: of storage; each GPU has its own drive.
     """
 
     name: str
@@ -78,6 +80,8 @@ class GpuCosts:
     count: int = 1
     host_bytes_per_s: float = 64e9
     network_bytes_per_s: float = 50e9
+    storage_write_bytes_per_s: float = 3.5e9
+    storage_read_bytes_per_s: float = 6.5e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +89,11 @@ class StepCosts:
     """What lies between the figures on paper and a running engine; assumptions, not measurements.
 
     Attributes:
-        flops_efficiency, bandwidth_efficiency, host_link_efficiency, network_efficiency: the part
-            of the peak that is reached.
+        flops_efficiency, bandwidth_efficiency, host_link_efficiency, network_efficiency,
+            storage_efficiency: the part of the peak that is reached.
         overhead_s: per step: launches, sampling, the host.
         message_s: that a message between nodes takes.
+        lookup_s: that storage takes to say which blocks it has.
         memory_fraction: the part of the GPUs' memory that weights and KV may fill.
     """
 
@@ -99,6 +104,8 @@ class StepCosts:
     host_link_efficiency: float = 0.8
     network_efficiency: float = 0.8
     message_s: float = 0.0005
+    storage_efficiency: float = 0.8
+    lookup_s: float = 0.001
 
 
 MODELS: Mapping[str, ModelCosts] = {
@@ -115,7 +122,9 @@ GPUS: Mapping[str, GpuCosts] = {
     gpu.name: gpu
     # Data sheets of the SXM parts, dense bfloat16. They give the host link for both directions
     # together: PCIe 4.0 x16, 64 GB/s, and PCIe 5.0 x16, 128 GB/s. The network is that of NVIDIA's
-    # DGX: a ConnectX-6 of 200 Gb/s or a ConnectX-7 of 400 Gb/s for each GPU.
+    # DGX: a ConnectX-6 of 200 Gb/s or a ConnectX-7 of 400 Gb/s for each GPU. It has an NVMe drive
+    # for each, too; storage is that of a PCIe 4.0 one, as Samsung announced its PM9A3 in May 2020:
+    # up to 3,500 MB/s written and 6,500 MB/s read.
     for gpu in (
         GpuCosts("a100", 312e12, 2.039e12, 80e9, host_bytes_per_s=32e9, network_bytes_per_s=25e9),
         GpuCosts("h100", 989e12, 3.35e12, 80e9, host_bytes_per_s=64e9),
@@ -157,6 +166,18 @@ class CostModel:
     def network_bytes_per_s(self) -> float:
         """Reached in one direction between two nodes, over the networks of all GPUs of one."""
         return self.gpu.network_bytes_per_s * self.gpu.count * self.step.network_efficiency
+
+    @property
+    def storage_write_bytes_per_s(self) -> float:
+        """Reached from the host to storage, over the drives of all GPUs."""
+        gpu = self.gpu
+        return gpu.storage_write_bytes_per_s * gpu.count * self.step.storage_efficiency
+
+    @property
+    def storage_read_bytes_per_s(self) -> float:
+        """Reached from storage to the host, over the drives of all GPUs."""
+        gpu = self.gpu
+        return gpu.storage_read_bytes_per_s * gpu.count * self.step.storage_efficiency
 
     def num_blocks(self, block_size: int) -> int:
         """How many KV blocks fit beside the weights.
@@ -266,7 +287,7 @@ def _check_figure(place: str, name: str, kind: object, value: object) -> None:
         raise CostError(f"{place} must be a number below 1e30, got {json.dumps(value)}")
     if kind == "int" and not isinstance(value, int):
         raise CostError(f"{place} must be an integer, got {value!r}")
-    if value < 0 or (value == 0 and name not in ("overhead_s", "message_s")):
+    if value < 0 or (value == 0 and name not in ("overhead_s", "message_s", "lookup_s")):
         raise CostError(f"{place} must be above 0, got {value!r}")
     if value > 1 and (name.endswith("_efficiency") or name == "memory_fraction"):
         raise CostError(f"{place} must be at most 1, got {value!r}")

@@ -17,7 +17,8 @@ class _Entry:
 
     Attributes:
         hit_tokens: leading prompt tokens not computed at first admission; None before it.
-        host_hit_tokens: the last of them, which came from the host.
+        host_hit_tokens, storage_hit_tokens: the last of them, which came from the host, and the
+            last of all, which came from storage.
         start, computed: of its latest admission before the first token: the first prompt position
             computed, and how many were.
         cursor: the next position to be computed in a prefill chunk; None while it holds no blocks.
@@ -35,6 +36,7 @@ class _Entry:
         "host_hit_tokens",
         "lost",
         "start",
+        "storage_hit_tokens",
     )
 
     def __init__(self, arrival_s: float) -> None:
@@ -42,6 +44,7 @@ class _Entry:
         self.first_token_s: float | None = None
         self.hit_tokens: int | None = None
         self.host_hit_tokens = 0
+        self.storage_hit_tokens = 0
         self.start = 0
         self.computed = 0
         self.cursor: int | None = None
@@ -58,8 +61,8 @@ class Ledger:
     Attributes:
         times: of each finished request, in the order they finished.
         refused: requests that can never be served.
-        prompt_tokens, hit_tokens, host_hit_tokens: of the finished requests, at first admission;
-            hits on the device, and on the host.
+        prompt_tokens, hit_tokens, host_hit_tokens, storage_hit_tokens: of the finished requests, at
+            first admission; hits on the device, on the host, and in storage.
         recomputed_tokens: whose KV was computed, lost to a preemption, and computed again.
         preemptions: of admitted requests.
     """
@@ -70,6 +73,7 @@ class Ledger:
         self.prompt_tokens = 0
         self.hit_tokens = 0
         self.host_hit_tokens = 0
+        self.storage_hit_tokens = 0
         self.recomputed_tokens = 0
         self.preemptions = 0
         self._live: dict[str, _Entry] = {}
@@ -124,9 +128,12 @@ class Ledger:
         if entry.first_token_s is None:
             entry.start, entry.computed = start, 0
         if entry.hit_tokens is None:
-            hit = request.num_hit_tokens + request.num_host_hit_tokens
+            below_device = max(start - request.num_hit_tokens, 0)
             entry.hit_tokens = start
-            entry.host_hit_tokens = max(start - request.num_hit_tokens, 0)
+            entry.host_hit_tokens = min(below_device, request.num_host_hit_tokens)
+            entry.storage_hit_tokens = below_device - entry.host_hit_tokens
+            hit = request.num_hit_tokens + request.num_host_hit_tokens
+            hit += request.num_storage_hit_tokens
             # A prompt that hits in full has its last token computed again, for its logits.
             if start != min(hit, len(request.prompt) - 1):
                 self._wrong_accounts.append(
@@ -151,8 +158,9 @@ class Ledger:
                 f"of {num_prompt} prompt tokens"
             )
         self.prompt_tokens += num_prompt
-        self.hit_tokens += entry.hit_tokens - entry.host_hit_tokens
+        self.hit_tokens += entry.hit_tokens - entry.host_hit_tokens - entry.storage_hit_tokens
         self.host_hit_tokens += entry.host_hit_tokens
+        self.storage_hit_tokens += entry.storage_hit_tokens
         self.times.append(RequestTimes(entry.arrival_s, entry.first_token_s, now_s, num_outputs))
 
     def checks(self, num_requests: int) -> tuple[Check, Check]:
@@ -163,10 +171,13 @@ class Ledger:
                 f"{self.num_answered:,} answers to {num_requests:,} requests, "
                 f"{len(self._live):,} pending"
             )
-        computed = self.prompt_tokens - self.hit_tokens - self.host_hit_tokens
+        below_device = self.host_hit_tokens + self.storage_hit_tokens
+        computed = self.prompt_tokens - self.hit_tokens - below_device
         hits = f"{self.hit_tokens:,}"
-        if self.host_hit_tokens:
+        if below_device:
             hits += f" + {self.host_hit_tokens:,}"
+        if self.storage_hit_tokens:
+            hits += f" + {self.storage_hit_tokens:,}"
         return (
             _check(
                 "every request is answered once, in full",

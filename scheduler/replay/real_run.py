@@ -32,7 +32,6 @@ from ..models import Model, load_model, make_tiny_checkpoint
 from ..request import Request
 from ..tier_requests import Preempt
 from .checks import Check
-from .host_link import HostLink
 from .ledger import check_all_blocks_returned, check_all_host_blocks_returned
 from .progress import Progress, no_progress
 from .real_checks import (
@@ -47,6 +46,7 @@ from .real_checks import (
 )
 from .scaling import BLOCK_SIZE, ScaledRequest, scale_request, select_requests
 from .simulation import FIRST_OUTPUT_TOKEN
+from .tier_links import TierLinks
 from .trace import Trace
 
 
@@ -196,7 +196,7 @@ def _rehearse(
         reserve_tokens=0,
         preempt=set_up.preempt,
     )
-    link = None if manager.tiers is None else HostLink(manager.tiers, 1, math.inf)
+    link = None if manager.tiers is None else TierLinks(manager.tiers, 1, math.inf)
     for index, request in enumerate(requests):
         scheduler.add(Request(str(index), request.prompt, request.max_new_tokens))
     new_tokens = itertools.count(FIRST_OUTPUT_TOKEN)

@@ -24,10 +24,10 @@ def latency_rows(results: Sequence[Latencies]) -> Iterator[Sequence[str]]:
 
 
 def _percentiles(values: Percentiles | None, scale: float) -> str:
-    """Show p50 / p90 / p99 in another unit."""
+    """Show p50/p90/p99 in another unit; four of them fit on a line."""
     if values is None:
         return "-"
-    return " / ".join(_short(value * scale) for value in (values.p50, values.p90, values.p99))
+    return "/".join(_short(value * scale) for value in (values.p50, values.p90, values.p99))
 
 
 def _short(value: float) -> str:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from .cost_model import CostModel
 from .hit_curve import HitCurve
-from .host_link import TierCounts
 from .real_run import RealRun, RealRunConfig
 from .report_format import check_lines, latency_rows, table
+from .simulated_storage import StorageCounts
 from .simulation import SimulationConfig, SimulationResult
+from .tier_links import TierCounts
 from .trace import TOKENS_PER_HASH_ID, Trace
 
 MAX_SKIPPED_SHOWN = 5
@@ -91,7 +92,7 @@ def simulation_lines(section: SimulationSection) -> Iterator[str]:
     rows = _simulation_rows(list(runs.values()))
     yield from table([("", *runs), *rows])
     yield ""
-    yield "   Times are p50 / p90 / p99. Manager and scheduler are real; the GPU is a roofline,"
+    yield "   Times are p50/p90/p99. Manager and scheduler are real; the GPU is a roofline,"
     yield (
         f"   at {costs.step.flops_efficiency:.0%} of peak FLOP/s, "
         f"{costs.step.bandwidth_efficiency:.0%} of bandwidth, "
@@ -110,6 +111,12 @@ def simulation_lines(section: SimulationSection) -> Iterator[str]:
             f"   and {costs.host_bytes_per_s / 1e9:,.1f} GB/s each way. Copies run beside the "
             f"steps; only who needs one waits."
         )
+    if config.storage_blocks is not None:
+        yield (
+            f"   Storage has {config.storage_blocks:,} blocks; "
+            f"{costs.storage_write_bytes_per_s / 1e9:,.1f} GB/s are written and "
+            f"{costs.storage_read_bytes_per_s / 1e9:,.1f} GB/s read."
+        )
     for name, run in runs.items():
         yield from check_lines(run.checks, suffix=f" ({name})")
 
@@ -122,12 +129,17 @@ def _simulation_rows(results: Sequence[SimulationResult]) -> Iterator[Sequence[s
     yield row("prompt tokens hit", lambda r: _of_prompts(r, r.hit_tokens))
     if any(r.tiers for r in results):
         yield row("hit on the host", lambda r: _of_prompts(r, r.host_hit_tokens))
+    if any(map(_storage, results)):
+        yield row("hit in storage", lambda r: _of_prompts(r, r.storage_hit_tokens))
     yield row("prompt tokens computed", lambda r: f"{r.computed_tokens:,}")
     yield row("preemptions", lambda r: f"{r.preemptions:,}")
     yield row("tokens computed again", lambda r: f"{r.recomputed_tokens:,}")
     if any(r.tiers for r in results):
         for label, cell in _TIER_ROWS:
             yield (label, *("-" if r.tiers is None else cell(r.tiers) for r in results))
+    if any(map(_storage, results)):
+        for label, show in _STORAGE_ROWS:
+            yield (label, *("-" if (s := _storage(r)) is None else show(s) for r in results))
     yield row(
         "pool in use, mean / peak", lambda r: f"{r.mean_occupancy:.0%} / {r.peak_occupancy:.0%}"
     )
@@ -143,10 +155,22 @@ _TIER_ROWS: Sequence[tuple[str, Callable[[TierCounts], str]]] = (
     ("parked / resumed", lambda t: f"{t.parked:,} / {t.resumed:,}"),
     ("copied to the host, GB", lambda t: f"{t.bytes_to_host / 1e9:,.1f}"),
     ("copied to the device, GB", lambda t: f"{t.bytes_to_device / 1e9:,.1f}"),
-    ("blocks demoted / promoted", lambda t: f"{t.demoted_blocks:,} / {t.promoted_blocks:,}"),
+    ("blocks demoted", lambda t: f"{t.demoted_blocks:,}"),
+    ("blocks promoted", lambda t: f"{t.promoted_blocks:,}"),
     ("blocks dropped by the host", lambda t: f"{t.dropped_blocks:,}"),
     ("idle for want of a copy, s", lambda t: f"{t.waited_s:.2f}"),
 )
+
+_STORAGE_ROWS: Sequence[tuple[str, Callable[[StorageCounts], str]]] = (
+    ("written to storage, GB", lambda s: f"{s.bytes_written / 1e9:,.1f}"),
+    ("read from storage, GB", lambda s: f"{s.bytes_read / 1e9:,.1f}"),
+    ("blocks evicted there", lambda s: f"{s.evicted_blocks:,}"),
+    ("blocks past their deadline", lambda s: f"{s.late_blocks:,}"),
+)
+
+
+def _storage(result: SimulationResult) -> StorageCounts | None:
+    return None if result.tiers is None else result.tiers.storage
 
 
 def real_lines(section: RealSection) -> Iterator[str]:
@@ -205,4 +229,4 @@ def real_lines(section: RealSection) -> Iterator[str]:
 
 
 def _of_prompts(result: SimulationResult, num_tokens: int) -> str:
-    return f"{num_tokens:,} ({num_tokens / max(result.prompt_tokens, 1):.1%})"
+    return f"{num_tokens:,} ({num_tokens / max(result.prompt_tokens, 1):.0%})"

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from ..tier_requests import Preempt
 from .cluster import simulate_cluster
 from .cluster_lines import ClusterSection
 from .cluster_result import ClusterConfig
@@ -43,7 +44,7 @@ def run_replay(
         model, gpu: names of `cost_model.MODELS` and `GPUS` to simulate; None for the defaults.
         costs: a JSON file of figures that replace theirs.
         simulation, real: set-ups of the simulated and of the real engine; None for the defaults.
-            With a host tier, the simulation runs without it too.
+            With a host tier, the simulation runs without it too; so it does with storage.
         clusters: prefill and decode nodes to simulate besides, by name.
         progress: told how far it is.
 
@@ -80,11 +81,15 @@ def run_replay(
 
 def _compared(simulation: SimulationConfig) -> dict[str, SimulationConfig]:
     """List the set-ups that are compared, each with more than the one before."""
-    device = dataclasses.replace(simulation, host=None, preempt="recompute")
+    device = dataclasses.replace(simulation, host=None, storage_blocks=None, preempt="recompute")
     configs = {
         "cache off": dataclasses.replace(device, prefix_cache=False),
         "cache on": dataclasses.replace(device, prefix_cache=True),
     }
+    tiered = dataclasses.replace(simulation, prefix_cache=True)
     if simulation.host is not None:
-        configs["host tier"] = dataclasses.replace(simulation, prefix_cache=True)
+        preempt: Preempt = "recompute" if simulation.preempt == "recompute" else "host"
+        configs["host tier"] = dataclasses.replace(tiered, storage_blocks=None, preempt=preempt)
+    if simulation.storage_blocks is not None:
+        configs["storage"] = tiered
     return configs

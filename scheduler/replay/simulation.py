@@ -5,8 +5,8 @@ moves the clock by what the cost model says of it, and hands back made-up tokens
 
     copies, arrivals <= clock --> add --> schedule --> clock += cost(plan) --> update --> finished
 
-With a host tier, its copies are queued in simulated time (`host_link`). When all that could run
-waits for copies, the clock goes on to the end of the next, or to the next arrival.
+With tiers below the device, their copies are queued in simulated time (`tier_links`). When all
+that could run waits for copies, the clock goes on to the end of the next, or to the next arrival.
 
 Prompts are expanded from hash ids (`trace.tokens`). Output tokens are negative and never repeat,
 so nobody hits them; a real next turn would contain the last answer, which a trace does not tell.
@@ -27,11 +27,12 @@ from ..request import Request
 from ..tier_requests import Preempt
 from .checks import Check
 from .cost_model import CostModel
-from .host_link import HostLink, TierCounts
 from .latency import Latencies, summarize_latencies
 from .ledger import Ledger, check_all_blocks_returned, check_all_host_blocks_returned
 from .plan_cost import plan_s
 from .progress import Progress, no_progress
+from .simulated_storage import SimulatedStorage, name_blocks
+from .tier_links import TierCounts, TierLinks
 from .trace import Trace, tokens
 
 FIRST_OUTPUT_TOKEN = -(2**31)
@@ -46,6 +47,7 @@ class SimulationConfig:
         num_blocks: size of the pool; None for what fits beside the weights.
         token_budget, max_running, reserve_tokens, prefix_cache, preempt: of `MixedScheduler`.
         host: the tier below the device; None: there is none.
+        storage_blocks: size of the storage below the host; None: there is none.
         slo_ttft_s, slo_tpot_s: a request is good if its time to the first token and its mean time
             per further token are within these. Source of the figures: Mooncake, FAST'25.
     """
@@ -57,6 +59,7 @@ class SimulationConfig:
     reserve_tokens: int | None = 512
     prefix_cache: bool = True
     host: HostConfig | None = None
+    storage_blocks: int | None = None
     preempt: Preempt = "recompute"
     slo_ttft_s: float = 30.0
     slo_tpot_s: float = 0.1
@@ -68,8 +71,9 @@ class SimulationResult:
 
     Attributes:
         finished, refused: requests; refused ones need more blocks than the pool has.
-        prompt_tokens, hit_tokens, host_hit_tokens: of the finished requests, at first admission:
-            all, hit on the device, and hit on the host besides; the rest was computed.
+        prompt_tokens, hit_tokens, host_hit_tokens, storage_hit_tokens: of the finished requests, at
+            first admission: all, hit on the device, on the host besides, and in storage besides;
+            the rest was computed.
         recomputed_tokens: computed again after a preemption.
         preemptions: by the scheduler, for want of blocks.
         steps: engine steps.
@@ -90,6 +94,7 @@ class SimulationResult:
     prompt_tokens: int
     hit_tokens: int
     host_hit_tokens: int
+    storage_hit_tokens: int
     recomputed_tokens: int
     preemptions: int
     steps: int
@@ -108,7 +113,8 @@ class SimulationResult:
     @property
     def computed_tokens(self) -> int:
         """Prompt tokens that no tier had."""
-        return self.prompt_tokens - self.hit_tokens - self.host_hit_tokens
+        hit_tokens = self.hit_tokens + self.host_hit_tokens + self.storage_hit_tokens
+        return self.prompt_tokens - hit_tokens
 
 
 def simulate(
@@ -122,6 +128,7 @@ def simulate(
 
     Raises:
         CostError: if the model leaves no room for KV blocks.
+        CountError, StorageConfigError: for storage of no blocks, or without a host tier.
     """
     started = time.perf_counter()
     simulation = _Simulation(trace, costs, config)
@@ -139,8 +146,9 @@ class _Simulation:
         num_blocks = config.num_blocks or costs.num_blocks(config.block_size)
         self.costs = costs
         self.config = config
-        self.manager = CacheManager(num_blocks, config.block_size, host=config.host)
-        self.link = self._connect()
+        stored = None if config.storage_blocks is None else name_blocks(config.block_size)
+        self.manager = CacheManager(num_blocks, config.block_size, host=config.host, storage=stored)
+        self.links = self._connect()
         self.scheduler = MixedScheduler(
             self.manager,
             token_budget=config.token_budget,
@@ -169,16 +177,16 @@ class _Simulation:
         if not scheduler.has_work:
             if self.next_arrival == len(self.arrivals):
                 return False
-            self.clock_s = max(self.clock_s, self._next_arrival_s())
+            self._idle()
         self._add_arrivals()
         if not scheduler.has_work:  # all that arrived were refused
             return True
         started = time.perf_counter()
-        if self.link is not None:
-            self.link.deliver(self.clock_s)
+        if self.links is not None:
+            self.links.deliver(self.clock_s)
         plan = scheduler.schedule()
-        if self.link is not None:
-            self.link.dispatch(self.clock_s)
+        if self.links is not None:
+            self.links.dispatch(self.clock_s)
         scheduled = time.perf_counter()
         if not plan.chunks:
             self.ledger.follow(plan, self.clock_s)
@@ -198,15 +206,27 @@ class _Simulation:
             self.ledger.finish(request, self.clock_s)
         return True
 
-    def _connect(self) -> HostLink | None:
+    def _connect(self) -> TierLinks | None:
         if self.manager.tiers is None:
             return None
-        bytes_per_block = self.costs.model.kv_bytes_per_token * self.config.block_size
-        return HostLink(self.manager.tiers, bytes_per_block, self.costs.host_bytes_per_s)
+        costs, num_blocks = self.costs, self.config.storage_blocks
+        return TierLinks(
+            self.manager.tiers,
+            costs.model.kv_bytes_per_token * self.config.block_size,
+            costs.host_bytes_per_s,
+            None if num_blocks is None else SimulatedStorage(num_blocks, costs),
+        )
+
+    def _idle(self) -> None:
+        """Go on to the next arrival; copies do not wait for it."""
+        arrival_s = self._next_arrival_s()
+        if self.links is not None and arrival_s > self.clock_s:
+            self.links.run_idle(self.clock_s, arrival_s)
+        self.clock_s = max(self.clock_s, arrival_s)
 
     def _wait_for_copies(self) -> None:
         """Go on to the end of the next copy, or to the next arrival if that is sooner."""
-        next_s = None if self.link is None else self.link.next_end_s
+        next_s = None if self.links is None else self.links.next_end_s
         assert next_s is not None, "the scheduler has work, but plans an empty step"
         if self.next_arrival < len(self.arrivals):
             next_s = min(next_s, self._next_arrival_s())
@@ -242,8 +262,8 @@ class _Simulation:
         simulated_s = self.clock_s - self.first_arrival_s
         num_blocks = self.manager.num_blocks
         tiers = None
-        if self.link is not None:
-            tiers = self.link.finish(self.scheduler.stats(), self.waited_s)
+        if self.links is not None:
+            tiers = self.links.finish(self.clock_s, self.scheduler.stats(), self.waited_s)
         checks = [*ledger.checks(len(self.arrivals)), check_all_blocks_returned(self.manager)]
         stats = self.manager.stats()
         if stats.tiers is not None:
@@ -254,6 +274,7 @@ class _Simulation:
             prompt_tokens=ledger.prompt_tokens,
             hit_tokens=ledger.hit_tokens,
             host_hit_tokens=ledger.host_hit_tokens,
+            storage_hit_tokens=ledger.storage_hit_tokens,
             recomputed_tokens=ledger.recomputed_tokens,
             preemptions=ledger.preemptions,
             steps=self.steps,

@@ -88,17 +88,41 @@ def test_tier_options_reach_the_simulation(
     calls = record_calls(monkeypatch)
     radixkv("replay", trace, "--device-blocks", 50, "--host-blocks", 70)
     radixkv(*("replay", trace, "--host-blocks", 70, "--host-write", "through", "--preempt", "host"))
+    stored = ("--storage-blocks", 80, "--preempt", "storage")
+    radixkv("replay", trace, "--host-blocks", 70, *stored, "--prefill", 1, "--decode", 1)
     assert [options["simulation"] for _, options in calls] == [
         SimulationConfig(num_blocks=50, host=HostConfig(70, "back")),
         SimulationConfig(host=HostConfig(70, "through"), preempt="host"),
+        SimulationConfig(host=HostConfig(70, "back"), storage_blocks=80, preempt="storage"),
     ]
+    nodes = calls[-1][1]["clusters"]["reserve 512"].node
+    assert nodes == SimulationConfig()
 
 
-@pytest.mark.parametrize("option", [("--preempt", "host"), ("--host-write", "back")])
-def test_tier_options_need_a_tier(radixkv: Any, trace: Path, option: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("option", "needs"),
+    [
+        (("--preempt", "host"), "--preempt host needs --host-blocks"),
+        (("--preempt", "storage"), "--preempt storage needs --host-blocks"),
+        (("--host-write", "back"), "--host-write needs --host-blocks"),
+        (("--storage-blocks", "7"), "--storage-blocks needs --host-blocks"),
+        (
+            ("--preempt", "storage", "--host-blocks", "7"),
+            "--preempt storage needs --storage-blocks",
+        ),
+    ],
+)
+def test_tier_options_need_a_tier(
+    radixkv: Any, trace: Path, option: tuple[str, ...], needs: str
+) -> None:
     outcome = radixkv("replay", trace, *option)
-    needs = option[0] if option[0] == "--host-write" else " ".join(option)
-    assert (outcome.status, outcome.stderr) == (2, f"radixkv: {needs} needs --host-blocks\n")
+    assert (outcome.status, outcome.stderr) == (2, f"radixkv: {needs}\n")
+
+
+def test_storage_of_no_blocks_is_refused(radixkv: Any, trace: Path) -> None:
+    outcome = radixkv("replay", trace, "--host-blocks", 7, "--storage-blocks", 0)
+    assert outcome.status == 2
+    assert "argument --storage-blocks: expected a positive integer, got '0'" in outcome.stderr
 
 
 def test_prefill_and_decode_nodes_reach_the_replay(

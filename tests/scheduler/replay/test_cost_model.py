@@ -69,6 +69,8 @@ def test_llama3_8b_kv_is_128_kib_a_token() -> None:
 def test_every_gpu_has_a_link_to_the_host_of_its_own() -> None:
     assert named_costs(gpu="a100").host_bytes_per_s == pytest.approx(0.8 * 32e9)
     assert named_costs(gpu="h200x4").host_bytes_per_s == pytest.approx(4 * 0.8 * 64e9)
+    assert named_costs(gpu="h200x4").storage_write_bytes_per_s == pytest.approx(4 * 0.8 * 3.5e9)
+    assert named_costs(gpu="h200x4").storage_read_bytes_per_s == pytest.approx(4 * 0.8 * 6.5e9)
 
 
 def test_names() -> None:
@@ -116,7 +118,7 @@ def test_a_file_overrides_any_figure(tmp_path: Path) -> None:
             '{"step": {"mfu": 1}}',
             "step has no figure 'mfu'; known: "
             "flops_efficiency, bandwidth_efficiency, overhead_s, memory_fraction, "
-            "host_link_efficiency, network_efficiency, message_s",
+            "host_link_efficiency, network_efficiency, message_s, storage_efficiency, lookup_s",
         ),
         ('{"model": {"name": 1}}', "model.name must be a string, got 1"),
         ('{"model": {"layers": 1.5}}', "model.layers must be an integer, got 1.5"),

@@ -171,7 +171,8 @@ def test_a_host_tier_has_its_rows(report: ReplayReport) -> None:
         "hit on the host",
         "parked / resumed",
         "copied to the device, GB",
-        "blocks demoted / promoted",
+        "blocks demoted",
+        "blocks promoted",
         "blocks dropped by the host",
         "idle for want of a copy, s",
     ):
@@ -184,3 +185,41 @@ def test_a_host_tier_has_its_rows(report: ReplayReport) -> None:
     assert document["config"]["host"] == {"num_blocks": 20_000, "write": "back", "hits": 0}
     assert document["runs"]["cache on"]["tiers"] is None
     assert document["runs"]["host tier"]["tiers"] == dataclasses.asdict(counts)
+
+
+def test_storage_has_its_rows(report: ReplayReport) -> None:
+    costs = named_costs()
+    host = HostConfig(4_000, "through")
+    config = SimulationConfig(num_blocks=3_000, host=host, storage_blocks=90_000, preempt="storage")
+    without = dataclasses.replace(config, storage_blocks=None, preempt="host")
+    runs = {
+        "cache off": simulate(
+            report.trace, costs, SimulationConfig(num_blocks=3_000, prefix_cache=False)
+        ),
+        "cache on": simulate(report.trace, costs, SimulationConfig(num_blocks=3_000)),
+        "host tier": simulate(report.trace, costs, without),
+        "storage": simulate(report.trace, costs, config),
+    }
+    tiered = dataclasses.replace(report, simulation=SimulationSection(costs, config, runs))
+    text = tiered.text()
+    rows = {line[3:].split("  ")[0]: line for line in text.splitlines()}
+    assert runs["storage"].tiers is not None
+    counts = runs["storage"].tiers.storage
+    assert counts is not None and counts.bytes_written > 0
+    cells = rows["written to storage, GB"].split()[-4:]
+    assert cells == ["-", "-", "-", f"{counts.bytes_written / 1e9:,.1f}"]
+    for label in (
+        "hit in storage",
+        "read from storage, GB",
+        "blocks evicted there",
+        "blocks past their deadline",
+    ):
+        assert label in rows
+    line = "   Storage has 90,000 blocks; 5.6 GB/s are written and 10.4 GB/s read."
+    assert line in text.splitlines()
+    assert [line for line in text.splitlines() if len(line) > 100] == []
+    document = json.loads(json.dumps(tiered.to_json(), allow_nan=False))["simulation"]
+    assert document["config"]["storage_blocks"] == 90_000
+    assert document["runs"]["host tier"]["tiers"]["storage"] is None
+    assert document["runs"]["storage"]["tiers"]["storage"] == dataclasses.asdict(counts)
+    assert document["runs"]["storage"]["storage_hit_tokens"] == runs["storage"].storage_hit_tokens

@@ -35,7 +35,11 @@ def replayed(tmp_path_factory: pytest.TempPathFactory) -> tuple[ReplayReport, Ca
         150,
         skip_malformed=True,
         simulation=SimulationConfig(
-            num_blocks=5_000, host=HostConfig(50_000), preempt="host", reserve_tokens=0
+            num_blocks=5_000,
+            host=HostConfig(50_000),
+            storage_blocks=200_000,
+            preempt="storage",
+            reserve_tokens=0,
         ),
         real=SMALL_REAL_RUN,
         progress=lambda stage, done, total: calls.append((stage, done, total)),
@@ -48,11 +52,14 @@ def test_a_replay_passes(replayed: tuple[ReplayReport, Calls]) -> None:
     assert report.ok, report.text()
     assert len(report.trace.requests) == 150
     assert [line.line for line in report.trace.skipped] == [1]
-    assert list(report.simulation.runs) == ["cache off", "cache on", "host tier"]
+    assert list(report.simulation.runs) == ["cache off", "cache on", "host tier", "storage"]
     assert report.simulation.runs["cache off"].hit_tokens == 0
     assert report.simulation.runs["cache on"].hit_tokens > 0
     assert report.simulation.runs["cache on"].tiers is None
     assert report.simulation.runs["host tier"].host_hit_tokens > 0
+    assert report.simulation.runs["host tier"].storage_hit_tokens == 0
+    tiers = report.simulation.runs["storage"].tiers
+    assert tiers is not None and tiers.storage is not None and tiers.storage.bytes_written > 0
     assert report.text().splitlines()[-1].startswith("PASS: ")
     json.dumps(report.to_json(), allow_nan=False)
 
@@ -85,6 +92,7 @@ def test_every_stage_reports_progress_to_its_end(replayed: tuple[ReplayReport, C
         "simulation, cache off",
         "simulation, cache on",
         "simulation, host tier",
+        "simulation, storage",
         "real run, reference",
         "real run, cache off",
         "real run, cache on",

@@ -21,9 +21,9 @@ from radixkv.scheduler.replay.cost_model import (
     StepCosts,
     named_costs,
 )
-from radixkv.scheduler.replay.host_link import HostLink
 from radixkv.scheduler.replay.ledger import check_all_host_blocks_returned
 from radixkv.scheduler.replay.simulation import SimulationConfig, SimulationResult, simulate
+from radixkv.scheduler.replay.tier_links import TierLinks
 from radixkv.scheduler.replay.trace import Trace, TraceRequest
 from radixkv.scheduler.tier_requests import Preempt
 
@@ -49,7 +49,7 @@ def fill(manager: CacheManager, *prompts: list[int]) -> None:
 def test_a_direction_is_a_queue_of_its_own() -> None:
     manager = CacheManager(num_blocks=4, block_size=1, host=HostConfig(8, "exclusive"))
     assert manager.tiers is not None
-    link = HostLink(manager.tiers, bytes_per_block=100, bytes_per_s=50)
+    link = TierLinks(manager.tiers, bytes_per_block=100, bytes_per_s=50)
     fill(manager, [1, 2], [3, 4])
     manager.evict(1)
     link.dispatch(10.0)  # one block: until 12
@@ -79,9 +79,9 @@ def test_a_direction_is_a_queue_of_its_own() -> None:
 def test_at_the_end_everything_ends() -> None:
     manager = CacheManager(num_blocks=2, block_size=1, host=HostConfig(4, "back"))
     assert manager.tiers is not None
-    link = HostLink(manager.tiers, bytes_per_block=8, bytes_per_s=1)
+    link = TierLinks(manager.tiers, bytes_per_block=8, bytes_per_s=1)
     fill(manager, [1, 2], [3])
-    counts = link.finish(SchedulerStats(parked=3, resumed_parked=2), waited_s=1.5)
+    counts = link.finish(0.0, SchedulerStats(parked=3, resumed_parked=2), waited_s=1.5)
     assert manager.tiers.num_open_operations == 0
     assert (counts.host_blocks, counts.demoted_blocks, counts.bytes_to_host) == (4, 1, 8)
     assert (counts.parked, counts.resumed, counts.waited_s) == (3, 2, 1.5)

@@ -1,0 +1,275 @@
+"""Storage in simulated time: the set of keys by hand, its queues, and simulations with it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixkv.kvcache import CacheManager
+from radixkv.kvcache.errors import CountError, StorageConfigError
+from radixkv.kvcache.host_tier import HostConfig
+from radixkv.kvcache.operations import OpKind
+from radixkv.scheduler.mixed import MixedScheduler
+from radixkv.scheduler.plan import SchedulerStats, StepPlan
+from radixkv.scheduler.replay.cost_model import CostModel, GpuCosts, ModelCosts, StepCosts
+from radixkv.scheduler.replay.simulated_storage import SimulatedStorage, name_blocks
+from radixkv.scheduler.replay.simulation import SimulationConfig, SimulationResult, simulate
+from radixkv.scheduler.replay.tier_links import TierLinks
+from radixkv.scheduler.replay.trace import Trace, TraceRequest
+from radixkv.scheduler.tier_requests import Preempt
+
+from .conftest import make_trace
+
+STORE, LOAD, LOOKUP = OpKind.HOST_TO_STORAGE, OpKind.STORAGE_TO_HOST, OpKind.LOOKUP
+
+# A step takes one second; a block of 64 tokens is 256 bytes: 1/4 s to the host or back, 1/8 s to
+# storage, 1/16 s from there. Storage answers in half a second.
+COSTS = CostModel(
+    ModelCosts("toy", 1, layers=1, heads=1, kv_heads=1, head_dim=1),
+    GpuCosts(
+        "toy",
+        1e29,
+        1e29,
+        1e9,
+        host_bytes_per_s=1280.0,
+        storage_write_bytes_per_s=2560.0,
+        storage_read_bytes_per_s=5120.0,
+    ),
+    StepCosts(overhead_s=1.0, lookup_s=0.5),
+)
+
+# 16 blocks of 64 tokens on the device and on the host, so that two prompts of 8 blocks fit in each.
+CONFIG = SimulationConfig(
+    64, 16, token_budget=1024, host=HostConfig(16, "back"), storage_blocks=1_000
+)
+
+
+def keys(text: str) -> list[bytes]:
+    return [letter.encode() for letter in text]
+
+
+def test_the_least_recently_used_key_goes_first() -> None:
+    storage = SimulatedStorage(3, COSTS)
+    assert storage.end(STORE, keys("abc")) == [True, True, True]
+    assert storage.end(LOOKUP, keys("ax")) == [True, False]  # no use
+    assert storage.end(LOAD, keys("bx")) == [True, False]
+    assert storage.end(STORE, keys("cd")) == [True, True]  # c is touched
+    assert storage.end(LOOKUP, keys("abcd")) == [False, True, True, True]
+    assert storage.end(STORE, keys("ef")) == [True, True]
+    assert storage.end(LOOKUP, keys("bcdef")) == [False, False, True, True, True]
+    assert (len(storage), storage.evicted_blocks) == (3, 3)
+
+
+def test_what_moves_is_what_the_other_side_lacks() -> None:
+    storage = SimulatedStorage(3, COSTS)
+    storage.end(STORE, keys("ab"))
+    assert storage.count_moved(STORE, keys("abc")) == 1
+    assert storage.count_moved(LOAD, keys("abc")) == 2
+    assert storage.count_moved(LOOKUP, keys("abc")) == 0
+
+
+def test_storage_of_nothing_and_without_a_host_is_refused() -> None:
+    trace = make_trace([0])
+    with pytest.raises(CountError, match=r"^num_blocks must be at least 1, got 0$"):
+        simulate(trace, COSTS, dataclasses.replace(CONFIG, storage_blocks=0))
+    with pytest.raises(StorageConfigError, match=r"^storage needs a host tier, through which its"):
+        simulate(trace, COSTS, dataclasses.replace(CONFIG, host=None))
+
+
+def linked(costs: CostModel = COSTS) -> tuple[CacheManager, TierLinks]:
+    manager = CacheManager(8, 1, host=HostConfig(8), storage=name_blocks(1))
+    assert manager.tiers is not None
+    storage = SimulatedStorage(100, costs)
+    return manager, TierLinks(manager.tiers, 2048.0, 2048.0, storage)
+
+
+def demote(manager: CacheManager, prompt: list[int]) -> None:
+    lease = manager.admit(manager.match(prompt))
+    manager.publish(lease, prompt)
+    manager.release(lease)
+    manager.evict(len(prompt))
+
+
+def test_a_block_passes_through_the_host_both_ways() -> None:
+    manager, links = linked()  # a block: 1 s to the host, 1 s to storage, 1/2 s back
+    demote(manager, [1, 2])
+    links.run_idle(10.0, 13.9)  # on the host at 12, and in storage at 14
+    assert manager.tiers is not None and manager.tiers.stats().stored_blocks == 0
+    assert links.next_end_s == 14.0
+    links.run_idle(13.9, 14.0)
+    assert manager.tiers.stats().stored_blocks == 2
+    manager.reset()
+    prefetch = manager.tiers.prefetch([1, 2, 3])
+    assert prefetch is not None
+    links.run_idle(20.0, 21.4)
+    assert not prefetch.done  # asked until 20.5, and read until 21.5
+    links.run_idle(21.4, 21.5)
+    assert prefetch.done and manager.match([1, 2]).num_host_blocks == 2
+    counts = links.finish(21.5, SchedulerStats(), 0.0).storage
+    assert counts is not None
+    assert (counts.storage_blocks, counts.used_blocks) == (100, 2)
+    assert (counts.bytes_written, counts.bytes_read) == (4096, 4096)
+    assert (counts.busy_writing_s, counts.busy_reading_s) == (2.0, 1.0)
+    assert counts.evicted_blocks == counts.late_blocks == 0
+
+
+def test_what_would_come_after_its_deadline_fails_at_it() -> None:
+    manager, links = linked()
+    assert manager.tiers is not None
+    demote(manager, [1, 2, 3, 4])
+    links.run_idle(0.0, 4.0)
+    demote(manager, [5, 6])
+    links.run_idle(4.0, 6.0)  # its write is decided at 6, begins at 8 and ends at 10: in time
+    demote(manager, [7, 8])
+    links.run_idle(6.0, 13.0)  # so is this: decided at 8, from 10 to 12
+    assert manager.tiers.stats().stored_blocks == 8
+    gpu = dataclasses.replace(COSTS.gpu, storage_write_bytes_per_s=512.0)  # 5 s for a block
+    manager, links = linked(dataclasses.replace(COSTS, gpu=gpu))
+    assert manager.tiers is not None
+    demote(manager, [1])
+    links.run_idle(0.0, 1.0)
+    demote(manager, [2])
+    links.run_idle(1.0, 6.9)  # the first is written from 1 to 6; the other, from 2 on, fails at 7
+    assert (manager.tiers.stats().stored_blocks, links.next_end_s) == (1, 7.0)
+    counts = links.finish(6.9, SchedulerStats(), 0.0).storage
+    assert counts is not None
+    assert (counts.used_blocks, counts.late_blocks, counts.bytes_written) == (1, 1, 2048)
+    assert manager.tiers.num_open_operations == 0
+
+
+def add_up(result: SimulationResult) -> bool:
+    hit_tokens = result.hit_tokens + result.host_hit_tokens + result.storage_hit_tokens
+    return result.prompt_tokens == hit_tokens + result.computed_tokens
+
+
+def test_a_storage_hit_by_hand() -> None:
+    # [0] is on the device, [0] and [1] on the host when [2, 3] comes: it takes both tiers whole.
+    # At 60 s [0] is nowhere else than in storage: half a second to look it up, half a second to
+    # read 8 blocks, two to copy them to the device, and a step for the last token.
+    trace = make_trace([0], [1], [2, 3], [4, 5], [6, 7], [8], [0], gap_ms=10_000.0)
+    result = simulate(trace, COSTS, CONFIG)
+    assert result.prompt_tokens == 10 * 512
+    assert (result.hit_tokens, result.host_hit_tokens, result.storage_hit_tokens) == (0, 0, 511)
+    assert add_up(result)
+    assert result.simulated_s == pytest.approx(64.0)
+    tiers = result.tiers
+    assert tiers is not None and tiers.storage is not None
+    assert tiers.waited_s == pytest.approx(6 * 0.5 + 0.5 + 0.5 + 2.0)
+    assert (tiers.promoted_blocks, tiers.storage.bytes_read) == (8, 8 * 256)
+    assert tiers.storage.busy_reading_s == pytest.approx(0.5)
+    assert [check.verdict for check in result.checks] == ["PASS"] * 4, result.checks
+    assert result.checks[1].detail == "5,120 = 0 + 0 + 511 + 4,609"
+
+
+def test_storage_has_what_an_oracle_says() -> None:
+    # One after the other, with time for every copy. "through" stores all that is computed, and
+    # storage has room for all of it: whatever of a prompt came before is found in some tier.
+    paths = [[0], [0, 1], [2, 3], [4, 5], [0, 1], [6], [2, 3], [4, 7], [0, 1], [2, 8]]
+    config = dataclasses.replace(CONFIG, host=HostConfig(16, "through"))
+    seen: set[int] = set()
+    wanted = 0
+    for path in paths:
+        found = next((place for place, part in enumerate(path) if part not in seen), len(path))
+        wanted += min(512 * found, 512 * len(path) - 1)
+        seen.update(path)
+    trace = make_trace(*paths, gap_ms=100_000.0)
+    result = simulate(trace, COSTS, config)
+    assert result.hit_tokens + result.host_hit_tokens + result.storage_hit_tokens == wanted
+    assert result.storage_hit_tokens > 0
+    assert add_up(result)
+    without = simulate(trace, COSTS, dataclasses.replace(config, storage_blocks=None))
+    assert without.storage_hit_tokens == 0 and without.computed_tokens > result.computed_tokens
+    assert simulate(trace, COSTS, config).tiers == result.tiers
+
+
+def test_requests_parked_in_storage_compute_nothing_again(bundled_trace: Trace) -> None:
+    trace = Trace(bundled_trace.requests[:60])
+    costs = CostModel(
+        ModelCosts("small", 8e9, layers=32, heads=32, kv_heads=8, head_dim=128),
+        GpuCosts("fast", 989e12, 4.8e12, 141e9, storage_write_bytes_per_s=1e12),
+    )
+    config = SimulationConfig(
+        num_blocks=2_000,
+        reserve_tokens=0,
+        host=HostConfig(20_000),
+        storage_blocks=100_000,
+        preempt="storage",
+    )
+    result = simulate(trace, costs, config)
+    assert result.tiers is not None and result.tiers.storage is not None
+    assert result.tiers.parked == result.tiers.resumed == result.preemptions > 0
+    assert result.recomputed_tokens == 0
+    assert result.tiers.storage.bytes_written > 0
+    assert add_up(result)
+    assert [check.verdict for check in result.checks] == ["PASS"] * 4, result.checks
+
+
+@given(
+    arrivals=st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 2), min_size=1, max_size=4),
+            st.sampled_from([1, 30, 200]),
+            st.sampled_from([0.0, 1.0, 500.0, 4_000.0]),
+        ),
+        min_size=1,
+        max_size=16,
+    ),
+    num_blocks=st.integers(20, 70),
+    host_blocks=st.sampled_from([1, 5, 40, 400]),
+    storage_blocks=st.sampled_from([1, 20, 1_000]),
+    preempt=st.sampled_from(["recompute", "host", "storage"]),
+    storage_bytes_per_s=st.sampled_from([100.0, 2_000.0, 1e6]),
+)
+def test_any_small_simulation_with_storage_ends_and_adds_up(
+    arrivals: list[tuple[list[int], int, float]],
+    num_blocks: int,
+    host_blocks: int,
+    storage_blocks: int,
+    preempt: Preempt,
+    storage_bytes_per_s: float,
+) -> None:
+    gaps = [gap for _, _, gap in arrivals]
+    trace = Trace(
+        tuple(
+            TraceRequest(sum(gaps[: index + 1]), 512 * len(path) - 100, num_outputs, tuple(path))
+            for index, (path, num_outputs, _) in enumerate(arrivals)
+        )
+    )
+    gpu = dataclasses.replace(
+        COSTS.gpu,
+        storage_write_bytes_per_s=storage_bytes_per_s,
+        storage_read_bytes_per_s=storage_bytes_per_s,
+    )
+    config = SimulationConfig(
+        64,
+        num_blocks,
+        token_budget=512,
+        max_running=8,
+        reserve_tokens=0,
+        host=HostConfig(host_blocks, "back"),
+        storage_blocks=storage_blocks,
+        preempt=preempt,
+    )
+    result = simulate(trace, CostModel(COSTS.model, gpu, StepCosts(overhead_s=0.1)), config)
+    assert all(check.ok for check in result.checks), result.checks
+    assert add_up(result)
+    assert result.tiers is not None and result.tiers.storage is not None
+    assert result.tiers.storage.used_blocks <= storage_blocks
+
+
+def test_a_lying_storage_hit_count_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = MixedScheduler.schedule
+
+    def lie(self: MixedScheduler) -> StepPlan:
+        plan = schedule(self)
+        for chunk in plan.chunks:
+            chunk.request.num_storage_hit_tokens = 0
+        return plan
+
+    monkeypatch.setattr(MixedScheduler, "schedule", lie)
+    trace = make_trace([0], [1], [2, 3], [4, 5], [6, 7], [8], [0], gap_ms=10_000.0)
+    check = simulate(trace, COSTS, CONFIG).checks[1]
+    assert check.detail == "1 violations, the first: request 6: 0 tokens hit, computed from 511"
