@@ -54,13 +54,15 @@ def keys(text: str) -> list[bytes]:
 def test_the_least_recently_used_key_goes_first() -> None:
     storage = SimulatedStorage(3, COSTS)
     assert storage.end(STORE, keys("abc")) == [True, True, True]
-    assert storage.end(LOOKUP, keys("ax")) == [True, False]  # no use
-    assert storage.end(LOAD, keys("bx")) == [True, False]
-    assert storage.end(STORE, keys("cd")) == [True, True]  # c is touched
+    assert storage.end(LOOKUP, keys("ax")) == [True, False]  # no use of a
+    assert storage.end(STORE, keys("d")) == [True]
     assert storage.end(LOOKUP, keys("abcd")) == [False, True, True, True]
-    assert storage.end(STORE, keys("ef")) == [True, True]
-    assert storage.end(LOOKUP, keys("bcdef")) == [False, False, True, True, True]
-    assert (len(storage), storage.evicted_blocks) == (3, 3)
+    assert storage.end(LOAD, keys("bx")) == [True, False]
+    assert storage.end(STORE, keys("ce")) == [True, True]  # c is used, too
+    assert storage.end(LOOKUP, keys("bcde")) == [True, True, False, True]
+    assert storage.end(STORE, keys("fg")) == [True, True]
+    assert storage.end(LOOKUP, keys("bcefg")) == [False, False, True, True, True]
+    assert (len(storage), storage.evicted_blocks) == (3, 4)
 
 
 def test_what_moves_is_what_the_other_side_lacks() -> None:
