@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import strategies as st
 
 from radixkv.scheduler.replay.real_run import RealRunConfig
 from radixkv.scheduler.replay.trace import Trace, TraceRequest, bundled_trace_path, read_trace
@@ -43,3 +44,26 @@ def make_trace(*paths: Sequence[int], output_length: int = 1, gap_ms: float = 0.
             for index, path in enumerate(paths)
         )
     )
+
+
+def _trace_of(arrivals: list[tuple[list[int], int, float]]) -> Trace:
+    """Make a trace of hash ids, output lengths and the milliseconds before each request."""
+    gaps = [gap for _, _, gap in arrivals]
+    return Trace(
+        tuple(
+            TraceRequest(sum(gaps[: index + 1]), 512 * len(path) - 100, num_outputs, tuple(path))
+            for index, (path, num_outputs, _) in enumerate(arrivals)
+        )
+    )
+
+
+SMALL_TRACES = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 2), min_size=1, max_size=4),
+        st.sampled_from([1, 30, 200]),
+        st.sampled_from([0.0, 1.0, 500.0, 4_000.0]),
+    ),
+    min_size=1,
+    max_size=16,
+).map(_trace_of)
+"""Prompts over a small tree, with outputs, at times that make them queue or wait."""

@@ -18,10 +18,10 @@ from radixkv.scheduler.replay.cost_model import CostModel, GpuCosts, ModelCosts,
 from radixkv.scheduler.replay.simulated_storage import SimulatedStorage, name_blocks
 from radixkv.scheduler.replay.simulation import SimulationConfig, SimulationResult, simulate
 from radixkv.scheduler.replay.tier_links import TierLinks
-from radixkv.scheduler.replay.trace import Trace, TraceRequest
+from radixkv.scheduler.replay.trace import Trace
 from radixkv.scheduler.tier_requests import Preempt
 
-from .conftest import make_trace
+from .conftest import SMALL_TRACES, make_trace
 
 STORE, LOAD, LOOKUP = OpKind.HOST_TO_STORAGE, OpKind.STORAGE_TO_HOST, OpKind.LOOKUP
 
@@ -210,15 +210,7 @@ def test_requests_parked_in_storage_compute_nothing_again(bundled_trace: Trace) 
 
 
 @given(
-    arrivals=st.lists(
-        st.tuples(
-            st.lists(st.integers(0, 2), min_size=1, max_size=4),
-            st.sampled_from([1, 30, 200]),
-            st.sampled_from([0.0, 1.0, 500.0, 4_000.0]),
-        ),
-        min_size=1,
-        max_size=16,
-    ),
+    trace=SMALL_TRACES,
     num_blocks=st.integers(20, 70),
     host_blocks=st.sampled_from([1, 5, 40, 400]),
     storage_blocks=st.sampled_from([1, 20, 1_000]),
@@ -226,20 +218,13 @@ def test_requests_parked_in_storage_compute_nothing_again(bundled_trace: Trace) 
     storage_bytes_per_s=st.sampled_from([100.0, 2_000.0, 1e6]),
 )
 def test_any_small_simulation_with_storage_ends_and_adds_up(
-    arrivals: list[tuple[list[int], int, float]],
+    trace: Trace,
     num_blocks: int,
     host_blocks: int,
     storage_blocks: int,
     preempt: Preempt,
     storage_bytes_per_s: float,
 ) -> None:
-    gaps = [gap for _, _, gap in arrivals]
-    trace = Trace(
-        tuple(
-            TraceRequest(sum(gaps[: index + 1]), 512 * len(path) - 100, num_outputs, tuple(path))
-            for index, (path, num_outputs, _) in enumerate(arrivals)
-        )
-    )
     gpu = dataclasses.replace(
         COSTS.gpu,
         storage_write_bytes_per_s=storage_bytes_per_s,

@@ -24,10 +24,10 @@ from radixkv.scheduler.replay.cost_model import (
 from radixkv.scheduler.replay.ledger import check_all_host_blocks_returned
 from radixkv.scheduler.replay.simulation import SimulationConfig, SimulationResult, simulate
 from radixkv.scheduler.replay.tier_links import TierLinks
-from radixkv.scheduler.replay.trace import Trace, TraceRequest
+from radixkv.scheduler.replay.trace import Trace
 from radixkv.scheduler.tier_requests import Preempt
 
-from .conftest import make_trace
+from .conftest import SMALL_TRACES, make_trace
 
 TO_HOST, TO_DEVICE = OpKind.DEVICE_TO_HOST, OpKind.HOST_TO_DEVICE
 
@@ -160,20 +160,8 @@ def test_a_host_tier_is_hit_on_the_bundled_trace(bundled_trace: Trace) -> None:
     assert all(check.ok for check in result.checks), result.checks
 
 
-# Prompts over a small tree, with outputs, at times that make them queue or wait.
-ARRIVALS = st.lists(
-    st.tuples(
-        st.lists(st.integers(0, 2), min_size=1, max_size=4),
-        st.sampled_from([1, 30, 200]),
-        st.sampled_from([0.0, 1.0, 500.0, 4_000.0]),
-    ),
-    min_size=1,
-    max_size=16,
-)
-
-
 @given(
-    arrivals=ARRIVALS,
+    trace=SMALL_TRACES,
     num_blocks=st.integers(20, 70),
     host_blocks=st.sampled_from([1, 5, 40, 400]),
     write=st.sampled_from(get_args(WritePolicy)),
@@ -181,20 +169,13 @@ ARRIVALS = st.lists(
     host_bytes_per_s=st.sampled_from([100.0, 2_000.0, 1e6]),
 )
 def test_any_small_simulation_ends_and_holds_nothing(
-    arrivals: list[tuple[list[int], int, float]],
+    trace: Trace,
     num_blocks: int,
     host_blocks: int,
     write: WritePolicy,
     preempt: Preempt,
     host_bytes_per_s: float,
 ) -> None:
-    gaps = [gap for _, _, gap in arrivals]
-    trace = Trace(
-        tuple(
-            TraceRequest(sum(gaps[: index + 1]), 512 * len(path) - 100, num_outputs, tuple(path))
-            for index, (path, num_outputs, _) in enumerate(arrivals)
-        )
-    )
     gpu = dataclasses.replace(COSTS.gpu, host_bytes_per_s=host_bytes_per_s)
     costs = CostModel(COSTS.model, gpu, StepCosts(overhead_s=0.1))
     config = SimulationConfig(
