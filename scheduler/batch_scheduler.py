@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..kvcache import CacheManager, Lease, Match, NextBlock, OutOfBlocksError
+from ..kvcache.tokens import as_count
 from .errors import ConfigError, StepOrderError
 from .live import LiveRequests
 from .plan import Chunk, SchedulerStats, StepPlan
@@ -35,13 +36,14 @@ class BatchScheduler(LiveRequests):
         preempt: Preempt,
     ) -> None:
         """Make a scheduler; see `MixedScheduler`."""
-        if not 1 <= max_running <= token_budget:
+        token_budget = as_count("token_budget", token_budget, minimum=1)
+        max_running = as_count("max_running", max_running, minimum=1)
+        if max_running > token_budget:
             raise ConfigError(
-                f"max_running must be at least 1 and at most token_budget {token_budget}, "
-                f"got {max_running}"
+                f"max_running must be at most token_budget {token_budget}, got {max_running}"
             )
-        if reserve_tokens is not None and reserve_tokens < 0:
-            raise ConfigError(f"reserve_tokens must be at least 0 or None, got {reserve_tokens}")
+        if reserve_tokens is not None:
+            reserve_tokens = as_count("reserve_tokens", reserve_tokens)
         stats = SchedulerStats()
         tiers = make_tier_requests(manager, preempt, prefix_cache, stats)
         super().__init__(manager, Fcfs() if policy is None else policy, tiers, stats)

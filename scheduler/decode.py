@@ -73,7 +73,7 @@ class DecodeScheduler(BatchScheduler):
             vocab_size: of the model; see `DecodeSide`.
 
         Raises:
-            ConfigError: for sizes that cannot work, or a tier that the manager has not.
+            ConfigError, CountError: for sizes that cannot work, or a tier that the manager has not.
         """
         super().__init__(
             manager,

@@ -56,7 +56,7 @@ class MixedScheduler(BatchScheduler):
                 soon as storage has it.
 
         Raises:
-            ConfigError: for sizes that cannot work, or a tier that the manager has not.
+            ConfigError, CountError: for sizes that cannot work, or a tier that the manager has not.
         """
         super().__init__(
             manager,

@@ -14,6 +14,7 @@ from jaxtyping import Array, Int32
 
 from ..kvcache import BlockArrays, CacheManager
 from ..kvcache.storage import Storage
+from ..kvcache.tokens import as_count
 from .batching import Shape, Shapes, pack, unpack
 from .compilations import compilation_counter
 from .engine_stats import EngineStats
@@ -60,15 +61,16 @@ class ModelRunner:
             decode: whether it decodes; without, there are fewer programs.
 
         Raises:
-            ConfigError: for what cannot work; before anything is allocated.
+            ConfigError, CountError: for what cannot work; before anything is allocated.
         """
         config = model.config
         namespace = None if manager.tiers is None else manager.tiers.storage
         check_namespace(model, storage, namespace)
-        if not 1 <= max_model_len <= config.max_positions:
+        max_model_len = as_count("max_model_len", max_model_len, minimum=1)
+        if max_model_len > config.max_positions:
             raise ConfigError(
-                f"max_model_len must be at least 1 and at most the model's "
-                f"{config.max_positions} positions, got {max_model_len}"
+                f"max_model_len must be at most the model's {config.max_positions} positions, "
+                f"got {max_model_len}"
             )
         self.manager = manager
         self._max_model_len = max_model_len

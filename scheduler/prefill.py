@@ -86,7 +86,7 @@ class PrefillScheduler(BatchScheduler):
             policy: order of admission; default `Fcfs`.
 
         Raises:
-            ConfigError: for sizes that cannot work.
+            ConfigError, CountError: for sizes that cannot work.
         """
         super().__init__(
             manager,

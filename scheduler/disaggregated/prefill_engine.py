@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...kvcache import CacheManager, HostConfig
 from ...kvcache.storage import Storage, StorageNamespace
+from ...kvcache.tokens import as_count
 from ..handoff import Failed, NodeId, Offer, Order, Post, Send, Timing, Withdraw
 from ..model_runner import ModelRunner
 from ..models import Model
@@ -64,6 +65,7 @@ class PrefillEngine(NodeEngine[PrefillScheduler]):
                 allocated.
         """
         check_revision(weights_revision, storage_namespace)
+        max_offered_bytes = as_count("max_offered_bytes", max_offered_bytes, minimum=1)
         manager = CacheManager(num_blocks, block_size, host=host, storage=storage_namespace)
         scheduler = PrefillScheduler(
             manager,

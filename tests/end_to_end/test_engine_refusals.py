@@ -1,15 +1,27 @@
 """What an engine refuses, by the text of the error, and that it goes on serving."""
 
 import re
+from contextlib import closing
 
 import pytest
 
 from radixkv.kvcache import CountError, RadixKVError, RequestTooLargeError
+from radixkv.scheduler.disaggregated import DecodeEngine, PrefillEngine
 from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.errors import ConfigError, RequestError
+from radixkv.scheduler.handoff import Timing
 from radixkv.scheduler.request import Request
+from radixkv.scheduler.transport import InProcessExchange, InProcessTransport
 
 from .conftest import MAX_MODEL_LEN, MAX_RUNNING, NUM_BLOCKS, TOKEN_BUDGET, complete, fresh
+
+SIZES = {
+    "block_size": 16,
+    "num_blocks": NUM_BLOCKS,
+    "token_budget": TOKEN_BUDGET,
+    "max_running": MAX_RUNNING,
+    "max_model_len": MAX_MODEL_LEN,
+}
 
 
 def refused(error: type[RadixKVError], text: str):
@@ -61,35 +73,42 @@ def test_a_live_id_is_refused(engine):
     assert len(serving.run()) == 1
 
 
-LENGTHS = "max_model_len must be at least 1 and at most the model's 8192 positions, got"
-
-
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"max_model_len": 8193}, ConfigError, f"{LENGTHS} 8193"),
-        ({"max_model_len": 0}, ConfigError, f"{LENGTHS} 0"),
+        (
+            {"max_model_len": 8193},
+            ConfigError,
+            "max_model_len must be at most the model's 8192 positions, got 8193",
+        ),
+        ({"max_model_len": 0}, CountError, "max_model_len must be at least 1, got 0"),
+        ({"max_model_len": "64"}, CountError, "max_model_len must be an integer, got '64'"),
         (
             {"max_running": 33},
             ConfigError,
-            "max_running must be at least 1 and at most token_budget 32, got 33",
+            "max_running must be at most token_budget 32, got 33",
         ),
+        ({"token_budget": 16.0}, CountError, "token_budget must be an integer, got 16.0"),
         ({"num_blocks": 0}, CountError, "num_blocks must be at least 1, got 0"),
         ({"block_size": 0}, CountError, "block_size must be at least 1, got 0"),
-        (
-            {"reserve_tokens": -1},
-            ConfigError,
-            "reserve_tokens must be at least 0 or None, got -1",
-        ),
+        ({"block_size": "16"}, CountError, "block_size must be an integer, got '16'"),
+        ({"reserve_tokens": -1}, CountError, "reserve_tokens must be at least 0, got -1"),
     ],
 )
 def test_sizes_that_cannot_work_are_refused(model, options, error, text):
-    sizes = {
-        "block_size": 16,
-        "num_blocks": NUM_BLOCKS,
-        "token_budget": TOKEN_BUDGET,
-        "max_running": MAX_RUNNING,
-        "max_model_len": MAX_MODEL_LEN,
-    }
     with refused(error, text):
-        Engine(model("llama"), **{**sizes, **options})
+        Engine(model("llama"), **{**SIZES, **options})
+
+
+@pytest.mark.parametrize(
+    ("node", "options", "text"),
+    [
+        (PrefillEngine, {"num_blocks": "64"}, "num_blocks must be an integer, got '64'"),
+        (PrefillEngine, {"max_offered_bytes": 0}, "max_offered_bytes must be at least 1, got 0"),
+        (DecodeEngine, {"max_running": 4.0}, "max_running must be an integer, got 4.0"),
+    ],
+)
+def test_nodes_refuse_sizes_too(model, node, options, text):
+    life = {"epoch": 1, "now": 0.0, "timing": Timing()}
+    with closing(InProcessTransport(InProcessExchange())) as transport, refused(CountError, text):
+        node(model("llama"), transport, **{**life, **SIZES, **options})

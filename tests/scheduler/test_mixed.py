@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from radixkv.kvcache import CacheManager, RadixKVError
+from radixkv.kvcache import CacheManager, CountError, RadixKVError
 from radixkv.scheduler.errors import ConfigError, RequestError, SchedulerError, StepOrderError
 from radixkv.scheduler.mixed import MixedScheduler
 from radixkv.scheduler.plan import StepPlan
@@ -129,16 +129,20 @@ def test_a_request_that_was_added_before_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("budget", "running", "reserve", "text"),
+    ("budget", "running", "reserve", "error", "text"),
     [
-        (4, 0, 0, "max_running must be at least 1 and at most token_budget 4, got 0"),
-        (4, 5, 0, "max_running must be at least 1 and at most token_budget 4, got 5"),
-        (0, 1, 0, "max_running must be at least 1 and at most token_budget 0, got 1"),
-        (4, 1, -1, "reserve_tokens must be at least 0 or None, got -1"),
+        (4, 0, 0, CountError, "max_running must be at least 1, got 0"),
+        (4, 5, 0, ConfigError, "max_running must be at most token_budget 4, got 5"),
+        (0, 1, 0, CountError, "token_budget must be at least 1, got 0"),
+        (4, 1, -1, CountError, "reserve_tokens must be at least 0, got -1"),
+        ("4", 1, 0, CountError, "token_budget must be an integer, got '4'"),
+        (4.0, 1, 0, CountError, "token_budget must be an integer, got 4.0"),
+        (4, True, 0, CountError, "max_running must be an integer, got True"),
+        (4, 1, 8.0, CountError, "reserve_tokens must be an integer, got 8.0"),
     ],
 )
-def test_sizes_that_cannot_work_are_refused(budget, running, reserve, text):
-    with refused(ConfigError, text):
+def test_sizes_that_cannot_work_are_refused(budget, running, reserve, error, text):
+    with refused(error, text):
         MixedScheduler(
             CacheManager(4, 4), token_budget=budget, max_running=running, reserve_tokens=reserve
         )
