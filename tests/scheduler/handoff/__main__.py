@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from radixkv.scheduler.handoff.drive import Failure, replay, run_random
+from radixkv.scheduler.handoff.simulation import Failure, replay, run_random
 
 
 def main() -> int:

@@ -50,8 +50,8 @@ def planted(bug: Bug | None) -> Iterator[ModuleType]:
     """
     name = f"radixkv.scheduler_planted_{next(_numbers)}"
     with TemporaryDirectory() as folder:
-        (Path(folder) / "handoff").mkdir()
-        for path in (*SOURCE.glob("*.py"), *(SOURCE / "handoff").glob("*.py")):
+        (Path(folder) / "handoff" / "simulation").mkdir(parents=True)
+        for path in (*SOURCE.glob("*.py"), *(SOURCE / "handoff").rglob("*.py")):
             file = path.relative_to(SOURCE).as_posix()
             text = path.read_text("utf-8")
             for old, new in bug.edits if bug is not None and bug.file == file else ():
@@ -66,7 +66,7 @@ def planted(bug: Bug | None) -> Iterator[ModuleType]:
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)
-            importlib.import_module(f"{name}.handoff.drive")
+            importlib.import_module(f"{name}.handoff.simulation")
             yield sys.modules[f"{name}.handoff"]
         finally:
             for each in [each for each in sys.modules if each.split(".")[:2] == name.split(".")]:

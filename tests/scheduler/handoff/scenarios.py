@@ -192,12 +192,12 @@ def leases(pair: Pair) -> int:
 def two_equal_prompts_are_sent_once(h: ModuleType) -> None:
     for order in ORDERS:
         for num_groups in (1, 2):
-            config = h.nodes.SimulationConfig(num_groups=num_groups, order=order)
+            config = h.simulation.SimulationConfig(num_groups=num_groups, order=order)
             simulation = h.simulation.Simulation(config)
             sent = []
             for _ in range(2):
                 simulation.apply(["submit", PROMPT, 1, 1])
-                h.drive.finish(simulation)
+                h.simulation.finish(simulation)
                 sent.append(simulation.counts["blocks sent"])
             assert all(answer.tokens is not None for answer in simulation.answers.values())
             # Of 7 tokens in blocks of 2, the second request lacks the last, half a block.

@@ -39,7 +39,7 @@ def lossy(
         The simulation, and how many messages came.
     """
     simulation = h.simulation.Simulation(
-        h.nodes.SimulationConfig(budget=3, max_running=3, order=order)
+        h.simulation.SimulationConfig(budget=3, max_running=3, order=order)
     )
     simulation.apply(["submit", PROMPT, 3, 1])
     number, later = 0, []
@@ -60,13 +60,13 @@ def lossy(
             dropped = number in lost or number in postponed
             simulation.apply(["drop" if dropped else "deliver", 0])
             number += 1
-        if h.drive.is_done(simulation) and not postponed:
+        if h.simulation.is_done(simulation) and not postponed:
             break
-        for op in h.drive.fair_round(simulation):
+        for op in h.simulation.fair_round(simulation):
             simulation.apply(op)
     assert number >= len(later)
     simulation.network += later
-    h.drive.settle(simulation)
+    h.simulation.settle(simulation)
     return simulation, number
 
 

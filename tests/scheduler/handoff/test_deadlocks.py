@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from radixkv.kvcache import RequestTooLargeError
 from radixkv.scheduler import Request
 from radixkv.scheduler.handoff import Grant
-from radixkv.scheduler.handoff.drive import settle
+from radixkv.scheduler.handoff.simulation import settle
 from radixkv.scheduler.line import MAX_OVERTAKEN
 
 from .decode_stage import ask, hand_over, refusal, scheduler, start, step

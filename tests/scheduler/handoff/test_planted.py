@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 
 import pytest
 
-from radixkv.scheduler.handoff.invariants import INVARIANTS, Invariant
+from radixkv.scheduler.handoff.simulation import INVARIANTS, Invariant
 
 from . import (
     decode_stage,
@@ -75,8 +75,8 @@ def is_short(story: object) -> bool:
 def found_by_hunt(package: ModuleType) -> str | None:
     for seed in range(PROGRAMS):
         try:
-            package.drive.run_random(seed, NUM_OPS)
-        except package.drive.Failure as failure:
+            package.simulation.run_random(seed, NUM_OPS)
+        except package.simulation.Failure as failure:
             return str(failure)
     return None
 
@@ -86,7 +86,7 @@ def test_a_copy_without_a_bug_passes() -> None:
         assert found_by_stories(package, (*SCENARIOS, *DESK_SCENARIOS)) is None
         assert found_by_scheduler_stories(package) is None
         for seed in range(20):
-            package.drive.run_random(seed, NUM_OPS)
+            package.simulation.run_random(seed, NUM_OPS)
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
@@ -129,8 +129,8 @@ def test_every_invariant_bites(invariant: Invariant) -> None:
     with planted(bug) as package:
         for seed in range(PROGRAMS):
             try:
-                package.drive.run_random(seed, NUM_OPS)
-            except package.drive.Failure as failure:
+                package.simulation.run_random(seed, NUM_OPS)
+            except package.simulation.Failure as failure:
                 if invariant.name in str(failure):
                     return
     raise AssertionError(f"{bug.name}: no program says {invariant.name}")

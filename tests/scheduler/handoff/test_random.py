@@ -18,10 +18,18 @@ from radixkv.scheduler.handoff import (
     PrefillSide,
 )
 from radixkv.scheduler.handoff import attempts as attempts_module
-from radixkv.scheduler.handoff.drive import Failure, check, replay, run, run_random, settle, to_json
-from radixkv.scheduler.handoff.nodes import SimulationConfig
 from radixkv.scheduler.handoff.prefill_side import ORDERS
-from radixkv.scheduler.handoff.simulation import Simulation
+from radixkv.scheduler.handoff.simulation import (
+    Failure,
+    Simulation,
+    SimulationConfig,
+    check,
+    replay,
+    run,
+    run_random,
+    settle,
+    to_json,
+)
 from radixkv.scheduler.request import GREEDY
 
 from .theatre import Theatre

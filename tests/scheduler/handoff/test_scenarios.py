@@ -6,14 +6,14 @@ from types import ModuleType
 import pytest
 
 from radixkv.scheduler import handoff
-from radixkv.scheduler.handoff import client_messages, drive, nodes, remote_desk, simulation
+from radixkv.scheduler.handoff import client_messages, remote_desk, simulation
 
 from .desk_scenarios import DESK_SCENARIOS
 from .scenarios import SCENARIOS, any_two_messages_are_lost
 from .stage import ORDERS
 
 STORIES = [*SCENARIOS, *DESK_SCENARIOS]
-assert client_messages and drive and nodes and remote_desk and simulation  # attributes from here on
+assert client_messages and remote_desk and simulation  # attributes from here on
 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)

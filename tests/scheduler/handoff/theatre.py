@@ -8,9 +8,9 @@ from typing import Any
 from radixkv.scheduler import DecodeScheduler, PrefillScheduler
 from radixkv.scheduler.handoff import Message
 from radixkv.scheduler.handoff.client_messages import DESK, ClientMessage
-from radixkv.scheduler.handoff.desk_world import Letter
-from radixkv.scheduler.handoff.nodes import DecodeNode, PrefillNode, SimulationConfig
-from radixkv.scheduler.handoff.simulation import Op, Simulation
+from radixkv.scheduler.handoff.simulation import Op, Simulation, SimulationConfig
+from radixkv.scheduler.handoff.simulation.desk_world import Letter
+from radixkv.scheduler.handoff.simulation.nodes import DecodeNode, PrefillNode
 
 MANY = 400
 

@@ -6,19 +6,19 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from ...kvcache import CacheManager, HostConfig, Int32Array
-from ..decode import DecodeScheduler
-from ..errors import HandoffsOpenError, StepOrderError
-from ..plan import StepPlan
-from ..prefill import PrefillScheduler
-from ..request import Request
-from .actions import Offer, Timing
-from .client_messages import NodeStatus, Role
-from .desk_link import DeskLink
+from ....kvcache import CacheManager, HostConfig, Int32Array
+from ...decode import DecodeScheduler
+from ...errors import HandoffsOpenError, StepOrderError
+from ...plan import StepPlan
+from ...prefill import PrefillScheduler
+from ...request import Request
+from ..actions import Offer, Timing
+from ..client_messages import NodeStatus, Role
+from ..desk_link import DeskLink
+from ..messages import Abort, Commit, Grant, Key, Ticket
+from ..prefill_side import Order
 from .ghost import GhostCopies, GhostMemory
 from .invariants import COUNTED_ONCE, NO_EVICT, OFFERS_STAY, SENT_ONCE, SimulationError
-from .messages import Abort, Commit, Grant, Key, Ticket
-from .prefill_side import Order
 
 VOCABULARY: Final = 50
 TIMING: Final = Timing(retry_s=1, silence_s=5, transfer_s=12, remember_s=20)

@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...kvcache import Int32Array
-from ..request import Request, RequestStatus, SamplingParams
-from .client_messages import DESK, ClientMessage, Heard, NodeStatus
-from .front_desk import Answer
+from ....kvcache import Int32Array
+from ...request import Request, RequestStatus, SamplingParams
+from ..client_messages import DESK, ClientMessage, Heard, NodeStatus
+from ..front_desk import Answer
+from ..messages import Key, Message, NodeId
+from ..remote_desk import Connect, Disconnect, RemoteDesk, Say
 from .invariants import OLD_LIVES, ONE_ANSWER, SAME_TOKENS, SimulationError
-from .messages import Key, Message, NodeId
 from .nodes import SimulationConfig, sample
-from .remote_desk import Connect, Disconnect, RemoteDesk, Say
 from .watch import Watch, client_id
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..request import Request
-from .actions import CancelPull, Failed, Finished, Offer, Post, Pull, Started, Stopped, Withdraw
-from .client_messages import DESK, GiveUp, Heard, RunPrefill
+from ...request import Request
+from ..actions import CancelPull, Failed, Finished, Offer, Post, Pull, Started, Stopped, Withdraw
+from ..client_messages import DESK, GiveUp, Heard, RunPrefill
+from ..messages import Abort, Commit, Grant, Key, Message, NodeId, Ticket
 from .desk_world import DeskWorld, Letter
 from .invariants import ONE_START, SimulationError
-from .messages import Abort, Commit, Grant, Key, Message, NodeId, Ticket
 from .nodes import DecodeNode, Node, PrefillNode, SimulationConfig
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ...kvcache import CacheManager, Int32Array, Lease
-from ...kvcache.operations import Operation, OpKind
-from ..plan import StepPlan
+from ....kvcache import CacheManager, Int32Array, Lease
+from ....kvcache.operations import Operation, OpKind
+from ...plan import StepPlan
 from .invariants import OWN_CONTENT, SimulationError
 
 Place = tuple[int, int]

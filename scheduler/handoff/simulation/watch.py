@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from .client_messages import ClientMessage, Heard, OfAttempt, PrefillFailed, RunPrefill
+from ..client_messages import ClientMessage, Heard, OfAttempt, PrefillFailed, RunPrefill
+from ..messages import Key, Message, NodeId
 from .invariants import ALL_ATTEMPTS, BEGUN_ONCE, HEARD, SimulationError
-from .messages import Key, Message, NodeId
 from .nodes import SimulationConfig
 
 Life: TypeAlias = tuple[NodeId, int]
