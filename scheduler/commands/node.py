@@ -34,6 +34,8 @@ from .tiers import check_tiers, open_storage
 
 _RETRIES_PER_SILENCE = 5
 _SILENCES_PER_TRANSFER = 6
+_LATE_S = 60.0
+"""What was said last before a silence is taken for one may come so much later."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,11 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         host = arguments.listen.rpartition(":")[0].strip("[]")
         transport = open_transport(arguments.transport, host=host)
         stack.callback(transport.close)
-        timing = Timing(
-            retry_s=arguments.silence_s / _RETRIES_PER_SILENCE,
-            silence_s=arguments.silence_s,
-            transfer_s=arguments.silence_s * _SILENCES_PER_TRANSFER,
-        )
+        timing = make_timing(arguments.silence_s)
         engine, storage = _make_engine(arguments, transport, channel.epoch, timing, stack)
         loop = NodeLoop(
             engine,
@@ -71,6 +69,16 @@ def run(arguments: argparse.Namespace) -> int:
             engine.close()  # what storage is to keep is there then
         print(json.dumps(describe(engine.stats(), storage), allow_nan=False), flush=True)
     return 0
+
+
+def make_timing(silence_s: float) -> Timing:
+    """Return the timing of a node that knows a peer as gone after silence_s."""
+    return Timing(
+        retry_s=silence_s / _RETRIES_PER_SILENCE,
+        silence_s=silence_s,
+        transfer_s=silence_s * _SILENCES_PER_TRANSFER,
+        remember_s=silence_s + _LATE_S,
+    )
 
 
 def _open_channel(arguments: argparse.Namespace) -> ZmqChannel:

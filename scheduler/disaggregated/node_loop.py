@@ -48,6 +48,7 @@ class NodeLoop:
 
         Raises:
             ChannelAddressError: for a malformed address.
+            CountError: for a timing that `DeskLink` cannot have.
         """
         self._engine = engine
         self._channel = channel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...kvcache import RequestTooLargeError
+from ...kvcache import CountError, RequestTooLargeError
 from ..errors import RequestError
 from ..request import Request
 from .actions import Failed, Stopped, Timing
@@ -38,7 +38,15 @@ class DeskLink:
             epoch: of this life.
             timing: what the desk has not heard is said again after retry_s, for transfer_s; for
                 remember_s it is known what the desk has asked for.
+
+        Raises:
+            CountError: unless remember_s is more than silence_s: for so long the desk asks again.
         """
+        if timing.remember_s <= timing.silence_s:
+            raise CountError(
+                f"remember_s must be more than silence_s {timing.silence_s:g}, as an attempt that "
+                f"is forgotten sooner may begin twice; got {timing.remember_s:g}"
+            )
         self._epoch = epoch
         self._outbox = Outbox(retry_s=timing.retry_s, patience_s=timing.transfer_s)
         self._remember_s = timing.remember_s

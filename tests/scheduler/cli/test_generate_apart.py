@@ -17,9 +17,11 @@ from radixkv.scheduler.channel import NodeStatus, Secret, frames
 from radixkv.scheduler.channel.zmq_channel import ZmqChannel
 from radixkv.scheduler.commands import generate_apart
 from radixkv.scheduler.commands.errors import BadInputError
+from radixkv.scheduler.commands.node import make_timing
 from radixkv.scheduler.disaggregated.remote import RemoteNodes
 from radixkv.scheduler.errors import NodesMissingError
 from radixkv.scheduler.handoff.client_messages import DESK
+from radixkv.scheduler.handoff.desk_link import DeskLink
 from radixkv.scheduler.models import load_config, make_tiny_checkpoint
 
 from ...ports import reserved_port
@@ -199,6 +201,13 @@ def test_a_node_refuses_what_cannot_work(
     outcome = radixkv(*nodes, *options)
     assert outcome.status == 2
     assert outcome.stderr.startswith(f"radixkv: {message}"), outcome.stderr
+
+
+@pytest.mark.parametrize("silence_s", [0.1, 5.0, 600.0])
+def test_a_node_remembers_for_longer_than_any_silence(silence_s: float) -> None:
+    timing = make_timing(silence_s)
+    assert timing.remember_s == silence_s + 60.0
+    DeskLink(1, timing)  # which refuses others
 
 
 def test_the_extra_that_is_missing_is_named(arguments: list[object]) -> None:

@@ -27,6 +27,7 @@ from radixkv.scheduler.handoff import (
     Renew,
     Timing,
 )
+from radixkv.scheduler.handoff.desk_link import DeskLink
 
 from .stage import KEY, PROMPT, D, P, Pair
 
@@ -237,6 +238,15 @@ def test_timing_that_cannot_work() -> None:
 
 
 # The front desk
+
+
+def test_a_node_remembers_attempts_for_longer_than_the_desk_asks_for_them() -> None:
+    text = (
+        "remember_s must be more than silence_s 5, as an attempt that is forgotten sooner may "
+        "begin twice; got 5"
+    )
+    with pytest.raises(CountError, match=f"^{re.escape(text)}$"):
+        DeskLink(1, Timing(remember_s=5.0))
 
 
 def test_a_request_is_tried_again_and_answered_once() -> None:
