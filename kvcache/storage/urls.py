@@ -89,6 +89,12 @@ def directory_of(url: str) -> str | None:
     return path
 
 
+def names_server(url: str) -> bool:
+    """Whether what a URL names is a server, which may be away."""
+    scheme = url.partition("://")[0]
+    return scheme in _SCHEMES and "timeout_s" in _SCHEMES[scheme][1]
+
+
 def _open_files(url: str, options: BackendOptions) -> Backend:
     path = directory_of(url)
     assert path is not None, "the scheme is file"

@@ -20,7 +20,7 @@ from .errors import BadInputError
 from .options import check_sizes, host_tier
 from .output import check_destination, emit, format_table
 from .prompts import read_prompts
-from .tiers import check_tiers, describe_storage, open_storage
+from .tiers import check_server, check_tiers, describe_storage, open_storage
 
 _MAX_RUNNING = 256
 _DEFAULT_TOKEN_BUDGET = 512
@@ -34,6 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_sizes(arguments)
     check_tiers(arguments)
     check_apart(arguments)
+    check_server(arguments)
     model_dir = Path(arguments.model_dir)
     config = load_config(model_dir)
     prompts = read_prompts(

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from ...kvcache.storage import (
+    BackendError,
     BackendOptions,
     StorageNamespace,
     StorageStats,
     StorageWorkers,
     open_backend,
 )
-from ...kvcache.storage.urls import directory_of
+from ...kvcache.storage.base import KEY_BYTES
+from ...kvcache.storage.urls import directory_of, names_server
 from .errors import BadInputError
 
 _MAX_BYTES: Final = 16 * 2**30
 _MAX_BYTES_IN_FLIGHT: Final = 2**30
+_ANSWER_S: Final = 10.0
+"""More than a server may take afterwards: one that is slow for a moment is no wrong one."""
 
 
 def check_tiers(arguments: argparse.Namespace) -> None:
@@ -57,6 +61,26 @@ def storage_of_node(arguments: argparse.Namespace, node: str) -> str | None:
         return url
     Path(directory).mkdir(mode=0o700, exist_ok=True)
     return f"{url}/{node}"
+
+
+def check_server(arguments: argparse.Namespace) -> None:
+    """Refuse a storage server that does not answer now: most likely its URL is wrong.
+
+    One that goes away later costs hits, and nothing else.
+
+    Raises:
+        BadInputError: with what the server, or the way to it, said.
+    """
+    if arguments.storage is None or not names_server(arguments.storage):
+        return
+    options = BackendOptions(
+        max_bytes=arguments.storage_max_bytes, timeout_s=_ANSWER_S, connect_timeout_s=_ANSWER_S
+    )
+    with closing(open_backend(arguments.storage, options)) as backend:
+        try:
+            backend.contains([bytes(KEY_BYTES)])
+        except BackendError as error:
+            raise BadInputError(f"the server of --storage is of no use: {error}") from None
 
 
 @contextmanager

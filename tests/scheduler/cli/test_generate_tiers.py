@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
-from radixkv.scheduler.models import make_tiny_checkpoint
+from radixkv.scheduler.commands import generate
+from radixkv.scheduler.models import Model, load_model, make_tiny_checkpoint
 from radixkv.scheduler.models.digest import weights_digest
+
+from ...kvcache.storage.redis_server import running
 
 PREFIX = list(range(1, 13))
 PROMPTS = [[*PREFIX, 20], [*PREFIX, 21], [30, 31, 32, 33, 34], [*PREFIX, 22, 23]]
@@ -92,15 +95,60 @@ def test_text_has_the_hits_of_each_tier(
     assert "None" not in radixkv(*arguments).stdout
 
 
-def test_a_server_that_is_not_there_costs_hits_and_nothing_else(
-    radixkv: Any, arguments: list[object], expected: list[list[int]]
+def test_a_server_that_goes_away_costs_hits_and_nothing_else(
+    radixkv: Any,
+    arguments: list[object],
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Nobody listens on the port of tcpmux.
-    url = "redis://127.0.0.1:1"
-    results = run(radixkv, *arguments, "--host-blocks", 32, "--storage", url)
+    with running() as server:
+
+        def load_without_it(model_dir: Path) -> Model:
+            server.kill()
+            return load_model(model_dir)
+
+        monkeypatch.setattr(generate, "load_model", load_without_it)
+        url = f"redis://127.0.0.1:{server.port}"
+        results = run(radixkv, *arguments, "--host-blocks", 32, "--storage", url)
     assert results["outputs"] == expected
     assert results["stats"]["scheduler"]["storage_hit_tokens"] == 0
     assert sum(results["stats"]["storage"]["errors"].values()) > 0
+
+
+# Nobody listens on the port of tcpmux.
+@pytest.mark.parametrize("url", ["redis://:hunter2@127.0.0.1:1", "s3://hunter2"])
+@pytest.mark.parametrize("apart", [(), ("--disaggregate",)], ids=["", "apart"])
+def test_a_server_that_is_not_there_is_refused(
+    radixkv: Any,
+    arguments: list[object],
+    monkeypatch: pytest.MonkeyPatch,
+    url: str,
+    apart: tuple[str, ...],
+) -> None:
+    for name, value in {
+        "AWS_ENDPOINT_URL": "http://127.0.0.1:1",
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_ACCESS_KEY_ID": "hunter2",
+        "AWS_SECRET_ACCESS_KEY": "hunter2",
+    }.items():
+        monkeypatch.setenv(name, value)
+    outcome = radixkv(*arguments, *apart, "--host-blocks", 8, "--storage", url)
+    why = "GenericError" if url.startswith("s3:") else "no connection, or it was lost"
+    text = f"the server of --storage is of no use: looking up failed: {why}"
+    assert outcome == (2, "", f"radixkv: {text}\n")
+
+
+def test_a_server_that_refuses_the_password_is_refused(
+    radixkv: Any, arguments: list[object]
+) -> None:
+    with running(["requirepass hunter2"]) as server:
+        url = f"redis://:sesame@127.0.0.1:{server.port}"
+        outcome = radixkv(*arguments, "--host-blocks", 8, "--storage", url)
+    text = (
+        "the server of --storage is of no use: looking up was refused by the server: wrong or no "
+        "username or password"
+    )
+    assert outcome == (2, "", f"radixkv: {text}\n")
 
 
 @pytest.mark.parametrize(
