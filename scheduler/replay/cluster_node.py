@@ -28,7 +28,6 @@ class Node:
         peak_blocks: most blocks held at a time.
         steps: how many there were.
         preemptions: how often a request lost its blocks.
-        recomputed_tokens: computed again after that.
         scheduler_s: real CPU time of the scheduler.
     """
 

@@ -60,12 +60,11 @@ class JaxEngine(Engine):
     name = NAME
     copies_offers = False
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
         """Start the server, and pull something from itself.
 
         Args:
             host: the address that peers connect to, as a number; not that of all interfaces.
-            port: 0: any.
 
         Raises:
             TransportUnavailableError: if JAX has no transfers here, or they do not work.
@@ -73,13 +72,13 @@ class JaxEngine(Engine):
         _check_host(host)
         self._host = f"[{host}]" if ":" in host else host
         self._device = jax.local_devices()[0]
-        self._server = self._start(port)
+        self._server = self._start()
         self.address: str = self._server.address()
         self._readers: dict[str, JaxReader] = {}  # by the address of the one peer they read
         self._quarantine: list[JaxPull] = []
         _test(self)
 
-    def _start(self, port: int) -> Any:
+    def _start(self) -> Any:
         try:
             from jax.experimental import transfer
         except ImportError as error:
@@ -87,7 +86,7 @@ class JaxEngine(Engine):
         try:
             return transfer.start_transfer_server(
                 self._device.client,
-                f"{self._host}:{port}",
+                f"{self._host}:0",
                 [f"{self._host}:0"] * _NUM_CHANNELS,
                 max_num_parallel_copies=_PARALLEL_COPIES,
                 transfer_size=_COPY_BYTES,
@@ -95,7 +94,7 @@ class JaxEngine(Engine):
             )
         except Exception as error:  # JAX's own types, which differ by version
             raise TransportUnavailableError(
-                f"no transfer server at {self._host}:{port}: {first_line(error)}"
+                f"no transfer server at {self._host}:0: {first_line(error)}"
             ) from error
 
     def offer(self, arrays: Sequence[PayloadArray]) -> JaxOffer:
@@ -121,7 +120,7 @@ class JaxEngine(Engine):
     def replace_server(self) -> None:
         """Serve from another server from now on; what the old one was to serve is gone."""
         self._readers.pop(self.address, None)
-        self._server = self._start(0)
+        self._server = self._start()
         self.address = self._server.address()
 
     def pull(self, route: bytes, descriptor: Descriptor) -> JaxPull:
@@ -139,7 +138,7 @@ class JaxEngine(Engine):
         """
         if address not in self._readers:
             try:
-                server = self._start(0)
+                server = self._start()
             except TransportUnavailableError as error:
                 raise PullError(Fault.FAILED, first_line(error)) from error
             self._readers[address] = JaxReader(server, address, self._device)
