@@ -19,14 +19,14 @@ from radixkv.spec.scheduler_requests import Books, next_token, root_tag
 from radixkv.spec.scheduler_rules import Q32, SCHEDULER_RULES
 from radixkv.spec.scheduler_world import SchedulerSubject
 from radixkv.spec.shrink import shrink
-from radixkv.spec.situations import PER_STEPS, SCHEDULER_FLOORS, too_rare
+from radixkv.spec.situations import SCHEDULER_FLOORS, too_rare
 
 from .planted.plant import Bug, bug
 from .planted.plant_scheduler import load_scheduler, subject_with
 from .planted.scheduler_bugs import SCHEDULER_BUGS
 
 NUM_STEPS = 60_000
-"""Of a hunt: far more than any bug takes."""
+"""Far more than any bug takes, and any situation."""
 
 CONFIG = {
     "num_blocks": 6,
@@ -45,7 +45,7 @@ def submit(name: str, prompt: list[int], max_new_tokens: int = 1) -> list[object
 
 
 def test_our_scheduler_keeps_to_every_rule_and_meets_every_situation():
-    result = run(SchedulerSubject(make_factory()), seed=0, num_steps=PER_STEPS)
+    result = run(SchedulerSubject(make_factory()), seed=0, num_steps=NUM_STEPS)
     assert result.finding is None, result.finding
     assert set(result.situations) == set(SCHEDULER_FLOORS), "a situation has no floor"
     rare = too_rare(result.situations, SCHEDULER_FLOORS, result.num_steps)

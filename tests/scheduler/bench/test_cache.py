@@ -8,6 +8,8 @@ from radixkv.scheduler.bench.cache import PHASES, bench_cache
 from radixkv.scheduler.bench.workload import WorkloadError
 from radixkv.scheduler.replay.trace import TraceRequest
 
+pytestmark = pytest.mark.usefixtures("no_collection")
+
 REQUESTS = [
     TraceRequest(0.0, 1000, 10, (0, 1)),
     TraceRequest(1.0, 1536, 3, (0, 2, 3)),

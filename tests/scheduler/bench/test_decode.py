@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from radixkv.scheduler.bench.decode import bench_decode
+
+pytestmark = pytest.mark.usefixtures("no_collection")
 
 
 def test_each_step_is_measured() -> None:

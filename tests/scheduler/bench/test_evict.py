@@ -7,6 +7,8 @@ import pytest
 from radixkv.scheduler.bench.evict import bench_evict
 from radixkv.scheduler.bench.workload import WorkloadError
 
+pytestmark = pytest.mark.usefixtures("no_collection")
+
 
 @pytest.mark.parametrize(
     ("num_blocks", "evict", "chain"),

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("no_collection")
+
 COST_KEYS = {"us_per_request", "ns_per_block"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 
 from radixkv.kvcache.host_tier import HostConfig
 from radixkv.scheduler.commands import replay
+from radixkv.scheduler.replay import run as replay_run
 from radixkv.scheduler.replay.cluster_result import ClusterConfig
+from radixkv.scheduler.replay.real_run import RealRunConfig
 from radixkv.scheduler.replay.simulation import SimulationConfig
 
 
@@ -28,8 +31,10 @@ class FakeReport:
 
 
 def test_a_real_replay_that_skips_a_malformed_line(
-    radixkv: Any, trace: Path, tmp_path: Path
+    radixkv: Any, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    few_programs = partial(RealRunConfig, token_budget=16, max_running=2)
+    monkeypatch.setattr(replay_run, "RealRunConfig", few_programs)
     trace.write_text(trace.read_text() + "{\n")
     path = tmp_path / "report.json"
     outcome = radixkv("replay", trace, "--skip-malformed", "--json", path)

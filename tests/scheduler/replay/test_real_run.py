@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from radixkv.scheduler.engine import Engine
+from radixkv.scheduler.models import Model
+from radixkv.scheduler.replay import real_run
 from radixkv.scheduler.replay.checks import Check
 from radixkv.scheduler.replay.real_checks import (
     EnginePass,
@@ -81,6 +83,9 @@ def test_a_wrong_token_is_found(bundled_trace: Trace, monkeypatch: pytest.Monkey
     assert re.fullmatch(r"cache on: request \d+ differs at output token \d+", check.detail)
 
 
+FREE = Check("no block is leaked", True, "all free")
+
+
 def engine_run(name: str, preemptions: int, evicted_blocks: int) -> EngineRun:
     return EngineRun(name, 60, 100, 1000, 0, preemptions, evicted_blocks, 0, 1.0)
 
@@ -126,32 +131,23 @@ def test_parked_requests_must_resume_and_compute_nothing_again(
 
 
 def test_a_leak_of_any_pass_on_any_tier_is_found() -> None:
-    good, bad = Check("no block is leaked", True, "all free"), Check("no host block is", False, "1")
+    good, bad = FREE, Check("no host block is", False, "1")
     run = EnginePass(engine_run("host tier", 0, 0), [], [good])
     assert check_no_leak([run, run]) == Check(good.name, True, "host tier: all free")
     broken = dataclasses.replace(run, leaks=[good, bad])
     assert check_no_leak([broken, run]) == Check(bad.name, False, "host tier: 1")
 
 
-def test_a_pool_in_which_nothing_is_preempted_becomes_smaller(bundled_trace: Trace) -> None:
-    roomy = dataclasses.replace(SMALL_REAL_RUN, tight_num_blocks=24)
-    run = run_real(bundled_trace, roomy)
-    assert [check.verdict for check in run.checks] == ["PASS"] * len(run.checks)
-    assert 24 > run.runs[1].num_blocks == run.runs[3].num_blocks
-
-
-def test_requests_of_one_token_are_never_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_for_requests_of_one_token_no_pool_is_tight(monkeypatch: pytest.MonkeyPatch) -> None:
     pools: list[int] = []
-    make = Engine.__init__
 
-    def count(self: Engine, *arguments: Any, num_blocks: int, **options: Any) -> None:
-        pools.append(num_blocks)
-        make(self, *arguments, num_blocks=num_blocks, **options)
+    def note(model: Model, requests: Any, config: Any, set_up: Any, progress: Any) -> EnginePass:
+        pools.append(set_up.num_blocks)
+        return EnginePass(engine_run(set_up.name, 0, 0), [[] for _ in requests], [FREE])
 
-    monkeypatch.setattr(Engine, "__init__", count)
-    run = run_real(make_trace([0, 1], [2]), SMALL_REAL_RUN)
-    assert [check.verdict for check in run.checks[1:3]] == ["SKIP", "SKIP"]
-    assert pools == [12, 3, 3, 3], "the longest request alone; nothing in between was compiled"
+    monkeypatch.setattr(real_run, "_run_engine", note)
+    run_real(make_trace([0, 1], [2]), SMALL_REAL_RUN)
+    assert pools == [12, 3, 3, 3], "the longest request alone; nothing in between is compiled"
 
 
 def test_no_request_is_short_enough() -> None:

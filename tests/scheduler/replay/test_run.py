@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -23,6 +24,9 @@ WriteLines = Callable[..., Path]
 
 Calls = list[tuple[str, int, int]]
 
+ROOMY = 24
+"""Blocks of a pool in which nothing is preempted: a tighter one must be found."""
+
 
 @pytest.fixture(scope="module")
 def replayed(tmp_path_factory: pytest.TempPathFactory) -> tuple[ReplayReport, Calls]:
@@ -41,7 +45,7 @@ def replayed(tmp_path_factory: pytest.TempPathFactory) -> tuple[ReplayReport, Ca
             preempt="storage",
             reserve_tokens=0,
         ),
-        real=SMALL_REAL_RUN,
+        real=dataclasses.replace(SMALL_REAL_RUN, tight_num_blocks=ROOMY),
         progress=lambda stage, done, total: calls.append((stage, done, total)),
     )
     return report, calls
@@ -79,7 +83,7 @@ def test_the_real_run_is_under_pressure(replayed: tuple[ReplayReport, Calls]) ->
     assert [run.name for run in real.runs] == names
     assert reference.prefill_tokens == real.prompt_tokens
     assert reference.preemptions == reference.hit_tokens == off.hit_tokens == 0
-    assert on.hit_tokens > 0 and on.num_blocks == off.num_blocks == tiered.num_blocks == 12
+    assert on.hit_tokens > 0 and on.num_blocks == off.num_blocks == tiered.num_blocks < ROOMY
     assert tiered.parked == tiered.resumed > 0 == on.parked
     assert tiered.bytes_to_host > 0
 
