@@ -45,7 +45,7 @@ class Status(enum.IntEnum):
     FOUND = 4
     """Storage has the key; a load may still find it gone or corrupt."""
     TOUCHED = 5
-    """It counts as just used."""
+    """If it is in storage, it counts as just used."""
     DELETED = 6
     """It was in storage, and is no longer."""
     MISSING = 7
@@ -159,7 +159,7 @@ class Storage(Protocol):
         """Write payloads, which must not change until the operation is fenced."""
 
     def touch(self, keys: Sequence[bytes], *, timeout_s: float, epoch: int = 0) -> OperationId:
-        """Make keys the most recently used, the last the most."""
+        """Make those of keys that are there the most recently used, the last the most."""
 
     def delete(self, keys: Sequence[bytes], *, timeout_s: float, epoch: int = 0) -> OperationId:
         """Remove keys."""
@@ -210,8 +210,11 @@ class Backend(Protocol):
     def delete(self, key: bytes) -> bool:
         """Remove key, and say whether it was there."""
 
-    def touch(self, key: bytes) -> bool:
-        """Make key the most recently used, if it is there, and say whether it was."""
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Make those of keys that are there the most recently used, the last the most.
+
+        Where no order of use is kept, or can be set, this does nothing.
+        """
 
     def list_values(self, *, coldest_first: bool = False) -> Iterator[StoredValue]:
         """Yield what is there, each key once; for an operator, as it may take long.

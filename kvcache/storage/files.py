@@ -149,12 +149,17 @@ class FileBackend:
                 self._files.sync_directory(dirname(self._path(key)))
         return there
 
-    def touch(self, key: bytes) -> bool:
-        """See Backend. The order of use outlives a restart, give or take a minute."""
-        stamp_ns = self._index.use(key)
-        if stamp_ns:
-            self._stamp(key, stamp_ns)
-        return stamp_ns is not None
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """See Backend. The order of use outlives a restart, give or take a minute.
+
+        The order among keys outlives it exactly: from the first on whose use is written down, all
+        are.
+        """
+        is_due = False
+        for key in keys:
+            if stamp_ns := self._index.use(key, in_order=True, is_due=is_due):
+                self._stamp(key, stamp_ns)
+                is_due = True
 
     def list_values(self, *, coldest_first: bool = False) -> Iterator[StoredValue]:
         """See Backend. Always the least recently used first; from memory."""

@@ -24,6 +24,7 @@ class FoundValue(NamedTuple):
 class _Value(NamedTuple):
     num_bytes: int
     stamp_after_ns: int  # when its next use is to be written down
+    is_new: bool = False  # it has its place by when it was written, not by an order of use
 
 
 _NONE: Final = _Value(0, 0)
@@ -81,8 +82,14 @@ class LruIndex:
         with self._lock:
             return self._tick()
 
-    def use(self, key: bytes) -> int | None:
+    def use(self, key: bytes, *, in_order: bool = False, is_due: bool = False) -> int | None:
         """Make key the most recently used.
+
+        Args:
+            key: which.
+            in_order: it is used after others, in an order that is to be kept: that is written down
+                if its place was that of its write.
+            is_due: it is time to write its use down, whenever that was done last.
 
         Returns:
             None if it is not there; the time to write down for it, if it is time to do so; else 0.
@@ -92,10 +99,11 @@ class LruIndex:
             if value is None:
                 return None
             self._values.move_to_end(key)
-            if self._clock_ns() < value.stamp_after_ns:
+            is_due = is_due or (in_order and value.is_new)
+            if not is_due and self._clock_ns() < value.stamp_after_ns:
                 return 0
             stamp_ns = self._tick()
-            self._values[key] = value._replace(stamp_after_ns=stamp_ns + STAMP_EVERY_NS)
+            self._values[key] = _Value(value.num_bytes, stamp_ns + STAMP_EVERY_NS)
             return stamp_ns
 
     def coldest_over_budget(self) -> bytes | None:
@@ -123,7 +131,7 @@ class LruIndex:
         """Make reserved bytes the value of key, in place of what it had."""
         with self._lock:
             self._used_bytes -= self._values.pop(key, _NONE).num_bytes
-            self._values[key] = _Value(num_bytes, self._stamp_ns + STAMP_EVERY_NS)
+            self._values[key] = _Value(num_bytes, self._stamp_ns + STAMP_EVERY_NS, is_new=True)
 
     def take(self, key: bytes) -> int | None:
         """Hide a key and return its bytes, which stay counted until they are given back."""

@@ -4,9 +4,8 @@
 
     PREFIX/3f/3fa0…e1      two digits of the key, then all of it: an object, written by one PUT
 
-An object is there when all of it is. Object storage keeps no order of use: `touch` only asks
-whether an object is there, and what expires when is a rule of the bucket. Needs the extra
-``objects``.
+An object is there when all of it is. Object storage keeps no order of use, so that `touch` does
+nothing: what expires when is a rule of the bucket. Needs the extra ``objects``.
 """
 
 from __future__ import annotations
@@ -104,9 +103,8 @@ class ObjectBackend:
             return False  # somebody else was faster
         return True
 
-    def touch(self, key: bytes) -> bool:
-        """Say whether key is there; there is no order of use."""
-        return self._exists(self._path(key))
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Do nothing: there is no order of use."""
 
     def list_values(self, *, coldest_first: bool = False) -> Iterator[StoredValue]:
         """See Backend. A page of the list at a time; there is no order of use."""

@@ -115,7 +115,7 @@ class OperationTable:
         first = operation.next_block
         num_left = operation.end_block - first
         match operation.kind:
-            case Kind.LOOKUP:
+            case Kind.LOOKUP | Kind.TOUCH:  # the order of a touch is that of its keys
                 num_blocks = num_left
             case Kind.LOAD:
                 num_blocks = min(-(-num_left // self._num_threads), _MOST_AT_ONCE)

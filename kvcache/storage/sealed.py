@@ -55,7 +55,7 @@ class Sealed:
             STORED, EXISTS or FAILED, and the name of the error, if any.
         """
         try:
-            if self.backend.touch(key):
+            if self.backend.contains([key])[0]:
                 return Status.EXISTS, ""
             self.backend.put(key, [memoryview(seal(key, parts)), *parts])
         except Exception as error:
@@ -75,12 +75,15 @@ class Sealed:
         self._ended_well("lookup")
         return [Status.FOUND if found else Status.MISSING for found in there], ""
 
-    def touch(self, key: bytes) -> tuple[Status, str]:
-        """Return TOUCHED, MISSING or FAILED."""
+    def touch(self, keys: Sequence[bytes]) -> tuple[list[Status], str]:
+        """Return TOUCHED for each key, or FAILED for all, and the name of the error."""
         try:
-            return (Status.TOUCHED if self.backend.touch(key) else Status.MISSING), ""
+            self.backend.touch(keys)
         except Exception as error:
-            return self._failed("touch", error)
+            status, name = self._failed("touch", error)
+            return [status] * len(keys), name
+        self._ended_well("touch")
+        return [Status.TOUCHED] * len(keys), ""
 
     def delete(self, key: bytes) -> tuple[Status, str]:
         """Return DELETED, MISSING or FAILED."""

@@ -122,7 +122,7 @@ class StorageWorkers:
     def store(
         self, keys: Sequence[bytes], payloads: Sequence[Block], *, timeout_s: float, epoch: int = 0
     ) -> OperationId:
-        """See Storage. What exists is touched and not written again.
+        """See Storage. What exists is not written again.
 
         Raises:
             PayloadError: if there are more or fewer payloads than keys, or one of them is not bytes
@@ -134,7 +134,7 @@ class StorageWorkers:
         return self._submit(Kind.STORE, keys, blocks, timeout_s, epoch)
 
     def touch(self, keys: Sequence[bytes], *, timeout_s: float, epoch: int = 0) -> OperationId:
-        """See Storage."""
+        """See Storage. One call of the backend, after the stores that were submitted before."""
         return self._submit(Kind.TOUCH, keys, (), timeout_s, epoch)
 
     def delete(self, keys: Sequence[bytes], *, timeout_s: float, epoch: int = 0) -> OperationId:
@@ -263,8 +263,10 @@ class StorageWorkers:
 
     def _run(self, task: Task) -> list[str]:
         """Do a task, as far as it is wanted, and return the names of the errors in it."""
-        if task.kind is Kind.LOOKUP:
-            statuses, error = self._sealed.lookup(task.keys)
+        if task.kind in (Kind.LOOKUP, Kind.TOUCH):
+            sealed = self._sealed
+            all_at_once = sealed.lookup if task.kind is Kind.LOOKUP else sealed.touch
+            statuses, error = all_at_once(task.keys)
             task.results.extend(statuses)
             return [error] if error else []
         errors = []
@@ -289,8 +291,6 @@ class StorageWorkers:
                 return self._sealed.load(key, parts)
             case Kind.STORE:
                 return self._sealed.store(key, parts)
-            case Kind.TOUCH:
-                return self._sealed.touch(key)
             case Kind.DELETE:
                 return self._sealed.delete(key)
         raise AssertionError(f"{kind} is not done block by block")

@@ -73,7 +73,8 @@ class BackendConformance:
         assert get(backend, KEYS[0]) == (None, [])
         assert backend.contains(KEYS[:2]) == [False, False]
         assert not backend.delete(KEYS[0])
-        assert not backend.touch(KEYS[0])
+        backend.touch(KEYS[:2])
+        assert backend.contains(KEYS[:2]) == [False, False]
 
     def test_contains_answers_in_the_order_of_the_keys(self, backend: Backend) -> None:
         put(backend, KEYS[1], b"one")
@@ -84,6 +85,7 @@ class BackendConformance:
 
     def test_no_keys(self, backend: Backend) -> None:
         assert backend.contains([]) == []
+        backend.touch([])
 
     def test_delete(self, backend: Backend) -> None:
         put(backend, KEYS[0], b"x")
@@ -95,7 +97,7 @@ class BackendConformance:
 
     def test_touch(self, backend: Backend) -> None:
         put(backend, KEYS[0], b"x")
-        assert backend.touch(KEYS[0])
+        backend.touch(KEYS[:2])
         assert get(backend, KEYS[0], 1) == (1, [b"x"])
 
     @pytest.mark.parametrize("second", [b"new", b"a longer one", b""])
@@ -152,12 +154,12 @@ class BackendConformance:
         assert sorted(backend.list_values()) == sorted(wanted)
 
     def test_an_order_of_use_is_known_or_refused(self, backend: Backend) -> None:
-        for key in KEYS[:3]:
+        for key in KEYS[:4]:
             put(backend, key, b"x")
-        backend.touch(KEYS[0])
+        backend.touch([KEYS[2], KEYS[4], KEYS[0]])
         if self.order_refused is None:
             values = list(backend.list_values(coldest_first=True))
-            assert values == [StoredValue(KEYS[number], 1) for number in (1, 2, 0)]
+            assert values == [StoredValue(KEYS[number], 1) for number in (1, 3, 2, 0)]
         else:
             with pytest.raises(UnsupportedError) as caught:
                 backend.list_values(coldest_first=True)

@@ -42,7 +42,7 @@ def every_call(backend: RedisBackend) -> Iterator[BackendError]:
         lambda: get(backend, KEYS[0], 3),
         lambda: put(backend, KEYS[0], b"abc"),
         lambda: backend.delete(KEYS[0]),
-        lambda: backend.touch(KEYS[0]),
+        lambda: backend.touch(KEYS[:2]),
         backend.server_stats,
         lambda: list(backend.list_values()),
     ]

@@ -121,7 +121,7 @@ def test_the_least_recently_used_goes_first_also_after_a_restart(directory: Path
         put(backend, key, b"abc")
     clock.now += 2 * MINUTE_NS
     get(backend, KEYS[0])
-    backend.touch(KEYS[1])
+    backend.touch([KEYS[1]])
     assert keys_of(backend) == [KEYS[2], KEYS[0], KEYS[1]]
     backend.close()
     clock.now = 0  # the clock may go back
@@ -134,6 +134,23 @@ def test_the_least_recently_used_goes_first_also_after_a_restart(directory: Path
     assert keys_of(backend) == [KEYS[3]]
     assert backend.stats()["evicted_values"] == 1
     backend.check()
+    backend.close()
+
+
+def test_an_order_that_was_told_outlives_a_restart_exactly(directory: Path) -> None:
+    clock = Clock()
+    backend = FileBackend(directory, max_bytes=100, clock_ns=clock)
+    for key in KEYS[:3]:
+        put(backend, key, b"abc")
+    backend.touch([KEYS[2], KEYS[1], KEYS[0]])  # not a minute after they were written
+    clock.now += MINUTE_NS // 2
+    put(backend, KEYS[3], b"abc")
+    backend.touch([KEYS[3], KEYS[0]])  # nor is this a minute after the first time
+    order = [KEYS[2], KEYS[1], KEYS[3], KEYS[0]]
+    assert keys_of(backend) == order
+    backend.close()
+    backend = FileBackend(directory, max_bytes=100, clock_ns=clock)
+    assert keys_of(backend) == order
     backend.close()
 
 

@@ -193,7 +193,7 @@ def test_the_least_recently_used_are_removed(
 ) -> None:
     with closing(FileBackend(tmp_path / "blocks", max_bytes=1000)) as backend:
         filled(backend)
-        backend.touch(KEYS[0])
+        backend.touch([KEYS[0]])
         assert remove_values(backend, max_bytes) == expected
         assert keys_of(backend) == [KEYS[1], KEYS[2], KEYS[0]][expected.removed :]
         backend.check()

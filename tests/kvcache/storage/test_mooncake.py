@@ -32,7 +32,7 @@ def every_call(backend: MooncakeBackend) -> Iterator[BackendError]:
         lambda: get(backend, KEYS[0], 3),
         lambda: put(backend, KEYS[0], b"abc"),
         lambda: backend.delete(KEYS[0]),
-        lambda: backend.touch(KEYS[0]),
+        lambda: backend.touch(KEYS[:2]),
     ]
     for call in calls:
         with pytest.raises(BackendError) as caught:

@@ -15,9 +15,10 @@ RESULTS = {
     Kind.LOOKUP: [Status.FOUND, Status.MISSING, Status.FAILED],
     Kind.LOAD: [Status.LOADED, Status.MISSING, Status.CORRUPT, Status.FAILED],
     Kind.STORE: [Status.STORED, Status.EXISTS, Status.FAILED],
-    Kind.TOUCH: [Status.TOUCHED, Status.MISSING, Status.FAILED],
+    Kind.TOUCH: [Status.TOUCHED, Status.FAILED],
     Kind.DELETE: [Status.DELETED, Status.MISSING, Status.FAILED],
 }
+ONE_CALL = (Kind.LOOKUP, Kind.TOUCH)
 
 
 class Expected:
@@ -80,7 +81,8 @@ class Operations(RuleBasedStateMachine):
         expected = self.expected[task.operation.id]
         assert not expected.over, "a task of an operation that has ended"
         num_left = sum(n not in expected.reported for n in range(task.first, len(expected.sizes)))
-        shares = {Kind.LOOKUP: num_left, Kind.LOAD: -(-num_left // NUM_THREADS)}
+        shares = dict.fromkeys(ONE_CALL, num_left)
+        shares[Kind.LOAD] = -(-num_left // NUM_THREADS)
         assert len(task.keys) == shares.get(task.kind, 1)
         expected.tasks.append(task)
         self.tasks.append(task)
@@ -92,9 +94,9 @@ class Operations(RuleBasedStateMachine):
         self.do_one(task, data.draw(st.sampled_from(RESULTS[task.kind])))
 
     def do_one(self, task: Task, status: Status) -> None:
-        """Do the next block of a task; a lookup is one call."""
+        """Do the next block of a task; lookups and touches are one call."""
         expected, done = self.expected[task.operation.id], len(task.results)
-        statuses = [status] * (len(task.keys) if task.kind is Kind.LOOKUP else 1)
+        statuses = [status] * (len(task.keys) if task.kind in ONE_CALL else 1)
         if done == len(task.keys):
             return
         assert task.wanted == (not expected.over)

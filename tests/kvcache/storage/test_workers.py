@@ -82,7 +82,7 @@ def test_a_round_trip() -> None:
         assert (k2 == k).all() and (v2 == v).all() and third == b"abc"
         assert storage.lookup_prefix(KEYS, timeout_s=LONG_S) == 2
         touched = wait(storage, storage.touch(KEYS[1:3], timeout_s=LONG_S))
-        assert touched.statuses == (Status.TOUCHED, Status.MISSING)
+        assert touched.statuses == (Status.TOUCHED, Status.TOUCHED)
         deleted = wait(storage, storage.delete(KEYS[1:3], timeout_s=LONG_S))
         assert deleted.statuses == (Status.DELETED, Status.MISSING)
         stats = storage.stats()
@@ -106,6 +106,15 @@ def test_a_lookup_is_one_call() -> None:
     with workers(backend) as storage:
         wait(storage, storage.lookup(KEYS, timeout_s=LONG_S))
         assert backend.calls == ["contains"]
+
+
+def test_a_touch_is_one_call_in_the_order_of_its_keys() -> None:
+    backend = MemoryBackend()
+    with workers(backend) as storage:
+        wait(storage, storage.store(KEYS[:3], [[b"a"]] * 3, timeout_s=LONG_S))
+        wait(storage, storage.touch([KEYS[2], KEYS[5], KEYS[0]], timeout_s=LONG_S))
+        assert list(backend.values) == [KEYS[1], KEYS[2], KEYS[0]]
+        assert backend.calls.count("touch") == 1
 
 
 @pytest.mark.parametrize(
