@@ -47,7 +47,7 @@ class CacheAdapter:
         self.manager = kvcache.CacheManager(num_blocks, block_size)
         self.leases: dict[str, Any] = {}
         self.ended: list[Any] = []  # leases that were released, or ended by a reset
-        self._matches: dict[str, tuple[Any, np.ndarray]] = {}
+        self.matches: dict[str, tuple[Any, np.ndarray]] = {}
         self._refusal = (0, 0)
         self._events: Events | None = None
         self.publisher = ""
@@ -60,13 +60,13 @@ class CacheAdapter:
         array = np.array(tokens, np.int32)
         match = self.manager.match(array, namespace)
         tokens[:] = array.tolist()
-        self._matches[name] = (match, array)
+        self.matches[name] = (match, array)
         hit: int = match.num_tokens
         return hit
 
     def admit(self, name: str, tokens: Sequence[int], namespace: bytes) -> int | None:
         """Admit with the match that was kept, however old, or a new one."""
-        match, array = self._matches.pop(name, (None, None))
+        match, array = self.matches.pop(name, (None, None))
         if array is None or array.tolist() != list(tokens):
             array = np.array(tokens, np.int32)
             match = self.manager.match(array, namespace)
@@ -223,10 +223,10 @@ class CacheAdapter:
             },
             waiting_blocks={
                 name: manager.match(array, match._namespace).next_block
-                for name, (match, array) in self._matches.items()
+                for name, (match, array) in self.matches.items()
             },
             available_after={
-                name: manager.available_after(match) for name, (match, _) in self._matches.items()
+                name: manager.available_after(match) for name, (match, _) in self.matches.items()
             },
             counts={
                 name: getattr(stats, name) for name in stats.__dataclass_fields__ if name != "tiers"

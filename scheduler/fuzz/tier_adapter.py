@@ -15,15 +15,15 @@ from ...spec.rules import require
 from ...spec.tier_adapter import (
     Copy,
     CopyKind,
-    Prefix,
     TierEvents,
     TierFactory,
     TierSnapshot,
 )
-from ...spec.tier_rules import T8, T26
+from ...spec.tier_rules import T26
 from .cache_adapter import CacheAdapter
 from .misuse import make
 from .tier_misuse import storage_of, wrong_calls
+from .tier_snapshot import snapshot_of
 from .tier_watch import watch
 
 KINDS: Final[dict[str, CopyKind]] = {
@@ -247,58 +247,4 @@ class TierAdapter(CacheAdapter):
 
     def tier_snapshot(self) -> TierSnapshot:
         """Return all that the host tier holds."""
-        self._check_matches()
-        found: dict[str, dict[Prefix, int]] = {"host": {}, "landing": {}, "leaving": {}}
-        for namespace, root in self.tiers.tree.roots.items():
-            stack: list[tuple[Any, tuple[int, ...]]] = [
-                (child, ()) for child in root.children.values()
-            ]
-            while stack:
-                node, before = stack.pop()
-                tokens = self._see_node(namespace, node, before, found)
-                stack += [(child, tokens) for child in node.children.values()]
-        idle: list[int] = []
-        for run in self.tiers.host.idle_runs():
-            blocks = memoryview(run.blocks).cast("i").tolist()
-            idle += blocks if self.tiers.host.is_spare(run) else reversed(blocks)
-        stats = self.tiers.stats()
-        return TierSnapshot(
-            self.tiers.host.pool.free_ids().tolist(),
-            found["host"],
-            found["landing"],
-            set(found["leaving"]),
-            idle,
-            {
-                **{name: getattr(stats, name) for name in stats.__dataclass_fields__},
-                "operations": self.tiers.num_open_operations,
-            },
-        )
-
-    def _check_matches(self) -> None:
-        """See that a match that is taken for current says what is there."""
-        for name, (match, array) in self._matches.items():
-            if match._version == self.tiers.tree.version:
-                now = self.manager.match(array, match._namespace)
-                same = (match.num_blocks, match.num_host_blocks, match.host_runs) == (
-                    now.num_blocks, now.num_host_blocks, now.host_runs
-                )  # fmt: skip
-                require(same, T8, "the match of {} is old, and is not known to be", name)
-
-    def _see_node(
-        self,
-        namespace: bytes,
-        node: Any,
-        before: tuple[int, ...],
-        found: dict[str, dict[Prefix, int]],
-    ) -> tuple[int, ...]:
-        size = self.manager.block_size
-        end = len(before) + node.num_blocks * size
-        tokens = (*before, *memoryview(node.tokens).cast("i").tolist())[:end]
-        run = node.host
-        if run is not None:
-            state = "landing" if run.landing else "leaving" if run.leaving else "host"
-            if state != "leaving" or not node.device_blocks:
-                ids = memoryview(run.blocks).cast("i").tolist()
-                for index, block in enumerate(ids, 1):
-                    found[state][namespace, tokens[: len(before) + index * size]] = block
-        return tokens
+        return snapshot_of(self)

@@ -1,0 +1,72 @@
+"""What the host tier of our cache holds, read from its tree, and what its matches say of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ...spec.rules import require
+from ...spec.tier_adapter import Prefix, TierSnapshot
+from ...spec.tier_rules import T8
+
+if TYPE_CHECKING:
+    from .tier_adapter import TierAdapter
+
+
+def snapshot_of(adapter: TierAdapter) -> TierSnapshot:
+    """Return all that the host tier holds."""
+    _check_matches(adapter)
+    tiers = adapter.tiers
+    found: dict[str, dict[Prefix, int]] = {"host": {}, "landing": {}, "leaving": {}}
+    for namespace, root in tiers.tree.roots.items():
+        stack: list[tuple[Any, tuple[int, ...]]] = [(child, ()) for child in root.children.values()]
+        while stack:
+            node, before = stack.pop()
+            tokens = _see_node(adapter.manager.block_size, namespace, node, before, found)
+            stack += [(child, tokens) for child in node.children.values()]
+    idle: list[int] = []
+    for run in tiers.host.idle_runs():
+        blocks = memoryview(run.blocks).cast("i").tolist()
+        idle += blocks if tiers.host.is_spare(run) else reversed(blocks)
+    stats = tiers.stats()
+    return TierSnapshot(
+        tiers.host.pool.free_ids().tolist(),
+        found["host"],
+        found["landing"],
+        set(found["leaving"]),
+        idle,
+        {
+            **{name: getattr(stats, name) for name in stats.__dataclass_fields__},
+            "operations": tiers.num_open_operations,
+        },
+    )
+
+
+def _check_matches(adapter: TierAdapter) -> None:
+    """See that a match that is taken for current says what is there."""
+    for name, (match, array) in adapter.matches.items():
+        if match._version == adapter.tiers.tree.version:
+            now = adapter.manager.match(array, match._namespace)
+            same = (match.num_blocks, match.num_host_blocks, match.host_runs) == (
+                now.num_blocks, now.num_host_blocks, now.host_runs
+            )  # fmt: skip
+            require(same, T8, "the match of {} is old, and is not known to be", name)
+
+
+def _see_node(
+    block_size: int,
+    namespace: bytes,
+    node: Any,
+    before: tuple[int, ...],
+    found: dict[str, dict[Prefix, int]],
+) -> tuple[int, ...]:
+    """Note the host blocks of a node, by state and prefix; return the tokens through its end."""
+    end = len(before) + node.num_blocks * block_size
+    tokens = (*before, *memoryview(node.tokens).cast("i").tolist())[:end]
+    run = node.host
+    if run is not None:
+        state = "landing" if run.landing else "leaving" if run.leaving else "host"
+        if state != "leaving" or not node.device_blocks:
+            ids = memoryview(run.blocks).cast("i").tolist()
+            for index, block in enumerate(ids, 1):
+                found[state][namespace, tokens[: len(before) + index * block_size]] = block
+    return tokens
