@@ -24,6 +24,8 @@ from .tiers import storage_of_node
 
 _SILENCE_S = 5.0
 _TIMEOUT_S = 120.0
+_STORAGE = "RADIXKV_STORAGE"
+"""In the environment of a node that is started: its storage's URL, which may hold a password."""
 
 
 def complete_apart(
@@ -64,8 +66,9 @@ def _in_processes(
                 for place in range(getattr(arguments, role) or 1):
                     name = f"{role}-{place}"
                     url = storage_of_node(arguments, name)
-                    storage = [] if url is None else ["--storage", url]
-                    processes.start(name, f"{role}-node", [*options, *storage])
+                    storage = [] if url is None else ["--storage", f"env:{_STORAGE}"]
+                    environment = {} if url is None else {_STORAGE: url}
+                    processes.start(name, f"{role}-node", [*options, *storage], environment)
             _serve(arguments, requests, channel, processes.check)
         return processes.stop()
 

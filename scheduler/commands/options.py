@@ -69,6 +69,16 @@ def seconds(text: str) -> float:
     return value
 
 
+def storage_url(text: str) -> str:
+    """Return a URL, or with env:NAME the environment's: others can see a command's arguments."""
+    name = text.removeprefix("env:")
+    if name == text:
+        return text
+    if not os.environ.get(name):
+        raise argparse.ArgumentTypeError(f"the environment has no {name}")
+    return os.environ[name]
+
+
 def add_host_tier(parser: argparse.ArgumentParser, unit: str, *, write: str) -> None:
     """Add the options of a host tier; without --host-blocks there is none.
 
@@ -92,11 +102,13 @@ def add_storage(parser: argparse.ArgumentParser) -> None:
     """Add the options of a storage tier; without --storage there is none."""
     parser.add_argument(
         "--storage",
+        type=storage_url,
         metavar="URL",
         help="keep blocks outside the process, for others and for later: file:///DIRECTORY, "
         "redis://HOST[:PORT][/DB], rediss://..., unix:///SOCKET, s3://BUCKET[/PREFIX] or "
-        "mooncake://HOST[:PORT]; needs --host-blocks. A directory is for one process: nodes that "
-        "generate starts have one each in it",
+        "mooncake://HOST[:PORT]; env:NAME for one in the environment, where others do not see its "
+        "password; needs --host-blocks. A directory is for one process: nodes that generate starts "
+        "have one each in it",
     )
     parser.add_argument(
         "--storage-max-bytes",

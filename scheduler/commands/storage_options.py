@@ -6,11 +6,12 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from .options import num_bytes, seconds
+from .options import num_bytes, seconds, storage_url
 
 _URL_HELP = (
     "where: file:///DIRECTORY, redis://HOST[:PORT][/DB], rediss://..., unix:///SOCKET or "
-    "s3://BUCKET[/PREFIX]; mooncake:// does not list what it has"
+    "s3://BUCKET[/PREFIX], or env:NAME for one in the environment; mooncake:// does not list what "
+    "it has"
 )
 
 
@@ -56,7 +57,7 @@ def add_parser(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
 def _add_common(
     parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], action: str
 ) -> None:
-    parser.add_argument("url", metavar="URL", help=_URL_HELP)
+    parser.add_argument("url", type=storage_url, metavar="URL", help=_URL_HELP)
     parser.add_argument(
         "--namespace",
         metavar="DIGITS",

@@ -9,9 +9,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import IO, Any, Final
 
 from ..channel.secret import ENVIRONMENT, Secret
@@ -77,13 +77,20 @@ class NodeProcesses:
     ) -> None:
         self.stop()
 
-    def start(self, name: str, command: str, arguments: Sequence[object]) -> None:
+    def start(
+        self,
+        name: str,
+        command: str,
+        arguments: Sequence[object],
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """Start a node.
 
         Args:
             name: of the node; an earlier one of that name has ended.
             command: ``prefill-node`` or ``decode-node``.
-            arguments: of the command, but for its name.
+            arguments: of the command, but for its name; every user of the machine can see them.
+            environment: what is added to that of this process; no other user can see it.
         """
         # Files, because a pipe could fill up; `stop` closes them.
         out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
@@ -93,7 +100,7 @@ class NodeProcesses:
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
-            env=self._environment,
+            env={**self._environment, **environment},
             start_new_session=True,  # ctrl-C is for us, who then end it
         )
         if name in self._nodes:

@@ -172,9 +172,11 @@ def test_nodes_that_were_started_by_hand_serve(
     directory, command = model_dir("qwen3"), [sys.executable, "-m", "radixkv.scheduler.cli"]
     options = [directory, *NODE_OPTIONS, "--desk", desk, "--secret-file", secret]
     options += ["--transport", "nixl"]
-    storage = ["--host-blocks", 32, "--storage", f"file://{tmp_path / 'blocks'}"]
+    storage = ["--host-blocks", 32, "--storage", "env:KV_STORAGE"]
     with subprocess.Popen(
-        list(map(str, [*command, "prefill-node", *options, *storage])), stdout=subprocess.PIPE
+        list(map(str, [*command, "prefill-node", *options, *storage])),
+        stdout=subprocess.PIPE,
+        env={**os.environ, "KV_STORAGE": f"file://{tmp_path / 'blocks'}"},
     ) as prefill:
         with subprocess.Popen(
             list(map(str, [*command, "decode-node", *options])), stdout=subprocess.PIPE

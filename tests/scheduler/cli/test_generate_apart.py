@@ -210,6 +210,28 @@ def test_a_node_remembers_for_longer_than_any_silence(silence_s: float) -> None:
     DeskLink(1, timing)  # which refuses others
 
 
+def test_nodes_are_told_their_storage_where_other_users_do_not_see_it(
+    radixkv: Any, arguments: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[list[str], dict[str, str]]] = []
+    popen = subprocess.Popen
+
+    def start(line: list[str], *, env: dict[str, str], **options: Any) -> Any:
+        started.append((line, env))
+        return popen([sys.executable, "-c", "raise SystemExit('no node')"], env=env, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    url = (tmp_path / "blocks").as_uri()
+    storage = ("--host-blocks", 8, "--storage", url)
+    outcome = radixkv(*arguments, *SIZE, "--disaggregate", *storage)
+    assert outcome.status == 1
+    assert outcome.stderr.endswith("-0 has ended with status 1: no node\n")
+    assert [env["RADIXKV_STORAGE"] for _, env in started] == [f"{url}/prefill-0", f"{url}/decode-0"]
+    for line, _ in started:
+        assert line[line.index("--storage") + 1] == "env:RADIXKV_STORAGE"
+        assert not any(url in word for word in line)
+
+
 def test_the_extra_that_is_missing_is_named(arguments: list[object]) -> None:
     done = run_without_nodes_extra(*arguments, *SIZE, "--disaggregate")
     assert (done.returncode, done.stdout) == (2, "")

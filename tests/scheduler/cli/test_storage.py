@@ -64,6 +64,17 @@ def test_ls_shows_keys(radixkv: Any, directory: Path) -> None:
     assert keys == [{"key": key.hex(), "bytes": 100} for key in KEYS[:3]]
 
 
+def test_a_url_from_the_environment(
+    radixkv: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KV_STORAGE", directory.as_uri())
+    assert radixkv("storage", "ls", "env:KV_STORAGE") == (0, "3 blocks, 300 bytes\n", "")
+    monkeypatch.setenv("KV_STORAGE", "")
+    outcome = radixkv("storage", "ls", "env:KV_STORAGE")
+    message = "argument URL: the environment has no KV_STORAGE (see `radixkv storage ls --help`)"
+    assert outcome == (2, "", f"radixkv: {message}\n")
+
+
 def test_ls_of_nothing(radixkv: Any) -> None:
     assert radixkv("storage", "ls", "--keys", "memory://") == (0, "0 blocks, 0 bytes\n", "")
 
