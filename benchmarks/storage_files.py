@@ -2,11 +2,13 @@
 
 Run:
     python benchmarks/storage_files.py [--directory DIR] [--mib 512] [--rounds 5] [--sync data]
+        [--cold]
 
 The plain loop writes each value to a temporary name with `os.writev`, renames it, and reads it back
 with `os.readv`: no checksum, no index, no budget. The backend seals and verifies every value. Both
 name their files by key in 256 directories, which are there before, use the same buffers, 16 blocks
-of a `HostArrays`, and run on as many threads as `--threads` says. Reads come from the page cache.
+of a `HostArrays`, and run on as many threads as `--threads` says. Reads come from the page cache,
+or with `--cold` from the disk: the page cache lets go of a round's files before they are read.
 Nothing is synced unless `--sync data` says so; then the plain loop calls `fdatasync` too, before
 the rename.
 
@@ -16,8 +18,8 @@ backend: of what it writes before that, of what it read after that.
 They take turns every 64 MiB, so that what else the machine does meets all. A rate is the median
 over all turns; a ratio is the median of the turns' ratios, in brackets their quartiles. On one
 thread, and without a sync, times are CPU times of that thread: neither the disk, which writes
-later, nor other processes are in them. Elsewhere they are elapsed times, and mean something on a
-quiet machine alone.
+later, nor other processes are in them. Elsewhere, and with `--cold`, they are elapsed times, and
+mean something on a quiet machine alone.
 
 Rows of "storage" are what an engine has: `StorageWorkers` with its four threads, to which values
 are given in operations of 32 and which is polled every 0.1 ms, beside the plain loop on one thread.
@@ -240,8 +242,8 @@ def main() -> None:
 def measure(arguments: argparse.Namespace, size: int, num_threads: int, *, engine: bool) -> None:
     """Print the rows of one size: a plain loop on num_threads beside the backend or an engine."""
     values = Values(size, arguments.mib * 2**20 // size)
-    cpu_time = num_threads == 1 and not engine and arguments.sync != "data"
-    clock = time.thread_time if cpu_time else time.perf_counter
+    elapsed = num_threads > 1 or engine or arguments.sync == "data" or arguments.cold
+    clock = time.perf_counter if elapsed else time.thread_time
     times: dict[str, list[list[float]]] = {"store": [], "load": []}
     for round_number in range(arguments.rounds + 1):  # the first warms up
         with ExitStack() as stack:
@@ -260,6 +262,8 @@ def measure(arguments: argparse.Namespace, size: int, num_threads: int, *, engin
             for side in sides:
                 stack.callback(side.close)
             stores = take_turns(values, [side.store for side in sides])
+            if arguments.cold:
+                let_go(places)
             loads = take_turns(values, [side.load for side in sides])
             if round_number:
                 times["store"] += stores
@@ -267,6 +271,15 @@ def measure(arguments: argparse.Namespace, size: int, num_threads: int, *, engin
     threads = f"1, storage {STORAGE_THREADS}" if engine else str(num_threads)
     for what, turns in times.items():
         print(f"| {size // 1024} KiB | {threads} | {what} | {describe(turns)} |", flush=True)
+
+
+def let_go(places: Sequence[Path]) -> None:
+    """Write the files below some directories to the disk, and drop them from the page cache."""
+    os.sync()
+    for path in (path for place in places for path in place.rglob("*") if path.is_file()):
+        file = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
 
 
 def take_turns(values: Values, sides: Sequence[Callable[[range], float]]) -> list[list[float]]:
@@ -318,7 +331,8 @@ def describe_run(arguments: argparse.Namespace) -> list[str]:
         f"Python {platform.python_version()}, numpy {np.__version__}, xxhash {xxhash.VERSION}.",
         "",
         f"{arguments.mib} MiB of values per round, {arguments.rounds} rounds, "
-        f'sync="{arguments.sync}", checksums on.',
+        f'sync="{arguments.sync}", reads from the {"disk" if arguments.cold else "page cache"}, '
+        "checksums on.",
     ]
 
 
@@ -330,6 +344,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--sync", choices=["none", "data"], default="none")
+    parser.add_argument("--cold", action="store_true", help="read from the disk")
     return parser.parse_args()
 
 
