@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..replay.hits import count_hits, num_distinct_blocks
-from ..replay.trace import read_trace
+from ..replay.trace import Trace, read_trace
 from .options import host_tier
 from .output import check_destination, emit
 
@@ -23,8 +23,13 @@ def run(arguments: argparse.Namespace) -> int:
     if host is not None:
         host = replace(host, num_blocks=min(host.num_blocks, enough))
     results = asdict(count_hits(trace, min(arguments.device_blocks, enough), host))
-    emit(arguments.json, results, lambda: _describe(results))
+    emit(arguments.json, results, lambda: _describe(results) + _describe_order(trace))
     return 0
+
+
+def _describe_order(trace: Trace) -> str:
+    late = trace.num_out_of_order
+    return f"\n{late:,} are earlier than the line above: hits go by the lines" if late else ""
 
 
 def _describe(results: dict[str, Any]) -> str:

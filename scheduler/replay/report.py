@@ -63,6 +63,7 @@ class ReplayReport:
                 "requests": len(trace.requests),
                 "input_tokens": trace.num_input_tokens,
                 "output_tokens": trace.num_output_tokens,
+                "out_of_order": trace.num_out_of_order,
                 "skipped": [dataclasses.asdict(line) for line in trace.skipped],
             },
             "hits": {

@@ -40,6 +40,11 @@ def trace_lines(trace: Trace) -> Iterator[str]:
         f"{trace.name}: {len(trace.requests):,} requests, {trace.num_input_tokens:,} input and "
         f"{trace.num_output_tokens:,} output tokens"
     )
+    if trace.num_out_of_order:
+        yield (
+            f"  {trace.num_out_of_order:,} are earlier than the line above: hits go by the lines, "
+            "the simulation by timestamps"
+        )
     if trace.skipped:
         yield f"  {len(trace.skipped):,} malformed lines were skipped:"
         for skipped in trace.skipped[:MAX_SKIPPED_SHOWN]:

@@ -16,6 +16,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn, TypeGuard
 
@@ -82,6 +83,12 @@ class Trace:
     def num_output_tokens(self) -> int:
         """Output tokens of all requests."""
         return sum(request.output_length for request in self.requests)
+
+    @property
+    def num_out_of_order(self) -> int:
+        """Requests that come before the one on the line above, by their timestamps."""
+        times = [request.timestamp_ms for request in self.requests]
+        return sum(later < earlier for earlier, later in pairwise(times))
 
 
 def bundled_trace_path() -> Path:

@@ -29,6 +29,15 @@ def test_text_of_the_first_requests(radixkv: Any, trace: Path) -> None:
     assert outcome.stdout == ("2 requests, 5 blocks of 512 tokens: 1 hit (20.00%), 0 evicted\n")
 
 
+def test_text_of_a_trace_that_is_not_sorted(radixkv: Any, trace: Path) -> None:
+    lines = trace.read_text().splitlines(keepends=True)
+    trace.write_text("".join(lines[::-1]))
+    outcome = radixkv("hits", trace, "--device-blocks", 100)
+    assert outcome.stdout.splitlines()[1:] == [
+        "4 are earlier than the line above: hits go by the lines"
+    ]
+
+
 def test_a_missing_trace_is_refused(radixkv: Any, tmp_path: Path) -> None:
     outcome = radixkv("hits", tmp_path / "none.jsonl", "--device-blocks", 100)
     assert outcome.status == 2

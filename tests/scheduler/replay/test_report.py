@@ -90,6 +90,17 @@ def test_the_text_has_every_section_check_and_skipped_line(report: ReplayReport)
     assert all(len(line) <= 100 for line in lines), [line for line in lines if len(line) > 100]
 
 
+def test_a_trace_that_is_not_sorted_is_said_to_be_so(report: ReplayReport) -> None:
+    trace = report.trace
+    assert report.to_json()["trace"]["out_of_order"] == 0
+    first, *others = trace.requests
+    mixed = dataclasses.replace(report, trace=dataclasses.replace(trace, requests=(*others, first)))
+    assert mixed.to_json()["trace"]["out_of_order"] == 1
+    line = "  1 are earlier than the line above: hits go by the lines, the simulation by timestamps"
+    assert mixed.text().splitlines()[1] == line
+    assert line not in report.text()
+
+
 def test_a_failed_check_fails_the_report(report: ReplayReport) -> None:
     assert report.ok
     broken = Check("identical tokens", False, "cache on: request 3 differs at output token 7")
