@@ -10,12 +10,14 @@ from __future__ import annotations
 import errno
 from collections import Counter
 from dataclasses import dataclass, replace
+from os import listdir
 from os.path import isdir, isfile
 from typing import Final
 
 from .base import Backend, StoredValue
 from .envelope import HEADER_BYTES, Fault, check_header, open_sealed
-from .errors import BackendIOError
+from .errors import BackendIOError, StorageError
+from .remote_errors import StorageUrlError
 from .urls import BackendOptions, directory_of, open_backend
 
 _NO_LIMIT: Final = 2**63 - 1
@@ -60,16 +62,27 @@ def open_existing(url: str, options: BackendOptions | None = None) -> Backend:
 
     Raises:
         BackendIOError: if the directory is not there, or is not one of ours (ENOENT).
+        StorageUrlError: if it has those of several nodes in it; with their names.
         StorageError: see open_backend.
     """
     options = options or BackendOptions()
     directory = directory_of(url)
     if directory is not None:
         if not isfile(f"{directory}/lock"):
-            what = f"{directory}/lock" if isdir(directory) else f"the directory {directory}"
-            raise BackendIOError(f"opening {what}", errno.ENOENT)
+            raise _no_storage(directory)
         options = replace(options, max_bytes=options.max_bytes or _NO_LIMIT)
     return open_backend(url, options)
+
+
+def _no_storage(directory: str) -> StorageError:
+    """Say what a directory is that `FileBackend` has not made."""
+    if not isdir(directory):
+        return BackendIOError(f"opening the directory {directory}", errno.ENOENT)
+    # Nodes that were started together have one each in it.
+    inside = sorted(name for name in listdir(directory) if isfile(f"{directory}/{name}/lock"))
+    if not inside:
+        return BackendIOError(f"opening {directory}/lock", errno.ENOENT)
+    return StorageUrlError(f"{directory} is no storage; these in it are: {', '.join(inside)}")
 
 
 def verify_values(backend: Backend, *, delete: bool = False) -> Verified:

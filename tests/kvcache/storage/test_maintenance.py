@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -219,6 +220,15 @@ def test_what_somebody_else_removes_is_not_counted() -> None:
     backend = Losing()
     filled(backend)
     assert remove_values(backend, 0) == Removed(2, 200, 0, 0)
+
+
+def test_a_directory_of_several_nodes_is_told_by_its_storages(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    for node in ("prefill-0", "decode-0"):
+        FileBackend(tmp_path / node, max_bytes=1000).close()
+    text = f"{tmp_path} is no storage; these in it are: decode-0, prefill-0"
+    with pytest.raises(StorageUrlError, match=f"^{re.escape(text)}$"):
+        open_existing(tmp_path.as_uri())
 
 
 def test_opening_a_directory_neither_makes_nor_evicts(tmp_path: Path) -> None:
