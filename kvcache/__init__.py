@@ -34,9 +34,9 @@ from .tokens import Int32Array, Tokens, as_tokens, make_namespace
 
 if TYPE_CHECKING:
     from .arrays import BlockArrays
-    from .copy_driver import TierDriver
     from .dispatched import OperationResult, Outcome, TierDriverStats
     from .host_arrays import HostArrays
+    from .tier_driver import TierDriver
 
 __all__ = [
     "BlockArrays",
@@ -89,7 +89,7 @@ _LAZY = {
     "HostArrays": "host_arrays",
     "OperationResult": "dispatched",
     "Outcome": "dispatched",
-    "TierDriver": "copy_driver",
+    "TierDriver": "tier_driver",
     "TierDriverStats": "dispatched",
 }
 

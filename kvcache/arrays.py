@@ -1,4 +1,4 @@
-"""The device arrays that hold the blocks: the only part of `kvcache` that needs JAX."""
+"""The device arrays that hold the blocks."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import enum
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from .operations import Operation, OpId, OpKind
 from .storage.base import OperationId
@@ -73,6 +73,20 @@ class TierDriverStats:
     bytes_in_flight: int
 
 
+class StagedPiece(NamedTuple):
+    """A piece of an operation that was read, and is not yet written.
+
+    Attributes:
+        blocks: which of the operation's it is.
+        size: blocks of staging, padding included.
+        staging: their KV, an array per pool.
+    """
+
+    blocks: slice
+    size: int
+    staging: Any
+
+
 @dataclass(eq=False, slots=True)
 class Dispatched:
     """An operation that has not ended, or is not fenced.
@@ -80,8 +94,8 @@ class Dispatched:
     Attributes:
         deadline: by the driver's clock; storage keeps its own.
         ok: for each block, whether it was copied.
-        staged: pieces that were read and not yet written: which blocks, padded size, their KV.
-        copied: how many of them were not there before.
+        staged: pieces that were read and not yet written.
+        copied: blocks that were copied, and not there before.
         writes: pieces that the host writer has not reported.
         storage_id: what storage calls it, if it is there.
         outcome: how it will end, once that is known not to be well.
@@ -90,7 +104,7 @@ class Dispatched:
     operation: Operation
     deadline: float
     ok: list[bool]
-    staged: list[tuple[slice, int, Any]] = field(default_factory=list)
+    staged: list[StagedPiece] = field(default_factory=list)
     copied: int = 0
     writes: int = 0
     storage_id: OperationId | None = None

@@ -69,8 +69,8 @@ LEFT_OUT: Final = {
     "host_arrays.py": "the data plane, too",
     "pinned_host.py": "the data plane, too",
     "staging_writer.py": "the data plane, too",
-    "copy_driver.py": "a driver, which the worlds replace by a virtual executor: it has a state "
-    "machine of its own, tests/kvcache/test_copy_driver_machine.py",
+    "tier_driver.py": "a driver, which the worlds replace by a virtual executor: it has a state "
+    "machine of its own, tests/kvcache/test_tier_driver_machine.py",
     "dispatched.py": "a part of the driver",
     "storage_copies.py": "a part of the driver",
     "storage": "files, sockets and threads, which the worlds replace by a map: it has its own "

@@ -22,7 +22,14 @@ import numpy as np
 
 from .arrays import BlockArrays
 from .block_copies import BlockCopies
-from .dispatched import Dispatched, DispatchTable, OperationResult, Outcome, TierDriverStats
+from .dispatched import (
+    Dispatched,
+    DispatchTable,
+    OperationResult,
+    Outcome,
+    StagedPiece,
+    TierDriverStats,
+)
 from .host_arrays import HostArrays
 from .operations import Operation, OpId, OpKind
 from .staging_writer import StagedBlocks, StagingWriter
@@ -186,7 +193,7 @@ class TierDriver:
             for piece, size in copies.pieces(operation.num_blocks):
                 sources = np.zeros(size, np.int32)  # padded with the padding row
                 sources[: piece.stop - piece.start] = operation.sources[piece]
-                entry.staged.append((piece, size, self._host.read(sources)))
+                entry.staged.append(StagedPiece(piece, size, self._host.read(sources)))
         elif operation.kind is OpKind.DEVICE_TO_HOST:
             self._host.check_ids(operation.destinations)
             for piece, size in copies.pieces(operation.num_blocks):
@@ -197,7 +204,7 @@ class TierDriver:
                     entry.outcome = Outcome.DROPPED
                     return
                 staging = copies.to_host(copies.gather(arrays, operation.sources[piece], size))
-                entry.staged.append((piece, size, staging))
+                entry.staged.append(StagedPiece(piece, size, staging))
                 self._bytes_in_flight += num_bytes
 
     def _copy(self, entry: Dispatched, arrays: BlockArrays) -> None:
