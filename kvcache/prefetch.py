@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from .effects import leading
 from .host_tier import HostRun
 from .operations import Effect, OpId, OpKind
-from .tokens import Tokens, as_tokens
+from .tokens import Int32Array, Tokens, as_tokens
 
 if TYPE_CHECKING:
     from .tiers import Tiers
@@ -24,6 +22,9 @@ class Prefetch:
         LOOKUP ── none there ─────────────────────────► done
            └───── n leading keys ──► STORAGE_TO_HOST ──► done: the good ones are in the tree
 
+    Its request waits for the answers, not for their fences: those of a storage that never lets go
+    never come.
+
     Attributes:
         done: it has ended, and the request can be matched.
         first_block: the place of the first block that was asked for.
@@ -34,11 +35,9 @@ class Prefetch:
         self.done = False
         self.first_block = len(tokens) // tiers.tree.block_bytes - len(keys)
         self.num_blocks = 0
-        self.wanted = True
         self.op_id: OpId
         self.runs: list[HostRun] = []  # held: the blocks on the host that they follow
         self._tiers = tiers
-        self._epoch = tiers.manager.epoch
         self._tokens = tokens
         self._namespace = namespace
         self._keys = keys
@@ -46,15 +45,14 @@ class Prefetch:
     def load(self, num_blocks: int) -> None:
         """Load the first num_blocks that were asked for, as far as the host has room."""
         tiers = self._tiers
-        wanted = self.wanted and self._epoch == tiers.manager.epoch
-        num_blocks = min(num_blocks, tiers.host.available) if wanted else 0
+        num_blocks = min(num_blocks, tiers.host.available)
         if num_blocks == 0:
             self.end(0)
             return
         missing_bytes = (len(self._keys) - num_blocks) * tiers.tree.block_bytes
         tokens = self._tokens[: len(self._tokens) - missing_bytes]
         ids, _ = tiers.writer.land({}, num_blocks)
-        fetch = _Fetch(tiers, self, tokens, self._namespace, ids.tobytes())
+        fetch = _Fetch(tiers, self, tokens, self._namespace, ids)
         keys = self._keys[:num_blocks]
         self.op_id = tiers.submit(
             OpKind.STORAGE_TO_HOST, fetch, destinations=ids.tobytes(), keys=keys
@@ -73,53 +71,51 @@ class _Lookup(Effect):
     def __init__(self, prefetch: Prefetch) -> None:
         self._prefetch = prefetch
         self.runs = prefetch.runs
-        self._num_found = 0
 
     def end(self, ok: Sequence[bool]) -> None:
         """See Effect."""
-        self._num_found = leading(ok)
+        self.runs = []  # the load holds them now
+        self._prefetch.load(leading(ok))
 
     def fenced(self) -> None:
-        """See Effect."""
-        self._prefetch.load(self._num_found)
+        """See Effect: it has no blocks."""
 
 
 class _Fetch(Effect):
-    """Blocks are copied from storage to the host, and enter the tree when they have arrived."""
+    """Blocks are copied from storage to the host, and enter the tree when they have arrived.
+
+    What has not arrived is held until nobody can write it any more.
+    """
 
     def __init__(
-        self, tiers: Tiers, prefetch: Prefetch, tokens: bytes, namespace: bytes, ids: bytes
+        self, tiers: Tiers, prefetch: Prefetch, tokens: bytes, namespace: bytes, ids: Int32Array
     ) -> None:
         self._tiers = tiers
         self._prefetch = prefetch
         self.runs = prefetch.runs
         self._tokens = tokens
         self._namespace = namespace
-        self._epoch = tiers.manager.epoch
-        self.ids = np.frombuffer(ids, np.int32)
-        self._num_good = 0
+        self._ids = ids
 
     def end(self, ok: Sequence[bool]) -> None:
         """See Effect."""
-        self._num_good = leading(ok)
+        tiers, good = self._tiers, leading(ok)
+        come, self._ids = self._ids[:good], self._ids[good:]
+        if good:
+            lost_bytes = len(self._ids) * tiers.tree.block_bytes
+            tokens = self._tokens[: len(self._tokens) - lost_bytes]
+            attached = tiers.tree.attach(self._namespace, tokens, come)
+            tiers.host.pool.recycle(come[: good - attached])
+            tiers.fetched_blocks += good
+        self._prefetch.end(good)
 
     def fenced(self) -> None:
         """See Effect."""
-        tiers = self._tiers
-        good = self._num_good if self._epoch == tiers.manager.epoch else 0
-        attached = 0
-        if good:
-            lost_bytes = (len(self.ids) - good) * tiers.tree.block_bytes
-            tokens = self._tokens[: len(self._tokens) - lost_bytes]
-            attached = tiers.tree.attach(self._namespace, tokens, self.ids[:good])
-        kept = self.ids[good - attached : good]
-        tiers.host.pool.recycle(np.setdiff1d(self.ids, kept))
-        tiers.fetched_blocks += good
-        self._prefetch.end(good)
+        self._tiers.host.pool.recycle(self._ids)
 
     def own_host_blocks(self) -> list[int]:
         """See Effect."""
-        return [int(block) for block in self.ids]
+        return [int(block) for block in self._ids]
 
 
 def prefetch(tiers: Tiers, tokens: Tokens, namespace: bytes) -> Prefetch | None:

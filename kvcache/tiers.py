@@ -192,7 +192,6 @@ class Tiers:
 
     def cancel(self, prefetch: Prefetch) -> None:
         """End a prefetch whose request has gone; nothing happens if it has ended."""
-        prefetch.wanted = False
         self.operations.cancel(prefetch.op_id)
 
     # Shared steps

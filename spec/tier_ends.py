@@ -37,16 +37,16 @@ def ended(world: TierWorld, change: Change, *, result: bool, fenced: bool) -> No
         _out(world, change)
     elif name in TO_DEVICE and fenced:
         (_in_for_nobody if flight.owner == flight.op else _in)(world, change)
-    elif name == "lookup" and fenced:
+    elif name == "lookup" and result:
         _lookup(world, change)
-    elif name == "fetch" and fenced:
+    elif name == "fetch" and result:
         _fetch(world, change)
     else:
         world.lost(change.before)
     if fenced:
         world.executor.fenced(flight)
-        if flight.copy.kind in ("lookup", "fetch"):
-            _check_prefetch(world, flight)
+    if name in ("lookup", "fetch") and (result or flight.given_up):
+        _check_prefetch(world, flight)
 
 
 def _touch(world: TierWorld, flight: Flight) -> None:
@@ -195,7 +195,7 @@ def _check_prefetch(world: TierWorld, flight: Flight) -> None:
     if prefetch is None:
         return
     found = world.ask("prefetched", flight.owner)
-    if flight.given_up or flight.old:
+    if flight.given_up:
         prefetch.stage, prefetch.num_found = "done", 0
     wanted = prefetch.num_found if prefetch.stage == "done" else None
     require(found == wanted, rules.T26, "a prefetch has brought {}, told {}", wanted, found)

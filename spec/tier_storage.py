@@ -63,11 +63,11 @@ def cancel(world: TierWorld, name: str) -> bool:
     if found is None or not found.is_wanted:
         return False
     before = world.see()
-    flight = next((f for f in world.executor.flights if f.owner == name and
+    flight = next((f for f in world.executor.flights if f.owner == name and not f.has_result and
                    f.copy.kind in ("lookup", "fetch")), None)  # fmt: skip
     found.is_wanted = False
     world.touch_all(found.path)
-    if flight is not None and not flight.has_result:
+    if flight is not None:
         world.give_up(flight.copy.id, "")
     world.ask("cancel", name)
     world.see()
@@ -138,7 +138,7 @@ def _forget(world: TierWorld, keep: list[bytes]) -> None:
             parked.writers, parked.failed = set(), True
     for name, found in list(world.prefetches.items()):
         found.is_old = True
-        if not any(f.owner == name for f in world.executor.flights):
+        if not any(f.owner == name and f.given_up for f in world.executor.flights):
             del world.prefetches[name]
     world.renew([name for name in NAMESPACES if name not in keep])
 

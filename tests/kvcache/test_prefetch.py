@@ -100,15 +100,26 @@ def test_storage_had_it_and_lost_it(ok, num_blocks, fenced):
     memory.finish(memory.one(OpKind.LOOKUP))
     load = memory.one(OpKind.STORAGE_TO_HOST)
     memory.finish(load, ok, fenced=fenced)
-    if not fenced:
-        assert not prefetch.done
+    assert (prefetch.done, prefetch.num_blocks) == (True, num_blocks)
+    assert memory.residency(TOKENS) == "h" * num_blocks
+    if not fenced:  # the request goes on; what has not come may still be written
         assert memory.stats.host_free_blocks == 0
         memory.manager.check()
         memory.fence(load)
-    assert (prefetch.done, prefetch.num_blocks) == (True, num_blocks)
-    assert memory.residency(TOKENS) == "h" * num_blocks
     assert memory.stats.host_free_blocks == 4 - num_blocks
     memory.manager.check()
+
+
+def test_an_answer_is_loaded_before_its_fence():
+    memory = memory_with([1, 2, 3])
+    prefetch = ask(memory)
+    lookup = memory.one(OpKind.LOOKUP)
+    memory.finish(lookup, fenced=False)
+    memory.manager.check()
+    assert memory.one(OpKind.STORAGE_TO_HOST).num_blocks == 3
+    memory.fence(lookup)
+    memory.settle()
+    assert (prefetch.done, prefetch.num_blocks) == (True, 3)
 
 
 def test_as_many_as_the_host_has_room_for():

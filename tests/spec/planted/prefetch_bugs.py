@@ -11,21 +11,21 @@ PREFETCH_BUGS = (
     bug(
         "a fetch counts blocks behind the first bad one",
         PREFETCH,
-        ("        self._num_good = leading(ok)\n", "        self._num_good = sum(ok)\n"),
+        ("good = self._tiers, leading(ok)", "good = self._tiers, sum(ok)"),
         seen_in="FastDeploy file store",
         world="tiers",
     ),
     bug(
         "a prefetch inserts a block that failed",
         PREFETCH,
-        ("        self._num_good = leading(ok)\n", "        self._num_good = len(ok)\n"),
+        ("good = self._tiers, leading(ok)", "good = self._tiers, len(ok)"),
         seen_in="vLLM #19330, FastDeploy v1",
         world="tiers",
     ),
     bug(
         "a prefetch loads what was not found",
         PREFETCH,
-        ("        self._num_found = leading(ok)\n", "        self._num_found = len(ok)\n"),
+        ("self._prefetch.load(leading(ok))", "self._prefetch.load(len(ok))"),
         seen_in="FastDeploy file store",
         world="tiers",
     ),
@@ -46,26 +46,22 @@ PREFETCH_BUGS = (
         world="tiers",
     ),
     bug(
-        "a cancelled prefetch goes on when storage has answered",
-        PREFETCH,
-        ("wanted = self.wanted and self._epoch", "wanted = self._epoch"),
-        elsewhere=((TIERS, "        self.operations.cancel(prefetch.op_id)\n", ""),),
+        "a cancelled prefetch goes on",
+        TIERS,
+        ("        self.operations.cancel(prefetch.op_id)\n", "        pass\n"),
         seen_in="SGLang #9874, SGLang #30053",
-        world="tiers",
-    ),
-    bug(
-        "an answer of before a reset is loaded after it",
-        PREFETCH,
-        ("wanted = self.wanted and self._epoch == tiers.manager.epoch", "wanted = self.wanted"),
-        seen_in="FastDeploy v1",
         world="tiers",
     ),
     bug(
         "a fetch of before a reset enters the tree",
         PREFETCH,
+        ("        self._ids = ids\n", "        self._ids, self._e = ids, tiers.manager.epoch\n"),
         (
-            "good = self._num_good if self._epoch == tiers.manager.epoch else 0",
-            "good = self._num_good",
+            "        self._tiers.host.pool.recycle(self._ids)\n",
+            "        if self._e != self._tiers.manager.epoch:\n"
+            "            self._tiers.tree.attach(self._namespace, self._tokens, self._ids)\n"
+            "            return\n"
+            "        self._tiers.host.pool.recycle(self._ids)\n",
         ),
         seen_in="FastDeploy PR 6202",
         world="tiers",
@@ -73,8 +69,39 @@ PREFETCH_BUGS = (
     bug(
         "the blocks of a failed fetch are never free",
         PREFETCH,
-        ("        tiers.host.pool.recycle(np.setdiff1d(self.ids, kept))\n", ""),
+        ("        self._tiers.host.pool.recycle(self._ids)\n", "        pass\n"),
         seen_in="SGLang #9874",
+        world="tiers",
+    ),
+    bug(
+        "the blocks of a failed fetch are free while they are written",
+        PREFETCH,
+        (
+            "        self._prefetch.end(good)\n",
+            "        self._prefetch.end(good)\n"
+            "        tiers.host.pool.recycle(self._ids)\n"
+            "        self._ids = come[:0]\n",
+        ),
+        world="tiers",
+    ),
+    bug(
+        "what was fetched twice is never free",
+        PREFETCH,
+        ("            tiers.host.pool.recycle(come[: good - attached])\n", ""),
+        world="tiers",
+    ),
+    bug(
+        "an answer is not heard before its fence",
+        PREFETCH,
+        (
+            "        self._prefetch.load(leading(ok))\n",
+            "        self._num_found = leading(ok)\n",
+        ),
+        (
+            '        """See Effect: it has no blocks."""\n',
+            "        self._prefetch.load(self._num_found)\n",
+        ),
+        seen_in="FastDeploy storage",
         world="tiers",
     ),
     bug(

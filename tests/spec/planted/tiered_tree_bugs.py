@@ -89,9 +89,9 @@ TIERED_TREE_BUGS = (
             ),
             (
                 "prefetch.py",
-                "        kept = self.ids[good - attached : good]\n",
-                "        kept = self.ids[good - attached : good]\n"
-                "        tiers.store(tiers.tree.__dict__.pop('fetched', []))\n",
+                "            tiers.fetched_blocks += good\n",
+                "            tiers.fetched_blocks += good\n"
+                "            tiers.store(tiers.tree.__dict__.pop('fetched', []))\n",
             ),
         ),
         seen_in="FastDeploy storage, vLLM #45704",
