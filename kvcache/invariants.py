@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .block_tables import BlockTables
     from .host_tier import HostRun
     from .lease import Lease
+    from .node_keys import NodeKeys
     from .radix_tree import RadixTree
     from .tiers import Tiers
 
@@ -158,6 +159,23 @@ def check_tiers(tiers: Tiers, leases: Collection[Lease]) -> None:
     assert host.num_idle == sum(run.num_blocks for run in idle), "num_idle of the host is wrong"
     valid = sum(run.num_blocks for run in runs if run.is_valid)
     assert host.num_cached == valid, "num_cached of the host is wrong"
+    if tiers.tree.keys is not None:
+        _check_keys(tiers.tree.keys, nodes)
+
+
+def _check_keys(keys: NodeKeys, nodes: list[Node]) -> None:
+    # What is kept is of live nodes, and what would be made anew.
+    assert keys.known.keys() <= set(nodes), "the keys of a dead node are kept"
+    block_size = keys.namespace.block_size
+    chains: dict[Node, tuple[bytes, bytes | None]] = {}
+    for node in nodes:  # parents first
+        above = node.parent
+        assert above is not None, "a root is among the nodes"
+        extras, last = chains.get(above, (above.key, None))
+        tokens = np.frombuffer(node.tokens, np.int32)[: node.num_blocks * block_size]
+        made = keys.namespace.block_keys(tokens, extras, last)
+        assert b"".join(made).startswith(keys.known.get(node, b"")), "a key is of other tokens"
+        chains[node] = extras, made[-1]
 
 
 def _check_host_order(idle: list[HostRun], place: dict[int, int]) -> None:

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 
 from .effects import leading
 from .host_tier import HostRun
+from .lease import Match
+from .node_keys import KEY_BYTES
 from .operations import Effect, OpId, OpKind
+from .radix_node import Node
 from .tokens import Int32Array, Tokens, as_tokens
 
 if TYPE_CHECKING:
@@ -52,8 +55,8 @@ class Prefetch:
         missing_bytes = (len(self._keys) - num_blocks) * tiers.tree.block_bytes
         tokens = self._tokens[: len(self._tokens) - missing_bytes]
         ids, _ = tiers.writer.land({}, num_blocks)
-        fetch = _Fetch(tiers, self, tokens, self._namespace, ids)
         keys = self._keys[:num_blocks]
+        fetch = _Fetch(tiers, self, tokens, self._namespace, ids, keys)
         self.op_id = tiers.submit(
             OpKind.STORAGE_TO_HOST, fetch, destinations=ids.tobytes(), keys=keys
         )
@@ -88,7 +91,13 @@ class _Fetch(Effect):
     """
 
     def __init__(
-        self, tiers: Tiers, prefetch: Prefetch, tokens: bytes, namespace: bytes, ids: Int32Array
+        self,
+        tiers: Tiers,
+        prefetch: Prefetch,
+        tokens: bytes,
+        namespace: bytes,
+        ids: Int32Array,
+        keys: list[bytes],
     ) -> None:
         self._tiers = tiers
         self._prefetch = prefetch
@@ -96,6 +105,7 @@ class _Fetch(Effect):
         self._tokens = tokens
         self._namespace = namespace
         self._ids = ids
+        self._keys = keys
 
     def end(self, ok: Sequence[bool]) -> None:
         """See Effect."""
@@ -104,7 +114,7 @@ class _Fetch(Effect):
         if good:
             lost_bytes = len(self._ids) * tiers.tree.block_bytes
             tokens = self._tokens[: len(self._tokens) - lost_bytes]
-            attached = tiers.tree.attach(self._namespace, tokens, come)
+            attached = tiers.tree.attach(self._namespace, tokens, come, self._keys[:good])
             tiers.host.pool.recycle(come[: good - attached])
             tiers.fetched_blocks += good
         self._prefetch.end(good)
@@ -126,9 +136,31 @@ def prefetch(tiers: Tiers, tokens: Tokens, namespace: bytes) -> Prefetch | None:
     have, whole = match.num_blocks + match.num_host_blocks, len(tokens) // block_size
     if tiers.storage is None or have == whole:
         return None
-    keys = tiers.storage.block_keys(tokens, namespace)[have:]
+    parent = _last_key(tiers, match)
+    keys = tiers.storage.block_keys(tokens[have * block_size :], namespace, parent)
     path = tokens[: whole * block_size].tobytes()
     asked = Prefetch(tiers, path, namespace, keys)
     asked.runs = tiers.host.hold(match.host_runs)
     asked.op_id = tiers.submit(OpKind.LOOKUP, _Lookup(asked), keys=keys)
     return asked
+
+
+def _last_key(tiers: Tiers, match: Match) -> bytes | None:
+    """Return the key of the last block of a match; None if it has no block."""
+    walk, keys = match._walk, tiers.tree.keys
+    if walk is None or keys is None:
+        return None
+    node: Node | None
+    if match.host_runs:
+        excess = sum([run.num_blocks for run in match.host_runs]) - match.num_host_blocks
+        last = match.host_runs[-1]
+        node, num_blocks = last.node, last.num_blocks - excess
+        assert node is not None, "a match names a dropped copy"
+    elif walk.inside is not None:
+        node, num_blocks = walk.inside, walk.inside_blocks
+    else:
+        node, num_blocks = walk.node, walk.node.num_blocks
+    if num_blocks == 0:  # it is the root
+        return None
+    end = num_blocks * KEY_BYTES
+    return keys.of(tiers.tree.path(node))[end - KEY_BYTES : end]

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-import numpy as np
 
 from .host_tier import HostRun, HostTier
 from .idle_list import unlink
+from .node_keys import NodeKeys
 from .radix_node import ITEM_BYTES, Node, TieredNode, Walk
 from .radix_tree import RadixTree
 from .tokens import Int32Array
-
-if TYPE_CHECKING:
-    from .storage.keys import StorageNamespace
 
 
 class TieredTree(RadixTree):
@@ -30,6 +25,7 @@ class TieredTree(RadixTree):
 
     Attributes:
         host: the blocks of the host tier.
+        keys: of its nodes in storage; None: there is no storage.
         hits: how often nodes without a copy were hit, where that is counted.
         dropped_blocks: blocks that left the host tier for good, or found no room in it.
     """
@@ -38,6 +34,7 @@ class TieredTree(RadixTree):
         super().__init__(block_size)
         self._node_type = TieredNode
         self.host = host
+        self.keys: NodeKeys | None = None
         self.hits: Counter[Node] = Counter()
         self.dropped_blocks = 0
 
@@ -49,24 +46,6 @@ class TieredTree(RadixTree):
             node = node.parent
         path.reverse()
         return path
-
-    def keys_of(self, runs: Sequence[HostRun], storage: StorageNamespace) -> list[bytes]:
-        """Return the storage keys of the blocks of some copies, in order."""
-        known: dict[Node, list[bytes]] = {}
-        keys: list[bytes] = []
-        for run in runs:
-            assert run.node is not None, "a dropped copy is stored"
-            parent: bytes | None = None
-            path = self.path(run.node)
-            root = path[0].parent
-            assert root is not None, "a path without a root"
-            for node in path:
-                if node not in known:
-                    tokens = np.frombuffer(node.tokens, np.int32)
-                    known[node] = storage.block_keys(tokens, root.key, parent)
-                parent = known[node][-1]
-            keys += known[run.node]
-        return keys
 
     def host_runs(self, node: Node, tokens: memoryview) -> tuple[list[HostRun], int]:
         """Follow tokens on from where a walk ended, through what the host alone has.
@@ -105,6 +84,8 @@ class TieredTree(RadixTree):
             self.hits[upper] = self.hits[lower]
         if lower.host is not None:
             self.host.split(lower.host, upper, num_blocks)
+        if self.keys is not None:
+            self.keys.split(lower, upper, num_blocks)
         return upper
 
     def adopt(self, node: Node, tokens: bytes, device_blocks: bytes) -> Node:
@@ -170,14 +151,19 @@ class TieredTree(RadixTree):
             self.dropped_blocks += node.host.num_blocks
             self.host.drop(node.host)
         self.hits.pop(node, None)
+        if self.keys is not None:
+            self.keys.forget(node)
         super()._died(node)
 
-    def attach(self, namespace: bytes, tokens: bytes, host_blocks: Int32Array) -> int:
+    def attach(
+        self, namespace: bytes, tokens: bytes, host_blocks: Int32Array, keys: Sequence[bytes]
+    ) -> int:
         """Add the last blocks of a path, which storage had and the host has now.
 
         Args:
             namespace, tokens: the path from its root on, as bytes of int32.
             host_blocks: host ids of its last blocks.
+            keys: of those.
 
         Returns:
             How many of them, from the last on, are in the tree now. The others are there already,
@@ -198,6 +184,8 @@ class TieredTree(RadixTree):
         parent.adopt(node)
         run = self.host.land(node, host_blocks[-missing:])
         run.stored = True  # that is where it came from
+        assert self.keys is not None, "what there is no storage for came from it"
+        self.keys.learn(node, keys[-missing:])
         self.host.settle(run)
         self.version += 1
         return missing

@@ -13,6 +13,7 @@ from .host_reader import HostReader, Loads
 from .host_tier import HostConfig, HostRun, HostTier
 from .host_writer import HostWriter
 from .lease import TierStats
+from .node_keys import NodeKeys
 from .operations import Effect, Operation, Operations, OpId, OpKind
 from .parking import Parked, ParkedIn, park, settle_parked, unpark
 from .prefetch import Prefetch, prefetch
@@ -56,7 +57,6 @@ class Tiers:
 
     Attributes:
         config: of the host tier.
-        storage: whose blocks storage keeps; None: there is no storage.
     """
 
     def __init__(
@@ -73,15 +73,24 @@ class Tiers:
                 f"{manager.block_size}"
             )
         self.config = config
-        self.storage = storage
         self.manager = manager
         self.host = HostTier(config.num_blocks, spares_first=config.write != "through")
         self.tree = TieredTree(manager.block_size, self.host)
+        self.storage = storage
         self.operations = Operations()
         self.writer = HostWriter(self)
         self.reader = HostReader(self)
         self.parked: dict[Parked, None] = {}
         self.stored_blocks = self.fetched_blocks = 0
+
+    @property
+    def storage(self) -> StorageNamespace | None:
+        """Whose blocks storage keeps, from now on; None: there is no storage."""
+        return None if self.tree.keys is None else self.tree.keys.namespace
+
+    @storage.setter
+    def storage(self, namespace: StorageNamespace | None) -> None:
+        self.tree.keys = None if namespace is None else NodeKeys(namespace)
 
     # Operations out, completions in
 
@@ -264,10 +273,14 @@ class Tiers:
 
     def store(self, runs: Sequence[HostRun]) -> None:
         """Write copies that have just arrived on the host to storage, if there is one."""
-        if self.storage is None or not runs:
+        tree = self.tree
+        if tree.keys is None or not runs:
             return
         blocks = b"".join([run.blocks for run in runs])
-        keys = self.tree.keys_of(runs, self.storage)
+        keys: list[bytes] = []
+        for run in runs:
+            assert run.node is not None, "a dropped copy is stored"
+            keys += tree.keys.each(tree.path(run.node))
         self.submit(OpKind.HOST_TO_STORAGE, Stored(self, runs), sources=blocks, keys=keys)
 
     def quarantined_device_blocks(self) -> list[int]:

@@ -23,9 +23,8 @@ from typing import Any, NamedTuple, NewType, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ..node_keys import KEY_BYTES as KEY_BYTES
 from .errors import PayloadError, StorageKeyError
-
-KEY_BYTES = 32
 
 OperationId = NewType("OperationId", int)
 Buffer: TypeAlias = "bytes | bytearray | memoryview | npt.NDArray[Any]"

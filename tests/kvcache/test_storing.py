@@ -5,7 +5,7 @@ import pytest
 from radixkv.kvcache import CacheManager, HostConfig, OpKind, StorageConfigError
 from radixkv.kvcache.storage.keys import StorageNamespace
 
-from .tier_memory import TierMemory
+from .tier_memory import TierMemory, as_list
 
 
 def test_what_is_stored_has_the_keys_that_are_asked_for():
@@ -81,6 +81,47 @@ def test_what_storage_has_is_parked_there_at_once(fetched):
     assert memory.take() == []
     assert len(memory.drop_order()) == 4
     memory.manager.check()
+
+
+def test_a_key_is_made_once(monkeypatch):
+    made, make = [], StorageNamespace.block_keys
+
+    def count(namespace, tokens, extras=b"", parent=None):
+        made.extend(as_list(tokens))
+        return make(namespace, tokens, extras, parent)
+
+    monkeypatch.setattr(StorageNamespace, "block_keys", count)
+    monkeypatch.setattr(CacheManager, "check", lambda manager: None)  # it makes them all anew
+    memory = TierMemory(9, 9, storage=True)
+    memory.serve([1, 2, 3, 4])
+    memory.manager.evict(1)
+    memory.settle()
+    assert made == [1, 2, 3, 4]
+    memory.serve([1, 2, 5])  # splits the run
+    memory.tiers.prefetch([1, 2, 3, 4, 6])
+    memory.settle()
+    assert made[4:] == [6]
+    memory.manager.evict(9)
+    memory.settle()
+    assert made[5:] == [5]
+    memory.manager.reset()
+    memory.tiers.prefetch([1, 2, 3, 4])
+    memory.settle()
+    memory.serve([1, 2, 3, 4])
+    assert made[6:] == [1, 2, 3, 4]
+    memory.tiers.prefetch([1, 2, 3, 7])
+    assert made[10:] == [7]
+
+
+def test_what_outlives_new_weights_has_new_keys():
+    memory = TierMemory(2, 2, storage=True)
+    memory.demote([1], b"kept")
+    memory.reset(keep=[b"kept"])
+    memory.tiers.prefetch([1, 2], b"kept")
+    assert memory.tiers.storage is not None
+    assert memory.tiers.storage != memory.namespace
+    keys = memory.tiers.storage.block_keys([1, 2], b"kept")
+    assert memory.one(OpKind.LOOKUP).keys == tuple(keys[1:])
 
 
 def test_storage_that_a_cache_cannot_have():

@@ -55,6 +55,7 @@ HUNTED: Final[dict[str, tuple[World, ...]]] = {
     "host_writer.py": ("tiers",),
     "host_reader.py": ("tiers",),
     "tiered_tree.py": ("tiers",),
+    "node_keys.py": ("tiers",),
     "tiers.py": ("tiers",),
     "parking.py": ("tiers",),
     "prefetch.py": ("tiers",),

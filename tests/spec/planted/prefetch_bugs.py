@@ -33,7 +33,7 @@ PREFETCH_BUGS = (
         "a prefetch asks for what is cached, too",
         PREFETCH,
         (
-            "tiers.storage.block_keys(tokens, namespace)[have:]",
+            "tiers.storage.block_keys(tokens[have * block_size :], namespace, parent)",
             "tiers.storage.block_keys(tokens, namespace)",
         ),
         world="tiers",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .plant import bug
 
-PREFETCH, TREE, TIERS = "prefetch.py", "tiered_tree.py", "tiers.py"
+PREFETCH, TREE, TIERS, KEYS = "prefetch.py", "tiered_tree.py", "tiers.py", "node_keys.py"
 
 TIERED_TREE_BUGS = (
     bug(
@@ -40,16 +40,28 @@ TIERED_TREE_BUGS = (
     ),
     bug(
         "keys are made from the wrong parent",
-        TREE,
-        ("                parent = known[node][-1]\n", "                parent = known[node][0]\n"),
+        KEYS,
+        ("parent = keys[-KEY_BYTES:]\n        return", "parent = keys[:KEY_BYTES]\n        return"),
         seen_in="kvcached #451",
         world="tiers",
     ),
     bug(
         "keys are made without the namespace",
-        TREE,
-        ("storage.block_keys(tokens, root.key, parent)", 'storage.block_keys(tokens, b"", parent)'),
+        KEYS,
+        ("block_keys(rest, root.key, parent)", 'block_keys(rest, b"", parent)'),
         seen_in="vLLM #44701",
+        world="tiers",
+    ),
+    bug(
+        "a run that is split leaves its keys with its lower part",
+        TREE,
+        ("            self.keys.split(lower, upper, num_blocks)\n", "            pass\n"),
+        world="tiers",
+    ),
+    bug(
+        "a question to storage goes on from the first block of what is cached",
+        PREFETCH,
+        ("[end - KEY_BYTES : end]", "[:KEY_BYTES]"),
         world="tiers",
     ),
     bug(
