@@ -43,7 +43,6 @@ class NodeKeys:
         root = path[0].parent
         assert root is not None, "a path without a root"
         parent: bytes | None = None
-        keys = b""
         for node in path:
             keys = self.known.get(node, b"")
             num_blocks = node.num_blocks

@@ -113,6 +113,18 @@ def test_a_key_is_made_once(monkeypatch):
     assert made[10:] == [7]
 
 
+def test_a_run_that_has_keys_grows():
+    memory = TierMemory(6, 6, storage=True, block_size=2)
+    manager, tokens = memory.manager, list(range(12))
+    lease = manager.admit(manager.match(tokens))
+    for published in (4, 6, 8):
+        manager.publish(lease, tokens[:published])
+        memory.tiers.prefetch(tokens)
+        keys = memory.namespace.block_keys(tokens)
+        assert memory.one(OpKind.LOOKUP).keys == tuple(keys[published // 2 :])
+        manager.check()
+
+
 def test_what_outlives_new_weights_has_new_keys():
     memory = TierMemory(2, 2, storage=True)
     memory.demote([1], b"kept")
