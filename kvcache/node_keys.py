@@ -63,12 +63,10 @@ class NodeKeys:
 
     def split(self, lower: Node, upper: Node, num_blocks: int) -> None:
         """Give the keys of the first num_blocks blocks to upper."""
-        keys = self.known.pop(lower, b"")
-        cut = num_blocks * KEY_BYTES
-        if keys:
-            self.known[upper] = keys[:cut]
-        if len(keys) > cut:
-            self.known[lower] = keys[cut:]
+        keys = self.known.get(lower)
+        if keys is not None:
+            cut = num_blocks * KEY_BYTES
+            self.known[upper], self.known[lower] = keys[:cut], keys[cut:]
 
     def forget(self, node: Node) -> None:
         """Leave nothing of a node that has died."""

@@ -59,7 +59,8 @@ PREFETCH_BUGS = (
         (
             "        self._tiers.host.pool.recycle(self._ids)\n",
             "        if self._e != self._tiers.manager.epoch:\n"
-            "            self._tiers.tree.attach(self._namespace, self._tokens, self._ids)\n"
+            "            path = self._namespace, self._tokens\n"
+            "            self._tiers.tree.attach(*path, self._ids, self._keys)\n"
             "            return\n"
             "        self._tiers.host.pool.recycle(self._ids)\n",
         ),
