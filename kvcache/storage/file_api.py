@@ -33,8 +33,14 @@ class FileApi(Protocol):
     def lock(self, path: str) -> int:
         """Open a lock file and lock it, until it is closed; BlockingIOError if another has it."""
 
+    def directories(self, path: str) -> list[str]:
+        """Return the names of the directories in a directory."""
+
     def scan(self, path: str) -> Iterator[tuple[str, int, int]]:
-        """Yield name, size in bytes and time (ns) of the last use of each file in a directory."""
+        """Yield name, size in bytes and time (ns) of the last use of each file in a directory.
+
+        What is no file (a directory, a link, a pipe) has none of these.
+        """
 
     def create(self, path: str) -> int:
         """Make a new file for the owner alone (0600) and open it to write."""
@@ -92,12 +98,18 @@ class OsFiles:
             raise
         return file
 
+    def directories(self, path: str) -> list[str]:
+        """See FileApi."""
+        with os.scandir(path) as entries:
+            return [entry.name for entry in entries if entry.is_dir()]
+
     def scan(self, path: str) -> Iterator[tuple[str, int, int]]:
         """See FileApi."""
         with os.scandir(path) as entries:
             for entry in entries:
                 facts = entry.stat(follow_symlinks=False)
-                yield entry.name, facts.st_size, facts.st_mtime_ns
+                if stat.S_ISREG(facts.st_mode):
+                    yield entry.name, facts.st_size, facts.st_mtime_ns
 
     def create(self, path: str) -> int:
         """See FileApi."""

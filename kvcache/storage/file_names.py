@@ -29,7 +29,7 @@ def find_values(
 
 def bucket_names(files: FileApi, directory: str) -> list[str]:
     """Return the names of the directories that hold values."""
-    names = (name for name, _, _ in files.scan(directory))
+    names = files.directories(directory)
     return sorted(name for name in names if len(name) == 2 and _HEX.issuperset(name))
 
 

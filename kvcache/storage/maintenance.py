@@ -16,11 +16,13 @@ from typing import Final
 
 from .base import Backend, StoredValue
 from .envelope import HEADER_BYTES, Fault, check_header, open_sealed
-from .errors import BackendIOError, StorageError
+from .errors import BackendError, BackendIOError, StorageError
 from .remote_errors import StorageUrlError
 from .urls import BackendOptions, directory_of, open_backend
 
 _NO_LIMIT: Final = 2**63 - 1
+_MOST_IN_A_ROW: Final = 3
+"""When so many values of a server cannot be read, it is the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +96,24 @@ def verify_values(backend: Backend, *, delete: bool = False) -> Verified:
 
     Raises:
         UnsupportedError: if the backend cannot list its values.
-        BackendError: if it cannot be reached.
+        BackendError: if it cannot be reached: it gave nothing, or failed several times in a row.
     """
     counts: Counter[str] = Counter()
     reader = _Reader(backend)
+    failed_in_a_row = 0
     for value in backend.list_values():
         try:
             outcome = reader.look_at(value)
-        except (BackendIOError, MemoryError):
+        except (BackendIOError, MemoryError, OverflowError):
             counts["unreadable"] += 1
             continue
+        except BackendError:
+            failed_in_a_row += 1
+            if failed_in_a_row == _MOST_IN_A_ROW or not counts:
+                raise
+            counts["unreadable"] += 1
+            continue
+        failed_in_a_row = 0
         if outcome is None:
             counts["missing"] += 1
         elif isinstance(outcome, Fault):

@@ -28,6 +28,7 @@ _NO_ORDER: Final = (
     "a Redis server tells no order of use: its maxmemory-policy forgets the least recently used, "
     "or remove all"
 )
+_NO_STRING: Final = "WRONGTYPE"
 _SCAN_COUNT: Final = 1000
 _READ_BYTES: Final = 1 << 20
 """How much the client reads from its socket at once: large, as values are."""
@@ -93,12 +94,17 @@ class RedisBackend:
             return [answer == 1 for answer in pipeline.execute()]
 
     def get(self, key: bytes, into: Sequence[memoryview]) -> int | None:
-        """See Backend. The server sends one byte more than there is room for, at most."""
+        """See Backend. The server sends one byte more than there is room for, at most.
+
+        What is no string, and so not written by this, is as good as an empty value.
+        """
         name = self._name(key)
         room = sum(len(part) for part in into)
         with self._typed("reading"):
             # One command, so its answer is of one moment; the byte too many tells a longer value.
-            value = self._command("GETRANGE", name, 0, room)
+            value = self._unless_no_string("GETRANGE", name, 0, room)
+            if value is None:
+                return 0
             if not isinstance(value, bytes):
                 raise BackendError(f"reading failed: the answer is a {type(value).__name__}")
             if not value and not self._command("EXISTS", name):
@@ -182,7 +188,8 @@ class RedisBackend:
                 pipeline = self._client.pipeline(transaction=False)
                 for key in new:
                     pipeline.execute_command("STRLEN", self._name(key))
-                sizes = pipeline.execute()
+                answers = pipeline.execute(raise_on_error=False)
+                sizes = [_number_if_string(answer) for answer in answers]
             seen.update(new)
             yield from map(StoredValue, new, sizes)
 
@@ -198,6 +205,17 @@ class RedisBackend:
 
     def _command(self, *words: Word) -> Any:
         return self._client.execute_command(*words)
+
+    def _unless_no_string(self, *words: Word) -> Any:
+        """Return the answer to a command for strings; None if the key is of something else."""
+        from redis import exceptions
+
+        try:
+            return self._command(*words)
+        except exceptions.ResponseError as error:
+            if _code(error) != _NO_STRING:
+                raise
+            return None
 
     @contextmanager
     def _typed(self, doing: str) -> Iterator[None]:
@@ -270,6 +288,15 @@ def _client(
         options |= {"host": address.host, "port": address.port}
     pool = redis.ConnectionPool(connection_class=connection, **options)
     return redis.Redis(connection_pool=pool)
+
+
+def _number_if_string(answer: int | Exception) -> int:
+    """Return the answer to STRLEN; 0 for what is no string."""
+    if isinstance(answer, Exception):
+        if _code(answer) != _NO_STRING:
+            raise answer
+        return 0
+    return answer
 
 
 def _code(error: Exception) -> str:

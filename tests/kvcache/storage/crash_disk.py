@@ -180,12 +180,14 @@ class CrashDisk:
             directory.change({name: SimFile()})
         return self._handle(self._file(path))
 
+    def directories(self, path: str) -> list[str]:
+        names = self._directory(path).seen
+        return [name for name, what in names.items() if isinstance(what, SimDirectory)]
+
     def scan(self, path: str) -> Iterator[tuple[str, int, int]]:
         for name, what in list(self._directory(path).seen.items()):
             if isinstance(what, SimFile):
                 yield name, len(what.seen), what.used_ns
-            else:
-                yield name, 0, 0
 
     def create(self, path: str) -> int:
         self.alive()

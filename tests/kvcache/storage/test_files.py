@@ -2,6 +2,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,25 @@ def test_a_link_is_not_followed(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(BackendIOError, match=r"^reading failed: ELOOP "):
         get(backend, KEYS[0])
     backend.close()
+
+
+def test_a_start_passes_over_what_is_no_file(directory: Path, tmp_path: Path) -> None:
+    with closing(FileBackend(directory, max_bytes=100)) as backend:
+        put(backend, KEYS[0], b"abc")
+    names = [directory / "00" / f"00{key.hex()[2:]}" for key in KEYS[1:5]]
+    os.mkfifo(names[0])
+    names[1].symlink_to(tmp_path / "elsewhere")
+    names[2].mkdir()
+    (directory / "00" / ".tmp-x").mkdir()
+    (directory / "aa").write_text("a file, not a directory of values")
+    with closing(FileBackend(directory, max_bytes=6)) as backend:
+        assert keys_of(backend) == [KEYS[0]]
+        for name in names[:2]:
+            put(backend, bytes.fromhex(name.name), b"def")  # takes its place
+            assert get(backend, bytes.fromhex(name.name)) == b"def"
+        with pytest.raises(BackendIOError, match=r"^writing failed: EISDIR "):
+            put(backend, bytes.fromhex(names[2].name), b"def")
+        put(backend, KEYS[5], b"ghi")
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from radixkv.kvcache.storage import (
+    BackendError,
     BackendIOError,
     BackendOptions,
     BackendUnreachableError,
@@ -142,16 +144,56 @@ def test_no_memory_is_taken_for_a_length_that_the_header_denies(tmp_path: Path) 
         assert verify_values(backend) == Verified(good=2, corrupt=1, good_bytes=200)
 
 
-def test_a_value_that_memory_has_no_room_for_is_unreadable() -> None:
-    class Small(MemoryBackend):
-        def get(self, key: bytes, into: Sequence[memoryview]) -> int | None:
-            if key == KEYS[1]:
-                raise MemoryError
-            return super().get(key, into)
+class Failing(MemoryBackend):
+    """Raises an error for some keys."""
 
-    backend = Small()
+    def __init__(self, error: Exception, keys: Sequence[bytes]) -> None:
+        super().__init__()
+        self.error = error
+        self.failing = keys
+
+    def get(self, key: bytes, into: Sequence[memoryview]) -> int | None:
+        if key in self.failing:
+            raise self.error
+        return super().get(key, into)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), BackendError("reading failed: GenericError")])
+def test_a_value_that_does_not_come_is_unreadable(error: Exception) -> None:
+    backend = Failing(error, KEYS[1:2])
     filled(backend)
     assert verify_values(backend) == Verified(good=2, unreadable=1, good_bytes=200)
+
+
+def test_a_length_that_no_buffer_has_is_unreadable() -> None:
+    """And the header agrees with it."""
+    length = 2**63
+
+    class Huge(MemoryBackend):
+        def get(self, key: bytes, into: Sequence[memoryview]) -> int | None:
+            found = super().get(key, into)
+            return length if key == KEYS[1] else found
+
+        def list_values(self, *, coldest_first: bool = False) -> Iterator[StoredValue]:
+            for key, num_bytes in super().list_values(coldest_first=coldest_first):
+                yield StoredValue(key, length if key == KEYS[1] else num_bytes)
+
+    backend = Huge()
+    filled(backend)
+    backend.values[KEYS[1]] = struct.pack(
+        "<4sHHQ16s32s", b"RXKV", 2, 0, length - 64, bytes(16), KEYS[1]
+    )
+    assert verify_values(backend) == Verified(good=2, unreadable=1, good_bytes=200)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_server_that_gives_no_more_ends_it(first: int) -> None:
+    error = BackendError("reading failed: GenericError")
+    backend = Failing(error, KEYS[first : first + 3])
+    filled(backend, num_values=6)
+    with pytest.raises(BackendError) as caught:
+        verify_values(backend)
+    assert caught.value is error
 
 
 def test_what_the_disk_does_not_give_is_counted(tmp_path: Path) -> None:

@@ -10,7 +10,15 @@ from contextlib import closing, contextmanager, suppress
 
 import pytest
 
-from radixkv.kvcache.storage import BackendError
+from radixkv.kvcache.storage import (
+    BackendError,
+    Sealed,
+    Status,
+    StoredValue,
+    remove_values,
+    verify_values,
+)
+from radixkv.kvcache.storage.maintenance import Verified
 from radixkv.kvcache.storage.redis import RedisBackend
 from radixkv.kvcache.storage.redis_address import RedisAddress
 from radixkv.kvcache.storage.remote_errors import (
@@ -18,7 +26,7 @@ from radixkv.kvcache.storage.remote_errors import (
     MissingPackageError,
 )
 
-from .conformance import KEYS, MIB, get, keys_of, put
+from .conformance import KEYS, MIB, get, keys_of, load, put, store
 from .redis_calls import DOING, LONG_S, SOON_S, connected, every_call, raw
 from .redis_server import MISSING, RedisServer, running
 
@@ -67,13 +75,20 @@ def test_nonsense_for_an_answer(reply: bytes, timeout_s: float, message: str) ->
             assert backend.stats() == {"requests": 1, "failed_requests": 1}
 
 
-def test_a_value_of_another_kind_is_refused(server: RedisServer) -> None:
+def test_what_is_no_string_is_corrupt_and_repaired(server: RedisServer) -> None:
     with connected(server) as backend, raw(server) as client:
         client.rpush(f"radixkv:{KEYS[0].hex()}", "an item of a list")
-        with pytest.raises(BackendRefusedError) as caught:
-            get(backend, KEYS[0], 4)
-        assert str(caught.value) == "reading was refused by the server: WRONGTYPE"
-        assert (caught.value.doing, caught.value.reply) == ("reading", "WRONGTYPE")
+        assert get(backend, KEYS[0], 4) == (0, [bytes(4)])
+        assert list(backend.list_values()) == [StoredValue(KEYS[0], 0)]
+        assert verify_values(backend) == Verified(corrupt=1)
+        sealed = Sealed(backend)
+        assert load(sealed, KEYS[0], 4) == (Status.CORRUPT, bytes(4))
+        assert store(sealed, KEYS[0], b"abcd") is Status.STORED
+        assert load(sealed, KEYS[0], 4) == (Status.LOADED, b"abcd")
+        client.delete(f"radixkv:{KEYS[0].hex()}")
+        client.sadd(f"radixkv:{KEYS[0].hex()}", "an item of a set")
+        assert remove_values(backend, 0).removed == 1
+        assert client.dbsize() == 0
 
 
 def test_a_full_server_refuses_and_keeps_what_it_has() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from hashlib import sha256
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from radixkv.kvcache.storage import Backend, BackendOptions, FileBackend, Sealed, open_backend
+from radixkv.kvcache.storage.file_api import OsFiles
 
 from ...kvcache.storage.redis_server import RedisServer, running
 
@@ -101,10 +103,17 @@ def test_verify_finds_and_removes_what_is_corrupt(radixkv: Any, directory: Path)
     assert radixkv("storage", "verify", url).status == 0
 
 
-def test_verify_of_what_cannot_be_read_fails(radixkv: Any, directory: Path) -> None:
-    name = KEYS[0].hex()
-    (directory / name[:2] / name).unlink()
-    (directory / name[:2] / name).symlink_to(directory)
+def test_verify_of_what_cannot_be_read_fails(
+    radixkv: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = OsFiles.read
+
+    def broken(files: OsFiles, path: str, into: Sequence[memoryview]) -> int:
+        if path.endswith(KEYS[0].hex()):
+            raise OSError(errno.EIO, "the disk is broken there")
+        return read(files, path, into)
+
+    monkeypatch.setattr(OsFiles, "read", broken)
     outcome = radixkv("storage", "verify", directory.as_uri())
     assert outcome.status == 1
     assert outcome.stdout.endswith("0 missing, 1 unreadable\n")
