@@ -2,18 +2,22 @@
 
 Each world is a scheduler over small pools, a few requests with shared prefixes, and copies whose
 fates are drawn: done, failed, in part, late, told twice, not fenced until later, or never, until
-everybody waits for them. A race is an event of a request that some copy has not ended with.
+everybody waits for them. A race is an event of a request while some copy has not ended. They are
+counted by what the request does, and by the copy that it waits for, in every state of that: decided
+and not dispatched (queued), dispatched, or ended and not fenced (quarantined).
 """
 
 import random
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 from radixkv.kvcache.host_tier import HostConfig, WritePolicy
-from radixkv.kvcache.operations import Operation
+from radixkv.kvcache.operations import Operation, OpId
 from radixkv.scheduler.plan import StepPlan
 from radixkv.scheduler.policy import Fcfs, Priority
 from radixkv.scheduler.request import Request, RequestStatus
+from radixkv.spec import prefix_tags
 
 from .copier import Fate
 from .tier_harness import VOCABULARY, TierHarness, alone
@@ -21,6 +25,9 @@ from .tier_harness import VOCABULARY, TierHarness, alone
 NUM_RACES = 10_000
 STEPS_PER_WORLD = 40
 RARE = ("loading", "being parked", "parked", "preempted")
+DECIDED = ("queued", "dispatched")
+IN_A_STEP = [(False, False)] * 17 + [(False, True)] * 2 + [(True, False)]
+RARE_COPIES = ("storage to host", "host to device")
 PREFIX = [0, 1, 2, 1, 0, 2, 2, 1, 1, 0]
 
 
@@ -44,7 +51,9 @@ class World:
             preempt=preempt,
         )
         self.harness.copier.fate = self.fate
+        self.store_prefix()
         self.races: Counter[str] = Counter()
+        self.copies: Counter[str] = Counter()
         self.resets = 0
         self.finished: set[Request] = set()
 
@@ -62,6 +71,15 @@ class World:
             good = partial(_is_odd, rng.randrange(2))
         fenced, twice = rng.random() < 0.75, rng.random() < 0.2
         return Fate(steps, good, fenced, twice and fenced)  # type: ignore[arg-type]
+
+    def store_prefix(self) -> None:
+        """Another process has computed and stored what the prompts have in common."""
+        harness = self.harness
+        manager, tags = harness.manager, prefix_tags(harness.weights, PREFIX)
+        if manager.tiers is not None and manager.tiers.storage is not None:
+            for place, key in enumerate(manager.tiers.storage.block_keys(PREFIX)):
+                block = slice(place * manager.block_size, (place + 1) * manager.block_size)
+                harness.memories.storage[key] = tuple(tags[block])
 
     def submit(self) -> None:
         """Add a request, if it fits."""
@@ -84,24 +102,58 @@ class World:
             return "fetched"
         return request.status.value
 
+    def waits_for(self, request: Request) -> str:
+        """Say which copy a request waits for, if it does, and how far that is."""
+        tiers = self.harness.manager.tiers
+        assert tiers is not None
+        op_id: OpId | None = None
+        if request.lease is not None:
+            op_id = request.lease.loading
+        elif request.parked is not None and request.parked.op_id is not None:
+            op_id = request.parked.op_id
+        elif request.prefetch is not None and not request.prefetch.done:
+            op_id = request.prefetch.op_id
+        if op_id is None:
+            return ""
+        for flight in self.harness.copier.flights:
+            if flight.operation.id == op_id:
+                state = "quarantined" if flight.ended else "dispatched"
+                return f"{flight.operation.kind.value}, {state}"
+        return f"{tiers.operations._queued[op_id].kind.value}, queued"
+
     def race(self, what: str, request: Request) -> None:
         """Count an event, with what the copies are doing."""
         tiers = self.harness.manager.tiers
         assert tiers is not None
         if tiers.num_open_operations:
             self.races[f"{what}: {self.state(request)}"] += 1
+            if copy := self.waits_for(request):
+                self.copies[f"{what}: {copy}"] += 1
 
     def abort(self, plan: StepPlan | None = None) -> None:
         """Abort some request; with a plan, in the middle of its step."""
         live = [r for r in self.harness.requests if r.finish_reason is None]
         if live:
             # Most are waiting or running; the copies of the others are what this is about.
-            weights = [8 if self.state(r) in RARE else 1 for r in live]
+            weights = [
+                20
+                if self.waits_for(r).startswith(RARE_COPIES)
+                else 8
+                if self.state(r) in RARE
+                else 1
+                for r in live
+            ]
             [request] = self.rng.choices(live, weights)
             chunks = plan.chunks if plan is not None else []
             in_step = any(chunk.request is request for chunk in chunks)
             self.race("abort in a step" if in_step else "abort", request)
             assert self.harness.scheduler.abort(request.request_id)
+
+    def weight(self, request: Request) -> int:
+        """How likely a request is to be aborted."""
+        if self.waits_for(request).startswith(RARE_COPIES):
+            return 20
+        return 8 if self.state(request) in RARE else 1
 
     def step(self) -> None:
         """Do one round of what may happen."""
@@ -118,9 +170,10 @@ class World:
                     self.race("reset", request)
             self.resets += 1
             harness.reset(str(self.resets).encode())
+            self.store_prefix()
         loading = {r for r in harness.requests if r.status is RequestStatus.LOADING}
-        during = self.abort if rng.random() < 0.1 else _nothing
-        plan = harness.step(during)
+        before, during = rng.choice(IN_A_STEP)
+        plan = harness.step(*(self.abort if each else _nothing for each in (during, before)))
         for request in plan.preempted:
             if request.status is RequestStatus.PREEMPTED:
                 self.race("preempt, loading" if request in loading else "preempt", request)
@@ -155,6 +208,7 @@ def _nothing(plan: StepPlan) -> None:
 
 def test_ten_thousand_races_leak_no_block_and_change_no_token():
     races: Counter[str] = Counter()
+    copies: Counter[str] = Counter()
     seed = 0
     while races.total() < NUM_RACES:
         world = World(seed)
@@ -163,10 +217,10 @@ def test_ten_thousand_races_leak_no_block_and_change_no_token():
         except Exception as error:
             raise AssertionError(f"world {seed}") from error
         races += world.races
+        copies += world.copies
         seed += 1
-    wanted = {
-        f"{event}: {state}"
-        for event, states in {
+    wanted = _pairs(
+        {
             "abort": ("waiting", "loading", "running", "preempted", "fetched", "being parked",
                       "parked"),
             "abort in a step": ("running",),
@@ -175,8 +229,25 @@ def test_ten_thousand_races_leak_no_block_and_change_no_token():
             "preempt": ("being parked", "preempted"),
             "preempt, loading": ("preempted",),
             "finish": ("finished",),
-        }.items()
-        for state in states
-    }  # fmt: skip
+        }
+    )  # fmt: skip
     assert wanted <= set(races), wanted - set(races)
     assert min(races[each] for each in wanted) >= 5, races
+    fetches = ("look up in storage", "storage to host")
+    moves = ("host to device", "device to host")
+    wanted = _pairs(
+        {
+            "abort": (
+                *(f"{kind}, {state}" for kind in (*fetches, *moves) for state in DECIDED),
+                "host to device, quarantined",
+            ),
+            "reset": [f"{kind}, dispatched" for kind in (*fetches, *moves)],
+            "preempt": ["device to host, dispatched"],
+        }
+    )
+    assert wanted <= set(copies), wanted - set(copies)
+    assert min(copies[each] for each in wanted) >= 5, copies
+
+
+def _pairs(events: Mapping[str, Iterable[str]]) -> set[str]:
+    return {f"{event}: {state}" for event, states in events.items() for state in states}

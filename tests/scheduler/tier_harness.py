@@ -64,11 +64,18 @@ class TierHarness:
         self.weights = weights
         self.scheduler.reset_cache(keep, weights.decode())
 
-    def step(self, during: Callable[[StepPlan], object] = lambda plan: None) -> StepPlan:
-        """Deliver, schedule, dispatch, compute, update."""
+    def step(
+        self,
+        during: Callable[[StepPlan], object] = lambda plan: None,
+        before: Callable[[StepPlan], object] = lambda plan: None,
+    ) -> StepPlan:
+        """Deliver, schedule, dispatch, compute, update; something may happen before the dispatch,
+        or during the computation.
+        """
         self.copier.deliver()
         plan = self.scheduler.schedule()
         self.check_plan(plan)
+        before(plan)
         self.copier.dispatch()
         during(plan)
         if plan.chunks:

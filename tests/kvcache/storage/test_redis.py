@@ -35,6 +35,18 @@ def test_a_stopped_server_fails_every_call_and_is_used_again_when_it_goes_on(
         assert backend.contains(KEYS[1:3]) == [True, False]
 
 
+def test_nothing_is_tried_twice() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = RedisAddress("127.0.0.1", listener.getsockname()[1])
+        with closing(RedisBackend(address, timeout_s=SOON_S)) as backend:
+            with pytest.raises(BackendUnreachableError):
+                get(backend, KEYS[0], 3)
+            listener.setblocking(False)
+            listener.accept()[0].close()
+            with pytest.raises(BlockingIOError):
+                listener.accept()
+
+
 def test_one_backend_lives_through_stop_and_go(server: RedisServer) -> None:
     with connected(server) as backend:
         for number in range(3):
