@@ -53,6 +53,8 @@ def _touch(world: TierWorld, flight: Flight) -> None:
     """Who held copies lets them go: an operation, and parked requests that it may have saved."""
     for read in flight.read:
         world.order.touch(world.prefixes.path_to(read[-1]))
+    if flight.copy.kind == "out":  # what was evicted together stays in one order
+        world.order.touch(world.prefixes.paths_to(flight.evicted))
     for parked in world.parked.values():
         world.order.touch(parked.path)
     if flight.owner in world.requests:

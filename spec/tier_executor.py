@@ -44,6 +44,7 @@ class Flight:
         is_orphan: whether it loads a request that has ended.
         old: whether there was a reset since.
         ok: its result.
+        evicted: what had left the device, copied by it or not, since operations were taken before.
     """
 
     copy: Copy
@@ -54,6 +55,7 @@ class Flight:
     is_orphan: bool = False
     old: bool = False
     ok: list[bool] = field(default_factory=list)
+    evicted: set[Tag] = field(default_factory=set)
 
     @property
     def op(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from .cache_requests import Request
@@ -110,6 +111,11 @@ class Prefixes:
             path.append(tag)
             tag = self.parent[tag]
         return path
+
+    def paths_to(self, tags: Iterable[Tag]) -> Iterator[Tag]:
+        """Yield the prefixes before some, and themselves."""
+        for tag in tags:
+            yield from self.path_to(tag)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,9 @@ def take(world: TierWorld) -> bool:
     copies = world.ask("take")
     world.see()
     flights = world.executor.begin(copies)
+    evicted, world.evicted = world.evicted, set()
     for flight in flights:
+        flight.evicted = evicted
         copy = flight.copy
         written = copy.destinations if copy.kind in ("out", "fetch") else ()
         read = copy.sources if copy.kind == "store" else ()

@@ -43,6 +43,7 @@ class TierWorld(CacheWorld):
         cancelled: the operations that the driver is to be told of.
         counted: events, as the manager should count them.
         order: when each prefix was last used.
+        evicted: what has left the device since operations were last taken.
         in_vain: requests for which there was no room, and nothing has ended since.
     """
 
@@ -72,6 +73,7 @@ class TierWorld(CacheWorld):
              "dropped_blocks"), 0,
         )  # fmt: skip
         self.order = HostOrder()
+        self.evicted: set[Tag] = set()
         self.in_vain: set[str] = set()
         self.law = TwoTierLaw(config["num_blocks"], config["host_blocks"])
         self._generation = dict.fromkeys(NAMESPACES, 0)
@@ -124,8 +126,9 @@ class TierWorld(CacheWorld):
         self.shot = self.target.tier_snapshot()
         before, self.seen = self.seen, look(self, self.shot)
         self.counted["dropped_blocks"] += num_dropped(self, before)
-        for tag in before.device.keys() - self.seen.device.keys():
-            self.order.touch(self.prefixes.path_to(tag))
+        gone = before.device.keys() - self.seen.device.keys()
+        self.order.touch(self.prefixes.paths_to(gone))
+        self.evicted |= gone
         for tag in [tag for tag in self.hits if tag not in self.seen.device]:
             del self.hits[tag]
         self.stored &= self.seen.host.keys()
