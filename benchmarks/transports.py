@@ -37,7 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from radixkv.scheduler.channel.codec import Packet, decode, encode
-from radixkv.scheduler.handoff import Head, Send, Ticket
+from radixkv.scheduler.handoff import Head, Key, Send, Ticket
 from radixkv.scheduler.transport import (
     InProcessExchange,
     InProcessTransport,
@@ -74,7 +74,7 @@ def new_engine(name: str) -> Engine:
 def offer(transport: Transport, part: int, num_arrays: int, num_bytes: int) -> WireTicket:
     """Offer some arrays and wait until they are served."""
     arrays = [jnp.full(num_bytes, part % 100 + 1, jnp.int8) for _ in range(num_arrays)]
-    ticket = Ticket((f"r{part}", 1), 1, 1, 1, part)
+    ticket = Ticket(Key(f"r{part}", 1), 1, 1, 1, part)
     transport.offer(ticket, arrays, describe(arrays, num_blocks=num_arrays), ttl_s=HOUR_S)
     while not (events := transport.poll()):
         time.sleep(1e-3)

@@ -261,10 +261,10 @@ class DecodeScheduler(BatchScheduler):
                 case Start():
                     self._start_decoding(action)
                 case Stop(key, reason):
-                    request = self._requests.get(key[0])
+                    request = self._requests.get(key.request_id)
                     if request is not None and self._keys[request] == key:
                         self._reasons[request] = reason
-                        super().abort(key[0])
+                        super().abort(key.request_id)
                 case _:
                     self._actions.append(action)
 

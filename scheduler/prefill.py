@@ -127,17 +127,17 @@ class PrefillScheduler(BatchScheduler):
             RequestError: if this attempt, or a newer one, is open.
             RequestTooLargeError: if the prompt does not fit even alone.
         """
-        key = (request.request_id, attempt)
-        older = self._newest.get(key[0])
-        open_keys = self._side.keys_of(key[0])
+        key = Key(request.request_id, attempt)
+        older = self._newest.get(key.request_id)
+        open_keys = self._side.keys_of(key.request_id)
         for open_key in open_keys if older is None else (*open_keys, older.key):
             if open_key >= key:
-                raise RequestError(f"attempt {open_key[1]} of request {key[0]!r} is open")
+                raise RequestError(f"{open_key} is open")
         prompt = _Prompt(request, key, peer)
         self._require_fit(prompt)
         if older is not None:
             self.give_up(older.key, "a newer attempt has begun")
-        self._newest[key[0]] = prompt
+        self._newest[key.request_id] = prompt
         self._tell(lambda: self._add(prompt))
 
     def abort(self, request_id: str) -> bool:
@@ -155,7 +155,7 @@ class PrefillScheduler(BatchScheduler):
         self._tell(lambda: self._give_up(key, reason))
 
     def _give_up(self, key: Key, reason: str) -> None:
-        request = self._requests.get(key[0])
+        request = self._requests.get(key.request_id)
         if request is not None and request.lease is None and _as_prompt(request).key == key:
             self._drop(key)
             self._actions.append(Failed(key, reason))
@@ -218,9 +218,9 @@ class PrefillScheduler(BatchScheduler):
                 self._actions.append(action)
 
     def _drop(self, key: Key) -> None:
-        request = self._requests.get(key[0])
+        request = self._requests.get(key.request_id)
         if request is not None and _as_prompt(request).key == key:
-            super().abort(key[0])
+            super().abort(key.request_id)
             self._forget(_as_prompt(request))
 
     def _forget(self, prompt: _Prompt) -> None:

@@ -149,7 +149,7 @@ class Router:
             RequestTooLargeError: if no node of a kind has as many blocks.
         """
         if any(key in node.lacks for node in (*self._prefill.values(), *self._decode.values())):
-            raise RequestError(f"attempt {key[1]} of request {key[0]!r} is under way")
+            raise RequestError(f"{key} is under way")
         tokens = as_tokens(prompt)
         avoided = frozenset(avoid)
         prefill = self._choose("prefill", self._prefill, tokens, namespace, avoided)

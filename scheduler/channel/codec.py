@@ -36,6 +36,7 @@ from ..handoff.messages import (
     Grant,
     Head,
     Hits,
+    Key,
     Message,
     Refuse,
     Renew,
@@ -46,7 +47,7 @@ from ..request import SamplingParams
 from ..transport.tickets import DIGEST_BYTES, ArraySpec, Descriptor, WireTicket
 from .address import check_target
 from .errors import ChannelAddressError, DecodeError, EncodeError
-from .schema import Bool, Bytes, Field, Float, Int, Many, Maybe, OneOf, Pair, Record, Text
+from .schema import Bool, Bytes, Field, Float, Int, Many, Maybe, OneOf, Record, Text
 
 AnyMessage: TypeAlias = Message | ClientMessage
 
@@ -85,7 +86,7 @@ _NAME: Final = Text(MAX_NAME_CHARS)
 _ADDRESS: Final = _Address(256)
 _COUNT: Final = Int()
 _TOKEN: Final = Int(-(2**31))
-_KEY: Final = Pair(_NAME, _COUNT)
+_KEY: Final = Record(Key, {"request_id": _NAME, "attempt": _COUNT})
 _REASON: Final = _Reason(_MAX_CHARS)
 _PROMPT: Final = Bytes(4 * MAX_PROMPT_TOKENS, min_bytes=4, multiple_of=4)
 _NAMESPACE: Final = Bytes(_MAX_CHARS)

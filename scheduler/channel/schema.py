@@ -202,16 +202,3 @@ class Record(Field):
             return self.make(*values)
         except ValueError as error:
             raise DecodeError(str(error)) from None
-
-
-class Pair(Record):
-    """A plain tuple of two."""
-
-    def __init__(self, first: Field, second: Field) -> None:
-        super().__init__(lambda *values: values, {"0": first, "1": second})
-
-    def simplify(self, value: Any) -> Any:
-        """See `Field.simplify`."""
-        one, other = value
-        first, second = self._fields.values()
-        return [first.simplify(one), second.simplify(other)]

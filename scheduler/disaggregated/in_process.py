@@ -204,7 +204,7 @@ class Disaggregated:
                 match action:
                     case Run(key, request, route):
                         try:
-                            self.prefill[route.prefill].begin(request, route.decode, key[1])
+                            self.prefill[route.prefill].begin(request, route.decode, key.attempt)
                         except RequestTooLargeError as large:
                             self._desk.prefill_failed(key, str(large), is_final=True)
                     case GiveUp(key, reason):

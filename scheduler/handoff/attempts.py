@@ -113,7 +113,7 @@ def as_request(ask: Ask) -> Request:
         raise RequestError(f"{len(ask.prompt)} bytes are no int32 tokens")
     tokens = np.frombuffer(ask.prompt, "<i4").astype(np.int32)
     return Request(
-        ask.head.key[0],
+        ask.head.key.request_id,
         tokens,
         ask.max_new_tokens,
         priority=ask.priority,
@@ -191,7 +191,7 @@ class DecodeAttempts:
 
     def add(self, attempt: DecodeAttempt) -> None:
         """Add the newest attempt of a request."""
-        self._by_request.setdefault(attempt.head.key[0], []).append(attempt)
+        self._by_request.setdefault(attempt.head.key.request_id, []).append(attempt)
 
     def of(self, request_id: str) -> list[DecodeAttempt]:
         """Return the attempts of a request, oldest first."""
@@ -199,7 +199,7 @@ class DecodeAttempts:
 
     def find(self, key: Key) -> DecodeAttempt | None:
         """Return an attempt, or None if it is not known."""
-        for attempt in self._by_request.get(key[0], ()):
+        for attempt in self._by_request.get(key.request_id, ()):
             if attempt.head.key == key:
                 return attempt
         return None
@@ -210,7 +210,7 @@ class DecodeAttempts:
 
     def forget(self, attempt: DecodeAttempt) -> None:
         """Take an attempt out."""
-        request_id = attempt.head.key[0]
+        request_id = attempt.head.key.request_id
         self._by_request[request_id].remove(attempt)
         if not self._by_request[request_id]:
             del self._by_request[request_id]

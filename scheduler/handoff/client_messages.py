@@ -72,7 +72,7 @@ class RunPrefill:
     def request(self) -> Request:
         """Return what is asked for, under the key's name."""
         return Request(
-            self.key[0],
+            self.key.request_id,
             np.frombuffer(self.prompt, "<i4").astype(np.int32),
             self.max_new_tokens,
             priority=self.priority,

@@ -79,9 +79,9 @@ class DecodeSide(LiveDecodes):
 
     def abort(self, key: Key, reason: str) -> None:
         """Give an attempt up; `Stop` follows if it has started. Nothing if it is not known."""
-        held = self._held.of(key[0])
+        held = self._held.of(key.request_id)
         if held is not None and held.key == key:
-            self._held.drop(key[0])
+            self._held.drop(key.request_id)
             self._say(held.peer, Abort(self._back(held.ask.head), reason, fenced=True))
         super().abort(key, reason)
 
@@ -90,7 +90,7 @@ class DecodeSide(LiveDecodes):
         super().tick(now)
         for held in self._held.all():
             if now - held.heard_at >= self._timing.silence_s:
-                self._held.drop(held.key[0])
+                self._held.drop(held.key.request_id)
 
     def answer_held(self) -> None:
         """Answer the ASKs that were held for what has arrived since, or has come to nothing.
@@ -186,11 +186,11 @@ class DecodeSide(LiveDecodes):
     def _asked(self, asked: HeldAsk) -> None:
         """Admit what is asked for, unless that was done, or is stale; or hold it."""
         peer, head = asked.peer, asked.ask.head
-        back, held = self._back(head), self._held.of(head.key[0])
+        back, held = self._back(head), self._held.of(head.key.request_id)
         if head.version != PROTOCOL_VERSION:
             self._say(peer, Refuse(back, "version", head.version, PROTOCOL_VERSION))
             return
-        known = self._attempts.of(head.key[0])
+        known = self._attempts.of(head.key.request_id)
         others = [each.head.key for each in known] + ([held.key] if held is not None else [])
         if any(head.key < each for each in others):
             self._say(peer, Abort(back, "a newer attempt has begun", fenced=True))
@@ -205,7 +205,7 @@ class DecodeSide(LiveDecodes):
         if isinstance(answer, Renew):
             self._held.hold(asked)
         else:
-            self._held.drop(head.key[0])
+            self._held.drop(head.key.request_id)
         if answer is not None:
             self._say(peer, answer)
 

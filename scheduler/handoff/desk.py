@@ -169,7 +169,7 @@ class Desk:
 
     def finished(self, key: Key, tokens: Sequence[int], hits: Hits, num_preemptions: int) -> None:
         """D has generated all of an attempt's tokens; the counts go to the request."""
-        request = self._live.get(key[0])
+        request = self._live.get(key.request_id)
         if request is not None:
             request.num_hit_tokens = hits.device
             request.num_host_hit_tokens = hits.host
@@ -184,7 +184,7 @@ class Desk:
     ) -> None:
         """P has given an attempt up; one that found no room is tried on another decode node."""
         if is_busy and key in self._routes:
-            self._refused_by[key[0]] = self._routes[key].decode
+            self._refused_by[key.request_id] = self._routes[key].decode
         self._front.prefill_failed(key, reason, is_final=is_final, is_busy=is_busy)
 
     def decode_failed(self, key: Key, reason: str) -> None:
@@ -208,7 +208,7 @@ class Desk:
                         self._end(key)
                         self._actions.append(GiveUp(key, "cancelled"))
                     case Answer(name, tokens, reason):
-                        for key in [each for each in self._routes if each[0] == name]:
+                        for key in [each for each in self._routes if each.request_id == name]:
                             self._end(key)
                         self._refused_by.pop(name, None)
                         request = self._live.pop(name)
@@ -220,9 +220,9 @@ class Desk:
         self._router.finished(key)
 
     def _begin(self, key: Key) -> None:
-        asked = self._live[key[0]]
+        asked = self._live[key.request_id]
         request = Request(
-            key[0],
+            key.request_id,
             asked.prompt,
             asked.max_new_tokens,
             priority=asked.priority,
@@ -231,7 +231,7 @@ class Desk:
             namespace=asked.namespace,
         )
         try:
-            busy = [self._refused_by[key[0]]] if key[0] in self._refused_by else []
+            busy = [self._refused_by[key.request_id]] if key.request_id in self._refused_by else []
             route = self._router.route(key, request.prompt, request.namespace, avoid=busy)
         except RequestTooLargeError as large:
             self._front.prefill_failed(key, str(large), is_final=True)

@@ -86,7 +86,7 @@ class DeskLink:
         if not is_new:
             return
         try:
-            begin(run.request(), run.decode_node, run.key[1])
+            begin(run.request(), run.decode_node, run.key.attempt)
         except (RequestError, RequestTooLargeError) as error:
             self.report(Failed(run.key, str(error), is_final=True), now)
 

@@ -99,32 +99,32 @@ class FrontDesk:
 
     def started(self, key: Key) -> None:
         """D decodes an attempt."""
-        request = self._requests.get(key[0])
-        if request is not None and request.is_trying(key[1]):
+        request = self._requests.get(key.request_id)
+        if request is not None and request.is_trying(key.attempt):
             request.is_started = True
         else:
             self._actions.append(Cancel(key))
 
     def finished(self, key: Key, tokens: tuple[int, ...]) -> None:
         """D has generated all of an attempt's tokens."""
-        request = self._requests.get(key[0])
-        if request is not None and request.is_trying(key[1]):
-            self._answer(key[0], tokens, "")
+        request = self._requests.get(key.request_id)
+        if request is not None and request.is_trying(key.attempt):
+            self._answer(key.request_id, tokens, "")
 
     def prefill_failed(
         self, key: Key, reason: str, *, is_final: bool = False, is_busy: bool = False
     ) -> None:
         """P has given an attempt up; D may have started it all the same. See `Failed`."""
-        request = self._requests.get(key[0])
-        if request is not None and request.is_trying(key[1]) and not request.is_started:
+        request = self._requests.get(key.request_id)
+        if request is not None and request.is_trying(key.attempt) and not request.is_started:
             request.num_failed -= is_busy
-            self._retry(key[0], request, reason, is_final)
+            self._retry(key.request_id, request, reason, is_final)
 
     def decode_failed(self, key: Key, reason: str) -> None:
         """D has stopped an attempt that it had started."""
-        request = self._requests.get(key[0])
-        if request is not None and request.is_trying(key[1]):
-            self._retry(key[0], request, reason)
+        request = self._requests.get(key.request_id)
+        if request is not None and request.is_trying(key.attempt):
+            self._retry(key.request_id, request, reason)
 
     def prefill_lost(self, keys: Iterable[Key]) -> None:
         """A prefill node that had these attempts is gone, and with it what has not started."""
@@ -147,7 +147,7 @@ class FrontDesk:
                 request.attempt += 1
                 request.is_started = False
                 request.reason = f"attempt {request.attempt} has not ended"
-                self._actions.append(Begin((request_id, request.attempt)))
+                self._actions.append(Begin(Key(request_id, request.attempt)))
 
     def _retry(
         self, request_id: str, request: _Request, reason: str, is_final: bool = False
@@ -157,11 +157,11 @@ class FrontDesk:
         if is_final or request.num_failed >= self._max_attempts:
             self._answer(request_id, None, reason)
             return
-        self._actions.append(Cancel((request_id, request.attempt)))
+        self._actions.append(Cancel(Key(request_id, request.attempt)))
         request.begins_at = self._now + self._backoff_s
 
     def _answer(self, request_id: str, tokens: tuple[int, ...] | None, reason: str) -> None:
         request = self._requests.pop(request_id)
         if request.attempt and tokens is None:
-            self._actions.append(Cancel((request_id, request.attempt)))
+            self._actions.append(Cancel(Key(request_id, request.attempt)))
         self._actions.append(Answer(request_id, tokens, reason))

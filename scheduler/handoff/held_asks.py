@@ -39,7 +39,7 @@ class HeldAsks:
 
     def hold(self, held: HeldAsk) -> None:
         """Hold an ASK, in the place of an older one of its request."""
-        self._by_request[held.key[0]] = held
+        self._by_request[held.key.request_id] = held
 
     def of(self, request_id: str) -> HeldAsk | None:
         """Return that of a request."""
@@ -47,9 +47,9 @@ class HeldAsks:
 
     def end(self, peer: NodeId, key: Key) -> None:
         """Forget an attempt, as its prefill node has given it up."""
-        held = self.of(key[0])
+        held = self.of(key.request_id)
         if held is not None and (held.peer, held.key) == (peer, key):
-            self.drop(key[0])
+            self.drop(key.request_id)
 
     def drop(self, request_id: str) -> None:
         """Forget that of a request, if there is one."""

@@ -60,7 +60,7 @@ class LivePrefills:
 
     def keys_of(self, request_id: str) -> list[Key]:
         """Return the open attempts of a request, oldest first."""
-        return [key for key in self._attempts if key[0] == request_id]
+        return [key for key in self._attempts if key.request_id == request_id]
 
     def may_compute(self, key: Key) -> bool:
         """Tell whether an open attempt is to be computed: `Compute` has said so."""

@@ -32,9 +32,6 @@ MAX_MISSING: Final = 1024
 MAX_REASON_CHARS: Final = 1024
 """D's own words in REFUSE are no longer."""
 
-Key: TypeAlias = tuple[str, int]
-"""A request's id and the number of the attempt."""
-
 NodeId: TypeAlias = str
 """Names a node, prefill or decode, among all nodes of a deployment."""
 
@@ -42,6 +39,22 @@ BUSY: Final[frozenset[RefusalReason]] = frozenset(
     ("out of blocks", "out of slots", "others wait", "draining")
 )
 """Not now: the same may be granted later, or elsewhere."""
+
+
+class Key(NamedTuple):
+    """Names an attempt, on all nodes.
+
+    Attributes:
+        request_id: as the desk calls the request.
+        attempt: of the request, counted from 1.
+    """
+
+    request_id: str
+    attempt: int
+
+    def __str__(self) -> str:
+        """Name it for people."""
+        return f"attempt {self.attempt} of request {self.request_id!r}"
 
 
 class Ticket(NamedTuple):

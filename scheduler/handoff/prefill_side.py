@@ -90,9 +90,9 @@ class PrefillSide(LivePrefills):
             RequestTooLargeError, OutOfBlocksError: as `CacheManager.admit`.
         """
         if key in self._attempts:
-            raise RequestError(f"attempt {key[1]} of request {key[0]!r} is open")
+            raise RequestError(f"{key} is open")
         lease = self._manager.admit(self._manager.match(request.prompt, request.namespace))
-        for older in [each for each in self._attempts if each[0] == key[0]]:
+        for older in [each for each in self._attempts if each.request_id == key.request_id]:
             self.abort(older, "a newer attempt has begun")
         head, now = Head(key, self.epoch), self._now
         ask = make_ask(head, request, self._manager.block_size, self._num_groups)
@@ -123,8 +123,8 @@ class PrefillSide(LivePrefills):
             fits = num_tokens == attempt.chunk_stop
         if group != attempt.group or not fits or attempt.lease.loading is not None:
             raise StepOrderError(
-                f"request {key[0]!r} computed group {group} up to token {num_tokens}, expected "
-                f"group {attempt.group} after token {attempt.num_computed}"
+                f"request {key.request_id!r} computed group {group} up to token {num_tokens}, "
+                f"expected group {attempt.group} after token {attempt.num_computed}"
             )
         attempt.chunk_stop = num_tokens
         attempt.group = (group + 1) % self._num_groups
@@ -146,7 +146,8 @@ class PrefillSide(LivePrefills):
         length = len(attempt.tokens)
         if attempt.num_computed != length:
             raise StepOrderError(
-                f"request {key[0]!r} sampled after {attempt.num_computed} of {length} tokens"
+                f"request {key.request_id!r} sampled after {attempt.num_computed} of {length} "
+                "tokens"
             )
         attempt.sampled = token, hits
         if attempt.state is PrefillState.COMPUTING:

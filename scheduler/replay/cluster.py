@@ -194,13 +194,13 @@ class _Cluster:
         self._at(self.clock_s + step_s, end)
 
     def _begin(self, key: Key) -> None:
-        request = self.requests[key[0]]
-        avoid = [self.refused_by[key[0]]] if key[0] in self.refused_by else []
+        request = self.requests[key.request_id]
+        avoid = [self.refused_by[key.request_id]] if key.request_id in self.refused_by else []
         try:
             route = self.router.route(key, request.prompt, avoid=avoid)
             scheduler = self.nodes[route.prefill].scheduler
             assert isinstance(scheduler, PrefillScheduler), f"{route.prefill} is no prefill node"
-            scheduler.begin(request, route.decode, key[1])
+            scheduler.begin(request, route.decode, key.attempt)
         except RequestTooLargeError as large:
             self.front.prefill_failed(key, str(large), is_final=True)
             return
@@ -257,7 +257,7 @@ class _Cluster:
         route = self.routes.pop(failed.key)
         self.router.finished(failed.key)
         self.busy_refusals += failed.is_busy
-        self.refused_by[failed.key[0]] = route.decode
+        self.refused_by[failed.key.request_id] = route.decode
         self.front.tick(self.clock_s)
         self.front.prefill_failed(
             failed.key, failed.reason, is_final=failed.is_final, is_busy=failed.is_busy

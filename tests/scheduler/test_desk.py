@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from radixkv.scheduler.errors import RequestError, RoutingError
-from radixkv.scheduler.handoff import Hits
+from radixkv.scheduler.handoff import Hits, Key
 from radixkv.scheduler.handoff.desk import Desk, GiveUp, Run
 from radixkv.scheduler.request import Request, RequestStatus
 
@@ -68,7 +68,7 @@ def test_requests_wait_for_nodes_to_come() -> None:
     desk = make()
     desk.add_request(Request("a", [1, 2, 3], 2), 0.0)
     desk.tick(0.0)
-    assert desk.take_actions() == [GiveUp(("a #0.0", 1), "cancelled")]
+    assert desk.take_actions() == [GiveUp(Key("a #0.0", 1), "cancelled")]
     desk.add_decode("d0", 20)
     assert begin(desk, now=1.0).route.decode == "d0"
 
@@ -92,9 +92,9 @@ def test_a_failure_has_the_name_that_the_client_gave() -> None:
     desk = make("d0")
     desk.add_request(Request("a", [1, 2, 3], 2), 0.0)
     key = begin(desk).key
-    assert key[0] != "a"
+    assert key.request_id != "a"
     reason = "3 prompt tokens and 2 new ones are more than max_model_len 4"
-    desk.prefill_failed(key, f"request {key[0]!r}: {reason}", is_final=True)
+    desk.prefill_failed(key, f"request {key.request_id!r}: {reason}", is_final=True)
     desk.take_ended()
     assert desk.failures == {"a": f"request 'a': {reason}"}
 

@@ -142,7 +142,7 @@ class PrefillNode(_Life):
         Raises:
             SimulationError: if that is not the prompt.
         """
-        hits, computed = commit.hits, self._counted[commit.head.key[0]]
+        hits, computed = commit.hits, self._counted[commit.head.key.request_id]
         if hits.device + hits.host + hits.storage + computed != commit.position:
             what = f"{hits} and {computed} computed of {commit.position}"
             raise SimulationError(COUNTED_ONCE, what)

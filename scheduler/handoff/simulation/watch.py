@@ -15,7 +15,7 @@ Life: TypeAlias = tuple[NodeId, int]
 
 def client_id(key: Key) -> str:
     """Return what the client calls the request of an attempt: the desk adds to it."""
-    return key[0].partition(" ")[0]
+    return key.request_id.partition(" ")[0]
 
 
 class Watch:

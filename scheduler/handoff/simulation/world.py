@@ -153,7 +153,7 @@ class World(DeskWorld):
         """P is asked to begin an attempt."""
 
         def begin(request: Request, peer: NodeId, attempt: int) -> None:
-            self._watch.begins((name, node.epoch), (request.request_id, attempt))
+            self._watch.begins((name, node.epoch), Key(request.request_id, attempt))
             self.counts["attempts"] += 1
             node.scheduler.begin(request, peer, attempt)
 

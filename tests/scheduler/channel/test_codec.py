@@ -19,21 +19,32 @@ from radixkv.scheduler.channel.codec import (
     decode,
     encode,
 )
-from radixkv.scheduler.handoff import Abort, Ack, Ask, Commit, Head, Hits, Renew, Send, messages
+from radixkv.scheduler.handoff import (
+    Abort,
+    Ack,
+    Ask,
+    Commit,
+    Head,
+    Hits,
+    Key,
+    Renew,
+    Send,
+    messages,
+)
 from radixkv.scheduler.handoff.client_messages import ClientMessage
 from radixkv.scheduler.request import GREEDY
 
 from .strategies import any_packet, packets
 
-HEAD = Head(("r", 1), 2, 3, 4)
+HEAD = Head(Key("r", 1), 2, 3, 4)
 
 
 def packet(message: Any) -> Packet:
     return Packet("p", "d", 5, 6, message)
 
 
-def run_prefill(stop_token_ids: tuple[Any, ...] = ()) -> RunPrefill:
-    return RunPrefill(("r", 1), 2, b"1234", 1, 0, GREEDY, stop_token_ids, b"", "d", "127.0.0.1:1")
+def run_prefill(stops: tuple[Any, ...] = ()) -> RunPrefill:
+    return RunPrefill(Key("r", 1), 2, b"1234", 1, 0, GREEDY, stops, b"", "d", "127.0.0.1:1")
 
 
 def test_every_message_has_an_encoding() -> None:
@@ -72,15 +83,18 @@ def test_the_longest_prompt_fits() -> None:
         (Ask(HEAD, b"", b"", 16, 1, 4), "^Ask: prompt: has 0 bytes, the limits are 4 to 4194304$"),
         (Ask(HEAD, b"12345", b"", 16, 1, 4), "^Ask: prompt: has 5 bytes, no multiple of 4$"),
         (Ask(HEAD, b"1234", b"", 0, 1, 4), "^Ask: block_size: needs 1 to 2147483647, got 0$"),
-        (Ack(Head(("r" * 257, 1), 1)), "^Ack: head: key: 0: has 257 characters, the limit is 256$"),
-        (Ack(Head(("\ud800", 1), 1)), "^Ack: head: key: 0: has half of a character$"),
+        (
+            Ack(Head(Key("r" * 257, 1), 1)),
+            "^Ack: head: key: request_id: has 257 characters, the limit is 256$",
+        ),
+        (Ack(Head(Key("\ud800", 1), 1)), "^Ack: head: key: request_id: has half of a character$"),
         (
             Ask(HEAD, b"1234", b"", 16, 1, 2**17 + 1),
             "^Ask: max_new_tokens: needs 1 to 131072, got 131073$",
         ),
         (Abort(HEAD, "x", 1), "^Abort: fenced: needs a bool, got int$"),  # type: ignore[arg-type]
         (Renew(HEAD, (-1,)), "^Renew: missing: needs 0 to 2147483647, got -1$"),
-        (Ack(Head(("r", True), 1)), "^Ack: head: key: 1: needs an integer, got bool$"),
+        (Ack(Head(Key("r", True), 1)), "^Ack: head: key: attempt: needs an integer, got bool$"),
         (Commit(HEAD, 1, 2**31, 3, Hits()), "^Commit: first_token: needs -2147483648 to "),
         (run_prefill((1.5,)), "^RunPrefill: stop_token_ids: needs an integer, got float$"),
         (Send(HEAD, 0, 0, 1, 0), "^a wire ticket goes with SEND, and with nothing else$"),

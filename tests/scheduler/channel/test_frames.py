@@ -22,10 +22,10 @@ from radixkv.scheduler.channel.frames import (
     FrameReader,
     seal,
 )
-from radixkv.scheduler.handoff import Ack, Head
+from radixkv.scheduler.handoff import Ack, Head, Key
 
 SECRET = Secret(b"a secret that is long enough")
-ACK = Packet("p", "d", 5, 6, Ack(Head(("r", 1), 2)))
+ACK = Packet("p", "d", 5, 6, Ack(Head(Key("r", 1), 2)))
 
 
 def dropped(reader: FrameReader, frame: bytes) -> Dropped:

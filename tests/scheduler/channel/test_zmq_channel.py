@@ -20,7 +20,7 @@ from radixkv.scheduler.channel import (
     ZmqChannel,
 )
 from radixkv.scheduler.channel.frames import MAX_BYTES, seal
-from radixkv.scheduler.handoff import Abort, Ack, Head
+from radixkv.scheduler.handoff import Abort, Ack, Head, Key
 
 from ...ports import reserved_port
 
@@ -44,7 +44,7 @@ def opened() -> Iterator[Open]:
 
 
 def ack(attempt: int = 1) -> Ack:
-    return Ack(Head(("r", attempt), 2))
+    return Ack(Head(Key("r", attempt), 2))
 
 
 def next_packets(channel: ZmqChannel, number: int = 1) -> list[Packet]:
@@ -66,8 +66,8 @@ def test_messages_come_in_order_with_their_sender(opened: Open, secret: Secret |
     packets = next_packets(d, 100)
     assert [packet.message for packet in packets] == [ack(attempt) for attempt in range(100)]
     assert {(packet.sender, packet.epoch) for packet in packets} == {("p", 7)}
-    d.send("p", Started(("r", 1)))
-    assert next_packets(p)[0].message == Started(("r", 1))
+    d.send("p", Started(Key("r", 1)))
+    assert next_packets(p)[0].message == Started(Key("r", 1))
     assert (p.stats().sent, p.stats().received, d.stats().received) == (100, 1, 100)
     assert d.receive() == []
     assert not d.wait(0)
@@ -197,6 +197,6 @@ def test_a_closed_channel_refuses(opened: Open) -> None:
     with pytest.raises(ChannelClosedError, match=r"^the channel is closed$"):
         p.wait(0)
     with pytest.raises(ChannelClosedError, match=r"^the channel is closed$"):
-        p.send("d", Abort(Head(("r", 1), 2), "", True))
+        p.send("d", Abort(Head(Key("r", 1), 2), "", True))
     with pytest.raises(ChannelClosedError, match=r"^the channel is closed$"):
         p.connect("d", "127.0.0.1:1")

@@ -13,7 +13,7 @@ from radixkv.scheduler.disaggregated import DecodeEngine, PrefillEngine
 from radixkv.scheduler.disaggregated.node_engine import Letter
 from radixkv.scheduler.disaggregated.node_loop import NodeLoop
 from radixkv.scheduler.disaggregated.remote import RemoteNodes
-from radixkv.scheduler.handoff import Failed, Finished, Head, Started, Stopped, Timing
+from radixkv.scheduler.handoff import Failed, Finished, Head, Key, Started, Stopped, Timing
 from radixkv.scheduler.handoff.attempts import make_ask
 from radixkv.scheduler.handoff.client_messages import DESK
 from radixkv.scheduler.handoff.messages import Ask
@@ -69,7 +69,7 @@ class Prefill(PrefillEngine):
         self._letters, self._reports = [], []
 
     def begin(self, request: Request, peer: str, attempt: int = 1) -> None:
-        key = request.request_id, attempt
+        key = Key(request.request_id, attempt)
         self.begun[key] += 1
         if self.failures:
             self._reports.append(Failed(key, self.failures.pop()))
@@ -104,12 +104,12 @@ class Decode(DecodeEngine):
     def poll(self, now: float) -> bool:
         for ask in self._running:
             key = ask.head.key
-            request = Request(key[0], [1], 2)
+            request = Request(key.request_id, [1], 2)
             self._reports.append(Started(key, request, 0))
             if self.failures:
                 self._reports.append(Stopped(key, self.failures.pop()))
             else:
-                request.output_tokens.extend(tokens_of(key[0]))
+                request.output_tokens.extend(tokens_of(key.request_id))
                 self._reports.append(Finished(key, request))
         self._running.clear()
         return False

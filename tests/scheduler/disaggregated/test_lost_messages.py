@@ -47,7 +47,7 @@ def test_any_three_losses_cost_time_alone(fails: str) -> None:
             assert request.output_tokens == [*tokens_of("abc")]
             # Nothing was begun twice, and nothing was tried again but what had failed.
             assert set(world.prefill.begun.values()) == {1}, places
-            attempts = [key[1] for key in world.prefill.begun]
+            attempts = [key.attempt for key in world.prefill.begun]
             assert attempts == ([1] if fails == "nowhere" else [1, 2]), places
             assert num_lost or len(loses.seen) == NUM_MESSAGES[fails]
 

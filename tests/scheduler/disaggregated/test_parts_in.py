@@ -6,10 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from radixkv.scheduler.disaggregated.parts_in import PartsIn
-from radixkv.scheduler.handoff import Pull, Ticket
+from radixkv.scheduler.handoff import Key, Pull, Ticket
 from radixkv.scheduler.transport import Received
 
-TICKET = Ticket(("a", 1), 1, 1, 1, 0)
+TICKET = Ticket(Key("a", 1), 1, 1, 1, 0)
 
 
 def test_staging_memory_is_given_back_when_its_copies_are_done() -> None:

@@ -47,7 +47,7 @@ class Node:
         self.sent: list[tuple[str, int]] = []  # whose, and which part
 
     def offer(self, name: str, part: int, blocks: Iterable[int]) -> None:
-        ticket = Ticket((name, 1), 1, 1, 1, part)
+        ticket = Ticket(Key(name, 1), 1, 1, 1, part)
         blocks = tuple(blocks)
         self.parts.offer(Offer("d0", ticket, blocks, 0))
         send = Send(Head(ticket.key, 1, 1, 1), part, 0, len(blocks), 0)
@@ -55,7 +55,7 @@ class Node:
         self.run()
 
     def withdraw(self, name: str) -> None:
-        self.parts.withdraw(Withdraw((name, 1), was_read=True))
+        self.parts.withdraw(Withdraw(Key(name, 1), was_read=True))
         self.run()
 
     def run(self) -> None:
@@ -65,7 +65,7 @@ class Node:
                     case Offered():
                         letter = self.parts.offered(event)
                         assert letter is not None and letter.wire is event.wire
-                        self.sent.append((event.ticket.key[0], event.ticket.part))
+                        self.sent.append((event.ticket.key.request_id, event.ticket.part))
                     case Withdrawn(key):
                         self.parts.withdrawn(key)
 
@@ -127,17 +127,17 @@ def test_everything_is_offered_in_the_end_and_never_too_much(moves: list) -> Non
     for move in moves:
         if isinstance(move, tuple):
             name, num_blocks = f"{move[0]}{lives[move[0]]}", move[1]
-            of = parts.setdefault((name, 1), [])
+            of = parts.setdefault(Key(name, 1), [])
             of.append(num_blocks)
             node.offer(name, len(of) - 1, range(num_blocks))
         else:
             name = f"{move}{lives[move]}"
             lives[move] += 1
-            parts.pop((name, 1), None)
+            parts.pop(Key(name, 1), None)
             node.withdraw(name)
         # The oldest has all, and the others what fits beside it, without gaps.
         oldest = next(iter(parts), None)
-        held = {key: [part for name, part in node.sent if name == key[0]] for key in parts}
+        held = {key: [part for name, part in node.sent if name == key.request_id] for key in parts}
         num_bytes = {
             key: sum(parts[key][part] for part in served) * BLOCK_BYTES
             for key, served in held.items()
@@ -148,7 +148,7 @@ def test_everything_is_offered_in_the_end_and_never_too_much(moves: list) -> Non
             assert node.parts.num_bytes - num_bytes[oldest] <= MAX_BYTES
         assert all(served == list(range(len(served))) for served in held.values())
     for key in list(parts):
-        node.withdraw(key[0])
+        node.withdraw(key.request_id)
     assert node.parts.num_bytes == 0
     assert node.parts._waiting == []
 
@@ -159,6 +159,6 @@ def test_what_is_offered_later_has_the_content_of_its_blocks(copies_offers: bool
     node.offer("a", 0, range(6))
     node.offer("b", 0, [7, 9])
     node.withdraw("a")
-    ticket = Ticket(("b", 1), 1, 1, 1, 0)
+    ticket = Ticket(Key("b", 1), 1, 1, 1, 0)
     (array,) = node.transport._exchange.offers[ticket]
     assert np.asarray(array)[:, 0].tolist() == [7, 9]

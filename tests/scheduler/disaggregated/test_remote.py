@@ -78,7 +78,7 @@ def test_a_request_that_no_message_can_carry_fails_alone() -> None:
         ended = {request.request_id: request for request in nodes.step()}
         assert set(ended) == {"x" * 300, "tenant"}
         assert nodes.failures == {
-            "x" * 300: "RunPrefill: key: 0: has 305 characters, the limit is 256",
+            "x" * 300: "RunPrefill: key: request_id: has 305 characters, the limit is 256",
             "tenant": "RunPrefill: namespace: has 5000 bytes, the limits are 0 to 4096",
         }
         assert nodes.num_open == 1

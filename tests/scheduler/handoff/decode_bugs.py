@@ -94,7 +94,7 @@ DECODE_BUGS: Final = [
     bug(
         "a stop is not heeded",
         DECODE,
-        ("                        super().abort(key[0])\n", ""),
+        ("                        super().abort(key.request_id)\n", ""),
     ),
     bug(
         "the side is not told that an attempt has ended",

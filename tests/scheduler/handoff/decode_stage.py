@@ -14,6 +14,7 @@ from radixkv.scheduler.handoff import (
     Grant,
     Head,
     Hits,
+    Key,
     Post,
     Pull,
     Refuse,
@@ -50,7 +51,7 @@ def ask(
 ) -> Any:
     """Ask for a prompt of the name's letter; return the answer."""
     prompt = np.full(num_tokens, ord(name), "<i4").tobytes() if tokens is None else tokens
-    d.receive(peer, Ask(Head((name, attempt), 5), prompt, b"", 2, 1, max_new_tokens))
+    d.receive(peer, Ask(Head(Key(name, attempt), 5), prompt, b"", 2, 1, max_new_tokens))
     messages = [each.message for each in actions(d) if isinstance(each, Post)]
     return messages[-1]
 

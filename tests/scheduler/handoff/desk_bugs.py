@@ -171,7 +171,7 @@ DESK_BUGS: Final = [
         FRONT,
         (
             '            self.decode_failed(key, "the decode node was lost")\n',
-            "            if self._requests[key[0]].is_started:\n"
+            "            if self._requests[key.request_id].is_started:\n"
             '                self.decode_failed(key, "the decode node was lost")\n',
         ),
     ),

@@ -75,7 +75,7 @@ def a_node_is_lost_once_when_it_comes_back(h: ModuleType) -> None:
     assert [type(message) for _, message in office.said()] == [say.GiveUp] * 2
     office.desk.tick(1.0)
     [(_, again)] = office.said()
-    assert again.key == (run.key[0], 2)
+    assert again.key == (run.key.request_id, 2)
 
 
 def a_node_whose_clock_went_back_serves_when_its_old_life_is_silent(h: ModuleType) -> None:
@@ -179,21 +179,29 @@ def what_a_node_refuses_to_begin_has_failed(h: ModuleType) -> None:
 
 
 def what_is_said_is_said_again_until_it_is_heard(h: ModuleType) -> None:
-    outbox, key, say = h.outbox.Outbox(retry_s=1.0, patience_s=3.0), ("a", 1), h.client_messages
+    outbox, key, say = (
+        h.outbox.Outbox(retry_s=1.0, patience_s=3.0),
+        h.Key("a", 1),
+        h.client_messages,
+    )
     started = say.Started(key)
     outbox.add("desk", started, 0.0)
     assert outbox.take_due(0.9) == ([], [])
     assert outbox.take_due(1.0) == ([("desk", started)], [])
     assert outbox.take_due(1.9) == ([], [])
     outbox.heard("another", say.Heard(key, "Started"))
-    outbox.heard("desk", say.Heard(("a", 2), "Started"))
+    outbox.heard("desk", say.Heard(h.Key("a", 2), "Started"))
     assert outbox.take_due(2.0) == ([("desk", started)], [])
     assert outbox.take_due(3.0) == ([], [("desk", started)])
     assert len(outbox) == 0
 
 
 def what_is_said_last_of_an_attempt_takes_the_place_of_the_rest(h: ModuleType) -> None:
-    outbox, key, say = h.outbox.Outbox(retry_s=1.0, patience_s=9.0), ("a", 1), h.client_messages
+    outbox, key, say = (
+        h.outbox.Outbox(retry_s=1.0, patience_s=9.0),
+        h.Key("a", 1),
+        h.client_messages,
+    )
     failed = say.DecodeFailed(key, "why")
     outbox.add("desk", say.Started(key), 0.0)
     outbox.add("desk", failed, 0.5)
@@ -207,11 +215,11 @@ def what_is_said_last_of_an_attempt_takes_the_place_of_the_rest(h: ModuleType) -
 def nothing_is_said_to_who_has_gone_nor_of_what_is_over(h: ModuleType) -> None:
     outbox, say = h.outbox.Outbox(retry_s=1.0, patience_s=9.0), h.client_messages
     for peer in ("p0", "p1"):
-        for key in (("a", 1), ("b", 1)):
+        for key in (h.Key("a", 1), h.Key("b", 1)):
             outbox.add(peer, say.Started(key), 0.0)
     outbox.forget_peer("p0")
-    outbox.forget(("a", 1))
-    assert outbox.take_due(1.0) == ([("p1", say.Started(("b", 1)))], [])
+    outbox.forget(h.Key("a", 1))
+    assert outbox.take_due(1.0) == ([("p1", say.Started(h.Key("b", 1)))], [])
 
 
 DESK_SCENARIOS: Final[list[Callable[[ModuleType], None]]] = [

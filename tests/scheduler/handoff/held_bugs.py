@@ -23,8 +23,9 @@ HELD_BUGS: Final = [
         "who asks again loses its place",
         HELD,
         (
-            "        self._by_request[held.key[0]] = held",
-            "        self.drop(held.key[0])\n        self._by_request[held.key[0]] = held",
+            "        self._by_request[held.key.request_id] = held",
+            "        self.drop(held.key.request_id)\n"
+            "        self._by_request[held.key.request_id] = held",
         ),
     ),
     bug(

@@ -12,6 +12,7 @@ from radixkv.scheduler import (
 from radixkv.scheduler.handoff import (
     Grant,
     Head,
+    Key,
     Post,
     Timing,
 )
@@ -39,7 +40,7 @@ def posted(p: PrefillScheduler, kind: type) -> list[Any]:
 
 
 def grant(p: PrefillScheduler, name: str = "a", first_block: int = 0, number: int = 1) -> None:
-    p.receive("d0", Grant(Head((name, 1), 7, 1, number), first_block))
+    p.receive("d0", Grant(Head(Key(name, 1), 7, 1, number), first_block))
 
 
 def step(p: PrefillScheduler, token: int = 1) -> list[tuple[str, int, int]]:

@@ -74,7 +74,7 @@ def an_older_attempt_does_not_end_a_newer_one(h: ModuleType) -> None:
 def a_newer_attempt_ends_an_older_one(h: ModuleType) -> None:
     pair = Pair(h)
     start = pair.start()
-    newer = h.Ask(h.Head(("r1", 2), 1), np.array(PROMPT, np.int32).tobytes(), b"", 2, 1, 4)
+    newer = h.Ask(h.Head(h.Key("r1", 2), 1), np.array(PROMPT, np.int32).tobytes(), b"", 2, 1, 4)
     pair.d.receive(P, newer)
     [stop] = pair.actions(pair.d, "Stop")
     assert stop.key == start.key
@@ -276,12 +276,12 @@ def refusals_are_no_failures(h: ModuleType) -> None:
     desk.submit("a")
     for attempt in range(1, 5):
         desk.tick(2.0 * attempt)
-        assert desk.take_actions()[-1] == h.Begin(("a", attempt))
-        desk.prefill_failed(("a", attempt), "refused", is_busy=True)
+        assert desk.take_actions()[-1] == h.Begin(h.Key("a", attempt))
+        desk.prefill_failed(h.Key("a", attempt), "refused", is_busy=True)
     desk.tick(10.0)
     desk.take_actions()
-    desk.prefill_failed(("a", 5), "broken")
-    assert desk.take_actions() == [h.Cancel(("a", 5)), h.Answer("a", None, "broken")]
+    desk.prefill_failed(h.Key("a", 5), "broken")
+    assert desk.take_actions() == [h.Cancel(h.Key("a", 5)), h.Answer("a", None, "broken")]
 
 
 SCENARIOS: Final[list[Callable[[ModuleType], None]]] = [

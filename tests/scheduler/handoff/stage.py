@@ -8,9 +8,10 @@ from typing import Any, Final
 
 from radixkv.kvcache import CacheManager
 from radixkv.scheduler import Request, SamplingParams
+from radixkv.scheduler.handoff import Key
 
 PROMPT: Final = [5, 6, 7, 8, 9, 4, 3]
-KEY: Final = ("r1", 1)
+KEY: Final = Key("r1", 1)
 P: Final = "p0"
 D: Final = "d0"
 ORDERS: Final = ("early", "prefill_complete")
@@ -84,7 +85,7 @@ class Pair:
 
     def begin(self, attempt: int = 1) -> Any:
         request = Request("r1", PROMPT, 4, sampling=SamplingParams(seed=3))
-        self.p.begin(("r1", attempt), D, request)
+        self.p.begin(Key("r1", attempt), D, request)
         [ask] = [each for each in self.posted(self.p) if isinstance(each, self.h.Ask)]
         return ask
 

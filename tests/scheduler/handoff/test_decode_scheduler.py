@@ -16,6 +16,7 @@ from radixkv.scheduler.handoff import (
     Grant,
     Head,
     Hits,
+    Key,
     Post,
     Pull,
     Send,
@@ -79,7 +80,7 @@ def test_one_is_preempted_and_computed_again_here() -> None:
     assert stats.preemptions == stats.resumed > 0 and stats.prefill_tokens > 0
     assert stats.hit_tokens == 0, "hits are counted by P, once"
     assert [each[0] for each in chunks if each[2] > 1], "computed in chunks"
-    ended = [each.key[0] for each in actions(d) if isinstance(each, Finished)]
+    ended = [each.key.request_id for each in actions(d) if isinstance(each, Finished)]
     assert sorted(ended) == ["a", "b", "c"] and ended[0] == "a", "the first is never preempted"
     assert d.num_open == 0
 
@@ -128,7 +129,7 @@ def test_an_abort_in_any_state(state: str) -> None:
         assert d.num_open == 3, "the step uses its blocks"
         d.update(plan, [1] * len(plan.chunks))
     ended = [each for each in actions(d) if not isinstance(each, Post)]
-    assert ended == ([] if state == "receiving" else [Stopped((name, 1), "aborted")])
+    assert ended == ([] if state == "receiving" else [Stopped(Key(name, 1), "aborted")])
     assert not d.abort(name)
     while d.has_work:
         step(d)
@@ -142,15 +143,15 @@ def test_a_newer_attempt_may_start_while_the_step_of_an_older_one_runs() -> None
     plan = d.schedule()
     granted = ask(d, "a", 4, 5, attempt=2)
     assert isinstance(granted, Grant) and granted.first_block == 2
-    head = Head(("a", 2), 5, 1, granted.head.grant)
+    head = Head(Key("a", 2), 5, 1, granted.head.grant)
     send(d, granted, 0, Commit(head, 0, 9, 4, Hits()))
-    d.give_up(("a", 1), "again")
+    d.give_up(Key("a", 1), "again")
     d.update(plan, [1])
     reports = [each for each in actions(d) if not isinstance(each, Post)]
-    assert [(type(each), each.key[1]) for each in reports] == [(Started, 2), (Stopped, 1)]
+    assert [(type(each), each.key.attempt) for each in reports] == [(Started, 2), (Stopped, 1)]
     while d.has_work:
         step(d)
-    assert [each.key[1] for each in actions(d) if isinstance(each, Finished)] == [2]
+    assert [each.key.attempt for each in actions(d) if isinstance(each, Finished)] == [2]
     assert d.num_open == 0
 
 
@@ -161,7 +162,7 @@ def test_the_cache_is_reset_when_nothing_is_received() -> None:
     d = scheduler()
     start(d, "a", 4, 5)
     granted = ask(d, "b")
-    d.receive("p0", Send(Head(("b", 1), 5, 1, granted.head.grant), 0, 0, 2, 0))
+    d.receive("p0", Send(Head(Key("b", 1), 5, 1, granted.head.grant), 0, 0, 2, 0))
     [pull] = [each for each in actions(d) if isinstance(each, Pull)]
     with pytest.raises(HandoffsOpenError, match="1 hand-offs hold blocks"):
         d.reset_cache()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from radixkv.scheduler import handoff
-from radixkv.scheduler.handoff import Abort, Ack, Commit, Head, Hits, Pull, Renew, Send, Stop
+from radixkv.scheduler.handoff import Abort, Ack, Commit, Head, Hits, Key, Pull, Renew, Send, Stop
 
 from .stage import KEY, PROMPT, P, Pair
 
@@ -40,7 +40,7 @@ def test_the_end_of_a_pull_that_is_not_open_changes_nothing() -> None:
     pair, (first, second) = pulling()
     pair.d.pulled(first.ticket._replace(grant=9))
     pair.d.pulled(first.ticket._replace(part=9))
-    pair.d.pulled(first.ticket._replace(key=("r9", 1)))
+    pair.d.pulled(first.ticket._replace(key=Key("r9", 1)))
     pair.d.pulled(first.ticket)
     pair.d.pulled(first.ticket)
     pair.d.pull_failed(first.ticket, fenced=True, reason="it was lost")

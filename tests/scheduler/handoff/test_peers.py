@@ -23,6 +23,7 @@ from radixkv.scheduler.handoff import (
     Grant,
     Head,
     Hits,
+    Key,
     Message,
     Post,
     Pull,
@@ -43,7 +44,7 @@ counts = st.integers(0, 5) | st.just(MOST)
 sizes = st.sampled_from([1, 2, 2, 2, 4, MOST])
 heads = st.builds(
     Head,
-    st.sampled_from([KEY, KEY, KEY, ("r1", 2), ("r2", 1)]),
+    st.sampled_from([KEY, KEY, KEY, Key("r1", 2), Key("r2", 1)]),
     st.sampled_from([1, 1, 1, 1, 2, 2**64 - 1]),
     st.sampled_from([1, 1, 1, 1, None, 0, 2**64 - 1]),
     st.sampled_from([1, 1, 1, 0, 2, 3, 2**64 - 1]),

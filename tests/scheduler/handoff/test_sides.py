@@ -20,6 +20,7 @@ from radixkv.scheduler.handoff import (
     Grant,
     Head,
     Hits,
+    Key,
     Message,
     Post,
     PrefillSide,
@@ -145,7 +146,7 @@ def test_a_grant_that_nobody_asks_for_is_declined() -> None:
     grant = pair.granted()
     other = Grant(Head(KEY, 1, 1, grant.head.grant + 1), 0)
     pair.p.receive(D, other)
-    pair.p.receive(D, Grant(Head(("r9", 1), 1, 1, 7), 0))
+    pair.p.receive(D, Grant(Head(Key("r9", 1), 1, 1, 7), 0))
     assert [(each.head.key, each.head.grant, each.reason) for each in pair.posted(pair.p)] == [
         (KEY, 2, "granted twice"),
         (("r9", 1), 7, "nobody asks"),
@@ -218,7 +219,7 @@ def test_what_has_ended_is_ignored() -> None:
     for _ in range(2):
         pair.d.finished(KEY)
     pair.d.pull_fenced(handoff.Ticket(KEY, 1, 1, 1, 0))
-    pair.d.abort(("r9", 1), "unknown")
+    pair.d.abort(handoff.Key("r9", 1), "unknown")
     pair.p.abort(KEY, "cancelled")
     pair.p.take_actions()
     pair.p.abort(KEY, "cancelled")
@@ -255,22 +256,22 @@ def test_a_request_is_tried_again_and_answered_once() -> None:
     with pytest.raises(RequestError, match="request 'a' is open"):
         desk.submit("a")
     desk.tick(0)
-    assert desk.take_actions() == [Begin(("a", 1))]
-    desk.prefill_failed(("a", 1), "no room")
-    desk.prefill_failed(("a", 1), "no room")
+    assert desk.take_actions() == [Begin(Key("a", 1))]
+    desk.prefill_failed(Key("a", 1), "no room")
+    desk.prefill_failed(Key("a", 1), "no room")
     desk.tick(0.5)
-    assert desk.take_actions() == [Cancel(("a", 1))]
+    assert desk.take_actions() == [Cancel(Key("a", 1))]
     desk.tick(1)
-    assert desk.take_actions() == [Begin(("a", 2))]
-    desk.started(("a", 1))
-    desk.finished(("a", 1), (1, 2))
-    assert desk.take_actions() == [Cancel(("a", 1))], "the older attempt is of no use any more"
-    desk.started(("a", 2))
-    desk.prefill_failed(("a", 2), "ACK was lost")
-    desk.prefill_lost([("a", 2)])
+    assert desk.take_actions() == [Begin(Key("a", 2))]
+    desk.started(Key("a", 1))
+    desk.finished(Key("a", 1), (1, 2))
+    assert desk.take_actions() == [Cancel(Key("a", 1))], "the older attempt is of no use any more"
+    desk.started(Key("a", 2))
+    desk.prefill_failed(Key("a", 2), "ACK was lost")
+    desk.prefill_lost([Key("a", 2)])
     assert desk.take_actions() == []
-    desk.finished(("a", 2), (3,))
-    desk.finished(("a", 2), (3,))
+    desk.finished(Key("a", 2), (3,))
+    desk.finished(Key("a", 2), (3,))
     assert desk.take_actions() == [Answer("a", (3,))]
 
 
@@ -280,15 +281,15 @@ def test_a_request_has_a_last_attempt_and_a_deadline() -> None:
         desk.submit(name)
     desk.tick(0)
     desk.take_actions()
-    desk.started(("a", 1))
-    desk.decode_lost([("a", 1)])
+    desk.started(Key("a", 1))
+    desk.decode_lost([Key("a", 1)])
     assert desk.take_actions() == [
-        Cancel(("a", 1)),
+        Cancel(Key("a", 1)),
         Answer("a", None, "the decode node was lost"),
     ]
-    desk.prefill_failed(("b", 1), "too large", is_final=True)
+    desk.prefill_failed(Key("b", 1), "too large", is_final=True)
     assert desk.take_actions()[-1] == Answer("b", None, "too large")
     desk.tick(10)
     last = Answer("c", None, "not done in time: attempt 1 has not ended")
-    assert desk.take_actions() == [Cancel(("c", 1)), last]
+    assert desk.take_actions() == [Cancel(Key("c", 1)), last]
     assert desk.num_open == 0

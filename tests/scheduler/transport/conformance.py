@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from radixkv.scheduler.handoff import Ticket
+from radixkv.scheduler.handoff import Key, Ticket
 from radixkv.scheduler.transport import (
     ArraySpec,
     Event,
@@ -30,7 +30,7 @@ from radixkv.scheduler.transport import (
 )
 from radixkv.scheduler.transport.threaded import ThreadedTransport
 
-KEY = ("r1", 1)
+KEY = Key("r1", 1)
 SOON_S = 0.4
 """The deadline of a pull that must not succeed."""
 LATE_S = 60.0
@@ -44,7 +44,7 @@ class Pair(NamedTuple):
     decode: Transport
 
 
-def ticket(part: int = 0, key: tuple[str, int] = KEY) -> Ticket:
+def ticket(part: int = 0, key: Key = KEY) -> Ticket:
     return Ticket(key, epoch=7, peer_epoch=8, grant=3, part=part)
 
 
@@ -189,7 +189,7 @@ class TransportConformance:
     withdrawn_fault = Fault.EXPIRED
 
     def test_withdrawing_nothing_is_reported_all_the_same(self, pair: Pair) -> None:
-        pair.prefill.withdraw(("r2", 5))
+        pair.prefill.withdraw(Key("r2", 5))
         assert wait(pair.prefill, Withdrawn).key == ("r2", 5)
 
     def test_an_offer_expires(self, pair: Pair) -> None:
@@ -229,7 +229,8 @@ class TransportConformance:
     def test_the_caller_s_mistakes_are_refused(self, pair: Pair) -> None:
         wire = offer(pair.prefill)
         offered = arrays()
-        with pytest.raises(TransportArgumentError, match=r"^part 0 of \('r1', 1\) is offered alr"):
+        part = "part 0 of attempt 1 of request 'r1'"
+        with pytest.raises(TransportArgumentError, match=f"^{part} is offered already$"):
             pair.prefill.offer(ticket(), offered, describe(offered, num_blocks=3), ttl_s=1)
         with pytest.raises(
             TransportArgumentError,
@@ -238,10 +239,10 @@ class TransportConformance:
             described = describe(offered[:3], num_blocks=3)
             pair.prefill.offer(ticket(1), offered, described, ttl_s=1)
         pair.decode.pull(ticket(), wire, wire.descriptor, timeout_s=LATE_S)
-        with pytest.raises(TransportArgumentError, match=r"^part 0 of \('r1', 1\) is pulled alre"):
+        with pytest.raises(TransportArgumentError, match=f"^{part} is pulled already$"):
             pair.decode.pull(ticket(), wire, wire.descriptor, timeout_s=LATE_S)
         wait(pair.decode, Received)
-        with pytest.raises(TransportArgumentError, match=r"^part 0 of \('r1', 1\) is pulled alre"):
+        with pytest.raises(TransportArgumentError, match=f"^{part} is pulled already$"):
             pair.decode.pull(ticket(), wire, wire.descriptor, timeout_s=LATE_S)
 
     def test_a_closed_transport_refuses(self, pair: Pair) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from radixkv.scheduler.channel.codec import Packet, decode, encode
-from radixkv.scheduler.handoff import Head, Send, Ticket
+from radixkv.scheduler.handoff import Head, Key, Send, Ticket
 from radixkv.scheduler.transport import (
     Event,
     Offered,
@@ -33,7 +33,7 @@ from radixkv.scheduler.transport import (
     open_transport,
 )
 
-KEY = ("r1", 1)
+KEY = Key("r1", 1)
 STAGING_BYTES = 160 << 20
 
 
