@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 
 import pytest
-from obstore.store import MemoryStore
+from obstore.store import MemoryStore, S3Store
 
 from radixkv.kvcache.storage import BackendError, Status, StorageWorkers
 from radixkv.kvcache.storage.objects import ObjectBackend, memory_store, s3_store
@@ -113,7 +113,11 @@ def test_a_server_that_never_answers(s3: FakeS3, monkeypatch: pytest.MonkeyPatch
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
         port = listener.getsockname()[1]
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-        with closing(ObjectBackend(s3_store("bucket", timeout_s=0.1))) as backend:
+        store = s3_store("bucket", timeout_s=0.1, connect_timeout_s=0.2)
+        times = {"timeout": "100ms", "connect_timeout": "200ms"}
+        assert isinstance(store, S3Store) and store.client_options is not None
+        assert times.items() <= dict(store.client_options).items()
+        with closing(ObjectBackend(store)) as backend:
             for doing, error in zip(DOING, every_call(backend), strict=True):
                 assert str(error) == f"{doing} failed: GenericError"
 
