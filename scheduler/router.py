@@ -70,14 +70,15 @@ class Router:
     the same size and the same eviction order. A wrong guess costs time, never a wrong result.
 
     Example:
+        >>> from radixkv.scheduler.handoff import Key
         >>> from radixkv.scheduler.router import Router
         >>> router = Router(2, prefill={"p0": 100, "p1": 100}, decode={"d0": 100})
-        >>> router.route(("a", 1), [1, 2, 3, 4, 5, 6])
+        >>> router.route(Key("a", 1), [1, 2, 3, 4, 5, 6])
         Route(prefill='p0', decode='d0')
-        >>> router.computed(("a", 1))
-        >>> router.route(("b", 1), [1, 2, 3, 4, 5, 6, 7])    # p0 has it, and is idle
+        >>> router.computed(Key("a", 1))
+        >>> router.route(Key("b", 1), [1, 2, 3, 4, 5, 6, 7])    # p0 has it, and is idle
         Route(prefill='p0', decode='d0')
-        >>> router.route(("c", 1), [7, 8])                   # p0 has something to do
+        >>> router.route(Key("c", 1), [7, 8])                   # p0 has something to do
         Route(prefill='p1', decode='d0')
     """
 
