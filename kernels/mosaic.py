@@ -32,9 +32,6 @@ IS_010 = jax.__version_info__ < (0, 11, 0)
 Interpret = Any
 """`InterpretGPUParams` simulates a kernel; None compiles it for a GPU. Static."""
 
-SHARED_MEMORY_BYTES = 232_448
-"""What one block of threads may have on Hopper: 227 KiB. Source: CUDA programming guide, 9.0."""
-
 
 def tiles(dtype: Any) -> tuple[Any, ...]:
     """Transforms of a shared buffer that WGMMA reads: rows of 128 bytes, swizzled, 8 to a tile.

@@ -4,15 +4,12 @@ from dataclasses import dataclass
 
 import jax
 
-from .checks import is_quantised
+from .mosaic_limits import attention_obstacle
 
 WGMMA_ROWS = 64
 """Rows of a tile of the tensor cores: what the queries of a KV head are padded to."""
 
 MAX_SPLITS = 64  # so many thread blocks draw all the bandwidth there is, and merging stays small
-HEAD_DIMS = (64, 128, 256)
-BLOCK_SIZES = (16, 32, 64, 128)
-DTYPES = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -55,19 +52,9 @@ def choose_config(
 
 def obstacle(q: jax.Array, k_blocks: jax.Array) -> str | None:
     """Why this kernel cannot serve the arguments; None if it can."""
-    batch, q_heads, head_dim = q.shape
-    _, kv_heads, block_size, _ = k_blocks.shape
-    if q.dtype.name not in DTYPES:
-        return f"mosaic needs q of {' or '.join(DTYPES)}, got {q.dtype.name}"
-    if k_blocks.dtype != q.dtype and not is_quantised(k_blocks):
-        return f"mosaic needs pools of q's dtype {q.dtype.name}, got {k_blocks.dtype.name}"
-    if head_dim not in HEAD_DIMS:
-        return f"mosaic needs a head_dim of 64, 128 or 256, got {head_dim}"
-    if block_size not in BLOCK_SIZES:
-        return f"mosaic needs a block_size of 16, 32, 64 or 128, got {block_size}"
-    if is_quantised(k_blocks) and head_dim == 256:
-        # The output takes half the registers: what widens the pool's numbers does not fit beside.
-        return f"mosaic needs a head_dim of 64 or 128 for quantised pools, got {head_dim}"
+    if (shared := attention_obstacle(q, k_blocks)) is not None:
+        return shared
+    batch, q_heads, kv_heads = q.shape[0], q.shape[1], k_blocks.shape[1]
     if q_heads // kv_heads > WGMMA_ROWS:
         return (
             f"mosaic needs at most {WGMMA_ROWS} query heads per KV head, got {q_heads // kv_heads}"

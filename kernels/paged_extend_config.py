@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import jax
 
-from .checks import is_quantised
 from .extend_work import ALIGNMENT
+from .mosaic_limits import attention_obstacle
 
 ROWS = 64
 """Matrix rows of a warpgroup, the height of WGMMA."""
@@ -13,10 +13,6 @@ WARPGROUPS = 2
 """That multiply; one more copies."""
 TILE_ROWS = WARPGROUPS * ROWS
 """Matrix rows of a tile: tokens times the query heads that share a KV head."""
-
-HEAD_DIMS = (64, 128, 256)
-BLOCK_SIZES = (16, 32, 64, 128)
-DTYPES = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -61,19 +57,9 @@ def tile_tokens_of(group: int) -> int:
 
 def obstacle(q: jax.Array, k_blocks: jax.Array, batch: int) -> str | None:
     """Why the kernel cannot serve the arguments; None if it can."""
-    tokens, q_heads, head_dim = q.shape
-    _, kv_heads, block_size, _ = k_blocks.shape
-    if q.dtype.name not in DTYPES:
-        return f"mosaic needs q of {' or '.join(DTYPES)}, got {q.dtype.name}"
-    if k_blocks.dtype != q.dtype and not is_quantised(k_blocks):
-        return f"mosaic needs pools of q's dtype {q.dtype.name}, got {k_blocks.dtype.name}"
-    if head_dim not in HEAD_DIMS:
-        return f"mosaic needs a head_dim of 64, 128 or 256, got {head_dim}"
-    if block_size not in BLOCK_SIZES:
-        return f"mosaic needs a block_size of 16, 32, 64 or 128, got {block_size}"
-    if is_quantised(k_blocks) and head_dim == 256:
-        # Numbers as they come and as they are multiplied do not fit into shared memory together.
-        return f"mosaic needs a head_dim of 64 or 128 for quantised pools, got {head_dim}"
+    if (shared := attention_obstacle(q, k_blocks)) is not None:
+        return shared
+    tokens, q_heads, kv_heads = q.shape[0], q.shape[1], k_blocks.shape[1]
     most = TILE_ROWS // ALIGNMENT
     if q_heads // kv_heads > most:
         return f"mosaic needs at most {most} query heads per KV head, got {q_heads // kv_heads}"

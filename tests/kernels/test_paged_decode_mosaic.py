@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from radixkv.kernels import KernelArgumentError, paged_decode, paged_decode_mosaic
+from radixkv.kernels.mosaic_limits import BLOCK_SIZES, HEAD_DIMS
 from radixkv.kernels.online_softmax import check_options
 from radixkv.kernels.paged_decode_config import (
-    BLOCK_SIZES,
-    HEAD_DIMS,
     DecodeConfig,
     blocks_per_sm,
     choose_config,

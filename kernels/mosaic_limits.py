@@ -1,0 +1,28 @@
+"""What both Mosaic attention kernels serve; each of their configurations adds limits of its own."""
+
+import jax
+
+from .checks import is_quantised
+
+HEAD_DIMS = (64, 128, 256)
+BLOCK_SIZES = (16, 32, 64, 128)
+DTYPES = ("bfloat16", "float16")
+
+
+def attention_obstacle(q: jax.Array, k_blocks: jax.Array) -> str | None:
+    """Why neither kernel can serve the dtypes and shapes; None if they can."""
+    head_dim, block_size = q.shape[2], k_blocks.shape[2]
+    if q.dtype.name not in DTYPES:
+        return f"mosaic needs q of {' or '.join(DTYPES)}, got {q.dtype.name}"
+    if k_blocks.dtype != q.dtype and not is_quantised(k_blocks):
+        return f"mosaic needs pools of q's dtype {q.dtype.name}, got {k_blocks.dtype.name}"
+    if head_dim not in HEAD_DIMS:
+        return f"mosaic needs a head_dim of 64, 128 or 256, got {head_dim}"
+    if block_size not in BLOCK_SIZES:
+        return f"mosaic needs a block_size of 16, 32, 64 or 128, got {block_size}"
+    if is_quantised(k_blocks) and head_dim == 256:
+        # In decode what widens the numbers does not fit beside the output, which takes half the
+        # registers; in extend the numbers do not fit twice into shared memory, as they come and as
+        # they are multiplied.
+        return f"mosaic needs a head_dim of 64 or 128 for quantised pools, got {head_dim}"
+    return None
