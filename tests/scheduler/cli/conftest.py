@@ -1,4 +1,4 @@
-"""A tiny trace, and the command line as a function."""
+"""A tiny trace and a tiny model, and the command line as a function."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from typing import NamedTuple
 import pytest
 
 from radixkv.scheduler.cli import main
+from radixkv.scheduler.models import make_tiny_checkpoint
+
+from .generating import PROMPTS
 
 
 class Outcome(NamedTuple):
@@ -57,3 +60,20 @@ def trace(tmp_path: Path) -> Path:
         )
     )
     return path
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint, which no test changes."""
+    directory = tmp_path_factory.mktemp("model")
+    make_tiny_checkpoint(directory)
+    return directory
+
+
+@pytest.fixture
+def arguments(model_dir: Path, tmp_path: Path) -> list[object]:
+    """Those of a `radixkv generate` that completes `PROMPTS`."""
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps(PROMPTS))
+    sizes = ["--max-new-tokens", 8, "--block-size", 4, "--token-budget", 8, "--ignore-eos"]
+    return ["generate", model_dir, "--prompts", path, *sizes]

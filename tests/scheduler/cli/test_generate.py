@@ -10,20 +10,13 @@ from typing import Any
 import pytest
 import tokenizers
 
-from radixkv.scheduler.models import load_config, make_tiny_checkpoint
+from radixkv.scheduler.models import load_config
 
 PROMPTS = [[1, 2, 3, 4, 5], [7] * 20, [1, 2, 3, 4, 5, 6]]
 
 SMALL = ("--max-new-tokens", 4, "--token-budget", 8)
 """A small budget has few shapes to compile; three such prompts are as many each time, so that each
 is compiled once."""
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    make_tiny_checkpoint(directory)
-    return directory
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 from contextlib import ExitStack, closing
@@ -22,37 +21,14 @@ from radixkv.scheduler.disaggregated.remote import RemoteNodes
 from radixkv.scheduler.errors import NodesMissingError
 from radixkv.scheduler.handoff.client_messages import DESK
 from radixkv.scheduler.handoff.desk_link import DeskLink
-from radixkv.scheduler.models import load_config, make_tiny_checkpoint
+from radixkv.scheduler.models import load_config
 
 from ...ports import reserved_port
+from .generating import PROMPTS, run
 
 EPOCHS = count(1)
-PREFIX = list(range(1, 13))
 SIZE = ["--device-blocks", 10]
 """The same wherever something is generated, so that each program is compiled once."""
-
-PROMPTS = [[*PREFIX, 20], [*PREFIX, 21], [30, 31, 32, 33, 34], [*PREFIX, 22, 23]]
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    make_tiny_checkpoint(directory)
-    return directory
-
-
-@pytest.fixture
-def arguments(model_dir: Path, tmp_path: Path) -> list[object]:
-    path = tmp_path / "prompts.json"
-    path.write_text(json.dumps(PROMPTS))
-    sizes = ["--max-new-tokens", 8, "--block-size", 4, "--token-budget", 8, "--ignore-eos"]
-    return ["generate", model_dir, "--prompts", path, *sizes]
-
-
-def run(radixkv: Any, *arguments: object) -> dict[str, Any]:
-    outcome = radixkv(*arguments, "--json", "-")
-    assert (outcome.status, outcome.stderr) == (0, ""), outcome
-    return json.loads(outcome.stdout)
 
 
 def test_nodes_in_one_process_give_the_same_outputs(radixkv: Any, arguments: list[object]) -> None:

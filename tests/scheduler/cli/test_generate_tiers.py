@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from radixkv.scheduler.commands import generate
-from radixkv.scheduler.models import Model, load_model, make_tiny_checkpoint
+from radixkv.scheduler.models import Model, load_model
 from radixkv.scheduler.models.digest import weights_digest
 
 from ...kvcache.storage.redis_server import running
-
-PREFIX = list(range(1, 13))
-PROMPTS = [[*PREFIX, 20], [*PREFIX, 21], [30, 31, 32, 33, 34], [*PREFIX, 22, 23]]
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    make_tiny_checkpoint(directory)
-    return directory
-
-
-@pytest.fixture
-def arguments(model_dir: Path, tmp_path: Path) -> list[object]:
-    path = tmp_path / "prompts.json"
-    path.write_text(json.dumps(PROMPTS))
-    sizes = ["--max-new-tokens", 8, "--block-size", 4, "--token-budget", 8, "--ignore-eos"]
-    return ["generate", model_dir, "--prompts", path, *sizes]
-
-
-def run(radixkv: Any, *arguments: object) -> dict[str, Any]:
-    outcome = radixkv(*arguments, "--json", "-")
-    assert (outcome.status, outcome.stderr) == (0, ""), outcome
-    return json.loads(outcome.stdout)
+from .generating import PROMPTS, run
 
 
 @pytest.fixture
