@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -87,24 +87,23 @@ def bench_cache(
     lengths = [request.input_length + request.output_length for request in requests]
     _check_sizes(lengths, block_size, num_blocks)
     clock_ns = clock_cost_ns()
-    first_ns, *counts = _time(_run_whole, requests, num_blocks, block_size)
-    spans_ns, *again = _time(_run_whole, requests, num_blocks, block_size)
-    assert again == counts, f"the second pass counted {again}, the first {counts}"
-    phase_ns, *again = _time(_run_phases, requests, num_blocks, block_size)
-    assert again == counts, f"the third pass counted {again}, the first {counts}"
-    hit_tokens, evicted_blocks = counts
+    first = _time(_run_whole, requests, num_blocks, block_size)
+    second = _time(_run_whole, requests, num_blocks, block_size)
+    assert second.counts == first.counts, f"{second.counts} in the second pass, not {first.counts}"
+    third = _time(_run_phases, requests, num_blocks, block_size)
+    assert third.counts == first.counts, f"{third.counts} in the third pass, not {first.counts}"
     return CacheBench(
         block_size=block_size,
         num_blocks=num_blocks,
         prompt_tokens=sum(request.input_length for request in requests),
         output_tokens=sum(request.output_length for request in requests),
         blocks=sum(-(-length // block_size) for length in lengths),
-        hit_tokens=hit_tokens,
-        evicted_blocks=evicted_blocks,
+        hit_tokens=first.counts.hit_tokens,
+        evicted_blocks=first.counts.evicted_blocks,
         clock_ns=clock_ns,
-        first_ns=first_ns[:, 0] - clock_ns,
-        spans_ns=spans_ns[:, 0] - clock_ns,
-        phase_ns=phase_ns - clock_ns,
+        first_ns=first.spans_ns[:, 0] - clock_ns,
+        spans_ns=second.spans_ns[:, 0] - clock_ns,
+        phase_ns=third.spans_ns - clock_ns,
     )
 
 
@@ -120,13 +119,27 @@ def _check_sizes(lengths: Sequence[int], block_size: int, num_blocks: int) -> No
         )
 
 
+class _Counts(NamedTuple):
+    """What a pass counted: the same in each."""
+
+    hit_tokens: int
+    evicted_blocks: int
+
+
+class _Pass(NamedTuple):
+    """What a pass showed; the cost of the clock is in its spans, int64[requests, n]."""
+
+    spans_ns: Nanoseconds
+    counts: _Counts
+
+
 def _time(
     run: Callable[[CacheManager, Work], tuple[int, tuple[int, ...]]],
     requests: Sequence[TraceRequest],
     num_blocks: int,
     block_size: int,
-) -> tuple[Nanoseconds, int, int]:
-    """Return the uncorrected spans [requests, n], the hit tokens and the evicted blocks."""
+) -> _Pass:
+    """Run the requests through a new manager."""
     manager = CacheManager(num_blocks, block_size)
     hit_tokens = 0
     rows = []
@@ -137,7 +150,7 @@ def _time(
             rows.append(readings)
     readings_ns = np.array(rows, dtype=np.int64)
     spans_ns = readings_ns[:, 1:] - readings_ns[:, :-1]
-    return spans_ns, hit_tokens, manager.stats().evicted_blocks
+    return _Pass(spans_ns, _Counts(hit_tokens, manager.stats().evicted_blocks))
 
 
 def _run_whole(manager: CacheManager, work: Work) -> tuple[int, tuple[int, ...]]:
