@@ -34,6 +34,7 @@ class TierRequests:
         self._stats = stats
         self._fetching: dict[tuple[bytes, bytes], Prefetch] = {}  # by the first path they ask for
         self._ahead: dict[str, int] = {}  # blocks that were asked for, by who has yet to begin
+        self._again: Prefetch | None = None  # the last of what the host had dropped again
 
     @property
     def is_busy(self) -> bool:
@@ -48,7 +49,7 @@ class TierRequests:
         If another has asked for the same block first, its answer is waited for: many requests with
         one prefix fetch it once. What those who have yet to begin have asked for is no more than
         the host holds: the last to come would drop what the first wait for. One that is put off
-        asks when it would be admitted, if it can then.
+        asks when it would be admitted, if it can then. A parked one comes before them all.
         """
         request.prefetch_is_put_off = False
         if self._tiers.storage is None:
@@ -62,7 +63,8 @@ class TierRequests:
         if request.fetches_after is not None:
             return
         num_blocks = len(request.tokens) // self._manager.block_size - first
-        if self._ahead and sum(self._ahead.values()) + num_blocks > self._tiers.config.num_blocks:
+        ahead = 0 if request.parked is not None else sum(self._ahead.values())
+        if ahead and ahead + num_blocks > self._tiers.config.num_blocks:
             request.prefetch_is_put_off = True
             self._stats.prefetches_put_off += 1
             return
@@ -81,17 +83,22 @@ class TierRequests:
         return fetching or saving or request.fetches_after is not None
 
     def fetch_parked(self, request: Request) -> bool:
-        """Ask storage, once, for what a request parked there has no more on the host.
+        """Ask storage for what a request parked there has no more on the host.
 
-        Only when it could be admitted: the host may drop again what comes too early.
+        Only when it could be admitted: the host may drop again what comes too early. If it does,
+        that is asked for again, for one request at a time: two might drop each other's for ever.
 
         Returns:
             Whether there is something to wait for.
         """
-        parked = request.parked
-        if parked is None or parked.where != "storage" or request.prefetch is not None:
+        parked, again = request.parked, request.prefetch is not None
+        if parked is None or parked.where != "storage" or (again and not _is_lost(request)):
             return False
+        if again and self._again is not None and not self._again.done:
+            return True
         self.prefetch(request)
+        if again:
+            self._again = request.prefetch
         return self.is_held_up(request)
 
     def forget(self, request: Request) -> None:
@@ -160,6 +167,13 @@ class TierRequests:
         """Read and write other keys in storage from now on, if there is one."""
         if self._tiers.storage is not None:
             self._tiers.storage = replace(self._tiers.storage, weights_revision=weights_revision)
+
+
+def _is_lost(request: Request) -> bool:
+    """Whether the host has dropped what was fetched for a request, or what that follows."""
+    fetched, match = request.prefetch, request.match
+    assert fetched is not None and match is not None, f"{request!r} has fetched nothing"
+    return match.num_blocks + match.num_host_blocks < fetched.first_block + fetched.num_blocks
 
 
 def make_tier_requests(

@@ -169,22 +169,67 @@ def test_a_request_that_is_loaded_is_preempted_without_a_copy():
     check_tokens(harness)
 
 
-def test_a_request_parked_in_storage_comes_back_from_there():
+def parked_in_storage() -> tuple[TierHarness, Request]:
+    """One is parked, and storage alone has it."""
     harness = pressed(num_blocks=6, preempt="storage", storage=True, host=HostConfig(4))
     victim = preempted(harness)
     end_all(harness)
     for _ in range(2):
         harness.step()  # written to the host, and from there to storage
     assert victim.parked is not None and not victim.parked.runs
-    # Somebody else's blocks take their place on the host.
-    tiers = harness.manager.tiers
-    assert tiers is not None
-    tiers.writer.make_room(4)
-    before = harness.copier.seen[OpKind.STORAGE_TO_HOST]
+    drop_all(harness)
+    return harness, victim
+
+
+def drop_all(harness: TierHarness) -> None:
+    """Somebody else's blocks take the place of others on the host."""
+    assert harness.manager.tiers is not None
+    harness.manager.tiers.writer.make_room(4)
+
+
+def check_nothing_was_recomputed(harness: TierHarness, num_fetches: int) -> None:
+    check_tokens(harness)
+    assert harness.copier.seen[OpKind.STORAGE_TO_HOST] == num_fetches
+    stats = harness.scheduler.stats()
+    assert (stats.resumed_parked, stats.recomputed_tokens) == (1, 0)
+
+
+def test_a_request_parked_in_storage_comes_back_from_there():
+    harness, _ = parked_in_storage()
+    harness.drain()
+    check_nothing_was_recomputed(harness, num_fetches=1)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_what_the_host_drops_again_is_fetched_again(times):
+    harness, victim = parked_in_storage()
+    harness.copier.fate = held_when(OpKind.STORAGE_TO_HOST)
+    for number in range(times):
+        while harness.copier.seen[OpKind.STORAGE_TO_HOST] == number:
+            harness.step()
+        harness.copier.end(harness.copier.held(OpKind.STORAGE_TO_HOST))
+        assert victim.prefetch is not None and victim.prefetch.done
+        drop_all(harness)
+    end_all(harness)
+    harness.drain()
+    check_nothing_was_recomputed(harness, num_fetches=times + 1)
+
+
+def test_what_storage_lost_is_asked_for_once_and_computed():
+    harness, _ = parked_in_storage()
+    harness.memories.storage.clear()
+    lookups = harness.copier.seen[OpKind.LOOKUP]
     harness.drain()
     check_tokens(harness)
-    assert harness.copier.seen[OpKind.STORAGE_TO_HOST] == before + 1
-    assert harness.scheduler.stats().resumed_parked == 1
+    assert harness.copier.seen[OpKind.LOOKUP] == lookups + 1
+    assert harness.scheduler.stats().recomputed_tokens > 0
+
+
+def test_what_new_requests_have_asked_for_does_not_put_off_a_parked_one():
+    harness, _ = parked_in_storage()
+    harness.submit([9] * 9, 1, name="new")  # as many blocks as the host has
+    harness.drain()
+    check_nothing_was_recomputed(harness, num_fetches=1)
 
 
 def test_a_victim_that_has_computed_nothing_is_not_parked():
