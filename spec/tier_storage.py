@@ -66,6 +66,7 @@ def cancel(world: TierWorld, name: str) -> bool:
     flight = next((f for f in world.executor.flights if f.owner == name and not f.has_result and
                    f.copy.kind in ("lookup", "fetch")), None)  # fmt: skip
     found.is_wanted = False
+    found.held.clear()
     world.touch_all(found.path)
     if flight is not None:
         world.give_up(flight.copy.id, "")
@@ -138,6 +139,7 @@ def _forget(world: TierWorld, keep: list[bytes]) -> None:
             parked.writers, parked.failed = set(), True
     for name, found in list(world.prefetches.items()):
         found.is_old = True
+        found.held.clear()
         if not any(f.owner == name and f.given_up for f in world.executor.flights):
             del world.prefetches[name]
     world.renew([name for name in NAMESPACES if name not in keep])

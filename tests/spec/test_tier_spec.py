@@ -139,6 +139,32 @@ def test_copies_that_come_late_may_warm_what_was_evicted_with_them() -> None:
     assert replay(subject(), config, trace) is None
 
 
+def test_a_prefetch_that_was_cancelled_holds_nothing() -> None:
+    config = {**CONFIG, "num_blocks": 3, "block_size": 3, "max_running": 1, "host_blocks": 1,
+              "write": "exclusive"}  # fmt: skip
+    trace: Trace = [
+        ["submit", "r1", [0, 0, 0], 0, 1],
+        ["submit", "r2", [0, 0, 0], 0, 0],
+        ["submit", "r3", [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], 0, 0],
+        ["submit", "r4", [0, 0, 0, 0, 0, 0, 0, 0, 0], 0, 0],
+        ["admit", "r4"],
+        ["forward", "r4", 9],
+        ["reset", [0]],
+        ["admit", "r1"],
+        ["take"],
+        ["result", "out1", [], 1],
+        ["reset", [0]],
+        ["elsewhere", "r1", 1],
+        ["prefetch", "r1"],
+        ["prefetch", "r3"],
+        ["admit", "r2"],
+        ["park", "r2", "storage"],
+        ["cancel", "r3"],
+        ["drain"],
+    ]
+    assert replay(subject(), config, trace) is None
+
+
 def test_a_picture_shows_every_tier_and_what_is_under_way() -> None:
     world = subject().world(dict(CONFIG))
     assert isinstance(world, TierWorld)
