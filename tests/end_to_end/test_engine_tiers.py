@@ -6,17 +6,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 
 from radixkv.kvcache import HostConfig, RadixKVError, StorageConfigError
-from radixkv.kvcache.storage import BackendOptions, StorageWorkers, open_backend
+from radixkv.kvcache.storage import BackendOptions, Kind, Status, StorageWorkers, open_backend
 from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.engine_tiers import make_storage_namespace
 from radixkv.scheduler.errors import ConfigError
 from radixkv.scheduler.request import Request, SamplingParams
 
+from ..kvcache.driving import FakeStorage
 from .conftest import MAX_MODEL_LEN, assert_nothing_leaked, complete, fresh, let_copies_end
 from .test_engine import PROMPTS, SAMPLED
 
@@ -148,6 +150,30 @@ def test_aborts_leave_nothing_and_do_not_disturb_the_others(compiled, expected, 
     serving.run()
     for request, tokens in zip(requests[1::2], expected[1::2], strict=True):
         assert request.output_tokens == tokens
+    finish(serving)
+
+
+def test_what_a_request_asked_of_storage_is_cancelled_when_it_goes(compiled, model):
+    storage: Any = FakeStorage()
+    namespace = make_storage_namespace(model("llama"), "tiny", 4)
+    serving = fresh(compiled, host=HostConfig(64), storage=storage, storage_namespace=namespace)
+    serving.add_request(Request("stays", [7], 8))  # less than a block: nothing to ask for
+    serving.add_request(Request("goes", PROMPTS[0], 8))
+    serving.step()
+    [lookup] = storage.asked
+    storage.end(lookup, [Status.FOUND] * len(lookup.keys), fenced=True)
+    serving.step()
+    load = storage.asked[-1]
+    assert load.kind is Kind.LOAD and not load.ended
+    serving.abort("goes")
+    serving.step()
+    assert load.ended
+    stats = serving.stats()
+    assert stats.copies is not None and stats.cache.tiers is not None
+    assert stats.copies.operations["storage to host: cancelled"] == 1
+    assert stats.cache.tiers.host_free_blocks == 64 - len(lookup.keys)  # it may still write
+    load.fenced = True
+    serving.run()
     finish(serving)
 
 
