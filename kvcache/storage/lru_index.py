@@ -100,10 +100,12 @@ class LruIndex:
                 return None
             self._values.move_to_end(key)
             is_due = is_due or (in_order and value.is_new)
-            if not is_due and self._clock_ns() < value.stamp_after_ns:
+            now_ns = self._clock_ns()
+            # If it is much longer until then, the clock went back.
+            if not is_due and 0 < value.stamp_after_ns - now_ns < 2 * STAMP_EVERY_NS:
                 return 0
             stamp_ns = self._tick()
-            self._values[key] = _Value(value.num_bytes, stamp_ns + STAMP_EVERY_NS)
+            self._values[key] = _Value(value.num_bytes, now_ns + STAMP_EVERY_NS)
             return stamp_ns
 
     def coldest_over_budget(self) -> bytes | None:

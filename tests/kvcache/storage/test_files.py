@@ -138,6 +138,29 @@ def test_the_least_recently_used_goes_first_also_after_a_restart(directory: Path
     backend.close()
 
 
+@pytest.mark.parametrize("reopened", [False, True])
+def test_uses_are_written_down_though_the_clock_went_back(directory: Path, reopened: bool) -> None:
+    clock = Clock()
+    clock.now = 1_000 * MINUTE_NS
+    backend = FileBackend(directory, max_bytes=100, clock_ns=clock)
+    for key in KEYS[:3]:
+        put(backend, key, b"abc")
+    clock.now = 10 * MINUTE_NS
+    if reopened:
+        backend.close()
+        backend = FileBackend(directory, max_bytes=100, clock_ns=clock)
+    get(backend, KEYS[1])
+    get(backend, KEYS[0])
+    stamped = os.stat(directory / "00" / KEYS[0].hex()).st_mtime_ns
+    get(backend, KEYS[0])  # not a minute after the first time
+    assert os.stat(directory / "00" / KEYS[0].hex()).st_mtime_ns == stamped
+    put(backend, KEYS[3], b"abc")
+    backend.close()
+    backend = FileBackend(directory, max_bytes=100, clock_ns=clock)
+    assert keys_of(backend) == [KEYS[2], KEYS[1], KEYS[0], KEYS[3]]
+    backend.close()
+
+
 def test_an_order_that_was_told_outlives_a_restart_exactly(directory: Path) -> None:
     clock = Clock()
     backend = FileBackend(directory, max_bytes=100, clock_ns=clock)
