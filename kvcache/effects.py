@@ -77,6 +77,8 @@ class Stored(Effect):
             run.stored = all(ok[place:after])
             place = after
         self._tiers.stored_blocks += sum(ok)
+        ends = [run.node for run in self.runs if run.node is not None]
+        self._tiers.uses.stored(ends, sum(ok))
 
     def fenced(self) -> None:
         """See Effect."""

@@ -145,6 +145,9 @@ class HostReader:
     def admitted(self, lease: Lease, loads: Loads | None) -> None:
         """Copy what was reserved into a lease that was just admitted."""
         self._tiers.writer.hit(lease.node)
+        end = loads.runs[-1].node if loads is not None and loads.runs else lease.node
+        assert end is not None, "a copy that is to be loaded was dropped"
+        self._tiers.uses.hit(end)
         if loads is not None:
             self.load(OpKind.HOST_TO_DEVICE, lease, loads)
 

@@ -28,11 +28,13 @@ class NodeKeys:
     Attributes:
         namespace: whose blocks they name.
         known: what there is of the keys of a node, from its first block on.
+        told_at: when, and with what, storage was last told that a node is used: `StorageUses`.
     """
 
     def __init__(self, namespace: StorageNamespace) -> None:
         self.namespace = namespace
         self.known: dict[Node, bytes] = {}
+        self.told_at: dict[Node, tuple[int, int]] = {}
 
     def learn(self, node: Node, keys: Sequence[bytes]) -> None:
         """Keep the keys of all blocks of a node, which were made before it was one."""
@@ -67,7 +69,10 @@ class NodeKeys:
         if keys is not None:
             cut = num_blocks * KEY_BYTES
             self.known[upper], self.known[lower] = keys[:cut], keys[cut:]
+        if lower in self.told_at:
+            self.told_at[upper] = self.told_at[lower]
 
     def forget(self, node: Node) -> None:
         """Leave nothing of a node that has died."""
         self.known.pop(node, None)
+        self.told_at.pop(node, None)

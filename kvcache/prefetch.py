@@ -114,8 +114,11 @@ class _Fetch(Effect):
         if good:
             lost_bytes = len(self._ids) * tiers.tree.block_bytes
             tokens = self._tokens[: len(self._tokens) - lost_bytes]
-            attached = tiers.tree.attach(self._namespace, tokens, come, self._keys[:good])
+            node = tiers.tree.attach(self._namespace, tokens, come, self._keys[:good])
+            attached = 0 if node is None else node.num_blocks
             tiers.host.pool.recycle(come[: good - attached])
+            if node is not None:
+                tiers.uses.note([node])
             tiers.fetched_blocks += good
         self._prefetch.end(good)
 

@@ -13,6 +13,8 @@ from .tokens import Int32Array
 _GOOD = (Status.STORED, Status.EXISTS, Status.LOADED, Status.FOUND)
 _ANSWERED = (*_GOOD, Status.MISSING)  # of a lookup: that storage has not a block is an answer
 _COPIED = (Status.STORED, Status.LOADED)
+_MOST_TOUCHES = 16
+_TOUCH_TIMEOUT_S = 5.0
 _OUTCOMES = {
     Status.TIMED_OUT: Outcome.TIMED_OUT,
     Status.CANCELLED: Outcome.CANCELLED,
@@ -31,6 +33,7 @@ class StorageCopies:
         self._host = host
         self._table = table
         self._entries: dict[OperationId, Dispatched] = {}  # until they are fenced
+        self._touches: set[OperationId] = set()  # that have not ended
 
     def start(self, entry: Dispatched) -> None:
         """Give an operation to storage.
@@ -55,6 +58,20 @@ class StorageCopies:
         entry.storage_id = storage_id
         self._entries[storage_id] = entry
 
+    @property
+    def is_touching(self) -> bool:
+        """Whether storage is still being told of uses."""
+        return bool(self._touches)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Tell storage what was used, unless it is behind with what it was told before.
+
+        Raises:
+            StorageError: what storage refuses.
+        """
+        if len(self._touches) < _MOST_TOUCHES:
+            self._touches.add(self._storage.touch(keys, timeout_s=_TOUCH_TIMEOUT_S))
+
     def withdraw(self, storage_id: OperationId) -> bool:
         """End an operation now; say whether nothing uses its blocks any more."""
         self._storage.cancel(storage_id)
@@ -62,9 +79,10 @@ class StorageCopies:
 
     def collect(self) -> None:
         """Take in what ended, by its deadline too, and what is fenced."""
-        if not self._entries:
+        if not self._entries and not self._touches:
             return
         for completion in self._storage.poll():
+            self._touches.discard(completion.operation)
             entry = self._entries.get(completion.operation)
             if entry is not None and entry.operation.id in self._table.open:
                 self._end(entry, completion.operation, completion.statuses)

@@ -34,6 +34,7 @@ from .host_arrays import HostArrays
 from .operations import Operation, OpId, OpKind
 from .staging_writer import StagedBlocks, StagingWriter
 from .storage.base import Storage
+from .storage.errors import StorageError
 from .storage_copies import StorageCopies
 from .tokens import Int32Array, as_count
 
@@ -133,6 +134,23 @@ class TierDriver:
             self._errors[type(error).__name__] += 1
             entry.outcome = Outcome.FAILED
 
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Tell storage that keys were used, the last as the last; nobody hears what became of it.
+
+        Call it before `dispatch`, with what `Tiers.take_used` hands out.
+        """
+        if keys:
+            assert self._storage is not None, "keys were used, and there is no storage"
+            try:
+                self._storage.touch(keys)
+            except StorageError as error:
+                self._errors[type(error).__name__] += 1
+
+    @property
+    def is_touching(self) -> bool:
+        """Whether storage is still being told of uses: only who is about to close it need care."""
+        return self._storage is not None and self._storage.is_touching
+
     def cancel(self, op_ids: Sequence[OpId]) -> None:
         """End operations that nobody wants any more; `fenced` says when each is over."""
         for op_id in op_ids:
@@ -155,7 +173,7 @@ class TierDriver:
         end = time.monotonic() + timeout_s
         while True:
             self._collect()
-            idle = not (self._table.open or self._table.unfenced)
+            idle = not (self._table.open or self._table.unfenced or self.is_touching)
             left = end - time.monotonic()
             if self._table.has_news or idle or left <= 0:
                 return

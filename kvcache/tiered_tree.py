@@ -157,7 +157,7 @@ class TieredTree(RadixTree):
 
     def attach(
         self, namespace: bytes, tokens: bytes, host_blocks: Int32Array, keys: Sequence[bytes]
-    ) -> int:
+    ) -> Node | None:
         """Add the last blocks of a path, which storage had and the host has now.
 
         Args:
@@ -166,8 +166,8 @@ class TieredTree(RadixTree):
             keys: of those.
 
         Returns:
-            How many of them, from the last on, are in the tree now. The others are there already,
-            or, if what they follow is no longer cached, none can be.
+            The node of those that are in the tree now, from the last on. The others are there
+            already, or, if what they follow is no longer cached, none can be.
         """
         root = self.roots.get(namespace) or self.add_root(namespace)
         walk = self._find(root, memoryview(tokens))
@@ -175,7 +175,7 @@ class TieredTree(RadixTree):
         missing = (len(tokens) - walk.num_bytes) // self.block_bytes
         if missing == 0 or walk.num_bytes // self.block_bytes < first:
             self._drop_empty(root)
-            return 0
+            return None
         parent = walk.node
         if walk.inside is not None:
             parent = self.split(walk.inside, walk.inside_blocks)
@@ -188,7 +188,7 @@ class TieredTree(RadixTree):
         self.keys.learn(node, keys[-missing:])
         self.host.settle(run)
         self.version += 1
-        return missing
+        return node
 
     def _find(self, root: Node, tokens: memoryview) -> Walk:
         """Follow tokens down as far as any tier has them, or is about to."""

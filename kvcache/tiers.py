@@ -18,6 +18,7 @@ from .operations import Effect, Operation, Operations, OpId, OpKind
 from .parking import Parked, ParkedIn, park, settle_parked, unpark
 from .prefetch import Prefetch, prefetch
 from .radix_node import Node
+from .storage_uses import StorageUses
 from .tiered_tree import TieredTree
 from .tokens import Tokens
 
@@ -80,6 +81,7 @@ class Tiers:
         self.operations = Operations()
         self.writer = HostWriter(self)
         self.reader = HostReader(self)
+        self.uses = StorageUses(self.tree)
         self.parked: dict[Parked, None] = {}
         self.stored_blocks = self.fetched_blocks = 0
 
@@ -98,6 +100,14 @@ class Tiers:
         """Hand out what was decided since the last call, to be dispatched before the next step."""
         self.writer.write_through()
         return self.operations.take()
+
+    def take_used(self) -> list[bytes]:
+        """Hand out the storage keys that were used since the last call, each after what follows it.
+
+        For `Storage.touch`, before the operations that are taken next. Whatever becomes of them,
+        only the order in which storage forgets depends on it.
+        """
+        return self.uses.take()
 
     def take_cancelled(self) -> list[OpId]:
         """Hand out which operations, of those taken, nobody wants any more.
@@ -217,6 +227,7 @@ class Tiers:
         """Cancel every operation, as the cache is reset."""
         self.operations.cancel_all()
         self.reader.reset()
+        self.uses.reset()
 
     def let_go(self, holder: list[HostRun]) -> None:
         """End a hold; with one tier at a time, a copy of what is on the device too goes."""
@@ -278,9 +289,13 @@ class Tiers:
             return
         blocks = b"".join([run.blocks for run in runs])
         keys: list[bytes] = []
+        parents: list[Node] = []
         for run in runs:
-            assert run.node is not None, "a dropped copy is stored"
-            keys += tree.keys.each(tree.path(run.node))
+            node = run.node
+            assert node is not None and node.parent is not None, "a dropped copy is stored"
+            keys += tree.keys.each(tree.path(node))
+            parents.append(node.parent)
+        self.uses.note(parents)  # what they follow must not make room for them
         self.submit(OpKind.HOST_TO_STORAGE, Stored(self, runs), sources=blocks, keys=keys)
 
     def quarantined_device_blocks(self) -> list[int]:

@@ -46,6 +46,7 @@ class EngineTiers:
         cancelled = self._tiers.take_cancelled()
         if cancelled:
             self._driver.cancel(cancelled)
+        self._driver.touch(self._tiers.take_used())
         operations = self._tiers.take_operations()
         if operations:
             self._driver.dispatch(operations, arrays)
@@ -61,7 +62,8 @@ class EngineTiers:
             self.collect()
             self.dispatch(arrays)
             left = end - time.monotonic()
-            if self._tiers.num_open_operations == 0 or left <= 0:
+            is_done = self._tiers.num_open_operations == 0 and not self._driver.is_touching
+            if is_done or left <= 0:
                 break
             self._driver.wait(left)
         return self._driver.close(timeout_s=max(end - time.monotonic(), 0.0))

@@ -86,6 +86,9 @@ class TierManager(Manager, Protocol):
     def take_cancelled(self) -> Sequence[int]:
         """Hand out which operations, of those taken, nobody wants any more."""
 
+    def used(self) -> Sequence[bytes]:
+        """Hand out the keys that storage is to be told of as used since the last call."""
+
     def complete(self, copy: int, ok: Sequence[bool], fenced: bool) -> bool:
         """Take in the result of an operation; False if it had one."""
 

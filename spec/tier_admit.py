@@ -85,6 +85,7 @@ def _admit(world: TierWorld, request: Request, tail: int, parked: Parked | None)
         return False
     path = request.path(world.block_size)
     world.order.use(path[:num_hit])
+    world.use(path[: num_hit + num_host])
     world.order.touch(path)
     if parked is not None:
         tail = _resume(world, parked, num_hit + num_host)

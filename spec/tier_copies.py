@@ -49,8 +49,21 @@ def _check_store(world: TierWorld, flight: Flight, ok: list[bool]) -> None:
             flight.op,
         )
     world.counted["stored_blocks"] += sum(ok)
+    world.storage_law.store(key for key, good in zip(flight.copy.keys, ok, strict=False) if good)
+    if ok:
+        _use_stored(world, flight, ok)
     if ok and all(ok):
         world.stored.update(read[-1] for read in flight.read)
+
+
+def _use_stored(world: TierWorld, flight: Flight, ok: list[bool]) -> None:
+    """What is stored now is used, and what it follows, if it is still on the host."""
+    written = {read[-1]: good for read, good in zip(flight.read, ok, strict=True)}
+    blocks = zip(written, flight.copy.sources, strict=True)
+    left = [tag for tag, block in blocks if world.seen.host.get(tag) == block]
+    world.uses.written(left, [tag for tag in left if written[tag]])
+    for tag in left:
+        world.use(world.prefixes.path_to(tag))
 
 
 def fence(world: TierWorld, name: str) -> bool:

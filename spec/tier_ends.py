@@ -97,7 +97,10 @@ def _out(world: TierWorld, change: Change) -> None:
     ]
     require(not wrong, rules.T12, "{} copies have failed and can be found", len(wrong))
     if world.config["storage"]:
-        world.to_store.update(tag for tag in tags if tag in world.seen.host.keys() - before.host)
+        new = [tag for tag in tags if tag in world.seen.host.keys() - before.host]
+        world.to_store.update(new)
+        for tag in new:
+            world.use(world.prefixes.path_to(tag), must=False)
     world.lost(before, bad)
     _saved(world, flight)
 
@@ -176,13 +179,17 @@ def _fetch(world: TierWorld, change: Change) -> None:
     first, good = prefetch.num_known, leading(flight.ok)
     prefetch.stage, prefetch.num_found = "done", good
     world.counted["fetched_blocks"] += good
+    world.storage_law.use(flight.copy.keys[:good])
     if all(tag in before.anywhere for tag in prefetch.path[:first]):
         come = prefetch.path[first : first + good]
         lost = [tag for tag in come if tag not in world.seen.anywhere]
         require(not lost, rules.T26, "{} blocks were fetched, and are nowhere", len(lost))
         places = flight.copy.destinations[:good]
+        new = [tag for tag in come if world.seen.host.get(tag) in places]
+        world.uses.written([], new)
+        world.use(prefetch.path[: first + good] if new else [])
         # They need not be stored again.
-        world.stored.update(t for t in come if world.seen.host.get(t) in places)
+        world.stored.update(new)
     for tag, block in world.seen.host.items():
         if tag in before.host or block not in flight.copy.destinations:
             continue

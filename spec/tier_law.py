@@ -1,10 +1,12 @@
-"""The law of two exclusive tiers, as two lists of blocks in order of last use."""
+"""The law of two exclusive tiers, as two lists of blocks in order of last use; that of storage."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from . import tier_rules as rules
 from .ghost import Tag
+from .rules import require
 
 
 class _Lru:
@@ -41,3 +43,53 @@ class TwoTierLaw:
         """What the last one hits on the device and on the host; all that was demoted, dropped."""
         on_host = self._in_both - self._on_device
         return self._on_device, on_host, self._device.num_evicted, self._both.num_evicted
+
+
+class StorageLaw:
+    """Storage of so many blocks, that forgets what was used longest ago.
+
+    What is written or read counts as used block for block, from the first on, until it is told
+    otherwise.
+
+    Attributes:
+        num_forgotten: blocks.
+    """
+
+    def __init__(self, size: int, *, is_told: bool) -> None:
+        """Make an empty storage; is_told: it hears of all uses at once, and in order."""
+        self._size = size
+        self._is_told = is_told
+        self.num_forgotten = 0
+        self._keys: dict[bytes, None] = {}  # what was used longest ago is first
+        self._parent: dict[bytes, bytes] = {}
+
+    def learn(self, chain: Sequence[bytes]) -> None:
+        """Enter the keys of a path."""
+        self._parent.update(zip(chain[1:], chain, strict=False))
+
+    def store(self, keys: Iterable[bytes]) -> None:
+        """Some blocks are written."""
+        for key in keys:
+            self._keys.pop(key, None)
+            self._keys[key] = None
+            if len(self._keys) > self._size:
+                self._forget(next(iter(self._keys)))
+
+    def use(self, keys: Iterable[bytes]) -> None:
+        """Some blocks are used, as far as they are there."""
+        for key in keys:
+            if key in self._keys:
+                del self._keys[key]
+                self._keys[key] = None
+
+    def _forget(self, key: bytes) -> None:
+        del self._keys[key]
+        if self._is_told:
+            self.num_forgotten += 1
+            lost = sum(self._follows(each, key) for each in self._keys)
+            require(not lost, rules.T43, "storage forgets what {} blocks follow", lost)
+
+    def _follows(self, key: bytes | None, other: bytes) -> bool:
+        while key is not None and key != other:
+            key = self._parent.get(key)
+        return key is not None

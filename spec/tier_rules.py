@@ -144,6 +144,23 @@ T39: Final = rule(
     "What the host gave up for a request that ends while it is loaded arrives all the same, and is "
     "then cached.",
 )
+T40: Final = rule(
+    "T40 uses-are-told",
+    "Storage is told as used what it has of the path that a request hits, or that came to storage "
+    "or from there: now, unless it was a short while ago.",
+)
+T41: Final = rule(
+    "T41 told-from-the-end", "Storage is told of a block once, and after all blocks that follow it."
+)
+T42: Final = rule(
+    "T42 told-of-uses",
+    "Storage is told of nothing else, nor of the same again before a while has passed.",
+)
+T43: Final = rule(
+    "T43 beginnings-stay",
+    "A storage that forgets what was used longest ago, and has room for what the device holds, "
+    "forgets no block before one that follows it.",
+)
 
 TIER_RULES: Final = tuple(value for value in list(globals().values()) if isinstance(value, Rule))
 """Every rule above, in order."""

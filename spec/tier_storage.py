@@ -52,7 +52,12 @@ def elsewhere(world: TierWorld, name: str, num_blocks: int) -> bool:
     request = world.get(name, "waiting")
     if request is None or not world.config["storage"]:
         return False
-    for tag in request.path(world.block_size)[:num_blocks]:
+    path = request.path(world.block_size)[:num_blocks]
+    fits = path[: world.config["num_blocks"]]
+    keys = [world.prefixes.key[tag] for tag in reversed(fits)]
+    world.storage_law.use(keys)  # that process tells storage, too
+    world.storage_law.store(keys)
+    for tag in path:
         world.executor.storage[world.prefixes.key[tag]] = list(world.prefixes.content[tag])
     return True
 
@@ -130,6 +135,7 @@ def _forget(world: TierWorld, keep: list[bytes]) -> None:
     world.written.clear()
     world.loads.clear()
     world.to_store.clear()
+    world.uses.reset()
     kept, parent = {world.root_of(name) for name in keep}, world.prefixes.parent
     world.to_copy = [path for path in world.to_copy if path and parent[path[0]] in kept]
     for name, parked in world.parked.items():

@@ -18,6 +18,10 @@ def take(world: TierWorld) -> bool:
     """The driver takes what was decided, and begins it."""
     before = world.see()
     world.order.touch(tag for path in world.to_copy for tag in path)
+    used = world.ask("used")
+    world.uses.tell(used, world.prefixes)
+    world.storage_law.use(used)
+    world.situations["storage is told of uses"] += bool(used)
     copies = world.ask("take")
     world.see()
     flights = world.executor.begin(copies)

@@ -15,7 +15,7 @@ from .tier_adapter import TierFactory
 from .tier_checks import check_lost, check_tiers, look, num_dropped
 from .tier_draw import draw, draw_tiers, weights_of
 from .tier_executor import TO_DEVICE, Executor, Flight, leading
-from .tier_law import TwoTierLaw
+from .tier_law import StorageLaw, TwoTierLaw
 from .tier_model import TierModel
 from .tier_operations import OPERATIONS
 from .tier_order import HostOrder
@@ -23,6 +23,7 @@ from .tier_picture import picture
 from .tier_requests import Load, Parked, Prefetch, Prefixes, Seen
 from .tier_storage import settle
 from .tier_target import TierTarget
+from .tier_uses import StorageUses, window_of
 
 RELIEF: Final = ("finish", "preempt", "unpark", "result", "fence", "reset", "cancel")
 """What may leave room for a request that had none."""
@@ -43,6 +44,7 @@ class TierWorld(CacheWorld):
         cancelled: the operations that the driver is to be told of.
         counted: events, as the manager should count them.
         order: when each prefix was last used.
+        uses: what storage is to be told of that.
         evicted: what has left the device since operations were last taken.
         in_vain: requests for which there was no room, and nothing has ended since.
     """
@@ -74,8 +76,12 @@ class TierWorld(CacheWorld):
         )  # fmt: skip
         self.order = HostOrder()
         self.evicted: set[Tag] = set()
+        self.uses = StorageUses(window_of(config))
         self.in_vain: set[str] = set()
         self.law = TwoTierLaw(config["num_blocks"], config["host_blocks"])
+        self.storage_law = StorageLaw(
+            config["num_blocks"], is_told=bool(config["at_once"] or config["law"])
+        )
         self._generation = dict.fromkeys(NAMESPACES, 0)
         self.roots = {self.root_of(name) for name in NAMESPACES}
         self.shot = self.target.tier_snapshot()
@@ -97,6 +103,7 @@ class TierWorld(CacheWorld):
             return True
         if self.config["at_once"]:
             settle(self)
+        self.situations["forgotten by storage"] = self.storage_law.num_forgotten
         check_all(self)
         self.see()
         check_tiers(self, self.shot)
@@ -132,6 +139,7 @@ class TierWorld(CacheWorld):
         for tag in [tag for tag in self.hits if tag not in self.seen.device]:
             del self.hits[tag]
         self.stored &= self.seen.host.keys()
+        self.uses.cached(self.seen.anywhere)
         for load in self.loads.values():
             load.left &= self.seen.leaving
         return self.seen
@@ -139,6 +147,11 @@ class TierWorld(CacheWorld):
     def lost(self, before: Seen, blamed: Collection[Tag] = (), *, needs_room: bool = False) -> None:
         """Check that nothing was lost since then without a reason; see `check_lost`."""
         check_lost(self, before, blamed, needs_room)
+
+    def use(self, path: list[Tag], *, must: bool = True) -> None:
+        """Note that storage may, or must, be told that a path is used."""
+        now = self.num_admitted + self.counted["stored_blocks"]
+        self.uses.use(now, path, must=must)
 
     def touch_all(self, path: list[Tag]) -> None:
         """All that begins as a path does may count as used: a hold keeps whole runs."""
@@ -244,6 +257,7 @@ class TierWorld(CacheWorld):
         keys: list[bytes] = []
         if self.config["storage"]:
             keys = list(self.target.ask("keys", request.tokens, request.namespace))
+            self.storage_law.learn(keys)
         self.prefixes.learn(request, self.block_size, keys)
 
     def renew(self, namespaces: list[bytes]) -> None:

@@ -20,6 +20,7 @@ from ...spec.tier_adapter import (
     TierSnapshot,
 )
 from ...spec.tier_rules import T26
+from ...spec.tier_uses import window_of
 from .cache_adapter import CacheAdapter
 from .misuse import make
 from .tier_misuse import storage_of, wrong_calls
@@ -55,6 +56,7 @@ class TierAdapter(CacheAdapter):
             config["num_blocks"], size, host=host, storage=keys if config["storage"] else None
         )
         self.tiers = self.manager.tiers
+        kvcache.storage_uses.TOLD_FOR = window_of(config)
         self._keys = keys
         self.parked_requests: dict[str, Any] = {}
         self.parking: dict[str, Any] = {}  # their leases, until those have ended
@@ -198,6 +200,10 @@ class TierAdapter(CacheAdapter):
             )
             for each in self.tiers.take_operations()
         ]
+
+    def used(self) -> list[bytes]:
+        """Take the keys that storage is to be told of."""
+        return list(self.tiers.take_used())
 
     def take_cancelled(self) -> list[int]:
         """Take which of them are not wanted any more."""

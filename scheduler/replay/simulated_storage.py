@@ -74,6 +74,12 @@ class SimulatedStorage:
         num_there = sum(key in self._keys for key in keys)
         return num_there if kind is OpKind.STORAGE_TO_HOST else len(keys) - num_there
 
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Make those of keys that are there the most recently used, the last the most."""
+        for key in keys:
+            if key in self._keys:
+                self._keys.move_to_end(key)
+
     def end(self, kind: OpKind, keys: Sequence[bytes]) -> list[bool]:
         """End an operation that is in time; return what became of each block."""
         if kind is OpKind.HOST_TO_STORAGE:

@@ -91,7 +91,9 @@ class TierLinks:
         self.busy_s = dict.fromkeys(self._bytes_per_s, 0.0)
 
     def dispatch(self, now_s: float) -> None:
-        """Begin what the manager has decided."""
+        """Begin what the manager has decided; to tell storage of uses takes no time."""
+        if self._storage is not None:
+            self._storage.touch(self._tiers.take_used())
         for operation in self._tiers.take_operations():
             end_s, in_time = self._begin(operation, now_s)
             heappush(self._under_way, (end_s, operation.id, operation, in_time))

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import pytest
 
-from radixkv.kvcache import HostConfig, RadixKVError, StorageConfigError
+from radixkv.kvcache import HostConfig, RadixKVError, StorageConfigError, storage_uses
 from radixkv.kvcache.storage import BackendOptions, Kind, Status, StorageWorkers, open_backend
 from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.engine_tiers import make_storage_namespace
@@ -112,7 +112,8 @@ def test_a_conversation_survives_its_engine_in_files(compiled, model, expected, 
     assert prefill[1] < prefill[0]
 
 
-def test_the_parts_of_a_prompt_are_where_it_came_from(compiled, model, tmp_path):
+def test_the_parts_of_a_prompt_are_where_it_came_from(compiled, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(storage_uses, "TOLD_FOR", 0)  # of each use, storage is told
     namespace = make_storage_namespace(model("llama"), "tiny", 4)
     prompt = PROMPTS[0]
     parts = []
@@ -130,6 +131,11 @@ def test_the_parts_of_a_prompt_are_where_it_came_from(compiled, model, tmp_path)
             stats = serving.stats().scheduler
             parts.append((stats.hit_tokens, stats.storage_hit_tokens, stats.prefill_tokens))
             finish(serving)
+        with closing(
+            open_backend(f"file://{tmp_path}/blocks", BackendOptions(max_bytes=2**30))
+        ) as backend:
+            order = [value.key for value in backend.list_values(coldest_first=True)]
+        assert order == namespace.block_keys(prompt)[::-1], "the beginning is to go last"
     assert parts == [(0, 0, 41), (0, 40, 1)]
 
 

@@ -84,6 +84,9 @@ class FakeStorage:
     def store(self, keys, payloads, *, timeout_s, epoch=0):
         return self._ask(Kind.STORE, keys, payloads)
 
+    def touch(self, keys, *, timeout_s, epoch=0):
+        return self._ask(Kind.TOUCH, keys, [])
+
     def poll(self) -> list[Completion]:
         completions, self.completions = self.completions, []
         return completions

@@ -84,9 +84,35 @@ class TestStorage:
         assert bench.driver.poll() == [OperationResult(op_id, (False,), fenced=True)]
         assert bench.driver.stats().errors == {"RuntimeError": 1}
 
+    def test_what_is_used_is_told_and_nobody_hears_of_it(self, bench, storage):
+        bench.driver.touch([])
+        assert not storage.asked and not bench.driver.is_touching
+        for _ in range(20):
+            bench.driver.touch(KEYS[:2])
+        assert len(storage.asked) == 16  # more is lost while storage is behind
+        assert storage.asked[0].keys == KEYS[:2]
+        assert bench.driver.is_touching and bench.driver.stats().open_operations == 0
+        for number, asked in enumerate(storage.asked):
+            status = Status.FAILED if number % 2 else Status.TOUCHED
+            storage.end(asked, [status] * 2, fenced=True)
+        assert (bench.driver.poll(), bench.driver.fenced()) == ([], [])
+        assert not bench.driver.is_touching
+        bench.driver.touch(KEYS[2:4])
+        assert storage.asked[-1].keys == KEYS[2:4]
+
+    def test_a_closed_storage_is_told_nothing(self):
+        storage = StorageWorkers(open_backend("memory://"), max_bytes_in_flight=1)
+        with Bench(storage=storage) as bench:
+            assert storage.close()
+            bench.driver.touch(KEYS[:2])
+            assert bench.driver.stats().errors == {"StorageClosedError": 1}
+            assert not bench.driver.is_touching
+
     def test_one_that_has_no_storage(self):
         with Bench() as bench, pytest.raises(AssertionError, match="needs a storage"):
             bench.start(OUT, [1], keys=KEYS[:1])
+        with Bench() as bench, pytest.raises(AssertionError, match="there is no storage"):
+            bench.driver.touch(KEYS[:1])
 
 
 def test_through_storage_and_back():

@@ -56,6 +56,7 @@ HUNTED: Final[dict[str, tuple[World, ...]]] = {
     "host_reader.py": ("tiers",),
     "tiered_tree.py": ("tiers",),
     "node_keys.py": ("tiers",),
+    "storage_uses.py": ("tiers",),
     "tiers.py": ("tiers",),
     "parking.py": ("tiers",),
     "prefetch.py": ("tiers",),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.kvcache import CacheManager
+from radixkv.kvcache import CacheManager, storage_uses
 from radixkv.kvcache.errors import CountError, StorageConfigError
 from radixkv.kvcache.host_tier import HostConfig
 from radixkv.kvcache.operations import OpKind
@@ -65,6 +65,30 @@ def test_the_least_recently_used_key_goes_first() -> None:
     assert (len(storage), storage.evicted_blocks) == (3, 4)
 
 
+def test_a_touch_orders_what_is_there() -> None:
+    storage = SimulatedStorage(3, COSTS)
+    storage.end(STORE, keys("abc"))
+    storage.touch(keys("cxba"))
+    storage.end(STORE, keys("d"))
+    assert storage.end(LOOKUP, keys("abcdx")) == [True, True, False, True, False]
+
+
+def test_a_prefix_that_is_hit_on_the_device_stays_in_storage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(storage_uses, "TOLD_FOR", 2)  # less than storage has room for
+    manager = CacheManager(2, 1, host=HostConfig(4, "through"), storage=name_blocks(1))
+    assert manager.tiers is not None
+    links = TierLinks(manager.tiers, 1.0, 1e9, SimulatedStorage(3, COSTS))
+    for last in range(9):  # all begin as the first did, whose block is never written again
+        serve(manager, [0, last])
+        links.run_idle(float(last), last + 0.9)
+    manager.reset()
+    prefetch = manager.tiers.prefetch([0, 8])
+    links.run_idle(9.0, 9.9)
+    assert prefetch is not None and prefetch.num_blocks == 2
+
+
 def test_what_moves_is_what_the_other_side_lacks() -> None:
     storage = SimulatedStorage(3, COSTS)
     storage.end(STORE, keys("ab"))
@@ -88,10 +112,14 @@ def linked(costs: CostModel = COSTS) -> tuple[CacheManager, TierLinks]:
     return manager, TierLinks(manager.tiers, 2048.0, 2048.0, storage)
 
 
-def demote(manager: CacheManager, prompt: list[int]) -> None:
+def serve(manager: CacheManager, prompt: list[int]) -> None:
     lease = manager.admit(manager.match(prompt))
     manager.publish(lease, prompt)
     manager.release(lease)
+
+
+def demote(manager: CacheManager, prompt: list[int]) -> None:
+    serve(manager, prompt)
     manager.evict(len(prompt))
 
 

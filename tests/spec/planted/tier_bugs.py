@@ -8,6 +8,7 @@ from .parking_bugs import PARKING_BUGS
 from .prefetch_bugs import PREFETCH_BUGS
 from .room_bugs import ROOM_BUGS
 from .tiered_tree_bugs import TIERED_TREE_BUGS
+from .use_bugs import USE_BUGS
 
 TIER_BUGS = (
     *OPERATION_BUGS,
@@ -16,4 +17,5 @@ TIER_BUGS = (
     *PARKING_BUGS,
     *PREFETCH_BUGS,
     *ROOM_BUGS,
+    *USE_BUGS,
 )

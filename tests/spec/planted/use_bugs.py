@@ -1,0 +1,137 @@
+"""Bugs to plant into what storage is told of uses."""
+
+from __future__ import annotations
+
+from .plant import Bug, bug
+
+USES, TIERS, READER, EFFECTS = "storage_uses.py", "tiers.py", "host_reader.py", "effects.py"
+
+
+def _bug(name: str, file: str, old: str, new: str, seen_in: str = "own") -> Bug:
+    return bug(name, file, (old, new), seen_in=seen_in, world="tiers")
+
+
+USE_BUGS = (
+    _bug(
+        "storage is told nothing",
+        USES,
+        "        return list(dict.fromkeys(reversed(taken)))[::-1]",
+        "        return []",
+        seen_in="own, at first",
+    ),
+    _bug(
+        "storage is told of what it is written alone, and not of hits",
+        READER,
+        "        self._tiers.uses.hit(end)\n",
+        "        self._tiers.uses._now += 1\n",
+    ),
+    _bug(
+        "storage is told of the hit on the device alone",
+        READER,
+        "        end = loads.runs[-1].node if loads is not None and loads.runs else lease.node\n",
+        "        end = lease.node\n",
+    ),
+    _bug(
+        "storage is told of the end of a path alone",
+        USES,
+        "                node = parent\n",
+        "                break\n",
+    ),
+    _bug(
+        "storage is not told of what was read from it",
+        "prefetch.py",
+        "                tiers.uses.note([node])\n",
+        "                pass\n",
+    ),
+    _bug(
+        "storage is not told of what was written, which has the order of the writes",
+        EFFECTS,
+        "        self._tiers.uses.stored(ends, sum(ok))\n",
+        "        self._tiers.uses.stored([], sum(ok))\n",
+        seen_in="own, at first",
+    ),
+    _bug(
+        "what is written anew counts as told",
+        USES,
+        "                keys.told_at.pop(node, None)\n",
+        "                pass\n",
+    ),
+    _bug(
+        "storage is told once of a path, and never again",
+        USES,
+        "now - told_at >= TOLD_FOR",
+        "told_at < 0",
+    ),
+    _bug(
+        "storage is told of each use again",
+        USES,
+        "now - told_at >= TOLD_FOR",
+        "True",
+    ),
+    _bug(
+        "storage is told from the beginning of a run to its end",
+        USES,
+        "range(len(known) - KEY_BYTES, -1, -KEY_BYTES)",
+        "range(0, len(known), KEY_BYTES)",
+    ),
+    _bug(
+        "storage is told of what two paths share with the first of them",
+        USES,
+        "                    due.pop(node, None)  # it comes after all that follow it\n",
+        "",
+    ),
+    _bug(
+        "what was told in the same go stays where it was",
+        USES,
+        "place == self._times_taken or ",
+        "",
+    ),
+    _bug(
+        "of what is told twice in one go, the first counts",
+        USES,
+        "list(dict.fromkeys(reversed(taken)))[::-1]",
+        "list(dict.fromkeys(taken))",
+    ),
+    _bug(
+        "a block is told of twice in one go",
+        USES,
+        "list(dict.fromkeys(reversed(taken)))[::-1]",
+        "taken",
+    ),
+    _bug(
+        "what was told is told again",
+        USES,
+        "        taken, self._keys = self._keys, []\n",
+        "        taken = self._keys\n",
+    ),
+    _bug(
+        "the upper half of a run counts as never told",
+        "node_keys.py",
+        "            self.told_at[upper] = self.told_at[lower]\n",
+        "            pass\n",
+    ),
+    _bug(
+        "what was to be told outlives a reset",
+        USES,
+        "        self._keys.clear()\n",
+        "",
+    ),
+    _bug(
+        "what a reset has lost counts as told",
+        USES,
+        "            self._tree.keys.told_at.clear()\n",
+        "            pass\n",
+    ),
+    _bug(
+        "what a block follows makes room for it in storage",
+        TIERS,
+        "        self.uses.note(parents)  # what they follow must not make room for them\n",
+        "",
+    ),
+    _bug(
+        "a use keeps its path from eviction",
+        USES,
+        "        keys.told_at.update(",
+        "        for node in due:\n            node.refs += 1\n        keys.told_at.update(",
+    ),
+)
