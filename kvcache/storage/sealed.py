@@ -97,9 +97,10 @@ class Sealed:
             self._logged.pop(what, None)
 
     def _failed(self, what: str, error: Exception) -> tuple[Status, str]:
-        # The name alone: the text of a client's error may hold a URL with a password.
+        # Not the text of a client's error, which may hold a URL with a password; ours never does.
         name = type(error).__name__
         if self._logged.get(what) != name:  # a server that is away fails every block
             self._logged[what] = name
-            _log.warning("%s failed in the backend: %s; more of these are only counted", what, name)
+            text = f"{name}: {error}" if isinstance(error, BackendError) else name
+            _log.warning("%s failed in the backend: %s; more of these are only counted", what, text)
         return Status.FAILED, name

@@ -137,10 +137,19 @@ def test_an_error_is_a_status_and_the_threads_live_on(error: Exception) -> None:
         assert set(storage.stats().errors) == {type(error).__name__}
 
 
-def test_an_error_is_logged_without_its_text(caplog: pytest.LogCaptureFixture) -> None:
-    with workers(BrokenBackend(OSError("redis://user:secret@host"))) as storage:
+@pytest.mark.parametrize(
+    ("error", "logged"),
+    [
+        (OSError("redis://user:secret@host"), "OSError"),
+        (BackendIOError("reading", 5), "BackendIOError: reading failed: EIO (Input/output error)"),
+    ],
+)
+def test_an_error_is_logged_with_its_text_only_if_that_is_ours(
+    error: Exception, logged: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with workers(BrokenBackend(error)) as storage:
         wait(storage, storage.lookup(KEYS[:1], timeout_s=LONG_S))
-    text = "lookup failed in the backend: OSError; more of these are only counted"
+    text = f"lookup failed in the backend: {logged}; more of these are only counted"
     assert [record.message for record in caplog.records] == [text]
 
 
