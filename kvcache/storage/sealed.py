@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from errno import EIO
 from typing import Final
 
 from .base import Backend, Status
 from .envelope import HEADER_BYTES, check, seal
-from .errors import BackendError
+from .errors import BackendError, BackendIOError
 
 _log = logging.getLogger(__name__)
 _LOADED: Final = (Status.LOADED, "")
@@ -28,7 +29,8 @@ class Sealed:
     def load(self, key: bytes, into: Sequence[memoryview]) -> tuple[Status, str]:
         """Fill the buffers with the payload of key.
 
-        A corrupt value is deleted: a later store then repairs it.
+        A value that is corrupt, or that its disk does not give, is deleted: a later store then
+        repairs it.
 
         Returns:
             LOADED, MISSING, CORRUPT or FAILED, and the name of the error or of the fault, if any.
@@ -41,6 +43,8 @@ class Sealed:
                 return Status.MISSING, ""
             fault = check(key, header, into, value_bytes)
         except Exception as error:  # whatever a backend does, the block is FAILED
+            if isinstance(error, BackendIOError) and error.errno == EIO:
+                self.delete(key)
             return self._failed("load", error)
         if fault is None:
             return _LOADED

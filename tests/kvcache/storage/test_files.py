@@ -20,7 +20,7 @@ from radixkv.kvcache.storage import (
 from radixkv.kvcache.storage.file_api import OsFiles, write_all
 from radixkv.kvcache.storage.file_names import find_values
 
-from .conformance import keys_of
+from .conformance import keys_of, load, store
 from .crash_disk import CrashDisk, Faults
 
 KEYS = [bytes([number]) * 32 for number in range(6)]
@@ -212,6 +212,23 @@ def test_a_link_is_not_followed(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(BackendIOError, match=r"^reading failed: ELOOP "):
         get(backend, KEYS[0])
     backend.close()
+
+
+@pytest.mark.parametrize(("number", "stays"), [(errno.EIO, False), (errno.EMFILE, True)])
+def test_what_the_disk_does_not_give_is_stored_again(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, number: int, stays: bool
+) -> None:
+    def broken(files: OsFiles, path: str, into: Any) -> int:
+        raise OSError(number, "not now")
+
+    with closing(FileBackend(directory, max_bytes=100)) as backend:
+        sealed = Sealed(backend)
+        assert store(sealed, KEYS[0], b"abc") is Status.STORED
+        with monkeypatch.context() as patched:
+            patched.setattr(OsFiles, "read", broken)
+            assert load(sealed, KEYS[0], 3)[0] is Status.FAILED
+        assert store(sealed, KEYS[0], b"abc") is (Status.EXISTS if stays else Status.STORED)
+        assert load(sealed, KEYS[0], 3) == (Status.LOADED, b"abc")
 
 
 def test_a_start_passes_over_what_is_no_file(directory: Path, tmp_path: Path) -> None:
