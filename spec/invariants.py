@@ -250,6 +250,13 @@ _PROGRESS: Final = {
         "figures are true", "Hits, evictions and requests are counted once, as they happened.",
         ("S3", "Q16", "Q29"),
     ),
+    "I45": Invariant(
+        "what is kept can be found",
+        "Storage counts no block as used before one that follows it, and forgets the latter first.",
+        ("T40", "T41", "T42", "T43"),
+        "give or take the while after which it is told again; a server that draws what it forgets "
+        "keeps to it roughly",
+    ),
 }  # fmt: skip
 
 INVARIANTS: Final[dict[str, Invariant]] = {
