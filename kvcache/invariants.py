@@ -166,6 +166,7 @@ def check_tiers(tiers: Tiers, leases: Collection[Lease]) -> None:
 def _check_keys(keys: NodeKeys, nodes: list[Node]) -> None:
     # What is kept is of live nodes, and what would be made anew.
     assert keys.known.keys() <= set(nodes), "the keys of a dead node are kept"
+    assert keys.told_at.keys() <= keys.known.keys(), "it was told that a node without keys is used"
     block_size = keys.namespace.block_size
     chains: dict[Node, tuple[bytes, bytes | None]] = {}
     for node in nodes:  # parents first
