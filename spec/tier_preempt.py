@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from . import cache_end
@@ -79,6 +80,8 @@ def park(world: TierWorld, name: str, where: str) -> bool:
         return True
     if name in model.holdings:
         _published(world, name, path, num_shared)
+    elif len(path) > num_shared:  # its lease has ended, as the host had all copies before
+        _write_through(world, path)
     world.parked[name] = _parked(world, name, Parked(where, path, request.written), before)
     check_saving(world)
     request.state, request.written, request.job, request.table = "waiting", 0, "", []
@@ -103,9 +106,15 @@ def _published(world: TierWorld, name: str, path: list[Tag], num_shared: int) ->
     shared = world.tier_model.holdings[name].shared
     require(len(shared) >= len(path), P4, "{} has {} blocks computed and {} shared", name,
             len(path), len(shared))  # fmt: skip
-    if len(shared) > num_shared and world.config["write"] == "through":
-        world.to_copy += [list(shared)] if not world.config["hits"] else []
+    if len(shared) > num_shared:
+        _write_through(world, shared)
     return len(shared) > num_shared
+
+
+def _write_through(world: TierWorld, path: Sequence[Tag]) -> None:
+    """Note that a path was published."""
+    if world.config["write"] == "through" and not world.config["hits"]:
+        world.to_copy.append(list(path))
 
 
 def _parked(world: TierWorld, name: str, parked: Parked, before: Seen) -> Parked:

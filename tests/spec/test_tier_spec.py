@@ -165,6 +165,35 @@ def test_a_prefetch_that_was_cancelled_holds_nothing() -> None:
     assert replay(subject(), config, trace) is None
 
 
+def test_what_is_parked_with_all_of_its_copies_there_is_used_when_it_is_written_through() -> None:
+    config = {**CONFIG, "max_running": 1, "host_blocks": 2, "write": "through"}
+    trace: Trace = [
+        ["submit", "r1", [0], 1, 1],
+        ["submit", "r2", [0, 0, 0], 0, 0],
+        ["submit", "r3", [0, 0], 0, 0],
+        ["elsewhere", "r3", 1],
+        ["prefetch", "r3"],
+        ["drain"],
+        ["admit", "r1"],
+        ["submit", "r4", [0, 0, 0], 0, 0],
+        ["submit", "r5", [0, 0], 0, 1],
+        ["forward", "r1", 1],
+        ["elsewhere", "r5", 1],
+        ["append_batch", [["r1", 0]]],
+        ["admit", "r2"],
+        ["prefetch", "r5"],
+        ["launch", "r1", 1, "r1.3"],
+        ["result", "lookup1", [], 1],
+        ["result", "in1", [], 1],
+        ["forward", "r2", 1],
+        ["result", "fetch1", [], 0],
+        ["park", "r1", "storage"],
+        ["admit", "r4"],
+        ["launch", "r4", 1, "r4.1"],
+    ]
+    assert replay(subject(), config, trace) is None
+
+
 def test_a_picture_shows_every_tier_and_what_is_under_way() -> None:
     world = subject().world(dict(CONFIG))
     assert isinstance(world, TierWorld)
