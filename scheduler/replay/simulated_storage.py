@@ -67,6 +67,9 @@ class SimulatedStorage:
     def __len__(self) -> int:
         return len(self._keys)
 
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._keys
+
     def count_moved(self, kind: OpKind, keys: Sequence[bytes]) -> int:
         """Count the blocks that an operation copies: what is there is not written again."""
         if kind is OpKind.LOOKUP:

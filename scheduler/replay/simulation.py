@@ -123,15 +123,25 @@ def simulate(
     config: SimulationConfig = SimulationConfig(),
     progress: Progress = no_progress,
     stage: str = "simulation",
+    storage: SimulatedStorage | None = None,
 ) -> SimulationResult:
     """Replay a trace in simulated time.
+
+    Args:
+        trace: the requests.
+        costs: how long things take.
+        config: of the engine.
+        progress, stage: who is told how far it is, and of what.
+        storage: what an earlier process has left; None: an empty one, if config has any.
 
     Raises:
         CostError: if the model leaves no room for KV blocks.
         CountError, StorageConfigError: for storage of no blocks, or without a host tier.
     """
     started = time.perf_counter()
-    simulation = _Simulation(trace, costs, config)
+    if storage is None and config.storage_blocks is not None:
+        storage = SimulatedStorage(config.storage_blocks, costs)
+    simulation = _Simulation(trace, costs, config, storage)
     num_requests = len(trace.requests)
     while simulation.step():
         progress(stage, simulation.ledger.num_answered, num_requests)
@@ -142,13 +152,19 @@ def simulate(
 class _Simulation:
     """The state of a simulation between two steps."""
 
-    def __init__(self, trace: Trace, costs: CostModel, config: SimulationConfig) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        costs: CostModel,
+        config: SimulationConfig,
+        storage: SimulatedStorage | None,
+    ) -> None:
         num_blocks = config.num_blocks or costs.num_blocks(config.block_size)
         self.costs = costs
         self.config = config
-        stored = None if config.storage_blocks is None else name_blocks(config.block_size)
+        stored = None if storage is None else name_blocks(config.block_size)
         self.manager = CacheManager(num_blocks, config.block_size, host=config.host, storage=stored)
-        self.links = self._connect()
+        self.links = self._connect(storage)
         self.scheduler = MixedScheduler(
             self.manager,
             token_budget=config.token_budget,
@@ -206,16 +222,11 @@ class _Simulation:
             self.ledger.finish(request, self.clock_s)
         return True
 
-    def _connect(self) -> TierLinks | None:
+    def _connect(self, storage: SimulatedStorage | None) -> TierLinks | None:
         if self.manager.tiers is None:
             return None
-        costs, num_blocks = self.costs, self.config.storage_blocks
-        return TierLinks(
-            self.manager.tiers,
-            costs.model.kv_bytes_per_token * self.config.block_size,
-            costs.host_bytes_per_s,
-            None if num_blocks is None else SimulatedStorage(num_blocks, costs),
-        )
+        bytes_per_block = self.costs.model.kv_bytes_per_token * self.config.block_size
+        return TierLinks(self.manager.tiers, bytes_per_block, self.costs.host_bytes_per_s, storage)
 
     def _idle(self) -> None:
         """Go on to the next arrival; copies do not wait for it."""

@@ -194,6 +194,18 @@ def test_a_storage_hit_by_hand() -> None:
     assert result.checks[1].detail == "5,120 = 0 + 0 + 511 + 4,609"
 
 
+def test_another_process_finds_what_one_has_left() -> None:
+    config = dataclasses.replace(CONFIG, host=HostConfig(16, "through"), storage_blocks=None)
+    storage = SimulatedStorage(1_000, COSTS)
+    first = simulate(make_trace([0], [1]), COSTS, config, storage=storage)
+    assert first.storage_hit_tokens == 0 and len(storage) == 16
+    names = name_blocks(64).block_keys(list(range(512)))
+    assert all(name in storage for name in names)
+    second = simulate(make_trace([1], [2]), COSTS, config, storage=storage)
+    assert second.storage_hit_tokens == 511
+    assert add_up(second)
+
+
 def test_storage_has_what_an_oracle_says() -> None:
     # One after the other, with time for every copy. "through" stores all that is computed, and
     # storage has room for all of it: whatever of a prompt came before is found in some tier.
