@@ -31,6 +31,8 @@ class Outcome(enum.Enum):
     """Some block was not: too many bytes were in flight."""
     TIMED_OUT = "timed out"
     """Its deadline came first."""
+    NOT_ASKED = "not asked"
+    """Storage has let another's time run out; until it answers, one at a time waits for it."""
     CANCELLED = "cancelled"
     """Nobody wanted it any more, or the driver was closed."""
 

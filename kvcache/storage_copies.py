@@ -13,6 +13,7 @@ from .tokens import Int32Array
 _GOOD = (Status.STORED, Status.EXISTS, Status.LOADED, Status.FOUND)
 _ANSWERED = (*_GOOD, Status.MISSING)  # of a lookup: that storage has not a block is an answer
 _COPIED = (Status.STORED, Status.LOADED)
+_ASKING = (OpKind.LOOKUP, OpKind.STORAGE_TO_HOST)  # what requests wait for
 _MOST_TOUCHES = 16
 _TOUCH_TIMEOUT_S = 5.0
 _OUTCOMES = {
@@ -26,6 +27,10 @@ class StorageCopies:
     """Brings operations to storage, and their ends into the table.
 
     Storage ends each at its deadline, and reads and writes the rows of the host tier itself.
+
+    While storage hangs, every request would wait for its whole deadline in vain. So when a lookup
+    or load has run out of time, one at a time is asked, until one is answered; the others are told
+    at once that nothing is there.
     """
 
     def __init__(self, storage: Storage, host: HostArrays, table: DispatchTable) -> None:
@@ -34,15 +39,19 @@ class StorageCopies:
         self._table = table
         self._entries: dict[OperationId, Dispatched] = {}  # until they are fenced
         self._touches: set[OperationId] = set()  # that have not ended
+        self._hangs = False  # the last that was asked ran out of time
 
     def start(self, entry: Dispatched) -> None:
-        """Give an operation to storage.
+        """Give an operation to storage, or the outcome that it has not been asked.
 
         Raises:
             IndexError: for a host block that there is not.
             StorageError: what storage refuses.
         """
         operation, storage = entry.operation, self._storage
+        if self._hangs and operation.kind is OpKind.LOOKUP and self._is_asked:
+            entry.outcome = Outcome.NOT_ASKED
+            return
         keys, timeout_s, epoch = operation.keys, operation.timeout_s, operation.epoch
         match operation.kind:
             case OpKind.HOST_TO_STORAGE:
@@ -93,7 +102,16 @@ class StorageCopies:
                 if op_id in self._table.unfenced:
                     self._table.fence(entry)
 
+    @property
+    def _is_asked(self) -> bool:
+        """Whether a request waits for storage."""
+        asked = [entry.operation for entry in self._entries.values()]
+        return any(each.kind in _ASKING and each.id in self._table.open for each in asked)
+
     def _end(self, entry: Dispatched, storage_id: OperationId, statuses: Sequence[Status]) -> None:
+        said = {*statuses} - {Status.DROPPED}
+        if entry.operation.kind in _ASKING and said:
+            self._hangs = said == {Status.TIMED_OUT}
         entry.ok = [status in _GOOD for status in statuses]
         entry.copied = sum(status in _COPIED for status in statuses)
         outcome = next((_OUTCOMES[each] for each in statuses if each in _OUTCOMES), Outcome.FAILED)

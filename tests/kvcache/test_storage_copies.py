@@ -45,6 +45,41 @@ class TestStorage:
         storage.end(storage.asked[0], [Status.FOUND, Status.FOUND, Status.MISSING], fenced=True)
         assert bench.driver.poll() == [OperationResult(op_id, (True, True, False), fenced=True)]
 
+    @pytest.mark.parametrize("kind", [OpKind.LOOKUP, IN])
+    def test_while_it_hangs_one_at_a_time_waits_for_it(self, bench, storage, kind):
+        into = {} if kind is OpKind.LOOKUP else {"destinations": [1]}
+        bench.start(kind, **into, keys=KEYS[:1])
+        storage.end(storage.asked[0], [Status.TIMED_OUT], fenced=True)
+        bench.driver.poll()
+        asks = bench.start(OpKind.LOOKUP, keys=KEYS[:2])
+        others = [bench.start(OpKind.LOOKUP, keys=KEYS[:2]) for _ in range(2)]
+        stores = bench.start(OUT, [2], keys=KEYS[:1])
+        assert [asked.kind.name for asked in storage.asked[1:]] == ["LOOKUP", "STORE"]
+        nothing = [OperationResult(other, (False, False), fenced=True) for other in others]
+        assert bench.driver.poll() == nothing
+        assert bench.driver.stats().operations[OpKind.LOOKUP, Outcome.NOT_ASKED] == 2
+        storage.end(storage.asked[2], [Status.TIMED_OUT], fenced=True)  # a write: nobody waited
+        storage.end(storage.asked[1], [Status.TIMED_OUT] * 2, fenced=False)
+        assert {result.op_id for result in bench.driver.poll()} == {asks, stores}
+        bench.start(OpKind.LOOKUP, keys=KEYS[:2])  # it may be back
+        storage.end(storage.asked[3], [Status.FAILED] * 2, fenced=True)  # at least it says so
+        bench.driver.poll()
+        for _ in range(2):
+            bench.start(OpKind.LOOKUP, keys=KEYS[:1])
+        assert len(storage.asked) == 6
+
+    def test_what_was_cancelled_or_dropped_does_not_say_whether_it_hangs(self, bench, storage):
+        bench.start(OpKind.LOOKUP, keys=KEYS[:1])
+        storage.end(storage.asked[0], [Status.TIMED_OUT], fenced=True)
+        bench.driver.poll()
+        bench.driver.cancel([bench.start(OpKind.LOOKUP, keys=KEYS[:1])])
+        bench.start(IN, destinations=[1], keys=KEYS[:1])
+        storage.end(storage.asked[2], [Status.DROPPED], fenced=True)
+        bench.driver.poll()
+        for _ in range(2):
+            bench.start(OpKind.LOOKUP, keys=KEYS[:1])
+        assert len(storage.asked) == 4
+
     @pytest.mark.parametrize("kind", [OUT, IN])
     @pytest.mark.parametrize(
         ("status", "outcome"),
