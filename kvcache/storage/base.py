@@ -137,7 +137,10 @@ class Storage(Protocol):
     """
 
     def lookup(self, keys: Sequence[bytes], *, timeout_s: float, epoch: int = 0) -> OperationId:
-        """Ask which keys are there: FOUND or MISSING; `Completion.prefix` is the leading run."""
+        """Ask which keys are there: FOUND or MISSING; `Completion.prefix` is the leading run.
+
+        Storage may stop at the first that is MISSING, and say the same of all that follow.
+        """
 
     def lookup_prefix(self, keys: Sequence[bytes], *, timeout_s: float) -> int:
         """Wait at most timeout_s for the number of leading keys that are there; 0 if not known."""
@@ -195,7 +198,11 @@ class Backend(Protocol):
     """
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Say for each key whether it is there."""
+        """Say for each key whether it is there.
+
+        Of those after the first that is not, it may be said that they are not either: a chain is
+        of use from its start.
+        """
 
     def get(self, key: bytes, into: Sequence[memoryview]) -> int | None:
         """Fill the buffers, in order, and return the value's length in bytes; None if missing.

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import os
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from .base import KEY_BYTES, StoredValue, check_key, scatter
@@ -25,7 +27,8 @@ from .request_counts import RequestCounts
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-_NUM_HEADS_AT_ONCE: Final = 16
+_AT_ONCE: Final = 16
+"""Requests of one lookup."""
 _NO_ORDER: Final = (
     "object storage keeps no order of use: give the bucket a rule that expires objects, "
     "or remove all"
@@ -52,22 +55,32 @@ class ObjectBackend:
         _check_installed()
         self._store = store
         self._prefix = f"{prefix}/" if prefix else ""
-        self._heads = ThreadPoolExecutor(_NUM_HEADS_AT_ONCE, "radixkv-head")
+        self._heads = ThreadPoolExecutor(_AT_ONCE, "radixkv-head")
         self._counts = RequestCounts()
 
     # -- Backend
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """See Backend; a request for each key, some of them at once."""
-        paths = [self._path(key) for key in keys]
-        if len(paths) == 1:
-            return [self._exists(paths[0])]
-        asked = [self._heads.submit(self._exists, path) for path in paths]
-        wait(asked, return_when=FIRST_EXCEPTION)
-        for each in asked:
-            each.cancel()
-        wait(asked)  # what fails leaves no request behind that its caller knows nothing of
-        return [each.result() for each in asked]
+        """See Backend; a request for each key up to the first missing, and some beyond it at once.
+
+        What follows that is said to be missing: each request costs money.
+        """
+        found = [False] * len(keys)
+        if len(keys) == 1:
+            return [self._exists(self._path(keys[0]))]
+        paths = map(self._path, keys)
+        asked = deque(self._heads.submit(self._exists, path) for path in islice(paths, _AT_ONCE))
+        try:
+            for place in range(len(keys)):
+                found[place] = asked.popleft().result()
+                if not found[place]:
+                    break
+                asked.extend(self._heads.submit(self._exists, path) for path in islice(paths, 1))
+        finally:
+            for each in asked:
+                each.cancel()
+            wait(asked)  # no request is left behind that its caller knows nothing of
+        return found
 
     def get(self, key: bytes, into: Sequence[memoryview]) -> int | None:
         """See Backend. The size comes before the bytes; of a larger object, a range is read."""

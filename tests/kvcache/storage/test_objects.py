@@ -188,6 +188,16 @@ def test_requests_are_counted() -> None:
         assert backend.stats() == {"requests": 3, "failed_requests": 1}
 
 
+def test_a_lookup_ends_soon_after_the_first_that_is_missing() -> None:
+    keys = [bytes([number]) * 32 for number in range(64)]
+    with closing(ObjectBackend(MemoryStore())) as backend:
+        for key in (*keys[:3], *keys[4:]):
+            put(backend, key, b"x")
+        assert backend.contains(keys) == [True] * 3 + [False] * 61
+        asked = backend.stats()["requests"] - 63
+        assert 4 <= asked <= 3 + 16, f"{asked} requests"
+
+
 @pytest.mark.parametrize(
     "make", [memory_store, lambda: s3_store("bucket"), lambda: ObjectBackend(MemoryStore())]
 )
