@@ -3,6 +3,7 @@
 from itertools import permutations
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,6 +29,26 @@ KEYS = [bytes([number]) * 32 for number in range(8)]
 def bench():
     with Bench() as bench:
         yield bench
+
+
+@jax.jit
+def _after_long_work(pool: jax.Array) -> jax.Array:
+    """The same pool, some tenths of a second later."""
+    work = jax.lax.fori_loop(0, 20_000, lambda _, m: jnp.tanh(m @ m), jnp.ones((64, 64)))
+    return pool + 0 * work[0, 0].astype(pool.dtype)
+
+
+@pytest.mark.parametrize("kind", [DOWN, UP, ACROSS])
+def test_dispatch_waits_for_nothing(bench, kind):
+    """A machine that stands still may finish the work meanwhile, but not ten times in a row."""
+    for _ in range(10):
+        bench.arrays.keys = tuple(_after_long_work(pool) for pool in bench.arrays.keys)
+        bench.start(kind, [1], [2])
+        waited = bench.arrays.keys[0].is_ready()
+        bench.results()
+        if not waited:
+            return
+    pytest.fail(f"{kind} is dispatched when what it copies has been computed")
 
 
 class TestDeviceToHost:
