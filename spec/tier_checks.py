@@ -172,6 +172,8 @@ def check_lost(world: TierWorld, before: Seen, blamed: Collection[Tag], needs_ro
     for prefetch in world.prefetches.values():
         wrong = [tag for tag in prefetch.held if tag in lost and world.prefixes.parent[tag] in here]
         require(not wrong, rules.T26, "{} blocks that a prefetch follows are gone", len(wrong))
+        # The others went with what they follow; computed anew, they are nothing that it holds.
+        prefetch.held = [tag for tag in prefetch.held if tag in after]
     if needs_room:
         require(
             not lost or not world.seen.num_free,

@@ -194,6 +194,37 @@ def test_what_is_parked_with_all_of_its_copies_there_is_used_when_it_is_written_
     assert replay(subject(), config, trace) is None
 
 
+def test_what_is_computed_anew_is_nothing_that_a_prefetch_holds() -> None:
+    config = {**CONFIG, "max_running": 1, "host_blocks": 2}
+    trace: Trace = [
+        ["submit", "r1", [0, 0, 0, 0], 4, 0],
+        ["admit", "r1"],
+        ["forward", "r1", 4],
+        ["submit", "r2", [0, 0], 0, 0],
+        ["admit", "r2"],
+        ["submit", "r3", [0, 0, 0, 0, 0, 0], 0, 0],
+        ["park", "r1", "storage"],
+        ["park", "r2", "storage"],
+        ["result", "out1", [], 1],
+        ["take"],
+        ["result", "store1", [], 1],
+        ["admit", "r1"],
+        ["append", "r1", [0, 0, 0, 0]],
+        ["forward", "r1", 1],
+        ["forward", "r1", 3],
+        ["finish", "r1"],
+        ["evict", 1],
+        ["evict", 2],
+        ["prefetch", "r3"],
+        ["evict", 1],
+        ["admit", "r3"],
+        ["forward", "r3", 4],
+        ["preempt", "r3"],
+        ["evict", 1],
+    ]
+    assert replay(subject(), config, trace) is None
+
+
 def test_a_picture_shows_every_tier_and_what_is_under_way() -> None:
     world = subject().world(dict(CONFIG))
     assert isinstance(world, TierWorld)
