@@ -41,6 +41,7 @@ class StorageUses:
     _may: dict[Tag, list[int]] = field(default_factory=dict)  # the uses that it may be told
     _last: dict[Tag, int] = field(default_factory=dict)  # the last use
     _must: set[Tag] = field(default_factory=set)  # what it must be told
+    _gone: set[Tag] = field(default_factory=set)  # what was dropped after a use, and may be back
 
     def use(self, now: int, path: Iterable[Tag], *, must: bool = True) -> None:
         """Some prefixes are used: storage may be told, and must be if it has them.
@@ -69,6 +70,7 @@ class StorageUses:
     def cached(self, anywhere: Collection[Tag]) -> None:
         """Only these are cached now; of others nothing is remembered."""
         self.stored.intersection_update(anywhere)
+        self._gone.update(tag for tag in self._may if tag not in anywhere)
         for tag in [tag for tag in self._told if tag not in anywhere]:
             del self._told[tag]
 
@@ -89,12 +91,14 @@ class StorageUses:
             require(here < after, rules.T41, "storage is told of a block after what it follows")
             uses = self._may[tag]
             require(len(uses) > 0, rules.T42, "storage is told of a block again, so soon")
-            self._told[tag] = _Told(uses[0], self._last[tag])
+            # Who dropped it does not know that it was told, and may tell it again at once.
+            first = uses[0] - self.window if tag in self._gone else uses[0]
+            self._told[tag] = _Told(first, self._last[tag])
         for tag in self._must:
             depth = prefixes.depth[tag]
             require(tag in place, rules.T40, "storage is not told that block {} is used", depth)
         self._forget_uses()
 
     def _forget_uses(self) -> None:
-        for each in (self._may, self._last, self._must):
+        for each in (self._may, self._last, self._must, self._gone):
             each.clear()

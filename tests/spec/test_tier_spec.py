@@ -225,6 +225,35 @@ def test_what_is_computed_anew_is_nothing_that_a_prefetch_holds() -> None:
     assert replay(subject(), config, trace) is None
 
 
+def test_what_was_dropped_before_storage_was_told_may_be_told_again() -> None:
+    config = {**CONFIG, "num_blocks": 3, "block_size": 1, "max_running": 1, "host_blocks": 2}
+    trace: Trace = [
+        ["submit", "r1", [1], 0, 0],
+        ["elsewhere", "r1", 1],
+        ["submit", "r2", [1], 0, 0],
+        ["submit", "r3", [1], 1, 0],
+        ["admit", "r2"],
+        ["submit", "r4", [1], 0, 0],
+        ["admit", "r3"],
+        ["launch", "r2", 1, "r2.1"],
+        ["prefetch", "r4"],
+        ["launch", "r3", 1, "r3.1"],
+        ["result", "lookup1", [], 1],
+        ["submit", "r5", [0, 0], 0, 0],
+        ["prefetch", "r5"],
+        ["take"],
+        ["elsewhere", "r5", 2],
+        ["result", "fetch1", [], 1],
+        ["result", "lookup1", [], 0],
+        ["done", "r2.1"],
+        ["fail", "r3.1"],
+        ["forward", "r3", 1],
+        ["append", "r3", [0]],
+        ["drain"],
+    ]
+    assert replay(subject(), config, trace) is None
+
+
 def test_a_picture_shows_every_tier_and_what_is_under_way() -> None:
     world = subject().world(dict(CONFIG))
     assert isinstance(world, TierWorld)
