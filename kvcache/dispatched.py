@@ -32,7 +32,7 @@ class Outcome(enum.Enum):
     TIMED_OUT = "timed out"
     """Its deadline came first."""
     NOT_ASKED = "not asked"
-    """Storage has let another's time run out; until it answers, one at a time waits for it."""
+    """Another asked storage in vain; until it answers, one at a time waits for it."""
     CANCELLED = "cancelled"
     """Nobody wanted it any more, or the driver was closed."""
 

@@ -13,7 +13,13 @@ from .tokens import Int32Array
 _GOOD = (Status.STORED, Status.EXISTS, Status.LOADED, Status.FOUND)
 _ANSWERED = (*_GOOD, Status.MISSING)  # of a lookup: that storage has not a block is an answer
 _COPIED = (Status.STORED, Status.LOADED)
-_ASKING = (OpKind.LOOKUP, OpKind.STORAGE_TO_HOST)  # what requests wait for
+# By what requests wait for: what does not tell whether storage answers. One value may be bad; but
+# a lookup fails for storage itself, also when a client's own limit comes before the deadline.
+_NO_NEWS = {
+    OpKind.LOOKUP: {Status.DROPPED},
+    OpKind.STORAGE_TO_HOST: {Status.DROPPED, Status.FAILED},
+}
+_IN_VAIN = {Status.TIMED_OUT, Status.FAILED}
 _MOST_TOUCHES = 16
 _TOUCH_TIMEOUT_S = 5.0
 _OUTCOMES = {
@@ -28,9 +34,9 @@ class StorageCopies:
 
     Storage ends each at its deadline, and reads and writes the rows of the host tier itself.
 
-    While storage hangs, every request would wait for its whole deadline in vain. So when a lookup
-    or load has run out of time, one at a time is asked, until one is answered; the others are told
-    at once that nothing is there.
+    While storage hangs, every request would wait for it in vain. So when a lookup or load has run
+    out of time, or a lookup has failed, one at a time is asked, until one is answered; the others
+    are told at once that nothing is there.
     """
 
     def __init__(self, storage: Storage, host: HostArrays, table: DispatchTable) -> None:
@@ -39,7 +45,7 @@ class StorageCopies:
         self._table = table
         self._entries: dict[OperationId, Dispatched] = {}  # until they are fenced
         self._touches: set[OperationId] = set()  # that have not ended
-        self._hangs = False  # the last that was asked ran out of time
+        self._hangs = False  # the last was asked in vain
 
     def start(self, entry: Dispatched) -> None:
         """Give an operation to storage, or the outcome that it has not been asked.
@@ -106,16 +112,16 @@ class StorageCopies:
     def _is_asked(self) -> bool:
         """Whether a request waits for storage."""
         asked = [entry.operation for entry in self._entries.values()]
-        return any(each.kind in _ASKING and each.id in self._table.open for each in asked)
+        return any(each.kind in _NO_NEWS and each.id in self._table.open for each in asked)
 
     def _end(self, entry: Dispatched, storage_id: OperationId, statuses: Sequence[Status]) -> None:
-        said = {*statuses} - {Status.DROPPED}
-        if entry.operation.kind in _ASKING and said:
-            self._hangs = said == {Status.TIMED_OUT}
+        kind = entry.operation.kind
+        if kind in _NO_NEWS and (said := {*statuses} - _NO_NEWS[kind]):
+            self._hangs = said <= _IN_VAIN
         entry.ok = [status in _GOOD for status in statuses]
         entry.copied = sum(status in _COPIED for status in statuses)
         outcome = next((_OUTCOMES[each] for each in statuses if each in _OUTCOMES), Outcome.FAILED)
-        well = _ANSWERED if entry.operation.kind is OpKind.LOOKUP else _GOOD
+        well = _ANSWERED if kind is OpKind.LOOKUP else _GOOD
         outcome = Outcome.DONE if all(status in well for status in statuses) else outcome
         self._table.end(entry, outcome, fenced=self._storage.fenced(storage_id))
 
