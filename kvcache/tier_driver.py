@@ -133,6 +133,9 @@ class TierDriver:
                 raise
             self._errors[type(error).__name__] += 1
             entry.outcome = Outcome.FAILED
+            if entry.operation.kind is OpKind.DEVICE_TO_HOST:  # no thread will write what was read
+                num_blocks = sum(piece.size for piece in entry.staged)
+                self._bytes_in_flight -= num_blocks * self._host.bytes_per_block
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Tell storage that keys were used, the last as the last; nobody hears what became of it.

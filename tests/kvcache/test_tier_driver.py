@@ -251,6 +251,7 @@ class TestRefused:
             (DOWN, [7], [1], "IndexError"),
             (DOWN, [1], [6], "IndexError"),
             (DOWN, [1], [0], "IndexError"),
+            (DOWN, [1, 2, 7], [1, 2, 3], "IndexError"),  # of the second piece
             (UP, [6], [1], "IndexError"),
             (UP, [1], [0], "IndexError"),
             (ACROSS, [1], [-1], "IndexError"),
@@ -261,7 +262,8 @@ class TestRefused:
     def test_it_fails_alone(self, bench, kind, sources, destinations, error):
         op_id = bench.start(kind, sources, destinations)
         assert bench.driver.poll() == [OperationResult(op_id, (False,) * len(sources), fenced=True)]
-        assert bench.driver.stats().errors == {error: 1}
+        stats = bench.driver.stats()
+        assert (stats.errors, stats.bytes_in_flight) == ({error: 1}, 0)
         assert bench.results() == []
         bench.fill()  # the pools are there
 
@@ -314,6 +316,7 @@ def test_close_ends_what_is_open(bench):
     assert bench.driver.fenced() == [first]
     third = bench.start(DOWN, [1], [1])
     assert bench.driver.poll() == [OperationResult(third, (False,), fenced=True)]
+    assert bench.driver.stats().bytes_in_flight == 0
     assert np.array_equal(bench.device(), np.zeros_like(bench.device()))
 
 
