@@ -87,10 +87,9 @@ class StorageCopies:
         if len(self._touches) < _MOST_TOUCHES:
             self._touches.add(self._storage.touch(keys, timeout_s=_TOUCH_TIMEOUT_S))
 
-    def withdraw(self, storage_id: OperationId) -> bool:
-        """End an operation now; say whether nothing uses its blocks any more."""
+    def withdraw(self, storage_id: OperationId) -> None:
+        """End an operation now; `collect` says when nothing uses its blocks any more."""
         self._storage.cancel(storage_id)
-        return self._storage.fenced(storage_id)
 
     def collect(self) -> None:
         """Take in what ended, by its deadline too, and what is fenced."""
@@ -100,13 +99,12 @@ class StorageCopies:
             self._touches.discard(completion.operation)
             entry = self._entries.get(completion.operation)
             if entry is not None and entry.operation.id in self._table.open:
-                self._end(entry, completion.operation, completion.statuses)
+                self._end(entry, completion.statuses)
         for storage_id, entry in list(self._entries.items()):
-            op_id = entry.operation.id
-            if op_id not in self._table.open and self._storage.fenced(storage_id):
+            ended = entry.operation.id not in self._table.open
+            if ended and self._storage.fenced(storage_id):
                 del self._entries[storage_id]
-                if op_id in self._table.unfenced:
-                    self._table.fence(entry)
+                self._table.fence(entry)
 
     @property
     def _is_asked(self) -> bool:
@@ -114,7 +112,7 @@ class StorageCopies:
         asked = [entry.operation for entry in self._entries.values()]
         return any(each.kind in _NO_NEWS and each.id in self._table.open for each in asked)
 
-    def _end(self, entry: Dispatched, storage_id: OperationId, statuses: Sequence[Status]) -> None:
+    def _end(self, entry: Dispatched, statuses: Sequence[Status]) -> None:
         kind = entry.operation.kind
         if kind in _NO_NEWS and (said := {*statuses} - _NO_NEWS[kind]):
             self._hangs = said <= _IN_VAIN
@@ -123,7 +121,7 @@ class StorageCopies:
         outcome = next((_OUTCOMES[each] for each in statuses if each in _OUTCOMES), Outcome.FAILED)
         well = _ANSWERED if kind is OpKind.LOOKUP else _GOOD
         outcome = Outcome.DONE if all(status in well for status in statuses) else outcome
-        self._table.end(entry, outcome, fenced=self._storage.fenced(storage_id))
+        self._table.end(entry, outcome, fenced=False)  # `collect` sees whether it is
 
     def _rows(self, block_ids: Int32Array) -> list[Block]:
         return [[block] for block in self._host.blocks(block_ids)]

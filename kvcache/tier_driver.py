@@ -298,7 +298,8 @@ class TierDriver:
     def _withdraw(self, entry: Dispatched) -> bool:
         """Stop what has not begun of an operation; say whether nothing has, or all is over."""
         if entry.storage_id is not None and self._storage is not None:
-            return self._storage.withdraw(entry.storage_id)
+            self._storage.withdraw(entry.storage_id)
+            return False
         for write in self._writer.withdraw(entry.operation.id):
             entry.writes -= 1
             self._bytes_in_flight -= write.num_bytes

@@ -41,7 +41,8 @@ class TestStorage:
         assert bench.driver.stats().operations == {(OUT, Outcome.DONE): 1, (IN, Outcome.FAILED): 1}
 
     def test_look_up(self, bench, storage):
-        op_id = bench.start(OpKind.LOOKUP, keys=KEYS[:3])
+        op_id, _ = [bench.start(OpKind.LOOKUP, keys=KEYS[:3]) for _ in range(2)]
+        assert len(storage.asked) == 2  # it is not known to hang
         storage.end(storage.asked[0], [Status.FOUND, Status.FOUND, Status.MISSING], fenced=True)
         assert bench.driver.poll() == [OperationResult(op_id, (True, True, False), fenced=True)]
 
@@ -66,9 +67,11 @@ class TestStorage:
         assert bench.driver.poll() == nothing
         assert bench.driver.stats().operations[OpKind.LOOKUP, Outcome.NOT_ASKED] == 2
         storage.end(storage.asked[2], [Status.TIMED_OUT], fenced=True)  # a write: nobody waited
-        storage.end(storage.asked[1], [Status.TIMED_OUT] * 2, fenced=False)
+        storage.end(storage.asked[1], [Status.TIMED_OUT, Status.FAILED], fenced=False)
         assert {result.op_id for result in bench.driver.poll()} == {asks, stores}
         bench.start(OpKind.LOOKUP, keys=KEYS[:2])  # it may be back
+        bench.start(OpKind.LOOKUP, keys=KEYS[:2])
+        assert len(storage.asked) == 4
         storage.end(storage.asked[3], [Status.MISSING] * 2, fenced=True)
         bench.driver.poll()
         for _ in range(2):

@@ -1,5 +1,6 @@
 """The tier driver: each kind of copy, its ends, and what protects blocks that are overwritten."""
 
+import threading
 from itertools import permutations
 from typing import Any
 
@@ -288,6 +289,12 @@ class TestRefused:
             TierDriver(bench.host, **dict[str, Any]({name: 0}))
 
 
+@pytest.mark.usefixtures("bench")
+def test_a_device_that_never_answers_does_not_keep_the_process():
+    writers = [each for each in threading.enumerate() if each.name.startswith("radixkv-host-")]
+    assert writers and all(each.daemon for each in writers)
+
+
 def test_wait_does_not_wait_for_nothing(bench):
     bench.driver.wait(LONG_S)
     assert bench.driver.poll() == []
@@ -299,6 +306,18 @@ def test_wait_ends_at_its_time(bench):
     bench.driver.wait(0.0)
     bench.driver.wait(0.002)
     assert bench.driver.poll() == []
+
+
+def test_wait_ends_with_the_first_news(bench):
+    bench.host.held = True
+    bench.start(DOWN, [1], [1])
+    bench.host.entered.acquire()
+    up = bench.start(UP, [1], [1])
+    assert [result.op_id for result in bench.results()] == [up]
+    cancelled = bench.start(DOWN, [2], [2])
+    bench.driver.cancel([cancelled])
+    bench.driver.wait(LONG_S)
+    assert bench.driver.fenced() == [cancelled]
 
 
 def test_close_ends_what_is_open(bench):
