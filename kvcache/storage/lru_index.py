@@ -142,9 +142,9 @@ class LruIndex:
             return None if value is None else value.num_bytes
 
     def put_back(self, key: bytes, num_bytes: int) -> None:
-        """Undo take: key is the next to be evicted."""
+        """Undo take: key is the next to be evicted; when it was written down, nobody knows."""
         with self._lock:
-            self._values[key] = _Value(num_bytes, self._stamp_ns + STAMP_EVERY_NS)
+            self._values[key] = _Value(num_bytes, 0)
             self._values.move_to_end(key, last=False)
 
     def forget(self, key: bytes) -> None:
