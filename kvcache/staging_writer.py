@@ -95,10 +95,9 @@ class StagingWriter:
             self._changed.wait_for(lambda: self._reports, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """End the threads; False if one was still writing after timeout_s."""
+        """End the threads when the queue is empty; False if one still writes after timeout_s."""
         with self._changed:
             self._closed = True
-            self._queue.clear()
             self._changed.notify_all()
         end = time.monotonic() + timeout_s
         for thread in self._threads:

@@ -1,6 +1,5 @@
 """The tier driver: each kind of copy, its ends, and what protects blocks that are overwritten."""
 
-import threading
 from itertools import permutations
 from typing import Any
 
@@ -287,12 +286,6 @@ class TestRefused:
     def test_counts(self, bench, name):
         with pytest.raises(CountError, match=name):
             TierDriver(bench.host, **dict[str, Any]({name: 0}))
-
-
-@pytest.mark.usefixtures("bench")
-def test_a_device_that_never_answers_does_not_keep_the_process():
-    writers = [each for each in threading.enumerate() if each.name.startswith("radixkv-host-")]
-    assert writers and all(each.daemon for each in writers)
 
 
 def test_wait_does_not_wait_for_nothing(bench):
