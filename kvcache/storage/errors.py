@@ -8,7 +8,7 @@
         ├── PayloadError         buffers that cannot be read or filled as they are
         ├── OperationError       an operation id that was never given out
         ├── StorageClosedError   a call after close
-        ├── StorageInUseError    a directory that another process has open
+        ├── StorageInUseError    a directory that is open already
         ├── UnsupportedError     what this backend cannot do, whatever is in it
         └── BackendError         a backend could not do what it was asked: the block is FAILED
             ├── BackendFullError     no room for the value, even after eviction
@@ -47,7 +47,7 @@ class StorageClosedError(StorageError):
 
 
 class StorageInUseError(StorageError):
-    """Another process has the directory open; it may have one user at a time."""
+    """The directory is open already, here or in another process; it has one user at a time."""
 
 
 class UnsupportedError(StorageError):

@@ -83,6 +83,8 @@ class OsFiles:
             os.mkdir(path, 0o700)
         except FileExistsError:
             facts = os.stat(path)
+            if not stat.S_ISDIR(facts.st_mode):
+                raise NotADirectoryError(errno.ENOTDIR, "a file has its name") from None
             if facts.st_mode & 0o077 or facts.st_uid != os.geteuid():
                 raise OpenToOthersError(path, stat.S_IMODE(facts.st_mode)) from None
             return False

@@ -30,6 +30,7 @@ from os.path import abspath, dirname
 from threading import Lock
 from typing import Final, Literal, TypeAlias
 
+from ..tokens import as_count
 from .base import StoredValue, check_key
 from .errors import BackendFullError, BackendIOError, StorageInUseError
 from .file_api import FileApi, OsFiles, write_all
@@ -37,6 +38,8 @@ from .file_names import bucket_names, key_of
 from .lru_index import FoundValue, LruIndex
 
 Sync: TypeAlias = Literal["none", "data"]
+
+_SYNCS: Final[tuple[Sync, ...]] = ("none", "data")
 
 _TEMPORARY: Final = ".tmp-"
 _NUM_STRIPES: Final = 16
@@ -68,10 +71,14 @@ class FileBackend:
             clock_ns: orders values by last use, also across restarts.
 
         Raises:
-            StorageInUseError: if another process has it open.
+            StorageInUseError: if it is open already, in this process or another.
             BackendIOError: if it cannot be made or read.
             OpenToOthersError: if other users may use it.
+            ValueError: if max_bytes is less than 1, or there is no such sync.
         """
+        as_count("max_bytes", max_bytes, minimum=1)
+        if sync not in _SYNCS:
+            raise ValueError(f"sync must be one of {_SYNCS}, got {sync!r}")
         self.directory = abspath(fspath(directory))
         self._durable = sync == "data"
         self._files = files if files is not None else OsFiles()
@@ -87,7 +94,9 @@ class FileBackend:
             try:
                 self._lock_file = self._files.lock(f"{self.directory}/lock")
             except BlockingIOError:
-                message = f"another process has the directory {self.directory} open"
+                message = (
+                    f"the directory {self.directory} is open already, here or in another process"
+                )
                 raise StorageInUseError(message) from None
             try:
                 self._recover()

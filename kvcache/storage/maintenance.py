@@ -11,7 +11,7 @@ import errno
 from collections import Counter
 from dataclasses import dataclass, replace
 from os import listdir
-from os.path import isdir, isfile
+from os.path import exists, isdir, isfile
 from typing import Final
 
 from .base import Backend, StoredValue
@@ -63,13 +63,16 @@ def open_existing(url: str, options: BackendOptions | None = None) -> Backend:
     dead writer left unfinished in it is removed, as by every start.
 
     Raises:
-        BackendIOError: if the directory is not there, or is not one of ours (ENOENT).
-        StorageUrlError: if it has those of several nodes in it; with their names.
+        BackendIOError: if the directory is not there (ENOENT).
+        StorageUrlError: if it is not one of ours; with the names of those that are in it. And for a
+            namespace with a directory, which holds all of them under names that do not tell.
         StorageError: see open_backend.
     """
     options = options or BackendOptions()
     directory = directory_of(url)
     if directory is not None:
+        if options.namespace is not None:  # else all would be meant, and removed
+            raise StorageUrlError("a directory does not tell namespaces apart: leave it out")
         if not isfile(f"{directory}/lock"):
             raise _no_storage(directory)
         options = replace(options, max_bytes=options.max_bytes or _NO_LIMIT)
@@ -79,12 +82,13 @@ def open_existing(url: str, options: BackendOptions | None = None) -> Backend:
 def _no_storage(directory: str) -> StorageError:
     """Say what a directory is that `FileBackend` has not made."""
     if not isdir(directory):
-        return BackendIOError(f"opening the directory {directory}", errno.ENOENT)
+        number = errno.ENOTDIR if exists(directory) else errno.ENOENT
+        return BackendIOError(f"opening the directory {directory}", number)
     # Nodes that were started together have one each in it.
     inside = sorted(name for name in listdir(directory) if isfile(f"{directory}/{name}/lock"))
     if not inside:
-        return BackendIOError(f"opening {directory}/lock", errno.ENOENT)
-    return StorageUrlError(f"{directory} is no storage; these in it are: {', '.join(inside)}")
+        return StorageUrlError(f"{directory} is no storage: there is no file lock in it")
+    return StorageUrlError(f"{directory} is no storage, but these in it are: {', '.join(inside)}")
 
 
 def verify_values(backend: Backend, *, delete: bool = False) -> Verified:

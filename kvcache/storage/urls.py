@@ -57,15 +57,17 @@ def open_backend(url: str, options: BackendOptions | None = None) -> Backend:
             its scheme.
         MissingPackageError: if the scheme's extra is not installed.
         MissingLibraryError: if a library of the system is not.
-        StorageInUseError: if another process has the directory of file: open.
+        StorageInUseError: if the directory of file: is open already, here or in another process.
         BackendIOError: if that directory cannot be used.
         OpenToOthersError: if other users may use it.
-        ValueError: if a time or size is not positive.
+        ValueError: if a time or size is not positive, or there is no such sync.
     """
     scheme, separator, _ = url.partition("://")
     if not separator or scheme not in _SCHEMES:
         known = ", ".join(f"{name}://" for name in _SCHEMES)
-        raise StorageUrlError(f"a storage URL starts with one of {known}")
+        raise StorageUrlError(
+            f"a storage URL starts with one of {known}; /a/path is file:///a/path"
+        )
     open_it, allowed = _SCHEMES[scheme]
     options = options or BackendOptions()
     for name in BackendOptions.__dataclass_fields__:

@@ -62,7 +62,7 @@ def _add_common(
         "--namespace",
         metavar="DIGITS",
         help="only the blocks of this namespace in a server or bucket: the first 16 digits of its "
-        "digest, as they stand in the names of the keys",
+        "digest, as they stand in the names of the keys; a directory does not tell them apart",
     )
     parser.add_argument(
         "--timeout-s",

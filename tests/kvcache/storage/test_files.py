@@ -1,5 +1,6 @@
 import errno
 import os
+import re
 import stat
 from collections.abc import Callable
 from contextlib import closing
@@ -91,9 +92,33 @@ def test_a_directory_that_others_may_use_is_refused(directory: Path) -> None:
     FileBackend(directory, max_bytes=100).close()
 
 
+def test_a_file_is_no_directory(directory: Path) -> None:
+    directory.write_bytes(b"something else")
+    text = f"opening the directory {directory} failed: ENOTDIR (Not a directory)"
+    with pytest.raises(BackendIOError, match=f"^{re.escape(text)}$"):
+        FileBackend(directory, max_bytes=100)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"max_bytes": 0}, "max_bytes must be at least 1, got 0"),
+        ({"max_bytes": "9"}, "max_bytes must be an integer, got '9'"),
+        ({"max_bytes": 9, "sync": "full"}, "sync must be one of ('none', 'data'), got 'full'"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_made(
+    directory: Path, options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        FileBackend(directory, **options)
+    assert not directory.exists()
+
+
 def test_one_process_at_a_time(directory: Path) -> None:
     backend = FileBackend(directory, max_bytes=100)
-    with pytest.raises(StorageInUseError, match=r"^another process has the directory /.* open$"):
+    text = f"the directory {directory} is open already, here or in another process"
+    with pytest.raises(StorageInUseError, match=f"^{re.escape(text)}$"):
         FileBackend(directory, max_bytes=100)
     backend.close()
     FileBackend(directory, max_bytes=100).close()

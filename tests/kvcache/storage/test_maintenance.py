@@ -268,32 +268,45 @@ def test_a_directory_of_several_nodes_is_told_by_its_storages(tmp_path: Path) ->
     (tmp_path / "other").mkdir()
     for node in ("prefill-0", "decode-0"):
         FileBackend(tmp_path / node, max_bytes=1000).close()
-    text = f"{tmp_path} is no storage; these in it are: decode-0, prefill-0"
+    text = f"{tmp_path} is no storage, but these in it are: decode-0, prefill-0"
     with pytest.raises(StorageUrlError, match=f"^{re.escape(text)}$"):
         open_existing(tmp_path.as_uri())
 
 
 def test_opening_a_directory_neither_makes_nor_evicts(tmp_path: Path) -> None:
-    url = (tmp_path / "blocks").as_uri()
-    not_there = f"the directory {tmp_path / 'blocks'}"
-    not_ours = f"{tmp_path / 'blocks'}/lock"
-    for make, what in ((lambda: None, not_there), ((tmp_path / "blocks").mkdir, not_ours)):
-        make()
-        with pytest.raises(BackendIOError) as caught:
-            open_existing(url)
-        assert caught.value.errno == errno.ENOENT
-        assert str(caught.value) == f"opening {what} failed: ENOENT (No such file or directory)"
-    assert list((tmp_path / "blocks").iterdir()) == []
+    directory = tmp_path / "blocks"
+    url = directory.as_uri()
+    with pytest.raises(BackendIOError) as caught:
+        open_existing(url)
+    assert caught.value.errno == errno.ENOENT
+    opening = f"opening the directory {directory} failed"
+    assert str(caught.value) == f"{opening}: ENOENT (No such file or directory)"
+    directory.write_bytes(b"a file")
+    with pytest.raises(BackendIOError, match=f"^{re.escape(opening)}: ENOTDIR "):
+        open_existing(url)
+    directory.unlink()
+    directory.mkdir()
+    text = f"{directory} is no storage: there is no file lock in it"
+    with pytest.raises(StorageUrlError, match=f"^{re.escape(text)}$"):
+        open_existing(url)
+    assert list(directory.iterdir()) == []
     (tmp_path / "blocks").chmod(0o700)
     with closing(FileBackend(tmp_path / "blocks", max_bytes=1000)) as backend:
         filled(backend)
         put(backend, KEYS[3], b"not sealed")
-        with pytest.raises(StorageInUseError, match=r"^another process has the directory .* open$"):
+        with pytest.raises(StorageInUseError, match=r"^the directory .* is open already, "):
             open_existing(url)
     with closing(open_existing(url)) as backend:
         assert verify_values(backend) == Verified(good=3, corrupt=1, good_bytes=300)
     with closing(open_existing(url, BackendOptions(max_bytes=250))) as backend:
         assert keys_of(backend) == [KEYS[1], KEYS[2], KEYS[3]]
+
+
+def test_a_namespace_of_a_directory_would_be_all_of_it(tmp_path: Path) -> None:
+    FileBackend(tmp_path / "blocks", max_bytes=1000).close()
+    text = "a directory does not tell namespaces apart: leave it out"
+    with pytest.raises(StorageUrlError, match=f"^{text}$"):
+        open_existing((tmp_path / "blocks").as_uri(), BackendOptions(namespace="0" * 16))
 
 
 def test_other_urls_are_opened_as_ever() -> None:

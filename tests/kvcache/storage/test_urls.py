@@ -70,7 +70,7 @@ def test_a_bucket(s3: FakeS3, path: str) -> None:
 
 UNKNOWN = (
     "a storage URL starts with one of file://, redis://, rediss://, unix://, s3://, "
-    "mooncake://, memory://"
+    "mooncake://, memory://; /a/path is file:///a/path"
 )
 DIRECTORY = "a directory's URL is file:///DIRECTORY, with its path from the root"
 BUCKET = "a bucket's URL is s3://BUCKET or s3://BUCKET/PREFIX, no more"

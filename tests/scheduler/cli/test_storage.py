@@ -206,7 +206,8 @@ def test_a_server_that_never_answers(radixkv: Any) -> None:
 def test_a_directory_that_another_process_has_open(radixkv: Any, directory: Path) -> None:
     with closing(FileBackend(directory, max_bytes=1000)):
         outcome = radixkv("storage", "ls", directory.as_uri())
-    assert outcome == (2, "", f"radixkv: another process has the directory {directory} open\n")
+    message = f"radixkv: the directory {directory} is open already, here or in another process\n"
+    assert outcome == (2, "", message)
 
 
 def test_a_directory_that_is_not_there_is_not_made(radixkv: Any, tmp_path: Path) -> None:
@@ -255,6 +256,10 @@ def test_a_missing_extra(
         (
             ["ls", "redis://h", "--namespace", "llama"],
             "a namespace is the first 16 digits of its digest",
+        ),
+        (
+            ["gc", "file:///x", "--all", "--namespace", NAMESPACE],
+            "a directory does not tell namespaces apart",
         ),
         (["ls", "memory://", "--json", "/none/x"], "--json /none/x: there is no directory /none"),
     ],
