@@ -59,13 +59,13 @@ class Sealed:
             STORED, EXISTS or FAILED, and the name of the error, if any.
         """
         try:
-            if self.backend.contains([key])[0]:
-                return Status.EXISTS, ""
-            self.backend.put(key, [memoryview(seal(key, parts)), *parts])
+            exists = self.backend.contains([key])[0]
+            if not exists:
+                self.backend.put(key, [memoryview(seal(key, parts)), *parts])
         except Exception as error:
             return self._failed("store", error)
         self._ended_well("store")
-        return Status.STORED, ""
+        return (Status.EXISTS if exists else Status.STORED), ""
 
     def lookup(self, keys: Sequence[bytes]) -> tuple[list[Status], str]:
         """Return FOUND or MISSING for each key, or FAILED for all, and the name of the error."""
@@ -92,9 +92,11 @@ class Sealed:
     def delete(self, key: bytes) -> tuple[Status, str]:
         """Return DELETED, MISSING or FAILED."""
         try:
-            return (Status.DELETED if self.backend.delete(key) else Status.MISSING), ""
+            existed = self.backend.delete(key)
         except Exception as error:
             return self._failed("delete", error)
+        self._ended_well("delete")
+        return (Status.DELETED if existed else Status.MISSING), ""
 
     def _ended_well(self, what: str) -> None:
         if self._logged:

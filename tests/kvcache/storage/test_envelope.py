@@ -40,6 +40,7 @@ def test_the_envelope_of_a_known_value_never_changes() -> None:
         (sealed(b"abc")[:-1], Fault.SHORT),
         (sealed(b"abc") + b"d", Fault.LONG),
         (b"X" + sealed(b"abc")[1:], Fault.WRONG_MAGIC),
+        (b"X" + sealed(b"")[1:], Fault.WRONG_MAGIC),
         (sealed(b"abc")[:4] + b"\1" + sealed(b"abc")[5:], Fault.WRONG_VERSION),
         (sealed(b"abc")[:6] + b"\1" + sealed(b"abc")[7:], Fault.WRONG_VERSION),
         (sealed(b"abc", OTHER), Fault.WRONG_KEY),
@@ -105,8 +106,12 @@ def test_a_key_must_be_one() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_destination_of_another_size_is_not_loaded(size: int) -> None:
+def test_a_destination_of_another_size_is_not_loaded(
+    size: int, caplog: pytest.LogCaptureFixture
+) -> None:
     backend = MemoryBackend()
     backend.values[KEY] = sealed(b"abc")
     status, reason = Sealed(backend).load(KEY, [memoryview(bytearray(size))])
-    assert (status, reason) == (Status.CORRUPT, "LONG" if size < 3 else "SHORT")
+    fault = Fault.LONG if size < 3 else Fault.SHORT
+    assert (status, reason) == (Status.CORRUPT, fault.name)
+    assert caplog.messages == [f"block {KEY.hex()} is corrupt: {fault.value}"]

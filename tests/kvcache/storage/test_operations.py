@@ -1,5 +1,7 @@
 """All orders of submit, take, report, cancel and expire, without a thread or a clock."""
 
+from collections import Counter
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -24,11 +26,14 @@ ONE_CALL = (Kind.LOOKUP, Kind.TOUCH)
 class Expected:
     """What is known of an operation from outside."""
 
-    def __init__(self, kind: Kind, epoch: int, deadline: int, sizes: list[int]) -> None:
+    def __init__(
+        self, kind: Kind, epoch: int, deadline: int, sizes: list[int], quiet: bool
+    ) -> None:
         self.kind = kind
         self.epoch = epoch
         self.deadline = deadline
         self.sizes = sizes
+        self.quiet = quiet  # and not yet claimed
         self.reported: dict[int, Status] = {}
         self.end: Status | None = None  # what ended it, if it was no report
         self.tasks: list[Task] = []
@@ -37,6 +42,10 @@ class Expected:
     @property
     def over(self) -> bool:
         return self.end is not None or len(self.reported) == len(self.sizes)
+
+    @property
+    def statuses(self) -> list[Status | None]:
+        return [self.reported.get(block, self.end) for block in range(len(self.sizes))]
 
 
 class Operations(RuleBasedStateMachine):
@@ -57,17 +66,19 @@ class Operations(RuleBasedStateMachine):
         sizes=st.lists(st.integers(0, 60), max_size=len(KEYS)),
         timeout=st.integers(1, 5),
         epoch=st.integers(0, 3),
+        quiet=st.booleans(),
     )
-    def submit(self, kind: Kind, sizes: list[int], timeout: int, epoch: int) -> None:
+    def submit(self, kind: Kind, sizes: list[int], timeout: int, epoch: int, quiet: bool) -> None:
         moves_bytes = kind in (Kind.LOAD, Kind.STORE)
         sizes = sizes if moves_bytes else [0] * len(sizes)
         room = BUDGET - self.table.bytes_in_flight[kind]
         blocks = [[memoryview(bytes(size))] for size in sizes] if moves_bytes else ()
+        deadline = self.now + timeout
         operation = self.table.submit(
-            kind, KEYS[: len(sizes)], blocks, deadline=self.now + timeout, epoch=epoch
+            kind, KEYS[: len(sizes)], blocks, deadline=deadline, epoch=epoch, quiet=quiet
         )
         assert operation not in self.expected
-        expected = Expected(kind, epoch, self.now + timeout, sizes)
+        expected = Expected(kind, epoch, deadline, sizes, quiet)
         self.expected[operation] = expected
         for block in range(len(sizes)):  # a leading run fits; the others are dropped
             if sum(sizes[: block + 1]) > room:
@@ -151,14 +162,26 @@ class Operations(RuleBasedStateMachine):
         for completion in self.table.drain():
             self.completed(completion)
         for expected in self.expected.values():
-            assert expected.completions == expected.over
+            assert expected.completions == (expected.over and not expected.quiet)
+
+    @precondition(lambda self: any(each.quiet for each in self.expected.values()))
+    @rule(data=st.data())
+    def claim(self, data: st.DataObject) -> None:
+        quiet = [operation for operation, each in self.expected.items() if each.quiet]
+        self.claim_one(data.draw(st.sampled_from(quiet)))
+
+    def claim_one(self, operation: OperationId) -> None:
+        expected = self.expected[operation]
+        if not expected.over:
+            self.ends(expected, Status.TIMED_OUT)
+        self.completed(self.table.claim(operation))
+        expected.quiet = False
 
     def completed(self, completion: Completion) -> None:
         expected = self.expected[completion.operation]
         expected.completions += 1
         assert (completion.kind, completion.epoch) == (expected.kind, expected.epoch)
-        wanted = [expected.reported.get(n, expected.end) for n in range(len(expected.sizes))]
-        assert list(completion.statuses) == wanted
+        assert list(completion.statuses) == expected.statuses
 
     @invariant()
     def it_agrees(self) -> None:
@@ -167,6 +190,20 @@ class Operations(RuleBasedStateMachine):
         for operation, expected in self.expected.items():
             assert self.table.ended(operation) == expected.over
             assert self.table.fenced(operation) == (expected.over and not expected.tasks)
+        over = [expected for expected in self.expected.values() if expected.over]
+        assert self.table.num_open == len(self.expected) - len(over)
+        assert self.table.num_unfenced == sum(bool(expected.tasks) for expected in over)
+        moved = {kind for kind, num_bytes in self.table.bytes_in_flight.items() if num_bytes}
+        assert moved <= {Kind.LOAD, Kind.STORE}
+        ended = [
+            each
+            for expected in over
+            for each in zip(expected.statuses, expected.sizes, strict=True)
+        ]
+        assert self.table.ended_blocks == Counter(status for status, _ in ended)
+        for status in Status:
+            wanted = sum(num_bytes for each, num_bytes in ended if each is status)
+            assert self.table.ended_bytes[status] == wanted
 
     def teardown(self) -> None:
         """Whatever happened: when all threads have come back, nothing is left."""
@@ -177,6 +214,9 @@ class Operations(RuleBasedStateMachine):
         assert self.table.take() is None
         for task in list(self.tasks):
             self.report_one(task, RESULTS[task.kind][0])
+        for operation, expected in self.expected.items():
+            if expected.quiet:
+                self.claim_one(operation)
         self.drain()
         self.table.check()
         assert not any(self.table.bytes_in_flight.values())

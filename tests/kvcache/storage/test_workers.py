@@ -1,5 +1,6 @@
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -159,13 +160,24 @@ def test_an_error_is_logged_again_only_after_a_call_that_ended_well(
     backend = MemoryBackend()
     sealed = Sealed(backend)
     broken = BrokenBackend(OSError())
-    for now in (broken, broken, backend, broken):
+    for now in (broken, broken, backend, broken, backend, broken):  # at last, what is there
         sealed.backend = now
         sealed.lookup(KEYS[:1])
+        sealed.touch(KEYS[:1])
         sealed.load(KEYS[0], [memoryview(bytearray(1))])
         sealed.store(KEYS[0], [memoryview(b"a")])
-    calls = [record.message.split(" failed ")[0] for record in caplog.records]
-    assert calls == ["lookup", "load", "store"] * 2
+        sealed.delete(KEYS[1])
+    calls = [message.split(" failed ")[0] for message in caplog.messages]
+    assert calls == ["lookup", "touch", "load", "store", "delete"] * 3
+
+
+def test_a_lookup_with_too_few_answers_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = MemoryBackend()
+    monkeypatch.setattr(backend, "contains", lambda keys: [True])
+    assert Sealed(backend).lookup(KEYS[:2]) == ([Status.FAILED] * 2, "BackendError")
+    assert "BackendError: 1 answers for 2 keys;" in caplog.text
 
 
 def test_a_backend_that_never_answers_is_given_up_at_the_deadline() -> None:
@@ -197,6 +209,9 @@ def test_a_backend_that_never_answers_is_given_up_at_the_deadline() -> None:
 def test_a_poll_sends_another_thread_where_the_first_is_stuck() -> None:
     backend = HeldBackend()
     with workers(backend, num_threads=2) as storage:
+        backend.go.release()
+        wait(storage, storage.load(KEYS[:1], [[bytearray(1)]], timeout_s=LONG_S))
+        backend.entered.acquire()
         loads = []
         for key in KEYS[:2]:
             loads.append(storage.load([key], [[bytearray(1)]], timeout_s=LONG_S))
@@ -208,13 +223,24 @@ def test_a_poll_sends_another_thread_where_the_first_is_stuck() -> None:
             wait_ended(storage, load)
 
 
-def test_a_lookup_does_not_wait_for_a_load_that_is_stuck() -> None:
+def test_a_lookup_waits_for_nothing_that_is_stuck() -> None:
     backend = HeldBackend()
-    with workers(backend, num_threads=2) as storage:
+    with workers(backend, num_threads=3) as storage:
         storage.load(KEYS[:1], [[bytearray(1)]], timeout_s=LONG_S)
         backend.entered.acquire()
-        storage.lookup(KEYS, timeout_s=LONG_S)
-        backend.entered.acquire()
+        for _ in range(2):
+            storage.lookup(KEYS, timeout_s=LONG_S)
+            backend.entered.acquire()
+
+
+def test_threads_share_what_is_submitted_where_that_pays() -> None:
+    backend = HeldBackend()
+    with workers(backend, num_threads=3) as storage:
+        storage._sharing.several = True
+        storage.load(KEYS[:2], [[bytearray(1)]] * 2, timeout_s=LONG_S)
+        storage.store(KEYS[2:3], [[b"a"]], timeout_s=LONG_S)
+        for _ in range(3):
+            backend.entered.acquire()  # no poll was needed
 
 
 @pytest.mark.parametrize(
@@ -317,6 +343,8 @@ def test_what_cannot_be_is_refused() -> None:
             storage.cancel(OperationId(1))
         with pytest.raises(OperationError, match=r"^no operation 9: the last is 0$"):
             storage.fenced(OperationId(9))
+        with pytest.raises(OperationError, match=r"^no operation 0: the last is 0$"):
+            storage.fenced(OperationId(0))
         assert storage.stats().open_operations == 0
     with pytest.raises(ValueError, match=r"^num_threads must be at least 1, got 0$"):
         StorageWorkers(MemoryBackend(), num_threads=0, max_bytes_in_flight=1)
@@ -335,7 +363,32 @@ def test_close_cancels_and_waits_for_the_threads() -> None:
     backend.go.release()
     assert storage.close(timeout_s=LONG_S)
     assert backend.closed and storage.fenced(operation)
+    backend.closed = False
     assert storage.close()
+    assert not backend.closed  # once was enough
+
+
+def test_close_ends_a_lookup_that_waits() -> None:
+    backend = HeldBackend()
+    with workers(backend, num_threads=1) as storage, ThreadPoolExecutor(1) as caller:
+        prefix = caller.submit(storage.lookup_prefix, KEYS, timeout_s=LONG_S)
+        backend.entered.acquire()
+        assert not storage.close(timeout_s=0.0)
+        assert prefix.result() == 0
+
+
+def test_close_ends_threads_that_come_back_one_after_the_other() -> None:
+    backend = HeldBackend()
+    storage = StorageWorkers(backend, num_threads=2, max_bytes_in_flight=10)
+    assert all(thread.daemon for thread in storage._threads)  # a stuck one keeps no process
+    for key in KEYS[:2]:
+        storage.load([key], [[bytearray(1)]], timeout_s=LONG_S)
+        storage.poll()
+        backend.entered.acquire()
+    assert not storage.close(timeout_s=0.0)
+    for _ in range(2):
+        backend.go.release()
+    assert storage.close(timeout_s=LONG_S)
 
 
 def test_races_leak_nothing() -> None:
