@@ -10,6 +10,7 @@ import numpy as np
 from .block_tables import BlockTables
 from .cache import Cache
 from .errors import (
+    HostConfigError,
     LeaseError,
     NamespaceError,
     OutOfBlocksError,
@@ -22,7 +23,16 @@ from .parking import Parked, require_saved
 from .radix_node import Walk
 from .radix_tree import RadixTree
 from .tiers import Tiers
-from .tokens import INT32, Int32Array, Tokens, as_bytes, as_count, as_ids, as_tokens
+from .tokens import (
+    INT32,
+    Int32Array,
+    Tokens,
+    as_bytes,
+    as_count,
+    as_ids,
+    as_tokens,
+    check_namespaces,
+)
 
 if TYPE_CHECKING:
     from .storage.keys import StorageNamespace
@@ -62,12 +72,15 @@ class CacheManager(Cache):
 
         Raises:
             CountError: if either count is less than 1.
-            StorageConfigError: for storage without a host tier, or with other blocks.
+            HostConfigError, StorageConfigError: for what is no host tier or namespace; for storage
+                without a host tier, or with other blocks.
         """
         super().__init__(num_blocks, block_size)
         if storage is not None and host is None:
             raise StorageConfigError("storage needs a host tier, through which its blocks pass")
         if host is not None:
+            if not isinstance(host, HostConfig):
+                raise HostConfigError(f"host must be a HostConfig, got {host!r}")
             self.tiers = Tiers(self, host, storage)
             self._tree = self.tiers.tree
 
@@ -282,11 +295,17 @@ class CacheManager(Cache):
     def reset(self, keep: Collection[bytes] = ()) -> Epoch:
         """Forget everything (the weights have changed): every lease ends, every block is free.
 
-        What operations of the old epoch still write is free when they have ended.
+        What operations of the old epoch still write is free when they have ended. Storage is not
+        cleared. New weights need new keys there: set `Tiers.storage` then, or what the old ones
+        stored is found again.
 
         Args:
             keep: namespaces of which everything that is published stays.
+
+        Raises:
+            NamespaceError: if keep is not a collection of bytes.
         """
+        check_namespaces("keep", keep)
         if self.tiers is None and not keep:
             self._tree = RadixTree(self.block_size)
             self._pool.reset()

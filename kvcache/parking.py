@@ -87,6 +87,8 @@ class _ParkLanding(Landing):
 
 def park(tiers: Tiers, lease: Lease, tokens: Tokens, where: ParkedIn) -> Parked | None:
     """See `Tiers.park`."""
+    if where not in ("host", "storage"):
+        raise StorageConfigError(f"a request is parked in 'host' or 'storage', not {where!r}")
     if where == "storage" and tiers.storage is None:
         raise StorageConfigError("a request is parked in storage, but the cache has none")
     manager, host = tiers.manager, tiers.host

@@ -66,13 +66,8 @@ class Tiers:
         """Make the tiers of a manager.
 
         Raises:
-            StorageConfigError: if storage has blocks of another size.
+            StorageConfigError: see `storage`.
         """
-        if storage is not None and storage.block_size != manager.block_size:
-            raise StorageConfigError(
-                f"storage has blocks of {storage.block_size} tokens, the cache of "
-                f"{manager.block_size}"
-            )
         self.config = config
         self.manager = manager
         self.host = HostTier(config.num_blocks, spares_first=config.write != "through")
@@ -87,12 +82,29 @@ class Tiers:
 
     @property
     def storage(self) -> StorageNamespace | None:
-        """Whose blocks storage keeps, from now on; None: there is no storage."""
+        """Whose blocks storage keeps, from now on; None: there is no storage.
+
+        After `CacheManager.reset` for new weights, set the same with another `weights_revision`.
+
+        Raises:
+            StorageConfigError: for what is no StorageNamespace, or has blocks of another size.
+        """
         return None if self.tree.keys is None else self.tree.keys.namespace
 
     @storage.setter
     def storage(self, namespace: StorageNamespace | None) -> None:
-        self.tree.keys = None if namespace is None else NodeKeys(namespace)
+        if namespace is None:
+            self.tree.keys = None
+            return
+        block_size = getattr(namespace, "block_size", None)
+        if block_size is None:  # storage itself, perhaps, or its URL, with a password
+            kind = type(namespace).__name__
+            raise StorageConfigError(f"storage must be a StorageNamespace here, got {kind}")
+        if block_size != self.manager.block_size:
+            raise StorageConfigError(
+                f"storage has blocks of {block_size} tokens, the cache of {self.manager.block_size}"
+            )
+        self.tree.keys = NodeKeys(namespace)
 
     # Operations out, completions in
 
@@ -159,7 +171,7 @@ class Tiers:
 
         Raises:
             LeaseError: if the lease is not live, still loads, or has no room for so many tokens.
-            StorageConfigError: for "storage" without one.
+            StorageConfigError: for "storage" without one, or another place.
         """
         return park(self, lease, tokens, where)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -43,7 +43,8 @@ def _as_int32(
 ) -> Int32Array:
     if isinstance(values, np.ndarray):
         if values.dtype is not INT32 and values.dtype != INT32:  # `is` is much the faster
-            raise error(f"{name}s must be int32, got {values.dtype}")
+            remedy = ": convert it with astype(numpy.int32)" if values.dtype.kind in "iu" else ""
+            raise error(f"{name}s must be int32, got {values.dtype}{remedy}")
         if values.ndim != 1:
             raise error(f"{name}s must have one dimension, got shape {values.shape}")
         return values
@@ -52,7 +53,7 @@ def _as_int32(
             f"{name}s must be a NumPy array of int32 or a list, got another array, "
             f"{type(values).__name__}: convert it with numpy.asarray"
         )
-    if not isinstance(values, Iterable):
+    if not isinstance(values, Sequence) or isinstance(values, bytes):
         raise error(f"{name}s must be an int32 array or a list, got {values!r}")
     for position, value in enumerate(values):
         if not isinstance(value, int | np.integer) or isinstance(value, bool):
@@ -80,6 +81,17 @@ def as_count(name: str, value: int, minimum: int = 0) -> int:
     if value < minimum:
         raise CountError(f"{name} must be at least {minimum}, got {value}")
     return int(value)
+
+
+def check_namespaces(name: str, namespaces: Collection[bytes]) -> None:
+    """Refuse a namespace in place of several: what is in it would be any part of it.
+
+    Raises:
+        NamespaceError: for what is no collection of bytes. It quotes none: there may be a salt.
+    """
+    several = isinstance(namespaces, Collection) and not isinstance(namespaces, str | bytes)
+    if not several or not all(isinstance(each, bytes) for each in namespaces):
+        raise NamespaceError(f"{name} must be a list of namespaces, each of them bytes")
 
 
 def make_namespace(**fields: str | bytes | int) -> bytes:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ..kvcache import CacheManager, RequestTooLargeError
+from ..kvcache.tokens import check_namespaces
 from .errors import RequestError, StepOrderError
 from .plan import SchedulerStats, StepPlan
 from .policy import Policy
@@ -132,9 +133,11 @@ class LiveRequests:
 
         Raises:
             StepOrderError: in the middle of a step.
+            NamespaceError: if keep is not a collection of bytes.
         """
         if self._in_flight is not None:
             raise StepOrderError("reset_cache was called before update")
+        check_namespaces("keep", keep)
         lost, self._running = self._running, []
         for request in (*lost, *self.waiting):
             if self._tiers is not None:

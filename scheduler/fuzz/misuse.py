@@ -80,6 +80,10 @@ def _at_the_door(adapter: CacheAdapter) -> Iterator[Call]:
         text = f"CountError: num_blocks must be an integer, got {count}"
         yield R3, text, partial(manager.evict, count)
     yield R3, "", lambda: manager.evict(np.int64(0))
+    several: Any
+    for several in (b"tenant", "tenant", 5, ["tenant"]):
+        text = "NamespaceError: keep must be a list of namespaces, each of them bytes"
+        yield R3, text, partial(manager.reset, several)
     least, most = -(2**31), 2**31 - 1
     text = f"TokenError: token 1 is {least - 1}, outside int32"
     yield R3, text, lambda: manager.match([0, least - 1])
@@ -103,12 +107,13 @@ def _wrong(adapter: CacheAdapter) -> Iterator[Call]:
     )
     yield R3, "TokenError: token 0 must be an integer, got 1.5", lambda: manager.match([1.5])
     yield R3, "TokenError: token 0 must be an integer, got True", lambda: manager.match([True])
-    nothing: Any = None
-    text = "TokenError: tokens must be an int32 array or a list, got None"
-    yield R3, text, lambda: manager.match(nothing)
+    nothing: Any
+    for nothing in (None, b"a", {1}):
+        text = f"TokenError: tokens must be an int32 array or a list, got {nothing}"
+        yield R3, text, partial(manager.match, nothing)
     yield (
         R3,
-        "TokenError: tokens must be int32, got int64",
+        "TokenError: tokens must be int32, got int64: convert it with astype(numpy.int32)",
         lambda: manager.match(np.zeros(2, np.int64)),
     )
     yield (

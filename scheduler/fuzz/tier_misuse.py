@@ -42,6 +42,9 @@ def _wrong_configs(adapter: TierAdapter) -> Iterator[Call]:
         ((1, "back", 1), "HostConfigError: hits are counted with write='through', not 'back'"),
     ):
         yield R3, text, partial(host, *arguments)
+    yield R3, "HostConfigError: host must be a HostConfig, got 4", partial(manager, 1, 1, host=4)
+    text = "StorageConfigError: storage must be a StorageNamespace here, got str"
+    yield R3, text, lambda: manager(1, 2, host=host(1), storage="s3://bucket")
     text = "StorageConfigError: storage needs a host tier, through which its blocks pass"
     yield R3, text, partial(manager, 1, 1, storage=storage_of(1))
     text = "StorageConfigError: storage has blocks of 3 tokens, the cache of 2"
@@ -51,6 +54,8 @@ def _wrong_configs(adapter: TierAdapter) -> Iterator[Call]:
 def _wrong_of_lease(adapter: TierAdapter, name: str) -> Iterator[Call]:
     """Yield what cannot be done with a lease now."""
     lease, tiers, manager = adapter.leases[name], adapter.tiers, adapter.manager
+    text = "StorageConfigError: a request is parked in 'host' or 'storage', not 'disk'"
+    yield R3, text, lambda: tiers.park(lease, [], "disk")
     if tiers.storage is None:
         text = "StorageConfigError: a request is parked in storage, but the cache has none"
         yield R3, text, lambda: tiers.park(lease, [], "storage")

@@ -121,10 +121,17 @@ def test_parked_with_more_tokens_than_there_is_room_for():
     assert memory.stats.parked == 0
 
 
-def test_parked_in_storage_without_one():
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("storage", "a request is parked in storage, but the cache has none"),
+        ("disk", "a request is parked in 'host' or 'storage', not 'disk'"),
+    ],
+)
+def test_parked_where_nothing_can_be(where, message):
     memory = memory_of()
     lease = memory.start(TOKENS)
     with pytest.raises(StorageConfigError) as caught:
-        memory.tiers.park(lease, TOKENS, "storage")
-    assert str(caught.value) == "a request is parked in storage, but the cache has none"
+        memory.tiers.park(lease, TOKENS, where)
+    assert str(caught.value) == message
     memory.manager.release(lease)

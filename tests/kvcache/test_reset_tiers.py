@@ -2,7 +2,7 @@
 
 import pytest
 
-from radixkv.kvcache import CacheManager, LeaseError, OpKind
+from radixkv.kvcache import CacheManager, LeaseError, NamespaceError, OpKind
 
 from .helpers import hit, serve, start
 from .tier_memory import TierMemory
@@ -34,6 +34,19 @@ def test_namespaces_are_kept_in_every_tier():
     assert memory.residency([1, 2, 3], b"kept") == "ddh"
     memory.manager.check()
     memory.serve([1, 2, 3], b"kept")
+
+
+@pytest.mark.parametrize("keep", [b"kept", "kept", 1, ["kept"]])
+def test_one_namespace_in_place_of_several_is_refused(keep):
+    memory = TierMemory(4, 4)
+    lease = memory.start([1], b"kept")
+    memory.serve([2])
+    with pytest.raises(NamespaceError) as caught:
+        memory.manager.reset(keep)
+    assert str(caught.value) == "keep must be a list of namespaces, each of them bytes"
+    assert memory.manager.epoch == 0
+    assert memory.residency([2]) == "d"
+    memory.manager.release(lease)
 
 
 def test_a_kept_namespace_with_a_lease_in_it():

@@ -1,8 +1,17 @@
 """What the host has a copy of is written to storage: once, under the keys of its path."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
-from radixkv.kvcache import CacheManager, HostConfig, OpKind, StorageConfigError
+from radixkv.kvcache import (
+    CacheManager,
+    HostConfig,
+    HostConfigError,
+    OpKind,
+    StorageConfigError,
+)
 from radixkv.kvcache.storage.keys import StorageNamespace
 
 from .tier_memory import TierMemory, as_list
@@ -144,3 +153,20 @@ def test_storage_that_a_cache_cannot_have():
     with pytest.raises(StorageConfigError) as other:
         CacheManager(4, 3, host=HostConfig(2), storage=storage)
     assert str(other.value) == "storage has blocks of 2 tokens, the cache of 3"
+    url: Any = "redis://:hunter2@host"
+    with pytest.raises(StorageConfigError) as third:
+        CacheManager(4, 3, host=HostConfig(2), storage=url)
+    assert str(third.value) == "storage must be a StorageNamespace here, got str"
+    size: Any = 2
+    with pytest.raises(HostConfigError) as fourth:
+        CacheManager(4, 3, host=size)
+    assert str(fourth.value) == "host must be a HostConfig, got 2"
+
+
+def test_keys_of_another_cache_are_refused_later_too():
+    memory = TierMemory(2, 2, storage=True)
+    assert memory.tiers.storage is not None
+    with pytest.raises(StorageConfigError) as caught:
+        memory.tiers.storage = replace(memory.namespace, block_size=2)
+    assert str(caught.value) == "storage has blocks of 2 tokens, the cache of 1"
+    assert memory.tiers.storage == memory.namespace

@@ -56,6 +56,9 @@ def test_a_strided_array_matches_like_a_contiguous_one():
     assert manager.match(np.array([4, 3, 2, 1], np.int32)[::-1]).num_tokens == 4
 
 
+REMEDY = ": convert it with astype(numpy.int32)"
+
+
 class OnADevice:
     """What JAX and PyTorch call an array."""
 
@@ -71,9 +74,9 @@ class OnADevice:
             "tokens must be a NumPy array of int32 or a list, got another array, OnADevice: "
             "convert it with numpy.asarray",
         ),
-        (np.array([1, 2], np.int64), "tokens must be int32, got int64"),
+        (np.array([1, 2], np.int64), f"tokens must be int32, got int64{REMEDY}"),
         (np.array([1.0], np.float32), "tokens must be int32, got float32"),
-        (np.array([1], ">i4"), "tokens must be int32, got >i4"),
+        (np.array([1], ">i4"), f"tokens must be int32, got >i4{REMEDY}"),
         (np.zeros((2, 3), np.int32), "tokens must have one dimension, got shape (2, 3)"),
         (np.zeros((), np.int32), "tokens must have one dimension, got shape ()"),
         ([1, 2.0], "token 1 must be an integer, got 2.0"),
@@ -83,6 +86,8 @@ class OnADevice:
         ([0, 0, 2**31], "token 2 is 2147483648, outside int32"),
         ([-(2**31) - 1], "token 0 is -2147483649, outside int32"),
         (None, "tokens must be an int32 array or a list, got None"),
+        (b"a", "tokens must be an int32 array or a list, got b'a'"),
+        ({1}, "tokens must be an int32 array or a list, got {1}"),
     ],
 )
 def test_what_is_not_tokens_is_refused_at_every_door(tokens: Any, message: str):
@@ -107,7 +112,7 @@ def test_what_is_not_tokens_is_refused_at_every_door(tokens: Any, message: str):
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (np.array([1], np.int64), "{}s must be int32, got int64"),
+        (np.array([1], np.int64), "{}s must be int32, got int64" + REMEDY),
         (np.array([1.5] * 9), "{}s must be int32, got float64"),
         (np.zeros((1, 1), np.int32), "{}s must have one dimension, got shape (1, 1)"),
         ([1, 0.5], "{} 1 must be an integer, got 0.5"),

@@ -1,10 +1,11 @@
 """The weights change under load: KV is forgotten in every tier, and requests go on."""
 
 import re
+from typing import Any
 
 import pytest
 
-from radixkv.kvcache import make_namespace
+from radixkv.kvcache import NamespaceError, make_namespace
 from radixkv.kvcache.host_tier import HostConfig
 from radixkv.kvcache.operations import OpKind
 from radixkv.scheduler.errors import StepOrderError
@@ -130,4 +131,15 @@ def test_a_reset_within_a_step_is_refused():
             harness.scheduler.reset_cache()
 
     harness.step(during=reset)
+    harness.drain()
+
+
+def test_one_namespace_to_keep_in_place_of_several_is_refused_and_changes_nothing():
+    harness = Harness()
+    request = harness.submit([1, 2], 3)
+    harness.step()
+    tenant: Any = b"a tenant"
+    with pytest.raises(NamespaceError, match=r"^keep must be a list of namespaces, each of "):
+        harness.scheduler.reset_cache(tenant)
+    assert (harness.scheduler.running, harness.manager.epoch) == ((request,), 0)
     harness.drain()
