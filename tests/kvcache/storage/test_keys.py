@@ -52,6 +52,7 @@ def test_the_salt_is_not_shown() -> None:
 
 def test_only_whole_blocks_have_keys() -> None:
     assert [len(block_keys(NAMESPACE, range(n))) for n in (0, 3, 4, 7, 8)] == [0, 0, 1, 1, 2]
+    assert len(block_keys(replace(NAMESPACE, block_size=1), range(3))) == 3
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40), st.integers(0, 40))
@@ -60,6 +61,7 @@ def test_keys_are_a_chain(tokens: list[int], cut: int) -> None:
     keys = block_keys(NAMESPACE, tokens)
     assert tokens == before
     assert keys == block_keys(NAMESPACE, np.array(tokens, np.int32))
+    assert keys == NAMESPACE.block_keys(tokens)
     assert keys[: cut // 4] == block_keys(NAMESPACE, tokens[:cut])
     assert len(set(keys)) == len(keys)
     for done in range(1, len(keys)):
@@ -94,6 +96,7 @@ def test_extras_change_every_key() -> None:
         ({"layers": (2, 2)}, "layers must be a range of at least one, got 2:2"),
         ({"heads": (-1, 2)}, "heads must be a range of at least one, got -1:2"),
         ({"tp_rank": 2, "tp_size": 2}, "tp_rank is 2, of a group of 2"),
+        ({"tp_rank": -1}, "tp_rank is -1, of a group of 1"),
         ({"block_size": 0}, "block_size must be at least 1, got 0"),
         ({"salt": "text"}, "salt must be bytes, got str"),
     ],

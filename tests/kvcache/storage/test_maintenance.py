@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -145,22 +145,21 @@ def test_no_memory_is_taken_for_a_length_that_the_header_denies(tmp_path: Path) 
 
 
 class Failing(MemoryBackend):
-    """Raises an error for some keys."""
+    """Raises errors for some keys."""
 
-    def __init__(self, error: Exception, keys: Sequence[bytes]) -> None:
+    def __init__(self, errors: Mapping[bytes, Exception]) -> None:
         super().__init__()
-        self.error = error
-        self.failing = keys
+        self.errors = errors
 
     def get(self, key: bytes, into: Sequence[memoryview]) -> int | None:
-        if key in self.failing:
-            raise self.error
+        if key in self.errors:
+            raise self.errors[key]
         return super().get(key, into)
 
 
 @pytest.mark.parametrize("error", [MemoryError(), BackendError("reading failed: GenericError")])
 def test_a_value_that_does_not_come_is_unreadable(error: Exception) -> None:
-    backend = Failing(error, KEYS[1:2])
+    backend = Failing({KEYS[1]: error})
     filled(backend)
     assert verify_values(backend) == Verified(good=2, unreadable=1, good_bytes=200)
 
@@ -186,14 +185,31 @@ def test_a_length_that_no_buffer_has_is_unreadable() -> None:
     assert verify_values(backend) == Verified(good=2, unreadable=1, good_bytes=200)
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_server_that_gives_no_more_ends_it(first: int) -> None:
-    error = BackendError("reading failed: GenericError")
-    backend = Failing(error, KEYS[first : first + 3])
-    filled(backend, num_values=6)
-    with pytest.raises(BackendError) as caught:
-        verify_values(backend)
-    assert caught.value is error
+SERVER, MEMORY = BackendError("reading failed: GenericError"), MemoryError()
+
+
+@pytest.mark.parametrize(
+    ("reads", "ends"),
+    [
+        ([SERVER, None], True),  # the first
+        ([None, SERVER, SERVER, SERVER], True),
+        ([MEMORY, SERVER, SERVER, SERVER], True),
+        ([MEMORY, SERVER, SERVER, None], False),
+        ([None, SERVER, SERVER, None, SERVER, SERVER, None], False),
+    ],
+)
+def test_a_server_that_gives_no_more_ends_it(reads: list[Exception | None], ends: bool) -> None:
+    errors = {key: error for key, error in zip(KEYS, reads, strict=False) if error is not None}
+    backend = Failing(errors)
+    filled(backend, num_values=len(reads))
+    if ends:
+        with pytest.raises(BackendError) as caught:
+            verify_values(backend)
+        assert caught.value is SERVER
+    else:
+        good = reads.count(None)
+        expected = Verified(good=good, unreadable=len(errors), good_bytes=100 * good)
+        assert verify_values(backend) == expected
 
 
 def test_what_the_disk_does_not_give_is_counted(tmp_path: Path) -> None:
@@ -224,11 +240,11 @@ def test_a_server_that_is_gone_ends_it() -> None:
 @pytest.mark.parametrize(
     ("max_bytes", "expected"),
     [
-        (300, Removed(0, 0, 3, 300)),
-        (299, Removed(1, 100, 2, 200)),
-        (200, Removed(1, 100, 2, 200)),
-        (1, Removed(3, 300, 0, 0)),
-        (0, Removed(3, 300, 0, 0)),
+        (300, Removed(0, 0, 4, 300)),
+        (299, Removed(1, 100, 3, 200)),
+        (200, Removed(1, 100, 3, 200)),
+        (1, Removed(3, 300, 1, 0)),
+        (0, Removed(4, 300, 0, 0)),
     ],
 )
 def test_the_least_recently_used_are_removed(
@@ -237,8 +253,9 @@ def test_the_least_recently_used_are_removed(
     with closing(FileBackend(tmp_path / "blocks", max_bytes=1000)) as backend:
         filled(backend)
         backend.touch([KEYS[0]])
+        put(backend, KEYS[3], b"")
         assert remove_values(backend, max_bytes) == expected
-        assert keys_of(backend) == [KEYS[1], KEYS[2], KEYS[0]][expected.removed :]
+        assert keys_of(backend) == [KEYS[1], KEYS[2], KEYS[0], KEYS[3]][expected.removed :]
         backend.check()
 
 

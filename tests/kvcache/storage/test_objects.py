@@ -65,6 +65,7 @@ def test_a_bucket_that_refuses(s3: FakeS3, status: int, name: str) -> None:
             assert (error.doing, error.reply) == (doing, name)
             check_nothing_is_shown(error, s3)
         assert str(listing) == "listing failed: GenericError"  # obstore tells no more
+        assert backend.stats()["failed_requests"] == backend.stats()["requests"]
         s3.status = None
         assert backend.contains(KEYS[:2]) == [False, False]
 
@@ -152,7 +153,14 @@ def test_where_objects_are(s3: FakeS3) -> None:
 
 
 def test_keys_passes_over_what_is_not_ours() -> None:
-    store = MemoryStore()
+    asked = []
+
+    class Watched(MemoryStore):
+        def list(self, prefix=None, **options):
+            asked.append(prefix)
+            return super().list(prefix, **options)
+
+    store = Watched()
     name = KEYS[0].hex()
     for path in ("kv/read.me", f"kv/{name}", f"kv/00/{name}x", f"other/{name[:2]}/{name}"):
         store.put(path, b"x")
@@ -160,6 +168,7 @@ def test_keys_passes_over_what_is_not_ours() -> None:
         assert keys_of(backend) == []
         put(backend, KEYS[0], b"x")
         assert keys_of(backend) == [KEYS[0]]
+    assert asked == ["kv/"] * 2  # others' objects are not even listed
 
 
 def test_a_delete_that_comes_second() -> None:
@@ -191,11 +200,20 @@ def test_requests_are_counted() -> None:
 def test_a_lookup_ends_soon_after_the_first_that_is_missing() -> None:
     keys = [bytes([number]) * 32 for number in range(64)]
     with closing(ObjectBackend(MemoryStore())) as backend:
-        for key in (*keys[:3], *keys[4:]):
+        for key in (*keys[:30], *keys[31:]):
             put(backend, key, b"x")
-        assert backend.contains(keys) == [True] * 3 + [False] * 61
+        assert backend.contains(keys) == [True] * 30 + [False] * 34
         asked = backend.stats()["requests"] - 63
-        assert 4 <= asked <= 3 + 16, f"{asked} requests"
+        assert 31 <= asked <= 30 + 16, f"{asked} requests"
+    for thread in backend._heads._threads:
+        thread.join()  # they end with it
+
+
+def test_times_are_told_in_whole_milliseconds(s3: FakeS3) -> None:
+    store = s3_store("bucket", timeout_s=5.0, connect_timeout_s=0.0001)
+    assert isinstance(store, S3Store) and store.client_options is not None
+    times = {"timeout": "5000ms", "connect_timeout": "1ms"}
+    assert times.items() <= dict(store.client_options).items()
 
 
 @pytest.mark.parametrize(

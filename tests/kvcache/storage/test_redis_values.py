@@ -21,6 +21,7 @@ from radixkv.kvcache.storage import (
 from radixkv.kvcache.storage.maintenance import Verified
 from radixkv.kvcache.storage.redis import RedisBackend
 from radixkv.kvcache.storage.redis_address import RedisAddress
+from radixkv.kvcache.storage.redis_packer import Word
 from radixkv.kvcache.storage.remote_errors import (
     BackendRefusedError,
     MissingPackageError,
@@ -62,6 +63,8 @@ def test_no_more_is_read_than_there_is_room_for(server: RedisServer) -> None:
         (b"hello, is this the printer?\r\n", LONG_S, "reading failed: InvalidResponse"),
         (b":7\r\n", LONG_S, "reading failed: the answer is a int"),
         (b"*1\r\n$1\r\nx\r\n", LONG_S, "reading failed: the answer is a list"),
+        (b"-BUSY a script runs\r\n", LONG_S, "reading was refused by the server: BUSY"),
+        (b"-LOADING the data set\r\n", LONG_S, "reading was refused by the server: LOADING"),
         (b"$400000000\r\nand no more", SOON_S, "reading failed: no answer within 0.1 s"),
     ],
 )
@@ -73,6 +76,51 @@ def test_nonsense_for_an_answer(reply: bytes, timeout_s: float, message: str) ->
                 get(backend, KEYS[0], 4)
             assert str(caught.value) == message
             assert backend.stats() == {"requests": 1, "failed_requests": 1}
+
+
+def test_a_value_that_fits_is_one_command(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connected(server) as backend:
+        put(backend, KEYS[0], b"abc")
+        commands: list[Word] = []
+        original = backend._command
+
+        def noted(*words: Word) -> object:
+            commands.append(words[0])
+            return original(*words)
+
+        monkeypatch.setattr(backend, "_command", noted)
+        get(backend, KEYS[0], 3)
+        assert commands == ["GETRANGE"]
+        get(backend, KEYS[0], 2)
+        get(backend, KEYS[1], 3)
+        assert commands[1:] == ["GETRANGE", "STRLEN", "GETRANGE", "EXISTS"]
+
+
+def test_a_key_that_a_scan_names_twice_is_listed_once(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"radixkv:{key.hex()}".encode() for key in KEYS[:2]]
+    pages = {0: (7, names[:1]), 7: (0, names)}
+    with connected(server) as backend:
+        put(backend, KEYS[0], b"abc")
+        put(backend, KEYS[1], b"de")
+        monkeypatch.setattr(backend._client, "scan", lambda cursor, **_: pages[cursor])
+        assert list(backend.list_values()) == [StoredValue(KEYS[0], 3), StoredValue(KEYS[1], 2)]
+
+
+def test_a_refused_length_is_no_length(server: RedisServer) -> None:
+    login = "+@all -strlen allkeys on nopass"
+    with connected(server) as backend, raw(server) as client:
+        put(backend, KEYS[0], b"abc")
+        client.execute_command("ACL", "SETUSER", "ann", *login.split())
+        address = RedisAddress(unix_path=server.socket, username="ann", password="x")
+        with (
+            closing(RedisBackend(address, timeout_s=LONG_S)) as limited,
+            pytest.raises(BackendRefusedError, match=r"^listing was refused by the server: "),
+        ):
+            list(limited.list_values())
 
 
 def test_what_is_no_string_is_corrupt_and_repaired(server: RedisServer) -> None:
@@ -158,6 +206,11 @@ def test_times_that_are_none(options: dict, message: str) -> None:
     with pytest.raises(ValueError) as caught:
         RedisBackend(RedisAddress(), **options)
     assert str(caught.value) == message
+
+
+def test_a_second_is_a_time_to_live(server: RedisServer) -> None:
+    with connected(server, ttl_s=1) as backend:
+        put(backend, KEYS[0], b"x")
 
 
 @pytest.mark.parametrize("package", ["redis", "hiredis"])

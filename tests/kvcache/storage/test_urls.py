@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import traceback
 from contextlib import closing
 from dataclasses import replace
@@ -11,7 +12,7 @@ from radixkv.kvcache.storage import FileBackend, StorageNamespace
 from radixkv.kvcache.storage.objects import ObjectBackend
 from radixkv.kvcache.storage.redis import RedisBackend
 from radixkv.kvcache.storage.remote_errors import StorageUrlError
-from radixkv.kvcache.storage.urls import BackendOptions, open_backend
+from radixkv.kvcache.storage.urls import BackendOptions, names_server, open_backend
 
 from .conformance import KEYS, get, keys_of, put
 from .fake_s3 import FakeS3
@@ -21,7 +22,9 @@ NAMESPACE = StorageNamespace("llama", "r1", "bfloat16", 16, (0, 2), (0, 4))
 OTHER = StorageNamespace("llama", "r2", "bfloat16", 16, (0, 2), (0, 4))
 
 
-def test_a_directory(tmp_path: Path) -> None:
+def test_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fdatasync", synced.append)
     directory = tmp_path / "with a space"
     url = directory.as_uri()
     assert "%20" in url
@@ -30,8 +33,15 @@ def test_a_directory(tmp_path: Path) -> None:
         assert isinstance(backend, FileBackend)
         assert backend.directory == str(directory)
         put(backend, KEYS[0], b"abc")
+        assert len(synced) == 1
         assert backend.stats()["max_bytes"] == 1000
     assert (directory / KEYS[0].hex()[:2] / KEYS[0].hex()).read_bytes() == b"abc"
+
+
+def test_which_urls_name_a_server() -> None:
+    urls = ["redis://h", "rediss://h", "unix:///s", "s3://b", "mooncake://h"]
+    assert all(map(names_server, urls))
+    assert not any(map(names_server, ["file:///d", "memory://", "http://h", ""]))
 
 
 def test_memory_is_each_backends_own() -> None:
