@@ -65,7 +65,7 @@ def test_a_bucket_that_refuses(s3: FakeS3, status: int, name: str) -> None:
             assert (error.doing, error.reply) == (doing, name)
             check_nothing_is_shown(error, s3)
         assert str(listing) == "listing failed: GenericError"  # obstore tells no more
-        assert backend.stats()["failed_requests"] == backend.stats()["requests"]
+        assert backend.stats()["failed_requests"] >= len(DOING)
         s3.status = None
         assert backend.contains(KEYS[:2]) == [False, False]
 
