@@ -23,8 +23,8 @@ _ONE_MORE: Final = memoryview(bytearray(1))
 class FileApi(Protocol):
     """Files and directories by path. All raise OSError, as the system does."""
 
-    def make_directory(self, path: str) -> bool:
-        """Make a directory for the owner alone (0700); False if it is there.
+    def make_directory(self, path: str) -> None:
+        """Make a directory for the owner alone (0700), if it is not there.
 
         Raises:
             OpenToOthersError: if it is there, and others may use it.
@@ -77,7 +77,7 @@ class OsFiles:
         """Begin with the flags that suit files of our own."""
         self._to_read = _TO_READ_UNNOTED
 
-    def make_directory(self, path: str) -> bool:
+    def make_directory(self, path: str) -> None:
         """See FileApi."""
         try:
             os.mkdir(path, 0o700)
@@ -87,8 +87,6 @@ class OsFiles:
                 raise NotADirectoryError(errno.ENOTDIR, "a file has its name") from None
             if facts.st_mode & 0o077 or facts.st_uid != os.geteuid():
                 raise OpenToOthersError(path, stat.S_IMODE(facts.st_mode)) from None
-            return False
-        return True
 
     def lock(self, path: str) -> int:
         """See FileApi."""

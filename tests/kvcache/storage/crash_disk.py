@@ -165,14 +165,12 @@ class CrashDisk:
 
     # -- FileApi
 
-    def make_directory(self, path: str) -> bool:
+    def make_directory(self, path: str) -> None:
         self.alive()
         directory, name = self._parent(path)
-        if name in directory.seen:
-            return False
-        directory.change({name: SimDirectory()})
-        self.moment()
-        return True
+        if name not in directory.seen:
+            directory.change({name: SimDirectory()})
+            self.moment()
 
     def lock(self, path: str) -> int:
         directory, name = self._parent(path)

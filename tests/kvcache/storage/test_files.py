@@ -20,6 +20,7 @@ from radixkv.kvcache.storage import (
 )
 from radixkv.kvcache.storage.file_api import OsFiles, write_all
 from radixkv.kvcache.storage.file_names import find_values
+from radixkv.kvcache.storage.files import Sync
 
 from .conformance import keys_of, load, store
 from .crash_disk import CrashDisk, Faults
@@ -51,7 +52,27 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def test_what_is_put_is_there_until_it_is_deleted(directory: Path) -> None:
+@pytest.fixture
+def open_files(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The files that were opened since, and not closed."""
+    opened: set[int] = set()
+    os_open, os_close = os.open, os.close
+
+    def noted_open(*arguments: Any) -> int:
+        file = os_open(*arguments)
+        opened.add(file)
+        return file
+
+    def noted_close(file: int) -> None:
+        opened.discard(file)
+        os_close(file)
+
+    monkeypatch.setattr(os, "open", noted_open)
+    monkeypatch.setattr(os, "close", noted_close)
+    return opened
+
+
+def test_what_is_put_is_there_until_it_is_deleted(directory: Path, open_files: set[int]) -> None:
     backend = FileBackend(directory, max_bytes=100, sync="data")
     backend.put(KEYS[1], [memoryview(b"a"), memoryview(b""), memoryview(b"bc")])
     first, second = bytearray(2), bytearray(2)
@@ -66,6 +87,42 @@ def test_what_is_put_is_there_until_it_is_deleted(directory: Path) -> None:
     assert get(backend, KEYS[1]) is None
     assert backend.stats()["values"] == backend.stats()["bytes"] == 0
     backend.close()
+    assert open_files == set()
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_only_what_is_promised_waits_for_the_disk(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
+) -> None:
+    """In the order that the simulated disk shows to be right."""
+    synced: list[str] = []
+
+    def noted(file: int) -> None:
+        synced.append(os.path.relpath(os.readlink(f"/proc/self/fd/{file}"), directory))
+
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, noted)
+
+    def waited() -> list[str]:
+        names, synced[:] = synced[:], []
+        return names
+
+    sync: Sync = "data" if durable else "none"
+    with closing(FileBackend(directory, max_bytes=100, sync=sync)) as backend:
+        assert waited() == [".", ".."] * durable
+        put(backend, KEYS[1], b"abc")
+        assert waited() == [".", "01/.tmp-0", "01"] * durable
+        put(backend, KEYS[1], b"de")
+        assert waited() == ["01/.tmp-1", "01"] * durable
+        backend.delete(KEYS[1])
+        backend.delete(KEYS[1])
+        backend.delete(KEYS[2])
+        assert waited() == ["01", "01"] * durable
+    with closing(FileBackend(directory, max_bytes=100, sync=sync)) as backend:
+        assert waited() == ["01", ".", ".."] * durable
+        backend.delete(KEYS[1])
+        put(backend, KEYS[1], b"abc")
+        assert waited() == ["01", "01/.tmp-0", "01"] * durable
 
 
 def test_nobody_else_can_read_it(directory: Path) -> None:
@@ -79,15 +136,17 @@ def test_nobody_else_can_read_it(directory: Path) -> None:
     backend.close()
 
 
-def test_a_directory_that_others_may_use_is_refused(directory: Path) -> None:
+@pytest.mark.parametrize("mode", [0o755, 0o701, 0o702, 0o704, 0o710, 0o720, 0o740])
+def test_a_directory_that_others_may_use_is_refused(directory: Path, mode: int) -> None:
     directory.mkdir()
-    directory.chmod(0o755)
+    directory.chmod(mode)
     with pytest.raises(OpenToOthersError) as error:
         FileBackend(directory, max_bytes=100)
     assert str(error.value) == (
-        f"the directory {directory} has mode 0755, or another owner: it must be for this user "
-        "alone (chmod 700)"
+        f"the directory {directory} has mode {mode:04o}, or another owner: it must be for this "
+        "user alone (chmod 700)"
     )
+    assert error.value.mode == mode
     directory.chmod(0o700)
     FileBackend(directory, max_bytes=100).close()
 
@@ -115,13 +174,14 @@ def test_wrong_options_are_refused_before_anything_is_made(
     assert not directory.exists()
 
 
-def test_one_process_at_a_time(directory: Path) -> None:
+def test_one_process_at_a_time(directory: Path, open_files: set[int]) -> None:
     backend = FileBackend(directory, max_bytes=100)
     text = f"the directory {directory} is open already, here or in another process"
     with pytest.raises(StorageInUseError, match=f"^{re.escape(text)}$"):
         FileBackend(directory, max_bytes=100)
     backend.close()
     FileBackend(directory, max_bytes=100).close()
+    assert open_files == set()
 
 
 def test_a_start_finds_values_and_sweeps_temporaries(directory: Path) -> None:
@@ -131,12 +191,17 @@ def test_a_start_finds_values_and_sweeps_temporaries(directory: Path) -> None:
     (directory / "01" / ".tmp-7").write_bytes(b"half")
     (directory / "01" / "a note").write_bytes(b"not ours")
     (directory / "01" / KEYS[2].hex()).write_bytes(b"in the wrong place")
+    for name in ("zz", "0"):
+        (directory / name).mkdir()
+        (directory / name / ".tmp-7").write_bytes(b"not ours either")
+        (directory / name / KEYS[0].hex()).write_bytes(b"nor this")
     backend = FileBackend(directory, max_bytes=100)
     assert keys_of(backend) == [KEYS[1]]
     assert get(backend, KEYS[1]) == b"abc"
     assert backend.stats()["swept_temporaries"] == 1
     assert sorted(os.listdir(directory / "01")) == [KEYS[1].hex(), KEYS[2].hex(), "a note"]
     assert [(found.key, found.num_bytes) for found in find_values(directory)] == [(KEYS[1], 3)]
+    assert len(os.listdir(directory / "zz")) == len(os.listdir(directory / "0")) == 2
     backend.close()
 
 
@@ -197,6 +262,9 @@ def test_an_order_that_was_told_outlives_a_restart_exactly(directory: Path) -> N
     backend.touch([KEYS[3], KEYS[0]])  # nor is this a minute after the first time
     order = [KEYS[2], KEYS[1], KEYS[3], KEYS[0]]
     assert keys_of(backend) == order
+    stamped = [path.stat().st_mtime_ns for path in sorted(directory.glob("??/*"))]
+    backend.touch([KEYS[0]])  # it is where it was told to be
+    assert [path.stat().st_mtime_ns for path in sorted(directory.glob("??/*"))] == stamped
     backend.close()
     backend = FileBackend(directory, max_bytes=100, clock_ns=clock)
     assert keys_of(backend) == order
@@ -208,14 +276,30 @@ def test_a_value_over_the_budget_evicts_nothing(directory: Path) -> None:
     put(backend, KEYS[0], b"abc")
     with pytest.raises(
         BackendFullError, match=r"^a value of 5 bytes has no room: the budget is 4$"
-    ):
+    ) as full:
         put(backend, KEYS[1], b"abcde")
+    assert (full.value.num_bytes, full.value.max_bytes) == (5, 4)
     assert keys_of(backend) == [KEYS[0]]
-    backend.check()
+    put(backend, KEYS[1], b"abcd")
+    assert keys_of(backend) == [KEYS[1]]
     backend.close()
 
 
-def test_a_file_that_somebody_removed_is_a_miss(directory: Path) -> None:
+def test_what_others_are_writing_has_its_room(directory: Path) -> None:
+    backend = FileBackend(directory, max_bytes=4)
+    backend._index.reserve(2)
+    with pytest.raises(
+        BackendFullError, match=r"^a value of 3 bytes has no room: the budget is 4$"
+    ):
+        put(backend, KEYS[0], b"abc")
+    assert not list(directory.glob("??/*"))
+    assert backend.stats()["bytes"] == 2
+    backend._index.give_back(2)
+    put(backend, KEYS[0], b"abc")
+    backend.close()
+
+
+def test_a_file_that_somebody_removed_or_added_is_a_miss(directory: Path) -> None:
     backend = FileBackend(directory, max_bytes=100)
     put(backend, KEYS[0], b"abc")
     put(backend, KEYS[1], b"abc")
@@ -223,6 +307,8 @@ def test_a_file_that_somebody_removed_is_a_miss(directory: Path) -> None:
     (directory / "01" / KEYS[1].hex()).unlink()
     assert get(backend, KEYS[0]) is None
     assert backend.delete(KEYS[1])
+    (directory / "01" / KEYS[1].hex()).write_bytes(b"abc")
+    assert get(backend, KEYS[1]) is None
     assert keys_of(backend) == []
     backend.check()
     backend.close()
@@ -289,11 +375,29 @@ def test_a_write_that_fails_leaves_nothing(faults: Faults, message: str) -> None
     disk.faults = faults
     with pytest.raises(BackendIOError, match=message) as raised:
         put(backend, KEYS[1], b"abc")
+    assert raised.value.doing == "writing"
     assert raised.value.errno in (errno.ENOSPC, errno.EIO)
     backend.check()
     assert keys_of(backend) == [KEYS[0]]
     status, error = Sealed(backend).store(KEYS[2], [memoryview(b"a")])
     assert (status, error) == (Status.FAILED, "BackendIOError")
+
+
+def test_a_name_that_may_not_last_is_taken_back(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(files: OsFiles, path: str) -> None:
+        raise OSError("without a number")
+
+    with closing(FileBackend(directory, max_bytes=100, sync="data")) as backend:
+        put(backend, KEYS[0], b"abc")
+        with monkeypatch.context() as patched:
+            patched.setattr(OsFiles, "sync_directory", broken)
+            with pytest.raises(BackendIOError, match=r"^writing failed: unknown ") as raised:
+                put(backend, KEYS[0], b"defg")
+        assert raised.value.errno == 0
+        assert keys_of(backend) == os.listdir(directory / "00") == []
+        backend.check()
 
 
 def test_a_start_on_a_broken_disk_is_refused() -> None:
@@ -371,7 +475,7 @@ def test_what_may_not_be_read_at_all_fails(
 
 def test_a_value_in_more_parts_than_the_system_takes_at_once(directory: Path) -> None:
     backend = FileBackend(directory, max_bytes=10_000)
-    value = bytes(range(250)) * 9
+    value = bytes(range(1, 251)) * 9
     put(backend, KEYS[0], value)
     for num_parts in (1023, 1024, 1025, 2250):
         into = [bytearray(1) for _ in range(num_parts)]
