@@ -54,7 +54,7 @@ def _load_module(name: str) -> Any:
         if name == missing or name.startswith(f"{missing}."):
             raise TargetError(f"there is no module {name}") from None
         raise _failed(name, error) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _failed(name, error) from error
 
 
@@ -69,7 +69,7 @@ def _load_file(path: Path) -> Any:
     sys.modules[path.stem] = module  # dataclasses and pickle look a class's module up there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if before is None:
             del sys.modules[path.stem]
         else:
@@ -83,7 +83,7 @@ def _make_importable(directory: str) -> None:
         sys.path.insert(0, directory)
 
 
-def _failed(what: str, error: Exception) -> TargetError:
+def _failed(what: str, error: Exception | SystemExit) -> TargetError:
     return TargetError(f"importing {what} raised {type(error).__name__}: {error}")
 
 
@@ -93,7 +93,7 @@ def _explained(factory: Make, name: str) -> Make:
             return factory(*sizes)
         except AdapterError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             shown = ", ".join(map(repr, sizes))
             raise AdapterError(f"{name}({shown}) raised {type(error).__name__}: {error}") from error
 

@@ -77,7 +77,7 @@ class PoolWorld:
             call()
         except Violation:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise Violation(rule, f"the pool raised {error!r}") from error
 
     def allocate(self, num_blocks: int) -> None:

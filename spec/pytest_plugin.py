@@ -136,10 +136,13 @@ class FuzzItem(_Item):
             if type(value) is not kind:
                 wanted = "a string" if kind is str else "an integer"
                 raise KvSpecError(f"{self.path}: {key} must be {wanted}, got {value!r}")
-        return {
+        options = {
             key: self.option(key, value) if key != "what" else value
             for key, value in {**DEFAULTS, **given}.items()
         }
+        if options["steps"] < 1:  # it would pass, and have tested nothing
+            raise KvSpecError(f"{self.path}: steps must be at least 1, got {options['steps']}")
+        return options
 
 
 class TraceItem(_Item):

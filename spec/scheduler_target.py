@@ -54,7 +54,7 @@ class SchedulerTarget:
             return getattr(self._adapter, method)(*arguments)
         except (Violation, AdapterError):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             shown = ", ".join(map(repr, arguments))
             raise Violation(Q31, f"{method}({shown}) raised {error!r}") from error
 

@@ -56,7 +56,7 @@ class Target:
             return getattr(self._adapter, method)(*arguments)
         except (Violation, AdapterError):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             shown = ", ".join(map(repr, arguments))
             rule = W6 if method == "check" else S4
             raise Violation(rule, f"{method}({shown}) raised {error!r}") from error

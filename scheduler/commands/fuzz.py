@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
             return _replay(arguments)
         return _hunt(arguments)
     except (TargetError, AdapterError) as error:
-        raise BadInputError(_with_target(arguments.target, error)) from error
+        raise BadInputError(_with_origin(arguments, error)) from error
     except TraceFileError as error:
         raise BadInputError(str(error)) from error
     except BrokenProcessPool:
@@ -53,11 +53,14 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.target:
             raise  # ours: a defect
         wanted = f"what it makes is no adapter of a {arguments.what or 'cache'}: {error}"
-        raise BadInputError(_with_target(arguments.target, wanted)) from error
+        raise BadInputError(_with_origin(arguments, wanted)) from error
 
 
-def _with_target(target: str | None, what_is_wrong: object) -> str:
-    return f"--target {target}: {what_is_wrong}" if target else str(what_is_wrong)
+def _with_origin(arguments: argparse.Namespace, what_is_wrong: object) -> str:
+    """Put in front what named the target: the option, or the file that is replayed."""
+    if arguments.target:
+        return f"--target {arguments.target}: {what_is_wrong}"
+    return f"{arguments.replay}: {what_is_wrong}" if arguments.replay else str(what_is_wrong)
 
 
 def _hunt(arguments: argparse.Namespace) -> int:

@@ -107,7 +107,12 @@ def _wrong(adapter: CacheAdapter) -> Iterator[Call]:
     )
     yield R3, "TokenError: token 0 must be an integer, got 1.5", lambda: manager.match([1.5])
     yield R3, "TokenError: token 0 must be an integer, got True", lambda: manager.match([True])
-    nothing: Any
+    text = (
+        "TokenError: tokens must be a NumPy array of int32 or a list, got another array, int32: "
+        "convert it with numpy.asarray"
+    )
+    nothing: Any = np.int32(1)
+    yield R3, text, partial(manager.match, nothing)
     for nothing in (None, b"a", {1}):
         text = f"TokenError: tokens must be an int32 array or a list, got {nothing}"
         yield R3, text, partial(manager.match, nothing)

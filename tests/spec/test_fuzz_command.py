@@ -225,6 +225,9 @@ def test_a_module_that_cannot_be_imported(fuzz: Any, tmp_path: Path) -> None:
     path.write_text("import no_such_module_either")
     outcome = fuzz("--target", f"{path}:x")
     assert "raised ModuleNotFoundError: No module named 'no_such_module_either'" in outcome.stderr
+    path.write_text("raise SystemExit(0)")  # no success
+    outcome = fuzz("--target", f"{path}:x")
+    assert outcome[0] == 2 and outcome.stderr.endswith("broken_toy.py raised SystemExit: 0\n")
 
 
 @pytest.mark.parametrize(
@@ -266,6 +269,7 @@ GOOD = {"format": 1, "rule": "D1 x", "why": "", "config": SIZES, "trace": [["dra
             {**GOOD, "what": "disk"},
             "\"what\" must be one of cache, pool, scheduler, tiers, got 'disk'",
         ),
+        ({**GOOD, "target": "no_such_module:x"}, "there is no module no_such_module"),
         ({**GOOD, "depth": "x"}, "\"depth\" must be one of api, events, full, got 'x'"),
         ({**GOOD, "trace": [["fly"]]},
          "operation 1, [\"fly\"], fits no world of a cache: KeyError('fly')"),

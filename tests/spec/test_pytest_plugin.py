@@ -72,8 +72,9 @@ def traces(folder: Path) -> list[Path]:
 
 def test_options_override_the_file(pytester: pytest.Pytester, folder: Path) -> None:
     spec(folder, 'target = "toys.py:Leaky"\nsteps = 0\nseed = 3\n')
-    run(pytester).assert_outcomes(passed=1)
-    run(pytester, "--kv-steps", "20000").assert_outcomes(failed=1)
+    result = run(pytester)
+    result.stdout.fnmatch_lines(["*kvspec.toml: steps must be at least 1, got 0"])
+    run(pytester, "--kv-steps", "20000").stdout.fnmatch_lines(["D1 drained-is-whole: *"])
     result = run(pytester, "--kv-steps", "100", "--kv-depth", "full")
     result.stdout.fnmatch_lines(
         ["*kvspec.toml: Leaky has no method report_to; it needs report_to(events) -> None: *"]

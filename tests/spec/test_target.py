@@ -70,14 +70,15 @@ def test_a_wrong_result_is_told(method: str, result: Any, text: str, arguments: 
     assert str(caught.value) == text
 
 
-def test_an_exception_of_the_manager_is_a_violation() -> None:
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(0)])
+def test_an_exception_of_the_manager_is_a_violation(error: BaseException) -> None:
     def admit(*arguments: Any) -> None:
-        raise ValueError("no")
+        raise error
 
     with pytest.raises(Violation) as caught:
         target(adapter_with(admit=admit)).admit("r1", [1, 2], b"")
     assert caught.value.rule.code == "S4"
-    assert caught.value.why == "admit('r1', [1, 2], b'') raised ValueError('no')"
+    assert caught.value.why == f"admit('r1', [1, 2], b'') raised {error!r}"
 
 
 def test_tokens_that_come_back_changed_are_a_violation() -> None:
