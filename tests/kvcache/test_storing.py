@@ -13,6 +13,7 @@ from radixkv.kvcache import (
     StorageConfigError,
 )
 from radixkv.kvcache.storage.keys import StorageNamespace
+from radixkv.kvcache.tiers import COPY_TIMEOUT_S, STORAGE_TIMEOUT_S
 
 from .tier_memory import TierMemory, as_list
 
@@ -59,8 +60,10 @@ def test_the_host_keeps_what_is_being_stored():
     memory = TierMemory(2, 2, storage=True)
     memory.serve([1, 2])
     memory.manager.evict(2)
-    memory.finish(memory.one(OpKind.DEVICE_TO_HOST))
+    copying = memory.one(OpKind.DEVICE_TO_HOST)
+    memory.finish(copying)
     storing = memory.one(OpKind.HOST_TO_STORAGE)
+    assert (copying.timeout_s, storing.timeout_s) == (COPY_TIMEOUT_S, STORAGE_TIMEOUT_S)
     memory.serve_without_copies([3, 4])
     memory.manager.evict(2)
     assert memory.take() == []

@@ -286,6 +286,7 @@ class TestRefused:
     def test_counts(self, bench, name):
         with pytest.raises(CountError, match=name):
             TierDriver(bench.host, **dict[str, Any]({name: 0}))
+        assert TierDriver(bench.host, **dict[str, Any]({name: 1})).close(timeout_s=LONG_S)
 
 
 def test_wait_does_not_wait_for_nothing(bench):
