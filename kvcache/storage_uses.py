@@ -51,11 +51,11 @@ class StorageUses:
     def stored(self, ends: Iterable[Node], num_blocks: int) -> None:
         """Note that num_blocks were written, the last runs of some paths, in another order."""
         keys, ends = self._tree.keys, list(ends)
-        if keys is not None:
-            self._now += num_blocks
-            for node in ends:
-                keys.told_at.pop(node, None)
-            self.note(ends)
+        assert keys is not None, "what there is no storage for was stored"
+        self._now += num_blocks
+        for node in ends:
+            keys.told_at.pop(node, None)
+        self.note(ends)
 
     def note(self, ends: Iterable[Node]) -> None:
         """Note that the paths to some nodes are used now, as far as they have keys."""

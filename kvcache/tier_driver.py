@@ -213,7 +213,8 @@ class TierDriver:
             self._host.check_ids(operation.sources)
             for piece, size in copies.pieces(operation.num_blocks):
                 sources = np.zeros(size, np.int32)  # padded with the padding row
-                sources[: piece.stop - piece.start] = operation.sources[piece]
+                ids = operation.sources[piece]
+                sources[: len(ids)] = ids
                 entry.staged.append(StagedPiece(piece, size, self._host.read(sources)))
         elif operation.kind is OpKind.DEVICE_TO_HOST:
             self._host.check_ids(operation.destinations)

@@ -158,6 +158,7 @@ class TestDeviceToHost:
                 OperationResult(fourth, (True, True, False, False, False), fenced=True)
             ]
             assert bench.driver.stats().operations[DOWN, Outcome.DROPPED] == 2
+            assert bench.driver.stats().dropped_blocks == 6
 
 
 class TestToTheDevice:
@@ -253,6 +254,7 @@ class TestRefused:
             (DOWN, [1], [0], "IndexError"),
             (DOWN, [1, 2, 7], [1, 2, 3], "IndexError"),  # of the second piece
             (UP, [6], [1], "IndexError"),
+            (UP, [0], [1], "IndexError"),
             (UP, [1], [0], "IndexError"),
             (ACROSS, [1], [-1], "IndexError"),
             (ACROSS, [1, 2], [2, 3], "ValueError"),
@@ -312,6 +314,14 @@ def test_wait_ends_with_the_first_news(bench):
     bench.driver.cancel([cancelled])
     bench.driver.wait(LONG_S)
     assert bench.driver.fenced() == [cancelled]
+
+
+def test_what_has_arrived_is_there_when_the_driver_is_closed(bench):
+    bench.host.held = True
+    op_id = bench.start(DOWN, [1], [1])
+    bench.finish_write()
+    assert bench.driver.close(timeout_s=LONG_S)
+    assert bench.driver.poll() == [OperationResult(op_id, (True,), fenced=True)]
 
 
 def test_close_ends_what_is_open(bench):

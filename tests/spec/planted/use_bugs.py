@@ -53,8 +53,8 @@ USE_BUGS = (
     _bug(
         "what is written anew counts as told",
         USES,
-        "                keys.told_at.pop(node, None)\n",
-        "                pass\n",
+        "            keys.told_at.pop(node, None)\n",
+        "            pass\n",
     ),
     _bug(
         "storage is told once of a path, and never again",
