@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import numpy as np
@@ -28,7 +28,9 @@ class HostConfig:
         num_blocks: usable blocks, with ids ``1 .. num_blocks``.
         write: "exclusive": when it is evicted from the device; a hit moves it back, so that it
             is in one tier at a time. "back": the same, but a hit leaves the host its copy.
-            "through": while it is on the device; an eviction copies nothing.
+            "through": while it is on the device; an eviction copies nothing. None: "through" where
+            there is storage, which then has for a later process what was never evicted, and "back"
+            where there is none, as the two tiers then hold the most.
         hits: with "through", after how many hits on the device; 0: as soon as it is published.
 
     Raises:
@@ -37,16 +39,22 @@ class HostConfig:
     """
 
     num_blocks: int
-    write: WritePolicy = "back"
+    write: WritePolicy | None = None
     hits: int = 0
 
     def __post_init__(self) -> None:
         as_count("num_blocks", self.num_blocks, minimum=1)
         as_count("hits", self.hits)
-        if self.write not in _POLICIES:
+        if self.write not in (None, *_POLICIES):
             raise HostConfigError(f"write must be one of {_POLICIES}, got {self.write!r}")
         if self.hits and self.write != "through":
             raise HostConfigError(f"hits are counted with write='through', not {self.write!r}")
+
+    def with_policy(self, *, storage: bool) -> HostConfig:
+        """Return the same with a policy, if it has none: that of a tier with or without storage."""
+        if self.write is not None:
+            return self
+        return replace(self, write="through" if storage else "back")
 
 
 class HostRun:

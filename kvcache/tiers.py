@@ -57,7 +57,7 @@ class Tiers:
         1
 
     Attributes:
-        config: of the host tier.
+        config: of the host tier, with its policy.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Tiers:
         Raises:
             StorageConfigError: see `storage`.
         """
-        self.config = config
+        self.config = config = config.with_policy(storage=storage is not None)
         self.manager = manager
         self.host = HostTier(config.num_blocks, spares_first=config.write != "through")
         self.tree = TieredTree(manager.block_size, self.host)

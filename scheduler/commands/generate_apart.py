@@ -54,7 +54,9 @@ def _in_processes(
         *("--max-model-len", sizes.max_model_len),
     ]
     if arguments.host_blocks is not None:
-        common += ["--host-blocks", arguments.host_blocks, "--host-write", arguments.host_write]
+        common += ["--host-blocks", arguments.host_blocks]
+    if arguments.host_write is not None:
+        common += ["--host-write", arguments.host_write]
     if arguments.storage_max_bytes is not None:
         common += ["--storage-max-bytes", arguments.storage_max_bytes]
     reserve = "no_evict" if arguments.reserve_tokens is None else arguments.reserve_tokens

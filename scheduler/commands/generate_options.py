@@ -53,7 +53,7 @@ def add_parser(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
 
 
 def _add_tiers(parser: argparse.ArgumentParser) -> None:
-    add_host_tier(parser, "blocks of --block-size tokens", write="back; with --storage, through")
+    add_host_tier(parser, "blocks of --block-size tokens")
     add_storage(parser)
     parser.add_argument(
         "--preempt",

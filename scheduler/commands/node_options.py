@@ -111,5 +111,5 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
         "longest prompt and output together (default: the model's positions, or all blocks)",
         required=False,
     )
-    add_host_tier(parser, "blocks of --block-size tokens", write="back; with --storage, through")
+    add_host_tier(parser, "blocks of --block-size tokens")
     add_storage(parser)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from .errors import BadInputError
 
 if TYPE_CHECKING:
-    from ...kvcache.host_tier import HostConfig
+    from ...kvcache.host_tier import HostConfig, WritePolicy
 
 LARGEST_INT32 = 2**31 - 1
 """Block ids and token ids are int32, so no size can be larger."""
@@ -79,13 +79,15 @@ def storage_url(text: str) -> str:
     return os.environ[name]
 
 
-def add_host_tier(parser: argparse.ArgumentParser, unit: str, *, write: str) -> None:
+def add_host_tier(
+    parser: argparse.ArgumentParser, unit: str, *, write: WritePolicy | None = None
+) -> None:
     """Add the options of a host tier; without --host-blocks there is none.
 
     Args:
         parser: of the command.
         unit: what a block is.
-        write: the default of --host-write.
+        write: the default of --host-write; None: that of `HostConfig`.
     """
     add_size(parser, "--host-blocks", f"a host tier of so many {unit}", required=False)
     parser.add_argument(
@@ -93,7 +95,7 @@ def add_host_tier(parser: argparse.ArgumentParser, unit: str, *, write: str) -> 
         choices=("exclusive", "back", "through"),
         help="when blocks are copied to the host: exclusive: when the device evicts them, and a "
         "hit moves them back; back: the same, but the host keeps its copy; through: when they are "
-        f"computed (default: {write})",
+        f"computed (default: {write or 'through with storage, else back'})",
     )
     parser.set_defaults(default_host_write=write)
 

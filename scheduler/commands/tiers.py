@@ -27,7 +27,7 @@ _ANSWER_S: Final = 10.0
 
 
 def check_tiers(arguments: argparse.Namespace) -> None:
-    """Refuse options that do not go together, and complete those that follow from others.
+    """Refuse options that do not go together.
 
     Raises:
         BadInputError: which needs which.
@@ -46,9 +46,6 @@ def check_tiers(arguments: argparse.Namespace) -> None:
             raise BadInputError("--preempt storage needs --storage")
         if arguments.storage_max_bytes is not None:
             raise BadInputError("--storage-max-bytes needs --storage")
-    if arguments.host_blocks is not None and arguments.host_write is None:
-        # Else only what is evicted would be there for the next run.
-        arguments.host_write = "back" if arguments.storage is None else "through"
 
 
 def storage_of_node(arguments: argparse.Namespace, node: str) -> str | None:

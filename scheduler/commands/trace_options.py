@@ -35,7 +35,7 @@ def add_replay(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
         "simulated KV blocks of 16 tokens (default: what fits beside the weights)",
         required=False,
     )
-    add_host_tier(parser, "simulated blocks of 16 tokens", write="back")
+    add_host_tier(parser, "simulated blocks of 16 tokens")
     add_size(
         parser,
         "--storage-blocks",

@@ -55,6 +55,9 @@ def run_replay(
     started = time.perf_counter()
     cost_model = named_costs(model, gpu) if costs is None else load_costs(costs, model, gpu)
     simulation, real = simulation or SimulationConfig(), real or RealRunConfig()
+    if simulation.host is not None:  # one policy for the runs with and without storage
+        host = simulation.host.with_policy(storage=simulation.storage_blocks is not None)
+        simulation = dataclasses.replace(simulation, host=host)
     cost_model.num_blocks(simulation.block_size)  # refuse at once, not after the hits
     trace = read_trace(trace_path or bundled_trace_path(), num_requests, skip_malformed)
     hits = measure_hit_curve(trace, progress=progress)

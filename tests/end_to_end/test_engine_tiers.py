@@ -162,7 +162,8 @@ def test_aborts_leave_nothing_and_do_not_disturb_the_others(compiled, expected, 
 def test_what_a_request_asked_of_storage_is_cancelled_when_it_goes(compiled, model):
     storage: Any = FakeStorage()
     namespace = make_storage_namespace(model("llama"), "tiny", 4)
-    serving = fresh(compiled, host=HostConfig(64), storage=storage, storage_namespace=namespace)
+    host = HostConfig(64, "back")  # nothing is stored
+    serving = fresh(compiled, host=host, storage=storage, storage_namespace=namespace)
     serving.add_request(Request("stays", [7], 8))  # less than a block: nothing to ask for
     serving.add_request(Request("goes", PROMPTS[0], 8))
     serving.step()

@@ -26,6 +26,11 @@ from .tier_memory import TierMemory
         (
             {"num_blocks": 1, "hits": 2},
             HostConfigError,
+            "hits are counted with write='through', not None",
+        ),
+        (
+            {"num_blocks": 1, "write": "back", "hits": 2},
+            HostConfigError,
             "hits are counted with write='through', not 'back'",
         ),
     ],

@@ -45,6 +45,18 @@ def test_a_copy_is_stored_once(write):
     assert memory.stats.stored_blocks == 3
 
 
+@pytest.mark.parametrize("storage", [False, True])
+def test_by_default_storage_has_what_was_never_evicted(storage):
+    memory = TierMemory(4, 4, None, storage=storage)
+    memory.serve([1, 2, 3])
+    memory.settle()
+    assert memory.stats.stored_blocks == (3 if storage else 0)
+    assert memory.residency([1, 2, 3]) == ("bbb" if storage else "ddd")
+    memory.manager.evict(3)
+    memory.settle()
+    assert memory.residency([1, 2, 3]) == "hhh"
+
+
 def test_what_came_from_storage_is_not_stored():
     memory = TierMemory(2, 2, storage=True)
     memory.demote([1, 2])

@@ -37,7 +37,7 @@ class TierMemory:
         self,
         num_blocks: int,
         host_blocks: int,
-        write: WritePolicy = "back",
+        write: WritePolicy | None = "back",
         *,
         hits: int = 0,
         block_size: int = 1,

@@ -171,7 +171,7 @@ def test_a_request_that_is_loaded_is_preempted_without_a_copy():
 
 def parked_in_storage() -> tuple[TierHarness, Request]:
     """One is parked, and storage alone has it."""
-    harness = pressed(num_blocks=6, preempt="storage", storage=True, host=HostConfig(4))
+    harness = pressed(num_blocks=6, preempt="storage", storage=True, host=HostConfig(4, "back"))
     victim = preempted(harness)
     end_all(harness)
     for _ in range(2):

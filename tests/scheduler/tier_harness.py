@@ -39,7 +39,7 @@ class TierHarness:
         self.manager = CacheManager(
             num_blocks,
             block_size,
-            host=host or HostConfig(32),
+            host=host or HostConfig(32, "back"),
             storage=storage_namespace(block_size) if storage else None,
         )
         sizes = {"token_budget": 8, "max_running": 4, "reserve_tokens": 0}

@@ -34,7 +34,7 @@ def main(checkpoint: Path, directory: Path) -> None:
         reserve_tokens=0,
         policy=Priority(),
         preempt="host",
-        host=HostConfig(HOST_BLOCKS, write="through"),
+        host=HostConfig(HOST_BLOCKS),
         storage=storage,
         storage_namespace=namespace,
     )

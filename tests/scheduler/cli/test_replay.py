@@ -96,9 +96,9 @@ def test_tier_options_reach_the_simulation(
     stored = ("--storage-blocks", 80, "--preempt", "storage")
     radixkv("replay", trace, "--host-blocks", 70, *stored, "--prefill", 1, "--decode", 1)
     assert [options["simulation"] for _, options in calls] == [
-        SimulationConfig(num_blocks=50, host=HostConfig(70, "back")),
+        SimulationConfig(num_blocks=50, host=HostConfig(70)),
         SimulationConfig(host=HostConfig(70, "through"), preempt="host"),
-        SimulationConfig(host=HostConfig(70, "back"), storage_blocks=80, preempt="storage"),
+        SimulationConfig(host=HostConfig(70), storage_blocks=80, preempt="storage"),
     ]
     nodes = calls[-1][1]["clusters"]["reserve 512"].node
     assert nodes == SimulationConfig()

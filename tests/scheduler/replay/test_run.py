@@ -40,7 +40,7 @@ def replayed(tmp_path_factory: pytest.TempPathFactory) -> tuple[ReplayReport, Ca
         skip_malformed=True,
         simulation=SimulationConfig(
             num_blocks=5_000,
-            host=HostConfig(50_000),
+            host=HostConfig(60_000),
             storage_blocks=200_000,
             preempt="storage",
             reserve_tokens=0,
@@ -58,6 +58,8 @@ def test_a_replay_passes(replayed: tuple[ReplayReport, Calls]) -> None:
     assert [line.line for line in report.trace.skipped] == [1]
     assert list(report.simulation.runs) == ["cache off", "cache on", "host tier", "storage"]
     assert report.simulation.runs["cache off"].hit_tokens == 0
+    host = report.simulation.config.host
+    assert host is not None and host.write == "through", "with storage, for the run without it too"
     assert report.simulation.runs["cache on"].hit_tokens > 0
     assert report.simulation.runs["cache on"].tiers is None
     assert report.simulation.runs["host tier"].host_hit_tokens > 0

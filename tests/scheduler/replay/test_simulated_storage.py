@@ -106,7 +106,7 @@ def test_storage_of_nothing_and_without_a_host_is_refused() -> None:
 
 
 def linked(costs: CostModel = COSTS) -> tuple[CacheManager, TierLinks]:
-    manager = CacheManager(8, 1, host=HostConfig(8), storage=name_blocks(1))
+    manager = CacheManager(8, 1, host=HostConfig(8, "back"), storage=name_blocks(1))
     assert manager.tiers is not None
     storage = SimulatedStorage(100, costs)
     return manager, TierLinks(manager.tiers, 2048.0, 2048.0, storage)
