@@ -46,7 +46,7 @@ import numpy.typing as npt
 import xxhash
 
 from radixkv.kvcache import HostArrays
-from radixkv.kvcache.storage import FileBackend, OperationId, Sealed, Status, StorageWorkers
+from radixkv.kvcache.storage import FileBackend, Sealed, Status, StorageOpId, StorageWorkers
 
 SIZES = (256 * 1024, 2 * 1024 * 1024)
 TURN_BYTES = 64 * 2**20
@@ -208,7 +208,7 @@ class Engine:
         self._workers.close()
 
     def _run(
-        self, turn: range, submit: Callable[..., OperationId], buffers: Sequence[memoryview]
+        self, turn: range, submit: Callable[..., StorageOpId], buffers: Sequence[memoryview]
     ) -> float:
         blocks = [[buffers[number % NUM_BUFFERS]] for number in turn]
         keys = self._values.keys[turn.start : turn.stop]

@@ -31,7 +31,7 @@ from statistics import median
 import redis
 from control_plane import processor
 
-from radixkv.kvcache.storage import OperationId, StorageWorkers
+from radixkv.kvcache.storage import StorageOpId, StorageWorkers
 from radixkv.kvcache.storage.redis import RedisBackend
 from radixkv.kvcache.storage.redis_address import RedisAddress
 
@@ -109,7 +109,7 @@ class Run:
             keys = [self.keys[number] for number in batch]
             self._wait(self.storage.load(keys, self.into[: len(batch)], timeout_s=60.0))
 
-    def _wait(self, operation: OperationId) -> None:
+    def _wait(self, operation: StorageOpId) -> None:
         while not (completions := self.storage.poll()):
             time.sleep(0.0002)  # as often as a fast engine steps
         assert completions[0].operation == operation

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from .operations import Operation, OpId, OpKind
-from .storage.base import OperationId
+from .storage.base import StorageOpId
 
 
 class Outcome(enum.Enum):
@@ -109,7 +109,7 @@ class Dispatched:
     staged: list[StagedPiece] = field(default_factory=list)
     copied: int = 0
     writes: int = 0
-    storage_id: OperationId | None = None
+    storage_id: StorageOpId | None = None
     outcome: Outcome | None = None
 
     def mark(self, blocks: slice) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from .dispatched import Dispatched, DispatchTable, Outcome
 from .host_arrays import HostArrays
 from .operations import OpKind
-from .storage.base import Block, OperationId, Status, Storage
+from .storage.base import Block, Status, Storage, StorageOpId
 from .tokens import Int32Array
 
 _GOOD = (Status.STORED, Status.EXISTS, Status.LOADED, Status.FOUND)
@@ -43,8 +43,8 @@ class StorageCopies:
         self._storage = storage
         self._host = host
         self._table = table
-        self._entries: dict[OperationId, Dispatched] = {}  # until they are fenced
-        self._touches: set[OperationId] = set()  # that have not ended
+        self._entries: dict[StorageOpId, Dispatched] = {}  # until they are fenced
+        self._touches: set[StorageOpId] = set()  # that have not ended
         self._hangs = False  # the last was asked in vain
 
     def start(self, entry: Dispatched) -> None:
@@ -87,7 +87,7 @@ class StorageCopies:
         if len(self._touches) < _MOST_TOUCHES:
             self._touches.add(self._storage.touch(keys, timeout_s=_TOUCH_TIMEOUT_S))
 
-    def withdraw(self, storage_id: OperationId) -> None:
+    def withdraw(self, storage_id: StorageOpId) -> None:
         """End an operation now; `collect` says when nothing uses its blocks any more."""
         self._storage.cancel(storage_id)
 

@@ -26,7 +26,8 @@ import numpy.typing as npt
 from ..node_keys import KEY_BYTES as KEY_BYTES
 from .errors import PayloadError, StorageKeyError
 
-OperationId = NewType("OperationId", int)
+StorageOpId = NewType("StorageOpId", int)
+"""Names an operation of one storage; an `OpId` names one of a manager."""
 Buffer: TypeAlias = "bytes | bytearray | memoryview | npt.NDArray[Any]"
 Block: TypeAlias = Sequence[Buffer]
 """The parts of one block, in the order in which they are stored."""
@@ -82,7 +83,7 @@ class Completion:
         statuses: one per key, in the order of the keys.
     """
 
-    operation: OperationId
+    operation: StorageOpId
     epoch: int
     kind: Kind
     statuses: tuple[Status, ...]
@@ -136,7 +137,7 @@ class Storage(Protocol):
     so: a thread that is stuck in the backend may still use them.
     """
 
-    def lookup(self, keys: Sequence[bytes], *, timeout_s: float, epoch: int = 0) -> OperationId:
+    def lookup(self, keys: Sequence[bytes], *, timeout_s: float, epoch: int = 0) -> StorageOpId:
         """Ask which keys are there: FOUND or MISSING; `Completion.prefix` is the leading run.
 
         Storage may stop at the first that is MISSING, and say the same of all that follow.
@@ -152,27 +153,27 @@ class Storage(Protocol):
         *,
         timeout_s: float,
         epoch: int = 0,
-    ) -> OperationId:
+    ) -> StorageOpId:
         """Fill destinations; what is not LOADED has undefined bytes in its destination."""
 
     def store(
         self, keys: Sequence[bytes], payloads: Sequence[Block], *, timeout_s: float, epoch: int = 0
-    ) -> OperationId:
+    ) -> StorageOpId:
         """Write payloads, which must not change until the operation is fenced."""
 
-    def touch(self, keys: Sequence[bytes], *, timeout_s: float, epoch: int = 0) -> OperationId:
+    def touch(self, keys: Sequence[bytes], *, timeout_s: float, epoch: int = 0) -> StorageOpId:
         """Make those of keys that are there the most recently used, the last the most."""
 
-    def delete(self, keys: Sequence[bytes], *, timeout_s: float, epoch: int = 0) -> OperationId:
+    def delete(self, keys: Sequence[bytes], *, timeout_s: float, epoch: int = 0) -> StorageOpId:
         """Remove keys."""
 
     def poll(self) -> list[Completion]:
         """Return what has ended since the last call, expired operations included."""
 
-    def cancel(self, operation: OperationId) -> bool:
+    def cancel(self, operation: StorageOpId) -> bool:
         """End an operation now, if it has not; its completion comes by poll. False if it had."""
 
-    def fenced(self, operation: OperationId) -> bool:
+    def fenced(self, operation: StorageOpId) -> bool:
         """Say whether an operation has ended and nothing uses its buffers any more."""
 
     def stats(self) -> StorageStats:

@@ -16,7 +16,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
-from .base import Completion, Kind, OperationId, Status
+from .base import Completion, Kind, Status, StorageOpId
 from .errors import OperationError
 from .tasks import Operation, Task
 
@@ -39,10 +39,10 @@ class OperationTable:
         self.ended_bytes: Counter[Status] = Counter()
         self.errors: Counter[str] = Counter()
         self.late_blocks = 0
-        self._known: dict[OperationId, Operation] = {}  # open, or not fenced, or to be claimed
+        self._known: dict[StorageOpId, Operation] = {}  # open, or not fenced, or to be claimed
         self.running: Counter[Kind] = Counter()  # tasks that are taken and not reported
         self.num_running = 0  # all of these
-        self._queues: tuple[OrderedDict[OperationId, Operation], ...] = tuple(
+        self._queues: tuple[OrderedDict[StorageOpId, Operation], ...] = tuple(
             OrderedDict() for _ in range(3)
         )  # by urgency, each in the order of submission
         self._completions: list[Completion] = []
@@ -75,13 +75,13 @@ class OperationTable:
         deadline: float,
         epoch: int = 0,
         quiet: bool = False,
-    ) -> OperationId:
+    ) -> StorageOpId:
         """Queue an operation; the blocks from the first that has no room on are dropped."""
         self._last_id += 1
         num_bytes = [sum(map(len, block)) for block in blocks] or [0] * len(keys)
         end_block = self._reserve(kind, num_bytes)
         operation = Operation(
-            id=OperationId(self._last_id),
+            id=StorageOpId(self._last_id),
             epoch=epoch,
             kind=kind,
             keys=tuple(keys),
@@ -149,7 +149,7 @@ class OperationTable:
         if operation.num_left == 0:
             self._end(operation, Status.CANCELLED)
 
-    def cancel(self, operation_id: OperationId) -> bool:
+    def cancel(self, operation_id: StorageOpId) -> bool:
         """End an operation now; False if it has ended.
 
         Raises:
@@ -179,12 +179,12 @@ class OperationTable:
         completions, self._completions = self._completions, []
         return completions
 
-    def ended(self, operation_id: OperationId) -> bool:
+    def ended(self, operation_id: StorageOpId) -> bool:
         """Say whether an operation has its completion."""
         operation = self._known.get(operation_id)
         return operation is None or operation.completion is not None
 
-    def claim(self, operation_id: OperationId) -> Completion:
+    def claim(self, operation_id: StorageOpId) -> Completion:
         """Return the completion of a quiet operation, which ends now if it has not; once."""
         operation = self._known[operation_id]
         if operation.completion is None:
@@ -194,7 +194,7 @@ class OperationTable:
         self._forget_if_done(operation)
         return operation.completion
 
-    def fenced(self, operation_id: OperationId) -> bool:
+    def fenced(self, operation_id: StorageOpId) -> bool:
         """Say whether an operation has ended and no thread has a task of it.
 
         Raises:
@@ -264,9 +264,9 @@ class OperationTable:
         if operation.completion is not None and not operation.tasks and not operation.quiet:
             self._known.pop(operation.id, None)
 
-    def _queue(self, operation: Operation) -> OrderedDict[OperationId, Operation]:
+    def _queue(self, operation: Operation) -> OrderedDict[StorageOpId, Operation]:
         return self._queues[_URGENCY.get(operation.kind, 2)]
 
-    def _check_id(self, operation_id: OperationId) -> None:
+    def _check_id(self, operation_id: StorageOpId) -> None:
         if not 1 <= operation_id <= self._last_id:
             raise OperationError(f"no operation {operation_id}: the last is {self._last_id}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .base import Completion, Kind, OperationId, Status
+from .base import Completion, Kind, Status, StorageOpId
 
 
 @dataclass(eq=False, slots=True)
@@ -20,7 +20,7 @@ class Operation:
         quiet: its completion is for `claim`, not for `drain`.
     """
 
-    id: OperationId
+    id: StorageOpId
     epoch: int
     kind: Kind
     keys: Sequence[bytes]

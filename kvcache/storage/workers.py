@@ -20,8 +20,8 @@ from .base import (
     Block,
     Completion,
     Kind,
-    OperationId,
     Status,
+    StorageOpId,
     StorageStats,
     check_key,
     views,
@@ -89,7 +89,7 @@ class StorageWorkers:
 
     # -- Storage
 
-    def lookup(self, keys: Sequence[bytes], *, timeout_s: float, epoch: int = 0) -> OperationId:
+    def lookup(self, keys: Sequence[bytes], *, timeout_s: float, epoch: int = 0) -> StorageOpId:
         """See Storage. One call of the backend, however many keys."""
         return self._submit(Kind.LOOKUP, keys, (), timeout_s, epoch)
 
@@ -107,7 +107,7 @@ class StorageWorkers:
         *,
         timeout_s: float,
         epoch: int = 0,
-    ) -> OperationId:
+    ) -> StorageOpId:
         """See Storage.
 
         Raises:
@@ -121,7 +121,7 @@ class StorageWorkers:
 
     def store(
         self, keys: Sequence[bytes], payloads: Sequence[Block], *, timeout_s: float, epoch: int = 0
-    ) -> OperationId:
+    ) -> StorageOpId:
         """See Storage. What exists is not written again.
 
         Raises:
@@ -133,11 +133,11 @@ class StorageWorkers:
         blocks = [views(block) for block in payloads]
         return self._submit(Kind.STORE, keys, blocks, timeout_s, epoch)
 
-    def touch(self, keys: Sequence[bytes], *, timeout_s: float, epoch: int = 0) -> OperationId:
+    def touch(self, keys: Sequence[bytes], *, timeout_s: float, epoch: int = 0) -> StorageOpId:
         """See Storage. One call of the backend, after the stores that were submitted before."""
         return self._submit(Kind.TOUCH, keys, (), timeout_s, epoch)
 
-    def delete(self, keys: Sequence[bytes], *, timeout_s: float, epoch: int = 0) -> OperationId:
+    def delete(self, keys: Sequence[bytes], *, timeout_s: float, epoch: int = 0) -> StorageOpId:
         """See Storage."""
         return self._submit(Kind.DELETE, keys, (), timeout_s, epoch)
 
@@ -151,7 +151,7 @@ class StorageWorkers:
             self._num_seen = self._num_done
             return self._table.drain()
 
-    def cancel(self, operation: OperationId) -> bool:
+    def cancel(self, operation: StorageOpId) -> bool:
         """See Storage.
 
         Raises:
@@ -160,7 +160,7 @@ class StorageWorkers:
         with self._lock:
             return self._table.cancel(operation)
 
-    def fenced(self, operation: OperationId) -> bool:
+    def fenced(self, operation: StorageOpId) -> bool:
         """See Storage.
 
         Raises:
@@ -224,7 +224,7 @@ class StorageWorkers:
         epoch: int,
         *,
         quiet: bool = False,
-    ) -> OperationId:
+    ) -> StorageOpId:
         for key in keys:
             check_key(key)
         if kind in (Kind.LOAD, Kind.STORE) and len(keys) != len(blocks):

@@ -16,7 +16,7 @@ import numpy as np
 from radixkv.kvcache import BlockArrays, HostArrays, OperationResult, TierDriver
 from radixkv.kvcache.lease import Epoch
 from radixkv.kvcache.operations import Operation, OpId, OpKind
-from radixkv.kvcache.storage import Completion, Kind, OperationId, Status
+from radixkv.kvcache.storage import Completion, Kind, Status, StorageOpId
 from radixkv.kvcache.storage.base import views
 
 SIZES = {"num_layers": 2, "num_blocks": 6, "kv_heads": 1, "block_size": 2, "head_dim": 4}
@@ -54,7 +54,7 @@ class HeldHost(HostArrays):
 class Asked:
     """What the fake storage was asked; the test ends and fences it."""
 
-    id: OperationId
+    id: StorageOpId
     kind: Kind
     keys: Sequence[bytes]
     parts: list[list[memoryview]] = field(default_factory=list)
@@ -70,8 +70,8 @@ class FakeStorage:
         self.values: dict[bytes, bytes] = {}
         self.completions: list[Completion] = []
 
-    def _ask(self, kind: Kind, keys: Sequence[bytes], blocks: Sequence[Any]) -> OperationId:
-        asked = Asked(OperationId(len(self.asked) + 1), kind, keys, [views(b) for b in blocks])
+    def _ask(self, kind: Kind, keys: Sequence[bytes], blocks: Sequence[Any]) -> StorageOpId:
+        asked = Asked(StorageOpId(len(self.asked) + 1), kind, keys, [views(b) for b in blocks])
         self.asked.append(asked)
         return asked.id
 
@@ -91,14 +91,14 @@ class FakeStorage:
         completions, self.completions = self.completions, []
         return completions
 
-    def cancel(self, operation: OperationId) -> bool:
+    def cancel(self, operation: StorageOpId) -> bool:
         asked = self.asked[operation - 1]
         if asked.ended:
             return False
         self.end(asked, [Status.CANCELLED] * len(asked.keys), fenced=asked.fenced)
         return True
 
-    def fenced(self, operation: OperationId) -> bool:
+    def fenced(self, operation: StorageOpId) -> bool:
         return self.asked[operation - 1].ended and self.asked[operation - 1].fenced
 
     def end(self, asked: Asked, statuses: Sequence[Status], *, fenced: bool) -> None:

@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from radixkv.kvcache.storage import BackendError, Completion, StorageWorkers
-from radixkv.kvcache.storage.base import OperationId
+from radixkv.kvcache.storage.base import StorageOpId
 from radixkv.kvcache.storage.redis import RedisBackend
 from radixkv.kvcache.storage.redis_address import RedisAddress
 
@@ -73,7 +73,7 @@ DOING = [
 ]
 
 
-def finish(storage: StorageWorkers, operation: OperationId) -> Completion:
+def finish(storage: StorageWorkers, operation: StorageOpId) -> Completion:
     """The completion of an operation that ends without its deadline."""
     with storage._lock:
         storage._reported.wait_for(lambda: storage._table.ended(operation))

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from radixkv.kvcache.storage import Completion, Kind, OperationId, Status
+from radixkv.kvcache.storage import Completion, Kind, Status, StorageOpId
 from radixkv.kvcache.storage.operations import OperationTable
 from radixkv.kvcache.storage.tasks import Task
 
@@ -54,7 +54,7 @@ class Operations(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.table = OperationTable(BUDGET, NUM_THREADS)
-        self.expected: dict[OperationId, Expected] = {}
+        self.expected: dict[StorageOpId, Expected] = {}
         self.tasks: list[Task] = []
         self.undelivered: dict[Task, dict[int, Status]] = {}  # done, and not yet known elsewhere
         self.late_in: dict[Task, int] = {}
@@ -170,7 +170,7 @@ class Operations(RuleBasedStateMachine):
         quiet = [operation for operation, each in self.expected.items() if each.quiet]
         self.claim_one(data.draw(st.sampled_from(quiet)))
 
-    def claim_one(self, operation: OperationId) -> None:
+    def claim_one(self, operation: StorageOpId) -> None:
         expected = self.expected[operation]
         if not expected.over:
             self.ends(expected, Status.TIMED_OUT)
@@ -244,7 +244,7 @@ def test_a_prefix_ends_at_the_first_gap() -> None:
     found, missing = Status.FOUND, Status.MISSING
 
     def prefix(*statuses: Status) -> int:
-        return Completion(OperationId(1), 0, Kind.LOOKUP, statuses).prefix
+        return Completion(StorageOpId(1), 0, Kind.LOOKUP, statuses).prefix
 
     assert prefix(found, missing, found) == 1
     assert prefix(missing, found) == 0

@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from radixkv.kvcache.storage import Status, StorageWorkers
-from radixkv.kvcache.storage.base import OperationId
+from radixkv.kvcache.storage.base import StorageOpId
 from radixkv.kvcache.storage.redis import RedisBackend
 from radixkv.kvcache.storage.redis_address import RedisAddress
 from radixkv.kvcache.storage.remote_errors import BackendUnreachableError
@@ -94,7 +94,7 @@ def test_a_server_that_never_answers() -> None:
 # -- under the driver: an operation ends, whatever the server does
 
 
-def submit_all(storage: StorageWorkers, timeout_s: float) -> list[OperationId]:
+def submit_all(storage: StorageWorkers, timeout_s: float) -> list[StorageOpId]:
     keys = KEYS[:2]
     return [
         storage.lookup(keys, timeout_s=timeout_s),

@@ -12,11 +12,11 @@ from radixkv.kvcache.storage import (
     BackendIOError,
     Completion,
     OperationError,
-    OperationId,
     PayloadError,
     Status,
     StorageClosedError,
     StorageKeyError,
+    StorageOpId,
     StorageWorkers,
 )
 from radixkv.kvcache.storage.sealed import Sealed
@@ -50,17 +50,17 @@ def workers(backend: Backend, **options) -> Iterator[StorageWorkers]:
         storage.check()
 
 
-def wait_ended(storage: StorageWorkers, operation: OperationId) -> None:
+def wait_ended(storage: StorageWorkers, operation: StorageOpId) -> None:
     with storage._lock:
         storage._reported.wait_for(lambda: storage._table.ended(operation))
 
 
-def wait_fenced(storage: StorageWorkers, operation: OperationId) -> None:
+def wait_fenced(storage: StorageWorkers, operation: StorageOpId) -> None:
     with storage._lock:
         storage._reported.wait_for(lambda: storage._table.fenced(operation))
 
 
-def wait(storage: StorageWorkers, operation: OperationId) -> Completion:
+def wait(storage: StorageWorkers, operation: StorageOpId) -> Completion:
     """The completion of an operation that does end, and is the only one."""
     wait_ended(storage, operation)
     (completion,) = storage.poll()
@@ -384,11 +384,11 @@ def test_what_cannot_be_is_refused() -> None:
         with pytest.raises(PayloadError, match=r"^part 0 of a block is not contiguous$"):
             storage.store(KEYS[:1], [[memoryview(b"abcd")[::2]]], timeout_s=1)
         with pytest.raises(OperationError, match=r"^no operation 1: the last is 0$"):
-            storage.cancel(OperationId(1))
+            storage.cancel(StorageOpId(1))
         with pytest.raises(OperationError, match=r"^no operation 9: the last is 0$"):
-            storage.fenced(OperationId(9))
+            storage.fenced(StorageOpId(9))
         with pytest.raises(OperationError, match=r"^no operation 0: the last is 0$"):
-            storage.fenced(OperationId(0))
+            storage.fenced(StorageOpId(0))
         assert storage.stats().open_operations == 0
     with pytest.raises(ValueError, match=r"^num_threads must be at least 1, got 0$"):
         StorageWorkers(MemoryBackend(), num_threads=0, max_bytes_in_flight=1)
@@ -440,7 +440,7 @@ def test_races_leak_nothing() -> None:
     rng = random.Random(1)
     backend = MemoryBackend()
     with workers(backend, max_bytes_in_flight=400) as storage:
-        seen: dict[OperationId, Completion] = {}
+        seen: dict[StorageOpId, Completion] = {}
         submitted = []
         for _ in range(10_000):
             count = rng.randrange(4)
