@@ -93,18 +93,17 @@ class Tiers:
 
     @storage.setter
     def storage(self, namespace: StorageNamespace | None) -> None:
-        if namespace is None:
-            self.tree.keys = None
-            return
-        block_size = getattr(namespace, "block_size", None)
-        if block_size is None:  # storage itself, perhaps, or its URL, with a password
-            kind = type(namespace).__name__
-            raise StorageConfigError(f"storage must be a StorageNamespace here, got {kind}")
-        if block_size != self.manager.block_size:
-            raise StorageConfigError(
-                f"storage has blocks of {block_size} tokens, the cache of {self.manager.block_size}"
-            )
-        self.tree.keys = NodeKeys(namespace)
+        if namespace is not None:
+            block_size = getattr(namespace, "block_size", None)
+            if block_size is None:  # storage itself, perhaps, or its URL, with a password
+                kind = type(namespace).__name__
+                raise StorageConfigError(f"storage must be a StorageNamespace here, got {kind}")
+            expected = self.manager.block_size
+            if block_size != expected:
+                raise StorageConfigError(
+                    f"storage has blocks of {block_size} tokens, the cache of {expected}"
+                )
+        self.tree.keys = None if namespace is None else NodeKeys(namespace)
 
     # Operations out, completions in
 

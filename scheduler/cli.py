@@ -102,6 +102,13 @@ def _fail(message: str, status: int) -> int:
 class _Parser(argparse.ArgumentParser):
     """An argument parser whose complaint is one line."""
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse what no option takes here, not in the parser above: it has another --help."""
+        known, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return known, rest
+
     def error(self, message: str) -> NoReturn:
         # It may quote a URL, and that may hold a password.
         message = re.sub(r"(\w+://)\S*@", r"\1...@", message)

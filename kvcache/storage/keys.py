@@ -63,25 +63,29 @@ class StorageNamespace:
 
         Raises:
             StorageKeyError: for an empty range, a rank outside its group, no tokens per block, or a
-                salt that is not bytes.
+                field of the wrong kind, such as a salt that is not bytes.
+            NamespaceError: for a name that is no text, or has no UTF-8 encoding.
         """
         if not isinstance(self.salt, bytes):
             raise StorageKeyError(f"salt must be bytes, got {type(self.salt).__name__}")
         for name in ("layers", "heads"):
-            first, end = getattr(self, name)
+            value = getattr(self, name)
+            if not (isinstance(value, tuple) and len(value) == 2 and all(map(_is_int, value))):
+                raise StorageKeyError(f"{name} must be a tuple of two integers, got {value!r}")
+            first, end = value
             if not 0 <= first < end:
                 raise StorageKeyError(f"{name} must be a range of at least one, got {first}:{end}")
+        for name in ("block_size", "tp_rank", "tp_size"):
+            if not _is_int(value := getattr(self, name)):
+                raise StorageKeyError(f"{name} must be an integer, got {value!r}")
         if not 0 <= self.tp_rank < self.tp_size:
             raise StorageKeyError(f"tp_rank is {self.tp_rank}, of a group of {self.tp_size}")
         if self.block_size < 1:
             raise StorageKeyError(f"block_size must be at least 1, got {self.block_size}")
+        self.digest()  # refuses what it cannot encode
 
     def digest(self) -> bytes:
-        """Return 32 bytes that differ between any two different namespaces.
-
-        Raises:
-            NamespaceError: if a text has no UTF-8 encoding.
-        """
+        """Return 32 bytes that differ between any two different namespaces."""
         return self._digest
 
     @cached_property
@@ -101,6 +105,10 @@ class StorageNamespace:
     ) -> list[bytes]:
         """Return the keys of the whole blocks of tokens: the function `block_keys`."""
         return block_keys(self, tokens, extras, parent)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def block_keys(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from itertools import repeat
 from threading import Condition, Lock, Thread
 
+from ..tokens import as_count
 from .base import (
     Backend,
     Block,
@@ -65,10 +66,10 @@ class StorageWorkers:
             clock: seconds, for deadlines.
 
         Raises:
-            ValueError: if num_threads is less than 1.
+            CountError: if one of the two is less than 1.
         """
-        if num_threads < 1:
-            raise ValueError(f"num_threads must be at least 1, got {num_threads}")
+        as_count("num_threads", num_threads, minimum=1)
+        as_count("max_bytes_in_flight", max_bytes_in_flight, minimum=1)
         self._backend = backend
         self._sealed = Sealed(backend)
         self._clock = clock

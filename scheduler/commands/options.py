@@ -74,6 +74,8 @@ def storage_url(text: str) -> str:
     name = text.removeprefix("env:")
     if name == text:
         return text
+    if not name:
+        raise argparse.ArgumentTypeError("env: is without the name of a variable")
     if not os.environ.get(name):
         raise argparse.ArgumentTypeError(f"the environment has no {name}")
     return os.environ[name]

@@ -1,3 +1,4 @@
+import re
 from dataclasses import fields, replace
 from typing import Any
 
@@ -6,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.kvcache import TokenError, make_namespace
+from radixkv.kvcache import NamespaceError, TokenError, make_namespace
 from radixkv.kvcache.storage import StorageKeyError, StorageNamespace, block_keys
 
 NAMESPACE = StorageNamespace(
@@ -99,11 +100,25 @@ def test_extras_change_every_key() -> None:
         ({"tp_rank": -1}, "tp_rank is -1, of a group of 1"),
         ({"block_size": 0}, "block_size must be at least 1, got 0"),
         ({"salt": "text"}, "salt must be bytes, got str"),
+        ({"layers": 2}, "layers must be a tuple of two integers, got 2"),
+        ({"layers": [0, 2]}, "layers must be a tuple of two integers, got [0, 2]"),
+        ({"heads": (0, 1, 2)}, "heads must be a tuple of two integers, got (0, 1, 2)"),
+        ({"heads": (0, True)}, "heads must be a tuple of two integers, got (0, True)"),
+        ({"block_size": 4.0}, "block_size must be an integer, got 4.0"),
+        ({"tp_rank": "0"}, "tp_rank must be an integer, got '0'"),
+        ({"tp_size": True}, "tp_size must be an integer, got True"),
     ],
 )
 def test_a_namespace_that_cannot_be_is_refused(changes: dict, message: str) -> None:
-    with pytest.raises(StorageKeyError, match=rf"^{message}$"):
+    with pytest.raises(StorageKeyError, match=rf"^{re.escape(message)}$"):
         replace(NAMESPACE, **changes)
+
+
+def test_a_dtype_in_place_of_its_name_is_refused() -> None:
+    kind: Any = np.float32
+    text = f"namespace field kv_dtype must be str, bytes or int, got {kind!r}"
+    with pytest.raises(NamespaceError, match=f"^{re.escape(text)}$"):
+        replace(NAMESPACE, kv_dtype=kind)
 
 
 def test_what_makes_no_keys_is_refused() -> None:

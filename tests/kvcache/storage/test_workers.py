@@ -392,6 +392,8 @@ def test_what_cannot_be_is_refused() -> None:
         assert storage.stats().open_operations == 0
     with pytest.raises(ValueError, match=r"^num_threads must be at least 1, got 0$"):
         StorageWorkers(MemoryBackend(), num_threads=0, max_bytes_in_flight=1)
+    with pytest.raises(ValueError, match=r"^max_bytes_in_flight must be at least 1, got 0$"):
+        StorageWorkers(MemoryBackend(), max_bytes_in_flight=0)
 
 
 def test_close_cancels_and_waits_for_the_threads() -> None:

@@ -82,10 +82,19 @@ def test_runs_as_a_module() -> None:
             ["replay", "--requests", "x"],
             "argument --requests: expected a positive integer, got 'x'",
         ),
-        (["replay", "--what"], "unrecognized arguments: --what"),
+        (["replay", "--what"], "unrecognized arguments: --what (see `radixkv replay --help`)"),
         (["fuzz", "--jobs", "257"], "argument --jobs: 257 processes are more than 256"),
     ],
-    ids=["command", "benchmark", "unknown", "zero", "too large", "no number", "option", "jobs"],
+    ids=[
+        "command",
+        "benchmark",
+        "unknown",
+        "zero",
+        "too large",
+        "no number",
+        "option",
+        "jobs",
+    ],
 )
 def test_wrong_usage_is_one_line(radixkv: Any, argv: list[str], complaint: str) -> None:
     outcome = radixkv(*argv)

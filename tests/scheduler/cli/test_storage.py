@@ -244,6 +244,7 @@ def test_a_missing_extra(
         (["ls", "redis://:hunter2@host", "redis://:hunter2@b"], "unrecognized arguments: "),
         (["redis://user:hunt/er2@host"], "argument ACTION: invalid choice: 'redis://...@host'"),
         (["ls", "--timeout-s", "redis://:hunter2@host"], "argument --timeout-s: expected a number"),
+        (["ls", "env:"], "argument URL: env: is without the name of a variable"),
         (["ls"], "the following arguments are required: URL"),
         (["gc", "memory://"], "one of the arguments --max-bytes --all is required"),
         (["gc", "--max-bytes", "0", "memory://"], "expected a positive number of bytes, got '0'"),
