@@ -107,7 +107,6 @@ class MooncakeBackend:
         name = self._name(key)
         room = sum(len(part) for part in into)
         with self._helper("reading") as helper:
-            helper.reserve(room + 1)
             code = self._ask_until_free(helper, "get", name, room + 1)
             if code in (NOT_FOUND, _BEING_WRITTEN):
                 return None

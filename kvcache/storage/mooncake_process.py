@@ -94,7 +94,7 @@ class HelperProcess:
             EOFError: if it is gone.
             OSError: if it is gone.
         """
-        self.reserve(max(num_bytes, 1))
+        self.reserve(num_bytes)
         request = {"do": do, "name": name, "num_bytes": num_bytes, "memory_bytes": len(self._view)}
         self._control.send(json.dumps(request).encode())
         return self._receive(timeout_s)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from radixkv.kvcache.storage import BackendUnreachableError, mooncake_helper
+from radixkv.kvcache.storage.mooncake_process import HelperProcess
 
 from .conformance import KEYS, MIB, get, put, value_of
 from .mooncake_calls import LONG_S, LOST, connected, helpers_of, runs
@@ -28,6 +29,52 @@ def test_a_helper_that_dies_fails_one_call(shared_mooncake: MooncakeServer) -> N
         with pytest.raises(BackendUnreachableError, match=f"^reading failed: {LOST}$"):
             get(backend, KEYS[2], 3)
         assert get(backend, KEYS[2], 3) == (3, [b"abc"])
+
+
+def test_a_helper_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: set[int] = set()
+    pipe, memory, close = os.pipe, os.memfd_create, os.close
+
+    def noted_pipe() -> tuple[int, int]:
+        ends = pipe()
+        opened.update(ends)
+        return ends
+
+    def noted_memory(name: str) -> int:
+        opened.add(file := memory(name))
+        return file
+
+    def noted_close(file: int) -> None:
+        opened.discard(file)
+        close(file)
+
+    for name, noted in (
+        ("pipe", noted_pipe),
+        ("memfd_create", noted_memory),
+        ("close", noted_close),
+    ):
+        monkeypatch.setattr(os, name, noted)
+    helper = HelperProcess("127.0.0.1", "127.0.0.1:1")
+    assert opened
+    for _ in range(2):
+        helper.kill()
+    assert opened == set()
+    assert helper._control.fileno() == -1
+
+
+@pytest.mark.parametrize("why", ["it was killed", "it found no master"])
+def test_a_helper_that_is_gone_before_it_is_connected(
+    monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    helper = HelperProcess("127.0.0.1", "127.0.0.1:1")
+    if why == "it was killed":
+        helper._process.kill()
+        helper._process.wait()
+    else:
+        monkeypatch.setattr(helper, "_receive", lambda timeout_s: {"code": -1})
+    with pytest.raises(EOFError):
+        helper.wait_connected(LONG_S)
+    assert not helper.alive
 
 
 def test_values_outlive_the_backend_and_its_processes(shared_mooncake: MooncakeServer) -> None:

@@ -1,0 +1,196 @@
+"""What a Mooncake store answers by number, told by a helper that answers as the test says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from radixkv.kvcache.storage import BackendError, BackendRefusedError, BackendUnreachableError
+from radixkv.kvcache.storage import mooncake as module
+from radixkv.kvcache.storage.mooncake import MooncakeBackend
+
+from .conformance import KEYS, get, put
+from .mooncake_calls import LOST
+
+NAME = f"radixkv:{KEYS[0].hex()}"
+STEP_S = 0.125  # what a request takes
+
+
+class Clock:
+    """A time that passes in requests and pauses only."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.pauses_s: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, time_s: float) -> None:
+        self.pauses_s.append(time_s)
+
+
+class ScriptedHelper:
+    """In place of a `HelperProcess`; the last answer is given again and again."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.answers: list[Any] = []
+        self.asked: list[tuple[str, str, int, float]] = []
+        self.alive = True
+
+    def wait_connected(self, timeout_s: float) -> None:
+        pass
+
+    def write(self, parts: Sequence[memoryview]) -> int:
+        return sum(map(len, parts))
+
+    def view(self, num_bytes: int) -> memoryview:
+        return memoryview(b"abcdefgh")[:num_bytes]
+
+    def ask(self, do: str, name: str, num_bytes: int, timeout_s: float) -> dict[str, Any]:
+        self.asked.append((do, name, num_bytes, timeout_s))
+        self.clock.now_s += STEP_S
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return {"code": answer, "found": "1"}
+
+    def kill(self) -> None:
+        self.alive = False
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def helper(clock: Clock) -> ScriptedHelper:
+    return ScriptedHelper(clock)
+
+
+@pytest.fixture
+def backend(helper: ScriptedHelper, monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeBackend]:
+    backend = MooncakeBackend("127.0.0.1", 1)
+    monkeypatch.setattr(backend, "_start", lambda doing: helper)
+    yield backend
+    backend.close()
+    assert not helper.alive
+
+
+def idle(backend: MooncakeBackend) -> list[Any]:
+    return [*backend._idle]
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (4, (3, [b"abc"])),  # the value, and a byte of no meaning
+        (7, (6, [b"abc"])),  # longer: so long
+        (1, (0, [bytes(3)])),
+        (0, (0, [bytes(3)])),  # not written by us
+        (-704, (None, [bytes(3)])),
+        (-703, (None, [bytes(3)])),  # somebody writes it for longer than we wait
+    ],
+)
+def test_what_a_read_tells(
+    backend: MooncakeBackend, helper: ScriptedHelper, code: int, expected: tuple
+) -> None:
+    helper.answers = [code]
+    assert get(backend, KEYS[0], 3) == expected
+    assert helper.asked[0] == ("get", NAME, 4, 1.0)
+    assert idle(backend) == [helper]
+    assert backend.stats() == {"requests": 1, "failed_requests": 0}
+
+
+def test_what_a_delete_tells(backend: MooncakeBackend, helper: ScriptedHelper) -> None:
+    helper.answers = [0, -704]
+    assert [backend.delete(KEYS[0]), backend.delete(KEYS[0])] == [True, False]
+    assert helper.asked == [("remove", NAME, 0, 1.0)] * 2
+
+
+GONE = "the machine that has the value is gone"
+
+
+@pytest.mark.parametrize(
+    ("answer", "type_", "text", "stays"),
+    [
+        (-1, BackendRefusedError, "was refused by the server: code -1", True),
+        (-799, BackendRefusedError, "was refused by the server: code -799", True),
+        (-800, BackendUnreachableError, f"failed: {GONE}", True),
+        (-899, BackendUnreachableError, f"failed: {GONE}", True),
+        (-900, BackendUnreachableError, f"failed: {LOST}", False),
+        (-999, BackendUnreachableError, f"failed: {LOST}", False),
+        (-1000, BackendRefusedError, "was refused by the server: code -1000", True),
+        (TimeoutError(), BackendUnreachableError, "failed: no answer within 1 s", False),
+        (ConnectionResetError(), BackendUnreachableError, f"failed: {LOST}", False),
+        (EOFError(), BackendUnreachableError, f"failed: {LOST}", False),
+    ],
+)
+def test_what_goes_wrong(
+    backend: MooncakeBackend,
+    helper: ScriptedHelper,
+    answer: object,
+    type_: type[BackendError],
+    text: str,
+    stays: bool,
+) -> None:
+    helper.answers = [answer]
+    for doing, call in {
+        "looking up": lambda: backend.contains(KEYS[:1]),
+        "reading": lambda: get(backend, KEYS[0], 3),
+        "writing": lambda: put(backend, KEYS[0], b"abc"),
+        "deleting": lambda: backend.delete(KEYS[0]),
+    }.items():
+        helper.alive = True
+        with pytest.raises(type_) as caught:
+            call()
+        assert str(caught.value) == f"{doing} {text}"
+        assert idle(backend) == [helper] * stays
+        assert helper.alive == stays
+    assert backend.stats() == {"requests": 4, "failed_requests": 4}
+    helper.alive = False
+
+
+@pytest.mark.parametrize("code", [-703, -601, -704])
+def test_another_writer_is_waited_for_a_moment(
+    backend: MooncakeBackend, helper: ScriptedHelper, clock: Clock, code: int
+) -> None:
+    """For a quarter of a second; a put that finds its own key gone was not alone, either."""
+    helper.answers = [code, 0]
+    put(backend, KEYS[0], b"abc")
+    assert helper.asked == [("put", NAME, 4, 1.0), ("put", NAME, 4, 1.0 - STEP_S)]
+    helper.asked = []
+    helper.answers = [code]
+    with pytest.raises(BackendRefusedError, match=rf"^writing .*: code {code}$"):
+        put(backend, KEYS[0], b"abc")
+    times_s = [timeout_s for *_, timeout_s in helper.asked]
+    assert times_s == [1.0, 1.0 - STEP_S, 1.0 - 2 * STEP_S]
+    assert clock.pauses_s == [0.001] * 3
+
+
+def test_another_writer_is_waited_for_no_longer_than_the_request_may_take(
+    backend: MooncakeBackend, helper: ScriptedHelper
+) -> None:
+    backend._timeout_s = STEP_S
+    helper.answers = [-703]
+    with pytest.raises(BackendRefusedError):
+        put(backend, KEYS[0], b"abc")
+    assert len(helper.asked) == 1
+
+
+def test_a_call_after_close_ends_its_own_process(
+    backend: MooncakeBackend, helper: ScriptedHelper
+) -> None:
+    helper.answers = [0]
+    put(backend, KEYS[0], b"abc")
+    backend.close()
+    assert not helper.alive
+    helper.alive = True
+    put(backend, KEYS[0], b"abc")
+    assert not helper.alive and idle(backend) == []
