@@ -156,24 +156,6 @@ class RedisBackend:
         """Close the connections; a call after this makes new ones."""
         self._client.connection_pool.disconnect()
 
-    # -- for an operator
-
-    def server_stats(self) -> Mapping[str, int]:
-        """Return the server's own figures, of all its users."""
-        with self._typed("asking for figures"):
-            pipeline = self._client.pipeline(transaction=False)
-            pipeline.execute_command("DBSIZE")
-            pipeline.execute_command("INFO", "memory")
-            pipeline.execute_command("INFO", "stats")
-            num_keys, memory, counts = pipeline.execute()
-        return {
-            "keys_in_database": num_keys,
-            "used_memory_bytes": memory["used_memory"],
-            "max_memory_bytes": memory["maxmemory"],
-            "evicted_keys": counts["evicted_keys"],
-            "expired_keys": counts["expired_keys"],
-        }
-
     # -- the parts of these
 
     def _list(self) -> Iterator[StoredValue]:

@@ -27,8 +27,6 @@ from .own import OWN
 
 EngineName: TypeAlias = Literal["random", "hypothesis"]
 
-ENGINES: Final[tuple[EngineName, ...]] = ("random", "hypothesis")
-
 STEPS_PER_RUN: Final = {"random": 1_000, "hypothesis": 5_000}
 """Short, so that the time is looked at often; long enough for Hypothesis to vary its choices."""
 
