@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
-from radixkv.kvcache.storage import BackendError, BackendRefusedError, BackendUnreachableError
+from radixkv.kvcache.storage import (
+    BackendError,
+    BackendRefusedError,
+    BackendUnreachableError,
+    mooncake_helper,
+)
 from radixkv.kvcache.storage import mooncake as module
 from radixkv.kvcache.storage.mooncake import MooncakeBackend
+from radixkv.kvcache.storage.mooncake_helper import TOO_SMALL, _Memory
 
 from .conformance import KEYS, get, put
 from .mooncake_calls import LOST
@@ -194,3 +201,64 @@ def test_a_call_after_close_ends_its_own_process(
     helper.alive = True
     put(backend, KEYS[0], b"abc")
     assert not helper.alive and idle(backend) == []
+
+
+# -- in the process that talks to Mooncake
+
+
+class ScriptedStore:
+    """In place of Mooncake's client: it answers what it may be asked, and notes buffers."""
+
+    def __init__(self, get_into: int = 0, size: int | None = None, ranges: int | None = None):
+        self.codes = [code for code in (get_into, size, ranges) if code is not None]
+        self.buffers: list[int] = []
+
+    def get_into(self, name: str, address: int, num_bytes: int) -> int:
+        return self.codes.pop(0)
+
+    def get_size(self, name: str) -> int:
+        return self.codes.pop(0)
+
+    def get_into_ranges(self, *arguments: object) -> object:
+        return (((self.codes.pop(0),),),)
+
+    def register_buffer(self, address: int, num_bytes: int) -> None:
+        self.buffers += [address, num_bytes]
+
+    def unregister_buffer(self, address: int) -> None:
+        assert self.buffers[-2] == address
+        del self.buffers[-2:]
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ((8,), 8),
+        ((-704,), -704),
+        ((TOO_SMALL, -704), -704),  # gone since
+        ((TOO_SMALL, -1), -1),
+        ((TOO_SMALL, 0), TOO_SMALL),  # shorter since
+        ((TOO_SMALL, 8), TOO_SMALL),
+        ((TOO_SMALL, 9, 8), 9),
+        ((TOO_SMALL, 9, 0), 9),
+        ((TOO_SMALL, 9, -1), -1),
+    ],
+)
+def test_of_a_longer_value_its_start_is_read(codes: tuple[int, ...], expected: int) -> None:
+    store = ScriptedStore(*codes)
+    assert mooncake_helper._get(store, _Memory(store, -1), NAME, 8) == expected
+    assert store.codes == []
+
+
+def test_memory_that_grows_is_registered_anew() -> None:
+    store, file = ScriptedStore(), os.memfd_create("memory")
+    memory = _Memory(store, file)
+    memory.grow(0)
+    assert store.buffers == []
+    for size, mapped in ((4096, 4096), (4096, 4096), (8192, 8192), (100, 8192)):
+        os.ftruncate(file, mapped)
+        memory.grow(size)
+        assert store.buffers == [memory.address, mapped]
+    os.pwrite(file, b"a\nbc", 0)
+    assert memory.names(4) == ["a", "bc"]
+    os.close(file)
