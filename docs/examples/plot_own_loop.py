@@ -6,10 +6,15 @@ You have a model and a loop in JAX, and want a paged cache in it. Three parts of
 there, and none needs the others: :class:`~radixkv.kvcache.CacheManager` says which blocks hold
 which tokens, :class:`~radixkv.kvcache.BlockArrays` are the blocks, and the
 :doc:`kernels </reference/kernels>` write and read them. Here they serve a model of one attention
-layer, and its tokens are those of the same layer without any cache.
+layer, and its tokens are those of the same layer without any cache. At the end it gets a host tier
+and files, loses its memory to others, and goes on in another process.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +22,16 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from radixkv.kernels import kv_write, paged_extend
-from radixkv.kvcache import BlockArrays, CacheManager, Lease
+from radixkv.kvcache import (
+    BlockArrays,
+    CacheManager,
+    HostArrays,
+    HostConfig,
+    Lease,
+    Parked,
+    TierDriver,
+)
+from radixkv.kvcache.storage import BackendOptions, StorageNamespace, StorageWorkers, open_backend
 
 VOCAB, WIDTH, Q_HEADS, KV_HEADS, HEAD_DIM = 50, 32, 4, 2, 16
 BLOCK_SIZE, NUM_BLOCKS = 4, 32
@@ -173,6 +187,106 @@ axes.invert_yaxis()
 axes.set_xlabel("tokens of the prompt")
 axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
 plt.show()
+
+# %%
+# With tiers below
+# ----------------
+#
+# Blocks that leave the device can stay on the host and in files. The manager says what to copy, in
+# *operations*, and a :class:`~radixkv.kvcache.TierDriver` copies. A loop brings the two together
+# once a step, and never waits for a copy but where it has nothing else to do, as here.
+
+SIZES = {"block_size": BLOCK_SIZE, "layers": (0, 1), "heads": (0, KV_HEADS)}
+directory = TemporaryDirectory()
+
+
+def open_tiers() -> tuple[CacheManager, BlockArrays, TierDriver, StorageWorkers]:
+    """Make what a process has; blocks in files are there from the process before."""
+    names = StorageNamespace("one layer", weights_revision="0", kv_dtype="float32", **SIZES)
+    manager = CacheManager(NUM_BLOCKS, BLOCK_SIZE, host=HostConfig(64), storage=names)
+    arrays = BlockArrays.zeros(1, NUM_BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM, jnp.float32)
+    backend = open_backend(Path(directory.name, "kv").as_uri(), BackendOptions(max_bytes=2**20))
+    storage = StorageWorkers(backend, max_bytes_in_flight=2**20)
+    driver = TierDriver(HostArrays.like(arrays, 64), storage, max_blocks_per_copy=8)
+    return manager, driver.warm_up(arrays), driver, storage
+
+
+def exchange() -> None:
+    """Tell the manager what has been copied, and the driver what to copy; once a step."""
+    for result in driver.poll():
+        manager.tiers.complete(result.op_id, result.ok, fenced=result.fenced)
+    for op_id in driver.fenced():
+        manager.tiers.fence(op_id)
+    driver.cancel(manager.tiers.take_cancelled())
+    driver.touch(manager.tiers.take_used())
+    driver.dispatch(manager.tiers.take_operations(), arrays)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Go on when what is being copied has arrived."""
+    while not is_so():
+        exchange()
+        driver.wait(timeout_s=1.0)
+
+
+def start(tokens: list[int], parked: Parked | None = None) -> Lease:
+    """Admit a sequence with all that any tier has of it."""
+    asked = manager.tiers.prefetch(tokens)  # storage is asked for what the other two lack
+    if asked is not None:
+        wait_until(lambda: asked.done)
+    lease = manager.admit(manager.match(tokens), parked)
+    wait_until(lambda: lease.loading is None)  # a copy from the host
+    return lease
+
+
+def go_on(lease: Lease, tokens: list[int], number: int) -> None:
+    """Generate a number of tokens; the first step computes what is not there yet."""
+    first = min(lease.num_ready_tokens, len(tokens) - 1)
+    for _ in range(number):
+        manager.extend(lease, len(tokens) - lease.num_tokens)
+        tokens += run([(lease, tokens, first)])
+        first = len(tokens) - 1
+        exchange()
+
+
+# %%
+# A rollout is preempted in its middle: *parked*, its last, unfinished block too. When its blocks
+# are free, others may have them; it resumes on other blocks, and computes nothing twice. Before a
+# process ends, it waits for what is still on its way to the files.
+
+manager, arrays, driver, storage = open_tiers()
+rollout = list(prompts[0])
+lease = start(rollout)
+go_on(lease, rollout, 3)
+parked = manager.tiers.park(lease, rollout[:-1])  # the last token has no KV yet
+wait_until(lambda: parked.saved)
+other = start(list(range(NUM_BLOCKS * BLOCK_SIZE)))  # takes the whole device
+manager.release(other)
+lease = start(rollout, parked)
+print("resumed with", lease.num_ready_tokens, "of", len(rollout), "tokens computed")
+go_on(lease, rollout, 3)
+manager.release(lease)
+wait_until(lambda: manager.tiers.num_open_operations == 0)
+assert driver.close() and storage.close()
+
+# %%
+# Another process finds the blocks in the files. When the weights change, ``reset`` forgets what the
+# device and the host have; storage has to be told the name of the new ones, because it forgets
+# nothing: it would give back the KV of the old.
+
+manager, arrays, driver, storage = open_tiers()
+again = list(prompts[0])
+lease = start(again)
+print("after a restart,", lease.num_ready_tokens, "of", len(again), "tokens are there")
+go_on(lease, again, 6)
+assert again == rollout == sequences[0]
+
+manager.reset()  # ends the lease, too
+manager.tiers.storage = replace(manager.tiers.storage, weights_revision="1")
+lease = start(prompts[0])
+print("with other weights,", lease.num_ready_tokens)
+assert driver.close() and storage.close()
+directory.cleanup()
 
 # %%
 # What a loop needs besides, a scheduler does: when to admit, what to do when
