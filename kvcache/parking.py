@@ -155,7 +155,7 @@ def resume(tiers: Tiers, parked: Parked, num_blocks: int) -> tuple[int | None, i
         The host block of the tail, which is the caller's now, or None, and its tokens.
     """
     _end(tiers, parked)
-    whole = (parked.num_tokens - parked.tail_tokens) // tiers.manager.block_size
+    whole = parked.num_tokens // tiers.manager.block_size
     if parked.tail_block is None or num_blocks != whole or parked.epoch != tiers.manager.epoch:
         _recycle_tail(tiers, parked)
         return None, 0

@@ -88,6 +88,35 @@ def test_the_host_keeps_what_is_being_stored():
     assert memory.stats.stored_blocks == 1
 
 
+def test_of_what_is_stored_together_each_copy_counts_for_itself():
+    memory = TierMemory(4, 4, storage=True)
+    for tokens in ([1], [2, 3], [4]):
+        memory.serve(tokens)
+    memory.manager.evict(4)
+    memory.finish(memory.one(OpKind.DEVICE_TO_HOST))
+    memory.finish(memory.one(OpKind.HOST_TO_STORAGE), [False, True, True, False])
+    memory.settle()
+    assert [run.stored for run in memory.tiers.host.idle_runs()] == [False, True, False]
+
+
+def test_what_follows_what_the_host_has_no_room_for_goes_with_it():
+    memory = TierMemory(2, 1, storage=True)
+    memory.serve([1, 2])
+    memory.manager.evict(1)
+    memory.finish(memory.one(OpKind.DEVICE_TO_HOST))
+    storing = memory.one(OpKind.HOST_TO_STORAGE)
+    lease = memory.start([1, 2])
+    memory.finish(memory.one(OpKind.HOST_TO_DEVICE))
+    memory.manager.release(lease)
+    assert memory.residency([1, 2]) == "db"
+    memory.manager.evict(2)  # no copy of the first; nothing finds the second without it
+    assert memory.take() == []
+    assert memory.residency([1, 2]) == ""
+    memory.finish(storing)
+    memory.settle()
+    assert memory.tiers.host.pool.num_free == 1
+
+
 @pytest.mark.parametrize("fetched", [True, False])
 def test_what_storage_has_is_parked_there_at_once(fetched):
     memory = TierMemory(5, 5, "through", storage=True)
@@ -138,10 +167,10 @@ def test_a_key_is_made_once(monkeypatch):
 
 
 def test_a_run_that_has_keys_grows():
-    memory = TierMemory(6, 6, storage=True, block_size=2)
-    manager, tokens = memory.manager, list(range(12))
+    memory = TierMemory(7, 6, storage=True, block_size=2)
+    manager, tokens = memory.manager, list(range(14))
     lease = manager.admit(manager.match(tokens))
-    for published in (4, 6, 8):
+    for published in (4, 6, 8, 10):  # the second begins a run that grows
         manager.publish(lease, tokens[:published])
         memory.tiers.prefetch(tokens)
         keys = memory.namespace.block_keys(tokens)

@@ -64,8 +64,9 @@ class TestDeviceToHost:
     def test_blocks_are_as_they_were_at_dispatch(self, bench):
         bench.fill()
         bench.host.held = True
-        bench.start(DOWN, [1], [1])
+        op_id = bench.start(DOWN, [1], [1])
         bench.host.entered.acquire()
+        assert not bench.driver._table.get(op_id).staged  # its memory is the writer's alone
         bench.step(1, bench.content(77))
         assert bench.driver.poll() == []
         bench.finish_write()
