@@ -164,9 +164,9 @@ class HostWriter:
         return ids, runs
 
     def make_room(self, num_blocks: int) -> None:
-        """Drop copies until num_blocks host blocks are free; so many are available."""
+        """Drop copies until num_blocks host blocks are free, or none can be dropped."""
         host, tree = self._host, self.tree
-        while (short := num_blocks - host.pool.num_free) > 0:
+        while host.num_idle and (short := num_blocks - host.pool.num_free) > 0:
             run = host.next_to_drop()
             node = run.node
             assert node is not None, "a dropped copy is in the host tier's lists"
