@@ -15,6 +15,7 @@ from ...kvcache.storage import (
     remove_values,
     verify_values,
 )
+from ...kvcache.storage.urls import names_server
 from .errors import BadInputError
 from .output import check_destination, emit, format_table
 
@@ -56,7 +57,7 @@ def _list(arguments: argparse.Namespace, backend: Backend) -> int:
 
     def describe() -> str:
         rows = format_table((key, f"{size:,}") for key, size in keys) + "\n" if keys else ""
-        return f"{rows}{blocks:,} blocks, {num_bytes:,} bytes"
+        return f"{rows}{blocks:,} blocks, {num_bytes:,} bytes{_of_whom(arguments)}"
 
     emit(arguments.json, results, describe)
     return 0
@@ -71,7 +72,7 @@ def _verify(arguments: argparse.Namespace, backend: Backend) -> int:
         lambda: (
             f"{found.good:,} blocks good ({found.good_bytes:,} bytes), "
             f"{found.corrupt:,} corrupt ({found.deleted:,} of them removed), "
-            f"{found.missing:,} missing, {found.unreadable:,} unreadable"
+            f"{found.missing:,} missing, {found.unreadable:,} unreadable{_of_whom(arguments)}"
         ),
     )
     return 1 if found.corrupt or found.unreadable else 0
@@ -88,7 +89,16 @@ def _collect(arguments: argparse.Namespace, backend: Backend) -> int:
         lambda: (
             f"{done.removed:,} blocks removed ({done.removed_bytes:,} bytes), "
             f"{done.left:,} left ({done.left_bytes:,} bytes), "
-            f"{swept:,} unfinished files removed"
+            f"{swept:,} unfinished files removed{_of_whom(arguments)}"
         ),
     )
     return 0
+
+
+def _of_whom(arguments: argparse.Namespace) -> str:
+    """Say which blocks of a server were not meant: nearly all, as our own commands name theirs."""
+    if arguments.namespace is not None or not names_server(arguments.url):
+        return ""
+    return (
+        "\nof the blocks without a namespace; those of generate and of nodes have one: --namespace"
+    )

@@ -21,9 +21,7 @@ def add_replay(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
         "trace", nargs="?", metavar="TRACE", help="a .jsonl trace (default: the packaged slice)"
     )
     add_requests(parser)
-    parser.add_argument(
-        "--skip-malformed", action="store_true", help="count and leave out lines that do not parse"
-    )
+    _add_skip_malformed(parser)
     parser.add_argument("--model", metavar="NAME", help="the model whose costs are simulated")
     parser.add_argument("--gpu", metavar="NAME", help="the GPU whose costs are simulated")
     parser.add_argument(
@@ -53,6 +51,12 @@ def add_replay(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
     parser.add_argument("--quiet", action="store_true", help="show no progress on stderr")
     add_json(parser)
     parser.set_defaults(run=run)
+
+
+def _add_skip_malformed(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--skip-malformed", action="store_true", help="count and leave out lines that do not parse"
+    )
 
 
 def _add_cluster(parser: argparse.ArgumentParser) -> None:
@@ -100,5 +104,6 @@ def add_hits(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
     add_size(parser, "--device-blocks", "size of the cache, in blocks of 512 tokens")
     add_host_tier(parser, "blocks of 512 tokens", write="exclusive")
     add_requests(parser)
+    _add_skip_malformed(parser)
     add_json(parser)
     parser.set_defaults(run=run)

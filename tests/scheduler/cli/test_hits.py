@@ -55,6 +55,16 @@ def test_a_malformed_trace_is_refused(radixkv: Any, trace: Path) -> None:
     )
 
 
+def test_malformed_lines_may_be_skipped(radixkv: Any, trace: Path) -> None:
+    trace.write_text('{"timestamp": 0}\n' + trace.read_text() + "{\n")
+    command = ("hits", trace, "--device-blocks", 100, "--skip-malformed")
+    assert radixkv(*command).stdout == (
+        "5 requests, 11 blocks of 512 tokens: 3 hit (27.27%), 0 evicted\n"
+        "2 malformed lines were skipped; the first: line 1 has no input_length\n"
+    )
+    assert json.loads(radixkv(*command, "--json", "-").stdout)["skipped_lines"] == 2
+
+
 def test_the_cache_needs_a_size(radixkv: Any, trace: Path) -> None:
     outcome = radixkv("hits", trace)
     assert outcome.status == 2

@@ -85,16 +85,7 @@ def test_runs_as_a_module() -> None:
         (["replay", "--what"], "unrecognized arguments: --what (see `radixkv replay --help`)"),
         (["fuzz", "--jobs", "257"], "argument --jobs: 257 processes are more than 256"),
     ],
-    ids=[
-        "command",
-        "benchmark",
-        "unknown",
-        "zero",
-        "too large",
-        "no number",
-        "option",
-        "jobs",
-    ],
+    ids=["command", "benchmark", "unknown", "zero", "too large", "no number", "option", "jobs"],
 )
 def test_wrong_usage_is_one_line(radixkv: Any, argv: list[str], complaint: str) -> None:
     outcome = radixkv(*argv)
