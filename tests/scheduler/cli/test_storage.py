@@ -159,7 +159,15 @@ def test_a_redis_server_by_namespace(radixkv: Any, server: RedisServer) -> None:
         damage(backend, KEYS[0])
     here = [url, "--namespace", NAMESPACE, "--timeout-s", 30]
     assert radixkv("storage", "ls", *here).stdout == "3 blocks, 219 bytes\n"
-    assert radixkv("storage", "ls", url, "--timeout-s", 30).stdout == "0 blocks, 0 bytes\n"
+    for action, text in (
+        (("ls",), "0 blocks, 0 bytes"),
+        (("verify",), "0 missing, 0 unreadable"),
+        (("gc", "--all"), "0 unfinished files removed"),
+    ):
+        assert radixkv("storage", *action, url, "--timeout-s", 30).stdout.endswith(
+            f"{text}\nof the blocks without a namespace; those of generate and of nodes have one: "
+            "--namespace\n"
+        )
     assert radixkv("storage", "verify", *here).status == 1
     refused = radixkv("storage", "gc", *here, "--max-bytes", 1)
     message = (
