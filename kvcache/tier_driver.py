@@ -30,6 +30,7 @@ from .dispatched import (
     StagedPiece,
     TierDriverStats,
 )
+from .errors import StorageConfigError
 from .host_arrays import HostArrays
 from .operations import Operation, OpId, OpKind
 from .staging_writer import StagedBlocks, StagingWriter
@@ -72,7 +73,7 @@ class TierDriver:
             storage: for the operations that have keys.
             max_bytes_in_flight: of staging that waits to be written to the host tier, on the device
                 beside the pools. What goes over it is dropped.
-            max_blocks_per_copy: larger operations are copied in pieces; a power of two.
+            max_blocks_per_copy: larger operations are copied in pieces; made a power of two.
             num_threads: that write to the host tier.
             clock: seconds, for deadlines.
 
@@ -110,8 +111,11 @@ class TierDriver:
         An operation that cannot be started ends as failed, and its error is counted.
 
         Raises:
+            StorageConfigError: if one has keys, and there is no storage; nothing is started.
             Exception: what ended a copy that had taken the pools: they are lost, and the cache is.
         """
+        if any(operation.keys for operation in operations):
+            self._need_storage()
         now = self._clock()
         entries = [self._table.add(each, now + each.timeout_s) for each in operations]
         # Two may exchange blocks: all is read before anything is written.
@@ -141,11 +145,13 @@ class TierDriver:
         """Tell storage that keys were used, the last as the last; nobody hears what became of it.
 
         Call it before `dispatch`, with what `Tiers.take_used` hands out.
+
+        Raises:
+            StorageConfigError: if there is no storage.
         """
         if keys:
-            assert self._storage is not None, "keys were used, and there is no storage"
             try:
-                self._storage.touch(keys)
+                self._need_storage().touch(keys)
             except StorageError as error:
                 self._errors[type(error).__name__] += 1
 
@@ -243,8 +249,7 @@ class TierDriver:
         """Write what was staged, or let other threads do so."""
         operation = entry.operation
         if operation.keys:
-            assert self._storage is not None, f"{operation.kind} needs a storage"
-            self._storage.start(entry)
+            self._need_storage().start(entry)
         for piece, size, staging in entry.staged:
             destinations = operation.destinations[piece]
             if operation.kind is OpKind.HOST_TO_DEVICE:
@@ -256,6 +261,11 @@ class TierDriver:
                 self._writer.submit(staged)
                 entry.writes += 1
         entry.staged = []
+
+    def _need_storage(self) -> StorageCopies:
+        if self._storage is None:
+            raise StorageConfigError("the manager keeps blocks in storage, but the driver has none")
+        return self._storage
 
     def _warm_copies(self) -> BlockCopies:
         assert self._copies is not None, "warm_up comes before the first copy"

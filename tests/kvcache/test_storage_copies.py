@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from radixkv.kvcache import OperationResult, Outcome
+from radixkv.kvcache import OperationResult, Outcome, StorageConfigError
 from radixkv.kvcache.operations import OpKind
 from radixkv.kvcache.storage import Status, StorageWorkers, open_backend
 
@@ -155,10 +155,15 @@ class TestStorage:
             assert not bench.driver.is_touching
 
     def test_one_that_has_no_storage(self):
-        with Bench() as bench, pytest.raises(AssertionError, match="needs a storage"):
-            bench.start(OUT, [1], keys=KEYS[:1])
-        with Bench() as bench, pytest.raises(AssertionError, match="there is no storage"):
-            bench.driver.touch(KEYS[:1])
+        text = "^the manager keeps blocks in storage, but the driver has none$"
+        with Bench() as bench:
+            operations = [bench.operation(DOWN, [1], [1]), bench.operation(OUT, [1], keys=KEYS[:1])]
+            with pytest.raises(StorageConfigError, match=text):
+                bench.driver.dispatch(operations, bench.arrays)
+            with pytest.raises(StorageConfigError, match=text):
+                bench.driver.touch(KEYS[:1])
+            bench.driver.touch([])
+            assert bench.driver.stats().open_operations == 0
 
 
 def test_through_storage_and_back():
