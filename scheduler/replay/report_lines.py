@@ -107,6 +107,9 @@ def simulation_lines(section: SimulationSection) -> Iterator[str]:
         f"   SLO: first token within {config.slo_ttft_s:g} s, then {config.slo_tpot_s * 1e3:g} ms "
         f"a token. The pool has {first.num_blocks:,} blocks of {config.block_size} tokens."
     )
+    if any(run.refused for run in runs.values()):
+        room = first.num_blocks * config.block_size
+        yield f"   Refused is what has more tokens than all of it, prompt and output: {room:,}."
     if config.host is not None:
         yield (
             f"   The host tier has {config.host.num_blocks:,} blocks (write: {config.host.write}; "

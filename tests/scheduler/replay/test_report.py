@@ -101,6 +101,17 @@ def test_a_trace_that_is_not_sorted_is_said_to_be_so(report: ReplayReport) -> No
     assert line not in report.text()
 
 
+def test_what_is_refused_is_told_why(report: ReplayReport) -> None:
+    assert "   Refused is" not in report.text()
+    section = report.simulation
+    config = dataclasses.replace(section.config, num_blocks=20)
+    runs = {"cache on": simulate(report.trace, section.costs, config)}
+    assert runs["cache on"].refused
+    small = dataclasses.replace(report, simulation=dataclasses.replace(section, runs=runs))
+    line = "   Refused is what has more tokens than all of it, prompt and output: 320."
+    assert line in small.text().splitlines()
+
+
 def test_a_failed_check_fails_the_report(report: ReplayReport) -> None:
     assert report.ok
     broken = Check("identical tokens", False, "cache on: request 3 differs at output token 7")
