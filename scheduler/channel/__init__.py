@@ -32,6 +32,7 @@ from .secret import Secret, load_secret
 if TYPE_CHECKING:
     from .codec import Packet
     from .frames import Dropped
+    from .handshakes import Refused
     from .zmq_channel import ChannelStats, ZmqChannel
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "NodeStatus",
     "Packet",
     "PrefillFailed",
+    "Refused",
     "RunPrefill",
     "Secret",
     "SecretError",
@@ -62,6 +64,7 @@ _HOME = {
     "ChannelStats": "zmq_channel",
     "Dropped": "frames",
     "Packet": "codec",
+    "Refused": "handshakes",
     "ZmqChannel": "zmq_channel",
 }
 

@@ -11,12 +11,12 @@ from typing import Final
 from .errors import SecretError
 
 ENVIRONMENT: Final = "RADIXKV_SECRET"
-MAC_BYTES: Final = 32
+KEY_BYTES: Final = 32
 _MIN_BYTES: Final = 16
 
 
 class Secret:
-    """Signs bytes, and checks signatures: HMAC-SHA256."""
+    """What all nodes know and nobody else does; keys are made of it."""
 
     def __init__(self, secret: bytes) -> None:
         """Take a secret.
@@ -34,13 +34,12 @@ class Secret:
     def __reduce__(self) -> str:
         raise TypeError("a secret stays in its process")
 
-    def sign(self, data: bytes) -> bytes:
-        """Return the code that only a holder of the secret can make of some bytes."""
-        return hmac.digest(self._secret, data, "sha256")
+    def key(self, label: bytes) -> bytes:
+        """Return the key of KEY_BYTES for one purpose, the same for all holders.
 
-    def verifies(self, code: bytes, data: bytes) -> bool:
-        """Whether a code is that of some bytes; takes as long for any wrong one."""
-        return hmac.compare_digest(code, self.sign(data))
+        It is HMAC-SHA256 of the label: no key says anything about the secret, or another key.
+        """
+        return hmac.digest(self._secret, label, "sha256")
 
 
 def load_secret(path: str | os.PathLike[str] | None = None) -> Secret | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -124,10 +125,14 @@ def _wait_for(
         NodesMissingError: if they do not come.
     """
     deadline = time.monotonic() + timeout_s
+    has_warned = False
     wanted = {"prefill": arguments.prefill or 1, "decode": arguments.decode or 1}
     while any(nodes.count(role) < number for role, number in wanted.items()):
         nodes.step()
         check()
+        if nodes.strangers and not has_warned:
+            print(f"radixkv: waiting for nodes{nodes.unheard}", file=sys.stderr, flush=True)
+            has_warned = True
         refused = [
             f"{peer} is refused: {node.refusal}"
             for peer, node in nodes.nodes.items()
@@ -143,8 +148,5 @@ def _wait_for(
             missing = [
                 f"{nodes.count(role)} of {number} {role} nodes" for role, number in wanted.items()
             ]
-            came = f"after {timeout_s:g} s there are {' and '.join(missing)}"
-            dropped = [f"{count} {reason.value}" for reason, count in nodes.dropped.items()]
-            if dropped:
-                came += f"; dropped messages: {', '.join(dropped)}"
-            raise NodesMissingError(came)
+            there_are = " and ".join(missing)
+            raise NodesMissingError(f"after {timeout_s:g} s there are {there_are}{nodes.unheard}")

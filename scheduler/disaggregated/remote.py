@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from math import inf
 from typing import Final
 
-from ..channel import Dropped, EncodeError, ZmqChannel
+from ..channel import EncodeError, Refused, ZmqChannel
+from ..errors import NodesMissingError
 from ..handoff import NodeId
 from ..handoff.remote_desk import Connect, Disconnect, RemoteDesk, Say
 from ..handoff.remote_node import RemoteNode
@@ -75,9 +75,21 @@ class RemoteNodes:
         return self._desk.failures
 
     @property
-    def dropped(self) -> Counter[Dropped]:
-        """Count what came and was not taken in, by the reason."""
-        return self._channel.stats().dropped
+    def unheard(self) -> str:
+        """What came and was not taken in, in words; empty if there was none."""
+        stats, said = self._channel.stats(), ""
+        for what, counts in (
+            ("dropped messages", stats.dropped),
+            ("refused connections", stats.refused),
+        ):
+            counted = [f"{number} {reason.value}" for reason, number in counts.most_common()]
+            said += f"; {what}: {', '.join(counted)}" if counted else ""
+        return said
+
+    @property
+    def strangers(self) -> bool:
+        """Whether somebody with another secret, or none, has tried to connect."""
+        return not self._channel.stats().refused.keys() <= {Refused.BROKEN}
 
     @property
     def other_versions(self) -> frozenset[int]:
@@ -105,9 +117,12 @@ class RemoteNodes:
             timeout_s: since the last of them was heard of; silence_s at least.
 
         Raises:
-            NodesMissingError: with their names.
+            NodesMissingError: with their names, and what came and was not taken in.
         """
-        self._desk.check(timeout_s, self._clock())
+        try:
+            self._desk.check(timeout_s, self._clock())
+        except NodesMissingError as error:
+            raise NodesMissingError(f"{error}{self.unheard}") from None
 
     def add_request(self, request: Request) -> None:
         """Take a request in; it waits while there are no nodes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 from contextlib import ExitStack, closing
@@ -227,7 +228,7 @@ def run_without_nodes_extra(*arguments: object) -> subprocess.CompletedProcess[s
     return subprocess.run(line, capture_output=True, text=True, check=False)
 
 
-def wait_for(desk: ZmqChannel, *statuses: NodeStatus) -> str:
+def wait_for(desk: ZmqChannel, *statuses: NodeStatus, timeout_s: float = 0.0) -> str:
     """What the command says when one node of each role is wanted, and these come."""
     arguments = argparse.Namespace(prefill=None, decode=None)
     with ExitStack() as stack:
@@ -239,40 +240,57 @@ def wait_for(desk: ZmqChannel, *statuses: NodeStatus) -> str:
         while len(nodes.nodes) < len(statuses):
             nodes.step()
         with pytest.raises((BadInputError, NodesMissingError)) as error:
-            generate_apart._wait_for(nodes, arguments, 0.0)
+            generate_apart._wait_for(nodes, arguments, timeout_s)
     return str(error.value)
 
 
-def test_a_desk_says_that_nodes_have_another_secret() -> None:
-    secret = Secret(b"a secret of the test, long enough")
+SECRET = Secret(b"a secret of the test, long enough")
+PREFILL = NodeStatus("prefill", "127.0.0.1:1", "jax", 4, 64, "m")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "reason"),
+    [
+        (SECRET, Secret(b"another secret, long enough"), "with another secret than that of this"),
+        (SECRET, None, "without a secret, which this"),
+        (None, SECRET, "with a secret, which this"),
+    ],
+    ids=["other", "none", "unwanted"],
+)
+def test_a_desk_says_that_nodes_have_another_secret(
+    capsys: pytest.CaptureFixture[str], ours: Secret | None, theirs: Secret | None, reason: str
+) -> None:
+    """At once, and again when it has waited for long enough."""
     with (
-        closing(ZmqChannel(DESK, epoch=1, secret=secret)) as desk,
-        closing(ZmqChannel("node-0", epoch=1)) as node,
+        closing(ZmqChannel(DESK, epoch=1, secret=ours)) as desk,
+        closing(ZmqChannel("node-0", epoch=1, secret=theirs)) as node,
     ):
         node.connect(DESK, desk.address)
-        node.send(DESK, NodeStatus("prefill", "127.0.0.1:1", "jax", 4, 64, "m"))
-        assert desk.wait(60.0)
-        assert wait_for(desk) == (
-            "after 0 s there are 0 of 1 prefill nodes and 0 of 1 decode nodes; dropped messages: 1 "
-            "not signed with the secret of this node"
-        )
+        nodes = RemoteNodes(desk, block_size=4)
+        for _ in range(1000):  # by far; where one has no secret, only some connections say so
+            node.send(DESK, PREFILL)
+            nodes.step()
+            if nodes.strangers:
+                break
+        said = wait_for(desk, timeout_s=0.1)  # looks more than once
+    lacks = "after 0.1 s there are 0 of 1 prefill nodes and 0 of 1 decode nodes"
+    assert re.fullmatch(rf"{lacks}; refused connections: .*\d+ {reason} node\b.*", said), said
+    warned = capsys.readouterr().err
+    assert re.match(rf"radixkv: waiting for nodes; refused connections: .*{reason} node", warned)
+    assert warned.count("\n") == 1
 
 
 def test_a_desk_refuses_a_node_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, by both versions; but not because of what somebody without the secret sends."""
-    secret = Secret(b"a secret of the test, long enough")
-    with closing(ZmqChannel(DESK, epoch=1, secret=secret)) as desk:
-        for theirs, version, said in [
-            (None, 7, "; dropped messages: 1 not signed with the secret of this node"),
-            (secret, 8, "a node speaks version 8 of the control channel, and this process 1"),
-        ]:
-            with monkeypatch.context() as patch:
-                patch.setattr(frames, "_PREFIX", b"RXKV" + bytes([version]))
-                with closing(ZmqChannel("node-0", epoch=1, secret=theirs)) as node:
-                    node.connect(DESK, desk.address)
-                    node.send(DESK, NodeStatus("prefill", "127.0.0.1:1", "jax", 4, 64, "m"))
-                    assert desk.wait(60.0)
-            assert wait_for(desk).endswith(said)
+    """At once, by both versions."""
+    with closing(ZmqChannel(DESK, epoch=1, secret=SECRET)) as desk:
+        with monkeypatch.context() as patch:
+            patch.setattr(frames, "_PREFIX", b"RXKV\x08")
+            with closing(ZmqChannel("node-0", epoch=1, secret=SECRET)) as node:
+                node.connect(DESK, desk.address)
+                node.send(DESK, PREFILL)
+                assert desk.wait(60.0)
+        said = "a node speaks version 8 of the control channel, and this process 1"
+        assert wait_for(desk) == said
 
 
 def test_a_desk_says_which_nodes_it_lacks_or_refuses() -> None:

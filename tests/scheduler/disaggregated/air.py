@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, Final, TypeAlias
 
 from radixkv.kvcache import CacheManager
-from radixkv.scheduler.channel import NodeStatus, Packet, ZmqChannel
+from radixkv.scheduler.channel import ChannelStats, NodeStatus, Packet, ZmqChannel
 from radixkv.scheduler.disaggregated import DecodeEngine, PrefillEngine
 from radixkv.scheduler.disaggregated.node_engine import Letter
 from radixkv.scheduler.disaggregated.node_loop import NodeLoop
@@ -32,6 +32,7 @@ class Air(ZmqChannel):
 
     def __init__(self, ends: dict[str, Air], name: str, is_lost: IsLost, epoch: int = 1) -> None:
         self.name, self.epoch, self.address = name, epoch, f"127.0.0.1:{len(ends) + 1}"
+        self.done = ChannelStats()
         self._ends, self._is_lost = ends, is_lost
         self._arrived: deque[Packet] = deque()
         ends[name] = self
@@ -55,6 +56,9 @@ class Air(ZmqChannel):
 
     def wait(self, timeout_s: float) -> bool:
         return bool(self._arrived)
+
+    def stats(self) -> ChannelStats:
+        return self.done
 
 
 class Prefill(PrefillEngine):

@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from radixkv.scheduler.channel import Finished, NodeStatus, RunPrefill
+from radixkv.scheduler.channel import Dropped, Finished, NodeStatus, Refused, RunPrefill
 from radixkv.scheduler.channel.zmq_channel import ZmqChannel
 from radixkv.scheduler.disaggregated.remote import RemoteNodes
 from radixkv.scheduler.errors import NodesMissingError
@@ -162,3 +162,24 @@ def test_nodes_that_went_for_good_are_named() -> None:
     world.turn(30)
     with pytest.raises(NodesMissingError, match=r"^prefill-0 has not been heard of for 5 s, and "):
         world.nodes.check(0.0)  # no sooner than after the silence that a node may have
+
+
+def test_what_was_not_heard_of_nodes_that_went_is_said() -> None:
+    silent: set[str] = set()
+    world = Deployment(lambda sender, *_: sender in silent)
+    world.turn(2)
+    assert (world.nodes.unheard, world.nodes.strangers) == ("", False)
+    for refused, strangers in ((Refused.BROKEN, False), (Refused.OTHER_SECRET, True)):
+        world.ends[DESK].done.refused[refused] += 1
+        assert world.nodes.strangers is strangers
+    world.ends[DESK].done.refused[Refused.OTHER_SECRET] += 1
+    world.ends[DESK].done.dropped[Dropped.NO_FRAME] += 3
+    silent.add("prefill-0")
+    world.turn(60)
+    with pytest.raises(NodesMissingError) as error:
+        world.nodes.check(9.0)
+    assert str(error.value) == (
+        "prefill-0 has not been heard of for 9 s, and no other prefill node serves; "
+        "dropped messages: 3 not a frame; refused connections: 2 with another secret than that of "
+        "this node, 1 that ended before they were made"
+    )
