@@ -111,7 +111,7 @@ def _open_redis(url: str, options: BackendOptions) -> Backend:
 
     prefix = DEFAULT_PREFIX
     if options.namespace is not None:
-        prefix += f"{_short_name(options.namespace)}:"
+        prefix += f"{namespace_digits(options.namespace)}:"
     return RedisBackend(
         RedisAddress.from_url(url),
         prefix=prefix,
@@ -131,7 +131,7 @@ def _open_s3(url: str, options: BackendOptions) -> Backend:
         raise StorageUrlError("a bucket's URL is s3://BUCKET or s3://BUCKET/PREFIX, no more")
     steps = [step for step in unquote(parts.path).split("/") if step]
     if options.namespace is not None:
-        steps.append(_short_name(options.namespace))
+        steps.append(namespace_digits(options.namespace))
     store = s3_store(
         parts.netloc,
         timeout_s=5.0 if options.timeout_s is None else options.timeout_s,
@@ -145,7 +145,7 @@ def _open_mooncake(url: str, options: BackendOptions) -> Backend:
 
     prefix = DEFAULT_PREFIX
     if options.namespace is not None:
-        prefix += f"{_short_name(options.namespace)}:"
+        prefix += f"{namespace_digits(options.namespace)}:"
     host, port = master_of(url)
     return MooncakeBackend(
         host,
@@ -171,7 +171,12 @@ def _split(url: str) -> SplitResult:
         raise StorageUrlError("the storage URL is malformed") from None
 
 
-def _short_name(namespace: StorageNamespace | str) -> str:
+def namespace_digits(namespace: StorageNamespace | str) -> str:
+    """Return what tells a namespace's blocks apart in the names of a server or bucket.
+
+    Raises:
+        StorageUrlError: for a text that is not such digits.
+    """
     if isinstance(namespace, StorageNamespace):
         return namespace.digest().hex()[:_NAMESPACE_DIGITS]
     if not re.fullmatch(f"[0-9a-f]{{{_NAMESPACE_DIGITS}}}", namespace):

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ...kvcache.storage.urls import namespace_digits
 from ..engine import Engine
 from ..engine_tiers import make_storage_namespace
 from ..models import ModelConfig, load_config, load_model, load_tokenizer
@@ -106,8 +107,9 @@ def _complete(
         finally:
             engine.close()
         stats = asdict(engine.stats())
-        if storage is not None:
-            stats["storage"] = describe_storage(storage.stats())
+        if storage is not None and namespace is not None:
+            digits = namespace_digits(namespace)  # for `radixkv storage --namespace`
+            stats["storage"] = {"namespace": digits, **describe_storage(storage.stats())}
     return stats
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def test_the_second_run_finds_what_the_first_has_stored(
     assert found == [0, 12 + 4]
     assert stats["storage"]["blocks"]["loaded"] == 4
     assert stats["storage"]["errors"] == {}
+    assert re.fullmatch("[0-9a-f]{16}", stats["storage"]["namespace"])
 
 
 def test_text_has_the_hits_of_each_tier(
