@@ -48,7 +48,6 @@ class Parked:
         self.op_id: OpId | None = None  # copies what nobody else does
         self.runs: list[HostRun] = []  # held
         self.tail_block: int | None = None
-        self.tail_tokens = 0
 
     @property
     def is_copied(self) -> bool:
@@ -107,7 +106,7 @@ def park(tiers: Tiers, lease: Lease, tokens: Tokens, where: ParkedIn) -> Parked 
     ids, runs = tiers.writer.land(missing, len(sources) // ITEM_BYTES)
     parked = Parked(lease, len(tokens), where)
     if tail_tokens > 0:
-        parked.tail_block, parked.tail_tokens = int(ids[-1]), tail_tokens
+        parked.tail_block = int(ids[-1])
     parked.runs = host.hold([node.host for node in path if node.host is not None])
     tiers.let_go(held)
     lease.parking = True
@@ -155,11 +154,11 @@ def resume(tiers: Tiers, parked: Parked, num_blocks: int) -> tuple[int | None, i
         The host block of the tail, which is the caller's now, or None, and its tokens.
     """
     _end(tiers, parked)
-    whole = parked.num_tokens // tiers.manager.block_size
+    whole, tail_tokens = divmod(parked.num_tokens, tiers.manager.block_size)
     if parked.tail_block is None or num_blocks != whole or parked.epoch != tiers.manager.epoch:
         _recycle_tail(tiers, parked)
         return None, 0
-    return parked.tail_block, parked.tail_tokens
+    return parked.tail_block, tail_tokens
 
 
 def settle_parked(tiers: Tiers) -> None:
