@@ -150,6 +150,16 @@ def test_a_directory_that_others_may_use_is_refused(directory: Path, mode: int) 
     FileBackend(directory, max_bytes=100).close()
 
 
+def test_a_directory_of_another_owner_is_refused(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory.mkdir(0o700)
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(OpenToOthersError, match=r" has mode 0700, or another owner: "):
+        FileBackend(directory, max_bytes=100)
+
+
 def test_a_file_is_no_directory(directory: Path) -> None:
     directory.write_bytes(b"something else")
     text = f"opening the directory {directory} failed: ENOTDIR (Not a directory)"
@@ -190,6 +200,9 @@ def test_a_start_finds_values_and_sweeps_temporaries(directory: Path) -> None:
     (directory / "01" / ".tmp-7").write_bytes(b"half")
     (directory / "01" / "a note").write_bytes(b"not ours")
     (directory / "01" / KEYS[2].hex()).write_bytes(b"in the wrong place")
+    others = [KEYS[2].hex(), "01ab", "01" + "zz" * 31]
+    for name in others[1:]:
+        (directory / "01" / name).write_bytes(b"of no key")
     for name in ("zz", "0"):
         (directory / name).mkdir()
         (directory / name / ".tmp-7").write_bytes(b"not ours either")
@@ -198,7 +211,8 @@ def test_a_start_finds_values_and_sweeps_temporaries(directory: Path) -> None:
     assert keys_of(backend) == [KEYS[1]]
     assert get(backend, KEYS[1]) == b"abc"
     assert backend.stats()["swept_temporaries"] == 1
-    assert sorted(os.listdir(directory / "01")) == [KEYS[1].hex(), KEYS[2].hex(), "a note"]
+    names = [KEYS[1].hex(), *others, "a note"]
+    assert sorted(os.listdir(directory / "01")) == sorted(names)
     assert len(os.listdir(directory / "zz")) == len(os.listdir(directory / "0")) == 2
     backend.close()
 
@@ -475,7 +489,7 @@ def test_what_may_not_be_read_at_all_fails(
 def test_a_value_in_more_parts_than_the_system_takes_at_once(directory: Path) -> None:
     backend = FileBackend(directory, max_bytes=10_000)
     value = bytes(range(1, 251)) * 9
-    put(backend, KEYS[0], value)
+    backend.put(KEYS[0], [memoryview(value)[n : n + 1] for n in range(len(value))])
     for num_parts in (1023, 1024, 1025, 2250):
         into = [bytearray(1) for _ in range(num_parts)]
         assert backend.get(KEYS[0], [memoryview(part) for part in into]) == len(value)

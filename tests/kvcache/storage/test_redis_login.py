@@ -171,6 +171,7 @@ NOT_SO = f"the Redis URL is not redis://HOST[:PORT][/DB]; {ESCAPES}"
         ("redis://:hunter2#x@host", NO_HOST),
         ("redis://host#hunter2", f"the Redis URL has a '#'; {ESCAPES}"),
         ("redis://host/hunter2", f"the Redis URL's database is not a number; {ESCAPES}"),
+        ("redis://host/\u00b2", f"the Redis URL's database is not a number; {ESCAPES}"),
         ("redis://host/-1", f"the Redis URL's database is not a number; {ESCAPES}"),
         ("unix://host/path", "a Redis socket's URL is unix:///PATH or unix:///PATH?db=DB"),
         ("unix://", "a Redis socket's URL is unix:///PATH or unix:///PATH?db=DB"),

@@ -374,7 +374,7 @@ def test_what_has_no_room_is_dropped_and_counted() -> None:
 def test_what_cannot_be_is_refused() -> None:
     with workers(MemoryBackend()) as storage:
         with pytest.raises(StorageKeyError, match=r"^a key is 32 bytes, got str$"):
-            storage.lookup(["a"], timeout_s=1)  # type: ignore[list-item]
+            storage.lookup(["a" * 32], timeout_s=1)  # type: ignore[list-item]
         with pytest.raises(PayloadError, match=r"^2 keys, but 1 blocks$"):
             storage.store(KEYS[:2], [[b"a"]], timeout_s=1)
         with pytest.raises(PayloadError, match=r"^part 0 of a destination is read-only$"):
