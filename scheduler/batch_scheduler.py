@@ -11,7 +11,7 @@ from ..kvcache.tokens import as_count
 from .errors import ConfigError, StepOrderError
 from .live import LiveRequests
 from .plan import Chunk, SchedulerStats, StepPlan
-from .policy import Fcfs, Policy
+from .policy import Policy, as_policy
 from .request import Request, RequestStatus
 from .reservation import Reservation
 from .tier_requests import Preempt, make_tier_requests
@@ -46,7 +46,7 @@ class BatchScheduler(LiveRequests):
             reserve_tokens = as_count("reserve_tokens", reserve_tokens)
         stats = SchedulerStats()
         tiers = make_tier_requests(manager, preempt, prefix_cache, stats)
-        super().__init__(manager, Fcfs() if policy is None else policy, tiers, stats)
+        super().__init__(manager, as_policy(policy), tiers, stats)
         self.token_budget = token_budget
         self.max_running = max_running
         self.reserve_tokens = reserve_tokens

@@ -73,7 +73,8 @@ class DecodeScheduler(BatchScheduler):
             vocab_size: of the model; see `DecodeSide`.
 
         Raises:
-            ConfigError, CountError: for sizes that cannot work, or a tier that the manager has not.
+            ConfigError, CountError: for what is no policy, sizes that cannot work, or a tier that
+                the manager has not.
         """
         super().__init__(
             manager,

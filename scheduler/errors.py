@@ -5,7 +5,7 @@
     RadixKVError
     └── SchedulerError
         ├── RequestError        a request that is malformed, or a twin of a live one
-        ├── ConfigError         sizes that cannot work together
+        ├── ConfigError         options that cannot be, or sizes that cannot work together
         ├── RoutingError        no node to send a request to, or two of one name
         ├── StepOrderError      schedule and update called out of turn
         ├── RefusedError        a decode node has no room for a request now
@@ -46,7 +46,7 @@ class RequestError(SchedulerError, ValueError):
 
 
 class ConfigError(SchedulerError, ValueError):
-    """Sizes cannot work together."""
+    """An option cannot be, or sizes cannot work together."""
 
 
 class RoutingError(SchedulerError):

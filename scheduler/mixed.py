@@ -56,7 +56,8 @@ class MixedScheduler(BatchScheduler):
                 soon as storage has it.
 
         Raises:
-            ConfigError, CountError: for sizes that cannot work, or a tier that the manager has not.
+            ConfigError, CountError: for what is no policy, sizes that cannot work, or a tier that
+                the manager has not.
         """
         super().__init__(
             manager,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from .errors import ConfigError
 from .request import Request
 
 
@@ -32,3 +33,19 @@ class Priority:
     def order(self, request: Request) -> tuple[int, ...]:
         """Order by priority, then arrival."""
         return (request.priority, request.arrival)
+
+
+def as_policy(policy: Policy | None) -> Policy:
+    """Return a policy as it is, and `Fcfs` for None.
+
+    Raises:
+        ConfigError: for what has no order of requests, such as a policy's name or its class.
+    """
+    if policy is None:
+        return Fcfs()
+    if isinstance(policy, type) or not callable(getattr(policy, "order", None)):
+        raise ConfigError(
+            "policy must be an object with a method `order`, such as Fcfs() or Priority(), "
+            f"got {policy!r}"
+        )
+    return policy

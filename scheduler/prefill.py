@@ -86,7 +86,7 @@ class PrefillScheduler(BatchScheduler):
             policy: order of admission; default `Fcfs`.
 
         Raises:
-            ConfigError, CountError: for sizes that cannot work.
+            ConfigError, CountError: for what is no policy or order, or sizes that cannot work.
         """
         super().__init__(
             manager,

@@ -10,6 +10,7 @@ from radixkv.scheduler.disaggregated import DecodeEngine, PrefillEngine
 from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.errors import ConfigError, RequestError
 from radixkv.scheduler.handoff import Timing
+from radixkv.scheduler.policy import Fcfs, Priority
 from radixkv.scheduler.request import Request
 from radixkv.scheduler.transport import InProcessExchange, InProcessTransport
 
@@ -22,6 +23,7 @@ SIZES = {
     "max_running": MAX_RUNNING,
     "max_model_len": MAX_MODEL_LEN,
 }
+NO_POLICY = "policy must be an object with a method `order`, such as Fcfs() or Priority(), got "
 
 
 def refused(error: type[RadixKVError], text: str):
@@ -93,22 +95,37 @@ def test_a_live_id_is_refused(engine):
         ({"block_size": 0}, CountError, "block_size must be at least 1, got 0"),
         ({"block_size": "16"}, CountError, "block_size must be an integer, got '16'"),
         ({"reserve_tokens": -1}, CountError, "reserve_tokens must be at least 0, got -1"),
+        ({"reserve_tokens": "none"}, CountError, "reserve_tokens must be an integer, got 'none'"),
+        ({"policy": "fcfs"}, ConfigError, f"{NO_POLICY}'fcfs'"),
+        ({"policy": Priority}, ConfigError, f"{NO_POLICY}{Priority!r}"),
     ],
 )
-def test_sizes_that_cannot_work_are_refused(model, options, error, text):
+def test_options_that_cannot_work_are_refused(model, options, error, text):
     with refused(error, text):
         Engine(model("llama"), **{**SIZES, **options})
 
 
 @pytest.mark.parametrize(
-    ("node", "options", "text"),
+    ("node", "options", "error", "text"),
     [
-        (PrefillEngine, {"num_blocks": "64"}, "num_blocks must be an integer, got '64'"),
-        (PrefillEngine, {"max_offered_bytes": 0}, "max_offered_bytes must be at least 1, got 0"),
-        (DecodeEngine, {"max_running": 4.0}, "max_running must be an integer, got 4.0"),
+        (
+            PrefillEngine,
+            {"num_blocks": "64"},
+            CountError,
+            "num_blocks must be an integer, got '64'",
+        ),
+        (
+            PrefillEngine,
+            {"max_offered_bytes": 0},
+            CountError,
+            "max_offered_bytes must be at least 1, got 0",
+        ),
+        (DecodeEngine, {"max_running": 4.0}, CountError, "max_running must be an integer, got 4.0"),
+        (PrefillEngine, {"policy": Fcfs}, ConfigError, f"{NO_POLICY}{Fcfs!r}"),
+        (DecodeEngine, {"policy": "priority"}, ConfigError, f"{NO_POLICY}'priority'"),
     ],
 )
-def test_nodes_refuse_sizes_too(model, node, options, text):
+def test_nodes_refuse_them_too(model, node, options, error, text):
     life = {"epoch": 1, "now": 0.0, "timing": Timing()}
-    with closing(InProcessTransport(InProcessExchange())) as transport, refused(CountError, text):
+    with closing(InProcessTransport(InProcessExchange())) as transport, refused(error, text):
         node(model("llama"), transport, **{**life, **SIZES, **options})
