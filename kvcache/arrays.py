@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .errors import PoolDTypeError
+from .errors import PoolDTypeError, PoolShapeError
 from .tokens import as_count
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -36,14 +36,20 @@ class BlockArrays:
 
     Raises:
         PoolDTypeError: for pools of another dtype than bfloat16, float16 or float32.
+        PoolShapeError: if there are not as many of keys as of values, one at least, all of one
+            shape and dtype.
     """
 
     keys: tuple[Float[Array, "blocks kv_heads block_size head_dim"], ...]
     values: tuple[Float[Array, "blocks kv_heads block_size head_dim"], ...]
 
     def __post_init__(self) -> None:
-        for pool in (*self.keys, *self.values):
+        pools = (*self.keys, *self.values)
+        for pool in pools:
             _check_dtype(pool.dtype)
+        kinds = {f"{pool.dtype.name}{list(pool.shape)}": pool.ndim for pool in pools}
+        if len(self.keys) != len(self.values) or list(kinds.values()) != [4]:
+            raise PoolShapeError(len(self.keys), len(self.values), list(kinds))
 
     @classmethod
     def zeros(

@@ -131,11 +131,19 @@ class BlockCopies:
         program = self._program(_copy, size)
         _replace(arrays, program((*arrays.keys, *arrays.values), *ids))
 
+    def check_ids(self, ids: Int32Array) -> None:
+        """Refuse ids that are not of usable blocks.
+
+        Raises:
+            IndexError: if there is one.
+        """
+        check_block_ids("device", ids, self._shape[0] - 1)
+
     def _program(self, copy: Callable[..., jax.Array | Pools], size: int) -> Compiled:
         return _compiled(copy, self._num_pools, self._shape, self._dtype, size)
 
     def _pad(self, ids: Int32Array, size: int) -> Int32[Array, " size"]:
-        check_block_ids("device", ids, self._shape[0] - 1)
+        self.check_ids(ids)
         padded = np.full(size, _NOWHERE, np.int32)
         padded[: len(ids)] = ids
         on_device: jax.Array = jax.device_put(padded)

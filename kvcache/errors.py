@@ -12,6 +12,7 @@
     ├── RecycleError          block ids that were not allocated; the others were recycled
     ├── LeaseError            a lease that was released, is of an older epoch, or is too small
     ├── PoolDTypeError        pools of a dtype whose copies would lose something
+    ├── PoolShapeError        pools that are not alike, or not in pairs
     ├── HostConfigError       a host tier that cannot be
     ├── StorageConfigError    storage without a host tier, or asked for where there is none
     └── OperationResultError  not one result per block of an operation
@@ -89,6 +90,17 @@ class PoolDTypeError(RadixKVError, ValueError):
             "copies of blocks carry no scales, which quantised pools need"
         )
         self.dtype = dtype
+
+
+class PoolShapeError(RadixKVError, ValueError):
+    """Pools on the device do not belong together."""
+
+    def __init__(self, num_keys: int, num_values: int, kinds: Sequence[str]) -> None:
+        super().__init__(
+            "there must be one pool of keys and one of values per layer, all alike, "
+            "[blocks, kv_heads, block_size, head_dim]; "
+            f"got {num_keys} and {num_values}, {' and '.join(kinds) or 'none'}"
+        )
 
 
 class HostConfigError(RadixKVError, ValueError):

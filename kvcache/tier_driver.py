@@ -22,6 +22,7 @@ import numpy as np
 
 from .arrays import BlockArrays
 from .block_copies import BlockCopies
+from .dispatch_checks import check_blocks
 from .dispatched import (
     Dispatched,
     DispatchTable,
@@ -37,7 +38,7 @@ from .staging_writer import StagedBlocks, StagingWriter
 from .storage.base import Storage
 from .storage.errors import StorageError
 from .storage_copies import StorageCopies
-from .tokens import Int32Array, as_count
+from .tokens import as_count
 
 _Part: TypeAlias = Callable[[Dispatched, BlockArrays], None]
 
@@ -112,8 +113,13 @@ class TierDriver:
 
         Raises:
             StorageConfigError: if one has keys, and there is no storage; nothing is started.
+            IndexError: if one has a block that the pools or the host tier have not, as they are
+                smaller than the manager says; nothing is started.
+            ValueError: if one writes a block twice, or reads it too; nothing is started.
             Exception: what ended a copy that had taken the pools: they are lost, and the cache is.
         """
+        for operation in operations:
+            check_blocks(operation, self._warm_copies(), self._host)
         if any(operation.keys for operation in operations):
             self._need_storage()
         now = self._clock()
@@ -216,14 +222,12 @@ class TierDriver:
         """Read what an operation copies between the tiers into staging."""
         operation, copies = entry.operation, self._warm_copies()
         if operation.kind is OpKind.HOST_TO_DEVICE:
-            self._host.check_ids(operation.sources)
             for piece, size in copies.pieces(operation.num_blocks):
                 sources = np.zeros(size, np.int32)  # padded with the padding row
                 ids = operation.sources[piece]
                 sources[: len(ids)] = ids
                 entry.staged.append(StagedPiece(piece, size, self._host.read(sources)))
         elif operation.kind is OpKind.DEVICE_TO_HOST:
-            self._host.check_ids(operation.destinations)
             for piece, size in copies.pieces(operation.num_blocks):
                 num_bytes = size * self._host.bytes_per_block
                 if self._bytes_in_flight + num_bytes > self._max_bytes:
@@ -240,7 +244,6 @@ class TierDriver:
         operation, copies = entry.operation, self._warm_copies()
         if operation.kind is not OpKind.DEVICE_TO_DEVICE:
             return
-        _check_apart(operation.sources, operation.destinations)
         for piece, size in copies.pieces(operation.num_blocks):
             copies.copy(arrays, operation.sources[piece], operation.destinations[piece], size)
             entry.mark(piece)
@@ -315,14 +318,3 @@ class TierDriver:
             entry.writes -= 1
             self._bytes_in_flight -= write.num_bytes
         return entry.writes == 0
-
-
-def _check_apart(sources: Int32Array, destinations: Int32Array) -> None:
-    """Refuse copies that differ by the order in which blocks are read and written.
-
-    Raises:
-        ValueError: if a block is written twice, or read and written.
-    """
-    shared = np.intersect1d(sources, destinations)
-    if len(shared) or len(np.unique(destinations)) < len(destinations):
-        raise ValueError("a block is written twice, or read and written, in one operation")

@@ -1,9 +1,12 @@
 """The arrays that hold the blocks: one more block than the pool has, for padding."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import jax.numpy as jnp
 import pytest
 
-from radixkv.kvcache import BlockArrays, CountError, PoolDTypeError
+from radixkv.kvcache import BlockArrays, CountError, PoolDTypeError, PoolShapeError
 
 SIZES = {"num_layers": 2, "num_blocks": 3, "kv_heads": 4, "block_size": 5, "head_dim": 6}
 
@@ -41,3 +44,33 @@ def test_quantised_pools_of_others_are_refused():
     with pytest.raises(PoolDTypeError) as refusal:
         BlockArrays((fine,), (pool,))
     assert str(refusal.value) == REFUSED.format("float8_e4m3fn")
+
+
+def make(keys, values):
+    """Do what `BlockArrays` does without jaxtyping's checks, which these tests run with."""
+    arrays: Any = SimpleNamespace(keys=keys, values=values)
+    BlockArrays.__post_init__(arrays)
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "got"),
+    [
+        ([], [], "0 and 0, none"),
+        ([(4, 4, 5, 6)], [], "1 and 0, float32[4, 4, 5, 6]"),
+        ([(4, 4, 5, 6)], [(4, 4, 5, 7)], "1 and 1, float32[4, 4, 5, 6] and float32[4, 4, 5, 7]"),
+        ([(4, 4, 30)], [(4, 4, 30)], "1 and 1, float32[4, 4, 30]"),
+    ],
+)
+def test_pools_that_do_not_belong_together_are_refused(keys, values, got):
+    with pytest.raises(PoolShapeError) as refusal:
+        make(tuple(map(jnp.zeros, keys)), tuple(map(jnp.zeros, values)))
+    assert str(refusal.value) == (
+        "there must be one pool of keys and one of values per layer, all alike, "
+        f"[blocks, kv_heads, block_size, head_dim]; got {got}"
+    )
+
+
+def test_pools_of_two_dtypes_are_refused():
+    pools = jnp.zeros((2, 1, 1, 1), jnp.float32), jnp.zeros((2, 1, 1, 1), jnp.bfloat16)
+    with pytest.raises(PoolShapeError, match=r"float32\[2, 1, 1, 1\] and bfloat16\[2, 1, 1, 1\]"):
+        make(pools[:1], pools[1:])

@@ -250,25 +250,32 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("kind", "sources", "destinations", "error"),
         [
-            (DOWN, [7], [1], "IndexError"),
-            (DOWN, [1], [6], "IndexError"),
-            (DOWN, [1], [0], "IndexError"),
-            (DOWN, [1, 2, 7], [1, 2, 3], "IndexError"),  # of the second piece
-            (UP, [6], [1], "IndexError"),
-            (UP, [0], [1], "IndexError"),
-            (UP, [1], [0], "IndexError"),
-            (ACROSS, [1], [-1], "IndexError"),
-            (ACROSS, [1, 2], [2, 3], "ValueError"),
-            (ACROSS, [1, 2], [3, 3], "ValueError"),
+            (DOWN, [7], [1], "device block 7 is not in 1 to 6"),
+            (DOWN, [1], [6], "host block 6 is not in 1 to 5"),
+            (DOWN, [1], [0], "host block 0 is not in 1 to 5"),
+            (DOWN, [1, 2, 7], [1, 2, 3], "device block 7 is not in 1 to 6"),
+            (UP, [6], [1], "host block 6 is not in 1 to 5"),
+            (UP, [0], [1], "host block 0 is not in 1 to 5"),
+            (UP, [1], [0], "device block 0 is not in 1 to 6"),
+            (ACROSS, [7], [1], "device block 7 is not in 1 to 6"),
+            (ACROSS, [1], [-1], "device block -1 is not in 1 to 6"),
+            (ACROSS, [1, 2], [2, 3], "a block is written twice, or read and written"),
+            (ACROSS, [1, 2], [3, 3], "a block is written twice, or read and written"),
+            (OUT, [6], [], "host block 6 is not in 1 to 5"),
+            (IN, [], [6], "host block 6 is not in 1 to 5"),
         ],
     )
-    def test_it_fails_alone(self, bench, kind, sources, destinations, error):
-        op_id = bench.start(kind, sources, destinations)
-        assert bench.driver.poll() == [OperationResult(op_id, (False,) * len(sources), fenced=True)]
-        stats = bench.driver.stats()
-        assert (stats.errors, stats.bytes_in_flight) == ({error: 1}, 0)
-        assert bench.results() == []
-        bench.fill()  # the pools are there
+    def test_blocks_that_are_not_there(self, kind, sources, destinations, error):
+        """Nothing is started, of the operations beside it neither."""
+        with Bench(storage=FakeStorage()) as bench:
+            bench.fill()
+            before = bench.device()
+            keys = KEYS[:1] if kind in (OUT, IN) else ()
+            wrong = bench.operation(kind, sources, destinations, keys)
+            with pytest.raises((IndexError, ValueError), match=error):
+                bench.driver.dispatch([bench.operation(UP, [1], [2]), wrong], bench.arrays)
+            assert bench.results() == [] and bench.driver.stats().open_operations == 0
+            assert (bench.device() == before).all()
 
     def test_lost_pools_are_not_a_failed_operation(self, bench, monkeypatch):
         def lose(arrays, *args):
