@@ -337,6 +337,15 @@ def test_a_link_is_not_followed(directory: Path, tmp_path: Path) -> None:
     backend.close()
 
 
+def test_the_lock_is_no_link(directory: Path, tmp_path: Path) -> None:
+    """Who could put one there had a file made, or locked, anywhere."""
+    directory.mkdir(mode=0o700)
+    (directory / "lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BackendIOError, match=r": ELOOP "):
+        FileBackend(directory, max_bytes=100)
+    assert not (tmp_path / "elsewhere").exists()
+
+
 @pytest.mark.parametrize(("number", "stays"), [(errno.EIO, False), (errno.EMFILE, True)])
 def test_what_the_disk_does_not_give_is_stored_again(
     directory: Path, monkeypatch: pytest.MonkeyPatch, number: int, stays: bool

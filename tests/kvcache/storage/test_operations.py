@@ -239,6 +239,17 @@ def test_lookups_go_first_then_loads_then_the_others_in_order() -> None:
     assert order == [Kind.LOOKUP, Kind.LOAD, Kind.STORE, Kind.DELETE]
 
 
+def test_a_thread_is_back_for_a_lookup_after_a_few_loads() -> None:
+    table = OperationTable(BUDGET, NUM_THREADS)
+    keys = [bytes([number]) * 32 for number in range(50)]
+    table.submit(Kind.LOAD, keys, [[memoryview(b"a")]] * len(keys), deadline=1)
+    taken = []
+    while (task := table.take()) is not None:
+        taken.append(len(task.keys))
+    assert sum(taken) == len(keys)
+    assert max(taken) <= 8
+
+
 def test_a_prefix_ends_at_the_first_gap() -> None:
     """FastDeploy's file store counted all that it had (fastdeploy.md, B48)."""
     found, missing = Status.FOUND, Status.MISSING
