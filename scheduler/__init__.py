@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .engine_tiers import make_storage_namespace
     from .errors import (
         ConfigError,
+        EngineClosedError,
         HandoffsOpenError,
         RefusedError,
         RequestError,
@@ -36,6 +37,7 @@ _HOME = {
     "DecodeScheduler": "decode",
     "Disaggregated": "disaggregated",
     "Engine": "engine",
+    "EngineClosedError": "errors",
     "EngineStats": "engine_stats",
     "Fcfs": "policy",
     "HandoffsOpenError": "errors",
@@ -64,6 +66,7 @@ __all__ = [
     "DecodeScheduler",
     "Disaggregated",
     "Engine",
+    "EngineClosedError",
     "EngineStats",
     "Fcfs",
     "HandoffsOpenError",

@@ -88,6 +88,7 @@ class Engine:
             RequestError: for a token outside the vocabulary, a request longer than
                 `max_model_len`, or the id of a live request.
             RequestTooLargeError: if it could not run to its limit even alone.
+            EngineClosedError: after close, with a host tier.
         """
         self._runner.check_request(request)
         self.scheduler.add(request)
@@ -105,6 +106,9 @@ class Engine:
         """Run one step; return the requests that ended in it.
 
         If all wait for copies, it waits until one has ended.
+
+        Raises:
+            EngineClosedError: after close, with a host tier.
         """
         self._runner.collect()
         if not self.scheduler.has_work:
@@ -154,7 +158,8 @@ class Engine:
     def close(self, *, timeout_s: float = 30.0) -> bool:
         """Let copies end that are under way, such as what storage is to keep; stop the threads.
 
-        Only without a host tier may the engine be used afterwards. Storage stays open.
+        Without a host tier the engine may be used afterwards; with one it takes no request and no
+        step any more. Storage stays open.
 
         Returns:
             Whether the threads have stopped within timeout_s; if not, call it again.

@@ -11,7 +11,7 @@ import numpy as np
 from ..kvcache import BlockArrays, HostArrays, TierDriver, Tiers
 from ..kvcache.storage import Storage, StorageNamespace
 from .engine_stats import CopyStats
-from .errors import ConfigError
+from .errors import ConfigError, EngineClosedError
 from .models import Model, Params
 
 _MAX_BLOCKS_PER_COPY: Final = 32
@@ -33,6 +33,16 @@ class EngineTiers:
             max_blocks_per_copy=1 << (most - 1).bit_length(),
         )
         self._driver.warm_up(arrays)
+        self._is_closed = False
+
+    def check_open(self) -> None:
+        """Refuse what needs copies, when there are none any more.
+
+        Raises:
+            EngineClosedError: after close, whatever it returned.
+        """
+        if self._is_closed:
+            raise EngineClosedError("the engine is closed")
 
     def collect(self) -> None:
         """Tell the manager what has ended."""
@@ -57,6 +67,7 @@ class EngineTiers:
 
     def close(self, arrays: BlockArrays, timeout_s: float) -> bool:
         """Let what is under way end, then stop the threads; see `Engine.close`."""
+        self._is_closed = True
         end = time.monotonic() + timeout_s
         while True:
             self.collect()

@@ -8,6 +8,7 @@
         ├── ConfigError         options that cannot be, or sizes that cannot work together
         ├── RoutingError        no node to send a request to, or two of one name
         ├── StepOrderError      schedule and update called out of turn
+        ├── EngineClosedError   an engine with a host tier is used after close
         ├── RefusedError        a decode node has no room for a request now
         ├── NodesFailedError    prefill and decode nodes did not do what they were asked
         │   ├── NodesMissingError   too few of them serve
@@ -55,6 +56,10 @@ class RoutingError(SchedulerError):
 
 class StepOrderError(SchedulerError):
     """`schedule` and `update` were called out of turn."""
+
+
+class EngineClosedError(SchedulerError):
+    """An engine with a host tier was used after it was closed."""
 
 
 class RefusedError(SchedulerError):

@@ -118,7 +118,10 @@ class ModelRunner:
         Raises:
             RequestError: for a token outside the vocabulary, or a request longer than
                 max_model_len.
+            EngineClosedError: after close, with a host tier.
         """
+        if self._tiers is not None:
+            self._tiers.check_open()
         vocab_size = self.model.config.vocab_size
         bad = np.flatnonzero((request.prompt < 0) | (request.prompt >= vocab_size))
         if len(bad):
@@ -137,8 +140,13 @@ class ModelRunner:
     # A step: collect, then the scheduler plans, then step or dispatch
 
     def collect(self) -> None:
-        """Tell the manager which copies between the tiers have ended."""
+        """Tell the manager which copies between the tiers have ended.
+
+        Raises:
+            EngineClosedError: after close, with a host tier.
+        """
         if self._tiers is not None:
+            self._tiers.check_open()
             self._tiers.collect()
 
     def dispatch(self) -> None:

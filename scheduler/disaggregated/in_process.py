@@ -70,6 +70,7 @@ class Disaggregated:
         Raises:
             RequestError: for a token outside the vocabulary, a request longer than a node's
                 max_model_len, one that was added before, or the id of a live request.
+            EngineClosedError: after close, with a host tier.
         """
         for node in self._nodes():
             node.check_request(request)

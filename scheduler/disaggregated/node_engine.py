@@ -113,6 +113,7 @@ class NodeEngine(ABC, Generic[SchedulerT]):
         Raises:
             RequestError: for a token outside the vocabulary, or a request longer than
                 max_model_len.
+            EngineClosedError: after close, with a host tier.
         """
         self._runner.check_request(request)
 
@@ -132,6 +133,9 @@ class NodeEngine(ABC, Generic[SchedulerT]):
 
         Returns:
             Whether anything was done; if not, it may be left alone for a moment.
+
+        Raises:
+            EngineClosedError: after close, with a host tier.
         """
         self._runner.collect()
         self.scheduler.tick(now)

@@ -96,6 +96,7 @@ class PrefillEngine(NodeEngine[PrefillScheduler]):
         Raises:
             RequestError: for a request that the model cannot take, or an attempt that is open.
             RequestTooLargeError: if the prompt does not fit even alone.
+            EngineClosedError: after close, with a host tier.
         """
         self.check_request(request)
         self.scheduler.begin(request, peer, attempt)

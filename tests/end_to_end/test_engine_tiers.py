@@ -15,7 +15,7 @@ from radixkv.kvcache import HostConfig, RadixKVError, StorageConfigError, storag
 from radixkv.kvcache.storage import BackendOptions, Kind, Status, StorageWorkers, open_backend
 from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.engine_tiers import make_storage_namespace
-from radixkv.scheduler.errors import ConfigError
+from radixkv.scheduler.errors import ConfigError, EngineClosedError
 from radixkv.scheduler.request import Request, SamplingParams
 
 from ..kvcache.driving import FakeStorage
@@ -281,6 +281,19 @@ def test_a_namespace_names_the_model_and_how_a_block_looks(model):
         make_storage_namespace(model("llama"), "tiny", 4),
     ]
     assert len({each.digest() for each in (llama, *others)}) == 5
+
+
+def test_an_engine_with_a_host_tier_serves_nothing_after_close(compiled):
+    serving = fresh(compiled, host=HostConfig(8))
+    serving.add_request(Request("left", [5, 6], 2))
+    assert serving.close(timeout_s=LONG_S)
+    with refused(EngineClosedError, "the engine is closed"):
+        serving.add_request(Request("late", [5, 6], 2))
+    with refused(EngineClosedError, "the engine is closed"):
+        serving.run()
+    assert serving.abort("left")
+    finish(serving)  # close may be called again
+    assert serving.stats().steps == 0
 
 
 def test_without_tiers_close_does_nothing(compiled):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +15,9 @@ from radixkv.kvcache import HostConfig
 from radixkv.kvcache.storage import BackendOptions, StorageWorkers, open_backend
 from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.engine_tiers import make_storage_namespace
-from radixkv.scheduler.errors import ConfigError, HandoffsOpenError
+from radixkv.scheduler.errors import ConfigError, EngineClosedError, HandoffsOpenError
 from radixkv.scheduler.models import Params
+from radixkv.scheduler.request import Request
 
 from .cluster import Cluster
 from .conftest import complete, fresh, let_copies_end
@@ -81,6 +82,23 @@ def test_storage_is_of_the_weights_that_the_parts_are_of(llama: Engine) -> None:
     for prefill, decode in ((options, {}), ({}, options)):
         with pytest.raises(ConfigError, match=text):
             Cluster(llama, prefill=prefill, decode=decode)
+
+
+def test_nodes_with_a_host_tier_serve_nothing_after_close(llama: Engine) -> None:
+    cluster = Cluster(llama, prefill={"host": HostConfig(8)}, decode={"host": HostConfig(8)})
+    assert cluster.front.close(timeout_s=LONG_S)
+    request = Request("late", PREFIX, 4)
+    uses: list[Callable[[], object]] = [
+        lambda: cluster.p.begin(request, "decode-0"),
+        lambda: cluster.p.poll(0.0),
+        lambda: cluster.d.poll(0.0),
+        lambda: cluster.front.add_request(request),
+        cluster.front.step,
+    ]
+    for use in uses:
+        with pytest.raises(EngineClosedError, match=r"^the engine is closed$"):
+            use()
+    assert not cluster.front.has_work
 
 
 # Other weights
