@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NewType, Protocol, TypeAlias
+from typing import Any, NamedTuple, NewType, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -240,6 +240,17 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Let go of files and connections."""
+
+
+@runtime_checkable
+class SharedBackend(Backend, Protocol):
+    """A backend in which namespaces have names of their own, and that can list them."""
+
+    def list_namespaces(self) -> Iterator[tuple[str, StoredValue]]:
+        """Yield what `list_values` does, under "", and each namespace's values under its digits.
+
+        For a backend that was opened without a namespace. No value is read.
+        """
 
 
 def check_key(key: bytes) -> bytes:

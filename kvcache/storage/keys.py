@@ -26,6 +26,8 @@ from .errors import StorageKeyError
 
 SCHEMA: Final = 1
 """Changes when the meaning of a key or of a value does."""
+NAMESPACE_DIGITS: Final = 16
+"""So many of a namespace's digest, in hex, name it in a server or bucket that others share."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 ::
 
     PREFIX/3f/3fa0…e1      two digits of the key, then all of it: an object, written by one PUT
+    PREFIX/0123456789abcdef/3f/3fa0…e1      in a namespace: its digits end the prefix
 
 An object is there when all of it is. Object storage keeps no order of use, so that `touch` does
 nothing: what expires when is a rule of the bucket. Needs the extra ``objects``.
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 from .base import KEY_BYTES, StoredValue, check_key, scatter
 from .errors import BackendError, UnsupportedError
+from .keys import NAMESPACE_DIGITS
 from .remote_errors import BackendRefusedError, MissingPackageError
 from .request_counts import RequestCounts
 
@@ -123,7 +125,11 @@ class ObjectBackend:
         """See Backend. A page of the list at a time; there is no order of use."""
         if coldest_first:
             raise UnsupportedError(_NO_ORDER)
-        return self._list()
+        return (value for _, value in self._list(with_namespaces=False))
+
+    def list_namespaces(self) -> Iterator[tuple[str, StoredValue]]:
+        """See SharedBackend; the same pages as of list_values, which have all names anyway."""
+        return self._list(with_namespaces=True)
 
     def stats(self) -> Mapping[str, int]:
         """Return how many requests there were, and how many failed; asks nobody."""
@@ -135,7 +141,11 @@ class ObjectBackend:
 
     # -- the parts of these
 
-    def _list(self) -> Iterator[StoredValue]:
+    def _list(self, *, with_namespaces: bool) -> Iterator[tuple[str, StoredValue]]:
+        is_ours = re.compile(
+            rf"{re.escape(self._prefix)}(?:([0-9a-f]{{{NAMESPACE_DIGITS}}})/)?"
+            rf"([0-9a-f]{{2}})/(\2[0-9a-f]{{{2 * KEY_BYTES - 2}}})"
+        )
         with self._typed("listing"):
             pages = iter(self._store.list(self._prefix or None))
         while True:
@@ -144,10 +154,9 @@ class ObjectBackend:
             if page is None:
                 return
             for each in page:
-                name = each["path"].rpartition("/")[2]
-                is_key = re.fullmatch(rf"[0-9a-f]{{{2 * KEY_BYTES}}}", name)
-                if is_key and each["path"] == self._path(bytes.fromhex(name)):
-                    yield StoredValue(bytes.fromhex(name), each["size"])
+                match = is_ours.fullmatch(each["path"])
+                if match and (with_namespaces or not match[1]):
+                    yield match[1] or "", StoredValue(bytes.fromhex(match[3]), each["size"])
 
     def _exists(self, path: str) -> bool:
         try:

@@ -3,6 +3,7 @@
 ::
 
     radixkv:3fa0…e1      prefix, then the key in hex: a value, as SET wrote it
+    radixkv:0123456789abcdef:3fa0…e1      in a namespace: its digits end the prefix
 
 A value is written by one SET, so a reader sees all of it or nothing, and writing it again does no
 harm. (SET NX would keep a corrupt one.) What is forgotten, and when, is the server's choice: its
@@ -18,6 +19,7 @@ from typing import Any, Final
 
 from .base import KEY_BYTES, StoredValue, check_key, scatter
 from .errors import BackendError, UnsupportedError
+from .keys import NAMESPACE_DIGITS
 from .redis_address import RedisAddress
 from .redis_packer import Packer, Value, Word
 from .remote_errors import BackendRefusedError, BackendUnreachableError, MissingPackageError
@@ -146,7 +148,11 @@ class RedisBackend:
         """See Backend. In steps of some hundred keys; the server tells no order of use."""
         if coldest_first:
             raise UnsupportedError(_NO_ORDER)
-        return self._list()
+        return (value for _, value in self._list(with_namespaces=False))
+
+    def list_namespaces(self) -> Iterator[tuple[str, StoredValue]]:
+        """See SharedBackend; one scan, as for list_values, which goes over all names anyway."""
+        return self._list(with_namespaces=True)
 
     def stats(self) -> Mapping[str, int]:
         """Return how many requests there were, and how many failed; asks nobody."""
@@ -158,29 +164,31 @@ class RedisBackend:
 
     # -- the parts of these
 
-    def _list(self) -> Iterator[StoredValue]:
+    def _list(self, *, with_namespaces: bool) -> Iterator[tuple[str, StoredValue]]:
         pattern = re.sub(rb"([\\*?\[\]^-])", rb"\\\1", self._prefix) + b"*"
+        is_ours = re.compile(
+            rb"%b(?:([0-9a-f]{%d}):)?([0-9a-f]{%d})"
+            % (re.escape(self._prefix), NAMESPACE_DIGITS, 2 * KEY_BYTES)
+        )
         seen: set[bytes] = set()  # a scan may name a key twice
         cursor = None
         while cursor != 0:
             with self._typed("listing"):
                 cursor, names = self._client.scan(cursor or 0, match=pattern, count=_SCAN_COUNT)
-                keys = {key for name in names if (key := self._key(name)) is not None}
-                new = list(keys - seen)
+                new = [
+                    match
+                    for name in set(names) - seen
+                    if (match := is_ours.fullmatch(name)) and (with_namespaces or not match[1])
+                ]
                 pipeline = self._client.pipeline(transaction=False)
-                for key in new:
-                    pipeline.execute_command("STRLEN", self._name(key))
+                for match in new:
+                    pipeline.execute_command("STRLEN", match[0])
                 answers = pipeline.execute(raise_on_error=False)
                 sizes = [_number_if_string(answer) for answer in answers]
-            seen.update(new)
-            yield from map(StoredValue, new, sizes)
-
-    def _key(self, name: bytes) -> bytes | None:
-        """Return the key that has this name in the server; None if none has."""
-        digits = name.removeprefix(self._prefix)
-        if re.fullmatch(rb"[0-9a-f]{%d}" % (2 * KEY_BYTES), digits):
-            return bytes.fromhex(digits.decode())
-        return None
+            seen.update(match[0] for match in new)
+            for match, num_bytes in zip(new, sizes, strict=True):
+                namespace, digits = (match[1] or b"").decode(), match[2].decode()
+                yield namespace, StoredValue(bytes.fromhex(digits), num_bytes)
 
     def _name(self, key: bytes) -> bytes:
         return self._prefix + check_key(key).hex().encode()

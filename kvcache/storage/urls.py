@@ -10,10 +10,8 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from .base import Backend
 from .files import FileBackend, Sync
-from .keys import StorageNamespace
+from .keys import NAMESPACE_DIGITS, StorageNamespace
 from .remote_errors import StorageUrlError
-
-_NAMESPACE_DIGITS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +176,9 @@ def namespace_digits(namespace: StorageNamespace | str) -> str:
         StorageUrlError: for a text that is not such digits.
     """
     if isinstance(namespace, StorageNamespace):
-        return namespace.digest().hex()[:_NAMESPACE_DIGITS]
-    if not re.fullmatch(f"[0-9a-f]{{{_NAMESPACE_DIGITS}}}", namespace):
-        raise StorageUrlError(f"a namespace is the first {_NAMESPACE_DIGITS} digits of its digest")
+        return namespace.digest().hex()[:NAMESPACE_DIGITS]
+    if not re.fullmatch(f"[0-9a-f]{{{NAMESPACE_DIGITS}}}", namespace):
+        raise StorageUrlError(f"a namespace is the first {NAMESPACE_DIGITS} digits of its digest")
     return namespace
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +16,7 @@ from ...kvcache.storage import (
     remove_values,
     verify_values,
 )
+from ...kvcache.storage.base import SharedBackend
 from ...kvcache.storage.urls import names_server
 from .errors import BadInputError
 from .output import check_destination, emit, format_table
@@ -44,20 +46,35 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _list(arguments: argparse.Namespace, backend: Backend) -> int:
-    blocks = num_bytes = 0
+    """Count what is meant; where that is what has no namespace, also what each namespace has."""
+    apart = _means_no_namespace(arguments)
+    if apart and isinstance(backend, SharedBackend):
+        listed = backend.list_namespaces()
+    else:
+        listed = (("", value) for value in backend.list_values())
+    blocks: Counter[str] = Counter()
+    num_bytes: Counter[str] = Counter()
     keys: list[tuple[str, int]] = []
-    for value in backend.list_values():
-        blocks += 1
-        num_bytes += value.num_bytes
-        if arguments.keys:
+    for namespace, value in listed:
+        blocks[namespace] += 1
+        num_bytes[namespace] += value.num_bytes
+        if arguments.keys and not namespace:
             keys.append((value.key.hex(), value.num_bytes))
-    results: dict[str, Any] = {"blocks": blocks, "bytes": num_bytes}
+    namespaces = [(each, blocks[each], num_bytes[each]) for each in sorted(blocks) if each]
+    results: dict[str, Any] = {"blocks": blocks[""], "bytes": num_bytes[""]}
     if arguments.keys:
         results["keys"] = [{"key": key, "bytes": size} for key, size in keys]
+    if apart:
+        columns = ("namespace", "blocks", "bytes")
+        results["namespaces"] = [dict(zip(columns, each, strict=True)) for each in namespaces]
 
     def describe() -> str:
-        rows = format_table((key, f"{size:,}") for key, size in keys) + "\n" if keys else ""
-        return f"{rows}{blocks:,} blocks, {num_bytes:,} bytes{_of_whom(arguments)}"
+        rows = [format_table((key, f"{size:,}") for key, size in keys)] if keys else []
+        if namespaces:
+            cells = ((each, f"{n:,} blocks", f"{size:,} bytes") for each, n, size in namespaces)
+            rows.append(format_table(cells))
+        whose = " without a namespace" if apart else ""
+        return "\n".join([*rows, f"{blocks['']:,} blocks, {num_bytes['']:,} bytes{whose}"])
 
     emit(arguments.json, results, describe)
     return 0
@@ -97,8 +114,12 @@ def _collect(arguments: argparse.Namespace, backend: Backend) -> int:
 
 def _of_whom(arguments: argparse.Namespace) -> str:
     """Say which blocks of a server were not meant: nearly all, as our own commands name theirs."""
-    if arguments.namespace is not None or not names_server(arguments.url):
+    if not _means_no_namespace(arguments):
         return ""
     return (
         "\nof the blocks without a namespace; those of generate and of nodes have one: --namespace"
     )
+
+
+def _means_no_namespace(arguments: argparse.Namespace) -> bool:
+    return arguments.namespace is None and names_server(arguments.url)

@@ -26,7 +26,10 @@ def add_parser(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
 
     ls = actions.add_parser(
-        "ls", help="count the blocks and their bytes", description="Count the blocks in storage."
+        "ls",
+        help="count the blocks and their bytes",
+        description="Count the blocks in storage; in a server or bucket, also those of each "
+        "namespace that is there.",
     )
     ls.add_argument("--keys", action="store_true", help="also show each key and its bytes")
     _add_common(ls, run, "ls")
@@ -62,7 +65,7 @@ def _add_common(
         "--namespace",
         metavar="DIGITS",
         help="only the blocks of this namespace in a server or bucket: the first 16 digits of its "
-        "digest, as they stand in the names of the keys; a directory does not tell them apart",
+        "digest, as ls shows them without this option; a directory does not tell them apart",
     )
     parser.add_argument(
         "--timeout-s",

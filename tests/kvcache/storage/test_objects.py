@@ -8,11 +8,13 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
-from obstore.store import MemoryStore, S3Store
+from obstore.store import LocalStore, MemoryStore, S3Store
 
-from radixkv.kvcache.storage import BackendError, Status, StorageWorkers
+from radixkv.kvcache.storage import BackendError, Status, StorageWorkers, StoredValue
+from radixkv.kvcache.storage.base import SharedBackend
 from radixkv.kvcache.storage.objects import ObjectBackend, memory_store, s3_store
 from radixkv.kvcache.storage.remote_errors import BackendRefusedError, MissingPackageError
 
@@ -169,6 +171,40 @@ def test_keys_passes_over_what_is_not_ours() -> None:
         put(backend, KEYS[0], b"x")
         assert keys_of(backend) == [KEYS[0]]
     assert asked == ["kv/"] * 2  # others' objects are not even listed
+
+
+@pytest.mark.parametrize("prefix", ["", "kv", "k.v/+"])
+@pytest.mark.parametrize("where", ["memory", "directory"])
+def test_namespaces_are_listed_and_others_names_are_not(
+    tmp_path: Path, where: str, prefix: str
+) -> None:
+    store = MemoryStore() if where == "memory" else LocalStore(prefix=tmp_path)
+    space, start, key = "0123456789abcdef", KEYS[0].hex()[:2], KEYS[0].hex()
+    folder = f"{prefix}/" if prefix else ""
+    for path in (
+        f"{folder}{space.upper()}/{start}/{key}",
+        f"{folder}{space[1:]}/{start}/{key}",
+        f"{folder}{space}/{start}/{key[1:]}",
+        f"{folder}{space}/00/{key}",
+        f"{folder}{space}/{key}",
+        f"{folder}{space}/{space}/{start}/{key}",
+        f"kxv/{space}/{start}/{key}",
+    ):
+        store.put(path, b"theirs")
+    with (
+        closing(ObjectBackend(store, prefix=prefix)) as backend,
+        closing(ObjectBackend(store, prefix=f"{folder}{space}")) as inside,
+    ):
+        put(inside, KEYS[0], b"abc")
+        put(inside, KEYS[1], b"")
+        assert isinstance(backend, SharedBackend)
+        in_namespace = [(space, StoredValue(KEYS[0], 3)), (space, StoredValue(KEYS[1], 0))]
+        assert sorted(backend.list_namespaces()) == sorted(in_namespace)
+        assert list(backend.list_values()) == []
+        put(backend, KEYS[0], b"abcd")  # the same key, outside
+        own = StoredValue(KEYS[0], 4)
+        assert sorted(backend.list_namespaces()) == sorted([("", own), *in_namespace])
+        assert list(backend.list_values()) == [own]
 
 
 def test_a_delete_that_comes_second() -> None:

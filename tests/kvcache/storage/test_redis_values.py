@@ -18,6 +18,7 @@ from radixkv.kvcache.storage import (
     remove_values,
     verify_values,
 )
+from radixkv.kvcache.storage.base import SharedBackend
 from radixkv.kvcache.storage.maintenance import Verified
 from radixkv.kvcache.storage.redis import RedisBackend
 from radixkv.kvcache.storage.redis_address import RedisAddress
@@ -108,6 +109,42 @@ def test_a_key_that_a_scan_names_twice_is_listed_once(
         put(backend, KEYS[1], b"de")
         monkeypatch.setattr(backend._client, "scan", lambda cursor, **_: pages[cursor])
         assert list(backend.list_values()) == [StoredValue(KEYS[0], 3), StoredValue(KEYS[1], 2)]
+
+
+def test_namespaces_are_listed_and_others_names_are_not(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space, key = "0123456789abcdef", KEYS[0].hex()
+    foreign = [
+        f"radixkv:{space.upper()}:{key}",
+        f"radixkv:{space[1:]}:{key}",
+        f"radixkv:{space}:{key[1:]}",
+        f"radixkv:{space}:{space}:{key}",
+        f"radixkv::{key}",
+        f"other:radixkv:{space}:{key}",
+        "radixkv:",
+    ]
+    with (
+        connected(server) as backend,
+        connected(server, prefix=f"radixkv:{space}:") as inside,
+        raw(server) as client,
+    ):
+        for name in foreign:
+            client.set(name, b"theirs")
+        put(inside, KEYS[0], b"abc")
+        put(inside, KEYS[1], b"")
+        assert isinstance(backend, SharedBackend)
+        in_namespace = [(space, StoredValue(KEYS[0], 3)), (space, StoredValue(KEYS[1], 0))]
+        assert sorted(backend.list_namespaces()) == sorted(in_namespace)
+        assert list(backend.list_values()) == []
+        put(backend, KEYS[0], b"abcd")  # the same key, outside
+        own = StoredValue(KEYS[0], 4)
+        assert sorted(backend.list_namespaces()) == sorted([("", own), *in_namespace])
+        assert list(backend.list_values()) == [own]
+        twice = f"radixkv:{space}:{key}".encode()
+        pages = {0: (7, [twice]), 7: (0, [twice, twice])}
+        monkeypatch.setattr(backend._client, "scan", lambda cursor, **_: pages[cursor])
+        assert list(backend.list_namespaces()) == in_namespace[:1]
 
 
 def test_a_refused_length_is_no_length(server: RedisServer) -> None:

@@ -8,14 +8,23 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from radixkv.kvcache.storage import Backend, BackendOptions, FileBackend, Sealed, open_backend
+from radixkv.kvcache.storage import (
+    Backend,
+    BackendOptions,
+    FileBackend,
+    Sealed,
+    objects,
+    open_backend,
+)
 from radixkv.kvcache.storage.file_api import OsFiles
+from radixkv.kvcache.storage.objects import memory_store
 
 from ...kvcache.storage.redis_server import RedisServer, running
 
@@ -160,7 +169,6 @@ def test_a_redis_server_by_namespace(radixkv: Any, server: RedisServer) -> None:
     here = [url, "--namespace", NAMESPACE, "--timeout-s", 30]
     assert radixkv("storage", "ls", *here).stdout == "3 blocks, 219 bytes\n"
     for action, text in (
-        (("ls",), "0 blocks, 0 bytes"),
         (("verify",), "0 missing, 0 unreadable"),
         (("gc", "--all"), "0 unfinished files removed"),
     ):
@@ -178,6 +186,48 @@ def test_a_redis_server_by_namespace(radixkv: Any, server: RedisServer) -> None:
     outcome = radixkv("storage", "gc", *here, "--all", "--json", "-")
     assert json.loads(outcome.stdout)["removed"] == 3
     assert radixkv("storage", "ls", *here).stdout == "0 blocks, 0 bytes\n"
+
+
+def test_ls_of_a_redis_server_lists_its_namespaces(radixkv: Any, server: RedisServer) -> None:
+    url = f"redis://:hunter2@127.0.0.1:{server.port}/2"
+    ls = ["storage", "ls", url, "--timeout-s", 30]
+    assert radixkv(*ls) == (0, "0 blocks, 0 bytes without a namespace\n", "")
+    patient = BackendOptions(timeout_s=30.0, connect_timeout_s=30.0)
+    for namespace, num_values in (("f" * 16, 2), (NAMESPACE, 3)):
+        with closing(open_backend(url, replace(patient, namespace=namespace))) as backend:
+            fill(backend, num_values)
+    last = "0 blocks, 0 bytes without a namespace\n"
+    rows = f"{NAMESPACE}  3 blocks  300 bytes\n{'f' * 16}  2 blocks  200 bytes\n"
+    assert radixkv(*ls).stdout == rows + last
+    with closing(open_backend(url, patient)) as backend:
+        fill(backend, 1)
+    last = "1 blocks, 100 bytes without a namespace\n"
+    outcome = radixkv(*ls, "--keys")
+    assert outcome.stdout == f"{KEYS[0].hex()}  100\n" + rows + last
+    found = {
+        "blocks": 1,
+        "bytes": 100,
+        "namespaces": [
+            {"namespace": NAMESPACE, "blocks": 3, "bytes": 300},
+            {"namespace": "f" * 16, "blocks": 2, "bytes": 200},
+        ],
+    }
+    assert json.loads(radixkv(*ls, "--json", "-").stdout) == found
+    outcome = radixkv(*ls, "--namespace", "f" * 16, "--json", "-")
+    assert json.loads(outcome.stdout) == {"blocks": 2, "bytes": 200}
+    outcome = radixkv(*ls, "--namespace", "0" * 16)
+    assert outcome == (0, "0 blocks, 0 bytes\n", "")
+
+
+def test_ls_of_a_bucket_lists_its_namespaces(radixkv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = memory_store()  # in the place of the bucket
+    monkeypatch.setattr(objects, "s3_store", lambda *_, **__: store)
+    with closing(open_backend("s3://bucket/kv", BackendOptions(namespace=NAMESPACE))) as backend:
+        fill(backend)
+    text = f"{NAMESPACE}  3 blocks  300 bytes\n0 blocks, 0 bytes without a namespace\n"
+    assert radixkv("storage", "ls", "s3://bucket/kv") == (0, text, "")
+    text = "0 blocks, 0 bytes without a namespace\n"
+    assert radixkv("storage", "ls", "s3://bucket") == (0, text, "")
 
 
 @pytest.mark.parametrize("action", [["ls"], ["verify"], ["gc", "--all"]], ids=str)
