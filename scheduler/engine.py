@@ -143,11 +143,13 @@ class Engine:
         Args:
             keep: namespaces whose published KV stays.
             params: other weights of the same shapes; None: those of now.
-            weights_revision: what they are called in storage.
+            weights_revision: what they are called in storage. The name of earlier weights is
+                right for those same weights, whose KV is then found; with others the tokens are
+                wrong, and nothing here can see it.
 
         Raises:
-            ConfigError: for weights of other shapes, or without a new name where there is storage:
-                what the old ones stored would be found. Nothing is changed.
+            ConfigError: for weights of other shapes, or, where there is storage, without a name or
+                under that of those of now. Nothing is changed.
         """
         if params is not None:
             self._runner.check_params(params, weights_revision)

@@ -194,15 +194,17 @@ class ModelRunner:
         """Refuse other weights that `set_params` must not be given.
 
         Raises:
-            ConfigError: for weights of other shapes, or without a new name where there is storage:
-                what the old ones stored would be found.
+            ConfigError: for weights of other shapes, or, where there is storage, without a name or
+                under that of those of now: what those stored would be found. Of earlier names
+                nothing is asked: to come back to their weights is right, and others cannot be told
+                from those without a digest of all.
         """
         check_params(self.model.params, params)
         storage = None if self.manager.tiers is None else self.manager.tiers.storage
         if storage is not None and weights_revision in ("", storage.weights_revision):
             raise ConfigError(
                 f"storage has KV of weights_revision {storage.weights_revision!r}: other "
-                "weights need another one"
+                "weights need a name of their own"
             )
 
     def set_params(self, params: Params) -> None:

@@ -126,10 +126,12 @@ class Disaggregated:
         Args:
             keep: namespaces whose published KV stays.
             params: other weights of the same shapes; None: those of now.
-            weights_revision: what they are called, by nodes and in storage.
+            weights_revision: what they are called, by nodes and in storage; see
+                `Engine.reset_cache`.
 
         Raises:
-            ConfigError: for weights of other shapes, or without a new name. Nothing is changed.
+            ConfigError: for weights of other shapes, or without a name or under that of those of
+                now. Nothing is changed.
         """
         nodes = self._nodes()
         for node in nodes:

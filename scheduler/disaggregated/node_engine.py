@@ -163,10 +163,12 @@ class NodeEngine(ABC, Generic[SchedulerT]):
         Args:
             keep: namespaces whose published KV stays.
             params: other weights of the same shapes; None: those of now.
-            weights_revision: what they are called, by nodes and in storage.
+            weights_revision: what they are called, by nodes and in storage; see
+                `Engine.reset_cache`.
 
         Raises:
-            ConfigError: for weights of other shapes, or without a new name. Nothing is changed.
+            ConfigError: for weights of other shapes, or without a name or under that of those of
+                now. Nothing is changed.
             HandoffsOpenError: if hand-offs hold blocks. Nothing is changed.
         """
         self.check_reset(params, weights_revision)
@@ -185,14 +187,15 @@ class NodeEngine(ABC, Generic[SchedulerT]):
         """Refuse other weights that `reset_cache` must not be given.
 
         Raises:
-            ConfigError: for weights of other shapes, or without a new name.
+            ConfigError: for weights of other shapes, or without a name or under that of those of
+                now.
         """
         if params is None:
             return
         if weights_revision in ("", self._kv.weights_revision):
             raise ConfigError(
                 f"parts of KV are of weights_revision {self._kv.weights_revision!r}: other "
-                "weights need another one"
+                "weights need a name of their own"
             )
         self._runner.check_params(params, weights_revision)
 

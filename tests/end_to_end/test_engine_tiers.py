@@ -235,7 +235,7 @@ def test_other_weights_must_fit_and_have_a_name_of_their_own(compiled, model, tm
         text = "params are not of the shapes and dtypes that the model has"
         with refused(ConfigError, text):
             serving.reset_cache(params=model("qwen3").params, weights_revision="second")
-        text = "storage has KV of weights_revision 'first': other weights need another one"
+        text = "storage has KV of weights_revision 'first': other weights need a name of their own"
         for revision in ("", "first"):
             with refused(ConfigError, text):
                 serving.reset_cache(params=params, weights_revision=revision)
@@ -243,6 +243,29 @@ def test_other_weights_must_fit_and_have_a_name_of_their_own(compiled, model, tm
         assert serving.manager.tiers is not None
         assert serving.manager.tiers.storage == replace(namespace, weights_revision="second")
         finish(serving)
+
+
+def test_weights_that_come_back_under_their_name_find_what_they_stored(compiled, model, tmp_path):
+    first = model("llama").params
+    params = {"first": first, "second": jax.tree.map(lambda leaf: leaf * 1.01, first)}
+    namespace = make_storage_namespace(model("llama"), "first", 4)
+    prompt = PROMPTS[0]  # 10 blocks and a token
+    with files(tmp_path / "blocks") as storage:
+        serving = fresh(
+            compiled,
+            host=HostConfig(64, "through"),
+            storage=storage,
+            storage_namespace=namespace,
+        )
+        outputs, hits = [complete(serving, [prompt], 8)], []
+        for name in ("second", "first", "second"):
+            let_copies_end(serving._runner)
+            serving.reset_cache(params=params[name], weights_revision=name)
+            outputs.append(complete(serving, [prompt], 8))
+            hits.append(serving.stats().scheduler.storage_hit_tokens)
+        finish(serving)
+    assert outputs[0] == outputs[2] != outputs[1] == outputs[3]
+    assert hits == [0, 40, 80]
 
 
 # What cannot be

@@ -201,7 +201,7 @@ def test_a_reset_that_cannot_be_changes_nothing(llama: Engine, other: Engine, mo
     cluster, params = Cluster(llama), other._runner.model.params
     expected = complete(fresh(llama), [PREFIX], 4)
     for node in (cluster.p, cluster.d):
-        text = r"^parts of KV are of weights_revision '': other weights need another one$"
+        text = r"^parts of KV are of weights_revision '': other weights need a name of their own$"
         with pytest.raises(ConfigError, match=text):
             node.reset_cache(params=params)
         text = r"^params are not of the shapes and dtypes that the model has$"
