@@ -73,6 +73,7 @@ LEFT_OUT: Final = {
     "staging_writer.py": "the data plane, too",
     "tier_driver.py": "a driver, which the worlds replace by a virtual executor: it has a state "
     "machine of its own, tests/kvcache/test_tier_driver_machine.py",
+    "dispatch_checks.py": "a part of the driver",
     "dispatched.py": "a part of the driver",
     "storage_copies.py": "a part of the driver",
     "storage": "files, sockets and threads, which the worlds replace by a map: it has its own "
