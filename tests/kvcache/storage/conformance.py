@@ -16,6 +16,7 @@ from radixkv.kvcache.storage import (
     StoredValue,
     UnsupportedError,
 )
+from radixkv.kvcache.storage.base import SharedBackend
 
 KEYS = [sha256(b"%d" % number).digest() for number in range(13)]
 MIB = 1 << 20
@@ -50,6 +51,20 @@ def store(sealed: Sealed, key: bytes, payload: bytes) -> Status:
 def load(sealed: Sealed, key: bytes, num_bytes: int) -> tuple[Status, bytes]:
     into = bytearray(num_bytes)
     return sealed.load(key, [memoryview(into)])[0], bytes(into)
+
+
+def check_namespaces(backend: Backend, inside: Backend, space: str) -> None:
+    """Check what two backends of one server list, both empty; the second is of the namespace."""
+    put(inside, KEYS[0], b"abc")
+    put(inside, KEYS[1], b"")
+    assert isinstance(backend, SharedBackend)
+    in_namespace = [(space, StoredValue(KEYS[0], 3)), (space, StoredValue(KEYS[1], 0))]
+    assert sorted(backend.list_namespaces()) == sorted(in_namespace)
+    assert list(backend.list_values()) == []
+    put(backend, KEYS[0], b"abcd")  # the same key, outside
+    own = StoredValue(KEYS[0], 4)
+    assert sorted(backend.list_namespaces()) == sorted([("", own), *in_namespace])
+    assert list(backend.list_values()) == [own]
 
 
 class BackendConformance:

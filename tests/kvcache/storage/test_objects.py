@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 from obstore.store import LocalStore, MemoryStore, S3Store
 
-from radixkv.kvcache.storage import BackendError, Status, StorageWorkers, StoredValue
-from radixkv.kvcache.storage.base import SharedBackend
+from radixkv.kvcache.storage import BackendError, Status, StorageWorkers
 from radixkv.kvcache.storage.objects import ObjectBackend, memory_store, s3_store
 from radixkv.kvcache.storage.remote_errors import BackendRefusedError, MissingPackageError
 
 from ...ports import reserved_port
-from .conformance import KEYS, get, keys_of, put
+from .conformance import KEYS, check_namespaces, get, keys_of, put
 from .fake_s3 import FakeS3
 
 LONG_S = 30.0
@@ -195,16 +194,7 @@ def test_namespaces_are_listed_and_others_names_are_not(
         closing(ObjectBackend(store, prefix=prefix)) as backend,
         closing(ObjectBackend(store, prefix=f"{folder}{space}")) as inside,
     ):
-        put(inside, KEYS[0], b"abc")
-        put(inside, KEYS[1], b"")
-        assert isinstance(backend, SharedBackend)
-        in_namespace = [(space, StoredValue(KEYS[0], 3)), (space, StoredValue(KEYS[1], 0))]
-        assert sorted(backend.list_namespaces()) == sorted(in_namespace)
-        assert list(backend.list_values()) == []
-        put(backend, KEYS[0], b"abcd")  # the same key, outside
-        own = StoredValue(KEYS[0], 4)
-        assert sorted(backend.list_namespaces()) == sorted([("", own), *in_namespace])
-        assert list(backend.list_values()) == [own]
+        check_namespaces(backend, inside, space)
 
 
 def test_a_delete_that_comes_second() -> None:

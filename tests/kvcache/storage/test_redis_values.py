@@ -18,7 +18,6 @@ from radixkv.kvcache.storage import (
     remove_values,
     verify_values,
 )
-from radixkv.kvcache.storage.base import SharedBackend
 from radixkv.kvcache.storage.maintenance import Verified
 from radixkv.kvcache.storage.redis import RedisBackend
 from radixkv.kvcache.storage.redis_address import RedisAddress
@@ -28,7 +27,7 @@ from radixkv.kvcache.storage.remote_errors import (
     MissingPackageError,
 )
 
-from .conformance import KEYS, MIB, get, keys_of, load, put, store
+from .conformance import KEYS, MIB, check_namespaces, get, keys_of, load, put, store
 from .redis_calls import DOING, LONG_S, SOON_S, connected, every_call, raw
 from .redis_server import MISSING, RedisServer, running
 
@@ -131,20 +130,11 @@ def test_namespaces_are_listed_and_others_names_are_not(
     ):
         for name in foreign:
             client.set(name, b"theirs")
-        put(inside, KEYS[0], b"abc")
-        put(inside, KEYS[1], b"")
-        assert isinstance(backend, SharedBackend)
-        in_namespace = [(space, StoredValue(KEYS[0], 3)), (space, StoredValue(KEYS[1], 0))]
-        assert sorted(backend.list_namespaces()) == sorted(in_namespace)
-        assert list(backend.list_values()) == []
-        put(backend, KEYS[0], b"abcd")  # the same key, outside
-        own = StoredValue(KEYS[0], 4)
-        assert sorted(backend.list_namespaces()) == sorted([("", own), *in_namespace])
-        assert list(backend.list_values()) == [own]
+        check_namespaces(backend, inside, space)
         twice = f"radixkv:{space}:{key}".encode()
         pages = {0: (7, [twice]), 7: (0, [twice, twice])}
         monkeypatch.setattr(backend._client, "scan", lambda cursor, **_: pages[cursor])
-        assert list(backend.list_namespaces()) == in_namespace[:1]
+        assert list(backend.list_namespaces()) == [(space, StoredValue(KEYS[0], 3))]
 
 
 def test_a_refused_length_is_no_length(server: RedisServer) -> None:
