@@ -76,6 +76,7 @@ class JaxEngine(Engine):
         self.address: str = self._server.address()
         self._readers: dict[str, JaxReader] = {}  # by the address of the one peer they read
         self._quarantine: list[JaxPull] = []
+        self._replaced: list[Any] = []  # to let go of one that has connections ends the process
         _test(self)
 
     def _start(self) -> Any:
@@ -120,8 +121,15 @@ class JaxEngine(Engine):
     def replace_server(self) -> None:
         """Serve from another server from now on; what the old one was to serve is gone."""
         self._readers.pop(self.address, None)
+        self._forget_offers()
+        self._replaced.append(self._server)
         self._server = self._start()
         self.address = self._server.address()
+
+    def _forget_offers(self) -> None:
+        reset = getattr(self._server, "_reset_rendevous_table", None)
+        if reset is not None:
+            reset()
 
     def pull(self, route: bytes, descriptor: Descriptor) -> JaxPull:
         """See `Engine.pull`."""
@@ -169,9 +177,7 @@ class JaxEngine(Engine):
 
     def close(self) -> None:
         """See `Engine.close`; there is no other way to stop a server than to forget it."""
-        reset = getattr(self._server, "_reset_rendevous_table", None)
-        if reset is not None:
-            reset()
+        self._forget_offers()
         self._server = None
         self._readers.clear()
 
