@@ -110,7 +110,7 @@ def public_kernels() -> Iterator[Report]:
 
 def tilings() -> Iterator[Report]:
     """`paged_decode` with other tilings, for the tuner."""
-    from radixkv.kernels import paged_decode_mosaic
+    from radixkv.kernels.paged_decode import mosaic as paged_decode_mosaic
 
     for block_size in (16, 64, 128):
         for config in candidates():

@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-CLI = [sys.executable, "-m", "radixkv.scheduler.cli"]
+CLI = [sys.executable, "-m", "radixkv.scheduler.cli.main"]
 
 
 @dataclass(frozen=True)

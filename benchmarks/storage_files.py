@@ -46,7 +46,13 @@ import numpy.typing as npt
 import xxhash
 
 from radixkv.kvcache import HostArrays
-from radixkv.kvcache.storage import FileBackend, Sealed, Status, StorageOpId, StorageWorkers
+from radixkv.kvcache.storage import (
+    FileBackend,
+    Sealed,
+    Status,
+    StorageOpId,
+    StorageWorkers,
+)
 
 SIZES = (256 * 1024, 2 * 1024 * 1024)
 TURN_BYTES = 64 * 2**20

@@ -19,9 +19,14 @@ from itertools import takewhile
 from pathlib import Path
 
 from radixkv.kvcache import HostConfig
-from radixkv.scheduler.replay import Trace, TraceRequest, named_costs, read_trace
-from radixkv.scheduler.replay.simulated_storage import SimulatedStorage, name_blocks
-from radixkv.scheduler.replay.simulation import SimulationConfig, simulate
+from radixkv.scheduler.replay import (
+    Trace,
+    TraceRequest,
+    named_costs,
+    read_trace,
+)
+from radixkv.scheduler.replay.simulation.simulated_storage import SimulatedStorage, name_blocks
+from radixkv.scheduler.replay.simulation.simulation import SimulationConfig, simulate
 from radixkv.scheduler.replay.trace import tokens
 
 CONFIG = SimulationConfig(num_blocks=20_000, host=HostConfig(50_000, "through"))

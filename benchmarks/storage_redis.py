@@ -32,8 +32,8 @@ import redis
 from control_plane import processor
 
 from radixkv.kvcache.storage import StorageOpId, StorageWorkers
-from radixkv.kvcache.storage.redis import RedisBackend
-from radixkv.kvcache.storage.redis_address import RedisAddress
+from radixkv.kvcache.storage.redis.address import RedisAddress
+from radixkv.kvcache.storage.redis.backend import RedisBackend
 
 MIB = 1 << 20
 BATCH = 32

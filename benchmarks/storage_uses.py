@@ -23,9 +23,14 @@ from statistics import median
 
 import numpy as np
 
-from radixkv.kvcache import CacheManager, HostConfig, Int32Array, Tiers
+from radixkv.kvcache import (
+    CacheManager,
+    HostConfig,
+    Int32Array,
+    Tiers,
+)
 from radixkv.kvcache.storage import FileBackend, StorageNamespace
-from radixkv.kvcache.storage_uses import TOLD_FOR
+from radixkv.kvcache.tiers.storage_recency import TOLD_FOR
 
 BLOCK_SIZE = 16
 NAMESPACE = StorageNamespace("none", "", "none", BLOCK_SIZE, layers=(0, 1), heads=(0, 1))

@@ -36,9 +36,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from radixkv.scheduler.channel.codec import Packet, decode, encode
-from radixkv.scheduler.handoff import Head, Key, Send, Ticket
-from radixkv.scheduler.transport import (
+from radixkv.scheduler.handoff import (
+    Head,
+    Key,
+    Send,
+    Ticket,
+)
+from radixkv.scheduler.nodes.channel.codec import (
+    Packet,
+    decode,
+    encode,
+)
+from radixkv.scheduler.nodes.transport import (
     InProcessExchange,
     InProcessTransport,
     Offered,
@@ -47,8 +56,8 @@ from radixkv.scheduler.transport import (
     WireTicket,
     describe,
 )
-from radixkv.scheduler.transport.engine import Engine
-from radixkv.scheduler.transport.threaded import ThreadedTransport
+from radixkv.scheduler.nodes.transport.threaded import ThreadedTransport
+from radixkv.scheduler.nodes.transport.transfer_engine import Engine
 
 TRANSPORTS = ("inprocess", "jax", "nixl", "nixl-tcp")
 MIB = 1 << 20
@@ -63,10 +72,10 @@ _POLL_S = 2e-4  # a node's loop looks once a millisecond; much oftener would slo
 def new_engine(name: str) -> Engine:
     """Start an engine by its name."""
     if name == "jax":
-        from radixkv.scheduler.transport.jax_engine import JaxEngine
+        from radixkv.scheduler.nodes.transport.jax_engine import JaxEngine
 
         return JaxEngine()
-    from radixkv.scheduler.transport.nixl_engine import NixlEngine
+    from radixkv.scheduler.nodes.transport.nixl_engine import NixlEngine
 
     return NixlEngine(STAGING_BYTES)
 

@@ -4,7 +4,7 @@ Run:
     python benchmarks/two_tiers.py TRACE [TRACE ...]
 
 Every row is one pass of a trace through the manager with an exclusive host tier. The law (see
-`radixkv.scheduler.replay.tier_law`) is compared request by request; a row that departs from it
+`radixkv.scheduler.replay.hits.tier_law`) is compared request by request; a row that departs from it
 says where, and the exit status is then 1. The counts do not depend on the machine.
 """
 
@@ -14,10 +14,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from radixkv.kvcache.host_tier import HostConfig
+from radixkv.kvcache.tiers.host_tier import HostConfig
 from radixkv.scheduler.replay import read_trace
-from radixkv.scheduler.replay.hits import prefix_paths, run_manager
-from radixkv.scheduler.replay.tier_law import find_difference, two_tier_law
+from radixkv.scheduler.replay.hits.hits import prefix_paths, run_manager
+from radixkv.scheduler.replay.hits.tier_law import find_difference, two_tier_law
 
 SIZES = ((1_000, 1_000), (2_000, 500), (5_000, 10_000), (1_000, 20_000), (10_000, 40_000))
 HEAD = ("Trace", "Device + host blocks", "Device hits", "Host hits", "Demoted", "Dropped", "Law")

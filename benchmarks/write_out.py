@@ -35,11 +35,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from radixkv.kvcache import BlockArrays, HostArrays, TierDriver
-from radixkv.kvcache.block_copies import BlockCopies, Pools
-from radixkv.kvcache.lease import Epoch
-from radixkv.kvcache.operations import Operation, OpId, OpKind
-from radixkv.kvcache.storage import FileBackend, Sealed, Status, StorageWorkers
+from radixkv.kvcache import (
+    BlockArrays,
+    HostArrays,
+    TierDriver,
+)
+from radixkv.kvcache.copies.block_copies import BlockCopies, Pools
+from radixkv.kvcache.prefix.lease import Epoch
+from radixkv.kvcache.storage import (
+    FileBackend,
+    Sealed,
+    Status,
+    StorageWorkers,
+)
+from radixkv.kvcache.tiers.operations import (
+    Operation,
+    OpId,
+    OpKind,
+)
 
 SIZES = {"num_layers": 8, "num_blocks": 512, "kv_heads": 4, "block_size": 16, "head_dim": 64}
 PREEMPTED_BLOCKS = 64  # of 256 KiB

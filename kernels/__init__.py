@@ -5,13 +5,17 @@ is donated. A pool is one layer's K or V, `[num_blocks + 1, kv_heads, block_size
 its block 0 is a padding sink: it may be written and read at any time and means nothing.
 """
 
-from .block_copy import copy_blocks, gather_blocks, scatter_blocks
-from .checked import checked
-from .checks import KernelArgumentError
-from .kv_write import kv_write
-from .merge import merge_attention_states
-from .paged_decode import paged_decode
-from .paged_extend import paged_extend
+from .argument_checks import KernelArgumentError
+from .block_copy.api import (
+    copy_blocks,
+    gather_blocks,
+    scatter_blocks,
+)
+from .kv_write.api import kv_write
+from .merge_states import merge_attention_states
+from .paged_decode.api import paged_decode
+from .paged_extend.api import paged_extend
+from .value_checks import checked
 
 __all__ = [
     "KernelArgumentError",

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, get_args
 
 import jax
 
-from .checks import KernelArgumentError
+from .argument_checks import KernelArgumentError
 
 Backend = Literal["mosaic", "xla"]
 

@@ -2,7 +2,7 @@
 
 import jax
 
-from .checks import is_quantised
+from .argument_checks import is_quantised
 
 HEAD_DIMS = (64, 128, 256)
 BLOCK_SIZES = (16, 32, 64, 128)

@@ -17,7 +17,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from .checks import check_positive, check_sinks, check_window
+from .argument_checks import (
+    check_positive,
+    check_sinks,
+    check_window,
+)
 
 # A finite stand-in for -inf: the difference of two of them is 0, not NaN.
 LOWEST = float(np.finfo(np.float32).min) / 2

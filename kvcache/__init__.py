@@ -5,8 +5,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .block_pool import BlockPool
-from .block_tables import BlockTables
 from .errors import (
     CountError,
     HostConfigError,
@@ -23,21 +21,43 @@ from .errors import (
     StorageConfigError,
     TokenError,
 )
-from .host_tier import HostConfig
-from .lease import CacheStats, Epoch, Lease, Match, NextBlock, TierStats
 from .manager import CacheManager
-from .operations import Operation, OpId, OpKind
-from .parking import Parked, ParkedIn
-from .prefetch import Prefetch
-from .radix_tree import RadixTree
-from .tiers import Tiers
-from .tokens import Int32Array, Tokens, as_tokens, make_namespace
+from .prefix.block_pool import BlockPool
+from .prefix.block_tables import BlockTables
+from .prefix.lease import (
+    CacheStats,
+    Epoch,
+    Lease,
+    Match,
+    NextBlock,
+    TierStats,
+)
+from .prefix.radix_tree import RadixTree
+from .tiers.api import Tiers
+from .tiers.host_tier import HostConfig
+from .tiers.operations import (
+    Operation,
+    OpId,
+    OpKind,
+)
+from .tiers.parking import Parked, ParkedIn
+from .tiers.prefetch import Prefetch
+from .tokens import (
+    Int32Array,
+    Tokens,
+    as_tokens,
+    make_namespace,
+)
 
 if TYPE_CHECKING:
-    from .arrays import BlockArrays
-    from .dispatched import OperationResult, Outcome, TierDriverStats
-    from .host_arrays import HostArrays
-    from .tier_driver import TierDriver
+    from .copies.block_arrays import BlockArrays
+    from .copies.dispatch_table import (
+        OperationResult,
+        Outcome,
+        TierDriverStats,
+    )
+    from .copies.host_arrays import HostArrays
+    from .copies.tier_driver import TierDriver
 
 __all__ = [
     "BlockArrays",
@@ -87,12 +107,12 @@ __all__ = [
 
 # What moves arrays needs JAX; the manager does not, and must import without it.
 _LAZY = {
-    "BlockArrays": "arrays",
-    "HostArrays": "host_arrays",
-    "OperationResult": "dispatched",
-    "Outcome": "dispatched",
-    "TierDriver": "tier_driver",
-    "TierDriverStats": "dispatched",
+    "BlockArrays": "copies.block_arrays",
+    "HostArrays": "copies.host_arrays",
+    "OperationResult": "copies.dispatch_table",
+    "Outcome": "copies.dispatch_table",
+    "TierDriver": "copies.tier_driver",
+    "TierDriverStats": "copies.dispatch_table",
 }
 
 

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .block_pool import BlockPool
-from .block_tables import BlockTables
 from .errors import LeaseError, OutOfBlocksError
-from .invariants import check_leases, check_ownership, check_tiers
-from .lease import CacheStats, Epoch, Lease
-from .publishing import share_run
-from .radix_tree import RadixTree
+from .invariants import (
+    check_leases,
+    check_ownership,
+    check_tiers,
+)
+from .prefix.block_pool import BlockPool
+from .prefix.block_tables import BlockTables
+from .prefix.deduplication import share_run
+from .prefix.lease import (
+    CacheStats,
+    Epoch,
+    Lease,
+)
+from .prefix.radix_tree import RadixTree
 from .tokens import Int32Array, as_count
 
 if TYPE_CHECKING:
-    from .tiers import Tiers
+    from .tiers.api import Tiers
 
 
 class Cache:

@@ -8,16 +8,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .radix_node import ITEM_BYTES, NO_CHILDREN, Node
+from .prefix.node import (
+    ITEM_BYTES,
+    NO_CHILDREN,
+    Node,
+)
 
 if TYPE_CHECKING:
-    from .block_pool import BlockPool
-    from .block_tables import BlockTables
-    from .host_tier import HostRun
-    from .lease import Lease
-    from .node_keys import NodeKeys
-    from .radix_tree import RadixTree
-    from .tiers import Tiers
+    from .prefix.block_pool import BlockPool
+    from .prefix.block_tables import BlockTables
+    from .prefix.lease import Lease
+    from .prefix.radix_tree import RadixTree
+    from .tiers.api import Tiers
+    from .tiers.host_tier import HostRun
+    from .tiers.storage_keys import NodeKeys
 
 
 def check_tree(tree: RadixTree) -> None:

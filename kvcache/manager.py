@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .block_tables import BlockTables
 from .cache import Cache
 from .errors import (
     HostConfigError,
@@ -17,12 +16,18 @@ from .errors import (
     RequestTooLargeError,
     StorageConfigError,
 )
-from .host_tier import HostConfig
-from .lease import Epoch, Lease, Match, NextBlock
-from .parking import Parked, require_saved
-from .radix_node import Walk
-from .radix_tree import RadixTree
-from .tiers import Tiers
+from .prefix.block_tables import BlockTables
+from .prefix.lease import (
+    Epoch,
+    Lease,
+    Match,
+    NextBlock,
+)
+from .prefix.node import Walk
+from .prefix.radix_tree import RadixTree
+from .tiers.api import Tiers
+from .tiers.host_tier import HostConfig
+from .tiers.parking import Parked, require_saved
 from .tokens import (
     INT32,
     Int32Array,

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .decode import DecodeScheduler
-    from .disaggregated import DecodeEngine, Disaggregated, PrefillEngine
-    from .engine import Engine
-    from .engine_stats import CopyStats, EngineStats
-    from .engine_tiers import make_storage_namespace
+    from .engine.engine import Engine
+    from .engine.stats import CopyStats, EngineStats
+    from .engine.tiers import make_storage_namespace
     from .errors import (
         ConfigError,
         EngineClosedError,
@@ -24,26 +23,43 @@ if TYPE_CHECKING:
         StepOrderError,
     )
     from .mixed import MixedScheduler
-    from .plan import Chunk, SchedulerStats, StepPlan
-    from .policy import Fcfs, Policy, Priority
+    from .nodes import (
+        DecodeEngine,
+        Disaggregated,
+        PrefillEngine,
+    )
+    from .policy import (
+        Fcfs,
+        Policy,
+        Priority,
+    )
     from .prefill import PrefillScheduler
-    from .request import Request, RequestStatus, SamplingParams
+    from .request import (
+        Request,
+        RequestStatus,
+        SamplingParams,
+    )
+    from .step_plan import (
+        Chunk,
+        SchedulerStats,
+        StepPlan,
+    )
 
 _HOME = {
-    "Chunk": "plan",
+    "Chunk": "step_plan",
     "ConfigError": "errors",
-    "CopyStats": "engine_stats",
-    "DecodeEngine": "disaggregated",
+    "CopyStats": "engine.stats",
+    "DecodeEngine": "nodes",
     "DecodeScheduler": "decode",
-    "Disaggregated": "disaggregated",
-    "Engine": "engine",
+    "Disaggregated": "nodes",
+    "Engine": "engine.engine",
     "EngineClosedError": "errors",
-    "EngineStats": "engine_stats",
+    "EngineStats": "engine.stats",
     "Fcfs": "policy",
     "HandoffsOpenError": "errors",
     "MixedScheduler": "mixed",
     "Policy": "policy",
-    "PrefillEngine": "disaggregated",
+    "PrefillEngine": "nodes",
     "PrefillScheduler": "prefill",
     "Priority": "policy",
     "RefusedError": "errors",
@@ -52,10 +68,10 @@ _HOME = {
     "RequestStatus": "request",
     "SamplingParams": "request",
     "SchedulerError": "errors",
-    "SchedulerStats": "plan",
+    "SchedulerStats": "step_plan",
     "StepOrderError": "errors",
-    "StepPlan": "plan",
-    "make_storage_namespace": "engine_tiers",
+    "StepPlan": "step_plan",
+    "make_storage_namespace": "engine.tiers",
 }
 
 __all__ = [

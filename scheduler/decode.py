@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 
-from ..kvcache import CacheManager, Lease, OutOfBlocksError
-from .batch_scheduler import BatchScheduler
+from ..kvcache import (
+    CacheManager,
+    Lease,
+    OutOfBlocksError,
+)
+from .batch import BatchScheduler
 from .errors import HandoffsOpenError, RefusedError
+from .fairness import Line
 from .handoff import (
     CancelPull,
     DecodeAction,
@@ -24,11 +29,10 @@ from .handoff import (
     Ticket,
     Timing,
 )
-from .line import Line
 from .policy import Policy
 from .request import Request, RequestStatus
+from .request_transfers import Preempt
 from .reservation import needed_to_finish
-from .tier_requests import Preempt
 
 
 class DecodeScheduler(BatchScheduler):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..kvcache import CacheManager
-from .batch_scheduler import BatchScheduler
+from .batch import BatchScheduler
 from .policy import Policy
 from .request import Request
-from .tier_requests import Preempt
+from .request_transfers import Preempt
 
 
 class MixedScheduler(BatchScheduler):

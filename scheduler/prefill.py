@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from ..kvcache import CacheManager, Lease, Match
-from .batch_scheduler import BatchScheduler
-from .errors import HandoffsOpenError, RequestError, StepOrderError
+from ..kvcache import (
+    CacheManager,
+    Lease,
+    Match,
+)
+from .batch import BatchScheduler
+from .errors import (
+    HandoffsOpenError,
+    RequestError,
+    StepOrderError,
+)
 from .handoff import (
     Compute,
     Failed,
@@ -21,9 +29,9 @@ from .handoff import (
     Timing,
     Withdraw,
 )
-from .plan import StepPlan
 from .policy import Policy
 from .request import Request
+from .step_plan import StepPlan
 
 
 class _Prompt(Request):

@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..kvcache import Match
-from ..kvcache.lease import count_held
+from ..kvcache.prefix.lease import count_held
 from .request import Request, lease_of
 
 HORIZON_CLIP_TOKENS = 4096

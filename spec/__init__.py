@@ -11,13 +11,29 @@ Point it at your own manager (`Manager` says what an adapter has)::
 Imports nothing else of this library, no NumPy and no JAX.
 """
 
-from .adapter import AdapterError, Events, Factory, Manager, Promises, Snapshot
-from .cache_world import CacheSubject
-from .engine import Finding, replay
-from .ghost import ContentError, GhostMemory, Tag, prefix_tags
-from .random_engine import Run, run
-from .rules import RULES, Rule, Violation
-from .shrink import shrink
+from .adapters.cache import (
+    AdapterError,
+    Events,
+    Factory,
+    Manager,
+    Promises,
+    Snapshot,
+)
+from .harness.cache.world import CacheSubject
+from .harness.engine import Finding, replay
+from .harness.random_engine import Run, run
+from .harness.shrink import shrink
+from .model.ghost import (
+    ContentError,
+    GhostMemory,
+    Tag,
+    prefix_tags,
+)
+from .rules.rule import (
+    RULES,
+    Rule,
+    Violation,
+)
 
 __all__ = [
     "RULES",

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from radixkv.kernels import tuning
 from radixkv.kernels.online_softmax import check_options
-from radixkv.kernels.paged_decode_config import DecodeConfig, choose_config
+from radixkv.kernels.paged_decode.config import DecodeConfig, choose_config
 
 from .problems import Record, Sizes, point
 
@@ -42,8 +42,8 @@ def survivors(block_size: int) -> list[tuple[int, int]]:
 
 def tune(sizes: Sizes, block_size: int) -> Iterator[Record]:
     """Times of every survivor, with the rule's splits and half and twice as many."""
-    from radixkv.kernels import paged_decode_mosaic
     from radixkv.kernels.backends import target
+    from radixkv.kernels.paged_decode import mosaic as paged_decode_mosaic
 
     from .ours import make_pools, make_tables, normal
     from .timing import time_jax

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from radixkv.scheduler.handoff import DECODE_MOVES, PREFILL_MOVES
-from radixkv.scheduler.handoff.simulation import INVARIANTS
+from radixkv.scheduler.handoff_simulation import INVARIANTS
 
 OUTPUT: Final = Path(__file__).parents[1] / "_generated"
 

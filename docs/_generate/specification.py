@@ -13,16 +13,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import radixkv.spec.cache_rules
-import radixkv.spec.scheduler_rules
-import radixkv.spec.tier_rules  # noqa: F401 - all of them enter their rules in RULES
-from radixkv.spec.draw import to_program
-from radixkv.spec.engine import Finding, Subject
-from radixkv.spec.invariants import INVARIANTS
-from radixkv.spec.rules import RULES
-from radixkv.spec.situations import CACHE_FLOORS, PER_STEPS, SCHEDULER_FLOORS, TIER_FLOORS
-from radixkv.spec.svg import to_svg
-from radixkv.spec.target import DEPTHS, Depth
+import radixkv.spec.rules.cache
+import radixkv.spec.rules.scheduler
+import radixkv.spec.rules.tiers  # noqa: F401 - all of them enter their rules in RULES
+from radixkv.spec.adapters.cache_target import DEPTHS, Depth
+from radixkv.spec.harness.coverage import (
+    CACHE_FLOORS,
+    PER_STEPS,
+    SCHEDULER_FLOORS,
+    TIER_FLOORS,
+)
+from radixkv.spec.harness.engine import Finding, Subject
+from radixkv.spec.harness.program import to_program
+from radixkv.spec.harness.svg import to_svg
+from radixkv.spec.rules.invariants import INVARIANTS
+from radixkv.spec.rules.rule import RULES
 
 DOCS: Final = Path(__file__).parents[1]
 OUTPUT: Final = DOCS / "_generated"

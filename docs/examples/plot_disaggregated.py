@@ -15,14 +15,20 @@ from tempfile import TemporaryDirectory
 import matplotlib.pyplot as plt
 import numpy as np
 
-from radixkv.scheduler import DecodeEngine, Disaggregated, Engine, PrefillEngine, Request
-from radixkv.scheduler.channel import ZmqChannel
-from radixkv.scheduler.disaggregated.processes import NodeProcesses
-from radixkv.scheduler.disaggregated.remote import RemoteNodes
+from radixkv.scheduler import (
+    DecodeEngine,
+    Disaggregated,
+    Engine,
+    PrefillEngine,
+    Request,
+)
 from radixkv.scheduler.handoff import Timing
-from radixkv.scheduler.handoff.client_messages import DESK
+from radixkv.scheduler.handoff.gateway_messages import DESK
 from radixkv.scheduler.models import load_model, make_tiny_checkpoint
-from radixkv.scheduler.transport import InProcessExchange, InProcessTransport
+from radixkv.scheduler.nodes.channel import ZmqChannel
+from radixkv.scheduler.nodes.processes import NodeProcesses
+from radixkv.scheduler.nodes.remote_nodes import RemoteNodes
+from radixkv.scheduler.nodes.transport import InProcessExchange, InProcessTransport
 
 directory = TemporaryDirectory()
 make_tiny_checkpoint(Path(directory.name), family="llama", seed=0)

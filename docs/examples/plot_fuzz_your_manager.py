@@ -10,10 +10,10 @@ a mistake in it, finds the mistake, and reduces what led to it to a few calls.
 import matplotlib.pyplot as plt
 from managers.toy_leak import ToyCache
 
-from radixkv.spec.cache_world import CacheSubject
-from radixkv.spec.draw import to_program
-from radixkv.spec.random_engine import run
-from radixkv.spec.shrink import shrink
+from radixkv.spec.harness.cache.world import CacheSubject
+from radixkv.spec.harness.program import to_program
+from radixkv.spec.harness.random_engine import run
+from radixkv.spec.harness.shrink import shrink
 
 # %%
 # The manager

@@ -14,6 +14,7 @@ from .base import (
     StorageStats,
     StoredValue,
 )
+from .checksummed import Sealed
 from .errors import (
     BackendError,
     BackendFullError,
@@ -27,9 +28,15 @@ from .errors import (
     StorageKeyError,
     UnsupportedError,
 )
-from .files import FileBackend
+from .files.backend import FileBackend
 from .keys import StorageNamespace, block_keys
-from .maintenance import Removed, Verified, open_existing, remove_values, verify_values
+from .maintenance import (
+    Removed,
+    Verified,
+    open_existing,
+    remove_values,
+    verify_values,
+)
 from .remote_errors import (
     BackendRefusedError,
     BackendUnreachableError,
@@ -37,7 +44,6 @@ from .remote_errors import (
     MissingPackageError,
     StorageUrlError,
 )
-from .sealed import Sealed
 from .urls import BackendOptions, open_backend
 from .workers import StorageWorkers
 

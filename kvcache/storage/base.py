@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, NewType, Protocol, TypeAlias, runtime_checka
 import numpy as np
 import numpy.typing as npt
 
-from ..node_keys import KEY_BYTES as KEY_BYTES
+from ..tiers.storage_keys import KEY_BYTES as KEY_BYTES
 from .errors import PayloadError, StorageKeyError
 
 StorageOpId = NewType("StorageOpId", int)

@@ -20,7 +20,11 @@ from typing import Final
 
 import numpy as np
 
-from ..tokens import Tokens, as_tokens, make_namespace
+from ..tokens import (
+    Tokens,
+    as_tokens,
+    make_namespace,
+)
 from .base import check_key
 from .errors import StorageKeyError
 

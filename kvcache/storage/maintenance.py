@@ -15,10 +15,23 @@ from os.path import exists, isdir, isfile
 from typing import Final
 
 from .base import Backend, StoredValue
-from .envelope import HEADER_BYTES, Fault, check_header, open_sealed
-from .errors import BackendError, BackendIOError, StorageError
+from .envelope import (
+    HEADER_BYTES,
+    Fault,
+    check_header,
+    open_sealed,
+)
+from .errors import (
+    BackendError,
+    BackendIOError,
+    StorageError,
+)
 from .remote_errors import StorageUrlError
-from .urls import BackendOptions, directory_of, open_backend
+from .urls import (
+    BackendOptions,
+    directory_of,
+    open_backend,
+)
 
 _NO_LIMIT: Final = 2**63 - 1
 _MOST_IN_A_ROW: Final = 3

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .base import Completion, Kind, Status, StorageOpId
+from .base import (
+    Completion,
+    Kind,
+    Status,
+    StorageOpId,
+)
 
 
 @dataclass(eq=False, slots=True)

@@ -9,7 +9,7 @@ from typing import Final
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from .base import Backend
-from .files import FileBackend, Sync
+from .files.backend import FileBackend, Sync
 from .keys import NAMESPACE_DIGITS, StorageNamespace
 from .remote_errors import StorageUrlError
 
@@ -104,8 +104,8 @@ def _open_files(url: str, options: BackendOptions) -> Backend:
 
 
 def _open_redis(url: str, options: BackendOptions) -> Backend:
-    from .redis import DEFAULT_PREFIX, RedisBackend
-    from .redis_address import RedisAddress
+    from .redis.address import RedisAddress
+    from .redis.backend import DEFAULT_PREFIX, RedisBackend
 
     prefix = DEFAULT_PREFIX
     if options.namespace is not None:
@@ -121,7 +121,7 @@ def _open_redis(url: str, options: BackendOptions) -> Backend:
 
 
 def _open_s3(url: str, options: BackendOptions) -> Backend:
-    from .objects import ObjectBackend, s3_store
+    from .objects.backend import ObjectBackend, s3_store
 
     parts = _split(url)
     # Credentials in a URL end up in shell histories and logs.
@@ -139,7 +139,11 @@ def _open_s3(url: str, options: BackendOptions) -> Backend:
 
 
 def _open_mooncake(url: str, options: BackendOptions) -> Backend:
-    from .mooncake import DEFAULT_PREFIX, MooncakeBackend, master_of
+    from .mooncake.backend import (
+        DEFAULT_PREFIX,
+        MooncakeBackend,
+        master_of,
+    )
 
     prefix = DEFAULT_PREFIX
     if options.namespace is not None:
@@ -155,7 +159,7 @@ def _open_mooncake(url: str, options: BackendOptions) -> Backend:
 
 
 def _open_memory(url: str, options: BackendOptions) -> Backend:
-    from .objects import ObjectBackend, memory_store
+    from .objects.backend import ObjectBackend, memory_store
 
     if url != "memory://":
         raise StorageUrlError("memory:// is all of its URL")

@@ -27,10 +27,10 @@ from .base import (
     check_key,
     views,
 )
+from .checksummed import Sealed
 from .errors import PayloadError, StorageClosedError
-from .operations import OperationTable
-from .sealed import Sealed
-from .sharing import Sharing
+from .operation_table import OperationTable
+from .parallelism import Sharing
 from .tasks import Task
 
 

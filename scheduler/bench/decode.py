@@ -13,7 +13,13 @@ import numpy as np
 
 from ...kvcache import CacheManager
 from ...kvcache.tokens import Int32Array
-from .timing import Nanoseconds, clock_cost_ns, now_ns, quiet_heap, us_summary
+from .timing import (
+    Nanoseconds,
+    clock_cost_ns,
+    now_ns,
+    quiet_heap,
+    us_summary,
+)
 from .workload import TokenSupply
 
 

@@ -13,7 +13,12 @@ from typing import Any
 import numpy as np
 
 from ...kvcache import CacheManager
-from .timing import Nanoseconds, clock_cost_ns, now_ns, quiet_heap
+from .timing import (
+    Nanoseconds,
+    clock_cost_ns,
+    now_ns,
+    quiet_heap,
+)
 from .workload import TokenSupply, WorkloadError
 
 

@@ -9,7 +9,12 @@ from typing import Any
 import numpy as np
 
 from ... import kvcache as own_kvcache
-from ...spec.adapter import Events, Factory, Promises, Snapshot
+from ...spec.adapters.cache import (
+    Events,
+    Factory,
+    Promises,
+    Snapshot,
+)
 from .misuse import misuse
 
 
@@ -27,9 +32,10 @@ def _set_sizes(kvcache: ModuleType, num_blocks: int) -> None:
     """Let every other tiny cache do what a large one does: evict many, and outgrow its tables."""
     large = num_blocks % 2 == 1
     few = num_blocks // 2 % 2  # with none, all leaves are taken in phases
-    kvcache.radix_tree._FEW, kvcache.radix_tree._AT_ONCE = (few, 3) if large else (16, 1024)
+    tree, tables = kvcache.prefix.radix_tree, kvcache.prefix.block_tables
+    tree._FEW, tree._AT_ONCE = (few, 3) if large else (16, 1024)
     size = 2 if large else 64
-    kvcache.block_tables._FIRST_ROWS = kvcache.block_tables._FIRST_WIDTH = size
+    tables._FIRST_ROWS = tables._FIRST_WIDTH = size
 
 
 class CacheAdapter:

@@ -17,13 +17,13 @@ from functools import cache
 from multiprocessing import get_context
 from typing import Final, Literal, TypeAlias
 
-from ...spec.engine import Finding, Subject
-from ...spec.load_target import load_target
-from ...spec.random_engine import Run
-from ...spec.subjects import What, make_subject
-from ...spec.target import Depth
-from ..interrupts import hold_interrupts
-from .own import OWN
+from ...spec.adapters.cache_target import Depth
+from ...spec.adapters.load_target import load_target
+from ...spec.harness.engine import Finding, Subject
+from ...spec.harness.random_engine import Run
+from ...spec.harness.subjects import What, make_subject
+from ..cli.interrupts import hold_interrupts
+from .targets import OWN
 
 EngineName: TypeAlias = Literal["random", "hypothesis"]
 
@@ -99,10 +99,10 @@ def run_part(aim: Aim, number: int, num_steps: int) -> Run:
 
 def _engine(name: EngineName) -> Callable[[Subject, int, int, int], Run]:
     if name == "random":
-        from ...spec.random_engine import run as run_random
+        from ...spec.harness.random_engine import run as run_random
 
         return run_random
-    from ...spec.hypothesis_engine import run as run_hypothesis
+    from ...spec.harness.hypothesis_engine import run as run_hypothesis
 
     return run_hypothesis
 

@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from ...spec.cache_rules import R3, R4, R5
-from ...spec.rules import Rule, require
+from ...spec.rules.cache import (
+    R3,
+    R4,
+    R5,
+)
+from ...spec.rules.rule import Rule, require
 
 if TYPE_CHECKING:
     from .cache_adapter import CacheAdapter

@@ -8,9 +8,9 @@ from types import ModuleType
 import numpy as np
 
 from ... import kvcache as own_kvcache
-from ...spec.cache_rules import F3
-from ...spec.pool_world import PoolFactory
-from ...spec.rules import require
+from ...spec.harness.pool_world import PoolFactory
+from ...spec.rules.cache import F3
+from ...spec.rules.rule import require
 
 
 def make_factory(kvcache: ModuleType | None = None) -> PoolFactory:

@@ -9,15 +9,20 @@ from typing import Any, Final
 import numpy as np
 
 from ... import scheduler as own_scheduler
-from ...kvcache import CacheManager, Int32Array, OutOfBlocksError, RequestTooLargeError
-from ...spec.engine import Config
-from ...spec.scheduler_adapter import (
+from ...kvcache import (
+    CacheManager,
+    Int32Array,
+    OutOfBlocksError,
+    RequestTooLargeError,
+)
+from ...spec.adapters.scheduler import (
     Chunk,
     Reason,
     SchedulerFactory,
     SchedulerPromises,
     Submission,
 )
+from ...spec.harness.engine import Config
 
 IN_FLIGHT: Final = ("schedule again", "update another plan", "update with a token too few")
 """Wrong calls while a step is in flight."""
@@ -43,8 +48,8 @@ class MixedAdapter:
     """A `MixedScheduler` and its `CacheManager`, with names for requests.
 
     Args:
-        config: as drawn by `radixkv.spec.scheduler_draw`; ``"growth": "singles"`` grows the decode
-            batch one request at a time.
+        config: as drawn by `radixkv.spec.harness.scheduler.draw`; ``"growth": "singles"`` grows
+            the decode batch one request at a time.
         scheduler: the package, or a copy of it.
         promises: what to claim; all of it by default.
     """

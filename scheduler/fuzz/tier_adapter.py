@@ -9,18 +9,18 @@ from typing import Any, Final, cast
 import numpy as np
 
 from ... import kvcache as own_kvcache
-from ...spec.adapter import Events
-from ...spec.engine import Config
-from ...spec.rules import require
-from ...spec.tier_adapter import (
+from ...spec.adapters.cache import Events
+from ...spec.adapters.tiers import (
     Copy,
     CopyKind,
     TierEvents,
     TierFactory,
     TierSnapshot,
 )
-from ...spec.tier_rules import T26
-from ...spec.tier_uses import window_of
+from ...spec.harness.engine import Config
+from ...spec.model.storage_recency import window_of
+from ...spec.rules.rule import require
+from ...spec.rules.tiers import T26
 from .cache_adapter import CacheAdapter
 from .misuse import make
 from .tier_misuse import storage_of, wrong_calls
@@ -51,12 +51,12 @@ class TierAdapter(CacheAdapter):
         super().__init__(kvcache, config["num_blocks"], config["block_size"])
         size = config["block_size"]
         keys = storage_of(size)
-        host = kvcache.host_tier.HostConfig(config["host_blocks"], config["write"], config["hits"])
+        host = kvcache.HostConfig(config["host_blocks"], config["write"], config["hits"])
         self.manager = kvcache.CacheManager(
             config["num_blocks"], size, host=host, storage=keys if config["storage"] else None
         )
         self.tiers = self.manager.tiers
-        kvcache.storage_uses.TOLD_FOR = window_of(config)
+        kvcache.tiers.storage_recency.TOLD_FOR = window_of(config)
         self._keys = keys
         self.parked_requests: dict[str, Any] = {}
         self.parking: dict[str, Any] = {}  # their leases, until those have ended

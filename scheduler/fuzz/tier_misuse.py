@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...kvcache.storage.keys import StorageNamespace
-from ...spec.cache_rules import R3
+from ...spec.rules.cache import R3
 from .misuse import Call
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def storage_of(block_size: int) -> StorageNamespace:
 def _wrong_configs(adapter: TierAdapter) -> Iterator[Call]:
     """Yield caches that cannot be made."""
     kvcache = adapter.kvcache
-    host, manager = kvcache.host_tier.HostConfig, kvcache.CacheManager
+    host, manager = kvcache.HostConfig, kvcache.CacheManager
     policies = "('exclusive', 'back', 'through')"
     for arguments, text in (
         ((0,), "CountError: num_blocks must be at least 1, got 0"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...spec.rules import require
-from ...spec.tier_adapter import Prefix, TierSnapshot
-from ...spec.tier_rules import T8
+from ...spec.adapters.tiers import Prefix, TierSnapshot
+from ...spec.rules.rule import require
+from ...spec.rules.tiers import T8
 
 if TYPE_CHECKING:
     from .tier_adapter import TierAdapter

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...spec.tier_adapter import TierEvents
+from ...spec.adapters.tiers import TierEvents
 
 if TYPE_CHECKING:
     from .tier_adapter import TierAdapter

@@ -23,7 +23,6 @@ from .actions import (
     Withdraw,
 )
 from .decode_side import DecodeSide
-from .front_desk import Answer, Begin, Cancel, FrontDesk
 from .messages import (
     MAX_PART_BLOCKS,
     PROTOCOL_VERSION,
@@ -43,7 +42,18 @@ from .messages import (
     Ticket,
 )
 from .prefill_side import Order, PrefillSide
-from .states import DECODE_MOVES, PREFILL_MOVES, DecodeState, PrefillState
+from .retries import (
+    Answer,
+    Begin,
+    Cancel,
+    FrontDesk,
+)
+from .states import (
+    DECODE_MOVES,
+    PREFILL_MOVES,
+    DecodeState,
+    PrefillState,
+)
 
 __all__ = [
     "DECODE_MOVES",

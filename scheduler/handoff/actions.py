@@ -6,7 +6,13 @@ from dataclasses import dataclass
 
 from ...kvcache import CountError
 from ..request import Request
-from .messages import Commit, Key, Message, NodeId, Ticket
+from .messages import (
+    Commit,
+    Key,
+    Message,
+    NodeId,
+    Ticket,
+)
 
 
 @dataclass(frozen=True, slots=True)

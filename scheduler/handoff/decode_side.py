@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-from ...kvcache import CacheManager, Lease, OutOfBlocksError, RequestTooLargeError, TokenError
+from ...kvcache import (
+    CacheManager,
+    Lease,
+    OutOfBlocksError,
+    RequestTooLargeError,
+    TokenError,
+)
 from ..errors import RefusedError, RequestError
 from ..request import Request
 from .actions import Pull, Timing
 from .attempts import DecodeAttempt, as_request
-from .held_asks import HeldAsk, HeldAsks, num_shared_blocks
+from .deferred_asks import (
+    HeldAsk,
+    HeldAsks,
+    num_shared_blocks,
+)
 from .live_decodes import LiveDecodes
 from .messages import (
     MAX_REASON_CHARS,

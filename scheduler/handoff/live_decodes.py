@@ -6,9 +6,25 @@ from typing import Final
 
 from ...kvcache import CacheManager
 from ..request import Request
-from .actions import CancelPull, DecodeAction, Post, Start, Stop, Timing
+from .actions import (
+    CancelPull,
+    DecodeAction,
+    Post,
+    Start,
+    Stop,
+    Timing,
+)
 from .attempts import DecodeAttempt, DecodeAttempts
-from .messages import Abort, Ack, Grant, Key, Message, NodeId, Renew, Ticket
+from .messages import (
+    Abort,
+    Ack,
+    Grant,
+    Key,
+    Message,
+    NodeId,
+    Renew,
+    Ticket,
+)
 from .states import DECODE_MOVES, DecodeState
 
 _RECEIVES: Final = (DecodeState.LOADING, DecodeState.RECEIVING)

@@ -5,9 +5,20 @@ from __future__ import annotations
 from typing import Final
 
 from ...kvcache import CacheManager
-from .actions import Failed, Post, PrefillAction, Timing, Withdraw
+from .actions import (
+    Failed,
+    Post,
+    PrefillAction,
+    Timing,
+    Withdraw,
+)
 from .attempts import PrefillAttempt
-from .messages import Abort, Key, Message, Renew
+from .messages import (
+    Abort,
+    Key,
+    Message,
+    Renew,
+)
 from .states import PREFILL_MOVES, PrefillState
 
 COMPUTES: Final = (PrefillState.PREPARING, PrefillState.COMPUTING)

@@ -6,9 +6,17 @@ from dataclasses import replace
 from typing import Final, Literal, TypeAlias, get_args
 
 from ...kvcache import CacheManager, Lease
-from ..errors import ConfigError, RequestError, StepOrderError
+from ..errors import (
+    ConfigError,
+    RequestError,
+    StepOrderError,
+)
 from ..request import Request
-from .actions import Compute, Post, Timing
+from .actions import (
+    Compute,
+    Post,
+    Timing,
+)
 from .attempts import PrefillAttempt, make_ask
 from .live_prefills import COMPUTES, LivePrefills
 from .messages import (

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from .client_messages import NodeStatus
+from .gateway_messages import NodeStatus
 from .messages import NodeId
 
 _MAX_BLOCKS: Final = 1 << 26

@@ -5,7 +5,11 @@ kernels of `radixkv.kernels`; `checkpoint.py` fills its parameters; `tiny.py` ma
 for tests without a download.
 """
 
-from .checkpoint import Model, load_model, load_tokenizer
+from .checkpoint import (
+    Model,
+    load_model,
+    load_tokenizer,
+)
 from .config import ModelConfig, load_config
 from .errors import (
     CheckpointError,
@@ -19,7 +23,13 @@ from .errors import (
 )
 from .rope import RopeConfig
 from .tiny import make_tiny_checkpoint
-from .transformer import Batch, LayerParams, Linear, Params, forward
+from .transformer import (
+    Batch,
+    LayerParams,
+    Linear,
+    Params,
+    forward,
+)
 
 __all__ = [
     "Batch",

@@ -8,7 +8,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
-from .entries import as_count, as_object, as_positive, read_object
+from .entries import (
+    as_count,
+    as_object,
+    as_positive,
+    read_object,
+)
 from .errors import CheckpointError, UnsupportedModelError
 from .rope import RopeConfig, parse_rope
 

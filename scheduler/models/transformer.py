@@ -23,7 +23,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from ...kernels import kv_write, paged_decode, paged_extend
+from ...kernels import (
+    kv_write,
+    paged_decode,
+    paged_extend,
+)
 from .config import ModelConfig
 from .rope import rope_tables, rotate
 

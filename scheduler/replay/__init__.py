@@ -8,13 +8,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .cost_model import GPUS, MODELS, CostError, CostModel, load_costs, named_costs
-from .hits import HitCounts, count_hits
+from .hits.hits import HitCounts, count_hits
 from .progress import Progress, no_progress
-from .trace import Trace, TraceError, TraceRequest, bundled_trace_path, read_trace
+from .simulation.cost_model import (
+    GPUS,
+    MODELS,
+    CostError,
+    CostModel,
+    load_costs,
+    named_costs,
+)
+from .trace import (
+    Trace,
+    TraceError,
+    TraceRequest,
+    bundled_trace_path,
+    read_trace,
+)
 
 if TYPE_CHECKING:
-    from .report import ReplayReport
+    from .report.report import ReplayReport
     from .run import run_replay
 
 __all__ = [
@@ -45,7 +58,7 @@ def __getattr__(name: str) -> Any:
 
         return run_replay
     if name == "ReplayReport":
-        from .report import ReplayReport
+        from .report.report import ReplayReport
 
         return ReplayReport
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,18 +7,18 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..tier_requests import Preempt
-from .cluster import simulate_cluster
-from .cluster_lines import ClusterSection
-from .cluster_result import ClusterConfig
-from .cost_model import load_costs, named_costs
-from .hit_curve import measure_hit_curve
+from ..request_transfers import Preempt
+from .cluster.cluster import simulate_cluster
+from .cluster.result import ClusterConfig
+from .engine_run.engine_run import RealRunConfig, run_real
+from .hits.hit_curve import measure_hit_curve
+from .hits.tier_law import check_two_tier_law
 from .progress import Progress, no_progress
-from .real_run import RealRunConfig, run_real
-from .report import ReplayReport
-from .report_lines import RealSection, SimulationSection
-from .simulation import SimulationConfig, simulate
-from .tier_law import check_two_tier_law
+from .report.cluster_section import ClusterSection
+from .report.report import ReplayReport
+from .report.sections import RealSection, SimulationSection
+from .simulation.cost_model import load_costs, named_costs
+from .simulation.simulation import SimulationConfig, simulate
 from .trace import bundled_trace_path, read_trace
 
 

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from radixkv.kernels import tuning
-from radixkv.kernels.paged_decode_config import DecodeConfig, choose_config
+from radixkv.kernels.paged_decode.config import DecodeConfig, choose_config
 
 from ..kernels.lowering import H100, lowered_for_h100, on_h100
 

@@ -13,14 +13,26 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from radixkv.kvcache import BlockArrays, CacheManager, HostConfig
+from radixkv.kvcache import (
+    BlockArrays,
+    CacheManager,
+    HostConfig,
+)
 from radixkv.kvcache.storage import Storage, StorageNamespace
-from radixkv.scheduler.engine import Engine
-from radixkv.scheduler.engine_tiers import EngineTiers
+from radixkv.scheduler.engine.engine import Engine
+from radixkv.scheduler.engine.model_runner import ModelRunner
+from radixkv.scheduler.engine.tiers import EngineTiers
 from radixkv.scheduler.mixed import MixedScheduler
-from radixkv.scheduler.model_runner import ModelRunner
-from radixkv.scheduler.models import Model, load_model, make_tiny_checkpoint
-from radixkv.scheduler.request import GREEDY, Request, SamplingParams
+from radixkv.scheduler.models import (
+    Model,
+    load_model,
+    make_tiny_checkpoint,
+)
+from radixkv.scheduler.request import (
+    GREEDY,
+    Request,
+    SamplingParams,
+)
 
 from .small import make_engine, make_requests
 

@@ -15,19 +15,25 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from radixkv.scheduler.channel.secret import Secret
-from radixkv.scheduler.channel.zmq_channel import ZmqChannel
-from radixkv.scheduler.disaggregated import DecodeEngine, PrefillEngine
-from radixkv.scheduler.disaggregated.node_loop import NodeLoop
-from radixkv.scheduler.disaggregated.processes import NodeProcesses
-from radixkv.scheduler.disaggregated.remote import RemoteNodes
-from radixkv.scheduler.engine import Engine
-from radixkv.scheduler.handoff import Ask, Commit, Grant, Send, Timing
-from radixkv.scheduler.handoff.client_messages import DESK
+from radixkv.scheduler.engine.engine import Engine
+from radixkv.scheduler.handoff import (
+    Ask,
+    Commit,
+    Grant,
+    Send,
+    Timing,
+)
+from radixkv.scheduler.handoff.gateway_messages import DESK
 from radixkv.scheduler.models import load_model, make_tiny_checkpoint
 from radixkv.scheduler.models.digest import weights_digest
+from radixkv.scheduler.nodes import DecodeEngine, PrefillEngine
+from radixkv.scheduler.nodes.channel.secret import Secret
+from radixkv.scheduler.nodes.channel.zmq_channel import ZmqChannel
+from radixkv.scheduler.nodes.event_loop import NodeLoop
+from radixkv.scheduler.nodes.processes import NodeProcesses
+from radixkv.scheduler.nodes.remote_nodes import RemoteNodes
+from radixkv.scheduler.nodes.transport.registry import open_transport
 from radixkv.scheduler.request import Request
-from radixkv.scheduler.transport.opening import open_transport
 
 from .small import NODE_OPTIONS, NUM_BLOCKS, SIZES, make_engine
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from radixkv.scheduler.engine import Engine
+from radixkv.scheduler.engine.engine import Engine
 from radixkv.scheduler.models import Model
 from radixkv.scheduler.request import Request
 
@@ -49,7 +49,7 @@ def generate(model_dir: Path, tmp_path: Path, *options: object) -> dict[str, Any
     """Complete the prompts as a user does, in a process of its own."""
     prompts, results = tmp_path / "prompts.json", tmp_path / "results.json"
     prompts.write_text(json.dumps(PROMPTS))
-    command = [sys.executable, "-m", "radixkv.scheduler.cli", "generate", model_dir]
+    command = [sys.executable, "-m", "radixkv.scheduler.cli.main", "generate", model_dir]
     command += ["--prompts", prompts, "--max-new-tokens", NEW_TOKENS]
     command += ["--block-size", SIZES["block_size"], "--token-budget", SIZES["token_budget"]]
     command += ["--json", results, "--ignore-eos", *options]

@@ -10,14 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.kvcache import HostConfig, TierStats
-from radixkv.kvcache.block_copies import BlockCopies
-from radixkv.scheduler.disaggregated import DecodeEngine, Disaggregated, PrefillEngine
-from radixkv.scheduler.engine import Engine
-from radixkv.scheduler.request import GREEDY, Request
-from radixkv.scheduler.transport import (
-    InProcessExchange,
-    InProcessTransport,
+from radixkv.kvcache.copies.block_copies import BlockCopies
+from radixkv.scheduler.engine.engine import Engine
+from radixkv.scheduler.nodes import (
+    DecodeEngine,
+    Disaggregated,
+    PrefillEngine,
 )
+from radixkv.scheduler.nodes.transport import InProcessExchange, InProcessTransport
+from radixkv.scheduler.request import GREEDY, Request
 
 from .cluster import STEP_S, TIMING, Cluster, over_jax, over_nixl
 from .conftest import complete, fresh, let_copies_end

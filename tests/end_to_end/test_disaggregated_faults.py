@@ -6,11 +6,10 @@ from unittest.mock import patch
 
 import pytest
 
-from radixkv.scheduler.engine import Engine
+from radixkv.scheduler.engine.engine import Engine
 from radixkv.scheduler.errors import RequestError
 from radixkv.scheduler.handoff import Ticket, Timing
-from radixkv.scheduler.request import Request, RequestStatus
-from radixkv.scheduler.transport import (
+from radixkv.scheduler.nodes.transport import (
     Descriptor,
     Event,
     Fault,
@@ -22,6 +21,7 @@ from radixkv.scheduler.transport import (
     Received,
     WireTicket,
 )
+from radixkv.scheduler.request import Request, RequestStatus
 
 from .cluster import Cluster, over_jax, over_nixl
 from .conftest import complete, fresh

@@ -7,10 +7,15 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from radixkv.scheduler.engine import Engine
-from radixkv.scheduler.engine_stats import EngineStats
+from radixkv.scheduler.engine.engine import Engine
+from radixkv.scheduler.engine.stats import EngineStats
 from radixkv.scheduler.policy import Priority
-from radixkv.scheduler.request import GREEDY, Request, RequestStatus, SamplingParams
+from radixkv.scheduler.request import (
+    GREEDY,
+    Request,
+    RequestStatus,
+    SamplingParams,
+)
 
 from .conftest import MAX_RUNNING, assert_nothing_leaked, complete, fresh
 

@@ -5,14 +5,18 @@ from contextlib import closing
 
 import pytest
 
-from radixkv.kvcache import CountError, RadixKVError, RequestTooLargeError
-from radixkv.scheduler.disaggregated import DecodeEngine, PrefillEngine
-from radixkv.scheduler.engine import Engine
+from radixkv.kvcache import (
+    CountError,
+    RadixKVError,
+    RequestTooLargeError,
+)
+from radixkv.scheduler.engine.engine import Engine
 from radixkv.scheduler.errors import ConfigError, RequestError
 from radixkv.scheduler.handoff import Timing
+from radixkv.scheduler.nodes import DecodeEngine, PrefillEngine
+from radixkv.scheduler.nodes.transport import InProcessExchange, InProcessTransport
 from radixkv.scheduler.policy import Fcfs, Priority
 from radixkv.scheduler.request import Request
-from radixkv.scheduler.transport import InProcessExchange, InProcessTransport
 
 from .conftest import MAX_MODEL_LEN, MAX_RUNNING, NUM_BLOCKS, TOKEN_BUDGET, complete, fresh
 

@@ -11,10 +11,21 @@ from typing import Any
 import jax
 import pytest
 
-from radixkv.kvcache import HostConfig, RadixKVError, StorageConfigError, storage_uses
-from radixkv.kvcache.storage import BackendOptions, Kind, Status, StorageWorkers, open_backend
-from radixkv.scheduler.engine import Engine
-from radixkv.scheduler.engine_tiers import make_storage_namespace
+from radixkv.kvcache import (
+    HostConfig,
+    RadixKVError,
+    StorageConfigError,
+)
+from radixkv.kvcache.storage import (
+    BackendOptions,
+    Kind,
+    Status,
+    StorageWorkers,
+    open_backend,
+)
+from radixkv.kvcache.tiers import storage_recency as storage_uses
+from radixkv.scheduler.engine.engine import Engine
+from radixkv.scheduler.engine.tiers import make_storage_namespace
 from radixkv.scheduler.errors import ConfigError, EngineClosedError
 from radixkv.scheduler.request import Request, SamplingParams
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from radixkv.scheduler.channel.zmq_channel import ZmqChannel
-from radixkv.scheduler.disaggregated.processes import NodeProcesses
-from radixkv.scheduler.disaggregated.remote import RemoteNodes
 from radixkv.scheduler.errors import NodeProcessError, NodesMissingError
-from radixkv.scheduler.handoff.client_messages import DESK
+from radixkv.scheduler.handoff.gateway_messages import DESK
+from radixkv.scheduler.nodes.channel.zmq_channel import ZmqChannel
+from radixkv.scheduler.nodes.processes import NodeProcesses
+from radixkv.scheduler.nodes.remote_nodes import RemoteNodes
 from radixkv.scheduler.request import Request, RequestStatus
 
 from ..ports import reserved_port
@@ -169,7 +169,7 @@ def test_nodes_that_were_started_by_hand_serve(
     secret = tmp_path / "secret"
     secret.write_text("a secret of the test, long enough")
     secret.chmod(0o600)
-    directory, command = model_dir("qwen3"), [sys.executable, "-m", "radixkv.scheduler.cli"]
+    directory, command = model_dir("qwen3"), [sys.executable, "-m", "radixkv.scheduler.cli.main"]
     options = [directory, *NODE_OPTIONS, "--desk", desk, "--secret-file", secret]
     options += ["--transport", "nixl"]
     storage = ["--host-blocks", 32, "--storage", "env:KV_STORAGE"]
@@ -206,7 +206,7 @@ def test_a_node_that_cannot_start_is_named(tmp_path: Path) -> None:
 
 STARTER = """
 import sys, time
-from radixkv.scheduler.disaggregated.processes import NodeProcesses
+from radixkv.scheduler.nodes.processes import NodeProcesses
 with NodeProcesses() as processes:
     processes.start("prefill-0", "prefill-node", sys.argv[1:])
     print(processes.pid("prefill-0"), flush=True)

@@ -8,7 +8,7 @@ from importlib import import_module
 import jax
 import pytest
 
-from radixkv.kernels import mosaic
+from radixkv.kernels import mosaic_compat as mosaic
 
 SEES_ASYNC_RACES = jax.__version_info__ >= (0, 11)
 """JAX 0.10 sees a missing barrier wait, but no race with a copy that runs by itself."""

@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from radixkv.kernels import block_copy_mosaic, copy_blocks, gather_blocks, scatter_blocks
+from radixkv.kernels import (
+    copy_blocks,
+    gather_blocks,
+    scatter_blocks,
+)
+from radixkv.kernels.block_copy.api import mosaic as block_copy_mosaic
 
 from .interpret import PARAMS, SEES_ASYNC_RACES, assert_caught, races_detected
 from .lowering import (

@@ -10,13 +10,15 @@ from jax.experimental import checkify
 
 from radixkv.kernels import (
     KernelArgumentError,
-    checked,
     copy_blocks,
     gather_blocks,
     kv_write,
     paged_decode,
     paged_extend,
     scatter_blocks,
+)
+from radixkv.kernels import (
+    value_checks as checked,
 )
 
 from .problems import int32

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv.kernels.extend_work import ALIGNMENT, WorkItem, build_work_list, max_items, snake
+from radixkv.kernels.paged_extend.work_list import (
+    ALIGNMENT,
+    WorkItem,
+    build_work_list,
+    max_items,
+    snake,
+)
 
 from .problems import int32
 

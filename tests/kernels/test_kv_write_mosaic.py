@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from radixkv.kernels import KernelArgumentError, kv_write, kv_write_mosaic
+from radixkv.kernels import KernelArgumentError, kv_write
+from radixkv.kernels.kv_write import mosaic as kv_write_mosaic
 
 from .interpret import PARAMS, SEES_ASYNC_RACES, assert_caught, races_detected
 from .lowering import SHARED_MEMORY_BYTES, compile_for_h100, lowered_for_h100, on_h100, shaped

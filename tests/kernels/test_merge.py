@@ -7,8 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from radixkv.kernels import KernelArgumentError, merge_attention_states, paged_decode
-from radixkv.kernels.merge import merge_parts
+from radixkv.kernels import (
+    KernelArgumentError,
+    merge_attention_states,
+    paged_decode,
+)
+from radixkv.kernels.merge_states import merge_parts
 
 from . import oracle
 from .problems import Heads, assert_close, int32, make_cache, make_queries

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from radixkv.kernels import KernelArgumentError, paged_decode, paged_decode_mosaic
+from radixkv.kernels import KernelArgumentError, paged_decode
 from radixkv.kernels.mosaic_limits import BLOCK_SIZES, HEAD_DIMS
 from radixkv.kernels.online_softmax import check_options
-from radixkv.kernels.paged_decode_config import (
+from radixkv.kernels.paged_decode import mosaic as paged_decode_mosaic
+from radixkv.kernels.paged_decode.config import (
     DecodeConfig,
     blocks_per_sm,
     choose_config,

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from radixkv.kernels import paged_extend, paged_extend_copier, paged_extend_mosaic
+from radixkv.kernels import paged_extend
 from radixkv.kernels.online_softmax import AttentionOptions
-from radixkv.kernels.paged_decode_config import DecodeConfig
-from radixkv.kernels.paged_extend_config import ExtendConfig, choose_config
+from radixkv.kernels.paged_decode.config import DecodeConfig
+from radixkv.kernels.paged_extend import mosaic as paged_extend_mosaic
+from radixkv.kernels.paged_extend import producer as paged_extend_copier
+from radixkv.kernels.paged_extend.config import ExtendConfig, choose_config
 
 from . import oracle
 from .interpret import PARAMS, SEES_ASYNC_RACES, assert_caught, races_detected

@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 
 from radixkv.kernels import paged_decode, tuning
-from radixkv.kernels.paged_decode import config_for
-from radixkv.kernels.paged_decode_config import DecodeConfig, choose_config
+from radixkv.kernels.paged_decode.api import config_for
+from radixkv.kernels.paged_decode.config import DecodeConfig, choose_config
 
 from .lowering import H100, lowered_for_h100, on_h100, shaped
 

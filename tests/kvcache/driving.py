@@ -13,11 +13,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from radixkv.kvcache import BlockArrays, HostArrays, OperationResult, TierDriver
-from radixkv.kvcache.lease import Epoch
-from radixkv.kvcache.operations import Operation, OpId, OpKind
-from radixkv.kvcache.storage import Completion, Kind, Status, StorageOpId
+from radixkv.kvcache import (
+    BlockArrays,
+    HostArrays,
+    OperationResult,
+    TierDriver,
+)
+from radixkv.kvcache.prefix.lease import Epoch
+from radixkv.kvcache.storage import (
+    Completion,
+    Kind,
+    Status,
+    StorageOpId,
+)
 from radixkv.kvcache.storage.base import views
+from radixkv.kvcache.tiers.operations import (
+    Operation,
+    OpId,
+    OpKind,
+)
 
 SIZES = {"num_layers": 2, "num_blocks": 6, "kv_heads": 1, "block_size": 2, "head_dim": 4}
 HOST_BLOCKS = 5

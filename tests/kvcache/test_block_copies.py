@@ -5,11 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from radixkv.kvcache import BlockArrays, HostArrays, Outcome, TierDriver
-from radixkv.kvcache import pinned_host as pinning
-from radixkv.kvcache.block_copies import BlockCopies
-from radixkv.kvcache.operations import OpKind
-from radixkv.scheduler.compilations import compilation_counter
+from radixkv.kvcache import (
+    BlockArrays,
+    HostArrays,
+    Outcome,
+    TierDriver,
+)
+from radixkv.kvcache.copies import pinned_host as pinning
+from radixkv.kvcache.copies.block_copies import BlockCopies
+from radixkv.kvcache.tiers.operations import OpKind
+from radixkv.scheduler.engine.compilations import compilation_counter
 
 from .driving import LONG_S, SIZES, Bench
 

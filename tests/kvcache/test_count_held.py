@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.kvcache import CacheManager, Lease
-from radixkv.kvcache.lease import count_held
+from radixkv.kvcache.prefix.lease import count_held
 
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=8)
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixkv.kvcache.host_tier import WritePolicy
+from radixkv.kvcache.tiers.host_tier import WritePolicy
 
 from .tier_memory import TierMemory, as_list
 

@@ -2,7 +2,11 @@
 
 import pytest
 
-from radixkv.kvcache import OpKind, OutOfBlocksError, RequestTooLargeError
+from radixkv.kvcache import (
+    OpKind,
+    OutOfBlocksError,
+    RequestTooLargeError,
+)
 
 from .tier_memory import TierMemory
 

@@ -5,8 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from radixkv.kvcache import Epoch, OperationResultError, OpId, OpKind
-from radixkv.kvcache.operations import Effect, Operations
+from radixkv.kvcache import (
+    Epoch,
+    OperationResultError,
+    OpId,
+    OpKind,
+)
+from radixkv.kvcache.tiers.operations import Effect, Operations
 
 from .tier_memory import TierMemory
 

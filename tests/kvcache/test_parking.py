@@ -3,7 +3,7 @@
 import pytest
 
 from radixkv.kvcache import OpKind, Parked
-from radixkv.kvcache.parking import ParkedIn
+from radixkv.kvcache.tiers.parking import ParkedIn
 
 from .tier_memory import TierMemory
 

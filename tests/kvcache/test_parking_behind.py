@@ -2,8 +2,13 @@
 
 import pytest
 
-from radixkv.kvcache import LeaseError, Operation, OpKind, Parked
-from radixkv.kvcache.parking import ParkedIn
+from radixkv.kvcache import (
+    LeaseError,
+    Operation,
+    OpKind,
+    Parked,
+)
+from radixkv.kvcache.tiers.parking import ParkedIn
 
 from .test_parking import TOKENS, WHOLE, memory_of, park, resume
 from .tier_memory import TierMemory

@@ -2,7 +2,12 @@
 
 import pytest
 
-from radixkv.kvcache import CacheManager, LeaseError, OutOfBlocksError, StorageConfigError
+from radixkv.kvcache import (
+    CacheManager,
+    LeaseError,
+    OutOfBlocksError,
+    StorageConfigError,
+)
 
 from .test_parking import TOKENS, memory_of, park, resume
 

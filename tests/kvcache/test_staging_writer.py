@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 
 from radixkv.kvcache import HostArrays
-from radixkv.kvcache.operations import OpId
-from radixkv.kvcache.staging_writer import StagedBlocks, StagingWriter, WriteReport
+from radixkv.kvcache.copies.staging_writer import (
+    StagedBlocks,
+    StagingWriter,
+    WriteReport,
+)
+from radixkv.kvcache.tiers.operations import OpId
 
 from .driving import LONG_S
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from radixkv.kvcache import storage_uses
+from radixkv.kvcache.tiers import storage_recency as storage_uses
 
 from .tier_memory import TierMemory
 

@@ -13,7 +13,7 @@ from radixkv.kvcache import (
     StorageConfigError,
 )
 from radixkv.kvcache.storage.keys import StorageNamespace
-from radixkv.kvcache.tiers import COPY_TIMEOUT_S, STORAGE_TIMEOUT_S
+from radixkv.kvcache.tiers.api import COPY_TIMEOUT_S, STORAGE_TIMEOUT_S
 
 from .tier_memory import TierMemory, as_list
 

@@ -15,8 +15,8 @@ from radixkv.kvcache import (
     Outcome,
     TierDriver,
 )
-from radixkv.kvcache.operations import OpKind
 from radixkv.kvcache.storage import Status
+from radixkv.kvcache.tiers.operations import OpKind
 
 from .driving import LONG_S, SIZES, Bench, FakeStorage
 

@@ -23,7 +23,7 @@ from radixkv.kvcache import (
     Prefetch,
     RequestTooLargeError,
 )
-from radixkv.kvcache.host_tier import WritePolicy
+from radixkv.kvcache.tiers.host_tier import WritePolicy
 
 from .tier_memory import TierMemory
 

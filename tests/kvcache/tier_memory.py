@@ -9,10 +9,18 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from radixkv.kvcache import CacheManager, HostConfig, Lease, Operation, OpId, OpKind, TierStats
-from radixkv.kvcache.host_tier import HostRun, WritePolicy
-from radixkv.kvcache.radix_node import Node
+from radixkv.kvcache import (
+    CacheManager,
+    HostConfig,
+    Lease,
+    Operation,
+    OpId,
+    OpKind,
+    TierStats,
+)
+from radixkv.kvcache.prefix.node import Node
 from radixkv.kvcache.storage.keys import StorageNamespace
+from radixkv.kvcache.tiers.host_tier import HostRun, WritePolicy
 
 Tag: TypeAlias = tuple[bytes, tuple[int, ...]] | None
 """What a block holds: a namespace and all tokens through its last; None is garbage."""

@@ -18,7 +18,7 @@ ALLOWED = {
     "kvcache": {"kvcache", "kernels"},
     "scheduler": {"scheduler", "kvcache", "kernels", "spec"},
 }
-FUZZ = {"scheduler/fuzz", "scheduler/commands/fuzz.py"}
+FUZZ = {"scheduler/fuzz", "scheduler/cli/fuzz.py"}
 
 
 def _imports(path: Path) -> Iterator[str]:
@@ -93,7 +93,7 @@ def test_the_control_plane_loads_no_jax(package: str) -> None:
 
 
 HELP = """
-from radixkv.scheduler.cli import main
+from radixkv.scheduler.cli.main import main
 try:
     status = main(["--help"])
 except SystemExit as stop:

@@ -70,4 +70,4 @@ def test_package_list_covers_every_folder_with_an_init() -> None:
 
 
 def test_command_line_entry_point() -> None:
-    assert _pyproject()["project"]["scripts"] == {"radixkv": "radixkv.scheduler.cli:main"}
+    assert _pyproject()["project"]["scripts"] == {"radixkv": "radixkv.scheduler.cli.main:main"}

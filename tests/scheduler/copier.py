@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from radixkv.kvcache import CacheManager
-from radixkv.kvcache.operations import Operation, OpKind
+from radixkv.kvcache.tiers.operations import Operation, OpKind
 
 GARBAGE = -1
 

@@ -6,7 +6,11 @@ import pytest
 
 from radixkv.scheduler.errors import RequestError, RoutingError
 from radixkv.scheduler.handoff import Hits, Key
-from radixkv.scheduler.handoff.desk import Desk, GiveUp, Run
+from radixkv.scheduler.handoff.gateway import (
+    Desk,
+    GiveUp,
+    Run,
+)
 from radixkv.scheduler.request import Request, RequestStatus
 
 

@@ -4,12 +4,21 @@ import re
 
 import pytest
 
-from radixkv.kvcache import CacheManager, CountError, RadixKVError
-from radixkv.scheduler.errors import ConfigError, RequestError, SchedulerError, StepOrderError
+from radixkv.kvcache import (
+    CacheManager,
+    CountError,
+    RadixKVError,
+)
+from radixkv.scheduler.errors import (
+    ConfigError,
+    RequestError,
+    SchedulerError,
+    StepOrderError,
+)
 from radixkv.scheduler.mixed import MixedScheduler
-from radixkv.scheduler.plan import StepPlan
 from radixkv.scheduler.policy import Fcfs
 from radixkv.scheduler.request import Request, RequestStatus
+from radixkv.scheduler.step_plan import StepPlan
 
 from .harness import Harness, alone, chunks, names
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from radixkv.scheduler.plan import StepPlan
 from radixkv.scheduler.request import RequestStatus
+from radixkv.scheduler.step_plan import StepPlan
 
 from .harness import Harness, pressed
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from radixkv.kvcache.host_tier import HostConfig
-from radixkv.kvcache.operations import OpKind
+from radixkv.kvcache.tiers.host_tier import HostConfig
+from radixkv.kvcache.tiers.operations import OpKind
 from radixkv.scheduler.request import RequestStatus
 
 from .copier import Memories, held_when

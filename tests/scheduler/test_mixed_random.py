@@ -10,9 +10,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from radixkv.kvcache import RequestTooLargeError
-from radixkv.scheduler.plan import StepPlan
-from radixkv.scheduler.policy import Fcfs, Policy, Priority
+from radixkv.scheduler.policy import (
+    Fcfs,
+    Policy,
+    Priority,
+)
 from radixkv.scheduler.request import Request
+from radixkv.scheduler.step_plan import StepPlan
 
 from .harness import VOCABULARY, Harness, alone
 

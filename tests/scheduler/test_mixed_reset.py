@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from radixkv.kvcache import NamespaceError, make_namespace
-from radixkv.kvcache.host_tier import HostConfig
-from radixkv.kvcache.operations import OpKind
+from radixkv.kvcache.tiers.host_tier import HostConfig
+from radixkv.kvcache.tiers.operations import OpKind
 from radixkv.scheduler.errors import StepOrderError
 from radixkv.scheduler.request import Request, RequestStatus
 from radixkv.spec import prefix_tags

@@ -2,7 +2,7 @@
 
 import pytest
 
-from radixkv.kvcache.operations import OpKind
+from radixkv.kvcache.tiers.operations import OpKind
 from radixkv.scheduler.request import Request, RequestStatus
 
 from .copier import held_when

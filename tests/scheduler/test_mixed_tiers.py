@@ -5,8 +5,8 @@ import re
 import pytest
 
 from radixkv.kvcache import CacheManager
-from radixkv.kvcache.host_tier import HostConfig
-from radixkv.kvcache.operations import Operation, OpKind
+from radixkv.kvcache.tiers.host_tier import HostConfig
+from radixkv.kvcache.tiers.operations import Operation, OpKind
 from radixkv.scheduler.errors import ConfigError
 from radixkv.scheduler.mixed import MixedScheduler
 from radixkv.scheduler.request import Request, RequestStatus

@@ -8,11 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.kvcache import CacheManager, CountError, Int32Array, RequestTooLargeError, TokenError
+from radixkv.kvcache import (
+    CacheManager,
+    CountError,
+    Int32Array,
+    RequestTooLargeError,
+    TokenError,
+)
 from radixkv.scheduler.errors import RequestError, RoutingError
 from radixkv.scheduler.handoff import Key
-from radixkv.scheduler.replay.trace import bundled_trace_path, read_trace, tokens
-from radixkv.scheduler.router import Route, Router
+from radixkv.scheduler.handoff.router import Route, Router
+from radixkv.scheduler.replay.trace import (
+    bundled_trace_path,
+    read_trace,
+    tokens,
+)
 
 NODES = {"p0": 2000, "p1": 2000, "p2": 2000, "p3": 2000}
 BLOCK_SIZE = 512

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.scheduler.sampling import SamplingBatch, sample
+from radixkv.scheduler.engine.sampling import SamplingBatch, sample
 
 VOCABULARY = 7
 ROWS = 64

@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
 
-from radixkv.kvcache.host_tier import HostConfig, WritePolicy
-from radixkv.kvcache.operations import Operation, OpId
-from radixkv.scheduler.plan import StepPlan
+from radixkv.kvcache.tiers.host_tier import HostConfig, WritePolicy
+from radixkv.kvcache.tiers.operations import Operation, OpId
 from radixkv.scheduler.policy import Fcfs, Priority
 from radixkv.scheduler.request import Request, RequestStatus
+from radixkv.scheduler.step_plan import StepPlan
 from radixkv.spec import prefix_tags
 
 from .copier import Fate

@@ -6,12 +6,12 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from radixkv.kvcache import CacheManager
-from radixkv.kvcache.host_tier import HostConfig
-from radixkv.kvcache.operations import OpKind
 from radixkv.kvcache.storage.keys import StorageNamespace
+from radixkv.kvcache.tiers.host_tier import HostConfig
+from radixkv.kvcache.tiers.operations import OpKind
 from radixkv.scheduler.mixed import MixedScheduler
-from radixkv.scheduler.plan import Chunk, StepPlan
 from radixkv.scheduler.request import Request, RequestStatus
+from radixkv.scheduler.step_plan import Chunk, StepPlan
 from radixkv.spec import prefix_tags
 
 from .copier import Copier, Fate, Memories, held_when

@@ -22,12 +22,16 @@ from signal import ITIMER_PROF, SIGPROF, setitimer, signal
 from types import ModuleType
 from typing import Final, Literal, TypeAlias
 
-from radixkv.scheduler.fuzz import cache_adapter, pool_adapter, tier_adapter
-from radixkv.spec.cache_world import CacheSubject
-from radixkv.spec.engine import Subject
-from radixkv.spec.pool_world import PoolSubject
-from radixkv.spec.random_engine import run
-from radixkv.spec.tier_world import TierSubject
+from radixkv.scheduler.fuzz import (
+    cache_adapter,
+    pool_adapter,
+    tier_adapter,
+)
+from radixkv.spec.harness.cache.world import CacheSubject
+from radixkv.spec.harness.engine import Subject
+from radixkv.spec.harness.pool_world import PoolSubject
+from radixkv.spec.harness.random_engine import run
+from radixkv.spec.harness.tiers.world import TierSubject
 
 from .mutations import Key, Mutant, all_mutants, code_of
 from .planted.matrix import default_jobs
@@ -38,44 +42,39 @@ World: TypeAlias = Literal["cache", "pool", "tiers"]
 ALL_WORLDS: Final[tuple[World, ...]] = ("cache", "pool", "tiers")
 
 HUNTED: Final[dict[str, tuple[World, ...]]] = {
-    "radix_tree.py": ALL_WORLDS,
-    "radix_node.py": ALL_WORLDS,
-    "idle_list.py": ALL_WORLDS,
+    "prefix/radix_tree.py": ALL_WORLDS,
+    "prefix/node.py": ALL_WORLDS,
+    "prefix/idle_list.py": ALL_WORLDS,
     "cache.py": ALL_WORLDS,
     "manager.py": ALL_WORLDS,
-    "publishing.py": ALL_WORLDS,
-    "lease.py": ALL_WORLDS,
-    "block_pool.py": ALL_WORLDS,
-    "block_tables.py": ALL_WORLDS,
+    "prefix/deduplication.py": ALL_WORLDS,
+    "prefix/lease.py": ALL_WORLDS,
+    "prefix/block_pool.py": ALL_WORLDS,
+    "prefix/block_tables.py": ALL_WORLDS,
     "tokens.py": ALL_WORLDS,
     "errors.py": ALL_WORLDS,
-    "operations.py": ("tiers",),
-    "effects.py": ("tiers",),
-    "host_tier.py": ("tiers",),
-    "host_writer.py": ("tiers",),
-    "host_reader.py": ("tiers",),
-    "tiered_tree.py": ("tiers",),
-    "node_keys.py": ("tiers",),
-    "storage_uses.py": ("tiers",),
-    "tiers.py": ("tiers",),
-    "parking.py": ("tiers",),
-    "prefetch.py": ("tiers",),
+    "tiers/operations.py": ("tiers",),
+    "tiers/completions.py": ("tiers",),
+    "tiers/host_tier.py": ("tiers",),
+    "tiers/offload.py": ("tiers",),
+    "tiers/load.py": ("tiers",),
+    "tiers/tiered_tree.py": ("tiers",),
+    "tiers/storage_keys.py": ("tiers",),
+    "tiers/storage_recency.py": ("tiers",),
+    "tiers/api.py": ("tiers",),
+    "tiers/parking.py": ("tiers",),
+    "tiers/prefetch.py": ("tiers",),
 }
 """Where the mutants of each file are hunted."""
 
 LEFT_OUT: Final = {
     "__init__.py": "exports, and the lazy import of the arrays",
+    "prefix/__init__.py": "a docstring",
+    "tiers/__init__.py": "a docstring",
     "invariants.py": "it is there to check",
-    "arrays.py": "the data plane, which the worlds replace by ghost memory: tests/kvcache",
-    "block_copies.py": "the data plane, too",
-    "host_arrays.py": "the data plane, too",
-    "pinned_host.py": "the data plane, too",
-    "staging_writer.py": "the data plane, too",
-    "tier_driver.py": "a driver, which the worlds replace by a virtual executor: it has a state "
-    "machine of its own, tests/kvcache/test_tier_driver_machine.py",
-    "dispatch_checks.py": "a part of the driver",
-    "dispatched.py": "a part of the driver",
-    "storage_copies.py": "a part of the driver",
+    "copies": "the data plane, which the worlds replace by ghost memory, and a driver, which they "
+    "replace by a virtual executor: it has a machine of its own, in "
+    "tests/kvcache/test_tier_driver_machine.py",
     "storage": "files, sockets and threads, which the worlds replace by a map: it has its own "
     "conformance kit, crash tests and planted bugs, tests/kvcache/storage",
 }

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from radixkv.scheduler.fuzz import cache_adapter, pool_adapter
-from radixkv.spec.cache_rules import CACHE_RULES
-from radixkv.spec.cache_world import CacheSubject
-from radixkv.spec.engine import Trace, replay
-from radixkv.spec.pool_world import PoolSubject
-from radixkv.spec.random_engine import run
-from radixkv.spec.situations import CACHE_FLOORS, too_rare
-from radixkv.spec.target import DEPTHS, Depth
+from radixkv.spec.adapters.cache_target import DEPTHS, Depth
+from radixkv.spec.harness.cache.world import CacheSubject
+from radixkv.spec.harness.coverage import CACHE_FLOORS, too_rare
+from radixkv.spec.harness.engine import Trace, replay
+from radixkv.spec.harness.pool_world import PoolSubject
+from radixkv.spec.harness.random_engine import run
+from radixkv.spec.rules.cache import CACHE_RULES
 
 
 @pytest.mark.parametrize("depth", DEPTHS)

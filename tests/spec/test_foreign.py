@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from radixkv.spec.adapter import Promises
-from radixkv.spec.cache_world import CacheSubject
-from radixkv.spec.engine import Finding
-from radixkv.spec.load_target import load_target
-from radixkv.spec.random_engine import run
-from radixkv.spec.rules import RULES
-from radixkv.spec.shrink import shrink
-from radixkv.spec.trace_file import read_trace_file
+from radixkv.spec.adapters.cache import Promises
+from radixkv.spec.adapters.load_target import load_target
+from radixkv.spec.harness.cache.world import CacheSubject
+from radixkv.spec.harness.engine import Finding
+from radixkv.spec.harness.random_engine import run
+from radixkv.spec.harness.shrink import shrink
+from radixkv.spec.harness.trace_file import read_trace_file
+from radixkv.spec.rules.rule import RULES
 
 ROOT = Path(__file__).parents[2]
 MANAGERS = ROOT / "docs" / "examples" / "managers"

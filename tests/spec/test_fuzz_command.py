@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from radixkv.scheduler.cli import main
+from radixkv.scheduler.cli.main import main
 from radixkv.scheduler.fuzz.campaign import Aim, run_campaign
-from radixkv.spec.trace_file import read_trace_file
+from radixkv.spec.harness.trace_file import read_trace_file
 
 from . import toys
 
@@ -321,7 +321,9 @@ def test_an_interrupt_ends_with_a_summary(fuzz: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_an_endless_soak_of_several_jobs_ends_with_the_keyboard() -> None:
-    program = "import sys; from radixkv.scheduler.cli import main; sys.exit(main(sys.argv[1:]))"
+    program = (
+        "import sys; from radixkv.scheduler.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
     target = f"{TOYS}:Plain"
     process = subprocess.Popen(
         [
@@ -364,7 +366,7 @@ def test_equal_seeds_are_equal_cases_and_others_are_not() -> None:
 
 def test_help_is_quick_to_load() -> None:
     program = (
-        "import sys; from radixkv.scheduler.cli import main; main(['fuzz', '--help'])\n"
+        "import sys; from radixkv.scheduler.cli.main import main; main(['fuzz', '--help'])\n"
         "assert {'numpy', 'jax', 'hypothesis', 'radixkv.spec'}.isdisjoint(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)

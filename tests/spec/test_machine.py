@@ -11,12 +11,12 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import rule
 
 from radixkv.scheduler.fuzz.cache_adapter import make_factory
-from radixkv.spec import hypothesis_engine
-from radixkv.spec.adapter import AdapterError
-from radixkv.spec.cache_world import CacheSubject
-from radixkv.spec.machine import CacheMachine
-from radixkv.spec.rules import Violation
-from radixkv.spec.shrink import shrink
+from radixkv.spec.adapters.cache import AdapterError
+from radixkv.spec.harness import hypothesis_engine
+from radixkv.spec.harness.cache.world import CacheSubject
+from radixkv.spec.harness.machine import CacheMachine
+from radixkv.spec.harness.shrink import shrink
+from radixkv.spec.rules.rule import Violation
 
 from .toys import Leaky, Plain
 
@@ -43,7 +43,7 @@ def test_pytest_collects_a_machine_without_a_warning(pytester: pytest.Pytester) 
     pytester.makepyfile(
         """
         from hypothesis import settings
-        from radixkv.spec.machine import CacheMachine
+        from radixkv.spec.harness.machine import CacheMachine
 
         class Nothing:
             def __init__(self, num_blocks, block_size):
@@ -139,7 +139,7 @@ def test_every_rule_of_the_machine_does_something() -> None:
         FEW, max_examples=500, derandomize=True, phases=[Phase.generate]
     )
     run(Machine)
-    from radixkv.spec.cache_world import OPERATIONS
+    from radixkv.spec.harness.cache.world import OPERATIONS
 
     assert set(words) == set(OPERATIONS)
     wanted = {"hit", "refused", "late completion", "failed step", "preempted", "growth refused"}

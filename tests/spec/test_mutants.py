@@ -18,8 +18,8 @@ def named(file: str, function: str, change: str) -> Mutant:
     return found
 
 
-DIES = ("lease.py", "Lease.num_blocks", "self.row >= 0  ->  self.row > 0")
-LIVES = ("radix_tree.py", "RadixTree.walk", "position < end  ->  position <= end")
+DIES = ("prefix/lease.py", "Lease.num_blocks", "self.row >= 0  ->  self.row > 0")
+LIVES = ("prefix/radix_tree.py", "RadixTree.walk", "position < end  ->  position <= end")
 
 
 def test_the_mutants_are_the_same_each_time_and_have_different_names() -> None:
@@ -29,7 +29,7 @@ def test_the_mutants_are_the_same_each_time_and_have_different_names() -> None:
 
 
 def test_every_mutant_is_a_program_and_another_one() -> None:
-    for file in ("radix_node.py", "lease.py", "tokens.py"):
+    for file in ("prefix/node.py", "prefix/lease.py", "tokens.py"):
         original = compile(sources()[file], str(FOLDER / file), "exec")
         for mutant in all_mutants(file):
             assert code_of(mutant) != original, mutant
@@ -53,7 +53,10 @@ def _folder(file: str) -> bool:
 
 def test_a_mutant_of_what_only_tiers_use_dies_in_their_world() -> None:
     change = "self.num_promoted_blocks = 0  ->  self.num_promoted_blocks = 1"
-    assert kill(named("lease.py", "Lease.__init__", change), 1_000) == "T10 ready-is-what-arrived"
+    assert (
+        kill(named("prefix/lease.py", "Lease.__init__", change), 1_000)
+        == "T10 ready-is-what-arrived"
+    )
 
 
 def test_what_is_chosen_is_hunted(monkeypatch, capsys) -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import radixkv.kvcache
-from radixkv.spec.engine import replay
-from radixkv.spec.random_engine import run
-from radixkv.spec.rules import RULES
-from radixkv.spec.scheduler_rules import Q32
-from radixkv.spec.target import Depth
+from radixkv.spec.adapters.cache_target import Depth
+from radixkv.spec.harness.engine import replay
+from radixkv.spec.harness.random_engine import run
+from radixkv.spec.rules.rule import RULES
+from radixkv.spec.rules.scheduler import Q32
 
 from .planted.__main__ import TABLES
 from .planted.cache_bugs import CACHE_BUGS
@@ -71,25 +71,27 @@ def test_a_copy_shares_nothing_with_the_package_and_leaves_nothing_behind() -> N
 
 def test_a_copy_that_cannot_be_imported_leaves_nothing_behind() -> None:
     before = set(sys.modules), list(sys.meta_path)
-    broken = bug("broken", "lease.py", ("class Lease:", "1 / 0\nclass Lease:"))
+    broken = bug("broken", "prefix/lease.py", ("class Lease:", "1 / 0\nclass Lease:"))
     with pytest.raises(ZeroDivisionError):
         load(broken)
     assert (set(sys.modules), list(sys.meta_path)) == before
 
 
 def test_a_bug_changes_its_file_only() -> None:
-    changed = planted_sources(bug("one", "lease.py", ("class Lease:", "class Lease :")))
-    assert list(changed) == ["lease.py"]
-    assert "class Lease :" in changed["lease.py"]
+    changed = planted_sources(bug("one", "prefix/lease.py", ("class Lease:", "class Lease :")))
+    assert list(changed) == ["prefix/lease.py"]
+    assert "class Lease :" in changed["prefix/lease.py"]
 
 
 @pytest.mark.parametrize(("old", "fits"), [("no such text", 0), ("self.num_blocks", 9)])
 def test_a_bug_that_does_not_fit_once_is_told(old: str, fits: int) -> None:
-    source = radixkv.kvcache.__file__.replace("__init__", "block_pool")
+    source = radixkv.kvcache.__file__.replace("__init__", "prefix/block_pool")
     fits = fits and Path(source).read_text().count(old)
     with pytest.raises(AssertionError) as error:
-        load(bug("gone", "block_pool.py", (old, "")))
-    assert str(error.value) == f"block_pool.py has {old!r} {fits} times: write the bug 'gone' anew"
+        load(bug("gone", "prefix/block_pool.py", (old, "")))
+    assert str(error.value) == (
+        f"prefix/block_pool.py has {old!r} {fits} times: write the bug 'gone' anew"
+    )
 
 
 def test_names_are_distinct() -> None:
@@ -124,7 +126,7 @@ def test_what_the_matrix_reports() -> None:
 
 
 def test_hypothesis_finds_one_too() -> None:
-    found = bug("found", "publishing.py", ("pool.recycle(copies)", "pass"))
+    found = bug("found", "prefix/deduplication.py", ("pool.recycle(copies)", "pass"))
     kill = hunt(Hunt(found, "full", 0), max_steps=5_000, engine="hypothesis")
     assert kill.rule
     assert 0 < kill.steps <= 5_000

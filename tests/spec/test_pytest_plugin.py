@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from radixkv.spec.trace_file import read_trace_file
+from radixkv.spec.harness.trace_file import read_trace_file
 
 from . import toys
 
@@ -18,7 +18,7 @@ pytest_plugins = ["pytester"]
 TOYS = Path(toys.__file__).read_text()
 
 # By its module's name, whether or not the entry point is installed: then that one is blocked.
-PLUGIN = ("-p", "no:radixkv", "-p", "radixkv.spec.pytest_plugin", "-p", "no:cacheprovider")
+PLUGIN = ("-p", "no:radixkv", "-p", "radixkv.spec.harness.pytest_plugin", "-p", "no:cacheprovider")
 
 
 def run(pytester: pytest.Pytester, *options: str) -> pytest.RunResult:
@@ -144,16 +144,16 @@ def test_a_trace_without_a_target_needs_the_option(pytester: pytest.Pytester, fo
 
 def test_the_plugin_is_listed_and_loads_nothing_more_than_it_needs() -> None:
     program = (
-        "import sys, pytest; before = set(sys.modules); import radixkv.spec.pytest_plugin\n"
+        "import sys, pytest; before = set(sys.modules); import radixkv.spec.harness.pytest_plugin\n"
         "print(sorted(name.split('.')[0] for name in set(sys.modules) - before))"
     )
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     heavy = {"numpy", "jax", "hypothesis"}
     assert heavy.isdisjoint(eval(done.stdout))
-    assert "radixkv.spec.cache_world" not in done.stdout
+    assert "radixkv.spec.harness.cache.world" not in done.stdout
     import tomllib
 
     root = Path(__file__).parents[2]
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    assert project["entry-points"]["pytest11"] == {"radixkv": "radixkv.spec.pytest_plugin"}
+    assert project["entry-points"]["pytest11"] == {"radixkv": "radixkv.spec.harness.pytest_plugin"}

@@ -8,11 +8,17 @@ from pathlib import Path
 import pytest
 
 import radixkv.spec
-import radixkv.spec.scheduler_rules  # enters its rules
-import radixkv.spec.tier_rules  # enters its rules
-from radixkv.spec.cache_rules import A1, CACHE_RULES
-from radixkv.spec.invariants import INVARIANTS
-from radixkv.spec.rules import RULES, Rule, Violation, require, rule
+import radixkv.spec.rules.scheduler  # enters its rules
+import radixkv.spec.rules.tiers  # enters its rules
+from radixkv.spec.rules.cache import A1, CACHE_RULES
+from radixkv.spec.rules.invariants import INVARIANTS
+from radixkv.spec.rules.rule import (
+    RULES,
+    Rule,
+    Violation,
+    require,
+    rule,
+)
 
 CODES = {each.code for each in RULES.values()}
 
@@ -33,8 +39,8 @@ def test_every_sentence_is_one() -> None:
 def test_every_rule_is_demanded_somewhere() -> None:
     """A rule that nothing refers to is a wish."""
     folder = Path(radixkv.spec.__file__).parent
-    files = [*folder.glob("*.py"), *(folder.parent / "scheduler" / "fuzz").glob("*.py")]
-    source = "\n".join(path.read_text() for path in files if not path.name.endswith("_rules.py"))
+    files = [*folder.rglob("*.py"), *(folder.parent / "scheduler" / "fuzz").glob("*.py")]
+    source = "\n".join(path.read_text() for path in files if path.parent.name != "rules")
     unused = [code for code in CODES if not re.search(rf"\b{code}\b(?!\")", source)]
     assert unused == []
 

@@ -9,17 +9,21 @@ from collections import Counter
 import pytest
 
 from radixkv.scheduler.fuzz.scheduler_adapter import MixedAdapter, make_factory
-from radixkv.spec.adapter import AdapterError
-from radixkv.spec.differential import check_same, draw_requests
-from radixkv.spec.engine import Trace, replay
-from radixkv.spec.random_engine import run
-from radixkv.spec.rules import Violation
-from radixkv.spec.scheduler_adapter import SchedulerPromises
-from radixkv.spec.scheduler_requests import Books, next_token, root_tag
-from radixkv.spec.scheduler_rules import Q32, SCHEDULER_RULES
-from radixkv.spec.scheduler_world import SchedulerSubject
-from radixkv.spec.shrink import shrink
-from radixkv.spec.situations import SCHEDULER_FLOORS, too_rare
+from radixkv.spec.adapters.cache import AdapterError
+from radixkv.spec.adapters.scheduler import SchedulerPromises
+from radixkv.spec.harness.coverage import SCHEDULER_FLOORS, too_rare
+from radixkv.spec.harness.differential import check_same, draw_requests
+from radixkv.spec.harness.engine import Trace, replay
+from radixkv.spec.harness.random_engine import run
+from radixkv.spec.harness.scheduler.requests import (
+    Books,
+    next_token,
+    root_tag,
+)
+from radixkv.spec.harness.scheduler.world import SchedulerSubject
+from radixkv.spec.harness.shrink import shrink
+from radixkv.spec.rules.rule import Violation
+from radixkv.spec.rules.scheduler import Q32, SCHEDULER_RULES
 
 from .planted.plant import Bug, bug
 from .planted.plant_scheduler import load_scheduler, subject_with
@@ -80,7 +84,7 @@ def test_every_rule_names_a_planted_bug():
 
 
 def test_a_bug_that_does_not_fit_is_told():
-    gone = bug("gone", "batch_scheduler.py", ("no such text", ""))
+    gone = bug("gone", "batch.py", ("no such text", ""))
     message = r"has 'no such text' 0 times: write the bug 'gone' anew"
     with pytest.raises(AssertionError, match=message):
         load_scheduler(gone)
@@ -179,7 +183,7 @@ def test_the_model_says_every_token_and_the_same_in_every_process():
 
 OLD_MATCH = bug(
     "an older match is kept while another computes what seems to follow it",
-    "batch_scheduler.py",
+    "batch.py",
     (
         "        match = request.match = self.manager.match(request.tokens, request.namespace)\n",
         "        match = request.match\n"

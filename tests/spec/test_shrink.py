@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 
 from radixkv.scheduler.fuzz.cache_adapter import make_factory
-from radixkv.spec.cache_world import CacheSubject
-from radixkv.spec.engine import Finding, Operation, replay
-from radixkv.spec.random_engine import run
-from radixkv.spec.shrink import shrink
-from radixkv.spec.trace_file import (
+from radixkv.spec.harness.cache.world import CacheSubject
+from radixkv.spec.harness.engine import (
+    Finding,
+    Operation,
+    replay,
+)
+from radixkv.spec.harness.random_engine import run
+from radixkv.spec.harness.shrink import shrink
+from radixkv.spec.harness.trace_file import (
     TraceFile,
     TraceFileError,
     breaks_again,

@@ -6,10 +6,15 @@ from typing import Any
 
 import pytest
 
-from radixkv.spec.adapter import AdapterError, Promises
-from radixkv.spec.cache_world import CacheSubject
-from radixkv.spec.rules import Violation
-from radixkv.spec.target import BY_DEPTH, REQUIRED, Depth, Target
+from radixkv.spec.adapters.cache import AdapterError, Promises
+from radixkv.spec.adapters.cache_target import (
+    BY_DEPTH,
+    REQUIRED,
+    Depth,
+    Target,
+)
+from radixkv.spec.harness.cache.world import CacheSubject
+from radixkv.spec.rules.rule import Violation
 
 from .toys import Plain
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from radixkv.spec.engine import replay
-from radixkv.spec.random_engine import run
-from radixkv.spec.tier_rules import TIER_RULES
+from radixkv.spec.harness.engine import replay
+from radixkv.spec.harness.random_engine import run
+from radixkv.spec.rules.tiers import TIER_RULES
 
 from .planted.matrix import subject_of
 from .planted.plant import Bug, bug, planted_sources
@@ -17,7 +17,7 @@ from .planted.tier_bugs import TIER_BUGS
 
 KILLS = Path(__file__).parents[2] / "docs" / "specification" / "kills_tiers.json"
 QUICK_STEPS = 400
-NO_BUG = bug("no bug", "tiers.py", world="tiers")
+NO_BUG = bug("no bug", "tiers/api.py", world="tiers")
 
 
 @pytest.fixture(scope="module")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from radixkv.scheduler.fuzz import tier_adapter
-from radixkv.spec import hypothesis_engine
-from radixkv.spec.engine import Trace, replay
-from radixkv.spec.ghost import prefix_tags
-from radixkv.spec.random_engine import run
-from radixkv.spec.situations import TIER_FLOORS, too_rare
-from radixkv.spec.tier_law import TwoTierLaw
-from radixkv.spec.tier_rules import TIER_RULES
-from radixkv.spec.tier_world import TierSubject, TierWorld
+from radixkv.spec.harness import hypothesis_engine
+from radixkv.spec.harness.coverage import TIER_FLOORS, too_rare
+from radixkv.spec.harness.engine import Trace, replay
+from radixkv.spec.harness.random_engine import run
+from radixkv.spec.harness.tiers.world import TierSubject, TierWorld
+from radixkv.spec.model.ghost import prefix_tags
+from radixkv.spec.model.two_tier_law import TwoTierLaw
+from radixkv.spec.rules.tiers import TIER_RULES
 
 from .planted.matrix import subject_of
 from .planted.plant import bug
@@ -99,7 +99,7 @@ def test_what_was_moved_for_a_request_that_ends_is_not_lost(takes_first: bool) -
     assert all([world.apply(operation) for operation in trace])
     assert world.situations["loaded for nobody"] == 1
     publishes = "tiers.reader.promoted(self, self._num_good, self._tail_tokens)\n"
-    lost = bug("lost", "host_reader.py", (publishes, publishes.replace("self._num_good", "0")),
+    lost = bug("lost", "tiers/load.py", (publishes, publishes.replace("self._num_good", "0")),
                world="tiers")  # fmt: skip
     violation = replay(subject_of(lost, "full"), config, trace)
     assert violation is not None and violation.rule.name == "T39 moved-is-not-lost"

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from radixkv.spec.adapter import Promises
+from radixkv.spec.adapters.cache import Promises
 
 try:
     import minisgl.core

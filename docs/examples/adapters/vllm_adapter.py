@@ -18,7 +18,7 @@ from typing import Any
 
 from stubs import stub_modules
 
-from radixkv.spec.adapter import Promises
+from radixkv.spec.adapters.cache import Promises
 
 # Imported by what is tested, and not called by it. Some need a GPU's libraries.
 stub_modules(

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from radixkv.spec.adapter import Promises
+from radixkv.spec.adapters.cache import Promises
 
 Tokens: TypeAlias = tuple[int, ...]
 

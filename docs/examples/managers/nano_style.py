@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from radixkv.spec.adapter import Promises
+from radixkv.spec.adapters.cache import Promises
 
 
 @dataclass(slots=True)

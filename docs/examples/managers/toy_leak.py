@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from radixkv.spec.adapter import Promises
+from radixkv.spec.adapters.cache import Promises
 
 Prefix: TypeAlias = tuple[bytes, tuple[int, ...]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
-from radixkv.kvcache.storage.mooncake import MooncakeBackend
+from radixkv.kvcache.storage.mooncake.backend import MooncakeBackend
 
 from .mooncake_server import MooncakeServer
 

@@ -38,27 +38,27 @@ class Subject:
 
 
 REAL = Subject(
-    importlib.import_module("radixkv.kvcache.storage.files"),
-    importlib.import_module("radixkv.kvcache.storage.sealed"),
+    importlib.import_module("radixkv.kvcache.storage.files.backend"),
+    importlib.import_module("radixkv.kvcache.storage.checksummed"),
 )
 
 BUGS = (
     Bug(
         "a file is not synced before its name",
-        "files.py",
+        "files/backend.py",
         "if self._durable:\n                    self._files.sync(file)",
         "if False:\n                    self._files.sync(file)",
     ),
     Bug(
         "a failed sync is ignored",
-        "files.py",
+        "files/backend.py",
         "                    self._files.sync(file)",
         "                    with suppress(OSError):\n"
         "                        self._files.sync(file)",
     ),
     Bug(
         "a failed sync is tried again and believed",
-        "files.py",
+        "files/backend.py",
         "                    self._files.sync(file)",
         "                    try:\n"
         "                        self._files.sync(file)\n"
@@ -67,21 +67,21 @@ BUGS = (
     ),
     Bug(
         "a new name is not synced",
-        "files.py",
+        "files/backend.py",
         "                if self._durable:\n"
         "                    self._files.sync_directory(dirname(path))",
         "                pass",
     ),
     Bug(
         "a failed sync of names is ignored",
-        "files.py",
+        "files/backend.py",
         "                    self._files.sync_directory(dirname(path))\n            except",
         "                    with suppress(OSError):\n"
         "                        self._files.sync_directory(dirname(path))\n            except",
     ),
     Bug(
         "a new directory is not synced",
-        "files.py",
+        "files/backend.py",
         "                if self._durable:\n"
         "                    self._files.sync_directory(self.directory)\n"
         "                self._buckets.add",
@@ -89,82 +89,82 @@ BUGS = (
     ),
     Bug(
         "a removed name is not synced",
-        "files.py",
+        "files/backend.py",
         "if self._durable and key[:1].hex() in self._buckets:",
         "if False:",
     ),
     Bug(
         "deleting what was evicted is not synced",
-        "files.py",
+        "files/backend.py",
         "if self._durable and key[:1].hex() in self._buckets:",
         "if there and self._durable:",
     ),
     Bug(
         "names that a killed process left are not synced",
-        "files.py",
+        "files/backend.py",
         "            if self._durable:\n                self._files.sync_directory(path)\n",
         "",
     ),
     Bug(
         "directories that a killed process left are not synced",
-        "files.py",
+        "files/backend.py",
         "            self._files.sync_directory(self.directory)\n"
         "            self._files.sync_directory(dirname",
         "            self._files.sync_directory(dirname",
     ),
     Bug(
         "the directory itself is not synced",
-        "files.py",
+        "files/backend.py",
         "            self._files.sync_directory(dirname(self.directory))\n",
         "",
     ),
     Bug(
         "a value is written under its own name",
-        "files.py",
+        "files/backend.py",
         'path = f"{self._bucket(key)}/{_TEMPORARY}{next(self._numbers)}"',
         "self._bucket(key)\n        path = self._path(key)",
     ),
     Bug(
         "the name comes before the bytes are synced",
-        "files.py",
+        "files/backend.py",
         "            self._files.rename(temporary, path)\n            try:\n",
         "            self._files.rename(temporary, path)\n            try:\n"
         "                self._files.sync(self._files._handle(self._files._file(path)))\n",
     ),
     Bug(
         "temporaries are not swept",
-        "files.py",
+        "files/backend.py",
         '                    self._files.unlink(f"{path}/{name}")\n',
         "                    pass\n",
     ),
     Bug(
         "the temporary of a failed write stays",
-        "files.py",
+        "files/backend.py",
         "                self._files.unlink(path)\n            raise\n        return path",
         "                pass\n            raise\n        return path",
     ),
     Bug(
         "a failed write keeps its room",
-        "files.py",
+        "files/backend.py",
         "            self._index.give_back(num_bytes)\n            raise",
         "            raise",
     ),
     Bug(
         "a value that could not be removed is forgotten",
-        "files.py",
+        "files/backend.py",
         "                    self._index.put_back(key, num_bytes)  # it is still there\n",
         "                    self._index.give_back(num_bytes)\n",
     ),
     Bug(
         "a write that failed half-way is not deleted",  # ours, until a trial found it
-        "files.py",
+        "files/backend.py",
         "            num_bytes = self._index.take(key)  # forget first, then unlink\n",
         "            num_bytes = self._index.take(key)  # forget first, then unlink\n"
         "            if num_bytes is None:\n                return False\n",
     ),
     Bug(
         "a short write is taken for a whole one",
-        "file_api.py",
+        "files/system_calls.py",
         "        count = files.write(file, rest)",
         "        files.write(file, rest)\n        count = sum(map(len, rest))",
     ),
@@ -193,8 +193,8 @@ def load(bug: Bug | None) -> Subject:
     sys.meta_path.insert(0, finder)
     try:
         return Subject(
-            importlib.import_module(f"{package}.files"),
-            importlib.import_module(f"{package}.sealed"),
+            importlib.import_module(f"{package}.files.backend"),
+            importlib.import_module(f"{package}.checksummed"),
         )
     finally:
         sys.meta_path.remove(finder)
@@ -203,7 +203,9 @@ def load(bug: Bug | None) -> Subject:
 
 
 def _sources(bugs: Sequence[Bug]) -> dict[str, str]:
-    sources = {path.name: path.read_text("utf-8") for path in FOLDER.glob("*.py")}
+    folders = (FOLDER, FOLDER / "files")
+    paths = [path for folder in folders for path in folder.glob("*.py")]
+    sources = {path.relative_to(FOLDER).as_posix(): path.read_text("utf-8") for path in paths}
     for bug in bugs:
         fits = sources[bug.file].count(bug.old)
         assert fits == 1, f"{bug.file} has {bug.old!r} {fits} times: write {bug.name!r} anew"
@@ -221,10 +223,15 @@ class _Copy(MetaPathFinder, InspectLoader):
     def find_spec(
         self, fullname: str, path: object = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        package, _, name = fullname.rpartition(".")
-        if package != self.package or f"{name}.py" not in self.sources:
+        if not fullname.startswith(f"{self.package}.") or self._file_of(fullname) is None:
             return None
-        return importlib.util.spec_from_loader(fullname, self)
+        is_package = str(self._file_of(fullname)).endswith("__init__.py")
+        return importlib.util.spec_from_loader(fullname, self, is_package=is_package)
 
     def get_source(self, fullname: str) -> str:
-        return self.sources[f"{fullname.rpartition('.')[2]}.py"]
+        return self.sources[str(self._file_of(fullname))]
+
+    def _file_of(self, fullname: str) -> str | None:
+        path = fullname.removeprefix(f"{self.package}.").replace(".", "/")
+        files = (f"{path}.py", f"{path}/__init__.py")
+        return next((file for file in files if file in self.sources), None)

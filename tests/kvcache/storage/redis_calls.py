@@ -8,10 +8,14 @@ from contextlib import closing, contextmanager
 import pytest
 import redis
 
-from radixkv.kvcache.storage import BackendError, Completion, StorageWorkers
+from radixkv.kvcache.storage import (
+    BackendError,
+    Completion,
+    StorageWorkers,
+)
 from radixkv.kvcache.storage.base import StorageOpId
-from radixkv.kvcache.storage.redis import RedisBackend
-from radixkv.kvcache.storage.redis_address import RedisAddress
+from radixkv.kvcache.storage.redis.address import RedisAddress
+from radixkv.kvcache.storage.redis.backend import RedisBackend
 
 from .conformance import KEYS, get, put
 from .redis_server import RedisServer

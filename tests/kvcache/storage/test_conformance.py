@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from obstore.store import LocalStore
 
-from radixkv.kvcache.storage import Backend, FileBackend, mooncake
-from radixkv.kvcache.storage.objects import ObjectBackend, memory_store
-from radixkv.kvcache.storage.redis import RedisBackend
-from radixkv.kvcache.storage.redis_address import RedisAddress
+from radixkv.kvcache.storage import Backend, FileBackend
+from radixkv.kvcache.storage.mooncake import backend as mooncake
+from radixkv.kvcache.storage.objects.backend import ObjectBackend, memory_store
+from radixkv.kvcache.storage.redis.address import RedisAddress
+from radixkv.kvcache.storage.redis.backend import RedisBackend
 from radixkv.kvcache.storage.urls import BackendOptions, open_backend
 
 from .conformance import BackendConformance, keys_of

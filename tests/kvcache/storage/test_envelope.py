@@ -2,8 +2,17 @@ import random
 
 import pytest
 
-from radixkv.kvcache.storage import Sealed, Status, StorageKeyError
-from radixkv.kvcache.storage.envelope import HEADER_BYTES, Fault, open_sealed, seal
+from radixkv.kvcache.storage import (
+    Sealed,
+    Status,
+    StorageKeyError,
+)
+from radixkv.kvcache.storage.envelope import (
+    HEADER_BYTES,
+    Fault,
+    open_sealed,
+    seal,
+)
 
 from .memory import MemoryBackend
 

@@ -18,8 +18,8 @@ from radixkv.kvcache.storage import (
     Status,
     StorageInUseError,
 )
-from radixkv.kvcache.storage.file_api import OsFiles, write_all
-from radixkv.kvcache.storage.files import Sync
+from radixkv.kvcache.storage.files.backend import Sync
+from radixkv.kvcache.storage.files.system_calls import OsFiles, write_all
 
 from .conformance import keys_of, load, store
 from .crash_disk import CrashDisk, Faults

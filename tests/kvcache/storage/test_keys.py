@@ -7,8 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.kvcache import NamespaceError, TokenError, make_namespace
-from radixkv.kvcache.storage import StorageKeyError, StorageNamespace, block_keys
+from radixkv.kvcache import (
+    NamespaceError,
+    TokenError,
+    make_namespace,
+)
+from radixkv.kvcache.storage import (
+    StorageKeyError,
+    StorageNamespace,
+    block_keys,
+)
 
 NAMESPACE = StorageNamespace(
     model="m", weights_revision="r1", kv_dtype="bfloat16", block_size=4, layers=(0, 2), heads=(0, 8)

@@ -5,7 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from radixkv.kvcache.storage import FileBackend, Sealed, Status, StorageWorkers
+from radixkv.kvcache.storage import (
+    FileBackend,
+    Sealed,
+    Status,
+    StorageWorkers,
+)
 
 from .crashes import key_of
 

@@ -5,7 +5,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from radixkv.kvcache.storage.lru_index import STAMP_EVERY_NS, FoundValue, LruIndex
+from radixkv.kvcache.storage.lru_index import (
+    STAMP_EVERY_NS,
+    FoundValue,
+    LruIndex,
+)
 
 MAX_BYTES = 10
 KEYS = [bytes([number]) * 32 for number in range(3)]

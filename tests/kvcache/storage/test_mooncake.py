@@ -15,7 +15,7 @@ from radixkv.kvcache.storage import (
     Status,
     StorageWorkers,
 )
-from radixkv.kvcache.storage.mooncake import MooncakeBackend
+from radixkv.kvcache.storage.mooncake.backend import MooncakeBackend
 
 from .conformance import KEYS, MIB, get, put
 from .mooncake_calls import LONG_S, LOST, SOON_S, connected, helpers_of, runs

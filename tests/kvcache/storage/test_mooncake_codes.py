@@ -12,11 +12,11 @@ from radixkv.kvcache.storage import (
     BackendError,
     BackendRefusedError,
     BackendUnreachableError,
-    mooncake_helper,
 )
-from radixkv.kvcache.storage import mooncake as module
-from radixkv.kvcache.storage.mooncake import MooncakeBackend
-from radixkv.kvcache.storage.mooncake_helper import TOO_SMALL, _Memory
+from radixkv.kvcache.storage.mooncake import backend as module
+from radixkv.kvcache.storage.mooncake import helper as mooncake_helper
+from radixkv.kvcache.storage.mooncake.backend import MooncakeBackend
+from radixkv.kvcache.storage.mooncake.helper import TOO_SMALL, _Memory
 
 from .conformance import KEYS, get, put
 from .mooncake_calls import LOST

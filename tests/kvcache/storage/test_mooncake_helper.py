@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from radixkv.kvcache.storage import BackendUnreachableError, mooncake_helper
-from radixkv.kvcache.storage.mooncake_process import HelperProcess
+from radixkv.kvcache.storage import BackendUnreachableError
+from radixkv.kvcache.storage.mooncake import helper as mooncake_helper
+from radixkv.kvcache.storage.mooncake.process import HelperProcess
 
 from .conformance import KEYS, MIB, get, put, value_of
 from .mooncake_calls import LONG_S, LOST, connected, helpers_of, runs

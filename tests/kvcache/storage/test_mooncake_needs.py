@@ -15,7 +15,7 @@ from radixkv.kvcache.storage import (
     StorageUrlError,
     open_backend,
 )
-from radixkv.kvcache.storage.mooncake import master_of
+from radixkv.kvcache.storage.mooncake.backend import master_of
 
 from . import mooncake_server
 from .conformance import KEYS, put

@@ -13,8 +13,16 @@ from pathlib import Path
 import pytest
 from obstore.store import LocalStore, MemoryStore, S3Store
 
-from radixkv.kvcache.storage import BackendError, Status, StorageWorkers
-from radixkv.kvcache.storage.objects import ObjectBackend, memory_store, s3_store
+from radixkv.kvcache.storage import (
+    BackendError,
+    Status,
+    StorageWorkers,
+)
+from radixkv.kvcache.storage.objects.backend import (
+    ObjectBackend,
+    memory_store,
+    s3_store,
+)
 from radixkv.kvcache.storage.remote_errors import BackendRefusedError, MissingPackageError
 
 from ...ports import reserved_port

@@ -6,8 +6,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from radixkv.kvcache.storage import Completion, Kind, Status, StorageOpId
-from radixkv.kvcache.storage.operations import OperationTable
+from radixkv.kvcache.storage import (
+    Completion,
+    Kind,
+    Status,
+    StorageOpId,
+)
+from radixkv.kvcache.storage.operation_table import OperationTable
 from radixkv.kvcache.storage.tasks import Task
 
 BUDGET = 100

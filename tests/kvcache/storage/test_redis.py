@@ -9,8 +9,8 @@ import pytest
 
 from radixkv.kvcache.storage import Status, StorageWorkers
 from radixkv.kvcache.storage.base import StorageOpId
-from radixkv.kvcache.storage.redis import RedisBackend
-from radixkv.kvcache.storage.redis_address import RedisAddress
+from radixkv.kvcache.storage.redis.address import RedisAddress
+from radixkv.kvcache.storage.redis.backend import RedisBackend
 from radixkv.kvcache.storage.remote_errors import BackendUnreachableError
 
 from .conformance import KEYS, get, put

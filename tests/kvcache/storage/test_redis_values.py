@@ -19,13 +19,10 @@ from radixkv.kvcache.storage import (
     verify_values,
 )
 from radixkv.kvcache.storage.maintenance import Verified
-from radixkv.kvcache.storage.redis import RedisBackend
-from radixkv.kvcache.storage.redis_address import RedisAddress
-from radixkv.kvcache.storage.redis_packer import Word
-from radixkv.kvcache.storage.remote_errors import (
-    BackendRefusedError,
-    MissingPackageError,
-)
+from radixkv.kvcache.storage.redis.address import RedisAddress
+from radixkv.kvcache.storage.redis.backend import RedisBackend
+from radixkv.kvcache.storage.redis.packer import Word
+from radixkv.kvcache.storage.remote_errors import BackendRefusedError, MissingPackageError
 
 from .conformance import KEYS, MIB, check_namespaces, get, keys_of, load, put, store
 from .redis_calls import DOING, LONG_S, SOON_S, connected, every_call, raw

@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 
 from radixkv.kvcache.storage import FileBackend, StorageNamespace
-from radixkv.kvcache.storage.objects import ObjectBackend
-from radixkv.kvcache.storage.redis import RedisBackend
+from radixkv.kvcache.storage.objects.backend import ObjectBackend
+from radixkv.kvcache.storage.redis.backend import RedisBackend
 from radixkv.kvcache.storage.remote_errors import StorageUrlError
-from radixkv.kvcache.storage.urls import BackendOptions, names_server, open_backend
+from radixkv.kvcache.storage.urls import (
+    BackendOptions,
+    names_server,
+    open_backend,
+)
 
 from .conformance import KEYS, get, keys_of, put
 from .fake_s3 import FakeS3

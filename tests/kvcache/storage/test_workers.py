@@ -19,8 +19,8 @@ from radixkv.kvcache.storage import (
     StorageOpId,
     StorageWorkers,
 )
-from radixkv.kvcache.storage.sealed import Sealed
-from radixkv.kvcache.storage.sharing import Sharing
+from radixkv.kvcache.storage.checksummed import Sealed
+from radixkv.kvcache.storage.parallelism import Sharing
 
 from .memory import BrokenBackend, HeldBackend, MemoryBackend
 

@@ -6,8 +6,14 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from radixkv.scheduler.channel.codec import _WIRE, MESSAGES, Packet, _Address
-from radixkv.scheduler.channel.schema import (
+from radixkv.scheduler.handoff import Send
+from radixkv.scheduler.nodes.channel.codec import (
+    _WIRE,
+    MESSAGES,
+    Packet,
+    _Address,
+)
+from radixkv.scheduler.nodes.channel.schema import (
     Bool,
     Bytes,
     Field,
@@ -19,9 +25,8 @@ from radixkv.scheduler.channel.schema import (
     Record,
     Text,
 )
-from radixkv.scheduler.handoff import Send
+from radixkv.scheduler.nodes.transport import ArraySpec
 from radixkv.scheduler.request import SamplingParams
-from radixkv.scheduler.transport import ArraySpec
 
 
 def values(field: Field) -> st.SearchStrategy[Any]:

@@ -10,15 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.scheduler.channel import DecodeError, EncodeError, RunPrefill
-from radixkv.scheduler.channel.codec import (
-    MAX_FRAME_BYTES,
-    MAX_PROMPT_TOKENS,
-    MESSAGES,
-    Packet,
-    decode,
-    encode,
-)
 from radixkv.scheduler.handoff import (
     Abort,
     Ack,
@@ -31,7 +22,20 @@ from radixkv.scheduler.handoff import (
     Send,
     messages,
 )
-from radixkv.scheduler.handoff.client_messages import ClientMessage
+from radixkv.scheduler.handoff.gateway_messages import ClientMessage
+from radixkv.scheduler.nodes.channel import (
+    DecodeError,
+    EncodeError,
+    RunPrefill,
+)
+from radixkv.scheduler.nodes.channel.codec import (
+    MAX_FRAME_BYTES,
+    MAX_PROMPT_TOKENS,
+    MESSAGES,
+    Packet,
+    decode,
+    encode,
+)
 from radixkv.scheduler.request import GREEDY
 
 from .strategies import any_packet, packets

@@ -12,9 +12,20 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from radixkv.scheduler.channel import Packet, Refused, Secret, SecretError, ZmqChannel
-from radixkv.scheduler.channel.curve import CurveKeys
-from radixkv.scheduler.handoff import Abort, Ack, Head, Key
+from radixkv.scheduler.handoff import (
+    Abort,
+    Ack,
+    Head,
+    Key,
+)
+from radixkv.scheduler.nodes.channel import (
+    Packet,
+    Refused,
+    Secret,
+    SecretError,
+    ZmqChannel,
+)
+from radixkv.scheduler.nodes.channel.curve import CurveKeys
 
 from ...ports import reserved_port
 

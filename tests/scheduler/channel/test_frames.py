@@ -12,9 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.scheduler.channel import Secret, SecretError, load_secret
-from radixkv.scheduler.channel.codec import Packet
-from radixkv.scheduler.channel.frames import (
+from radixkv.scheduler.handoff import (
+    Ack,
+    Head,
+    Key,
+)
+from radixkv.scheduler.nodes.channel import (
+    Secret,
+    SecretError,
+    load_secret,
+)
+from radixkv.scheduler.nodes.channel.codec import Packet
+from radixkv.scheduler.nodes.channel.frames import (
     HEADER_BYTES,
     MAX_BYTES,
     Dropped,
@@ -22,7 +31,6 @@ from radixkv.scheduler.channel.frames import (
     FrameReader,
     seal,
 )
-from radixkv.scheduler.handoff import Ack, Head, Key
 
 SECRET = Secret(b"a secret that is long enough")
 ACK = Packet("p", "d", 5, 6, Ack(Head(Key("r", 1), 2)))

@@ -6,8 +6,17 @@ from typing import Any
 
 import pytest
 
-from radixkv.scheduler.channel.errors import DecodeError
-from radixkv.scheduler.channel.schema import Bool, Bytes, Field, Float, Int, Many, OneOf, Text
+from radixkv.scheduler.nodes.channel.errors import DecodeError
+from radixkv.scheduler.nodes.channel.schema import (
+    Bool,
+    Bytes,
+    Field,
+    Float,
+    Int,
+    Many,
+    OneOf,
+    Text,
+)
 
 
 @pytest.mark.parametrize(

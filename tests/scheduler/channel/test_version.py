@@ -6,10 +6,15 @@ import json
 from hashlib import sha256
 from typing import Any, Final
 
-from radixkv.scheduler.channel import codec
-from radixkv.scheduler.channel.codec import MESSAGES
-from radixkv.scheduler.channel.schema import Field, Int, Maybe, Record
 from radixkv.scheduler.handoff import PROTOCOL_VERSION, messages
+from radixkv.scheduler.nodes.channel import codec
+from radixkv.scheduler.nodes.channel.codec import MESSAGES
+from radixkv.scheduler.nodes.channel.schema import (
+    Field,
+    Int,
+    Maybe,
+    Record,
+)
 
 SCHEMAS: Final = {1: "2c10dfcde38fb9be"}
 """How the digest of each version's messages begins; what was released is never written anew."""

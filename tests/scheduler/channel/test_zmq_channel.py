@@ -9,7 +9,13 @@ from typing import TypeAlias
 import pytest
 import zmq
 
-from radixkv.scheduler.channel import (
+from radixkv.scheduler.handoff import (
+    Abort,
+    Ack,
+    Head,
+    Key,
+)
+from radixkv.scheduler.nodes.channel import (
     ChannelAddressError,
     ChannelClosedError,
     Dropped,
@@ -19,9 +25,8 @@ from radixkv.scheduler.channel import (
     UnknownPeerError,
     ZmqChannel,
 )
-from radixkv.scheduler.channel.curve import CurveKeys
-from radixkv.scheduler.channel.frames import MAX_BYTES, seal
-from radixkv.scheduler.handoff import Abort, Ack, Head, Key
+from radixkv.scheduler.nodes.channel.curve import CurveKeys
+from radixkv.scheduler.nodes.channel.frames import MAX_BYTES, seal
 
 from ...ports import reserved_port
 

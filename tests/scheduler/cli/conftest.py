@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from radixkv.scheduler.cli import main
+from radixkv.scheduler.cli.main import main
 from radixkv.scheduler.models import make_tiny_checkpoint
 
 from .generating import PROMPTS

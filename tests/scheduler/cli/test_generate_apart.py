@@ -13,16 +13,20 @@ from typing import Any
 
 import pytest
 
-from radixkv.scheduler.channel import NodeStatus, Secret, frames
-from radixkv.scheduler.channel.zmq_channel import ZmqChannel
-from radixkv.scheduler.commands import generate_apart
-from radixkv.scheduler.commands.errors import BadInputError
-from radixkv.scheduler.commands.node import make_timing
-from radixkv.scheduler.disaggregated.remote import RemoteNodes
+from radixkv.scheduler.cli import generate_on_nodes as generate_apart
+from radixkv.scheduler.cli.errors import BadInputError
+from radixkv.scheduler.cli.node import make_timing
 from radixkv.scheduler.errors import NodesMissingError
-from radixkv.scheduler.handoff.client_messages import DESK
-from radixkv.scheduler.handoff.desk_link import DeskLink
+from radixkv.scheduler.handoff.gateway_link import DeskLink
+from radixkv.scheduler.handoff.gateway_messages import DESK
 from radixkv.scheduler.models import load_config
+from radixkv.scheduler.nodes.channel import (
+    NodeStatus,
+    Secret,
+    frames,
+)
+from radixkv.scheduler.nodes.channel.zmq_channel import ZmqChannel
+from radixkv.scheduler.nodes.remote_nodes import RemoteNodes
 
 from ...ports import reserved_port
 from .generating import PROMPTS, run
@@ -223,7 +227,7 @@ def test_nodes_in_one_process_need_no_extra(arguments: list[object]) -> None:
 def run_without_nodes_extra(*arguments: object) -> subprocess.CompletedProcess[str]:
     # In a process of its own: here the modules are loaded already.
     program = "import sys; sys.modules['zmq'] = sys.modules['msgpack'] = None; "
-    program += "from radixkv.scheduler.cli import main; sys.exit(main(sys.argv[1:]))"
+    program += "from radixkv.scheduler.cli.main import main; sys.exit(main(sys.argv[1:]))"
     line = [sys.executable, "-c", program, *map(str, arguments)]
     return subprocess.run(line, capture_output=True, text=True, check=False)
 

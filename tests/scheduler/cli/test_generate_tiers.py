@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from radixkv.scheduler.commands import generate
+from radixkv.scheduler.cli import generate
 from radixkv.scheduler.models import Model, load_model
 from radixkv.scheduler.models.digest import weights_digest
 

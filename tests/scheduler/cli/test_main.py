@@ -14,8 +14,9 @@ import pytest
 from jax.errors import JaxRuntimeError
 
 from radixkv.kvcache import OutOfBlocksError
-from radixkv.scheduler import cli
+from radixkv.scheduler.cli.main import main as cli
 
+MAIN = "radixkv.scheduler.cli.main"
 COMMANDS = ["replay", "hits", "generate", "bench", "fuzz", "storage"]
 
 
@@ -48,7 +49,7 @@ def test_each_command_has_help(radixkv: Any, command: str) -> None:
 def test_help_loads_neither_numpy_nor_jax() -> None:
     script = (
         "import sys\n"
-        "from radixkv.scheduler.cli import main\n"
+        "from radixkv.scheduler.cli.main import main\n"
         "assert main(['--help']) == 0\n"
         "assert main(['no-such-command']) == 2\n"
         "loaded = {'numpy', 'jax', 'radixkv.kvcache'} & set(sys.modules)\n"
@@ -65,7 +66,7 @@ def test_version(radixkv: Any) -> None:
 
 
 def test_runs_as_a_module() -> None:
-    finished = _python("-m", "radixkv.scheduler.cli", "hits", "no-such-file", "--device-blocks=4")
+    finished = _python("-m", MAIN, "hits", "no-such-file", "--device-blocks=4")
     assert finished.returncode == 2
     assert finished.stderr == ("radixkv: no-such-file: cannot be read: No such file or directory\n")
 
@@ -175,7 +176,7 @@ def _raise(error: BaseException) -> Any:
 def test_an_interrupt_waits_until_a_command_is_loaded() -> None:
     program = """
 import signal
-from radixkv.scheduler.interrupts import hold_interrupts
+from radixkv.scheduler.cli.interrupts import hold_interrupts
 signal.signal(signal.SIGINT, signal.default_int_handler)
 try:
     with hold_interrupts():
@@ -234,7 +235,14 @@ def test_a_defect_keeps_its_traceback(radixkv: Any, monkeypatch: pytest.MonkeyPa
 
 def test_a_reader_that_goes_away_is_no_error(trace: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "radixkv.scheduler.cli", "hits", str(trace), "--device-blocks=4"],
+        [
+            sys.executable,
+            "-m",
+            "radixkv.scheduler.cli.main",
+            "hits",
+            str(trace),
+            "--device-blocks=4",
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from radixkv.scheduler.commands.output import format_table
-from radixkv.scheduler.commands.progress import ProgressLine
+from radixkv.scheduler.cli.output import format_table
+from radixkv.scheduler.cli.progress import ProgressLine
 
 
 class _Terminal(io.StringIO):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from radixkv.scheduler.commands.errors import BadInputError
-from radixkv.scheduler.commands.prompts import read_prompts
+from radixkv.scheduler.cli.errors import BadInputError
+from radixkv.scheduler.cli.prompts import read_prompts
 
 
 def _encode(text: str) -> list[int]:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from radixkv.kvcache.host_tier import HostConfig
-from radixkv.scheduler.commands import replay
+from radixkv.kvcache.tiers.host_tier import HostConfig
+from radixkv.scheduler.cli import replay
 from radixkv.scheduler.replay import run as replay_run
-from radixkv.scheduler.replay.cluster_result import ClusterConfig
-from radixkv.scheduler.replay.real_run import RealRunConfig
-from radixkv.scheduler.replay.simulation import SimulationConfig
+from radixkv.scheduler.replay.cluster.result import ClusterConfig
+from radixkv.scheduler.replay.engine_run.engine_run import RealRunConfig
+from radixkv.scheduler.replay.simulation.simulation import SimulationConfig
 
 
 class FakeReport:

@@ -20,11 +20,11 @@ from radixkv.kvcache.storage import (
     BackendOptions,
     FileBackend,
     Sealed,
-    objects,
     open_backend,
 )
-from radixkv.kvcache.storage.file_api import OsFiles
-from radixkv.kvcache.storage.objects import memory_store
+from radixkv.kvcache.storage.files.system_calls import OsFiles
+from radixkv.kvcache.storage.objects import backend as objects
+from radixkv.kvcache.storage.objects.backend import memory_store
 
 from ...kvcache.storage.redis_server import RedisServer, running
 

@@ -8,15 +8,28 @@ from types import SimpleNamespace
 from typing import Any, Final, TypeAlias
 
 from radixkv.kvcache import CacheManager
-from radixkv.scheduler.channel import ChannelStats, NodeStatus, Packet, ZmqChannel
-from radixkv.scheduler.disaggregated import DecodeEngine, PrefillEngine
-from radixkv.scheduler.disaggregated.node_engine import Letter
-from radixkv.scheduler.disaggregated.node_loop import NodeLoop
-from radixkv.scheduler.disaggregated.remote import RemoteNodes
-from radixkv.scheduler.handoff import Failed, Finished, Head, Key, Started, Stopped, Timing
+from radixkv.scheduler.handoff import (
+    Failed,
+    Finished,
+    Head,
+    Key,
+    Started,
+    Stopped,
+    Timing,
+)
 from radixkv.scheduler.handoff.attempts import make_ask
-from radixkv.scheduler.handoff.client_messages import DESK
+from radixkv.scheduler.handoff.gateway_messages import DESK
 from radixkv.scheduler.handoff.messages import Ask
+from radixkv.scheduler.nodes import DecodeEngine, PrefillEngine
+from radixkv.scheduler.nodes.channel import (
+    ChannelStats,
+    NodeStatus,
+    Packet,
+    ZmqChannel,
+)
+from radixkv.scheduler.nodes.event_loop import NodeLoop
+from radixkv.scheduler.nodes.node import Letter
+from radixkv.scheduler.nodes.remote_nodes import RemoteNodes
 from radixkv.scheduler.request import Request
 
 TURN_S: Final = 0.25

@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
-from radixkv.scheduler.channel import Finished, Heard, RunPrefill
+from radixkv.scheduler.nodes.channel import (
+    Finished,
+    Heard,
+    RunPrefill,
+)
 from radixkv.scheduler.request import Request, RequestStatus
 
 from .air import SILENCE_S, TIMING, Deployment, is_of_request, tokens_of

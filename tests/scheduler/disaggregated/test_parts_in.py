@@ -5,9 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from radixkv.scheduler.disaggregated.parts_in import PartsIn
-from radixkv.scheduler.handoff import Key, Pull, Ticket
-from radixkv.scheduler.transport import Received
+from radixkv.scheduler.handoff import (
+    Key,
+    Pull,
+    Ticket,
+)
+from radixkv.scheduler.nodes.kv_receiver import PartsIn
+from radixkv.scheduler.nodes.transport import Received
 
 TICKET = Ticket(Key("a", 1), 1, 1, 1, 0)
 

@@ -9,9 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.scheduler.disaggregated.parts_out import PartsOut
-from radixkv.scheduler.handoff import Head, Key, Offer, Send, Ticket, Withdraw
-from radixkv.scheduler.transport import (
+from radixkv.scheduler.handoff import (
+    Head,
+    Key,
+    Offer,
+    Send,
+    Ticket,
+    Withdraw,
+)
+from radixkv.scheduler.nodes.kv_sender import PartsOut
+from radixkv.scheduler.nodes.transport import (
     ArraySpec,
     Descriptor,
     InProcessExchange,

@@ -7,13 +7,19 @@ from itertools import count
 
 import pytest
 
-from radixkv.scheduler.channel import Dropped, Finished, NodeStatus, Refused, RunPrefill
-from radixkv.scheduler.channel.zmq_channel import ZmqChannel
-from radixkv.scheduler.disaggregated.remote import RemoteNodes
 from radixkv.scheduler.errors import NodesMissingError
 from radixkv.scheduler.handoff import Hits
-from radixkv.scheduler.handoff.client_messages import DESK
-from radixkv.scheduler.handoff.remote_desk import RemoteDesk
+from radixkv.scheduler.handoff.gateway_messages import DESK
+from radixkv.scheduler.handoff.remote_gateway import RemoteDesk
+from radixkv.scheduler.nodes.channel import (
+    Dropped,
+    Finished,
+    NodeStatus,
+    Refused,
+    RunPrefill,
+)
+from radixkv.scheduler.nodes.channel.zmq_channel import ZmqChannel
+from radixkv.scheduler.nodes.remote_nodes import RemoteNodes
 from radixkv.scheduler.request import Request
 
 from ...ports import reserved_port

@@ -10,7 +10,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from radixkv.scheduler.handoff.simulation import Failure, replay, run_random
+from radixkv.scheduler.handoff_simulation import (
+    Failure,
+    replay,
+    run_random,
+)
 
 
 def main() -> int:

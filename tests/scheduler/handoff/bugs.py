@@ -259,12 +259,12 @@ BUGS: Final = [
     ),
     bug(
         "a request is answered twice",
-        "handoff/front_desk.py",
+        "handoff/retries.py",
         ("request = self._requests.pop(request_id)", "request = self._requests[request_id]"),
     ),
     bug(
         "a request is not answered when its attempts are used up",
-        "handoff/front_desk.py",
+        "handoff/retries.py",
         (
             "            self._answer(request_id, None, reason)\n            return",
             "            del self._requests[request_id]\n            return",

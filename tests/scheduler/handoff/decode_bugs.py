@@ -8,7 +8,7 @@ from .bugs import ATTEMPTS, D, bug
 
 DECODE: Final = "decode.py"
 RESERVATION: Final = "reservation.py"
-LINE: Final = "line.py"
+LINE: Final = "fairness.py"
 
 DECODE_BUGS: Final = [
     bug(

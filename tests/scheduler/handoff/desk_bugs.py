@@ -6,11 +6,11 @@ from typing import Final
 
 from .bugs import bug
 
-OUTBOX: Final = "handoff/outbox.py"
-LINK: Final = "handoff/desk_link.py"
-REMOTE: Final = "handoff/remote_desk.py"
-DESK: Final = "handoff/desk.py"
-FRONT: Final = "handoff/front_desk.py"
+OUTBOX: Final = "handoff/resend.py"
+LINK: Final = "handoff/gateway_link.py"
+REMOTE: Final = "handoff/remote_gateway.py"
+DESK: Final = "handoff/gateway.py"
+FRONT: Final = "handoff/retries.py"
 _SAID_AGAIN: Final = "                self._waiting[place] = replace(waiting, said_at=now)\n"
 
 DESK_BUGS: Final = [

@@ -41,13 +41,13 @@ class Office:
 
     def __init__(self, h: ModuleType, **options: Any) -> None:
         self.h, self.now = h, 0.0
-        self.desk = h.remote_desk.RemoteDesk(2, **options)
+        self.desk = h.remote_gateway.RemoteDesk(2, **options)
         for name, role in ((P, "prefill"), (D, "decode")):
             self.alive(name, role)
         self.said()
 
     def alive(self, name: str, role: str, epoch: int = 5) -> None:
-        status = self.h.client_messages.NodeStatus(role, f"{name}:1", "none", 2, 40, "m")
+        status = self.h.gateway_messages.NodeStatus(role, f"{name}:1", "none", 2, 40, "m")
         self.desk.receive(name, epoch, status, self.now)
 
     def said(self) -> list[Any]:
@@ -55,7 +55,7 @@ class Office:
         return [(each.peer, each.message) for each in says]
 
     def run(self, request_id: str = "a") -> Any:
-        self.desk.add_request(self.h.remote_desk.Request(request_id, PROMPT, 2), self.now)
+        self.desk.add_request(self.h.remote_gateway.Request(request_id, PROMPT, 2), self.now)
         self.desk.tick(self.now)
         [(_, run)] = self.said()
         return run
@@ -70,7 +70,7 @@ def a_node_is_lost_once_when_it_comes_back(h: ModuleType) -> None:
     assert office.desk.nodes[D].epoch == 6, "an old life is taken for a new one"
     office.alive(D, "decode", 6)
     assert office.desk.failures == {}
-    say = h.client_messages
+    say = h.gateway_messages
     office.desk.receive(D, 5, say.Started(run.key), 0.0)
     assert [type(message) for _, message in office.said()] == [say.GiveUp] * 2
     office.desk.tick(1.0)
@@ -88,7 +88,7 @@ def a_node_whose_clock_went_back_serves_when_its_old_life_is_silent(h: ModuleTyp
 
 
 def the_desk_answers_each_copy_of_a_report(h: ModuleType) -> None:
-    office, say = Office(h), h.client_messages
+    office, say = Office(h), h.gateway_messages
     run = office.run()
     for _ in range(2):
         office.desk.receive(D, 5, say.Finished(run.key, (1, 2), h.Hits(), 0), 0.0)
@@ -100,7 +100,7 @@ def the_desk_answers_each_copy_of_a_report(h: ModuleType) -> None:
 
 
 def what_an_older_attempt_says_is_no_answer(h: ModuleType) -> None:
-    office, say = Office(h), h.client_messages
+    office, say = Office(h), h.gateway_messages
     run = office.run()
     office.desk.receive(P, 5, say.PrefillFailed(run.key, "it was cold", False, False), 0.0)
     office.desk.tick(1.0)
@@ -112,7 +112,7 @@ def what_an_older_attempt_says_is_no_answer(h: ModuleType) -> None:
 
 
 def the_desk_asks_for_what_is_wanted_until_it_is_heard(h: ModuleType) -> None:
-    office, say = Office(h, silence_s=5.0, max_attempts=2), h.client_messages
+    office, say = Office(h, silence_s=5.0, max_attempts=2), h.gateway_messages
     run = office.run()
     for now in (1.0, 2.0):
         office.desk.tick(now)
@@ -140,7 +140,7 @@ def a_silent_node_has_gone(h: ModuleType) -> None:
 
 
 def link_of(h: ModuleType) -> Any:
-    return h.desk_link.DeskLink(5, h.Timing(1.0, silence_s=2.0, transfer_s=3.0, remember_s=9.0))
+    return h.gateway_link.DeskLink(5, h.Timing(1.0, silence_s=2.0, transfer_s=3.0, remember_s=9.0))
 
 
 def a_node_begins_once_and_says_so_each_time(h: ModuleType) -> None:
@@ -149,7 +149,7 @@ def a_node_begins_once_and_says_so_each_time(h: ModuleType) -> None:
     begun: list[Any] = []
     for now in range(4):
         link.begin(run, lambda *what: begun.append(what), float(now))
-        assert link.take_messages() == [h.client_messages.Heard.of(run)]
+        assert link.take_messages() == [h.gateway_messages.Heard.of(run)]
     [(request, peer, attempt)] = begun
     assert (request.prompt.tolist(), request.max_new_tokens, peer, attempt) == (PROMPT, 2, D, 1)
     for epoch in (4, 6):
@@ -162,11 +162,11 @@ def a_node_begins_once_and_says_so_each_time(h: ModuleType) -> None:
 
 
 def what_a_node_refuses_to_begin_has_failed(h: ModuleType) -> None:
-    run, say = Office(h).run(), h.client_messages
+    run, say = Office(h).run(), h.gateway_messages
     link = link_of(h)
 
     def refuse(*_: object) -> None:
-        raise h.desk_link.RequestError("it is open")
+        raise h.gateway_link.RequestError("it is open")
 
     link.begin(run, refuse, 0.0)
     failed = say.PrefillFailed(run.key, "it is open", True, False)
@@ -180,9 +180,9 @@ def what_a_node_refuses_to_begin_has_failed(h: ModuleType) -> None:
 
 def what_is_said_is_said_again_until_it_is_heard(h: ModuleType) -> None:
     outbox, key, say = (
-        h.outbox.Outbox(retry_s=1.0, patience_s=3.0),
+        h.resend.Outbox(retry_s=1.0, patience_s=3.0),
         h.Key("a", 1),
-        h.client_messages,
+        h.gateway_messages,
     )
     started = say.Started(key)
     outbox.add("desk", started, 0.0)
@@ -198,9 +198,9 @@ def what_is_said_is_said_again_until_it_is_heard(h: ModuleType) -> None:
 
 def what_is_said_last_of_an_attempt_takes_the_place_of_the_rest(h: ModuleType) -> None:
     outbox, key, say = (
-        h.outbox.Outbox(retry_s=1.0, patience_s=9.0),
+        h.resend.Outbox(retry_s=1.0, patience_s=9.0),
         h.Key("a", 1),
-        h.client_messages,
+        h.gateway_messages,
     )
     failed = say.DecodeFailed(key, "why")
     outbox.add("desk", say.Started(key), 0.0)
@@ -213,7 +213,7 @@ def what_is_said_last_of_an_attempt_takes_the_place_of_the_rest(h: ModuleType) -
 
 
 def nothing_is_said_to_who_has_gone_nor_of_what_is_over(h: ModuleType) -> None:
-    outbox, say = h.outbox.Outbox(retry_s=1.0, patience_s=9.0), h.client_messages
+    outbox, say = h.resend.Outbox(retry_s=1.0, patience_s=9.0), h.gateway_messages
     for peer in ("p0", "p1"):
         for key in (h.Key("a", 1), h.Key("b", 1)):
             outbox.add(peer, say.Started(key), 0.0)

@@ -6,7 +6,7 @@ from typing import Final
 
 from .bugs import D, P, bug
 
-HELD: Final = "handoff/held_asks.py"
+HELD: Final = "handoff/deferred_asks.py"
 
 HELD_BUGS: Final = [
     bug(

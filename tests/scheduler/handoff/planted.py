@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,13 @@ from radixkv import scheduler
 from .bugs import Bug
 
 SOURCE: Final = Path(scheduler.__file__).parent
+PACKAGES: Final = ("handoff", "handoff_simulation")
 _numbers = count(1)
+
+
+def simulation_of(handoff: ModuleType) -> ModuleType:
+    """Return the simulation of a copy of the hand-off, or of the hand-off itself."""
+    return importlib.import_module(f"{handoff.__name__}_simulation")
 
 
 @contextmanager
@@ -50,8 +57,11 @@ def planted(bug: Bug | None) -> Iterator[ModuleType]:
     """
     name = f"radixkv.scheduler_planted_{next(_numbers)}"
     with TemporaryDirectory() as folder:
-        (Path(folder) / "handoff" / "simulation").mkdir(parents=True)
-        for path in (*SOURCE.glob("*.py"), *(SOURCE / "handoff").rglob("*.py")):
+        for package in PACKAGES:
+            (Path(folder) / package).mkdir()
+        for path in (
+            path for package in ("", *PACKAGES) for path in (SOURCE / package).glob("*.py")
+        ):
             file = path.relative_to(SOURCE).as_posix()
             text = path.read_text("utf-8")
             for old, new in bug.edits if bug is not None and bug.file == file else ():
@@ -66,7 +76,7 @@ def planted(bug: Bug | None) -> Iterator[ModuleType]:
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)
-            importlib.import_module(f"{name}.handoff.simulation")
+            importlib.import_module(f"{name}.handoff_simulation")
             yield sys.modules[f"{name}.handoff"]
         finally:
             for each in [each for each in sys.modules if each.split(".")[:2] == name.split(".")]:

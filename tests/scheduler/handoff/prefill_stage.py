@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from radixkv.kvcache import CacheManager, HostConfig
-from radixkv.scheduler import (
-    PrefillScheduler,
-    Request,
-)
+from radixkv.scheduler import PrefillScheduler, Request
 from radixkv.scheduler.handoff import (
     Grant,
     Head,

@@ -12,6 +12,7 @@ import numpy as np
 
 from radixkv.kvcache import CacheManager
 
+from .planted import simulation_of
 from .stage import KEY, ORDERS, PROMPT, VOCABULARY, D, P, Pair, lossy
 
 
@@ -192,12 +193,12 @@ def leases(pair: Pair) -> int:
 def two_equal_prompts_are_sent_once(h: ModuleType) -> None:
     for order in ORDERS:
         for num_groups in (1, 2):
-            config = h.simulation.SimulationConfig(num_groups=num_groups, order=order)
-            simulation = h.simulation.Simulation(config)
+            config = simulation_of(h).SimulationConfig(num_groups=num_groups, order=order)
+            simulation = simulation_of(h).Simulation(config)
             sent = []
             for _ in range(2):
                 simulation.apply(["submit", PROMPT, 1, 1])
-                h.simulation.finish(simulation)
+                simulation_of(h).finish(simulation)
                 sent.append(simulation.counts["blocks sent"])
             assert all(answer.tokens is not None for answer in simulation.answers.values())
             # Of 7 tokens in blocks of 2, the second request lacks the last, half a block.

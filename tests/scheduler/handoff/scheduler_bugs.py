@@ -91,7 +91,7 @@ PREFILL_BUGS: Final = [
     ),
     bug(
         "an attempt that D refuses counts as admitted",
-        "batch_scheduler.py",
+        "batch.py",
         ("            self._stats.admitted += 1\n", ""),
         (
             "        lease = request.lease = self._take_blocks(request, match)\n",
@@ -163,7 +163,7 @@ ORDER_BUGS: Final = [
     ),
     bug(
         "refusals count as failures",
-        "handoff/front_desk.py",
+        "handoff/retries.py",
         ("            request.num_failed -= is_busy\n", ""),
     ),
 ]

@@ -10,6 +10,8 @@ from radixkv.kvcache import CacheManager
 from radixkv.scheduler import Request, SamplingParams
 from radixkv.scheduler.handoff import Key
 
+from .planted import simulation_of
+
 PROMPT: Final = [5, 6, 7, 8, 9, 4, 3]
 KEY: Final = Key("r1", 1)
 P: Final = "p0"
@@ -39,8 +41,8 @@ def lossy(
     Returns:
         The simulation, and how many messages came.
     """
-    simulation = h.simulation.Simulation(
-        h.simulation.SimulationConfig(budget=3, max_running=3, order=order)
+    simulation = simulation_of(h).Simulation(
+        simulation_of(h).SimulationConfig(budget=3, max_running=3, order=order)
     )
     simulation.apply(["submit", PROMPT, 3, 1])
     number, later = 0, []
@@ -61,13 +63,13 @@ def lossy(
             dropped = number in lost or number in postponed
             simulation.apply(["drop" if dropped else "deliver", 0])
             number += 1
-        if h.simulation.is_done(simulation) and not postponed:
+        if simulation_of(h).is_done(simulation) and not postponed:
             break
-        for op in h.simulation.fair_round(simulation):
+        for op in simulation_of(h).fair_round(simulation):
             simulation.apply(op)
     assert number >= len(later)
     simulation.network += later
-    h.simulation.settle(simulation)
+    simulation_of(h).settle(simulation)
     return simulation, number
 
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from radixkv.kvcache import RequestTooLargeError
 from radixkv.scheduler import Request
+from radixkv.scheduler.fairness import MAX_OVERTAKEN
 from radixkv.scheduler.handoff import Grant, Key
-from radixkv.scheduler.handoff.simulation import settle
-from radixkv.scheduler.line import MAX_OVERTAKEN
+from radixkv.scheduler.handoff_simulation import settle
 
 from .decode_stage import ask, hand_over, refusal, scheduler, start, step
 from .theatre import Theatre

@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.scheduler import DecodeScheduler, HandoffsOpenError, RequestStatus, SamplingParams
+from radixkv.scheduler import (
+    DecodeScheduler,
+    HandoffsOpenError,
+    RequestStatus,
+    SamplingParams,
+)
 from radixkv.scheduler.handoff import (
     Abort,
     Commit,

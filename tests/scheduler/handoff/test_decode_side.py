@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from radixkv.scheduler import handoff
-from radixkv.scheduler.handoff import Abort, Ack, Commit, Head, Hits, Key, Pull, Renew, Send, Stop
+from radixkv.scheduler.handoff import (
+    Abort,
+    Ack,
+    Commit,
+    Head,
+    Hits,
+    Key,
+    Pull,
+    Renew,
+    Send,
+    Stop,
+)
 
 from .stage import KEY, PROMPT, P, Pair
 

@@ -7,7 +7,11 @@ from typing import Any
 import numpy as np
 
 from radixkv.kvcache import CacheManager
-from radixkv.scheduler import DecodeScheduler, PrefillScheduler, Request
+from radixkv.scheduler import (
+    DecodeScheduler,
+    PrefillScheduler,
+    Request,
+)
 from radixkv.scheduler.handoff import (
     Abort,
     Ask,
@@ -24,7 +28,7 @@ from radixkv.scheduler.handoff import (
     Send,
     Timing,
 )
-from radixkv.scheduler.handoff.held_asks import MAX_HELD
+from radixkv.scheduler.handoff.deferred_asks import MAX_HELD
 
 from .decode_stage import actions, refusal, scheduler
 from .theatre import Theatre

@@ -10,8 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv.kvcache import CacheManager
-from radixkv.scheduler import DecodeScheduler, Request, RequestError, handoff
-from radixkv.scheduler.channel.codec import Packet, decode, encode
+from radixkv.scheduler import (
+    DecodeScheduler,
+    Request,
+    RequestError,
+    handoff,
+)
 from radixkv.scheduler.errors import RefusalReason
 from radixkv.scheduler.handoff import (
     Abort,
@@ -35,6 +39,11 @@ from radixkv.scheduler.handoff import (
     Timing,
 )
 from radixkv.scheduler.handoff.messages import MAX_MISSING, MAX_REASON_CHARS
+from radixkv.scheduler.nodes.channel.codec import (
+    Packet,
+    decode,
+    encode,
+)
 
 from .stage import KEY, PROMPT, D, P, Pair
 

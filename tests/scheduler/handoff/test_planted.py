@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 
 import pytest
 
-from radixkv.scheduler.handoff.simulation import INVARIANTS, Invariant
+from radixkv.scheduler.handoff_simulation import INVARIANTS, Invariant
 
 from . import (
     decode_stage,
@@ -25,7 +25,7 @@ from . import (
 from .bugs import BUGS, Bug
 from .desk_bugs import DESK_BUGS
 from .desk_scenarios import DESK_SCENARIOS
-from .planted import planted, recast
+from .planted import planted, recast, simulation_of
 from .scenarios import SCENARIOS
 from .scheduler_bugs import SCHEDULER_BUGS
 
@@ -75,8 +75,8 @@ def is_short(story: object) -> bool:
 def found_by_hunt(package: ModuleType) -> str | None:
     for seed in range(PROGRAMS):
         try:
-            package.simulation.run_random(seed, NUM_OPS)
-        except package.simulation.Failure as failure:
+            simulation_of(package).run_random(seed, NUM_OPS)
+        except simulation_of(package).Failure as failure:
             return str(failure)
     return None
 
@@ -86,7 +86,7 @@ def test_a_copy_without_a_bug_passes() -> None:
         assert found_by_stories(package, (*SCENARIOS, *DESK_SCENARIOS)) is None
         assert found_by_scheduler_stories(package) is None
         for seed in range(20):
-            package.simulation.run_random(seed, NUM_OPS)
+            simulation_of(package).run_random(seed, NUM_OPS)
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
@@ -129,8 +129,8 @@ def test_every_invariant_bites(invariant: Invariant) -> None:
     with planted(bug) as package:
         for seed in range(PROGRAMS):
             try:
-                package.simulation.run_random(seed, NUM_OPS)
-            except package.simulation.Failure as failure:
+                simulation_of(package).run_random(seed, NUM_OPS)
+            except simulation_of(package).Failure as failure:
                 if invariant.name in str(failure):
                     return
     raise AssertionError(f"{bug.name}: no program says {invariant.name}")

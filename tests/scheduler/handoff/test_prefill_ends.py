@@ -24,7 +24,7 @@ from radixkv.scheduler.handoff import (
     Refuse,
     Withdraw,
 )
-from radixkv.scheduler.handoff.simulation import settle
+from radixkv.scheduler.handoff_simulation import settle
 
 from .prefill_stage import PROMPT, actions, grant, posted, request, scheduler, step
 from .theatre import Theatre

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from radixkv.scheduler import (
-    Request,
-)
+from radixkv.scheduler import Request
 from radixkv.scheduler.handoff import (
     Ask,
     Commit,

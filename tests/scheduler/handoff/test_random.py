@@ -19,7 +19,7 @@ from radixkv.scheduler.handoff import (
 )
 from radixkv.scheduler.handoff import attempts as attempts_module
 from radixkv.scheduler.handoff.prefill_side import ORDERS
-from radixkv.scheduler.handoff.simulation import (
+from radixkv.scheduler.handoff_simulation import (
     Failure,
     Simulation,
     SimulationConfig,

@@ -6,7 +6,9 @@ from types import ModuleType
 import pytest
 
 from radixkv.scheduler import handoff
-from radixkv.scheduler.handoff import client_messages, remote_desk, simulation
+from radixkv.scheduler import handoff_simulation as simulation
+from radixkv.scheduler.handoff import gateway_messages as client_messages
+from radixkv.scheduler.handoff import remote_gateway as remote_desk
 
 from .desk_scenarios import DESK_SCENARIOS
 from .scenarios import SCENARIOS, any_two_messages_are_lost

@@ -7,8 +7,17 @@ import re
 import numpy as np
 import pytest
 
-from radixkv.kvcache import CacheManager, CountError, HostConfig, OutOfBlocksError
-from radixkv.scheduler import RequestError, StepOrderError, handoff
+from radixkv.kvcache import (
+    CacheManager,
+    CountError,
+    HostConfig,
+    OutOfBlocksError,
+)
+from radixkv.scheduler import (
+    RequestError,
+    StepOrderError,
+    handoff,
+)
 from radixkv.scheduler.handoff import (
     Abort,
     Answer,
@@ -28,7 +37,7 @@ from radixkv.scheduler.handoff import (
     Renew,
     Timing,
 )
-from radixkv.scheduler.handoff.desk_link import DeskLink
+from radixkv.scheduler.handoff.gateway_link import DeskLink
 
 from .stage import KEY, PROMPT, D, P, Pair
 

@@ -7,10 +7,14 @@ from typing import Any
 
 from radixkv.scheduler import DecodeScheduler, PrefillScheduler
 from radixkv.scheduler.handoff import Message
-from radixkv.scheduler.handoff.client_messages import DESK, ClientMessage
-from radixkv.scheduler.handoff.simulation import Op, Simulation, SimulationConfig
-from radixkv.scheduler.handoff.simulation.desk_world import Letter
-from radixkv.scheduler.handoff.simulation.nodes import DecodeNode, PrefillNode
+from radixkv.scheduler.handoff.gateway_messages import DESK, ClientMessage
+from radixkv.scheduler.handoff_simulation import (
+    Op,
+    Simulation,
+    SimulationConfig,
+)
+from radixkv.scheduler.handoff_simulation.gateway_world import Letter
+from radixkv.scheduler.handoff_simulation.nodes import DecodeNode, PrefillNode
 
 MANY = 400
 

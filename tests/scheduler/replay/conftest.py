@@ -9,8 +9,13 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
-from radixkv.scheduler.replay.real_run import RealRunConfig
-from radixkv.scheduler.replay.trace import Trace, TraceRequest, bundled_trace_path, read_trace
+from radixkv.scheduler.replay.engine_run.engine_run import RealRunConfig
+from radixkv.scheduler.replay.trace import (
+    Trace,
+    TraceRequest,
+    bundled_trace_path,
+    read_trace,
+)
 
 # The least that is still under pressure: each engine compiles three programs.
 SMALL_REAL_RUN = RealRunConfig(

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from radixkv.kvcache import CacheManager
 from radixkv.scheduler.handoff import Order
 from radixkv.scheduler.replay.checks import Check
-from radixkv.scheduler.replay.cluster import simulate_cluster
-from radixkv.scheduler.replay.cluster_ledger import ClusterLedger
-from radixkv.scheduler.replay.cluster_result import ClusterConfig, ClusterResult
-from radixkv.scheduler.replay.cost_model import (
+from radixkv.scheduler.replay.cluster.cluster import simulate_cluster
+from radixkv.scheduler.replay.cluster.ledger import ClusterLedger
+from radixkv.scheduler.replay.cluster.result import ClusterConfig, ClusterResult
+from radixkv.scheduler.replay.simulation.cost_model import (
     CostError,
     CostModel,
     GpuCosts,
@@ -22,7 +22,7 @@ from radixkv.scheduler.replay.cost_model import (
     StepCosts,
     named_costs,
 )
-from radixkv.scheduler.replay.simulation import SimulationConfig
+from radixkv.scheduler.replay.simulation.simulation import SimulationConfig
 from radixkv.scheduler.replay.trace import Trace
 from radixkv.scheduler.request import Request
 

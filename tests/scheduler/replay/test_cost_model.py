@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from radixkv.kvcache.errors import RadixKVError
-from radixkv.scheduler.replay.cost_model import (
+from radixkv.scheduler.replay.simulation.cost_model import (
     GPUS,
     MODELS,
     CostError,

@@ -12,9 +12,9 @@ from itertools import combinations
 import pytest
 
 from radixkv.kvcache.errors import CountError
-from radixkv.scheduler.replay import hits
-from radixkv.scheduler.replay.hit_curve import measure_hit_curve
-from radixkv.scheduler.replay.hits import (
+from radixkv.scheduler.replay.hits import hits
+from radixkv.scheduler.replay.hits.hit_curve import measure_hit_curve
+from radixkv.scheduler.replay.hits.hits import (
     HitCounts,
     belady,
     count_hits,
@@ -112,7 +112,7 @@ def do_not_refresh(paths: Sequence[Sequence[int]], num_blocks: int) -> list[int]
 def test_a_planted_bug_is_found(
     bundled_trace: Trace, monkeypatch: pytest.MonkeyPatch, bug: object
 ) -> None:
-    monkeypatch.setattr("radixkv.scheduler.replay.hit_curve.lru_oracle", bug)
+    monkeypatch.setattr("radixkv.scheduler.replay.hits.hit_curve.lru_oracle", bug)
     curve = measure_hit_curve(bundled_trace, (2_000, 10_000))
     check = curve.checks[0]
     assert check.name == "hits of every request equal the LRU oracle's"
@@ -123,7 +123,9 @@ def test_a_planted_bug_is_found(
 def test_a_policy_better_than_belady_is_a_failure(
     bundled_trace: Trace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("radixkv.scheduler.replay.hit_curve.belady", lambda paths, num_blocks: 7)
+    monkeypatch.setattr(
+        "radixkv.scheduler.replay.hits.hit_curve.belady", lambda paths, num_blocks: 7
+    )
     check = measure_hit_curve(bundled_trace, (1_000,)).checks[1]
     assert (check.ok, check.detail) == (False, "1,000 blocks: 1,038, 7, 5,791")
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from radixkv.scheduler.replay.latency import Percentiles, RequestTimes, summarize_latencies
+from radixkv.scheduler.replay.simulation.latency import (
+    Percentiles,
+    RequestTimes,
+    summarize_latencies,
+)
 
 
 def test_latencies_by_hand() -> None:

@@ -9,19 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from radixkv.scheduler.engine import Engine
+from radixkv.scheduler.engine.engine import Engine
 from radixkv.scheduler.models import Model
-from radixkv.scheduler.replay import real_run
 from radixkv.scheduler.replay.checks import Check
-from radixkv.scheduler.replay.real_checks import (
+from radixkv.scheduler.replay.engine_run import engine_run as real_run
+from radixkv.scheduler.replay.engine_run.checks import (
     EnginePass,
     EngineRun,
     check_exercised,
     check_no_leak,
     check_parked,
 )
-from radixkv.scheduler.replay.real_run import RealRunConfig, run_real
-from radixkv.scheduler.replay.scaling import BLOCK_SIZE, scale_request, select_requests
+from radixkv.scheduler.replay.engine_run.engine_run import RealRunConfig, run_real
+from radixkv.scheduler.replay.engine_run.scaling import (
+    BLOCK_SIZE,
+    scale_request,
+    select_requests,
+)
 from radixkv.scheduler.replay.trace import Trace, TraceRequest
 from radixkv.scheduler.request import Request
 

@@ -7,18 +7,18 @@ import json
 
 import pytest
 
-from radixkv.kvcache.host_tier import HostConfig
+from radixkv.kvcache.tiers.host_tier import HostConfig
 from radixkv.scheduler.replay.checks import Check
-from radixkv.scheduler.replay.cluster import simulate_cluster
-from radixkv.scheduler.replay.cluster_lines import ClusterSection
-from radixkv.scheduler.replay.cluster_result import ClusterConfig
-from radixkv.scheduler.replay.cost_model import named_costs
-from radixkv.scheduler.replay.hit_curve import measure_hit_curve
-from radixkv.scheduler.replay.real_checks import EngineRun
-from radixkv.scheduler.replay.real_run import RealRun, RealRunConfig
-from radixkv.scheduler.replay.report import ReplayReport
-from radixkv.scheduler.replay.report_lines import RealSection, SimulationSection
-from radixkv.scheduler.replay.simulation import SimulationConfig, simulate
+from radixkv.scheduler.replay.cluster.cluster import simulate_cluster
+from radixkv.scheduler.replay.cluster.result import ClusterConfig
+from radixkv.scheduler.replay.engine_run.checks import EngineRun
+from radixkv.scheduler.replay.engine_run.engine_run import RealRun, RealRunConfig
+from radixkv.scheduler.replay.hits.hit_curve import measure_hit_curve
+from radixkv.scheduler.replay.report.cluster_section import ClusterSection
+from radixkv.scheduler.replay.report.report import ReplayReport
+from radixkv.scheduler.replay.report.sections import RealSection, SimulationSection
+from radixkv.scheduler.replay.simulation.cost_model import named_costs
+from radixkv.scheduler.replay.simulation.simulation import SimulationConfig, simulate
 from radixkv.scheduler.replay.trace import SkippedLine, Trace
 
 

@@ -11,11 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from radixkv.kvcache.host_tier import HostConfig
+from radixkv.kvcache.tiers.host_tier import HostConfig
 from radixkv.scheduler import replay
-from radixkv.scheduler.replay import CostError, TraceError, bundled_trace_path, run_replay
-from radixkv.scheduler.replay.report import ReplayReport
-from radixkv.scheduler.replay.simulation import SimulationConfig
+from radixkv.scheduler.replay import (
+    CostError,
+    TraceError,
+    bundled_trace_path,
+    run_replay,
+)
+from radixkv.scheduler.replay.report.report import ReplayReport
+from radixkv.scheduler.replay.simulation.simulation import SimulationConfig
 
 from .conftest import SMALL_REAL_RUN
 

@@ -8,18 +8,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.kvcache import CacheManager, storage_uses
+from radixkv.kvcache import CacheManager
 from radixkv.kvcache.errors import CountError, StorageConfigError
-from radixkv.kvcache.host_tier import HostConfig
-from radixkv.kvcache.operations import OpKind
+from radixkv.kvcache.tiers import storage_recency as storage_uses
+from radixkv.kvcache.tiers.host_tier import HostConfig
+from radixkv.kvcache.tiers.operations import OpKind
 from radixkv.scheduler.mixed import MixedScheduler
-from radixkv.scheduler.plan import SchedulerStats, StepPlan
-from radixkv.scheduler.replay.cost_model import CostModel, GpuCosts, ModelCosts, StepCosts
-from radixkv.scheduler.replay.simulated_storage import SimulatedStorage, name_blocks
-from radixkv.scheduler.replay.simulation import SimulationConfig, SimulationResult, simulate
-from radixkv.scheduler.replay.tier_links import TierLinks
+from radixkv.scheduler.replay.simulation.cost_model import (
+    CostModel,
+    GpuCosts,
+    ModelCosts,
+    StepCosts,
+)
+from radixkv.scheduler.replay.simulation.simulated_storage import SimulatedStorage, name_blocks
+from radixkv.scheduler.replay.simulation.simulation import (
+    SimulationConfig,
+    SimulationResult,
+    simulate,
+)
+from radixkv.scheduler.replay.simulation.tier_links import TierLinks
 from radixkv.scheduler.replay.trace import Trace
-from radixkv.scheduler.tier_requests import Preempt
+from radixkv.scheduler.request_transfers import Preempt
+from radixkv.scheduler.step_plan import SchedulerStats, StepPlan
 
 from .conftest import SMALL_TRACES, make_trace
 

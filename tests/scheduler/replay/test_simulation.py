@@ -8,8 +8,7 @@ import pytest
 
 from radixkv.kvcache import CacheManager
 from radixkv.scheduler.mixed import MixedScheduler
-from radixkv.scheduler.plan import StepPlan
-from radixkv.scheduler.replay.cost_model import (
+from radixkv.scheduler.replay.simulation.cost_model import (
     CostError,
     CostModel,
     GpuCosts,
@@ -17,10 +16,15 @@ from radixkv.scheduler.replay.cost_model import (
     StepCosts,
     named_costs,
 )
-from radixkv.scheduler.replay.ledger import check_all_blocks_returned
-from radixkv.scheduler.replay.simulation import SimulationConfig, SimulationResult, simulate
+from radixkv.scheduler.replay.simulation.ledger import check_all_blocks_returned
+from radixkv.scheduler.replay.simulation.simulation import (
+    SimulationConfig,
+    SimulationResult,
+    simulate,
+)
 from radixkv.scheduler.replay.trace import Trace
 from radixkv.scheduler.request import Request
+from radixkv.scheduler.step_plan import StepPlan
 
 from .conftest import make_trace
 

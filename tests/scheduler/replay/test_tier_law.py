@@ -8,16 +8,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from radixkv.kvcache.host_tier import HostConfig, HostTier
-from radixkv.kvcache.lease import TierStats
-from radixkv.scheduler.replay.hits import (
+from radixkv.kvcache.prefix.lease import TierStats
+from radixkv.kvcache.tiers.host_tier import HostConfig, HostTier
+from radixkv.scheduler.replay.hits.hits import (
     ManagerRun,
     TieredHitCounts,
     count_hits,
     prefix_paths,
     run_manager,
 )
-from radixkv.scheduler.replay.tier_law import (
+from radixkv.scheduler.replay.hits.tier_law import (
     TwoTierCounts,
     check_two_tier_law,
     find_difference,
@@ -138,7 +138,7 @@ def test_a_host_tier_in_the_wrong_order_is_found(
 def test_a_miscounted_demotion_is_found(
     bundled_trace: Trace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from radixkv.kvcache.tiers import Tiers
+    from radixkv.kvcache.tiers.api import Tiers
 
     def stats(self: Tiers) -> TierStats:
         return TierStats(0, 0, 0, 0, 0, 0, 0, 7, 0, 0, 0, 0)

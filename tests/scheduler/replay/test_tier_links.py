@@ -10,22 +10,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.kvcache import CacheManager
-from radixkv.kvcache.host_tier import HostConfig, WritePolicy
-from radixkv.kvcache.operations import OpKind
+from radixkv.kvcache.tiers.host_tier import HostConfig, WritePolicy
+from radixkv.kvcache.tiers.operations import OpKind
 from radixkv.scheduler.mixed import MixedScheduler
-from radixkv.scheduler.plan import SchedulerStats, StepPlan
-from radixkv.scheduler.replay.cost_model import (
+from radixkv.scheduler.replay.simulation.cost_model import (
     CostModel,
     GpuCosts,
     ModelCosts,
     StepCosts,
     named_costs,
 )
-from radixkv.scheduler.replay.ledger import check_all_host_blocks_returned
-from radixkv.scheduler.replay.simulation import SimulationConfig, SimulationResult, simulate
-from radixkv.scheduler.replay.tier_links import TierLinks
+from radixkv.scheduler.replay.simulation.ledger import check_all_host_blocks_returned
+from radixkv.scheduler.replay.simulation.simulation import (
+    SimulationConfig,
+    SimulationResult,
+    simulate,
+)
+from radixkv.scheduler.replay.simulation.tier_links import TierLinks
 from radixkv.scheduler.replay.trace import Trace
-from radixkv.scheduler.tier_requests import Preempt
+from radixkv.scheduler.request_transfers import Preempt
+from radixkv.scheduler.step_plan import SchedulerStats, StepPlan
 
 from .conftest import SMALL_TRACES, make_trace
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from radixkv.scheduler.handoff import Key, Ticket
-from radixkv.scheduler.transport import (
+from radixkv.scheduler.nodes.transport import (
     ArraySpec,
     Event,
     Fault,
@@ -28,7 +28,7 @@ from radixkv.scheduler.transport import (
     Withdrawn,
     describe,
 )
-from radixkv.scheduler.transport.threaded import ThreadedTransport
+from radixkv.scheduler.nodes.transport.threaded import ThreadedTransport
 
 KEY = Key("r1", 1)
 SOON_S = 0.4

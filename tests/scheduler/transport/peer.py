@@ -21,9 +21,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from radixkv.scheduler.channel.codec import Packet, decode, encode
-from radixkv.scheduler.handoff import Head, Key, Send, Ticket
-from radixkv.scheduler.transport import (
+from radixkv.scheduler.handoff import (
+    Head,
+    Key,
+    Send,
+    Ticket,
+)
+from radixkv.scheduler.nodes.channel.codec import (
+    Packet,
+    decode,
+    encode,
+)
+from radixkv.scheduler.nodes.transport import (
     Event,
     Offered,
     PullFailed,

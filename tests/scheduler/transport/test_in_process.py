@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 
-from radixkv.scheduler.transport import (
+from radixkv.scheduler.nodes.transport import (
     Fault,
     InProcessExchange,
     InProcessTransport,

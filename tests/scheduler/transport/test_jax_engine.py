@@ -9,10 +9,15 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 import pytest
 
-from radixkv.scheduler.transport import ArraySpec, Fault, TransportUnavailableError, jax_engine
-from radixkv.scheduler.transport.jax_engine import JaxEngine
-from radixkv.scheduler.transport.jax_reader import JaxPull
-from radixkv.scheduler.transport.threaded import ThreadedTransport
+from radixkv.scheduler.nodes.transport import (
+    ArraySpec,
+    Fault,
+    TransportUnavailableError,
+    jax_engine,
+)
+from radixkv.scheduler.nodes.transport.jax_engine import JaxEngine
+from radixkv.scheduler.nodes.transport.jax_reader import JaxPull
+from radixkv.scheduler.nodes.transport.threaded import ThreadedTransport
 
 from .conformance import EngineConformance, Pair
 

@@ -8,7 +8,7 @@ from threading import Event, current_thread
 import numpy as np
 import pytest
 
-from radixkv.scheduler.transport import (
+from radixkv.scheduler.nodes.transport import (
     Fault,
     Offered,
     OfferFailed,
@@ -18,9 +18,9 @@ from radixkv.scheduler.transport import (
     describe,
     nixl_engine,
 )
-from radixkv.scheduler.transport.nixl_agent import NixlAgent
-from radixkv.scheduler.transport.nixl_engine import NixlEngine
-from radixkv.scheduler.transport.threaded import ThreadedTransport
+from radixkv.scheduler.nodes.transport.nixl_agent import NixlAgent
+from radixkv.scheduler.nodes.transport.nixl_engine import NixlEngine
+from radixkv.scheduler.nodes.transport.threaded import ThreadedTransport
 
 from .conformance import KEY, LATE_S, EngineConformance, Pair, arrays, equal, offer, ticket, wait
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from radixkv.scheduler.transport import (
+from radixkv.scheduler.nodes.transport import (
     Fault,
     TransportArgumentError,
     TransportUnavailableError,
@@ -12,9 +12,9 @@ from radixkv.scheduler.transport import (
     nixl_agent,
     open_transport,
 )
-from radixkv.scheduler.transport.engine import PullError
-from radixkv.scheduler.transport.jax_engine import JaxEngine
-from radixkv.scheduler.transport.nixl_engine import NixlEngine
+from radixkv.scheduler.nodes.transport.jax_engine import JaxEngine
+from radixkv.scheduler.nodes.transport.nixl_engine import NixlEngine
+from radixkv.scheduler.nodes.transport.transfer_engine import PullError
 
 from .conformance import arrays
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from radixkv.scheduler.transport import (
+from radixkv.scheduler.nodes.transport import (
     Fault,
     Offered,
     PullFailed,
@@ -20,13 +20,13 @@ from radixkv.scheduler.transport import (
     Withdrawn,
     describe,
 )
-from radixkv.scheduler.transport.engine import Engine
-from radixkv.scheduler.transport.jax_engine import JaxEngine
-from radixkv.scheduler.transport.jax_reader import JaxPull
-from radixkv.scheduler.transport.nixl_engine import NixlEngine, NixlPull
-from radixkv.scheduler.transport.staging import Slot, StagingPool
-from radixkv.scheduler.transport.threaded import ThreadedTransport
-from radixkv.scheduler.transport.tickets import is_computed
+from radixkv.scheduler.nodes.transport.descriptors import is_computed
+from radixkv.scheduler.nodes.transport.jax_engine import JaxEngine
+from radixkv.scheduler.nodes.transport.jax_reader import JaxPull
+from radixkv.scheduler.nodes.transport.nixl_engine import NixlEngine, NixlPull
+from radixkv.scheduler.nodes.transport.staging import Slot, StagingPool
+from radixkv.scheduler.nodes.transport.threaded import ThreadedTransport
+from radixkv.scheduler.nodes.transport.transfer_engine import Engine
 
 from .conformance import KEY, LATE_S, equal, offer, ticket, wait
 from .peer import STAGING_BYTES, Peer, content, packet_of

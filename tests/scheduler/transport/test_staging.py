@@ -9,9 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.scheduler.transport.engine import TooLargeError
-from radixkv.scheduler.transport.staging import Run, Slot, StagingPool, cut_slot, slot_bytes
-from radixkv.scheduler.transport.tickets import ArraySpec
+from radixkv.scheduler.nodes.transport.descriptors import ArraySpec
+from radixkv.scheduler.nodes.transport.staging import (
+    Run,
+    Slot,
+    StagingPool,
+    cut_slot,
+    slot_bytes,
+)
+from radixkv.scheduler.nodes.transport.transfer_engine import TooLargeError
 
 from .conformance import arrays, equal
 

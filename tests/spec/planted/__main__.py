@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from radixkv.spec.target import DEPTHS, Depth
+from radixkv.spec.adapters.cache_target import DEPTHS, Depth
 
 from .cache_bugs import CACHE_BUGS
 from .matrix import Engine, Hunters, default_jobs, markdown, summarize

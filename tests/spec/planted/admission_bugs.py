@@ -186,7 +186,7 @@ ADMIT_BUGS = (
     ),
     bug(
         "a hit counts as private",
-        "lease.py",
+        "prefix/lease.py",
         ("self.num_shared_blocks = num_hit_blocks", "self.num_shared_blocks = 0"),
         seen_in="FastDeploy PR 3710",
     ),
@@ -211,12 +211,12 @@ ADMIT_BUGS = (
     ),
     bug(
         "a lease claims a block more than it hit",
-        "lease.py",
+        "prefix/lease.py",
         ("self.num_hit_blocks = num_hit_blocks", "self.num_hit_blocks = num_hit_blocks + 1"),
     ),
     bug(
         "a lease claims a block less than it hit",
-        "lease.py",
+        "prefix/lease.py",
         (
             "self.num_hit_blocks = num_hit_blocks",
             "self.num_hit_blocks = max(0, num_hit_blocks - 1)",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .plant import bug
 
-TREE, IDLE = "radix_tree.py", "idle_list.py"
+TREE, IDLE = "prefix/radix_tree.py", "prefix/idle_list.py"
 
 APPEND_BUGS = (
     bug(

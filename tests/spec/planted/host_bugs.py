@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .plant import bug
 
-HOST, WRITER, TREE = "host_tier.py", "host_writer.py", "tiered_tree.py"
+HOST, WRITER, TREE = "tiers/host_tier.py", "tiers/offload.py", "tiers/tiered_tree.py"
 
 HOST_BUGS = (
     bug(
@@ -25,7 +25,7 @@ HOST_BUGS = (
     ),
     bug(
         "a host block that was taken is still in the pool",
-        "block_pool.py",
+        "prefix/block_pool.py",
         (
             "        self.fill(ids)\n        return ids",
             "        self.fill(ids)\n        self.num_free += num_blocks\n        return ids",
@@ -216,7 +216,7 @@ HOST_BUGS = (
     ),
     bug(
         "copies of what the device has are dropped last",
-        "tiers.py",
+        "tiers/api.py",
         ('spares_first=config.write != "through"', "spares_first=False"),
         world="tiers",
     ),
@@ -232,7 +232,7 @@ HOST_BUGS = (
     ),
     bug(
         "a copy of what the device has now is dropped as if it had not",
-        "tiers.py",
+        "tiers/api.py",
         ("        self.host.gained(node.host)\n", ""),
         world="tiers",
     ),

@@ -13,14 +13,18 @@ from multiprocessing import get_context
 from statistics import median
 from typing import Any, Literal, TypeAlias, cast
 
-from radixkv.scheduler.fuzz import cache_adapter, pool_adapter, tier_adapter
-from radixkv.spec import hypothesis_engine, random_engine
-from radixkv.spec.cache_world import CacheSubject
-from radixkv.spec.engine import Subject
-from radixkv.spec.pool_world import PoolSubject
-from radixkv.spec.shrink import shrink
-from radixkv.spec.target import Depth
-from radixkv.spec.tier_world import TierSubject
+from radixkv.scheduler.fuzz import (
+    cache_adapter,
+    pool_adapter,
+    tier_adapter,
+)
+from radixkv.spec.adapters.cache_target import Depth
+from radixkv.spec.harness import hypothesis_engine, random_engine
+from radixkv.spec.harness.cache.world import CacheSubject
+from radixkv.spec.harness.engine import Subject
+from radixkv.spec.harness.pool_world import PoolSubject
+from radixkv.spec.harness.shrink import shrink
+from radixkv.spec.harness.tiers.world import TierSubject
 
 from .plant import Bug, load
 from .plant_scheduler import subject_with

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .plant import bug
 
-OPERATIONS, EFFECTS, READER = "operations.py", "effects.py", "host_reader.py"
+OPERATIONS, EFFECTS, READER = "tiers/operations.py", "tiers/completions.py", "tiers/load.py"
 
 OPERATION_BUGS = (
     bug(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .plant import bug
 
-PARKING, EFFECTS = "parking.py", "effects.py"
+PARKING, EFFECTS = "tiers/parking.py", "tiers/completions.py"
 
 PARKING_BUGS = (
     bug(

@@ -87,8 +87,13 @@ def planted_sources(bug: Bug) -> dict[str, str]:
 
 @cache
 def sources() -> Mapping[str, str]:
-    """Return the text of each file of the package; read once."""
-    return {path.name: path.read_text("utf-8") for path in FOLDER.glob("*.py")}
+    """Return the text of each file of the package, by its path in it; read once."""
+    paths = [path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.py")]
+    return {
+        path: (FOLDER / path).read_text("utf-8")
+        for path in paths
+        if not path.startswith("storage/")  # the worlds replace it, and no copy loads it
+    }
 
 
 @cache
@@ -126,17 +131,24 @@ class _Copies(MetaPathFinder, InspectLoader):
     def find_spec(
         self, fullname: str, path: object = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        package, _, name = fullname.partition(".")
-        if package != self.package or (name and f"{name}.py" not in sources()):
+        file = _file_of(fullname)
+        if fullname.partition(".")[0] != self.package or file not in sources():
             return None
-        return importlib.util.spec_from_loader(fullname, self, is_package=not name)
+        is_package = file.endswith("__init__.py")
+        return importlib.util.spec_from_loader(fullname, self, is_package=is_package)
 
     def get_code(self, fullname: str) -> CodeType:
-        file = f"{fullname.partition('.')[2] or '__init__'}.py"
+        file = _file_of(fullname)
         return self.changed.get(file) or _code(file)
 
     def get_source(self, fullname: str) -> None:
         return None
+
+
+def _file_of(fullname: str) -> str:
+    """Return the path, in the package, of the file that a module of a copy is loaded from."""
+    path = fullname.partition(".")[2].replace(".", "/")
+    return f"{path}.py" if f"{path}.py" in sources() else f"{path}/__init__.py".lstrip("/")
 
 
 @contextmanager

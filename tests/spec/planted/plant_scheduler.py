@@ -10,14 +10,14 @@ from types import CodeType, ModuleType
 
 import radixkv.scheduler.mixed
 from radixkv.scheduler.fuzz.scheduler_adapter import make_factory
-from radixkv.spec.scheduler_adapter import SchedulerPromises
-from radixkv.spec.scheduler_world import SchedulerSubject
+from radixkv.spec.adapters.scheduler import SchedulerPromises
+from radixkv.spec.harness.scheduler.world import SchedulerSubject
 
 from .plant import Bug
 
 FOLDER = Path(radixkv.scheduler.mixed.__file__).parent
-FILES = ("errors", "request", "plan", "policy", "reservation", "tier_requests", "live",
-         "batch_scheduler", "mixed")  # fmt: skip
+FILES = ("errors", "request", "step_plan", "policy", "reservation", "request_transfers",
+         "request_queues", "batch", "mixed")  # fmt: skip
 """What a copy has, each after what it imports."""
 NAMES = ("Fcfs", "MixedScheduler", "Priority", "Request", "RequestError", "StepOrderError",
          "StepPlan")  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .plant import bug
 
-POOL, TABLES, TOKENS = "block_pool.py", "block_tables.py", "tokens.py"
+POOL, TABLES, TOKENS = "prefix/block_pool.py", "prefix/block_tables.py", "tokens.py"
 
 STACK_BUGS = (
     bug(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from .plant import bug
 
-PREFETCH, TIERS, MANAGER = "prefetch.py", "tiers.py", "manager.py"
-READER = "host_reader.py"
+PREFETCH, TIERS, MANAGER = "tiers/prefetch.py", "tiers/api.py", "manager.py"
+READER = "tiers/load.py"
 
 PREFETCH_BUGS = (
     bug(

@@ -6,7 +6,7 @@ from .plant import bug
 from .release_bugs import LIVE
 
 CACHE, MANAGER = "cache.py", "manager.py"
-PUBLISHING = "publishing.py"
+PUBLISHING = "prefix/deduplication.py"
 
 PUBLISH_BUGS = (
     bug(
@@ -82,7 +82,7 @@ PUBLISH_BUGS = (
     ),
     bug(
         "a second copy takes the place of the first in the tree",
-        "radix_tree.py",
+        "prefix/radix_tree.py",
         ("assert key not in node.children, ", "assert True, "),
         ("child = node.children.get(tokens[position", "child = {}.get(tokens[position"),
         seen_in="FastDeploy PR 6221",
@@ -170,13 +170,13 @@ PUBLISH_BUGS = (
     ),
     bug(
         "a match names the block after its first one",
-        "lease.py",
+        "prefix/lease.py",
         ("self._tokens[first : first + self._block_size]", "self._tokens[: self._block_size]"),
         seen_in="nano-vllm #243",
     ),
     bug(
         "a match that ends inside a run names the block of another place",
-        "lease.py",
+        "prefix/lease.py",
         ("walk is None or walk.inside is not None or", "walk is None or"),
     ),
     bug(

@@ -151,7 +151,7 @@ WHOLE_BUGS = (
     ),
     bug(
         "after a reset the versions of the tree begin anew",
-        "radix_tree.py",
+        "prefix/radix_tree.py",
         ("count(0, 2**40)", "count(0, 0)"),
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .plant import bug
 
-WRITER, TREE, TIERS = "host_writer.py", "tiered_tree.py", "tiers.py"
+WRITER, TREE, TIERS = "tiers/offload.py", "tiers/tiered_tree.py", "tiers/api.py"
 
 ROOM_BUGS = (
     bug(
@@ -52,7 +52,7 @@ ROOM_BUGS = (
     ),
     bug(
         "blocks of storage come without what they follow",
-        "prefetch.py",
+        "tiers/prefetch.py",
         ("    asked.runs = tiers.host.hold(match.host_runs)\n", ""),
         world="tiers",
     ),
@@ -64,14 +64,14 @@ ROOM_BUGS = (
     ),
     bug(
         "an operation that was not taken has a result",
-        "operations.py",
+        "tiers/operations.py",
         (
             "if op_id not in self._open or op_id in self._queued:",
             "if op_id not in self._open:",
         ),
         elsewhere=(
             (
-                "operations.py",
+                "tiers/operations.py",
                 "        _, effect = self._open.pop(op_id)\n",
                 "        _, effect = self._open.pop(op_id)\n"
                 "        self._queued.pop(op_id, None)\n",
@@ -81,7 +81,7 @@ ROOM_BUGS = (
     ),
     bug(
         "a request is parked with what it has not published",
-        "parking.py",
+        "tiers/parking.py",
         (
             "    manager.publish(lease, tokens)\n",
             "    if manager._leases.get(lease.row) is not lease:\n"
@@ -91,7 +91,7 @@ ROOM_BUGS = (
     ),
     bug(
         "a request that is let go is copied on",
-        "parking.py",
+        "tiers/parking.py",
         ("        tiers.operations.cancel(parked.op_id)\n", "        pass\n"),
         world="tiers",
     ),

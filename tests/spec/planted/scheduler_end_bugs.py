@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .plant import bug
 
-LIVE, BATCH = "live.py", "batch_scheduler.py"
+LIVE, BATCH = "request_queues.py", "batch.py"
 REQUEST, RESERVATION = "request.py", "reservation.py"
 
 PREEMPTION_BUGS = (

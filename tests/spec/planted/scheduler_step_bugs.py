@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .plant import bug
 
-LIVE, BATCH, REQUEST, POLICY = "live.py", "batch_scheduler.py", "request.py", "policy.py"
+LIVE, BATCH, REQUEST, POLICY = "request_queues.py", "batch.py", "request.py", "policy.py"
 
 STEP_BUGS = (
     bug(

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from .plant import bug
 
-PREFETCH, TREE, TIERS, KEYS = "prefetch.py", "tiered_tree.py", "tiers.py", "node_keys.py"
+PREFETCH, TREE, TIERS, KEYS = (
+    "tiers/prefetch.py",
+    "tiers/tiered_tree.py",
+    "tiers/api.py",
+    "tiers/storage_keys.py",
+)
 
 TIERED_TREE_BUGS = (
     bug(
@@ -100,7 +105,7 @@ TIERED_TREE_BUGS = (
                 "self.__dict__.setdefault('fetched', []).append(run)\n        self.version += 1\n",
             ),
             (
-                "prefetch.py",
+                "tiers/prefetch.py",
                 "            tiers.fetched_blocks += good\n",
                 "            tiers.fetched_blocks += good\n"
                 "            tiers.store(tiers.tree.__dict__.pop('fetched', []))\n",

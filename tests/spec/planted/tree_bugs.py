@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .plant import bug
 
-TREE = "radix_tree.py"
+TREE = "prefix/radix_tree.py"
 
 LINK = "warmest.warmer, place.colder = place, warmest\n                warmest = place"
 CLOSE = "        warmest.warmer, idle.colder = idle, warmest\n"
@@ -197,8 +197,8 @@ ORDER_BUGS = (
         ),
         (CLOSE, ""),
         elsewhere=(
-            ("radix_node.py", '"tokens",\n', '"tokens",\n        "use",\n'),
-            ("radix_node.py", "self.refs = 0\n", "self.refs = self.use = 0\n"),
+            ("prefix/node.py", '"tokens",\n', '"tokens",\n        "use",\n'),
+            ("prefix/node.py", "self.refs = 0\n", "self.refs = self.use = 0\n"),
         ),
         seen_in="vLLM #16825",
     ),

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from .plant import Bug, bug
 
-USES, TIERS, READER, EFFECTS = "storage_uses.py", "tiers.py", "host_reader.py", "effects.py"
+USES, TIERS, READER, EFFECTS = (
+    "tiers/storage_recency.py",
+    "tiers/api.py",
+    "tiers/load.py",
+    "tiers/completions.py",
+)
 
 
 def _bug(name: str, file: str, old: str, new: str, seen_in: str = "own") -> Bug:
@@ -39,7 +44,7 @@ USE_BUGS = (
     ),
     _bug(
         "storage is not told of what was read from it",
-        "prefetch.py",
+        "tiers/prefetch.py",
         "                tiers.uses.note([node])\n",
         "                pass\n",
     ),
@@ -106,7 +111,7 @@ USE_BUGS = (
     ),
     _bug(
         "the upper half of a run counts as never told",
-        "node_keys.py",
+        "tiers/storage_keys.py",
         "            self.told_at[upper] = self.told_at[lower]\n",
         "            pass\n",
     ),

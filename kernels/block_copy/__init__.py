@@ -1,0 +1,1 @@
+"""Block copies: within a pool, out of it into contiguous staging memory, and back."""

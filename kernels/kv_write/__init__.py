@@ -1,0 +1,1 @@
+"""KV writes: the keys and values of new tokens into the block pools."""

@@ -1,0 +1,83 @@
+"""Join attention over disjoint sets of tokens, such as a shared prefix and the rest."""
+
+from collections.abc import Sequence
+from functools import reduce
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .argument_checks import (
+    KernelArgumentError,
+    check_dtype,
+    check_float,
+    check_shape,
+)
+
+
+def merge_attention_states(
+    out_a: Float[Array, "*rows head_dim"],
+    lse_a: Float[Array, "*rows"],
+    out_b: Float[Array, "*rows head_dim"],
+    lse_b: Float[Array, "*rows"],
+) -> tuple[Float[Array, "*rows head_dim"], Float[Array, "*rows"]]:
+    """Attention over the tokens of `a` and of `b`, from the attention over each.
+
+    For a prefix that many rows share: attend to it once for all of them (their queries are rows of
+    one `paged_extend` without a window, or of dense attention), to each row's own tokens with
+    `paged_decode`, and merge. XLA makes one elementwise pass of it.
+
+        weight_a = exp(lse_a) / (exp(lse_a) + exp(lse_b))      out = weight_a * out_a + ...
+
+    Args:
+        out_a: Attention over the first set of tokens.
+        lse_a: Natural log of its softmax denominators, float32; -inf where it saw no token: `out_a`
+            is ignored there, NaN or not.
+        out_b: Attention over the second set, which shares no token with the first; as `out_a`.
+        lse_b: As `lse_a`. Sinks belong into one of the two.
+
+    Returns:
+        The output in the dtype of `out_a`, and its log of the denominator; 0 and -inf where neither
+        saw a token.
+
+    Raises:
+        KernelArgumentError: A shape or dtype is wrong; raised while tracing.
+    """
+    check_float("out_a", out_a)
+    if out_a.ndim == 0:
+        raise KernelArgumentError("out_a must be [*rows, head_dim], got []")
+    check_shape("out_b", out_b, out_a.shape, "as out_a")
+    check_dtype("out_b", out_b, (out_a.dtype.name,))
+    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+        check_shape(name, lse, out_a.shape[:-1], "rows of out_a")
+        check_dtype(name, lse, ("float32",))
+    out, lse = merge_parts((out_a, out_b), (lse_a, lse_b))
+    return out.astype(out_a.dtype), lse
+
+
+def merge_parts(
+    outs: Sequence[Float[Array, "*rows head_dim"]],
+    lses: Sequence[Float[Array, "*rows"]],
+    sinks: Float[Array, "#*rows"] | None = None,
+) -> tuple[Float[Array, "*rows head_dim"], Float[Array, "*rows"]]:
+    """Any number of parts merged, float32; sinks, if any, are in none of them yet.
+
+    A sequence and not an axis: XLA fuses the loop over it into one pass, not so two reductions.
+    """
+    peak = reduce(jnp.maximum, lses)
+    empty = peak == -jnp.inf
+    if sinks is not None:
+        peak = jnp.maximum(peak, sinks)
+    peak = jnp.where(empty, 0.0, peak)
+    weights = [jnp.exp(lse - peak) for lse in lses]
+    total = sum(weights, start=jnp.zeros_like(peak))
+    if sinks is not None:
+        total = total + jnp.exp(sinks - peak)
+    total = jnp.where(empty, 1.0, total)
+
+    def share(out: jax.Array, lse: jax.Array, weight: jax.Array) -> jax.Array:
+        seen = jnp.where(lse[..., None] == -jnp.inf, 0.0, out.astype(jnp.float32))
+        return seen * (weight / total)[..., None]
+
+    out = reduce(jnp.add, map(share, outs, lses, weights))
+    return out, jnp.where(empty, -jnp.inf, peak + jnp.log(total))

@@ -1,0 +1,175 @@
+"""Paged attention for one query token per row."""
+
+from typing import Literal, overload
+
+from jaxtyping import Array, Float, Int32
+
+from ..argument_checks import (
+    check_block_tables,
+    check_int32,
+    check_pools,
+    check_queries,
+    check_scales,
+)
+from ..backends import (
+    Backend,
+    choose,
+    target,
+)
+from ..online_softmax import check_options
+from ..tuning import bucket, tuned
+from .config import (
+    DecodeConfig,
+    choose_config,
+    obstacle,
+)
+from .xla import decode as decode_xla
+
+
+@overload
+def paged_decode(
+    q: Float[Array, "batch q_heads head_dim"],
+    k_blocks: Float[Array, "blocks kv_heads block_size head_dim"],
+    v_blocks: Float[Array, "blocks kv_heads block_size head_dim"],
+    block_tables: Int32[Array, "batch width"],
+    lengths: Int32[Array, " batch"],
+    *,
+    sm_scale: float,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    sinks: Float[Array, " q_heads"] | None = None,
+    k_scales: Float[Array, "blocks kv_heads"] | None = None,
+    v_scales: Float[Array, "blocks kv_heads"] | None = None,
+    return_lse: Literal[False] = False,
+    backend: Backend | None = None,
+) -> Float[Array, "batch q_heads head_dim"]: ...
+@overload
+def paged_decode(
+    q: Float[Array, "batch q_heads head_dim"],
+    k_blocks: Float[Array, "blocks kv_heads block_size head_dim"],
+    v_blocks: Float[Array, "blocks kv_heads block_size head_dim"],
+    block_tables: Int32[Array, "batch width"],
+    lengths: Int32[Array, " batch"],
+    *,
+    sm_scale: float,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    sinks: Float[Array, " q_heads"] | None = None,
+    k_scales: Float[Array, "blocks kv_heads"] | None = None,
+    v_scales: Float[Array, "blocks kv_heads"] | None = None,
+    return_lse: Literal[True],
+    backend: Backend | None = None,
+) -> tuple[Float[Array, "batch q_heads head_dim"], Float[Array, "batch q_heads"]]: ...
+def paged_decode(
+    q: Float[Array, "batch q_heads head_dim"],
+    k_blocks: Float[Array, "blocks kv_heads block_size head_dim"],
+    v_blocks: Float[Array, "blocks kv_heads block_size head_dim"],
+    block_tables: Int32[Array, "batch width"],
+    lengths: Int32[Array, " batch"],
+    *,
+    sm_scale: float,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    sinks: Float[Array, " q_heads"] | None = None,
+    k_scales: Float[Array, "blocks kv_heads"] | None = None,
+    v_scales: Float[Array, "blocks kv_heads"] | None = None,
+    return_lse: bool = False,
+    backend: Backend | None = None,
+) -> (
+    Float[Array, "batch q_heads head_dim"]
+    | tuple[Float[Array, "batch q_heads head_dim"], Float[Array, "batch q_heads"]]
+):
+    """Attention of one query token per row over that row's KV blocks.
+
+    Token `p` of row `b` lies in the pools at
+
+        [block_tables[b, p // block_size], kv_head, p % block_size, :]
+
+    and query head `i` reads KV head `i // (q_heads // kv_heads)`. The cost follows the sum of the
+    lengths (each rounded up to a chunk), not the width of the table; by "mosaic" a call lasts at
+    least as long as its longest row, which is split only where the batch does not fill the GPU.
+    Memory beyond a row's length is never used: it may hold NaN, and the table entries for it may be
+    anything.
+
+    Args:
+        q: Queries, one token per row, bfloat16, float16 or float32; accumulation is in float32.
+        k_blocks: Pool of keys: floats, or int8 or float8_e4m3fn with scales.
+        v_blocks: Pool of values, of the same shape and dtype.
+        block_tables: Ids of the blocks of each row. An id outside the pool cannot be refused while
+            tracing: it is moved to the nearest block in the pool, so that row's result is wrong.
+        lengths: KV tokens of each row, the query's own included; 0 marks an inactive row, whose
+            output is exactly 0. A row longer than its table gives NaN.
+        sm_scale: Factor of the logits, usually `head_dim ** -0.5`. Static.
+        soft_cap: Turns logits `x` into `soft_cap * tanh(x / soft_cap)`. Static.
+        window: Number of latest positions that the query sees, its own included. Blocks wholly
+            before the window are not read. Static.
+        sinks: One logit per query head, neither scaled nor capped, added to the denominator only.
+        k_scales: What the numbers of a quantised pool stand for, by block and head:
+            `key = k_blocks[block, head] * k_scales[block, head]`, float32. Needed with such a
+            pool, refused with any other.
+        v_scales: The same for the values.
+        return_lse: Also return the log of the denominator. Static.
+        backend: The implementation; None chooses the fastest that serves. Static.
+
+    Returns:
+        The output in the dtype of `q`; with `return_lse` also the natural log of the softmax
+        denominator in float32, sinks included, -inf for inactive rows.
+
+    Raises:
+        KernelArgumentError: A shape, dtype or option is wrong; raised while tracing.
+    """
+    check_pools(k_blocks, v_blocks)
+    check_scales(k_blocks, k_scales, v_scales)
+    check_queries(q, k_blocks, "batch")
+    check_block_tables(block_tables)
+    check_int32(
+        "block_tables", block_tables, (q.shape[0], block_tables.shape[1]), "batch of q, width"
+    )
+    check_int32("lengths", lengths, (q.shape[0],), "batch of q")
+    options = check_options(sm_scale, soft_cap, window, sinks, q.shape[1])
+    scales = None if k_scales is None or v_scales is None else (k_scales, v_scales)
+    out: Array
+    lse: Array | None
+    if choose(backend, obstacle(q, k_blocks)) == "mosaic":
+        from . import mosaic as paged_decode_mosaic
+
+        out, lse = paged_decode_mosaic.decode(
+            q,
+            k_blocks,
+            v_blocks,
+            block_tables,
+            lengths,
+            sinks,
+            scales,
+            options=options,
+            config=config_for(q.shape[1], k_blocks, block_tables),
+            return_lse=return_lse,
+        )
+    else:
+        out, lse = decode_xla(q, k_blocks, v_blocks, block_tables, lengths, sinks, options, scales)
+    if return_lse:
+        assert lse is not None
+        return out, lse
+    return out
+
+
+def config_for(q_heads: int, k_blocks: Array, block_tables: Array) -> DecodeConfig:
+    """The tiling for these arguments on the device that is being traced for."""
+    _, kv_heads, block_size, head_dim = k_blocks.shape
+    batch = block_tables.shape[0]
+    table_tokens = block_tables.shape[1] * block_size
+    device = target()
+    found = tuned(
+        "paged_decode",
+        device.name,
+        dtype=k_blocks.dtype.name,
+        head_dim=head_dim,
+        group=q_heads // kv_heads,
+        block_size=block_size,
+        rows=bucket(batch * kv_heads),
+        tokens=bucket(table_tokens),
+    )
+    if found is not None:
+        return DecodeConfig(**found)
+    itemsize = k_blocks.dtype.itemsize
+    return choose_config(batch, kv_heads, head_dim, table_tokens, itemsize, device.num_cores)

@@ -1,0 +1,85 @@
+"""The device arrays that hold the blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ..errors import PoolDTypeError, PoolShapeError
+from ..tokens import as_count
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def _check_dtype(dtype: jnp.dtype) -> None:
+    if jnp.dtype(dtype).name not in _DTYPES:
+        raise PoolDTypeError(jnp.dtype(dtype).name)
+
+
+@dataclass
+class BlockArrays:
+    """Key and value pools, an array per layer; donated to each step and replaced by its result.
+
+    ::
+
+        keys[layer]  [num_blocks + 1, kv_heads, block_size, head_dim]
+                      0: padding sink, 1 .. num_blocks: the ids of the block pool
+
+    One thread owns them: who dispatches the model also dispatches every copy.
+
+    No quantised pools: a block of int8 or float8 means nothing without its scales, and neither
+    copies inside the pools nor the host tier, storage and hand-off carry any. The kernels take
+    such pools, of a caller who keeps scales beside them.
+
+    Raises:
+        PoolDTypeError: for pools of another dtype than bfloat16, float16 or float32.
+        PoolShapeError: if there are not as many of keys as of values, one at least, all of one
+            shape and dtype.
+    """
+
+    keys: tuple[Float[Array, "blocks kv_heads block_size head_dim"], ...]
+    values: tuple[Float[Array, "blocks kv_heads block_size head_dim"], ...]
+
+    def __post_init__(self) -> None:
+        pools = (*self.keys, *self.values)
+        for pool in pools:
+            _check_dtype(pool.dtype)
+        kinds = {f"{pool.dtype.name}{list(pool.shape)}": pool.ndim for pool in pools}
+        if len(self.keys) != len(self.values) or list(kinds.values()) != [4]:
+            raise PoolShapeError(len(self.keys), len(self.values), list(kinds))
+
+    @classmethod
+    def zeros(
+        cls,
+        num_layers: int,
+        num_blocks: int,
+        kv_heads: int,
+        block_size: int,
+        head_dim: int,
+        dtype: jnp.dtype,
+    ) -> BlockArrays:
+        """Allocate pools for num_blocks usable blocks and the padding sink.
+
+        Raises:
+            CountError: if a size is less than 1; nothing is allocated then.
+            PoolDTypeError: for another dtype than bfloat16, float16 or float32; likewise.
+        """
+        _check_dtype(dtype)
+        sizes = {
+            "num_layers": num_layers,
+            "num_blocks": num_blocks,
+            "kv_heads": kv_heads,
+            "block_size": block_size,
+            "head_dim": head_dim,
+        }
+        for name, value in sizes.items():
+            as_count(name, value, minimum=1)
+        shape = (num_blocks + 1, kv_heads, block_size, head_dim)
+
+        def pools() -> tuple[jax.Array, ...]:
+            return tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
+
+        return cls(pools(), pools())

@@ -1,0 +1,200 @@
+"""Compiled copies of blocks: within the pools, out of them into staging arrays, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cache
+from typing import Final, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.stages import Compiled
+from jaxtyping import Array, Float, Int32, Shaped
+
+from ...kernels import (
+    copy_blocks,
+    gather_blocks,
+    scatter_blocks,
+)
+from ..tokens import Int32Array, as_count
+from .block_arrays import BlockArrays
+from .host_arrays import check_block_ids
+from .pinned_host import pinned_host
+
+Pools = tuple[Float[Array, "blocks kv_heads block_size head_dim"], ...]
+Staging = tuple[Float[Array, "n kv_heads block_size head_dim"], ...]
+
+CopyKind: TypeAlias = Literal["gather", "scatter", "copy"]
+
+COPY_KINDS: Final[tuple[CopyKind, ...]] = ("gather", "scatter", "copy")
+
+_NOWHERE = -1
+"""An id outside the pool: the kernels do nothing for it."""
+
+
+class BlockCopies:
+    """Programs that copy blocks of all layers, one for each power of two up to max_blocks.
+
+    More blocks are copied in pieces, fewer are padded. Staging is an array per pool: each layer's
+    K, then each layer's V. (One array for all takes XLA 4 to 12 times as long to fill on CPU.)
+    """
+
+    def __init__(
+        self, arrays: BlockArrays, max_blocks: int, kinds: Collection[CopyKind] = COPY_KINDS
+    ) -> None:
+        """Compile and run every program, the largest first; no block changes.
+
+        Args:
+            arrays: of the shapes that all later ones have.
+            max_blocks: the largest piece, rounded up to a power of two.
+            kinds: the copies that will be made.
+
+        Raises:
+            CountError: if max_blocks is less than 1.
+        """
+        self.max_blocks = _power_of_two(as_count("max_blocks", max_blocks, minimum=1))
+        self._num_pools = len(arrays.keys) + len(arrays.values)
+        self._shape = tuple(arrays.keys[0].shape)
+        self._dtype = arrays.keys[0].dtype
+        [device] = arrays.keys[0].devices()
+        self._pinned = pinned_host(device)
+        nothing = np.empty(0, np.int32)
+        size = self.max_blocks
+        while size:
+            # A first run loads and allocates what later ones find there.
+            if "gather" in kinds:
+                self.gather(arrays, nothing, size)
+            if "scatter" in kinds:
+                shape = (size, *self._shape[1:])
+                staging = [np.zeros(shape, self._dtype)] * self._num_pools
+                self.scatter(arrays, staging, nothing, size)
+            if "copy" in kinds:
+                self.copy(arrays, nothing, nothing, size)
+            size //= 2
+
+    def pieces(self, num_blocks: int) -> Iterator[tuple[slice, int]]:
+        """Cut a number of blocks into pieces: which blocks, and the padded size."""
+        for first in range(0, num_blocks, self.max_blocks):
+            last = min(first + self.max_blocks, num_blocks)
+            yield slice(first, last), _power_of_two(last - first)
+
+    def exact_pieces(self, num_blocks: int) -> Iterator[slice]:
+        """Cut a number of blocks into pieces that need no padding: 37 into 32, 4 and 1."""
+        first = 0
+        while first < num_blocks:
+            left = min(num_blocks - first, self.max_blocks)
+            last = first + (1 << (left.bit_length() - 1))
+            yield slice(first, last)
+            first = last
+
+    def gather(self, arrays: BlockArrays, ids: Int32Array, size: int) -> Staging:
+        """Read blocks into new arrays: as they are now, whatever is dispatched later.
+
+        Raises:
+            IndexError: for an id that is not of a usable block.
+        """
+        program = self._program(_gather, size)
+        staging: Staging = program((*arrays.keys, *arrays.values), self._pad(ids, size))
+        return staging
+
+    def to_host(self, staging: Staging) -> Staging:
+        """Begin to copy staging to the host, into pinned memory if JAX has it; return it there."""
+        if self._pinned is not None:
+            pinned: Staging = jax.device_put(staging, self._pinned)
+            return pinned
+        for each in staging:
+            each.copy_to_host_async()
+        return staging
+
+    def scatter(
+        self,
+        arrays: BlockArrays,
+        staging: Sequence[Shaped[np.ndarray | jax.Array, "size kv_heads block_size head_dim"]],
+        ids: Int32Array,
+        size: int,
+    ) -> None:
+        """Write blocks from staging, which must not change any more; the pools are donated.
+
+        Raises:
+            IndexError: for an id that is not of a usable block.
+        """
+        program, padded = self._program(_scatter, size), self._pad(ids, size)
+        on_device = jax.device_put(tuple(staging))
+        _replace(arrays, program((*arrays.keys, *arrays.values), on_device, padded))
+
+    def copy(
+        self, arrays: BlockArrays, sources: Int32Array, destinations: Int32Array, size: int
+    ) -> None:
+        """Copy blocks inside the pools, which are donated.
+
+        Raises:
+            IndexError: for an id that is not of a usable block.
+        """
+        ids = self._pad(sources, size), self._pad(destinations, size)
+        program = self._program(_copy, size)
+        _replace(arrays, program((*arrays.keys, *arrays.values), *ids))
+
+    def check_ids(self, ids: Int32Array) -> None:
+        """Refuse ids that are not of usable blocks.
+
+        Raises:
+            IndexError: if there is one.
+        """
+        check_block_ids("device", ids, self._shape[0] - 1)
+
+    def _program(self, copy: Callable[..., jax.Array | Pools], size: int) -> Compiled:
+        return _compiled(copy, self._num_pools, self._shape, self._dtype, size)
+
+    def _pad(self, ids: Int32Array, size: int) -> Int32[Array, " size"]:
+        self.check_ids(ids)
+        padded = np.full(size, _NOWHERE, np.int32)
+        padded[: len(ids)] = ids
+        on_device: jax.Array = jax.device_put(padded)
+        return on_device
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def _replace(arrays: BlockArrays, pools: Pools) -> None:
+    num_layers = len(arrays.keys)
+    arrays.keys, arrays.values = pools[:num_layers], pools[num_layers:]
+
+
+def _gather(pools: Pools, ids: Int32[Array, " size"]) -> Staging:
+    return gather_blocks(pools, ids, jnp.int32(ids.shape[0]))
+
+
+def _scatter(pools: Pools, staging: Staging, ids: Int32[Array, " size"]) -> Pools:
+    return scatter_blocks(pools, staging, ids, jnp.int32(ids.shape[0]))
+
+
+def _copy(
+    pools: Pools, sources: Int32[Array, " size"], destinations: Int32[Array, " size"]
+) -> Pools:
+    return copy_blocks(pools, sources, destinations, jnp.int32(sources.shape[0]))
+
+
+@cache
+def _compiled(
+    copy: Callable[..., jax.Array | Pools],
+    num_pools: int,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    size: int,
+) -> Compiled:
+    """Compile a program; those of equal shapes share it, as functions under `jit` do."""
+    pools = (_aval(shape, dtype),) * num_pools
+    staging = (_aval((size, *shape[1:]), dtype),) * num_pools
+    ids = _aval((size,), np.dtype(np.int32))
+    if copy is _gather:
+        return jax.jit(_gather).lower(pools, ids).compile()
+    if copy is _scatter:
+        return jax.jit(_scatter, donate_argnums=0).lower(pools, staging, ids).compile()
+    return jax.jit(_copy, donate_argnums=0).lower(pools, ids, ids).compile()
+
+
+def _aval(shape: tuple[int, ...], dtype: np.dtype) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]  # JAX's

@@ -1,0 +1,317 @@
+"""The prefix cache: a path-compressed radix tree of blocks, evicted in exact leaf-LRU order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Final
+
+import numpy as np
+
+from ..invariants import check_tree
+from ..tokens import INT32, Int32Array
+from .idle_list import (
+    coldest,
+    cut_off,
+    empty_list,
+    link_before,
+    unlink,
+)
+from .node import (
+    ITEM_BYTES,
+    NO_CHILDREN,
+    Node,
+    Walk,
+)
+
+_FIRST_VERSIONS: Final = count(0, 2**40)
+_AT_ONCE: Final = 1024  # leaves: so many fit a processor's second-level cache
+_FEW: Final = 16  # leaves: most evictions need fewer
+
+
+class RadixTree:
+    """Published blocks by the tokens that lead to them.
+
+    ::
+
+        root --[blocks 4 9 2]--+--[blocks 7 1]      a node is a run; children differ in their
+                               +--[blocks 5]        first block; a root per namespace
+
+    **The idle list** holds every node without users, coldest first. When a lease leaves a path,
+    its nodes are appended from the tail up, so a child always stands before its parent: the head
+    of the list is the least recently used *leaf*, with no heap and no search. A run is trimmed
+    from its tail, so the victims are those of a block-by-block leaf LRU.
+
+    Source: the order is that of vLLM's free queue (tail first), carried over to a tree of runs.
+
+    Attributes:
+        block_bytes: the length of a block's tokens as bytes.
+        version: grows whenever a walk could end differently than before; no two trees share one.
+        num_cached: blocks in the tree.
+        num_idle: blocks of it that no lease uses: all of them can be evicted.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._node_type: type[Node] = Node
+        self.block_bytes = block_size * ITEM_BYTES
+        self._idle = empty_list()
+        self.roots: dict[bytes, Node] = {}
+        self.version = next(_FIRST_VERSIONS)
+        self.num_cached = 0
+        self.num_idle = 0
+
+    # Reading
+
+    def walk(self, node: Node, tokens: memoryview) -> Walk:
+        """Follow tokens (whole blocks, as bytes) down from node as far as the device has them."""
+        block_bytes = self.block_bytes
+        position, end = 0, len(tokens)
+        while position < end:
+            child = node.children.get(tokens[position : position + block_bytes].tobytes())
+            if child is None or not child.device_blocks:
+                break
+            run = child.tokens
+            after = position + len(child.device_blocks) // ITEM_BYTES * block_bytes
+            if after > end or not run.startswith(tokens[position:after]):
+                inside_blocks = self._common_blocks(tokens[position:after], run)
+                return Walk(node, position + inside_blocks * block_bytes, child, inside_blocks)
+            position = after
+            node = child
+        return Walk(node, position)
+
+    def _common_blocks(self, tokens: memoryview, run: bytes | bytearray) -> int:
+        # The first block is known to be equal (it was the key), the whole run is known not to be.
+        num_items = len(tokens) // ITEM_BYTES
+        differs = np.frombuffer(tokens, INT32) != np.frombuffer(run, INT32, num_items)
+        first = int(differs.argmax())
+        return (first if differs[first] else num_items) * ITEM_BYTES // self.block_bytes
+
+    def path_blocks(self, node: Node) -> bytes:
+        """Return the ids of the blocks from the root through node, as bytes of int32."""
+        runs = []
+        while node.parent is not None:
+            runs.append(node.device_blocks)
+            node = node.parent
+        runs.reverse()
+        return b"".join(runs)
+
+    def idle_blocks_on(self, walk: Walk) -> int:
+        """Count the matched blocks that no lease uses: pinning takes them from the evictable."""
+        idle = walk.inside_blocks if walk.inside is not None and walk.inside.refs == 0 else 0
+        node = walk.node
+        while node.refs == 0 and node.parent is not None:  # users of a node use its parents too
+            idle += len(node.device_blocks) // ITEM_BYTES
+            node = node.parent
+        return idle
+
+    # Pins
+
+    def add_root(self, namespace: bytes) -> Node:
+        """Make the root of a namespace that has none."""
+        assert namespace not in self.roots, f"namespace {namespace!r} has a root"
+        self.version += 1
+        root = self.roots[namespace] = self._node_type(None, namespace, b"", b"")
+        return root
+
+    def pin(self, walk: Walk, above: Node | None = None) -> Node:
+        """Pin all that a walk matched and return its last node, split off where it ends inside.
+
+        Args:
+            walk: the result of `walk`, with no change to the tree since.
+            above: pin only the nodes below this one, which is pinned already; None for all.
+        """
+        last = walk.node if walk.inside is None else self.split(walk.inside, walk.inside_blocks)
+        node: Node | None = last
+        while node is not above:
+            assert node is not None, "pinned to a node that is not on the path"
+            if node.refs == 0 and node.parent is not None:
+                unlink(node)
+                self.num_idle -= len(node.device_blocks) // ITEM_BYTES
+            node.refs += 1
+            node = node.parent
+        return last
+
+    def unpin(self, node: Node) -> None:
+        """End one use of the path to node: what nobody else uses becomes evictable, tail first."""
+        idle, place = self._idle, node
+        warmest = idle.colder
+        assert warmest is not None, "the idle list is not closed"
+        while (parent := place.parent) is not None:
+            place.refs -= 1
+            assert place.refs >= 0, "a node was unpinned more often than pinned"
+            if place.refs == 0:
+                warmest.warmer, place.colder = place, warmest
+                warmest = place
+                self.num_idle += len(place.device_blocks) // ITEM_BYTES
+            place = parent
+        warmest.warmer, idle.colder = idle, warmest
+        place.refs -= 1
+        self._drop_empty(place)
+
+    # Changes
+
+    def append(self, node: Node, tokens: bytes, device_blocks: bytes) -> Node:
+        """Publish a run of blocks after node, pinned by the one lease that computed them.
+
+        Args:
+            node: the last node of that lease; no child of it begins with the same block.
+            tokens, device_blocks: the run, as bytes of int32.
+
+        Returns:
+            The lease's last node now: the same one, grown, or a child of it.
+        """
+        self.version += 1
+        self.num_cached += len(device_blocks) // ITEM_BYTES
+        run: bytes | bytearray = tokens
+        if node.refs == 1 and not node.children and node.parent is not None:
+            if isinstance(node.tokens, bytearray) and node.host is None:
+                node.tokens += tokens
+                node.device_blocks += device_blocks
+                return node
+            # A prompt is long and is not copied to grow: what follows it is, and grows in place.
+            run = bytearray(tokens)
+        key = tokens[: self.block_bytes]
+        assert key not in node.children, "a block is published twice under one parent"
+        child = self._node_type(node, key, run, device_blocks)
+        child.refs = 1
+        node.adopt(child)
+        return child
+
+    def split(self, lower: Node, num_blocks: int) -> Node:
+        """Cut a run in two and return the upper part; the lower keeps its identity."""
+        self.version += 1
+        assert lower.parent is not None, "a root cannot be split"
+        cut = num_blocks * self.block_bytes
+        upper = self._node_type(
+            lower.parent,
+            lower.key,
+            lower.tokens[:cut],
+            lower.device_blocks[: num_blocks * ITEM_BYTES],
+        )
+        upper.refs = lower.refs
+        lower.parent.adopt(upper)
+        lower.parent = upper
+        lower.tokens = lower.tokens[cut : lower.num_blocks * self.block_bytes]
+        lower.device_blocks = lower.device_blocks[num_blocks * ITEM_BYTES :]
+        lower.key = bytes(lower.tokens[: self.block_bytes])
+        upper.adopt(lower)
+        if lower.warmer is not None:
+            link_before(lower.warmer, upper)
+        return upper
+
+    def evict(self, num_blocks: int) -> Int32Array:
+        """Take the num_blocks least recently used leaf blocks (all idle ones, if fewer) out.
+
+        Returns:
+            Their ids, for one batched recycle. The cost is per run, whatever the tree holds.
+        """
+        if (num_blocks := min(num_blocks, self.num_idle)) <= 0:
+            return np.empty(0, np.int32)
+        self.version += 1
+        self.num_idle -= num_blocks
+        self.num_cached -= num_blocks
+        short = num_blocks * ITEM_BYTES
+        victims = self._evict_few(short)
+        while len(victims) < short:
+            victims += self._evict_many(short - len(victims))
+        return np.frombuffer(victims, INT32)
+
+    def _evict_few(self, num_bytes: int) -> bytes:
+        """Take up to num_bytes of the coldest blocks out, leaf after leaf, of some leaves."""
+        victims: list[bytes] = []
+        node = self._idle.warmer
+        while num_bytes > 0 and len(victims) < _FEW:
+            assert node is not None, "the idle list is shorter than its count"
+            run = node.device_blocks
+            if len(run) > num_bytes:
+                self._trim(node, num_bytes)
+                victims.append(run[-num_bytes:])
+                break
+            victims.append(run)
+            num_bytes -= len(run)
+            parent = node.parent
+            assert parent is not None, "a root is in the idle list"
+            del parent.children[node.key]
+            if parent.parent is None and not parent.children:
+                self._drop_empty(parent)
+            node.colder = None
+            node.warmer, node = None, node.warmer
+        assert node is not None, "the idle list is not closed"
+        self._idle.warmer, node.colder = node, self._idle
+        return b"".join(victims)
+
+    def _evict_many(self, num_bytes: int) -> bytes:
+        """Do the same in phases, each over many leaves: twice as fast where memory is slow."""
+        idle = self._idle
+        assert idle.warmer is not None, "the idle list is not closed"
+        # So many would do if all were as long as the coldest; those too many are kept below.
+        guess = num_bytes // len(idle.warmer.device_blocks) or 1
+        leaves, node = coldest(idle, min(guess, _AT_ONCE))
+        run = b"".join([leaf.device_blocks for leaf in leaves])
+        excess = len(run) - num_bytes
+        while excess > 0:
+            node = leaves.pop()
+            excess -= len(node.device_blocks)
+            if excess < 0:  # a part of its blocks is taken, from its tail
+                run = run[: num_bytes + excess] + node.device_blocks[excess:]
+                self._trim(node, -excess)
+        idle.warmer, node.colder = node, idle
+        for parent in cut_off(leaves):
+            if parent.parent is None:
+                self._drop_empty(parent)
+        return run[:num_bytes]
+
+    def remove_root(self, namespace: bytes) -> Int32Array:
+        """Take a namespace out that no lease uses; return the device ids of its blocks."""
+        root = self.roots.pop(namespace)
+        self.version += 1
+        runs: list[bytes] = []
+        stack = list(root.children.values())
+        while stack:
+            dead = stack.pop()
+            assert dead.refs == 0, "a namespace in use is removed"
+            stack.extend(dead.children.values())
+            if dead.device_blocks:
+                unlink(dead)
+                runs.append(dead.device_blocks)
+            self._died(dead)
+        ids = np.frombuffer(b"".join(runs), np.int32)
+        self.num_idle, self.num_cached = self.num_idle - len(ids), self.num_cached - len(ids)
+        return ids
+
+    def _died(self, node: Node) -> None:
+        """Leave nothing behind in a node that was taken out with all that follows it."""
+        node.parent, node.children, node.device_blocks = None, NO_CHILDREN, b""
+
+    def _trim(self, node: Node, num_bytes: int) -> None:
+        node.device_blocks = node.device_blocks[:-num_bytes]
+        kept = len(node.device_blocks) // ITEM_BYTES * self.block_bytes
+        # In place or not at all, because the coldest run is trimmed again and again.
+        if isinstance(node.tokens, bytearray):
+            del node.tokens[kept:]
+
+    def _drop_empty(self, root: Node) -> None:
+        if root.refs == 0 and not root.children:
+            del self.roots[root.key]
+            self.version += 1
+
+    # Checks
+
+    def nodes(self) -> Iterator[Node]:
+        """Yield every node that is not a root, parents first."""
+        stack = [child for root in self.roots.values() for child in root.children.values()]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def idle_nodes(self) -> Iterator[Node]:
+        """Yield the nodes that no lease uses, coldest first."""
+        node = self._idle.warmer
+        while node is not None and node is not self._idle:
+            yield node
+            node = node.warmer
+
+    def check(self) -> None:
+        """Assert every invariant of the tree; costs a walk over all of it."""
+        check_tree(self)

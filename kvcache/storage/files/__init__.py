@@ -1,0 +1,1 @@
+"""The file backend: a directory with one file per block."""

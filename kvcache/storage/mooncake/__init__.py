@@ -1,0 +1,1 @@
+"""The Mooncake backend: blocks in the pooled memory of several machines."""

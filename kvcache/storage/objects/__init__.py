@@ -1,0 +1,1 @@
+"""The object storage backend: S3 and compatible services, a directory, or memory."""

@@ -1,0 +1,1 @@
+"""The Redis backend: one string per block, in Redis or Valkey."""

@@ -1,0 +1,308 @@
+"""The backend over Redis or Valkey: one string per block, shared by all that reach the server.
+
+::
+
+    radixkv:3fa0…e1      prefix, then the key in hex: a value, as SET wrote it
+    radixkv:0123456789abcdef:3fa0…e1      in a namespace: its digits end the prefix
+
+A value is written by one SET, so a reader sees all of it or nothing, and writing it again does no
+harm. (SET NX would keep a corrupt one.) What is forgotten, and when, is the server's choice: its
+`maxmemory-policy`, and `ttl_s` here. Needs the extra ``redis``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+from ..base import (
+    KEY_BYTES,
+    StoredValue,
+    check_key,
+    scatter,
+)
+from ..errors import BackendError, UnsupportedError
+from ..keys import NAMESPACE_DIGITS
+from ..remote_errors import (
+    BackendRefusedError,
+    BackendUnreachableError,
+    MissingPackageError,
+)
+from ..request_counts import RequestCounts
+from .address import RedisAddress
+from .packer import (
+    Packer,
+    Value,
+    Word,
+)
+
+DEFAULT_PREFIX: Final = "radixkv:"
+_NO_ORDER: Final = (
+    "a Redis server tells no order of use: its maxmemory-policy forgets the least recently used, "
+    "or remove all"
+)
+_NO_STRING: Final = "WRONGTYPE"
+_SCAN_COUNT: Final = 1000
+_READ_BYTES: Final = 1 << 20
+"""How much the client reads from its socket at once: large, as values are."""
+
+
+class RedisBackend:
+    """Values in a Redis or Valkey server. Each thread that calls has a connection of its own.
+
+    Connections are made when they are needed, and made again after the server was gone. Nothing is
+    tried twice: a call that gets no answer for timeout_s fails, and the block is a miss. The server
+    may still do what it was asked when it goes on; that does no harm, as keys name their contents.
+    """
+
+    def __init__(
+        self,
+        address: RedisAddress,
+        *,
+        prefix: str = DEFAULT_PREFIX,
+        ttl_s: int | None = None,
+        timeout_s: float = 1.0,
+        connect_timeout_s: float = 1.0,
+        ca_file: str | None = None,
+    ) -> None:
+        """Prepare, without connecting: a server that is down now may be up later.
+
+        Args:
+            address: of the server.
+            prefix: of every key in the server; one per namespace lets an operator delete it alone.
+            ttl_s: how long a value is kept after it was written or touched; None for no limit.
+            timeout_s: how long to wait for the next bytes of an answer.
+            connect_timeout_s: how long to wait for a connection.
+            ca_file: certificates that TLS trusts, in PEM; None for those of the system.
+
+        Raises:
+            MissingPackageError: if `redis` or `hiredis` is not installed.
+            ValueError: if a time is not positive.
+        """
+        for name, value in (("timeout_s", timeout_s), ("connect_timeout_s", connect_timeout_s)):
+            if not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+        if ttl_s is not None and ttl_s < 1:
+            raise ValueError(f"ttl_s must be at least 1, got {ttl_s}")
+        self._address = address
+        self._prefix = prefix.encode()
+        self._ttl_s = ttl_s
+        self._timeout_s = timeout_s
+        self._counts = RequestCounts()
+        self._client = _client(address, timeout_s, connect_timeout_s, ca_file)
+
+    def __repr__(self) -> str:
+        return f"RedisBackend({self._address!r})"
+
+    # -- Backend
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """See Backend; one round trip."""
+        if not keys:
+            return []
+        with self._typed("looking up"):
+            pipeline = self._client.pipeline(transaction=False)
+            for key in keys:
+                pipeline.execute_command("EXISTS", self._name(key))
+            return [answer == 1 for answer in pipeline.execute()]
+
+    def get(self, key: bytes, into: Sequence[memoryview]) -> int | None:
+        """See Backend. The server sends one byte more than there is room for, at most.
+
+        What is no string, and so not written by this, is as good as an empty value.
+        """
+        name = self._name(key)
+        room = sum(len(part) for part in into)
+        with self._typed("reading"):
+            # One command, so its answer is of one moment; the byte too many tells a longer value.
+            value = self._unless_no_string("GETRANGE", name, 0, room)
+            if value is None:
+                return 0
+            if not isinstance(value, bytes):
+                raise BackendError(f"reading failed: the answer is a {type(value).__name__}")
+            if not value and not self._command("EXISTS", name):
+                return None
+            if len(value) > room:
+                scatter(value, into)
+                return max(len(value), int(self._command("STRLEN", name)))
+        return scatter(value, into)
+
+    def put(self, key: bytes, parts: Sequence[memoryview]) -> None:
+        """See Backend."""
+        expiry = () if self._ttl_s is None else ("EX", self._ttl_s)
+        with self._typed("writing"):
+            self._command("SET", self._name(key), Value(parts), *expiry)
+
+    def delete(self, key: bytes) -> bool:
+        """See Backend. The server frees the memory later, on a thread of its own."""
+        with self._typed("deleting"):
+            return bool(self._command("UNLINK", self._name(key)))
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """See Backend; one round trip. With ttl_s, their time starts again.
+
+        A server knows the order of use to a second, and forgets the oldest of a few that it draws.
+        """
+        if not keys:
+            return
+        names = list(map(self._name, keys))
+        with self._typed("touching"):
+            if self._ttl_s is None:
+                self._command("TOUCH", *names)
+                return
+            pipeline = self._client.pipeline(transaction=False)
+            for name in names:
+                pipeline.execute_command("EXPIRE", name, self._ttl_s)
+            pipeline.execute()
+
+    def list_values(self, *, coldest_first: bool = False) -> Iterator[StoredValue]:
+        """See Backend. In steps of some hundred keys; the server tells no order of use."""
+        if coldest_first:
+            raise UnsupportedError(_NO_ORDER)
+        return (value for _, value in self._list(with_namespaces=False))
+
+    def list_namespaces(self) -> Iterator[tuple[str, StoredValue]]:
+        """See SharedBackend; one scan, as for list_values, which goes over all names anyway."""
+        return self._list(with_namespaces=True)
+
+    def stats(self) -> Mapping[str, int]:
+        """Return how many requests there were, and how many failed; asks nobody."""
+        return self._counts.read()
+
+    def close(self) -> None:
+        """Close the connections; a call after this makes new ones."""
+        self._client.connection_pool.disconnect()
+
+    # -- the parts of these
+
+    def _list(self, *, with_namespaces: bool) -> Iterator[tuple[str, StoredValue]]:
+        pattern = re.sub(rb"([\\*?\[\]^-])", rb"\\\1", self._prefix) + b"*"
+        is_ours = re.compile(
+            rb"%b(?:([0-9a-f]{%d}):)?([0-9a-f]{%d})"
+            % (re.escape(self._prefix), NAMESPACE_DIGITS, 2 * KEY_BYTES)
+        )
+        seen: set[bytes] = set()  # a scan may name a key twice
+        cursor = None
+        while cursor != 0:
+            with self._typed("listing"):
+                cursor, names = self._client.scan(cursor or 0, match=pattern, count=_SCAN_COUNT)
+                new = [
+                    match
+                    for name in set(names) - seen
+                    if (match := is_ours.fullmatch(name)) and (with_namespaces or not match[1])
+                ]
+                pipeline = self._client.pipeline(transaction=False)
+                for match in new:
+                    pipeline.execute_command("STRLEN", match[0])
+                answers = pipeline.execute(raise_on_error=False)
+                sizes = [_number_if_string(answer) for answer in answers]
+            seen.update(match[0] for match in new)
+            for match, num_bytes in zip(new, sizes, strict=True):
+                namespace, digits = (match[1] or b"").decode(), match[2].decode()
+                yield namespace, StoredValue(bytes.fromhex(digits), num_bytes)
+
+    def _name(self, key: bytes) -> bytes:
+        return self._prefix + check_key(key).hex().encode()
+
+    def _command(self, *words: Word) -> Any:
+        return self._client.execute_command(*words)
+
+    def _unless_no_string(self, *words: Word) -> Any:
+        """Return the answer to a command for strings; None if the key is of something else."""
+        from redis import exceptions
+
+        try:
+            return self._command(*words)
+        except exceptions.ResponseError as error:
+            if _code(error) != _NO_STRING:
+                raise
+            return None
+
+    @contextmanager
+    def _typed(self, doing: str) -> Iterator[None]:
+        """Make an error of the client one of ours, without its text."""
+        from redis import exceptions
+
+        self._counts.ask()
+        try:
+            yield
+        except (exceptions.RedisError, OSError) as error:
+            self._counts.fail()
+            raise self._ours(doing, error) from None
+        except BackendError:
+            self._counts.fail()
+            raise
+
+    def _ours(self, doing: str, error: Exception) -> BackendError:
+        from redis import exceptions
+
+        # From the special to the general: the first two are connection errors, too.
+        if isinstance(error, (exceptions.AuthenticationError, exceptions.AuthorizationError)):
+            return BackendRefusedError(doing, "wrong or no username or password")
+        if isinstance(error, exceptions.BusyLoadingError):
+            return BackendRefusedError(doing, "LOADING")
+        if isinstance(error, (exceptions.TimeoutError, TimeoutError)):
+            return BackendUnreachableError(doing, f"no answer within {self._timeout_s:g} s")
+        if isinstance(error, (exceptions.ConnectionError, OSError)):
+            return BackendUnreachableError(doing, "no connection, or it was lost")
+        if isinstance(error, exceptions.ResponseError):
+            return BackendRefusedError(doing, _code(error))
+        return BackendError(f"{doing} failed: {type(error).__name__}")
+
+
+def _client(
+    address: RedisAddress, timeout_s: float, connect_timeout_s: float, ca_file: str | None
+) -> Any:
+    """Return a client that waits no longer than it is told, and tries once.
+
+    Without its type, which says of each answer that it may be an awaitable, too.
+    """
+    try:
+        import hiredis  # noqa: F401  without it, large values are ten times as slow
+        import redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(error.name or "redis", "redis") from None
+    options: dict[str, Any] = {
+        "db": address.db,
+        "username": address.username,
+        "password": address.password,
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": connect_timeout_s,
+        "socket_read_size": _READ_BYTES,
+        "protocol": 2,  # one answer fewer to wait for per connection
+        "command_packer": Packer(),
+        # By default redis-py tries up to ten times: a call would last many times timeout_s.
+        "retry": Retry(NoBackoff(), 0),
+    }
+    connection: Any
+    if address.unix_path is not None:
+        connection = redis.UnixDomainSocketConnection
+        options |= {"path": address.unix_path}
+    elif address.tls:
+        connection = redis.SSLConnection
+        checks = {"ssl_cert_reqs": "required", "ssl_check_hostname": True, "ssl_ca_certs": ca_file}
+        options |= {"host": address.host, "port": address.port, **checks}
+    else:
+        connection = redis.Connection
+        options |= {"host": address.host, "port": address.port}
+    pool = redis.ConnectionPool(connection_class=connection, **options)
+    return redis.Redis(connection_pool=pool)
+
+
+def _number_if_string(answer: int | Exception) -> int:
+    """Return the answer to STRLEN; 0 for what is no string."""
+    if isinstance(answer, Exception):
+        if _code(answer) != _NO_STRING:
+            raise answer
+        return 0
+    return answer
+
+
+def _code(error: Exception) -> str:
+    """Return the first word of a refusal, such as WRONGTYPE, or its type: never a sentence."""
+    word = str(error).partition(" ")[0]
+    return word if word.isalpha() and word.isupper() else type(error).__name__

@@ -1,0 +1,213 @@
+"""A radix tree whose nodes may be on the host instead of the device, or on both."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from ..prefix.idle_list import unlink
+from ..prefix.node import (
+    ITEM_BYTES,
+    Node,
+    TieredNode,
+    Walk,
+)
+from ..prefix.radix_tree import RadixTree
+from ..tokens import Int32Array
+from .host_tier import HostRun, HostTier
+from .storage_keys import NodeKeys
+
+
+class TieredTree(RadixTree):
+    """A radix tree with a host tier under the device.
+
+    ::
+
+        root --[device]--[both]--+--[host]--[host]       below what only the host has,
+                                 +--[device]             nothing is on the device
+
+    A walk, a pin and the idle list know what is on the device; the host tier has its own list.
+
+    Attributes:
+        host: the blocks of the host tier.
+        keys: of its nodes in storage; None: there is no storage.
+        hits: how often nodes without a copy were hit, where that is counted.
+        dropped_blocks: blocks that left the host tier for good, or found no room in it.
+    """
+
+    def __init__(self, block_size: int, host: HostTier) -> None:
+        super().__init__(block_size)
+        self._node_type = TieredNode
+        self.host = host
+        self.keys: NodeKeys | None = None
+        self.hits: Counter[Node] = Counter()
+        self.dropped_blocks = 0
+
+    def path(self, node: Node) -> list[Node]:
+        """Return the nodes from below the root through node."""
+        path = []
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
+        path.reverse()
+        return path
+
+    def host_runs(self, node: Node, tokens: memoryview) -> tuple[list[HostRun], int]:
+        """Follow tokens on from where a walk ended, through what the host alone has.
+
+        Returns:
+            The copies that match, and how many blocks of them: the last may match in part.
+        """
+        runs: list[HostRun] = []
+        position, end, block_bytes = 0, len(tokens), self.block_bytes
+        while position < end:
+            child = node.children.get(tokens[position : position + block_bytes].tobytes())
+            if child is None or child.host is None or not child.host.is_valid:
+                break
+            assert not child.device_blocks, "a walk ended above a node on the device"
+            runs.append(child.host)
+            after = position + child.num_blocks * block_bytes
+            if after > end or not child.tokens.startswith(tokens[position:after]):
+                inside_blocks = self._common_blocks(tokens[position:after], child.tokens)
+                return runs, position // block_bytes + inside_blocks
+            position, node = after, child
+        return runs, position // block_bytes
+
+    def unpin(self, node: Node) -> None:
+        """End one use of the path to node, which is then the last used on the host, too."""
+        place: Node | None = node
+        while place is not None:
+            if place.host is not None:
+                self.host.touch(place.host)
+            place = place.parent
+        super().unpin(node)
+
+    def split(self, lower: Node, num_blocks: int) -> Node:
+        """Cut a run in two, in every tier, and return the upper part."""
+        upper = super().split(lower, num_blocks)
+        if lower in self.hits:
+            self.hits[upper] = self.hits[lower]
+        if lower.host is not None:
+            self.host.split(lower.host, upper, num_blocks)
+        if self.keys is not None:
+            self.keys.split(lower, upper, num_blocks)
+        return upper
+
+    def adopt(self, node: Node, tokens: bytes, device_blocks: bytes) -> Node:
+        """Put on the device what only the host had, as a lease has computed or loaded it.
+
+        Args:
+            node: not on the device, and below the last node of that lease.
+            tokens, device_blocks: of a run that begins with the first block of node; either may be
+                the longer one, and they may differ after some blocks.
+
+        Returns:
+            The part of node that is on the device now, pinned by that lease.
+        """
+        num_bytes = node.num_blocks * self.block_bytes
+        if not tokens.startswith(node.tokens):
+            common = self._common_blocks(memoryview(tokens)[:num_bytes], node.tokens)
+            node = self.split(node, common)
+        self.version += 1
+        node.device_blocks = device_blocks[: node.num_blocks * ITEM_BYTES]
+        node.refs = 1
+        self.num_cached += node.num_blocks
+        return node
+
+    def take_coldest(self, num_blocks: int) -> list[Node]:
+        """Take the num_blocks least recently used leaf blocks out of the idle list, as whole nodes.
+
+        They still name their device blocks; the caller takes those away.
+        """
+        num_blocks = min(num_blocks, self.num_idle)
+        self.version += 1
+        self.num_idle -= num_blocks
+        self.num_cached -= num_blocks
+        nodes = []
+        while num_blocks > 0:
+            node = self._idle.warmer
+            assert node is not None and node is not self._idle, "the idle list is too short"
+            if node.num_blocks > num_blocks:
+                self.split(node, node.num_blocks - num_blocks)  # the lower part keeps its name
+            unlink(node)
+            self.hits.pop(node, None)
+            num_blocks -= node.num_blocks
+            nodes.append(node)
+        return nodes
+
+    def remove(self, node: Node) -> None:
+        """Take a node that is not on the device out of the tree, and all that follows it."""
+        parent = node.parent
+        assert parent is not None, "a dead node is removed again"
+        del parent.children[node.key]
+        self.version += 1
+        stack = [node]
+        while stack:
+            dead = stack.pop()
+            assert not dead.device_blocks, "a node on the device is removed"
+            stack.extend(dead.children.values())
+            self._died(dead)
+        if parent.parent is None:
+            self._drop_empty(parent)
+
+    def _died(self, node: Node) -> None:
+        """Leave nothing behind in a node, nor on the host."""
+        if node.host is not None:
+            self.dropped_blocks += node.host.num_blocks
+            self.host.drop(node.host)
+        self.hits.pop(node, None)
+        if self.keys is not None:
+            self.keys.forget(node)
+        super()._died(node)
+
+    def attach(
+        self, namespace: bytes, tokens: bytes, host_blocks: Int32Array, keys: Sequence[bytes]
+    ) -> Node | None:
+        """Add the last blocks of a path, which storage had and the host has now.
+
+        Args:
+            namespace, tokens: the path from its root on, as bytes of int32.
+            host_blocks: host ids of its last blocks.
+            keys: of those.
+
+        Returns:
+            The node of those that are in the tree now, from the last on. The others are there
+            already, or, if what they follow is no longer cached, none can be.
+        """
+        root = self.roots.get(namespace) or self.add_root(namespace)
+        walk = self._find(root, memoryview(tokens))
+        first = len(tokens) // self.block_bytes - len(host_blocks)
+        missing = (len(tokens) - walk.num_bytes) // self.block_bytes
+        if missing == 0 or walk.num_bytes // self.block_bytes < first:
+            self._drop_empty(root)
+            return None
+        parent = walk.node
+        if walk.inside is not None:
+            parent = self.split(walk.inside, walk.inside_blocks)
+        rest = tokens[walk.num_bytes :]
+        node = TieredNode(parent, rest[: self.block_bytes], rest, b"")
+        parent.adopt(node)
+        run = self.host.land(node, host_blocks[-missing:])
+        run.stored = True  # that is where it came from
+        assert self.keys is not None, "what there is no storage for came from it"
+        self.keys.learn(node, keys[-missing:])
+        self.host.settle(run)
+        self.version += 1
+        return node
+
+    def _find(self, root: Node, tokens: memoryview) -> Walk:
+        """Follow tokens down as far as any tier has them, or is about to."""
+        walk = self.walk(root, tokens)
+        if walk.inside is not None:
+            return walk
+        node, position, block_bytes = walk.node, walk.num_bytes, self.block_bytes
+        while position < len(tokens):
+            child = node.children.get(tokens[position : position + block_bytes].tobytes())
+            if child is None:
+                break
+            after = position + child.num_blocks * block_bytes
+            if after > len(tokens) or not child.tokens.startswith(tokens[position:after]):
+                inside_blocks = self._common_blocks(tokens[position:after], child.tokens)
+                return Walk(node, position + inside_blocks * block_bytes, child, inside_blocks)
+            position, node = after, child
+        return Walk(node, position)

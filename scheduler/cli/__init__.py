@@ -1,0 +1,1 @@
+"""What each `radixkv` command does; `radixkv.scheduler.cli.main` imports one only when it runs."""

@@ -1,1 +1,0 @@
-"""What each `radixkv` command does; `radixkv.scheduler.cli` imports one only when it runs."""

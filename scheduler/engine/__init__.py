@@ -1,0 +1,1 @@
+"""The engine: a scheduler and a model, run in steps."""

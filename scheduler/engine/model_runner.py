@@ -1,0 +1,262 @@
+"""A model over the arrays of blocks: a compiled program per shape, and the copies between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.stages import Compiled
+from jaxtyping import Array, Int32
+
+from ...kvcache import BlockArrays, CacheManager
+from ...kvcache.storage import Storage
+from ...kvcache.tokens import as_count
+from ..errors import ConfigError, RequestError
+from ..models import (
+    Model,
+    ModelConfig,
+    Params,
+    forward,
+)
+from ..models.transformer import Pools
+from ..request import Request
+from ..step_plan import Chunk, SchedulerStats
+from .compilations import compilation_counter
+from .sampling import sample
+from .stats import EngineStats
+from .step_arrays import (
+    Shape,
+    Shapes,
+    pack,
+    unpack,
+)
+from .tiers import (
+    EngineTiers,
+    check_namespace,
+    check_params,
+)
+
+
+class ModelRunner:
+    """Computes what a scheduler has planned: what every engine has, whatever its role.
+
+    All programs are compiled when it is made. It owns the arrays: one thread may use it. With a
+    host tier it has threads, too: `close` it.
+
+    Attributes:
+        model: whose parameters decide.
+        manager: holds the block tables.
+        arrays: the blocks; whoever replaces the pools does so on the one thread.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        manager: CacheManager,
+        *,
+        token_budget: int,
+        max_running: int,
+        max_model_len: int,
+        storage: Storage | None = None,
+        decode: bool = True,
+    ) -> None:
+        """Allocate the arrays for all blocks of a manager, and compile every program.
+
+        Args:
+            model: from `load_model`; KV has the dtype of its parameters.
+            manager: whose blocks the arrays hold.
+            token_budget, max_running: of the scheduler: most tokens and most rows of a step.
+            max_model_len: longest prompt and output together, in tokens.
+            storage: under the manager's host tier.
+            decode: whether it decodes; without, there are fewer programs.
+
+        Raises:
+            ConfigError, CountError: for what cannot work; before anything is allocated.
+        """
+        config = model.config
+        namespace = None if manager.tiers is None else manager.tiers.storage
+        check_namespace(model, storage, namespace)
+        max_model_len = as_count("max_model_len", max_model_len, minimum=1)
+        if max_model_len > config.max_positions:
+            raise ConfigError(
+                f"max_model_len must be at most the model's {config.max_positions} positions, "
+                f"got {max_model_len}"
+            )
+        self.manager = manager
+        self._max_model_len = max_model_len
+        self.model = model
+        self.arrays = BlockArrays.zeros(
+            num_layers=config.num_layers,
+            num_blocks=manager.num_blocks,
+            kv_heads=config.num_kv_heads,
+            block_size=manager.block_size,
+            head_dim=config.head_dim,
+            dtype=model.params.embedding.dtype,
+        )
+        self._shapes = Shapes(
+            token_budget=token_budget,
+            max_running=max_running,
+            table_width=-(-max_model_len // manager.block_size),
+            decode=decode,
+        )
+        self._steps = self._padding_tokens = self._late_compilations = 0
+        self._warm_up_compilations = 0
+        self._counter = compilation_counter()
+        with self.warming_up():
+            self._programs = self._compile()
+            tiers = manager.tiers
+            self._tiers = None if tiers is None else EngineTiers(tiers, self.arrays, storage)
+
+    def _compile(self) -> dict[Shape, Compiled]:
+        """Compile every shape, the largest first: what does not fit in memory fails at once."""
+        shapes = sorted((*self._shapes.decode, *self._shapes.extend), key=lambda s: -s.num_tokens)
+        return {
+            shape: _program.lower(
+                self.model.config,
+                shape,
+                self.model.params,
+                np.zeros(sum(shape.sizes), np.int32),
+                self.arrays.keys,
+                self.arrays.values,
+            ).compile()
+            for shape in shapes
+        }
+
+    def check_request(self, request: Request) -> None:
+        """Refuse a request that the model cannot take.
+
+        Raises:
+            RequestError: for a token outside the vocabulary, or a request longer than
+                max_model_len.
+            EngineClosedError: after close, with a host tier.
+        """
+        if self._tiers is not None:
+            self._tiers.check_open()
+        vocab_size = self.model.config.vocab_size
+        bad = np.flatnonzero((request.prompt < 0) | (request.prompt >= vocab_size))
+        if len(bad):
+            raise RequestError(
+                f"request {request.request_id!r}: token {request.prompt[bad[0]]} at place {bad[0]} "
+                f"is outside the vocabulary of {vocab_size}"
+            )
+        length = request.num_prompt_tokens + request.max_new_tokens
+        if length > self._max_model_len:
+            raise RequestError(
+                f"request {request.request_id!r}: {request.num_prompt_tokens} prompt tokens and "
+                f"{request.max_new_tokens} new ones are more than max_model_len "
+                f"{self._max_model_len}"
+            )
+
+    # A step: collect, then the scheduler plans, then step or dispatch
+
+    def collect(self) -> None:
+        """Tell the manager which copies between the tiers have ended.
+
+        Raises:
+            EngineClosedError: after close, with a host tier.
+        """
+        if self._tiers is not None:
+            self._tiers.check_open()
+            self._tiers.collect()
+
+    def dispatch(self) -> None:
+        """Start the copies between the tiers that the manager has decided on."""
+        if self._tiers is not None:
+            self._tiers.dispatch(self.arrays)
+
+    def step(self, chunks: Sequence[Chunk]) -> list[int]:
+        """Start those copies, compute some chunks, and return the token sampled after each."""
+        with self.counting_compilations():
+            self.dispatch()
+            return self._run(chunks) if chunks else []
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Count what is compiled inside as it should be, before the first step."""
+        before = self._counter.count
+        yield
+        self._warm_up_compilations += self._counter.count - before
+
+    @contextmanager
+    def counting_compilations(self) -> Iterator[None]:
+        """Count what is compiled inside, where nothing should be."""
+        before = self._counter.count
+        yield
+        self._late_compilations += self._counter.count - before
+
+    def wait(self) -> None:
+        """Wait until a copy between the tiers has ended, if there are tiers."""
+        if self._tiers is not None:
+            self._tiers.wait()
+
+    def _run(self, chunks: Sequence[Chunk]) -> list[int]:
+        shape = self._shapes.fit(chunks)
+        packed = pack(chunks, shape, self.manager.tables, self.manager.block_size)
+        next_tokens, self.arrays.keys, self.arrays.values = self._programs[shape](
+            self.model.params, jax.device_put(packed), self.arrays.keys, self.arrays.values
+        )
+        self._steps += 1
+        self._padding_tokens += shape.num_tokens - sum([chunk.length for chunk in chunks])
+        tokens: list[int] = np.asarray(next_tokens).tolist()
+        return tokens[: len(chunks)]
+
+    def check_params(self, params: Params, weights_revision: str) -> None:
+        """Refuse other weights that `set_params` must not be given.
+
+        Raises:
+            ConfigError: for weights of other shapes, or, where there is storage, without a name or
+                under that of those of now: what those stored would be found. Of earlier names
+                nothing is asked: to come back to their weights is right, and others cannot be told
+                from those without a digest of all.
+        """
+        check_params(self.model.params, params)
+        storage = None if self.manager.tiers is None else self.manager.tiers.storage
+        if storage is not None and weights_revision in ("", storage.weights_revision):
+            raise ConfigError(
+                f"storage has KV of weights_revision {storage.weights_revision!r}: other "
+                "weights need a name of their own"
+            )
+
+    def set_params(self, params: Params) -> None:
+        """Go on with other weights, that were checked; what is cached is the caller's to forget."""
+        self.model = replace(self.model, params=params)
+
+    def close(self, timeout_s: float) -> bool:
+        """End the copies between the tiers and their threads; see `Engine.close`."""
+        return self._tiers is None or self._tiers.close(self.arrays, timeout_s)
+
+    def stats(self, scheduler: SchedulerStats) -> EngineStats:
+        """Return what was done so far, with what a scheduler has counted."""
+        return EngineStats(
+            steps=self._steps,
+            padding_tokens=self._padding_tokens,
+            prefill_tokens_computed=scheduler.prefill_tokens,
+            compilations_at_warm_up=self._warm_up_compilations,
+            compilations_after_warm_up=self._late_compilations,
+            scheduler=scheduler,
+            cache=self.manager.stats(),
+            copies=None if self._tiers is None else self._tiers.stats(),
+        )
+
+
+def _step(
+    config: ModelConfig,
+    shape: Shape,
+    params: Params,
+    packed: Int32[Array, " packed"],
+    k_pools: Pools,
+    v_pools: Pools,
+) -> tuple[Int32[Array, " rows"], Pools, Pools]:
+    batch, sampling = unpack(packed, shape)
+    logits, k_pools, v_pools = forward(
+        config, params, batch, k_pools, v_pools, decode=shape.is_decode
+    )
+    return sample(logits.astype(jnp.float32), sampling), k_pools, v_pools
+
+
+# One function for all engines, so that JAX finds the programs of an earlier one.
+_program = jax.jit(_step, static_argnums=(0, 1), donate_argnums=(4, 5))

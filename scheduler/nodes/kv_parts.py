@@ -1,0 +1,97 @@
+"""The KV of parts of prompts: out of a prefill node's blocks, and into a decode node's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from ...kvcache.copies.block_copies import BlockCopies, CopyKind
+from ..engine.model_runner import ModelRunner
+from ..engine.tiers import make_storage_namespace
+from ..handoff import MAX_PART_BLOCKS
+from .transport import (
+    ArraySpec,
+    Descriptor,
+    PayloadArray,
+)
+from .transport.descriptors import digest_namespace, is_computed
+
+
+class KVParts:
+    """Copies whole blocks of all layers, as arrays without padding, by compiled programs.
+
+    A part of n blocks is cut into the powers of two that n has::
+
+        21 blocks    16 | 4 | 1    of each piece, each layer's K, then each layer's V:
+                                   [blocks, kv_heads, block_size, head_dim]
+
+    Attributes:
+        weights_revision: which weights its parts are of.
+    """
+
+    def __init__(self, runner: ModelRunner, kind: CopyKind, weights_revision: str) -> None:
+        """Compile every copy, the largest first.
+
+        Args:
+            runner: who has the model and the arrays.
+            kind: "gather" on a prefill node, "scatter" on a decode node.
+            weights_revision: of the model; with its configuration, what both nodes agree on.
+        """
+        pools = runner.arrays.keys
+        most = min(MAX_PART_BLOCKS, len(pools[0]) - 1)
+        self._runner = runner
+        with runner.warming_up():
+            self._copies = BlockCopies(runner.arrays, 1 << (most.bit_length() - 1), [kind])
+        self._num_pools = 2 * len(pools)
+        self._block_shape = tuple(pools[0].shape[1:])
+        self._dtype = str(pools[0].dtype)
+        self.set_revision(weights_revision)
+
+    def set_revision(self, weights_revision: str) -> None:
+        """Name the weights of the parts from now on; those of others are not taken."""
+        runner = self._runner
+        namespace = make_storage_namespace(
+            runner.model, weights_revision, runner.manager.block_size
+        )
+        self.weights_revision = weights_revision
+        self._namespace_digest = digest_namespace(namespace.digest())
+
+    def describe(self, num_blocks: int) -> Descriptor:
+        """Say which arrays a part of so many blocks is."""
+        specs = [
+            ArraySpec((piece.stop - piece.start, *self._block_shape), self._dtype)
+            for piece in self._copies.exact_pieces(num_blocks)
+            for _ in range(self._num_pools)
+        ]
+        return Descriptor(tuple(specs), num_blocks, 0, self._namespace_digest)
+
+    def read(self, blocks: Sequence[int]) -> list[jax.Array]:
+        """Gather blocks as they are now, whatever is dispatched later; nothing is waited for."""
+        arrays: list[jax.Array] = []
+        with self._runner.counting_compilations():
+            for ids in self._pieces(blocks):
+                arrays += self._copies.gather(self._runner.arrays, ids, len(ids))
+        return arrays
+
+    def write(self, blocks: Sequence[int], arrays: Sequence[PayloadArray]) -> None:
+        """Scatter what `read` gathered, into other blocks, before any step dispatched later.
+
+        The arrays must not change until the pools of the runner are ready.
+        """
+        with self._runner.counting_compilations():
+            for number, ids in enumerate(self._pieces(blocks)):
+                first = number * self._num_pools
+                piece = arrays[first : first + self._num_pools]
+                self._copies.scatter(self._runner.arrays, piece, ids, len(ids))
+
+    def is_idle(self) -> bool:
+        """Whether all copies, and all steps before them, are done."""
+        arrays = self._runner.arrays
+        return all(map(is_computed, (*arrays.keys, *arrays.values)))
+
+    def _pieces(self, blocks: Sequence[int]) -> Iterator[np.ndarray]:
+        ids = np.array(blocks, np.int32)
+        for piece in self._copies.exact_pieces(len(ids)):
+            yield ids[piece]

@@ -1,0 +1,150 @@
+"""What D must know of an offer before it pulls it: exactly which arrays, and their digests."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ...handoff.messages import Ticket
+from .errors import TransportArgumentError
+
+if TYPE_CHECKING:
+    import jax
+
+PayloadArray: TypeAlias = "jax.Array | npt.NDArray[Any]"
+
+DIGEST_BYTES: Final = 16
+
+# By name, since NumPy knows most of them only when ml_dtypes is loaded. Of those that fill bytes.
+_ITEM_BYTES: Final = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "int32": 4,
+    "uint8": 1,
+}
+
+
+class ArraySpec(NamedTuple):
+    """Shape and dtype, by its name, of one array."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Return its length in bytes."""
+        return prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """Exactly what a part is; D compares P's with its own before it pulls.
+
+    Attributes:
+        arrays: in the order in which they are offered.
+        num_blocks: of the prompt, in all of the arrays together.
+        group: of layers.
+        namespace_digest: of what the two nodes must agree on: model, revision, dtype, salt.
+
+    Raises:
+        TransportArgumentError: for no array, an empty one, or a dtype that is not supported.
+    """
+
+    arrays: tuple[ArraySpec, ...]
+    num_blocks: int
+    group: int
+    namespace_digest: bytes
+
+    def __post_init__(self) -> None:
+        if not self.arrays or self.num_blocks < 1 or self.group < 0:
+            raise TransportArgumentError(
+                f"a part needs arrays, blocks and a group, got {len(self.arrays)} arrays, "
+                f"{self.num_blocks} blocks and group {self.group}"
+            )
+        for spec in self.arrays:
+            if spec.dtype not in _ITEM_BYTES:
+                raise TransportArgumentError(f"arrays of {spec.dtype} cannot be sent")
+            # jax.experimental.transfer never ends the pull of an empty array.
+            if not spec.shape or min(spec.shape) < 1:
+                raise TransportArgumentError(f"an array of shape {spec.shape} cannot be sent")
+        if len(self.namespace_digest) != DIGEST_BYTES:
+            raise TransportArgumentError(
+                f"a namespace digest has {DIGEST_BYTES} bytes, got {len(self.namespace_digest)}"
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all arrays."""
+        return sum(spec.num_bytes for spec in self.arrays)
+
+
+@dataclass(frozen=True, slots=True)
+class WireTicket:
+    """An offer, as D is told of it together with SEND.
+
+    Attributes:
+        ticket: which part of which attempt, with the epochs of both nodes and D's grant.
+        descriptor: of the arrays.
+        digests: xxh3_128 of each array's bytes; none if they never leave the process.
+        expires_at: by the wall clock, in seconds; later nobody need try.
+        transport: its name; both nodes must use the same.
+        route: where it is, for the transport alone.
+    """
+
+    ticket: Ticket
+    descriptor: Descriptor
+    digests: tuple[bytes, ...]
+    expires_at: float
+    transport: str
+    route: bytes
+
+
+def describe(
+    arrays: Sequence[PayloadArray], *, num_blocks: int, group: int = 0, namespace: bytes = b""
+) -> Descriptor:
+    """Describe arrays, which are not read.
+
+    Args:
+        arrays: any shapes and dtypes that can be sent.
+        num_blocks: how many blocks they are.
+        group: of layers.
+        namespace: all that the two nodes must agree on, of any length.
+
+    Raises:
+        TransportArgumentError: for arrays that cannot be sent.
+    """
+    specs = tuple([ArraySpec(tuple(array.shape), str(array.dtype)) for array in arrays])
+    return Descriptor(specs, num_blocks, group, digest_namespace(namespace))
+
+
+def digest_namespace(namespace: bytes) -> bytes:
+    """Return the digest of a namespace that a descriptor has."""
+    return hashlib.sha256(namespace).digest()[:DIGEST_BYTES]
+
+
+def digest_arrays(arrays: Sequence[PayloadArray]) -> tuple[bytes, ...]:
+    """Return the digest of each array's bytes; waits until they are computed, and on the host."""
+    return tuple([xxhash.xxh3_128_digest(array_bytes(np.asarray(array)).data) for array in arrays])
+
+
+def array_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """Return the bytes of an array, without a copy where it is contiguous."""
+    return np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+
+
+def is_computed(array: PayloadArray) -> bool:
+    """Whether an array is there, or its computation has failed."""
+    waiting: Any = array  # JAX's types lack is_ready
+    return isinstance(array, np.ndarray) or bool(waiting.is_ready())

@@ -1,0 +1,167 @@
+"""Both nodes in one process: arrays are handed over, not copied."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from ...handoff.messages import Key, Ticket
+from .base import (
+    Event,
+    Fault,
+    Offered,
+    PullFailed,
+    Received,
+    Transport,
+    TransportStats,
+    Withdrawn,
+    check_offer,
+    refusal,
+)
+from .descriptors import (
+    Descriptor,
+    PayloadArray,
+    WireTicket,
+)
+from .errors import TransportArgumentError, TransportClosedError
+
+NAME: Final = "inprocess"
+
+
+class InProcessExchange:
+    """What all nodes of a process share: the parts that are offered, by ticket.
+
+    The nodes may run in threads of their own: it is only read and changed one item at a time.
+    """
+
+    def __init__(self) -> None:
+        self.offers: dict[Ticket, tuple[PayloadArray, ...]] = {}
+
+
+class InProcessTransport(Transport):
+    """Hands arrays from one node to another in the same process.
+
+    JAX arrays are immutable and handed over as they are, computed or not; NumPy arrays are copied
+    when they are offered. Nothing leaves the process, so there are no digests.
+    """
+
+    name = NAME
+    copies_offers = False
+
+    def __init__(self, exchange: InProcessExchange) -> None:
+        """Make the end of one node."""
+        self._exchange = exchange
+        self._expires_at: dict[Ticket, float] = {}
+        self._pulled: dict[Ticket, Received] = {}  # and not polled
+        self._received: set[Ticket] = set()
+        self._events: list[Event | Ticket] = []  # a ticket stands for what was pulled by it
+        self._parts_received = self._bytes_received = self._offers_expired = 0
+        self._faults: Counter[Fault] = Counter()
+        self._is_closed = False
+
+    def offer(
+        self,
+        ticket: Ticket,
+        arrays: Sequence[PayloadArray],
+        descriptor: Descriptor,
+        *,
+        ttl_s: float,
+    ) -> None:
+        """See `Transport.offer`."""
+        self._check_open()
+        check_offer(ticket, arrays, descriptor, ticket in self._expires_at)
+        expires_at = time.time() + ttl_s
+        self._expires_at[ticket] = expires_at
+        self._exchange.offers[ticket] = tuple(
+            [array.copy() if isinstance(array, np.ndarray) else array for array in arrays]
+        )
+        wire = WireTicket(ticket, descriptor, (), expires_at, NAME, b"")
+        self._events.append(Offered(ticket, wire))
+
+    def withdraw(self, key: Key, *, was_read: bool = False) -> None:
+        """See `Transport.withdraw`."""
+        self._check_open()
+        for ticket in [ticket for ticket in self._expires_at if ticket.key == key]:
+            self._forget(ticket)
+        self._events = [
+            event
+            for event in self._events
+            if not (isinstance(event, Offered) and event.ticket.key == key)
+        ]
+        self._events.append(Withdrawn(key))
+
+    def pull(self, ticket: Ticket, wire: WireTicket, want: Descriptor, *, timeout_s: float) -> None:
+        """See `Transport.pull`; it ends at once."""
+        self._check_open()
+        if ticket in self._pulled or ticket in self._received:
+            raise TransportArgumentError(f"part {ticket.part} of {ticket.key} is pulled already")
+        refused = refusal(ticket, wire, want, NAME)
+        arrays = self._exchange.offers.get(ticket)
+        if refused is None and arrays is None:
+            refused = PullFailed(ticket, Fault.EXPIRED, "nothing is offered by this ticket")
+        if refused is not None or arrays is None:
+            assert refused is not None
+            self._fail(refused)
+            return
+        self._pulled[ticket] = Received(ticket, arrays)
+        self._events.append(ticket)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """See `Transport.cancel`."""
+        if self._pulled.pop(ticket, None) is not None:
+            self._events.remove(ticket)
+            self._fail(PullFailed(ticket, Fault.CANCELLED, "cancelled"))
+
+    def release(self, ticket: Ticket) -> None:
+        """See `Transport.release`."""
+        self._received.discard(ticket)
+
+    def poll(self) -> list[Event]:
+        """See `Transport.poll`."""
+        now = time.time()
+        for ticket in [each for each, end in self._expires_at.items() if end <= now]:
+            self._forget(ticket)
+            self._offers_expired += 1
+        events, self._events = self._events, []
+        return [self._take(event) if isinstance(event, Ticket) else event for event in events]
+
+    def stats(self) -> TransportStats:
+        """See `Transport.stats`."""
+        return TransportStats(
+            offers=len(self._expires_at),
+            pulls=len(self._pulled),
+            received=len(self._received),
+            parts_received=self._parts_received,
+            bytes_received=self._bytes_received,
+            offers_expired=self._offers_expired,
+            faults=self._faults.copy(),
+        )
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        self._is_closed = True
+        for ticket in list(self._expires_at):
+            self._forget(ticket)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise TransportClosedError("the transport is closed")
+
+    def _take(self, ticket: Ticket) -> Received:
+        received = self._pulled.pop(ticket)
+        self._received.add(ticket)
+        self._parts_received += 1
+        self._bytes_received += sum(array.nbytes for array in received.arrays)
+        return received
+
+    def _fail(self, failed: PullFailed) -> None:
+        self._faults[failed.fault] += 1
+        self._events.append(failed)
+
+    def _forget(self, ticket: Ticket) -> None:
+        del self._expires_at[ticket]
+        self._exchange.offers.pop(ticket, None)

@@ -1,0 +1,1 @@
+"""Discrete-event replay of prefill and decode nodes."""

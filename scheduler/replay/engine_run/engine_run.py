@@ -1,0 +1,283 @@
+"""A scaled slice of the trace through the real engine and a tiny model: the tokens must not vary.
+
+Four runs of the same requests, scaled down (see `scaling`)::
+
+    reference   no prefix cache, room for all     what the tokens should be
+    cache off   no prefix cache, a tight pool     preemption and recomputation
+    cache on    prefix cache,    a tight pool     also sharing and eviction
+    host tier   the same, and a host tier         preemption that writes out, and host hits
+
+The pool is as tight as it must be for requests to be preempted and evicted, down to one that holds
+the longest request alone: those with short outputs hardly outgrow what they begin with. That is
+tried without the model, by the scheduler alone, because an engine takes seconds to compile.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ....kvcache.manager import CacheManager
+from ....kvcache.tiers.host_tier import HostConfig
+from ....kvcache.tiers.operations import OpKind
+from ...engine.engine import Engine
+from ...engine.stats import EngineStats
+from ...mixed import MixedScheduler
+from ...models import (
+    Model,
+    load_model,
+    make_tiny_checkpoint,
+)
+from ...request import Request
+from ...request_transfers import Preempt
+from ..checks import Check
+from ..progress import Progress, no_progress
+from ..simulation.ledger import check_all_blocks_returned, check_all_host_blocks_returned
+from ..simulation.simulation import FIRST_OUTPUT_TOKEN
+from ..simulation.tier_links import TierLinks
+from ..trace import Trace
+from .checks import (
+    EnginePass,
+    EngineRun,
+    check_compilations,
+    check_exercised,
+    check_no_leak,
+    check_parked,
+    check_saved,
+    check_tokens,
+)
+from .scaling import (
+    BLOCK_SIZE,
+    ScaledRequest,
+    scale_request,
+    select_requests,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RealRunConfig:
+    """How many requests, and how tight the pool.
+
+    Attributes:
+        max_requests: requests taken from the trace.
+        max_model_len: longest prompt and output, in scaled tokens; longer requests are left out.
+        tight_num_blocks: the small pool, or the first of several to try; it holds any one request.
+        host_num_blocks: of the host tier under it, with room for all that is written out.
+        token_budget, max_running: of the engine; each power of two up to them is a program to
+            compile, which takes longer than the run.
+        seed: of the model's weights.
+    """
+
+    max_requests: int = 40
+    max_model_len: int = 320
+    tight_num_blocks: int = 48
+    host_num_blocks: int = 512
+    token_budget: int = 32
+    max_running: int = 8
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RealRun:
+    """Four passes, and whether they agree."""
+
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    runs: tuple[EngineRun, ...]
+    checks: tuple[Check, ...]
+
+
+def run_real(
+    trace: Trace, config: RealRunConfig | None = None, progress: Progress = no_progress
+) -> RealRun:
+    """Run a slice of a trace through the engine, without and with the prefix cache, and compare."""
+    config = config or RealRunConfig()
+    chosen = select_requests(trace, config.max_requests, config.max_model_len)
+    if not chosen:
+        reason = f"no request is shorter than {config.max_model_len:,} tokens when scaled down"
+        return RealRun(0, 0, 0, (), (Check("identical tokens", True, reason, skipped=True),))
+    with tempfile.TemporaryDirectory() as directory:
+        make_tiny_checkpoint(directory, seed=config.seed)
+        model = load_model(directory)
+    requests = [scale_request(request, model.config.vocab_size) for request in chosen]
+    num_blocks = [_num_blocks(request) for request in requests]
+    most = max(config.tight_num_blocks, sum(num_blocks))
+    reference = _run_engine(
+        model, requests, config, _SetUp("reference", most, prefix_cache=False), progress
+    )
+    tight = _find_tight_pool(requests, config, max(num_blocks))
+    tried = [
+        _run_engine(model, requests, config, set_up, progress) for set_up in _set_ups(config, tight)
+    ]
+    passes = [reference, *tried]
+    runs = tuple(one.run for one in passes)
+    return RealRun(
+        requests=len(requests),
+        prompt_tokens=sum(len(request.prompt) for request in requests),
+        output_tokens=sum(len(output) for output in passes[0].outputs),
+        runs=runs,
+        checks=(
+            check_tokens(passes, requests),
+            check_exercised(runs),
+            check_parked(runs),
+            check_saved(runs),
+            check_compilations(runs),
+            check_no_leak(passes),
+        ),
+    )
+
+
+def _find_tight_pool(requests: Sequence[ScaledRequest], config: RealRunConfig, least: int) -> int:
+    """Return the largest pool in which the scheduler alone preempts, evicts and parks, or least."""
+    for num_blocks in _pools(config.tight_num_blocks, least):
+        off, on, tiered = (
+            _rehearse(requests, config, set_up) for set_up in _set_ups(config, num_blocks)
+        )
+        if off.preempted and on.preempted and on.evicted and tiered.parked:
+            return num_blocks
+    return least
+
+
+def _pools(first: int, least: int) -> Iterator[int]:
+    """Yield sizes of pools, each three quarters of the one before, down to least."""
+    num_blocks = max(first, least)
+    while num_blocks > least:
+        yield num_blocks
+        num_blocks = num_blocks * 3 // 4
+    yield least
+
+
+def _num_blocks(request: ScaledRequest) -> int:
+    return -(-(len(request.prompt) + request.max_new_tokens) // BLOCK_SIZE)
+
+
+# ------------------------------------------------------------------------------------- one pass
+
+
+@dataclass(frozen=True, slots=True)
+class _SetUp:
+    """What distinguishes a pass."""
+
+    name: str
+    num_blocks: int
+    prefix_cache: bool = True
+    host: HostConfig | None = None
+
+    @property
+    def preempt(self) -> Preempt:
+        """What becomes of the KV of a preempted request."""
+        return "recompute" if self.host is None else "host"
+
+
+def _set_ups(config: RealRunConfig, num_blocks: int) -> tuple[_SetUp, ...]:
+    """List what is run in a tight pool."""
+    return (
+        _SetUp("cache off", num_blocks, prefix_cache=False),
+        _SetUp("cache on", num_blocks),
+        _SetUp("host tier", num_blocks, host=HostConfig(config.host_num_blocks)),
+    )
+
+
+class _Rehearsal(NamedTuple):
+    """Whether a pass without a model was about anything."""
+
+    preempted: bool
+    evicted: bool
+    parked: bool
+
+
+def _rehearse(
+    requests: Sequence[ScaledRequest], config: RealRunConfig, set_up: _SetUp
+) -> _Rehearsal:
+    """Lead the scheduler through a pass, with made-up tokens and copies that take no time."""
+    manager = CacheManager(set_up.num_blocks, BLOCK_SIZE, host=set_up.host)
+    scheduler = MixedScheduler(
+        manager,
+        token_budget=config.token_budget,
+        max_running=config.max_running,
+        prefix_cache=set_up.prefix_cache,
+        reserve_tokens=0,
+        preempt=set_up.preempt,
+    )
+    link = None if manager.tiers is None else TierLinks(manager.tiers, 1, math.inf)
+    for index, request in enumerate(requests):
+        scheduler.add(Request(str(index), request.prompt, request.max_new_tokens))
+    new_tokens = itertools.count(FIRST_OUTPUT_TOKEN)
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        if link is not None:
+            link.dispatch(0.0)
+            link.deliver(0.0)
+        if plan.chunks:
+            scheduler.update(plan, list(itertools.islice(new_tokens, len(plan.chunks))))
+    stats = scheduler.stats()
+    return _Rehearsal(stats.preemptions > 0, manager.stats().evicted_blocks > 0, stats.parked > 0)
+
+
+def _run_engine(
+    model: Model,
+    requests: Sequence[ScaledRequest],
+    config: RealRunConfig,
+    set_up: _SetUp,
+    progress: Progress,
+) -> EnginePass:
+    """Run all requests, added at once, through a new engine."""
+    name = set_up.name
+    progress(f"real run, {name}", 0, len(requests))
+    engine = Engine(
+        model,
+        block_size=BLOCK_SIZE,
+        num_blocks=set_up.num_blocks,
+        token_budget=config.token_budget,
+        max_running=config.max_running,
+        max_model_len=config.max_model_len,
+        prefix_cache=set_up.prefix_cache,
+        reserve_tokens=0,  # no room kept for growth: the surest way to preemptions
+        preempt=set_up.preempt,
+        host=set_up.host,
+    )
+    for index, request in enumerate(requests):
+        engine.add_request(Request(str(index), request.prompt, request.max_new_tokens))
+    started = time.perf_counter()
+    outputs: list[list[int]] = [[] for _ in requests]
+    finished = 0
+    while engine.has_work:
+        for done in engine.step():
+            outputs[int(done.request_id)] = list(done.output_tokens)
+            finished += 1
+        progress(f"real run, {name}", finished, len(requests))
+    wall_s = time.perf_counter() - started
+    engine.close()
+    stats = engine.stats()
+    leaks = [check_all_blocks_returned(engine.manager)]
+    if stats.cache.tiers is not None:
+        leaks.append(check_all_host_blocks_returned(stats.cache.tiers))
+    return EnginePass(_summarize(set_up, stats, wall_s), outputs, leaks)
+
+
+def _summarize(set_up: _SetUp, stats: EngineStats, wall_s: float) -> EngineRun:
+    scheduler = stats.scheduler
+    copied_bytes = {} if stats.copies is None else stats.copies.copied_bytes
+    return EngineRun(
+        name=set_up.name,
+        num_blocks=set_up.num_blocks,
+        steps=stats.steps,
+        prefill_tokens=stats.prefill_tokens_computed,
+        hit_tokens=scheduler.hit_tokens,
+        preemptions=scheduler.preemptions,
+        evicted_blocks=stats.cache.evicted_blocks,
+        compilations=stats.compilations_after_warm_up,
+        wall_s=wall_s,
+        host_hit_tokens=scheduler.host_hit_tokens,
+        parked=scheduler.parked,
+        resumed=scheduler.resumed_parked,
+        recomputed_tokens=scheduler.recomputed_tokens,
+        bytes_to_host=copied_bytes.get(OpKind.DEVICE_TO_HOST.value, 0),
+        bytes_to_device=copied_bytes.get(OpKind.HOST_TO_DEVICE.value, 0),
+    )

@@ -1,0 +1,105 @@
+"""Hits at a row of capacities, each pass checked request by request against the LRU oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..checks import Check
+from ..progress import Progress, no_progress
+from ..trace import Trace
+from .hits import (
+    HitCounts,
+    belady,
+    lru_oracle,
+    num_distinct_blocks,
+    prefix_paths,
+    run_manager,
+    summarize,
+)
+
+CAPACITIES = (1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
+"""In blocks of 512 tokens; those that would not evict at all are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class HitRow:
+    """Hits at one capacity.
+
+    Attributes:
+        num_blocks: the capacity; None for no limit, which is the ideal.
+        counts: of the real manager.
+        oracle_hit_blocks: of leaf LRU, the policy the manager claims to have.
+        belady_hit_blocks: of the best evictions there are; no policy can have more.
+        refused: requests of more blocks than the capacity.
+        first_difference: the first request (from 0) where manager and oracle differ, or None.
+    """
+
+    num_blocks: int | None
+    counts: HitCounts
+    oracle_hit_blocks: int
+    belady_hit_blocks: int
+    refused: int
+    first_difference: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class HitCurve:
+    """Rows by ascending capacity, the last without a limit."""
+
+    rows: tuple[HitRow, ...]
+    checks: tuple[Check, ...]
+
+
+def measure_hit_curve(
+    trace: Trace, capacities: Sequence[int] = CAPACITIES, progress: Progress = no_progress
+) -> HitCurve:
+    """Pass a trace through manager, oracle and Belady at each capacity and with no limit."""
+    paths = prefix_paths(trace)
+    distinct = num_distinct_blocks(trace)
+    limits = [capacity for capacity in sorted(set(capacities)) if capacity < distinct]
+    total = (len(limits) + 1) * len(paths)
+    rows: list[HitRow] = []
+    for limit in [*limits, None]:
+        done_before = len(rows) * len(paths)
+        num_blocks = distinct if limit is None else limit
+
+        def on_request(done: int, done_before: int = done_before) -> None:
+            progress("hits", done_before + done, total)
+
+        run = run_manager(trace, num_blocks, on_request)
+        oracle = lru_oracle(paths, num_blocks)
+        difference = next(
+            (
+                f"request {index}: manager {mine} blocks, oracle {theirs}"
+                for index, (mine, theirs) in enumerate(zip(run.hits, oracle, strict=True))
+                if mine != theirs
+            ),
+            None,
+        )
+        best = belady(paths, num_blocks)
+        counts = summarize(trace, run)
+        rows.append(HitRow(limit, counts, sum(oracle), best, run.refused, difference))
+    return HitCurve(tuple(rows), (_check_oracle(rows, len(paths)), _check_order(rows)))
+
+
+def _check_oracle(rows: Sequence[HitRow], num_requests: int) -> Check:
+    name = "hits of every request equal the LRU oracle's"
+    for row in rows:
+        if row.first_difference is not None:
+            return Check(name, False, f"{_capacity(row)}: {row.first_difference}")
+    return Check(name, True, f"{num_requests:,} requests at {len(rows)} capacities")
+
+
+def _check_order(rows: Sequence[HitRow]) -> Check:
+    name = "LRU <= Belady <= ideal"
+    ideal = rows[-1].counts.hit_blocks
+    for row in rows:
+        if not row.counts.hit_blocks <= row.belady_hit_blocks <= ideal:
+            numbers = f"{row.counts.hit_blocks:,}, {row.belady_hit_blocks:,}, {ideal:,}"
+            return Check(name, False, f"{_capacity(row)}: {numbers}")
+    return Check(name, True, f"at {len(rows)} capacities")
+
+
+def _capacity(row: HitRow) -> str:
+    return "no limit" if row.num_blocks is None else f"{row.num_blocks:,} blocks"

@@ -1,0 +1,293 @@
+"""What one step of a served model costs: a roofline over named models and GPUs.
+
+A step takes the longer of its arithmetic and its memory traffic, plus a fixed overhead::
+
+    flops = 2 * parameters * tokens + sum over chunks of 4 * layers * width * (n^2 - p^2) / 2
+    bytes = weights + KV read (n per chunk) + KV written (n - p per chunk)
+    time  = max(flops / reached FLOP/s, bytes / reached bandwidth) + overhead
+
+where a chunk computes positions p .. n - 1 of a request and width is heads * head_dim. It is an
+estimate for planning; put measured figures in a JSON file (`load_costs`) where you have them.
+Copies between device and host take ``bytes / reached bandwidth of the host link``, each way on its
+own, beside the steps; so do transfers from a prefill to a decode node, with that of the network,
+and copies between host and storage, with that of its drives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ....kvcache.errors import RadixKVError
+
+DEFAULT_MODEL = "llama3-8b"
+DEFAULT_GPU = "h200x2"
+
+
+class CostError(RadixKVError, ValueError):
+    """A model, a GPU or a cost file is unknown or malformed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCosts:
+    """The figures of a model that decide its costs.
+
+    Attributes:
+        parameters: weights that each token is multiplied with.
+        layers, heads, kv_heads, head_dim: of the attention.
+        bytes_per_parameter, bytes_per_kv_value: 2 for bfloat16.
+    """
+
+    name: str
+    parameters: float
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    bytes_per_parameter: float = 2.0
+    bytes_per_kv_value: float = 2.0
+
+    @property
+    def weight_bytes(self) -> float:
+        """Memory of the weights."""
+        return self.parameters * self.bytes_per_parameter
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Memory of the keys and values of one token, all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.bytes_per_kv_value
+
+
+@dataclass(frozen=True, slots=True)
+class GpuCosts:
+    """The figures of one GPU, and how many of them share the model (tensor parallel).
+
+    Attributes:
+        host_bytes_per_s: of the link to host memory, in one direction; each GPU has its own.
+        network_bytes_per_s: of the network between nodes, in one direction; each GPU has its own.
+        storage_write_bytes_per_s, storage_read_bytes_per_s: of storage; each GPU has its own drive.
+    """
+
+    name: str
+    flops_per_s: float
+    bytes_per_s: float
+    memory_bytes: float
+    count: int = 1
+    host_bytes_per_s: float = 64e9
+    network_bytes_per_s: float = 50e9
+    storage_write_bytes_per_s: float = 3.5e9
+    storage_read_bytes_per_s: float = 6.5e9
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """What lies between the figures on paper and a running engine; assumptions, not measurements.
+
+    Attributes:
+        flops_efficiency, bandwidth_efficiency, host_link_efficiency, network_efficiency,
+            storage_efficiency: the part of the peak that is reached.
+        overhead_s: per step: launches, sampling, the host.
+        message_s: that a message between nodes takes.
+        lookup_s: that storage takes to say which blocks it has.
+        memory_fraction: the part of the GPUs' memory that weights and KV may fill.
+    """
+
+    flops_efficiency: float = 0.5
+    bandwidth_efficiency: float = 0.7
+    overhead_s: float = 0.002
+    memory_fraction: float = 0.9
+    host_link_efficiency: float = 0.8
+    network_efficiency: float = 0.8
+    message_s: float = 0.0005
+    storage_efficiency: float = 0.8
+    lookup_s: float = 0.001
+
+
+MODELS: Mapping[str, ModelCosts] = {
+    model.name: model
+    for model in (  # from the config.json of each
+        ModelCosts("llama3-8b", 8.03e9, layers=32, heads=32, kv_heads=8, head_dim=128),
+        ModelCosts("llama3-70b", 70.6e9, layers=80, heads=64, kv_heads=8, head_dim=128),
+        ModelCosts("qwen3-8b", 8.19e9, layers=36, heads=32, kv_heads=8, head_dim=128),
+        ModelCosts("qwen3-32b", 32.8e9, layers=64, heads=64, kv_heads=8, head_dim=128),
+    )
+}
+
+GPUS: Mapping[str, GpuCosts] = {
+    gpu.name: gpu
+    # Data sheets of the SXM parts, dense bfloat16. They give the host link for both directions
+    # together: PCIe 4.0 x16, 64 GB/s, and PCIe 5.0 x16, 128 GB/s. The network is that of NVIDIA's
+    # DGX: a ConnectX-6 of 200 Gb/s or a ConnectX-7 of 400 Gb/s for each GPU. It has an NVMe drive
+    # for each, too; storage is that of a PCIe 4.0 one, as Samsung announced its PM9A3 in May 2020:
+    # up to 3,500 MB/s written and 6,500 MB/s read.
+    for gpu in (
+        GpuCosts("a100", 312e12, 2.039e12, 80e9, host_bytes_per_s=32e9, network_bytes_per_s=25e9),
+        GpuCosts("h100", 989e12, 3.35e12, 80e9, host_bytes_per_s=64e9),
+        GpuCosts("h200", 989e12, 4.8e12, 141e9, host_bytes_per_s=64e9),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Costs of a model on GPUs."""
+
+    model: ModelCosts
+    gpu: GpuCosts
+    step: StepCosts = StepCosts()
+
+    def step_s(self, num_tokens: int, context_tokens: int, attention_pairs: float) -> float:
+        """Seconds that a step takes.
+
+        Args:
+            num_tokens: tokens computed, over all chunks.
+            context_tokens: sum over chunks of the tokens they attend to, their own included (n).
+            attention_pairs: sum over chunks of (n^2 - p^2) / 2; see `attention_pairs`.
+        """
+        model, gpu, step = self.model, self.gpu, self.step
+        flops = 2 * model.parameters * num_tokens
+        flops += 4 * model.layers * model.heads * model.head_dim * attention_pairs
+        moved = model.weight_bytes + (context_tokens + num_tokens) * model.kv_bytes_per_token
+        compute_s = flops / (gpu.flops_per_s * gpu.count * step.flops_efficiency)
+        memory_s = moved / (gpu.bytes_per_s * gpu.count * step.bandwidth_efficiency)
+        return max(compute_s, memory_s) + step.overhead_s
+
+    @property
+    def host_bytes_per_s(self) -> float:
+        """Reached in one direction between device and host, over the links of all GPUs."""
+        return self.gpu.host_bytes_per_s * self.gpu.count * self.step.host_link_efficiency
+
+    @property
+    def network_bytes_per_s(self) -> float:
+        """Reached in one direction between two nodes, over the networks of all GPUs of one."""
+        return self.gpu.network_bytes_per_s * self.gpu.count * self.step.network_efficiency
+
+    @property
+    def storage_write_bytes_per_s(self) -> float:
+        """Reached from the host to storage, over the drives of all GPUs."""
+        gpu = self.gpu
+        return gpu.storage_write_bytes_per_s * gpu.count * self.step.storage_efficiency
+
+    @property
+    def storage_read_bytes_per_s(self) -> float:
+        """Reached from storage to the host, over the drives of all GPUs."""
+        gpu = self.gpu
+        return gpu.storage_read_bytes_per_s * gpu.count * self.step.storage_efficiency
+
+    def num_blocks(self, block_size: int) -> int:
+        """How many KV blocks fit beside the weights.
+
+        Raises:
+            CostError: if the weights leave no room for a block.
+        """
+        usable = self.gpu.memory_bytes * self.gpu.count * self.step.memory_fraction
+        num_blocks = int(
+            (usable - self.model.weight_bytes) // (self.model.kv_bytes_per_token * block_size)
+        )
+        if num_blocks < 1:
+            raise CostError(
+                f"{self.model.name} does not fit: "
+                f"its weights are {self.model.weight_bytes / 1e9:.1f} GB, "
+                f"and {self.gpu.name} has {usable / 1e9:.1f} GB usable "
+                f"(try {re.sub(r'x[0-9]+$', '', self.gpu.name)}x{2 * self.gpu.count})"
+            )
+        return num_blocks
+
+
+def attention_pairs(start: int, end: int) -> float:
+    """Query-key pairs of positions start .. end - 1, each attending to all before it."""
+    return (end * end - start * start) / 2
+
+
+def named_costs(model: str | None = None, gpu: str | None = None) -> CostModel:
+    """Look up a cost model.
+
+    Args:
+        model: a name of `MODELS`; None for `DEFAULT_MODEL`.
+        gpu: a name of `GPUS`, and ``xN`` for N of them with the model split over all; None for
+            `DEFAULT_GPU`.
+
+    Raises:
+        CostError: for a name that is not known; it lists those that are.
+    """
+    return CostModel(_named_model(model or DEFAULT_MODEL), _named_gpu(gpu or DEFAULT_GPU))
+
+
+def load_costs(path: Path, model: str | None = None, gpu: str | None = None) -> CostModel:
+    """Read figures from a JSON file; what it does not give comes from the named model and GPU.
+
+    ::
+
+        {"model": {"parameters": 7.6e9}, "gpu": {"count": 2}, "step": {"overhead_s": 0.004}}
+
+    Each section may hold any field of `ModelCosts`, `GpuCosts` or `StepCosts`.
+
+    Raises:
+        CostError: if the file cannot be read, or has an unknown or a malformed figure.
+    """
+    try:
+        sections = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CostError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise CostError(f"{path}: is not JSON: {error}") from None
+    if not isinstance(sections, dict):
+        raise CostError(f"{path}: must be a JSON object with model, gpu and step")
+    unknown = sorted(set(sections) - {"model", "gpu", "step"})
+    if unknown:
+        raise CostError(f"{path}: has no section {unknown[0]!r}; known: model, gpu, step")
+    named = named_costs(model, gpu)
+    return CostModel(
+        _override(path, "model", named.model, sections),
+        _override(path, "gpu", named.gpu, sections),
+        _override(path, "step", named.step, sections),
+    )
+
+
+def _named_model(name: str) -> ModelCosts:
+    if name not in MODELS:
+        raise CostError(f"no model {name!r}; known: {', '.join(MODELS)}")
+    return MODELS[name]
+
+
+def _named_gpu(name: str) -> GpuCosts:
+    match = re.fullmatch(r"(.+?)(?:x([1-9][0-9]{0,3}))?", name)
+    if match is None or match[1] not in GPUS:
+        known = ", ".join(GPUS)
+        raise CostError(f"no GPU {name!r}; known: {known}, each also as 'h100x2' for several")
+    return dataclasses.replace(GPUS[match[1]], name=name, count=int(match[2] or 1))
+
+
+_Section = TypeVar("_Section", ModelCosts, GpuCosts, StepCosts)
+
+
+def _override(path: Path, section: str, costs: _Section, sections: Mapping[str, Any]) -> _Section:
+    figures = sections.get(section, {})
+    if not isinstance(figures, dict):
+        raise CostError(f"{path}: {section} must be a JSON object, got {json.dumps(figures)}")
+    known = {field.name: field.type for field in dataclasses.fields(costs)}
+    for name, value in figures.items():
+        if name not in known:
+            raise CostError(f"{path}: {section} has no figure {name!r}; known: {', '.join(known)}")
+        _check_figure(f"{path}: {section}.{name}", name, known[name], value)
+    return dataclasses.replace(costs, **figures)
+
+
+def _check_figure(place: str, name: str, kind: object, value: object) -> None:
+    if kind == "str":
+        if not isinstance(value, str):
+            raise CostError(f"{place} must be a string, got {json.dumps(value)}")
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
+        raise CostError(f"{place} must be a number below 1e30, got {json.dumps(value)}")
+    if kind == "int" and not isinstance(value, int):
+        raise CostError(f"{place} must be an integer, got {value!r}")
+    if value < 0 or (value == 0 and name not in ("overhead_s", "message_s", "lookup_s")):
+        raise CostError(f"{place} must be above 0, got {value!r}")
+    if value > 1 and (name.endswith("_efficiency") or name == "memory_fraction"):
+        raise CostError(f"{place} must be at most 1, got {value!r}")

@@ -1,0 +1,309 @@
+"""Discrete-event replay: the real manager and scheduler, on a virtual clock.
+
+Requests arrive at the trace's timestamps. Each turn of the loop asks the scheduler for a step,
+moves the clock by what the cost model says of it, and hands back made-up tokens::
+
+    copies, arrivals <= clock --> add --> schedule --> clock += cost(plan) --> update --> finished
+
+With tiers below the device, their copies are queued in simulated time (`tier_links`). When all
+that could run waits for copies, the clock goes on to the end of the next, or to the next arrival.
+
+Prompts are expanded from hash ids (`trace.tokens`). Output tokens are negative and never repeat,
+so nobody hits them; a real next turn would contain the last answer, which a trace does not tell.
+The results depend on the trace and the configuration alone, except the scheduler's own CPU time.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from ....kvcache.errors import RequestTooLargeError
+from ....kvcache.manager import CacheManager
+from ....kvcache.tiers.host_tier import HostConfig
+from ...mixed import MixedScheduler
+from ...request import Request
+from ...request_transfers import Preempt
+from ...step_plan import StepPlan
+from ..checks import Check
+from ..progress import Progress, no_progress
+from ..trace import Trace, tokens
+from .cost_model import CostModel
+from .latency import Latencies, summarize_latencies
+from .ledger import (
+    Ledger,
+    check_all_blocks_returned,
+    check_all_host_blocks_returned,
+)
+from .plan_cost import plan_s
+from .simulated_storage import SimulatedStorage, name_blocks
+from .tier_links import TierCounts, TierLinks
+
+FIRST_OUTPUT_TOKEN = -(2**31)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationConfig:
+    """How the simulated engine is set up, and what its users expect.
+
+    Attributes:
+        block_size: tokens per block.
+        num_blocks: size of the pool; None for what fits beside the weights.
+        token_budget, max_running, reserve_tokens, prefix_cache, preempt: of `MixedScheduler`.
+        host: the tier below the device; None: there is none.
+        storage_blocks: size of the storage below the host; None: there is none.
+        slo_ttft_s, slo_tpot_s: a request is good if its time to the first token and its mean time
+            per further token are within these. Source of the figures: Mooncake, FAST'25.
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    token_budget: int = 2048
+    max_running: int = 256
+    reserve_tokens: int | None = 512
+    prefix_cache: bool = True
+    host: HostConfig | None = None
+    storage_blocks: int | None = None
+    preempt: Preempt = "recompute"
+    slo_ttft_s: float = 30.0
+    slo_tpot_s: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationResult:
+    """What happened in simulated time, and what it took in real time.
+
+    Attributes:
+        finished, refused: requests; refused ones need more blocks than the pool has.
+        prompt_tokens, hit_tokens, host_hit_tokens, storage_hit_tokens: of the finished requests, at
+            first admission: all, hit on the device, on the host besides, and in storage besides;
+            the rest was computed.
+        recomputed_tokens: computed again after a preemption.
+        preemptions: by the scheduler, for want of blocks.
+        steps: engine steps.
+        mean_budget_use: the part of the token budget that a step fills; near 1, prompts queue.
+        num_blocks: of the pool.
+        mean_occupancy, peak_occupancy: the part of the pool that running requests hold; the mean
+            is over the time in steps.
+        evicted_blocks: cached blocks given up.
+        simulated_s: first arrival to last token.
+        latencies: distributions, and goodput.
+        scheduler_us_per_step: real CPU time of schedule and update; differs from run to run.
+        wall_s: real time of the simulation; differs from run to run.
+        tiers: what moved below the device; None without a host tier.
+    """
+
+    finished: int
+    refused: int
+    prompt_tokens: int
+    hit_tokens: int
+    host_hit_tokens: int
+    storage_hit_tokens: int
+    recomputed_tokens: int
+    preemptions: int
+    steps: int
+    mean_budget_use: float
+    num_blocks: int
+    mean_occupancy: float
+    peak_occupancy: float
+    evicted_blocks: int
+    simulated_s: float
+    latencies: Latencies
+    scheduler_us_per_step: float
+    wall_s: float
+    tiers: TierCounts | None
+    checks: tuple[Check, ...]
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that no tier had."""
+        hit_tokens = self.hit_tokens + self.host_hit_tokens + self.storage_hit_tokens
+        return self.prompt_tokens - hit_tokens
+
+
+def simulate(
+    trace: Trace,
+    costs: CostModel,
+    config: SimulationConfig = SimulationConfig(),
+    progress: Progress = no_progress,
+    stage: str = "simulation",
+    storage: SimulatedStorage | None = None,
+) -> SimulationResult:
+    """Replay a trace in simulated time.
+
+    Args:
+        trace: the requests.
+        costs: how long things take.
+        config: of the engine.
+        progress, stage: who is told how far it is, and of what.
+        storage: what an earlier process has left; None: an empty one, if config has any.
+
+    Raises:
+        CostError: if the model leaves no room for KV blocks.
+        CountError, StorageConfigError: for storage of no blocks, or without a host tier.
+    """
+    started = time.perf_counter()
+    if storage is None and config.storage_blocks is not None:
+        storage = SimulatedStorage(config.storage_blocks, costs)
+    simulation = _Simulation(trace, costs, config, storage)
+    num_requests = len(trace.requests)
+    while simulation.step():
+        progress(stage, simulation.ledger.num_answered, num_requests)
+    progress(stage, num_requests, num_requests)
+    return simulation.result(time.perf_counter() - started)
+
+
+class _Simulation:
+    """The state of a simulation between two steps."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        costs: CostModel,
+        config: SimulationConfig,
+        storage: SimulatedStorage | None,
+    ) -> None:
+        num_blocks = config.num_blocks or costs.num_blocks(config.block_size)
+        self.costs = costs
+        self.config = config
+        stored = None if storage is None else name_blocks(config.block_size)
+        self.manager = CacheManager(num_blocks, config.block_size, host=config.host, storage=stored)
+        self.links = self._connect(storage)
+        self.scheduler = MixedScheduler(
+            self.manager,
+            token_budget=config.token_budget,
+            max_running=config.max_running,
+            reserve_tokens=config.reserve_tokens,
+            prefix_cache=config.prefix_cache,
+            preempt=config.preempt,
+        )
+        self.ledger = Ledger()
+        # A stable sort: equal timestamps keep the file's order.
+        self.arrivals = sorted(enumerate(trace.requests), key=lambda item: item[1].timestamp_ms)
+        self.next_arrival = 0
+        self.first_arrival_s = self.clock_s = self._next_arrival_s()
+        self.next_token = FIRST_OUTPUT_TOKEN
+        self.steps = 0
+        self.computed_tokens = 0
+        self.busy_s = 0.0
+        self.waited_s = 0.0
+        self.held_block_s = 0.0
+        self.peak_blocks = 0
+        self.scheduler_s = 0.0
+
+    def step(self) -> bool:
+        """Advance by one engine step; False when every request is answered."""
+        scheduler = self.scheduler
+        if not scheduler.has_work:
+            if self.next_arrival == len(self.arrivals):
+                return False
+            self._idle()
+        self._add_arrivals()
+        if not scheduler.has_work:  # all that arrived were refused
+            return True
+        started = time.perf_counter()
+        if self.links is not None:
+            self.links.deliver(self.clock_s)
+        plan = scheduler.schedule()
+        if self.links is not None:
+            self.links.dispatch(self.clock_s)
+        scheduled = time.perf_counter()
+        if not plan.chunks:
+            self.ledger.follow(plan, self.clock_s)
+            self._wait_for_copies()
+            return True
+        self._advance_clock(plan)
+        self.ledger.follow(plan, self.clock_s)
+        num_chunks = len(plan.chunks)
+        new_tokens = range(self.next_token, self.next_token + num_chunks)
+        self.next_token += num_chunks
+        updating = time.perf_counter()
+        finished = scheduler.update(plan, new_tokens)
+        self.scheduler_s += time.perf_counter() - updating + scheduled - started
+        self.steps += 1
+        self.computed_tokens += plan.num_tokens
+        for request in finished:
+            self.ledger.finish(request, self.clock_s)
+        return True
+
+    def _connect(self, storage: SimulatedStorage | None) -> TierLinks | None:
+        if self.manager.tiers is None:
+            return None
+        bytes_per_block = self.costs.model.kv_bytes_per_token * self.config.block_size
+        return TierLinks(self.manager.tiers, bytes_per_block, self.costs.host_bytes_per_s, storage)
+
+    def _idle(self) -> None:
+        """Go on to the next arrival; copies do not wait for it."""
+        arrival_s = self._next_arrival_s()
+        if self.links is not None and arrival_s > self.clock_s:
+            self.links.run_idle(self.clock_s, arrival_s)
+        self.clock_s = max(self.clock_s, arrival_s)
+
+    def _wait_for_copies(self) -> None:
+        """Go on to the end of the next copy, or to the next arrival if that is sooner."""
+        next_s = None if self.links is None else self.links.next_end_s
+        assert next_s is not None, "the scheduler has work, but plans an empty step"
+        if self.next_arrival < len(self.arrivals):
+            next_s = min(next_s, self._next_arrival_s())
+        self.waited_s += next_s - self.clock_s
+        self.clock_s = next_s
+
+    def _next_arrival_s(self) -> float:
+        return self.arrivals[self.next_arrival][1].timestamp_ms / 1e3
+
+    def _add_arrivals(self) -> None:
+        while self.next_arrival < len(self.arrivals) and self._next_arrival_s() <= self.clock_s:
+            index, line = self.arrivals[self.next_arrival]
+            request = Request(str(index), tokens(line), line.output_length)
+            try:
+                self.scheduler.add(request)
+            except RequestTooLargeError:
+                self.ledger.refused += 1
+            else:
+                self.ledger.arrive(request, self._next_arrival_s())
+            self.next_arrival += 1
+
+    def _advance_clock(self, plan: StepPlan) -> None:
+        step_s = plan_s(self.costs, plan)
+        held = self.manager.num_blocks - self.manager.available
+        self.clock_s += step_s
+        self.busy_s += step_s
+        self.held_block_s += held * step_s
+        self.peak_blocks = max(self.peak_blocks, held)
+
+    def result(self, wall_s: float) -> SimulationResult:
+        """Sum up; called when every request is answered."""
+        config, ledger = self.config, self.ledger
+        simulated_s = self.clock_s - self.first_arrival_s
+        num_blocks = self.manager.num_blocks
+        tiers = None
+        if self.links is not None:
+            tiers = self.links.finish(self.clock_s, self.scheduler.stats(), self.waited_s)
+        checks = [*ledger.checks(len(self.arrivals)), check_all_blocks_returned(self.manager)]
+        stats = self.manager.stats()
+        if stats.tiers is not None:
+            checks.append(check_all_host_blocks_returned(stats.tiers))
+        return SimulationResult(
+            finished=len(ledger.times),
+            refused=ledger.refused,
+            prompt_tokens=ledger.prompt_tokens,
+            hit_tokens=ledger.hit_tokens,
+            host_hit_tokens=ledger.host_hit_tokens,
+            storage_hit_tokens=ledger.storage_hit_tokens,
+            recomputed_tokens=ledger.recomputed_tokens,
+            preemptions=ledger.preemptions,
+            steps=self.steps,
+            mean_budget_use=self.computed_tokens / (max(self.steps, 1) * config.token_budget),
+            num_blocks=num_blocks,
+            mean_occupancy=self.held_block_s / (self.busy_s * num_blocks) if self.steps else 0.0,
+            peak_occupancy=self.peak_blocks / num_blocks,
+            evicted_blocks=stats.evicted_blocks,
+            simulated_s=simulated_s,
+            latencies=summarize_latencies(
+                ledger.times, ledger.refused, simulated_s, config.slo_ttft_s, config.slo_tpot_s
+            ),
+            scheduler_us_per_step=self.scheduler_s / max(self.steps, 1) * 1e6,
+            wall_s=wall_s,
+            tiers=tiers,
+            checks=tuple(checks),
+        )

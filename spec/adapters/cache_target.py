@@ -1,0 +1,167 @@
+"""The manager under test, behind its adapter: what it lacks or returns wrongly is told by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, Literal, TypeAlias
+
+from ..rules.cache import (
+    C3,
+    S4,
+    W6,
+)
+from ..rules.rule import Violation
+from .cache import (
+    AdapterError,
+    Events,
+    Factory,
+    Promises,
+    Snapshot,
+)
+
+Depth: TypeAlias = Literal["api", "events", "full"]
+
+DEPTHS: Final[tuple[Depth, ...]] = ("api", "events", "full")
+
+REQUIRED: Final = {
+    "admit": "admit(name, tokens, namespace) -> hit tokens, or None if there are too few blocks",
+    "append": "append(name, tokens) -> True, or False if there are too few blocks",
+    "publish": "publish(name, tokens) -> None",
+    "release": "release(name) -> None",
+    "block_table": "block_table(name) -> the ids of its blocks",
+    "available": "available() -> how many blocks are free or could be evicted",
+}
+BY_DEPTH: Final = {
+    "events": {"report_to": "report_to(events) -> None: report to it what it does from now on"},
+    "full": {
+        "report_to": "report_to(events) -> None: report to it what it does from now on",
+        "snapshot": "snapshot() -> radixkv.spec.Snapshot",
+    },
+}
+
+
+class Target:
+    """Calls the adapter, and checks what comes back.
+
+    Attributes:
+        promises: what the manager claims.
+        can: the optional methods that it has.
+    """
+
+    def __init__(self, factory: Factory, num_blocks: int, block_size: int, depth: Depth) -> None:
+        self._adapter = factory(num_blocks, block_size)
+        needed = {**REQUIRED, **BY_DEPTH.get(depth, {})}
+        for method, wanted in needed.items():
+            if not callable(getattr(self._adapter, method, None)):
+                kind = type(self._adapter).__name__
+                raise AdapterError(f"{kind} has no method {method}; it needs {wanted}")
+        self.promises = getattr(self._adapter, "promises", Promises())
+        if not isinstance(self.promises, Promises):
+            raise AdapterError(f"promises must be radixkv.spec.Promises, got {self.promises!r}")
+        optional = ("match", "append_batch", "evict", "reset", "misuse", "check", "refusal")
+        self.can = {name for name in optional if callable(getattr(self._adapter, name, None))}
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self._adapter, method)(*arguments)
+        except (Violation, AdapterError):
+            raise
+        except (Exception, SystemExit) as error:
+            shown = ", ".join(map(repr, arguments))
+            rule = W6 if method == "check" else S4
+            raise Violation(rule, f"{method}({shown}) raised {error!r}") from error
+
+    def _expect(self, method: str, result: Any, kind: type, wanted: str) -> Any:
+        if not isinstance(result, kind) or (kind is int and isinstance(result, bool)):
+            raise AdapterError(f"{method} must return {wanted}, got {result!r}")
+        return result
+
+    def _with_tokens(self, method: str, name: str, tokens: Sequence[int], *more: Any) -> Any:
+        given = list(tokens)
+        result = self._call(method, name, given, *more)
+        if given != list(tokens):
+            raise Violation(C3, f"{method} changed the tokens of {name} from {tokens} to {given}")
+        return result
+
+    def report_to(self, events: Events) -> None:
+        """Let the manager report what it does."""
+        self._call("report_to", events)
+
+    def admit(self, name: str, tokens: Sequence[int], namespace: bytes) -> int | None:
+        """See `Manager.admit`."""
+        hit = self._with_tokens("admit", name, tokens, namespace)
+        if hit is None:
+            return None
+        checked: int = self._expect("admit", hit, int, "the hit tokens as an int, or None")
+        return checked
+
+    def match(self, name: str, tokens: Sequence[int], namespace: bytes) -> int:
+        """Let a later admission use the match of now; returns its hit tokens."""
+        hit: int = self._expect(
+            "match", self._with_tokens("match", name, tokens, namespace), int, "an int"
+        )
+        return hit
+
+    def append(self, name: str, tokens: Sequence[int]) -> bool:
+        """See `Manager.append`."""
+        done: bool = self._expect(
+            "append", self._with_tokens("append", name, tokens), bool, "True or False"
+        )
+        return done
+
+    def append_batch(self, names: Sequence[str]) -> bool:
+        """Make room for one more token of each."""
+        done: bool = self._expect(
+            "append_batch", self._call("append_batch", list(names)), bool, "True or False"
+        )
+        return done
+
+    def publish(self, name: str, tokens: Sequence[int]) -> None:
+        """See `Manager.publish`."""
+        self._with_tokens("publish", name, tokens)
+
+    def release(self, name: str) -> None:
+        """See `Manager.release`."""
+        self._call("release", name)
+
+    def block_table(self, name: str) -> list[int]:
+        """See `Manager.block_table`."""
+        table = self._call("block_table", name)
+        try:
+            ids = list(table)
+        except TypeError:
+            ids = [None]
+        for block in ids:
+            if not isinstance(block, int):
+                raise AdapterError(f"block_table must return a sequence of int, got {table!r}")
+        return ids
+
+    def available(self) -> int:
+        """See `Manager.available`."""
+        number: int = self._expect("available", self._call("available"), int, "an int")
+        return number
+
+    def evict(self, num_blocks: int) -> int:
+        """Evict so many blocks; returns how many were."""
+        number: int = self._expect("evict", self._call("evict", num_blocks), int, "an int")
+        return number
+
+    def refusal(self) -> tuple[int, int]:
+        """Return what the last refusal said: blocks needed, and blocks there are."""
+        needed, there = self._call("refusal")
+        return needed, there
+
+    def snapshot(self) -> Snapshot:
+        """Return all that the manager keeps."""
+        shot: Snapshot = self._expect(
+            "snapshot", self._call("snapshot"), Snapshot, "a radixkv.spec.Snapshot"
+        )
+        return shot
+
+    def run(self, method: Literal["reset", "check"]) -> None:
+        """Call a method without arguments or result."""
+        self._call(method)
+
+    def misuse(self, kind: int, name: str) -> None:
+        """Let the adapter make a wrong call, and see that it is refused."""
+        self._call("misuse", kind, name)

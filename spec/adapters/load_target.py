@@ -1,0 +1,100 @@
+"""Imports what is to be tested, from words: ``package.module:factory`` or ``file.py:factory``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .cache import AdapterError
+
+Make = Callable[..., Any]
+
+
+class TargetError(ValueError):
+    """A target that cannot be imported; the text is one line."""
+
+
+def load_target(target: str) -> Make:
+    """Import a factory, and let it say what is wrong with it.
+
+    A module is looked for in the working directory too, and what lies beside a file can be imported
+    by it, as if it were run.
+
+    Returns:
+        The factory. What it raises when it is called becomes an `AdapterError`.
+
+    Raises:
+        TargetError: there is no such module, file or name, or it cannot be called.
+    """
+    where, colon, name = target.rpartition(":")
+    if not colon or not where or not name:
+        raise TargetError("expected package.module:factory or path/to/file.py:factory")
+    module = _load_file(Path(where)) if where.endswith(".py") else _load_module(where)
+    found = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise TargetError(f"{where} has no {name}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise TargetError(f"{name} in {where} cannot be called, it is {found!r}")
+    return _explained(found, name)
+
+
+def _load_module(name: str) -> Any:
+    _make_importable(os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if name == missing or name.startswith(f"{missing}."):
+            raise TargetError(f"there is no module {name}") from None
+        raise _failed(name, error) from error
+    except (Exception, SystemExit) as error:
+        raise _failed(name, error) from error
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise TargetError(f"there is no file {path}")
+    _make_importable(str(path.parent.resolve()))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None, f"{path} ends in .py"
+    module = importlib.util.module_from_spec(spec)
+    before = sys.modules.get(path.stem)
+    sys.modules[path.stem] = module  # dataclasses and pickle look a class's module up there
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        if before is None:
+            del sys.modules[path.stem]
+        else:
+            sys.modules[path.stem] = before
+        raise _failed(str(path), error) from error
+    return module
+
+
+def _make_importable(directory: str) -> None:
+    if directory not in sys.path:
+        sys.path.insert(0, directory)
+
+
+def _failed(what: str, error: Exception | SystemExit) -> TargetError:
+    return TargetError(f"importing {what} raised {type(error).__name__}: {error}")
+
+
+def _explained(factory: Make, name: str) -> Make:
+    def make(*sizes: Any) -> Any:
+        try:
+            return factory(*sizes)
+        except AdapterError:
+            raise
+        except (Exception, SystemExit) as error:
+            shown = ", ".join(map(repr, sizes))
+            raise AdapterError(f"{name}({shown}) raised {type(error).__name__}: {error}") from error
+
+    return make

@@ -1,0 +1,1 @@
+"""What runs the specification: worlds, drivers, the shrinker, traces and pictures."""

@@ -1,0 +1,158 @@
+"""Operations by which a request comes: it is submitted, it matches, it is admitted or refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...model.blocks import Holding
+from ...model.cache import CacheModel
+from ...model.ghost import Tag
+from ...rules import cache as rules
+from ...rules.rule import require
+from .requests import NAMESPACES, Request
+
+if TYPE_CHECKING:
+    from .world import CacheWorld
+
+
+def submit(world: CacheWorld, name: str, prompt: list[int], more: int, namespace: int) -> bool:
+    """A request comes, and waits; it may grow by `more` tokens."""
+    if not prompt or any(request.name == name for request in world.past):
+        return False
+    request = Request(name, NAMESPACES[namespace], list(prompt), len(prompt) + more)
+    world.requests[name] = request
+    world.past.append(request)
+    return True
+
+
+def match(world: CacheWorld, name: str) -> bool:
+    """A request looks what is cached, to be admitted with that, now or later."""
+    if "match" not in world.target.can or not (request := world.get(name, "waiting")):
+        return False
+    hit = world.target.match(name, request.tokens, request.namespace)
+    if world.model is not None and world.promises.hits_all:
+        blocks = world.model.longest_hit(_hittable(world, request))
+        require(
+            hit == blocks * world.block_size,
+            rules.H6,
+            "{} matches {} tokens, {} blocks are published",
+            name,
+            hit,
+            blocks,
+        )
+    world.situations["match"] += 1
+    request.matched_at = world.num_steps + 1
+    return True
+
+
+def _hittable(world: CacheWorld, request: Request) -> list[Tag]:
+    end = len(request.tokens) - (not world.promises.hits_last)
+    return request.path(world.block_size)[: end // world.block_size]
+
+
+def admit(world: CacheWorld, name: str) -> bool:
+    """A waiting request is admitted, or refused."""
+    if not (request := world.get(name, "waiting")):
+        return False
+    model, total = world.model, world.blocks_for(len(request.tokens))
+    needed, can = total, world.target.available()
+    before = can
+    hittable = _hittable(world, request)
+    if model is not None:
+        longest = model.longest_hit(hittable)
+        needed -= longest
+        can = model.num_free + model.num_unused(hittable[:longest])
+        holding = Holding(request.path(world.block_size), request.root)
+        if world.promises.hits_all:
+            holding.shared = hittable[:longest]
+        model.holdings[name] = holding
+        model.actor, model.needed = name, needed
+        num_published = len(model.published_at)
+    if 0 < request.matched_at < world.num_steps:
+        world.situations["admitted with an old match"] += 1
+    request.matched_at = 0
+    hit = world.target.admit(name, request.tokens, request.namespace)
+    if hit is None:
+        _refused(world, name, model, needed, can, total)
+        if model is not None:
+            evicted = num_published - len(model.published_at)
+            require(not evicted, rules.A8, "{} was refused, and {} evicted", name, evicted)
+        require(world.target.available() == before, rules.A8, "{} was refused, not unchanged", name)
+        return True
+    world.demand += total
+    _check_hit(world, request, hit)
+    if model is not None:
+        model.hit(name, holding, hit // world.block_size, world.promises.hits_all)
+    _begin(world, request, hit)
+    return True
+
+
+def _refused(
+    world: CacheWorld, name: str, model: CacheModel | None, needed: int, can: int, total: int
+) -> None:
+    world.situations["refused"] += 1
+    size = world.config["num_blocks"]
+    if model is not None:
+        held = model.holdings.pop(name)
+        require(not held.private, rules.A8, "{} was refused, and has {}", name, held.private)
+    if not world.promises.exact:
+        return
+    require(
+        needed > can,
+        rules.A6,
+        "{} was refused {} blocks, and {} are free or unused",
+        name,
+        needed,
+        can,
+    )
+    if "refusal" not in world.target.can or model is None:
+        return
+    told = world.target.refusal()
+    if total > size:
+        require(told == (total, size), rules.A9, "{} needs {}, was told {}", name, total, told)
+        world.situations["too large"] += 1
+    else:
+        require(
+            told == (needed, can),
+            rules.A7,
+            "{} needs {} of {}, was told {}",
+            name,
+            needed,
+            can,
+            told,
+        )
+
+
+def _check_hit(world: CacheWorld, request: Request, hit: int) -> None:
+    name, num_tokens = request.name, len(request.tokens)
+    require(
+        hit % world.block_size == 0 and 0 <= hit <= num_tokens,
+        rules.H3,
+        "{} hit {} of {} tokens",
+        name,
+        hit,
+        num_tokens,
+    )
+    if not world.promises.hits_last:
+        require(hit < num_tokens, rules.H4, "{} hit all {} tokens", name, num_tokens)
+    if world.promises.hits_all and world.demand <= world.config["num_blocks"]:
+        known = 0
+        for tag in _hittable(world, request):
+            if tag not in world.written:
+                break
+            known += world.block_size
+        require(hit >= known, rules.H5, "{} hit {} of {} tokens", name, hit, known)
+
+
+def _begin(world: CacheWorld, request: Request, hit: int) -> None:
+    request.state, request.written, request.published = "running", hit, hit
+    request.admission += 1
+    world.num_admitted += 1
+    world.num_hit_blocks += hit // world.block_size
+    world.situations["admitted"] += 1
+    if hit == len(request.tokens):
+        world.situations["full hit"] += 1
+    elif hit:
+        world.situations["hit"] += 1
+    if request.admission > 1:
+        world.situations["resumed with a hit" if hit else "resumed"] += 1

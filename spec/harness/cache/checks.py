@@ -1,0 +1,159 @@
+"""What must be true of a manager after each call, at each depth."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
+
+from ...adapters.cache import Snapshot
+from ...model.blocks import FREE
+from ...model.ghost import Tag
+from ...rules import cache as rules
+from ...rules.rule import Violation, require
+
+if TYPE_CHECKING:
+    from ...model.cache import CacheModel
+    from .requests import Request
+    from .world import CacheWorld
+
+
+def check_all(world: CacheWorld) -> None:
+    """Check every rule that is about a state, not about a step."""
+    running = world.running()
+    for request in running:
+        request.table = world.target.block_table(request.name)
+        _check_table(world, request)
+    if world.model is None:
+        held = {block for request in running for block in request.table}
+        _check_available(world, len(held))
+        return
+    world.model.settled()
+    if world.promises.exact:
+        found, derived = world.target.available(), world.model.available()
+        require(found == derived, rules.S2, "{} available, should be {}", found, derived)
+    if world.depth == "full":
+        _check_inside(world, world.model, world.target.snapshot())
+
+
+def _check_table(world: CacheWorld, request: Request) -> None:
+    name, table = request.name, request.table
+    needed = world.blocks_for(len(request.tokens))
+    require(
+        len(table) >= needed,
+        rules.A4,
+        "{} has {} blocks for {} tokens",
+        name,
+        len(table),
+        len(request.tokens),
+    )
+    if world.promises.exact:
+        require(
+            len(table) == needed,
+            rules.A5,
+            "{} has {} blocks, needs {}",
+            name,
+            len(table),
+            needed,
+        )
+    require(len(set(table)) == len(table), rules.A3, "the table of {} is {}", name, table)
+    if world.model is not None:
+        wanted = world.model.table(name)
+        require(table == wanted, rules.R1, "the table of {} is {}, not {}", name, table, wanted)
+    world.device.read(name, table, request.tags[: request.written])
+
+
+def _check_available(world: CacheWorld, num_held: int) -> None:
+    found, most = world.target.available(), world.config["num_blocks"] - num_held
+    require(
+        0 <= found <= most, rules.S2, "{} available, with {} of the blocks held", found, num_held
+    )
+    if world.promises.exact:  # then it is just that: what no request holds is free or unused
+        require(found == most, rules.S2, "{} available, should be {}", found, most)
+
+
+def _check_inside(world: CacheWorld, model: CacheModel, shot: Snapshot) -> None:
+    free = sorted(shot.free)
+    taken = {block for block, owner in model.owner.items() if owner != FREE}
+    wrong = [block for block in free if block in taken]
+    require(not wrong, rules.W1, "blocks {} are in the pool, but somebody has them", wrong)
+    require(
+        len(set(free)) == len(free) == model.num_free,
+        rules.W1,
+        "the pool holds {}, but {} blocks are free",
+        free,
+        model.num_free,
+    )
+    _check_cached(world, model, shot)
+    _check_idle(model, shot)
+    _check_reports(world, model, shot)
+
+
+def _check_cached(world: CacheWorld, model: CacheModel, shot: Snapshot) -> None:
+    tags = {prefix: world.tag_of(*prefix) for prefix in shot.cached}
+    found = {tags[prefix]: block for prefix, block in shot.cached.items()}
+    wanted = {tag: entry.block for tag, entry in model.published_at.items()}
+    if found != wanted:
+        cached, published = sorted(found.values()), sorted(wanted.values())
+        raise Violation(rules.W2, f"cached are blocks {cached}, published {published}")
+    users = dict.fromkeys(wanted, 0)
+    for holding in model.holdings.values():
+        for tag in holding.shared:
+            users[tag] += 1
+    for prefix, number in shot.users.items():
+        known = tags.get(prefix)
+        there_are = users[known] if known is not None else None
+        if there_are != number:
+            block = shot.cached.get(prefix)
+            raise Violation(rules.W3, f"block {block} counts {number} users, has {there_are}")
+
+
+def _check_idle(model: CacheModel, shot: Snapshot) -> None:
+    used = model.used()
+    unused = {entry.block: tag for tag, entry in model.published_at.items() if tag not in used}
+    if sorted(shot.idle) != (wanted := sorted(unused)):
+        raise Violation(rules.W4, f"idle are blocks {shot.idle}, unused {wanted}")
+    if model.lru:
+        order = [model.published_at[unused[block]] for block in shot.idle]
+        ages = [(entry.last_use, -entry.depth) for entry in order]
+        require(ages == sorted(ages), rules.W5, "the idle blocks {} are not in order", shot.idle)
+
+
+def _check_reports(world: CacheWorld, model: CacheModel, shot: Snapshot) -> None:
+    for name, row in shot.rows.items():
+        table = world.requests[name].table
+        wanted = table + [0] * (len(row) - len(table))
+        require(list(row) == wanted, rules.R2, "the row of {} is {}, not {}", name, row, wanted)
+    for name, number in shot.available_after.items():
+        request = world.requests[name]
+        path = request.path(world.block_size)
+        left = model.num_free + model.num_unused(path[: model.longest_hit(path)])
+        require(number == left, rules.S2, "{} available after {}, not {}", number, name, left)
+    expected = {**world.counts(), **model.counts} if shot.counts else {}
+    for word, number in shot.counts.items():
+        if number != (counted := expected.get(word, 0)):
+            raise Violation(rules.S3, f"{word} is {number}, should be {counted}")
+    _check_next_blocks(world, model, shot)
+
+
+def _check_next_blocks(world: CacheWorld, model: CacheModel, shot: Snapshot) -> None:
+    prefixes: dict[Hashable, Tag] = {}  # the prefix that each next block would hold
+    for name, next_block in shot.next_blocks.items():
+        prefix = _next_prefix(world, name, len(model.holdings[name].shared))
+        require((next_block is None) == (prefix is None), rules.H7, "{} names {}", name, next_block)
+        if prefix is not None:
+            known = prefixes.setdefault(next_block, prefix)
+            require(known == prefix, rules.H7, "{} names another's next block", name)
+    names = {prefix: next_block for next_block, prefix in prefixes.items()}
+    require(len(names) == len(prefixes), rules.H7, "one next block has several names")
+    for name, next_block in shot.waiting_blocks.items():
+        path = world.requests[name].path(world.block_size)
+        prefix = _next_prefix(world, name, model.longest_hit(path))
+        if prefix in names:
+            require(next_block == names[prefix], rules.H7, "{} waits for another block", name)
+        else:
+            require(next_block not in prefixes, rules.H7, "{} waits for another's block", name)
+
+
+def _next_prefix(world: CacheWorld, name: str, num_blocks: int) -> Tag | None:
+    path = world.requests[name].path(world.block_size)
+    return path[num_blocks] if num_blocks < len(path) else None

@@ -1,0 +1,224 @@
+"""Operations by which a request computes: steps that run or fail, and room for more tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ...model.blocks import Holding
+from ...model.cache import CacheModel
+from ...model.device import Job
+from ...model.ghost import Tag
+from ...rules import cache as rules
+from ...rules.rule import Rule, require
+from .requests import Request
+
+if TYPE_CHECKING:
+    from .world import CacheWorld
+
+
+def forward(world: CacheWorld, name: str, num_tokens: int) -> bool:
+    """A step runs: it reads what is written, writes on, and publishes."""
+    job = f"{name}.now"
+    return launch(world, name, num_tokens, job) and done(world, job)
+
+
+def launch(world: CacheWorld, name: str, num_tokens: int, job: str) -> bool:
+    """A step is enqueued, with the block table of now; it is named, for what becomes of it."""
+    request = world.get(name, "running")
+    if request is None or request.job or request.written == len(request.tokens):
+        return False
+    if num_tokens < 1 or job in world.jobs:
+        return False
+    table = world.target.block_table(name)
+    start = request.written
+    tags = request.tags[start : start + num_tokens]
+    for other in world.running():
+        shared = set(table[start // world.block_size :]) & set(other.table)
+        require(
+            other is request or not shared,
+            rules.C2,
+            "{} writes blocks {}, which {} reads",
+            name,
+            shared,
+            other.name,
+        )
+    request.num_jobs += 1
+    request.job = job
+    reads = request.tags[:start]
+    world.jobs[job] = Job(job, name, request.admission, table, reads, tags)
+    world.device.launch(world.jobs[job])
+    return True
+
+
+def done(world: CacheWorld, name: str) -> bool:
+    """A step is done, and its request hears of it; or it is late, and nobody does."""
+    return _complete(world, name, failing=False)
+
+
+def fail(world: CacheWorld, name: str) -> bool:
+    """A step fails: what it wrote is worthless."""
+    return _complete(world, name, failing=True)
+
+
+def _complete(world: CacheWorld, name: str, failing: bool) -> bool:
+    job = world.jobs.pop(name, None)
+    if job is None:
+        return False
+    late_to_run = job.has_run
+    world.device.run_through(job, failing and not late_to_run)
+    request = world.requests.get(job.request)
+    if request is None or request.state != "running" or request.admission != job.admission:
+        world.situations["late completion"] += 1
+        return True
+    request.job = ""
+    if failing:
+        world.situations["failed step"] += 1
+        return True
+    request.written = job.end
+    _publish(world, request, job.end)
+    return True
+
+
+def again(world: CacheWorld, name: str, num_tokens: int) -> bool:
+    """A completion is heard of twice, an old one perhaps: its tokens are published again."""
+    request = world.get(name, "running")
+    if request is None or num_tokens > request.written:
+        return False
+    if num_tokens < request.written and not world.promises.ignores_late:
+        return False
+    before, table = _held(world, request), world.target.block_table(request.name)
+    _publish(world, request, num_tokens)
+    require(
+        _held(world, request) == before and world.target.block_table(request.name) == table,
+        rules.P6,
+        "{} published {} tokens again, and its blocks changed",
+        name,
+        num_tokens,
+    )
+    world.situations["completion heard twice"] += 1
+    return True
+
+
+def _held(world: CacheWorld, request: Request) -> tuple[list[Tag], list[int]]:
+    if world.model is None:
+        return [], []
+    holding = world.model.holdings[request.name]
+    return list(holding.shared), list(holding.private)
+
+
+def _publish(world: CacheWorld, request: Request, num_tokens: int) -> None:
+    model, name = world.model, request.name
+    path = request.path(world.block_size)
+    last = num_tokens // world.block_size
+    if model is not None:
+        holding = model.holdings[name]
+        holding.path, holding.computed = path, request.written
+        model.actor, model.needed = name, 0
+        _count_duplicates(world, model, holding, last)
+    world.target.publish(name, request.tokens[:num_tokens])
+    world.written.update(path[:last])
+    if model is None or not world.promises.shares_duplicates:
+        return
+    require(
+        len(holding.shared) >= last,
+        rules.P4,
+        "{} has {} blocks computed and {} shared",
+        name,
+        last,
+        len(holding.shared),
+    )
+    table = world.target.block_table(name)
+    wanted = [model.published_at[tag].block for tag in holding.shared]
+    require(
+        table[: len(wanted)] == wanted,
+        rules.P5,
+        "the table of {} is {}, published are {}",
+        name,
+        table,
+        wanted,
+    )
+
+
+def _count_duplicates(world: CacheWorld, model: CacheModel, holding: Holding, last: int) -> None:
+    if last <= len(holding.shared):
+        return
+    tag = holding.path[len(holding.shared)]
+    if tag in model.published_at:
+        held = tag in model.used()
+        world.situations["duplicate of a held copy" if held else "duplicate of an unheld"] += 1
+
+
+def append(world: CacheWorld, name: str, tokens: list[int]) -> bool:
+    """A request that has computed all of its tokens comes to have more, if there is room."""
+    request = world.get(name, "running")
+    tokens = tokens[: request.limit - len(request.tokens)] if request is not None else []
+    if request is None or not tokens or not _is_ready(request):
+        return False
+    needed = world.blocks_for(len(request.tokens) + len(tokens)) - len(request.table)
+    if _grow(world, [request], needed, lambda: world.target.append(name, tokens), rules.A6):
+        request.tokens += tokens
+        request.extend_tags()
+    return True
+
+
+def append_batch(world: CacheWorld, tokens: list[tuple[str, int]]) -> bool:
+    """One more token for each of some requests, all of them or none."""
+    if "append_batch" not in world.target.can:
+        return False
+    chosen: list[tuple[Request, int]] = []
+    for name, token in tokens:
+        request = world.get(name, "running")
+        if request is not None and _is_ready(request) and len(request.tokens) < request.limit:
+            chosen.append((request, token))
+    requests = [request for request, _ in chosen]
+    crossing = sum(len(request.tokens) % world.block_size == 0 for request in requests)
+    names = [request.name for request in requests]
+    if _grow(world, requests, crossing, lambda: world.target.append_batch(names), rules.A10):
+        world.situations["batch that needs blocks"] += crossing > 1
+        for request, token in chosen:
+            request.tokens.append(token)
+            request.extend_tags()
+    return True
+
+
+def _is_ready(request: Request) -> bool:
+    return not request.job and request.written == len(request.tokens)
+
+
+def _grow(
+    world: CacheWorld,
+    requests: list[Request],
+    needed: int,
+    call: Callable[[], bool],
+    reason: Rule,
+) -> bool:
+    model, can = world.model, world.target.available()
+    if model is not None:
+        can = model.available()
+        model.actor, model.needed = "growth", needed
+        num_published = len(model.published_at)
+    if call():
+        world.demand += needed
+        if needed > 0:
+            world.situations["grown into a new block"] += 1
+        return True
+    world.situations["growth refused"] += 1
+    if world.promises.exact:
+        require(needed > can, reason, "{} blocks were refused, and {} can be had", needed, can)
+        if "refusal" in world.target.can:
+            told = world.target.refusal()
+            require(told == (needed, can), rules.A7, "{} of {} needed, told {}", needed, can, told)
+    for request in requests:
+        require(
+            world.target.block_table(request.name) == request.table,
+            rules.A8,
+            "{} was refused, and its table changed",
+            request.name,
+        )
+    if model is not None:
+        evicted = num_published - len(model.published_at)
+        require(not evicted, rules.A8, "growth was refused, and {} evicted", evicted)
+        found = world.target.available()
+        require(found == can, rules.A8, "{} available after a refusal, {} before", found, can)
+    return False

@@ -1,0 +1,126 @@
+"""Operations by which things end: requests, cached blocks, all of it; and calls that are wrong."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from ...rules import cache as rules
+from ...rules.rule import require
+from .admit import admit
+from .compute import done, forward
+from .requests import Request
+
+if TYPE_CHECKING:
+    from .world import CacheWorld
+
+PROBE: Final = b"a namespace of nobody"
+
+
+def finish(world: CacheWorld, name: str) -> bool:
+    """A running request ends, wherever it stands: done or aborted."""
+    if not (request := world.get(name, "running")):
+        return False
+    _release(world, request)
+    request.state = "ended"
+    del world.requests[name]
+    return True
+
+
+def preempt(world: CacheWorld, name: str) -> bool:
+    """A running request loses its blocks and waits again, with all of its tokens."""
+    if not (request := world.get(name, "running")):
+        return False
+    if request.written < len(request.tokens):
+        world.situations["preempted in prefill"] += 1
+    _release(world, request)
+    world.situations["preempted"] += 1
+    return True
+
+
+def _release(world: CacheWorld, request: Request) -> None:
+    model = world.model
+    if request.job:
+        world.situations["released with a step in flight"] += 1
+    if model is not None:
+        model.actor, model.needed, model.ending = request.name, 0, True
+    world.target.release(request.name)
+    if model is not None:
+        model.release(request.name)
+        model.ending = False
+    request.state, request.written, request.job, request.table = "waiting", 0, "", []
+
+
+def evict(world: CacheWorld, num_blocks: int) -> bool:
+    """The cache is asked to give up some blocks."""
+    if "evict" not in world.target.can:
+        return False
+    model, wanted = world.model, num_blocks
+    world.demand += num_blocks * world.config["num_blocks"]  # from here on, anything may be gone
+    if model is not None:
+        model.actor, model.needed = "", model.num_free + num_blocks
+        wanted = min(num_blocks, model.num_unused())
+    evicted = world.target.evict(num_blocks)
+    if model is not None and world.promises.exact:
+        require(
+            evicted == wanted, rules.E6, "evicted {} of {}, not {}", evicted, num_blocks, wanted
+        )
+    return True
+
+
+def reset(world: CacheWorld) -> bool:
+    """The weights have changed: all that is cached is void, and who runs begins again."""
+    if "reset" not in world.target.can:
+        return False
+    running = world.running()
+    world.situations["reset with live leases"] += bool(running)
+    world.target.run("reset")
+    if world.model is not None:
+        world.model.reset()
+    for request in running:
+        request.state, request.written, request.job, request.table = "waiting", 0, "", []
+    world.written.clear()
+    found = world.target.available()
+    require(found == world.config["num_blocks"], rules.R5, "{} available after a reset", found)
+    return True
+
+
+def misuse(world: CacheWorld, kind: int, name: str = "") -> bool:
+    """A call that cannot be right; the adapter sees that it is refused."""
+    if "misuse" not in world.target.can:
+        return False
+    world.target.misuse(kind, name if world.get(name, "running") else "")
+    world.situations["misuse"] += 1
+    return True
+
+
+def check(world: CacheWorld) -> bool:
+    """The manager checks itself."""
+    if "check" not in world.target.can:
+        return False
+    world.target.run("check")
+    return True
+
+
+def drain(world: CacheWorld) -> bool:
+    """Everyone computes what it has and ends; then every block can be had, and is of use."""
+    for name in list(world.jobs):
+        done(world, name)
+    for request in world.running():
+        if request.written < len(request.tokens):
+            forward(world, request.name, len(request.tokens))
+        finish(world, request.name)
+    num_blocks = world.config["num_blocks"]
+    found = world.target.available()
+    require(found == num_blocks, rules.D1, "{} of {} blocks can be had", found, num_blocks)
+    check(world)
+    use_all(world, num_blocks)
+    return True
+
+
+def use_all(world: CacheWorld, num_blocks: int) -> None:
+    """A request of the whole pool is admitted, and ends."""
+    probe = Request("probe", PROBE, [0] * (num_blocks * world.block_size), 0)
+    world.requests[probe.name] = probe
+    admit(world, probe.name)
+    require(probe.state == "running", rules.D2, "an idle cache refused {} blocks", num_blocks)
+    finish(world, probe.name)

@@ -1,0 +1,59 @@
+"""A state of the cache as text: the tree of published blocks, the requests, the pool."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...model.blocks import EVICTED, FREE
+from ...model.ghost import Tag
+
+if TYPE_CHECKING:
+    from ...model.cache import CacheModel
+    from .world import CacheWorld
+
+
+def picture(world: CacheWorld) -> str:
+    """Draw the present state."""
+    lines = _tree(world, world.model) if world.model is not None else []
+    for request in world.requests.values():
+        state = f"{request.name} {request.state}, {request.written}/{len(request.tokens)} computed"
+        if request.table:
+            state += f", table {request.table}"
+        if request.job:
+            state += f", step {request.job} in flight"
+        lines.append(state)
+    if world.model is not None:
+        lines.append(_pool(world.model, world.config["num_blocks"]))
+    return "\n".join(lines)
+
+
+def _tree(world: CacheWorld, model: CacheModel) -> list[str]:
+    size = world.block_size
+    words: dict[Tag, str] = {}
+    for request in world.past:
+        for index, tag in enumerate(request.path(size)):
+            words[tag] = " ".join(map(str, request.tokens[index * size : (index + 1) * size]))
+    children: dict[Tag, list[Tag]] = {}
+    for tag, entry in model.published_at.items():
+        children.setdefault(entry.parent, []).append(tag)
+    lines: list[str] = []
+
+    def draw(parent: Tag, depth: int) -> None:
+        for tag in children.get(parent, []):
+            entry = model.published_at[tag]
+            users = [name for name, held in model.holdings.items() if tag in held.shared]
+            use = f"used by {', '.join(users)}" if users else f"unused since {entry.last_use}"
+            lines.append(f"{'   ' * depth}+- [{words.get(tag, '?')}] block {entry.block}, {use}")
+            draw(tag, depth + 1)
+
+    for root in [parent for parent in children if parent not in model.published_at]:
+        draw(root, 0)
+    return lines
+
+
+def _pool(model: CacheModel, num_blocks: int) -> str:
+    signs = {FREE: ".", EVICTED: "!"}
+    owners = [signs.get(str(owner), "r" if isinstance(owner, str) else "c")
+              for _, owner in sorted(model.owner.items())]  # fmt: skip
+    owners += ["."] * (num_blocks - len(owners))
+    return f"blocks |{''.join(owners)}|  . free  r private  c cached  ! belongs to nobody"

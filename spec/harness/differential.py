@@ -1,0 +1,81 @@
+"""Differential runs: the same requests under other options must give the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias
+
+from ..adapters.scheduler import Reason, SchedulerFactory
+from ..rules.rule import require
+from ..rules.scheduler import Q32
+from .engine import (
+    Below,
+    Config,
+    Operation,
+)
+from .scheduler.draw import draw_config, draw_submission
+from .scheduler.world import SchedulerWorld
+
+Outputs: TypeAlias = dict[str, tuple[list[int], Reason | None]]
+"""What each request generated, and why it ended."""
+
+WAYS: Final[tuple[dict[str, Any], ...]] = (
+    {},
+    {"prefix_cache": False},
+    {"prefix_cache": True, "reserve_tokens": 0},
+    {"reserve_tokens": None},
+    {"token_budget": 1, "max_running": 1},
+    {"token_budget": 64, "max_running": 6},
+    {"growth": "singles", "reserve_tokens": 0},
+)
+"""Changes of a configuration that must not be seen in any output."""
+
+
+def outputs(factory: SchedulerFactory, config: Config, requests: Sequence[Operation]) -> Outputs:
+    """Submit all requests at once, let them end, and return what they generated.
+
+    Args:
+        factory: makes the scheduler.
+        config: its sizes and options.
+        requests: operations ``["submit", ...]``.
+
+    Raises:
+        Violation: if a rule is broken on the way.
+    """
+    world = SchedulerWorld(config, factory)
+    for operation in requests:
+        world.apply(operation)
+    accepted = list(world.live)
+    world.apply(["drain"])
+    target = world.target
+    return {name: (target.output(name), target.reason(name)) for name in accepted}
+
+
+def check_same(factory: SchedulerFactory, config: Config, requests: Sequence[Operation]) -> None:
+    """Check that requests get the same tokens in all of `WAYS`.
+
+    Raises:
+        Violation: of Q32, or of any rule that is broken on the way.
+    """
+    first = outputs(factory, config, requests)
+    for way in WAYS:
+        other = outputs(factory, {**config, **way}, requests)
+        require(
+            other.keys() == first.keys(),
+            Q32, "with {} {} are accepted, and without {}", way, list(other), list(first),
+        )  # fmt: skip
+        for name, wanted in first.items():
+            require(
+                other[name] == wanted,
+                Q32, "with {} {} generates {}, and without {}", way, name, other[name], wanted,
+            )  # fmt: skip
+
+
+def draw_requests(below: Below) -> tuple[Config, list[Operation]]:
+    """Draw sizes, and up to 6 requests."""
+    config = draw_config(below)
+    requests: list[Operation] = []
+    for _ in range(1 + below(6)):
+        prompts = [operation[2] for operation in requests]
+        requests.append(draw_submission(below, prompts, config))
+    return config, requests

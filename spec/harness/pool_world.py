@@ -1,0 +1,175 @@
+"""A pool of block ids under test: rightly and wrongly used, beside a set of the free ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol, TypeAlias
+
+from ..rules.cache import (
+    F3,
+    F4,
+    F5,
+    S4,
+    W1,
+    W6,
+)
+from ..rules.rule import (
+    Rule,
+    Violation,
+    require,
+)
+from .engine import (
+    Below,
+    Config,
+    Operation,
+)
+
+
+class Pool(Protocol):
+    """What is asked of a pool of ids ``1 .. num_blocks``."""
+
+    def allocate(self, num_blocks: int) -> Sequence[int] | None:
+        """Take so many free ids; None if there are fewer, and then nothing is changed."""
+
+    def recycle(self, ids: Sequence[int]) -> Sequence[int]:
+        """Give ids back; returns those that are refused, the others are free again."""
+
+    def free_ids(self) -> Sequence[int]:
+        """Return the free ids."""
+
+    def reset(self) -> None:
+        """Make every id free."""
+
+
+PoolFactory: TypeAlias = Callable[[int], Any]
+"""Makes a `Pool` of so many blocks. If it has a method ``check``, that is called too."""
+
+
+class PoolWorld:
+    """One pool, its twin to which everything is done one by one, and the set of the free ids."""
+
+    def __init__(self, config: Config, factory: PoolFactory) -> None:
+        self.config = config
+        self.num_blocks: int = config["num_blocks"]
+        self.pool: Pool = factory(self.num_blocks)
+        self.twin: Pool = factory(self.num_blocks)
+        self.free = set(range(1, self.num_blocks + 1))
+        self.situations: Counter[str] = Counter()
+
+    def draw(self, below: Below) -> Operation:
+        """Draw an operation; one in four recycles is wrong."""
+        kind = below(20)
+        if kind < 8:
+            return ["allocate", below(self.num_blocks + 2)]
+        if kind == 19:
+            return ["reset"]
+        taken = sorted(set(range(1, self.num_blocks + 1)) - self.free)
+        number = below(len(taken) + 1)
+        ids = [taken.pop(below(len(taken))) for _ in range(number)]
+        for _ in range(1 + below(2) if below(4) == 0 else 0):
+            ids.insert(below(len(ids) + 1), below(self.num_blocks + 3) - 1)
+        return ["recycle", ids]
+
+    def apply(self, operation: Operation) -> bool:
+        """Do one operation to the pool and its twin, and compare."""
+        word, *arguments = operation
+        do = OPERATIONS.get(word)
+        if do is None:
+            return False
+        self._guarded(S4, lambda: do(self, *arguments))
+        for pool in (self.pool, self.twin):
+            if check := getattr(pool, "check", None):
+                self._guarded(W6, check)
+        found = sorted(self.pool.free_ids())
+        require(found == sorted(self.free), W1, "free are {}, should be {}", found, self.free)
+        alone = sorted(self.twin.free_ids())
+        require(found == alone, F4, "free are {}, one by one {}", found, alone)
+        return True
+
+    def _guarded(self, rule: Rule, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Violation:
+            raise
+        except (Exception, SystemExit) as error:
+            raise Violation(rule, f"the pool raised {error!r}") from error
+
+    def allocate(self, num_blocks: int) -> None:
+        """Take ids of both, and make the twin take the same."""
+        ids = self.pool.allocate(num_blocks)
+        if ids is None:
+            require(num_blocks > len(self.free), F5, "{} of {} refused", num_blocks, len(self.free))
+            self.situations["allocation refused"] += 1
+            return
+        given = set(ids)
+        require(
+            len(given) == len(ids) == num_blocks and given <= self.free,
+            F5,
+            "asked for {}, given {}",
+            num_blocks,
+            list(ids),
+        )
+        self.free -= given
+        # The twin may choose other ids: it gives back all that it took beyond the same ones.
+        everything = self.twin.allocate(len(self.free) + num_blocks) or []
+        for block in everything:
+            if block not in given:
+                self.twin.recycle([block])
+
+    def recycle(self, ids: list[int]) -> None:
+        """Give ids back, in one call and one by one."""
+        refused = []
+        for block in ids:
+            if 1 <= block <= self.num_blocks and block not in self.free:
+                self.free.add(block)
+            else:
+                refused.append(block)
+        found = list(self.pool.recycle(ids))
+        require(found == refused, F3, "of {} refused are {}, not {}", ids, found, refused)
+        alone = [block for block in ids if self.twin.recycle([block])]
+        require(alone == refused, F4, "of {} refused one by one are {}", ids, alone)
+        self.situations["wrong ids"] += bool(refused)
+        self.situations["recycled many"] += len(ids) > MANY
+
+    def reset(self) -> None:
+        """Make every id free."""
+        self.pool.reset()
+        self.twin.reset()
+        self.free = set(range(1, self.num_blocks + 1))
+
+    def drain(self) -> None:
+        """Give everything back; then all can be allocated."""
+        self.recycle(sorted(set(range(1, self.num_blocks + 1)) - self.free))
+        self.allocate(self.num_blocks)
+        self.reset()
+
+    def picture(self) -> str:
+        """Draw which ids are free."""
+        signs = ("." if block in self.free else "x" for block in range(1, self.num_blocks + 1))
+        return f"blocks |{''.join(signs)}|  . free  x allocated"
+
+
+MANY: Final = 8
+
+OPERATIONS: Final[dict[str, Callable[..., None]]] = {
+    "allocate": PoolWorld.allocate,
+    "recycle": PoolWorld.recycle,
+    "reset": PoolWorld.reset,
+    "drain": PoolWorld.drain,
+}
+
+
+class PoolSubject:
+    """A pool to test, in all sizes."""
+
+    def __init__(self, factory: PoolFactory) -> None:
+        self.factory = factory
+
+    def configure(self, below: Below) -> Config:
+        """Draw the size of a pool: some batches are long."""
+        return {"num_blocks": 1 + below(24)}
+
+    def world(self, config: Config) -> PoolWorld:
+        """Make a pool with all of its ids free."""
+        return PoolWorld(config, self.factory)

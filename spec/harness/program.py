@@ -1,0 +1,90 @@
+"""A finding for people: its trace as readable calls, and the state before the call that fails."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+from ..rules.rule import RULES, Violation
+from .engine import (
+    Finding,
+    Operation,
+    Subject,
+    World,
+)
+
+_NAME: Final = re.compile(r"[a-z]\d+(\.\d+)?")
+
+KEYWORDS: Final = {
+    ("submit", 4): ("", "", "more", "namespace"),
+    ("submit", 6): ("", "", "max_new_tokens", "priority", "stop", "namespace"),
+    ("misuse", 2): ("kind", ""),
+}
+"""By word and number of arguments, what those are called whose values do not say it; then 0 and an
+empty list are left out."""
+
+
+UNSHOWN: Final = ("rare", "often", "alphabet", "faults", "fences")
+"""Parts of a configuration that only choose operations, and mean nothing to a trace."""
+
+
+def to_program(finding: Finding, subject: Subject | None = None) -> str:
+    """Write a finding as a program.
+
+    Args:
+        finding: best a shrunk one.
+        subject: what it was found in, to draw the state before the step that fails.
+
+    Returns:
+        The rule with its sentence, the sizes, a call per operation with the failing one marked, and
+        the picture.
+    """
+    rule = RULES.get(finding.rule)
+    lines = [f"{finding.rule}: {rule.sentence}" if rule else finding.rule, ""]
+    lines.append(f"with {_describe(finding)}")
+    calls = [f"    {to_call(operation)}" for operation in finding.trace]
+    if calls:
+        calls[-1] += f"    # breaks {finding.rule}: {finding.why}"
+    lines += calls
+    if subject is not None:
+        picture = world_before(subject, finding).picture() or "(nothing has happened yet)"
+        lines += ["", "before the last call:", *(f"    {line}" for line in picture.split("\n"))]
+    return "\n".join(lines)
+
+
+def to_call(operation: Operation) -> str:
+    """Write an operation as a call, as ``submit(r1, [0, 0], more=3)``."""
+    word, *arguments = operation
+    keywords = KEYWORDS.get((word, len(arguments)), ())
+    shown = []
+    for place, argument in enumerate(arguments):
+        keyword = keywords[place] if place < len(keywords) else ""
+        if keyword and argument not in (0, []):
+            shown.append(f"{keyword}={_value(argument)}")
+        elif not keyword and argument != "":
+            shown.append(_value(argument))
+    return f"{word}({', '.join(shown)})"
+
+
+def world_before(subject: Subject, finding: Finding) -> World:
+    """Make the world as it is before the last operation of a finding."""
+    world = subject.world(dict(finding.config))
+    try:
+        for operation in finding.trace[:-1]:
+            world.apply(operation)
+    except Violation:
+        pass  # it broke earlier this time: the target is not deterministic, and this is its state
+    return world
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, str) and _NAME.fullmatch(value):
+        return value
+    return repr(value)
+
+
+def _describe(finding: Finding) -> str:
+    sizes = (f"{key}={value!r}" for key, value in finding.config.items() if key not in UNSHOWN)
+    return ", ".join(sizes)

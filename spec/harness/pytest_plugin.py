@@ -1,0 +1,199 @@
+"""A pytest plugin: ``kvspec.toml`` is a fuzz test, every ``*.trace.json`` a regression test.
+
+A ``kvspec.toml`` says what to test, and how long::
+
+    target = "mypackage.cache:make_adapter"   # or "adapter.py:make_adapter", beside this file
+    what = "cache"     # the others are optional; these are the defaults
+    depth = "api"
+    steps = 20_000
+    seed = 0
+
+A rule that breaks is shown with the shrunk program, which is written beside the file as a trace: it
+fails from then on, until it is repaired. Nothing but pytest is imported before such a file is met.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, get_args
+
+import pytest
+
+if TYPE_CHECKING:
+    from .engine import Finding, Subject
+    from .trace_file import TraceFile
+
+FUZZ_FILE: Final = "kvspec.toml"
+TRACE_ENDING: Final = ".trace.json"
+LARGEST_TRACE: Final = 1 << 20
+"""Bytes; traces of other tools may have the same ending, and are larger than any of ours."""
+
+DEFAULTS: Final = {"target": "", "what": "cache", "depth": "api", "steps": 20_000, "seed": 0}
+
+
+class KvSpecError(Exception):
+    """A file that cannot be used; the text is one line, and all that is shown."""
+
+
+class RuleBroken(Exception):
+    """A rule of the specification is broken; the text is the whole report."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options; each overrides what a kvspec.toml or a trace says."""
+    group = parser.getgroup("radixkv", "cache managers against their specification (radixkv)")
+    group.addoption("--kv-target", metavar="TARGET", help="package.module:factory or file.py:name")
+    group.addoption("--kv-depth", choices=["api", "events", "full"], help="how deep it is tested")
+    group.addoption("--kv-steps", type=int, metavar="N", help="operations per kvspec.toml")
+    group.addoption("--kv-seed", type=int, metavar="K", help="equal seeds, equal operations")
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """Collect the two kinds of files."""
+    if file_path.name == FUZZ_FILE:
+        return FuzzFile.from_parent(parent, path=file_path)
+    if file_path.name.endswith(TRACE_ENDING) and _is_ours(file_path):
+        return TraceTestFile.from_parent(parent, path=file_path)
+    return None
+
+
+def _is_ours(path: Path) -> bool:
+    if path.stat().st_size > LARGEST_TRACE:
+        return False
+    content = path.read_bytes()
+    return all(word in content for word in (b'"rule"', b'"config"', b'"trace"'))
+
+
+class FuzzFile(pytest.File):
+    """A kvspec.toml."""
+
+    def collect(self) -> Iterable[pytest.Item]:
+        """It holds one test."""
+        yield FuzzItem.from_parent(self, name="fuzz")
+
+
+class TraceTestFile(pytest.File):
+    """A trace."""
+
+    def collect(self) -> Iterable[pytest.Item]:
+        """It holds one test."""
+        yield TraceItem.from_parent(self, name="replay")
+
+
+class _Item(pytest.Item):
+    """A test that reports in plain words, not with a traceback through the specification."""
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], *args: Any) -> Any:
+        """Show only the text of what was foreseen."""
+        if isinstance(excinfo.value, KvSpecError | RuleBroken):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo, *args)
+
+    def reportinfo(self) -> tuple[Path, None, str]:
+        """Name the test by its file."""
+        return self.path, None, f"{self.path.name}: {self.name}"
+
+    def option(self, name: str, otherwise: Any) -> Any:
+        """Return what the command line says, or else something."""
+        given = self.config.getoption(f"kv_{name}")
+        return otherwise if given is None else given
+
+
+class FuzzItem(_Item):
+    """Random operations until a rule breaks or they are enough."""
+
+    def runtest(self) -> None:
+        """Hunt; if a rule breaks, shrink, write the trace, and fail with all of it."""
+        options = self._options()
+        with _in_one_line(self.path):
+            from .random_engine import run
+            from .shrink import shrink
+            from .trace_file import TraceFile
+
+            subject = _subject(self, options["what"], options["target"], options["depth"])
+            found = run(subject, options["seed"], options["steps"]).finding
+            if found is None:
+                return
+            finding = shrink(subject, found)
+            origin = (options["what"], options["target"], options["depth"])
+            file = TraceFile(finding, *origin)
+            path = self.path.with_name(file.file_name())
+            path.write_text(file.text(), encoding="utf-8")
+            raise RuleBroken(f"{_report(finding, subject)}\n\nwritten to {path}")
+
+    def _options(self) -> dict[str, Any]:
+        try:
+            given = tomllib.loads(self.path.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise KvSpecError(f"{self.path}: not TOML: {error}") from None
+        for key, value in given.items():
+            if key not in DEFAULTS:
+                raise KvSpecError(f"{self.path}: no such key: {key} (of {', '.join(DEFAULTS)})")
+            kind = type(DEFAULTS[key])
+            if type(value) is not kind:
+                wanted = "a string" if kind is str else "an integer"
+                raise KvSpecError(f"{self.path}: {key} must be {wanted}, got {value!r}")
+        options = {
+            key: self.option(key, value) if key != "what" else value
+            for key, value in {**DEFAULTS, **given}.items()
+        }
+        if options["steps"] < 1:  # it would pass, and have tested nothing
+            raise KvSpecError(f"{self.path}: steps must be at least 1, got {options['steps']}")
+        return options
+
+
+class TraceItem(_Item):
+    """A trace that broke a rule once, and must not again."""
+
+    def runtest(self) -> None:
+        """Replay; fail if any rule breaks."""
+        with _in_one_line(self.path):
+            from .trace_file import read_trace_file, replay_file
+
+            file: TraceFile = read_trace_file(self.path)
+            target, depth = self.option("target", file.target), self.option("depth", file.depth)
+            subject = _subject(self, file.what, target, depth)
+            finding = replay_file(subject, file)
+            if finding is not None:
+                raise RuleBroken(_report(finding, subject))
+
+
+def _subject(item: _Item, what: Any, target: str, depth: Any) -> Subject:
+    from ..adapters.cache_target import Depth
+    from ..adapters.load_target import load_target
+    from .subjects import WHATS, make_subject
+
+    if what not in WHATS:
+        raise KvSpecError(f"{item.path}: what must be one of {', '.join(WHATS)}, got {what!r}")
+    if depth not in get_args(Depth):
+        wanted = ", ".join(get_args(Depth))
+        raise KvSpecError(f"{item.path}: depth must be one of {wanted}, got {depth!r}")
+    if not target:
+        raise KvSpecError(f"{item.path}: no target: give one in the file, or --kv-target")
+    where, colon, name = target.rpartition(":")
+    if where.endswith(".py") and (beside := item.path.parent / where).is_file():
+        target = f"{beside}{colon}{name}"
+    return make_subject(what, load_target(target), depth)
+
+
+@contextmanager
+def _in_one_line(path: Path) -> Iterator[None]:
+    """Turn what is wrong with a file or a target into one line that names the file."""
+    from ..adapters.cache import AdapterError
+    from ..adapters.load_target import TargetError
+    from .trace_file import TraceFileError
+
+    try:
+        yield
+    except (AdapterError, TargetError, TraceFileError) as error:
+        text = str(error)
+        raise KvSpecError(text if text.startswith(str(path)) else f"{path}: {text}") from error
+
+
+def _report(finding: Finding, subject: Subject) -> str:
+    from .program import to_program
+
+    return to_program(finding, subject)

@@ -1,0 +1,65 @@
+"""The random engine: volume. Case after case, each a new world of new sizes."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+from ..rules.rule import Violation
+from .engine import (
+    Finding,
+    Subject,
+    Trace,
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run did.
+
+    Attributes:
+        num_steps: the operations it applied.
+        finding: the rule that broke, if one did; the run ended there.
+        situations: how often each situation of interest came up.
+    """
+
+    num_steps: int
+    finding: Finding | None
+    situations: Counter[str]
+
+
+def run(subject: Subject, seed: int, num_steps: int, steps_per_case: int = 100) -> Run:
+    """Apply random operations until a rule breaks or enough were applied.
+
+    Args:
+        subject: what to test.
+        seed: the same seed gives the same run.
+        num_steps: operations in all, to the end of the last case.
+        steps_per_case: operations in one world; each case ends with ``drain``.
+    """
+    generator = random.Random(seed)
+    uniform = generator.random
+
+    def below(bound: int) -> int:
+        return int(uniform() * bound)
+
+    done = 0
+    situations: Counter[str] = Counter()
+    while done < num_steps:
+        config = subject.configure(below)
+        world = subject.world(config)
+        trace: Trace = []
+        try:
+            for _ in range(steps_per_case):
+                operation = world.draw(below)
+                trace.append(operation)
+                world.apply(operation)
+            trace.append(["drain"])
+            world.apply(["drain"])
+        except Violation as violation:
+            finding = Finding(violation.rule.name, violation.why, config, trace)
+            return Run(done + len(trace), finding, situations + world.situations)
+        done += len(trace)
+        situations.update(world.situations)
+    return Run(done, None, situations)

@@ -1,0 +1,1 @@
+"""The world of a scheduler: requests, steps, and the rules beside them."""

@@ -1,0 +1,242 @@
+"""A scheduler with requests around it, a made-up model on a ghost device, and the rules beside."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from ...adapters.scheduler import SchedulerFactory, Submission
+from ...adapters.scheduler_target import SchedulerTarget
+from ...model.ghost import GhostMemory
+from ...rules.rule import require
+from ...rules.scheduler import (
+    Q14,
+    Q15,
+    Q19,
+    Q20,
+    Q30,
+)
+from ..engine import (
+    Below,
+    Config,
+    Operation,
+)
+from .checks import check_settled
+from .draw import (
+    MAX_WAITING,
+    NAMESPACES,
+    WEIGHTS,
+    draw,
+    draw_config,
+)
+from .requests import Books, Tracked
+from .step import end_by_abort, run_step
+
+LAST_PRIORITY: Final = 3
+"""Of requests that must overtake nobody."""
+
+OPERATIONS: Final = tuple(WEIGHTS)
+"""The words of the operations: each is a method of the world."""
+
+
+class SchedulerWorld:
+    """One scheduler under test, and all that is around it.
+
+    Attributes:
+        live: requests that have yet to end, by name; `past` has all there ever were.
+        running: those that hold blocks, in order of admission.
+        tables: the block table of each who runs, after the last call.
+        just_ended: who ended in this operation: it must hold nothing.
+        books: what should be counted.
+    """
+
+    def __init__(self, config: Config, factory: SchedulerFactory) -> None:
+        self.config = config
+        self.block_size: int = config["block_size"]
+        self.target = SchedulerTarget(factory, config)
+        self.ghost = GhostMemory(self.block_size)
+        self.live: dict[str, Tracked] = {}
+        self.past: list[Tracked] = []
+        self.running: list[Tracked] = []
+        self.tables: dict[str, list[int]] = {}
+        self.just_ended: list[str] = []
+        self.books = Books()
+        self.situations: Counter[str] = Counter()
+
+    # What an engine calls
+
+    def draw(self, below: Below) -> Operation:
+        """Draw an operation that applies now."""
+        return draw(self, below)
+
+    def apply(self, operation: Operation) -> bool:
+        """Do one operation and check every rule; False if it does not apply."""
+        word, *arguments = operation
+        assert word in OPERATIONS, f"{word!r} is no operation"
+        method: Callable[..., bool] = getattr(self, word)
+        if not method(*arguments):
+            return False
+        check_settled(self)
+        return True
+
+    def picture(self) -> str:
+        """Draw the requests as text, in order: who runs, then who waits."""
+        lines = []
+        waiting = [request for request in self.live.values() if request.phase != "running"]
+        for request in [*self.running, *sorted(waiting, key=lambda each: each.order)]:
+            done = f"{request.computed}/{len(request.tokens)} computed"
+            line = f"{request.name} {request.phase}, {done}, {request.num_output} generated"
+            if request.phase == "running":
+                line += f", table {self.tables[request.name]}"
+            lines.append(line)
+        return "\n".join(lines) or "no request lives"
+
+    # Operations: each returns whether it applied
+
+    def submit(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        priority: int,
+        stop: Sequence[int],
+        namespace: int,
+    ) -> bool:
+        """Queue a request, or see it refused if, and only if, it can never fit."""
+        if any(request.name == name for request in self.past) or not prompt or max_new_tokens < 1:
+            return False
+        submission = Submission(
+            name, tuple(prompt), max_new_tokens, priority, tuple(stop), NAMESPACES[namespace]
+        )
+        request = Tracked(submission, namespace, len(self.past), self.config)
+        needed, there = self.blocks_for(request.max_kv_tokens), self.config["num_blocks"]
+        added = self.target.add(submission)
+        require(
+            added == (needed <= there),
+            Q19, "{} needs {} blocks of {}, and is {}",
+            name, needed, there, "accepted" if added else "refused",
+        )  # fmt: skip
+        self.past.append(request)
+        if added:
+            self.live[name] = request
+        else:
+            request.phase = "ended"
+            self.situations["too large"] += 1
+        return True
+
+    def step(self) -> bool:
+        """Run one step."""
+        run_step(self)
+        return True
+
+    def step_abort(self, names: Sequence[str]) -> bool:
+        """Run a step, and abort some requests while it is in flight."""
+        run_step(self, lambda step: [end_by_abort(self, name, step) for name in names])
+        return True
+
+    def step_misuse(self, kind: int, name: str) -> bool:
+        """Run a step, and make a wrong call while it is in flight."""
+        run_step(self, lambda step: step.chunks and self.misuse(kind, name))
+        return True
+
+    def abort(self, name: str) -> bool:
+        """Abort between two steps."""
+        return end_by_abort(self, name)
+
+    def misuse(self, kind: int, name: str) -> bool:
+        """Make a wrong call."""
+        if "misuse" not in self.target.can or not any(each.name == name for each in self.past):
+            return False
+        refused = self.target.misuse(kind, name)
+        require(refused, Q30, "the wrong call {} with {} is not refused", kind, name)
+        self.situations["misuse refused"] += 1
+        return True
+
+    def flood(self, name: str, prompt: Sequence[int], max_new_tokens: int) -> bool:
+        """Let new requests come in every step, until all who live now have ended."""
+        old = list(self.live.values())
+        if not old or not prompt or any(each.name == f"{name}.1" for each in self.past):
+            return False
+        work = len(prompt) + max_new_tokens
+        bound = self.bound() + (self.config["max_running"] + 1) * work
+        number = 0
+        while any(request.is_live for request in old):
+            require(number < bound, Q15, "{} steps, and {} have not ended", bound, self.names(old))
+            number += 1
+            if len(self.live) - len(self.running) < MAX_WAITING:
+                priority = LAST_PRIORITY
+                self.submit(f"{name}.{number}", prompt, max_new_tokens, priority, [], 0)
+            run_step(self)
+            check_settled(self)
+        self.situations["flooded"] += 1
+        return True
+
+    def drain(self) -> bool:
+        """Let all requests end, within bounded steps; then nothing may be held."""
+        self.situations["drained with work"] += bool(self.live)
+        bound = self.bound()
+        for _ in range(bound):
+            if not self.live:
+                break
+            run_step(self)
+            check_settled(self)
+        require(
+            not self.live,
+            Q14, "{} steps, and {} have not ended", bound, self.names(list(self.live.values())),
+        )  # fmt: skip
+        available = self.target.available()
+        require(
+            available == self.config["num_blocks"],
+            Q20, "all have ended, and {} of {} blocks can be had",
+            available, self.config["num_blocks"],
+        )  # fmt: skip
+        if "check" in self.target.can:
+            self.target.check()
+        return True
+
+    # What the checks ask
+
+    def bound(self) -> int:
+        """How many steps all who live may take: at worst they go one by one.
+
+        The first in the order is never preempted for another, and gets further in every step; each
+        that ends may have made all others start again.
+        """
+        work = sum(
+            len(r.submission.prompt) + r.submission.max_new_tokens for r in self.live.values()
+        )
+        return (len(self.live) + 1) * work
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks tokens need."""
+        return -(-num_tokens // self.block_size)
+
+    def end(self, request: Tracked) -> None:
+        """A request has ended: from the end of this operation on it holds nothing."""
+        assert self.live.pop(request.name) is request, f"{request.name} ends twice"
+        request.phase = "ended"
+        self.just_ended.append(request.name)
+
+    def names(self, requests: Sequence[Tracked]) -> str:
+        """The names of those that live."""
+        return ", ".join(request.name for request in requests if request.is_live)
+
+
+class SchedulerSubject:
+    """A scheduler to test, in worlds of all sizes.
+
+    Args:
+        factory: makes an adapter from a configuration.
+    """
+
+    def __init__(self, factory: SchedulerFactory) -> None:
+        self.factory = factory
+
+    def configure(self, below: Below) -> Config:
+        """Draw the sizes and options of a world."""
+        return draw_config(below)
+
+    def world(self, config: Config) -> SchedulerWorld:
+        """Make a world without requests."""
+        return SchedulerWorld(config, self.factory)

@@ -1,0 +1,200 @@
+"""Shrinks a failing trace: fewer operations, simpler arguments, the same rule broken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any, Final
+
+from ..rules.rule import Violation
+from .engine import (
+    Config,
+    Finding,
+    Subject,
+    Trace,
+)
+
+MAX_REPLAYS: Final = 4_000
+_NUM_TOKENS: Final = 3
+
+SMALLEST: Final = {"num_blocks": 1, "block_size": 1, "max_running": 1, "alphabet": 1,
+                   "host_blocks": 1}  # fmt: skip
+"""The sizes of a configuration that are made smaller where they can."""
+
+
+class _Shrinker:
+    """Tries simpler candidates, and keeps those that break the same rule.
+
+    Operations name requests, so that leaving one out changes the meaning of no other; what then
+    names nothing is skipped by the replay, and goes with it.
+
+    Source: delta debugging (ddmin, Zeller and Hildebrandt 2002), to a fixpoint.
+    """
+
+    def __init__(self, subject: Subject, finding: Finding) -> None:
+        self.subject = subject
+        self.rule = finding.rule
+        self.config: Config = dict(finding.config)
+        self.trace: Trace = deepcopy(finding.trace)
+        self.why = finding.why
+        self.num_replays = 0
+        self._failed: set[str] = set()  # a round tries much that the round before has tried
+
+    def keeps(self, config: Config, trace: Trace) -> bool:
+        """Tell whether a candidate still breaks the rule; if so, go on from what of it applied."""
+        candidate = repr((config, trace))
+        if candidate in self._failed or self.num_replays >= MAX_REPLAYS:
+            return False
+        self.num_replays += 1
+        violation, applied = _replay(self.subject, config, trace)
+        if violation is None or violation.rule.name != self.rule:
+            self._failed.add(candidate)
+            return False
+        self.config, self.trace, self.why = config, applied, violation.why
+        return True
+
+    def run(self) -> None:
+        """Shrink until a whole round changes nothing."""
+        before = None
+        while before != (self.config, self.trace):
+            before = (self.config, self.trace)
+            self.leave_out_requests()
+            self.leave_out_operations()
+            self.simplify_arguments()
+            self.simplify_tokens()
+            self.shrink_sizes()
+            self.simplify_by_subject()
+        self.rename()
+
+    def leave_out_requests(self) -> None:
+        """Leave out whole requests, with all that names them."""
+        for operation in list(self.trace):
+            if operation[0] == "submit":
+                name = operation[1]
+                self.keeps(self.config, [each for each in self.trace if not _names(each, name)])
+
+    def leave_out_operations(self) -> None:
+        """Leave out runs of operations, long ones first."""
+        length = max(1, len(self.trace) // 2)
+        while length:
+            start = 0
+            while start < len(self.trace):
+                shorter = self.trace[:start] + self.trace[start + length :]
+                if not self.keeps(self.config, shorter):
+                    start += length
+            length //= 2
+
+    def simplify_arguments(self) -> None:
+        """Make numbers smaller and lists shorter."""
+        for index in range(len(self.trace)):
+            place = 1
+            # The trace is shorter when an argument was what others needed to apply.
+            while index < len(self.trace) and place < len(self.trace[index]):
+                self._simplify(index, place)
+                place += 1
+
+    def _simplify(self, index: int, place: int) -> None:
+        for simpler in _simpler(self.trace[index][place]):
+            operation = list(self.trace[index])
+            operation[place] = simpler
+            if self.keeps(self.config, [*self.trace[:index], operation, *self.trace[index + 1 :]]):
+                break
+
+    def simplify_tokens(self) -> None:
+        """Make a token smaller wherever it comes up: those of equal requests cannot one by one."""
+        for token in sorted(_tokens(self.trace)):
+            for simpler in range(min(token, _NUM_TOKENS)):
+                if self.keeps(self.config, _with_token(self.trace, token, simpler)):
+                    break
+
+    def shrink_sizes(self) -> None:
+        """Make the world smaller."""
+        for name, smallest in SMALLEST.items():
+            for size in range(smallest, self.config.get(name, 0)):
+                if self.keeps({**self.config, name: size}, self.trace):
+                    break
+
+    def simplify_by_subject(self) -> None:
+        """Try what the subject knows to be simpler."""
+        simpler: Callable[[Trace], Iterator[Trace]] | None
+        simpler = getattr(self.subject, "simpler", None)
+        if simpler is not None:
+            for candidate in simpler(self.trace):
+                if self.keeps(self.config, candidate):
+                    break
+
+    def rename(self) -> None:
+        """Number the requests anew."""
+        submitted = [operation[1] for operation in self.trace if operation[0] == "submit"]
+        names = {name: f"r{number}" for number, name in enumerate(submitted, 1)}
+        self.keeps(self.config, [_renamed(operation, names) for operation in self.trace])
+
+
+def shrink(subject: Subject, finding: Finding) -> Finding:
+    """Return a finding of the same rule with a trace from which nothing can be left out.
+
+    Args:
+        subject: what the finding was found in.
+        finding: it must come up again when its trace is replayed; else it is returned as it is.
+    """
+    shrinker = _Shrinker(subject, finding)
+    if not shrinker.keeps(shrinker.config, shrinker.trace):
+        return finding
+    shrinker.run()
+    return Finding(finding.rule, shrinker.why, shrinker.config, shrinker.trace)
+
+
+def _replay(subject: Subject, config: Config, trace: Trace) -> tuple[Violation | None, Trace]:
+    """Run a trace from the start; return what broke, and the operations that applied till then."""
+    world = subject.world(dict(config))
+    applied: Trace = []
+    for operation in trace:
+        try:
+            if world.apply(operation):
+                applied.append(operation)
+        except Violation as violation:
+            return violation, [*applied, operation]
+    return None, applied
+
+
+def _names(value: Any, name: str) -> bool:
+    if isinstance(value, str):
+        return value == name or value.startswith(f"{name}.")
+    return isinstance(value, list) and any(_names(each, name) for each in value)
+
+
+def _renamed(value: Any, names: dict[str, str]) -> Any:
+    if isinstance(value, list):
+        return [_renamed(each, names) for each in value]
+    if isinstance(value, str):
+        name, dot, rest = value.partition(".")
+        return names.get(name, name) + dot + rest
+    return value
+
+
+def _tokens(trace: Trace) -> set[int]:
+    lists = (value for operation in trace for value in operation if isinstance(value, list))
+    return {each for value in lists for each in value if type(each) is int}
+
+
+def _with_token(trace: Trace, token: int, other: int) -> Trace:
+    def replaced(value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        return [other if type(each) is int and each == token else each for each in value]
+
+    return [[replaced(value) for value in operation] for operation in trace]
+
+
+def _simpler(value: Any) -> Iterator[Any]:
+    """Yield simpler values, the simplest first."""
+    if isinstance(value, bool):
+        return
+    if isinstance(value, int):
+        yield from range(value)
+    elif isinstance(value, list):
+        yield from (value[:length] for length in range(len(value)))
+        yield from (value[:index] + value[index + 1 :] for index in range(len(value)))
+        for index, each in enumerate(value):
+            if isinstance(each, int) and each:
+                yield [*value[:index], 0, *value[index + 1 :]]

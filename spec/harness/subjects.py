@@ -1,0 +1,38 @@
+"""The kinds of things that can be tested, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, Literal, TypeAlias
+
+from ..adapters.cache_target import Depth
+from .engine import Subject
+
+What: TypeAlias = Literal["cache", "pool", "scheduler", "tiers"]
+
+WHATS: Final[tuple[What, ...]] = ("cache", "pool", "scheduler", "tiers")
+
+
+def make_subject(what: What, factory: Callable[..., Any], depth: Depth) -> Subject:
+    """Return worlds of one kind around what a factory makes.
+
+    Args:
+        what: the kind of thing.
+        factory: see `Factory`, `PoolFactory`, `SchedulerFactory` or `TierFactory`.
+        depth: how deep a cache is looked into; the others have one depth.
+    """
+    if what == "cache":
+        from .cache.world import CacheSubject
+
+        return CacheSubject(factory, depth)
+    if what == "pool":
+        from .pool_world import PoolSubject
+
+        return PoolSubject(factory)
+    if what == "tiers":
+        from .tiers.world import TierSubject
+
+        return TierSubject(factory)
+    from .scheduler.world import SchedulerSubject
+
+    return SchedulerSubject(factory)

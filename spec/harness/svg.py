@@ -1,0 +1,189 @@
+"""A finding as a drawing: the tree of published blocks and the pool, before the step that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from typing import TYPE_CHECKING, Final
+
+from ..model.blocks import EVICTED, FREE
+from .engine import Finding, Subject
+from .program import to_call, world_before
+
+if TYPE_CHECKING:
+    from ..model.cache import CacheModel
+    from ..model.ghost import Tag
+    from .cache.world import CacheWorld
+
+LINE: Final = 18
+MARGIN: Final = 12
+CELL: Final = 26
+BOX: Final = (118, 34)
+GAP: Final = (22, 26)
+CHAR: Final = 7.3
+
+FILL: Final = {
+    "free": "#ffffff", "private": "#ffd9a8", "cached": "#bfe3c6", "used": "#7cc48d",
+    "evicted": "#f4b6b6",
+}  # fmt: skip
+
+STYLE: Final = (
+    "text{font:12px monospace;fill:#222}rect{stroke:#555}"
+    "line{stroke:#555}.bad{fill:#b00020;font-weight:bold}.background{fill:#fff;stroke:none}"
+)
+
+
+def to_svg(subject: Subject, finding: Finding, *, calls: bool = True) -> str:
+    """Draw a finding as an SVG document.
+
+    The calls stand on top, the failing one in red; below, the state before it: the published
+    blocks as a tree and the pool as a strip where there is a model of them, else as text.
+
+    Args:
+        subject: what it was found in.
+        finding: best a shrunk one.
+        calls: whether to write the calls, too.
+    """
+    world = world_before(subject, finding)
+    canvas = _Canvas()
+    if calls:
+        _calls(canvas, finding)
+    model: CacheModel | None = getattr(world, "model", None)
+    tree = getattr(model, "published_at", None)
+    if model is None or tree is None:
+        for line in world.picture().split("\n"):
+            canvas.text(line)
+    else:
+        _Tree(canvas, world, model).draw()  # type: ignore[arg-type]  # only such a world has one
+        _strip(canvas, model)
+        for line in world.picture().split("\n"):
+            if " block " not in line and not line.startswith("blocks |"):
+                canvas.text(line)
+    return canvas.document()
+
+
+def _calls(canvas: _Canvas, finding: Finding) -> None:
+    for operation in finding.trace[:-1]:
+        canvas.text(to_call(operation))
+    if finding.trace:
+        canvas.text(to_call(finding.trace[-1]), "bad")
+    canvas.text(f"{finding.rule}: {finding.why}", "bad")
+    canvas.skip(LINE // 2)
+
+
+class _Canvas:
+    """Elements from top to bottom, and how far they reach."""
+
+    def __init__(self) -> None:
+        self.elements: list[str] = []
+        self.bottom = float(MARGIN)
+        self.right = 0.0
+
+    def skip(self, height: float) -> None:
+        self.bottom += height
+
+    def text(self, text: str, style: str = "") -> None:
+        self.bottom += LINE
+        self.text_at(MARGIN, self.bottom - 5, text, style)
+
+    def text_at(self, x: float, y: float, text: str, style: str = "") -> None:
+        attribute = f' class="{style}"' if style else ""
+        self.elements.append(
+            f'<text x="{x:g}" y="{y:g}" xml:space="preserve"{attribute}>{escape(text)}</text>'
+        )
+        self.right = max(self.right, x + CHAR * len(text))
+
+    def box(self, x: float, y: float, size: tuple[float, float], fill: str) -> None:
+        width, height = size
+        self.elements.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}"/>'
+        )
+        self.right = max(self.right, x + width)
+
+    def line(self, x1: float, y1: float, x2: float, y2: float) -> None:
+        self.elements.append(f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}"/>')
+
+    def document(self) -> str:
+        width, height = round(self.right + MARGIN), round(self.bottom + MARGIN)
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+            f'viewBox="0 0 {width} {height}"><style>{STYLE}</style>'
+            f'<rect class="background" width="{width}" height="{height}"/>'
+            f"{''.join(self.elements)}</svg>\n"
+        )
+
+
+class _Tree:
+    """The published prefixes: a leaf has a column, a parent stands over its children."""
+
+    def __init__(self, canvas: _Canvas, world: CacheWorld, model: CacheModel) -> None:
+        self.canvas, self.model = canvas, model
+        self.top = canvas.bottom
+        self.columns = 0
+        size = world.block_size
+        self.words: dict[Tag, str] = {}
+        for request in world.past:
+            for index, tag in enumerate(request.path(size)):
+                self.words[tag] = " ".join(map(str, request.tokens[index * size :][:size]))
+        self.children: dict[Tag, list[Tag]] = {}
+        for tag, entry in model.published_at.items():
+            self.children.setdefault(entry.parent, []).append(tag)
+
+    def draw(self) -> None:
+        """Draw every tree of the forest: one per namespace."""
+        depth = max((entry.depth + 1 for entry in self.model.published_at.values()), default=0)
+        for root in [parent for parent in self.children if parent not in self.model.published_at]:
+            for tag in self.children[root]:
+                self._draw(tag, 0)
+        self.canvas.skip(depth * (BOX[1] + GAP[1]))
+
+    def _draw(self, tag: Tag, depth: int) -> float:
+        y = self.top + depth * (BOX[1] + GAP[1])
+        below = [self._draw(child, depth + 1) for child in self.children.get(tag, [])]
+        if below:
+            middle = (below[0] + below[-1]) / 2
+        else:
+            middle = MARGIN + self.columns * (BOX[0] + GAP[0]) + BOX[0] / 2
+            self.columns += 1
+        for child in below:
+            self.canvas.line(middle, y + BOX[1], child, y + BOX[1] + GAP[1])
+        self._box(tag, middle - BOX[0] / 2, y)
+        return middle
+
+    def _box(self, tag: Tag, x: float, y: float) -> None:
+        users = [name for name, held in self.model.holdings.items() if tag in held.shared]
+        self.canvas.box(x, y, BOX, FILL["used" if users else "cached"])
+        block = self.model.published_at[tag].block
+        self.canvas.text_at(x + 5, y + 14, _cut(f"{block}: {self.words.get(tag, '?')}"))
+        self.canvas.text_at(x + 5, y + 29, _cut(" ".join(users) or "unused"))
+
+
+def _cut(text: str) -> str:
+    most = int((BOX[0] - 8) / CHAR)
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _strip(canvas: _Canvas, model: CacheModel) -> None:
+    canvas.skip(6)
+    top = canvas.bottom
+    for place, (label, kind) in enumerate(_cells(model)):
+        x = MARGIN + place * CELL
+        canvas.box(x, top, (CELL, CELL), FILL[kind])
+        canvas.text_at(x + 4, top + 17, label)
+    canvas.skip(CELL + 4)
+
+
+def _cells(model: CacheModel) -> Iterator[tuple[str, str]]:
+    """Yield a label and a kind per block, those that were never given out last, without a label."""
+    used = model.used()
+    for block, owner in sorted(model.owner.items()):
+        if owner == FREE:
+            yield str(block), "free"
+        elif owner == EVICTED:
+            yield str(block), "evicted"
+        elif isinstance(owner, str):
+            yield str(block), "private"
+        else:
+            yield str(block), "used" if owner in used else "cached"
+    for _ in range(model.num_blocks - len(model.owner)):
+        yield "", "free"

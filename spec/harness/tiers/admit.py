@@ -1,0 +1,246 @@
+"""Operations by which requests come, come back and compute in a world with tiers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...rules import tiers as rules
+from ...rules.cache import A8
+from ...rules.rule import require
+from ..cache import (
+    admit as cache_admit,
+)
+from ..cache import (
+    compute as cache_compute,
+)
+from ..cache import (
+    end as cache_end,
+)
+from ..cache.requests import NAMESPACES, Request
+from .checks import check_order
+from .requests import (
+    Load,
+    Parked,
+    Seen,
+)
+from .take import take
+
+if TYPE_CHECKING:
+    from .world import TierWorld
+
+
+def submit(world: TierWorld, name: str, prompt: list[int], more: int, namespace: int) -> bool:
+    """A request comes, and waits; it may grow by `more` tokens."""
+    if not cache_admit.submit(world, name, prompt, more, namespace):
+        return False
+    world.retag(world.requests[name])
+    return True
+
+
+def match(world: TierWorld, name: str) -> bool:
+    """A request looks what is cached, to be admitted with that, now or later."""
+    request = world.get(name, "waiting")
+    if request is None or not cache_admit.match(world, name):
+        return False
+    _host_hit(world, request)
+    return True
+
+
+def _host_hit(world: TierWorld, request: Request) -> tuple[int, int]:
+    """Check what a match says of both tiers, and return it."""
+    path = request.path(world.block_size)
+    num_hit = world.tier_model.longest_hit(path)
+    num_host = 0
+    while path[num_hit + num_host : num_hit + num_host + 1] and (
+        path[num_hit + num_host] in world.seen.host
+    ):
+        num_host += 1
+    found = world.ask("tier_match", request.tokens, request.namespace)
+    wanted = (num_hit, num_host)
+    require(found == wanted, rules.T8, "{} matches {}, there are {}", request.name, found, wanted)
+    return wanted
+
+
+def admit(world: TierWorld, name: str) -> bool:
+    """A waiting request is admitted, or refused; one that was parked resumes."""
+    request, parked = world.get(name, "waiting"), world.parked.get(name)
+    if request is None or (parked is not None and parked.writers):
+        return False
+    if _admit(world, request, 0, parked):
+        world.parked.pop(name, None)
+    return True
+
+
+def fork(world: TierWorld, name: str, new: str, more: int) -> bool:
+    """Another request goes on from where a running one is."""
+    request = world.get(name, "running")
+    if request is None or request.job or not request.written:
+        return False
+    tokens = request.tokens[: request.written]
+    if not submit(world, new, tokens, more, NAMESPACES.index(request.namespace)):
+        return False
+    world.ask("fork", new, name, tokens)
+    forked = _admit(world, world.requests[new], len(tokens) % world.block_size, None)
+    world.situations["forked" if forked else "not forked"] += 1
+    return True
+
+
+def _admit(world: TierWorld, request: Request, tail: int, parked: Parked | None) -> bool:
+    """Admit a request, to which a tail of some tokens is copied; False if it was refused."""
+    before = world.see()
+    num_hit, num_host = _host_hit(world, request)
+    cache_admit.admit(world, request.name)
+    world.see()
+    if request.state != "running":
+        require(world.seen == before, A8, "{} was refused, and tiers changed", request.name)
+        world.in_vain.add(request.name)
+        return False
+    path = request.path(world.block_size)
+    world.order.use(path[:num_hit])
+    world.use(path[: num_hit + num_host])
+    world.order.touch(path)
+    if parked is not None:
+        tail = _resume(world, parked, num_hit + num_host)
+    _load(world, request, num_host, tail)
+    _count_hits(world, request, num_hit)
+    world.lost(before, world.uncopied(before), needs_room=True)
+    return True
+
+
+def _resume(world: TierWorld, parked: Parked, num_blocks: int) -> int:
+    """Check what a resumed request finds; return the tokens of the tail that it loads."""
+    num_whole, tail = divmod(parked.num_tokens, world.block_size)
+    is_whole = not (parked.failed or parked.is_void) and parked.where == "host"
+    if is_whole:
+        require(
+            num_blocks >= num_whole, rules.T22, "{} of {} blocks are left", num_blocks, num_whole
+        )
+    world.situations["resumed, and all is there" if is_whole else "resumed in part"] += 1
+    return tail if parked.keeps_tail and num_blocks == num_whole else 0
+
+
+def _load(world: TierWorld, request: Request, num_host: int, tail: int) -> None:
+    name = request.name
+    copy = world.ask("loading", name)
+    require(
+        (copy is not None) == bool(num_host or tail),
+        rules.T9,
+        "{} found {} blocks and {} tokens on the host, and loads with {}",
+        name,
+        num_host,
+        tail,
+        copy,
+    )
+    found = world.ask("promoted", name)
+    require(found == 0, rules.T10, "{} was promoted {} blocks at its admission", name, found)
+    ready = world.ask("ready", name)
+    require(ready == request.written, rules.T10, "{} has {} tokens, {} were hit", name, ready,
+            request.written)  # fmt: skip
+    if copy is not None:
+        num_hit = request.written // world.block_size
+        path = request.path(world.block_size)[: num_hit + num_host]
+        tags = request.tags[request.written :][: num_host * world.block_size + tail]
+        left = world.seen.leaving.intersection(path)
+        world.loads[name] = Load(copy, num_hit, num_host, tail, path, tags, left)
+        request.job = "loading"
+        world.situations["hit on the host"] += bool(num_host)
+        world.situations["tail loaded"] += bool(tail)
+
+
+def _count_hits(world: TierWorld, request: Request, num_hit: int) -> None:
+    if world.config["write"] != "through" or not world.config["hits"]:
+        return
+    path = request.path(world.block_size)[:num_hit]
+    for tag in path:
+        if tag not in world.seen.host and tag not in world.seen.landing:
+            world.hits[tag] += 1
+    world.to_copy.append(path)
+
+
+# They compute: what was decided is dispatched before a step
+
+
+def _can_step(world: TierWorld, name: str, num_tokens: int) -> bool:
+    request = world.get(name, "running")
+    return (
+        request is not None
+        and not request.job
+        and request.written < len(request.tokens)
+        and num_tokens >= 1
+    )
+
+
+def forward(world: TierWorld, name: str, num_tokens: int) -> bool:
+    """A step runs: it reads what is written, writes on, and publishes."""
+    job = f"{name}.now"
+    return launch(world, name, num_tokens, job) and done(world, job)
+
+
+def launch(world: TierWorld, name: str, num_tokens: int, job: str) -> bool:
+    """A step is enqueued, after all operations that were decided."""
+    if not _can_step(world, name, num_tokens) or job in world.jobs:
+        return False
+    take(world)
+    return cache_compute.launch(world, name, num_tokens, job)
+
+
+def done(world: TierWorld, name: str) -> bool:
+    """A step is done, and its request hears of it; or it is late, and nobody does."""
+    before, job = world.see(), world.jobs.get(name)
+    holding = world.tier_model.holdings.get(job.request) if job is not None else None
+    num_shared = len(holding.shared) if holding is not None else 0
+    if job is not None and job.request in world.requests:  # it may find copies of what it publishes
+        world.order.touch(world.requests[job.request].path(world.block_size))
+    if not cache_compute.done(world, name):
+        return False
+    world.see()
+    world.lost(before)
+    at_once = world.config["write"] == "through" and not world.config["hits"]
+    if at_once and holding is not None and len(holding.shared) > num_shared:
+        world.to_copy.append(list(holding.shared))
+    return True
+
+
+def fail(world: TierWorld, name: str) -> bool:
+    """A step fails: what it wrote is worthless."""
+    return cache_compute.fail(world, name)
+
+
+def publish_again(world: TierWorld, name: str, num_tokens: int) -> bool:
+    """A completion is heard of twice, an old one perhaps: its tokens are published again."""
+    return name not in world.loads and cache_compute.again(world, name, num_tokens)
+
+
+def append(world: TierWorld, name: str, tokens: list[int]) -> bool:
+    """A request that has computed all of its tokens comes to have more, if there is room."""
+    before, request = world.see(), world.get(name, "running")
+    if request is None or not cache_compute.append(world, name, tokens):
+        return False
+    _grown(world, before)
+    return True
+
+
+def append_batch(world: TierWorld, tokens: list[tuple[str, int]]) -> bool:
+    """One more token for each of some requests, all of them or none."""
+    before = world.see()
+    if not cache_compute.append_batch(world, tokens):
+        return False
+    _grown(world, before)
+    return True
+
+
+def _grown(world: TierWorld, before: Seen) -> None:
+    for request in world.running():
+        world.learn(request)
+    world.see()
+    world.lost(before, world.uncopied(before), needs_room=True)
+
+
+def evict(world: TierWorld, num_blocks: int) -> bool:
+    """The device is asked to give up some blocks."""
+    before = world.see()
+    cache_end.evict(world, num_blocks)
+    world.see()
+    check_order(world, before)
+    world.lost(before, world.uncopied(before), needs_room=True)
+    return True

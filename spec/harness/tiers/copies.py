@@ -1,0 +1,147 @@
+"""Operations on operations: they have results, are fenced, and are heard of again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...rules import tiers as rules
+from ...rules.rule import require
+from .ends import Change, ended
+from .executor import Flight
+
+if TYPE_CHECKING:
+    from .world import TierWorld
+
+
+def result(world: TierWorld, name: str, bad: list[int], fenced: int) -> bool:
+    """An operation is done, or fails in part; with 0 for fenced somebody may still write.
+
+    One that was given up is heard of late: that is its fence.
+    """
+    flight = world.executor.find(name)
+    if flight is None or (flight.has_result and not flight.given_up):
+        return False
+    was_given_up = flight.given_up
+    change = Change(world.see(), flight)
+    ok = world.executor.end(flight, bad)
+    fenced = fenced or was_given_up
+    if flight.copy.kind == "store" and not was_given_up:
+        _check_store(world, flight, ok)
+    world.begin_lift(flight, fenced=bool(fenced))
+    told = world.ask("complete", flight.copy.id, ok, bool(fenced))
+    require(told != was_given_up, rules.T6, "{} has ended: {}, told {}", flight.op,
+            was_given_up, not told)  # fmt: skip
+    world.counted["late_completions"] += was_given_up
+    if not all(ok):
+        world.situations[f"failed: {flight.copy.kind}"] += 1
+    world.situations[f"done: {flight.copy.kind}"] += all(ok)
+    ended(world, change, result=not was_given_up, fenced=bool(fenced))
+    return True
+
+
+def _check_store(world: TierWorld, flight: Flight, ok: list[bool]) -> None:
+    for place, block in enumerate(flight.copy.sources):
+        require(
+            world.executor.content("host", block) == flight.read[place],
+            rules.T2,
+            "host block {} was written while {} read it",
+            block,
+            flight.op,
+        )
+    world.counted["stored_blocks"] += sum(ok)
+    world.storage_law.store(key for key, good in zip(flight.copy.keys, ok, strict=False) if good)
+    if ok:
+        _use_stored(world, flight, ok)
+    if ok and all(ok):
+        world.stored.update(read[-1] for read in flight.read)
+
+
+def _use_stored(world: TierWorld, flight: Flight, ok: list[bool]) -> None:
+    """What is stored now is used, and what it follows, if it is still on the host."""
+    written = {read[-1]: good for read, good in zip(flight.read, ok, strict=True)}
+    blocks = zip(written, flight.copy.sources, strict=True)
+    left = [tag for tag, block in blocks if world.seen.host.get(tag) == block]
+    world.uses.written(left, [tag for tag in left if written[tag]])
+    for tag in left:
+        world.use(world.prefixes.path_to(tag))
+
+
+def fence(world: TierWorld, name: str) -> bool:
+    """Nobody writes any more what an operation has left."""
+    flight = world.executor.find(name)
+    if flight is None or not (flight.has_result or flight.given_up):
+        return False
+    change = Change(world.see(), flight)
+    world.executor.lift(flight)
+    if flight.copy.kind == "store" and flight.has_result and not flight.given_up:
+        _check_store(world, flight, [])
+    world.begin_lift(flight, fenced=True)
+    told = world.ask("fence", flight.copy.id)
+    require(told, rules.T6, "the fence of {} is not heard", flight.op)
+    ended(world, change, result=False, fenced=True)
+    world.situations["fenced later"] += 1
+    return True
+
+
+def late(world: TierWorld, place: int, bad: list[int], fenced: int) -> bool:
+    """A result or a fence is heard of that was heard of before, or is of no operation."""
+    ended_before = world.executor.ended
+    if place >= len(ended_before):
+        return False
+    copy = ended_before[-1 - place]
+    before, free = world.see(), dict(world.tier_model.host)
+    if fenced == 2:
+        told = world.ask("fence", copy.id)
+    else:
+        ok = [each not in bad for each in range(copy.num_blocks)]
+        told = world.ask("complete", copy.id, ok, bool(fenced))
+    require(not told, rules.T6, "operation {} ends twice", copy.id)
+    world.counted["late_completions"] += 1
+    world.see()
+    same = world.seen == before and world.tier_model.host == free
+    require(same, rules.T6, "operation {} is heard of twice, and blocks move", copy.id)
+    world.situations["heard of twice"] += 1
+    return True
+
+
+def early(world: TierWorld) -> bool:
+    """An operation that was not taken has a result: it is of no operation."""
+    before = world.see()
+    number, num_believed = world.target.ask("early")
+    require(not num_believed, rules.T6, "{} operations ended that were not taken", num_believed)
+    world.counted["late_completions"] += number
+    require(world.see() == before, rules.T6, "operations that were not taken have moved blocks")
+    world.situations["result before it is taken"] += number
+    return True
+
+
+def second(world: TierWorld, name: str, bad: list[int]) -> bool:
+    """An operation that has its result has another, before its fence."""
+    flight = world.executor.find(name)
+    if flight is None or not flight.has_result or flight.given_up:
+        return False
+    before, taken = world.see(), dict(world.tier_model.host)
+    ok = [place not in bad for place in range(flight.copy.num_blocks)]
+    told = world.ask("complete", flight.copy.id, ok, False)
+    require(not told, rules.T6, "{} has two results", flight.op)
+    world.counted["late_completions"] += 1
+    world.see()
+    same = world.seen == before and world.tier_model.host == taken
+    require(same, rules.T6, "{} has a second result, and blocks move", flight.op)
+    world.situations["second result"] += 1
+    return True
+
+
+def wrong_result(world: TierWorld, name: str, number: int) -> bool:
+    """An operation has a result for another number of blocks than it has."""
+    flight = world.executor.find(name)
+    if flight is None or flight.has_result or flight.given_up:
+        return False
+    number += number >= flight.copy.num_blocks
+    before = world.see()
+    refused = world.ask("wrong_result", flight.copy.id, number)
+    require(refused, rules.T7, "{} results for {} blocks", number, flight.copy.num_blocks)
+    world.see()
+    require(world.seen == before, rules.T7, "a refused result has moved blocks")
+    world.situations["wrong result"] += 1
+    return True

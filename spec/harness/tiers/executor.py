@@ -1,0 +1,182 @@
+"""The virtual executor: ghost memory of host and storage, and operations that end when told.
+
+The operations of one `take` are simultaneous: all sources are read, then all destinations are
+worthless, until their operation has its result. A copy to storage reads when it ends. Whoever
+writes late, after its operation was given up, leaves garbage: whatever then has the block, reads
+it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+from ...adapters.tiers import Copy
+from ...model.device import (
+    POISON,
+    UNWRITTEN,
+    Device,
+)
+from ...model.ghost import Tag
+from ...rules import tiers as rules
+from ...rules.rule import require
+
+Content: TypeAlias = list[Tag]
+"""The tags in a block."""
+
+MOVES: Final = ("out", "in", "fork")
+FROM_DEVICE: Final = ("out", "fork")
+TO_DEVICE: Final = ("in", "fork")
+
+
+def leading(ok: Sequence[bool]) -> int:
+    """How many results are good before the first bad one."""
+    return next((place for place, good in enumerate(ok) if not good), len(ok))
+
+
+@dataclass(slots=True)
+class Flight:
+    """An operation that was taken.
+
+    Attributes:
+        read: what was in its sources when it began.
+        has_result: whether it has had its result, or was given up.
+        given_up: whether it was; then nothing that it writes counts.
+        owner: the request that it is for, if there is one.
+        is_orphan: whether it loads a request that has ended.
+        old: whether there was a reset since.
+        ok: its result.
+        evicted: what had left the device, copied by it or not, since operations were taken before.
+    """
+
+    copy: Copy
+    read: list[Content]
+    has_result: bool = False
+    given_up: bool = False
+    owner: str = ""
+    is_orphan: bool = False
+    old: bool = False
+    ok: list[bool] = field(default_factory=list)
+    evicted: set[Tag] = field(default_factory=set)
+
+    @property
+    def op(self) -> str:
+        """Its name in the model."""
+        return f"op {self.copy.id}"
+
+    def bad_blocks(self) -> list[int]:
+        """The destinations that somebody may still write."""
+        return [
+            block
+            for place, block in enumerate(self.copy.destinations)
+            if self.given_up or not (self.has_result and self.ok[place])
+        ]
+
+
+class Executor:
+    """Runs the operations, on tags.
+
+    Attributes:
+        host: what each host block holds.
+        storage: what is stored under each key.
+        flights: the operations that are not fenced, in the order in which they were taken.
+        ended: the last ids of those that are.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.host: dict[int, Content] = {}
+        self.storage: dict[bytes, Content] = {}
+        self.flights: list[Flight] = []
+        self.ended: list[Copy] = []
+        self.seen: set[int] = set()
+
+    def content(self, tier: str, block: int) -> Content:
+        """What a block holds."""
+        memory = self.device.memory if tier == "device" else self.host
+        return list(memory.get(block, [UNWRITTEN] * self.device.block_size))
+
+    def _put(self, tier: str, block: int, content: Sequence[Tag]) -> None:
+        (self.device.memory if tier == "device" else self.host)[block] = list(content)
+
+    def begin(self, copies: Sequence[Copy]) -> list[Flight]:
+        """Begin the operations of one `take`."""
+        if self.device.queue:
+            self.device.run_through(self.device.queue[-1])
+        flights = []
+        for copy in copies:
+            require(copy.id not in self.seen, rules.T6, "operation {} is taken again", copy.id)
+            self.seen.add(copy.id)
+            places = [each for each in (copy.sources, copy.destinations, copy.keys) if each]
+            wanted = 1 if copy.kind == "lookup" else 2
+            require(
+                len(places) == wanted and len({len(each) for each in places}) == 1,
+                rules.T35,
+                "operation {} names {} sources, {} destinations and {} keys",
+                copy.id,
+                len(copy.sources),
+                len(copy.destinations),
+                len(copy.keys),
+            )
+            tier = "device" if copy.kind in FROM_DEVICE else "host"
+            flights.append(Flight(copy, [self.content(tier, block) for block in copy.sources]))
+        for flight in flights:
+            self._spoil(flight.copy.kind, flight.copy.destinations)
+        self.flights += flights
+        return flights
+
+    def _spoil(self, kind: str, blocks: Sequence[int]) -> None:
+        tier = "device" if kind in TO_DEVICE else "host"
+        for block in blocks:
+            self._put(tier, block, [POISON] * self.device.block_size)
+
+    def find(self, name: str) -> Flight | None:
+        """Return an operation by its kind and its place among those, as ``"out1"``."""
+        kind, place = name.rstrip("0123456789"), name.lstrip("abcdefghijklmnopqrstuvwxyz")
+        same = [flight for flight in self.flights if flight.copy.kind == kind]
+        index = int(place) if place else 0
+        return same[index - 1] if 0 < index <= len(same) else None
+
+    def names(self) -> list[str]:
+        """Return the names of all."""
+        numbers: Counter[str] = Counter()
+        found = []
+        for flight in self.flights:
+            numbers[flight.copy.kind] += 1
+            found.append(f"{flight.copy.kind}{numbers[flight.copy.kind]}")
+        return found
+
+    def end(self, flight: Flight, bad: Sequence[int]) -> list[bool]:
+        """Let an operation take effect, but for some blocks; return its results."""
+        copy = flight.copy
+        ok = [place not in bad for place in range(copy.num_blocks)]
+        if copy.kind in ("lookup", "fetch"):
+            ok = [good and key in self.storage for good, key in zip(ok, copy.keys, strict=True)]
+        flight.ok = ok
+        if flight.given_up:
+            self.lift(flight)  # it writes now; nobody must mind
+            return ok
+        for place, good in enumerate(ok):
+            if not good:
+                continue
+            if copy.kind in MOVES:
+                tier = "device" if copy.kind in TO_DEVICE else "host"
+                self._put(tier, copy.destinations[place], flight.read[place])
+            elif copy.kind == "fetch":
+                self._put("host", copy.destinations[place], self.storage[copy.keys[place]])
+            elif copy.kind == "store":
+                self.storage[copy.keys[place]] = self.content("host", copy.sources[place])
+        flight.has_result = True
+        return ok
+
+    def lift(self, flight: Flight) -> None:
+        """Let whoever still writes do so now, for the last time."""
+        if flight.copy.destinations:
+            self._spoil(flight.copy.kind, flight.bad_blocks())
+
+    def fenced(self, flight: Flight) -> None:
+        """Forget an operation that is fenced."""
+        self.flights.remove(flight)
+        self.ended = [*self.ended[-3:], flight.copy]

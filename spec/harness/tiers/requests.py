@@ -1,0 +1,153 @@
+"""What the world of the tiers remembers of requests, prefixes and what was last seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from ...model.ghost import Tag
+from ..cache.requests import Request
+
+
+@dataclass(slots=True)
+class Load:
+    """A request that is being loaded: a hit on the device, then blocks of the host, then a tail.
+
+    Attributes:
+        tail: the tokens of a last block that is not whole, and was parked; 0 if there is none.
+        path: of its whole blocks, those of the hit and those that are loaded.
+        tags: of the tokens that are loaded.
+        left: the prefixes that the host gave up for it, and that are nowhere yet.
+    """
+
+    copy: int
+    num_hit: int
+    num_host: int
+    tail: int
+    path: list[Tag]
+    tags: list[Tag]
+    left: set[Tag]
+
+
+@dataclass(slots=True)
+class Parked:
+    """What a parked request left.
+
+    Attributes:
+        num_tokens: those that were computed.
+        copy: the operation that saves what no other did, or None.
+        blocks: host blocks that it may need.
+        writers: the operations that still write some of them: that one, and others.
+        failed: whether some were not saved.
+        is_void: whether a reset has dropped its namespace.
+        keeps_tail: whether its last block can be loaded if that is not whole.
+    """
+
+    where: str
+    path: list[Tag]
+    num_tokens: int
+    copy: int | None = None
+    blocks: set[int] = field(default_factory=set)
+    writers: set[int] = field(default_factory=set)
+    failed: bool = False
+    is_void: bool = False
+    keeps_tail: bool = True
+
+
+@dataclass(slots=True)
+class Prefetch:
+    """A question to storage, and then its answer on the way to the host.
+
+    Attributes:
+        path: of all whole blocks of its tokens; the first num_known are cached.
+        stage: what comes next: "lookup", "found" (with num_found), "fetch" or "done".
+        blocks: host blocks that it may need.
+        held: of the cached ones those that only the host had.
+    """
+
+    path: list[Tag]
+    num_known: int
+    stage: str = "lookup"
+    num_found: int = 0
+    is_wanted: bool = True
+    is_old: bool = False
+    blocks: set[int] = field(default_factory=set)
+    held: list[Tag] = field(default_factory=list)
+
+
+@dataclass
+class Prefixes:
+    """The prefixes that end with a whole block, by their tags.
+
+    Attributes:
+        content: the tags in the last block.
+        parent: the tag of the block before, or of the empty prefix.
+        first: the tag of the first block.
+        depth: how many blocks there are before.
+        key: what storage calls it.
+    """
+
+    content: dict[Tag, list[Tag]] = field(default_factory=dict)
+    parent: dict[Tag, Tag] = field(default_factory=dict)
+    first: dict[Tag, Tag] = field(default_factory=dict)
+    depth: dict[Tag, int] = field(default_factory=dict)
+    key: dict[Tag, bytes] = field(default_factory=dict)
+
+    def learn(self, request: Request, block_size: int, keys: list[bytes]) -> None:
+        """Enter the whole blocks of a request."""
+        path = request.path(block_size)
+        before = request.root
+        for index, tag in enumerate(path):
+            if tag not in self.content:
+                self.content[tag] = request.tags[index * block_size : (index + 1) * block_size]
+                self.parent[tag], self.first[tag], self.depth[tag] = before, path[0], index
+                self.key[tag] = keys[index] if keys else b""
+            before = tag
+
+    def path_to(self, tag: Tag) -> list[Tag]:
+        """Return the prefixes before one, and itself."""
+        path = []
+        while tag in self.parent:
+            path.append(tag)
+            tag = self.parent[tag]
+        return path
+
+    def paths_to(self, tags: Iterable[Tag]) -> Iterator[Tag]:
+        """Yield the prefixes before some, and themselves."""
+        for tag in tags:
+            yield from self.path_to(tag)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Where each prefix was, at one time.
+
+    Attributes:
+        device, host, landing: the block of each prefix.
+        leaving: the prefixes that were moved towards the device, and are not there yet.
+        num_free: free host blocks.
+        order: host blocks that can be dropped, the next one first.
+    """
+
+    device: dict[Tag, int]
+    host: dict[Tag, int]
+    landing: dict[Tag, int]
+    leaving: set[Tag]
+    num_free: int
+    order: tuple[int, ...]
+
+    @property
+    def idle(self) -> set[int]:
+        """The host blocks that can be dropped."""
+        return set(self.order)
+
+    @property
+    def spare(self) -> set[Tag]:
+        """The prefixes whose copy on the host can be dropped, and the device has them too."""
+        idle = self.idle
+        return {tag for tag, block in self.host.items() if tag in self.device and block in idle}
+
+    @property
+    def anywhere(self) -> set[Tag]:
+        """The prefixes that are somewhere."""
+        return {*self.device, *self.host, *self.landing, *self.leaving}

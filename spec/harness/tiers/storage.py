@@ -1,0 +1,228 @@
+"""Operations of storage, of the cache as a whole, and of the law."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...rules import tiers as rules
+from ...rules.cache import D1, R5
+from ...rules.rule import require
+from ..cache import end as cache_end
+from ..cache.requests import NAMESPACES
+from .admit import (
+    admit,
+    done,
+    forward,
+    submit,
+)
+from .copies import fence, result
+from .preempt import finish, unpark
+from .requests import Prefetch, Seen
+from .take import take
+
+if TYPE_CHECKING:
+    from .world import TierWorld
+
+
+def prefetch(world: TierWorld, name: str) -> bool:
+    """What storage has of a waiting request is brought to the host."""
+    request = world.get(name, "waiting")
+    if request is None or name in world.prefetches:
+        return False
+    before = world.see()
+    path = request.path(world.block_size)
+    world.touch_all(path)
+    known = 0
+    while known < len(path) and path[known] in world.seen.device:
+        known += 1
+    while known < len(path) and path[known] in world.seen.host:
+        known += 1
+    asked = world.ask("prefetch", name, request.tokens, request.namespace)
+    wanted = known if world.config["storage"] and known < len(path) else None
+    require(asked == wanted, rules.T25, "{} of {} blocks are cached, and {} asks from {} on", known,
+            len(path), name, asked)  # fmt: skip
+    if asked is not None:
+        # A hold keeps whole runs, which may go on where the path does not.
+        first = world.prefixes.first
+        blocks = {block for tag, block in before.host.items() if first[tag] == path[0]}
+        held = [tag for tag in path[:known] if tag not in before.device]
+        world.prefetches[name] = Prefetch(path, known, blocks=blocks, held=held)
+    world.see()
+    world.lost(before)
+    return True
+
+
+def elsewhere(world: TierWorld, name: str, num_blocks: int) -> bool:
+    """Another process computes a waiting request, and stores its first blocks."""
+    request = world.get(name, "waiting")
+    if request is None or not world.config["storage"]:
+        return False
+    path = request.path(world.block_size)[:num_blocks]
+    fits = path[: world.config["num_blocks"]]
+    keys = [world.prefixes.key[tag] for tag in reversed(fits)]
+    world.storage_law.use(keys)  # that process tells storage, too
+    world.storage_law.store(keys)
+    for tag in path:
+        world.executor.storage[world.prefixes.key[tag]] = list(world.prefixes.content[tag])
+    return True
+
+
+def cancel(world: TierWorld, name: str) -> bool:
+    """The request of a prefetch has gone."""
+    found = world.prefetches.get(name)
+    if found is None or not found.is_wanted:
+        return False
+    before = world.see()
+    flight = next((f for f in world.executor.flights if f.owner == name and not f.has_result and
+                   f.copy.kind in ("lookup", "fetch")), None)  # fmt: skip
+    found.is_wanted = False
+    found.held.clear()
+    world.touch_all(found.path)
+    if flight is not None:
+        world.give_up(flight.copy.id, "")
+    world.ask("cancel", name)
+    world.see()
+    world.lost(before)
+    if flight is None:
+        told = world.ask("prefetched", name)
+        require(told == 0, rules.T27, "{} was cancelled, and {} blocks came", name, told)
+        del world.prefetches[name]
+    world.situations["prefetch cancelled"] += 1
+    return True
+
+
+def reset(world: TierWorld, keep: list[int]) -> bool:
+    """The weights have changed, but for some namespaces: all that is cached of others is void."""
+    names = [NAMESPACES[number] for number in keep]
+    before, model = world.see(), world.tier_model
+    running = world.running()
+    world.situations["reset with live leases"] += bool(running)
+    world.situations["reset with operations"] += bool(world.executor.flights)
+    for name, load in list(world.loads.items()):
+        world.give_up(load.copy, name)
+    for flight in world.executor.flights:
+        if not flight.has_result and not flight.given_up:
+            world.give_up(flight.copy.id, "")
+        flight.old = True
+    world.order.touch(world.seen.anywhere)
+    model.resetting, model.actor = True, "a reset"
+    world.ask("reset_but", names)
+    model.resetting = False
+    left = [name for name in model.holdings if not name.startswith("op ")]
+    require(not left, R5, "{} have leases after a reset", left)
+    kept_roots = {world.root_of(name) for name in names}
+    world.see()
+    _check_kept(world, before, kept_roots)
+    _forget(world, names)
+    # Of what was in two tiers it may count either copy.
+    world.counted["dropped_blocks"] = world.tier_counts()["dropped_blocks"]
+    for request in running:
+        request.state, request.written, request.job, request.table = "waiting", 0, "", []
+    world.see()
+    return True
+
+
+def _check_kept(world: TierWorld, was: Seen, roots: set[int]) -> None:
+    seen, prefixes = world.seen, world.prefixes
+    for tag in seen.anywhere:
+        of_kept = prefixes.parent[prefixes.first[tag]] in roots
+        require(of_kept, rules.T28, "a reset keeps a block of a namespace that is dropped")
+    whole: set[int] = set(roots)
+    for tag in sorted({*was.device, *was.host}, key=world.depth_of):
+        if prefixes.parent[tag] in whole:  # and what follows a copy that was under way goes, too
+            whole.add(tag)
+            kept = tag in seen.device or tag in seen.host
+            require(kept, rules.T28, "a reset drops a block of a namespace that is kept")
+
+
+def _forget(world: TierWorld, keep: list[bytes]) -> None:
+    """Of what is not kept, the KV is another one from here on."""
+    world.written.clear()
+    world.loads.clear()
+    world.to_store.clear()
+    world.uses.reset()
+    kept, parent = {world.root_of(name) for name in keep}, world.prefixes.parent
+    world.to_copy = [path for path in world.to_copy if path and parent[path[0]] in kept]
+    for name, parked in world.parked.items():
+        parked.keeps_tail = False
+        parked.is_void = parked.is_void or world.requests[name].namespace not in keep
+        if parked.writers:
+            parked.writers, parked.failed = set(), True
+    for name, found in list(world.prefetches.items()):
+        found.is_old = True
+        found.held.clear()
+        if not any(f.owner == name and f.given_up for f in world.executor.flights):
+            del world.prefetches[name]
+    world.renew([name for name in NAMESPACES if name not in keep])
+
+
+def settle(world: TierWorld) -> None:
+    """Take and end operations until there are none."""
+    for _ in range(9):
+        take(world)
+        if not world.executor.flights:
+            return
+        while world.executor.flights:
+            name = world.executor.names()[0]
+            if not result(world, name, [], 1):
+                fence(world, name)
+    require(False, rules.T30, "operations do not come to an end")
+
+
+def drain(world: TierWorld) -> bool:
+    """Everyone computes what it has and ends; then every block of every tier can be had."""
+    settle(world)
+    for name in list(world.parked):
+        unpark(world, name)
+    for name in list(world.jobs):
+        done(world, name)
+    for request in world.running():
+        if request.written < len(request.tokens):
+            forward(world, request.name, len(request.tokens))
+        settle(world)
+        finish(world, request.name)
+    settle(world)
+    num_blocks = world.config["num_blocks"]
+    found = world.target.available()
+    require(found == num_blocks, D1, "{} of {} blocks can be had", found, num_blocks)
+    seen = world.seen
+    cached = set(seen.host.values())
+    require(
+        cached == seen.idle and len(cached) + seen.num_free == world.config["host_blocks"],
+        rules.T30,
+        "of {} host blocks {} are free, {} cached, {} can be dropped",
+        world.config["host_blocks"],
+        seen.num_free,
+        len(cached),
+        len(seen.idle),
+    )
+    cache_end.check(world)
+    cache_end.use_all(world, num_blocks)
+    world.see()
+    settle(world)
+    return True
+
+
+def serve(world: TierWorld, name: str, prompt: list[int], namespace: int) -> bool:
+    """A request comes, computes and ends alone, and all operations end at once: for the law."""
+    size = world.block_size
+    prompt = prompt[: min(len(prompt) // size, world.config["num_blocks"]) * size]
+    if world.running() or not prompt or not submit(world, name, prompt, 0, namespace):
+        return False
+    request, law = world.requests[name], world.law
+    settle(world)
+    admit(world, name)
+    num_hit = request.written // size
+    settle(world)
+    num_loaded = request.written // size - num_hit
+    forward(world, name, len(prompt))
+    finish(world, name)
+    settle(world)
+    law.use(request.path(size))
+    counts = world.tier_counts()
+    found = (num_hit, num_loaded, counts["demoted_blocks"], counts["dropped_blocks"])
+    wanted = law.wanted()
+    require(found == wanted, rules.T16, "hit, loaded, demoted and dropped are {}, by the law {}",
+            found, wanted)  # fmt: skip
+    world.situations["served by the law"] += 1
+    return True

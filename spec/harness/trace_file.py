@@ -1,0 +1,118 @@
+"""Findings as files: a ``*.trace.json`` holds a finding, and what it was found in."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ..adapters.cache import AdapterError
+from ..rules.rule import Violation
+from .engine import (
+    Finding,
+    Subject,
+    replay,
+)
+
+FORMAT: Final = 1
+
+PARTS: Final = {"rule": str, "why": str, "config": dict, "trace": list}
+"""What a trace file must hold besides its format."""
+
+
+class TraceFileError(ValueError):
+    """A file that is no trace, or a trace that fits no world; the text is one line."""
+
+
+@dataclass(frozen=True)
+class TraceFile:
+    """A finding and where it comes from.
+
+    Attributes:
+        finding: the rule that broke, and how.
+        what: the kind of thing that was tested: ``"cache"``, ``"pool"`` or ``"scheduler"``.
+        target: how to import what was tested, as ``"package.module:factory"``; "" if not known.
+        depth: how deep it was looked into.
+    """
+
+    finding: Finding
+    what: str = "cache"
+    target: str = ""
+    depth: str = "api"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        origin = {"what": self.what, "target": self.target, "depth": self.depth}
+        return {**self.finding.to_json(), **origin}
+
+    def text(self) -> str:
+        """Return what stands in the file: an operation per line, for people and for diffs."""
+        document = self.to_json()
+        trace = ",\n".join(f"  {json.dumps(operation)}" for operation in document.pop("trace"))
+        lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in document.items()]
+        return "{\n" + ",\n".join([*lines, f' "trace": [\n{trace}\n ]']) + "\n}\n"
+
+    def file_name(self) -> str:
+        """Return a name that is the same for the same trace, and for no other."""
+        content = json.dumps([self.finding.config, self.finding.trace], sort_keys=True)
+        return f"{hashlib.sha256(content.encode()).hexdigest()[:12]}.trace.json"
+
+
+def read_trace_file(path: Path) -> TraceFile:
+    """Read a trace file.
+
+    Raises:
+        OSError: it cannot be read.
+        TraceFileError: it is not a trace file.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise TraceFileError(f"{path}: not JSON: {error}") from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise TraceFileError(f'{path}: not a trace: it has no "format": {FORMAT}')
+    for part, kind in PARTS.items():
+        if not isinstance(document.get(part), kind):
+            wanted = {dict: "an object", list: "a list", str: "a string"}[kind]
+            raise TraceFileError(f'{path}: "{part}" must be {wanted}')
+    for number, operation in enumerate(document["trace"], 1):
+        if not isinstance(operation, list) or not operation or not isinstance(operation[0], str):
+            raise TraceFileError(
+                f"{path}: operation {number} must be a list that begins with a word"
+            )
+    origin = {part: document[part] for part in ("what", "target", "depth") if part in document}
+    for part, value in origin.items():
+        if not isinstance(value, str):
+            raise TraceFileError(f'{path}: "{part}" must be a string')
+    return TraceFile(Finding(**{part: document[part] for part in PARTS}), **origin)
+
+
+def replay_file(subject: Subject, file: TraceFile) -> Finding | None:
+    """Run a trace from the start; returns what breaks now, with the trace up to there.
+
+    Raises:
+        TraceFileError: the trace fits no world of the subject.
+    """
+    finding = file.finding
+    done: list[list[Any]] = []
+    try:
+        world = subject.world(dict(finding.config))
+        for operation in finding.trace:
+            done.append(operation)
+            world.apply(operation)
+    except Violation as violation:
+        return Finding(violation.rule.name, violation.why, finding.config, done)
+    except AdapterError:
+        raise
+    except (LookupError, ValueError, ArithmeticError, AttributeError, TypeError) as error:
+        place = f"operation {len(done)}, {json.dumps(done[-1])}," if done else "the configuration"
+        raise TraceFileError(f"{place} fits no world of a {file.what}: {error!r}") from error
+    return None
+
+
+def breaks_again(subject: Subject, finding: Finding) -> bool:
+    """Tell whether a finding comes up again when its trace is replayed."""
+    violation = replay(subject, finding.config, finding.trace)
+    return violation is not None and violation.rule.name == finding.rule

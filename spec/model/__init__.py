@@ -1,0 +1,1 @@
+"""The models: who owns each block, and small guarded steps from state to state."""

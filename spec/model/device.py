@@ -1,0 +1,103 @@
+"""A device that only remembers: ghost memory, and steps that run when the test says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ..rules.cache import C1
+from ..rules.rule import Violation
+from .ghost import Tag
+
+UNWRITTEN: Final = 0  # no prefix has it but by a chance of 2**-64
+POISON: Final = 1  # what a failed step leaves behind
+
+
+@dataclass(slots=True)
+class Job:
+    """A step in flight: it reads and writes through the block table of its launch.
+
+    Attributes:
+        name: the request's name and a number, as ``"r1.2"``.
+        request: whose tokens it computes.
+        admission: which of the request's admissions it belongs to; a completion of an older one is
+            late, and says nothing about the present one.
+        table: the block table it was launched with.
+        reads: the tags of the tokens before, which it reads when it runs.
+        tags: what it writes after them.
+        has_run: whether memory has its effect.
+    """
+
+    name: str
+    request: str
+    admission: int
+    table: list[int]
+    reads: list[Tag]
+    tags: list[Tag]
+    has_run: bool = False
+
+    @property
+    def end(self) -> int:
+        """The position after the last it writes."""
+        return len(self.reads) + len(self.tags)
+
+
+class Device:
+    """Ghost memory behind a queue, like an accelerator's stream.
+
+    Steps take effect in the order of their launch, at the latest when one after them is run. What
+    is chosen by the test is when, in which order, and how often their completions are heard of.
+    So a step reads and writes memory as it is when the step runs, not as it was at its launch.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.memory: dict[int, list[Tag]] = {}
+        self.queue: list[Job] = []
+
+    def launch(self, job: Job) -> None:
+        """Enqueue a step."""
+        self.queue.append(job)
+
+    def run_through(self, job: Job, failing: bool = False) -> None:
+        """Let every step up to this one take effect; the last one fails if it is said to."""
+        while self.queue and not job.has_run:
+            first = self.queue.pop(0)
+            fails = failing and first is job
+            self.read(first.request, first.table, first.reads)
+            for position, tag in enumerate(first.tags, len(first.reads)):
+                self.write(first.table, position, POISON if fails else tag)
+            first.has_run = True
+
+    def write(self, table: Sequence[int], position: int, tag: Tag) -> None:
+        """Write the KV of one token."""
+        index, offset = divmod(position, self.block_size)
+        block = table[index]
+        if block not in self.memory:
+            self.memory[block] = [UNWRITTEN] * self.block_size
+        self.memory[block][offset] = tag
+
+    def read(self, name: str, table: Sequence[int], tags: Sequence[Tag]) -> None:
+        """Check that a request reads the KV of its own prefix, for all of tags.
+
+        Raises:
+            Violation: C1, for the first token of which it does not.
+        """
+        size = self.block_size
+        for index in range(-(-len(tags) // size)):
+            wanted = tags[index * size : (index + 1) * size]
+            block = table[index]
+            found = self.memory.get(block)
+            if found is None or found[: len(wanted)] != wanted:
+                raise _wrong(name, block, index * size, wanted, found or [])
+
+
+def _wrong(
+    name: str, block: int, start: int, wanted: Sequence[Tag], found: Sequence[Tag]
+) -> Violation:
+    found = [*found, *[UNWRITTEN] * len(wanted)]
+    offset = next(i for i, tag in enumerate(wanted) if found[i] != tag)
+    what = {UNWRITTEN: "was never written", POISON: "holds what a failed step left"}
+    state = what.get(found[offset], "holds another prefix")
+    return Violation(C1, f"{name} reads token {start + offset} in block {block}, which {state}")

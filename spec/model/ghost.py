@@ -1,0 +1,117 @@
+"""Ghost memory: what the blocks of a cache hold, remembered as tags instead of keys and values.
+
+The KV of a token is a function of its namespace and of all tokens up to it. So a tag of those
+stands for it, and "does this request read its own KV?" becomes a comparison of tags: an oracle for
+any cache manager, with no model and no arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final, TypeAlias
+
+Tag: TypeAlias = int
+
+_SHIFT: Final = 1 << 31  # makes an int32 token not negative: hash(-1) == hash(-2)
+
+
+def first_tag(namespace: bytes) -> Tag:
+    """Return the tag of the empty prefix."""
+    return hash(tuple(namespace))  # the hash of bytes differs from process to process
+
+
+def next_tag(tag: Tag, token: int) -> Tag:
+    """Return the tag of a prefix and one token more: 64 bits, so that chance makes no two equal."""
+    return hash((tag, token + _SHIFT))
+
+
+def prefix_tags(namespace: bytes, tokens: Iterable[int]) -> list[Tag]:
+    """Return a tag per token: a chained hash of the namespace and every token up to that one.
+
+    Example:
+        >>> one, two = prefix_tags(b"", [1, 2, 3]), prefix_tags(b"", [1, 2, 4])
+        >>> one[:2] == two[:2], one[2] == two[2]
+        (True, False)
+        >>> prefix_tags(b"tenant", [1])[0] == one[0]
+        False
+    """
+    tags = []
+    tag = first_tag(namespace)
+    for token in tokens:
+        tag = next_tag(tag, token)
+        tags.append(tag)
+    return tags
+
+
+class ContentError(AssertionError):
+    """A request would read what is not the KV of its own prefix.
+
+    Raised, not asserted, so that it holds under ``python -O`` too.
+
+    Attributes:
+        block: the block that was read.
+        position: the place of the token in its sequence.
+    """
+
+    def __init__(self, block: int, position: int, found: str) -> None:
+        super().__init__(f"content: block {block}, read for position {position}, {found}")
+        self.block = block
+        self.position = position
+
+
+class GhostMemory:
+    """The tag last written to each slot of each block; nothing is ever erased, as on a device.
+
+    ::
+
+        position   0 1 2 3 | 4 5 6 7 | 8          block = block_table[position // block_size]
+        block         4    |    9    | 2          offset = position % block_size
+
+    Example:
+        >>> ghost = GhostMemory(block_size=2)
+        >>> tags = prefix_tags(b"", [7, 8, 9])
+        >>> ghost.write_sequence([4, 1], tags)
+        >>> ghost.read_sequence([4, 1], tags)
+        >>> ghost.read_sequence([4, 1], prefix_tags(b"", [7, 8, 5]))
+        Traceback (most recent call last):
+            ...
+        ...ContentError: content: block 1, read for position 2, holds another prefix
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._slots: dict[tuple[int, int], Tag] = {}
+
+    def write(self, block: int, offset: int, tag: Tag) -> None:
+        """Remember tag as the content of one slot."""
+        assert 0 <= offset < self.block_size, f"offset {offset} in a block of {self.block_size}"
+        self._slots[block, offset] = tag
+
+    def read(self, block: int, offset: int, tag: Tag, position: int) -> None:
+        """Check that one slot holds tag, the prefix of whoever reads it for position.
+
+        Raises:
+            ContentError: if it was never written, or last written with another prefix.
+        """
+        found = self._slots.get((block, offset))
+        if found != tag:
+            what = "was never written" if found is None else "holds another prefix"
+            raise ContentError(block, position, what)
+
+    def write_sequence(
+        self, block_table: Sequence[int], tags: Sequence[Tag], start: int = 0
+    ) -> None:
+        """Write the tags of a sequence from position start on, through its block table."""
+        for position in range(start, len(tags)):
+            index, offset = divmod(position, self.block_size)
+            self.write(block_table[index], offset, tags[position])
+
+    def read_sequence(self, block_table: Sequence[int], tags: Sequence[Tag]) -> None:
+        """Check that a sequence reads its own tags, all of them, through its block table.
+
+        Raises:
+            ContentError: for the first position that does not.
+        """
+        for position, tag in enumerate(tags):
+            index, offset = divmod(position, self.block_size)
+            self.read(block_table[index], offset, tag, position)

@@ -1,0 +1,95 @@
+"""The law of two exclusive tiers, as two lists of blocks in order of last use; that of storage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ..rules import tiers as rules
+from ..rules.rule import require
+from .ghost import Tag
+
+
+class _Lru:
+    """So many blocks; the one that was used longest ago goes, the last of a path first."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.last_use: dict[Tag, tuple[int, int]] = {}
+        self.num_evicted = 0
+
+    def use(self, path: Sequence[Tag], now: int) -> int:
+        hit = next((i for i, tag in enumerate(path) if tag not in self.last_use), len(path))
+        self.last_use.update((tag, (now, -depth)) for depth, tag in enumerate(path))
+        while len(self.last_use) > self.size:
+            del self.last_use[min(self.last_use, key=lambda tag: self.last_use[tag])]
+            self.num_evicted += 1
+        return hit
+
+
+class TwoTierLaw:
+    """What requests hit that come one after the other, in g blocks and in g + h blocks."""
+
+    def __init__(self, device: int, host: int) -> None:
+        self._device, self._both = _Lru(device), _Lru(device + host)
+        self._now = self._on_device = self._in_both = 0
+
+    def use(self, path: Sequence[Tag]) -> None:
+        """A request of some whole blocks comes and ends."""
+        self._now += 1
+        self._on_device = self._device.use(path, self._now)
+        self._in_both = self._both.use(path, self._now)
+
+    def wanted(self) -> tuple[int, int, int, int]:
+        """What the last one hits on the device and on the host; all that was demoted, dropped."""
+        on_host = self._in_both - self._on_device
+        return self._on_device, on_host, self._device.num_evicted, self._both.num_evicted
+
+
+class StorageLaw:
+    """Storage of so many blocks, that forgets what was used longest ago.
+
+    What is written or read counts as used block for block, from the first on, until it is told
+    otherwise.
+
+    Attributes:
+        num_forgotten: blocks.
+    """
+
+    def __init__(self, size: int, *, is_told: bool) -> None:
+        """Make an empty storage; is_told: it hears of all uses at once, and in order."""
+        self._size = size
+        self._is_told = is_told
+        self.num_forgotten = 0
+        self._keys: dict[bytes, None] = {}  # what was used longest ago is first
+        self._parent: dict[bytes, bytes] = {}
+
+    def learn(self, chain: Sequence[bytes]) -> None:
+        """Enter the keys of a path."""
+        self._parent.update(zip(chain[1:], chain, strict=False))
+
+    def store(self, keys: Iterable[bytes]) -> None:
+        """Some blocks are written."""
+        for key in keys:
+            self._keys.pop(key, None)
+            self._keys[key] = None
+            if len(self._keys) > self._size:
+                self._forget(next(iter(self._keys)))
+
+    def use(self, keys: Iterable[bytes]) -> None:
+        """Some blocks are used, as far as they are there."""
+        for key in keys:
+            if key in self._keys:
+                del self._keys[key]
+                self._keys[key] = None
+
+    def _forget(self, key: bytes) -> None:
+        del self._keys[key]
+        if self._is_told:
+            self.num_forgotten += 1
+            lost = sum(self._follows(each, key) for each in self._keys)
+            require(not lost, rules.T43, "storage forgets what {} blocks follow", lost)
+
+    def _follows(self, key: bytes | None, other: bytes) -> bool:
+        while key is not None and key != other:
+            key = self._parent.get(key)
+        return key is not None

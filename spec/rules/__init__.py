@@ -1,0 +1,1 @@
+"""The rules, one module per subject: each rule is a named sentence."""

@@ -1,0 +1,74 @@
+"""Named rules: what the specification demands, and what it says when a demand is not met."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One demand on a cache or a scheduler.
+
+    Its name is the heading in the documentation, the text of the error, and the key by which a
+    failing trace is shrunk: a shorter trace must break the rule of the same name.
+
+    Attributes:
+        name: a code and a few words, as ``"A1 allocate-only-free"``.
+        sentence: what must be true.
+    """
+
+    name: str
+    sentence: str
+
+    @property
+    def code(self) -> str:
+        """The short form, as ``"A1"``; its letter is the chapter."""
+        return self.name.split()[0]
+
+
+RULES: Final[dict[str, Rule]] = {}
+"""Every rule by name, in the order of the document."""
+
+
+def rule(name: str, sentence: str) -> Rule:
+    """Make a rule and enter it in `RULES`."""
+    assert name not in RULES, f"two rules have the name {name}"
+    made = RULES[name] = Rule(name, sentence)
+    return made
+
+
+class Violation(AssertionError):
+    """A rule is broken: the thing under test did what the specification forbids.
+
+    Raised, not asserted, so that it holds under ``python -O`` too.
+
+    Attributes:
+        rule: the rule that is broken.
+        why: what was seen.
+    """
+
+    def __init__(self, rule: Rule, why: str) -> None:
+        super().__init__(f"[{rule.name}] {why}")
+        self.rule = rule
+        self.why = why
+
+
+def require(holds: object, rule: Rule, why: str, *details: object) -> None:
+    """Raise a Violation of rule unless something holds.
+
+    Args:
+        holds: what the rule demands; true or false.
+        rule: the rule.
+        why: what was seen, as a format for `details`: it is formatted only when it is needed.
+        details: the values for `why`.
+
+    Example:
+        >>> require(3 > 2, A1, "never said")
+        >>> require(3 > 4, A1, "block {} belongs to {}", 3, "r1")
+        Traceback (most recent call last):
+            ...
+        radixkv.spec.rules.rule.Violation: [A1 allocate-only-free] block 3 belongs to r1
+    """
+    if not holds:
+        raise Violation(rule, why.format(*details))
