@@ -1,17 +1,15 @@
-"""Writes the pages of the specification from its rules and from what the planted bugs showed.
+"""Generate the pages of the specification from its rules and the tables of planted bugs.
 
-Called by conf.py. Reads ``docs/specification/*kills*.json``, which ``python -m tests.spec.planted
---json`` writes; writes into ``docs/_generated/``, which is not in git.
+conf.py calls `write_pages`. It reads ``docs/specification/*.jsonl``, which ``python -m
+tests.spec.planted --json`` writes, and writes into ``docs/_generated/``, which is not in git.
 """
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import radixkv.spec.rules.cache
 import radixkv.spec.rules.scheduler
@@ -28,6 +26,9 @@ from radixkv.spec.harness.program import to_program
 from radixkv.spec.harness.svg import to_svg
 from radixkv.spec.rules.invariants import INVARIANTS
 from radixkv.spec.rules.rule import RULES
+
+if TYPE_CHECKING:
+    from tests.spec.planted.plant import Bug
 
 DOCS: Final = Path(__file__).parents[1]
 OUTPUT: Final = DOCS / "_generated"
@@ -56,7 +57,9 @@ def write_pages() -> None:
     root = str(DOCS.parent)
     if root not in sys.path:
         sys.path.append(root)  # the planted bugs are tests
-    documents = [json.loads(path.read_text()) for path in _kill_files()]
+    from tests.spec.planted.table import read_table
+
+    documents = [read_table(path) for path in sorted((DOCS / "specification").glob("*.jsonl"))]
     pages = {
         "rules": _rules(documents),
         "bugs": _bugs(documents),
@@ -65,10 +68,6 @@ def write_pages() -> None:
     }
     for name, lines in pages.items():
         (OUTPUT / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def _kill_files() -> list[Path]:
-    return sorted((DOCS / "specification").glob("*kills*.json"))
 
 
 def _is_main(document: dict[str, Any]) -> bool:
@@ -82,8 +81,7 @@ def _is_main(document: dict[str, Any]) -> bool:
 def _rules(documents: list[dict[str, Any]]) -> Iterator[str]:
     main = [document for document in documents if _is_main(document)]
     proofs = {rule: proof for document in main for rule, proof in document["proofs"].items()}
-    seen_in = {row["name"]: row["seen_in"] for document in main for row in document["bugs"]}
-    bugs = _planted() if proofs else {}
+    bugs = _planted()
     chapter = ""
     for rule in RULES.values():
         if rule.code[0] != chapter:
@@ -94,7 +92,7 @@ def _rules(documents: list[dict[str, Any]]) -> Iterator[str]:
         if rule.name in proofs:
             proof = proofs[rule.name]
             bug = bugs[proof["bug"]]
-            yield from _proof(rule.name, proof, seen_in[proof["bug"]], bug(proof["depth"]))
+            yield from _proof(rule.name, proof, bug.seen_in, _subject_of(bug, proof["depth"]))
 
 
 def _proof(rule: str, proof: dict[str, Any], seen_in: str, subject: Subject) -> Iterator[str]:
@@ -109,15 +107,19 @@ def _proof(rule: str, proof: dict[str, Any], seen_in: str, subject: Subject) -> 
     yield f"![The state before the last call of the trace](_generated/{name}.svg)\n"
 
 
-def _planted() -> dict[str, Callable[[Depth], Subject]]:
-    """Return how to make the world of each planted bug at a depth, by the bug's name."""
+def _planted() -> dict[str, Bug]:
+    """Return the planted bugs by name."""
     from tests.spec.planted.cache_bugs import CACHE_BUGS
-    from tests.spec.planted.matrix import subject_of
     from tests.spec.planted.scheduler_bugs import SCHEDULER_BUGS
     from tests.spec.planted.tier_bugs import TIER_BUGS
 
-    bugs = (*CACHE_BUGS, *TIER_BUGS, *SCHEDULER_BUGS)
-    return {bug.name: partial(subject_of, bug) for bug in bugs}
+    return {bug.name: bug for bug in (*CACHE_BUGS, *TIER_BUGS, *SCHEDULER_BUGS)}
+
+
+def _subject_of(bug: Bug, depth: Depth) -> Subject:
+    from tests.spec.planted.matrix import subject_of
+
+    return subject_of(bug, depth)
 
 
 def _sentence(text: str) -> str:
@@ -137,7 +139,7 @@ def _bugs(documents: list[dict[str, Any]]) -> Iterator[str]:
         yield f"{_summary(document['summary'])}\n"
     for document in filter(_is_main, documents):
         yield from _table(document["bugs"], by_engine)
-    yield from _ruled_out(bool(documents))
+    yield from _ruled_out()
 
 
 def _summary(summary: dict[str, Any]) -> str:
@@ -152,6 +154,7 @@ def _summary(summary: dict[str, Any]) -> str:
 
 def _table(rows: list[Row], by_engine: dict[str, dict[str, Row]]) -> Iterator[str]:
     """Yield a line per bug; of the other engines, the steps at their greatest depth."""
+    bugs = _planted()
     depths = list(dict.fromkeys(depth for row in rows for depth in row["depths"]))
     heads = [f"`{depth}`: median (worst)" for depth in depths]
     heads += [_sentence(engine) for engine in by_engine]
@@ -164,7 +167,7 @@ def _table(rows: list[Row], by_engine: dict[str, dict[str, Row]]) -> Iterator[st
             steps.append(_steps(found[max(found, key=DEPTHS.index)] if found else None))
         calls = str(len(row["shortest"]["trace"])) if row["shortest"] else "-"
         rule = row["rule"].split()[0] if row["rule"] else "survives"
-        yield _line([_sentence(row["name"]), row["seen_in"], rule, *steps, calls])
+        yield _line([_sentence(row["name"]), bugs[row["name"]].seen_in, rule, *steps, calls])
     yield ""
 
 
@@ -175,9 +178,7 @@ def _steps(steps: dict[str, Any] | None) -> str:
     return f"{steps['median']:,} ({steps['worst']:,}{survived})"
 
 
-def _ruled_out(wanted: bool) -> Iterator[str]:
-    if not wanted:
-        return
+def _ruled_out() -> Iterator[str]:
     from tests.spec.planted.ruled_out import RULED_OUT
 
     yield "### Bugs of others that cannot be here\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +22,10 @@ from .planted.matrix import Hunt, Hunters, hunt, markdown, subject_of, summarize
 from .planted.plant import Bug, bug, load, planted_sources
 from .planted.ruled_out import RULED_OUT
 from .planted.scheduler_bugs import SCHEDULER_BUGS
+from .planted.table import read_table
 from .planted.tier_bugs import TIER_BUGS
 
-KILLS = Path(__file__).parents[2] / "docs" / "specification" / "kills.json"
+KILLS = Path(__file__).parents[2] / "docs" / "specification" / "kills.jsonl"
 MAX_STEPS = 50_000
 
 ALL_BUGS = (*CACHE_BUGS, *SCHEDULER_BUGS)
@@ -36,7 +36,7 @@ MANY_IS_ONE = bug("no bug, and two leaves are many", "manager.py", elsewhere=MAN
 
 @pytest.fixture(scope="module")
 def kills() -> dict:
-    return json.loads(KILLS.read_text())
+    return read_table(KILLS)
 
 
 @pytest.mark.parametrize("bug", CACHE_BUGS, ids=lambda bug: bug.name)
@@ -101,7 +101,7 @@ def test_names_are_distinct() -> None:
 
 
 def test_what_the_matrix_reports() -> None:
-    found = bug("found", "manager.py", ("if last <= first:", "if True:"), seen_in="a test")
+    found = bug("found", "manager.py", ("if last <= first:", "if True:"))
     hunters = Hunters(num_jobs=1, max_steps=200)
     kills = list(hunters.hunt_all([found, NO_BUG], ["api", "full"], num_seeds=2))
     rows = summarize([found, NO_BUG], kills)
@@ -110,8 +110,8 @@ def test_what_the_matrix_reports() -> None:
     assert rows[1]["depths"]["full"]["survived"] == 2
     assert rows[1]["shortest"] is None
     lines = markdown(rows, ["api", "full"]).splitlines()
-    assert lines[2].startswith("| found | a test | P4 publish-promptly | ")
-    assert lines[3].startswith("| no bug | own | **survives** | ")
+    assert lines[2].startswith("| found | P4 publish-promptly | ")
+    assert lines[3].startswith("| no bug | **survives** | ")
     # The same hunt ends the same way, and its trace breaks the same rule again.
     first = Hunt(found, "full", 0)
     again = hunt(first, max_steps=200, shrinks=True)
@@ -133,20 +133,17 @@ def test_hypothesis_finds_one_too() -> None:
 
 
 def test_the_committed_table_is_that_of_the_bugs(kills: dict) -> None:
-    committed = {row["name"]: row for row in kills["bugs"]}
+    committed = [row["name"] for row in kills["bugs"]]
     assert sorted(committed) == sorted(bug.name for bug in ALL_BUGS), (
         f"write {KILLS.name} anew: python -m tests.spec.planted --table kills --json FOLDER"
     )
-    for each in ALL_BUGS:
-        row = committed[each.name]
-        assert (row["file"], row["seen_in"]) == (each.file, each.seen_in)
     assert kills["summary"]["survivors"] == []
 
 
 def test_one_command_makes_every_committed_table() -> None:
-    assert {path.stem for path in KILLS.parent.glob("*.json")} == set(TABLES)
+    assert {path.stem for path in KILLS.parent.glob("*.jsonl")} == set(TABLES)
     for name, table in TABLES.items():
-        summary = json.loads(KILLS.with_stem(name).read_text())["summary"]
+        summary = read_table(KILLS.with_stem(name))["summary"]
         committed = summary["engine"], summary["bugs"], summary["max_steps"], summary["depth"]
         assert committed == (table.engine, len(table.bugs), table.max_steps, table.depths[-1])
 

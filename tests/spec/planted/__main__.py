@@ -7,7 +7,6 @@ tiers. Each file has a row per bug, and per rule the shortest trace of a bug tha
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from .cache_bugs import CACHE_BUGS
 from .matrix import Engine, Hunters, default_jobs, markdown, summarize
 from .plant import Bug
 from .scheduler_bugs import SCHEDULER_BUGS
+from .table import write_table
 from .tier_bugs import TIER_BUGS
 
 
@@ -59,8 +59,7 @@ def main() -> int:
             continue
         survived |= bool(document["summary"]["survivors"])
         if arguments.json:
-            path = Path(arguments.json, f"{name}.json")
-            path.write_text(json.dumps(document, indent=1) + "\n")
+            write_table(Path(arguments.json, f"{name}.jsonl"), document)
     return int(survived)
 
 
@@ -92,7 +91,7 @@ def _hunt(name: str, table: Table, arguments: Any) -> dict[str, Any] | None:
     proofs = hunters.prove(kills) if arguments.json and table.engine == "random" else {}
     proofs = {rule: proof for rule, proof in proofs.items() if rule.startswith(table.chapters)}
     hunters.close()
-    return {"format": 1, "summary": summary, "bugs": rows, "proofs": proofs}
+    return {"summary": summary, "bugs": rows, "proofs": proofs}
 
 
 def _summary(

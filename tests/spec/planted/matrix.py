@@ -168,10 +168,10 @@ def summarize(bugs: Iterable[Bug], kills: Iterable[Kill]) -> list[dict[str, Any]
     by_bug: dict[str, list[Kill]] = {}
     for kill in kills:
         by_bug.setdefault(kill.hunt.bug.name, []).append(kill)
-    return [_row(bug, by_bug[bug.name]) for bug in bugs]
+    return [_row(bug.name, by_bug[bug.name]) for bug in bugs]
 
 
-def _row(bug: Bug, kills: Sequence[Kill]) -> dict[str, Any]:
+def _row(name: str, kills: Sequence[Kill]) -> dict[str, Any]:
     depths: dict[str, dict[str, Any]] = {}
     for depth in dict.fromkeys(kill.hunt.depth for kill in kills):
         here = [kill for kill in kills if kill.hunt.depth == depth]
@@ -179,16 +179,12 @@ def _row(bug: Bug, kills: Sequence[Kill]) -> dict[str, Any]:
             "median": int(median(kill.steps for kill in here)),
             "worst": max(kill.steps for kill in here),
             "survived": sum(not kill.rule for kill in here),
-            "rules": dict(Counter(kill.rule for kill in here if kill.rule).most_common()),
         }
-    deepest = list(depths.values())[-1]
+    deepest = Counter(kill.rule for kill in here if kill.rule)
     shrunk = [kill.shrunk for kill in kills if kill.shrunk is not None]
     return {
-        "name": bug.name,
-        "seen_in": bug.seen_in,
-        "file": bug.file,
-        "world": bug.world,
-        "rule": next(iter(deepest["rules"]), ""),
+        "name": name,
+        "rule": deepest.most_common(1)[0][0] if deepest else "",
         "depths": depths,
         "shortest": shrunk[0] if shrunk else None,
     }
@@ -200,7 +196,7 @@ def _length(shrunk: dict[str, Any]) -> int:
 
 def markdown(rows: Sequence[dict[str, Any]], depths: Sequence[Depth]) -> str:
     """Write the rows as a table."""
-    head = ["bug", "seen in", "rule", *(f"{depth}: median (worst)" for depth in depths), "trace"]
+    head = ["bug", "rule", *(f"{depth}: median (worst)" for depth in depths), "trace"]
     lines = [_line(head), _line(["---"] * len(head))]
     for row in rows:
         shortest = row["shortest"]
@@ -208,7 +204,6 @@ def markdown(rows: Sequence[dict[str, Any]], depths: Sequence[Depth]) -> str:
             _line(
                 [
                     row["name"],
-                    row["seen_in"],
                     row["rule"] or "**survives**",
                     *(_steps(row["depths"].get(depth)) for depth in depths),
                     str(_length(shortest)) if shortest else "-",
