@@ -129,7 +129,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 processes = NodeProcesses()
 channel = ZmqChannel(DESK, epoch=1, secret=processes.secret)
 nodes = RemoteNodes(channel, block_size=sizes["block_size"])
-arguments = [directory.name, "--desk", channel.address]
+arguments = [directory.name, "--gateway", channel.address]
 for option, size in sizes.items():
     name = {"num_blocks": "device_blocks"}.get(option, option)
     arguments += [f"--{name.replace('_', '-')}", size]

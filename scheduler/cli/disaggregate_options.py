@@ -25,7 +25,7 @@ def add_apart(parser: argparse.ArgumentParser) -> None:
     add_size(parser, "--prefill", "prefill nodes (default: 1)", required=False)
     add_size(parser, "--decode", "decode nodes (default: 1)", required=False)
     parser.add_argument(
-        "--desk",
+        "--gateway",
         metavar="ADDRESS:PORT",
         help="start no node, but listen here for those that are started by hand (see `radixkv "
         "prefill-node --help`)",
@@ -61,18 +61,18 @@ def check_apart(arguments: argparse.Namespace) -> None:
         BadInputError: which needs, or excludes, which.
     """
     if not arguments.disaggregate:
-        for option in ("transport", "prefill", "decode", "desk", "secret_file", "timeout_s"):
+        for option in ("transport", "prefill", "decode", "gateway", "secret_file", "timeout_s"):
             if getattr(arguments, option) is not None:
                 raise BadInputError(f"--{option.replace('_', '-')} needs --disaggregate")
         return
     if arguments.no_prefix_cache:
         raise BadInputError("--no-prefix-cache does not go with --disaggregate")
-    if arguments.desk is not None:
+    if arguments.gateway is not None:
         for option in ("transport", "device_blocks", "host_blocks", "storage"):
             if getattr(arguments, option) is not None:
                 name = option.replace("_", "-")
-                raise BadInputError(f"--desk takes nodes as they are: give them --{name}")
+                raise BadInputError(f"--gateway takes nodes as they are: give them --{name}")
     if arguments.transport == "inprocess" and arguments.timeout_s is not None:
         raise BadInputError("--timeout-s is for nodes that are processes of their own")
-    if arguments.desk is None and arguments.secret_file is not None:
-        raise BadInputError("--secret-file needs --desk")
+    if arguments.gateway is None and arguments.secret_file is not None:
+        raise BadInputError("--secret-file needs --gateway")

@@ -175,7 +175,7 @@ def _describe(results: dict[str, Any]) -> str:
     """One line of token ids per prompt, then the statistics."""
     rows = [(name, str(value)) for name, value in _flatten(results["stats"])]
     lines = [json.dumps(tokens) for tokens in results["outputs"]]
-    return "\n".join([*lines, "", format_table(rows)] if rows else lines)  # none with --desk
+    return "\n".join([*lines, "", format_table(rows)] if rows else lines)  # none with --gateway
 
 
 def _flatten(stats: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

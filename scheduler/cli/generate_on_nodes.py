@@ -44,7 +44,7 @@ def complete_apart(
         NodesMissingError: if nodes do not come, or go and do not come back.
         BadInputError: if a node comes that does not fit.
     """
-    if arguments.desk is not None:
+    if arguments.gateway is not None:
         return _by_hand(arguments, requests)
     return _in_processes(arguments, requests, sizes)
 
@@ -68,7 +68,7 @@ def _in_processes(
     generates = ["--preempt", arguments.preempt, "--reserve-tokens", reserve]
     with NodeProcesses() as processes:
         with closing(_open_desk("127.0.0.1:0", processes.secret)) as channel:
-            common += ["--desk", channel.address]
+            common += ["--gateway", channel.address]
             for role, options in (("prefill", common), ("decode", [*common, *generates])):
                 for place in range(getattr(arguments, role) or 1):
                     name = f"{role}-{place}"
@@ -81,7 +81,7 @@ def _in_processes(
 
 
 def _by_hand(arguments: argparse.Namespace, requests: Sequence[Request]) -> dict[str, Any]:
-    with closing(_open_desk(arguments.desk, load_secret(arguments.secret_file))) as channel:
+    with closing(_open_desk(arguments.gateway, load_secret(arguments.secret_file))) as channel:
         _serve(arguments, requests, channel)
     return {}
 

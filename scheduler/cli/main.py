@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from ..interrupts import hold_interrupts
 from . import (
     fuzz_options,
     generate_options,
@@ -24,7 +25,6 @@ from . import (
     trace_options,
 )
 from .errors import BadInputError
-from .interrupts import hold_interrupts
 from .options import (
     add_json,
     add_requests,

@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         loop = NodeLoop(
             engine,
             channel,
-            desk=arguments.desk,
+            desk=arguments.gateway,
             transport=arguments.transport,
             timing=timing,
         )
@@ -87,7 +87,7 @@ def make_timing(silence_s: float) -> Timing:
 
 def _open_channel(arguments: argparse.Namespace) -> ZmqChannel:
     """Bind it, and refuse wrong addresses before anything is loaded."""
-    check_target(arguments.desk)
+    check_target(arguments.gateway)
     channel = ZmqChannel(
         arguments.name,
         epoch=time.time_ns(),

@@ -20,7 +20,7 @@ def add_parsers(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
     prefill = commands.add_parser(
         "prefill-node",
         help="serve as a prefill node: compute prompts",
-        description="Compute the prompts that a front desk (`radixkv generate --desk`) sends, and "
+        description="Compute the prompts that a gateway (`radixkv generate --gateway`) sends, and "
         "hand each over to a decode node. Says on stderr when it serves; ends with SIGTERM or "
         "ctrl-C, and prints what it has done as JSON.",
     )
@@ -63,10 +63,10 @@ def add_parsers(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
 def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("model_dir", metavar="MODEL_DIR", help="a checkpoint's directory")
     parser.add_argument(
-        "--desk",
+        "--gateway",
         required=True,
         metavar="ADDRESS:PORT",
-        help="where the front desk listens; it may come later",
+        help="where the gateway listens; it may start later",
     )
     parser.add_argument(
         "--name",
@@ -83,7 +83,7 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument(
         "--secret-file",
         metavar="FILE",
-        help="a secret that all nodes and the desk share, in a file that only its owner can read; "
+        help="file with the secret of all nodes and the gateway, readable only by its owner; "
         "without it, the environment's RADIXKV_SECRET",
     )
     parser.add_argument(

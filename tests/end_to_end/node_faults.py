@@ -142,7 +142,7 @@ class Pair:
             self.peer,
             f"{self.peer.split('-')[0]}-node",
             [
-                *(self.model_dir, "--desk", self.desk_channel.address),
+                *(self.model_dir, "--gateway", self.desk_channel.address),
                 *("--silence-s", SILENCE_S, "--transport", self.transport_name),
                 *NODE_OPTIONS,
             ],

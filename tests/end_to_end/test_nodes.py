@@ -68,7 +68,7 @@ def cluster(
 
             def start(name: str) -> None:
                 command = f"{name.split('-')[0]}-node"
-                processes.start(name, command, [*options, "--desk", channel.address])
+                processes.start(name, command, [*options, "--gateway", channel.address])
 
             for name in names:
                 start(name)
@@ -170,7 +170,7 @@ def test_nodes_that_were_started_by_hand_serve(
     secret.write_text("a secret of the test, long enough")
     secret.chmod(0o600)
     directory, command = model_dir("qwen3"), [sys.executable, "-m", "radixkv.scheduler.cli.main"]
-    options = [directory, *NODE_OPTIONS, "--desk", desk, "--secret-file", secret]
+    options = [directory, *NODE_OPTIONS, "--gateway", desk, "--secret-file", secret]
     options += ["--transport", "nixl"]
     storage = ["--host-blocks", 32, "--storage", "env:KV_STORAGE"]
     with subprocess.Popen(
@@ -181,7 +181,7 @@ def test_nodes_that_were_started_by_hand_serve(
         with subprocess.Popen(
             list(map(str, [*command, "decode-node", *options])), stdout=subprocess.PIPE
         ) as decode:
-            apart = ("--disaggregate", "--desk", desk, "--secret-file", secret)
+            apart = ("--disaggregate", "--gateway", desk, "--secret-file", secret)
             results = generate(directory, tmp_path, *apart)
             assert (results["outputs"], results["stats"]) == (small_outputs, {})
             decode.terminate()
@@ -199,7 +199,7 @@ def test_a_node_that_cannot_start_is_named(tmp_path: Path) -> None:
         processes.start("prefill-0", "prefill-node", [tmp_path, *NODE_OPTIONS])
         os.waitid(os.P_PID, processes.pid("prefill-0"), os.WEXITED | os.WNOWAIT)
         with pytest.raises(
-            NodeProcessError, match=r"^prefill-0 has ended with status 2: radixkv: .*--desk"
+            NodeProcessError, match=r"^prefill-0 has ended with status 2: radixkv: .*--gateway"
         ):
             processes.check()
 
@@ -216,7 +216,7 @@ with NodeProcesses() as processes:
 
 
 def test_nodes_end_with_who_started_them(model_dir: Callable[[str], Path]) -> None:
-    options = [model_dir("qwen3"), "--desk", "127.0.0.1:9", *NODE_OPTIONS]
+    options = [model_dir("qwen3"), "--gateway", "127.0.0.1:9", *NODE_OPTIONS]
     with subprocess.Popen(
         [sys.executable, "-c", STARTER, *map(str, options)], stdout=subprocess.PIPE, text=True
     ) as starter:

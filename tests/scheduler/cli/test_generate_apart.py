@@ -58,7 +58,7 @@ def test_a_desk_prints_the_outputs_alone(
 ) -> None:
     """What nodes have done that others started, they print themselves."""
     monkeypatch.setattr(generate_apart, "complete_apart", lambda *_: {})
-    outcome = radixkv(*arguments, "--disaggregate", "--desk", "127.0.0.1:0")
+    outcome = radixkv(*arguments, "--disaggregate", "--gateway", "127.0.0.1:0")
     assert outcome == (0, "[]\n" * len(PROMPTS), "")
 
 
@@ -98,7 +98,7 @@ def test_nodes_may_have_storage_and_park_there(
         (("--transport", "jax"), "--transport needs --disaggregate"),
         (("--prefill", 1), "--prefill needs --disaggregate"),
         (("--decode", 1), "--decode needs --disaggregate"),
-        (("--desk", "127.0.0.1:0"), "--desk needs --disaggregate"),
+        (("--gateway", "127.0.0.1:0"), "--gateway needs --disaggregate"),
         (("--secret-file", "x"), "--secret-file needs --disaggregate"),
         (("--timeout-s", 1), "--timeout-s needs --disaggregate"),
         (
@@ -111,13 +111,13 @@ def test_nodes_may_have_storage_and_park_there(
         ),
         *(
             (
-                ("--disaggregate", "--desk", "127.0.0.1:0", option, value),
-                f"--desk takes nodes as they are: give them {option}",
+                ("--disaggregate", "--gateway", "127.0.0.1:0", option, value),
+                f"--gateway takes nodes as they are: give them {option}",
             )
             for option, value in (("--transport", "jax"), ("--device-blocks", 9))
         ),
         (
-            (*("--disaggregate", "--desk", "127.0.0.1:0"), *("--storage", "file:///x")),
+            (*("--disaggregate", "--gateway", "127.0.0.1:0"), *("--storage", "file:///x")),
             "--storage needs --host-blocks",
         ),
         (
@@ -125,13 +125,13 @@ def test_nodes_may_have_storage_and_park_there(
             "argument --reserve-tokens: expected a number of tokens, or no_evict, got 'all' (see "
             "`radixkv generate --help`)",
         ),
-        (("--disaggregate", "--secret-file", "x"), "--secret-file needs --desk"),
+        (("--disaggregate", "--secret-file", "x"), "--secret-file needs --gateway"),
         (
-            ("--disaggregate", "--desk", "nowhere"),
+            ("--disaggregate", "--gateway", "nowhere"),
             "an address is like 127.0.0.1:5557 or [::1]:5557, got 'nowhere'",
         ),
         (
-            ("--disaggregate", "--desk", "0.0.0.0:0"),
+            ("--disaggregate", "--gateway", "0.0.0.0:0"),
             "0.0.0.0:0 can be reached from other machines, so it needs a secret: set "
             "RADIXKV_SECRET, or give a file with --secret-file, or bind to 127.0.0.1",
         ),
@@ -157,9 +157,9 @@ def test_options_that_do_not_go_together_are_refused(
         (("--preempt", "storage", "--host-blocks", 8), "--preempt storage needs --storage"),
         (("--storage", "memory://"), "--storage needs --host-blocks"),
         (("--listen", "localhost:1"), "an address is like 127.0.0.1:5557"),
-        (("--desk", "x"), "an address is like 127.0.0.1:5557"),
+        (("--gateway", "x"), "an address is like 127.0.0.1:5557"),
         (
-            ("--desk", "127.0.0.1:0"),
+            ("--gateway", "127.0.0.1:0"),
             "nobody can connect to 127.0.0.1:0: it must be one address of a machine, with a port",
         ),
         (("--listen", "0.0.0.0:0"), "nobody can connect to 0.0.0.0:"),
@@ -178,7 +178,7 @@ def test_a_node_refuses_what_cannot_work(
 ) -> None:
     monkeypatch.setenv("RADIXKV_SECRET", "a secret of the test, long enough")
     sizes = ("--device-blocks", 8, "--block-size", 4, "--token-budget", 4, "--max-model-len", 16)
-    nodes = ("decode-node", model_dir, "--desk", "127.0.0.1:1", *sizes)
+    nodes = ("decode-node", model_dir, "--gateway", "127.0.0.1:1", *sizes)
     outcome = radixkv(*nodes, *options)
     assert outcome.status == 2
     assert outcome.stderr.startswith(f"radixkv: {message}"), outcome.stderr
@@ -332,7 +332,7 @@ def test_a_desk_ends_when_the_only_nodes_are_gone(
             node = stack.enter_context(closing(ZmqChannel(f"{role}-0", epoch=1)))
             node.connect(DESK, address)  # what is sent waits for the desk
             node.send(DESK, NodeStatus(role, node.address, "jax", 4, 64, name))
-        outcome = radixkv(*arguments, "--disaggregate", "--desk", address, "--timeout-s", 60)
+        outcome = radixkv(*arguments, "--disaggregate", "--gateway", address, "--timeout-s", 60)
     assert outcome == (
         1,
         "",
@@ -348,12 +348,12 @@ def test_a_desk_refuses_nodes_of_another_model(radixkv: Any, arguments: list[obj
         node = stack.enter_context(closing(ZmqChannel("prefill-0", epoch=1)))
         node.connect(DESK, address)
         node.send(DESK, NodeStatus("prefill", node.address, "jax", 4, 64, "llama " + 64 * "f"))
-        outcome = radixkv(*arguments, "--disaggregate", "--desk", address)
+        outcome = radixkv(*arguments, "--disaggregate", "--gateway", address)
     said = f"its model is llama ffffffffffff, not {name[:18]}"
     assert outcome == (2, "", f"radixkv: prefill-0 is refused: {said}\n")
 
 
 def test_a_desk_ends_when_no_node_comes(radixkv: Any, arguments: list[object]) -> None:
-    outcome = radixkv(*arguments, "--disaggregate", "--desk", "127.0.0.1:0", "--timeout-s", 0)
+    outcome = radixkv(*arguments, "--disaggregate", "--gateway", "127.0.0.1:0", "--timeout-s", 0)
     lacks = "radixkv: after 0 s there are 0 of 1 prefill nodes and 0 of 1 decode nodes\n"
     assert outcome == (1, "", lacks)

@@ -150,7 +150,7 @@ def test_a_tier_larger_than_the_trace_takes_no_more_memory(radixkv: Any, trace: 
     [
         ["replay"],
         ["generate", "m", "--prompts", "p", "--max-new-tokens", 1],
-        ["decode-node", "m", "--desk", "127.0.0.1:1"],
+        ["decode-node", "m", "--gateway", "127.0.0.1:1"],
         ["bench", "evict", "--evict", 1, "--chain", 1],
     ],
     ids=lambda argv: argv[0],
@@ -176,7 +176,7 @@ def _raise(error: BaseException) -> Any:
 def test_an_interrupt_waits_until_a_command_is_loaded() -> None:
     program = """
 import signal
-from radixkv.scheduler.cli.interrupts import hold_interrupts
+from radixkv.scheduler.interrupts import hold_interrupts
 signal.signal(signal.SIGINT, signal.default_int_handler)
 try:
     with hold_interrupts():

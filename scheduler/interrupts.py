@@ -1,4 +1,4 @@
-"""Holding ctrl-C back where it would break something."""
+"""Delay of ctrl-C while modules are loaded or processes are started."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def hold_interrupts() -> Iterator[None]:
-    """Let a ctrl-C wait until the end of the block.
+    """Delay ctrl-C until the end of the block.
 
-    Threads and processes that are started in it never get one: it is their parent's. Loading JAX
-    or NumPy in the middle, it may be lost, or end the process without a word.
+    A ctrl-C that arrives while JAX or NumPy is loaded may be lost, or end the process silently.
+    Threads and processes started in the block never receive one; their parent does.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
