@@ -47,8 +47,8 @@ import xxhash
 
 from radixkv.kvcache import HostArrays
 from radixkv.kvcache.storage import (
+    ChecksummedBackend,
     FileBackend,
-    Sealed,
     Status,
     StorageOpId,
     StorageWorkers,
@@ -171,7 +171,7 @@ class Backend:
     def __init__(self, directory: Path, sync: str, values: Values) -> None:
         """Open the backend."""
         self._files = open_files(directory, sync)
-        self._sealed = Sealed(self._files)
+        self._sealed = ChecksummedBackend(self._files)
         self._values = values
 
     def store(self, number: int) -> None:

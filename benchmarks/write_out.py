@@ -43,8 +43,8 @@ from radixkv.kvcache import (
 from radixkv.kvcache.copies.block_copies import BlockCopies, Pools
 from radixkv.kvcache.prefix.lease import Epoch
 from radixkv.kvcache.storage import (
+    ChecksummedBackend,
     FileBackend,
-    Sealed,
     Status,
     StorageWorkers,
 )
@@ -186,7 +186,7 @@ def run_driver(
 def run_in_step(machine: Machine, steps: int, host: HostArrays, directory: str) -> list[float]:
     """Wait in the step for each part of moving what is preempted."""
     files = open_files(directory)
-    sealed = Sealed(files)
+    checksummed = ChecksummedBackend(files)
     copies = BlockCopies(machine.arrays, 32)
     wanted = preemptions(steps)
 
@@ -197,7 +197,7 @@ def run_in_step(machine: Machine, steps: int, host: HostArrays, directory: str) 
                 staging = copies.gather(machine.arrays, ids[piece], size)
                 host.write(ids[piece], [np.asarray(each) for each in staging])
             for key, block in zip(keys, host.blocks(ids), strict=True):
-                status, error = sealed.store(key, [block.data])
+                status, error = checksummed.store(key, [block.data])
                 assert status is Status.STORED, error
         machine.step()
 
@@ -220,11 +220,11 @@ def check(host: HostArrays, ids: np.ndarray) -> None:
 def check_files(directory: str, steps: int, host: HostArrays) -> None:
     """Assert that every preempted block comes back from a directory."""
     files = open_files(directory)
-    sealed = Sealed(files)
+    checksummed = ChecksummedBackend(files)
     for step, ids in preemptions(steps).items():
         host.memory[:] = 0
         for key, block in zip(keys_of(step), host.blocks(ids), strict=True):
-            status, error = sealed.load(key, [block.data])
+            status, error = checksummed.load(key, [block.data])
             assert status is Status.LOADED, error
         check(host, ids)
     files.close()

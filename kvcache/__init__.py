@@ -51,12 +51,12 @@ from .tokens import (
 
 if TYPE_CHECKING:
     from .copies.block_arrays import BlockArrays
-    from .copies.dispatch_table import (
+    from .copies.host_arrays import HostArrays
+    from .copies.in_flight import (
         OperationResult,
         Outcome,
         TierDriverStats,
     )
-    from .copies.host_arrays import HostArrays
     from .copies.tier_driver import TierDriver
 
 __all__ = [
@@ -109,10 +109,10 @@ __all__ = [
 _LAZY = {
     "BlockArrays": "copies.block_arrays",
     "HostArrays": "copies.host_arrays",
-    "OperationResult": "copies.dispatch_table",
-    "Outcome": "copies.dispatch_table",
+    "OperationResult": "copies.in_flight",
+    "Outcome": "copies.in_flight",
     "TierDriver": "copies.tier_driver",
-    "TierDriverStats": "copies.dispatch_table",
+    "TierDriverStats": "copies.in_flight",
 }
 
 

@@ -20,7 +20,6 @@ from ...kernels import (
 from ..tokens import Int32Array, as_count
 from .block_arrays import BlockArrays
 from .host_arrays import check_block_ids
-from .pinned_host import pinned_host
 
 Pools = tuple[Float[Array, "blocks kv_heads block_size head_dim"], ...]
 Staging = tuple[Float[Array, "n kv_heads block_size head_dim"], ...]
@@ -29,6 +28,8 @@ CopyKind: TypeAlias = Literal["gather", "scatter", "copy"]
 
 COPY_KINDS: Final[tuple[CopyKind, ...]] = ("gather", "scatter", "copy")
 
+_HOSTS: Final = frozenset({"cpu"})
+"""Platforms whose own memory is the host's: another copy of it would cost, and gain nothing."""
 _NOWHERE = -1
 """An id outside the pool: the kernels do nothing for it."""
 
@@ -152,6 +153,22 @@ class BlockCopies:
         padded[: len(ids)] = ids
         on_device: jax.Array = jax.device_put(padded)
         return on_device
+
+
+def pinned_host(device: jax.Device) -> jax.sharding.Sharding | None:
+    """Return where a device's arrays go on their way to the host; None: nowhere in particular.
+
+    Tried once, with a few bytes: not all platforms and versions of JAX have it.
+    """
+    if device.platform in _HOSTS:
+        return None
+    sent = np.arange(1024, dtype=np.int32)
+    try:
+        pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+        came = np.asarray(jax.device_put(jax.device_put(sent, device), pinned))
+    except Exception:  # JAX's own types, which differ by version
+        return None
+    return pinned if np.array_equal(sent, came) else None
 
 
 def _power_of_two(number: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..storage.base import (
+from ..storage.interface import (
     Block,
     Status,
     Storage,
@@ -12,12 +12,12 @@ from ..storage.base import (
 )
 from ..tiers.operations import OpKind
 from ..tokens import Int32Array
-from .dispatch_table import (
-    Dispatched,
-    DispatchTable,
+from .host_arrays import HostArrays
+from .in_flight import (
+    InFlightOperation,
+    InFlightTable,
     Outcome,
 )
-from .host_arrays import HostArrays
 
 _GOOD = (Status.STORED, Status.EXISTS, Status.LOADED, Status.FOUND)
 _ANSWERED = (*_GOOD, Status.MISSING)  # of a lookup: that storage has not a block is an answer
@@ -48,15 +48,15 @@ class StorageCopies:
     are told at once that nothing is there.
     """
 
-    def __init__(self, storage: Storage, host: HostArrays, table: DispatchTable) -> None:
+    def __init__(self, storage: Storage, host: HostArrays, table: InFlightTable) -> None:
         self._storage = storage
         self._host = host
         self._table = table
-        self._entries: dict[StorageOpId, Dispatched] = {}  # until they are fenced
+        self._entries: dict[StorageOpId, InFlightOperation] = {}  # until they are fenced
         self._touches: set[StorageOpId] = set()  # that have not ended
         self._hangs = False  # the last was asked in vain
 
-    def start(self, entry: Dispatched) -> None:
+    def start(self, entry: InFlightOperation) -> None:
         """Give an operation to storage, or the outcome that it has not been asked.
 
         Raises:
@@ -121,7 +121,7 @@ class StorageCopies:
         asked = [entry.operation for entry in self._entries.values()]
         return any(each.kind in _NO_NEWS and each.id in self._table.open for each in asked)
 
-    def _end(self, entry: Dispatched, statuses: Sequence[Status]) -> None:
+    def _end(self, entry: InFlightOperation, statuses: Sequence[Status]) -> None:
         kind = entry.operation.kind
         if kind in _NO_NEWS and (said := {*statuses} - _NO_NEWS[kind]):
             self._hangs = said <= _IN_VAIN

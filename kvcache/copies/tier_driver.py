@@ -21,30 +21,29 @@ from typing import TypeAlias
 import numpy as np
 
 from ..errors import StorageConfigError
-from ..storage.base import Storage
 from ..storage.errors import StorageError
+from ..storage.interface import Storage
 from ..tiers.operations import (
     Operation,
     OpId,
     OpKind,
 )
-from ..tokens import as_count
+from ..tokens import Int32Array, as_count
 from .block_arrays import BlockArrays
 from .block_copies import BlockCopies
-from .dispatch_table import (
-    Dispatched,
-    DispatchTable,
+from .host_arrays import HostArrays
+from .in_flight import (
+    InFlightOperation,
+    InFlightTable,
     OperationResult,
     Outcome,
     StagedPiece,
     TierDriverStats,
 )
-from .host_arrays import HostArrays
 from .staging_writer import StagedBlocks, StagingWriter
 from .storage_copies import StorageCopies
-from .validation import check_blocks
 
-_Part: TypeAlias = Callable[[Dispatched, BlockArrays], None]
+_Part: TypeAlias = Callable[[InFlightOperation, BlockArrays], None]
 
 _PAUSE_S = 0.001
 """How long `wait` leaves storage and deadlines, which wake nobody."""
@@ -91,7 +90,7 @@ class TierDriver:
         self._clock = clock
         self._writer = StagingWriter(host, as_count("num_threads", num_threads, minimum=1))
         self._copies: BlockCopies | None = None
-        self._table = DispatchTable(host.bytes_per_block)
+        self._table = InFlightTable(host.bytes_per_block)
         self._storage = None if storage is None else StorageCopies(storage, host, self._table)
         self._errors: Counter[str] = Counter()
         self._dropped_blocks = self._bytes_in_flight = 0
@@ -123,7 +122,7 @@ class TierDriver:
             Exception: what ended a copy that had taken the pools: they are lost, and the cache is.
         """
         for operation in operations:
-            check_blocks(operation, self._warm_copies(), self._host)
+            _check_blocks(operation, self._warm_copies(), self._host)
         if any(operation.keys for operation in operations):
             self._need_storage()
         now = self._clock()
@@ -135,7 +134,7 @@ class TierDriver:
         for entry in entries:
             self._end_if_done(entry)
 
-    def _attempt(self, part: _Part, entry: Dispatched, arrays: BlockArrays) -> None:
+    def _attempt(self, part: _Part, entry: InFlightOperation, arrays: BlockArrays) -> None:
         if entry.outcome is Outcome.FAILED:
             return
         try:
@@ -222,7 +221,7 @@ class TierDriver:
 
     # -- dispatch
 
-    def _read(self, entry: Dispatched, arrays: BlockArrays) -> None:
+    def _read(self, entry: InFlightOperation, arrays: BlockArrays) -> None:
         """Read what an operation copies between the tiers into staging."""
         operation, copies = entry.operation, self._warm_copies()
         if operation.kind is OpKind.HOST_TO_DEVICE:
@@ -243,7 +242,7 @@ class TierDriver:
                 entry.staged.append(StagedPiece(piece, size, staging))
                 self._bytes_in_flight += num_bytes
 
-    def _copy(self, entry: Dispatched, arrays: BlockArrays) -> None:
+    def _copy(self, entry: InFlightOperation, arrays: BlockArrays) -> None:
         """Copy within the pools, before they are written from elsewhere."""
         operation, copies = entry.operation, self._warm_copies()
         if operation.kind is not OpKind.DEVICE_TO_DEVICE:
@@ -252,7 +251,7 @@ class TierDriver:
             copies.copy(arrays, operation.sources[piece], operation.destinations[piece], size)
             entry.mark(piece)
 
-    def _write(self, entry: Dispatched, arrays: BlockArrays) -> None:
+    def _write(self, entry: InFlightOperation, arrays: BlockArrays) -> None:
         """Write what was staged, or let other threads do so."""
         operation = entry.operation
         if operation.keys:
@@ -309,11 +308,11 @@ class TierDriver:
             if entry.storage_id is None and entry.deadline <= now:  # storage expires its own
                 self._table.end(entry, Outcome.TIMED_OUT, fenced=self._withdraw(entry))
 
-    def _end_if_done(self, entry: Dispatched) -> None:
+    def _end_if_done(self, entry: InFlightOperation) -> None:
         if entry.writes == 0 and entry.storage_id is None:
             self._table.end(entry, entry.outcome or Outcome.DONE, fenced=True)
 
-    def _withdraw(self, entry: Dispatched) -> bool:
+    def _withdraw(self, entry: InFlightOperation) -> bool:
         """Stop what has not begun of an operation; say whether nothing has, or all is over."""
         if entry.storage_id is not None and self._storage is not None:
             self._storage.withdraw(entry.storage_id)
@@ -322,3 +321,35 @@ class TierDriver:
             entry.writes -= 1
             self._bytes_in_flight -= write.num_bytes
         return entry.writes == 0
+
+
+def _check_blocks(operation: Operation, device: BlockCopies, host: HostArrays) -> None:
+    """Refuse what no manager of these pools and this host tier decides.
+
+    Raises:
+        IndexError: for a block that they have not: the manager was made for more of them.
+        ValueError: if a block is written twice, or read and written.
+    """
+    sources, destinations = operation.sources, operation.destinations
+    match operation.kind:
+        case OpKind.DEVICE_TO_HOST:
+            device.check_ids(sources)
+            host.check_ids(destinations)
+        case OpKind.HOST_TO_DEVICE:
+            host.check_ids(sources)
+            device.check_ids(destinations)
+        case OpKind.DEVICE_TO_DEVICE:
+            device.check_ids(sources)
+            device.check_ids(destinations)
+            _check_apart(sources, destinations)
+        case OpKind.HOST_TO_STORAGE:
+            host.check_ids(sources)
+        case OpKind.STORAGE_TO_HOST:
+            host.check_ids(destinations)
+
+
+def _check_apart(sources: Int32Array, destinations: Int32Array) -> None:
+    """Refuse copies that differ by the order in which blocks are read and written."""
+    shared = np.intersect1d(sources, destinations)
+    if len(shared) or len(np.unique(destinations)) < len(destinations):
+        raise ValueError("a block is written twice, or read and written, in one operation")

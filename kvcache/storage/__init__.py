@@ -1,51 +1,59 @@
-"""KV blocks outside the process: keys, envelope, one interface, and its backends."""
+"""Storage of KV blocks outside the process: files, Redis, object storage and Mooncake.
+
+`open_backend` opens a backend from a URL, `StorageWorkers` calls it from threads, and `block_keys`
+names the blocks. Each backend has a folder. Names load on first use, so that the cache manager can
+import `keys` without any backend.
+"""
 
 from __future__ import annotations
 
-from .base import (
-    Backend,
-    Block,
-    Buffer,
-    Completion,
-    Kind,
-    Status,
-    Storage,
-    StorageOpId,
-    StorageStats,
-    StoredValue,
-)
-from .checksummed import Sealed
-from .errors import (
-    BackendError,
-    BackendFullError,
-    BackendIOError,
-    OpenToOthersError,
-    OperationError,
-    PayloadError,
-    StorageClosedError,
-    StorageError,
-    StorageInUseError,
-    StorageKeyError,
-    UnsupportedError,
-)
-from .files.backend import FileBackend
-from .keys import StorageNamespace, block_keys
-from .maintenance import (
-    Removed,
-    Verified,
-    open_existing,
-    remove_values,
-    verify_values,
-)
-from .remote_errors import (
-    BackendRefusedError,
-    BackendUnreachableError,
-    MissingLibraryError,
-    MissingPackageError,
-    StorageUrlError,
-)
-from .urls import BackendOptions, open_backend
-from .workers import StorageWorkers
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .checksummed import ChecksummedBackend
+    from .errors import (
+        BackendError,
+        BackendFullError,
+        BackendIOError,
+        BackendRefusedError,
+        BackendUnreachableError,
+        MissingLibraryError,
+        MissingPackageError,
+        OpenToOthersError,
+        OperationError,
+        PayloadError,
+        StorageClosedError,
+        StorageError,
+        StorageInUseError,
+        StorageKeyError,
+        StorageUrlError,
+        UnsupportedError,
+    )
+    from .files import FileBackend
+    from .interface import (
+        Backend,
+        Block,
+        Buffer,
+        Completion,
+        Kind,
+        SharedBackend,
+        Status,
+        Storage,
+        StorageOpId,
+        StorageStats,
+        StoredValue,
+    )
+    from .keys import StorageNamespace, block_keys
+    from .maintenance import (
+        Removed,
+        Verified,
+        open_existing,
+        remove_values,
+        verify_values,
+    )
+    from .urls import BackendOptions, open_backend
+    from .workers import StorageWorkers
 
 __all__ = [
     "Backend",
@@ -57,6 +65,7 @@ __all__ = [
     "BackendUnreachableError",
     "Block",
     "Buffer",
+    "ChecksummedBackend",
     "Completion",
     "FileBackend",
     "Kind",
@@ -66,7 +75,7 @@ __all__ = [
     "OperationError",
     "PayloadError",
     "Removed",
-    "Sealed",
+    "SharedBackend",
     "Status",
     "Storage",
     "StorageClosedError",
@@ -87,3 +96,22 @@ __all__ = [
     "remove_values",
     "verify_values",
 ]
+
+_INTERFACE = "Backend Block Buffer Completion Kind SharedBackend Status Storage StorageOpId "
+_INTERFACE += "StorageStats StoredValue"
+_MODULES = {
+    "checksummed": "ChecksummedBackend",
+    "files": "FileBackend",
+    "interface": _INTERFACE,
+    "keys": "StorageNamespace block_keys",
+    "maintenance": "Removed Verified open_existing remove_values verify_values",
+    "urls": "BackendOptions open_backend",
+    "workers": "StorageWorkers",
+}
+_LAZY = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_LAZY.get(name, 'errors')}", __name__), name)

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from errno import EIO
 from typing import Final
 
-from .base import Backend, Status
-from .envelope import (
+from .errors import BackendError, BackendIOError
+from .interface import Backend, Status
+from .value_format import (
     HEADER_BYTES,
     check,
-    seal,
+    make_header,
 )
-from .errors import BackendError, BackendIOError
 
 _log = logging.getLogger(__name__)
 _LOADED: Final = (Status.LOADED, "")
 
 
-class Sealed:
+class ChecksummedBackend:
     """One call at a time, on the thread that calls. Never raises what a backend raises.
 
     The driver calls this from its threads; an operator's tool may call it directly.
@@ -65,7 +65,7 @@ class Sealed:
         try:
             exists = self.backend.contains([key])[0]
             if not exists:
-                self.backend.put(key, [memoryview(seal(key, parts)), *parts])
+                self.backend.put(key, [memoryview(make_header(key, parts)), *parts])
         except Exception as error:
             return self._failed("store", error)
         self._ended_well("store")

@@ -25,13 +25,26 @@ from ..tokens import (
     as_tokens,
     make_namespace,
 )
-from .base import check_key
 from .errors import StorageKeyError
 
+KEY_BYTES: Final = 32
+"""Length of a key: a sha256 digest."""
 SCHEMA: Final = 1
 """Changes when the meaning of a key or of a value does."""
 NAMESPACE_DIGITS: Final = 16
 """So many of a namespace's digest, in hex, name it in a server or bucket that others share."""
+
+
+def check_key(key: bytes) -> bytes:
+    """Return key if it is one.
+
+    Raises:
+        StorageKeyError: if it is not 32 bytes.
+    """
+    if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+        what = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
+        raise StorageKeyError(f"a key is {KEY_BYTES} bytes, got {what}")
+    return key
 
 
 @dataclass(frozen=True)

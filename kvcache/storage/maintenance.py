@@ -14,23 +14,23 @@ from os import listdir
 from os.path import exists, isdir, isfile
 from typing import Final
 
-from .base import Backend, StoredValue
-from .envelope import (
-    HEADER_BYTES,
-    Fault,
-    check_header,
-    open_sealed,
-)
 from .errors import (
     BackendError,
     BackendIOError,
     StorageError,
+    StorageUrlError,
 )
-from .remote_errors import StorageUrlError
+from .interface import Backend, StoredValue
 from .urls import (
     BackendOptions,
     directory_of,
     open_backend,
+)
+from .value_format import (
+    HEADER_BYTES,
+    Corruption,
+    check_header,
+    payload_of,
 )
 
 _NO_LIMIT: Final = 2**63 - 1
@@ -133,7 +133,7 @@ def verify_values(backend: Backend, *, delete: bool = False) -> Verified:
         failed_in_a_row = 0
         if outcome is None:
             counts["missing"] += 1
-        elif isinstance(outcome, Fault):
+        elif isinstance(outcome, Corruption):
             counts["corrupt"] += 1
             counts["deleted"] += delete and backend.delete(value.key)
         else:
@@ -172,7 +172,7 @@ class _Reader:
         self._backend = backend
         self._buffer = memoryview(bytearray(HEADER_BYTES))
 
-    def look_at(self, value: StoredValue) -> int | Fault | None:
+    def look_at(self, value: StoredValue) -> int | Corruption | None:
         """Return a value's length without its header, what is wrong, or None if it is gone."""
         key, num_bytes = value
         if num_bytes > len(self._buffer):
@@ -189,5 +189,5 @@ class _Reader:
             return None
         if found > num_bytes:  # written again since it was listed
             return self.look_at(StoredValue(key, found))
-        payload = open_sealed(key, self._buffer[:found])
-        return payload if isinstance(payload, Fault) else len(payload)
+        payload = payload_of(key, self._buffer[:found])
+        return payload if isinstance(payload, Corruption) else len(payload)

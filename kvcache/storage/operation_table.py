@@ -14,16 +14,80 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
-from .base import (
+from .errors import OperationError
+from .interface import (
     Completion,
     Kind,
     Status,
     StorageOpId,
 )
-from .errors import OperationError
-from .tasks import Operation, Task
+
+
+@dataclass(eq=False, slots=True)
+class StorageOperation:
+    """What one call asked for, and how far it is.
+
+    Attributes:
+        next_block: the first that no thread has taken.
+        end_block: one past the last to take; those from here on were dropped.
+        tasks: those taken and not reported.
+        num_left: blocks without a status, taken or not.
+        quiet: its completion is for `claim`, not for `drain`.
+    """
+
+    id: StorageOpId
+    epoch: int
+    kind: Kind
+    keys: Sequence[bytes]
+    blocks: Sequence[Sequence[memoryview]]
+    num_bytes: Sequence[int]
+    deadline: float
+    statuses: list[Status | None]
+    end_block: int
+    num_left: int
+    quiet: bool
+    next_block: int = 0
+    tasks: list[Task] = field(default_factory=list)
+    completion: Completion | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Task:
+    """What a thread does next: some blocks of an operation, one after the other.
+
+    Attributes:
+        operation: of which it is a part.
+        first: its first block.
+        keys: of its blocks.
+        results: of its first blocks, which the thread appends without a lock: what was done before
+            a deadline counts, though the rest was not.
+        num_counted: how many results are in the completion of the operation.
+    """
+
+    operation: StorageOperation
+    first: int
+    keys: Sequence[bytes]
+    results: list[Status] = field(default_factory=list)
+    num_counted: int = 0
+
+    @property
+    def kind(self) -> Kind:
+        """What is to be done."""
+        return self.operation.kind
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the operation has not ended; else the thread reports what it has done so far."""
+        return self.operation.completion is None
+
+    @property
+    def blocks(self) -> Sequence[Sequence[memoryview]]:
+        """The buffers of the blocks of a load or store."""
+        return self.operation.blocks[self.first : self.first + len(self.keys)]
+
 
 _MOST_AT_ONCE: Final = 8
 """A thread loads so many blocks before it asks for more: that costs as much as to load a block."""
@@ -44,10 +108,10 @@ class OperationTable:
         self.ended_bytes: Counter[Status] = Counter()
         self.errors: Counter[str] = Counter()
         self.late_blocks = 0
-        self._known: dict[StorageOpId, Operation] = {}  # open, or not fenced, or to be claimed
+        self._known: dict[StorageOpId, StorageOperation] = {}  # open, unfenced or unclaimed
         self.running: Counter[Kind] = Counter()  # tasks that are taken and not reported
         self.num_running = 0  # all of these
-        self._queues: tuple[OrderedDict[StorageOpId, Operation], ...] = tuple(
+        self._queues: tuple[OrderedDict[StorageOpId, StorageOperation], ...] = tuple(
             OrderedDict() for _ in range(3)
         )  # by urgency, each in the order of submission
         self._completions: list[Completion] = []
@@ -85,7 +149,7 @@ class OperationTable:
         self._last_id += 1
         num_bytes = [sum(map(len, block)) for block in blocks] or [0] * len(keys)
         end_block = self._reserve(kind, num_bytes)
-        operation = Operation(
+        operation = StorageOperation(
             id=StorageOpId(self._last_id),
             epoch=epoch,
             kind=kind,
@@ -246,7 +310,7 @@ class OperationTable:
         self.bytes_in_flight[kind] = used
         return end_block
 
-    def _end(self, operation: Operation, rest: Status) -> None:
+    def _end(self, operation: StorageOperation, rest: Status) -> None:
         """Complete an operation; the blocks that have no status yet get this one."""
         self._queue(operation).pop(operation.id, None)
         for block in range(operation.next_block, operation.end_block):
@@ -265,11 +329,11 @@ class OperationTable:
             self._completions.append(operation.completion)
         self._forget_if_done(operation)
 
-    def _forget_if_done(self, operation: Operation) -> None:
+    def _forget_if_done(self, operation: StorageOperation) -> None:
         if operation.completion is not None and not operation.tasks and not operation.quiet:
             self._known.pop(operation.id, None)
 
-    def _queue(self, operation: Operation) -> OrderedDict[StorageOpId, Operation]:
+    def _queue(self, operation: StorageOperation) -> OrderedDict[StorageOpId, StorageOperation]:
         return self._queues[_URGENCY.get(operation.kind, 2)]
 
     def _check_id(self, operation_id: StorageOpId) -> None:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from .base import Backend
+from .errors import StorageUrlError
 from .files.backend import FileBackend, Sync
+from .interface import Backend
 from .keys import NAMESPACE_DIGITS, StorageNamespace
-from .remote_errors import StorageUrlError
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def directory_of(url: str) -> str | None:
     return path
 
 
-def names_server(url: str) -> bool:
+def is_server_url(url: str) -> bool:
     """Whether what a URL names is a server, which may be away."""
     scheme = url.partition("://")[0]
     return scheme in _SCHEMES and "timeout_s" in _SCHEMES[scheme][1]
@@ -121,7 +121,7 @@ def _open_redis(url: str, options: BackendOptions) -> Backend:
 
 
 def _open_s3(url: str, options: BackendOptions) -> Backend:
-    from .objects.backend import ObjectBackend, s3_store
+    from .object_storage.backend import ObjectStorageBackend, s3_store
 
     parts = _split(url)
     # Credentials in a URL end up in shell histories and logs.
@@ -135,7 +135,7 @@ def _open_s3(url: str, options: BackendOptions) -> Backend:
         timeout_s=5.0 if options.timeout_s is None else options.timeout_s,
         connect_timeout_s=1.0 if options.connect_timeout_s is None else options.connect_timeout_s,
     )
-    return ObjectBackend(store, prefix="/".join(steps))
+    return ObjectStorageBackend(store, prefix="/".join(steps))
 
 
 def _open_mooncake(url: str, options: BackendOptions) -> Backend:
@@ -159,11 +159,11 @@ def _open_mooncake(url: str, options: BackendOptions) -> Backend:
 
 
 def _open_memory(url: str, options: BackendOptions) -> Backend:
-    from .objects.backend import ObjectBackend, memory_store
+    from .object_storage.backend import ObjectStorageBackend, memory_store
 
     if url != "memory://":
         raise StorageUrlError("memory:// is all of its URL")
-    return ObjectBackend(memory_store())
+    return ObjectStorageBackend(memory_store())
 
 
 def _split(url: str) -> SplitResult:

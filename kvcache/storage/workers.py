@@ -3,7 +3,7 @@
 ::
 
     caller                              threads
-    submit ── refuse or enqueue ──► OperationTable ──► Sealed ──► Backend
+    submit ── refuse or enqueue ──► OperationTable ──► ChecksummedBackend ──► Backend
     poll   ◄── completions, deadlines ◄──┘ ▲              │
                                            └── report ◄───┘
 """
@@ -14,9 +14,12 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import repeat
 from threading import Condition, Lock, Thread
+from typing import Final
 
 from ..tokens import as_count
-from .base import (
+from .checksummed import ChecksummedBackend
+from .errors import PayloadError, StorageClosedError
+from .interface import (
     Backend,
     Block,
     Completion,
@@ -24,14 +27,43 @@ from .base import (
     Status,
     StorageOpId,
     StorageStats,
-    check_key,
     views,
 )
-from .checksummed import Sealed
-from .errors import PayloadError, StorageClosedError
-from .operation_table import OperationTable
-from .parallelism import Sharing
-from .tasks import Task
+from .keys import check_key
+from .operation_table import OperationTable, Task
+
+WAKING_S: Final = 0.0001
+"""What it may take to wake a thread, or to get Python's lock back from one that runs."""
+
+
+class AdaptiveParallelism:
+    """One thread does all, until it has waited for the backend twice in a row.
+
+    A block of 256 KiB that is in memory takes 20 us, in which a thread lets go of Python's lock
+    four times; where several do that, most of their time goes into getting it back. Where blocks
+    come from a disk or a server, several threads wait for several at once.
+
+    For several threads without a lock: what one overwrites of another's is learned again.
+    """
+
+    def __init__(self) -> None:
+        """Begin with one thread."""
+        self.several = False
+        self._was_slow = False
+
+    def learn(self, took_s: float, *, alone: bool) -> bool:
+        """Take in how long a block took, and say whether to wake other threads now.
+
+        Args:
+            took_s: of the call of the backend.
+            alone: whether no other thread was at work. If one was, it takes more to believe that
+                the wait was for the backend.
+        """
+        slow = took_s > (WAKING_S if alone else 10 * WAKING_S)
+        several = slow and (self.several or self._was_slow)
+        wake = several and not self.several
+        self.several, self._was_slow = several, slow
+        return wake
 
 
 class StorageWorkers:
@@ -41,8 +73,8 @@ class StorageWorkers:
     blocks; the others are DROPPED at once: a lost write is a future miss, and a chain is of use
     from its start.
 
-    Threads share the loads, and the stores, where that pays; see `Sharing`. If the only one is
-    stuck, the next `poll` wakes another.
+    Loads and stores run on several threads where that is faster; see `AdaptiveParallelism`. If the
+    only active thread is stuck, the next `poll` wakes another.
 
     No call but `lookup_prefix` and `close`, which say how long, waits for the backend. Deadlines
     are seen by `poll`: call it once per step.
@@ -71,14 +103,14 @@ class StorageWorkers:
         as_count("num_threads", num_threads, minimum=1)
         as_count("max_bytes_in_flight", max_bytes_in_flight, minimum=1)
         self._backend = backend
-        self._sealed = Sealed(backend)
+        self._sealed = ChecksummedBackend(backend)
         self._clock = clock
         self._lock = Lock()  # of all that follows; held for no I/O
         self._submitted = Condition(self._lock)
         self._reported = Condition(self._lock)
         self._table = OperationTable(max_bytes_in_flight, num_threads)
         self._closed = False
-        self._sharing = Sharing()
+        self._sharing = AdaptiveParallelism()
         self._num_done = self._num_seen = 0  # blocks, in all and at the last poll
         # Daemons: a backend that never answers must not keep the process from ending.
         self._threads = [

@@ -16,8 +16,8 @@ from ...kvcache.storage import (
     remove_values,
     verify_values,
 )
-from ...kvcache.storage.base import SharedBackend
-from ...kvcache.storage.urls import names_server
+from ...kvcache.storage.interface import SharedBackend
+from ...kvcache.storage.urls import is_server_url
 from .errors import BadInputError
 from .output import (
     check_destination,
@@ -126,4 +126,4 @@ def _of_whom(arguments: argparse.Namespace) -> str:
 
 
 def _means_no_namespace(arguments: argparse.Namespace) -> bool:
-    return arguments.namespace is None and names_server(arguments.url)
+    return arguments.namespace is None and is_server_url(arguments.url)

@@ -16,8 +16,8 @@ from ...kvcache.storage import (
     StorageWorkers,
     open_backend,
 )
-from ...kvcache.storage.base import KEY_BYTES
-from ...kvcache.storage.urls import directory_of, names_server
+from ...kvcache.storage.keys import KEY_BYTES
+from ...kvcache.storage.urls import directory_of, is_server_url
 from .errors import BadInputError
 
 _MAX_BYTES: Final = 16 * 2**30
@@ -68,7 +68,7 @@ def check_server(arguments: argparse.Namespace) -> None:
     Raises:
         BadInputError: with what the server, or the way to it, said.
     """
-    if arguments.storage is None or not names_server(arguments.storage):
+    if arguments.storage is None or not is_server_url(arguments.storage):
         return
     options = BackendOptions(
         max_bytes=arguments.storage_max_bytes, timeout_s=_ANSWER_S, connect_timeout_s=_ANSWER_S

@@ -26,7 +26,7 @@ from radixkv.kvcache.storage import (
     Status,
     StorageOpId,
 )
-from radixkv.kvcache.storage.base import views
+from radixkv.kvcache.storage.interface import views
 from radixkv.kvcache.tiers.operations import (
     Operation,
     OpId,

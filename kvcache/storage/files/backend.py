@@ -31,14 +31,14 @@ from threading import Lock
 from typing import Final, Literal, TypeAlias
 
 from ...tokens import as_count
-from ..base import StoredValue, check_key
 from ..errors import (
     BackendFullError,
     BackendIOError,
     StorageInUseError,
 )
-from ..lru_index import FoundValue, LruIndex
-from .names import bucket_names, key_of
+from ..interface import StoredValue
+from ..keys import KEY_BYTES, check_key
+from .lru_index import LruIndex, ScannedValue
 from .system_calls import (
     FileApi,
     OsFiles,
@@ -51,6 +51,7 @@ _SYNCS: Final[tuple[Sync, ...]] = ("none", "data")
 
 _TEMPORARY: Final = ".tmp-"
 _NUM_STRIPES: Final = 16
+_HEX: Final = frozenset("0123456789abcdef")
 
 
 class FileBackend:
@@ -209,16 +210,16 @@ class FileBackend:
         A process that was killed may have left names that a power cut would still take; from now
         on a caller is told that they exist.
         """
-        found: list[FoundValue] = []
-        for bucket in bucket_names(self._files, self.directory):
+        found: list[ScannedValue] = []
+        for bucket in _bucket_names(self._files, self.directory):
             path = f"{self.directory}/{bucket}"
             self._buckets.add(bucket)
             for name, num_bytes, used_ns in list(self._files.scan(path)):
                 if name.startswith(_TEMPORARY):
                     self._files.unlink(f"{path}/{name}")
                     self._swept += 1
-                elif (key := key_of(bucket, name)) is not None:
-                    found.append(FoundValue(used_ns, key, num_bytes))
+                elif (key := _key_of(bucket, name)) is not None:
+                    found.append(ScannedValue(used_ns, key, num_bytes))
             if self._durable:
                 self._files.sync_directory(path)
         if self._durable:
@@ -321,3 +322,16 @@ def _typed(doing: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise BackendIOError(doing, error.errno) from error
+
+
+def _bucket_names(files: FileApi, directory: str) -> list[str]:
+    """Return the names of the directories that hold values."""
+    names = files.directories(directory)
+    return sorted(name for name in names if len(name) == 2 and _HEX.issuperset(name))
+
+
+def _key_of(bucket: str, name: str) -> bytes | None:
+    """Return the key whose file would have this name in this directory; None if none has."""
+    if len(name) != 2 * KEY_BYTES or not name.startswith(bucket) or not _HEX.issuperset(name):
+        return None
+    return bytes.fromhex(name)

@@ -5,7 +5,7 @@
     radixkv:3fa0…e1      prefix, then the key in hex: a value, and one byte of no meaning after it,
                          as Mooncake keeps no empty values
 
-Each call has a process of its own, from a pool, that talks to Mooncake (mooncake_helper.py says
+Each call has a process of its own, from a pool, that talks to Mooncake (client_main.py says
 why): one that does not answer in time is killed, and the block is a miss. The store may still do
 what it was asked; that does no harm, as keys name their contents. What is forgotten, and when, is
 the master's choice. Needs the extra ``mooncake``, and Debian's libibverbs1.
@@ -23,22 +23,23 @@ from threading import Lock
 from typing import Final
 from urllib.parse import urlsplit
 
-from ..base import (
-    StoredValue,
-    check_key,
-    scatter,
-)
-from ..errors import BackendError, UnsupportedError
-from ..remote_errors import (
+from ..errors import (
+    BackendError,
     BackendRefusedError,
     BackendUnreachableError,
     MissingLibraryError,
     MissingPackageError,
     StorageUrlError,
+    UnsupportedError,
 )
-from ..request_counts import RequestCounts
-from .helper import NOT_FOUND
-from .process import HelperProcess
+from ..interface import (
+    StoredValue,
+    scatter,
+)
+from ..keys import check_key
+from ..remote import RequestCounts
+from .client_main import NOT_FOUND
+from .client_process import ClientProcess
 
 DEFAULT_PORT: Final = 50051
 DEFAULT_PREFIX: Final = "radixkv:"
@@ -90,7 +91,7 @@ class MooncakeBackend:
         self._connect_timeout_s = connect_timeout_s
         self._counts = RequestCounts()
         self._lock = Lock()  # of what follows; held for no I/O
-        self._idle: list[HelperProcess] = []  # the last used last: it is warm
+        self._idle: list[ClientProcess] = []  # the last used last: it is warm
         self._closed = False
 
     # -- Backend
@@ -162,7 +163,7 @@ class MooncakeBackend:
         return f"{self._prefix}{check_key(key).hex()}"
 
     @contextmanager
-    def _helper(self, doing: str) -> Iterator[HelperProcess]:
+    def _helper(self, doing: str) -> Iterator[ClientProcess]:
         """Lend a process that is connected; one that was not well is not used again."""
         self._counts.ask()
         try:
@@ -185,23 +186,23 @@ class MooncakeBackend:
             self._counts.fail()
             raise
 
-    def _start(self, doing: str) -> HelperProcess:
+    def _start(self, doing: str) -> ClientProcess:
         """Start a process, if the master's port is open: without, it would wait for minutes."""
         try:
             with socket.create_connection(self._master, self._connect_timeout_s) as probe:
                 local_host: str = probe.getsockname()[0]
         except OSError:
             raise BackendUnreachableError(doing, _NO_CONNECTION) from None
-        return HelperProcess(local_host, f"{self._master[0]}:{self._master[1]}")
+        return ClientProcess(local_host, f"{self._master[0]}:{self._master[1]}")
 
-    def _connect(self, doing: str, helper: HelperProcess) -> None:
+    def _connect(self, doing: str, helper: ClientProcess) -> None:
         try:
             helper.wait_connected(self._connect_timeout_s)
         except TimeoutError:  # it goes on trying, for a call to come
             reason = f"no connection within {self._connect_timeout_s:g} s"
             raise BackendUnreachableError(doing, reason) from None
 
-    def _take_back(self, helper: HelperProcess) -> None:
+    def _take_back(self, helper: ClientProcess) -> None:
         with self._lock:
             keep = helper.alive and not self._closed
             if keep:
@@ -209,7 +210,7 @@ class MooncakeBackend:
         if not keep:
             helper.kill()
 
-    def _ask_until_free(self, helper: HelperProcess, do: str, name: str, num_bytes: int) -> int:
+    def _ask_until_free(self, helper: ClientProcess, do: str, name: str, num_bytes: int) -> int:
         """Ask again for a moment while somebody else writes the same key; return the code."""
         start = time.monotonic()
         left_s = self._timeout_s

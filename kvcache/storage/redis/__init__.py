@@ -1,1 +1,11 @@
-"""The Redis backend: one string per block, in Redis or Valkey."""
+"""The Redis backend: blocks in a Redis or Valkey server; needs the extra ``redis``.
+
+Public: `RedisBackend`, and `RedisAddress`, which parses its URL.
+"""
+
+from __future__ import annotations
+
+from .address import RedisAddress
+from .backend import RedisBackend
+
+__all__ = ["RedisAddress", "RedisBackend"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from ..remote_errors import StorageUrlError
+from ..errors import StorageUrlError
 
 DEFAULT_PORT: Final = 6379
 _ESCAPES: Final = "in a password, '/' is written %2F, '?' %3F, '#' %23 and '@' %40"

@@ -17,20 +17,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-from ..base import (
-    KEY_BYTES,
-    StoredValue,
-    check_key,
-    scatter,
-)
-from ..errors import BackendError, UnsupportedError
-from ..keys import NAMESPACE_DIGITS
-from ..remote_errors import (
+from ..errors import (
+    BackendError,
     BackendRefusedError,
     BackendUnreachableError,
     MissingPackageError,
+    UnsupportedError,
 )
-from ..request_counts import RequestCounts
+from ..interface import (
+    StoredValue,
+    scatter,
+)
+from ..keys import KEY_BYTES, NAMESPACE_DIGITS, check_key
+from ..remote import RequestCounts
 from .address import RedisAddress
 from .packer import (
     Packer,

@@ -10,13 +10,13 @@ import pytest
 
 from radixkv.kvcache.storage import (
     Backend,
-    Sealed,
+    ChecksummedBackend,
     Status,
     StorageKeyError,
     StoredValue,
     UnsupportedError,
 )
-from radixkv.kvcache.storage.base import SharedBackend
+from radixkv.kvcache.storage.interface import SharedBackend
 
 KEYS = [sha256(b"%d" % number).digest() for number in range(13)]
 MIB = 1 << 20
@@ -44,13 +44,13 @@ def keys_of(backend: Backend) -> list[bytes]:
     return [value.key for value in backend.list_values()]
 
 
-def store(sealed: Sealed, key: bytes, payload: bytes) -> Status:
-    return sealed.store(key, [memoryview(payload)])[0]
+def store(checksummed: ChecksummedBackend, key: bytes, payload: bytes) -> Status:
+    return checksummed.store(key, [memoryview(payload)])[0]
 
 
-def load(sealed: Sealed, key: bytes, num_bytes: int) -> tuple[Status, bytes]:
+def load(checksummed: ChecksummedBackend, key: bytes, num_bytes: int) -> tuple[Status, bytes]:
     into = bytearray(num_bytes)
-    return sealed.load(key, [memoryview(into)])[0], bytes(into)
+    return checksummed.load(key, [memoryview(into)])[0], bytes(into)
 
 
 def check_namespaces(backend: Backend, inside: Backend, space: str) -> None:
@@ -209,22 +209,22 @@ class BackendConformance:
         assert backend.contains(KEYS) == [True] * 13
 
     def test_sealed_round_trip(self, backend: Backend) -> None:
-        sealed = Sealed(backend)
+        checksummed = ChecksummedBackend(backend)
         payload = value_of(2, 5_000)
-        assert store(sealed, KEYS[0], payload) is Status.STORED
-        assert store(sealed, KEYS[0], payload) is Status.EXISTS
-        assert load(sealed, KEYS[0], 5_000) == (Status.LOADED, payload)
-        assert load(sealed, KEYS[1], 5_000) == (Status.MISSING, bytes(5_000))
-        assert sealed.lookup(KEYS[:2]) == ([Status.FOUND, Status.MISSING], "")
+        assert store(checksummed, KEYS[0], payload) is Status.STORED
+        assert store(checksummed, KEYS[0], payload) is Status.EXISTS
+        assert load(checksummed, KEYS[0], 5_000) == (Status.LOADED, payload)
+        assert load(checksummed, KEYS[1], 5_000) == (Status.MISSING, bytes(5_000))
+        assert checksummed.lookup(KEYS[:2]) == ([Status.FOUND, Status.MISSING], "")
 
     @pytest.mark.parametrize("damage", ["flip", "cut", "grow", "empty", "swap", "foreign"])
     def test_a_corrupt_value_is_found_deleted_and_repaired(
         self, backend: Backend, damage: str
     ) -> None:
-        sealed = Sealed(backend)
+        checksummed = ChecksummedBackend(backend)
         payload = value_of(3, 300)
         for key in KEYS[:2]:
-            assert store(sealed, key, payload) is Status.STORED
+            assert store(checksummed, key, payload) is Status.STORED
         whole = get(backend, KEYS[0], 364)[1][0]
         bad = {
             "flip": whole[:200] + bytes([whole[200] ^ 1]) + whole[201:],
@@ -235,7 +235,7 @@ class BackendConformance:
             "foreign": b"somebody else's".ljust(364),
         }
         put(backend, KEYS[0], bad[damage])
-        assert load(sealed, KEYS[0], 300)[0] is Status.CORRUPT
+        assert load(checksummed, KEYS[0], 300)[0] is Status.CORRUPT
         assert [backend.contains([key]) for key in KEYS[:2]] == [[False], [True]]
-        assert store(sealed, KEYS[0], payload) is Status.STORED
-        assert load(sealed, KEYS[0], 300) == (Status.LOADED, payload)
+        assert store(checksummed, KEYS[0], payload) is Status.STORED
+        assert load(checksummed, KEYS[0], 300) == (Status.LOADED, payload)

@@ -85,17 +85,17 @@ class Trial:
 
     def live(self) -> None:
         self.backend = None
-        self.backend, sealed = backend, _ = self.recover()
+        self.backend, checksummed = backend, _ = self.recover()
         self.disk.faults = self.faults
         for _ in range(OPERATIONS):
             number = self.below(NUM_KEYS)
             match self.below(8):
                 case 0 | 1:
-                    self.delete(sealed, number)
+                    self.delete(checksummed, number)
                 case 2:
-                    self.load(sealed, number)
+                    self.load(checksummed, number)
                 case _:
-                    self.store(sealed, number)
+                    self.store(checksummed, number)
             here = set(keys_of(backend))
             self.allow_evicted(here)
             lost = [n for n in self.promises.stored if key_of(n) not in here]
@@ -114,7 +114,7 @@ class Trial:
         )
         backend.check()
         self.nothing_is_left_over(backend)
-        sealed = self.subject.sealed.Sealed(backend)
+        checksummed = self.subject.checksummed.ChecksummedBackend(backend)
         here = {n for n in range(NUM_KEYS) if backend.contains([key_of(n)])[0]}
         back = here & self.promises.deleted
         assert not back, f"{back} were deleted and are back"
@@ -123,8 +123,8 @@ class Trial:
         lost = self.promises.stored - here
         assert not lost, f"{lost} were stored and are lost"
         for number in here:
-            self.load(sealed, number)
-        return backend, sealed
+            self.load(checksummed, number)
+        return backend, checksummed
 
     def allow_evicted(self, here: set[bytes]) -> None:
         """Where room is tight, a value may go without anybody being told."""
@@ -147,10 +147,10 @@ class Trial:
             left = {name for name in left - failed if not name.startswith(".tmp-")}
         assert not left, "files that are no values"
 
-    def store(self, sealed, number: int) -> None:
+    def store(self, checksummed, number: int) -> None:
         self.promises.attempted.add(number)
         self.promises.deleted.discard(number)
-        status, _ = sealed.store(key_of(number), [memoryview(payload_of(number))])
+        status, _ = checksummed.store(key_of(number), [memoryview(payload_of(number))])
         if status.name in ("STORED", "EXISTS"):
             self.promises.stored.add(number)
         else:
@@ -159,9 +159,9 @@ class Trial:
             assert self.faulty or self.tight, "failed without a fault"
             assert number not in self.promises.stored, "it existed"
 
-    def load(self, sealed, number: int) -> None:
+    def load(self, checksummed, number: int) -> None:
         into = bytearray(len(payload_of(number)))
-        status, _ = sealed.load(key_of(number), [memoryview(into)])
+        status, _ = checksummed.load(key_of(number), [memoryview(into)])
         if status.name == "LOADED":
             assert into == payload_of(number), f"{number} has other bytes than were stored"
             if self.durable:
@@ -171,10 +171,10 @@ class Trial:
             assert status.name in ("MISSING", "CORRUPT"), status
             assert status.name != "CORRUPT" or not self.durable, f"{number} is seen and torn"
 
-    def delete(self, sealed, number: int) -> None:
+    def delete(self, checksummed, number: int) -> None:
         was_stored = number in self.promises.stored
         self.promises.stored.discard(number)
-        status, _ = sealed.delete(key_of(number))
+        status, _ = checksummed.delete(key_of(number))
         if status.name in ("DELETED", "MISSING"):
             self.promises.deleted.add(number)
             assert status.name == "DELETED" or not was_stored, "it was stored"

@@ -34,7 +34,7 @@ class Subject:
     """What a crash trial exercises: the real thing, or a copy with a bug."""
 
     files: ModuleType
-    sealed: ModuleType
+    checksummed: ModuleType
 
 
 REAL = Subject(
@@ -170,8 +170,8 @@ BUGS = (
     ),
     Bug(
         "no checksum",
-        "envelope.py",
-        "or Fault.CHECKSUM",
+        "value_format.py",
+        "or Corruption.CHECKSUM",
         "",
     ),
 )

@@ -13,7 +13,7 @@ from radixkv.kvcache.storage import (
     Completion,
     StorageWorkers,
 )
-from radixkv.kvcache.storage.base import StorageOpId
+from radixkv.kvcache.storage.interface import StorageOpId
 from radixkv.kvcache.storage.redis.address import RedisAddress
 from radixkv.kvcache.storage.redis.backend import RedisBackend
 

@@ -12,7 +12,7 @@ from obstore.store import LocalStore
 
 from radixkv.kvcache.storage import Backend, FileBackend
 from radixkv.kvcache.storage.mooncake import backend as mooncake
-from radixkv.kvcache.storage.objects.backend import ObjectBackend, memory_store
+from radixkv.kvcache.storage.object_storage.backend import ObjectStorageBackend, memory_store
 from radixkv.kvcache.storage.redis.address import RedisAddress
 from radixkv.kvcache.storage.redis.backend import RedisBackend
 from radixkv.kvcache.storage.urls import BackendOptions, open_backend
@@ -63,7 +63,7 @@ class TestObjectsInMemory(BackendConformance):
 
     @pytest.fixture
     def backend(self) -> Iterator[Backend]:
-        backend = ObjectBackend(memory_store())
+        backend = ObjectStorageBackend(memory_store())
         yield backend
         backend.close()
 
@@ -73,7 +73,7 @@ class TestObjectsInDirectory(BackendConformance):
 
     @pytest.fixture
     def backend(self, tmp_path: Path) -> Iterator[Backend]:
-        backend = ObjectBackend(LocalStore(prefix=tmp_path), prefix="a/b")
+        backend = ObjectStorageBackend(LocalStore(prefix=tmp_path), prefix="a/b")
         yield backend
         backend.close()
 

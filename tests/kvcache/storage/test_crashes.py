@@ -30,6 +30,6 @@ def test_a_trial_can_be_replayed() -> None:
 
 def test_a_bug_that_no_longer_fits_fails_loudly() -> None:
     with pytest.raises(
-        AssertionError, match=r"envelope\.py has 'not there' 0 times: write 'x' anew"
+        AssertionError, match=r"value_format\.py has 'not there' 0 times: write 'x' anew"
     ):
-        load(Bug("x", "envelope.py", "not there", ""))
+        load(Bug("x", "value_format.py", "not there", ""))

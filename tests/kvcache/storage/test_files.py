@@ -12,9 +12,9 @@ import pytest
 from radixkv.kvcache.storage import (
     BackendFullError,
     BackendIOError,
+    ChecksummedBackend,
     FileBackend,
     OpenToOthersError,
-    Sealed,
     Status,
     StorageInUseError,
 )
@@ -354,13 +354,13 @@ def test_what_the_disk_does_not_give_is_stored_again(
         raise OSError(number, "not now")
 
     with closing(FileBackend(directory, max_bytes=100)) as backend:
-        sealed = Sealed(backend)
-        assert store(sealed, KEYS[0], b"abc") is Status.STORED
+        checksummed = ChecksummedBackend(backend)
+        assert store(checksummed, KEYS[0], b"abc") is Status.STORED
         with monkeypatch.context() as patched:
             patched.setattr(OsFiles, "read", broken)
-            assert load(sealed, KEYS[0], 3)[0] is Status.FAILED
-        assert store(sealed, KEYS[0], b"abc") is (Status.EXISTS if stays else Status.STORED)
-        assert load(sealed, KEYS[0], 3) == (Status.LOADED, b"abc")
+            assert load(checksummed, KEYS[0], 3)[0] is Status.FAILED
+        assert store(checksummed, KEYS[0], b"abc") is (Status.EXISTS if stays else Status.STORED)
+        assert load(checksummed, KEYS[0], 3) == (Status.LOADED, b"abc")
 
 
 def test_a_start_passes_over_what_is_no_file(directory: Path, tmp_path: Path) -> None:
@@ -400,7 +400,7 @@ def test_a_write_that_fails_leaves_nothing(faults: Faults, message: str) -> None
     assert raised.value.errno in (errno.ENOSPC, errno.EIO)
     backend.check()
     assert keys_of(backend) == [KEYS[0]]
-    status, error = Sealed(backend).store(KEYS[2], [memoryview(b"a")])
+    status, error = ChecksummedBackend(backend).store(KEYS[2], [memoryview(b"a")])
     assert (status, error) == (Status.FAILED, "BackendIOError")
 
 
@@ -508,11 +508,11 @@ def test_a_value_in_more_parts_than_the_system_takes_at_once(directory: Path) ->
 
 def test_a_value_that_is_longer_by_one_byte_is_not_taken_for_whole(directory: Path) -> None:
     backend = FileBackend(directory, max_bytes=1000)
-    sealed = Sealed(backend)
-    assert sealed.store(KEYS[0], [memoryview(b"abc")]) == (Status.STORED, "")
+    checksummed = ChecksummedBackend(backend)
+    assert checksummed.store(KEYS[0], [memoryview(b"abc")]) == (Status.STORED, "")
     with open(directory / KEYS[0].hex()[:2] / KEYS[0].hex(), "ab") as file:
         file.write(b"\0")
-    assert sealed.load(KEYS[0], [memoryview(bytearray(3))]) == (Status.CORRUPT, "LONG")
+    assert checksummed.load(KEYS[0], [memoryview(bytearray(3))]) == (Status.CORRUPT, "LONG")
     backend.close()
 
 

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from radixkv.kvcache.storage import (
+    ChecksummedBackend,
     FileBackend,
-    Sealed,
     Status,
     StorageWorkers,
 )
@@ -21,11 +21,11 @@ VALUE_BYTES = 100_000
 CHILD = """
 import sys
 from hashlib import sha256
-from radixkv.kvcache.storage import FileBackend, Sealed
-sealed = Sealed(FileBackend(sys.argv[1], max_bytes=10**9))
+from radixkv.kvcache.storage import FileBackend, ChecksummedBackend
+checksummed = ChecksummedBackend(FileBackend(sys.argv[1], max_bytes=10**9))
 for number in range(int(sys.argv[2]), int(sys.argv[2]) + 500):
     digest = sha256(b"%d" % number).digest()
-    status, _ = sealed.store(bytes([number % 2]) + digest[1:], [memoryview(digest * 3125)])
+    status, _ = checksummed.store(bytes([number % 2]) + digest[1:], [memoryview(digest * 3125)])
     print(status.name, number, flush=True)
 """
 
@@ -57,10 +57,10 @@ def test_what_was_acknowledged_before_a_kill_is_there(tmp_path: Path) -> None:
 def check(directory: Path, begin: int, end: int) -> int:
     """Load what was stored since begin; return the first number that is not there."""
     backend = FileBackend(directory, max_bytes=10**9)  # the lock went with the process
-    sealed = Sealed(backend)
+    checksummed = ChecksummedBackend(backend)
     into = memoryview(bytearray(VALUE_BYTES))
     for number in range(begin, end + 2):
-        status, _ = sealed.load(key_of(number), [into])
+        status, _ = checksummed.load(key_of(number), [into])
         if number < end:
             assert status is Status.LOADED, (number, status)
         else:  # it may be there, but then it is whole

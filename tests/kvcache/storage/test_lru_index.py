@@ -5,10 +5,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from radixkv.kvcache.storage.lru_index import (
+from radixkv.kvcache.storage.files.lru_index import (
     STAMP_EVERY_NS,
-    FoundValue,
     LruIndex,
+    ScannedValue,
 )
 
 MAX_BYTES = 10
@@ -98,7 +98,7 @@ class Index(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        found = [FoundValue(self.in_files[key], key, n) for key, n in self.sizes.items()]
+        found = [ScannedValue(self.in_files[key], key, n) for key, n in self.sizes.items()]
         self.index = LruIndex(MAX_BYTES, lambda: self.now_ns)
         self.index.fill(found)
         self.sizes = {value.key: value.num_bytes for value in sorted(found)}
@@ -125,7 +125,7 @@ TestIndex.settings = settings(max_examples=150, stateful_step_count=40)
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_a_use_is_written_down_from_a_minute_on(sign: int, less_ns: int) -> None:
     index = LruIndex(MAX_BYTES, lambda: sign * (STAMP_EVERY_NS - less_ns))
-    index.fill([FoundValue(0, KEYS[0], 1)])
+    index.fill([ScannedValue(0, KEYS[0], 1)])
     assert (index.use(KEYS[0]) == 0) == (less_ns > 0)
 
 

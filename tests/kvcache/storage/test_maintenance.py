@@ -17,8 +17,8 @@ from radixkv.kvcache.storage import (
     BackendIOError,
     BackendOptions,
     BackendUnreachableError,
+    ChecksummedBackend,
     FileBackend,
-    Sealed,
     Status,
     StorageInUseError,
     StorageUrlError,
@@ -28,8 +28,8 @@ from radixkv.kvcache.storage import (
     remove_values,
     verify_values,
 )
-from radixkv.kvcache.storage.envelope import seal
 from radixkv.kvcache.storage.maintenance import Removed, Verified
+from radixkv.kvcache.storage.value_format import make_header
 
 from .conformance import KEYS, keys_of, put, store
 from .memory import BrokenBackend, MemoryBackend
@@ -39,7 +39,7 @@ PAYLOAD = b"x" * 36  # 100 bytes with the envelope
 
 def filled(backend: MemoryBackend | FileBackend, num_values: int = 3) -> None:
     for key in KEYS[:num_values]:
-        assert store(Sealed(backend), key, PAYLOAD) is Status.STORED
+        assert store(ChecksummedBackend(backend), key, PAYLOAD) is Status.STORED
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ class Scripted(MemoryBackend):
         return super().get(key, into)
 
 
-LONGER = seal(KEYS[1], [memoryview(bytes(50))]) + bytes(50)
+LONGER = make_header(KEYS[1], [memoryview(bytes(50))]) + bytes(50)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_what_the_disk_does_not_give_is_counted(tmp_path: Path) -> None:
         assert verify_values(backend, delete=True) == Verified(good=2, unreadable=1, good_bytes=200)
         assert keys_of(backend) == [KEYS[1], KEYS[0], KEYS[2]]
         backend.delete(KEYS[1])
-        store(Sealed(backend), KEYS[1], PAYLOAD)
+        store(ChecksummedBackend(backend), KEYS[1], PAYLOAD)
         assert verify_values(backend).good == 3
         assert keys_of(backend) == [KEYS[0], KEYS[2], KEYS[1]]  # in the order that it had
 

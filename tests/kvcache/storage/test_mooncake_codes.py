@@ -14,9 +14,8 @@ from radixkv.kvcache.storage import (
     BackendUnreachableError,
 )
 from radixkv.kvcache.storage.mooncake import backend as module
-from radixkv.kvcache.storage.mooncake import helper as mooncake_helper
 from radixkv.kvcache.storage.mooncake.backend import MooncakeBackend
-from radixkv.kvcache.storage.mooncake.helper import TOO_SMALL, _Memory
+from radixkv.kvcache.storage.mooncake.client_main import TOO_SMALL, _Memory
 
 from .conformance import KEYS, get, put
 from .mooncake_calls import LOST
@@ -40,7 +39,7 @@ class Clock:
 
 
 class ScriptedHelper:
-    """In place of a `HelperProcess`; the last answer is given again and again."""
+    """In place of a `ClientProcess`; the last answer is given again and again."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -246,7 +245,7 @@ class ScriptedStore:
 )
 def test_of_a_longer_value_its_start_is_read(codes: tuple[int, ...], expected: int) -> None:
     store = ScriptedStore(*codes)
-    assert mooncake_helper._get(store, _Memory(store, -1), NAME, 8) == expected
+    assert client_main._get(store, _Memory(store, -1), NAME, 8) == expected
     assert store.codes == []
 
 

@@ -8,10 +8,10 @@ from contextlib import closing
 import pytest
 
 from radixkv.kvcache.storage import Status, StorageWorkers
-from radixkv.kvcache.storage.base import StorageOpId
+from radixkv.kvcache.storage.errors import BackendUnreachableError
+from radixkv.kvcache.storage.interface import StorageOpId
 from radixkv.kvcache.storage.redis.address import RedisAddress
 from radixkv.kvcache.storage.redis.backend import RedisBackend
-from radixkv.kvcache.storage.remote_errors import BackendUnreachableError
 
 from .conformance import KEYS, get, put
 from .redis_calls import DOING, LONG_S, SOON_S, connected, every_call, finish, wait_at_most

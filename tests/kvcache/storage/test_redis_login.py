@@ -12,9 +12,9 @@ import pytest
 import trustme
 
 from radixkv.kvcache.storage import StorageWorkers
+from radixkv.kvcache.storage.errors import BackendUnreachableError, StorageUrlError
 from radixkv.kvcache.storage.redis.address import RedisAddress
 from radixkv.kvcache.storage.redis.backend import RedisBackend
-from radixkv.kvcache.storage.remote_errors import BackendUnreachableError, StorageUrlError
 from radixkv.kvcache.storage.urls import BackendOptions, open_backend
 
 from .conformance import KEYS, MIB, get, put

@@ -12,17 +12,17 @@ import pytest
 
 from radixkv.kvcache.storage import (
     BackendError,
-    Sealed,
+    ChecksummedBackend,
     Status,
     StoredValue,
     remove_values,
     verify_values,
 )
+from radixkv.kvcache.storage.errors import BackendRefusedError, MissingPackageError
 from radixkv.kvcache.storage.maintenance import Verified
 from radixkv.kvcache.storage.redis.address import RedisAddress
 from radixkv.kvcache.storage.redis.backend import RedisBackend
 from radixkv.kvcache.storage.redis.packer import Word
-from radixkv.kvcache.storage.remote_errors import BackendRefusedError, MissingPackageError
 
 from .conformance import KEYS, MIB, check_namespaces, get, keys_of, load, put, store
 from .redis_calls import DOING, LONG_S, SOON_S, connected, every_call, raw
@@ -153,10 +153,10 @@ def test_what_is_no_string_is_corrupt_and_repaired(server: RedisServer) -> None:
         assert get(backend, KEYS[0], 4) == (0, [bytes(4)])
         assert list(backend.list_values()) == [StoredValue(KEYS[0], 0)]
         assert verify_values(backend) == Verified(corrupt=1)
-        sealed = Sealed(backend)
-        assert load(sealed, KEYS[0], 4) == (Status.CORRUPT, bytes(4))
-        assert store(sealed, KEYS[0], b"abcd") is Status.STORED
-        assert load(sealed, KEYS[0], 4) == (Status.LOADED, b"abcd")
+        checksummed = ChecksummedBackend(backend)
+        assert load(checksummed, KEYS[0], 4) == (Status.CORRUPT, bytes(4))
+        assert store(checksummed, KEYS[0], b"abcd") is Status.STORED
+        assert load(checksummed, KEYS[0], 4) == (Status.LOADED, b"abcd")
         client.delete(f"radixkv:{KEYS[0].hex()}")
         client.sadd(f"radixkv:{KEYS[0].hex()}", "an item of a set")
         assert remove_values(backend, 0).removed == 1

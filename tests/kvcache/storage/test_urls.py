@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from radixkv.kvcache.storage import FileBackend, StorageNamespace
-from radixkv.kvcache.storage.objects.backend import ObjectBackend
+from radixkv.kvcache.storage.errors import StorageUrlError
+from radixkv.kvcache.storage.object_storage.backend import ObjectStorageBackend
 from radixkv.kvcache.storage.redis.backend import RedisBackend
-from radixkv.kvcache.storage.remote_errors import StorageUrlError
 from radixkv.kvcache.storage.urls import (
     BackendOptions,
-    names_server,
+    is_server_url,
     open_backend,
 )
 
@@ -44,13 +44,13 @@ def test_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_which_urls_name_a_server() -> None:
     urls = ["redis://h", "rediss://h", "unix:///s", "s3://b", "mooncake://h"]
-    assert all(map(names_server, urls))
-    assert not any(map(names_server, ["file:///d", "memory://", "http://h", ""]))
+    assert all(map(is_server_url, urls))
+    assert not any(map(is_server_url, ["file:///d", "memory://", "http://h", ""]))
 
 
 def test_memory_is_each_backends_own() -> None:
     with closing(open_backend("memory://")) as first, closing(open_backend("memory://")) as second:
-        assert isinstance(first, ObjectBackend)
+        assert isinstance(first, ObjectStorageBackend)
         put(first, KEYS[0], b"abc")
         assert get(first, KEYS[0], 3) == (3, [b"abc"])
         assert second.contains(KEYS[:1]) == [False]

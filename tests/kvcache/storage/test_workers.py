@@ -19,8 +19,8 @@ from radixkv.kvcache.storage import (
     StorageOpId,
     StorageWorkers,
 )
-from radixkv.kvcache.storage.checksummed import Sealed
-from radixkv.kvcache.storage.parallelism import Sharing
+from radixkv.kvcache.storage.checksummed import ChecksummedBackend
+from radixkv.kvcache.storage.workers import AdaptiveParallelism
 
 from .memory import BrokenBackend, HeldBackend, MemoryBackend
 
@@ -160,15 +160,15 @@ def test_an_error_is_logged_again_only_after_a_call_that_ended_well(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     backend = MemoryBackend()
-    sealed = Sealed(backend)
+    checksummed = ChecksummedBackend(backend)
     broken = BrokenBackend(OSError())
     for now in (broken, broken, backend, broken, backend, broken):  # at last, what is there
-        sealed.backend = now
-        sealed.lookup(KEYS[:1])
-        sealed.touch(KEYS[:1])
-        sealed.load(KEYS[0], [memoryview(bytearray(1))])
-        sealed.store(KEYS[0], [memoryview(b"a")])
-        sealed.delete(KEYS[1])
+        checksummed.backend = now
+        checksummed.lookup(KEYS[:1])
+        checksummed.touch(KEYS[:1])
+        checksummed.load(KEYS[0], [memoryview(bytearray(1))])
+        checksummed.store(KEYS[0], [memoryview(b"a")])
+        checksummed.delete(KEYS[1])
     calls = [message.split(" failed ")[0] for message in caplog.messages]
     assert calls == ["lookup", "touch", "load", "store", "delete"] * 3
 
@@ -178,7 +178,7 @@ def test_a_lookup_with_too_few_answers_fails(
 ) -> None:
     backend = MemoryBackend()
     monkeypatch.setattr(backend, "contains", lambda keys: [True])
-    assert Sealed(backend).lookup(KEYS[:2]) == ([Status.FAILED] * 2, "BackendError")
+    assert ChecksummedBackend(backend).lookup(KEYS[:2]) == ([Status.FAILED] * 2, "BackendError")
     assert "BackendError: 1 answers for 2 keys;" in caplog.text
 
 
@@ -248,11 +248,11 @@ def test_threads_are_woken_when_one_learned_that_it_pays(monkeypatch: pytest.Mon
     begun = time.perf_counter()
     learned: list[tuple[bool, bool]] = []
 
-    def learn(sharing: Sharing, took_s: float, *, alone: bool) -> bool:
+    def learn(sharing: AdaptiveParallelism, took_s: float, *, alone: bool) -> bool:
         learned.append((0 <= took_s <= time.perf_counter() - begun, alone))
         return len(learned) == 1
 
-    monkeypatch.setattr(Sharing, "learn", learn)
+    monkeypatch.setattr(AdaptiveParallelism, "learn", learn)
     backend = HeldBackend()
     with workers(backend, num_threads=2) as storage:
         load = storage.load(KEYS[:3], [[bytearray(1)]] * 3, timeout_s=LONG_S)
@@ -299,7 +299,7 @@ def test_threads_share_what_is_submitted_where_that_pays() -> None:
 def test_several_threads_pay_where_one_waits_for_the_backend(
     times_us: list[int], alone: bool, wakes: list[bool]
 ) -> None:
-    sharing = Sharing()
+    sharing = AdaptiveParallelism()
     assert [sharing.learn(us / 1e6, alone=alone) for us in times_us] == wakes
 
 

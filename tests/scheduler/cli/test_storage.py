@@ -18,13 +18,13 @@ import pytest
 from radixkv.kvcache.storage import (
     Backend,
     BackendOptions,
+    ChecksummedBackend,
     FileBackend,
-    Sealed,
     open_backend,
 )
 from radixkv.kvcache.storage.files.system_calls import OsFiles
-from radixkv.kvcache.storage.objects import backend as objects
-from radixkv.kvcache.storage.objects.backend import memory_store
+from radixkv.kvcache.storage.object_storage import backend as objects
+from radixkv.kvcache.storage.object_storage.backend import memory_store
 
 from ...kvcache.storage.redis_server import RedisServer, running
 
@@ -35,7 +35,7 @@ NAMESPACE = "0123456789abcdef"
 def fill(backend: Backend, num_values: int = 3) -> None:
     """Blocks of 100 bytes each, with their envelopes."""
     for key in KEYS[:num_values]:
-        Sealed(backend).store(key, [memoryview(bytes(36))])
+        ChecksummedBackend(backend).store(key, [memoryview(bytes(36))])
 
 
 def damage(backend: Backend, key: bytes) -> None:

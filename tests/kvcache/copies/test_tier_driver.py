@@ -18,7 +18,7 @@ from radixkv.kvcache import (
 from radixkv.kvcache.storage import Status
 from radixkv.kvcache.tiers.operations import OpKind
 
-from .driving import LONG_S, SIZES, Bench, FakeStorage
+from ..driving import LONG_S, SIZES, Bench, FakeStorage
 
 DOWN, UP, ACROSS = OpKind.DEVICE_TO_HOST, OpKind.HOST_TO_DEVICE, OpKind.DEVICE_TO_DEVICE
 OUT, IN = OpKind.HOST_TO_STORAGE, OpKind.STORAGE_TO_HOST

@@ -9,7 +9,7 @@ from radixkv.kvcache import (
     CountError,
     HostArrays,
 )
-from radixkv.kvcache.storage.base import views
+from radixkv.kvcache.storage.interface import views
 
 SIZES = {"num_layers": 2, "num_blocks": 3, "kv_heads": 4, "block_size": 5, "head_dim": 6}
 POOLS = 4

@@ -5,7 +5,7 @@
     the manager's driver            never waits, polls once per step
           │  Storage                lookup, load, store, touch, delete, poll, cancel, fenced
     StorageWorkers (workers.py)     threads, deadlines, byte budget: once for all backends
-          │  Sealed (sealed.py)     the envelope, skip what exists, errors as statuses
+          │  ChecksummedBackend (sealed.py)     the envelope, skip what exists, errors as statuses
           │  Backend                contains, get, put, delete, touch, list_values: may block
     files, Redis, S3, Mooncake
 
@@ -23,8 +23,7 @@ from typing import Any, NamedTuple, NewType, Protocol, TypeAlias, runtime_checka
 import numpy as np
 import numpy.typing as npt
 
-from ..tiers.storage_keys import KEY_BYTES as KEY_BYTES
-from .errors import PayloadError, StorageKeyError
+from .errors import PayloadError
 
 StorageOpId = NewType("StorageOpId", int)
 """Names an operation of one storage; an `OpId` names one of a manager."""
@@ -251,18 +250,6 @@ class SharedBackend(Backend, Protocol):
 
         For a backend that was opened without a namespace. No value is read.
         """
-
-
-def check_key(key: bytes) -> bytes:
-    """Return key if it is one.
-
-    Raises:
-        StorageKeyError: if it is not 32 bytes.
-    """
-    if not isinstance(key, bytes) or len(key) != KEY_BYTES:
-        what = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
-        raise StorageKeyError(f"a key is {KEY_BYTES} bytes, got {what}")
-    return key
 
 
 def views(block: Block, *, writable: bool = False) -> list[memoryview]:

@@ -15,7 +15,7 @@ from radixkv.kvcache.copies.staging_writer import (
 )
 from radixkv.kvcache.tiers.operations import OpId
 
-from .driving import LONG_S
+from ..driving import LONG_S
 
 
 @pytest.fixture

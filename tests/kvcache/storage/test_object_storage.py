@@ -18,12 +18,12 @@ from radixkv.kvcache.storage import (
     Status,
     StorageWorkers,
 )
-from radixkv.kvcache.storage.objects.backend import (
-    ObjectBackend,
+from radixkv.kvcache.storage.errors import BackendRefusedError, MissingPackageError
+from radixkv.kvcache.storage.object_storage.backend import (
+    ObjectStorageBackend,
     memory_store,
     s3_store,
 )
-from radixkv.kvcache.storage.remote_errors import BackendRefusedError, MissingPackageError
 
 from ...ports import reserved_port
 from .conformance import KEYS, check_namespaces, get, keys_of, put
@@ -33,14 +33,14 @@ LONG_S = 30.0
 DOING = ["looking up", "looking up", "reading", "writing", "looking up", "listing"]
 
 
-def patient(prefix: str = "") -> ObjectBackend:
+def patient(prefix: str = "") -> ObjectStorageBackend:
     """A bucket of a server that answers, however long that takes."""
-    return ObjectBackend(
+    return ObjectStorageBackend(
         s3_store("bucket", timeout_s=LONG_S, connect_timeout_s=LONG_S), prefix=prefix
     )
 
 
-def every_call(backend: ObjectBackend) -> Iterator[BackendError]:
+def every_call(backend: ObjectStorageBackend) -> Iterator[BackendError]:
     """What each method raises, with a server that is not well."""
     calls: list[Callable[[], object]] = [
         lambda: backend.contains(KEYS[:1]),
@@ -104,7 +104,7 @@ def test_a_lookup_that_fails_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
         ended.set()
         return True
 
-    with closing(ObjectBackend(memory_store())) as backend:
+    with closing(ObjectStorageBackend(memory_store())) as backend:
         monkeypatch.setattr(backend, "_exists", exists)
         with pytest.raises(BackendError):
             backend.contains(KEYS[:2])
@@ -127,7 +127,7 @@ def test_a_server_that_never_answers(s3: FakeS3, monkeypatch: pytest.MonkeyPatch
         times = {"timeout": "100ms", "connect_timeout": "200ms"}
         assert isinstance(store, S3Store) and store.client_options is not None
         assert times.items() <= dict(store.client_options).items()
-        with closing(ObjectBackend(store)) as backend:
+        with closing(ObjectStorageBackend(store)) as backend:
             for doing, error in zip(DOING, every_call(backend), strict=True):
                 assert str(error) == f"{doing} failed: GenericError"
 
@@ -138,7 +138,7 @@ def test_deadlines_are_kept_without_an_answer(s3: FakeS3, monkeypatch: pytest.Mo
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
         port = listener.getsockname()[1]
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-        backend = ObjectBackend(s3_store("bucket", timeout_s=0.1))
+        backend = ObjectStorageBackend(s3_store("bucket", timeout_s=0.1))
         storage = StorageWorkers(backend, max_bytes_in_flight=100, clock=lambda: now)
         operations = [
             storage.lookup(KEYS[:2], timeout_s=2.0),
@@ -173,7 +173,7 @@ def test_keys_passes_over_what_is_not_ours() -> None:
     name = KEYS[0].hex()
     for path in ("kv/read.me", f"kv/{name}", f"kv/00/{name}x", f"other/{name[:2]}/{name}"):
         store.put(path, b"x")
-    with closing(ObjectBackend(store, prefix="kv")) as backend:
+    with closing(ObjectStorageBackend(store, prefix="kv")) as backend:
         assert keys_of(backend) == []
         put(backend, KEYS[0], b"x")
         assert keys_of(backend) == [KEYS[0]]
@@ -199,8 +199,8 @@ def test_namespaces_are_listed_and_others_names_are_not(
     ):
         store.put(path, b"theirs")
     with (
-        closing(ObjectBackend(store, prefix=prefix)) as backend,
-        closing(ObjectBackend(store, prefix=f"{folder}{space}")) as inside,
+        closing(ObjectStorageBackend(store, prefix=prefix)) as backend,
+        closing(ObjectStorageBackend(store, prefix=f"{folder}{space}")) as inside,
     ):
         check_namespaces(backend, inside, space)
 
@@ -210,7 +210,7 @@ def test_a_delete_that_comes_second() -> None:
         def delete(self, paths) -> None:
             raise FileNotFoundError
 
-    with closing(ObjectBackend(Racing())) as backend:
+    with closing(ObjectStorageBackend(Racing())) as backend:
         put(backend, KEYS[0], b"x")
         assert not backend.delete(KEYS[0])
 
@@ -220,7 +220,7 @@ def test_requests_are_counted() -> None:
         def head(self, path):
             raise OSError("the cable is out")
 
-    with closing(ObjectBackend(Broken())) as backend:
+    with closing(ObjectStorageBackend(Broken())) as backend:
         assert backend.stats() == {"requests": 0, "failed_requests": 0}
         put(backend, KEYS[0], b"x")
         assert get(backend, KEYS[1], 1) == (None, [b"\0"])
@@ -233,7 +233,7 @@ def test_requests_are_counted() -> None:
 
 def test_a_lookup_ends_soon_after_the_first_that_is_missing() -> None:
     keys = [bytes([number]) * 32 for number in range(64)]
-    with closing(ObjectBackend(MemoryStore())) as backend:
+    with closing(ObjectStorageBackend(MemoryStore())) as backend:
         for key in (*keys[:30], *keys[31:]):
             put(backend, key, b"x")
         assert backend.contains(keys) == [True] * 30 + [False] * 34
@@ -251,7 +251,7 @@ def test_times_are_told_in_whole_milliseconds(s3: FakeS3) -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [memory_store, lambda: s3_store("bucket"), lambda: ObjectBackend(MemoryStore())]
+    "make", [memory_store, lambda: s3_store("bucket"), lambda: ObjectStorageBackend(MemoryStore())]
 )
 def test_a_missing_package(monkeypatch: pytest.MonkeyPatch, make: Callable[[], object]) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)

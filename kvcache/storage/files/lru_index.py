@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import Final, NamedTuple
 
-from .base import StoredValue
+from ..interface import StoredValue
 
 STAMP_EVERY_NS: Final = 60 * 10**9
 """A use is written down this often per value: it costs as much as opening the file."""
 
 
-class FoundValue(NamedTuple):
+class ScannedValue(NamedTuple):
     """A value as a start finds it; whether it is whole is for the envelope to say."""
 
     used_ns: int
@@ -69,7 +69,7 @@ class LruIndex:
         with self._lock:
             return [StoredValue(key, value.num_bytes) for key, value in self._values.items()]
 
-    def fill(self, found: Iterable[FoundValue]) -> None:
+    def fill(self, found: Iterable[ScannedValue]) -> None:
         """Start with what was found, in the order in which it was used."""
         with self._lock:
             for used_ns, key, num_bytes in sorted(found):

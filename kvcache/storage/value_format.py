@@ -22,7 +22,7 @@ from typing import Final
 
 import xxhash
 
-from .base import check_key
+from .keys import check_key
 
 MAGIC: Final = b"RXKV"
 VERSION: Final = 2
@@ -30,7 +30,7 @@ _HEADER: Final = struct.Struct("<4sHHQ16s32s")
 HEADER_BYTES: Final = _HEADER.size
 
 
-class Fault(enum.Enum):
+class Corruption(enum.Enum):
     """Why a value is not what was stored."""
 
     SHORT = "shorter than it says, or than its header"
@@ -41,7 +41,7 @@ class Fault(enum.Enum):
     CHECKSUM = "not the bytes that were written"
 
 
-def seal(key: bytes, payload: Sequence[memoryview]) -> bytes:
+def make_header(key: bytes, payload: Sequence[memoryview]) -> bytes:
     """Return the header to write in front of the parts of a payload.
 
     Raises:
@@ -53,7 +53,7 @@ def seal(key: bytes, payload: Sequence[memoryview]) -> bytes:
 
 def check_header(
     key: bytes, header: bytes | bytearray, value_bytes: int, room_bytes: int
-) -> Fault | None:
+) -> Corruption | None:
     """Say what is wrong with a value by its header and sizes, before anything is made of it.
 
     Args:
@@ -63,35 +63,35 @@ def check_header(
         room_bytes: the length of the payload that is wanted.
     """
     if value_bytes < HEADER_BYTES:
-        return Fault.SHORT
+        return Corruption.SHORT
     magic, version, zero, length, _, stored_key = _HEADER.unpack_from(header)
     if magic != MAGIC:
-        return Fault.WRONG_MAGIC
+        return Corruption.WRONG_MAGIC
     if version != VERSION or zero:
-        return Fault.WRONG_VERSION
+        return Corruption.WRONG_VERSION
     if stored_key != key:
-        return Fault.WRONG_KEY
+        return Corruption.WRONG_KEY
     payload_bytes = value_bytes - HEADER_BYTES
     if payload_bytes != length:
-        return Fault.SHORT if payload_bytes < length else Fault.LONG
+        return Corruption.SHORT if payload_bytes < length else Corruption.LONG
     if length != room_bytes:
-        return Fault.SHORT if length < room_bytes else Fault.LONG
+        return Corruption.SHORT if length < room_bytes else Corruption.LONG
     return None
 
 
 def check(
     key: bytes, header: bytes | bytearray, payload: Sequence[memoryview], value_bytes: int
-) -> Fault | None:
+) -> Corruption | None:
     """Say what is wrong with a value that was read into header and parts; None if nothing is."""
     room, digest = _sum_up(payload)
     if value_bytes == HEADER_BYTES + room and header == _HEADER.pack(
         MAGIC, VERSION, 0, room, digest, key
     ):
         return None
-    return check_header(key, header, value_bytes, room) or Fault.CHECKSUM
+    return check_header(key, header, value_bytes, room) or Corruption.CHECKSUM
 
 
-def open_sealed(key: bytes, value: bytes | memoryview) -> memoryview | Fault:
+def payload_of(key: bytes, value: bytes | memoryview) -> memoryview | Corruption:
     """Return the payload of a whole value, without a copy, or why it has none."""
     data = memoryview(value).cast("B")
     payload = data[HEADER_BYTES:]

@@ -11,12 +11,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
-from . import helper as mooncake_helper
+from . import client_main
 
 _FIRST_BYTES: Final = 1 << 20
 
 
-class HelperProcess:
+class ClientProcess:
     """One process, and the memory that it shares with this one. For one thread at a time."""
 
     def __init__(self, local_host: str, master: str) -> None:
@@ -37,7 +37,7 @@ class HelperProcess:
                 [
                     sys.executable,
                     "-P",
-                    mooncake_helper.__file__,
+                    client_main.__file__,
                     *map(str, files),
                     local_host,
                     master,

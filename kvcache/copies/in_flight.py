@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from ..storage.base import StorageOpId
+from ..storage.interface import StorageOpId
 from ..tiers.operations import (
     Operation,
     OpId,
@@ -94,7 +94,7 @@ class StagedPiece(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Dispatched:
+class InFlightOperation:
     """An operation that has not ended, or is not fenced.
 
     Attributes:
@@ -123,7 +123,7 @@ class Dispatched:
         self.copied += num_blocks
 
 
-class DispatchTable:
+class InFlightTable:
     """All of them, and what poll and fenced have yet to hand out.
 
     Attributes:
@@ -133,8 +133,8 @@ class DispatchTable:
     """
 
     def __init__(self, bytes_per_block: int) -> None:
-        self.open: dict[OpId, Dispatched] = {}
-        self.unfenced: dict[OpId, Dispatched] = {}
+        self.open: dict[OpId, InFlightOperation] = {}
+        self.unfenced: dict[OpId, InFlightOperation] = {}
         self.operations: Counter[tuple[OpKind, Outcome]] = Counter()
         self.copied_bytes: Counter[OpKind] = Counter()
         self._bytes_per_block = bytes_per_block
@@ -146,24 +146,24 @@ class DispatchTable:
         """Whether there is anything to hand out."""
         return bool(self._results or self._fenced)
 
-    def add(self, operation: Operation, deadline: float) -> Dispatched:
+    def add(self, operation: Operation, deadline: float) -> InFlightOperation:
         """Start an operation; no block is copied yet."""
         assert operation.id not in self.open | self.unfenced, f"operation {operation.id} came twice"
-        entry = Dispatched(operation, deadline, [False] * operation.num_blocks)
+        entry = InFlightOperation(operation, deadline, [False] * operation.num_blocks)
         self.open[operation.id] = entry
         return entry
 
-    def get(self, op_id: OpId) -> Dispatched:
+    def get(self, op_id: OpId) -> InFlightOperation:
         """Return an operation that is open or not fenced."""
         return self.open[op_id] if op_id in self.open else self.unfenced[op_id]
 
-    def end(self, entry: Dispatched, outcome: Outcome, *, fenced: bool) -> None:
+    def end(self, entry: InFlightOperation, outcome: Outcome, *, fenced: bool) -> None:
         """End an operation with what is known of its blocks."""
         op_id = entry.operation.id
         self._close(entry, outcome, fenced=fenced)
         self._results[op_id] = OperationResult(op_id, tuple(entry.ok), fenced)
 
-    def cancel(self, entry: Dispatched, *, fenced: bool) -> None:
+    def cancel(self, entry: InFlightOperation, *, fenced: bool) -> None:
         """End an operation without a result: who cancelled it has given it one."""
         self._close(entry, Outcome.CANCELLED, fenced=fenced)
         if fenced:
@@ -175,7 +175,7 @@ class DispatchTable:
         if result is not None and result.fenced:
             self._fenced.append(op_id)
 
-    def fence(self, entry: Dispatched) -> None:
+    def fence(self, entry: InFlightOperation) -> None:
         """Say that nobody uses the blocks of an ended operation any more."""
         op_id = entry.operation.id
         del self.unfenced[op_id]
@@ -194,7 +194,7 @@ class DispatchTable:
         fenced, self._fenced = self._fenced, []
         return fenced
 
-    def _close(self, entry: Dispatched, outcome: Outcome, *, fenced: bool) -> None:
+    def _close(self, entry: InFlightOperation, outcome: Outcome, *, fenced: bool) -> None:
         kind = entry.operation.kind
         del self.open[entry.operation.id]
         if not fenced:

@@ -26,7 +26,7 @@ from radixkv.kvcache.tiers.operations import (
     OpKind,
 )
 
-from .driving import HOST_BLOCKS, SIZES, Asked, Bench, FakeStorage
+from ..driving import HOST_BLOCKS, SIZES, Asked, Bench, FakeStorage
 
 KEYS = [bytes([number]) * 32 for number in range(4)]
 DEVICE_BLOCKS = range(1, SIZES["num_blocks"] + 1)

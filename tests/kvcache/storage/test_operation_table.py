@@ -12,8 +12,7 @@ from radixkv.kvcache.storage import (
     Status,
     StorageOpId,
 )
-from radixkv.kvcache.storage.operation_table import OperationTable
-from radixkv.kvcache.storage.tasks import Task
+from radixkv.kvcache.storage.operation_table import OperationTable, Task
 
 BUDGET = 100
 NUM_THREADS = 2

@@ -20,16 +20,13 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from ..base import (
-    KEY_BYTES,
+from ..errors import BackendError, BackendRefusedError, MissingPackageError, UnsupportedError
+from ..interface import (
     StoredValue,
-    check_key,
     scatter,
 )
-from ..errors import BackendError, UnsupportedError
-from ..keys import NAMESPACE_DIGITS
-from ..remote_errors import BackendRefusedError, MissingPackageError
-from ..request_counts import RequestCounts
+from ..keys import KEY_BYTES, NAMESPACE_DIGITS, check_key
+from ..remote import RequestCounts
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -42,7 +39,7 @@ _NO_ORDER: Final = (
 )
 
 
-class ObjectBackend:
+class ObjectStorageBackend:
     """Values in an object store of `obstore`; `s3_store` and `memory_store` make one.
 
     Writing a key again replaces its object: that repairs a corrupt one, and does no harm otherwise,

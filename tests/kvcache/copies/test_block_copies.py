@@ -11,12 +11,12 @@ from radixkv.kvcache import (
     Outcome,
     TierDriver,
 )
-from radixkv.kvcache.copies import pinned_host as pinning
+from radixkv.kvcache.copies import block_copies as pinning
 from radixkv.kvcache.copies.block_copies import BlockCopies
 from radixkv.kvcache.tiers.operations import OpKind
 from radixkv.scheduler.engine.compilations import compilation_counter
 
-from .driving import LONG_S, SIZES, Bench
+from ..driving import LONG_S, SIZES, Bench
 
 DOWN, UP, ACROSS = OpKind.DEVICE_TO_HOST, OpKind.HOST_TO_DEVICE, OpKind.DEVICE_TO_DEVICE
 

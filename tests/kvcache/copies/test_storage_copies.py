@@ -15,7 +15,7 @@ from radixkv.kvcache.storage import (
 )
 from radixkv.kvcache.tiers.operations import OpKind
 
-from .driving import Bench, FakeStorage
+from ..driving import Bench, FakeStorage
 
 DOWN, UP, ACROSS = OpKind.DEVICE_TO_HOST, OpKind.HOST_TO_DEVICE, OpKind.DEVICE_TO_DEVICE
 OUT, IN = OpKind.HOST_TO_STORAGE, OpKind.STORAGE_TO_HOST

@@ -3,15 +3,15 @@ import random
 import pytest
 
 from radixkv.kvcache.storage import (
-    Sealed,
+    ChecksummedBackend,
     Status,
     StorageKeyError,
 )
-from radixkv.kvcache.storage.envelope import (
+from radixkv.kvcache.storage.value_format import (
     HEADER_BYTES,
-    Fault,
-    open_sealed,
-    seal,
+    Corruption,
+    make_header,
+    payload_of,
 )
 
 from .memory import MemoryBackend
@@ -20,51 +20,51 @@ KEY = bytes(range(32))
 OTHER = bytes(32)
 
 
-def sealed(payload: bytes, key: bytes = KEY) -> bytes:
-    return seal(key, [memoryview(payload)]) + payload
+def checksummed(payload: bytes, key: bytes = KEY) -> bytes:
+    return make_header(key, [memoryview(payload)]) + payload
 
 
 def test_what_is_sealed_opens() -> None:
     for payload in (b"some bytes", b""):
-        opened = open_sealed(KEY, sealed(payload))
+        opened = payload_of(KEY, checksummed(payload))
         assert isinstance(opened, memoryview)
         assert opened.tobytes() == payload
 
 
 def test_the_parts_make_no_difference() -> None:
     parts = [memoryview(b"some "), memoryview(b""), memoryview(b"bytes")]
-    assert seal(KEY, parts) == sealed(b"some bytes")[:HEADER_BYTES]
+    assert make_header(KEY, parts) == checksummed(b"some bytes")[:HEADER_BYTES]
 
 
 def test_the_envelope_of_a_known_value_never_changes() -> None:
-    assert sealed(b"abc")[:16].hex() == "52584b56020000000300000000000000"
-    assert len(sealed(b"")) == HEADER_BYTES == 64
+    assert checksummed(b"abc")[:16].hex() == "52584b56020000000300000000000000"
+    assert len(checksummed(b"")) == HEADER_BYTES == 64
 
 
 @pytest.mark.parametrize(
     ("value", "fault"),
     [
-        (b"", Fault.SHORT),
-        (sealed(b"abc")[:63], Fault.SHORT),
-        (sealed(b"abc")[:-1], Fault.SHORT),
-        (sealed(b"abc") + b"d", Fault.LONG),
-        (b"X" + sealed(b"abc")[1:], Fault.WRONG_MAGIC),
-        (b"X" + sealed(b"")[1:], Fault.WRONG_MAGIC),
-        (sealed(b"abc")[:4] + b"\1" + sealed(b"abc")[5:], Fault.WRONG_VERSION),
-        (sealed(b"abc")[:6] + b"\1" + sealed(b"abc")[7:], Fault.WRONG_VERSION),
-        (sealed(b"abc", OTHER), Fault.WRONG_KEY),
-        (sealed(b"abc")[:-1] + b"d", Fault.CHECKSUM),
-        (sealed(b"abc")[:16] + b"\0" + sealed(b"abc")[17:], Fault.CHECKSUM),
+        (b"", Corruption.SHORT),
+        (checksummed(b"abc")[:63], Corruption.SHORT),
+        (checksummed(b"abc")[:-1], Corruption.SHORT),
+        (checksummed(b"abc") + b"d", Corruption.LONG),
+        (b"X" + checksummed(b"abc")[1:], Corruption.WRONG_MAGIC),
+        (b"X" + checksummed(b"")[1:], Corruption.WRONG_MAGIC),
+        (checksummed(b"abc")[:4] + b"\1" + checksummed(b"abc")[5:], Corruption.WRONG_VERSION),
+        (checksummed(b"abc")[:6] + b"\1" + checksummed(b"abc")[7:], Corruption.WRONG_VERSION),
+        (checksummed(b"abc", OTHER), Corruption.WRONG_KEY),
+        (checksummed(b"abc")[:-1] + b"d", Corruption.CHECKSUM),
+        (checksummed(b"abc")[:16] + b"\0" + checksummed(b"abc")[17:], Corruption.CHECKSUM),
     ],
 )
-def test_each_fault_has_its_reason(value: bytes, fault: Fault) -> None:
-    assert open_sealed(KEY, value) is fault
+def test_each_fault_has_its_reason(value: bytes, fault: Corruption) -> None:
+    assert payload_of(KEY, value) is fault
 
 
 def test_a_length_in_a_header_allocates_nothing() -> None:
-    value = bytearray(sealed(b"abc"))
+    value = bytearray(checksummed(b"abc"))
     value[8:16] = (2**63).to_bytes(8, "little")
-    assert open_sealed(KEY, bytes(value)) is Fault.SHORT
+    assert payload_of(KEY, bytes(value)) is Corruption.SHORT
 
 
 def corrupted(values: dict[bytes, bytes], key: bytes, rng: random.Random) -> bytes:
@@ -91,9 +91,9 @@ def corrupted(values: dict[bytes, bytes], key: bytes, rng: random.Random) -> byt
 def test_ten_thousand_corruptions_are_all_misses() -> None:
     rng = random.Random(4)
     keys = [rng.randbytes(32) for _ in range(8)]
-    values = {key: sealed(rng.randbytes(300), key) for key in keys}
+    values = {key: checksummed(rng.randbytes(300), key) for key in keys}
     backend = MemoryBackend()
-    storage = Sealed(backend)
+    storage = ChecksummedBackend(backend)
     corruptions = 0
     while corruptions < 10_000:
         key = rng.choice(keys)
@@ -101,17 +101,17 @@ def test_ten_thousand_corruptions_are_all_misses() -> None:
         if value == values[key]:
             continue
         corruptions += 1
-        assert isinstance(open_sealed(key, value), Fault)
+        assert isinstance(payload_of(key, value), Corruption)
         backend.values[key] = value
         status, reason = storage.load(key, [memoryview(bytearray(300))])
         assert status is Status.CORRUPT
-        assert reason in Fault.__members__
+        assert reason in Corruption.__members__
         assert key not in backend.values  # the next store repairs it
 
 
 def test_a_key_must_be_one() -> None:
     with pytest.raises(StorageKeyError, match=r"^a key is 32 bytes, got 2 bytes$"):
-        seal(b"ab", [])
+        make_header(b"ab", [])
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -119,8 +119,8 @@ def test_a_destination_of_another_size_is_not_loaded(
     size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = MemoryBackend()
-    backend.values[KEY] = sealed(b"abc")
-    status, reason = Sealed(backend).load(KEY, [memoryview(bytearray(size))])
-    fault = Fault.LONG if size < 3 else Fault.SHORT
+    backend.values[KEY] = checksummed(b"abc")
+    status, reason = ChecksummedBackend(backend).load(KEY, [memoryview(bytearray(size))])
+    fault = Corruption.LONG if size < 3 else Corruption.SHORT
     assert (status, reason) == (Status.CORRUPT, fault.name)
     assert caplog.messages == [f"block {KEY.hex()} is corrupt: {fault.value}"]

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from radixkv.kvcache.storage import BackendUnreachableError
-from radixkv.kvcache.storage.mooncake import helper as mooncake_helper
-from radixkv.kvcache.storage.mooncake.process import HelperProcess
+from radixkv.kvcache.storage.mooncake.client_process import ClientProcess
 
 from .conformance import KEYS, MIB, get, put, value_of
 from .mooncake_calls import LONG_S, LOST, connected, helpers_of, runs
@@ -55,7 +54,7 @@ def test_a_helper_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
         ("close", noted_close),
     ):
         monkeypatch.setattr(os, name, noted)
-    helper = HelperProcess("127.0.0.1", "127.0.0.1:1")
+    helper = ClientProcess("127.0.0.1", "127.0.0.1:1")
     assert opened
     for _ in range(2):
         helper.kill()
@@ -67,7 +66,7 @@ def test_a_helper_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_helper_that_is_gone_before_it_is_connected(
     monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    helper = HelperProcess("127.0.0.1", "127.0.0.1:1")
+    helper = ClientProcess("127.0.0.1", "127.0.0.1:1")
     if why == "it was killed":
         helper._process.kill()
         helper._process.wait()
@@ -125,7 +124,7 @@ def test_no_process_outlives_the_engine(shared_mooncake: MooncakeServer, answers
 def test_a_helper_that_starts_after_the_engine_has_died_ends() -> None:
     life, engines_end = os.pipe()
     os.close(engines_end)
-    command = [sys.executable, "-P", mooncake_helper.__file__, "0", "0", str(life)]
+    command = [sys.executable, "-P", client_main.__file__, "0", "0", str(life)]
     finished = subprocess.run(
         [*command, "127.0.0.1", "127.0.0.1:1"], pass_fds=[life], timeout=LONG_S, check=False
     )
