@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .decode import DecodeScheduler
-    from .engine.engine import Engine
-    from .engine.stats import CopyStats, EngineStats
-    from .engine.tiers import make_storage_namespace
+    from .engine import CopyStats, Engine, EngineStats, make_storage_namespace
     from .errors import (
         ConfigError,
         EngineClosedError,
@@ -48,13 +46,13 @@ if TYPE_CHECKING:
 _HOME = {
     "Chunk": "step_plan",
     "ConfigError": "errors",
-    "CopyStats": "engine.stats",
+    "CopyStats": "engine",
     "DecodeEngine": "nodes",
     "DecodeScheduler": "decode",
     "Disaggregated": "nodes",
-    "Engine": "engine.engine",
+    "Engine": "engine",
     "EngineClosedError": "errors",
-    "EngineStats": "engine.stats",
+    "EngineStats": "engine",
     "Fcfs": "policy",
     "HandoffsOpenError": "errors",
     "MixedScheduler": "mixed",
@@ -71,7 +69,7 @@ _HOME = {
     "SchedulerStats": "step_plan",
     "StepOrderError": "errors",
     "StepPlan": "step_plan",
-    "make_storage_namespace": "engine.tiers",
+    "make_storage_namespace": "engine",
 }
 
 __all__ = [

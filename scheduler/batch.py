@@ -16,9 +16,10 @@ from ..kvcache import (
 from ..kvcache.tokens import as_count
 from .errors import ConfigError, StepOrderError
 from .policy import Policy, as_policy
+from .preemption import PreemptMode
 from .request import Request, RequestStatus
-from .request_queues import LiveRequests
-from .request_transfers import Preempt, make_tier_requests
+from .request_queues import RequestQueues
+from .request_transfers import make_request_transfers
 from .reservation import Reservation
 from .step_plan import (
     Chunk,
@@ -27,7 +28,7 @@ from .step_plan import (
 )
 
 
-class BatchScheduler(LiveRequests):
+class BatchScheduler(RequestQueues):
     """Decides, step by step, which tokens of which requests are computed.
 
     The base of `MixedScheduler`, `PrefillScheduler` and `DecodeScheduler`, which differ in where
@@ -43,7 +44,7 @@ class BatchScheduler(LiveRequests):
         policy: Policy | None,
         reserve_tokens: int | None,
         prefix_cache: bool,
-        preempt: Preempt,
+        preempt: PreemptMode,
     ) -> None:
         """Make a scheduler; see `MixedScheduler`."""
         token_budget = as_count("token_budget", token_budget, minimum=1)
@@ -55,7 +56,7 @@ class BatchScheduler(LiveRequests):
         if reserve_tokens is not None:
             reserve_tokens = as_count("reserve_tokens", reserve_tokens)
         stats = SchedulerStats()
-        tiers = make_tier_requests(manager, preempt, prefix_cache, stats)
+        tiers = make_request_transfers(manager, preempt, prefix_cache, stats)
         super().__init__(manager, as_policy(policy), tiers, stats)
         self.token_budget = token_budget
         self.max_running = max_running

@@ -11,7 +11,7 @@ from ..kvcache import (
 )
 from .batch import BatchScheduler
 from .errors import HandoffsOpenError, RefusedError
-from .fairness import Line
+from .fairness import AdmissionFairness
 from .handoff import (
     CancelPull,
     DecodeAction,
@@ -30,8 +30,8 @@ from .handoff import (
     Timing,
 )
 from .policy import Policy
+from .preemption import PreemptMode
 from .request import Request, RequestStatus
-from .request_transfers import Preempt
 from .reservation import needed_to_finish
 
 
@@ -60,7 +60,7 @@ class DecodeScheduler(BatchScheduler):
         max_running: int,
         policy: Policy | None = None,
         reserve_tokens: int | None = 512,
-        preempt: Preempt = "recompute",
+        preempt: PreemptMode = "recompute",
         check_request: Callable[[Request], None] | None = None,
         vocab_size: int | None = None,
     ) -> None:
@@ -100,7 +100,7 @@ class DecodeScheduler(BatchScheduler):
         self._is_draining = False
         self._check_request = check_request
         self._now = 0.0
-        self._line = Line(timing.silence_s)
+        self._fairness = AdmissionFairness(timing.silence_s)
 
     @property
     def num_open(self) -> int:
@@ -128,14 +128,14 @@ class DecodeScheduler(BatchScheduler):
         try:
             lease = self._take_in(request)
         except (RefusedError, OutOfBlocksError):
-            self._line.refused(request.request_id, self._now)
+            self._fairness.refused(request.request_id, self._now)
             raise
-        self._line.admitted(request.request_id)
+        self._fairness.admitted(request.request_id)
         self._arrive(request)
         return lease
 
     def _take_in(self, request: Request) -> Lease:
-        num_before = len(self._parked) or self._line.num_before(request.request_id, self._now)
+        num_before = len(self._parked) or self._fairness.num_before(request.request_id, self._now)
         if num_before:
             raise RefusedError("others wait", num_before, 0)
         receiving = self._side.receiving

@@ -20,7 +20,7 @@ class _Place:
     num_overtaken: int = 0
 
 
-class Line:
+class AdmissionFairness:
     """The requests that a decode node has refused for want of room, in the order they came.
 
     A small request fits where a large one does not, and small ones come for ever. So, when enough

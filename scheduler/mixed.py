@@ -5,8 +5,8 @@ from __future__ import annotations
 from ..kvcache import CacheManager
 from .batch import BatchScheduler
 from .policy import Policy
+from .preemption import PreemptMode
 from .request import Request
-from .request_transfers import Preempt
 
 
 class MixedScheduler(BatchScheduler):
@@ -39,7 +39,7 @@ class MixedScheduler(BatchScheduler):
         policy: Policy | None = None,
         reserve_tokens: int | None = 512,
         prefix_cache: bool = True,
-        preempt: Preempt = "recompute",
+        preempt: PreemptMode = "recompute",
     ) -> None:
         """Make a scheduler over a manager that nobody else uses.
 

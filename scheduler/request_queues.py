@@ -15,18 +15,18 @@ from .request import (
     Request,
     RequestStatus,
 )
-from .request_transfers import TierRequests
+from .request_transfers import RequestTransfers
 from .step_plan import SchedulerStats, StepPlan
 
 
-class LiveRequests:
+class RequestQueues:
     """Requests come in, and leave from any state; whatever one holds goes with it."""
 
     def __init__(
         self,
         manager: CacheManager,
         policy: Policy,
-        tiers: TierRequests | None,
+        tiers: RequestTransfers | None,
         stats: SchedulerStats,
     ) -> None:
         self.manager = manager

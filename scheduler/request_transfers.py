@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Final, Literal, TypeAlias, get_args
 
 from ..kvcache import (
     CacheManager,
@@ -13,16 +12,12 @@ from ..kvcache import (
 )
 from ..kvcache.prefix.lease import count_held
 from .errors import ConfigError
+from .preemption import PREEMPT_MODES, PreemptMode
 from .request import Request, lease_of
 from .step_plan import SchedulerStats
 
-Preempt: TypeAlias = Literal["recompute", "host", "storage"]
-"""What becomes of the KV of a request that is preempted: it is lost, or parked in a tier."""
 
-PREEMPTS: Final = get_args(Preempt)
-
-
-class TierRequests:
+class RequestTransfers:
     """The part of a scheduler that deals with the tiers of its manager.
 
     Nothing here waits. A copy ends when the manager is told so, between two steps; until then the
@@ -30,7 +25,7 @@ class TierRequests:
     """
 
     def __init__(
-        self, manager: CacheManager, tiers: Tiers, preempt: Preempt, stats: SchedulerStats
+        self, manager: CacheManager, tiers: Tiers, preempt: PreemptMode, stats: SchedulerStats
     ) -> None:
         self._manager = manager
         self._tiers = tiers
@@ -180,16 +175,16 @@ def _is_lost(request: Request) -> bool:
     return match.num_blocks + match.num_host_blocks < fetched.first_block + fetched.num_blocks
 
 
-def make_tier_requests(
-    manager: CacheManager, preempt: Preempt, prefix_cache: bool, stats: SchedulerStats
-) -> TierRequests | None:
+def make_request_transfers(
+    manager: CacheManager, preempt: PreemptMode, prefix_cache: bool, stats: SchedulerStats
+) -> RequestTransfers | None:
     """Return what deals with the tiers of a manager; None if it has none.
 
     Raises:
         ConfigError: if there is no such policy of preemption, or it cannot be followed.
     """
-    if preempt not in PREEMPTS:
-        raise ConfigError(f"preempt must be one of {PREEMPTS}, got {preempt!r}")
+    if preempt not in PREEMPT_MODES:
+        raise ConfigError(f"preempt must be one of {PREEMPT_MODES}, got {preempt!r}")
     tiers = manager.tiers
     if preempt != "recompute":
         if tiers is None or (preempt == "storage" and tiers.storage is None):
@@ -198,4 +193,4 @@ def make_tier_requests(
             raise ConfigError(f"preempt={preempt!r} keeps KV in the prefix cache, which is off")
     if tiers is None or not prefix_cache:
         return None
-    return TierRequests(manager, tiers, preempt, stats)
+    return RequestTransfers(manager, tiers, preempt, stats)

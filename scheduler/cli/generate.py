@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from ...kvcache.storage.urls import namespace_digits
-from ..engine.engine import Engine
-from ..engine.tiers import make_storage_namespace
+from ..engine import Engine, make_storage_namespace
 from ..models import (
     ModelConfig,
     load_config,
     load_model,
     load_tokenizer,
 )
-from ..models.digest import weights_digest
+from ..models.weights_digest import weights_digest
 from ..request import Request
 from .disaggregate_options import Sizes, check_apart
 from .errors import BadInputError

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ...kvcache.storage import Storage
-from ..engine.tiers import make_storage_namespace
+from ..engine import make_storage_namespace
 from ..handoff import Timing
 from ..models import load_model
-from ..models.digest import weights_digest
+from ..models.weights_digest import weights_digest
 from ..nodes import (
     DecodeEngine,
     Disaggregated,

@@ -15,11 +15,11 @@ from threading import Event
 from typing import Any
 
 from ...kvcache.storage import Storage
-from ..engine.tiers import make_storage_namespace
+from ..engine import make_storage_namespace
 from ..handoff import Timing
 from ..handoff.gateway_messages import DESK
 from ..models import load_model
-from ..models.digest import weights_digest
+from ..models.weights_digest import weights_digest
 from ..nodes import DecodeEngine, PrefillEngine
 from ..nodes.channel import (
     ChannelAddressError,

@@ -9,8 +9,8 @@ from ...kvcache.storage import Storage, StorageNamespace
 from ..mixed import MixedScheduler
 from ..models import Model, Params
 from ..policy import Policy
+from ..preemption import PreemptMode
 from ..request import Request
-from ..request_transfers import Preempt
 from .model_runner import ModelRunner
 from .stats import EngineStats
 
@@ -38,7 +38,7 @@ class Engine:
         prefix_cache: bool = True,
         policy: Policy | None = None,
         reserve_tokens: int | None = 512,
-        preempt: Preempt = "recompute",
+        preempt: PreemptMode = "recompute",
         host: HostConfig | None = None,
         storage: Storage | None = None,
         storage_namespace: StorageNamespace | None = None,

@@ -34,11 +34,8 @@ from .step_arrays import (
     pack,
     unpack,
 )
-from .tiers import (
-    EngineTiers,
-    check_namespace,
-    check_params,
-)
+from .storage_namespace import check_namespace
+from .tier_copies import TierCopies
 
 
 class ModelRunner:
@@ -109,7 +106,7 @@ class ModelRunner:
         with self.warming_up():
             self._programs = self._compile()
             tiers = manager.tiers
-            self._tiers = None if tiers is None else EngineTiers(tiers, self.arrays, storage)
+            self._tiers = None if tiers is None else TierCopies(tiers, self.arrays, storage)
 
     def _compile(self) -> dict[Shape, Compiled]:
         """Compile every shape, the largest first: what does not fit in memory fails at once."""
@@ -213,7 +210,8 @@ class ModelRunner:
                 nothing is asked: to come back to their weights is right, and others cannot be told
                 from those without a digest of all.
         """
-        check_params(self.model.params, params)
+        if _shapes_of(params) != _shapes_of(self.model.params):
+            raise ConfigError("params must have the same shapes and dtypes as those of the model")
         storage = None if self.manager.tiers is None else self.manager.tiers.storage
         if storage is not None and weights_revision in ("", storage.weights_revision):
             raise ConfigError(
@@ -241,6 +239,11 @@ class ModelRunner:
             cache=self.manager.stats(),
             copies=None if self._tiers is None else self._tiers.stats(),
         )
+
+
+def _shapes_of(params: Params) -> list[tuple[str, tuple[int, ...], str]]:
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return [(jax.tree_util.keystr(path), np.shape(x), str(x.dtype)) for path, x in leaves]
 
 
 def _step(

@@ -8,13 +8,13 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
-from .entries import (
+from .errors import CheckpointError, UnsupportedModelError
+from .json_fields import (
     as_count,
     as_object,
     as_positive,
     read_object,
 )
-from .errors import CheckpointError, UnsupportedModelError
 from .rope import RopeConfig, parse_rope
 
 Family = Literal["llama", "qwen3"]

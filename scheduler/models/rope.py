@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Array, Float, Int32
 
-from .entries import as_object, as_positive
 from .errors import CheckpointError, UnsupportedModelError
+from .json_fields import as_object, as_positive
 
 RopeKind = Literal["default", "linear", "llama3"]
 

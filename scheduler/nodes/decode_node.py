@@ -7,7 +7,7 @@ from typing import TypeAlias
 from ...kvcache import CacheManager, HostConfig
 from ...kvcache.storage import Storage, StorageNamespace
 from ..decode import DecodeScheduler
-from ..engine.model_runner import ModelRunner
+from ..engine import ModelRunner
 from ..handoff import (
     CancelPull,
     Finished,
@@ -19,7 +19,7 @@ from ..handoff import (
 )
 from ..models import Model
 from ..policy import Policy
-from ..request_transfers import Preempt
+from ..preemption import PreemptMode
 from .kv_parts import KVParts
 from .kv_receiver import PartsIn
 from .node import (
@@ -57,7 +57,7 @@ class DecodeEngine(NodeEngine[DecodeScheduler]):
         weights_revision: str = "",
         policy: Policy | None = None,
         reserve_tokens: int | None = 512,
-        preempt: Preempt = "recompute",
+        preempt: PreemptMode = "recompute",
         host: HostConfig | None = None,
         storage: Storage | None = None,
         storage_namespace: StorageNamespace | None = None,

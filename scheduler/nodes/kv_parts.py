@@ -8,8 +8,7 @@ import jax
 import numpy as np
 
 from ...kvcache.copies.block_copies import BlockCopies, CopyKind
-from ..engine.model_runner import ModelRunner
-from ..engine.tiers import make_storage_namespace
+from ..engine import ModelRunner, make_storage_namespace
 from ..handoff import MAX_PART_BLOCKS
 from .transport import (
     ArraySpec,

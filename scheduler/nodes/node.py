@@ -10,8 +10,7 @@ from typing import Generic, NamedTuple, TypeVar
 from ...kvcache import CacheManager
 from ...kvcache.storage import StorageNamespace
 from ..decode import DecodeScheduler
-from ..engine.model_runner import ModelRunner
-from ..engine.stats import EngineStats
+from ..engine import EngineStats, ModelRunner
 from ..errors import ConfigError
 from ..handoff import (
     Key,

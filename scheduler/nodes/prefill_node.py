@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...kvcache import CacheManager, HostConfig
 from ...kvcache.storage import Storage, StorageNamespace
 from ...kvcache.tokens import as_count
-from ..engine.model_runner import ModelRunner
+from ..engine import ModelRunner
 from ..handoff import (
     Failed,
     NodeId,

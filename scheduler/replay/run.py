@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..request_transfers import Preempt
+from ..preemption import PreemptMode
 from .cluster.cluster import simulate_cluster
 from .cluster.result import ClusterConfig
 from .engine_run.engine_run import RealRunConfig, run_real
@@ -91,7 +91,7 @@ def _compared(simulation: SimulationConfig) -> dict[str, SimulationConfig]:
     }
     tiered = dataclasses.replace(simulation, prefix_cache=True)
     if simulation.host is not None:
-        preempt: Preempt = "recompute" if simulation.preempt == "recompute" else "host"
+        preempt: PreemptMode = "recompute" if simulation.preempt == "recompute" else "host"
         configs["host tier"] = dataclasses.replace(tiered, storage_blocks=None, preempt=preempt)
     if simulation.storage_blocks is not None:
         configs["storage"] = tiered

@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 from unittest.mock import patch
 
-from radixkv.scheduler.engine.engine import Engine
+from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.handoff import Timing
 from radixkv.scheduler.nodes import (
     DecodeEngine,

@@ -19,9 +19,8 @@ from radixkv.kvcache import (
     HostConfig,
 )
 from radixkv.kvcache.storage import Storage, StorageNamespace
-from radixkv.scheduler.engine.engine import Engine
-from radixkv.scheduler.engine.model_runner import ModelRunner
-from radixkv.scheduler.engine.tiers import EngineTiers
+from radixkv.scheduler.engine import Engine, ModelRunner
+from radixkv.scheduler.engine.tier_copies import TierCopies
 from radixkv.scheduler.mixed import MixedScheduler
 from radixkv.scheduler.models import (
     Model,
@@ -144,7 +143,7 @@ def fresh_runner(
         tuple(jnp.full(pool.shape, jnp.nan, pool.dtype) for pool in shapes),
     )
     tiers = manager.tiers
-    other._tiers = None if tiers is None else EngineTiers(tiers, other.arrays, storage)
+    other._tiers = None if tiers is None else TierCopies(tiers, other.arrays, storage)
     other._steps = other._padding_tokens = other._late_compilations = 0
     return other
 

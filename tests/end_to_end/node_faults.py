@@ -15,7 +15,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from radixkv.scheduler.engine.engine import Engine
+from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.handoff import (
     Ask,
     Commit,
@@ -25,7 +25,7 @@ from radixkv.scheduler.handoff import (
 )
 from radixkv.scheduler.handoff.gateway_messages import DESK
 from radixkv.scheduler.models import load_model, make_tiny_checkpoint
-from radixkv.scheduler.models.digest import weights_digest
+from radixkv.scheduler.models.weights_digest import weights_digest
 from radixkv.scheduler.nodes import DecodeEngine, PrefillEngine
 from radixkv.scheduler.nodes.channel.secret import Secret
 from radixkv.scheduler.nodes.channel.zmq_channel import ZmqChannel

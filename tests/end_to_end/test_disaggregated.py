@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from radixkv.kvcache import HostConfig, TierStats
 from radixkv.kvcache.copies.block_copies import BlockCopies
-from radixkv.scheduler.engine.engine import Engine
+from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.nodes import (
     DecodeEngine,
     Disaggregated,

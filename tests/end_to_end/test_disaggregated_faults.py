@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 
-from radixkv.scheduler.engine.engine import Engine
+from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.errors import RequestError
 from radixkv.scheduler.handoff import Ticket, Timing
 from radixkv.scheduler.nodes.transport import (

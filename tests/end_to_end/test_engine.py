@@ -7,8 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from radixkv.scheduler.engine.engine import Engine
-from radixkv.scheduler.engine.stats import EngineStats
+from radixkv.scheduler.engine import Engine, EngineStats
 from radixkv.scheduler.policy import Priority
 from radixkv.scheduler.request import (
     GREEDY,

@@ -10,7 +10,7 @@ from radixkv.kvcache import (
     RadixKVError,
     RequestTooLargeError,
 )
-from radixkv.scheduler.engine.engine import Engine
+from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.errors import ConfigError, RequestError
 from radixkv.scheduler.handoff import Timing
 from radixkv.scheduler.nodes import DecodeEngine, PrefillEngine

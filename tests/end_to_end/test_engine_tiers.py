@@ -24,8 +24,7 @@ from radixkv.kvcache.storage import (
     open_backend,
 )
 from radixkv.kvcache.tiers import storage_recency as storage_uses
-from radixkv.scheduler.engine.engine import Engine
-from radixkv.scheduler.engine.tiers import make_storage_namespace
+from radixkv.scheduler.engine import Engine, make_storage_namespace
 from radixkv.scheduler.errors import ConfigError, EngineClosedError
 from radixkv.scheduler.request import Request, SamplingParams
 
@@ -243,7 +242,7 @@ def test_other_weights_must_fit_and_have_a_name_of_their_own(compiled, model, tm
     namespace = make_storage_namespace(model("llama"), "first", 4)
     with files(tmp_path / "blocks") as storage:
         serving = fresh(compiled, host=HostConfig(8), storage=storage, storage_namespace=namespace)
-        text = "params are not of the shapes and dtypes that the model has"
+        text = "params must have the same shapes and dtypes as those of the model"
         with refused(ConfigError, text):
             serving.reset_cache(params=model("qwen3").params, weights_revision="second")
         text = "storage has KV of weights_revision 'first': other weights need a name of their own"

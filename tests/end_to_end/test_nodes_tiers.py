@@ -17,8 +17,7 @@ from radixkv.kvcache.storage import (
     StorageWorkers,
     open_backend,
 )
-from radixkv.scheduler.engine.engine import Engine
-from radixkv.scheduler.engine.tiers import make_storage_namespace
+from radixkv.scheduler.engine import Engine, make_storage_namespace
 from radixkv.scheduler.errors import (
     ConfigError,
     EngineClosedError,
@@ -183,7 +182,7 @@ def test_a_reset_of_all_nodes_that_cannot_be_changes_nothing(llama: Engine, mode
     cluster = Cluster(llama)
     expected = cluster.complete([PREFIX], 4)
     sent = cluster.bytes_on_the_wire()
-    text = r"^params are not of the shapes and dtypes that the model has$"
+    text = r"^params must have the same shapes and dtypes as those of the model$"
     with pytest.raises(ConfigError, match=text):
         cluster.front.reset_cache(params=model("qwen3").params, weights_revision="second")
     assert cluster.complete([PREFIX], 4) == expected
@@ -212,7 +211,7 @@ def test_a_reset_that_cannot_be_changes_nothing(llama: Engine, other: Engine, mo
         text = r"^parts of KV are of weights_revision '': other weights need a name of their own$"
         with pytest.raises(ConfigError, match=text):
             node.reset_cache(params=params)
-        text = r"^params are not of the shapes and dtypes that the model has$"
+        text = r"^params must have the same shapes and dtypes as those of the model$"
         with pytest.raises(ConfigError, match=text):
             node.reset_cache(params=model("qwen3").params, weights_revision="second")
     cluster.add([PREFIX], 4)

@@ -25,16 +25,15 @@ from typing import NamedTuple
 from ....kvcache.manager import CacheManager
 from ....kvcache.tiers.host_tier import HostConfig
 from ....kvcache.tiers.operations import OpKind
-from ...engine.engine import Engine
-from ...engine.stats import EngineStats
+from ...engine import Engine, EngineStats
 from ...mixed import MixedScheduler
 from ...models import (
     Model,
     load_model,
     make_tiny_checkpoint,
 )
+from ...preemption import PreemptMode
 from ...request import Request
-from ...request_transfers import Preempt
 from ..checks import Check
 from ..progress import Progress, no_progress
 from ..simulation.ledger import check_all_blocks_returned, check_all_host_blocks_returned
@@ -170,7 +169,7 @@ class _SetUp:
     host: HostConfig | None = None
 
     @property
-    def preempt(self) -> Preempt:
+    def preempt(self) -> PreemptMode:
         """What becomes of the KV of a preempted request."""
         return "recompute" if self.host is None else "host"
 

@@ -22,8 +22,8 @@ from ....kvcache.errors import RequestTooLargeError
 from ....kvcache.manager import CacheManager
 from ....kvcache.tiers.host_tier import HostConfig
 from ...mixed import MixedScheduler
+from ...preemption import PreemptMode
 from ...request import Request
-from ...request_transfers import Preempt
 from ...step_plan import StepPlan
 from ..checks import Check
 from ..progress import Progress, no_progress
@@ -64,7 +64,7 @@ class SimulationConfig:
     prefix_cache: bool = True
     host: HostConfig | None = None
     storage_blocks: int | None = None
-    preempt: Preempt = "recompute"
+    preempt: PreemptMode = "recompute"
     slo_ttft_s: float = 30.0
     slo_tpot_s: float = 0.1
 

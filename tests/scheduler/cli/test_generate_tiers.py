@@ -10,7 +10,7 @@ import pytest
 
 from radixkv.scheduler.cli import generate
 from radixkv.scheduler.models import Model, load_model
-from radixkv.scheduler.models.digest import weights_digest
+from radixkv.scheduler.models.weights_digest import weights_digest
 
 from ...kvcache.storage.redis_server import running
 from .generating import PROMPTS, run

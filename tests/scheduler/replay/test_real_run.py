@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from radixkv.scheduler.engine.engine import Engine
+from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.models import Model
 from radixkv.scheduler.replay.checks import Check
 from radixkv.scheduler.replay.engine_run import engine_run as real_run

@@ -14,6 +14,7 @@ from radixkv.kvcache.tiers import storage_recency as storage_uses
 from radixkv.kvcache.tiers.host_tier import HostConfig
 from radixkv.kvcache.tiers.operations import OpKind
 from radixkv.scheduler.mixed import MixedScheduler
+from radixkv.scheduler.preemption import PreemptMode
 from radixkv.scheduler.replay.simulation.cost_model import (
     CostModel,
     GpuCosts,
@@ -28,7 +29,6 @@ from radixkv.scheduler.replay.simulation.simulation import (
 )
 from radixkv.scheduler.replay.simulation.tier_links import TierLinks
 from radixkv.scheduler.replay.trace import Trace
-from radixkv.scheduler.request_transfers import Preempt
 from radixkv.scheduler.step_plan import SchedulerStats, StepPlan
 
 from .conftest import SMALL_TRACES, make_trace
@@ -272,7 +272,7 @@ def test_any_small_simulation_with_storage_ends_and_adds_up(
     num_blocks: int,
     host_blocks: int,
     storage_blocks: int,
-    preempt: Preempt,
+    preempt: PreemptMode,
     storage_bytes_per_s: float,
 ) -> None:
     gpu = dataclasses.replace(

@@ -13,6 +13,7 @@ from radixkv.kvcache import CacheManager
 from radixkv.kvcache.tiers.host_tier import HostConfig, WritePolicy
 from radixkv.kvcache.tiers.operations import OpKind
 from radixkv.scheduler.mixed import MixedScheduler
+from radixkv.scheduler.preemption import PreemptMode
 from radixkv.scheduler.replay.simulation.cost_model import (
     CostModel,
     GpuCosts,
@@ -28,7 +29,6 @@ from radixkv.scheduler.replay.simulation.simulation import (
 )
 from radixkv.scheduler.replay.simulation.tier_links import TierLinks
 from radixkv.scheduler.replay.trace import Trace
-from radixkv.scheduler.request_transfers import Preempt
 from radixkv.scheduler.step_plan import SchedulerStats, StepPlan
 
 from .conftest import SMALL_TRACES, make_trace
@@ -132,7 +132,7 @@ def tight(
     trace: Trace,
     num_blocks: int = 2_000,
     host: HostConfig | None = None,
-    preempt: Preempt = "recompute",
+    preempt: PreemptMode = "recompute",
 ) -> SimulationResult:
     config = SimulationConfig(16, num_blocks, reserve_tokens=0, host=host, preempt=preempt)
     return simulate(trace, named_costs(), config)
@@ -177,7 +177,7 @@ def test_any_small_simulation_ends_and_holds_nothing(
     num_blocks: int,
     host_blocks: int,
     write: WritePolicy,
-    preempt: Preempt,
+    preempt: PreemptMode,
     host_bytes_per_s: float,
 ) -> None:
     gpu = dataclasses.replace(COSTS.gpu, host_bytes_per_s=host_bytes_per_s)
