@@ -24,11 +24,12 @@ extensions = [
     "sphinx_gallery.gen_gallery",
 ]
 exclude_patterns = ["_build", "_generate", "_generated/*.md", "examples/*.rst", "examples/*.md"]
+default_role = "code"  # single backticks in docstrings
 html_theme = "furo"
 html_title = f"radixkv {release}"
 html_static_path = ["_static"]
 
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
@@ -66,7 +67,7 @@ _COLON = "\N{SMALL COLON}"
 
 
 def _hide_colons(*event: Any) -> None:
-    """Keep napoleon from taking the words before a colon for a type: types are in annotations.
+    """Keep napoleon from reading the words before a colon as a type: types are in annotations.
 
     It does so on the first line of an attribute's docstring and of a Returns section.
     """
@@ -85,7 +86,7 @@ def _show_colons(*event: Any) -> None:
 
 
 def _write_pages(app: Any) -> None:
-    """Write what comes from code: the specification's rules and bugs, the hand-off's states."""
+    """Generate the pages about the specification's rules and bugs and the hand-off's states."""
     sys.path.insert(0, str(Path(__file__).parent / "_generate"))
     import handoff
     import specification
@@ -95,7 +96,7 @@ def _write_pages(app: Any) -> None:
 
 
 def setup(app: Any) -> None:
-    """Generate pages; and surround napoleon, which has the default priority of 500."""
+    """Generate pages, and run before and after napoleon, whose priority is the default of 500."""
     app.connect("builder-inited", _write_pages)
     app.connect("autodoc-process-docstring", _hide_colons, priority=100)
     app.connect("autodoc-process-docstring", _show_colons, priority=900)
