@@ -17,7 +17,7 @@ from ..nodes.channel import (
     ZmqChannel,
     load_secret,
 )
-from ..nodes.channel.frames import VERSION
+from ..nodes.channel.codec import VERSION
 from ..nodes.processes import NodeProcesses
 from ..nodes.remote_nodes import RemoteNodes
 from ..request import Request

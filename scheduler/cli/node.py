@@ -27,7 +27,7 @@ from ..nodes.channel import (
     load_secret,
 )
 from ..nodes.channel.address import check_target
-from ..nodes.channel.codec import MAX_NAME_CHARS
+from ..nodes.channel.schema import MAX_NAME_CHARS
 from ..nodes.event_loop import NodeLoop
 from ..nodes.transport import Transport
 from ..nodes.transport.registry import open_transport

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple, TypeAlias
 from ..errors import RefusalReason
 from ..request import GREEDY, SamplingParams
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 """Another after a change of any message: of its name, its fields, their types or their limits."""
 
 MAX_PART_BLOCKS: Final = 32

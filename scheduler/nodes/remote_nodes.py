@@ -19,7 +19,7 @@ from ..handoff.remote_node import RemoteNode
 from ..request import Request
 from .channel import (
     EncodeError,
-    Refused,
+    RefusedConnection,
     ZmqChannel,
 )
 
@@ -98,7 +98,7 @@ class RemoteNodes:
     @property
     def strangers(self) -> bool:
         """Whether somebody with another secret, or none, has tried to connect."""
-        return not self._channel.stats().refused.keys() <= {Refused.BROKEN}
+        return not self._channel.stats().refused.keys() <= {RefusedConnection.BROKEN}
 
     @property
     def other_versions(self) -> frozenset[int]:

@@ -1,6 +1,7 @@
-"""The control channel: the messages of a hand-off, and of requests, between processes.
+"""The control channel: messages of hand-offs and of the gateway between processes.
 
-The channel itself needs the extra `nodes` (ZeroMQ and msgpack), and is imported when it is used.
+Public are `ZmqChannel`, its messages, statistics and errors, and `load_secret`. The channel needs
+the extra `nodes` (ZeroMQ and msgspec), so its modules are imported on first use.
 """
 
 from __future__ import annotations
@@ -30,9 +31,8 @@ from .errors import (
 from .secret import Secret, load_secret
 
 if TYPE_CHECKING:
-    from .codec import Packet
-    from .frames import Dropped
-    from .handshakes import Refused
+    from .codec import DroppedFrame, Packet
+    from .curve import RefusedConnection
     from .zmq_channel import ChannelStats, ZmqChannel
 
 __all__ = [
@@ -42,7 +42,7 @@ __all__ = [
     "ChannelStats",
     "DecodeError",
     "DecodeFailed",
-    "Dropped",
+    "DroppedFrame",
     "EncodeError",
     "Finished",
     "GiveUp",
@@ -50,7 +50,7 @@ __all__ = [
     "NodeStatus",
     "Packet",
     "PrefillFailed",
-    "Refused",
+    "RefusedConnection",
     "RunPrefill",
     "Secret",
     "SecretError",
@@ -60,21 +60,21 @@ __all__ = [
     "load_secret",
 ]
 
-_HOME = {
+_MODULES = {
     "ChannelStats": "zmq_channel",
-    "Dropped": "frames",
+    "DroppedFrame": "codec",
     "Packet": "codec",
-    "Refused": "handshakes",
+    "RefusedConnection": "curve",
     "ZmqChannel": "zmq_channel",
 }
 
 
 def __getattr__(name: str) -> object:
-    """Import a name when it is first used."""
-    if name not in _HOME:
+    """Import a name on first use."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return getattr(import_module(f".{_HOME[name]}", __name__), name)
+        return getattr(import_module(f".{_MODULES[name]}", __name__), name)
     except ModuleNotFoundError as error:
         raise ChannelError(
             f"{error.name} is not installed: pip install 'radixkv[nodes]'"

@@ -1,4 +1,4 @@
-"""Addresses as numbers: what one means is the same on every machine, and nobody is asked for it."""
+"""Numeric addresses, which mean the same on every machine and need no name server."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ def host_of(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     """Return the host of an address.
 
     Raises:
-        ChannelAddressError: if it is none.
+        ChannelAddressError: for a malformed address.
     """
     return _parse(address)[0]
 
 
 def check_target(address: str) -> None:
-    """Refuse an address that nobody can connect to.
+    """Reject an address that no node can connect to.
 
     Raises:
-        ChannelAddressError: if it is none, all addresses of a machine, or has no port.
+        ChannelAddressError: for a malformed address, the address of all interfaces, or port 0.
     """
     host, port = _parse(address)
     if host.is_unspecified or not port:

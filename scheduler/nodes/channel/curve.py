@@ -1,41 +1,53 @@
-"""Connections that only holders of the secret can make: CURVE, which is in ZeroMQ (its RFC 26).
+"""CURVE, the encryption and authentication of ZeroMQ (its RFC 26), and refused connections.
 
-Everything that goes over one is encrypted, and can be neither changed, played back, nor read later
-by who learns the secret then: each connection has keys of its own.
+Everything on a connection is encrypted. Nobody can change or replay it, and a recording stays
+unreadable to somebody who learns the secret later: each connection has its own session keys.
 
-**Who is let in.** All nodes have one pair of keys, which is made of the secret. Its public half is
-as secret as that: nothing prints it, and it goes over a wire only in boxes that a holder alone can
-open. The first thing that a client says, HELLO, is a box for that key, so who does not have it
-cannot begin; who plays one back that was recorded cannot go on, as the answer is for the key of a
-moment that the recorded client had. The answer is made with the other half, so a client knows that
-the server is a holder, too. A list of clients (ZAP, a thread of its own in each process) could name
-one key alone, which everybody who can say HELLO has: it would refuse nobody.
+**Authentication.** All nodes use one key pair, derived from the secret. Its public half is as
+confidential as the secret: nothing prints it, and on the wire it travels only in boxes that a
+holder of the secret can open. A client's first command, HELLO, is a box for that key, so a peer
+without the secret cannot start a handshake. A replayed HELLO leads nowhere, because the answer is
+encrypted for the ephemeral key of the recorded client. The server makes the answer with the private
+half, so the client knows that the server has the secret, too. A list of allowed clients (ZAP, which
+needs a thread per process) would name only this one key, which every peer that can say HELLO has:
+it would refuse nobody.
 
-**What a stranger can have kept.** ZeroMQ ends a connection at the first thing that is not of CURVE,
-or of an older ZeroMQ which has none. Until then it holds one frame of each, `zmq.MAXMSGSIZE` at
-most, for 30 s at most. Messages of strangers are neither kept nor seen.
+**Memory that a stranger can occupy.** ZeroMQ closes a connection at the first command that is not
+CURVE, or that comes from an older ZeroMQ without it. Until then it holds one frame per connection,
+of at most `zmq.MAXMSGSIZE`, for at most 30 s. Messages of strangers are neither kept nor seen.
 """
 
 from __future__ import annotations
 
+import enum
+from itertools import count
 from typing import Final
 
 import zmq
 from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
 
 from .errors import SecretError
 from .secret import Secret
 
 _LABEL: Final = b"radixkv control channel, CURVE, 1"
 OVERHEAD_BYTES: Final = 33
-"""What a frame on the wire has beside the message: a name, a nonce, flags and a MAC."""
+"""Bytes per frame that CURVE adds: a command name, a nonce, flags and a MAC."""
+
+PROTOCOL_FAILURES: Final = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+ALL_FAILURES: Final = PROTOCOL_FAILURES | int(
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_MAX_EVENTS: Final = 100_000
+"""Events of about 128 bytes each. ZeroMQ blocks, with all its work, when this queue is full."""
+_MONITOR_NUMBERS: Final = count()
 
 
 class CurveKeys:
-    """The keys of all holders of a secret, which nothing prints."""
+    """The key pair that all holders of a secret share; nothing prints it."""
 
     def __init__(self, secret: Secret) -> None:
-        """Make them.
+        """Derive the keys.
 
         Raises:
             SecretError: if ZeroMQ was built without CURVE.
@@ -49,11 +61,11 @@ class CurveKeys:
         self._public = zmq.curve_public(z85.encode(self._private))
 
     def guard(self, socket: zmq.Socket[bytes], *, is_server: bool) -> None:
-        """Make a socket connect with holders of the secret alone.
+        """Restrict a socket to connections with holders of the secret.
 
         Args:
             socket: neither bound nor connected yet.
-            is_server: whether it will be bound, so that others connect to it.
+            is_server: whether the socket will be bound.
         """
         socket.set(zmq.CURVE_SECRETKEY, self._private)
         socket.set(zmq.CURVE_PUBLICKEY, self._public)
@@ -61,3 +73,51 @@ class CurveKeys:
             socket.set(zmq.CURVE_SERVER, 1)
         else:
             socket.set(zmq.CURVE_SERVERKEY, self._public)
+
+
+class RefusedConnection(enum.Enum):
+    """Why a connection to this node was refused."""
+
+    OTHER_SECRET = "with another secret than that of this node"
+    NO_SECRET = "without a secret, which this node has"
+    UNWANTED_SECRET = "with a secret, which this node does not have"
+    BROKEN = "that closed during the handshake"
+
+
+def refused_connection(code: int, *, has_secret: bool) -> RefusedConnection:
+    """Return the meaning of a code of `HandshakeMonitor`, at a node with or without a secret."""
+    match code:
+        case zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
+            return RefusedConnection.OTHER_SECRET
+        case zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            return RefusedConnection.NO_SECRET if has_secret else RefusedConnection.UNWANTED_SECRET
+        case _:
+            return RefusedConnection.BROKEN
+
+
+class HandshakeMonitor:
+    """Collects the failed handshakes of a socket, which ZeroMQ reports only to a monitor."""
+
+    def __init__(self, socket: zmq.Socket[bytes], events: int) -> None:
+        """Start to monitor.
+
+        Args:
+            socket: neither bound nor connected yet.
+            events: `ALL_FAILURES`, which must be taken often, or `PROTOCOL_FAILURES`.
+        """
+        address = f"inproc://handshakes-{next(_MONITOR_NUMBERS)}"
+        socket.monitor(address, events)
+        self._events = socket.context.socket(zmq.PAIR)
+        self._events.set(zmq.RCVHWM, _MAX_EVENTS)
+        self._events.connect(address)
+
+    def take(self, limit: int) -> list[int]:
+        """Return ZeroMQ's codes of the handshakes that failed since the last call, up to limit."""
+        codes: list[int] = []
+        while len(codes) < limit and self._events.get(zmq.EVENTS) & zmq.POLLIN:
+            codes.append(int(recv_monitor_message(self._events)["value"]))
+        return codes
+
+    def close(self) -> None:
+        """Stop to monitor."""
+        self._events.close()

@@ -1,17 +1,17 @@
-"""What the control channel refuses.
+"""Errors of the control channel.
 
 ::
 
     SchedulerError
     └── ChannelError
-        ├── EncodeError          a message of ours that has no encoding: too long, out of range
-        ├── DecodeError          bytes of a peer that are no message; a channel counts and drops
+        ├── EncodeError          a message of this process that cannot be encoded
+        ├── DecodeError          received bytes that are not a message; a channel drops these
         ├── ChannelAddressError  an address that is malformed, in use, or public without a secret
         ├── ChannelClosedError   a call after close
-        ├── SecretError          a secret that is too short, or a file that others may read
-        └── UnknownPeerError     a message to a node that was never connected
+        ├── SecretError          a secret that is too short, or a file that others can read
+        └── UnknownPeerError     a message to a node that is not connected
 
-None of them carries a secret, or the content of a message.
+No error carries a secret, a prompt or tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...errors import SchedulerError
 
 
 class ChannelError(SchedulerError):
-    """Base of what the control channel refuses."""
+    """Base class of the control channel's errors."""
 
 
 class EncodeError(ChannelError, ValueError):
@@ -28,11 +28,11 @@ class EncodeError(ChannelError, ValueError):
 
 
 class DecodeError(ChannelError, ValueError):
-    """Bytes are no message of this version; the text names the field."""
+    """Bytes are not a message of this version; the text gives the position of the field."""
 
 
 class ChannelAddressError(ChannelError, ValueError):
-    """A channel cannot be at this address."""
+    """An address cannot be used."""
 
 
 class ChannelClosedError(ChannelError):
@@ -40,11 +40,11 @@ class ChannelClosedError(ChannelError):
 
 
 class SecretError(ChannelError, ValueError):
-    """A secret cannot be used; the text says why, and never what it is."""
+    """A secret cannot be used; the text gives the reason, never the secret."""
 
 
 class UnknownPeerError(ChannelError, LookupError):
-    """A message is for a node that was never connected."""
+    """A message is for a node that is not connected."""
 
     def __init__(self, peer: str) -> None:
         super().__init__(f"no node {peer!r} is connected")

@@ -1,204 +1,234 @@
-"""Encodings of fixed schema: every field has a type and limits, which hold in both directions.
+"""Wire types: one msgspec struct per message class, with a limit on every field.
 
-A record is a list of its fields' values, without names; msgpack makes bytes of lists, numbers,
-strings and bytes, and has nothing else to decode into.
+The message classes know nothing of the wire. `wire_type` derives a struct from the annotations of a
+class and the table of limits below. A struct is an array of its fields' values, without names.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from math import isfinite
-from typing import Any, Final
+from collections.abc import Callable
+from functools import cache
+from types import NoneType
+from typing import Annotated, Any, Final, Literal, TypeAlias, Union, get_args, get_type_hints
 
-from .errors import DecodeError
+import msgspec
+from msgspec import Meta
 
+from ...handoff.gateway_messages import (
+    ClientMessage,
+    DecodeFailed,
+    Finished,
+    GiveUp,
+    Heard,
+    NodeStatus,
+    OfAttempt,
+    PrefillFailed,
+    RunPrefill,
+    Started,
+)
+from ...handoff.messages import Abort, Ack, Ask, Commit, Grant, Message, Refuse, Renew, Send
+from ..transport.descriptors import DIGEST_BYTES, ArraySpec, WireTicket
+from .address import check_target
 
-class Field(ABC):
-    """One type of value."""
+AnyMessage: TypeAlias = Message | ClientMessage
 
-    def pack(self, value: Any) -> Any:
-        """Return what stands for a value; it has been checked then.
+MESSAGES: Final[tuple[type, ...]] = (
+    Ask,
+    Grant,
+    Refuse,
+    Send,
+    Commit,
+    Ack,
+    Abort,
+    Renew,
+    RunPrefill,
+    GiveUp,
+    Started,
+    Finished,
+    PrefillFailed,
+    DecodeFailed,
+    NodeStatus,
+    Heard,
+)
+"""The position of a class is its code on the wire: append new ones, and never remove one."""
 
-        Raises:
-            DecodeError: if the value is not of the type, or out of its limits.
-        """
-        packed = self.simplify(value)
-        self.unpack(packed)
-        return packed
-
-    def simplify(self, value: Any) -> Any:
-        """Return what stands for a value."""
-        return value
-
-    @abstractmethod
-    def unpack(self, packed: Any) -> Any:
-        """Return the value that something stands for.
-
-        Raises:
-            DecodeError: if it stands for none.
-        """
-
-
-class Int(Field):
-    """An integer in a range."""
-
-    def __init__(self, minimum: int = 0, maximum: int = 2**31 - 1) -> None:
-        self._minimum = minimum
-        self._maximum = maximum
-
-    def unpack(self, packed: Any) -> int:
-        """See `Field.unpack`."""
-        if type(packed) is not int:  # True is an int, too
-            raise DecodeError(f"needs an integer, got {type(packed).__name__}")
-        if not self._minimum <= packed <= self._maximum:
-            raise DecodeError(f"needs {self._minimum} to {self._maximum}, got {packed}")
-        return packed
-
-
-class Float(Field):
-    """A finite number in a range."""
-
-    def __init__(self, minimum: float, maximum: float) -> None:
-        self._minimum = minimum
-        self._maximum = maximum
-
-    def simplify(self, value: Any) -> Any:
-        """See `Field.simplify`."""
-        return float(value) if type(value) is int else value
-
-    def unpack(self, packed: Any) -> float:
-        """See `Field.unpack`."""
-        if type(packed) is not float:
-            raise DecodeError(f"needs a float, got {type(packed).__name__}")
-        if not (isfinite(packed) and self._minimum <= packed <= self._maximum):
-            raise DecodeError(f"needs {self._minimum} to {self._maximum}, got {packed}")
-        return packed
+MAX_PROMPT_TOKENS: Final = 1 << 20
+MAX_NEW_TOKENS: Final = 1 << 17
+"""Limit per request: its output tokens travel in one message."""
+MAX_NAME_CHARS: Final = 256
+MAX_TEXT_CHARS: Final = 4096
+_MAX_ARRAYS: Final = 4096
+_MAX_INT32: Final = 2**31 - 1
 
 
-class Bool(Field):
-    """True or False."""
-
-    def unpack(self, packed: Any) -> bool:
-        """See `Field.unpack`."""
-        if type(packed) is not bool:
-            raise DecodeError(f"needs a bool, got {type(packed).__name__}")
-        return packed
+def _int(minimum: int = 0, maximum: int = _MAX_INT32) -> Any:
+    return Annotated[int, Meta(ge=minimum, le=maximum)]
 
 
-class Text(Field):
-    """A string of limited length."""
-
-    def __init__(self, max_chars: int) -> None:
-        self._max_chars = max_chars
-
-    def unpack(self, packed: Any) -> str:
-        """See `Field.unpack`."""
-        if type(packed) is not str:
-            raise DecodeError(f"needs a string, got {type(packed).__name__}")
-        if len(packed) > self._max_chars:
-            raise DecodeError(f"has {len(packed)} characters, the limit is {self._max_chars}")
-        if any("\ud800" <= char <= "\udfff" for char in packed):
-            raise DecodeError("has half of a character")
-        return packed
+def _float(minimum: float, maximum: float) -> Any:
+    return Annotated[float, Meta(ge=minimum, le=maximum)]  # rejects NaN, too
 
 
-class OneOf(Field):
-    """One of a few strings."""
-
-    def __init__(self, *choices: str) -> None:
-        self._choices = choices
-
-    def unpack(self, packed: Any) -> str:
-        """See `Field.unpack`."""
-        if type(packed) is not str or packed not in self._choices:
-            raise DecodeError(f"needs one of {', '.join(self._choices)}")
-        return packed
+def _text(max_chars: int) -> Any:
+    return Annotated[str, Meta(max_length=max_chars)]
 
 
-class Bytes(Field):
-    """Bytes of limited length."""
-
-    def __init__(self, max_bytes: int, *, min_bytes: int = 0, multiple_of: int = 1) -> None:
-        self._min_bytes = min_bytes
-        self._max_bytes = max_bytes
-        self._multiple_of = multiple_of
-
-    def unpack(self, packed: Any) -> bytes:
-        """See `Field.unpack`."""
-        if type(packed) is not bytes:
-            raise DecodeError(f"needs bytes, got {type(packed).__name__}")
-        if not self._min_bytes <= len(packed) <= self._max_bytes:
-            limits = f"{self._min_bytes} to {self._max_bytes}"
-            raise DecodeError(f"has {len(packed)} bytes, the limits are {limits}")
-        if len(packed) % self._multiple_of:
-            raise DecodeError(f"has {len(packed)} bytes, no multiple of {self._multiple_of}")
-        return packed
+def _bytes(max_bytes: int, min_bytes: int = 0) -> Any:
+    return Annotated[bytes, Meta(min_length=min_bytes, max_length=max_bytes)]
 
 
-class Maybe(Field):
-    """A value of some type, or None."""
-
-    def __init__(self, field: Field) -> None:
-        self._field = field
-
-    def simplify(self, value: Any) -> Any:
-        """See `Field.simplify`."""
-        return None if value is None else self._field.simplify(value)
-
-    def unpack(self, packed: Any) -> Any:
-        """See `Field.unpack`."""
-        return None if packed is None else self._field.unpack(packed)
+def _tuple(item: Any, max_items: int) -> Any:
+    return Annotated[tuple[item, ...], Meta(max_length=max_items)]
 
 
-class Many(Field):
-    """A tuple of values of one type."""
+_U64: Final = Annotated[int, Meta(ge=0)]  # msgpack has no larger integer
+_TOKEN: Final = _int(-(2**31))
+_DIGEST: Final = _bytes(DIGEST_BYTES, DIGEST_BYTES)
+_KINDS: Final = tuple(message.__name__ for message in get_args(OfAttempt))
 
-    def __init__(self, field: Field, max_items: int) -> None:
-        self._field = field
-        self._max_items = max_items
+# By field name, or by class and field name where two classes differ.
+_LIMITS: Final[dict[str, Any]] = {
+    # Packet
+    "sender": _text(MAX_NAME_CHARS),
+    "receiver": _text(MAX_NAME_CHARS),
+    "sequence": _U64,
+    # Key, Ticket and Head
+    "request_id": _text(MAX_NAME_CHARS),
+    "attempt": _int(),
+    "epoch": _U64,
+    "peer_epoch": _U64,
+    "grant": _U64,
+    "part": _int(),
+    "version": _int(),
+    # Requests
+    "prompt": _bytes(4 * MAX_PROMPT_TOKENS, 4),
+    "namespace": _bytes(MAX_TEXT_CHARS),
+    "max_new_tokens": _int(1, MAX_NEW_TOKENS),
+    "priority": _int(-(2**31)),
+    "stop_token_ids": _tuple(_TOKEN, 1024),
+    "temperature": _float(0.0, 1e6),
+    "top_k": _int(),
+    "top_p": _float(0.0, 1.0),
+    "seed": _int(0, 2**32 - 1),
+    # Messages between prefill and decode nodes
+    "num_groups": _int(1, 1024),
+    "Send.group": _int(0, 1023),
+    "first_block": _int(),
+    "needed": _int(),
+    "available": _int(),
+    "detail": _text(MAX_TEXT_CHARS),
+    "reason": _text(MAX_TEXT_CHARS),
+    "num_parts": _int(),
+    "first_token": _TOKEN,
+    "position": _int(),
+    "device": _int(),
+    "host": _int(),
+    "storage": _int(),
+    "missing": _tuple(_int(), 1 << 17),
+    # Messages between the gateway and nodes
+    "decode_node": _text(MAX_NAME_CHARS),
+    "decode_address": _text(256),
+    "address": _text(256),
+    "tokens": _tuple(_TOKEN, MAX_NEW_TOKENS),
+    "num_preemptions": _int(),
+    "block_size": _int(1),
+    "num_blocks": _int(1),
+    "model": _text(128),
+    "kind": Literal[_KINDS],
+    # WireTicket
+    "shape": _tuple(_int(1), 8),
+    "dtype": _text(32),
+    "group": _int(),
+    "namespace_digest": _DIGEST,
+    "digests": _tuple(_DIGEST, _MAX_ARRAYS),
+    "expires_at": _float(0.0, 1e11),
+    "transport": _text(32),
+    "route": _bytes(64 << 10),
+}
 
-    def simplify(self, value: Any) -> Any:
-        """See `Field.simplify`."""
-        return [self._field.simplify(item) for item in value]
 
-    def unpack(self, packed: Any) -> tuple[Any, ...]:
-        """See `Field.unpack`."""
-        if type(packed) is not list:
-            raise DecodeError(f"needs a list, got {type(packed).__name__}")
-        if len(packed) > self._max_items:
-            raise DecodeError(f"has {len(packed)} items, the limit is {self._max_items}")
-        return tuple([self._field.unpack(item) for item in packed])
+def _check_prompt(prompt: bytes) -> None:
+    if len(prompt) % 4:
+        raise ValueError(f"prompt: {len(prompt)} bytes are not a multiple of 4")
 
 
-class Record(Field):
-    """A dataclass or named tuple: the values of its fields, in order."""
+_CHECKS: Final[dict[str, Callable[[Any], None]]] = {
+    "prompt": _check_prompt,
+    "address": check_target,
+    "decode_address": check_target,
+}
 
-    def __init__(self, make: Callable[..., Any], fields: Mapping[str, Field]) -> None:
-        """Make the encoding.
 
-        Args:
-            make: takes the fields by position, and may refuse them with a ValueError.
-            fields: name and type of each.
-        """
-        self.make: Final = make
-        self._fields: Final = dict(fields)
+def _check_fields(record: msgspec.Struct) -> None:
+    """Check what no type can express; msgspec calls it after it has set the fields."""
+    for name in record.__struct_fields__:
+        if name in _CHECKS:
+            _CHECKS[name](getattr(record, name))
 
-    def simplify(self, value: Any) -> Any:
-        """See `Field.simplify`."""
-        return [field.simplify(getattr(value, name)) for name, field in self._fields.items()]
 
-    def unpack(self, packed: Any) -> Any:
-        """See `Field.unpack`."""
-        if type(packed) is not list or len(packed) != len(self._fields):
-            raise DecodeError(f"needs a list of {len(self._fields)}")
-        values = []
-        for (name, field), item in zip(self._fields.items(), packed, strict=True):
-            try:
-                values.append(field.unpack(item))
-            except DecodeError as error:
-                raise DecodeError(f"{name}: {error}") from None
-        try:
-            return self.make(*values)
-        except ValueError as error:
-            raise DecodeError(str(error)) from None
+def _define(name: str, fields: list[tuple[str, Any]], tag: int | None = None) -> Any:
+    return msgspec.defstruct(
+        name,
+        fields,
+        tag=tag,
+        array_like=True,
+        forbid_unknown_fields=True,
+        namespace={"__post_init__": _check_fields},
+    )
+
+
+_CLASSES: Final[dict[type[msgspec.Struct], type]] = {}
+
+
+@cache
+def wire_type(cls: type) -> Any:
+    """Return the struct of a dataclass or named tuple: the same fields, with limits.
+
+    Raises:
+        KeyError: for a field without a limit.
+    """
+    hints = get_type_hints(cls).items()
+    struct = _define(cls.__name__, [(name, _wire_field(cls, name, hint)) for name, hint in hints])
+    _CLASSES[struct] = cls
+    return struct
+
+
+def _wire_field(cls: type, name: str, hint: Any) -> Any:
+    if hint is bool or set(map(type, get_args(hint))) == {str}:  # a Literal
+        return hint
+    if hasattr(hint, "__match_args__"):  # another dataclass or named tuple
+        return wire_type(hint)
+    if hint == tuple[ArraySpec, ...]:
+        return _tuple(wire_type(ArraySpec), _MAX_ARRAYS)
+    limit = _LIMITS.get(f"{cls.__name__}.{name}") or _LIMITS[name]
+    return limit | None if NoneType in get_args(hint) else limit
+
+
+def from_wire(value: Any) -> Any:
+    """Return the object that a struct stands for.
+
+    Raises:
+        ValueError: if its class refuses it.
+    """
+    if isinstance(value, msgspec.Struct):
+        return _CLASSES[type(value)](*map(from_wire, msgspec.structs.astuple(value)))
+    if isinstance(value, tuple) and value and isinstance(value[0], msgspec.Struct):
+        return tuple(map(from_wire, value))
+    return value
+
+
+PACKETS: Final[dict[type, Any]] = {
+    message: _define(
+        f"{message.__name__}Packet",
+        [
+            *[(name, _LIMITS[name]) for name in ("sender", "receiver", "epoch", "sequence")],
+            ("message", wire_type(message)),
+            ("wire", wire_type(WireTicket) if message is Send else None),
+        ],
+        tag=code,
+    )
+    for code, message in enumerate(MESSAGES)
+}
+"""Wire type of a packet, by the class of its message. Only SEND comes with a wire ticket."""
+
+AnyPacket: Final[Any] = Union[tuple(PACKETS.values())]  # noqa: UP007

@@ -1,4 +1,4 @@
-"""The secret that nodes share, which nothing prints."""
+"""The secret that all nodes of a deployment share."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from typing import Final
 from .errors import SecretError
 
 ENVIRONMENT: Final = "RADIXKV_SECRET"
-KEY_BYTES: Final = 32
 _MIN_BYTES: Final = 16
 
 
 class Secret:
-    """What all nodes know and nobody else does; keys are made of it."""
+    """A shared secret, from which keys are derived. Nothing prints or copies it."""
 
     def __init__(self, secret: bytes) -> None:
-        """Take a secret.
+        """Wrap a secret.
 
         Raises:
-            SecretError: if it is short.
+            SecretError: if it is too short.
         """
         if len(secret) < _MIN_BYTES:
             raise SecretError(f"a secret needs {_MIN_BYTES} bytes, got {len(secret)}")
@@ -35,22 +34,25 @@ class Secret:
         raise TypeError("a secret stays in its process")
 
     def key(self, label: bytes) -> bytes:
-        """Return the key of KEY_BYTES for one purpose, the same for all holders.
+        """Derive a key of 32 bytes for one purpose; all holders derive the same.
 
-        It is HMAC-SHA256 of the label: no key says anything about the secret, or another key.
+        The key is the HMAC-SHA256 of the label, so it reveals neither the secret nor other keys.
         """
         return hmac.digest(self._secret, label, "sha256")
 
 
 def load_secret(path: str | os.PathLike[str] | None = None) -> Secret | None:
-    """Read the secret from a file, or else from the environment; None if neither has one.
+    """Read the secret from a file or the environment.
 
     Args:
-        path: of a file that only its owner can read (0600); without it, the variable
-            RADIXKV_SECRET is used.
+        path: a file that only its owner can read (mode 0600). None: read RADIXKV_SECRET.
+
+    Returns:
+        The secret, or None if path is None and the variable is unset or empty.
 
     Raises:
-        SecretError: for a file that is not there, or others can read, and for a short secret.
+        SecretError: for a file that cannot be read or that others can read, and for a secret that
+            is too short.
     """
     if path is None:
         text = os.environ.get(ENVIRONMENT)

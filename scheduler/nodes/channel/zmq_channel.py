@@ -1,16 +1,16 @@
-"""Messages between the processes of a deployment, over ZeroMQ.
+"""The control channel: messages between the processes of a deployment, over ZeroMQ.
 
 ::
 
-    a node        PULL, bound: its address           one PUSH per peer, connected: its inbox
+    a node        PULL, bound: its address           one PUSH per peer, connected to its inbox
                        ▲                                        │
     others ────────────┘                                        └────────► others
 
-A message may be lost: where a queue is full, and when a connection ends. It is never doubled or
-reordered by the channel. The protocol expects worse.
+The channel loses messages when a queue is full and when a connection ends. It never repeats or
+reorders them. The protocol tolerates all of this.
 
-Nodes that share a secret connect with each other alone (`curve`). Who has another, or none, is
-counted; no message of it comes in.
+With a secret, nodes connect only to holders of the same secret (`curve`). The channel counts the
+connections that it refuses, and receives nothing from them.
 """
 
 from __future__ import annotations
@@ -23,27 +23,25 @@ import zmq
 
 from ..transport.descriptors import WireTicket
 from .address import check_target, host_of
-from .codec import AnyMessage, Packet
-from .curve import OVERHEAD_BYTES, CurveKeys
-from .errors import (
-    ChannelAddressError,
-    ChannelClosedError,
-    UnknownPeerError,
-)
-from .frames import (
-    MAX_BYTES,
-    Dropped,
-    DroppedError,
+from .codec import (
+    MAX_FRAME_BYTES,
+    DroppedFrame,
+    FrameDroppedError,
     FrameReader,
-    seal,
+    Packet,
+    encode_frame,
 )
-from .handshakes import (
-    ANY,
-    SPOKE_OTHERWISE,
-    FailedHandshakes,
-    Refused,
-    why_refused,
+from .curve import (
+    ALL_FAILURES,
+    OVERHEAD_BYTES,
+    PROTOCOL_FAILURES,
+    CurveKeys,
+    HandshakeMonitor,
+    RefusedConnection,
+    refused_connection,
 )
+from .errors import ChannelAddressError, ChannelClosedError, UnknownPeerError
+from .schema import AnyMessage
 from .secret import ENVIRONMENT, Secret
 
 _QUEUE_MESSAGES: Final = 1000
@@ -52,47 +50,47 @@ _RECONNECT_MS: Final = 100
 _MAX_RECONNECT_MS: Final = 2000
 _HEARTBEAT_MS: Final = 2000
 _MAX_SOCKETS: Final = 4096
-"""Of ZeroMQ's: a peer takes three, with both ends of what tells us of its handshakes."""
+"""Sockets of ZeroMQ. A peer takes three: its own, and both ends of its `HandshakeMonitor`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelStats:
-    """What a channel has done.
+    """Counts of a channel since it was opened.
 
     Attributes:
         sent, received: messages.
-        unsent: messages that were dropped because the queue to their peer was full.
-        dropped: frames that came and were not taken in, by the reason.
-        other_versions: of those that a node of ours of another version must have sent.
-        refused: connections that others tried to make, and had no leave to or did not finish.
+        unsent: messages dropped because the queue to their peer was full.
+        dropped: received frames that were dropped, by reason.
+        other_versions: channel versions of the frames dropped for their version.
+        refused: connections of others that failed, by reason.
     """
 
     sent: int = 0
     received: int = 0
     unsent: int = 0
-    dropped: Counter[Dropped] = field(default_factory=Counter)
+    dropped: Counter[DroppedFrame] = field(default_factory=Counter)
     other_versions: frozenset[int] = frozenset()
-    refused: Counter[Refused] = field(default_factory=Counter)
+    refused: Counter[RefusedConnection] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
 class _Peer:
     address: str
     socket: zmq.Socket[bytes]
-    failed: FailedHandshakes
+    monitor: HandshakeMonitor
 
     def close(self) -> None:
         self.socket.close()
-        self.failed.close()
+        self.monitor.close()
 
 
 class ZmqChannel:
-    """One node's end; no call waits but `wait`. For one thread at a time.
+    """One node's end of the control channel, for one thread. Only `wait` blocks.
 
     Attributes:
-        name: of this node; its peers call it so.
-        epoch: of this node.
-        address: that its peers connect to, ``host:port``.
+        name: name of this node, by which its peers know it.
+        epoch: epoch of this node.
+        address: address that peers connect to, ``host:port``.
     """
 
     def __init__(
@@ -102,13 +100,13 @@ class ZmqChannel:
 
         Args:
             name: unique among the nodes of a deployment.
-            epoch: higher than that of any earlier life of the node.
-            bind: ``address:port``, the address as a number; port 0 takes any.
-            secret: shared by all nodes; an address other than loopback needs one.
+            epoch: higher than the epoch of every earlier process of this name.
+            bind: ``address:port`` with a numeric address; port 0 takes any free port.
+            secret: shared by all nodes; required for an address other than loopback.
 
         Raises:
-            ChannelAddressError: if there is none and the address is public, or it cannot be bound.
-            SecretError: if there is one, and ZeroMQ has nothing to protect it with.
+            ChannelAddressError: for a public address without a secret, or one that cannot be bound.
+            SecretError: if there is a secret, and ZeroMQ has no CURVE.
         """
         if not host_of(bind).is_loopback and secret is None:
             raise ChannelAddressError(
@@ -121,13 +119,13 @@ class ZmqChannel:
         self._reader = FrameReader(name)
         self._sequence = 0
         self._sent = self._received = self._unsent = 0
-        self._dropped: Counter[Dropped] = Counter()
-        self._refused: Counter[Refused] = Counter()
+        self._dropped: Counter[DroppedFrame] = Counter()
+        self._refused: Counter[RefusedConnection] = Counter()
         self._peers: dict[str, _Peer] = {}
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._inbox = self._context.socket(zmq.PULL)
-        self._failed = FailedHandshakes(self._inbox, ANY)
+        self._monitor = HandshakeMonitor(self._inbox, ALL_FAILURES)
         self._bind(bind)
         self.address = self._inbox.get_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
 
@@ -135,11 +133,11 @@ class ZmqChannel:
         self._inbox.set(zmq.LINGER, 0)
         self._inbox.set(zmq.RCVHWM, _QUEUE_MESSAGES)
         self._inbox.set(zmq.IPV6, int(host_of(address).version == 6))
-        max_bytes = MAX_BYTES
+        max_bytes = MAX_FRAME_BYTES
         if self._keys is not None:
             self._keys.guard(self._inbox, is_server=True)
             max_bytes += OVERHEAD_BYTES
-        self._inbox.set(zmq.MAXMSGSIZE, max_bytes)  # with more, its connection ends
+        self._inbox.set(zmq.MAXMSGSIZE, max_bytes)  # a longer frame closes its connection
         try:
             self._inbox.bind(f"tcp://{address}")
         except zmq.ZMQError as error:
@@ -147,10 +145,10 @@ class ZmqChannel:
             raise ChannelAddressError(f"cannot bind {address}: {error.strerror}") from None
 
     def connect(self, peer: str, address: str) -> None:
-        """Send what is for a peer to an address from now on; it need not be there yet.
+        """Set the address of a peer, which need not listen yet.
 
         Raises:
-            ChannelAddressError: for one that is malformed, or that nobody can connect to.
+            ChannelAddressError: for an address that is malformed, or that no node can connect to.
             ChannelClosedError: after close.
         """
         self._check_open()
@@ -162,7 +160,7 @@ class ZmqChannel:
 
     def _open(self, address: str) -> _Peer:
         socket = self._context.socket(zmq.PUSH)
-        failed = FailedHandshakes(socket, SPOKE_OTHERWISE)
+        monitor = HandshakeMonitor(socket, PROTOCOL_FAILURES)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.SNDHWM, _QUEUE_MESSAGES)
         socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
@@ -172,37 +170,40 @@ class ZmqChannel:
         if self._keys is not None:
             self._keys.guard(socket, is_server=False)
         socket.connect(f"tcp://{address}")
-        return _Peer(address, socket, failed)
+        return _Peer(address, socket, monitor)
 
     def disconnect(self, peer: str) -> None:
-        """Forget a peer, and what was not sent to it yet. Nothing if it is not known."""
+        """Forget a peer and the messages in its queue. An unknown peer is ignored."""
         known = self._peers.pop(peer, None)
         if known is not None:
             known.close()
 
     def send(self, peer: str, message: AnyMessage, wire: WireTicket | None = None) -> bool:
-        """Send a message; False if it was dropped because too many wait for this peer.
+        """Send a message.
 
         Args:
-            peer: that was connected.
-            message: of the hand-off, or of `client_messages`.
-            wire: with SEND: how to pull the part.
+            peer: name of a connected peer.
+            message: a message of the hand-off or the gateway.
+            wire: how to pull the part; required with SEND.
+
+        Returns:
+            False if the message was dropped because the peer's queue is full.
 
         Raises:
-            UnknownPeerError: if the peer was never connected.
-            EncodeError: for a message that has no encoding.
+            UnknownPeerError: if the peer is not connected.
+            EncodeError: for a message that cannot be encoded.
             ChannelClosedError: after close.
         """
         self._check_open()
         if peer not in self._peers:
             raise UnknownPeerError(peer)
         to = self._peers[peer]
-        if to.failed.take(1):  # who has a secret met who has none: ZeroMQ does not try again
+        if to.monitor.take(1):  # one side has a secret, the other has none: ZeroMQ gives up
             to.close()
             to = self._peers[peer] = self._open(to.address)
         self._sequence += 1
         packet = Packet(self.name, peer, self.epoch, self._sequence, message, wire)
-        frame = seal(packet)
+        frame = encode_frame(packet)
         try:
             to.socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
@@ -212,14 +213,16 @@ class ZmqChannel:
         return True
 
     def receive(self) -> list[Packet]:
-        """Return what has come, up to some hundreds; what is no message is counted and dropped.
+        """Return the packets that have arrived, at most some hundreds.
+
+        Invalid frames are counted and dropped.
 
         Raises:
             ChannelClosedError: after close.
         """
         self._check_open()
-        for code in self._failed.take(_MAX_PER_CALL):
-            self._refused[why_refused(code, has_secret=self._keys is not None)] += 1
+        for code in self._monitor.take(_MAX_PER_CALL):
+            self._refused[refused_connection(code, has_secret=self._keys is not None)] += 1
         packets = []
         for _ in range(_MAX_PER_CALL):
             try:
@@ -228,15 +231,15 @@ class ZmqChannel:
                 break
             try:
                 if len(parts) != 1:
-                    raise DroppedError(Dropped.NO_FRAME)
-                packets.append(self._reader.open(parts[0]))
-            except DroppedError as dropped:
-                self._dropped[dropped.reason] += 1
+                    raise FrameDroppedError(DroppedFrame.NOT_A_FRAME)
+                packets.append(self._reader.read(parts[0]))
+            except FrameDroppedError as error:
+                self._dropped[error.reason] += 1
         self._received += len(packets)
         return packets
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until something has come; False if nothing has.
+        """Wait for a packet; return whether one has arrived.
 
         Raises:
             ChannelClosedError: after close.
@@ -245,24 +248,23 @@ class ZmqChannel:
         return bool(self._inbox.poll(max(0, round(timeout_s * 1000))))
 
     def stats(self) -> ChannelStats:
-        """Return what it has done."""
-        others = frozenset(self._reader.other_versions)
+        """Return the counts so far."""
         return ChannelStats(
             self._sent,
             self._received,
             self._unsent,
             self._dropped.copy(),
-            others,
+            frozenset(self._reader.other_versions),
             self._refused.copy(),
         )
 
     def close(self) -> None:
-        """Close the sockets; what was not sent yet is lost. Calling it again does nothing."""
+        """Close the sockets and drop unsent messages. Closing twice does nothing."""
         if not self._context.closed:
             for peer in self._peers.values():
                 peer.close()
             self._inbox.close()
-            self._failed.close()
+            self._monitor.close()
             self._context.term()
 
     def _check_open(self) -> None:

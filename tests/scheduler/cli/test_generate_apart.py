@@ -23,7 +23,7 @@ from radixkv.scheduler.models import load_config
 from radixkv.scheduler.nodes.channel import (
     NodeStatus,
     Secret,
-    frames,
+    codec,
 )
 from radixkv.scheduler.nodes.channel.zmq_channel import ZmqChannel
 from radixkv.scheduler.nodes.remote_nodes import RemoteNodes
@@ -226,7 +226,7 @@ def test_nodes_in_one_process_need_no_extra(arguments: list[object]) -> None:
 
 def run_without_nodes_extra(*arguments: object) -> subprocess.CompletedProcess[str]:
     # In a process of its own: here the modules are loaded already.
-    program = "import sys; sys.modules['zmq'] = sys.modules['msgpack'] = None; "
+    program = "import sys; sys.modules['zmq'] = sys.modules['msgspec'] = None; "
     program += "from radixkv.scheduler.cli.main import main; sys.exit(main(sys.argv[1:]))"
     line = [sys.executable, "-c", program, *map(str, arguments)]
     return subprocess.run(line, capture_output=True, text=True, check=False)
@@ -288,12 +288,12 @@ def test_a_desk_refuses_a_node_of_another_version(monkeypatch: pytest.MonkeyPatc
     """At once, by both versions."""
     with closing(ZmqChannel(DESK, epoch=1, secret=SECRET)) as desk:
         with monkeypatch.context() as patch:
-            patch.setattr(frames, "_PREFIX", b"RXKV\x08")
+            patch.setattr(codec, "_PREFIX", b"RXKV\x08")
             with closing(ZmqChannel("node-0", epoch=1, secret=SECRET)) as node:
                 node.connect(DESK, desk.address)
                 node.send(DESK, PREFILL)
                 assert desk.wait(60.0)
-        said = "a node speaks version 8 of the control channel, and this process 1"
+        said = "a node speaks version 8 of the control channel, and this process 2"
         assert wait_for(desk) == said
 
 

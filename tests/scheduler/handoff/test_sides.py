@@ -63,7 +63,7 @@ def posted(side: PrefillSide | DecodeSide) -> list[Message]:
     return [action.message for action in side.take_actions() if isinstance(action, Post)]
 
 
-def ask(block_size: int = 2, version: int = 1, prompt: list[int] = PROMPT) -> Ask:
+def ask(block_size: int = 2, version: int = 2, prompt: list[int] = PROMPT) -> Ask:
     tokens = np.array(prompt, "<i4").tobytes()
     return Ask(Head(KEY, 1, version=version), tokens, b"", block_size, 1, 4)
 
@@ -122,7 +122,7 @@ def test_p_sends_what_its_host_had_with_what_it_computes() -> None:
     [
         (ask(block_size=4), "refused, block size: 4 here, 2 there"),
         (ask(prompt=[]), "refused, malformed: request 'r1' has an empty prompt"),
-        (ask(version=2), "refused, version: 2 here, 1 there"),
+        (ask(version=3), "refused, version: 3 here, 2 there"),
         (ask(prompt=[1] * 17), "refused, too large: 10 needed, 8 available"),
     ],
 )
@@ -142,7 +142,7 @@ def test_messages_of_another_version_change_nothing() -> None:
     pair = Pair(handoff)
     pair.d.receive(P, pair.begin())
     [grant] = pair.posted(pair.d)
-    head = Head(KEY, 1, 1, 1, version=2)
+    head = Head(KEY, 1, 1, 1, version=3)
     pair.p.receive(D, Grant(head, 0))
     pair.d.receive(P, Abort(head, "no", fenced=False))
     assert pair.p.take_actions() == pair.d.take_actions() == []

@@ -12,10 +12,10 @@ from radixkv.scheduler.handoff import Hits
 from radixkv.scheduler.handoff.gateway_messages import DESK
 from radixkv.scheduler.handoff.remote_gateway import RemoteDesk
 from radixkv.scheduler.nodes.channel import (
-    Dropped,
+    DroppedFrame,
     Finished,
     NodeStatus,
-    Refused,
+    RefusedConnection,
     RunPrefill,
 )
 from radixkv.scheduler.nodes.channel.zmq_channel import ZmqChannel
@@ -23,7 +23,7 @@ from radixkv.scheduler.nodes.remote_nodes import RemoteNodes
 from radixkv.scheduler.request import Request
 
 from ...ports import reserved_port
-from .air import Deployment
+from .fake_channel import Deployment
 
 LATE_S = 60.0  # nothing ends by it
 NUM_REQUESTS = 1100  # more than the queue of 1000 holds
@@ -175,11 +175,14 @@ def test_what_was_not_heard_of_nodes_that_went_is_said() -> None:
     world = Deployment(lambda sender, *_: sender in silent)
     world.turn(2)
     assert (world.nodes.unheard, world.nodes.strangers) == ("", False)
-    for refused, strangers in ((Refused.BROKEN, False), (Refused.OTHER_SECRET, True)):
+    for refused, strangers in (
+        (RefusedConnection.BROKEN, False),
+        (RefusedConnection.OTHER_SECRET, True),
+    ):
         world.ends[DESK].done.refused[refused] += 1
         assert world.nodes.strangers is strangers
-    world.ends[DESK].done.refused[Refused.OTHER_SECRET] += 1
-    world.ends[DESK].done.dropped[Dropped.NO_FRAME] += 3
+    world.ends[DESK].done.refused[RefusedConnection.OTHER_SECRET] += 1
+    world.ends[DESK].done.dropped[DroppedFrame.NOT_A_FRAME] += 3
     silent.add("prefill-0")
     world.turn(60)
     with pytest.raises(NodesMissingError) as error:

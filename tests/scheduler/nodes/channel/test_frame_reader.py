@@ -22,66 +22,66 @@ from radixkv.scheduler.nodes.channel import (
     SecretError,
     load_secret,
 )
-from radixkv.scheduler.nodes.channel.codec import Packet
-from radixkv.scheduler.nodes.channel.frames import (
+from radixkv.scheduler.nodes.channel.codec import (
     HEADER_BYTES,
-    MAX_BYTES,
-    Dropped,
-    DroppedError,
+    MAX_FRAME_BYTES,
+    DroppedFrame,
+    FrameDroppedError,
     FrameReader,
-    seal,
+    Packet,
+    encode_frame,
 )
 
 SECRET = Secret(b"a secret that is long enough")
 ACK = Packet("p", "d", 5, 6, Ack(Head(Key("r", 1), 2)))
 
 
-def dropped(reader: FrameReader, frame: bytes) -> Dropped:
-    with pytest.raises(DroppedError) as caught:
-        reader.open(frame)
+def dropped(reader: FrameReader, frame: bytes) -> DroppedFrame:
+    with pytest.raises(FrameDroppedError) as caught:
+        reader.read(frame)
     return caught.value.reason
 
 
 def test_a_frame_is_taken_in_once() -> None:
     reader = FrameReader("d")
-    frame = seal(ACK)
-    assert reader.open(frame) == ACK
-    assert dropped(reader, frame) is Dropped.OLD
-    assert reader.open(seal(replace(ACK, sequence=7))).sequence == 7
-    assert dropped(reader, frame) is Dropped.OLD
+    frame = encode_frame(ACK)
+    assert reader.read(frame) == ACK
+    assert dropped(reader, frame) is DroppedFrame.OLD
+    assert reader.read(encode_frame(replace(ACK, sequence=7))).sequence == 7
+    assert dropped(reader, frame) is DroppedFrame.OLD
 
 
 def test_a_restarted_sender_starts_anew_and_its_earlier_life_is_over() -> None:
     reader = FrameReader("d")
-    reader.open(seal(ACK))
-    reader.open(seal(replace(ACK, epoch=6, sequence=0)))
-    assert dropped(reader, seal(replace(ACK, sequence=99))) is Dropped.OLD
+    reader.read(encode_frame(ACK))
+    reader.read(encode_frame(replace(ACK, epoch=6, sequence=0)))
+    assert dropped(reader, encode_frame(replace(ACK, sequence=99))) is DroppedFrame.OLD
     other = replace(ACK, sender="p2", epoch=1, sequence=0)
-    assert reader.open(seal(other)) == other
+    assert reader.read(encode_frame(other)) == other
 
 
 def test_a_frame_for_another_node_is_not_for_us() -> None:
-    assert dropped(FrameReader("p"), seal(ACK)) is Dropped.NOT_FOR_US
+    assert dropped(FrameReader("p"), encode_frame(ACK)) is DroppedFrame.OTHER_RECEIVER
 
 
 @given(st.binary(max_size=200), st.booleans())
 def test_random_bytes_are_dropped(data: bytes, is_framed: bool) -> None:
-    frame = seal(ACK)[:HEADER_BYTES] + data if is_framed else data
+    frame = encode_frame(ACK)[:HEADER_BYTES] + data if is_framed else data
     reason = dropped(FrameReader("d"), frame)
-    assert reason is (Dropped.NO_MESSAGE if is_framed else Dropped.NO_FRAME)
+    assert reason is (DroppedFrame.NOT_A_MESSAGE if is_framed else DroppedFrame.NOT_A_FRAME)
 
 
 def test_what_is_too_long_is_not_looked_at() -> None:
-    frame = seal(ACK).ljust(MAX_BYTES + 1, b"\0")
-    assert dropped(FrameReader("d"), frame) is Dropped.NO_FRAME
+    frame = encode_frame(ACK).ljust(MAX_FRAME_BYTES + 1, b"\0")
+    assert dropped(FrameReader("d"), frame) is DroppedFrame.NOT_A_FRAME
 
 
 def test_the_number_of_senders_is_limited() -> None:
     reader = FrameReader("d")
     for number in range(1000):
-        reader.open(seal(replace(ACK, sender=str(number))))
-    assert dropped(reader, seal(ACK)) is Dropped.TOO_MANY_SENDERS
-    assert reader.open(seal(replace(ACK, sender="0", sequence=7))).sender == "0"
+        reader.read(encode_frame(replace(ACK, sender=str(number))))
+    assert dropped(reader, encode_frame(ACK)) is DroppedFrame.TOO_MANY_SENDERS
+    assert reader.read(encode_frame(replace(ACK, sender="0", sequence=7))).sender == "0"
 
 
 def test_a_secret_shows_itself_nowhere() -> None:

@@ -20,14 +20,14 @@ from radixkv.scheduler.handoff import (
 )
 from radixkv.scheduler.nodes.channel import (
     Packet,
-    Refused,
+    RefusedConnection,
     Secret,
     SecretError,
     ZmqChannel,
 )
 from radixkv.scheduler.nodes.channel.curve import CurveKeys
 
-from ...ports import reserved_port
+from ....ports import reserved_port
 
 SECRET: Final = Secret(b"a secret that is long enough")
 OTHER: Final = Secret(b"another secret, as long as it must be")
@@ -81,7 +81,7 @@ def wait_for_packet(channel: ZmqChannel) -> Packet:
     return packet
 
 
-def send_until_refused(sender: ZmqChannel, receiver: ZmqChannel, reason: Refused) -> None:
+def send_until_refused(sender: ZmqChannel, receiver: ZmqChannel, reason: RefusedConnection) -> None:
     """Send until a connection is refused for a reason, and see to it that no message comes.
 
     Where one of two has no secret, both end the connection, and who is late knows no reason.
@@ -92,7 +92,7 @@ def send_until_refused(sender: ZmqChannel, receiver: ZmqChannel, reason: Refused
         assert receiver.receive() == []
         if reason in receiver.stats().refused:
             break
-    assert {reason} <= receiver.stats().refused.keys() <= {reason, Refused.BROKEN}
+    assert {reason} <= receiver.stats().refused.keys() <= {reason, RefusedConnection.BROKEN}
 
 
 @pytest.fixture
@@ -110,9 +110,9 @@ def opened(
 MISMATCHES: Final = pytest.mark.parametrize(
     ("ours", "theirs", "reason"),
     [
-        (SECRET, OTHER, Refused.OTHER_SECRET),
-        (SECRET, None, Refused.NO_SECRET),
-        (None, SECRET, Refused.UNWANTED_SECRET),
+        (SECRET, OTHER, RefusedConnection.OTHER_SECRET),
+        (SECRET, None, RefusedConnection.NO_SECRET),
+        (None, SECRET, RefusedConnection.UNWANTED_SECRET),
     ],
     ids=["other", "none", "unwanted"],
 )
@@ -120,7 +120,7 @@ MISMATCHES: Final = pytest.mark.parametrize(
 
 @MISMATCHES
 def test_who_has_another_secret_or_none_is_refused_and_counted(
-    nodes: ExitStack, ours: Secret | None, theirs: Secret | None, reason: Refused
+    nodes: ExitStack, ours: Secret | None, theirs: Secret | None, reason: RefusedConnection
 ) -> None:
     d, stranger, p = (
         opened(nodes, name, secret) for name, secret in (("d", ours), ("p", theirs), ("p", ours))
@@ -135,7 +135,7 @@ def test_who_has_another_secret_or_none_is_refused_and_counted(
 
 @MISMATCHES
 def test_a_node_reaches_the_next_at_an_address_when_the_first_had_another_secret(
-    nodes: ExitStack, ours: Secret | None, theirs: Secret | None, reason: Refused
+    nodes: ExitStack, ours: Secret | None, theirs: Secret | None, reason: RefusedConnection
 ) -> None:
     """Where one of two has none, ZeroMQ itself gives up for good."""
     p = opened(nodes, "p", theirs)
@@ -232,7 +232,7 @@ def test_a_recorded_connection_cannot_be_played_back(nodes: ExitStack) -> None:
         with suppress(ConnectionResetError):
             assert said.read() == b""  # the end
     assert d.receive() == []
-    assert (d.stats().received, d.stats().refused) == (1, {Refused.OTHER_SECRET: 1})
+    assert (d.stats().received, d.stats().refused) == (1, {RefusedConnection.OTHER_SECRET: 1})
 
 
 def test_a_secret_needs_a_zeromq_that_can_keep_it(

@@ -18,17 +18,17 @@ from radixkv.scheduler.handoff import (
 from radixkv.scheduler.nodes.channel import (
     ChannelAddressError,
     ChannelClosedError,
-    Dropped,
+    DroppedFrame,
     Packet,
     Secret,
     Started,
     UnknownPeerError,
     ZmqChannel,
 )
+from radixkv.scheduler.nodes.channel.codec import MAX_FRAME_BYTES, encode_frame
 from radixkv.scheduler.nodes.channel.curve import CurveKeys
-from radixkv.scheduler.nodes.channel.frames import MAX_BYTES, seal
 
-from ...ports import reserved_port
+from ....ports import reserved_port
 
 SECRET = Secret(b"a secret that is long enough")
 LATE_S = 30.0
@@ -114,16 +114,16 @@ def test_a_peer_may_move(opened: Open) -> None:
 
 def test_hostile_bytes_are_counted_and_dropped(opened: Open) -> None:
     d = opened("d")
-    good = [seal(Packet("p", "d", 1, sequence, ack())) for sequence in range(3)]
+    good = [encode_frame(Packet("p", "d", 1, sequence, ack())) for sequence in range(3)]
     hostile = [
-        (b"", Dropped.NO_FRAME),
-        (b"\0\0\0\0", Dropped.NO_FRAME),
-        (good[0][:4], Dropped.NO_FRAME),
-        (b"RXKV\x02" + good[0][5:], Dropped.OTHER_VERSION),
-        (good[0][:-1], Dropped.NO_MESSAGE),
-        (good[0][:5] + b"junk", Dropped.NO_MESSAGE),
-        (seal(Packet("p", "other", 1, 9, ack())), Dropped.NOT_FOR_US),
-        (good[0], Dropped.OLD),
+        (b"", DroppedFrame.NOT_A_FRAME),
+        (b"\0\0\0\0", DroppedFrame.NOT_A_FRAME),
+        (good[0][:4], DroppedFrame.NOT_A_FRAME),
+        (b"RXKV\x08" + good[0][5:], DroppedFrame.OTHER_VERSION),
+        (good[0][:-1], DroppedFrame.NOT_A_MESSAGE),
+        (good[0][:5] + b"junk", DroppedFrame.NOT_A_MESSAGE),
+        (encode_frame(Packet("p", "other", 1, 9, ack())), DroppedFrame.OTHER_RECEIVER),
+        (good[0], DroppedFrame.OLD),
     ]
     with zmq.Context() as context, context.socket(zmq.PUSH) as raw:
         raw.connect(f"tcp://{d.address}")
@@ -134,9 +134,9 @@ def test_hostile_bytes_are_counted_and_dropped(opened: Open) -> None:
         raw.send(good[2])
         packets = next_packets(d, 2)
     assert [packet.sequence for packet in packets] == [0, 2]
-    expected = [reason for _, reason in hostile] + [Dropped.NO_FRAME]
+    expected = [reason for _, reason in hostile] + [DroppedFrame.NOT_A_FRAME]
     assert d.stats().dropped == {reason: expected.count(reason) for reason in expected}
-    assert d.stats().other_versions == {2}
+    assert d.stats().other_versions == {8}
 
 
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["open", "secret"])
@@ -152,16 +152,16 @@ def test_a_frame_that_is_too_long_ends_its_connection_and_nothing_else(
         raw.set(zmq.RECONNECT_IVL, -1)
         ended = raw.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         raw.connect(f"tcp://{d.address}")
-        raw.send(bytes(MAX_BYTES))
+        raw.send(bytes(MAX_FRAME_BYTES))
         assert d.wait(LATE_S)
-        assert (d.receive(), d.stats().dropped) == ([], {Dropped.NO_FRAME: 1})
-        raw.send(bytes(MAX_BYTES + 1))
+        assert (d.receive(), d.stats().dropped) == ([], {DroppedFrame.NOT_A_FRAME: 1})
+        raw.send(bytes(MAX_FRAME_BYTES + 1))
         assert ended.poll(int(LATE_S) * 1000)
         raw.disable_monitor()
         ended.close()
     p.send("d", ack())
     assert next_packets(d)[0].message == ack()
-    assert d.stats().dropped == {Dropped.NO_FRAME: 1}
+    assert d.stats().dropped == {DroppedFrame.NOT_A_FRAME: 1}
 
 
 @pytest.mark.parametrize("bind", ["0.0.0.0:0", "192.0.2.1:0", "[::]:0"])

@@ -14,7 +14,7 @@ from radixkv.scheduler.nodes.channel import (
 )
 from radixkv.scheduler.request import Request, RequestStatus
 
-from .air import SILENCE_S, TIMING, Deployment, is_of_request, tokens_of
+from .fake_channel import SILENCE_S, TIMING, Deployment, is_of_request, tokens_of
 
 MOST_LOST = 3
 NUM_MESSAGES = {"nowhere": 6, "prefill": 12, "decode": 14}

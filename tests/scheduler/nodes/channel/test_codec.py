@@ -1,0 +1,302 @@
+"""Every message comes back as it went; nothing else does."""
+
+from __future__ import annotations
+
+import tracemalloc
+from dataclasses import replace
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixkv.scheduler.handoff import (
+    Abort,
+    Ack,
+    Ask,
+    Commit,
+    Head,
+    Hits,
+    Key,
+    Renew,
+    Send,
+    messages,
+)
+from radixkv.scheduler.handoff.gateway_messages import ClientMessage
+from radixkv.scheduler.nodes.channel import (
+    DecodeError,
+    EncodeError,
+    RunPrefill,
+)
+from radixkv.scheduler.nodes.channel.codec import MAX_PACKET_BYTES, Packet, decode, encode
+from radixkv.scheduler.nodes.channel.schema import MAX_PROMPT_TOKENS, MESSAGES
+from radixkv.scheduler.request import GREEDY
+
+from .strategies import any_packet, packets
+
+HEAD = Head(Key("r", 1), 2, 3, 4)
+
+
+def packet(message: Any) -> Packet:
+    return Packet("p", "d", 5, 6, message)
+
+
+def run_prefill(stops: tuple[Any, ...] = ()) -> RunPrefill:
+    return RunPrefill(Key("r", 1), 2, b"1234", 1, 0, GREEDY, stops, b"", "d", "127.0.0.1:1")
+
+
+def test_every_message_has_an_encoding() -> None:
+    assert len(set(MESSAGES)) == len(MESSAGES)
+    peers = {
+        each
+        for each in vars(messages).values()
+        if isinstance(each, type) and issubclass(each, messages.Message)
+    } - {messages.Message}
+    assert peers | set(get_args(ClientMessage)) == set(MESSAGES)
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_every_message_comes_back_as_it_went(message: type) -> None:
+    @given(packets(message))
+    def check(sent: Packet) -> None:
+        assert decode(encode(sent)) == sent
+
+    check()
+
+
+def test_the_longest_prompt_fits() -> None:
+    prompt = bytes(range(256)) * (4 * MAX_PROMPT_TOKENS // 256)
+    sent = packet(Ask(HEAD, prompt, b"", 16, 1, 4))
+    assert decode(encode(sent)) == sent
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        (
+            Ask(HEAD, bytes(4 * MAX_PROMPT_TOKENS + 4), b"", 16, 1, 4),
+            "Ask: Expected `bytes` of length <= 4194304 - at `$.message.prompt`",
+        ),
+        (
+            Ask(HEAD, b"", b"", 16, 1, 4),
+            "Ask: Expected `bytes` of length >= 4 - at `$.message.prompt`",
+        ),
+        (
+            Ask(HEAD, b"12345", b"", 16, 1, 4),
+            "Ask: prompt: 5 bytes are not a multiple of 4 - at `$.message`",
+        ),
+        (
+            Ask(HEAD, b"1234", b"", 0, 1, 4),
+            "Ask: Expected `int` >= 1 - at `$.message.block_size`",
+        ),
+        (
+            Ack(Head(Key("r" * 257, 1), 1)),
+            "Ack: Expected `str` of length <= 256 - at `$.message.head.key[0]`",
+        ),
+        (
+            Ack(Head(Key("\ud800", 1), 1)),
+            r"Ack: 'utf-8' codec can't encode character '\ud800' in position 0: surrogates not "
+            "allowed",
+        ),
+        (
+            Ack(Head(Key("r", 1), 2**64)),
+            "Ack: can't serialize ints < -2**63 or > 2**64 - 1",
+        ),
+        (
+            Ask(HEAD, b"1234", b"", 16, 1, 2**17 + 1),
+            "Ask: Expected `int` <= 131072 - at `$.message.max_new_tokens`",
+        ),
+        (
+            Abort(HEAD, "x", 1),  # type: ignore[arg-type]
+            "Abort: Expected `bool`, got `int` - at `$.message.fenced`",
+        ),
+        (Renew(HEAD, (-1,)), "Renew: Expected `int` >= 0 - at `$.message.missing[0]`"),
+        (
+            Renew(HEAD, (0,) * (2**17 + 1)),
+            "Renew: Expected `array` of length <= 131072 - at `$.message.missing`",
+        ),
+        (
+            Ack(Head(Key("r", True), 1)),
+            "Ack: Expected `int`, got `bool` - at `$.message.head.key[1]`",
+        ),
+        (
+            Commit(HEAD, 1, 2**31, 3, Hits()),
+            "Commit: Expected `int` <= 2147483647 - at `$.message.first_token`",
+        ),
+        (
+            run_prefill((1.5,)),
+            "RunPrefill: Expected `int`, got `float` - at `$.message.stop_token_ids[0]`",
+        ),
+        (
+            replace(run_prefill(), decode_address="0.0.0.0:1"),
+            "RunPrefill: nobody can connect to 0.0.0.0:1: it must be one address of a machine, with"
+            " a port - at `$.message`",
+        ),
+        (Send(HEAD, 0, 0, 1, 0), "Send: Expected `array`, got `null` - at `$.wire`"),
+        ("hello", "str is not a message"),
+    ],
+)
+def test_what_has_no_encoding_is_refused(message: Any, error: str) -> None:
+    with pytest.raises(EncodeError) as caught:
+        encode(packet(message))
+    assert str(caught.value) == error
+
+
+@given(st.sampled_from(["prompt", "namespace"]), st.binary(max_size=9))
+def test_a_packet_of_our_own_is_checked_as_one_of_a_peer(name: str, value: bytes) -> None:
+    ask: Any = replace(Ask(HEAD, b"1234", b"", 16, 1, 4), **{name: value})
+    try:
+        data = encode(packet(ask))
+    except EncodeError:
+        assert name == "prompt" and (not value or len(value) % 4)
+    else:
+        assert decode(data).message == ask
+
+
+def test_a_reason_is_cut_to_what_can_be_sent() -> None:
+    sent = packet(Abort(HEAD, "\ud800" + "x" * 5000, True))
+    assert decode(encode(sent)) == packet(Abort(HEAD, "?" + "x" * 4095, True))
+
+
+@given(st.binary(max_size=300))
+def test_random_bytes_are_no_message(data: bytes) -> None:
+    with pytest.raises(DecodeError):
+        decode(data)
+
+
+@given(any_packet, st.data())
+def test_what_was_cut_or_grew_is_no_message(sent: Packet, data: st.DataObject) -> None:
+    encoded = encode(sent)
+    with pytest.raises(DecodeError):
+        decode(encoded[: data.draw(st.integers(0, len(encoded) - 1))])
+    with pytest.raises(DecodeError):
+        decode(encoded + data.draw(st.binary(min_size=1, max_size=9)))
+
+
+@given(any_packet, st.data())
+def test_flipped_bytes_are_refused_or_another_message(sent: Packet, data: st.DataObject) -> None:
+    encoded = bytearray(encode(sent))
+    for _ in range(data.draw(st.integers(1, 4))):
+        encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
+    accepted_or_refused(bytes(encoded))
+
+
+simple = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**64 - 1),
+    st.floats(),
+    st.text(max_size=5),
+    st.binary(max_size=9),
+    st.just([]),
+    st.just([[[]]]),
+    st.just({"a": 1}),
+    st.builds(msgspec.msgpack.Ext, st.integers(0, 127), st.binary(max_size=4)),
+)
+
+
+@given(any_packet, simple, st.data())
+def test_values_of_other_types_are_refused_or_another_message(
+    sent: Packet, value: object, data: st.DataObject
+) -> None:
+    fields = msgspec.msgpack.decode(encode(sent))
+    at = fields
+    while True:
+        place = data.draw(st.integers(0, len(at) - 1))
+        if not (isinstance(at[place], list) and at[place] and data.draw(st.booleans())):
+            break
+        at = at[place]
+    at[place] = value
+    accepted_or_refused(msgspec.msgpack.encode(fields))
+
+
+def accepted_or_refused(data: bytes) -> None:
+    """Bytes are a message, which can be sent again, or a DecodeError: nothing else is raised."""
+    try:
+        found = decode(data)
+    except DecodeError as error:
+        assert str(error)
+    else:
+        assert decode(encode(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (bytes(MAX_PACKET_BYTES + 1), f"{MAX_PACKET_BYTES + 1} bytes, the limit is"),
+        (b"\xdd\xff\xff\xff\xff", "Input data was truncated"),  # a list of 2**32 - 1
+        (b"\xc6\xff\xff\xff\xff", "Input data was truncated"),  # as many bytes
+        (b"\xdb\xff\xff\xff\xff", "Input data was truncated"),  # a string
+        (b"\xdf\xff\xff\xff\xff", "Expected `array`, got `object`"),  # a map
+        (b"\x91" * 100_000, "Expected `int`, got `array` - at `$[0]`"),  # lists in lists
+        (b"\x93\x01", "Expected `array` of at least length 7, got 3"),
+        (b"\x97\x00", "Input data was truncated"),
+        (b"\xc0", "Expected `array`, got `None`"),
+        (b"\x90", "Expected `array` of at least length 1, got 0"),
+        (b"\x91\x05", "Expected `array` of at least length 7, got 1"),
+    ],
+)
+def test_what_would_take_much_memory_is_refused_first(data: bytes, error: str) -> None:
+    with pytest.raises(DecodeError) as caught:
+        decode(data)
+    assert str(caught.value).startswith(error)
+
+
+@pytest.mark.parametrize("place", range(6))
+@pytest.mark.parametrize(
+    "lie",
+    [
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdd\x00\x01\xff\xff",
+        b"\xdb\x7f\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+    ],
+)
+def test_a_length_that_is_not_there_allocates_nothing(place: int, lie: bytes) -> None:
+    fields = msgspec.msgpack.decode(encode(packet(Renew(HEAD, (1, 2)))))
+    message = [msgspec.Raw(msgspec.msgpack.encode(each)) for each in fields[5]]
+    message[1] = msgspec.Raw(lie)
+    fields[5] = message
+    if place < 5:
+        fields[place] = msgspec.Raw(lie)
+    data = msgspec.msgpack.encode(fields)
+    tracemalloc.start()
+    try:
+        with pytest.raises(DecodeError):
+            decode(data)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 16
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_unknown_code_is_refused() -> None:
+    fields = msgspec.msgpack.decode(encode(packet(Ack(HEAD))))
+    fields[0] = len(MESSAGES)
+    with pytest.raises(DecodeError, match=rf"^Invalid value {len(MESSAGES)} - at `\$\[0\]`$"):
+        decode(msgspec.msgpack.encode(fields))
+
+
+def test_an_unknown_field_is_refused() -> None:
+    fields = msgspec.msgpack.decode(encode(packet(Ack(HEAD))))
+    with pytest.raises(DecodeError, match=r"^Expected `array` of at most length 6, got 7$"):
+        decode(msgspec.msgpack.encode([*fields, None]))
+    fields[5].append(None)
+    with pytest.raises(DecodeError, match=r"^Expected `array` of at most length 1, got 2 - at "):
+        decode(msgspec.msgpack.encode(fields))
+
+
+def test_what_a_class_refuses_is_refused() -> None:
+    sent = packet(run_prefill())
+    fields = msgspec.msgpack.decode(encode(sent))
+    fields[5][5][2] = 0.0  # top_p
+    with pytest.raises(DecodeError, match=r"^top_p must be above 0"):
+        decode(msgspec.msgpack.encode(fields))
+
+
+def test_a_wire_ticket_comes_with_send_alone() -> None:
+    fields = msgspec.msgpack.decode(encode(packet(Ack(HEAD))))
+    assert decode(msgspec.msgpack.encode(fields)) == packet(Ack(HEAD))
+    fields[6] = []
+    with pytest.raises(DecodeError, match=r"^Expected `null`, got `array` - at `\$\[6\]`$"):
+        decode(msgspec.msgpack.encode(fields))
