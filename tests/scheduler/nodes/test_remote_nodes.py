@@ -84,8 +84,8 @@ def test_a_request_that_no_message_can_carry_fails_alone() -> None:
         ended = {request.request_id: request for request in nodes.step()}
         assert set(ended) == {"x" * 300, "tenant"}
         assert nodes.failures == {
-            "x" * 300: "RunPrefill: key: request_id: has 305 characters, the limit is 256",
-            "tenant": "RunPrefill: namespace: has 5000 bytes, the limits are 0 to 4096",
+            "x" * 300: "RunPrefill: Expected `str` of length <= 256 - at `$.message.key[0]`",
+            "tenant": "RunPrefill: Expected `bytes` of length <= 4096 - at `$.message.namespace`",
         }
         assert nodes.num_open == 1
         assert p.wait(LATE_S)
@@ -190,5 +190,5 @@ def test_what_was_not_heard_of_nodes_that_went_is_said() -> None:
     assert str(error.value) == (
         "prefill-0 has not been heard of for 9 s, and no other prefill node serves; "
         "dropped messages: 3 not a frame; refused connections: 2 with another secret than that of "
-        "this node, 1 that ended before they were made"
+        "this node, 1 that closed during the handshake"
     )
