@@ -26,7 +26,7 @@ from radixkv.scheduler.replay import (
     read_trace,
 )
 from radixkv.scheduler.replay.simulation.simulated_storage import SimulatedStorage, name_blocks
-from radixkv.scheduler.replay.simulation.simulation import SimulationConfig, simulate
+from radixkv.scheduler.replay.simulation.single_node import SimulationConfig, simulate
 from radixkv.scheduler.replay.trace import tokens
 
 CONFIG = SimulationConfig(num_blocks=20_000, host=HostConfig(50_000, "through"))

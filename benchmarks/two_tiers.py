@@ -16,7 +16,8 @@ from pathlib import Path
 
 from radixkv.kvcache.tiers.host_tier import HostConfig
 from radixkv.scheduler.replay import read_trace
-from radixkv.scheduler.replay.hits.hits import prefix_paths, run_manager
+from radixkv.scheduler.replay.hits.counts import run_manager
+from radixkv.scheduler.replay.hits.oracles import prefix_paths
 from radixkv.scheduler.replay.hits.tier_law import find_difference, two_tier_law
 
 SIZES = ((1_000, 1_000), (2_000, 500), (5_000, 10_000), (1_000, 20_000), (10_000, 40_000))

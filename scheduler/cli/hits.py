@@ -7,7 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ..replay.hits.hits import count_hits, num_distinct_blocks
+from ..replay.hits.counts import count_hits
+from ..replay.hits.oracles import num_distinct_blocks
 from ..replay.trace import Trace, read_trace
 from .options import host_tier
 from .output import check_destination, emit

@@ -7,8 +7,8 @@ import dataclasses
 from pathlib import Path
 
 from ..replay import run_replay
-from ..replay.cluster.result import ClusterConfig
-from ..replay.simulation.simulation import SimulationConfig
+from ..replay.simulation.cluster import ClusterConfig
+from ..replay.simulation.single_node import SimulationConfig
 from .errors import BadInputError
 from .options import check_sizes, host_tier
 from .output import check_destination, emit

@@ -1,14 +1,14 @@
-"""Trace replay: how often a cache would hit, how a server would fare, and whether the tokens stay.
+"""Trace replay: prefix hits, a simulation of the server, and a check of the real engine's tokens.
 
-`run_replay` does it all; `count_hits` only counts. Neither prints: they return reports, and tell a
-`Progress` how far they are.
+`run_replay` does all three and `count_hits` only counts hits. They print nothing: they return
+results and report to a `Progress`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .hits.hits import HitCounts, count_hits
+from .hits.counts import HitCounts, count_hits
 from .progress import Progress, no_progress
 from .simulation.cost_model import (
     GPUS,
@@ -27,7 +27,7 @@ from .trace import (
 )
 
 if TYPE_CHECKING:
-    from .report.report import ReplayReport
+    from .report import ReplayReport
     from .run import run_replay
 
 __all__ = [
@@ -52,13 +52,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # The real run needs JAX; counting hits and reading traces must not wait for it.
+    # run_replay imports JAX; counting hits and reading traces must not wait for that.
     if name == "run_replay":
         from .run import run_replay
 
         return run_replay
     if name == "ReplayReport":
-        from .report.report import ReplayReport
+        from .report import ReplayReport
 
         return ReplayReport
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Hits at a row of capacities, each pass checked request by request against the LRU oracle."""
+"""The hit curve: hits at several capacities, compared with the LRU oracle and Belady."""
 
 from __future__ import annotations
 
@@ -8,18 +8,11 @@ from dataclasses import dataclass
 from ..checks import Check
 from ..progress import Progress, no_progress
 from ..trace import Trace
-from .hits import (
-    HitCounts,
-    belady,
-    lru_oracle,
-    num_distinct_blocks,
-    prefix_paths,
-    run_manager,
-    summarize,
-)
+from .counts import HitCounts, run_manager, summarize
+from .oracles import belady, lru_oracle, num_distinct_blocks, prefix_paths
 
 CAPACITIES = (1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
-"""In blocks of 512 tokens; those that would not evict at all are left out."""
+"""Capacities in blocks of 512 tokens; those at which nothing would be evicted are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +20,12 @@ class HitRow:
     """Hits at one capacity.
 
     Attributes:
-        num_blocks: the capacity; None for no limit, which is the ideal.
-        counts: of the real manager.
-        oracle_hit_blocks: of leaf LRU, the policy the manager claims to have.
-        belady_hit_blocks: of the best evictions there are; no policy can have more.
-        refused: requests of more blocks than the capacity.
-        first_difference: the first request (from 0) where manager and oracle differ, or None.
+        num_blocks: The capacity; None for no limit, which is the ideal.
+        counts: Counts of the real manager.
+        oracle_hit_blocks: Hits of block-by-block leaf LRU, the manager's documented policy.
+        belady_hit_blocks: Hits of optimal eviction, an upper bound for every policy.
+        refused: Requests with more blocks than the capacity.
+        first_difference: The first request (from 0) whose hits differ from the oracle's, or None.
     """
 
     num_blocks: int | None
@@ -45,7 +38,7 @@ class HitRow:
 
 @dataclass(frozen=True, slots=True)
 class HitCurve:
-    """Rows by ascending capacity, the last without a limit."""
+    """Rows by ascending capacity, the last without a limit, and the checks on them."""
 
     rows: tuple[HitRow, ...]
     checks: tuple[Check, ...]
@@ -54,7 +47,7 @@ class HitCurve:
 def measure_hit_curve(
     trace: Trace, capacities: Sequence[int] = CAPACITIES, progress: Progress = no_progress
 ) -> HitCurve:
-    """Pass a trace through manager, oracle and Belady at each capacity and with no limit."""
+    """Pass a trace through the manager and both oracles, at each capacity and with no limit."""
     paths = prefix_paths(trace)
     distinct = num_distinct_blocks(trace)
     limits = [capacity for capacity in sorted(set(capacities)) if capacity < distinct]
@@ -71,9 +64,9 @@ def measure_hit_curve(
         oracle = lru_oracle(paths, num_blocks)
         difference = next(
             (
-                f"request {index}: manager {mine} blocks, oracle {theirs}"
-                for index, (mine, theirs) in enumerate(zip(run.hits, oracle, strict=True))
-                if mine != theirs
+                f"request {index}: manager {hit} blocks, oracle {expected}"
+                for index, (hit, expected) in enumerate(zip(run.hits, oracle, strict=True))
+                if hit != expected
             ),
             None,
         )

@@ -1,15 +1,15 @@
-"""The law of two exclusive tiers, against which the manager's host tier is checked.
+"""The law of two exclusive tiers, and the check of the manager's host tier against it.
 
-Blocks that are in one tier at a time (demoted when the device evicts them, moved back by a hit) are
-in one list of last use that is cut in two. So with g blocks on the device and h on the host::
+A block is in one tier at a time: evicted from the device it is demoted, and a hit moves it back.
+The two tiers are thus one LRU list cut in two. With g blocks on the device and h on the host::
 
     device hits                = hits of one LRU cache of g blocks
     device hits + host hits    = hits of one LRU cache of g + h blocks
     demotions                  = evictions of the first
     drops                      = evictions of the second
 
-request by request. A request that the device cannot hold is refused by both. The right side comes
-from `lru_oracle`, which knows neither tree nor tiers.
+for every request. Both sides refuse a request that the device cannot hold. The right side comes
+from `lru_oracle`, which knows neither trees nor tiers.
 """
 
 from __future__ import annotations
@@ -21,21 +21,16 @@ from ....kvcache.tiers.host_tier import HostConfig
 from ..checks import Check
 from ..progress import Progress, no_progress
 from ..trace import Trace
-from .hits import (
-    BlockPath,
-    ManagerRun,
-    lru_oracle,
-    prefix_paths,
-    run_manager,
-)
+from .counts import ManagerRun, run_manager
+from .oracles import BlockPath, lru_oracle, prefix_paths
 
 SIZES = ((1_000, 1_000), (1_000, 9_000), (5_000, 5_000))
-"""Device and host blocks of 512 tokens at which a replay checks the law."""
+"""Device and host sizes, in blocks of 512 tokens, at which a replay checks the law."""
 
 
 @dataclass(frozen=True, slots=True)
 class TwoTierCounts:
-    """What two exclusive tiers do: hits of each request, and blocks moved over the pass."""
+    """Hits per request and total moves that the law predicts for two exclusive tiers."""
 
     device_hits: list[int]
     host_hits: list[int]
@@ -44,7 +39,7 @@ class TwoTierCounts:
 
 
 def two_tier_law(paths: Sequence[BlockPath], device: int, host: int) -> TwoTierCounts:
-    """Say what a device tier and an exclusive host tier of these sizes must do."""
+    """Predict the counts of a device tier and an exclusive host tier of these sizes."""
     served = [path if len(path) <= device else () for path in paths]
     upper = lru_oracle(served, device)
     both = lru_oracle(served, device + host)
@@ -52,27 +47,27 @@ def two_tier_law(paths: Sequence[BlockPath], device: int, host: int) -> TwoTierC
     return TwoTierCounts(
         upper,
         [total - hit for total, hit in zip(both, upper, strict=True)],
-        # What was inserted and is not there at the end; a full cache stays full.
+        # Evictions: blocks inserted minus blocks still there; a full cache stays full.
         max(num_blocks - sum(upper) - device, 0),
         max(num_blocks - sum(both) - device - host, 0),
     )
 
 
 def find_difference(run: ManagerRun, law: TwoTierCounts) -> str | None:
-    """Say where a pass of a manager first departs from the law; None if it does not."""
-    for what, mine, theirs in (
+    """Describe the first difference between a pass of the manager and the law; None if equal."""
+    for tier, hits, expected in (
         ("on the device", run.hits, law.device_hits),
         ("on the host", run.host_hits, law.host_hits),
     ):
-        for index, (hit, wanted) in enumerate(zip(mine, theirs, strict=True)):
+        for index, (hit, wanted) in enumerate(zip(hits, expected, strict=True)):
             if hit != wanted:
-                return f"request {index}: manager {hit} blocks {what}, law {wanted}"
-    for what, moved, wanted in (
+                return f"request {index}: manager {hit} blocks {tier}, law {wanted}"
+    for move, moved, wanted in (
         ("demoted", run.demoted_blocks, law.demoted_blocks),
         ("dropped", run.dropped_blocks, law.dropped_blocks),
     ):
         if moved != wanted:
-            return f"manager {what} {moved:,} blocks, law {wanted:,}"
+            return f"manager {move} {moved:,} blocks, law {wanted:,}"
     return None
 
 
@@ -81,7 +76,7 @@ def check_two_tier_law(
     sizes: Sequence[tuple[int, int]] = SIZES,
     progress: Progress = no_progress,
 ) -> Check:
-    """Pass a trace through a manager with an exclusive host tier, and compare with the law."""
+    """Check the hits and moves of a manager with an exclusive host tier against the law."""
     name = "two tiers hit, demote and drop what LRU caches of their sizes do"
     paths = prefix_paths(trace)
     for done, (device, host) in enumerate(sizes):

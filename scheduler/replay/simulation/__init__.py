@@ -1,1 +1,4 @@
-"""Discrete-event replay of one node: the real scheduler on a virtual clock and a cost model."""
+"""Discrete-event replay of a trace: real schedulers and managers, a virtual clock, a cost model.
+
+`simulate` runs a single node and `simulate_cluster` prefill and decode nodes.
+"""

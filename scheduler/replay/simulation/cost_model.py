@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ....kvcache.errors import RadixKVError
+from ...step_plan import StepPlan
 
 DEFAULT_MODEL = "llama3-8b"
 DEFAULT_GPU = "h200x2"
@@ -156,6 +157,19 @@ class CostModel:
         compute_s = flops / (gpu.flops_per_s * gpu.count * step.flops_efficiency)
         memory_s = moved / (gpu.bytes_per_s * gpu.count * step.bandwidth_efficiency)
         return max(compute_s, memory_s) + step.overhead_s
+
+    def plan_s(self, plan: StepPlan) -> float:
+        """Return the seconds that a planned step takes."""
+        decode, prefill = plan.chunks[: plan.num_decode], plan.chunks[plan.num_decode :]
+        # A decode chunk is one token at position s: n = s + 1, and (n^2 - s^2) / 2 = s + 1/2.
+        starts = sum([chunk.start for chunk in decode])
+        context = starts + len(decode)
+        pairs = starts + 0.5 * len(decode)
+        for chunk in prefill:
+            end = chunk.start + chunk.length
+            context += end
+            pairs += attention_pairs(chunk.start, end)
+        return self.step_s(plan.num_tokens, context, pairs)
 
     @property
     def host_bytes_per_s(self) -> float:

@@ -12,9 +12,9 @@ import pytest
 from radixkv.kvcache.tiers.host_tier import HostConfig
 from radixkv.scheduler.cli import replay
 from radixkv.scheduler.replay import run as replay_run
-from radixkv.scheduler.replay.cluster.result import ClusterConfig
-from radixkv.scheduler.replay.engine_run.engine_run import RealRunConfig
-from radixkv.scheduler.replay.simulation.simulation import SimulationConfig
+from radixkv.scheduler.replay.engine_run.real_run import RealRunConfig
+from radixkv.scheduler.replay.simulation.cluster import ClusterConfig
+from radixkv.scheduler.replay.simulation.single_node import SimulationConfig
 
 
 class FakeReport:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
-from radixkv.scheduler.replay.engine_run.engine_run import RealRunConfig
+from radixkv.scheduler.replay.engine_run.real_run import RealRunConfig
 from radixkv.scheduler.replay.trace import (
     Trace,
     TraceRequest,

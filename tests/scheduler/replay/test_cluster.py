@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 from radixkv.kvcache import CacheManager
 from radixkv.scheduler.handoff import Order
 from radixkv.scheduler.replay.checks import Check
-from radixkv.scheduler.replay.cluster.cluster import simulate_cluster
-from radixkv.scheduler.replay.cluster.ledger import ClusterLedger
-from radixkv.scheduler.replay.cluster.result import ClusterConfig, ClusterResult
+from radixkv.scheduler.replay.simulation.accounting import ClusterAccounts
+from radixkv.scheduler.replay.simulation.cluster import (
+    ClusterConfig,
+    ClusterResult,
+    simulate_cluster,
+)
 from radixkv.scheduler.replay.simulation.cost_model import (
     CostError,
     CostModel,
@@ -22,7 +25,7 @@ from radixkv.scheduler.replay.simulation.cost_model import (
     StepCosts,
     named_costs,
 )
-from radixkv.scheduler.replay.simulation.simulation import SimulationConfig
+from radixkv.scheduler.replay.simulation.single_node import SimulationConfig
 from radixkv.scheduler.replay.trace import Trace
 from radixkv.scheduler.request import Request
 
@@ -199,16 +202,18 @@ def test_the_model_must_leave_room_for_blocks() -> None:
 # ------------------------------------------------------------------------------ planted bugs
 
 
-def ledger_of(*requests: Request) -> ClusterLedger:
-    ledger = ClusterLedger(4)
+def accounts_of(*requests: Request) -> ClusterAccounts:
+    accounts = ClusterAccounts(4)
     for request in requests:
-        ledger.arrive(request, 0.0)
-    return ledger
+        accounts.answers.arrive(request, 0.0)
+    return accounts
 
 
-def checks(ledger: ClusterLedger, num_requests: int, preemptions: int | None = None) -> list[Check]:
+def checks(
+    accounts: ClusterAccounts, num_requests: int, preemptions: int | None = None
+) -> list[Check]:
     manager = CacheManager(4, 4)
-    return ledger.checks(num_requests, [manager, manager], preemptions)
+    return accounts.checks(num_requests, [manager, manager], preemptions)
 
 
 def ended(request: Request, num_outputs: int) -> Request:
@@ -220,32 +225,32 @@ def ended(request: Request, num_outputs: int) -> Request:
 
 def test_wrong_answers_are_found() -> None:
     first, second, third = (Request(name, [1, 2, 3, 4, 5], 2) for name in "abc")
-    ledger = ledger_of(first, second, third)
-    ledger.start(first, 0, 1.0)
-    ledger.start(first, 0, 2.0)
-    ledger.finish(ended(first, 1), 3.0)
-    ledger.finish(second, 3.0)
-    answered = checks(ledger, 3)[0]
+    accounts = accounts_of(first, second, third)
+    accounts.start(first, 0, 1.0)
+    accounts.start(first, 0, 2.0)
+    accounts.finish(ended(first, 1), 3.0)
+    accounts.finish(second, 3.0)
+    answered = checks(accounts, 3)[0]
     assert (answered.name, answered.ok) == ("every request is answered once, in full", False)
     assert answered.detail == "4 violations, the first: request a: starts twice"
-    assert ledger._wrong_answers[1:] == [
+    assert accounts.answers.violations[1:] == [
         "request a: 1 tokens of 2, finish_reason length",
-        "request b: answered twice, or before it started",
+        "request b: finished twice, or before its first token",
     ]
 
 
 def test_a_request_without_an_answer_is_found() -> None:
-    answered = checks(ledger_of(Request("a", [1], 2)), 1)[0]
+    answered = checks(accounts_of(Request("a", [1], 2)), 1)[0]
     assert answered.detail == "1 violations, the first: 0 answers to 1 requests, 1 pending"
 
 
 def test_a_block_that_was_sent_for_nothing_is_found() -> None:
     request = Request("a", [1, 2, 3, 4, 5], 1)
-    ledger = ledger_of(request)
-    ledger.start(request, 4, 1.0)
-    ledger.finish(ended(request, 1), 1.0)
-    ledger.sent_blocks = 2
-    sent = checks(ledger, 1)[1]
+    accounts = accounts_of(request)
+    accounts.start(request, 4, 1.0)
+    accounts.finish(ended(request, 1), 1.0)
+    accounts.sent_blocks = 2
+    sent = checks(accounts, 1)[1]
     assert (sent.name, sent.ok) == ("D is sent what it lacks, nothing else", False)
     assert sent.detail == "2 blocks sent, 1 lacked"
 
@@ -253,10 +258,10 @@ def test_a_block_that_was_sent_for_nothing_is_found() -> None:
 def test_a_leak_on_one_node_is_found() -> None:
     leaky = CacheManager(4, 4)
     leaky.admit(leaky.match([1]))
-    leaked = ledger_of().checks(0, [CacheManager(4, 4), leaky], None)[2]
+    leaked = accounts_of().checks(0, [CacheManager(4, 4), leaky], None)[2]
     assert (leaked.ok, leaked.detail) == (False, "3 free + 0 idle of 4 blocks, 1 leases")
 
 
 def test_a_preemption_where_there_must_be_none_is_found() -> None:
-    preempted = checks(ledger_of(), 0, preemptions=2)[3]
+    preempted = checks(accounts_of(), 0, preemptions=2)[3]
     assert (preempted.ok, preempted.detail) == (False, "2 preemptions")

@@ -12,16 +12,13 @@ from itertools import combinations
 import pytest
 
 from radixkv.kvcache.errors import CountError
-from radixkv.scheduler.replay.hits import hits
+from radixkv.scheduler.replay.hits.counts import HitCounts, count_hits, run_manager
 from radixkv.scheduler.replay.hits.hit_curve import measure_hit_curve
-from radixkv.scheduler.replay.hits.hits import (
-    HitCounts,
+from radixkv.scheduler.replay.hits.oracles import (
     belady,
-    count_hits,
     lru_oracle,
     num_distinct_blocks,
     prefix_paths,
-    run_manager,
 )
 from radixkv.scheduler.replay.trace import Trace
 
@@ -176,4 +173,4 @@ def test_the_curve_of_the_bundled_trace(bundled_trace: Trace) -> None:
 def test_equal_ids_after_different_parents_are_different_blocks() -> None:
     trace = make_trace([0, 7], [1, 7], [0, 7])
     assert num_distinct_blocks(trace) == 4
-    assert hits.run_manager(trace, 4).hits == [0, 0, 2]
+    assert run_manager(trace, 4).hits == [0, 0, 2]

@@ -12,7 +12,7 @@ import pytest
 from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.models import Model
 from radixkv.scheduler.replay.checks import Check
-from radixkv.scheduler.replay.engine_run import engine_run as real_run
+from radixkv.scheduler.replay.engine_run import real_run
 from radixkv.scheduler.replay.engine_run.checks import (
     EnginePass,
     EngineRun,
@@ -20,7 +20,7 @@ from radixkv.scheduler.replay.engine_run.checks import (
     check_no_leak,
     check_parked,
 )
-from radixkv.scheduler.replay.engine_run.engine_run import RealRunConfig, run_real
+from radixkv.scheduler.replay.engine_run.real_run import RealRunConfig, run_real
 from radixkv.scheduler.replay.engine_run.scaling import (
     BLOCK_SIZE,
     scale_request,

@@ -9,16 +9,18 @@ import pytest
 
 from radixkv.kvcache.tiers.host_tier import HostConfig
 from radixkv.scheduler.replay.checks import Check
-from radixkv.scheduler.replay.cluster.cluster import simulate_cluster
-from radixkv.scheduler.replay.cluster.result import ClusterConfig
 from radixkv.scheduler.replay.engine_run.checks import EngineRun
-from radixkv.scheduler.replay.engine_run.engine_run import RealRun, RealRunConfig
+from radixkv.scheduler.replay.engine_run.real_run import RealRun, RealRunConfig
 from radixkv.scheduler.replay.hits.hit_curve import measure_hit_curve
-from radixkv.scheduler.replay.report.cluster_section import ClusterSection
-from radixkv.scheduler.replay.report.report import ReplayReport
-from radixkv.scheduler.replay.report.sections import RealSection, SimulationSection
+from radixkv.scheduler.replay.report import (
+    ClusterSection,
+    RealSection,
+    ReplayReport,
+    SimulationSection,
+)
+from radixkv.scheduler.replay.simulation.cluster import ClusterConfig, simulate_cluster
 from radixkv.scheduler.replay.simulation.cost_model import named_costs
-from radixkv.scheduler.replay.simulation.simulation import SimulationConfig, simulate
+from radixkv.scheduler.replay.simulation.single_node import SimulationConfig, simulate
 from radixkv.scheduler.replay.trace import SkippedLine, Trace
 
 
@@ -58,7 +60,7 @@ def report(bundled_trace: Trace) -> ReplayReport:
         trace,
         measure_hit_curve(trace, (50,)),
         SimulationSection(costs, config, {"cache on": simulate(trace, costs, config)}),
-        ClusterSection(costs, {"reserve none": apart}, {"reserve none": cluster}),
+        ClusterSection({"reserve none": apart}, {"reserve none": cluster}),
         RealSection(RealRunConfig(), real),
         wall_s=12.34,
     )

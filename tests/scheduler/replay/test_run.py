@@ -19,8 +19,8 @@ from radixkv.scheduler.replay import (
     bundled_trace_path,
     run_replay,
 )
-from radixkv.scheduler.replay.report.report import ReplayReport
-from radixkv.scheduler.replay.simulation.simulation import SimulationConfig
+from radixkv.scheduler.replay.report import ReplayReport
+from radixkv.scheduler.replay.simulation.single_node import SimulationConfig
 
 from .conftest import SMALL_REAL_RUN
 

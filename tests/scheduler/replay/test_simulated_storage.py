@@ -22,7 +22,7 @@ from radixkv.scheduler.replay.simulation.cost_model import (
     StepCosts,
 )
 from radixkv.scheduler.replay.simulation.simulated_storage import SimulatedStorage, name_blocks
-from radixkv.scheduler.replay.simulation.simulation import (
+from radixkv.scheduler.replay.simulation.single_node import (
     SimulationConfig,
     SimulationResult,
     simulate,

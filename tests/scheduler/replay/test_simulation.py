@@ -8,6 +8,7 @@ import pytest
 
 from radixkv.kvcache import CacheManager
 from radixkv.scheduler.mixed import MixedScheduler
+from radixkv.scheduler.replay.checks import check_all_blocks_returned
 from radixkv.scheduler.replay.simulation.cost_model import (
     CostError,
     CostModel,
@@ -16,8 +17,7 @@ from radixkv.scheduler.replay.simulation.cost_model import (
     StepCosts,
     named_costs,
 )
-from radixkv.scheduler.replay.simulation.ledger import check_all_blocks_returned
-from radixkv.scheduler.replay.simulation.simulation import (
+from radixkv.scheduler.replay.simulation.single_node import (
     SimulationConfig,
     SimulationResult,
     simulate,
@@ -181,7 +181,10 @@ def test_a_double_answer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         MixedScheduler, "update", lambda self, plan, tokens: update(self, plan, tokens) * 2
     )
     check = simulate(make_trace([0]), ONE_SECOND, SimulationConfig(64, 32)).checks[0]
-    assert check.detail == "1 violations, the first: request 0: twice, or before a token"
+    assert (
+        check.detail
+        == "1 violations, the first: request 0: finished twice, or before its first token"
+    )
 
 
 def test_a_lease_that_is_not_released_is_found() -> None:

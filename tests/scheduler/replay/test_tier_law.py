@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from radixkv.kvcache.prefix.lease import TierStats
 from radixkv.kvcache.tiers.host_tier import HostConfig, HostTier
-from radixkv.scheduler.replay.hits.hits import (
+from radixkv.scheduler.replay.hits.counts import (
     ManagerRun,
     TieredHitCounts,
     count_hits,
-    prefix_paths,
     run_manager,
 )
+from radixkv.scheduler.replay.hits.oracles import prefix_paths
 from radixkv.scheduler.replay.hits.tier_law import (
     TwoTierCounts,
     check_two_tier_law,

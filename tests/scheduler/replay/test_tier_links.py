@@ -14,6 +14,7 @@ from radixkv.kvcache.tiers.host_tier import HostConfig, WritePolicy
 from radixkv.kvcache.tiers.operations import OpKind
 from radixkv.scheduler.mixed import MixedScheduler
 from radixkv.scheduler.preemption import PreemptMode
+from radixkv.scheduler.replay.checks import check_all_host_blocks_returned
 from radixkv.scheduler.replay.simulation.cost_model import (
     CostModel,
     GpuCosts,
@@ -21,8 +22,7 @@ from radixkv.scheduler.replay.simulation.cost_model import (
     StepCosts,
     named_costs,
 )
-from radixkv.scheduler.replay.simulation.ledger import check_all_host_blocks_returned
-from radixkv.scheduler.replay.simulation.simulation import (
+from radixkv.scheduler.replay.simulation.single_node import (
     SimulationConfig,
     SimulationResult,
     simulate,

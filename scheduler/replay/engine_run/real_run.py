@@ -34,10 +34,9 @@ from ...models import (
 )
 from ...preemption import PreemptMode
 from ...request import Request
-from ..checks import Check
+from ..checks import Check, check_all_blocks_returned, check_all_host_blocks_returned
 from ..progress import Progress, no_progress
-from ..simulation.ledger import check_all_blocks_returned, check_all_host_blocks_returned
-from ..simulation.simulation import FIRST_OUTPUT_TOKEN
+from ..simulation.single_node import FIRST_OUTPUT_TOKEN
 from ..simulation.tier_links import TierLinks
 from ..trace import Trace
 from .checks import (

@@ -25,17 +25,12 @@ from ...mixed import MixedScheduler
 from ...preemption import PreemptMode
 from ...request import Request
 from ...step_plan import StepPlan
-from ..checks import Check
+from ..checks import Check, check_all_blocks_returned, check_all_host_blocks_returned
 from ..progress import Progress, no_progress
 from ..trace import Trace, tokens
+from .accounting import NodeAccounts
 from .cost_model import CostModel
 from .latency import Latencies, summarize_latencies
-from .ledger import (
-    Ledger,
-    check_all_blocks_returned,
-    check_all_host_blocks_returned,
-)
-from .plan_cost import plan_s
 from .simulated_storage import SimulatedStorage, name_blocks
 from .tier_links import TierCounts, TierLinks
 
@@ -148,7 +143,7 @@ def simulate(
     simulation = _Simulation(trace, costs, config, storage)
     num_requests = len(trace.requests)
     while simulation.step():
-        progress(stage, simulation.ledger.num_answered, num_requests)
+        progress(stage, simulation.accounts.answers.num_answered, num_requests)
     progress(stage, num_requests, num_requests)
     return simulation.result(time.perf_counter() - started)
 
@@ -177,7 +172,7 @@ class _Simulation:
             prefix_cache=config.prefix_cache,
             preempt=config.preempt,
         )
-        self.ledger = Ledger()
+        self.accounts = NodeAccounts()
         # A stable sort: equal timestamps keep the file's order.
         self.arrivals = sorted(enumerate(trace.requests), key=lambda item: item[1].timestamp_ms)
         self.next_arrival = 0
@@ -209,11 +204,11 @@ class _Simulation:
             self.links.dispatch(self.clock_s)
         scheduled = time.perf_counter()
         if not plan.chunks:
-            self.ledger.follow(plan, self.clock_s)
+            self.accounts.record_step(plan, self.clock_s)
             self._wait_for_copies()
             return True
         self._advance_clock(plan)
-        self.ledger.follow(plan, self.clock_s)
+        self.accounts.record_step(plan, self.clock_s)
         num_chunks = len(plan.chunks)
         new_tokens = range(self.next_token, self.next_token + num_chunks)
         self.next_token += num_chunks
@@ -223,7 +218,7 @@ class _Simulation:
         self.steps += 1
         self.computed_tokens += plan.num_tokens
         for request in finished:
-            self.ledger.finish(request, self.clock_s)
+            self.accounts.finish(request, self.clock_s)
         return True
 
     def _connect(self, storage: SimulatedStorage | None) -> TierLinks | None:
@@ -258,13 +253,13 @@ class _Simulation:
             try:
                 self.scheduler.add(request)
             except RequestTooLargeError:
-                self.ledger.refused += 1
+                self.accounts.answers.refuse(request.request_id)
             else:
-                self.ledger.arrive(request, self._next_arrival_s())
+                self.accounts.arrive(request, self._next_arrival_s())
             self.next_arrival += 1
 
     def _advance_clock(self, plan: StepPlan) -> None:
-        step_s = plan_s(self.costs, plan)
+        step_s = self.costs.plan_s(plan)
         held = self.manager.num_blocks - self.manager.available
         self.clock_s += step_s
         self.busy_s += step_s
@@ -273,25 +268,25 @@ class _Simulation:
 
     def result(self, wall_s: float) -> SimulationResult:
         """Sum up; called when every request is answered."""
-        config, ledger = self.config, self.ledger
+        config, accounts, answers = self.config, self.accounts, self.accounts.answers
         simulated_s = self.clock_s - self.first_arrival_s
         num_blocks = self.manager.num_blocks
         tiers = None
         if self.links is not None:
             tiers = self.links.finish(self.clock_s, self.scheduler.stats(), self.waited_s)
-        checks = [*ledger.checks(len(self.arrivals)), check_all_blocks_returned(self.manager)]
+        checks = [*accounts.checks(len(self.arrivals)), check_all_blocks_returned(self.manager)]
         stats = self.manager.stats()
         if stats.tiers is not None:
             checks.append(check_all_host_blocks_returned(stats.tiers))
         return SimulationResult(
-            finished=len(ledger.times),
-            refused=ledger.refused,
-            prompt_tokens=ledger.prompt_tokens,
-            hit_tokens=ledger.hit_tokens,
-            host_hit_tokens=ledger.host_hit_tokens,
-            storage_hit_tokens=ledger.storage_hit_tokens,
-            recomputed_tokens=ledger.recomputed_tokens,
-            preemptions=ledger.preemptions,
+            finished=len(answers.times),
+            refused=answers.refused,
+            prompt_tokens=answers.prompt_tokens,
+            hit_tokens=accounts.hit_tokens,
+            host_hit_tokens=accounts.host_hit_tokens,
+            storage_hit_tokens=accounts.storage_hit_tokens,
+            recomputed_tokens=accounts.recomputed_tokens,
+            preemptions=accounts.preemptions,
             steps=self.steps,
             mean_budget_use=self.computed_tokens / (max(self.steps, 1) * config.token_budget),
             num_blocks=num_blocks,
@@ -300,7 +295,7 @@ class _Simulation:
             evicted_blocks=stats.evicted_blocks,
             simulated_s=simulated_s,
             latencies=summarize_latencies(
-                ledger.times, ledger.refused, simulated_s, config.slo_ttft_s, config.slo_tpot_s
+                answers.times, answers.refused, simulated_s, config.slo_ttft_s, config.slo_tpot_s
             ),
             scheduler_us_per_step=self.scheduler_s / max(self.steps, 1) * 1e6,
             wall_s=wall_s,

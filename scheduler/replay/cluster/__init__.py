@@ -1,1 +1,0 @@
-"""Discrete-event replay of prefill and decode nodes."""

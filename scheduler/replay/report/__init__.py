@@ -1,1 +1,0 @@
-"""The report of a replay: as text for people, as JSON for programs."""
