@@ -6,9 +6,12 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import BadInputError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 def check_destination(file: str | None, option: str = "--json") -> None:
@@ -33,16 +36,24 @@ def check_destination(file: str | None, option: str = "--json") -> None:
         raise BadInputError(f"{option} {path}: may not be written")
 
 
-def emit(json_path: str | None, results: Mapping[str, Any], text: Callable[[], str]) -> None:
+def emit(
+    json_path: str | None, results: Mapping[str, Any], text: Callable[[], str | RenderableType]
+) -> None:
     """Write results where `--json` says.
 
     Args:
         json_path: None: text on stdout; `-`: JSON on stdout; else text on stdout, JSON in the file.
         results: What JSON shall hold; NaN and infinity are refused, since JSON has neither.
-        text: Makes the text for people; called only where it is shown.
+        text: Makes the text or the tables for people; called only where they are shown.
     """
     if json_path != "-":
-        print(text())
+        shown = text()
+        if isinstance(shown, str):
+            print(shown)
+        else:
+            from ..console import make_console
+
+            make_console().print(shown)
     if json_path is not None:
         document = json.dumps(results, indent=2, allow_nan=False)
         if json_path == "-":

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
             clusters=clusters,
             progress=progress,
         )
-    emit(arguments.json, report.to_json(), report.text)
+    emit(arguments.json, report.to_json(), report.render)
     return 0 if report.ok else 1
 
 

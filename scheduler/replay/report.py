@@ -15,6 +15,7 @@ from rich.table import Table
 
 from ..console import table, to_text
 from .checks import Check
+from .engine_run.checks import EngineRun
 from .engine_run.real_run import RealRun, RealRunConfig
 from .hits.hit_curve import HitCurve
 from .simulation.cluster import ClusterConfig, ClusterResult
@@ -27,6 +28,7 @@ from .trace import TOKENS_PER_HASH_ID, Trace
 
 MAX_SKIPPED_SHOWN = 5
 _NEARLY_ALL = 0.95
+_NOTABLE_RATIO = 1.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +201,8 @@ def _summary(curve: HitCurve, simulation: SimulationSection) -> Iterator[str]:
     }
     if "cache off" in medians and "cache on" in medians:
         (ttft_off, goodput_off), (ttft_on, goodput_on) = medians["cache off"], medians["cache on"]
-        times = f" ({goodput_on / goodput_off:.1f} times)" if goodput_off else ""
+        ratio = goodput_on / goodput_off if goodput_off else 1.0
+        times = f" ({ratio:.1f} times)" if ratio >= _NOTABLE_RATIO else ""
         yield (
             "With the prefix cache, the median time to first token "
             f"{_change(ttft_off, ttft_on, 's')} and goodput "
@@ -290,7 +293,10 @@ def _simulations(section: SimulationSection) -> Iterator[RenderableType]:
     )
     if any(run.refused for run in runs.values()):
         room = first.num_blocks * config.block_size
-        yield f"Requests with more tokens than the pool, prompt and output, are refused: {room:,}."
+        yield (
+            f"Requests with more than {room:,} tokens, prompt and output, do not fit it and are "
+            "refused."
+        )
     if config.host is not None:
         yield (
             f"The host tier has {config.host.num_blocks:,} blocks (write: {config.host.write}; "
@@ -406,48 +412,29 @@ def _real_run(run: RealRun) -> Iterator[RenderableType]:
         f"c. REAL RUN: {run.requests} requests, scaled down, through the engine and a tiny model",
         "",
     )
-    columns = [
-        "blocks",
-        "steps",
-        "prefill tokens",
-        "hit tokens",
-        "preemptions",
-        "evicted",
-        "compiled",
-        "s",
-    ]
-    yield table(
-        ("", *columns),
-        [
-            (
-                engine.name,
-                f"{engine.num_blocks:,}",
-                f"{engine.steps:,}",
-                f"{engine.prefill_tokens:,}",
-                f"{engine.hit_tokens:,}",
-                f"{engine.preemptions:,}",
-                f"{engine.evicted_blocks:,}",
-                f"{engine.compilations:,}",
-                f"{engine.wall_s:.1f}",
-            )
-            for engine in run.runs
-        ],
-    )
+    yield table(("", *(each.name for each in run.runs)), _real_rows(run.runs))
     yield ""
     yield (
         f"Each pass has {run.prompt_tokens:,} prompt and {run.output_tokens:,} output tokens. The "
         "reference has room for all requests; the other pools are so small that requests are "
-        "preempted and blocks evicted. compiled: programs compiled after warm-up."
+        "preempted and blocks evicted."
     )
-    for engine in run.runs:
-        if engine.bytes_to_host:
-            yield (
-                f"{engine.name}: {engine.parked:,} parked and {engine.resumed:,} resumed, "
-                f"{engine.host_hit_tokens:,} tokens hit on the host, "
-                f"{engine.bytes_to_host / 1e6:,.1f} MB copied to it and "
-                f"{engine.bytes_to_device / 1e6:,.1f} MB back."
-            )
     yield _check_list(run.checks)
+
+
+def _real_rows(passes: Sequence[EngineRun]) -> Iterator[Sequence[str]]:
+    yield _row("blocks", lambda p: f"{p.num_blocks:,}", passes)
+    yield _row("steps", lambda p: f"{p.steps:,}", passes)
+    yield _row("prefill tokens", lambda p: f"{p.prefill_tokens:,}", passes)
+    yield _row("hit tokens", lambda p: f"{p.hit_tokens:,}", passes)
+    yield _row("hit on the host", lambda p: f"{p.host_hit_tokens:,}", passes)
+    yield _row("preemptions", lambda p: f"{p.preemptions:,}", passes)
+    yield _row("parked / resumed", lambda p: f"{p.parked:,} / {p.resumed:,}", passes)
+    yield _row("blocks evicted", lambda p: f"{p.evicted_blocks:,}", passes)
+    yield _row("copied to the host, MB", lambda p: f"{p.bytes_to_host / 1e6:,.1f}", passes)
+    yield _row("copied to the device, MB", lambda p: f"{p.bytes_to_device / 1e6:,.1f}", passes)
+    yield _row("compiled after warm-up", lambda p: f"{p.compilations:,}", passes)
+    yield _row("time, s", lambda p: f"{p.wall_s:.1f}", passes)
 
 
 # ------------------------------------------------------------------------------ cells and rows

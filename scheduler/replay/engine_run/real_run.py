@@ -227,7 +227,7 @@ def _run_engine(
 ) -> EnginePass:
     """Run all requests, added at once, through a new engine."""
     name = set_up.name
-    progress(f"real run, {name}", 0, len(requests))
+    progress(f"real run, {name} (compiling)", 0, 1)
     engine = Engine(
         model,
         block_size=BLOCK_SIZE,
@@ -240,6 +240,8 @@ def _run_engine(
         preempt=set_up.preempt,
         host=set_up.host,
     )
+    progress(f"real run, {name} (compiling)", 1, 1)
+    progress(f"real run, {name}", 0, len(requests))
     for index, request in enumerate(requests):
         engine.add_request(Request(str(index), request.prompt, request.max_new_tokens))
     started = time.perf_counter()

@@ -23,7 +23,7 @@ class FakeReport:
     def __init__(self, ok: bool) -> None:
         self.ok = ok
 
-    def text(self) -> str:
+    def render(self) -> str:
         return "the report"
 
     def to_json(self) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 
 import pytest
+from rich.console import Console
 
 from radixkv.kvcache.tiers.host_tier import HostConfig
 from radixkv.scheduler.replay.checks import Check
@@ -20,8 +22,22 @@ from radixkv.scheduler.replay.report import (
 )
 from radixkv.scheduler.replay.simulation.cluster import ClusterConfig, simulate_cluster
 from radixkv.scheduler.replay.simulation.cost_model import named_costs
+from radixkv.scheduler.replay.simulation.latency import Percentiles
 from radixkv.scheduler.replay.simulation.single_node import SimulationConfig, simulate
 from radixkv.scheduler.replay.trace import SkippedLine, Trace
+
+
+def words(text: str) -> str:
+    """The text without line breaks and alignment."""
+    return " ".join(text.split())
+
+
+def at_width(report: ReplayReport, width: int) -> list[str]:
+    """The lines of the report in a terminal of this width."""
+    console = Console(file=io.StringIO(), width=width, markup=False, highlight=False)
+    console.print(report.render())
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
 
 
 def engine_run(name: str, prefill_tokens: int) -> EngineRun:
@@ -70,9 +86,9 @@ def test_the_text_has_every_section_check_and_skipped_line(report: ReplayReport)
     text = report.text()
     lines = text.splitlines()
     assert lines[0].startswith("mine.jsonl: 20 requests, ")
-    assert "  7 malformed lines were skipped:" in lines
-    assert "    line 5: reason 5" in lines and "    line 6: reason 6" not in lines
-    assert "    and 2 more" in lines
+    assert "7 malformed lines were skipped:" in lines
+    assert "  line 5: reason 5" in lines and "  line 6: reason 6" not in lines
+    assert "  and 2 more" in lines
     for heading in (
         "a. HITS",
         "b. SIMULATION: llama3-8b on h200x2",
@@ -80,14 +96,20 @@ def test_the_text_has_every_section_check_and_skipped_line(report: ReplayReport)
         "c. REAL RUN: 20 requests",
     ):
         assert heading in text
-    assert "   on a decode node are granted before the prompt is computed (early)." in lines
+    flat = words(text)
+    assert "A decode node grants blocks before the prompt is computed (early)." in flat
     for label in ("time to first token, s", "goodput, requests/s", "preemptions", "no limit"):
         assert label in text
     for _, check in report.checks():
-        assert check.name in text and check.detail in text
-    assert "   SKIP  the tight pool preempts and evicts: not exercised" in lines
-    assert "   host tier: 19 parked and 18 resumed, 1,696 tokens hit on the host," in lines
-    assert "   1.9 MB copied to it and 1.3 MB back." in lines
+        assert check.name in flat and check.detail in flat
+    assert "SKIP the tight pool preempts and evicts: not exercised" in flat
+    for row in (
+        "hit on the host 0 0 1,696",
+        "parked / resumed 0 / 0 0 / 0 19 / 18",
+        "copied to the host, MB 0.0 0.0 1.9",
+        "copied to the device, MB 0.0 0.0 1.3",
+    ):
+        assert row in flat
     assert lines[-1] == "PASS: 9 checks, 1 skipped; 12.3 s"
     assert all(len(line) <= 100 for line in lines), [line for line in lines if len(line) > 100]
 
@@ -98,20 +120,23 @@ def test_a_trace_that_is_not_sorted_is_said_to_be_so(report: ReplayReport) -> No
     first, *others = trace.requests
     mixed = dataclasses.replace(report, trace=dataclasses.replace(trace, requests=(*others, first)))
     assert mixed.to_json()["trace"]["out_of_order"] == 1
-    line = "  1 are earlier than the line above: hits go by the lines, the simulation by timestamps"
-    assert mixed.text().splitlines()[1] == line
-    assert line not in report.text()
+    line = (
+        "1 requests are earlier than the line above them: hits follow the lines, the simulation "
+        "follows the timestamps."
+    )
+    assert line in words(mixed.text())
+    assert line not in words(report.text())
 
 
 def test_what_is_refused_is_told_why(report: ReplayReport) -> None:
-    assert "   Refused is" not in report.text()
+    assert "are refused" not in report.text()
     section = report.simulation
     config = dataclasses.replace(section.config, num_blocks=20)
     runs = {"cache on": simulate(report.trace, section.costs, config)}
     assert runs["cache on"].refused
     small = dataclasses.replace(report, simulation=dataclasses.replace(section, runs=runs))
-    line = "   Refused is what has more tokens than all of it, prompt and output: 320."
-    assert line in small.text().splitlines()
+    line = "Requests with more than 320 tokens, prompt and output, do not fit it and are refused."
+    assert line in words(small.text())
 
 
 def test_a_failed_check_fails_the_report(report: ReplayReport) -> None:
@@ -120,7 +145,7 @@ def test_a_failed_check_fails_the_report(report: ReplayReport) -> None:
     real = dataclasses.replace(report.real.run, checks=(broken,))
     failed = dataclasses.replace(report, real=RealSection(RealRunConfig(), real))
     assert not failed.ok
-    assert f"   FAIL  {broken.name}: {broken.detail}" in failed.text().splitlines()
+    assert f"FAIL {broken.name}: {broken.detail}" in words(failed.text())
     assert failed.text().splitlines()[-1] == "FAIL: 1 of 9 checks; 12.3 s"
     assert failed.to_json()["ok"] is False
 
@@ -171,7 +196,8 @@ def test_a_real_run_without_requests(report: ReplayReport) -> None:
     check = Check("identical tokens", True, "no request is shorter than 320 tokens", skipped=True)
     empty = RealSection(RealRunConfig(), RealRun(0, 0, 0, (), (check,)))
     text = dataclasses.replace(report, real=empty).text()
-    assert "c. REAL RUN: 0 requests" in text and f"SKIP  {check.name}: {check.detail}" in text
+    assert "c. REAL RUN: 0 requests" in text
+    assert f"SKIP {check.name}: {check.detail}" in words(text)
 
 
 def test_a_host_tier_has_its_rows(report: ReplayReport) -> None:
@@ -184,7 +210,7 @@ def test_a_host_tier_has_its_rows(report: ReplayReport) -> None:
     }
     tiered = dataclasses.replace(report, simulation=SimulationSection(costs, config, runs))
     text = tiered.text()
-    rows = {line[3:].split("  ")[0]: line for line in text.splitlines()}
+    rows = {line.split("  ")[0]: line for line in text.splitlines()}
     counts = runs["host tier"].tiers
     assert counts is not None
     assert rows["copied to the host, GB"].split()[-2:] == [
@@ -198,12 +224,15 @@ def test_a_host_tier_has_its_rows(report: ReplayReport) -> None:
         "blocks demoted",
         "blocks promoted",
         "blocks dropped by the host",
-        "idle for want of a copy, s",
+        "idle, waiting for a copy, s",
     ):
         assert label in rows
-    assert "   The host tier has 20,000 blocks (write: back; preempted requests: host)," in text
-    assert "   and 102.4 GB/s each way." in text
-    assert "   PASS  no host block is leaked (host tier): " in text
+    line = (
+        "The host tier has 20,000 blocks (write: back; preempted requests: host) and 102.4 GB/s "
+        "each way."
+    )
+    assert line in words(text)
+    assert "PASS no host block is leaked (host tier): " in words(text)
     assert [line for line in text.splitlines() if len(line) > 100] == []
     document = json.loads(json.dumps(tiered.to_json(), allow_nan=False))["simulation"]
     assert document["config"]["host"] == {"num_blocks": 20_000, "write": "back", "hits": 0}
@@ -226,7 +255,7 @@ def test_storage_has_its_rows(report: ReplayReport) -> None:
     }
     tiered = dataclasses.replace(report, simulation=SimulationSection(costs, config, runs))
     text = tiered.text()
-    rows = {line[3:].split("  ")[0]: line for line in text.splitlines()}
+    rows = {line.split("  ")[0]: line for line in text.splitlines()}
     assert runs["storage"].tiers is not None
     counts = runs["storage"].tiers.storage
     assert counts is not None and counts.bytes_written > 0
@@ -235,15 +264,66 @@ def test_storage_has_its_rows(report: ReplayReport) -> None:
     for label in (
         "hit in storage",
         "read from storage, GB",
-        "blocks evicted there",
+        "blocks evicted from storage",
         "blocks past their deadline",
     ):
         assert label in rows
-    line = "   Storage has 90,000 blocks; 5.6 GB/s are written and 10.4 GB/s read."
+    line = "Storage has 90,000 blocks, written at 5.6 GB/s and read at 10.4 GB/s."
     assert line in text.splitlines()
     assert [line for line in text.splitlines() if len(line) > 100] == []
+    narrow = at_width(tiered, 80)
+    assert max(map(len, narrow)) <= 80
+    assert set(" ".join(narrow).split()) - set("─" * n for n in range(101)) <= set(text.split()), (
+        "a word is broken"
+    )
     document = json.loads(json.dumps(tiered.to_json(), allow_nan=False))["simulation"]
     assert document["config"]["storage_blocks"] == 90_000
     assert document["runs"]["host tier"]["tiers"]["storage"] is None
     assert document["runs"]["storage"]["tiers"]["storage"] == dataclasses.asdict(counts)
     assert document["runs"]["storage"]["storage_hit_tokens"] == runs["storage"].storage_hit_tokens
+
+
+def with_latencies(report: ReplayReport, **figures: tuple[float, float]) -> ReplayReport:
+    """The report with runs of these median times to first token and goodputs."""
+    run = report.simulation.runs["cache on"]
+    runs = {
+        name.replace("_", " "): dataclasses.replace(
+            run,
+            latencies=dataclasses.replace(
+                run.latencies,
+                ttft_s=Percentiles(ttft_s, 99.0, 99.0),
+                goodput_requests_per_s=goodput,
+            ),
+        )
+        for name, (ttft_s, goodput) in figures.items()
+    }
+    return dataclasses.replace(report, simulation=dataclasses.replace(report.simulation, runs=runs))
+
+
+def test_the_text_begins_with_what_the_figures_mean(report: ReplayReport) -> None:
+    cached = with_latencies(report, cache_off=(31.34, 1.19), cache_on=(22.2, 2.4))
+    assert (
+        "With the prefix cache, the median time to first token falls from 31.3 to 22.2 s and "
+        "goodput rises from 1.19 to 2.40 requests/s (2.0 times). Of the prompt blocks, "
+    ) in words(cached.text())
+    assert "Times are estimates from a cost model of llama3-8b on h200x2. a. HITS" in words(
+        cached.text()
+    )
+    tiers = with_latencies(
+        report, cache_off=(5.0, 1.0), cache_on=(5.0, 1.1), host_tier=(4.0, 1.2), storage=(3.0, 1.3)
+    )
+    assert (
+        "With the prefix cache, the median time to first token stays at 5.00 s and goodput rises "
+        "from 1.00 to 1.10 requests/s. Adding the host tier brings them to 4.00 s and 1.20 "
+        "requests/s. Adding storage brings them to 3.00 s and 1.30 requests/s."
+    ) in words(tiers.text())
+
+
+def test_the_text_begins_with_the_cache_that_suffices(
+    bundled_trace: Trace, report: ReplayReport
+) -> None:
+    curve = dataclasses.replace(report, hits=measure_hit_curve(bundled_trace, (10_000, 20_000)))
+    assert (
+        "Of the prompt blocks, 21.2% repeat an earlier prefix; a cache of 20,000 blocks of 512 "
+        "tokens finds 100% of these."
+    ) in words(curve.text())
