@@ -37,8 +37,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from radixkv.scheduler.handoff import (
-    Head,
-    Key,
+    AttemptKey,
+    Header,
     Send,
     Ticket,
 )
@@ -83,7 +83,7 @@ def new_engine(name: str) -> Engine:
 def offer(transport: Transport, part: int, num_arrays: int, num_bytes: int) -> WireTicket:
     """Offer some arrays and wait until they are served."""
     arrays = [jnp.full(num_bytes, part % 100 + 1, jnp.int8) for _ in range(num_arrays)]
-    ticket = Ticket(Key(f"r{part}", 1), 1, 1, 1, part)
+    ticket = Ticket(AttemptKey(f"r{part}", 1), 1, 1, 1, part)
     transport.offer(ticket, arrays, describe(arrays, num_blocks=num_arrays), ttl_s=HOUR_S)
     while not (events := transport.poll()):
         time.sleep(1e-3)
@@ -103,7 +103,7 @@ def serve(name: str) -> None:
                 time.sleep(1e-3)
         wire = offer(transport, *map(int, line.split()))
         last = wire.ticket.key
-        send = Send(Head(last, 1), wire.ticket.part, 0, 1, 0)
+        send = Send(Header(last, 1), wire.ticket.part, 0, 1, 0)
         print(encode(Packet("p", "d", 1, 1, send, wire)).hex(), flush=True)
     transport.close()
 

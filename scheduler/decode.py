@@ -13,11 +13,11 @@ from .batch import BatchScheduler
 from .errors import HandoffsOpenError, RefusedError
 from .fairness import AdmissionFairness
 from .handoff import (
+    AttemptKey,
     CancelPull,
     DecodeAction,
     DecodeSide,
     Finished,
-    Key,
     Message,
     NodeId,
     Post,
@@ -94,7 +94,7 @@ class DecodeScheduler(BatchScheduler):
         )
         # By request and not by its id: one that was stopped in the middle of a step is here until
         # the step has ended, maybe beside a newer attempt.
-        self._keys: dict[Request, Key] = {}
+        self._keys: dict[Request, AttemptKey] = {}
         self._reasons: dict[Request, str] = {}
         self._actions: list[Post | Pull | CancelPull | Started | Finished | Stopped] = []
         self._is_draining = False
@@ -183,7 +183,7 @@ class DecodeScheduler(BatchScheduler):
             self.give_up(key, "aborted")
         return bool(keys)
 
-    def give_up(self, key: Key, reason: str) -> None:
+    def give_up(self, key: AttemptKey, reason: str) -> None:
         """End an attempt in any state; nothing happens if it is not known."""
         self._side.abort(key, reason)
         self._follow()
@@ -257,7 +257,7 @@ class DecodeScheduler(BatchScheduler):
     def _follow(self) -> None:
         """Begin to decode what has arrived, and stop what the side wants stopped."""
         self._carry_out(self._side.take_actions())
-        self._side.answer_held()
+        self._side.answer_deferred()
         self._carry_out(self._side.take_actions())
 
     def _carry_out(self, actions: Iterable[DecodeAction]) -> None:

@@ -16,10 +16,10 @@ from .errors import (
     StepOrderError,
 )
 from .handoff import (
+    AttemptKey,
     Compute,
     Failed,
     Hits,
-    Key,
     Message,
     NodeId,
     Offer,
@@ -37,7 +37,7 @@ from .step_plan import StepPlan
 class _Prompt(Request):
     """A prompt that this scheduler computes, as a request for one token: whose, and for whom."""
 
-    def __init__(self, request: Request, key: Key, peer: NodeId) -> None:
+    def __init__(self, request: Request, key: AttemptKey, peer: NodeId) -> None:
         super().__init__(
             request.request_id,
             request.prompt,
@@ -135,7 +135,7 @@ class PrefillScheduler(BatchScheduler):
             RequestError: if this attempt, or a newer one, is open.
             RequestTooLargeError: if the prompt does not fit even alone.
         """
-        key = Key(request.request_id, attempt)
+        key = AttemptKey(request.request_id, attempt)
         older = self._newest.get(key.request_id)
         open_keys = self._side.keys_of(key.request_id)
         for open_key in open_keys if older is None else (*open_keys, older.key):
@@ -158,11 +158,11 @@ class PrefillScheduler(BatchScheduler):
             self.give_up(key, "aborted")
         return bool(keys)
 
-    def give_up(self, key: Key, reason: str) -> None:
+    def give_up(self, key: AttemptKey, reason: str) -> None:
         """End an attempt in any state; nothing happens if it has ended, and `Failed` if not."""
         self._tell(lambda: self._give_up(key, reason))
 
-    def _give_up(self, key: Key, reason: str) -> None:
+    def _give_up(self, key: AttemptKey, reason: str) -> None:
         request = self._requests.get(key.request_id)
         if request is not None and request.lease is None and _as_prompt(request).key == key:
             self._drop(key)
@@ -195,7 +195,7 @@ class PrefillScheduler(BatchScheduler):
         """Take in a message of a decode node."""
         self._tell(lambda: self._side.receive(peer, message))
 
-    def fenced(self, key: Key) -> None:
+    def fenced(self, key: AttemptKey) -> None:
         """Say that nobody can read any more what was offered for a withdrawn attempt."""
         self._tell(lambda: self._side.fenced(key))
 
@@ -225,7 +225,7 @@ class PrefillScheduler(BatchScheduler):
             if not isinstance(action, Compute):  # _may_begin asks for it
                 self._actions.append(action)
 
-    def _drop(self, key: Key) -> None:
+    def _drop(self, key: AttemptKey) -> None:
         request = self._requests.get(key.request_id)
         if request is not None and _as_prompt(request).key == key:
             super().abort(key.request_id)

@@ -23,7 +23,7 @@ from radixkv.scheduler import (
     Request,
 )
 from radixkv.scheduler.handoff import Timing
-from radixkv.scheduler.handoff.gateway_messages import DESK
+from radixkv.scheduler.handoff.gateway_messages import GATEWAY
 from radixkv.scheduler.models import load_model, make_tiny_checkpoint
 from radixkv.scheduler.nodes.channel import ZmqChannel
 from radixkv.scheduler.nodes.processes import NodeProcesses
@@ -127,7 +127,7 @@ one_engine.add_request(Request("alone", prompt, max_new_tokens=8))
 os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{directory.name}/programs"
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 processes = NodeProcesses()
-channel = ZmqChannel(DESK, epoch=1, secret=processes.secret)
+channel = ZmqChannel(GATEWAY, epoch=1, secret=processes.secret)
 nodes = RemoteNodes(channel, block_size=sizes["block_size"])
 arguments = [directory.name, "--gateway", channel.address]
 for option, size in sizes.items():

@@ -10,7 +10,7 @@ from contextlib import closing
 from typing import Any
 
 from ..errors import NodesMissingError
-from ..handoff.gateway_messages import DESK
+from ..handoff.gateway_messages import GATEWAY
 from ..models import load_config
 from ..nodes.channel import (
     Secret,
@@ -67,7 +67,7 @@ def _in_processes(
     reserve = "no_evict" if arguments.reserve_tokens is None else arguments.reserve_tokens
     generates = ["--preempt", arguments.preempt, "--reserve-tokens", reserve]
     with NodeProcesses() as processes:
-        with closing(_open_desk("127.0.0.1:0", processes.secret)) as channel:
+        with closing(_open_gateway("127.0.0.1:0", processes.secret)) as channel:
             common += ["--gateway", channel.address]
             for role, options in (("prefill", common), ("decode", [*common, *generates])):
                 for place in range(getattr(arguments, role) or 1):
@@ -81,13 +81,13 @@ def _in_processes(
 
 
 def _by_hand(arguments: argparse.Namespace, requests: Sequence[Request]) -> dict[str, Any]:
-    with closing(_open_desk(arguments.gateway, load_secret(arguments.secret_file))) as channel:
+    with closing(_open_gateway(arguments.gateway, load_secret(arguments.secret_file))) as channel:
         _serve(arguments, requests, channel)
     return {}
 
 
-def _open_desk(address: str, secret: Secret | None) -> ZmqChannel:
-    return ZmqChannel(DESK, epoch=time.time_ns(), bind=address, secret=secret)
+def _open_gateway(address: str, secret: Secret | None) -> ZmqChannel:
+    return ZmqChannel(GATEWAY, epoch=time.time_ns(), bind=address, secret=secret)
 
 
 def _serve(
@@ -96,7 +96,7 @@ def _serve(
     channel: ZmqChannel,
     check_processes: Callable[[], None] = lambda: None,
 ) -> None:
-    """Be the front desk of nodes in other processes."""
+    """Be the gateway of nodes in other processes."""
     timeout_s = _TIMEOUT_S if arguments.timeout_s is None else arguments.timeout_s
     nodes = RemoteNodes(
         channel,

@@ -17,7 +17,7 @@ from typing import Any
 from ...kvcache.storage import Storage
 from ..engine import make_storage_namespace
 from ..handoff import Timing
-from ..handoff.gateway_messages import DESK
+from ..handoff.gateway_messages import GATEWAY
 from ..models import load_model
 from ..models.weights_digest import weights_digest
 from ..nodes import DecodeEngine, PrefillEngine
@@ -48,9 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise BadInputError("--silence-s must be more than 0")
     check_sizes(arguments)
     check_tiers(arguments)
-    if arguments.name == DESK or not 0 < len(arguments.name) <= MAX_NAME_CHARS:
+    if arguments.name == GATEWAY or not 0 < len(arguments.name) <= MAX_NAME_CHARS:
         raise BadInputError(
-            f"--name must have 1 to {MAX_NAME_CHARS} characters, and not be {DESK!r}"
+            f"--name must have 1 to {MAX_NAME_CHARS} characters, and not be {GATEWAY!r}"
         )
     with ExitStack() as stack:
         channel = stack.enter_context(closing(_open_channel(arguments)))
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         loop = NodeLoop(
             engine,
             channel,
-            desk=arguments.gateway,
+            gateway=arguments.gateway,
             transport=arguments.transport,
             timing=timing,
         )

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from ...kvcache import CountError
 from ..request import Request
 from .messages import (
+    AttemptKey,
     Commit,
-    Key,
     Message,
     NodeId,
     Ticket,
@@ -55,7 +55,7 @@ class Post:
 class Compute:
     """P: compute the prompt of an attempt, into the lease that `begin` returned."""
 
-    key: Key
+    key: AttemptKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Withdraw:
         was_read: D has said that all of it has arrived.
     """
 
-    key: Key
+    key: AttemptKey
     was_read: bool = False
 
 
@@ -109,7 +109,7 @@ class Start:
         num_own_tokens: how many tokens of the prompt were in D's cache, and not sent.
     """
 
-    key: Key
+    key: AttemptKey
     request: Request
     commit: Commit
     num_own_tokens: int
@@ -119,7 +119,7 @@ class Start:
 class Stop:
     """D: stop decoding an attempt, release its lease and call `DecodeSide.finished`."""
 
-    key: Key
+    key: AttemptKey
     reason: str
 
 
@@ -132,7 +132,7 @@ class Failed:
         is_busy: D has refused it for now, and nothing is wrong.
     """
 
-    key: Key
+    key: AttemptKey
     reason: str
     is_final: bool = False
     is_busy: bool = False
@@ -146,7 +146,7 @@ class Started:
         num_own_tokens: as in `Start`.
     """
 
-    key: Key
+    key: AttemptKey
     request: Request
     num_own_tokens: int
 
@@ -155,7 +155,7 @@ class Started:
 class Finished:
     """D: an attempt has ended well; its request has all of its tokens."""
 
-    key: Key
+    key: AttemptKey
     request: Request
 
 
@@ -163,7 +163,7 @@ class Finished:
 class Stopped:
     """D: an attempt that had started has come to nothing."""
 
-    key: Key
+    key: AttemptKey
     reason: str
 
 

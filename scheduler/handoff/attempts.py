@@ -15,10 +15,10 @@ from .messages import (
     MAX_MISSING,
     MAX_PART_BLOCKS,
     Ask,
+    AttemptKey,
     Commit,
-    Head,
+    Header,
     Hits,
-    Key,
     NodeId,
     Send,
     Ticket,
@@ -33,7 +33,7 @@ class PrefillAttempt:
     Times are of the last move, of D's last sign of life, and of the last message of its own.
     """
 
-    head: Head
+    header: Header
     peer: NodeId
     ask: Ask
     request: Request
@@ -68,11 +68,11 @@ class PrefillAttempt:
             return None
         last = min(last, first + MAX_PART_BLOCKS)
         self.next_block[group] = last
-        head, part = self.head, len(self.sends)
-        assert head.peer_epoch is not None, "parts are offered before D has granted"
+        header, part = self.header, len(self.sends)
+        assert header.peer_epoch is not None, "parts are offered before D has granted"
         blocks = tuple([int(block) for block in self.lease.block_table[first:last]])
-        ticket = Ticket(head.key, head.epoch, head.peer_epoch, head.grant, part)
-        self.sends.append(Send(head, part, first, last - first, group))
+        ticket = Ticket(header.key, header.epoch, header.peer_epoch, header.grant, part)
+        self.sends.append(Send(header, part, first, last - first, group))
         return Offer(self.peer, ticket, blocks, group), self.sends[-1]
 
     def make_commit(self) -> Commit:
@@ -80,7 +80,7 @@ class PrefillAttempt:
         assert self.sampled is not None, "COMMIT before the first token"
         (token, hits), request = self.sampled, self.request
         return Commit(
-            self.head,
+            self.header,
             len(self.sends),
             token,
             len(self.tokens),
@@ -90,10 +90,10 @@ class PrefillAttempt:
         )
 
 
-def make_ask(head: Head, request: Request, block_size: int, num_groups: int) -> Ask:
+def make_ask(header: Header, request: Request, block_size: int, num_groups: int) -> Ask:
     """Ask for the blocks of a request's prompt."""
     return Ask(
-        head,
+        header,
         request.prompt.astype("<i4").tobytes(),
         request.namespace,
         block_size,
@@ -113,7 +113,7 @@ def as_request(ask: Ask) -> Request:
         raise RequestError(f"{len(ask.prompt)} bytes are no int32 tokens")
     tokens = np.frombuffer(ask.prompt, "<i4").astype(np.int32)
     return Request(
-        ask.head.key.request_id,
+        ask.header.key.request_id,
         tokens,
         ask.max_new_tokens,
         priority=ask.priority,
@@ -128,7 +128,7 @@ class DecodeAttempt:
     Times are of the last move or COMMIT, of P's last sign of life, and of the last RENEW.
     """
 
-    head: Head
+    header: Header
     peer: NodeId
     request: Request
     num_groups: int
@@ -150,9 +150,9 @@ class DecodeAttempt:
 
     def ticket(self, part: int) -> Ticket:
         """Name a part of it for the transport."""
-        head = self.head
-        assert head.peer_epoch is not None, "D pulls from nobody"
-        return Ticket(head.key, head.peer_epoch, head.epoch, head.grant, part)
+        header = self.header
+        assert header.peer_epoch is not None, "D pulls from nobody"
+        return Ticket(header.key, header.peer_epoch, header.epoch, header.grant, part)
 
     def missing(self) -> tuple[int, ...]:
         """Which parts P has sent in vain, as far as can be known: the first of them."""
@@ -191,16 +191,16 @@ class DecodeAttempts:
 
     def add(self, attempt: DecodeAttempt) -> None:
         """Add the newest attempt of a request."""
-        self._by_request.setdefault(attempt.head.key.request_id, []).append(attempt)
+        self._by_request.setdefault(attempt.header.key.request_id, []).append(attempt)
 
     def of(self, request_id: str) -> list[DecodeAttempt]:
         """Return the attempts of a request, oldest first."""
         return list(self._by_request.get(request_id, ()))
 
-    def find(self, key: Key) -> DecodeAttempt | None:
+    def find(self, key: AttemptKey) -> DecodeAttempt | None:
         """Return an attempt, or None if it is not known."""
         for attempt in self._by_request.get(key.request_id, ()):
-            if attempt.head.key == key:
+            if attempt.header.key == key:
                 return attempt
         return None
 
@@ -210,7 +210,7 @@ class DecodeAttempts:
 
     def forget(self, attempt: DecodeAttempt) -> None:
         """Take an attempt out."""
-        request_id = attempt.head.key.request_id
+        request_id = attempt.header.key.request_id
         self._by_request[request_id].remove(attempt)
         if not self._by_request[request_id]:
             del self._by_request[request_id]

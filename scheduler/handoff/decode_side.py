@@ -17,8 +17,8 @@ from ..request import Request
 from .actions import Pull, Timing
 from .attempts import DecodeAttempt, as_request
 from .deferred_asks import (
-    HeldAsk,
-    HeldAsks,
+    DeferredAsk,
+    DeferredAsks,
     num_shared_blocks,
 )
 from .live_decodes import LiveDecodes
@@ -27,10 +27,10 @@ from .messages import (
     PROTOCOL_VERSION,
     Abort,
     Ask,
+    AttemptKey,
     Commit,
     Grant,
-    Head,
-    Key,
+    Header,
     Message,
     NodeId,
     Refuse,
@@ -78,21 +78,21 @@ class DecodeSide(LiveDecodes):
         self._admit = admit if admit is not None else self._admit_any
         self._vocab_size = vocab_size
         self._last_grant = 0
-        self._held = HeldAsks()
+        self._held = DeferredAsks()
 
     # ASKs that are held
 
-    def keys_of(self, request_id: str) -> list[Key]:
+    def keys_of(self, request_id: str) -> list[AttemptKey]:
         """Return the attempts of a request that have not ended, oldest first."""
         held = self._held.of(request_id)
         return [*super().keys_of(request_id), *([held.key] if held is not None else ())]
 
-    def abort(self, key: Key, reason: str) -> None:
+    def abort(self, key: AttemptKey, reason: str) -> None:
         """Give an attempt up; `Stop` follows if it has started. Nothing if it is not known."""
         held = self._held.of(key.request_id)
         if held is not None and held.key == key:
             self._held.drop(key.request_id)
-            self._say(held.peer, Abort(self._back(held.ask.head), reason, fenced=True))
+            self._say(held.peer, Abort(self._back(held.ask.header), reason, fenced=True))
         super().abort(key, reason)
 
     def tick(self, now: float) -> None:
@@ -102,7 +102,7 @@ class DecodeSide(LiveDecodes):
             if now - held.heard_at >= self._timing.silence_s:
                 self._held.drop(held.key.request_id)
 
-    def answer_held(self) -> None:
+    def answer_deferred(self) -> None:
         """Answer the ASKs that were held for what has arrived since, or has come to nothing.
 
         Call it when what has started is counted among those that run.
@@ -131,25 +131,25 @@ class DecodeSide(LiveDecodes):
 
     def receive(self, peer: NodeId, message: Message) -> None:
         """Take in a message of a prefill node; one that is stale changes nothing."""
-        head = message.head
-        back = self._back(head)
+        header = message.header
+        back = self._back(header)
         if isinstance(message, Ask):
-            self._asked(HeldAsk(peer, message, self._now))
+            self._asked(DeferredAsk(peer, message, self._now))
             return
-        if head.version != PROTOCOL_VERSION:
+        if header.version != PROTOCOL_VERSION:
             return
         if isinstance(message, Abort):
-            self._held.end(peer, head.key)
-        attempt = self._attempts.find(head.key)
+            self._held.end(peer, header.key)
+        attempt = self._attempts.find(header.key)
         if attempt is not None and not (
-            attempt.peer == peer and head.grant in (0, attempt.head.grant)
+            attempt.peer == peer and header.grant in (0, attempt.header.grant)
         ):
             attempt = None
-        if attempt is None or head.peer_epoch not in (None, self.epoch):
+        if attempt is None or header.peer_epoch not in (None, self.epoch):
             self._say(peer, Abort(back, "nothing is granted", fenced=True))
             return
-        if head.epoch != attempt.head.peer_epoch:
-            restarted = head.epoch > (attempt.head.peer_epoch or 0)
+        if header.epoch != attempt.header.peer_epoch:
+            restarted = header.epoch > (attempt.header.peer_epoch or 0)
             if restarted and attempt.state is not DecodeState.STARTED:
                 self._give_up(attempt, "the prefill node restarted")
             return
@@ -184,30 +184,30 @@ class DecodeSide(LiveDecodes):
                 attempt.moved_at = self._now
                 self._start_if_whole(attempt)
             case Commit() if missing := attempt.missing():
-                self._post(attempt, Renew(attempt.head, missing))
+                self._post(attempt, Renew(attempt.header, missing))
 
     def _is_token(self, token: int) -> bool:
         return self._vocab_size is None or 0 <= token < self._vocab_size
 
-    def _back(self, head: Head) -> Head:
-        """Return the head of an answer."""
-        return Head(head.key, self.epoch, head.epoch, head.grant)
+    def _back(self, header: Header) -> Header:
+        """Return the header of an answer."""
+        return Header(header.key, self.epoch, header.epoch, header.grant)
 
-    def _asked(self, asked: HeldAsk) -> None:
+    def _asked(self, asked: DeferredAsk) -> None:
         """Admit what is asked for, unless that was done, or is stale; or hold it."""
-        peer, head = asked.peer, asked.ask.head
-        back, held = self._back(head), self._held.of(head.key.request_id)
-        if head.version != PROTOCOL_VERSION:
-            self._say(peer, Refuse(back, "version", head.version, PROTOCOL_VERSION))
+        peer, header = asked.peer, asked.ask.header
+        back, held = self._back(header), self._held.of(header.key.request_id)
+        if header.version != PROTOCOL_VERSION:
+            self._say(peer, Refuse(back, "version", header.version, PROTOCOL_VERSION))
             return
-        known = self._attempts.of(head.key.request_id)
-        others = [each.head.key for each in known] + ([held.key] if held is not None else [])
-        if any(head.key < each for each in others):
+        known = self._attempts.of(header.key.request_id)
+        others = [each.header.key for each in known] + ([held.key] if held is not None else [])
+        if any(header.key < each for each in others):
             self._say(peer, Abort(back, "a newer attempt has begun", fenced=True))
             return
-        attempt = self._attempts.find(head.key)
+        attempt = self._attempts.find(header.key)
         if attempt is not None:
-            self._asked_again(attempt, peer, head, back)
+            self._asked_again(attempt, peer, header, back)
             return
         for older in known:
             self._give_up(older, "a newer attempt has begun")
@@ -215,14 +215,14 @@ class DecodeSide(LiveDecodes):
         if isinstance(answer, Renew):
             self._held.hold(asked)
         else:
-            self._held.drop(head.key.request_id)
+            self._held.drop(header.key.request_id)
         if answer is not None:
             self._say(peer, answer)
 
-    def _reserve(self, asked: HeldAsk, back: Head) -> Refuse | Renew | None:
+    def _reserve(self, asked: DeferredAsk, back: Header) -> Refuse | Renew | None:
         """Admit a request that is new, or say why not, or that it is to be held."""
         peer, ask = asked.peer, asked.ask
-        head, block_size = ask.head, self._manager.block_size
+        header, block_size = ask.header, self._manager.block_size
         if ask.block_size != block_size:
             return Refuse(back, "block size", ask.block_size, block_size)
         # Before anything is allocated: a request has room for all of its tokens.
@@ -243,7 +243,7 @@ class DecodeSide(LiveDecodes):
         except RefusedError as refused:
             return Refuse(back, refused.reason, refused.needed, refused.available)
         self._last_grant += 1
-        own, now = Head(head.key, self.epoch, head.epoch, self._last_grant), self._now
+        own, now = Header(header.key, self.epoch, header.epoch, self._last_grant), self._now
         attempt = DecodeAttempt(own, peer, request, ask.num_groups, lease, now, now, now)
         self._attempts.add(attempt)
         if lease.loading is None:
@@ -255,13 +255,15 @@ class DecodeSide(LiveDecodes):
     def _admit_any(self, request: Request) -> Lease:
         return self._manager.admit(self._manager.match(request.prompt, request.namespace))
 
-    def _asked_again(self, attempt: DecodeAttempt, peer: NodeId, head: Head, back: Head) -> None:
+    def _asked_again(
+        self, attempt: DecodeAttempt, peer: NodeId, header: Header, back: Header
+    ) -> None:
         """Repeat the answer to an ASK; a twin of an attempt of P's earlier life gets none."""
-        if peer != attempt.peer or head.epoch != attempt.head.peer_epoch:
+        if peer != attempt.peer or header.epoch != attempt.header.peer_epoch:
             self._say(peer, Abort(back, "the attempt is known of another epoch", fenced=True))
             return
         attempt.heard_at = self._now
         if attempt.state is DecodeState.RECEIVING:
-            self._post(attempt, Grant(attempt.head, attempt.first_block))
+            self._post(attempt, Grant(attempt.header, attempt.first_block))
         elif attempt.state in (DecodeState.STARTED, DecodeState.ENDED):
             self._say_end(attempt)

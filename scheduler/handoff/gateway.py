@@ -11,38 +11,30 @@ from ...kvcache import RequestTooLargeError
 from ..errors import RequestError, RoutingError
 from ..request import Request, RequestStatus
 from .messages import (
+    AttemptKey,
     Hits,
-    Key,
     NodeId,
 )
 from .retries import (
     Answer,
     Begin,
     Cancel,
-    FrontDesk,
+    RequestRetrier,
 )
 from .router import Route, Router
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunAttempt:
     """Have a prefill node begin an attempt, and hand it over to a decode node.
 
     Attributes:
         request: what was asked for, under the key's name.
     """
 
-    key: Key
+    key: AttemptKey
     request: Request
     route: Route
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """Have all nodes give up an attempt, where they know it."""
-
-    key: Key
-    reason: str
 
 
 def hits_of(request: Request) -> Hits:
@@ -50,8 +42,8 @@ def hits_of(request: Request) -> Hits:
     return Hits(request.num_hit_tokens, request.num_host_hit_tokens, request.num_storage_hit_tokens)
 
 
-class Desk:
-    """A front desk with its router: requests and reports of nodes in, what nodes are to do out.
+class Gateway:
+    """A gateway with its router: requests and reports of nodes in, what nodes are to do out.
 
     It does no I/O. Carry out `take_actions` after every call.
 
@@ -69,24 +61,26 @@ class Desk:
         request_s: float = inf,
         epoch: int = 0,
     ) -> None:
-        """Make a desk without nodes.
+        """Make a gateway without nodes.
 
         Args:
             block_size: of all nodes.
-            max_attempts, backoff_s, request_s: of `FrontDesk`; no limit of time by default.
-            epoch: another in each life of a desk whose nodes live on: what they still do for an
+            max_attempts, backoff_s, request_s: of `RequestRetrier`; no limit of time by default.
+            epoch: another in each life of a gateway whose nodes live on: what they still do for an
                 earlier one is no answer for this.
         """
         self.failures: dict[str, str] = {}
-        self._front = FrontDesk(max_attempts=max_attempts, backoff_s=backoff_s, request_s=request_s)
+        self._retrier = RequestRetrier(
+            max_attempts=max_attempts, backoff_s=backoff_s, request_s=request_s
+        )
         self._router = Router(block_size, prefill={}, decode={})
         self._epoch = epoch
         self._serials = count()
         self._live: dict[str, Request] = {}  # by a name that is never used again
         self._names: dict[str, str] = {}  # of those, by request id
-        self._routes: dict[Key, Route] = {}
+        self._routes: dict[AttemptKey, Route] = {}
         self._refused_by: dict[str, NodeId] = {}  # which decode node had no room last
-        self._actions: list[Run | GiveUp] = []
+        self._actions: list[RunAttempt | Cancel] = []
         self._ended: list[Request] = []
 
     @property
@@ -99,7 +93,7 @@ class Desk:
         """The blocks that are thought to be under way on each node; see `Router`."""
         return self._router.loads()
 
-    def take_actions(self) -> list[Run | GiveUp]:
+    def take_actions(self) -> list[RunAttempt | Cancel]:
         """Hand out what nodes are to do since the last call, in order."""
         self._follow()
         actions, self._actions = self._actions, []
@@ -127,8 +121,8 @@ class Desk:
         name = self._names[request_id] = f"{request_id} #{self._epoch:x}.{next(self._serials)}"
         self._live[name] = request
         self.failures.pop(request_id, None)
-        self._front.tick(now)
-        self._front.submit(name)
+        self._retrier.tick(now)
+        self._retrier.submit(name)
 
     def abort(self, request_id: str) -> bool:
         """End a request in any state; False if no live one has this id."""
@@ -136,7 +130,7 @@ class Desk:
         if name is None:
             return False
         request = self._live[name]
-        self._front.cancel(name, "aborted")
+        self._retrier.cancel(name, "aborted")
         self._follow()
         self._ended.remove(request)  # who aborts it knows
         return True
@@ -160,9 +154,9 @@ class Desk:
         self._router.remove(peer)
         for key, route in list(self._routes.items()):
             if route.prefill == peer:
-                self._front.prefill_lost([key])
+                self._retrier.prefill_lost([key])
             elif route.decode == peer:
-                self._front.decode_lost([key])
+                self._retrier.decode_lost([key])
         self._follow()
 
     def forget_cached(self, keep: Collection[bytes]) -> None:
@@ -171,12 +165,14 @@ class Desk:
 
     # What nodes, and the clock, say
 
-    def started(self, key: Key) -> None:
+    def started(self, key: AttemptKey) -> None:
         """D decodes an attempt."""
         self._router.computed(key)
-        self._front.started(key)
+        self._retrier.started(key)
 
-    def finished(self, key: Key, tokens: Sequence[int], hits: Hits, num_preemptions: int) -> None:
+    def finished(
+        self, key: AttemptKey, tokens: Sequence[int], hits: Hits, num_preemptions: int
+    ) -> None:
         """D has generated all of an attempt's tokens; the counts go to the request."""
         request = self._live.get(key.request_id)
         if request is not None:
@@ -186,36 +182,36 @@ class Desk:
             request.num_preemptions = num_preemptions
             written = [*request.prompt.tolist(), *tokens[:-1]]
             self._router.finished(key, written, request.namespace)
-        self._front.finished(key, tuple(tokens))
+        self._retrier.finished(key, tuple(tokens))
 
     def prefill_failed(
-        self, key: Key, reason: str, *, is_final: bool = False, is_busy: bool = False
+        self, key: AttemptKey, reason: str, *, is_final: bool = False, is_busy: bool = False
     ) -> None:
         """P has given an attempt up; one that found no room is tried on another decode node."""
         if is_busy and key in self._routes:
             self._refused_by[key.request_id] = self._routes[key].decode
-        self._front.prefill_failed(key, reason, is_final=is_final, is_busy=is_busy)
+        self._retrier.prefill_failed(key, reason, is_final=is_final, is_busy=is_busy)
 
-    def decode_failed(self, key: Key, reason: str) -> None:
+    def decode_failed(self, key: AttemptKey, reason: str) -> None:
         """D has stopped an attempt that it had started."""
-        self._front.decode_failed(key, reason)
+        self._retrier.decode_failed(key, reason)
 
     def tick(self, now: float) -> None:
         """Let time pass."""
-        self._front.tick(now)
+        self._retrier.tick(now)
 
     # What follows
 
     def _follow(self) -> None:
-        """Do what the front desk wants done."""
-        while actions := self._front.take_actions():
+        """Do what the gateway wants done."""
+        while actions := self._retrier.take_actions():
             for action in actions:
                 match action:
                     case Begin(key):
                         self._begin(key)
                     case Cancel(key):
                         self._end(key)
-                        self._actions.append(GiveUp(key, "cancelled"))
+                        self._actions.append(action)
                     case Answer(name, tokens, reason):
                         for key in [each for each in self._routes if each.request_id == name]:
                             self._end(key)
@@ -224,11 +220,11 @@ class Desk:
                         # Nodes say whom they mean by the name that they know.
                         self._answer(request, tokens, reason.replace(name, request.request_id))
 
-    def _end(self, key: Key) -> None:
+    def _end(self, key: AttemptKey) -> None:
         self._routes.pop(key, None)
         self._router.finished(key)
 
-    def _begin(self, key: Key) -> None:
+    def _begin(self, key: AttemptKey) -> None:
         asked = self._live[key.request_id]
         request = Request(
             key.request_id,
@@ -243,12 +239,12 @@ class Desk:
             busy = [self._refused_by[key.request_id]] if key.request_id in self._refused_by else []
             route = self._router.route(key, request.prompt, request.namespace, avoid=busy)
         except RequestTooLargeError as large:
-            self._front.prefill_failed(key, str(large), is_final=True)
+            self._retrier.prefill_failed(key, str(large), is_final=True)
         except RoutingError as no_node:  # one may come
-            self._front.prefill_failed(key, str(no_node), is_busy=True)
+            self._retrier.prefill_failed(key, str(no_node), is_busy=True)
         else:
             self._routes[key] = route
-            self._actions.append(Run(key, request, route))
+            self._actions.append(RunAttempt(key, request, route))
 
     def _answer(self, request: Request, tokens: Sequence[int] | None, reason: str) -> None:
         """End a request as one engine would."""

@@ -1,18 +1,18 @@
-"""What a front desk and the nodes say to each other about whole requests.
+"""What a gateway and the nodes say to each other about whole requests.
 
 ::
 
-    front desk                       P                                D
+    gateway                       P                                D
       ── RunPrefill ──────────────►    ── NodeStatus ──────────────►    at their first hand-off
                                        ◄─────── the hand-off ───────►
       ◄───────────────────────────────────────────────────── Started ─
       ◄──────────────────────────────────────────────────── Finished ─
 
-PrefillFailed and DecodeFailed come instead when something fails. Each of these five is said again
-until Heard answers it. GiveUp goes to all nodes when nobody wants an attempt any more, and is said
-once: who has not heard it reports on the attempt in the end, and is told again. Every node says
-NodeStatus now and then to the desk, and to the nodes that it has to do with: that it is alive, and
-where. The keys are `FrontDesk`'s.
+If something fails, PrefillFailed or DecodeFailed comes instead. The sender repeats each of these
+five until a DeliveryAck answers it. The gateway sends CancelAttempt once, to all nodes, when nobody
+wants an attempt any more: a node that missed it reports on the attempt later and is told again.
+Every node sends a NodeStatus at intervals to the gateway and to the nodes that it works with. It
+says that the node is alive, and its address. `RequestRetrier` makes the keys.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ import numpy as np
 
 from ..request import Request, SamplingParams
 from .messages import (
+    AttemptKey,
     Hits,
-    Key,
     NodeId,
 )
 
-DESK: Final[NodeId] = "desk"
-"""The name of the front desk in every deployment."""
+GATEWAY: Final[NodeId] = "gateway"
+"""The name of the gateway in every deployment."""
 
 Role: TypeAlias = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
 class RunPrefill:
-    """Desk to P: begin an attempt, and hand it over to this node.
+    """Gateway to P: begin an attempt, and hand it over to this node.
 
     Attributes:
         epoch: of the life of P that is asked; another does nothing.
         prompt: int32 tokens, little-endian.
     """
 
-    key: Key
+    key: AttemptKey
     epoch: int
     prompt: bytes
     max_new_tokens: int
@@ -57,7 +57,7 @@ class RunPrefill:
 
     @classmethod
     def of(
-        cls, key: Key, epoch: int, request: Request, decode_node: str, decode_address: str
+        cls, key: AttemptKey, epoch: int, request: Request, decode_node: str, decode_address: str
     ) -> RunPrefill:
         """Ask a life of P for an attempt of a request."""
         return cls(
@@ -87,30 +87,30 @@ class RunPrefill:
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUp:
-    """Desk to both nodes: end an attempt, where it is known."""
+class CancelAttempt:
+    """Gateway to both nodes: end an attempt, where it is known."""
 
-    key: Key
+    key: AttemptKey
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """D to desk: an attempt is being decoded."""
+    """D to gateway: an attempt is being decoded."""
 
-    key: Key
+    key: AttemptKey
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """D to desk: all tokens of an attempt, P's first one included.
+    """D to gateway: all tokens of an attempt, P's first one included.
 
     Attributes:
         hits: of P, by tier.
         num_preemptions: on D.
     """
 
-    key: Key
+    key: AttemptKey
     tokens: tuple[int, ...]
     hits: Hits
     num_preemptions: int
@@ -118,9 +118,9 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class PrefillFailed:
-    """P to desk: an attempt has come to nothing; see `handoff.Failed`."""
+    """P to gateway: an attempt has come to nothing; see `handoff.Failed`."""
 
-    key: Key
+    key: AttemptKey
     reason: str
     is_final: bool
     is_busy: bool
@@ -128,9 +128,9 @@ class PrefillFailed:
 
 @dataclass(frozen=True, slots=True)
 class DecodeFailed:
-    """D to desk: an attempt that had started was stopped."""
+    """D to gateway: an attempt that had started was stopped."""
 
-    key: Key
+    key: AttemptKey
     reason: str
 
 
@@ -153,25 +153,25 @@ class NodeStatus:
     model: str
 
 
-OfAttempt: TypeAlias = RunPrefill | Started | Finished | PrefillFailed | DecodeFailed
+AttemptMessage: TypeAlias = RunPrefill | Started | Finished | PrefillFailed | DecodeFailed
 """What is said until it is heard: each kind once of an attempt."""
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class DeliveryAck:
     """Who got a message of an attempt to who sent it: it has come.
 
     Attributes:
         kind: the message's type, by name.
     """
 
-    key: Key
+    key: AttemptKey
     kind: str
 
     @classmethod
-    def of(cls, message: OfAttempt) -> Heard:
+    def of(cls, message: AttemptMessage) -> DeliveryAck:
         """Answer a message; each copy has the same answer."""
         return cls(message.key, type(message).__name__)
 
 
-ClientMessage: TypeAlias = OfAttempt | GiveUp | NodeStatus | Heard
+GatewayMessage: TypeAlias = AttemptMessage | CancelAttempt | NodeStatus | DeliveryAck

@@ -18,8 +18,8 @@ from .attempts import DecodeAttempt, DecodeAttempts
 from .messages import (
     Abort,
     Ack,
+    AttemptKey,
     Grant,
-    Key,
     Message,
     NodeId,
     Renew,
@@ -78,13 +78,13 @@ class LiveDecodes:
 
     # What the scheduler of D says
 
-    def finished(self, key: Key) -> None:
+    def finished(self, key: AttemptKey) -> None:
         """Say that a started attempt is over, and its lease released."""
         attempt = self._attempts.find(key)
         if attempt is not None and attempt.state is DecodeState.STARTED:
             self._move(attempt, DecodeState.ENDED)
 
-    def abort(self, key: Key, reason: str) -> None:
+    def abort(self, key: AttemptKey, reason: str) -> None:
         """Give an attempt up; `Stop` follows if it has started. Nothing if it is not known."""
         attempt = self._attempts.find(key)
         if attempt is not None:
@@ -96,10 +96,10 @@ class LiveDecodes:
             if attempt.state in _RECEIVES:
                 self._give_up(attempt, reason)
 
-    def keys_of(self, request_id: str) -> list[Key]:
+    def keys_of(self, request_id: str) -> list[AttemptKey]:
         """Return the attempts of a request that have not ended, oldest first."""
         attempts = self._attempts.of(request_id)
-        return [each.head.key for each in attempts if each.state is not DecodeState.ENDED]
+        return [each.header.key for each in attempts if each.state is not DecodeState.ENDED]
 
     # What the transport and the clock say
 
@@ -128,7 +128,7 @@ class LiveDecodes:
 
     def _pulling(self, ticket: Ticket) -> DecodeAttempt | None:
         attempt = self._attempts.find(ticket.key)
-        known = attempt is not None and ticket.grant == attempt.head.grant
+        known = attempt is not None and ticket.grant == attempt.header.grant
         return attempt if known and attempt is not None and ticket.part in attempt.pulls else None
 
     def _ended_pull(self, ticket: Ticket) -> DecodeAttempt | None:
@@ -164,14 +164,14 @@ class LiveDecodes:
                 self._give_up(attempt, "the prefill node is silent")
             elif now - attempt.sent_at >= timing.retry_s:
                 attempt.sent_at = now
-                self._post(attempt, Renew(attempt.head, attempt.missing()))
+                self._post(attempt, Renew(attempt.header, attempt.missing()))
 
     # Shared steps
 
     def _grant(self, attempt: DecodeAttempt) -> None:
         attempt.first_block = attempt.lease.num_shared_blocks
         self._move(attempt, DecodeState.RECEIVING)
-        self._post(attempt, Grant(attempt.head, attempt.first_block))
+        self._post(attempt, Grant(attempt.header, attempt.first_block))
 
     def _start_if_whole(self, attempt: DecodeAttempt) -> None:
         """Publish and start if COMMIT and every part have come."""
@@ -185,12 +185,12 @@ class LiveDecodes:
         self._move(attempt, DecodeState.STARTED)
         self._say_end(attempt)
         own = attempt.first_block * self._manager.block_size
-        self._actions.append(Start(attempt.head.key, attempt.request, commit, own))
+        self._actions.append(Start(attempt.header.key, attempt.request, commit, own))
 
     def _give_up(self, attempt: DecodeAttempt, reason: str) -> None:
         """End an attempt; its blocks wait for the pulls into them."""
         if attempt.state is DecodeState.STARTED:
-            self._actions.append(Stop(attempt.head.key, reason))
+            self._actions.append(Stop(attempt.header.key, reason))
         if attempt.state not in _RECEIVES:
             return
         attempt.reason = reason
@@ -198,7 +198,7 @@ class LiveDecodes:
             self._actions.append(CancelPull(attempt.ticket(part)))
         if attempt.pulls:
             self._move(attempt, DecodeState.QUARANTINED)
-            self._post(attempt, Abort(attempt.head, reason, fenced=False))
+            self._post(attempt, Abort(attempt.header, reason, fenced=False))
         else:
             self._end(attempt)
 
@@ -211,9 +211,9 @@ class LiveDecodes:
     def _say_end(self, attempt: DecodeAttempt) -> None:
         """Tell P that nothing of its blocks is read any more, and whether it was of use."""
         if attempt.reason:
-            self._post(attempt, Abort(attempt.head, attempt.reason, fenced=True))
+            self._post(attempt, Abort(attempt.header, attempt.reason, fenced=True))
         else:
-            self._post(attempt, Ack(attempt.head))
+            self._post(attempt, Ack(attempt.header))
 
     def _post(self, attempt: DecodeAttempt, message: Message) -> None:
         self._say(attempt.peer, message)

@@ -15,7 +15,7 @@ from .actions import (
 from .attempts import PrefillAttempt
 from .messages import (
     Abort,
-    Key,
+    AttemptKey,
     Message,
     Renew,
 )
@@ -43,7 +43,7 @@ class LivePrefills:
         self._timing = timing
         self._num_groups = num_groups
         self._now = 0.0
-        self._attempts: dict[Key, PrefillAttempt] = {}
+        self._attempts: dict[AttemptKey, PrefillAttempt] = {}
         self._actions: list[PrefillAction] = []
 
     @property
@@ -56,12 +56,12 @@ class LivePrefills:
         actions, self._actions = self._actions, []
         return actions
 
-    def abort(self, key: Key, reason: str) -> None:
+    def abort(self, key: AttemptKey, reason: str) -> None:
         """Give an attempt up; nothing happens if it has ended, and `Failed` follows if not."""
         attempt = self._attempts.get(key)
         if attempt is not None and attempt.state is not PrefillState.WITHDRAWN:
             if attempt.state is not PrefillState.PREPARING:
-                self._post(attempt, Abort(attempt.head, reason, fenced=False))
+                self._post(attempt, Abort(attempt.header, reason, fenced=False))
             self._give_up(attempt, reason)
 
     def abort_all(self, reason: str) -> None:
@@ -69,17 +69,17 @@ class LivePrefills:
         for key in list(self._attempts):
             self.abort(key, reason)
 
-    def keys_of(self, request_id: str) -> list[Key]:
+    def keys_of(self, request_id: str) -> list[AttemptKey]:
         """Return the open attempts of a request, oldest first."""
         return [key for key in self._attempts if key.request_id == request_id]
 
-    def may_compute(self, key: Key) -> bool:
+    def may_compute(self, key: AttemptKey) -> bool:
         """Tell whether an open attempt is to be computed: `Compute` has said so."""
         return self._attempts[key].state in COMPUTES
 
     # What the transport and the clock say
 
-    def fenced(self, key: Key) -> None:
+    def fenced(self, key: AttemptKey) -> None:
         """Say that nobody can read any more what was offered for a withdrawn attempt."""
         attempt = self._attempts.get(key)
         if attempt is not None and attempt.state is PrefillState.WITHDRAWN:
@@ -101,12 +101,12 @@ class LivePrefills:
                 if attempt.state is PrefillState.ASKING:
                     self._post(attempt, attempt.ask)
                 else:
-                    self._post(attempt, attempt.commit or Renew(attempt.head))
+                    self._post(attempt, attempt.commit or Renew(attempt.header))
 
     def _abort_late(self, attempt: PrefillAttempt) -> None:
         reason = f"no answer from the decode node while {attempt.state.value}"
         is_busy = attempt.state is PrefillState.ASKING and attempt.refusal != ""
-        self._post(attempt, Abort(attempt.head, reason, fenced=False))
+        self._post(attempt, Abort(attempt.header, reason, fenced=False))
         self._give_up(attempt, attempt.refusal if is_busy else reason, is_busy=is_busy)
 
     # Shared steps
@@ -148,18 +148,18 @@ class LivePrefills:
         """End an attempt without D; its blocks wait for the fence if any were offered."""
         if attempt.state is PrefillState.WITHDRAWN:
             return
-        self._actions.append(Failed(attempt.head.key, reason, is_final, is_busy))
+        self._actions.append(Failed(attempt.header.key, reason, is_final, is_busy))
         if attempt.sends:
             self._move(attempt, PrefillState.WITHDRAWN)
-            self._actions.append(Withdraw(attempt.head.key))
+            self._actions.append(Withdraw(attempt.header.key))
         else:
             self._end(attempt)
 
     def _end(self, attempt: PrefillAttempt) -> None:
         if attempt.sends and attempt.state is not PrefillState.WITHDRAWN:  # then it was ACK
-            self._actions.append(Withdraw(attempt.head.key, was_read=True))
+            self._actions.append(Withdraw(attempt.header.key, was_read=True))
         self._move(attempt, PrefillState.GONE)
-        del self._attempts[attempt.head.key]
+        del self._attempts[attempt.header.key]
         if attempt.num_computed and attempt.lease.loading is None:
             self._manager.publish(attempt.lease, attempt.tokens[: attempt.num_computed])
         self._manager.release(attempt.lease)

@@ -41,11 +41,11 @@ BUSY: Final[frozenset[RefusalReason]] = frozenset(
 """Not now: the same may be granted later, or elsewhere."""
 
 
-class Key(NamedTuple):
+class AttemptKey(NamedTuple):
     """Names an attempt, on all nodes.
 
     Attributes:
-        request_id: as the desk calls the request.
+        request_id: as the gateway calls the request.
         attempt: of the request, counted from 1.
     """
 
@@ -68,7 +68,7 @@ class Ticket(NamedTuple):
         part: counted from 0.
     """
 
-    key: Key
+    key: AttemptKey
     epoch: int
     peer_epoch: int
     grant: int
@@ -85,7 +85,7 @@ class Hits:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class Header:
     """What every message carries.
 
     Attributes:
@@ -96,7 +96,7 @@ class Head:
         version: of the protocol.
     """
 
-    key: Key
+    key: AttemptKey
     epoch: int
     peer_epoch: int | None = None
     grant: int = 0
@@ -107,7 +107,7 @@ class Head:
 class Message:
     """Any message."""
 
-    head: Head
+    header: Header
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,10 @@ from .messages import (
     PROTOCOL_VERSION,
     Abort,
     Ack,
+    AttemptKey,
     Grant,
-    Head,
+    Header,
     Hits,
-    Key,
     Message,
     NodeId,
     Refuse,
@@ -82,7 +82,7 @@ class PrefillSide(LivePrefills):
 
     # What the scheduler of P says
 
-    def begin(self, key: Key, peer: NodeId, request: Request) -> Lease:
+    def begin(self, key: AttemptKey, peer: NodeId, request: Request) -> Lease:
         """Reserve blocks for a prompt; in the early order, ask D for as many.
 
         An older attempt of the same request is given up then. Compute when `Compute` says so, and
@@ -102,10 +102,10 @@ class PrefillSide(LivePrefills):
         lease = self._manager.admit(self._manager.match(request.prompt, request.namespace))
         for older in [each for each in self._attempts if each.request_id == key.request_id]:
             self.abort(older, "a newer attempt has begun")
-        head, now = Head(key, self.epoch), self._now
-        ask = make_ask(head, request, self._manager.block_size, self._num_groups)
+        header, now = Header(key, self.epoch), self._now
+        ask = make_ask(header, request, self._manager.block_size, self._num_groups)
         attempt = self._attempts[key] = PrefillAttempt(
-            head, peer, ask, request, lease, now, now, now
+            header, peer, ask, request, lease, now, now, now
         )
         if self.order == "early":
             self._move(attempt, PrefillState.ASKING)
@@ -115,7 +115,7 @@ class PrefillSide(LivePrefills):
             self._actions.append(Compute(key))
         return lease
 
-    def computed(self, key: Key, num_tokens: int, group: int = 0) -> None:
+    def computed(self, key: AttemptKey, num_tokens: int, group: int = 0) -> None:
         """Say that the KV of all tokens before num_tokens is written, in one group of layers.
 
         Chunk by chunk, and in each chunk the groups in order. What has ended meanwhile is ignored.
@@ -142,7 +142,7 @@ class PrefillSide(LivePrefills):
         if attempt.state is PrefillState.COMPUTING:
             self._offer(attempt, group, num_tokens)
 
-    def sampled(self, key: Key, token: int, hits: Hits) -> None:
+    def sampled(self, key: AttemptKey, token: int, hits: Hits) -> None:
         """Say which token follows the prompt. What has ended meanwhile is ignored.
 
         Raises:
@@ -169,20 +169,20 @@ class PrefillSide(LivePrefills):
 
     def receive(self, peer: NodeId, message: Message) -> None:
         """Take in a message of a decode node; one that is stale changes nothing."""
-        head = message.head
-        if head.version != PROTOCOL_VERSION and not isinstance(message, Refuse):
+        header = message.header
+        if header.version != PROTOCOL_VERSION and not isinstance(message, Refuse):
             return
-        attempt = self._attempts.get(head.key)
-        if attempt is None or attempt.peer != peer or head.peer_epoch != self.epoch:
+        attempt = self._attempts.get(header.key)
+        if attempt is None or attempt.peer != peer or header.peer_epoch != self.epoch:
             self._decline(peer, message, "nobody asks")
             return
-        known = attempt.head
-        if known.peer_epoch is not None and head.epoch != known.peer_epoch:
-            if head.epoch > known.peer_epoch:
+        known = attempt.header
+        if known.peer_epoch is not None and header.epoch != known.peer_epoch:
+            if header.epoch > known.peer_epoch:
                 self._decline(peer, message, "the decode node restarted")
                 self._give_up(attempt, "the decode node restarted")
             return
-        if known.grant and head.grant != known.grant:
+        if known.grant and header.grant != known.grant:
             self._decline(peer, message, "granted twice")
             return
         attempt.heard_at = self._now
@@ -190,9 +190,9 @@ class PrefillSide(LivePrefills):
 
     def _decline(self, peer: NodeId, message: Message, reason: str) -> None:
         """Tell D that a grant of it is of no use."""
-        head = message.head
-        if isinstance(message, Grant | Renew) and head.grant:
-            back = Head(head.key, self.epoch, head.epoch, head.grant)
+        header = message.header
+        if isinstance(message, Grant | Renew) and header.grant:
+            back = Header(header.key, self.epoch, header.epoch, header.grant)
             self._actions.append(Post(peer, Abort(back, reason, fenced=False)))
 
     def _answer(self, attempt: PrefillAttempt, message: Message) -> None:
@@ -217,17 +217,17 @@ class PrefillSide(LivePrefills):
                         self._post(attempt, attempt.sends[part])
 
     def _granted(self, attempt: PrefillAttempt, grant: Grant) -> None:
-        head = grant.head
-        attempt.head = replace(attempt.head, peer_epoch=head.epoch, grant=head.grant)
+        header = grant.header
+        attempt.header = replace(attempt.header, peer_epoch=header.epoch, grant=header.grant)
         if not 0 <= grant.first_block <= attempt.lease.num_blocks:
             prompt = f"a prompt of {attempt.lease.num_blocks}"
-            self.abort(head.key, f"granted from block {grant.first_block} on, of {prompt}")
+            self.abort(header.key, f"granted from block {grant.first_block} on, of {prompt}")
             return
         attempt.next_block = [grant.first_block] * self._num_groups
         computed = len(attempt.tokens)
         if attempt.sampled is None:
             self._move(attempt, PrefillState.COMPUTING)
-            self._actions.append(Compute(head.key))
+            self._actions.append(Compute(header.key))
             hit = attempt.lease.num_shared_blocks * self._manager.block_size
             computed = hit if attempt.lease.loading is None else 0
         for group in range(self._num_groups):

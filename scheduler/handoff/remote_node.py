@@ -1,4 +1,4 @@
-"""A node in another process as its desk knows it."""
+"""A node in another process as its gateway knows it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def refusal_of(
     served = sum(node.status.num_blocks for node in nodes.values() if not node.refusal)
     if served + status.num_blocks > _MAX_BLOCKS:
         return (
-            f"it has {status.num_blocks} blocks, the others have {served}, and the desk "
+            f"it has {status.num_blocks} blocks, others have {served}, and the gateway "
             f"follows {_MAX_BLOCKS} in all"
         )
     for peer, node in nodes.items():

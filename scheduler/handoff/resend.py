@@ -1,4 +1,4 @@
-"""What the front desk and a node say of attempts: again and again, until it was heard."""
+"""What the gateway and a node say of attempts: again and again, until it was heard."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import NamedTuple
 
-from .gateway_messages import Heard, OfAttempt
-from .messages import Key, NodeId
+from .gateway_messages import AttemptMessage, DeliveryAck
+from .messages import AttemptKey, NodeId
 
 
 class Said(NamedTuple):
     """A message, and whom it is for."""
 
     peer: NodeId
-    message: OfAttempt
+    message: AttemptMessage
 
 
 class Due(NamedTuple):
@@ -31,12 +31,12 @@ class Due(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    message: OfAttempt
+    message: AttemptMessage
     first_said_at: float
     said_at: float
 
 
-class Outbox:
+class ResendQueue:
     """Messages without an acknowledgement, at most one of an attempt for each peer.
 
     A connection may lose any of them, and any acknowledgement. Who hears one acknowledges every
@@ -53,21 +53,21 @@ class Outbox:
         """
         self._retry_s = retry_s
         self._patience_s = patience_s
-        self._waiting: dict[tuple[NodeId, Key], _Waiting] = {}  # said longest ago first
+        self._waiting: dict[tuple[NodeId, AttemptKey], _Waiting] = {}  # said longest ago first
 
     def __len__(self) -> int:
         """Count the messages that wait."""
         return len(self._waiting)
 
-    def add(self, peer: NodeId, message: OfAttempt, now: float) -> None:
+    def add(self, peer: NodeId, message: AttemptMessage, now: float) -> None:
         """Take in what is said now; it replaces what was said of the attempt before."""
         self._waiting.pop((peer, message.key), None)
         self._waiting[peer, message.key] = _Waiting(message, now, now)
 
-    def heard(self, peer: NodeId, heard: Heard) -> None:
+    def heard(self, peer: NodeId, heard: DeliveryAck) -> None:
         """Say no more what a peer has heard; an acknowledgement of something earlier is none."""
         waiting = self._waiting.get((peer, heard.key))
-        if waiting is not None and Heard.of(waiting.message) == heard:
+        if waiting is not None and DeliveryAck.of(waiting.message) == heard:
             del self._waiting[peer, heard.key]
 
     def forget_peer(self, peer: NodeId) -> None:
@@ -75,7 +75,7 @@ class Outbox:
         for place in [place for place in self._waiting if place[0] == peer]:
             del self._waiting[place]
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: AttemptKey) -> None:
         """Say no more of an attempt that is over."""
         for place in [place for place in self._waiting if place[1] == key]:
             del self._waiting[place]

@@ -6,21 +6,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..errors import RequestError
-from .messages import Key
+from .messages import AttemptKey
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
     """Have P begin an attempt."""
 
-    key: Key
+    key: AttemptKey
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
     """Have both nodes give up an attempt, where they know it."""
 
-    key: Key
+    key: AttemptKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class _Request:
         return self.begins_at is None and attempt == self.attempt
 
 
-class FrontDesk:
+class RequestRetrier:
     """One final answer per request, whatever fails.
 
     A request has one attempt at a time. What an older one reports is ignored, and its node told to
@@ -58,7 +58,7 @@ class FrontDesk:
     """
 
     def __init__(self, *, max_attempts: int, backoff_s: float, request_s: float) -> None:
-        """Make a desk.
+        """Make a gateway.
 
         Args:
             max_attempts: of a request, without those for which D had no room.
@@ -97,7 +97,7 @@ class FrontDesk:
         if request_id in self._requests:
             self._answer(request_id, None, reason)
 
-    def started(self, key: Key) -> None:
+    def started(self, key: AttemptKey) -> None:
         """D decodes an attempt."""
         request = self._requests.get(key.request_id)
         if request is not None and request.is_trying(key.attempt):
@@ -105,14 +105,14 @@ class FrontDesk:
         else:
             self._actions.append(Cancel(key))
 
-    def finished(self, key: Key, tokens: tuple[int, ...]) -> None:
+    def finished(self, key: AttemptKey, tokens: tuple[int, ...]) -> None:
         """D has generated all of an attempt's tokens."""
         request = self._requests.get(key.request_id)
         if request is not None and request.is_trying(key.attempt):
             self._answer(key.request_id, tokens, "")
 
     def prefill_failed(
-        self, key: Key, reason: str, *, is_final: bool = False, is_busy: bool = False
+        self, key: AttemptKey, reason: str, *, is_final: bool = False, is_busy: bool = False
     ) -> None:
         """P has given an attempt up; D may have started it all the same. See `Failed`."""
         request = self._requests.get(key.request_id)
@@ -120,18 +120,18 @@ class FrontDesk:
             request.num_failed -= is_busy
             self._retry(key.request_id, request, reason, is_final)
 
-    def decode_failed(self, key: Key, reason: str) -> None:
+    def decode_failed(self, key: AttemptKey, reason: str) -> None:
         """D has stopped an attempt that it had started."""
         request = self._requests.get(key.request_id)
         if request is not None and request.is_trying(key.attempt):
             self._retry(key.request_id, request, reason)
 
-    def prefill_lost(self, keys: Iterable[Key]) -> None:
+    def prefill_lost(self, keys: Iterable[AttemptKey]) -> None:
         """A prefill node that had these attempts is gone, and with it what has not started."""
         for key in keys:
             self.prefill_failed(key, "the prefill node was lost")
 
-    def decode_lost(self, keys: Iterable[Key]) -> None:
+    def decode_lost(self, keys: Iterable[AttemptKey]) -> None:
         """A decode node that had these is gone; what it has started, it may not have said."""
         for key in keys:
             self.decode_failed(key, "the decode node was lost")
@@ -147,7 +147,7 @@ class FrontDesk:
                 request.attempt += 1
                 request.is_started = False
                 request.reason = f"attempt {request.attempt} has not ended"
-                self._actions.append(Begin(Key(request_id, request.attempt)))
+                self._actions.append(Begin(AttemptKey(request_id, request.attempt)))
 
     def _retry(
         self, request_id: str, request: _Request, reason: str, is_final: bool = False
@@ -157,11 +157,11 @@ class FrontDesk:
         if is_final or request.num_failed >= self._max_attempts:
             self._answer(request_id, None, reason)
             return
-        self._actions.append(Cancel(Key(request_id, request.attempt)))
+        self._actions.append(Cancel(AttemptKey(request_id, request.attempt)))
         request.begins_at = self._now + self._backoff_s
 
     def _answer(self, request_id: str, tokens: tuple[int, ...] | None, reason: str) -> None:
         request = self._requests.pop(request_id)
         if request.attempt and tokens is None:
-            self._actions.append(Cancel(Key(request_id, request.attempt)))
+            self._actions.append(Cancel(AttemptKey(request_id, request.attempt)))
         self._actions.append(Answer(request_id, tokens, reason))

@@ -26,7 +26,7 @@ from ...kvcache import (
     as_tokens,
 )
 from ..errors import RequestError, RoutingError
-from . import Key, NodeId
+from . import AttemptKey, NodeId
 
 
 class Route(NamedTuple):
@@ -49,17 +49,17 @@ class _Node:
     """
 
     shadow: CacheManager
-    lacks: dict[Key, int] = field(default_factory=dict)
+    lacks: dict[AttemptKey, int] = field(default_factory=dict)
     load: int = 0
     sent: int = 0
 
-    def begin(self, key: Key, tokens: Tokens, namespace: bytes, num_lacking: int) -> None:
+    def begin(self, key: AttemptKey, tokens: Tokens, namespace: bytes, num_lacking: int) -> None:
         self.lacks[key] = num_lacking
         self.load += num_lacking
         self.sent += num_lacking
         self.learn(tokens, namespace)
 
-    def end(self, key: Key) -> None:
+    def end(self, key: AttemptKey) -> None:
         self.load -= self.lacks.pop(key, 0)
 
     def learn(self, tokens: Tokens, namespace: bytes) -> None:
@@ -75,15 +75,15 @@ class Router:
     the same size and the same eviction order. A wrong guess costs time, never a wrong result.
 
     Example:
-        >>> from radixkv.scheduler.handoff import Key
+        >>> from radixkv.scheduler.handoff import AttemptKey
         >>> from radixkv.scheduler.handoff.router import Router
         >>> router = Router(2, prefill={"p0": 100, "p1": 100}, decode={"d0": 100})
-        >>> router.route(Key("a", 1), [1, 2, 3, 4, 5, 6])
+        >>> router.route(AttemptKey("a", 1), [1, 2, 3, 4, 5, 6])
         Route(prefill='p0', decode='d0')
-        >>> router.computed(Key("a", 1))
-        >>> router.route(Key("b", 1), [1, 2, 3, 4, 5, 6, 7])    # p0 has it, and is idle
+        >>> router.computed(AttemptKey("a", 1))
+        >>> router.route(AttemptKey("b", 1), [1, 2, 3, 4, 5, 6, 7])    # p0 has it, and is idle
         Route(prefill='p0', decode='d0')
-        >>> router.route(Key("c", 1), [7, 8])                   # p0 has something to do
+        >>> router.route(AttemptKey("c", 1), [7, 8])                   # p0 has something to do
         Route(prefill='p1', decode='d0')
     """
 
@@ -136,7 +136,7 @@ class Router:
             raise RoutingError(f"there is no node {node_id!r}")
 
     def route(
-        self, key: Key, prompt: Tokens, namespace: bytes = b"", avoid: Iterable[str] = ()
+        self, key: AttemptKey, prompt: Tokens, namespace: bytes = b"", avoid: Iterable[str] = ()
     ) -> Route:
         """Choose the nodes of an attempt; it counts as their load from now on.
 
@@ -189,12 +189,12 @@ class Router:
         )
         return best, lacking[best]
 
-    def computed(self, key: Key) -> None:
+    def computed(self, key: AttemptKey) -> None:
         """P has nothing more to compute for an attempt, or has given it up."""
         for node in self._prefill.values():
             node.end(key)
 
-    def finished(self, key: Key, tokens: Tokens = (), namespace: bytes = b"") -> None:
+    def finished(self, key: AttemptKey, tokens: Tokens = (), namespace: bytes = b"") -> None:
         """An attempt has ended on both nodes.
 
         Args:

@@ -60,8 +60,8 @@ def settle(simulation: Simulation) -> None:
     """
     finish(simulation)
     check(simulation)
-    if any(simulation.desk.loads.values()):
-        raise SimulationError(IDLE_NODES, f"loads are {simulation.desk.loads}")
+    if any(simulation.gateway.loads.values()):
+        raise SimulationError(IDLE_NODES, f"loads are {simulation.gateway.loads}")
     for node in simulation.nodes.values():
         assert node is not None, "a node was not restarted"
         _check_drained(simulation, node)
@@ -103,14 +103,14 @@ def is_done(simulation: Simulation) -> bool:
 def _state(simulation: Simulation) -> dict[str, int]:
     up = nodes(simulation)
     return {
-        "requests without answer": simulation.desk.num_open,
+        "requests without answer": simulation.gateway.num_open,
         "nodes that are down": len(simulation.names) - len(up),
         "attempts": sum(node.scheduler.num_open for node in up),
         "work": sum(node.scheduler.has_work for node in up),
         "copies": sum(len(node.copies.flying) for node in up),
-        "messages": sum(not letter.is_alive for letter in simulation.network),
-        "messages without answer": simulation.desk.num_unheard
-        + sum(node.link.num_unheard for node in up),
+        "messages": sum(not envelope.is_alive for envelope in simulation.network),
+        "messages without answer": simulation.gateway.num_unacked
+        + sum(node.reporter.num_unacked for node in up),
         "pulls": len(simulation.pulls),
         "resets": len(simulation.draining),
     }

@@ -43,7 +43,7 @@ SENT_ONCE: Final = Invariant(
 )
 BEGUN_ONCE: Final = Invariant(
     "H11 begun-once",
-    "an attempt begins at most once, however often the desk asks for it, and however late",
+    "an attempt begins at most once, however often the gateway asks for it, and however late",
 )
 HEARD: Final = Invariant("H12 heard", "who is told that a message was heard does not say it again")
 ALL_ATTEMPTS: Final = Invariant(
@@ -51,10 +51,10 @@ ALL_ATTEMPTS: Final = Invariant(
     "no request fails before all of its attempts have, but for what no attempt can mend",
 )
 OLD_LIVES: Final = Invariant(
-    "H14 old-lives", "what an earlier life of a node has said changes nothing at the desk"
+    "H14 old-lives", "what an earlier life of a node has said changes nothing at the gateway"
 )
 IDLE_NODES: Final = Invariant(
-    "H15 idle-nodes", "when everything has ended, the desk takes no node for busy"
+    "H15 idle-nodes", "when everything has ended, the gateway takes no node for busy"
 )
 
 INVARIANTS: Final = (

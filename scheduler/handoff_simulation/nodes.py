@@ -14,15 +14,15 @@ from ...kvcache import (
 from ..decode import DecodeScheduler
 from ..errors import HandoffsOpenError, StepOrderError
 from ..handoff.actions import Offer, Timing
-from ..handoff.gateway_link import DeskLink
 from ..handoff.gateway_messages import NodeStatus, Role
 from ..handoff.messages import (
     Abort,
+    AttemptKey,
     Commit,
     Grant,
-    Key,
     Ticket,
 )
+from ..handoff.node_reporter import NodeReporter
 from ..handoff.prefill_side import Order
 from ..prefill import PrefillScheduler
 from ..request import Request
@@ -52,8 +52,8 @@ class SimulationConfig:
         order: see `PrefillSide`.
         reserve_tokens: of the decode nodes; see `DecodeScheduler`.
         num_prefill, num_decode: how many nodes there are.
-        max_attempts, request_s: of each request; see `FrontDesk`. If request_s is long, a request
-            that nobody cares for any more does not end.
+        max_attempts, request_s: of each request; see `RequestRetrier`. With a long request_s, an
+            abandoned request does not end.
         timing: in ticks of the simulated clock.
     """
 
@@ -89,13 +89,13 @@ def sampled(plan: StepPlan) -> list[int]:
 
 
 class _Life:
-    """What nodes of both roles have: a manager, what is in its blocks, a link to the desk."""
+    """What nodes of both roles have: a manager, what is in its blocks, a link to the gateway."""
 
     role: ClassVar[Role]
 
     def __init__(self, config: SimulationConfig, num_blocks: int, epoch: int) -> None:
         self.epoch = epoch
-        self.link = DeskLink(epoch, config.timing)
+        self.reporter = NodeReporter(epoch, config.timing)
         self.status = NodeStatus(
             self.role, "", "simulated", config.block_size, num_blocks, "simulated"
         )
@@ -128,7 +128,7 @@ class PrefillNode(_Life):
         self.scheduler.tick(now)
         self.plan: StepPlan | None = None
         self.offers: dict[Ticket, tuple[list[tuple[int, int]], list[bytes]]] = {}
-        self.withdrawn: list[Key] = []
+        self.withdrawn: list[AttemptKey] = []
         self._num_written = 0
         self._computed: Counter[Request] = Counter()
         self._counted: dict[str, int] = {}
@@ -158,7 +158,7 @@ class PrefillNode(_Life):
         Raises:
             SimulationError: if that is not the prompt.
         """
-        hits, computed = commit.hits, self._counted[commit.head.key.request_id]
+        hits, computed = commit.hits, self._counted[commit.header.key.request_id]
         if hits.device + hits.host + hits.storage + computed != commit.position:
             what = f"{hits} and {computed} computed of {commit.position}"
             raise SimulationError(COUNTED_ONCE, what)
@@ -183,7 +183,7 @@ class PrefillNode(_Life):
             raise SimulationError(OFFERS_STAY, f"{ticket} serves other KV")
         return tags
 
-    def fence(self, key: Key) -> None:
+    def fence(self, key: AttemptKey) -> None:
         """Stop serving an attempt's offers, and say so."""
         self.withdrawn.remove(key)
         for ticket in [ticket for ticket in self.offers if ticket.key == key]:
@@ -217,7 +217,7 @@ class DecodeNode(_Life):
         self.plan: StepPlan | None = None
         self.preemptions = 0
         self._may_preempt = config.reserve_tokens is not None
-        self._on_the_way: dict[Key, tuple[Grant, Int32Array]] = {}
+        self._on_the_way: dict[AttemptKey, tuple[Grant, Int32Array]] = {}
 
     def granted(self, grant: Grant, prompt: Int32Array) -> None:
         """Take in that the rest of a prompt is on its way.
@@ -226,24 +226,24 @@ class DecodeNode(_Life):
             SimulationError: if a block of the same prefix is, for another.
         """
         for other, tokens in self._on_the_way.values():
-            if other.head.key == grant.head.key:
+            if other.header.key == grant.header.key:
                 continue
             first, size = max(grant.first_block, other.first_block), self.manager.block_size
             half = -(-max(len(prompt), len(tokens)) // (2 * size))
             stop = size * max(first + 1, half)
             if min(len(prompt), len(tokens)) >= stop and (prompt[:stop] == tokens[:stop]).all():
                 raise SimulationError(SENT_ONCE, f"block {first} for {other} and {grant}")
-        self._on_the_way[grant.head.key] = grant, prompt
+        self._on_the_way[grant.header.key] = grant, prompt
 
-    def started(self, key: Key) -> None:
+    def started(self, key: AttemptKey) -> None:
         """Take in that a prompt has arrived."""
         self._on_the_way.pop(key, None)
 
     def gave_up(self, abort: Abort) -> None:
         """Take in that a prompt is not waited for any more, if it is about that grant."""
-        other, _ = self._on_the_way.get(abort.head.key, (None, None))
-        if other is not None and other.head.grant == abort.head.grant:
-            del self._on_the_way[abort.head.key]
+        other, _ = self._on_the_way.get(abort.header.key, (None, None))
+        if other is not None and other.header.grant == abort.header.grant:
+            del self._on_the_way[abort.header.key]
 
     def step(self) -> None:
         """Plan a step, or compute it.

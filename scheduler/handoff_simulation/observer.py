@@ -1,18 +1,18 @@
-"""What an onlooker knows of the desk and its nodes, and what must hold between them."""
+"""What an onlooker knows of the gateway and its nodes, and what must hold between them."""
 
 from __future__ import annotations
 
 from typing import TypeAlias
 
 from ..handoff.gateway_messages import (
-    ClientMessage,
-    Heard,
-    OfAttempt,
+    AttemptMessage,
+    DeliveryAck,
+    GatewayMessage,
     PrefillFailed,
     RunPrefill,
 )
 from ..handoff.messages import (
-    Key,
+    AttemptKey,
     Message,
     NodeId,
 )
@@ -25,28 +25,28 @@ from .invariants import (
 from .nodes import SimulationConfig
 
 Life: TypeAlias = tuple[NodeId, int]
-"""A node, or the desk, and its epoch."""
+"""A node, or the gateway, and its epoch."""
 
 
-def client_id(key: Key) -> str:
-    """Return what the client calls the request of an attempt: the desk adds to it."""
+def client_id(key: AttemptKey) -> str:
+    """Return what the client calls the request of an attempt: the gateway adds to it."""
     return key.request_id.partition(" ")[0]
 
 
 class Watch:
-    """Everything that the desk and its nodes have said to each other, and what was heard of it."""
+    """All messages between the gateway and its nodes, and their acknowledgements."""
 
     def __init__(self, config: SimulationConfig) -> None:
         self._config = config
-        self._begun: dict[Key, Life] = {}
-        self._said: set[tuple[Life, Heard]] = set()
-        self._heard: set[tuple[Life, Heard]] = set()
-        self._attempts: dict[str, set[Key]] = {}
+        self._begun: dict[AttemptKey, Life] = {}
+        self._said: set[tuple[Life, DeliveryAck]] = set()
+        self._heard: set[tuple[Life, DeliveryAck]] = set()
+        self._attempts: dict[str, set[AttemptKey]] = {}
         self._deadlines: dict[str, int] = {}
         self._hopeless: set[str] = set()
 
     def asks(self, request_id: str, num_tokens: int, now: int) -> None:
-        """Take in that a client asks a desk, which knows nothing of the request."""
+        """Take in that a client asks a gateway, which knows nothing of the request."""
         config = self._config
         self._attempts[request_id] = set()
         self._deadlines[request_id] = now + config.request_s
@@ -54,7 +54,7 @@ class Watch:
         if num_tokens > config.block_size * min(config.prefill_blocks, config.decode_blocks):
             self._hopeless.add(request_id)
 
-    def begins(self, life: Life, key: Key) -> None:
+    def begins(self, life: Life, key: AttemptKey) -> None:
         """Take in that a prefill node begins an attempt.
 
         Raises:
@@ -64,8 +64,8 @@ class Watch:
             raise SimulationError(BEGUN_ONCE, f"{life} begins {key}, as {self._begun[key]} did")
         self._begun[key] = life
 
-    def says(self, life: Life, message: Message | ClientMessage) -> None:
-        """Take in what is said to or by the desk.
+    def says(self, life: Life, message: Message | GatewayMessage) -> None:
+        """Take in what is said to or by the gateway.
 
         Raises:
             SimulationError: if who says so knows that it was heard.
@@ -75,13 +75,13 @@ class Watch:
                 self._attempts[client_id(key)].add(key)
             case PrefillFailed(key, is_final=True):
                 self._hopeless.add(client_id(key))
-        if isinstance(message, OfAttempt):
-            said = life, Heard.of(message)
+        if isinstance(message, AttemptMessage):
+            said = life, DeliveryAck.of(message)
             if said in self._heard:
                 raise SimulationError(HEARD, f"{life} says again {message}")
             self._said.add(said)
 
-    def hears(self, life: Life, heard: Heard) -> None:
+    def hears(self, life: Life, heard: DeliveryAck) -> None:
         """Take in that somebody is told that a message was heard; if it is its own, it counts."""
         if (life, heard) in self._said:
             self._heard.add((life, heard))

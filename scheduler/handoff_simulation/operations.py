@@ -7,7 +7,7 @@ is nothing: so every list of operations is a program, and one that fails may be 
 ==========================================  ====================================================
 ``submit prompt max_new_tokens seed``       a client's request
 ``cancel i``                                a client gives an unanswered request up
-``deliver i``, ``duplicate i``, ``drop i``  a message that is on its way, of nodes or of the desk
+``deliver i``, ``duplicate i``, ``drop i``  a message that is on its way, of nodes or of the gateway
 ``cut i``                                   all that is on its way from and to node i is lost
 ``compute i``                               P plans a step, or computes a group of its layers
 ``decode i``                                D plans a step, or computes it
@@ -15,7 +15,7 @@ is nothing: so every list of operations is a program, and one that fails may be 
 ``pull_end i ok fenced``                    a pull ends; well only if its bytes have landed
 ``pull_fence i``, ``offer_fence i``         nothing more is written by it; nothing more is served
 ``crash i``, ``restart i``                  node i (P first) loses all it knows; comes back
-``new_desk``                                the desk loses all it knows; clients ask the next one
+``new_gateway``                             the gateway loses all it knows; clients ask the next one
 ``copy i ok``                               a copy from or to a host tier ends
 ``evict i n``                               node i needs n blocks for something else
 ``drain i``                                 node i gives hand-offs up, to forget its cache
@@ -112,8 +112,8 @@ class Simulation(World):
             self.nodes[name] = self._node(name)
             self.say_alive(name)
 
-    def _op_new_desk(self) -> None:
-        self.open_desk()
+    def _op_new_gateway(self) -> None:
+        self.open_gateway()
 
     def _op_evict(self, index: int, num_blocks: int) -> None:
         node = self.nodes[self._name(index)]
@@ -129,11 +129,11 @@ class Simulation(World):
 
     def _op_tick(self, ticks: int) -> None:
         self.now += ticks
-        self.desk.tick(self.now)
+        self.gateway.tick(self.now)
         for name, node in self.nodes.items():
             if node is not None:
                 node.scheduler.tick(self.now)
-                node.link.tick(self.now)
+                node.reporter.tick(self.now)
                 self.say_alive(name)
                 if name in self.draining and try_reset(node):
                     self.draining.remove(name)

@@ -31,7 +31,7 @@ WEIGHTS: Final = {
     "offer_fence": 2,
     "crash": 0.6,
     "restart": 8,
-    "new_desk": 0.05,
+    "new_gateway": 0.05,
     "copy": 8,
     "evict": 1,
     "drain": 0.1,
@@ -94,7 +94,7 @@ def random_op(random: Random, weights: list[float]) -> Op:
             return [word, index, random.random() < 0.9]
         case "cut" | "crash" | "restart" | "drain":
             return [word, random.randrange(4)]
-        case "new_desk":
+        case "new_gateway":
             return [word]
         case "evict":
             return [word, random.randrange(4), random.randint(1, 4)]

@@ -16,22 +16,22 @@ from ..handoff.actions import (
     Withdraw,
 )
 from ..handoff.gateway_messages import (
-    DESK,
-    GiveUp,
-    Heard,
+    GATEWAY,
+    CancelAttempt,
+    DeliveryAck,
     RunPrefill,
 )
 from ..handoff.messages import (
     Abort,
+    AttemptKey,
     Commit,
     Grant,
-    Key,
     Message,
     NodeId,
     Ticket,
 )
 from ..request import Request
-from .gateway_world import DeskWorld, Letter
+from .gateway_world import Envelope, GatewayWorld
 from .invariants import ONE_START, SimulationError
 from .nodes import (
     DecodeNode,
@@ -62,7 +62,7 @@ class Transfer:
     on_the_way: list[bytes] | None = None
 
 
-class World(DeskWorld):
+class World(GatewayWorld):
     """Prefill and decode nodes, what is between them, and who uses them.
 
     Attributes:
@@ -82,7 +82,7 @@ class World(DeskWorld):
         self.nodes: dict[NodeId, Node | None] = {name: self._node(name) for name in self.names}
         self.pulls: list[Transfer] = []
         self.draining: set[NodeId] = set()
-        self._started: set[Key] = set()
+        self._started: set[AttemptKey] = set()
         for name in self.names:
             self.say_alive(name)
         while self.network:
@@ -108,7 +108,7 @@ class World(DeskWorld):
     # What follows
 
     def _act(self) -> None:
-        """Carry out what desk and nodes want done, until they want nothing."""
+        """Carry out what gateway and nodes want done, until they want nothing."""
         more = True
         while more:
             more = False
@@ -122,32 +122,32 @@ class World(DeskWorld):
                         self._act_prefill(name, node, action)
                     else:
                         self._act_decode(name, node, action)
-                for message in node.link.take_messages():
-                    self._post(Letter(name, DESK, node.epoch, self.now, message))
-        self._act_desk()
+                for message in node.reporter.take_messages():
+                    self._post(Envelope(name, GATEWAY, node.epoch, self.now, message))
+        self._act_gateway()
 
     def _act_prefill(self, name: NodeId, node: PrefillNode, action: object) -> None:
         match action:
             case Post(peer, message):
                 if isinstance(message, Commit):
                     node.check_hits(message)
-                self.network.append(Letter(name, peer, node.epoch, self.now, message))
+                self.network.append(Envelope(name, peer, node.epoch, self.now, message))
             case Offer():
                 node.offer(action)
             case Withdraw(key):
                 node.withdrawn.append(key)
             case Failed():
                 self.counts["refusals"] += action.is_busy
-                node.link.report(action, self.now)
+                node.reporter.report(action, self.now)
 
     def _act_decode(self, name: NodeId, node: DecodeNode, action: object) -> None:
         match action:
             case Post(peer, message):
                 if isinstance(message, Grant):
-                    node.granted(message, self.job_of(message.head.key).prompt)
+                    node.granted(message, self.job_of(message.header.key).prompt)
                 elif isinstance(message, Abort):
                     node.gave_up(message)
-                self.network.append(Letter(name, peer, node.epoch, self.now, message))
+                self.network.append(Envelope(name, peer, node.epoch, self.now, message))
             case Pull():
                 self.counts["blocks sent"] += len(action.blocks)
                 self.pulls.append(Transfer(name, action))
@@ -155,9 +155,9 @@ class World(DeskWorld):
                 self._cancel_pull(ticket)
             case Started():
                 self._start(node, action)
-                node.link.report(action, self.now)
+                node.reporter.report(action, self.now)
             case Finished() | Stopped():
-                node.link.report(action, self.now)
+                node.reporter.report(action, self.now)
 
     def _cancel_pull(self, ticket: Ticket) -> None:
         for transfer in self.pulls:
@@ -181,45 +181,45 @@ class World(DeskWorld):
         """P is asked to begin an attempt."""
 
         def begin(request: Request, peer: NodeId, attempt: int) -> None:
-            self._watch.begins((name, node.epoch), Key(request.request_id, attempt))
+            self._watch.begins((name, node.epoch), AttemptKey(request.request_id, attempt))
             self.counts["attempts"] += 1
             node.scheduler.begin(request, peer, attempt)
 
-        node.link.begin(run, begin, self.now)
+        node.reporter.begin(run, begin, self.now)
 
-    def _deliver(self, letter: Letter) -> None:
-        node, message = self.nodes.get(letter.to), letter.message
-        timing, age = self.config.timing, self.now - letter.sent_at
+    def _deliver(self, envelope: Envelope) -> None:
+        node, message = self.nodes.get(envelope.to), envelope.message
+        timing, age = self.config.timing, self.now - envelope.sent_at
         if isinstance(message, RunPrefill) and age >= timing.remember_s - timing.silence_s:
             return  # no connection holds it until P has forgotten the copies that have come
-        if letter.to == DESK:
-            self._tell_desk(letter)
+        if envelope.to == GATEWAY:
+            self._tell_gateway(envelope)
         elif node is not None:
-            self._hear(node, letter)
+            self._hear(node, envelope)
         else:
             return
         self.counts[type(message).__name__] += 1
 
-    def _hear(self, node: Node, letter: Letter) -> None:
+    def _hear(self, node: Node, envelope: Envelope) -> None:
         """Let a node take in a message."""
-        match letter.message:
+        match envelope.message:
             case RunPrefill() as run if isinstance(node, PrefillNode):
-                self._begin(letter.to, node, run)
-            case Heard() as heard:
-                self._watch.hears((letter.to, node.epoch), heard)
-                node.link.heard(letter.source, heard)
-            case GiveUp(key, reason):
+                self._begin(envelope.to, node, run)
+            case DeliveryAck() as heard:
+                self._watch.hears((envelope.to, node.epoch), heard)
+                node.reporter.heard(envelope.source, heard)
+            case CancelAttempt(key, reason):
                 node.scheduler.give_up(key, reason)
             case Message() as message:
-                node.scheduler.receive(letter.source, message)
+                node.scheduler.receive(envelope.source, message)
 
     def say_alive(self, name: NodeId) -> None:
         """A node says that it is up; no more than once is that on its way."""
         node = self.nodes[name]
         assert node is not None, f"{name} has crashed"
         status = node.status
-        if all(letter.message is not status for letter in self.network):
-            self.network.append(Letter(name, DESK, node.epoch, self.now, status))
+        if all(envelope.message is not status for envelope in self.network):
+            self.network.append(Envelope(name, GATEWAY, node.epoch, self.now, status))
 
     def _source_tags(self, transfer: Transfer) -> list[bytes] | None:
         """What P has, or had when it crashed, for a pull; None if it does not serve it."""

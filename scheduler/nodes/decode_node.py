@@ -112,7 +112,7 @@ class DecodeEngine(NodeEngine[DecodeScheduler]):
         return self.scheduler.num_receiving
 
     def take_reports(self) -> list[DecodeReport]:
-        """Hand out what the front desk is to know since the last call, in order."""
+        """Hand out what the gateway is to know since the last call, in order."""
         reports, self._reports = self._reports, []
         return reports
 

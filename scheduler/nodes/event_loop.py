@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Final
 
 from ..handoff import NodeId, Timing
-from ..handoff.gateway_link import DeskLink
-from ..handoff.gateway_messages import DESK
+from ..handoff.gateway_messages import GATEWAY
 from ..handoff.messages import Message
+from ..handoff.node_reporter import NodeReporter
 from .channel import (
-    GiveUp,
-    Heard,
+    CancelAttempt,
+    DeliveryAck,
     NodeStatus,
     Packet,
     RunPrefill,
@@ -29,8 +29,8 @@ _IDLE_WAIT_S: Final = 0.05
 class NodeLoop:
     """Drives the engine of one node by what comes over its channel.
 
-    It tells the desk, and every node that it has to do with, where it is; a decode node learns so
-    of a prefill node before the first ASK, which comes over the same connection.
+    It sends its address to the gateway and to every node that it works with. A decode node learns
+    of a prefill node that way before the first ASK, which comes over the same connection.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class NodeLoop:
         engine: PrefillEngine | DecodeEngine,
         channel: ZmqChannel,
         *,
-        desk: str,
+        gateway: str,
         transport: str,
         timing: Timing,
         clock: Callable[[], float] = time.monotonic,
@@ -48,22 +48,22 @@ class NodeLoop:
         Args:
             engine: nobody else drives it.
             channel: of the same epoch.
-            desk: the address of the front desk.
+            gateway: the address of the gateway.
             transport: the name of the engine's.
-            timing: of the engine, and of its `DeskLink`. After retry_s it says that it is alive.
+            timing: of the engine and its `NodeReporter`. The loop sends its status every retry_s.
             clock: never goes back, in seconds.
 
         Raises:
             ChannelAddressError: for a malformed address.
-            CountError: for a timing that `DeskLink` cannot have.
+            CountError: for a timing that `NodeReporter` cannot have.
         """
         self._engine = engine
         self._channel = channel
         self._clock = clock
-        self._peers = {DESK}
+        self._peers = {GATEWAY}
         self._timing = timing
         self._says_at = clock()
-        self._link = DeskLink(channel.epoch, timing)
+        self._reporter = NodeReporter(channel.epoch, timing)
         self._status = NodeStatus(
             role="prefill" if isinstance(engine, PrefillEngine) else "decode",
             address=channel.address,
@@ -72,7 +72,7 @@ class NodeLoop:
             num_blocks=engine.manager.num_blocks,
             model=engine.model_name,
         )
-        channel.connect(DESK, desk)
+        channel.connect(GATEWAY, gateway)
 
     def run(self, is_stopped: Callable[[], bool]) -> None:
         """Serve until it is told to stop."""
@@ -93,7 +93,7 @@ class NodeLoop:
             self._says_at = now + self._timing.retry_s
             for peer in self._peers:
                 self._channel.send(peer, self._status)
-        self._link.tick(now)
+        self._reporter.tick(now)
         packets = self._channel.receive()
         for packet in packets:
             self._take_in(packet, now)
@@ -103,7 +103,7 @@ class NodeLoop:
             if letter.peer in self._peers:  # else it is from before this life, or from nowhere
                 self._channel.send(letter.peer, letter.message, letter.wire)
         for report in self._engine.take_reports():
-            self._link.report(report, now)
+            self._reporter.report(report, now)
         self._say()
         return was_busy or bool(packets)
 
@@ -112,19 +112,19 @@ class NodeLoop:
             case NodeStatus(address=address):
                 self._meet(packet.sender, address)
             case RunPrefill() as run if isinstance(self._engine, PrefillEngine):
-                if self._link.is_new(run):
+                if self._reporter.is_new(run):
                     self._meet(run.decode_node, run.decode_address)
-                self._link.begin(run, self._engine.begin, now)
-            case Heard() as heard:
-                self._link.heard(packet.sender, heard)
-            case GiveUp(key, reason):
+                self._reporter.begin(run, self._engine.begin, now)
+            case DeliveryAck() as heard:
+                self._reporter.heard(packet.sender, heard)
+            case CancelAttempt(key, reason):
                 self._engine.give_up(key, reason)
             case Message() as message:
                 self._engine.receive(Letter(packet.sender, message, packet.wire))
 
     def _say(self) -> None:
-        for message in self._link.take_messages():
-            self._channel.send(DESK, message)
+        for message in self._reporter.take_messages():
+            self._channel.send(GATEWAY, message)
 
     def _meet(self, peer: NodeId, address: str) -> None:
         """Say to another node where this one is, when it is first heard of."""

@@ -16,11 +16,11 @@ from ..handoff import (
     Stopped,
 )
 from ..handoff.gateway import (
-    Desk,
-    GiveUp,
-    Run,
+    Gateway,
+    RunAttempt,
     hits_of,
 )
+from ..handoff.retries import Cancel
 from ..models import Params
 from ..request import Request
 from .decode_node import DecodeEngine
@@ -54,14 +54,14 @@ class Disaggregated:
 
         Args:
             prefill, decode: nodes that nobody else drives, at least one of each.
-            max_attempts, backoff_s, request_s: of `FrontDesk`; no limit of time by default.
+            max_attempts, backoff_s, request_s: of `RequestRetrier`; no limit of time by default.
             clock: never goes back, in seconds.
         """
         self.prefill = {f"prefill-{number}": node for number, node in enumerate(prefill)}
         self.decode = {f"decode-{number}": node for number, node in enumerate(decode)}
         self._clock = clock
         self._is_resetting = False
-        self._desk = Desk(
+        self._gateway = Gateway(
             prefill[0].manager.block_size,
             max_attempts=max_attempts,
             backoff_s=backoff_s,
@@ -73,7 +73,7 @@ class Disaggregated:
     @property
     def failures(self) -> dict[str, str]:
         """Why requests came to nothing, by id; those have the status ABORTED."""
-        return self._desk.failures
+        return self._gateway.failures
 
     def add_request(self, request: Request) -> None:
         """Take a request in.
@@ -85,27 +85,29 @@ class Disaggregated:
         """
         for node in self._nodes():
             node.check_request(request)
-        self._desk.add_request(request, self._clock())
+        self._gateway.add_request(request, self._clock())
 
     def abort(self, request_id: str) -> bool:
         """End a request in any state; False if no live one has this id."""
-        is_live = self._desk.abort(request_id)
+        is_live = self._gateway.abort(request_id)
         self._follow()
         return is_live
 
     @property
     def has_work(self) -> bool:
         """Whether any request has yet to end, or a node holds blocks for one."""
-        return bool(self._desk.num_open) or any(node.scheduler.num_open for node in self._nodes())
+        return bool(self._gateway.num_open) or any(
+            node.scheduler.num_open for node in self._nodes()
+        )
 
     def step(self) -> list[Request]:
         """Let each node run one step at most; return the requests that ended since the last."""
         self._advance()
-        return self._desk.take_ended()
+        return self._gateway.take_ended()
 
     def _advance(self) -> None:
         now = self._clock()
-        self._desk.tick(now)
+        self._gateway.tick(now)
         self._follow()
         was_busy = False
         for peer in (*self.prefill, *self.decode):
@@ -154,7 +156,7 @@ class Disaggregated:
             self._advance()
         for node in nodes:
             node.reset_cache(keep, params=params, weights_revision=weights_revision)
-        self._desk.forget_cached(keep)
+        self._gateway.forget_cached(keep)
         self._is_resetting = False
 
     def replace(self, peer: NodeId, node: PrefillEngine | DecodeEngine) -> None:
@@ -167,7 +169,7 @@ class Disaggregated:
             self.prefill[peer] = node
         else:
             self.decode[peer] = node
-        self._desk.lose(peer)
+        self._gateway.lose(peer)
         self._join(peer)
         self._follow()
 
@@ -188,9 +190,9 @@ class Disaggregated:
     def _join(self, peer: NodeId) -> None:
         num_blocks = self._node(peer).manager.num_blocks
         if peer in self.prefill:
-            self._desk.add_prefill(peer, num_blocks)
+            self._gateway.add_prefill(peer, num_blocks)
         else:
-            self._desk.add_decode(peer, num_blocks)
+            self._gateway.add_decode(peer, num_blocks)
 
     def _pass_on(self, peer: NodeId) -> None:
         """Deliver what a node wants to say."""
@@ -201,26 +203,26 @@ class Disaggregated:
             match report:
                 case Failed(key, reason, is_final, is_busy):
                     is_busy |= self._is_resetting
-                    self._desk.prefill_failed(key, reason, is_final=is_final, is_busy=is_busy)
+                    self._gateway.prefill_failed(key, reason, is_final=is_final, is_busy=is_busy)
                 case Started(key):
-                    self._desk.started(key)
+                    self._gateway.started(key)
                 case Finished(key, request):
                     counts = hits_of(request), request.num_preemptions
-                    self._desk.finished(key, request.output_tokens, *counts)
+                    self._gateway.finished(key, request.output_tokens, *counts)
                 case Stopped(key, reason):
-                    self._desk.decode_failed(key, reason)
+                    self._gateway.decode_failed(key, reason)
         self._follow()
 
     def _follow(self) -> None:
-        """Do what the desk wants done."""
-        while actions := self._desk.take_actions():
+        """Do what the gateway wants done."""
+        while actions := self._gateway.take_actions():
             for action in actions:
                 match action:
-                    case Run(key, request, route):
+                    case RunAttempt(key, request, route):
                         try:
                             self.prefill[route.prefill].begin(request, route.decode, key.attempt)
                         except RequestTooLargeError as large:
-                            self._desk.prefill_failed(key, str(large), is_final=True)
-                    case GiveUp(key, reason):
+                            self._gateway.prefill_failed(key, str(large), is_final=True)
+                    case Cancel(key):
                         for node in self._nodes():  # it may have been known before
-                            node.give_up(key, reason)
+                            node.give_up(key, "cancelled")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from ..handoff import (
-    Key,
+    AttemptKey,
     NodeId,
     Offer,
     Send,
@@ -55,7 +55,7 @@ class PartsOut:
         self._transport = transport
         self._max_bytes = max_bytes
         # Attempts in order of their first offers; None: not served yet.
-        self._wires: dict[Key, dict[Ticket, WireTicket | None]] = {}
+        self._wires: dict[AttemptKey, dict[Ticket, WireTicket | None]] = {}
         self._waiting: list[Offer] = []
         self._copies: dict[Ticket, int] = {}  # and their bytes
         self._held: dict[Ticket, Letter] = {}
@@ -68,10 +68,10 @@ class PartsOut:
 
     def letter(self, peer: NodeId, send: Send) -> Letter | None:
         """Add to SEND what it takes to pull the part; None: `offered` will return it."""
-        head = send.head
-        assert head.peer_epoch is not None, "a part is sent to nobody"
-        ticket = Ticket(head.key, head.epoch, head.peer_epoch, head.grant, send.part)
-        wire = self._wires[head.key][ticket]
+        header = send.header
+        assert header.peer_epoch is not None, "a part is sent to nobody"
+        ticket = Ticket(header.key, header.epoch, header.peer_epoch, header.grant, send.part)
+        wire = self._wires[header.key][ticket]
         letter = Letter(peer, send, wire)
         if wire is not None:
             return letter
@@ -96,7 +96,7 @@ class PartsOut:
         self._waiting = [each for each in self._waiting if each.ticket.key != withdraw.key]
         self._transport.withdraw(withdraw.key, was_read=withdraw.was_read)
 
-    def withdrawn(self, key: Key) -> None:
+    def withdrawn(self, key: AttemptKey) -> None:
         """Take in that the copies of an attempt are gone."""
         self._free([ticket for ticket in self._copies if ticket.key == key])
 

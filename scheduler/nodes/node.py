@@ -13,7 +13,7 @@ from ..decode import DecodeScheduler
 from ..engine import EngineStats, ModelRunner
 from ..errors import ConfigError
 from ..handoff import (
-    Key,
+    AttemptKey,
     Message,
     NodeId,
 )
@@ -68,7 +68,7 @@ def check_revision(weights_revision: str, namespace: StorageNamespace | None) ->
 
 
 class NodeEngine(ABC, Generic[SchedulerT]):
-    """A node without its network, its clock and its front desk: a loop outside has those.
+    """A node without its network, its clock and its gateway: a loop outside has those.
 
     ::
 
@@ -125,7 +125,7 @@ class NodeEngine(ABC, Generic[SchedulerT]):
         """
         self._runner.check_request(request)
 
-    def give_up(self, key: Key, reason: str) -> None:
+    def give_up(self, key: AttemptKey, reason: str) -> None:
         """End an attempt in any state; nothing happens if it is not known."""
         self.scheduler.give_up(key, reason)
 

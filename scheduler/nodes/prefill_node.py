@@ -126,7 +126,7 @@ class PrefillEngine(NodeEngine[PrefillScheduler]):
         return self.scheduler.num_open
 
     def take_reports(self) -> list[Failed]:
-        """Hand out what the front desk is to know since the last call, in order."""
+        """Hand out what the gateway is to know since the last call, in order."""
         reports, self._reports = self._reports, []
         return reports
 

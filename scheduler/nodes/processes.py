@@ -57,7 +57,7 @@ class NodeProcesses:
     """Starts nodes that share a secret of their own, and ends them all at its end.
 
     Attributes:
-        secret: for the channel of the desk.
+        secret: for the channel of the gateway.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A front desk for nodes in other processes, with the interface of one engine."""
+"""A gateway for nodes in other processes, with the interface of one engine."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Final
 
 from ..errors import NodesMissingError
 from ..handoff import NodeId
-from ..handoff.remote_gateway import (
+from ..handoff.network_gateway import (
     Connect,
     Disconnect,
-    RemoteDesk,
-    Say,
+    NetworkGateway,
+    SendToNode,
 )
 from ..handoff.remote_node import RemoteNode
 from ..request import Request
@@ -29,7 +29,7 @@ _WAIT_S: Final = 0.02
 class RemoteNodes:
     """Serves requests with prefill and decode nodes in other processes, as `Engine` does with one.
 
-    It carries out what a `RemoteDesk` wants done, over a channel. One thread may use it.
+    It carries out what a `NetworkGateway` wants done, over a channel. One thread may use it.
     """
 
     def __init__(
@@ -44,21 +44,21 @@ class RemoteNodes:
         request_s: float = inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take the desk's end of a channel.
+        """Take the gateway's end of a channel.
 
         Args:
-            channel: named `client_messages.DESK`; nodes connect to its address.
+            channel: named `gateway_messages.GATEWAY`; nodes connect to its address.
             block_size: tokens per block; a node with another is refused.
             model: `ModelConfig.name`; a node with another is refused. Without it, nodes must have
                 that of the first.
             silence_s: a node not heard of for so long is gone, and one that has not taken a request
                 in by then fails an attempt; it is asked five times.
-            max_attempts, backoff_s, request_s: of `FrontDesk`; no limit of time by default.
+            max_attempts, backoff_s, request_s: of `RequestRetrier`; no limit of time by default.
             clock: never goes back, in seconds.
         """
         self._channel = channel
         self._clock = clock
-        self._desk = RemoteDesk(
+        self._gateway = NetworkGateway(
             block_size,
             model=model,
             silence_s=silence_s,
@@ -71,17 +71,17 @@ class RemoteNodes:
     @property
     def nodes(self) -> Mapping[NodeId, RemoteNode]:
         """Those that were heard of and have not gone, by name."""
-        return self._desk.nodes
+        return self._gateway.nodes
 
     @property
     def gone(self) -> Mapping[NodeId, RemoteNode]:
         """Those that have gone and not come back, by name."""
-        return self._desk.gone
+        return self._gateway.gone
 
     @property
     def failures(self) -> dict[str, str]:
         """Why requests came to nothing, by id; those have the status ABORTED."""
-        return self._desk.failures
+        return self._gateway.failures
 
     @property
     def unheard(self) -> str:
@@ -108,7 +108,7 @@ class RemoteNodes:
     @property
     def num_open(self) -> int:
         """Requests that have yet to end."""
-        return self._desk.num_open
+        return self._gateway.num_open
 
     @property
     def has_work(self) -> bool:
@@ -117,7 +117,7 @@ class RemoteNodes:
 
     def count(self, role: str) -> int:
         """Count the nodes of a role that serve."""
-        return self._desk.count(role)
+        return self._gateway.count(role)
 
     def check(self, timeout_s: float) -> None:
         """Refuse to go on if no node of a role is left, and none has come for some time.
@@ -129,7 +129,7 @@ class RemoteNodes:
             NodesMissingError: with their names, and what came and was not taken in.
         """
         try:
-            self._desk.check(timeout_s, self._clock())
+            self._gateway.check(timeout_s, self._clock())
         except NodesMissingError as error:
             raise NodesMissingError(f"{error}{self.unheard}") from None
 
@@ -139,11 +139,11 @@ class RemoteNodes:
         Raises:
             RequestError: for one that was added before, or the id of a live request.
         """
-        self._desk.add_request(request, self._clock())
+        self._gateway.add_request(request, self._clock())
 
     def abort(self, request_id: str) -> bool:
         """End a request in any state; False if no live one has this id."""
-        is_live = self._desk.abort(request_id)
+        is_live = self._gateway.abort(request_id)
         self._send()
         return is_live
 
@@ -152,11 +152,11 @@ class RemoteNodes:
         self._channel.wait(_WAIT_S)
         now = self._clock()
         for packet in self._channel.receive():
-            self._desk.receive(packet.sender, packet.epoch, packet.message, now)
+            self._gateway.receive(packet.sender, packet.epoch, packet.message, now)
             self._send()
-        self._desk.tick(now)
+        self._gateway.tick(now)
         self._send()
-        return self._desk.take_ended()
+        return self._gateway.take_ended()
 
     def run(self) -> list[Request]:
         """Run until every request has ended; return those that did, in order of their ends."""
@@ -166,16 +166,16 @@ class RemoteNodes:
         return ended
 
     def _send(self) -> None:
-        """Do what the desk wants done."""
-        while actions := self._desk.take_actions():
+        """Do what the gateway wants done."""
+        while actions := self._gateway.take_actions():
             for action in actions:
                 match action:
-                    case Say(peer, message):
+                    case SendToNode(peer, message):
                         try:
                             if not self._channel.send(peer, message):
-                                self._desk.unsent(peer, message)
+                                self._gateway.unsent(peer, message)
                         except EncodeError as error:
-                            self._desk.unsent(peer, message, str(error))
+                            self._gateway.unsent(peer, message, str(error))
                     case Connect(peer, address):
                         self._channel.connect(peer, address)
                     case Disconnect(peer):

@@ -81,7 +81,7 @@ class Cluster:
             num_prefill, num_decode: how many nodes.
             prefill, decode: options of the nodes of each role.
             transport: makes that of a node, which has threads: the clock is a real one.
-            front: options of the front desk.
+            front: options of the gateway.
         """
         self.engine = engine
         self.exchange = InProcessExchange()

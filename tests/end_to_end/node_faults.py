@@ -23,7 +23,7 @@ from radixkv.scheduler.handoff import (
     Send,
     Timing,
 )
-from radixkv.scheduler.handoff.gateway_messages import DESK
+from radixkv.scheduler.handoff.gateway_messages import GATEWAY
 from radixkv.scheduler.models import load_model, make_tiny_checkpoint
 from radixkv.scheduler.models.weights_digest import weights_digest
 from radixkv.scheduler.nodes import DecodeEngine, PrefillEngine
@@ -91,16 +91,21 @@ class Fault(NamedTuple):
 
 
 class Pair:
-    """The node here, its peer and their desk; all that is here is driven by `turn`."""
+    """The node here, its peer and their gateway; all that is here is driven by `turn`."""
 
     def __init__(self, model_dir: Path, role: str, transport: str, stack: ExitStack) -> None:
         self.role, self.model_dir, self.transport_name = role, model_dir, transport
         self.peer = {"prefill": "decode-0", "decode": "prefill-0"}[role]
         self.processes = stack.enter_context(NodeProcesses())
         secret = self.processes.secret
-        self.desk_channel = stack.enter_context(closing(ZmqChannel(DESK, epoch=1, secret=secret)))
+        self.gateway_channel = stack.enter_context(
+            closing(ZmqChannel(GATEWAY, epoch=1, secret=secret))
+        )
         self.nodes = RemoteNodes(
-            self.desk_channel, block_size=SIZES["block_size"], silence_s=SILENCE_S, max_attempts=999
+            self.gateway_channel,
+            block_size=SIZES["block_size"],
+            silence_s=SILENCE_S,
+            max_attempts=999,
         )
         # First, because JAX's cache of programs is not made for two that compile the same at once.
         self.engine = self._make_engine(stack)
@@ -109,7 +114,7 @@ class Pair:
         self.loop = NodeLoop(
             self.engine,
             self.channel,
-            desk=self.desk_channel.address,
+            gateway=self.gateway_channel.address,
             transport=transport,
             timing=TIMING,
         )
@@ -142,7 +147,7 @@ class Pair:
             self.peer,
             f"{self.peer.split('-')[0]}-node",
             [
-                *(self.model_dir, "--gateway", self.desk_channel.address),
+                *(self.model_dir, "--gateway", self.gateway_channel.address),
                 *("--silence-s", SILENCE_S, "--transport", self.transport_name),
                 *NODE_OPTIONS,
             ],
@@ -182,7 +187,7 @@ class Pair:
         None if it had none: on a slow machine it may have given up who was late to speak.
         """
         request = self.submit()
-        name = f"{request.request_id} #1.{self.num_requests - 1}"  # as the desk calls it
+        name = f"{request.request_id} #1.{self.num_requests - 1}"  # as the gateway calls it
         pid, happened_at = self.processes.pid(self.peer), [0.0]
 
         def strike() -> None:
@@ -204,7 +209,7 @@ class Pair:
         return seconds if struck else None
 
     def lose_report(self, kind: type) -> None:
-        """Lose what the node here says to the desk, once; the request must end with no other."""
+        """Lose what the node here says to the gateway, once; the request must end with no other."""
         request, self.channel.loses = self.submit(), kind
         self._finish(request)
         assert self.channel.loses is None
@@ -214,7 +219,9 @@ class Pair:
         self.wait_for(lambda: request.finish_reason is not None)
         assert self.nodes.failures == {}, self.nodes.failures
         assert request.output_tokens == expected(self.model_dir, request.prompt.tolist())
-        self.wait_for(lambda: self.engine.scheduler.num_open == self.loop._link.num_unheard == 0)
+        self.wait_for(
+            lambda: self.engine.scheduler.num_open == self.loop._reporter.num_unacked == 0
+        )
         stats = self.engine.manager.stats()
         assert stats.live_leases == stats.private_blocks == 0, stats
         self.engine.manager.check()

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from radixkv.scheduler.errors import NodeProcessError, NodesMissingError
-from radixkv.scheduler.handoff.gateway_messages import DESK
+from radixkv.scheduler.handoff.gateway_messages import GATEWAY
 from radixkv.scheduler.nodes.channel.zmq_channel import ZmqChannel
 from radixkv.scheduler.nodes.processes import NodeProcesses
 from radixkv.scheduler.nodes.remote_nodes import RemoteNodes
@@ -60,9 +60,9 @@ def test_two_processes_give_the_tokens_of_one_engine(
 def cluster(
     model_dir: Path, *names: str
 ) -> Iterator[tuple[RemoteNodes, NodeProcesses, Callable[[str], None]]]:
-    """Nodes by name, their desk, and how to start one more."""
+    """Nodes by name, their gateway, and how to start one more."""
     with NodeProcesses() as processes:
-        channel = ZmqChannel(DESK, epoch=1, secret=processes.secret)
+        channel = ZmqChannel(GATEWAY, epoch=1, secret=processes.secret)
         with closing(channel):
             options = [model_dir, *NODE_OPTIONS, "--silence-s", SILENCE_S]
 
@@ -156,21 +156,21 @@ def test_what_a_lost_node_had_is_done_by_another_while_there_is_one(
 
 
 @pytest.fixture
-def desk() -> Iterator[str]:
-    """The address of a desk that comes later."""
+def gateway() -> Iterator[str]:
+    """The address of a gateway that comes later."""
     with reserved_port() as port:
         yield f"127.0.0.1:{port}"
 
 
 def test_nodes_that_were_started_by_hand_serve(
-    model_dir: Callable[[str], Path], tmp_path: Path, desk: str, small_outputs: list[list[int]]
+    model_dir: Callable[[str], Path], tmp_path: Path, gateway: str, small_outputs: list[list[int]]
 ) -> None:
     """Over NIXL, with a secret in a file, and with storage."""
     secret = tmp_path / "secret"
     secret.write_text("a secret of the test, long enough")
     secret.chmod(0o600)
     directory, command = model_dir("qwen3"), [sys.executable, "-m", "radixkv.scheduler.cli.main"]
-    options = [directory, *NODE_OPTIONS, "--gateway", desk, "--secret-file", secret]
+    options = [directory, *NODE_OPTIONS, "--gateway", gateway, "--secret-file", secret]
     options += ["--transport", "nixl"]
     storage = ["--host-blocks", 32, "--storage", "env:KV_STORAGE"]
     with subprocess.Popen(
@@ -181,7 +181,7 @@ def test_nodes_that_were_started_by_hand_serve(
         with subprocess.Popen(
             list(map(str, [*command, "decode-node", *options])), stdout=subprocess.PIPE
         ) as decode:
-            apart = ("--disaggregate", "--gateway", desk, "--secret-file", secret)
+            apart = ("--disaggregate", "--gateway", gateway, "--secret-file", secret)
             results = generate(directory, tmp_path, *apart)
             assert (results["outputs"], results["stats"]) == (small_outputs, {})
             decode.terminate()

@@ -10,10 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ...handoff.gateway_messages import (
+    CancelAttempt,
     DecodeFailed,
+    DeliveryAck,
     Finished,
-    GiveUp,
-    Heard,
     NodeStatus,
     PrefillFailed,
     RunPrefill,
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
     from .zmq_channel import ChannelStats, ZmqChannel
 
 __all__ = [
+    "CancelAttempt",
     "ChannelAddressError",
     "ChannelClosedError",
     "ChannelError",
     "ChannelStats",
     "DecodeError",
     "DecodeFailed",
+    "DeliveryAck",
     "DroppedFrame",
     "EncodeError",
     "Finished",
-    "GiveUp",
-    "Heard",
     "NodeStatus",
     "Packet",
     "PrefillFailed",

@@ -15,13 +15,13 @@ import msgspec
 from msgspec import Meta
 
 from ...handoff.gateway_messages import (
-    ClientMessage,
+    AttemptMessage,
+    CancelAttempt,
     DecodeFailed,
+    DeliveryAck,
     Finished,
-    GiveUp,
-    Heard,
+    GatewayMessage,
     NodeStatus,
-    OfAttempt,
     PrefillFailed,
     RunPrefill,
     Started,
@@ -30,7 +30,7 @@ from ...handoff.messages import Abort, Ack, Ask, Commit, Grant, Message, Refuse,
 from ..transport.descriptors import DIGEST_BYTES, ArraySpec, WireTicket
 from .address import check_target
 
-AnyMessage: TypeAlias = Message | ClientMessage
+AnyMessage: TypeAlias = Message | GatewayMessage
 
 MESSAGES: Final[tuple[type, ...]] = (
     Ask,
@@ -42,13 +42,13 @@ MESSAGES: Final[tuple[type, ...]] = (
     Abort,
     Renew,
     RunPrefill,
-    GiveUp,
+    CancelAttempt,
     Started,
     Finished,
     PrefillFailed,
     DecodeFailed,
     NodeStatus,
-    Heard,
+    DeliveryAck,
 )
 """The position of a class is its code on the wire: append new ones, and never remove one."""
 
@@ -84,7 +84,7 @@ def _tuple(item: Any, max_items: int) -> Any:
 _U64: Final = Annotated[int, Meta(ge=0)]  # msgpack has no larger integer
 _TOKEN: Final = _int(-(2**31))
 _DIGEST: Final = _bytes(DIGEST_BYTES, DIGEST_BYTES)
-_KINDS: Final = tuple(message.__name__ for message in get_args(OfAttempt))
+_KINDS: Final = tuple(message.__name__ for message in get_args(AttemptMessage))
 
 # By field name, or by class and field name where two classes differ.
 _LIMITS: Final[dict[str, Any]] = {
@@ -92,7 +92,7 @@ _LIMITS: Final[dict[str, Any]] = {
     "sender": _text(MAX_NAME_CHARS),
     "receiver": _text(MAX_NAME_CHARS),
     "sequence": _U64,
-    # Key, Ticket and Head
+    # AttemptKey, Ticket and Header
     "request_id": _text(MAX_NAME_CHARS),
     "attempt": _int(),
     "epoch": _U64,

@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from ...handoff.messages import Key, Ticket
+from ...handoff.messages import AttemptKey, Ticket
 from .descriptors import (
     Descriptor,
     PayloadArray,
@@ -87,7 +87,7 @@ class Withdrawn:
     one that had begun and has the bytes that were offered.
     """
 
-    key: Key
+    key: AttemptKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def withdraw(self, key: Key, *, was_read: bool = False) -> None:
+    def withdraw(self, key: AttemptKey, *, was_read: bool = False) -> None:
         """P: stop serving all parts of an attempt; `Withdrawn` follows, also if there are none.
 
         Args:

@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from ...handoff.messages import Key, Ticket
+from ...handoff.messages import AttemptKey, Ticket
 from .base import (
     Event,
     Fault,
@@ -82,7 +82,7 @@ class InProcessTransport(Transport):
         wire = WireTicket(ticket, descriptor, (), expires_at, NAME, b"")
         self._events.append(Offered(ticket, wire))
 
-    def withdraw(self, key: Key, *, was_read: bool = False) -> None:
+    def withdraw(self, key: AttemptKey, *, was_read: bool = False) -> None:
         """See `Transport.withdraw`."""
         self._check_open()
         for ticket in [ticket for ticket in self._expires_at if ticket.key == key]:

@@ -16,7 +16,7 @@ from functools import partial
 from threading import Condition, Thread
 from typing import Final
 
-from ...handoff.messages import Key, Ticket
+from ...handoff.messages import AttemptKey, Ticket
 from .base import (
     Event,
     Fault,
@@ -87,7 +87,7 @@ class ThreadedTransport(Transport):
         offer = PartOffer(tuple(arrays), descriptor, time.time() + ttl_s)
         self._do(partial(self._work.offer, ticket, offer))
 
-    def withdraw(self, key: Key, *, was_read: bool = False) -> None:
+    def withdraw(self, key: AttemptKey, *, was_read: bool = False) -> None:
         """See `Transport.withdraw`."""
         self._check_open()
         self._do(partial(self._work.withdraw, key, was_read))

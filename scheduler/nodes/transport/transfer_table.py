@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from ...handoff.messages import Key, Ticket
+from ...handoff.messages import AttemptKey, Ticket
 from .base import (
     Event,
     Fault,
@@ -80,7 +80,7 @@ class EngineWork:
         self.parts_received = self.bytes_received = self.offers_expired = 0
         self.faults: Counter[Fault] = Counter()
         self._offers: dict[Ticket, PartOffer] = {}
-        self._withdrawn: set[Key] = set()  # and not reported
+        self._withdrawn: set[AttemptKey] = set()  # and not reported
         self._pulls: dict[Ticket, PartPull] = {}
         self._received: dict[Ticket, EnginePull] = {}
         self._events: list[Event] = []
@@ -112,7 +112,7 @@ class EngineWork:
         """Begin to serve a part."""
         self._offers[ticket] = offer
 
-    def withdraw(self, key: Key, was_read: bool) -> None:
+    def withdraw(self, key: AttemptKey, was_read: bool) -> None:
         """Stop serving all parts of an attempt."""
         self._withdrawn.add(key)
         for ticket in [ticket for ticket in self._offers if ticket.key == key]:

@@ -25,15 +25,15 @@ from ....kvcache.manager import CacheManager
 from ...decode import DecodeScheduler
 from ...handoff import (
     Answer,
+    AttemptKey,
     Begin,
     Failed,
     Finished,
-    FrontDesk,
-    Key,
     Message,
     Order,
     Post,
     Pull,
+    RequestRetrier,
     Started,
     Timing,
     Withdraw,
@@ -159,10 +159,10 @@ class _Cluster:
             prefill=dict.fromkeys(prefill, self.num_blocks),
             decode=dict.fromkeys(decode, self.num_blocks),
         )
-        self.gateway = FrontDesk(max_attempts=1, backoff_s=_BACKOFF_S, request_s=_NEVER_S)
+        self.gateway = RequestRetrier(max_attempts=1, backoff_s=_BACKOFF_S, request_s=_NEVER_S)
         self.accounts = ClusterAccounts(block_size)
         self.requests: dict[str, Request] = {}
-        self.routes: dict[Key, Route] = {}
+        self.routes: dict[AttemptKey, Route] = {}
         self.refused_by: dict[str, str] = {}
         self.changed: set[str] = set()
         self.busy_refusals = 0
@@ -285,7 +285,7 @@ class _Cluster:
 
         self._at(self.clock_s + step_s, end)
 
-    def _begin(self, key: Key) -> None:
+    def _begin(self, key: AttemptKey) -> None:
         request = self.requests[key.request_id]
         avoid = [self.refused_by[key.request_id]] if key.request_id in self.refused_by else []
         try:

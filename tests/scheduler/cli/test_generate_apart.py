@@ -17,8 +17,8 @@ from radixkv.scheduler.cli import generate_on_nodes as generate_apart
 from radixkv.scheduler.cli.errors import BadInputError
 from radixkv.scheduler.cli.node import make_timing
 from radixkv.scheduler.errors import NodesMissingError
-from radixkv.scheduler.handoff.gateway_link import DeskLink
-from radixkv.scheduler.handoff.gateway_messages import DESK
+from radixkv.scheduler.handoff.gateway_messages import GATEWAY
+from radixkv.scheduler.handoff.node_reporter import NodeReporter
 from radixkv.scheduler.models import load_config
 from radixkv.scheduler.nodes.channel import (
     NodeStatus,
@@ -53,7 +53,7 @@ def test_nodes_in_one_process_give_the_same_outputs(radixkv: Any, arguments: lis
         assert node["transport"]["faults"] == {}
 
 
-def test_a_desk_prints_the_outputs_alone(
+def test_a_gateway_prints_the_outputs_alone(
     radixkv: Any, arguments: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What nodes have done that others started, they print themselves."""
@@ -163,8 +163,8 @@ def test_options_that_do_not_go_together_are_refused(
             "nobody can connect to 127.0.0.1:0: it must be one address of a machine, with a port",
         ),
         (("--listen", "0.0.0.0:0"), "nobody can connect to 0.0.0.0:"),
-        (("--name", "desk"), "--name must have 1 to 256 characters, and not be 'desk'"),
-        (("--name", ""), "--name must have 1 to 256 characters, and not be 'desk'"),
+        (("--name", "gateway"), "--name must have 1 to 256 characters, and not be 'gateway'"),
+        (("--name", ""), "--name must have 1 to 256 characters, and not be 'gateway'"),
         (("--secret-file", "/no/such/file"), "the secret file /no/such/file cannot be read"),
         (("--transport", "carrier pigeon"), "argument --transport: invalid choice"),
     ],
@@ -188,7 +188,7 @@ def test_a_node_refuses_what_cannot_work(
 def test_a_node_remembers_for_longer_than_any_silence(silence_s: float) -> None:
     timing = make_timing(silence_s)
     assert timing.remember_s == silence_s + 60.0
-    DeskLink(1, timing)  # which refuses others
+    NodeReporter(1, timing)  # which refuses others
 
 
 def test_nodes_are_told_their_storage_where_other_users_do_not_see_it(
@@ -232,15 +232,15 @@ def run_without_nodes_extra(*arguments: object) -> subprocess.CompletedProcess[s
     return subprocess.run(line, capture_output=True, text=True, check=False)
 
 
-def wait_for(desk: ZmqChannel, *statuses: NodeStatus, timeout_s: float = 0.0) -> str:
+def wait_for(gateway: ZmqChannel, *statuses: NodeStatus, timeout_s: float = 0.0) -> str:
     """What the command says when one node of each role is wanted, and these come."""
     arguments = argparse.Namespace(prefill=None, decode=None)
     with ExitStack() as stack:
         for place, status in enumerate(statuses):
             node = stack.enter_context(closing(ZmqChannel(f"node-{place}", epoch=next(EPOCHS))))
-            node.connect(DESK, desk.address)
-            node.send(DESK, status)
-        nodes = RemoteNodes(desk, block_size=4, silence_s=60.0)
+            node.connect(GATEWAY, gateway.address)
+            node.send(GATEWAY, status)
+        nodes = RemoteNodes(gateway, block_size=4, silence_s=60.0)
         while len(nodes.nodes) < len(statuses):
             nodes.step()
         with pytest.raises((BadInputError, NodesMissingError)) as error:
@@ -261,22 +261,22 @@ PREFILL = NodeStatus("prefill", "127.0.0.1:1", "jax", 4, 64, "m")
     ],
     ids=["other", "none", "unwanted"],
 )
-def test_a_desk_says_that_nodes_have_another_secret(
+def test_a_gateway_says_that_nodes_have_another_secret(
     capsys: pytest.CaptureFixture[str], ours: Secret | None, theirs: Secret | None, reason: str
 ) -> None:
     """At once, and again when it has waited for long enough."""
     with (
-        closing(ZmqChannel(DESK, epoch=1, secret=ours)) as desk,
+        closing(ZmqChannel(GATEWAY, epoch=1, secret=ours)) as gateway,
         closing(ZmqChannel("node-0", epoch=1, secret=theirs)) as node,
     ):
-        node.connect(DESK, desk.address)
-        nodes = RemoteNodes(desk, block_size=4)
+        node.connect(GATEWAY, gateway.address)
+        nodes = RemoteNodes(gateway, block_size=4)
         for _ in range(1000):  # by far; where one has no secret, only some connections say so
-            node.send(DESK, PREFILL)
+            node.send(GATEWAY, PREFILL)
             nodes.step()
             if nodes.strangers:
                 break
-        said = wait_for(desk, timeout_s=0.1)  # looks more than once
+        said = wait_for(gateway, timeout_s=0.1)  # looks more than once
     lacks = "after 0.1 s there are 0 of 1 prefill nodes and 0 of 1 decode nodes"
     assert re.fullmatch(rf"{lacks}; refused connections: .*\d+ {reason} node\b.*", said), said
     warned = capsys.readouterr().err
@@ -284,30 +284,30 @@ def test_a_desk_says_that_nodes_have_another_secret(
     assert warned.count("\n") == 1
 
 
-def test_a_desk_refuses_a_node_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gateway_refuses_a_node_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, by both versions."""
-    with closing(ZmqChannel(DESK, epoch=1, secret=SECRET)) as desk:
+    with closing(ZmqChannel(GATEWAY, epoch=1, secret=SECRET)) as gateway:
         with monkeypatch.context() as patch:
             patch.setattr(codec, "_PREFIX", b"RXKV\x08")
             with closing(ZmqChannel("node-0", epoch=1, secret=SECRET)) as node:
-                node.connect(DESK, desk.address)
-                node.send(DESK, PREFILL)
-                assert desk.wait(60.0)
+                node.connect(GATEWAY, gateway.address)
+                node.send(GATEWAY, PREFILL)
+                assert gateway.wait(60.0)
         said = "a node speaks version 8 of the control channel, and this process 2"
-        assert wait_for(desk) == said
+        assert wait_for(gateway) == said
 
 
-def test_a_desk_says_which_nodes_it_lacks_or_refuses() -> None:
+def test_a_gateway_says_which_nodes_it_lacks_or_refuses() -> None:
     prefill = NodeStatus("prefill", "127.0.0.1:1", "jax", 4, 64, "m")
     decode = NodeStatus("decode", "127.0.0.1:2", "nixl", 8, 64, "m")
-    with closing(ZmqChannel(DESK, epoch=1)) as desk:
+    with closing(ZmqChannel(GATEWAY, epoch=1)) as gateway:
         lacks = "after 0 s there are {} of 1 prefill nodes and 0 of 1 decode nodes"
-        assert wait_for(desk) == lacks.format(0)
-        assert wait_for(desk, prefill) == lacks.format(1)
-        assert wait_for(desk, decode) == ("node-0 is refused: it has blocks of 8 tokens, not 4")
+        assert wait_for(gateway) == lacks.format(0)
+        assert wait_for(gateway, prefill) == lacks.format(1)
+        assert wait_for(gateway, decode) == ("node-0 is refused: it has blocks of 8 tokens, not 4")
 
 
-def test_a_desk_ends_when_the_only_nodes_are_gone(
+def test_a_gateway_ends_when_the_only_nodes_are_gone(
     radixkv: Any, arguments: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[RemoteNodes] = []
@@ -330,8 +330,8 @@ def test_a_desk_ends_when_the_only_nodes_are_gone(
         address = f"127.0.0.1:{stack.enter_context(reserved_port())}"
         for role in ("prefill", "decode"):
             node = stack.enter_context(closing(ZmqChannel(f"{role}-0", epoch=1)))
-            node.connect(DESK, address)  # what is sent waits for the desk
-            node.send(DESK, NodeStatus(role, node.address, "jax", 4, 64, name))
+            node.connect(GATEWAY, address)  # what is sent waits for the gateway
+            node.send(GATEWAY, NodeStatus(role, node.address, "jax", 4, 64, name))
         outcome = radixkv(*arguments, "--disaggregate", "--gateway", address, "--timeout-s", 60)
     assert outcome == (
         1,
@@ -340,20 +340,20 @@ def test_a_desk_ends_when_the_only_nodes_are_gone(
     )
 
 
-def test_a_desk_refuses_nodes_of_another_model(radixkv: Any, arguments: list[object]) -> None:
+def test_a_gateway_refuses_nodes_of_another_model(radixkv: Any, arguments: list[object]) -> None:
     """They would complete its prompts, with the tokens of another model."""
     name = load_config(str(arguments[1])).name
     with ExitStack() as stack:
         address = f"127.0.0.1:{stack.enter_context(reserved_port())}"
         node = stack.enter_context(closing(ZmqChannel("prefill-0", epoch=1)))
-        node.connect(DESK, address)
-        node.send(DESK, NodeStatus("prefill", node.address, "jax", 4, 64, "llama " + 64 * "f"))
+        node.connect(GATEWAY, address)
+        node.send(GATEWAY, NodeStatus("prefill", node.address, "jax", 4, 64, "llama " + 64 * "f"))
         outcome = radixkv(*arguments, "--disaggregate", "--gateway", address)
     said = f"its model is llama ffffffffffff, not {name[:18]}"
     assert outcome == (2, "", f"radixkv: prefill-0 is refused: {said}\n")
 
 
-def test_a_desk_ends_when_no_node_comes(radixkv: Any, arguments: list[object]) -> None:
+def test_a_gateway_ends_when_no_node_comes(radixkv: Any, arguments: list[object]) -> None:
     outcome = radixkv(*arguments, "--disaggregate", "--gateway", "127.0.0.1:0", "--timeout-s", 0)
     lacks = "radixkv: after 0 s there are 0 of 1 prefill nodes and 0 of 1 decode nodes\n"
     assert outcome == (1, "", lacks)

@@ -91,7 +91,7 @@ BUGS: Final = [
     bug(
         "a stale attempt is accepted",
         D,
-        ("if any(head.key < each for each in others):", "if False:"),
+        ("if any(header.key < each for each in others):", "if False:"),
     ),
     bug(
         "an older attempt goes on beside a newer one",
@@ -104,12 +104,12 @@ BUGS: Final = [
     bug(
         "a message for an older epoch of D is accepted",
         D,
-        ("or head.peer_epoch not in (None, self.epoch)", ""),
+        ("or header.peer_epoch not in (None, self.epoch)", ""),
     ),
     bug(
         "a newer life of D speaks for the older",
         P,
-        ("if known.peer_epoch is not None and head.epoch != known.peer_epoch:", "if False:"),
+        ("if known.peer_epoch is not None and header.epoch != known.peer_epoch:", "if False:"),
     ),
     bug(
         "D publishes at the grant",
@@ -158,8 +158,8 @@ BUGS: Final = [
         "D says that its pulls are fenced while they write",
         LIVE_D,
         (
-            "self._post(attempt, Abort(attempt.head, reason, fenced=False))",
-            "self._post(attempt, Abort(attempt.head, reason, fenced=True))",
+            "self._post(attempt, Abort(attempt.header, reason, fenced=False))",
+            "self._post(attempt, Abort(attempt.header, reason, fenced=True))",
         ),
     ),
     bug(
@@ -205,8 +205,8 @@ BUGS: Final = [
         "COMMIT is said once",
         LIVE_P,
         (
-            "self._post(attempt, attempt.commit or Renew(attempt.head))",
-            "self._post(attempt, Renew(attempt.head))",
+            "self._post(attempt, attempt.commit or Renew(attempt.header))",
+            "self._post(attempt, Renew(attempt.header))",
         ),
     ),
     bug(

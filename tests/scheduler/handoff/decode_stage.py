@@ -10,11 +10,11 @@ from radixkv.kvcache import CacheManager, HostConfig
 from radixkv.scheduler import DecodeScheduler
 from radixkv.scheduler.handoff import (
     Ask,
+    AttemptKey,
     Commit,
     Grant,
-    Head,
+    Header,
     Hits,
-    Key,
     Post,
     Pull,
     Refuse,
@@ -51,16 +51,16 @@ def ask(
 ) -> Any:
     """Ask for a prompt of the name's letter; return the answer."""
     prompt = np.full(num_tokens, ord(name), "<i4").tobytes() if tokens is None else tokens
-    d.receive(peer, Ask(Head(Key(name, attempt), 5), prompt, b"", 2, 1, max_new_tokens))
+    d.receive(peer, Ask(Header(AttemptKey(name, attempt), 5), prompt, b"", 2, 1, max_new_tokens))
     messages = [each.message for each in actions(d) if isinstance(each, Post)]
     return messages[-1]
 
 
 def send(d: DecodeScheduler, granted: Grant, num_blocks: int, commit: Commit) -> None:
     """Send all of a prompt that D lacks."""
-    head = Head(granted.head.key, 5, 1, granted.head.grant)
+    header = Header(granted.header.key, 5, 1, granted.header.grant)
     if num_blocks:
-        d.receive("p0", Send(head, 0, granted.first_block, num_blocks, 0))
+        d.receive("p0", Send(header, 0, granted.first_block, num_blocks, 0))
         [pull] = [each for each in actions(d) if isinstance(each, Pull)]
         d.pulled(pull.ticket)
     d.receive("p0", commit)
@@ -78,8 +78,8 @@ def start(
 def hand_over(d: DecodeScheduler, granted: Grant, num_tokens: int, **more: Any) -> list[Any]:
     """Send and commit what was granted; return what D reports."""
     num_blocks = -(-num_tokens // 2) - granted.first_block
-    head = Head(granted.head.key, 5, 1, granted.head.grant)
-    commit = Commit(head, bool(num_blocks), 9, num_tokens, Hits(1, 2, 0), **more)
+    header = Header(granted.header.key, 5, 1, granted.header.grant)
+    commit = Commit(header, bool(num_blocks), 9, num_tokens, Hits(1, 2, 0), **more)
     send(d, granted, num_blocks, commit)
     return [each for each in actions(d) if not isinstance(each, Post)]
 

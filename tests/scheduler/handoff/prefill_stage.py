@@ -7,9 +7,9 @@ from typing import Any
 from radixkv.kvcache import CacheManager, HostConfig
 from radixkv.scheduler import PrefillScheduler, Request
 from radixkv.scheduler.handoff import (
+    AttemptKey,
     Grant,
-    Head,
-    Key,
+    Header,
     Post,
     Timing,
 )
@@ -37,7 +37,7 @@ def posted(p: PrefillScheduler, kind: type) -> list[Any]:
 
 
 def grant(p: PrefillScheduler, name: str = "a", first_block: int = 0, number: int = 1) -> None:
-    p.receive("d0", Grant(Head(Key(name, 1), 7, 1, number), first_block))
+    p.receive("d0", Grant(Header(AttemptKey(name, 1), 7, 1, number), first_block))
 
 
 def step(p: PrefillScheduler, token: int = 1) -> list[tuple[str, int, int]]:

@@ -19,7 +19,7 @@ from .stage import KEY, ORDERS, PROMPT, VOCABULARY, D, P, Pair, lossy
 def succeeds_at_once(h: ModuleType, simulation: Any) -> None:
     [answer] = simulation.answers.values()
     assert answer.tokens is not None, answer.reason
-    assert simulation.desk.num_open == 0
+    assert simulation.gateway.num_open == 0
     assert simulation.counts["starts"] == simulation.counts["attempts"] == 1
 
 
@@ -68,14 +68,16 @@ def an_older_attempt_does_not_end_a_newer_one(h: ModuleType) -> None:
     pair.posted(pair.d)
     pair.d.receive(P, old)
     [answer] = pair.posted(pair.d)
-    assert isinstance(answer, h.Abort) and answer.head.key == KEY and answer.fenced
+    assert isinstance(answer, h.Abort) and answer.header.key == KEY and answer.fenced
     assert pair.d_manager.stats().live_leases == 1
 
 
 def a_newer_attempt_ends_an_older_one(h: ModuleType) -> None:
     pair = Pair(h)
     start = pair.start()
-    newer = h.Ask(h.Head(h.Key("r1", 2), 1), np.array(PROMPT, np.int32).tobytes(), b"", 2, 1, 4)
+    newer = h.Ask(
+        h.Header(h.AttemptKey("r1", 2), 1), np.array(PROMPT, np.int32).tobytes(), b"", 2, 1, 4
+    )
     pair.d.receive(P, newer)
     [stop] = pair.actions(pair.d, "Stop")
     assert stop.key == start.key
@@ -136,7 +138,7 @@ def a_pull_does_not_take_for_ever(h: ModuleType) -> None:
     [pull] = pair.actions(pair.d, "Pull")
     for now in range(1, 30):
         pair.d.tick(float(now))
-        pair.d.receive(P, h.Renew(sends[0].head))
+        pair.d.receive(P, h.Renew(sends[0].header))
     assert pair.actions(pair.d, "CancelPull") == []
     pair.d.tick(30.0)
     cancel, post = pair.d.take_actions()
@@ -153,8 +155,8 @@ def a_part_outside_the_grant_is_not_pulled(h: ModuleType) -> None:
     pair.d_manager.publish(lease, PROMPT[:4])
     grant = pair.granted()
     assert grant.first_block == 2
-    head = h.Head(KEY, 1, 1, grant.head.grant)
-    pair.d.receive(P, h.Send(head, 0, 1, 3, 0))
+    header = h.Header(KEY, 1, 1, grant.header.grant)
+    pair.d.receive(P, h.Send(header, 0, 1, 3, 0))
     [post] = pair.d.take_actions()
     assert isinstance(post, h.Post), "a shared block would be written"
     assert post.message.reason == "part 0 is not of what was granted"
@@ -164,8 +166,8 @@ def a_part_outside_the_grant_is_not_pulled(h: ModuleType) -> None:
 def a_prompt_that_is_not_whole_does_not_start(h: ModuleType) -> None:
     pair = Pair(h)
     grant = pair.granted()
-    head = h.Head(KEY, 1, 1, grant.head.grant)
-    pair.d.receive(P, h.Commit(head, 0, 1, len(PROMPT), h.Hits()))
+    header = h.Header(KEY, 1, 1, grant.header.grant)
+    pair.d.receive(P, h.Commit(header, 0, 1, len(PROMPT), h.Hits()))
     [abort] = pair.posted(pair.d)
     assert abort.reason == "what was sent is not the prompt" and pair.d.num_open == 0
 
@@ -250,7 +252,7 @@ def what_was_offered_stays_when_others_publish_the_same(h: ModuleType) -> None:
     assert later.blocks == offer.blocks, "the first group was offered in other blocks"
     pair.p.sampled(KEY, 1, h.Hits())
     [commit] = pair.posted(pair.p)
-    pair.p.receive(D, h.Ack(h.Head(KEY, 1, 1, commit.head.grant)))
+    pair.p.receive(D, h.Ack(h.Header(KEY, 1, 1, commit.header.grant)))
     pair.p_manager.release(other)
     assert pair.p_manager.stats().private_blocks == 0
 
@@ -273,16 +275,16 @@ def what_is_refused_is_not_matchable(h: ModuleType) -> None:
 
 
 def refusals_are_no_failures(h: ModuleType) -> None:
-    desk = h.FrontDesk(max_attempts=1, backoff_s=1, request_s=100)
-    desk.submit("a")
+    gateway = h.RequestRetrier(max_attempts=1, backoff_s=1, request_s=100)
+    gateway.submit("a")
     for attempt in range(1, 5):
-        desk.tick(2.0 * attempt)
-        assert desk.take_actions()[-1] == h.Begin(h.Key("a", attempt))
-        desk.prefill_failed(h.Key("a", attempt), "refused", is_busy=True)
-    desk.tick(10.0)
-    desk.take_actions()
-    desk.prefill_failed(h.Key("a", 5), "broken")
-    assert desk.take_actions() == [h.Cancel(h.Key("a", 5)), h.Answer("a", None, "broken")]
+        gateway.tick(2.0 * attempt)
+        assert gateway.take_actions()[-1] == h.Begin(h.AttemptKey("a", attempt))
+        gateway.prefill_failed(h.AttemptKey("a", attempt), "refused", is_busy=True)
+    gateway.tick(10.0)
+    gateway.take_actions()
+    gateway.prefill_failed(h.AttemptKey("a", 5), "broken")
+    assert gateway.take_actions() == [h.Cancel(h.AttemptKey("a", 5)), h.Answer("a", None, "broken")]
 
 
 SCENARIOS: Final[list[Callable[[ModuleType], None]]] = [

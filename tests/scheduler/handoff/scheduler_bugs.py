@@ -6,7 +6,7 @@ from typing import Final
 
 from .bugs import LIVE_P, D, P, bug
 from .decode_bugs import DECODE_BUGS
-from .held_bugs import HELD_BUGS
+from .deferred_bugs import DEFERRED_BUGS
 
 PREFILL: Final = "prefill.py"
 
@@ -149,12 +149,12 @@ ORDER_BUGS: Final = [
     bug(
         "D believes any P",
         D,
-        ("            attempt.peer == peer and head.grant in", "            head.grant in"),
+        ("            attempt.peer == peer and header.grant in", "            header.grant in"),
     ),
     bug(
         "a twin of another P gets the grant",
         D,
-        ("if peer != attempt.peer or head.epoch != ", "if head.epoch != "),
+        ("if peer != attempt.peer or header.epoch != ", "if header.epoch != "),
     ),
     bug(
         "a refusal for now is for good",
@@ -168,4 +168,4 @@ ORDER_BUGS: Final = [
     ),
 ]
 
-SCHEDULER_BUGS: Final = [*PREFILL_BUGS, *DECODE_BUGS, *ORDER_BUGS, *HELD_BUGS]
+SCHEDULER_BUGS: Final = [*PREFILL_BUGS, *DECODE_BUGS, *ORDER_BUGS, *DEFERRED_BUGS]

@@ -8,12 +8,12 @@ from typing import Any, Final
 
 from radixkv.kvcache import CacheManager
 from radixkv.scheduler import Request, SamplingParams
-from radixkv.scheduler.handoff import Key
+from radixkv.scheduler.handoff import AttemptKey
 
 from .planted import simulation_of
 
 PROMPT: Final = [5, 6, 7, 8, 9, 4, 3]
-KEY: Final = Key("r1", 1)
+KEY: Final = AttemptKey("r1", 1)
 P: Final = "p0"
 D: Final = "d0"
 ORDERS: Final = ("early", "prefill_complete")
@@ -87,7 +87,7 @@ class Pair:
 
     def begin(self, attempt: int = 1) -> Any:
         request = Request("r1", PROMPT, 4, sampling=SamplingParams(seed=3))
-        self.p.begin(Key("r1", attempt), D, request)
+        self.p.begin(AttemptKey("r1", attempt), D, request)
         [ask] = [each for each in self.posted(self.p) if isinstance(each, self.h.Ask)]
         return ask
 

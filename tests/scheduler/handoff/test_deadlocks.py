@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from radixkv.kvcache import RequestTooLargeError
 from radixkv.scheduler import Request
 from radixkv.scheduler.fairness import MAX_OVERTAKEN
-from radixkv.scheduler.handoff import Grant, Key
+from radixkv.scheduler.handoff import AttemptKey, Grant
 from radixkv.scheduler.handoff_simulation import settle
 
 from .decode_stage import ask, hand_over, refusal, scheduler, start, step
@@ -116,7 +116,7 @@ def test_d7_new_ones_do_not_starve_who_was_preempted() -> None:
         seen.add((bool(d.waiting), isinstance(answer, Grant)))
         if not isinstance(answer, Grant):
             assert refusal(answer)[0] in ("others wait", "out of blocks")
-        d.give_up(Key("x", attempt), "there will be others")
+        d.give_up(AttemptKey("x", attempt), "there will be others")
         step(d)
         if not d.has_work:
             break

@@ -7,10 +7,10 @@ import pytest
 
 from radixkv.scheduler.handoff import (
     Abort,
+    AttemptKey,
     Finished,
     Grant,
-    Head,
-    Key,
+    Header,
     Send,
 )
 
@@ -81,8 +81,8 @@ def test_the_guard_counts_on_no_block_of_an_attempt_whose_pulls_may_still_write(
     start(d, "a", 12, 3)
     prompt = np.array([ord("a")] * 12 + [1, 2], "<i4").tobytes()
     granted = ask(d, "x", tokens=prompt)
-    d.receive("p0", Send(Head(Key("x", 1), 5, 1, granted.head.grant), 0, 6, 1, 0))
-    d.give_up(Key("x", 1), "cancelled")
+    d.receive("p0", Send(Header(AttemptKey("x", 1), 5, 1, granted.header.grant), 0, 6, 1, 0))
+    d.give_up(AttemptKey("x", 1), "cancelled")
     actions(d)
     assert refusal(ask(d, "b", 2, 17)) == ("out of blocks", 9, 7)
 
@@ -125,7 +125,9 @@ def test_one_node_does_not_speak_for_another() -> None:
     granted = ask(d, "a")
     twin = ask(d, "a", peer="p1")
     assert isinstance(twin, Abort) and twin.reason == "the attempt is known of another epoch"
-    d.receive("p1", Abort(Head(Key("a", 1), 5, 1, granted.head.grant), "no", fenced=False))
+    d.receive(
+        "p1", Abort(Header(AttemptKey("a", 1), 5, 1, granted.header.grant), "no", fenced=False)
+    )
     [post] = actions(d)
     assert post.peer == "p1" and post.message.reason == "nothing is granted"
     assert d.num_open == 1

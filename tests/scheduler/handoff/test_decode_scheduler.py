@@ -16,12 +16,12 @@ from radixkv.scheduler import (
 )
 from radixkv.scheduler.handoff import (
     Abort,
+    AttemptKey,
     Commit,
     Finished,
     Grant,
-    Head,
+    Header,
     Hits,
-    Key,
     Post,
     Pull,
     Send,
@@ -134,7 +134,7 @@ def test_an_abort_in_any_state(state: str) -> None:
         assert d.num_open == 3, "the step uses its blocks"
         d.update(plan, [1] * len(plan.chunks))
     ended = [each for each in actions(d) if not isinstance(each, Post)]
-    assert ended == ([] if state == "receiving" else [Stopped(Key(name, 1), "aborted")])
+    assert ended == ([] if state == "receiving" else [Stopped(AttemptKey(name, 1), "aborted")])
     assert not d.abort(name)
     while d.has_work:
         step(d)
@@ -148,9 +148,9 @@ def test_a_newer_attempt_may_start_while_the_step_of_an_older_one_runs() -> None
     plan = d.schedule()
     granted = ask(d, "a", 4, 5, attempt=2)
     assert isinstance(granted, Grant) and granted.first_block == 2
-    head = Head(Key("a", 2), 5, 1, granted.head.grant)
-    send(d, granted, 0, Commit(head, 0, 9, 4, Hits()))
-    d.give_up(Key("a", 1), "again")
+    header = Header(AttemptKey("a", 2), 5, 1, granted.header.grant)
+    send(d, granted, 0, Commit(header, 0, 9, 4, Hits()))
+    d.give_up(AttemptKey("a", 1), "again")
     d.update(plan, [1])
     reports = [each for each in actions(d) if not isinstance(each, Post)]
     assert [(type(each), each.key.attempt) for each in reports] == [(Started, 2), (Stopped, 1)]
@@ -167,7 +167,7 @@ def test_the_cache_is_reset_when_nothing_is_received() -> None:
     d = scheduler()
     start(d, "a", 4, 5)
     granted = ask(d, "b")
-    d.receive("p0", Send(Head(Key("b", 1), 5, 1, granted.head.grant), 0, 0, 2, 0))
+    d.receive("p0", Send(Header(AttemptKey("b", 1), 5, 1, granted.header.grant), 0, 0, 2, 0))
     [pull] = [each for each in actions(d) if isinstance(each, Pull)]
     with pytest.raises(HandoffsOpenError, match="1 hand-offs hold blocks"):
         d.reset_cache()

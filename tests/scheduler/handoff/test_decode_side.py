@@ -6,10 +6,10 @@ from radixkv.scheduler import handoff
 from radixkv.scheduler.handoff import (
     Abort,
     Ack,
+    AttemptKey,
     Commit,
-    Head,
+    Header,
     Hits,
-    Key,
     Pull,
     Renew,
     Send,
@@ -51,7 +51,7 @@ def test_the_end_of_a_pull_that_is_not_open_changes_nothing() -> None:
     pair, (first, second) = pulling()
     pair.d.pulled(first.ticket._replace(grant=9))
     pair.d.pulled(first.ticket._replace(part=9))
-    pair.d.pulled(first.ticket._replace(key=Key("r9", 1)))
+    pair.d.pulled(first.ticket._replace(key=AttemptKey("r9", 1)))
     pair.d.pulled(first.ticket)
     pair.d.pulled(first.ticket)
     pair.d.pull_failed(first.ticket, fenced=True, reason="it was lost")
@@ -65,19 +65,19 @@ def test_the_end_of_a_pull_that_is_not_open_changes_nothing() -> None:
 def test_what_is_about_another_grant_is_declined() -> None:
     pair = Pair(handoff)
     grant = pair.granted()
-    stale = Head(KEY, 1, 1, grant.head.grant + 1)
+    stale = Header(KEY, 1, 1, grant.header.grant + 1)
     pair.d.receive(P, Send(stale, 0, 0, 4, 0))
     [abort] = pair.posted(pair.d)
-    assert isinstance(abort, Abort) and abort.fenced and abort.head.grant == stale.grant
+    assert isinstance(abort, Abort) and abort.fenced and abort.header.grant == stale.grant
     assert leases(pair) == 1
 
 
 def test_a_restarted_p_has_forgotten_what_it_asked_for() -> None:
     pair = Pair(handoff)
-    grant = pair.granted().head.grant
-    pair.d.receive(P, Renew(Head(KEY, 0, 1, grant)))
+    grant = pair.granted().header.grant
+    pair.d.receive(P, Renew(Header(KEY, 0, 1, grant)))
     assert pair.d.take_actions() == [] and leases(pair) == 1, "an older life says nothing"
-    pair.d.receive(P, Renew(Head(KEY, 2, 1, grant)))
+    pair.d.receive(P, Renew(Header(KEY, 2, 1, grant)))
     [abort] = pair.posted(pair.d)
     assert abort.reason == "the prefill node restarted" and leases(pair) == 0
 
@@ -85,11 +85,11 @@ def test_a_restarted_p_has_forgotten_what_it_asked_for() -> None:
 def test_what_has_started_goes_on_without_p() -> None:
     pair = Pair(handoff)
     start = pair.start()
-    head = Head(KEY, 1, 1, start.commit.head.grant)
-    pair.d.receive(P, Abort(Head(KEY, 2, 1, head.grant), "restarted", fenced=False))
+    header = Header(KEY, 1, 1, start.commit.header.grant)
+    pair.d.receive(P, Abort(Header(KEY, 2, 1, header.grant), "restarted", fenced=False))
     pair.d.tick(59.0)
     assert pair.d.take_actions() == []
-    pair.d.receive(P, Abort(head, "no answer", fenced=False))
+    pair.d.receive(P, Abort(header, "no answer", fenced=False))
     [ack] = pair.posted(pair.d)
     assert isinstance(ack, Ack)
     pair.d.abort(KEY, "cancelled")
@@ -114,22 +114,22 @@ def test_ack_is_said_when_decoding_starts_and_as_long_as_it_is_known() -> None:
     assert pair.d.num_known == 0
     pair.d.receive(P, commit)
     [abort] = pair.posted(pair.d)
-    assert abort == Abort(ack.head, "nothing is granted", fenced=True)
+    assert abort == Abort(ack.header, "nothing is granted", fenced=True)
 
 
 def test_commit_bounds_how_long_parts_may_take() -> None:
     pair = Pair(handoff)
-    head = Head(KEY, 1, 1, pair.granted().head.grant)
+    header = Header(KEY, 1, 1, pair.granted().header.grant)
     for now in range(1, 41):
         pair.d.tick(float(now))
-        pair.d.receive(P, Renew(head))
+        pair.d.receive(P, Renew(header))
     assert leases(pair) == 1, "P computes as long as it likes"
-    commit = Commit(head, 1, 5, len(PROMPT), Hits())
+    commit = Commit(header, 1, 5, len(PROMPT), Hits())
     for now in range(41, 71):
         pair.d.tick(float(now - 1))
         pair.d.receive(P, commit)
     assert leases(pair) == 1
-    assert pair.posted(pair.d)[-1] == Renew(head, (0,)), "part 0 is missing"
+    assert pair.posted(pair.d)[-1] == Renew(header, (0,)), "part 0 is missing"
     pair.d.tick(70.0)
     assert leases(pair) == 0
 

@@ -21,13 +21,13 @@ from radixkv.scheduler.handoff import (
     Abort,
     Ack,
     Ask,
+    AttemptKey,
     CancelPull,
     Commit,
     DecodeSide,
     Grant,
-    Head,
+    Header,
     Hits,
-    Key,
     Message,
     Post,
     Pull,
@@ -52,8 +52,8 @@ TOKENS = b"".join(token.to_bytes(4, "little") for token in PROMPT)
 counts = st.integers(0, 5) | st.just(MOST)
 sizes = st.sampled_from([1, 2, 2, 2, 4, MOST])
 heads = st.builds(
-    Head,
-    st.sampled_from([KEY, KEY, KEY, Key("r1", 2), Key("r2", 1)]),
+    Header,
+    st.sampled_from([KEY, KEY, KEY, AttemptKey("r1", 2), AttemptKey("r2", 1)]),
     st.sampled_from([1, 1, 1, 1, 2, 2**64 - 1]),
     st.sampled_from([1, 1, 1, 1, None, 0, 2**64 - 1]),
     st.sampled_from([1, 1, 1, 0, 2, 3, 2**64 - 1]),
@@ -135,8 +135,8 @@ def test_no_message_crashes_a_node(acts: list[Any], num_groups: int) -> None:
 def test_what_is_missing_names_parts_that_were_never_sent() -> None:
     pair = Pair(handoff)
     sends, commit = pair.committed()
-    head = replace(commit.head, epoch=1, peer_epoch=1)
-    pair.p.receive(D, Renew(head, (7, 0, MOST, -9, 0)))
+    header = replace(commit.header, epoch=1, peer_epoch=1)
+    pair.p.receive(D, Renew(header, (7, 0, MOST, -9, 0)))
     assert pair.posted(pair.p) == sends == sends[:1]
 
 
@@ -168,8 +168,8 @@ def test_a_grant_beyond_the_prompt_is_given_back(first_block: int) -> None:
 )
 def test_a_part_that_was_not_granted_ends_the_attempt(fields: dict[str, Any]) -> None:
     pair = Pair(handoff, num_groups=2)
-    head = Head(KEY, 1, 1, pair.granted().head.grant)
-    known = Send(head, 0, 0, 4, 0)
+    header = Header(KEY, 1, 1, pair.granted().header.grant)
+    known = Send(header, 0, 0, 4, 0)
     if fields.get("part") == 1:
         pair.d.receive(P, known)
     pair.d.receive(P, replace(known, **fields))
@@ -179,17 +179,17 @@ def test_a_part_that_was_not_granted_ends_the_attempt(fields: dict[str, Any]) ->
 
 def test_the_parts_of_two_groups_may_be_of_the_same_blocks() -> None:
     pair = Pair(handoff, num_groups=2)
-    head = Head(KEY, 1, 1, pair.granted().head.grant)
+    header = Header(KEY, 1, 1, pair.granted().header.grant)
     parts = [(0, 0, 4, 0), (1, 0, 3, 1), (7, 3, 1, 1)]
     for part in parts:
-        pair.d.receive(P, Send(head, *part))
+        pair.d.receive(P, Send(header, *part))
     assert len(pair.actions(pair.d, "Pull")) == 3
 
 
 def test_more_parts_than_blocks_are_no_prompt() -> None:
     pair = Pair(handoff)
-    head = Head(KEY, 1, 1, pair.granted().head.grant)
-    pair.d.receive(P, Commit(head, MOST, 1, len(PROMPT), Hits()))
+    header = Header(KEY, 1, 1, pair.granted().header.grant)
+    pair.d.receive(P, Commit(header, MOST, 1, len(PROMPT), Hits()))
     [abort] = pair.posted(pair.d)
     assert abort.reason == "what was sent is not the prompt"
     assert pair.d_manager.stats().live_leases == 0
@@ -199,13 +199,13 @@ def test_d_names_a_limited_number_of_parts() -> None:
     manager = CacheManager(2000, 1)
     side = DecodeSide(manager, epoch=1, timing=Timing())
     tokens = b"".join(number.to_bytes(4, "little") for number in range(1500))
-    side.receive(P, Ask(Head(KEY, 1), tokens, b"", 1, 1, 1))
-    commit = Commit(Head(KEY, 1, 1, 1), 1500, 1, 1500, Hits())
+    side.receive(P, Ask(Header(KEY, 1), tokens, b"", 1, 1, 1))
+    commit = Commit(Header(KEY, 1, 1, 1), 1500, 1, 1500, Hits())
     side.receive(P, commit)
     side.receive(P, commit)
     last = side.take_actions()[-1]
     assert isinstance(last, Post)
-    assert last.message == Renew(Head(KEY, 1, 1, 1), tuple(range(MAX_MISSING)))
+    assert last.message == Renew(Header(KEY, 1, 1, 1), tuple(range(MAX_MISSING)))
 
 
 def test_a_request_without_end_is_refused_before_it_is_allocated() -> None:
@@ -228,7 +228,7 @@ def test_what_the_model_cannot_take_is_refused_in_its_words(words: str) -> None:
         max_running=4,
         check_request=refuse,
     )
-    d.receive(P, Ask(Head(KEY, 1), TOKENS, b"", 2, 1, 4))
+    d.receive(P, Ask(Header(KEY, 1), TOKENS, b"", 2, 1, 4))
     [action] = d.take_actions()
     assert isinstance(action, Post)
     answer = action.message

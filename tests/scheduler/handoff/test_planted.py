@@ -18,13 +18,13 @@ from . import (
     test_deadlocks,
     test_decode_admission,
     test_decode_scheduler,
-    test_held_asks,
+    test_deferred_asks,
     test_prefill_ends,
     test_prefill_scheduler,
 )
 from .bugs import BUGS, Bug
-from .desk_bugs import DESK_BUGS
-from .desk_scenarios import DESK_SCENARIOS
+from .gateway_bugs import GATEWAY_BUGS
+from .gateway_scenarios import GATEWAY_SCENARIOS
 from .planted import planted, recast, simulation_of
 from .scenarios import SCENARIOS
 from .scheduler_bugs import SCHEDULER_BUGS
@@ -51,7 +51,7 @@ def found_by_scheduler_stories(package: ModuleType) -> str | None:
         test_prefill_ends,
         test_decode_scheduler,
         test_decode_admission,
-        test_held_asks,
+        test_deferred_asks,
         test_deadlocks,
     )
     with ExitStack() as stack:
@@ -83,7 +83,7 @@ def found_by_hunt(package: ModuleType) -> str | None:
 
 def test_a_copy_without_a_bug_passes() -> None:
     with planted(None) as package:
-        assert found_by_stories(package, (*SCENARIOS, *DESK_SCENARIOS)) is None
+        assert found_by_stories(package, (*SCENARIOS, *GATEWAY_SCENARIOS)) is None
         assert found_by_scheduler_stories(package) is None
         for seed in range(20):
             simulation_of(package).run_random(seed, NUM_OPS)
@@ -95,10 +95,10 @@ def test_a_planted_bug_is_found(bug: Bug) -> None:
         assert found_by_stories(package) or found_by_hunt(package), "nothing finds it"
 
 
-@pytest.mark.parametrize("bug", DESK_BUGS, ids=lambda bug: bug.name)
-def test_a_bug_of_the_desk_is_found(bug: Bug) -> None:
+@pytest.mark.parametrize("bug", GATEWAY_BUGS, ids=lambda bug: bug.name)
+def test_a_bug_of_the_gateway_is_found(bug: Bug) -> None:
     with planted(bug) as package:
-        found = found_by_stories(package, DESK_SCENARIOS) or found_by_stories(package)
+        found = found_by_stories(package, GATEWAY_SCENARIOS) or found_by_stories(package)
         assert found or found_by_hunt(package), "nothing finds it"
 
 
@@ -124,7 +124,7 @@ BITES: Final = {
 @pytest.mark.parametrize("invariant", INVARIANTS, ids=lambda invariant: invariant.name)
 def test_every_invariant_bites(invariant: Invariant) -> None:
     [bug] = [
-        bug for bug in (*BUGS, *DESK_BUGS, *SCHEDULER_BUGS) if bug.name == BITES[invariant.name]
+        bug for bug in (*BUGS, *GATEWAY_BUGS, *SCHEDULER_BUGS) if bug.name == BITES[invariant.name]
     ]
     with planted(bug) as package:
         for seed in range(PROGRAMS):

@@ -15,10 +15,10 @@ from radixkv.scheduler import (
 )
 from radixkv.scheduler.handoff import (
     Ask,
+    AttemptKey,
     Failed,
     Grant,
-    Head,
-    Key,
+    Header,
     Offer,
     Post,
     Refuse,
@@ -37,17 +37,17 @@ def test_what_ends_before_it_is_computed_is_not_matchable(how: str) -> None:
     p = scheduler()
     p.begin(request(), "d0")
     step(p)
-    head = Head(Key("a", 1), 7, 1)
+    header = Header(AttemptKey("a", 1), 7, 1)
     match how:
         case "refused":
-            p.receive("d0", Refuse(head, "others wait", 1, 0))
+            p.receive("d0", Refuse(header, "others wait", 1, 0))
         case "given up":
             assert p.abort("a")
         case "silence":
             p.tick(5.0)
         case _:
             grant(p)
-            p.receive("d0", Grant(Head(Key("a", 1), 8, 1, 1), 0))
+            p.receive("d0", Grant(Header(AttemptKey("a", 1), 8, 1, 1), 0))
     [failed] = [each for each in actions(p) if isinstance(each, Failed)]
     assert failed.is_busy == (how == "refused")
     assert p.num_open == 0 and not p.has_work
@@ -62,7 +62,7 @@ def test_one_who_waits_can_be_given_up() -> None:
     step(p)
     actions(p)
     assert p.abort("b") and not p.abort("b")
-    assert actions(p) == [Failed(Key("b", 1), "aborted")]
+    assert actions(p) == [Failed(AttemptKey("b", 1), "aborted")]
     assert p.num_open == 1
 
 
@@ -87,8 +87,8 @@ def test_what_it_is_told_within_a_step_counts_after_it() -> None:
     assert kinds[-2:] == [Failed, Withdraw]
     assert step(p) == []
     [ask] = posted(p, Ask)
-    assert ask.head.key == ("a", 2)
-    p.fenced(Key("a", 1))
+    assert ask.header.key == ("a", 2)
+    p.fenced(AttemptKey("a", 1))
     assert p.num_open == 1
 
 
@@ -161,11 +161,11 @@ def test_the_cache_is_reset_when_nobody_reads_it() -> None:
     with pytest.raises(HandoffsOpenError):
         p.reset_cache()
     assert step(p) == [] and posted(p, Ask) == [], "b waits for the new weights"
-    p.fenced(Key("a", 1))
+    p.fenced(AttemptKey("a", 1))
     p.reset_cache()
     assert p.manager.match(PROMPT).num_tokens == 0
     step(p)
-    assert [each.head.key.request_id for each in posted(p, Ask)] == ["b"]
+    assert [each.header.key.request_id for each in posted(p, Ask)] == ["b"]
 
 
 # Several peers
@@ -177,11 +177,11 @@ def test_one_p_speaks_with_several_d() -> None:
         p.begin(request(name, [ord(name)] * 3), peer)
     step(p)
     assert [each.peer for each in actions(p) if isinstance(each, Post)] == ["d0", "d1"]
-    p.receive("d1", Grant(Head(Key("a", 1), 7, 1, 1), 0))
+    p.receive("d1", Grant(Header(AttemptKey("a", 1), 7, 1, 1), 0))
     [declined] = actions(p)
     assert declined.peer == "d1" and declined.message.reason == "nobody asks"
     grant(p, "a")
-    p.receive("d1", Grant(Head(Key("b", 1), 7, 1, 1), 0))
+    p.receive("d1", Grant(Header(AttemptKey("b", 1), 7, 1, 1), 0))
     assert step(p) == [("a", 0, 3), ("b", 0, 1)]
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from radixkv.scheduler import Request
 from radixkv.scheduler.handoff import (
     Ask,
+    AttemptKey,
     Commit,
     Failed,
     Grant,
-    Head,
-    Key,
+    Header,
     Message,
     Offer,
     Refuse,
@@ -49,7 +49,7 @@ def test_in_the_other_order_d_is_asked_when_the_prompt_is_computed() -> None:
     assert actions(p) == [], "D knows nothing of it"
     step(p, token=9)
     [ask] = posted(p, Ask)
-    assert ask.head.peer_epoch is None
+    assert ask.header.peer_epoch is None
     grant(p, first_block=1)
     offer, send, commit = actions(p)
     assert isinstance(offer, Offer) and len(offer.blocks) == 3
@@ -64,7 +64,7 @@ def test_d_hears_nothing_of_what_ends_before_it_is_asked() -> None:
     p.tick(100.0)
     assert p.num_open == 1, "nobody is waited for"
     p.abort("a")
-    assert actions(p) == [Failed(Key("a", 1), "aborted")]
+    assert actions(p) == [Failed(AttemptKey("a", 1), "aborted")]
     assert p.num_open == 0 and p.manager.match(PROMPT).num_tokens == 4, "it is computed"
 
 
@@ -72,7 +72,7 @@ def test_one_who_was_refused_after_computing_asks_again_and_keeps_its_blocks() -
     p = scheduler(order="prefill_complete")
     p.begin(request(), "d0")
     step(p), step(p)
-    refuse = Refuse(Head(Key("a", 1), 7, 1), "out of blocks", 9, 3)
+    refuse = Refuse(Header(AttemptKey("a", 1), 7, 1), "out of blocks", 9, 3)
     for now in range(1, 30):
         p.receive("d0", refuse)
         actions(p)
@@ -82,7 +82,7 @@ def test_one_who_was_refused_after_computing_asks_again_and_keeps_its_blocks() -
     p.tick(30.0)
     [_, failed] = actions(p)
     text = "refused, out of blocks: 9 needed, 3 available"
-    assert failed == Failed(Key("a", 1), text, is_busy=True)
+    assert failed == Failed(AttemptKey("a", 1), text, is_busy=True)
     assert p.num_open == 0 and p.manager.match(PROMPT).num_tokens == 6
 
 
@@ -94,11 +94,11 @@ def test_an_attempt_that_is_refused_is_not_admitted_and_has_no_hits() -> None:
     for attempt in (1, 2, 3):
         p.begin(request(), "d0", attempt)
         step(p)
-        p.receive("d0", Refuse(Head(Key("a", attempt), 7, 1), "out of blocks", 9, 3))
+        p.receive("d0", Refuse(Header(AttemptKey("a", attempt), 7, 1), "out of blocks", 9, 3))
         assert (p.stats().admitted, p.stats().hit_tokens) == (0, 0)
     p.begin(request(), "d0", attempt=4)
     step(p)
-    p.receive("d0", Grant(Head(Key("a", 4), 7, 1, 1), 0))
+    p.receive("d0", Grant(Header(AttemptKey("a", 4), 7, 1, 1), 0))
     step(p)
     stats = p.stats()
     assert (stats.admitted, stats.hit_tokens, stats.prefill_tokens) == (1, 6, 1)
@@ -122,9 +122,9 @@ def test_what_can_never_be_granted_fails_for_good_in_either_order() -> None:
         p.begin(request(), "d0")
         step(p), step(p)
         actions(p)
-        p.receive("d0", Refuse(Head(Key("a", 1), 7, 1), "too large", 9, 3))
+        p.receive("d0", Refuse(Header(AttemptKey("a", 1), 7, 1), "too large", 9, 3))
         assert actions(p) == [
-            Failed(Key("a", 1), "refused, too large: 9 needed, 3 available", is_final=True)
+            Failed(AttemptKey("a", 1), "refused, too large: 9 needed, 3 available", is_final=True)
         ]
         assert p.num_open == 0 and not p.has_work
 
@@ -147,10 +147,10 @@ def test_who_waits_for_another_computes_it_if_that_fails() -> None:
     for name in "ab":
         p.begin(request(name), "d0")
     step(p)
-    assert [each.head.key.request_id for each in posted(p, Ask)] == ["a"], "b waits for a"
-    p.give_up(Key("a", 1), "cancelled")
+    assert [each.header.key.request_id for each in posted(p, Ask)] == ["a"], "b waits for a"
+    p.give_up(AttemptKey("a", 1), "cancelled")
     step(p)
-    assert [each.head.key.request_id for each in posted(p, Ask)] == ["b"]
+    assert [each.header.key.request_id for each in posted(p, Ask)] == ["b"]
 
 
 def test_what_the_host_has_is_copied_first_and_hits_are_counted_by_tier() -> None:

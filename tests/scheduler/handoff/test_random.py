@@ -115,7 +115,7 @@ def test_a_failure_replays_from_json(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_operation_may_find_nothing() -> None:
     words = ["cancel", "deliver", "duplicate", "drop", "compute", "decode", "land", "pull_fence"]
     ops: list[list] = [[word, 3] for word in [*words, "offer_fence"]]
-    ops += [["new_desk"], ["pull_end", 0, True, True], ["evict", 1, 2], ["restart", 0]]
+    ops += [["new_gateway"], ["pull_end", 0, True, True], ["evict", 1, 2], ["restart", 0]]
     ops += [["copy", 0, True], ["drain", 1]]
     for node in (0, 1):
         ops += [["crash", node], ["crash", node], ["evict", node, 1], ["drain", node], ["tick", 1]]
@@ -189,8 +189,8 @@ class HandoffMachine(RuleBasedStateMachine):
         self.do(word, node)
 
     @rule()
-    def open_another_desk(self) -> None:
-        self.do("new_desk")
+    def open_another_gateway(self) -> None:
+        self.do("new_gateway")
 
     @rule(index=index, ok=st.booleans())
     def copy(self, index: int, ok: bool) -> None:

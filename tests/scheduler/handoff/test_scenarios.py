@@ -7,15 +7,15 @@ import pytest
 
 from radixkv.scheduler import handoff
 from radixkv.scheduler import handoff_simulation as simulation
-from radixkv.scheduler.handoff import gateway_messages as client_messages
-from radixkv.scheduler.handoff import remote_gateway as remote_desk
+from radixkv.scheduler.handoff import gateway_messages as gateway_messages
+from radixkv.scheduler.handoff import network_gateway as network_gateway
 
-from .desk_scenarios import DESK_SCENARIOS
+from .gateway_scenarios import GATEWAY_SCENARIOS
 from .scenarios import SCENARIOS, any_two_messages_are_lost
 from .stage import ORDERS
 
-STORIES = [*SCENARIOS, *DESK_SCENARIOS]
-assert client_messages and remote_desk and simulation  # attributes from here on
+STORIES = [*SCENARIOS, *GATEWAY_SCENARIOS]
+assert gateway_messages and network_gateway and simulation  # attributes from here on
 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)

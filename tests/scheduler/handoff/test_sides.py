@@ -1,4 +1,4 @@
-"""Both sides and the front desk, call by call: tiers, refusals and errors."""
+"""Both sides and the gateway, call by call: tiers, refusals and errors."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from radixkv.scheduler.handoff import (
     Abort,
     Answer,
     Ask,
+    AttemptKey,
     Begin,
     Cancel,
     DecodeSide,
-    FrontDesk,
     Grant,
-    Head,
+    Header,
     Hits,
-    Key,
     Message,
     Post,
     PrefillSide,
     Refuse,
     Renew,
+    RequestRetrier,
     Timing,
 )
-from radixkv.scheduler.handoff.gateway_link import DeskLink
+from radixkv.scheduler.handoff.node_reporter import NodeReporter
 
 from .stage import KEY, PROMPT, D, P, Pair
 
@@ -65,7 +65,7 @@ def posted(side: PrefillSide | DecodeSide) -> list[Message]:
 
 def ask(block_size: int = 2, version: int = 2, prompt: list[int] = PROMPT) -> Ask:
     tokens = np.array(prompt, "<i4").tobytes()
-    return Ask(Head(KEY, 1, version=version), tokens, b"", block_size, 1, 4)
+    return Ask(Header(KEY, 1, version=version), tokens, b"", block_size, 1, 4)
 
 
 # Over tiers
@@ -142,9 +142,9 @@ def test_messages_of_another_version_change_nothing() -> None:
     pair = Pair(handoff)
     pair.d.receive(P, pair.begin())
     [grant] = pair.posted(pair.d)
-    head = Head(KEY, 1, 1, 1, version=3)
-    pair.p.receive(D, Grant(head, 0))
-    pair.d.receive(P, Abort(head, "no", fenced=False))
+    header = Header(KEY, 1, 1, 1, version=3)
+    pair.p.receive(D, Grant(header, 0))
+    pair.d.receive(P, Abort(header, "no", fenced=False))
     assert pair.p.take_actions() == pair.d.take_actions() == []
     pair.p.receive(D, grant)
     assert pair.actions(pair.p, "Compute")
@@ -153,10 +153,10 @@ def test_messages_of_another_version_change_nothing() -> None:
 def test_a_grant_that_nobody_asks_for_is_declined() -> None:
     pair = Pair(handoff)
     grant = pair.granted()
-    other = Grant(Head(KEY, 1, 1, grant.head.grant + 1), 0)
+    other = Grant(Header(KEY, 1, 1, grant.header.grant + 1), 0)
     pair.p.receive(D, other)
-    pair.p.receive(D, Grant(Head(Key("r9", 1), 1, 1, 7), 0))
-    assert [(each.head.key, each.head.grant, each.reason) for each in pair.posted(pair.p)] == [
+    pair.p.receive(D, Grant(Header(AttemptKey("r9", 1), 1, 1, 7), 0))
+    assert [(each.header.key, each.header.grant, each.reason) for each in pair.posted(pair.p)] == [
         (KEY, 2, "granted twice"),
         (("r9", 1), 7, "nobody asks"),
     ]
@@ -165,7 +165,7 @@ def test_a_grant_that_nobody_asks_for_is_declined() -> None:
 def test_an_attempt_of_another_life_of_p_is_not_taken_for_this_one() -> None:
     pair = Pair(handoff)
     pair.granted()
-    later = Ask(Head(KEY, 2), ask().prompt, b"", 2, 1, 4)
+    later = Ask(Header(KEY, 2), ask().prompt, b"", 2, 1, 4)
     pair.d.receive(P, later)
     [answer] = pair.posted(pair.d)
     assert isinstance(answer, Abort)
@@ -228,7 +228,7 @@ def test_what_has_ended_is_ignored() -> None:
     for _ in range(2):
         pair.d.finished(KEY)
     pair.d.pull_fenced(handoff.Ticket(KEY, 1, 1, 1, 0))
-    pair.d.abort(handoff.Key("r9", 1), "unknown")
+    pair.d.abort(handoff.AttemptKey("r9", 1), "unknown")
     pair.p.abort(KEY, "cancelled")
     pair.p.take_actions()
     pair.p.abort(KEY, "cancelled")
@@ -247,58 +247,60 @@ def test_timing_that_cannot_work() -> None:
         Timing(retry_s=5)
 
 
-# The front desk
+# The gateway
 
 
-def test_a_node_remembers_attempts_for_longer_than_the_desk_asks_for_them() -> None:
+def test_a_node_remembers_attempts_for_longer_than_the_gateway_asks_for_them() -> None:
     text = (
         "remember_s must be more than silence_s 5, as an attempt that is forgotten sooner may "
         "begin twice; got 5"
     )
     with pytest.raises(CountError, match=f"^{re.escape(text)}$"):
-        DeskLink(1, Timing(remember_s=5.0))
+        NodeReporter(1, Timing(remember_s=5.0))
 
 
 def test_a_request_is_tried_again_and_answered_once() -> None:
-    desk = FrontDesk(max_attempts=2, backoff_s=1, request_s=100)
-    desk.submit("a")
+    gateway = RequestRetrier(max_attempts=2, backoff_s=1, request_s=100)
+    gateway.submit("a")
     with pytest.raises(RequestError, match="request 'a' is open"):
-        desk.submit("a")
-    desk.tick(0)
-    assert desk.take_actions() == [Begin(Key("a", 1))]
-    desk.prefill_failed(Key("a", 1), "no room")
-    desk.prefill_failed(Key("a", 1), "no room")
-    desk.tick(0.5)
-    assert desk.take_actions() == [Cancel(Key("a", 1))]
-    desk.tick(1)
-    assert desk.take_actions() == [Begin(Key("a", 2))]
-    desk.started(Key("a", 1))
-    desk.finished(Key("a", 1), (1, 2))
-    assert desk.take_actions() == [Cancel(Key("a", 1))], "the older attempt is of no use any more"
-    desk.started(Key("a", 2))
-    desk.prefill_failed(Key("a", 2), "ACK was lost")
-    desk.prefill_lost([Key("a", 2)])
-    assert desk.take_actions() == []
-    desk.finished(Key("a", 2), (3,))
-    desk.finished(Key("a", 2), (3,))
-    assert desk.take_actions() == [Answer("a", (3,))]
+        gateway.submit("a")
+    gateway.tick(0)
+    assert gateway.take_actions() == [Begin(AttemptKey("a", 1))]
+    gateway.prefill_failed(AttemptKey("a", 1), "no room")
+    gateway.prefill_failed(AttemptKey("a", 1), "no room")
+    gateway.tick(0.5)
+    assert gateway.take_actions() == [Cancel(AttemptKey("a", 1))]
+    gateway.tick(1)
+    assert gateway.take_actions() == [Begin(AttemptKey("a", 2))]
+    gateway.started(AttemptKey("a", 1))
+    gateway.finished(AttemptKey("a", 1), (1, 2))
+    assert gateway.take_actions() == [Cancel(AttemptKey("a", 1))], (
+        "the older attempt is of no use any more"
+    )
+    gateway.started(AttemptKey("a", 2))
+    gateway.prefill_failed(AttemptKey("a", 2), "ACK was lost")
+    gateway.prefill_lost([AttemptKey("a", 2)])
+    assert gateway.take_actions() == []
+    gateway.finished(AttemptKey("a", 2), (3,))
+    gateway.finished(AttemptKey("a", 2), (3,))
+    assert gateway.take_actions() == [Answer("a", (3,))]
 
 
 def test_a_request_has_a_last_attempt_and_a_deadline() -> None:
-    desk = FrontDesk(max_attempts=1, backoff_s=1, request_s=10)
+    gateway = RequestRetrier(max_attempts=1, backoff_s=1, request_s=10)
     for name in "abc":
-        desk.submit(name)
-    desk.tick(0)
-    desk.take_actions()
-    desk.started(Key("a", 1))
-    desk.decode_lost([Key("a", 1)])
-    assert desk.take_actions() == [
-        Cancel(Key("a", 1)),
+        gateway.submit(name)
+    gateway.tick(0)
+    gateway.take_actions()
+    gateway.started(AttemptKey("a", 1))
+    gateway.decode_lost([AttemptKey("a", 1)])
+    assert gateway.take_actions() == [
+        Cancel(AttemptKey("a", 1)),
         Answer("a", None, "the decode node was lost"),
     ]
-    desk.prefill_failed(Key("b", 1), "too large", is_final=True)
-    assert desk.take_actions()[-1] == Answer("b", None, "too large")
-    desk.tick(10)
+    gateway.prefill_failed(AttemptKey("b", 1), "too large", is_final=True)
+    assert gateway.take_actions()[-1] == Answer("b", None, "too large")
+    gateway.tick(10)
     last = Answer("c", None, "not done in time: attempt 1 has not ended")
-    assert desk.take_actions() == [Cancel(Key("c", 1)), last]
-    assert desk.num_open == 0
+    assert gateway.take_actions() == [Cancel(AttemptKey("c", 1)), last]
+    assert gateway.num_open == 0

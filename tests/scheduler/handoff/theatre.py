@@ -7,13 +7,13 @@ from typing import Any
 
 from radixkv.scheduler import DecodeScheduler, PrefillScheduler
 from radixkv.scheduler.handoff import Message
-from radixkv.scheduler.handoff.gateway_messages import DESK, ClientMessage
+from radixkv.scheduler.handoff.gateway_messages import GATEWAY, GatewayMessage
 from radixkv.scheduler.handoff_simulation import (
     Op,
     Simulation,
     SimulationConfig,
 )
-from radixkv.scheduler.handoff_simulation.gateway_world import Letter
+from radixkv.scheduler.handoff_simulation.gateway_world import Envelope
 from radixkv.scheduler.handoff_simulation.nodes import DecodeNode, PrefillNode
 
 MANY = 400
@@ -22,7 +22,7 @@ MANY = 400
 class Theatre(Simulation):
     """A simulation without faults, in which each node goes on when the test says so.
 
-    What the desk says arrives at once, and what it is to hear arrives with `report`.
+    What the gateway says arrives at once, and what it is to hear arrives with `report`.
     """
 
     def __init__(self, **sizes: Any) -> None:
@@ -30,11 +30,11 @@ class Theatre(Simulation):
         super().__init__(SimulationConfig(**(roomy | sizes)))
 
     def apply(self, op: Op) -> None:
-        """Do an operation; what the desk says to nodes, and signs of life, arrive at once."""
+        """Do an operation; what the gateway says to nodes, and signs of life, arrive at once."""
         super().apply(op)
-        self._deliver_all(lambda letter: letter.source == DESK or letter.is_alive)
+        self._deliver_all(lambda envelope: envelope.source == GATEWAY or envelope.is_alive)
 
-    def _deliver_all(self, is_meant: Callable[[Letter], bool]) -> list[Message | ClientMessage]:
+    def _deliver_all(self, is_meant: Callable[[Envelope], bool]) -> list[Message | GatewayMessage]:
         came = []
         while places := [place for place, each in enumerate(self.network) if is_meant(each)]:
             came.append(self.network[places[0]].message)
@@ -58,9 +58,9 @@ class Theatre(Simulation):
         assert isinstance(node, DecodeNode)
         return node.scheduler
 
-    def deliver(self) -> list[Message | ClientMessage]:
+    def deliver(self) -> list[Message | GatewayMessage]:
         """Deliver what nodes say to each other, and what follows; return it."""
-        return self._deliver_all(lambda letter: letter.to != DESK)
+        return self._deliver_all(lambda envelope: envelope.to != GATEWAY)
 
     def transfer(self) -> None:
         """Let all pulls end well."""
@@ -74,8 +74,8 @@ class Theatre(Simulation):
             self.apply(["copy", 0, True])
 
     def report(self) -> None:
-        """Let the desk hear what nodes have said."""
-        self._deliver_all(lambda letter: DESK in (letter.source, letter.to))
+        """Let the gateway hear what nodes have said."""
+        self._deliver_all(lambda envelope: GATEWAY in (envelope.source, envelope.to))
 
     def step_p(self, place: int = 0) -> None:
         """One whole step of a prefill node."""

@@ -1,4 +1,4 @@
-"""A front desk and nodes that have no model, joined by a network in memory that loses messages."""
+"""A gateway and nodes that have no model, joined by a network in memory that loses messages."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, Final, TypeAlias
 
 from radixkv.kvcache import CacheManager
 from radixkv.scheduler.handoff import (
+    AttemptKey,
     Failed,
     Finished,
-    Head,
-    Key,
+    Header,
     Started,
     Stopped,
     Timing,
 )
 from radixkv.scheduler.handoff.attempts import make_ask
-from radixkv.scheduler.handoff.gateway_messages import DESK
+from radixkv.scheduler.handoff.gateway_messages import GATEWAY
 from radixkv.scheduler.handoff.messages import Ask
 from radixkv.scheduler.nodes import DecodeEngine, PrefillEngine
 from radixkv.scheduler.nodes.channel import (
@@ -86,12 +86,12 @@ class Prefill(PrefillEngine):
         self._letters, self._reports = [], []
 
     def begin(self, request: Request, peer: str, attempt: int = 1) -> None:
-        key = Key(request.request_id, attempt)
+        key = AttemptKey(request.request_id, attempt)
         self.begun[key] += 1
         if self.failures:
             self._reports.append(Failed(key, self.failures.pop()))
         else:
-            self._letters.append(Letter(peer, make_ask(Head(key, 1, None, 0), request, 4, 1)))
+            self._letters.append(Letter(peer, make_ask(Header(key, 1, None, 0), request, 4, 1)))
 
     def give_up(self, key: Any, reason: str) -> None:
         self.given_up.append(key)
@@ -120,7 +120,7 @@ class Decode(DecodeEngine):
 
     def poll(self, now: float) -> bool:
         for ask in self._running:
-            key = ask.head.key
+            key = ask.header.key
             request = Request(key.request_id, [1], 2)
             self._reports.append(Started(key, request, 0))
             if self.failures:
@@ -138,19 +138,19 @@ def tokens_of(request_id: str) -> tuple[int, int]:
 
 
 class Deployment:
-    """A desk with a node of each role, whose clock is its turns."""
+    """A gateway with a node of each role, whose clock is its turns."""
 
     def __init__(self, is_lost: IsLost = lambda *_: False, **options: Any) -> None:
         self.now = 0.0
         self.ends: dict[str, Air] = {}
         self._is_lost = is_lost
-        self.nodes = self.new_desk(1, **options)
+        self.nodes = self.new_gateway(1, **options)
         self.prefill, self.decode = Prefill(), Decode()
         self.loops = {
             name: NodeLoop(
                 engine,
                 Air(self.ends, name, is_lost),
-                desk=self.ends[DESK].address,
+                gateway=self.ends[GATEWAY].address,
                 transport="jax",
                 timing=TIMING,
                 clock=lambda: self.now,
@@ -158,9 +158,9 @@ class Deployment:
             for name, engine in (("prefill-0", self.prefill), ("decode-0", self.decode))
         }
 
-    def new_desk(self, epoch: int, **options: Any) -> RemoteNodes:
-        """Put a desk, which knows nothing, in the place of what there was."""
-        channel = Air(self.ends, DESK, self._is_lost, epoch)
+    def new_gateway(self, epoch: int, **options: Any) -> RemoteNodes:
+        """Put a gateway, which knows nothing, in the place of what there was."""
+        channel = Air(self.ends, GATEWAY, self._is_lost, epoch)
         self.nodes = RemoteNodes(
             channel, block_size=4, silence_s=SILENCE_S, clock=lambda: self.now, **options
         )
@@ -180,16 +180,16 @@ class Deployment:
         ended = []
         for request in requests:
             self.nodes.add_request(request)
-        while self.nodes.has_work or self.num_unheard:
+        while self.nodes.has_work or self.num_unacked:
             ended += self.turn()
             num_turns -= 1
             assert num_turns, "no end"
         return ended
 
     @property
-    def num_unheard(self) -> int:
-        at_nodes = sum(loop._link.num_unheard for loop in self.loops.values())
-        return self.nodes._desk.num_unheard + at_nodes
+    def num_unacked(self) -> int:
+        at_nodes = sum(loop._reporter.num_unacked for loop in self.loops.values())
+        return self.nodes._gateway.num_unacked + at_nodes
 
 
 def is_of_request(message: Any) -> bool:

@@ -6,14 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from radixkv.scheduler.handoff import (
-    Key,
+    AttemptKey,
     Pull,
     Ticket,
 )
 from radixkv.scheduler.nodes.kv_receiver import PartsIn
 from radixkv.scheduler.nodes.transport import Received
 
-TICKET = Ticket(Key("a", 1), 1, 1, 1, 0)
+TICKET = Ticket(AttemptKey("a", 1), 1, 1, 1, 0)
 
 
 def test_staging_memory_is_given_back_when_its_copies_are_done() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.scheduler.handoff import (
-    Head,
-    Key,
+    AttemptKey,
+    Header,
     Offer,
     Send,
     Ticket,
@@ -54,15 +54,15 @@ class Node:
         self.sent: list[tuple[str, int]] = []  # whose, and which part
 
     def offer(self, name: str, part: int, blocks: Iterable[int]) -> None:
-        ticket = Ticket(Key(name, 1), 1, 1, 1, part)
+        ticket = Ticket(AttemptKey(name, 1), 1, 1, 1, part)
         blocks = tuple(blocks)
         self.parts.offer(Offer("d0", ticket, blocks, 0))
-        send = Send(Head(ticket.key, 1, 1, 1), part, 0, len(blocks), 0)
+        send = Send(Header(ticket.key, 1, 1, 1), part, 0, len(blocks), 0)
         assert self.parts.letter("d0", send) is None
         self.run()
 
     def withdraw(self, name: str) -> None:
-        self.parts.withdraw(Withdraw(Key(name, 1), was_read=True))
+        self.parts.withdraw(Withdraw(AttemptKey(name, 1), was_read=True))
         self.run()
 
     def run(self) -> None:
@@ -129,18 +129,18 @@ def test_where_the_transport_copies_nothing_is_held_after_that() -> None:
 )
 def test_everything_is_offered_in_the_end_and_never_too_much(moves: list) -> None:
     node = Node()
-    parts: dict[Key, list[int]] = {}  # the blocks of each, of attempts that are not withdrawn
+    parts: dict[AttemptKey, list[int]] = {}  # blocks of each part, if not withdrawn
     lives = dict.fromkeys("abcd", 0)
     for move in moves:
         if isinstance(move, tuple):
             name, num_blocks = f"{move[0]}{lives[move[0]]}", move[1]
-            of = parts.setdefault(Key(name, 1), [])
+            of = parts.setdefault(AttemptKey(name, 1), [])
             of.append(num_blocks)
             node.offer(name, len(of) - 1, range(num_blocks))
         else:
             name = f"{move}{lives[move]}"
             lives[move] += 1
-            parts.pop(Key(name, 1), None)
+            parts.pop(AttemptKey(name, 1), None)
             node.withdraw(name)
         # The oldest has all, and the others what fits beside it, without gaps.
         oldest = next(iter(parts), None)
@@ -166,6 +166,6 @@ def test_what_is_offered_later_has_the_content_of_its_blocks(copies_offers: bool
     node.offer("a", 0, range(6))
     node.offer("b", 0, [7, 9])
     node.withdraw("a")
-    ticket = Ticket(Key("b", 1), 1, 1, 1, 0)
+    ticket = Ticket(AttemptKey("b", 1), 1, 1, 1, 0)
     (array,) = node.transport._exchange.offers[ticket]
     assert np.asarray(array)[:, 0].tolist() == [7, 9]

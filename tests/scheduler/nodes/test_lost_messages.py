@@ -1,4 +1,4 @@
-"""Whatever is lost between the front desk and the nodes, each request has its one answer."""
+"""Whatever is lost between the gateway and the nodes, each request has its one answer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from radixkv.scheduler.nodes.channel import (
+    DeliveryAck,
     Finished,
-    Heard,
     RunPrefill,
 )
 from radixkv.scheduler.request import Request, RequestStatus
@@ -73,9 +73,9 @@ def test_a_request_that_nobody_wants_any_more_is_not_asked_for_again() -> None:
     world = Deployment(lost(RunPrefill))
     world.nodes.add_request(Request("a", [1, 2, 3], 2))
     world.turn()
-    assert world.num_unheard == 1
+    assert world.num_unacked == 1
     assert world.nodes.abort("a")
-    assert world.num_unheard == 0
+    assert world.num_unacked == 0
 
 
 def test_all_nodes_give_up_what_is_aborted() -> None:
@@ -89,7 +89,7 @@ def test_all_nodes_give_up_what_is_aborted() -> None:
 
 
 def test_a_report_is_given_up_when_nobody_hears_it() -> None:
-    world = Deployment(lost(Heard))
+    world = Deployment(lost(DeliveryAck))
     request = Request("a", [1, 2, 3], 2)
     assert world.complete([request]) == [request]
     assert request.status is RequestStatus.FINISHED
@@ -97,17 +97,17 @@ def test_a_report_is_given_up_when_nobody_hears_it() -> None:
     assert world.prefill.begun == {("a #1.0", 1): 1}
 
 
-def test_the_next_desk_hears_what_an_earlier_one_has_not_and_ends_it() -> None:
-    world = Deployment(lost(Finished, Heard))
+def test_the_next_gateway_hears_what_an_earlier_one_has_not_and_ends_it() -> None:
+    world = Deployment(lost(Finished, DeliveryAck))
     world.nodes.add_request(Request("a", [1, 2, 3], 2))
-    while not world.loops["decode-0"]._link.num_unheard:
+    while not world.loops["decode-0"]._reporter.num_unacked:
         world.turn()
     world._is_lost = lambda *_: False
-    world.new_desk(2)
+    world.new_gateway(2)
     for end in world.ends.values():
         end._is_lost = lambda *_: False
     world.turn(20)
-    assert world.num_unheard == 0
+    assert world.num_unacked == 0
     request = Request("a", [1, 2, 3], 2)
     assert world.complete([request]) == [request]
 

@@ -1,4 +1,4 @@
-"""A front desk for nodes elsewhere: what it does when messages do not get through."""
+"""A gateway for nodes elsewhere: what it does when messages do not get through."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from radixkv.scheduler.errors import NodesMissingError
 from radixkv.scheduler.handoff import Hits
-from radixkv.scheduler.handoff.gateway_messages import DESK
-from radixkv.scheduler.handoff.remote_gateway import RemoteDesk
+from radixkv.scheduler.handoff.gateway_messages import GATEWAY
+from radixkv.scheduler.handoff.network_gateway import NetworkGateway
 from radixkv.scheduler.nodes.channel import (
     DroppedFrame,
     Finished,
@@ -33,31 +33,31 @@ def test_what_a_full_queue_refuses_is_sent_again() -> None:
     ticks = count()
     with (
         reserved_port() as port,
-        closing(ZmqChannel(DESK, epoch=1)) as desk,
+        closing(ZmqChannel(GATEWAY, epoch=1)) as gateway,
         closing(ZmqChannel("p", epoch=1)) as p,
         closing(ZmqChannel("d", epoch=1)) as d,
     ):
         elsewhere = f"127.0.0.1:{port}"  # nobody listens there yet
         nodes = RemoteNodes(
-            desk, block_size=4, silence_s=1e9, request_s=1e9, clock=lambda: next(ticks)
+            gateway, block_size=4, silence_s=1e9, request_s=1e9, clock=lambda: next(ticks)
         )
         for node, status in (
             (p, NodeStatus("prefill", elsewhere, "jax", 4, 64, "m")),
             (d, NodeStatus("decode", d.address, "jax", 4, 64, "m")),
         ):
-            node.connect(DESK, desk.address)
-            node.send(DESK, status)
+            node.connect(GATEWAY, gateway.address)
+            node.send(GATEWAY, status)
         while nodes.count("prefill") + nodes.count("decode") < 2:
             nodes.step()
         for number in range(NUM_REQUESTS):
             nodes.add_request(Request(str(number), [1, 2, 3], 1))
         ended = nodes.step()
-        assert desk.stats().unsent > 0
+        assert gateway.stats().unsent > 0
         with closing(ZmqChannel("p", epoch=1, bind=elsewhere)) as inbox:
             while nodes.has_work:
                 for packet in inbox.receive():
                     if isinstance(packet.message, RunPrefill):
-                        d.send(DESK, Finished(packet.message.key, (7,), Hits(0, 0, 0), 0))
+                        d.send(GATEWAY, Finished(packet.message.key, (7,), Hits(0, 0, 0), 0))
                 ended += nodes.step()
     assert nodes.failures == {}
     assert sorted(int(request.request_id) for request in ended) == list(range(NUM_REQUESTS))
@@ -66,16 +66,16 @@ def test_what_a_full_queue_refuses_is_sent_again() -> None:
 def test_a_request_that_no_message_can_carry_fails_alone() -> None:
     ticks = count()
     with (
-        closing(ZmqChannel(DESK, epoch=1)) as desk,
+        closing(ZmqChannel(GATEWAY, epoch=1)) as gateway,
         closing(ZmqChannel("p", epoch=1)) as p,
         closing(ZmqChannel("d", epoch=1)) as d,
     ):
         nodes = RemoteNodes(
-            desk, block_size=4, silence_s=1e9, request_s=1e9, clock=lambda: next(ticks)
+            gateway, block_size=4, silence_s=1e9, request_s=1e9, clock=lambda: next(ticks)
         )
         for role, node in (("prefill", p), ("decode", d)):
-            node.connect(DESK, desk.address)
-            node.send(DESK, NodeStatus(role, node.address, "jax", 4, 64, "m"))  # type: ignore[arg-type]
+            node.connect(GATEWAY, gateway.address)
+            node.send(GATEWAY, NodeStatus(role, node.address, "jax", 4, 64, "m"))  # type: ignore[arg-type]
         while nodes.count("prefill") + nodes.count("decode") < 2:
             nodes.step()
         nodes.add_request(Request("x" * 300, [1], 1))
@@ -92,18 +92,20 @@ def test_a_request_that_no_message_can_carry_fails_alone() -> None:
         assert any(isinstance(packet.message, RunPrefill) for packet in p.receive())
 
 
-def test_more_blocks_than_the_desk_follows_are_refused_before_anything_is_allocated() -> None:
-    desk = RemoteDesk(4)
+def test_more_blocks_than_the_gateway_follows_are_refused_before_anything_is_allocated() -> None:
+    gateway = NetworkGateway(4)
     for peer, num_blocks in (("p0", 2**31 - 1), ("p1", 1000), ("p2", 2**26)):
-        desk.receive(peer, 1, NodeStatus("prefill", "127.0.0.1:9", "jax", 4, num_blocks, "m"), 0.0)
-    assert {peer: node.refusal for peer, node in desk.nodes.items()} == {
-        "p0": "it has 2147483647 blocks, the others have 0, and the desk follows 67108864 in all",
+        gateway.receive(
+            peer, 1, NodeStatus("prefill", "127.0.0.1:9", "jax", 4, num_blocks, "m"), 0.0
+        )
+    assert {peer: node.refusal for peer, node in gateway.nodes.items()} == {
+        "p0": "it has 2147483647 blocks, others have 0, and the gateway follows 67108864 in all",
         "p1": "",
-        "p2": "it has 67108864 blocks, the others have 1000, and the desk follows 67108864 in all",
+        "p2": "it has 67108864 blocks, others have 1000, and the gateway follows 67108864 in all",
     }
 
 
-def test_nodes_have_the_model_of_the_desk_or_one_model() -> None:
+def test_nodes_have_the_model_of_the_gateway_or_one_model() -> None:
     models = {"p0": "llama " + 64 * "1", "p1": "qwen3 " + 64 * "2", "p2": "llama " + 64 * "1"}
     for model, refused in [
         (None, {"p1": "its model is qwen3 222222222222, but that of p0 is llama 111111111111"}),
@@ -112,23 +114,23 @@ def test_nodes_have_the_model_of_the_desk_or_one_model() -> None:
             dict.fromkeys(["p0", "p2"], "its model is llama 111111111111, not qwen3 222222222222"),
         ),
     ]:
-        desk = RemoteDesk(4, model=model)
+        gateway = NetworkGateway(4, model=model)
         for peer, theirs in models.items():
-            desk.receive(peer, 1, NodeStatus("prefill", "[::1]:9", "jax", 4, 64, theirs), 0.0)
-        assert {peer: node.refusal for peer, node in desk.nodes.items()} == {
+            gateway.receive(peer, 1, NodeStatus("prefill", "[::1]:9", "jax", 4, 64, theirs), 0.0)
+        assert {peer: node.refusal for peer, node in gateway.nodes.items()} == {
             peer: refused.get(peer, "") for peer in models
         }
 
 
-def test_what_an_earlier_desk_asked_for_is_no_answer() -> None:
+def test_what_an_earlier_gateway_asked_for_is_no_answer() -> None:
     keys = []
     with closing(ZmqChannel("p", epoch=1)) as p, closing(ZmqChannel("d", epoch=1)) as d:
         for epoch in (1, 2):
-            with closing(ZmqChannel(DESK, epoch=epoch)) as desk:
-                nodes = RemoteNodes(desk, block_size=4, silence_s=LATE_S)
+            with closing(ZmqChannel(GATEWAY, epoch=epoch)) as gateway:
+                nodes = RemoteNodes(gateway, block_size=4, silence_s=LATE_S)
                 for role, node in (("prefill", p), ("decode", d)):
-                    node.connect(DESK, desk.address)
-                    node.send(DESK, NodeStatus(role, node.address, "jax", 4, 64, "m"))  # type: ignore[arg-type]
+                    node.connect(GATEWAY, gateway.address)
+                    node.send(GATEWAY, NodeStatus(role, node.address, "jax", 4, 64, "m"))  # type: ignore[arg-type]
                 while nodes.count("prefill") + nodes.count("decode") < 2:
                     nodes.step()
                 request = Request("same", [1, 2, 3], 1)
@@ -140,7 +142,7 @@ def test_what_an_earlier_desk_asked_for_is_no_answer() -> None:
                 keys.append(run.key)
                 if epoch == 2:
                     for key, token in zip(keys, (1, 2), strict=True):
-                        d.send(DESK, Finished(key, (token,), Hits(0, 0, 0), 0))
+                        d.send(GATEWAY, Finished(key, (token,), Hits(0, 0, 0), 0))
                     nodes.run()
     assert request.output_tokens == [2]
 
@@ -179,10 +181,10 @@ def test_what_was_not_heard_of_nodes_that_went_is_said() -> None:
         (RefusedConnection.BROKEN, False),
         (RefusedConnection.OTHER_SECRET, True),
     ):
-        world.ends[DESK].done.refused[refused] += 1
+        world.ends[GATEWAY].done.refused[refused] += 1
         assert world.nodes.strangers is strangers
-    world.ends[DESK].done.refused[RefusedConnection.OTHER_SECRET] += 1
-    world.ends[DESK].done.dropped[DroppedFrame.NOT_A_FRAME] += 3
+    world.ends[GATEWAY].done.refused[RefusedConnection.OTHER_SECRET] += 1
+    world.ends[GATEWAY].done.dropped[DroppedFrame.NOT_A_FRAME] += 3
     silent.add("prefill-0")
     world.turn(60)
     with pytest.raises(NodesMissingError) as error:

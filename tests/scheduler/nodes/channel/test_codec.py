@@ -15,15 +15,15 @@ from radixkv.scheduler.handoff import (
     Abort,
     Ack,
     Ask,
+    AttemptKey,
     Commit,
-    Head,
+    Header,
     Hits,
-    Key,
     Renew,
     Send,
     messages,
 )
-from radixkv.scheduler.handoff.gateway_messages import ClientMessage
+from radixkv.scheduler.handoff.gateway_messages import GatewayMessage
 from radixkv.scheduler.nodes.channel import (
     DecodeError,
     EncodeError,
@@ -35,7 +35,7 @@ from radixkv.scheduler.request import GREEDY
 
 from .strategies import any_packet, packets
 
-HEAD = Head(Key("r", 1), 2, 3, 4)
+HEAD = Header(AttemptKey("r", 1), 2, 3, 4)
 
 
 def packet(message: Any) -> Packet:
@@ -43,7 +43,7 @@ def packet(message: Any) -> Packet:
 
 
 def run_prefill(stops: tuple[Any, ...] = ()) -> RunPrefill:
-    return RunPrefill(Key("r", 1), 2, b"1234", 1, 0, GREEDY, stops, b"", "d", "127.0.0.1:1")
+    return RunPrefill(AttemptKey("r", 1), 2, b"1234", 1, 0, GREEDY, stops, b"", "d", "127.0.0.1:1")
 
 
 def test_every_message_has_an_encoding() -> None:
@@ -53,7 +53,7 @@ def test_every_message_has_an_encoding() -> None:
         for each in vars(messages).values()
         if isinstance(each, type) and issubclass(each, messages.Message)
     } - {messages.Message}
-    assert peers | set(get_args(ClientMessage)) == set(MESSAGES)
+    assert peers | set(get_args(GatewayMessage)) == set(MESSAGES)
 
 
 @pytest.mark.parametrize("message", MESSAGES)
@@ -91,16 +91,16 @@ def test_the_longest_prompt_fits() -> None:
             "Ask: Expected `int` >= 1 - at `$.message.block_size`",
         ),
         (
-            Ack(Head(Key("r" * 257, 1), 1)),
-            "Ack: Expected `str` of length <= 256 - at `$.message.head.key[0]`",
+            Ack(Header(AttemptKey("r" * 257, 1), 1)),
+            "Ack: Expected `str` of length <= 256 - at `$.message.header.key[0]`",
         ),
         (
-            Ack(Head(Key("\ud800", 1), 1)),
+            Ack(Header(AttemptKey("\ud800", 1), 1)),
             r"Ack: 'utf-8' codec can't encode character '\ud800' in position 0: surrogates not "
             "allowed",
         ),
         (
-            Ack(Head(Key("r", 1), 2**64)),
+            Ack(Header(AttemptKey("r", 1), 2**64)),
             "Ack: can't serialize ints < -2**63 or > 2**64 - 1",
         ),
         (
@@ -117,8 +117,8 @@ def test_the_longest_prompt_fits() -> None:
             "Renew: Expected `array` of length <= 131072 - at `$.message.missing`",
         ),
         (
-            Ack(Head(Key("r", True), 1)),
-            "Ack: Expected `int`, got `bool` - at `$.message.head.key[1]`",
+            Ack(Header(AttemptKey("r", True), 1)),
+            "Ack: Expected `int`, got `bool` - at `$.message.header.key[1]`",
         ),
         (
             Commit(HEAD, 1, 2**31, 3, Hits()),

@@ -15,8 +15,8 @@ from zmq.utils import z85
 from radixkv.scheduler.handoff import (
     Abort,
     Ack,
-    Head,
-    Key,
+    AttemptKey,
+    Header,
 )
 from radixkv.scheduler.nodes.channel import (
     Packet,
@@ -34,7 +34,7 @@ OTHER: Final = Secret(b"another secret, as long as it must be")
 LATE_S: Final = 30.0
 POLL_S: Final = 0.01
 ATTEMPTS: Final = round(LATE_S / POLL_S)
-ACK: Final = Ack(Head(Key("r", 1), 2))
+ACK: Final = Ack(Header(AttemptKey("r", 1), 2))
 PLAIN: Final = b"words to look for on the wire"
 
 FLOOD_BYTES: Final = 64 << 20
@@ -190,7 +190,7 @@ def recorded(nodes: ExitStack, secret: Secret | None) -> tuple[ZmqChannel, bytes
     d, p = opened(nodes, "d", secret), opened(nodes, "p", secret)
     listener = listening(nodes)
     p.connect("d", f"127.0.0.1:{listener.getsockname()[1]}")
-    p.send("d", Abort(ACK.head, PLAIN.decode(), True))
+    p.send("d", Abort(ACK.header, PLAIN.decode(), True))
     client = nodes.enter_context(listener.accept()[0])
     server = nodes.enter_context(raw_connection(d))
     sent = {client: b"", server: b""}

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from radixkv.scheduler.handoff import (
     Ack,
-    Head,
-    Key,
+    AttemptKey,
+    Header,
 )
 from radixkv.scheduler.nodes.channel import (
     Secret,
@@ -33,7 +33,7 @@ from radixkv.scheduler.nodes.channel.codec import (
 )
 
 SECRET = Secret(b"a secret that is long enough")
-ACK = Packet("p", "d", 5, 6, Ack(Head(Key("r", 1), 2)))
+ACK = Packet("p", "d", 5, 6, Ack(Header(AttemptKey("r", 1), 2)))
 
 
 def dropped(reader: FrameReader, frame: bytes) -> DroppedFrame:

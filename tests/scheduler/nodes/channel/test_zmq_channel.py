@@ -12,8 +12,8 @@ import zmq
 from radixkv.scheduler.handoff import (
     Abort,
     Ack,
-    Head,
-    Key,
+    AttemptKey,
+    Header,
 )
 from radixkv.scheduler.nodes.channel import (
     ChannelAddressError,
@@ -50,7 +50,7 @@ def opened() -> Iterator[Open]:
 
 
 def ack(attempt: int = 1) -> Ack:
-    return Ack(Head(Key("r", attempt), 2))
+    return Ack(Header(AttemptKey("r", attempt), 2))
 
 
 def next_packets(channel: ZmqChannel, number: int = 1) -> list[Packet]:
@@ -72,8 +72,8 @@ def test_messages_come_in_order_with_their_sender(opened: Open, secret: Secret |
     packets = next_packets(d, 100)
     assert [packet.message for packet in packets] == [ack(attempt) for attempt in range(100)]
     assert {(packet.sender, packet.epoch) for packet in packets} == {("p", 7)}
-    d.send("p", Started(Key("r", 1)))
-    assert next_packets(p)[0].message == Started(Key("r", 1))
+    d.send("p", Started(AttemptKey("r", 1)))
+    assert next_packets(p)[0].message == Started(AttemptKey("r", 1))
     assert (p.stats().sent, p.stats().received, d.stats().received) == (100, 1, 100)
     assert d.receive() == []
     assert not d.wait(0)
@@ -210,6 +210,6 @@ def test_a_closed_channel_refuses(opened: Open) -> None:
     with pytest.raises(ChannelClosedError, match=r"^the channel is closed$"):
         p.wait(0)
     with pytest.raises(ChannelClosedError, match=r"^the channel is closed$"):
-        p.send("d", Abort(Head(Key("r", 1), 2), "", True))
+        p.send("d", Abort(Header(AttemptKey("r", 1), 2), "", True))
     with pytest.raises(ChannelClosedError, match=r"^the channel is closed$"):
         p.connect("d", "127.0.0.1:1")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from radixkv.scheduler.handoff import Key, Ticket
+from radixkv.scheduler.handoff import AttemptKey, Ticket
 from radixkv.scheduler.nodes.transport import (
     ArraySpec,
     Event,
@@ -30,7 +30,7 @@ from radixkv.scheduler.nodes.transport import (
 )
 from radixkv.scheduler.nodes.transport.threaded import ThreadedTransport
 
-KEY = Key("r1", 1)
+KEY = AttemptKey("r1", 1)
 SOON_S = 0.4
 """The deadline of a pull that must not succeed."""
 LATE_S = 60.0
@@ -44,7 +44,7 @@ class Pair(NamedTuple):
     decode: Transport
 
 
-def ticket(part: int = 0, key: Key = KEY) -> Ticket:
+def ticket(part: int = 0, key: AttemptKey = KEY) -> Ticket:
     return Ticket(key, epoch=7, peer_epoch=8, grant=3, part=part)
 
 
@@ -189,7 +189,7 @@ class TransportConformance:
     withdrawn_fault = Fault.EXPIRED
 
     def test_withdrawing_nothing_is_reported_all_the_same(self, pair: Pair) -> None:
-        pair.prefill.withdraw(Key("r2", 5))
+        pair.prefill.withdraw(AttemptKey("r2", 5))
         assert wait(pair.prefill, Withdrawn).key == ("r2", 5)
 
     def test_an_offer_expires(self, pair: Pair) -> None:

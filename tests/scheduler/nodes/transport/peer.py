@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from radixkv.scheduler.handoff import (
-    Head,
-    Key,
+    AttemptKey,
+    Header,
     Send,
     Ticket,
 )
@@ -42,7 +42,7 @@ from radixkv.scheduler.nodes.transport import (
     open_transport,
 )
 
-KEY = Key("r1", 1)
+KEY = AttemptKey("r1", 1)
 STAGING_BYTES = 160 << 20
 
 
@@ -106,7 +106,7 @@ class Peer:
 
 
 def packet_of(wire: WireTicket) -> str:
-    send = Send(Head(wire.ticket.key, wire.ticket.epoch), wire.ticket.part, 0, 1, 0)
+    send = Send(Header(wire.ticket.key, wire.ticket.epoch), wire.ticket.part, 0, 1, 0)
     return encode(Packet("p", "d", 1, 1, send, wire)).hex()
 
 

@@ -1,4 +1,4 @@
-"""A node's end of what it and the front desk say to each other of attempts."""
+"""A node's end of what it and the gateway say to each other of attempts."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from .actions import Finished as DecodeFinished
 from .actions import Started as DecodeStarted
 from .gateway import hits_of
 from .gateway_messages import (
-    DESK,
+    GATEWAY,
+    AttemptMessage,
     DecodeFailed,
+    DeliveryAck,
     Finished,
-    Heard,
-    OfAttempt,
     PrefillFailed,
     RunPrefill,
     Started,
 )
-from .messages import Key, NodeId
-from .resend import Outbox
+from .messages import AttemptKey, NodeId
+from .resend import ResendQueue
 
 
-class DeskLink:
+class NodeReporter:
     """Begins each attempt once, and reports until it is heard, over a network that may lose it.
 
-    It does no I/O: send `take_messages` to the desk after every call.
+    It does no I/O: send `take_messages` to the gateway after every call.
     """
 
     def __init__(self, epoch: int, timing: Timing) -> None:
@@ -40,11 +40,12 @@ class DeskLink:
 
         Args:
             epoch: of this life.
-            timing: what the desk has not heard is said again after retry_s, for transfer_s; for
-                remember_s it is known what the desk has asked for.
+            timing: what the gateway has not heard is said again after retry_s, for transfer_s; for
+                remember_s it is known what the gateway has asked for.
 
         Raises:
-            CountError: unless remember_s is more than silence_s: for so long the desk asks again.
+            CountError: unless remember_s is more than silence_s; the gateway repeats its
+                request for that long.
         """
         if timing.remember_s <= timing.silence_s:
             raise CountError(
@@ -52,18 +53,18 @@ class DeskLink:
                 f"is forgotten sooner may begin twice; got {timing.remember_s:g}"
             )
         self._epoch = epoch
-        self._outbox = Outbox(retry_s=timing.retry_s, patience_s=timing.transfer_s)
+        self._outbox = ResendQueue(retry_s=timing.retry_s, patience_s=timing.transfer_s)
         self._remember_s = timing.remember_s
-        self._begun: dict[Key, float] = {}  # and when it was heard of last, the longest ago first
-        self._messages: list[OfAttempt | Heard] = []
+        self._begun: dict[AttemptKey, float] = {}  # last request, oldest first
+        self._messages: list[AttemptMessage | DeliveryAck] = []
 
     @property
-    def num_unheard(self) -> int:
-        """Reports that the desk has not acknowledged."""
+    def num_unacked(self) -> int:
+        """Reports that the gateway has not acknowledged."""
         return len(self._outbox)
 
-    def take_messages(self) -> list[OfAttempt | Heard]:
-        """Hand out what is to be said to the desk since the last call, in order."""
+    def take_messages(self) -> list[AttemptMessage | DeliveryAck]:
+        """Hand out what is to be said to the gateway since the last call, in order."""
         messages, self._messages = self._messages, []
         return messages
 
@@ -74,16 +75,16 @@ class DeskLink:
     def begin(
         self, run: RunPrefill, begin: Callable[[Request, NodeId, int], None], now: float
     ) -> None:
-        """Begin an attempt, unless it was; the desk is told in either case that it was heard.
+        """Begin an attempt, unless it was; the gateway is told in either case that it was heard.
 
         Args:
-            run: what the desk asks for; nothing happens if it asks another life.
+            run: what the gateway asks for; nothing happens if it asks another life.
             begin: takes request, decode node and attempt; what it refuses is reported.
             now: the time.
         """
         if run.epoch != self._epoch:
             return
-        self._messages.append(Heard.of(run))
+        self._messages.append(DeliveryAck.of(run))
         is_new = self.is_new(run)
         self._begun.pop(run.key, None)
         self._begun[run.key] = now
@@ -95,12 +96,12 @@ class DeskLink:
             self.report(Failed(run.key, str(error), is_final=True), now)
 
     def report(self, report: Failed | DecodeStarted | DecodeFinished | Stopped, now: float) -> None:
-        """Tell the desk what has become of an attempt, until it is heard."""
+        """Tell the gateway what has become of an attempt, until it is heard."""
         message = _as_message(report)
-        self._outbox.add(DESK, message, now)
+        self._outbox.add(GATEWAY, message, now)
         self._messages.append(message)
 
-    def heard(self, peer: NodeId, heard: Heard) -> None:
+    def heard(self, peer: NodeId, heard: DeliveryAck) -> None:
         """Take in that a peer has heard a report."""
         self._outbox.heard(peer, heard)
 
@@ -114,7 +115,7 @@ class DeskLink:
             del self._begun[key]
 
 
-def _as_message(report: Failed | DecodeStarted | DecodeFinished | Stopped) -> OfAttempt:
+def _as_message(report: Failed | DecodeStarted | DecodeFinished | Stopped) -> AttemptMessage:
     match report:
         case Failed(key, reason, is_final, is_busy):
             return PrefillFailed(key, reason, is_final, is_busy)

@@ -1,4 +1,4 @@
-"""Short stories of the desk and its nodes, on a network that loses what they say to each other."""
+"""Scenarios of the gateway and its nodes on a network that loses messages."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ def either_connection_may_break_at_any_message(h: ModuleType) -> None:
                 is_answered(lossy(h, fault=(number, [["cut", node]]), order=order)[0])
 
 
-def another_desk_may_be_asked_at_any_message(h: ModuleType) -> None:
+def another_gateway_may_be_asked_at_any_message(h: ModuleType) -> None:
     for number in range(lossy(h)[1]):
-        is_answered(lossy(h, fault=(number, [["new_desk"]]))[0])
-        is_answered(lossy(h, fault=(number, [["new_desk"], ["cut", 0], ["cut", 1]]))[0])
+        is_answered(lossy(h, fault=(number, [["new_gateway"]]))[0])
+        is_answered(lossy(h, fault=(number, [["new_gateway"], ["cut", 0], ["cut", 1]]))[0])
 
 
 class Office:
-    """A desk, and what it says."""
+    """A gateway, and what it says."""
 
     def __init__(self, h: ModuleType, **options: Any) -> None:
         self.h, self.now = h, 0.0
-        self.desk = h.remote_gateway.RemoteDesk(2, **options)
+        self.gateway = h.network_gateway.NetworkGateway(2, **options)
         for name, role in ((P, "prefill"), (D, "decode")):
             self.alive(name, role)
         self.said()
 
     def alive(self, name: str, role: str, epoch: int = 5) -> None:
         status = self.h.gateway_messages.NodeStatus(role, f"{name}:1", "none", 2, 40, "m")
-        self.desk.receive(name, epoch, status, self.now)
+        self.gateway.receive(name, epoch, status, self.now)
 
     def said(self) -> list[Any]:
-        says = [each for each in self.desk.take_actions() if hasattr(each, "message")]
+        says = [each for each in self.gateway.take_actions() if hasattr(each, "message")]
         return [(each.peer, each.message) for each in says]
 
     def run(self, request_id: str = "a") -> Any:
-        self.desk.add_request(self.h.remote_gateway.Request(request_id, PROMPT, 2), self.now)
-        self.desk.tick(self.now)
+        self.gateway.add_request(self.h.network_gateway.Request(request_id, PROMPT, 2), self.now)
+        self.gateway.tick(self.now)
         [(_, run)] = self.said()
         return run
 
@@ -65,15 +65,15 @@ def a_node_is_lost_once_when_it_comes_back(h: ModuleType) -> None:
     office = Office(h, max_attempts=2)
     run = office.run()
     office.alive(D, "decode", 6)
-    assert office.desk.nodes[D].epoch == 6
+    assert office.gateway.nodes[D].epoch == 6
     office.alive(D, "decode", 5)  # said before it ended
-    assert office.desk.nodes[D].epoch == 6, "an old life is taken for a new one"
+    assert office.gateway.nodes[D].epoch == 6, "an old life is taken for a new one"
     office.alive(D, "decode", 6)
-    assert office.desk.failures == {}
+    assert office.gateway.failures == {}
     say = h.gateway_messages
-    office.desk.receive(D, 5, say.Started(run.key), 0.0)
-    assert [type(message) for _, message in office.said()] == [say.GiveUp] * 2
-    office.desk.tick(1.0)
+    office.gateway.receive(D, 5, say.Started(run.key), 0.0)
+    assert [type(message) for _, message in office.said()] == [say.CancelAttempt] * 2
+    office.gateway.tick(1.0)
     [(_, again)] = office.said()
     assert again.key == (run.key.request_id, 2)
 
@@ -82,43 +82,43 @@ def a_node_whose_clock_went_back_serves_when_its_old_life_is_silent(h: ModuleTyp
     office = Office(h, silence_s=5.0)
     for now, epoch in ((1.0, 5), (4.0, 5), (5.0, 4)):
         office.now = now
-        office.desk.tick(now)
+        office.gateway.tick(now)
         office.alive(D, "decode", 4)
-        assert office.desk.nodes[D].epoch == epoch
+        assert office.gateway.nodes[D].epoch == epoch
 
 
-def the_desk_answers_each_copy_of_a_report(h: ModuleType) -> None:
+def the_gateway_answers_each_copy_of_a_report(h: ModuleType) -> None:
     office, say = Office(h), h.gateway_messages
     run = office.run()
     for _ in range(2):
-        office.desk.receive(D, 5, say.Finished(run.key, (1, 2), h.Hits(), 0), 0.0)
-        assert office.said() == [(D, say.Heard(run.key, "Finished"))]
-    office.desk.tick(1.0)
+        office.gateway.receive(D, 5, say.Finished(run.key, (1, 2), h.Hits(), 0), 0.0)
+        assert office.said() == [(D, say.DeliveryAck(run.key, "Finished"))]
+    office.gateway.tick(1.0)
     assert office.said() == []
-    [request] = office.desk.take_ended()
-    assert request.output_tokens == [1, 2] and office.desk.take_ended() == []
+    [request] = office.gateway.take_ended()
+    assert request.output_tokens == [1, 2] and office.gateway.take_ended() == []
 
 
 def what_an_older_attempt_says_is_no_answer(h: ModuleType) -> None:
     office, say = Office(h), h.gateway_messages
     run = office.run()
-    office.desk.receive(P, 5, say.PrefillFailed(run.key, "it was cold", False, False), 0.0)
-    office.desk.tick(1.0)
-    assert (P, say.GiveUp(run.key, "cancelled")) in office.said()
-    office.desk.receive(D, 5, say.Started(run.key), 1.0)
-    assert (D, say.GiveUp(run.key, "cancelled")) in office.said(), "nobody wants it"
-    office.desk.receive(D, 5, say.Finished(run.key, (1, 2), h.Hits(), 0), 1.0)
-    assert office.desk.num_open == 1
+    office.gateway.receive(P, 5, say.PrefillFailed(run.key, "it was cold", False, False), 0.0)
+    office.gateway.tick(1.0)
+    assert (P, say.CancelAttempt(run.key, "cancelled")) in office.said()
+    office.gateway.receive(D, 5, say.Started(run.key), 1.0)
+    assert (D, say.CancelAttempt(run.key, "cancelled")) in office.said(), "nobody wants it"
+    office.gateway.receive(D, 5, say.Finished(run.key, (1, 2), h.Hits(), 0), 1.0)
+    assert office.gateway.num_open == 1
 
 
-def the_desk_asks_for_what_is_wanted_until_it_is_heard(h: ModuleType) -> None:
+def the_gateway_asks_for_what_is_wanted_until_it_is_heard(h: ModuleType) -> None:
     office, say = Office(h, silence_s=5.0, max_attempts=2), h.gateway_messages
     run = office.run()
     for now in (1.0, 2.0):
-        office.desk.tick(now)
+        office.gateway.tick(now)
         assert office.said() == [(P, run)]
-    assert office.desk.abort("a")
-    assert office.said() == [(peer, say.GiveUp(run.key, "cancelled")) for peer in (P, D)]
+    assert office.gateway.abort("a")
+    assert office.said() == [(peer, say.CancelAttempt(run.key, "cancelled")) for peer in (P, D)]
     office.now = 3.0
     run = office.run("b")
     for _ in range(2):
@@ -126,21 +126,23 @@ def the_desk_asks_for_what_is_wanted_until_it_is_heard(h: ModuleType) -> None:
             office.now += 1.0
             office.alive(P, "prefill")
             office.alive(D, "decode")
-            office.desk.tick(office.now)
-        office.desk.tick(office.now + 0.1)
-    assert office.desk.failures["b"] == "p0 does not take it in"
+            office.gateway.tick(office.now)
+        office.gateway.tick(office.now + 0.1)
+    assert office.gateway.failures["b"] == "p0 does not take it in"
 
 
 def a_silent_node_has_gone(h: ModuleType) -> None:
     office = Office(h, silence_s=5.0)
-    office.desk.tick(4.9)
-    assert set(office.desk.nodes) == {P, D}
-    office.desk.tick(5.0)
-    assert not office.desk.nodes and set(office.desk.gone) == {P, D}
+    office.gateway.tick(4.9)
+    assert set(office.gateway.nodes) == {P, D}
+    office.gateway.tick(5.0)
+    assert not office.gateway.nodes and set(office.gateway.gone) == {P, D}
 
 
 def link_of(h: ModuleType) -> Any:
-    return h.gateway_link.DeskLink(5, h.Timing(1.0, silence_s=2.0, transfer_s=3.0, remember_s=9.0))
+    return h.node_reporter.NodeReporter(
+        5, h.Timing(1.0, silence_s=2.0, transfer_s=3.0, remember_s=9.0)
+    )
 
 
 def a_node_begins_once_and_says_so_each_time(h: ModuleType) -> None:
@@ -149,7 +151,7 @@ def a_node_begins_once_and_says_so_each_time(h: ModuleType) -> None:
     begun: list[Any] = []
     for now in range(4):
         link.begin(run, lambda *what: begun.append(what), float(now))
-        assert link.take_messages() == [h.gateway_messages.Heard.of(run)]
+        assert link.take_messages() == [h.gateway_messages.DeliveryAck.of(run)]
     [(request, peer, attempt)] = begun
     assert (request.prompt.tolist(), request.max_new_tokens, peer, attempt) == (PROMPT, 2, D, 1)
     for epoch in (4, 6):
@@ -166,68 +168,68 @@ def what_a_node_refuses_to_begin_has_failed(h: ModuleType) -> None:
     link = link_of(h)
 
     def refuse(*_: object) -> None:
-        raise h.gateway_link.RequestError("it is open")
+        raise h.node_reporter.RequestError("it is open")
 
     link.begin(run, refuse, 0.0)
     failed = say.PrefillFailed(run.key, "it is open", True, False)
-    assert link.take_messages() == [say.Heard.of(run), failed]
-    assert link.num_unheard == 1
+    assert link.take_messages() == [say.DeliveryAck.of(run), failed]
+    assert link.num_unacked == 1
     for now in (1.0, 2.0, 3.0, 4.0):
         link.tick(now)
         assert link.take_messages() == ([failed] if now < 3.0 else [])
-    assert link.num_unheard == 0
+    assert link.num_unacked == 0
 
 
 def what_is_said_is_said_again_until_it_is_heard(h: ModuleType) -> None:
     outbox, key, say = (
-        h.resend.Outbox(retry_s=1.0, patience_s=3.0),
-        h.Key("a", 1),
+        h.resend.ResendQueue(retry_s=1.0, patience_s=3.0),
+        h.AttemptKey("a", 1),
         h.gateway_messages,
     )
     started = say.Started(key)
-    outbox.add("desk", started, 0.0)
+    outbox.add("gateway", started, 0.0)
     assert outbox.take_due(0.9) == ([], [])
-    assert outbox.take_due(1.0) == ([("desk", started)], [])
+    assert outbox.take_due(1.0) == ([("gateway", started)], [])
     assert outbox.take_due(1.9) == ([], [])
-    outbox.heard("another", say.Heard(key, "Started"))
-    outbox.heard("desk", say.Heard(h.Key("a", 2), "Started"))
-    assert outbox.take_due(2.0) == ([("desk", started)], [])
-    assert outbox.take_due(3.0) == ([], [("desk", started)])
+    outbox.heard("another", say.DeliveryAck(key, "Started"))
+    outbox.heard("gateway", say.DeliveryAck(h.AttemptKey("a", 2), "Started"))
+    assert outbox.take_due(2.0) == ([("gateway", started)], [])
+    assert outbox.take_due(3.0) == ([], [("gateway", started)])
     assert len(outbox) == 0
 
 
 def what_is_said_last_of_an_attempt_takes_the_place_of_the_rest(h: ModuleType) -> None:
     outbox, key, say = (
-        h.resend.Outbox(retry_s=1.0, patience_s=9.0),
-        h.Key("a", 1),
+        h.resend.ResendQueue(retry_s=1.0, patience_s=9.0),
+        h.AttemptKey("a", 1),
         h.gateway_messages,
     )
     failed = say.DecodeFailed(key, "why")
-    outbox.add("desk", say.Started(key), 0.0)
-    outbox.add("desk", failed, 0.5)
-    outbox.heard("desk", say.Heard(key, "Started"))
+    outbox.add("gateway", say.Started(key), 0.0)
+    outbox.add("gateway", failed, 0.5)
+    outbox.heard("gateway", say.DeliveryAck(key, "Started"))
     assert outbox.take_due(1.2) == ([], [])
-    assert outbox.take_due(1.5) == ([("desk", failed)], [])
-    outbox.heard("desk", say.Heard(key, "DecodeFailed"))
+    assert outbox.take_due(1.5) == ([("gateway", failed)], [])
+    outbox.heard("gateway", say.DeliveryAck(key, "DecodeFailed"))
     assert len(outbox) == 0
 
 
 def nothing_is_said_to_who_has_gone_nor_of_what_is_over(h: ModuleType) -> None:
-    outbox, say = h.resend.Outbox(retry_s=1.0, patience_s=9.0), h.gateway_messages
+    outbox, say = h.resend.ResendQueue(retry_s=1.0, patience_s=9.0), h.gateway_messages
     for peer in ("p0", "p1"):
-        for key in (h.Key("a", 1), h.Key("b", 1)):
+        for key in (h.AttemptKey("a", 1), h.AttemptKey("b", 1)):
             outbox.add(peer, say.Started(key), 0.0)
     outbox.forget_peer("p0")
-    outbox.forget(h.Key("a", 1))
-    assert outbox.take_due(1.0) == ([("p1", say.Started(h.Key("b", 1)))], [])
+    outbox.forget(h.AttemptKey("a", 1))
+    assert outbox.take_due(1.0) == ([("p1", say.Started(h.AttemptKey("b", 1)))], [])
 
 
-DESK_SCENARIOS: Final[list[Callable[[ModuleType], None]]] = [
+GATEWAY_SCENARIOS: Final[list[Callable[[ModuleType], None]]] = [
     a_node_is_lost_once_when_it_comes_back,
     a_node_whose_clock_went_back_serves_when_its_old_life_is_silent,
-    the_desk_answers_each_copy_of_a_report,
+    the_gateway_answers_each_copy_of_a_report,
     what_an_older_attempt_says_is_no_answer,
-    the_desk_asks_for_what_is_wanted_until_it_is_heard,
+    the_gateway_asks_for_what_is_wanted_until_it_is_heard,
     a_silent_node_has_gone,
     a_node_begins_once_and_says_so_each_time,
     what_a_node_refuses_to_begin_has_failed,
@@ -236,6 +238,6 @@ DESK_SCENARIOS: Final[list[Callable[[ModuleType], None]]] = [
     nothing_is_said_to_who_has_gone_nor_of_what_is_over,
     either_node_may_end_with_what_it_was_saying,
     either_connection_may_break_at_any_message,
-    another_desk_may_be_asked_at_any_message,
+    another_gateway_may_be_asked_at_any_message,
 ]
 """The quick ones first."""

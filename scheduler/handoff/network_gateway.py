@@ -1,4 +1,4 @@
-"""The desk of nodes in other processes: who is there, and what is said over a bad network."""
+"""The gateway of nodes in other processes: who is there, and what is said over a bad network."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Final
 from ..errors import NodesMissingError
 from ..request import Request
 from .gateway import (
-    Desk,
-    GiveUp,
-    Run,
+    Gateway,
+    RunAttempt,
 )
 from .gateway_messages import (
-    ClientMessage,
+    AttemptMessage,
+    CancelAttempt,
     DecodeFailed,
+    DeliveryAck,
     Finished,
-    Heard,
+    GatewayMessage,
     NodeStatus,
-    OfAttempt,
     PrefillFailed,
     RunPrefill,
     Started,
 )
-from .gateway_messages import GiveUp as GiveUpMessage
 from .messages import Message, NodeId
 from .remote_node import RemoteNode, refusal_of
-from .resend import Outbox
+from .resend import ResendQueue
+from .retries import Cancel
 
 _RETRIES_PER_SILENCE: Final = 5
 
@@ -48,15 +48,15 @@ class Disconnect:
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
+class SendToNode:
     """Send a message to a node that was connected."""
 
     peer: NodeId
-    message: ClientMessage
+    message: GatewayMessage
 
 
-class RemoteDesk:
-    """A `Desk` with nodes of which it knows only what they say, over a network that may lose it.
+class NetworkGateway:
+    """A `Gateway` with nodes of which it knows only what they say, over a network that may lose it.
 
     Nodes come by saying so, and go by saying nothing for a while, or by coming back with another
     epoch; what they had is tried again on others. It does no I/O: carry out `take_actions` after
@@ -78,23 +78,23 @@ class RemoteDesk:
         request_s: float = inf,
         epoch: int = 0,
     ) -> None:
-        """Make a desk that has heard of no node.
+        """Make a gateway that has heard of no node.
 
         Args:
             block_size: tokens per block; a node with another is refused.
             model: the name of a configuration; without it, nodes must have that of the first.
             silence_s: a node not heard of for so long is gone, and one that has not taken a request
                 in by then fails an attempt; it is asked five times.
-            max_attempts, backoff_s, request_s: of `FrontDesk`; no limit of time by default.
-            epoch: of `Desk`.
+            max_attempts, backoff_s, request_s: of `RequestRetrier`; no limit of time by default.
+            epoch: of `Gateway`.
         """
         self.nodes: dict[NodeId, RemoteNode] = {}
         self.gone: dict[NodeId, RemoteNode] = {}
         self._block_size = block_size
         self._model = model
         self._silence_s = silence_s
-        self._outbox = Outbox(retry_s=silence_s / _RETRIES_PER_SILENCE, patience_s=silence_s)
-        self._desk = Desk(
+        self._outbox = ResendQueue(retry_s=silence_s / _RETRIES_PER_SILENCE, patience_s=silence_s)
+        self._gateway = Gateway(
             block_size,
             max_attempts=max_attempts,
             backoff_s=backoff_s,
@@ -102,27 +102,27 @@ class RemoteDesk:
             epoch=epoch,
         )
         self._now = 0.0
-        self._actions: list[Connect | Disconnect | Say] = []
+        self._actions: list[Connect | Disconnect | SendToNode] = []
 
     @property
     def failures(self) -> dict[str, str]:
         """Why requests came to nothing, by id; those have the status ABORTED."""
-        return self._desk.failures
+        return self._gateway.failures
 
     @property
     def num_open(self) -> int:
         """Requests that have yet to end."""
-        return self._desk.num_open
+        return self._gateway.num_open
 
     @property
-    def num_unheard(self) -> int:
+    def num_unacked(self) -> int:
         """What was said to nodes, and none of them has acknowledged."""
         return len(self._outbox)
 
     @property
     def loads(self) -> dict[NodeId, int]:
         """The blocks that are thought to be under way on each node; see `Router`."""
-        return self._desk.loads
+        return self._gateway.loads
 
     def count(self, role: str) -> int:
         """Count the nodes of a role that serve."""
@@ -149,14 +149,14 @@ class RemoteDesk:
                     f"other {role} node serves"
                 )
 
-    def take_actions(self) -> list[Connect | Disconnect | Say]:
+    def take_actions(self) -> list[Connect | Disconnect | SendToNode]:
         """Hand out what is to be done since the last call, in order."""
         actions, self._actions = self._actions, []
         return actions
 
     def take_ended(self) -> list[Request]:
         """Hand out the requests that have ended since the last call, but for those aborted."""
-        return self._desk.take_ended()
+        return self._gateway.take_ended()
 
     # What clients say
 
@@ -167,18 +167,18 @@ class RemoteDesk:
             RequestError: for one that was added before, or the id of a live request.
         """
         self._now = now
-        self._desk.add_request(request, now)
+        self._gateway.add_request(request, now)
 
     def abort(self, request_id: str) -> bool:
         """End a request in any state; False if no live one has this id."""
-        is_live = self._desk.abort(request_id)
+        is_live = self._gateway.abort(request_id)
         self._follow()
         return is_live
 
     # What nodes, the network and the clock say
 
     def receive(
-        self, peer: NodeId, epoch: int, message: Message | ClientMessage, now: float
+        self, peer: NodeId, epoch: int, message: Message | GatewayMessage, now: float
     ) -> None:
         """Take in what a node has said.
 
@@ -198,18 +198,18 @@ class RemoteDesk:
         # else it is of a life that is over; what it had is tried again
         self._follow()
 
-    def unsent(self, peer: NodeId, message: ClientMessage, never: str = "") -> None:
+    def unsent(self, peer: NodeId, message: GatewayMessage, never: str = "") -> None:
         """Take in that a message could not be sent, as too many wait for its node.
 
         Args:
-            peer, message: of `Say`.
+            peer, message: of `SendToNode`.
             never: why it never can be; its request comes to nothing then.
         """
         if isinstance(message, RunPrefill):
             self._outbox.forget(message.key)
             reason = never or f"too many messages wait for {peer}"
             final = never != ""
-            self._desk.prefill_failed(message.key, reason, is_final=final, is_busy=not final)
+            self._gateway.prefill_failed(message.key, reason, is_final=final, is_busy=not final)
             self._follow()
 
     def tick(self, now: float) -> None:
@@ -219,34 +219,34 @@ class RemoteDesk:
             if now - node.heard_at >= self._silence_s:
                 self._lose(peer)
         again, given_up = self._outbox.take_due(now)
-        self._actions += [Say(said.peer, said.message) for said in again]
+        self._actions += [SendToNode(said.peer, said.message) for said in again]
         for said in given_up:
             reason = f"{said.peer} does not take it in"
-            self._desk.prefill_failed(said.message.key, reason)
-        self._desk.tick(now)
+            self._gateway.prefill_failed(said.message.key, reason)
+        self._gateway.tick(now)
         self._follow()
 
     # What follows
 
-    def _take_in(self, peer: NodeId, message: Message | ClientMessage) -> None:
+    def _take_in(self, peer: NodeId, message: Message | GatewayMessage) -> None:
         match message:
-            case Heard() as heard:
+            case DeliveryAck() as heard:
                 self._outbox.heard(peer, heard)
             case PrefillFailed() | Started() | Finished() | DecodeFailed() as report:
-                self._actions.append(Say(peer, Heard.of(report)))
+                self._actions.append(SendToNode(peer, DeliveryAck.of(report)))
                 self._outbox.forget(report.key)  # P has heard of it
                 self._take_in_report(report)
 
-    def _take_in_report(self, report: OfAttempt) -> None:
+    def _take_in_report(self, report: AttemptMessage) -> None:
         match report:
             case PrefillFailed(key, reason, is_final, is_busy):
-                self._desk.prefill_failed(key, reason, is_final=is_final, is_busy=is_busy)
+                self._gateway.prefill_failed(key, reason, is_final=is_final, is_busy=is_busy)
             case Started(key):
-                self._desk.started(key)
+                self._gateway.started(key)
             case Finished(key, tokens, hits, num_preemptions):
-                self._desk.finished(key, tokens, hits, num_preemptions)
+                self._gateway.finished(key, tokens, hits, num_preemptions)
             case DecodeFailed(key, reason):
-                self._desk.decode_failed(key, reason)
+                self._gateway.decode_failed(key, reason)
 
     def _hear(self, peer: NodeId, epoch: int, status: NodeStatus) -> None:
         known = self.nodes.get(peer)
@@ -265,9 +265,9 @@ class RemoteDesk:
         self.gone.pop(peer, None)
         self._actions.append(Connect(peer, status.address))
         if status.role == "prefill":
-            self._desk.add_prefill(peer, status.num_blocks)
+            self._gateway.add_prefill(peer, status.num_blocks)
         else:
-            self._desk.add_decode(peer, status.num_blocks)
+            self._gateway.add_decode(peer, status.num_blocks)
 
     def _lose(self, peer: NodeId) -> None:
         node = self.nodes.pop(peer)
@@ -275,22 +275,22 @@ class RemoteDesk:
             self.gone[peer] = node
             self._actions.append(Disconnect(peer))
             self._outbox.forget_peer(peer)
-            self._desk.lose(peer)
+            self._gateway.lose(peer)
 
     def _follow(self) -> None:
-        """Tell nodes what the desk wants done."""
-        for action in self._desk.take_actions():
+        """Tell nodes what the gateway wants done."""
+        for action in self._gateway.take_actions():
             match action:
-                case Run(key, request, route):
+                case RunAttempt(key, request, route):
                     prefill, decode = self.nodes[route.prefill], self.nodes[route.decode]
                     address = decode.status.address
                     run = RunPrefill.of(key, prefill.epoch, request, route.decode, address)
-                    self._actions.append(Say(route.prefill, run))
+                    self._actions.append(SendToNode(route.prefill, run))
                     self._outbox.add(route.prefill, run, self._now)
-                case GiveUp(key, reason):
+                case Cancel(key):
                     self._outbox.forget(key)
                     self._actions += [
-                        Say(peer, GiveUpMessage(key, reason))
+                        SendToNode(peer, CancelAttempt(key, "cancelled"))
                         for peer, node in self.nodes.items()
                         if not node.refusal
                     ]

@@ -16,7 +16,7 @@ from radixkv.kvcache import (
     TokenError,
 )
 from radixkv.scheduler.errors import RequestError, RoutingError
-from radixkv.scheduler.handoff import Key
+from radixkv.scheduler.handoff import AttemptKey
 from radixkv.scheduler.handoff.router import Route, Router
 from radixkv.scheduler.replay.trace import (
     bundled_trace_path,
@@ -65,11 +65,11 @@ class Routed(Outcome):
         still = deque[tuple[float, str]]()
         for end_s, other in self.ends:
             if end_s <= self.now_s:
-                self.router.finished(Key(other, 1))
+                self.router.finished(AttemptKey(other, 1))
             else:
                 still.append((end_s, other))
         self.ends = still
-        return self.router.route(Key(request_id, 1), prompt).prefill
+        return self.router.route(AttemptKey(request_id, 1), prompt).prefill
 
 
 def longest_prefix() -> Outcome:
@@ -108,72 +108,72 @@ def make(**options: dict[str, int]) -> Router:
 def test_what_a_node_has_weighs_as_much_as_what_it_has_to_do():
     router = make()
     prefix = [1, 2, 3, 4, 5, 6]
-    assert router.route(Key("a", 1), prefix) == route("p0", "d0")
+    assert router.route(AttemptKey("a", 1), prefix) == route("p0", "d0")
     assert router.loads() == {"p0": 3, "p1": 0, "d0": 3, "d1": 0}
     # On p0 it would wait for 3 blocks and add 1; on p1 it adds 4. Then the load is more than that.
-    assert router.route(Key("b", 1), [*prefix, 7]).prefill == "p1"
-    router.computed(Key("a", 1))
-    assert router.route(Key("c", 1), [*prefix, 8]).prefill == "p0"
+    assert router.route(AttemptKey("b", 1), [*prefix, 7]).prefill == "p1"
+    router.computed(AttemptKey("a", 1))
+    assert router.route(AttemptKey("c", 1), [*prefix, 8]).prefill == "p0"
     assert router.loads() == {"p0": 1, "p1": 4, "d0": 4, "d1": 4}
 
 
 def test_the_same_cost_goes_where_less_was_sent():
     router = make(decode={"d0": 10})
     for name, node in (("a", "p0"), ("b", "p1"), ("c", "p0"), ("d", "p1")):
-        assert router.route(Key(name, 1), np.array([ord(name), 0], np.int32)).prefill == node
-        router.finished(Key(name, 1))
+        assert router.route(AttemptKey(name, 1), np.array([ord(name), 0], np.int32)).prefill == node
+        router.finished(AttemptKey(name, 1))
 
 
 def test_a_decode_node_keeps_what_it_has_generated():
     router = make()
-    router.route(Key("a", 1), [1, 2, 3, 4])
-    router.finished(Key("a", 1), [1, 2, 3, 4, 5, 6, 7, 8])
-    router.route(Key("b", 1), [1, 2, 3, 4, 5, 6, 7, 8])
+    router.route(AttemptKey("a", 1), [1, 2, 3, 4])
+    router.finished(AttemptKey("a", 1), [1, 2, 3, 4, 5, 6, 7, 8])
+    router.route(AttemptKey("b", 1), [1, 2, 3, 4, 5, 6, 7, 8])
     assert router.loads() == {"p0": 2, "p1": 0, "d0": 0, "d1": 0}
 
 
 def test_namespaces_share_nothing():
     router = make()
-    router.route(Key("a", 1), [1, 2, 3, 4], b"x")
-    router.finished(Key("a", 1), [1, 2, 3, 4, 5, 6], b"x")
-    assert router.route(Key("b", 1), [1, 2, 3, 4], b"y") == route("p1", "d1")
+    router.route(AttemptKey("a", 1), [1, 2, 3, 4], b"x")
+    router.finished(AttemptKey("a", 1), [1, 2, 3, 4, 5, 6], b"x")
+    assert router.route(AttemptKey("b", 1), [1, 2, 3, 4], b"y") == route("p1", "d1")
 
 
 def test_who_has_refused_is_avoided_while_there_are_others():
     router = make()
-    assert router.route(Key("a", 1), [1], avoid=["d0"]) == route("p0", "d1")
-    assert router.route(Key("a", 2), [1], avoid=["p0", "p1", "d0", "d1"]).decode == "d0"
+    assert router.route(AttemptKey("a", 1), [1], avoid=["d0"]) == route("p0", "d1")
+    assert router.route(AttemptKey("a", 2), [1], avoid=["p0", "p1", "d0", "d1"]).decode == "d0"
 
 
 def test_nodes_come_and_go():
     router = make()
-    router.route(Key("a", 1), [1, 2])
+    router.route(AttemptKey("a", 1), [1, 2])
     router.remove("p0")
     router.remove("d0")
     assert router.loads() == {"p1": 0, "d1": 0}
-    router.finished(Key("a", 1))  # of a node that is gone
+    router.finished(AttemptKey("a", 1))  # of a node that is gone
     router.add_prefill("p0", 10)
     assert router.loads() == {"p1": 0, "p0": 0, "d1": 0}
-    assert router.route(Key("b", 1), [1, 2]) == route("p1", "d1")
+    assert router.route(AttemptKey("b", 1), [1, 2]) == route("p1", "d1")
 
 
 def test_small_nodes_get_small_requests():
     router = make(prefill={"p0": 2, "p1": 30})
-    assert router.route(Key("a", 1), range(11)) == route("p1", "d0")
-    assert router.route(Key("b", 1), range(40)) == route("p1", "d1")
-    router.finished(Key("b", 1), range(60))  # more than d1 has: it cannot be there whole
+    assert router.route(AttemptKey("a", 1), range(11)) == route("p1", "d0")
+    assert router.route(AttemptKey("b", 1), range(40)) == route("p1", "d1")
+    router.finished(AttemptKey("b", 1), range(60))  # more than d1 has: it cannot be there whole
 
 
 def test_refusals_change_nothing():
     router = make()
-    router.route(Key("a", 1), [1, 2])
+    router.route(AttemptKey("a", 1), [1, 2])
     before = router.loads()
     with pytest.raises(RequestError, match=r"^attempt 1 of request 'a' is under way$"):
-        router.route(Key("a", 1), [1])
+        router.route(AttemptKey("a", 1), [1])
     with pytest.raises(RequestTooLargeError, match="10"):
-        router.route(Key("b", 1), range(21))
+        router.route(AttemptKey("b", 1), range(21))
     with pytest.raises(TokenError):
-        router.route(Key("b", 1), [0.5])  # type: ignore[list-item]
+        router.route(AttemptKey("b", 1), [0.5])  # type: ignore[list-item]
     with pytest.raises(RoutingError, match=r"^there is a node 'd1' already$"):
         router.add_prefill("d1", 1)
     with pytest.raises(RoutingError, match=r"^there is no node 'x'$"):
@@ -184,7 +184,7 @@ def test_refusals_change_nothing():
     router.remove("d0")
     router.remove("d1")
     with pytest.raises(RoutingError, match=r"^there is no decode node$"):
-        router.route(Key("b", 1), [1])
+        router.route(AttemptKey("b", 1), [1])
     assert router.loads() == {"p0": 1, "p1": 0}
 
 
@@ -196,9 +196,9 @@ def test_refusals_change_nothing():
 )
 def test_load_is_the_sum_of_what_is_under_way(steps):
     router = make()
-    lacking: dict[Key, tuple[Route, int, int]] = {}
+    lacking: dict[AttemptKey, tuple[Route, int, int]] = {}
     for attempt, (name, prompt, ends) in enumerate(steps):
-        key = Key(str(name), attempt)
+        key = AttemptKey(str(name), attempt)
         before = router.loads()
         chosen = router.route(key, prompt)
         after = router.loads()

@@ -8,7 +8,7 @@ from .bugs import D, P, bug
 
 HELD: Final = "handoff/deferred_asks.py"
 
-HELD_BUGS: Final = [
+DEFERRED_BUGS: Final = [
     bug(
         "a block is granted to two at once",
         D,
@@ -31,7 +31,7 @@ HELD_BUGS: Final = [
     bug(
         "an ASK is held after its P has given it up",
         D,
-        ("            self._held.end(peer, head.key)\n", "            pass\n"),
+        ("            self._held.end(peer, header.key)\n", "            pass\n"),
     ),
     bug(
         "any node may give up what another asks for",
@@ -44,7 +44,7 @@ HELD_BUGS: Final = [
         ("if now - held.heard_at >= self._timing.silence_s:", "if False:"),
     ),
     bug(
-        "an ASK is held though the front desk has given it up",
+        "an ASK is held though the gateway has given it up",
         D,
         ("        if held is not None and held.key == key:\n", "        if False:\n"),
     ),
@@ -66,12 +66,12 @@ HELD_BUGS: Final = [
     bug(
         "any number of prompts is held",
         HELD,
-        ("return len(self._by_request) < MAX_HELD", "return True"),
+        ("return len(self._by_request) < MAX_DEFERRED", "return True"),
     ),
     bug(
         "P ends what was granted for what D said before",
         P,
-        ("Grant | Renew) and head.grant:", "Grant | Renew):"),
+        ("Grant | Renew) and header.grant:", "Grant | Renew):"),
     ),
     bug(
         "who was held for too long has failed",

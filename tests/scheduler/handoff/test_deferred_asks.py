@@ -15,12 +15,12 @@ from radixkv.scheduler import (
 from radixkv.scheduler.handoff import (
     Abort,
     Ask,
+    AttemptKey,
     Commit,
     Failed,
     Grant,
-    Head,
+    Header,
     Hits,
-    Key,
     Message,
     Post,
     Pull,
@@ -28,7 +28,7 @@ from radixkv.scheduler.handoff import (
     Send,
     Timing,
 )
-from radixkv.scheduler.handoff.deferred_asks import MAX_HELD
+from radixkv.scheduler.handoff.deferred_asks import MAX_DEFERRED
 
 from .decode_stage import actions, refusal, scheduler
 from .theatre import Theatre
@@ -50,18 +50,18 @@ def ask(
 ) -> Any:
     """Ask for a prompt; return the answer."""
     tokens = np.array(prompt, "<i4").tobytes()
-    d.receive("p0", Ask(Head(Key(name, attempt), 5), tokens, namespace, 2, 1, 1))
+    d.receive("p0", Ask(Header(AttemptKey(name, attempt), 5), tokens, namespace, 2, 1, 1))
     [answer] = posted(d)
     return answer
 
 
 def arrive(d: DecodeScheduler, granted: Grant) -> list[Any]:
     """Send all of a prompt; return what D says then."""
-    head = Head(granted.head.key, 5, 1, granted.head.grant)
-    d.receive("p0", Send(head, 0, granted.first_block, 3 - granted.first_block, 0))
+    header = Header(granted.header.key, 5, 1, granted.header.grant)
+    d.receive("p0", Send(header, 0, granted.first_block, 3 - granted.first_block, 0))
     [pull] = [each for each in actions(d) if isinstance(each, Pull)]
     d.pulled(pull.ticket)
-    d.receive("p0", Commit(head, 1, 9, len(PROMPT), Hits()))
+    d.receive("p0", Commit(header, 1, 9, len(PROMPT), Hits()))
     return posted(d)
 
 
@@ -72,7 +72,7 @@ def held(d: DecodeScheduler, *names: str) -> Grant:
     assert isinstance(granted, Grant)
     for name in others:
         answer = ask(d, name)
-        assert isinstance(answer, Renew) and answer.head == Head(Key(name, 1), 1, 5)
+        assert isinstance(answer, Renew) and answer.header == Header(AttemptKey(name, 1), 1, 5)
     return granted
 
 
@@ -81,26 +81,29 @@ def test_one_who_needs_the_same_block_is_granted_the_rest_when_it_has_arrived() 
     granted = held(d, "a", "b", "c")
     assert d.num_open == d.manager.stats().live_leases == 1, "who is held holds nothing"
     ack, *grants = arrive(d, granted)
-    assert ack.head.key == ("a", 1)
-    assert [(each.head.key.request_id, each.first_block) for each in grants] == [("b", 2), ("c", 2)]
+    assert ack.header.key == ("a", 1)
+    assert [(each.header.key.request_id, each.first_block) for each in grants] == [
+        ("b", 2),
+        ("c", 2),
+    ]
 
 
 def test_one_who_waits_is_sent_the_block_if_the_other_comes_to_nothing() -> None:
     d = scheduler()
     granted = held(d, "a", "b", "c")
-    d.give_up(Key("a", 1), "cancelled")
+    d.give_up(AttemptKey("a", 1), "cancelled")
     abort, grant, renew = posted(d)
-    assert (abort.head.key, grant.head.key, grant.first_block) == (("a", 1), ("b", 1), 0)
-    assert isinstance(renew, Renew) and renew.head.key == ("c", 1), "it waits for b now"
-    assert grant.head.grant > granted.head.grant
+    assert (abort.header.key, grant.header.key, grant.first_block) == (("a", 1), ("b", 1), 0)
+    assert isinstance(renew, Renew) and renew.header.key == ("c", 1), "it waits for b now"
+    assert grant.header.grant > granted.header.grant
 
 
 def test_one_who_asks_again_keeps_its_place() -> None:
     d = scheduler()
     held(d, "a", "b", "c")
     assert isinstance(ask(d, "b"), Renew)
-    d.give_up(Key("a", 1), "cancelled")
-    assert [each.head.key.request_id for each in posted(d)] == ["a", "b", "c"]
+    d.give_up(AttemptKey("a", 1), "cancelled")
+    assert [each.header.key.request_id for each in posted(d)] == ["a", "b", "c"]
 
 
 def test_what_has_no_whole_block_in_common_is_not_held() -> None:
@@ -130,15 +133,15 @@ def check_ended(how: str) -> None:
     granted = held(d, "a", "b")
     match how:
         case "aborted by P":
-            d.receive("p0", Abort(Head(Key("b", 1), 5), "cancelled", fenced=False))
+            d.receive("p0", Abort(Header(AttemptKey("b", 1), 5), "cancelled", fenced=False))
         case "given up":
-            d.give_up(Key("b", 1), "cancelled")
-            d.give_up(Key("b", 1), "cancelled")
+            d.give_up(AttemptKey("b", 1), "cancelled")
+            d.give_up(AttemptKey("b", 1), "cancelled")
         case "aborted":
             assert d.abort("b") and not d.abort("b")
         case "silence":
             for now in (4.0, 8.0):
-                d.receive("p0", Renew(Head(granted.head.key, 5, 1, granted.head.grant)))
+                d.receive("p0", Renew(Header(granted.header.key, 5, 1, granted.header.grant)))
                 d.tick(now)
             actions(d)
         case _:
@@ -148,15 +151,15 @@ def check_ended(how: str) -> None:
         [abort] = posted(d)
         assert isinstance(abort, Abort) and abort.fenced
     actions(d)
-    assert [each.head.key.request_id for each in arrive(d, granted)] == ["a"], how
+    assert [each.header.key.request_id for each in arrive(d, granted)] == ["a"], how
 
 
 def test_one_node_does_not_give_up_what_another_asks_for() -> None:
     d = scheduler()
     granted = held(d, "a", "b")
-    d.receive("p1", Abort(Head(Key("b", 1), 5), "no", fenced=False))
+    d.receive("p1", Abort(Header(AttemptKey("b", 1), 5), "no", fenced=False))
     actions(d)
-    assert [each.head.key.request_id for each in arrive(d, granted)] == ["a", "b"]
+    assert [each.header.key.request_id for each in arrive(d, granted)] == ["a", "b"]
 
 
 def test_an_older_attempt_is_not_held_beside_a_newer_one() -> None:
@@ -176,7 +179,7 @@ def test_one_who_is_held_is_refused_when_d_drains() -> None:
 
 def test_no_more_than_some_are_held() -> None:
     d = scheduler(max_running=200, token_budget=200, num_blocks=16)
-    held(d, *[f"r{number}" for number in range(1 + MAX_HELD)])
+    held(d, *[f"r{number}" for number in range(1 + MAX_DEFERRED)])
     assert isinstance(ask(d, "one more"), Grant)
 
 
@@ -195,21 +198,21 @@ def asking() -> PrefillScheduler:
 def test_one_who_is_held_for_too_long_was_refused_for_now() -> None:
     p = asking()
     for now in range(1, 30):
-        p.receive("d0", Renew(Head(Key("a", 1), 1, 5)))
+        p.receive("d0", Renew(Header(AttemptKey("a", 1), 1, 5)))
         p.tick(float(now))
         [again] = p.take_actions()
         assert isinstance(again, Post) and isinstance(again.message, Ask)
     p.tick(30.0)
     [_, failed] = p.take_actions()
     text = "the decode node receives the same blocks for another request"
-    assert failed == Failed(Key("a", 1), text, is_busy=True)
+    assert failed == Failed(AttemptKey("a", 1), text, is_busy=True)
 
 
 def test_what_d_said_before_its_grant_may_come_after_it() -> None:
     p = asking()
-    p.receive("d0", Grant(Head(Key("a", 1), 1, 5, 1), 0))
+    p.receive("d0", Grant(Header(AttemptKey("a", 1), 1, 5, 1), 0))
     p.take_actions()
-    p.receive("d0", Renew(Head(Key("a", 1), 1, 5)))
+    p.receive("d0", Renew(Header(AttemptKey("a", 1), 1, 5)))
     assert p.take_actions() == [], "an ABORT would end what was granted"
     plan = p.schedule()
     p.update(plan, [1])

@@ -1,4 +1,4 @@
-"""Bugs that the desk, or what it and its nodes say to each other, could have."""
+"""Bugs that the gateway, or what it and its nodes say to each other, could have."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Final
 from .bugs import bug
 
 OUTBOX: Final = "handoff/resend.py"
-LINK: Final = "handoff/gateway_link.py"
-REMOTE: Final = "handoff/remote_gateway.py"
-DESK: Final = "handoff/gateway.py"
-FRONT: Final = "handoff/retries.py"
+LINK: Final = "handoff/node_reporter.py"
+REMOTE: Final = "handoff/network_gateway.py"
+GATEWAY: Final = "handoff/gateway.py"
+RETRIES: Final = "handoff/retries.py"
 _SAID_AGAIN: Final = "                self._waiting[place] = replace(waiting, said_at=now)\n"
 
-DESK_BUGS: Final = [
+GATEWAY_BUGS: Final = [
     bug("what is lost is not said again", OUTBOX, ("                due.again.append(said)\n", "")),
     bug("what is lost is said again once", OUTBOX, (_SAID_AGAIN, "")),
     bug(
@@ -24,7 +24,7 @@ DESK_BUGS: Final = [
     bug(
         "what was heard before counts for what is said now",
         OUTBOX,
-        ("waiting is not None and Heard.of(waiting.message) == heard", "waiting is not None"),
+        ("waiting is not None and DeliveryAck.of(waiting.message) == heard", "waiting is not None"),
     ),
     bug(
         "what another has heard counts",
@@ -81,9 +81,10 @@ DESK_BUGS: Final = [
         "P answers the first copy alone",
         LINK,
         (
-            "        self._messages.append(Heard.of(run))\n        is_new = self.is_new(run)\n",
+            "        self._messages.append(DeliveryAck.of(run))\n"
+            "        is_new = self.is_new(run)\n",
             "        is_new = self.is_new(run)\n"
-            "        self._messages += [Heard.of(run)] if is_new else []\n",
+            "        self._messages += [DeliveryAck.of(run)] if is_new else []\n",
         ),
     ),
     bug(
@@ -94,24 +95,24 @@ DESK_BUGS: Final = [
             "            pass",
         ),
     ),
-    bug("a report is said once", LINK, ("        self._outbox.add(DESK, message, now)\n", "")),
+    bug("a report is said once", LINK, ("        self._outbox.add(GATEWAY, message, now)\n", "")),
     bug(
-        "the desk does not say what it has heard",
+        "the gateway does not say what it has heard",
         REMOTE,
-        ("                self._actions.append(Say(peer, Heard.of(report)))\n", ""),
+        ("                self._actions.append(SendToNode(peer, DeliveryAck.of(report)))\n", ""),
     ),
     bug(
-        "the desk asks once",
+        "the gateway asks once",
         REMOTE,
         ("                    self._outbox.add(route.prefill, run, self._now)\n", ""),
     ),
     bug(
-        "the desk waits for ever for who does not take a request in",
+        "the gateway waits for ever for who does not take a request in",
         REMOTE,
         ("        for said in given_up:\n", "        for said in given_up[:0]:\n"),
     ),
     bug(
-        "the desk goes on asking for what nobody wants",
+        "the gateway goes on asking for what nobody wants",
         REMOTE,
         (
             "                    self._outbox.forget(key)\n                    self",
@@ -119,7 +120,7 @@ DESK_BUGS: Final = [
         ),
     ),
     bug(
-        "the desk goes on asking for what it has an answer to",
+        "the gateway goes on asking for what it has an answer to",
         REMOTE,
         ("                self._outbox.forget(report.key)  # P has heard of it\n", ""),
     ),
@@ -146,29 +147,32 @@ DESK_BUGS: Final = [
     bug(
         "nobody is told that an attempt is given up",
         REMOTE,
-        ("Say(peer, GiveUpMessage(key, reason))\n", "Say(peer, Heard(key, reason))\n"),
+        (
+            'SendToNode(peer, CancelAttempt(key, "cancelled"))\n',
+            'SendToNode(peer, DeliveryAck(key, "cancelled"))\n',
+        ),
     ),
     bug(
         "the end of a request is handed out twice",
-        DESK,
+        GATEWAY,
         ("        ended, self._ended = self._ended, []\n", "        ended = list(self._ended)\n"),
     ),
     bug(
         "a node is busy with what has ended",
-        DESK,
+        GATEWAY,
         (
             "        self._routes.pop(key, None)\n        self._router.finished(key)\n",
             "        pass\n",
         ),
     ),
     bug(
-        "another desk gives attempts the names of an earlier one's",
-        DESK,
+        "another gateway gives attempts the names of an earlier one's",
+        GATEWAY,
         ("#{self._epoch:x}.", "#"),
     ),
     bug(
         "what a lost decode node has not said, P will say",
-        FRONT,
+        RETRIES,
         (
             '            self.decode_failed(key, "the decode node was lost")\n',
             "            if self._requests[key.request_id].is_started:\n"
@@ -177,7 +181,7 @@ DESK_BUGS: Final = [
     ),
     bug(
         "a failure that is told twice counts twice",
-        FRONT,
+        RETRIES,
         (
             "return self.begins_at is None and attempt == self.attempt",
             "return attempt == self.attempt",
@@ -185,7 +189,7 @@ DESK_BUGS: Final = [
     ),
     bug(
         "what an older attempt says counts",
-        FRONT,
+        RETRIES,
         (
             "return self.begins_at is None and attempt == self.attempt",
             "return self.begins_at is None",

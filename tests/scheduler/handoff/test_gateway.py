@@ -1,0 +1,128 @@
+"""The gateway of a deployment, without nodes: where attempts go, and what becomes of requests."""
+
+from __future__ import annotations
+
+import pytest
+
+from radixkv.scheduler.errors import RequestError, RoutingError
+from radixkv.scheduler.handoff import AttemptKey, Hits
+from radixkv.scheduler.handoff.gateway import (
+    Gateway,
+    RunAttempt,
+)
+from radixkv.scheduler.handoff.retries import Cancel
+from radixkv.scheduler.request import Request, RequestStatus
+
+
+def make(*decode: str, now: float = 0.0) -> Gateway:
+    gateway = Gateway(4, backoff_s=1.0, request_s=100.0)
+    gateway.add_prefill("p0", 20)
+    for name in decode:
+        gateway.add_decode(name, 20)
+    gateway.tick(now)
+    return gateway
+
+
+def begin(gateway: Gateway, now: float = 0.0) -> RunAttempt:
+    """The one thing that is to be done."""
+    gateway.tick(now)
+    runs = [action for action in gateway.take_actions() if isinstance(action, RunAttempt)]
+    assert len(runs) == 1
+    return runs[0]
+
+
+def test_a_request_ends_with_its_tokens_and_counts() -> None:
+    gateway, request = make("d0"), Request("a", [1, 2, 3, 4, 5], 2)
+    gateway.add_request(request, 0.0)
+    run = begin(gateway)
+    assert (run.key, run.route) == (("a #0.0", 1), ("p0", "d0"))
+    gateway.started(run.key)
+    gateway.finished(run.key, (7, 8), Hits(4, 1, 0), 3)
+    assert gateway.take_ended() == [request]
+    assert (request.status, request.finish_reason) == (RequestStatus.FINISHED, "length")
+    assert request.output_tokens == [7, 8]
+    assert (request.num_hit_tokens, request.num_host_hit_tokens) == (4, 1)
+    assert request.num_preemptions == 3
+    assert gateway.num_open == 0
+
+
+def test_who_had_no_room_is_not_asked_again_while_there_are_others() -> None:
+    gateway = make("d0", "d1")
+    gateway.add_request(Request("a", [1, 2, 3], 2), 0.0)
+    run = begin(gateway)
+    assert run.route.decode == "d0"
+    gateway.prefill_failed(run.key, "out of blocks", is_busy=True)
+    assert begin(gateway, now=1.0).route.decode == "d1"
+
+
+def test_what_a_lost_node_had_is_tried_again() -> None:
+    gateway = make("d0", "d1")
+    gateway.add_request(Request("a", [1, 2, 3], 2), 0.0)
+    run = begin(gateway)
+    gateway.started(run.key)
+    gateway.lose("d0")
+    assert gateway.take_actions() == [Cancel(run.key)]
+    again = begin(gateway, now=1.0)
+    assert (again.key, again.route.decode) == (("a #0.0", 2), "d1")
+    with pytest.raises(RoutingError, match=r"^there is no node 'd0'$"):
+        gateway.lose("d0")
+
+
+def test_requests_wait_for_nodes_to_come() -> None:
+    gateway = make()
+    gateway.add_request(Request("a", [1, 2, 3], 2), 0.0)
+    gateway.tick(0.0)
+    assert gateway.take_actions() == [Cancel(AttemptKey("a #0.0", 1))]
+    gateway.add_decode("d0", 20)
+    assert begin(gateway, now=1.0).route.decode == "d0"
+
+
+def test_failures_have_their_reasons() -> None:
+    gateway = make("d0")
+    large, late = Request("large", range(100), 1), Request("late", [1], 1)
+    gateway.add_request(large, 0.0)
+    gateway.tick(0.0)
+    assert gateway.take_ended() == [large]
+    assert "25 blocks" in gateway.failures["large"]
+    gateway.add_request(late, 0.0)
+    begin(gateway)
+    gateway.tick(100.0)
+    assert gateway.take_ended() == [late]
+    assert gateway.failures["late"] == "not done in time: attempt 1 has not ended"
+    assert (late.status, late.finish_reason) == (RequestStatus.ABORTED, "abort")
+
+
+def test_a_failure_has_the_name_that_the_client_gave() -> None:
+    gateway = make("d0")
+    gateway.add_request(Request("a", [1, 2, 3], 2), 0.0)
+    key = begin(gateway).key
+    assert key.request_id != "a"
+    reason = "3 prompt tokens and 2 new ones are more than max_model_len 4"
+    gateway.prefill_failed(key, f"request {key.request_id!r}: {reason}", is_final=True)
+    gateway.take_ended()
+    assert gateway.failures == {"a": f"request 'a': {reason}"}
+
+
+def test_a_request_is_taken_in_once() -> None:
+    gateway, request = make("d0"), Request("a", [1], 1)
+    gateway.add_request(request, 0.0)
+    with pytest.raises(RequestError, match=r"^request 'a' is live already$"):
+        gateway.add_request(Request("a", [2], 1), 0.0)
+    assert gateway.abort("a")
+    assert not gateway.abort("a")
+    with pytest.raises(RequestError, match=r"^request 'a' was added before$"):
+        gateway.add_request(request, 0.0)
+
+
+def test_a_request_may_wait_for_its_turn_as_long_as_it_takes() -> None:
+    gateway = Gateway(4)
+    gateway.add_request(Request("a", [1], 1), 0.0)
+    gateway.tick(1e9)
+    gateway.add_prefill("p", 8)
+    gateway.add_decode("d", 8)
+    gateway.tick(2e9)
+    [run] = [action for action in gateway.take_actions() if isinstance(action, RunAttempt)]
+    gateway.started(run.key)
+    gateway.finished(run.key, [7], Hits(), 0)
+    [ended] = gateway.take_ended()
+    assert (ended.output_tokens, gateway.failures) == ([7], {})
