@@ -2,12 +2,12 @@
 A conversation that survives its GPU
 ====================================
 
-Two turns of a conversation, on a device with room for little more than one of them. In the middle
-of the first answer others take the memory; between the turns the process ends. Its KV goes to the
-host and to files, and comes back: nothing is computed twice, and every token is the same as if
-nothing had happened.
+Two turns of a conversation, on a device with room for little more than one of them. During the
+first answer, other requests take the memory; between the turns, the process ends. The KV moves to
+the host and to files, and comes back. Nothing is computed twice, and every token is the same as
+without interruption.
 
-Each turn is a process of its own, which runs this program:
+Each turn is a separate process, which runs this program:
 
 .. literalinclude:: ../examples/conversation/turn.py
    :language: python
@@ -48,7 +48,7 @@ def say(num_tokens: int) -> list[int]:
 
 
 def run_turn(prompt: list[int], others: list[list[int]]) -> Any:
-    """Run a process for one turn; others come when four tokens of the answer are there."""
+    """Run a process for one turn; others arrive after four tokens of the answer."""
     turn = {"prompt": prompt, "max_new_tokens": 24, "others": others, "others_after": 4}
     command = [sys.executable, str(PROGRAM), str(checkpoint), str(storage)]
     done = subprocess.run(command, input=json.dumps(turn), capture_output=True, text=True)
@@ -60,9 +60,8 @@ def run_turn(prompt: list[int], others: list[list[int]]) -> Any:
 # Two turns
 # ---------
 #
-# Two requests of a higher priority come in the middle of the first answer. The conversation is
-# preempted: it is *parked* on the host, its last, unfinished block too, and goes on when the others
-# have ended.
+# Two requests of higher priority arrive during the first answer. The conversation is preempted and
+# *parked* on the host, with its last, partial block, and continues when the others have ended.
 
 question = say(30)
 first = run_turn(question, others=[say(12), say(12)])
@@ -75,8 +74,8 @@ print("turn 2:", len(so_far), "prompt tokens, hits:", second["hits"])
 assert second["hits"]["storage"] > 0
 
 # %%
-# The same tokens as without any cache
-# ------------------------------------
+# The same tokens as without a cache
+# ----------------------------------
 
 plain = Engine(
     model,
@@ -91,15 +90,15 @@ plain.add_request(Request("1", question, max_new_tokens=24))
 plain.add_request(Request("2", so_far, max_new_tokens=24))
 answers = {request.request_id: request.output_tokens for request in plain.run()}
 assert [answers["1"], answers["2"]] == [first["answer"], second["answer"]]
-print("both answers are those of an engine without a cache")
+print("both answers equal those of an engine without a cache")
 
 # %%
-# Where each block was
-# --------------------
+# The tier of each block
+# ----------------------
 #
-# A row is a block of the conversation, a column a step of the engine. The colour is that of the
-# fastest tier that has the block published; white is not published, or not computed yet. While the
-# conversation is parked, its blocks leave the device as the others need them, and no sooner.
+# A row is a block of the conversation, a column a step of the engine. The colour shows the fastest
+# tier in which the block is published; white means not published, or not computed yet. While the
+# conversation is parked, its blocks leave the device only as others need them.
 
 NOWHERE, STORAGE, HOST, DEVICE = range(4)
 colours = ["#ffffff", "#e0a94a", "#8d6cab", "#3f7fb5"]

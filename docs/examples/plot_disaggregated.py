@@ -1,10 +1,10 @@
 """
-Prefill and decode apart
-========================
+Prefill and decode on separate nodes
+====================================
 
-A prefill node computes prompts, a decode node generates from them, and both keep what they have.
-First both are in one process, so that all of it can be seen; then they are two processes, one of
-which ends in the middle of a request. All answers must be those of one engine, token for token.
+A prefill node computes prompts, a decode node generates tokens from them, and both have a cache.
+First both run in one process; then in two processes, one of which ends during a request. All
+answers must equal those of one engine, token for token.
 """
 
 import os
@@ -43,11 +43,11 @@ sizes = {
 }
 
 # %%
-# Two nodes and what is between them
-# ----------------------------------
+# Two nodes and a transport
+# -------------------------
 #
-# Each node has a transport, by which the decode node reads what the prefill node offers. The loop
-# around both, :class:`~radixkv.scheduler.Disaggregated`, delivers their messages.
+# Each node has a transport. Through it, the decode node reads the KV that the prefill node offers.
+# The loop around both, :class:`~radixkv.scheduler.Disaggregated`, delivers their messages.
 
 exchange = InProcessExchange()
 nodes = {"epoch": 1, "now": time.monotonic(), "timing": Timing(), **sizes}
@@ -61,8 +61,8 @@ one_engine = Engine(model, **sizes)
 # A conversation
 # --------------
 #
-# Each turn repeats all of the conversation and adds ten tokens. The prefill node has the earlier
-# prompts, the decode node the earlier answers, too: it is sent only what it lacks.
+# Each turn repeats the whole conversation and adds ten tokens. The prefill node has the earlier
+# prompts cached, and the decode node the earlier answers too. It receives only the missing blocks.
 
 rng = np.random.default_rng(0)
 conversation = rng.integers(1, model.config.vocab_size, 40, dtype=np.int32)
@@ -93,8 +93,8 @@ for length, computed, num_bytes in turns:
     print(f"prompt {length:3}: computed {computed:3} tokens, sent {num_bytes // token_bytes:3}")
 
 # %%
-# What was computed, and what was sent
-# ------------------------------------
+# Computed and sent tokens
+# ------------------------
 
 lengths, computed, num_bytes = zip(*turns, strict=True)
 figure, axes = plt.subplots(figsize=(6, 2.8), layout="constrained")
@@ -116,9 +116,9 @@ plt.show()
 # Two processes
 # -------------
 #
-# What ``radixkv prefill-node`` and ``radixkv decode-node`` start, here started and ended for us.
-# They find the front desk at an address of loopback, and share a secret that nobody else knows.
-# KV moves by JAX's own transfers. Compiled programs are kept, so that a restart is quick.
+# ``NodeProcesses`` starts and stops the processes of ``radixkv prefill-node`` and ``radixkv
+# decode-node``. They connect to the gateway at a loopback address, and share a secret. JAX transfers
+# move the KV. Compiled programs are kept on disk, so that a restart is quick.
 
 prompt = rng.integers(1, model.config.vocab_size, 60, dtype=np.int32)
 one_engine.add_request(Request("alone", prompt, max_new_tokens=8))
@@ -140,9 +140,8 @@ processes.start("decode-0", "decode-node", arguments)
 # The same prompt twice
 # ---------------------
 #
-# A request waits until there are nodes. The second one hits on both: seven blocks of 60 tokens are
-# full. The prefill node has them and computes four tokens; the decode node has them, too, and
-# is sent one block.
+# A request waits until nodes are connected. The second request hits on both: seven blocks of its 60
+# tokens are full. The prefill node computes the other four tokens and sends one block.
 
 for name in ("first", "second"):
     request = Request(name, prompt, max_new_tokens=8)
@@ -157,8 +156,8 @@ for name in ("first", "second"):
 # A node that ends
 # ----------------
 #
-# The third request is under way when the decode node is told to end. Another takes its place, with
-# an empty cache and a later epoch; so the front desk knows that the first is gone, and tries again.
+# The decode node ends during the third request. Another node takes its name, with an empty cache and
+# a later epoch. From the epoch, the gateway knows that the first one is gone, and retries.
 
 third = Request("third", prompt, max_new_tokens=60)
 nodes.add_request(third)
@@ -171,8 +170,8 @@ while nodes.has_work:
 assert third.output_tokens[:8] == alone.output_tokens
 
 # %%
-# Each says at its end what it has done. The first decode node got eight blocks for the first
-# request and one for the second; whether anything of the third had come by then is chance.
+# Each node prints statistics at its end. The first decode node received eight blocks for the first
+# request and one for the second; it may or may not have received any of the third.
 
 stats = processes.stop() | {"decode-0, before": first_life}
 channel.close()

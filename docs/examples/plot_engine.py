@@ -2,9 +2,9 @@
 The engine, with a shared prefix
 ================================
 
-:class:`~radixkv.scheduler.Engine` puts the manager, the scheduler and a model together. Here a
-tiny random model answers eight requests that begin alike, once with the prefix cache and once
-without. The answers must be the same, token for token; the work is not.
+:class:`~radixkv.scheduler.Engine` combines the manager, the scheduler and a model. Here a tiny random
+model answers eight requests with a common prefix, once with the prefix cache and once without. The
+answers are equal, token for token; the work is not.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ print(model.config)
 # Eight questions about one document
 # ----------------------------------
 #
-# The document has 64 tokens, each question six of its own.
+# The document has 64 tokens, and each question has six more.
 
 rng = np.random.default_rng(0)
 document = rng.integers(1, model.config.vocab_size, 64, dtype=np.int32)
@@ -38,7 +38,7 @@ prompts = [
 
 
 def answer(prefix_cache: bool) -> tuple[Engine, list[list[int]]]:
-    """Run the requests to their ends; return the engine and the answers, in prompt order."""
+    """Run all requests; return the engine and the answers, in the order of the prompts."""
     engine = Engine(
         model,
         block_size=8,
@@ -61,8 +61,8 @@ assert answers == answers_without
 print("same answers with and without the cache, the first:", answers[0])
 
 # %%
-# What was computed
-# -----------------
+# Computed tokens
+# ---------------
 
 engines = {"with": with_cache, "without": without_cache}
 computed = {name: engine.stats().prefill_tokens_computed for name, engine in engines.items()}

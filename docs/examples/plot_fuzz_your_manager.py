@@ -2,9 +2,9 @@
 A manager that loses a block
 ============================
 
-The specification can drive any cache manager that has six methods. Here it drives a small one with
-a mistake in it, finds the mistake, and reduces what led to it to a few calls.
-:doc:`How to write the six methods </howto/adapter>` for your own is another page.
+The specification can test any cache manager that has six methods. Here it tests a small one that
+contains a mistake, finds the mistake, and shrinks the failing program to a few calls.
+:doc:`Test your own cache manager </howto/adapter>` shows how to write the six methods.
 """
 
 import matplotlib.pyplot as plt
@@ -20,37 +20,34 @@ from radixkv.spec.harness.shrink import shrink
 # -----------
 #
 # A dictionary from prefixes to blocks, a list of free blocks, and a block table for each request.
-# When a request has computed a block that another has cached already, it takes the cached one in
-# its place:
+# When a request has computed a block that is already cached, it uses the cached block instead:
 #
 # .. literalinclude:: ../examples/managers/toy_leak.py
 #    :pyobject: ToyCache.publish
 #
-# It would pass most tests that one would write for it. Each request reads what it should, and
-# no block has two owners.
+# It would pass most tests. Each request reads the right KV, and no block has two owners.
 
 subject = CacheSubject(ToyCache)
 
 # %%
-# The hunt
-# --------
+# The search
+# ----------
 #
-# Each case is a manager of a new size, with a hundred random operations: requests come, are
-# admitted, compute, grow, finish, lose their blocks and come back. Beside it, the specification
-# remembers who has which block and what is written there. We take the first case that breaks a
-# rule, under each of a few seeds.
+# Each case makes a manager of a new size and runs a hundred random operations: requests arrive, are
+# admitted, compute, grow, finish, are preempted and return. The specification tracks the owner and
+# the content of each block. For each of several seeds, the run ends at the first broken rule.
 
 runs = [run(subject, seed, num_steps=10_000) for seed in range(40)]
 num_steps = [each.num_steps for each in runs]
 print("found in", sum(each.finding is not None for each in runs), "of", len(runs), "runs")
-print("after", sorted(num_steps)[len(runs) // 2], "steps, in the middle case")
+print("after", sorted(num_steps)[len(runs) // 2], "steps in the median")
 
 # %%
-# What was found
-# --------------
+# The finding
+# -----------
 #
-# The calls that led to it are many, and most have nothing to do with it. ``shrink`` leaves out
-# and simplifies what it can, as long as the same rule breaks.
+# Most calls of a failing case are irrelevant. ``shrink`` removes and simplifies calls, as long as the
+# same rule breaks.
 
 findings = [each.finding for each in runs if each.finding is not None]
 shrunk = [shrink(subject, finding) for finding in findings]
@@ -58,13 +55,13 @@ shortest = min(shrunk, key=lambda finding: len(finding.trace))
 print(to_program(shortest, subject))
 
 # %%
-# Two requests compute the same block, the second to publish gives up its own copy, and one block
-# less can be had than should be. The line that is missing is
-# ``self.free.append(table[index])``. With it, the hunt comes home with nothing:
+# Two requests compute the same block. The second to publish drops its own copy, and one block is
+# missing from the free list. The manager lacks the line ``self.free.append(table[index])``. With it,
+# the search finds nothing:
 
 
 class Mended(ToyCache):
-    """Gives the copy back."""
+    """Frees the duplicate."""
 
     def publish(self, name, tokens):
         before = list(self.block_table(name))
@@ -77,7 +74,7 @@ mended = run(CacheSubject(Mended), seed=0, num_steps=10_000)
 print("found:", mended.finding, "in", mended.num_steps, "steps")
 
 # %%
-# How long the traces were, as found and as shrunk:
+# The lengths of the traces, before and after shrinking:
 
 figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
 pairs = zip(findings, shrunk, strict=True)

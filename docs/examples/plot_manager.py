@@ -3,9 +3,9 @@ The manager alone
 =================
 
 :class:`~radixkv.kvcache.CacheManager` decides which block of KV memory holds which tokens. It
-needs no model and no JAX: it hands out block ids, and what you keep in the blocks is up to you.
-Here we lead three requests through a cache of ten blocks, and draw who held the blocks after
-each call.
+needs no model and no JAX: it hands out block ids, and you decide what to keep in the blocks.
+This example runs three requests through a cache of ten blocks and plots the owners of the blocks
+after each call.
 """
 
 import matplotlib.pyplot as plt
@@ -18,7 +18,7 @@ history: list[tuple[str, dict[str, int]]] = []
 
 
 def note(call: str) -> None:
-    """Remember who holds the blocks after a call, and check every invariant of the cache."""
+    """Record the owners of the blocks after a call, and check every invariant of the cache."""
     manager.check()
     stats = manager.stats()
     holders = {
@@ -35,9 +35,9 @@ def note(call: str) -> None:
 # A first request
 # ---------------
 #
-# A system prompt of eight tokens, then a question of five. Nothing is cached yet, so the match
-# is empty. ``admit`` reserves a block for every four tokens: the lease is the request's only
-# hold on the cache.
+# A system prompt of eight tokens and a question of five. Nothing is cached yet, so the match is
+# empty. ``admit`` reserves a block for every four tokens. The lease is the request's only hold on
+# the cache.
 
 system_prompt = np.arange(100, 108, dtype=np.int32)
 first = np.concatenate([system_prompt, np.arange(1, 6, dtype=np.int32)])
@@ -49,26 +49,26 @@ print("block table:", lease.block_table)
 note("admit A")
 
 # %%
-# The model now computes the prompt's KV into those blocks. Only then may others share it:
-# ``publish`` names the tokens *whose KV is written*. Whole blocks enter the tree; the
+# The model now computes the prompt's KV into those blocks. Only then may other requests share
+# it: ``publish`` names the tokens *whose KV is written*. Full blocks enter the tree. The
 # thirteenth token, alone in its block, stays private.
 
 manager.publish(lease, first)
 note("publish A")
 
 # %%
-# The request ends. Its private block is free again; its published ones are idle: still in the
-# cache, and the first to go when blocks are short.
+# The request ends. Its private block is free again. Its published blocks are idle: still cached,
+# and the first to be evicted when blocks run short.
 
 manager.release(lease)
 note("release A")
 
 # %%
-# A second one shares its beginning
-# ---------------------------------
+# A second request shares the prefix
+# ----------------------------------
 #
-# Same system prompt, another question. The two blocks of the system prompt are found, and used
-# as they are: the model has four tokens to compute, not twelve.
+# The same system prompt, another question. The request hits the two blocks of the system prompt,
+# so the model computes four tokens instead of twelve.
 
 second = np.concatenate([system_prompt, np.arange(50, 54, dtype=np.int32)])
 
@@ -81,12 +81,11 @@ manager.publish(lease, second)
 note("publish B")
 
 # %%
-# When blocks are short
+# When blocks run short
 # ---------------------
 #
-# A third request has nothing in common with the others and wants seven blocks. Six are free.
-# The idle block of A's question is the one that no lease uses, so it is evicted; what B uses
-# cannot be.
+# A third request has nothing in common with the others and needs seven blocks. Six are free. The
+# block of A's question is idle, so it is evicted; the blocks that B uses cannot be.
 
 third = np.arange(200, 228, dtype=np.int32)
 other = manager.admit(manager.match(third))
@@ -95,8 +94,8 @@ print("evicted:", manager.stats().evicted_blocks, "block")
 print("A would now hit", manager.match(first).num_tokens, "tokens")
 
 # %%
-# One token more would need a block that does not exist. The refusal carries the numbers and
-# changes nothing, so a scheduler can wait, or preempt.
+# One more token would need a block that does not exist. The refusal carries the numbers and
+# changes nothing, so that a scheduler can wait, or preempt.
 
 try:
     manager.extend(other, 1)
@@ -109,11 +108,11 @@ manager.release(lease)
 note("release B, C")
 
 # %%
-# Who held the blocks
-# -------------------
+# The owners of the blocks
+# ------------------------
 #
-# C never published, so all of its blocks are free at the end; the blocks of B wait for the next
-# request that begins as it did.
+# C never published, so all of its blocks are free at the end. The blocks of B stay cached for the
+# next request with the same prefix.
 
 colors = {
     "private": "#d95f02",

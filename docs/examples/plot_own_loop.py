@@ -2,12 +2,12 @@
 A loop of your own
 ==================
 
-You have a model and a loop in JAX, and want a paged cache in it. Three parts of this library fit
-there, and none needs the others: :class:`~radixkv.kvcache.CacheManager` says which blocks hold
-which tokens, :class:`~radixkv.kvcache.BlockArrays` are the blocks, and the
-:doc:`kernels </reference/kernels>` write and read them. Here they serve a model of one attention
-layer, and its tokens are those of the same layer without any cache. At the end it gets a host tier
-and files, loses its memory to others, and goes on in another process.
+You have a model and a loop in JAX and want to add a paged cache. Three independent parts of this
+library help: :class:`~radixkv.kvcache.CacheManager` decides which blocks hold which tokens,
+:class:`~radixkv.kvcache.BlockArrays` are the blocks, and the :doc:`kernels </reference/kernels>`
+write and read them. Here they serve a model of one attention layer, and its tokens equal those of
+the same layer without a cache. Later the example adds a host tier and files, preempts a request,
+and continues in another process.
 """
 
 from collections.abc import Callable
@@ -50,7 +50,7 @@ w_out = jax.random.normal(next(keys), (Q_HEADS, HEAD_DIM, VOCAB))
 
 
 def project(ids, positions):
-    """Return the queries, keys and values of some tokens."""
+    """Return the queries, keys and values of tokens."""
     x = embedding[ids] + place[positions]
     return tuple(jnp.einsum("tw,whd->thd", x, w) for w in (w_q, w_k, w_v))
 
@@ -59,15 +59,15 @@ def project(ids, positions):
 # A step
 # ------
 #
-# A step computes tokens of several requests, which lie one after the other: chunks of prompts, and
-# one token of each request that decodes. It writes their keys and values to *slots* of the pools,
-# and then attends to what each request's block table names, the new tokens included. The pools are
-# donated, so they are updated in place.
+# A step computes tokens of several requests, concatenated: chunks of prompts, and one token of each
+# decoding request. It writes their keys and values to *slots* of the pools, and then attends to the
+# blocks in each request's block table, the new tokens included. The pools are donated, so they are
+# updated in place.
 
 
 @partial(jax.jit, donate_argnames=("k_pool", "v_pool"))
 def step(k_pool, v_pool, ids, positions, slots, tables, kv_lengths, q_lengths, q_starts):
-    """Return the pools, and the likeliest next token after each token."""
+    """Return the pools, and the most likely next token after each token."""
     q, k, v = project(ids, positions)
     k_pool, v_pool = kv_write(k, v, slots, k_pool, v_pool)
     out = paged_extend(
@@ -80,9 +80,9 @@ def step(k_pool, v_pool, ids, positions, slots, tables, kv_lengths, q_lengths, q
 # From leases to arrays
 # ---------------------
 #
-# Position ``p`` of a request is slot ``table[p // block_size] * block_size + p % block_size``.
-# Where the block is shared, the slot is -1, and nothing is written: others read it. Shapes are
-# fixed, so that there is one program; what is left of them is padding.
+# Position ``p`` of a request is slot ``table[p // block_size] * block_size + p % block_size``. In a
+# shared block the slot is -1, and nothing is written, because other requests read it. Shapes are
+# fixed, so that one program suffices; the rest is padding.
 
 MAX_TOKENS, MAX_REQUESTS, TABLE_WIDTH = 32, 4, 16
 
@@ -91,7 +91,7 @@ arrays = BlockArrays.zeros(1, NUM_BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM, jnp.fl
 
 
 def run(work: list[tuple[Lease, list[int], int]]) -> list[int]:
-    """Compute the tokens of each request from a position on; return the token that follows each."""
+    """Compute the tokens of each request from a position on; return each next token."""
     ids, positions = np.zeros((2, MAX_TOKENS), np.int32)
     slots = np.full(MAX_TOKENS, -1, np.int32)
     tables = np.zeros((MAX_REQUESTS, TABLE_WIDTH), np.int32)
@@ -115,7 +115,7 @@ def run(work: list[tuple[Lease, list[int], int]]) -> list[int]:
     )
     arrays.keys, arrays.values = (k_pool,), (v_pool,)
     for lease, tokens, _ in work:
-        manager.publish(lease, tokens)  # their KV is written: others may share whole blocks
+        manager.publish(lease, tokens)  # their KV is written: others may share full blocks
     last = (q_starts + q_lengths - 1)[: len(work)]
     return np.asarray(following)[last].tolist()
 
@@ -124,9 +124,9 @@ def run(work: list[tuple[Lease, list[int], int]]) -> list[int]:
 # Requests
 # --------
 #
-# Four requests begin with the same twelve tokens; the last is the first one's prompt again. Each is
-# admitted when the one before has been computed, so that it can share; then all decode together. A
-# prompt that is cached to its end is computed from its last token on, for the token that follows.
+# Four requests start with the same twelve tokens, and the last prompt equals the first. Each request
+# is admitted after the previous one was computed, so that it can share blocks; then all decode
+# together. If a whole prompt is cached, its last token is recomputed, for the next token.
 
 rng = np.random.default_rng(0)
 prefix = rng.integers(0, VOCAB, 12).tolist()
@@ -163,7 +163,7 @@ print("hit tokens:", hits)
 
 @jax.jit
 def likeliest(ids, length):
-    """Attend to all of a sequence at once; ids beyond its length are padding."""
+    """Attend to a whole sequence at once; ids beyond its length are padding."""
     q, k, v = project(ids, jnp.arange(len(ids)))
     k, v = (jnp.repeat(each, Q_HEADS // KV_HEADS, axis=1) for each in (k, v))
     logits = jnp.einsum("qhd,khd->hqk", q, k) * HEAD_DIM**-0.5
@@ -177,36 +177,36 @@ for prompt, tokens in zip(prompts, sequences, strict=True):
         ids = np.zeros(64, np.int32)
         ids[:length] = tokens[:length]
         assert tokens[length] == likeliest(ids, length)
-print("the tokens are the same:", sequences[0][-6:])
+print("the tokens are equal:", sequences[0][-6:])
 
 # %%
-# What was shared
-# ---------------
+# Shared tokens
+# -------------
 
 figure, axes = plt.subplots(figsize=(6, 2.4), layout="constrained")
 names = [f"request {number}" for number in range(1, 5)]
 axes.barh(names, hits, color="#a6dcc9", label="shared")
 rest = [len(prompt) - hit for prompt, hit in zip(prompts, hits, strict=True)]
-axes.barh(names, rest, left=hits, color="#d95f02", label="its own")
+axes.barh(names, rest, left=hits, color="#d95f02", label="computed")
 axes.invert_yaxis()
 axes.set_xlabel("tokens of the prompt")
 axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
 plt.show()
 
 # %%
-# With tiers below
-# ----------------
+# Adding tiers
+# ------------
 #
-# Blocks that leave the device can stay on the host and in files. The manager says what to copy, in
-# *operations*, and a :class:`~radixkv.kvcache.TierDriver` copies. A loop brings the two together
-# once a step, and never waits for a copy but where it has nothing else to do, as here.
+# Blocks that leave the device can stay on the host and in files. The manager decides *operations*,
+# and a :class:`~radixkv.kvcache.TierDriver` executes them. A loop connects the two once per step. It
+# waits for a copy only when it has nothing else to do, as here.
 
 SIZES = {"block_size": BLOCK_SIZE, "layers": (0, 1), "heads": (0, KV_HEADS)}
 directory = TemporaryDirectory()
 
 
 def open_tiers() -> tuple[CacheManager, BlockArrays, TierDriver, StorageWorkers]:
-    """Make what a process has; blocks in files are there from the process before."""
+    """Make the parts of a process; the files still have the blocks of an earlier process."""
     names = StorageNamespace("one layer", weights_revision="0", kv_dtype="float32", **SIZES)
     manager = CacheManager(NUM_BLOCKS, BLOCK_SIZE, host=HostConfig(64), storage=names)
     arrays = BlockArrays.zeros(1, NUM_BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM, jnp.float32)
@@ -217,7 +217,7 @@ def open_tiers() -> tuple[CacheManager, BlockArrays, TierDriver, StorageWorkers]
 
 
 def exchange() -> None:
-    """Tell the manager what has been copied, and the driver what to copy; once a step."""
+    """Report finished copies to the manager, and pass new ones to the driver; once per step."""
     for result in driver.poll():
         manager.tiers.complete(result.op_id, result.ok, fenced=result.fenced)
     for op_id in driver.fenced():
@@ -228,15 +228,15 @@ def exchange() -> None:
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
-    """Go on when what is being copied has arrived."""
+    """Exchange operations until a condition holds."""
     while not is_so():
         exchange()
         driver.wait(timeout_s=1.0)
 
 
 def start(tokens: list[int], parked: Parked | None = None) -> Lease:
-    """Admit a sequence with all that any tier has of it."""
-    asked = manager.tiers.prefetch(tokens)  # storage is asked for what the other two lack
+    """Admit a sequence, with all of its KV that any tier has."""
+    asked = manager.tiers.prefetch(tokens)  # asks storage for the missing blocks
     if asked is not None:
         wait_until(lambda: asked.done)
     lease = manager.admit(manager.match(tokens), parked)
@@ -245,7 +245,7 @@ def start(tokens: list[int], parked: Parked | None = None) -> Lease:
 
 
 def go_on(lease: Lease, tokens: list[int], number: int) -> None:
-    """Generate a number of tokens; the first step computes what is not there yet."""
+    """Generate a number of tokens; the first step computes the missing ones."""
     first = min(lease.num_ready_tokens, len(tokens) - 1)
     for _ in range(number):
         manager.extend(lease, len(tokens) - lease.num_tokens)
@@ -255,9 +255,9 @@ def go_on(lease: Lease, tokens: list[int], number: int) -> None:
 
 
 # %%
-# A rollout is preempted in its middle: *parked*, its last, unfinished block too. When its blocks
-# are free, others may have them; it resumes on other blocks, and computes nothing twice. Before a
-# process ends, it waits for what is still on its way to the files.
+# A rollout is preempted and *parked*, with its last, partial block. Its blocks are free when the copy
+# has ended, and other requests may use them. The rollout resumes on other blocks, and computes
+# nothing twice. Before the process ends, it waits for the writes to the files.
 
 manager, arrays, driver, storage = open_tiers()
 rollout = list(prompts[0])
@@ -275,26 +275,26 @@ wait_until(lambda: manager.tiers.num_open_operations == 0)
 assert driver.close() and storage.close()
 
 # %%
-# Another process finds the blocks in the files. When the weights change, ``reset`` forgets what the
-# device and the host have; storage has to be told the name of the new ones, because it forgets
-# nothing: it would give back the KV of the old.
+# Another process finds the blocks in the files. When the weights change, ``reset`` empties the device
+# and the host. Storage keeps its blocks, so give it the name of the new weights; otherwise it would
+# return KV of the old ones.
 
 manager, arrays, driver, storage = open_tiers()
 again = list(prompts[0])
 lease = start(again)
-print("after a restart,", lease.num_ready_tokens, "of", len(again), "tokens are there")
+print("after a restart,", lease.num_ready_tokens, "of", len(again), "tokens are cached")
 go_on(lease, again, 6)
 assert again == rollout == sequences[0]
 
 manager.reset()  # ends the lease, too
 manager.tiers.storage = replace(manager.tiers.storage, weights_revision="1")
 lease = start(prompts[0])
-print("with other weights,", lease.num_ready_tokens)
+print("with new weights,", lease.num_ready_tokens)
 assert driver.close() and storage.close()
 directory.cleanup()
 
 # %%
-# What a loop needs besides, a scheduler does: when to admit, what to do when
-# :class:`~radixkv.kvcache.OutOfBlocksError` says that blocks are short, how to fill a step.
-# :class:`~radixkv.scheduler.Engine` has one, and
-# :class:`~radixkv.scheduler.MixedScheduler` is it alone: it knows nothing of JAX.
+# A scheduler does the rest: when to admit, what to do on
+# :class:`~radixkv.kvcache.OutOfBlocksError`, how to fill a step.
+# :class:`~radixkv.scheduler.Engine` includes one;
+# :class:`~radixkv.scheduler.MixedScheduler` is the scheduler alone, without JAX.
