@@ -117,8 +117,8 @@ plt.show()
 # -------------
 #
 # ``NodeProcesses`` starts and stops the processes of ``radixkv prefill-node`` and ``radixkv
-# decode-node``. They connect to the gateway at a loopback address, and share a secret. JAX transfers
-# move the KV. Compiled programs are kept on disk, so that a restart is quick.
+# decode-node``. They connect to the gateway at a loopback address, and share a secret. JAX
+# transfers move the KV. Compiled programs are kept on disk, so that a restart is quick.
 
 prompt = rng.integers(1, model.config.vocab_size, 60, dtype=np.int32)
 one_engine.add_request(Request("alone", prompt, max_new_tokens=8))
@@ -156,8 +156,8 @@ for name in ("first", "second"):
 # A node that ends
 # ----------------
 #
-# The decode node ends during the third request. Another node takes its name, with an empty cache and
-# a later epoch. From the epoch, the gateway knows that the first one is gone, and retries.
+# The decode node ends during the third request. Another node takes its name, with an empty cache
+# and a later epoch. From the epoch, the gateway knows that the first one is gone, and retries.
 
 third = Request("third", prompt, max_new_tokens=60)
 nodes.add_request(third)

@@ -2,9 +2,9 @@
 The engine, with a shared prefix
 ================================
 
-:class:`~radixkv.scheduler.Engine` combines the manager, the scheduler and a model. Here a tiny random
-model answers eight requests with a common prefix, once with the prefix cache and once without. The
-answers are equal, token for token; the work is not.
+:class:`~radixkv.scheduler.Engine` combines the manager, the scheduler and a model. Here a tiny
+random model answers eight requests with a common prefix, once with the prefix cache and once
+without. The answers are equal, token for token; the work is not.
 """
 
 from pathlib import Path

@@ -46,8 +46,8 @@ print("after", sorted(num_steps)[len(runs) // 2], "steps in the median")
 # The finding
 # -----------
 #
-# Most calls of a failing case are irrelevant. ``shrink`` removes and simplifies calls, as long as the
-# same rule breaks.
+# Most calls of a failing case are irrelevant. ``shrink`` removes and simplifies calls, as long as
+# the same rule breaks.
 
 findings = [each.finding for each in runs if each.finding is not None]
 shrunk = [shrink(subject, finding) for finding in findings]
@@ -56,8 +56,8 @@ print(to_program(shortest, subject))
 
 # %%
 # Two requests compute the same block. The second to publish drops its own copy, and one block is
-# missing from the free list. The manager lacks the line ``self.free.append(table[index])``. With it,
-# the search finds nothing:
+# missing from the free list. The manager lacks the line ``self.free.append(table[index])``. With
+# it, the search finds nothing:
 
 
 class Mended(ToyCache):

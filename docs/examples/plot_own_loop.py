@@ -124,9 +124,9 @@ def run(work: list[tuple[Lease, list[int], int]]) -> list[int]:
 # Requests
 # --------
 #
-# Four requests start with the same twelve tokens, and the last prompt equals the first. Each request
-# is admitted after the previous one was computed, so that it can share blocks; then all decode
-# together. If a whole prompt is cached, its last token is recomputed, for the next token.
+# Four requests start with the same twelve tokens, and the last prompt equals the first. Each
+# request is admitted after the previous one was computed, so that it can share blocks; then all
+# decode together. If a whole prompt is cached, its last token is recomputed, for the next token.
 
 rng = np.random.default_rng(0)
 prefix = rng.integers(0, VOCAB, 12).tolist()
@@ -198,8 +198,8 @@ plt.show()
 # ------------
 #
 # Blocks that leave the device can stay on the host and in files. The manager decides *operations*,
-# and a :class:`~radixkv.kvcache.TierDriver` executes them. A loop connects the two once per step. It
-# waits for a copy only when it has nothing else to do, as here.
+# and a :class:`~radixkv.kvcache.TierDriver` executes them. A loop connects the two once per step.
+# It waits for a copy only when it has nothing else to do, as here.
 
 SIZES = {"block_size": BLOCK_SIZE, "layers": (0, 1), "heads": (0, KV_HEADS)}
 directory = TemporaryDirectory()
@@ -255,8 +255,8 @@ def go_on(lease: Lease, tokens: list[int], number: int) -> None:
 
 
 # %%
-# A rollout is preempted and *parked*, with its last, partial block. Its blocks are free when the copy
-# has ended, and other requests may use them. The rollout resumes on other blocks, and computes
+# A rollout is preempted and *parked*, with its last, partial block. Its blocks are free when the
+# copy has ended, and other requests may use them. The rollout resumes on other blocks, and computes
 # nothing twice. Before the process ends, it waits for the writes to the files.
 
 manager, arrays, driver, storage = open_tiers()
@@ -275,9 +275,9 @@ wait_until(lambda: manager.tiers.num_open_operations == 0)
 assert driver.close() and storage.close()
 
 # %%
-# Another process finds the blocks in the files. When the weights change, ``reset`` empties the device
-# and the host. Storage keeps its blocks, so give it the name of the new weights; otherwise it would
-# return KV of the old ones.
+# Another process finds the blocks in the files. When the weights change, ``reset`` empties the
+# device and the host. Storage keeps its blocks, so give it the name of the new weights; otherwise
+# it would return KV of the old ones.
 
 manager, arrays, driver, storage = open_tiers()
 again = list(prompts[0])
