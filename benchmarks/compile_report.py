@@ -1,9 +1,9 @@
-"""What the compilers say of every Hopper kernel, without a GPU: a table, and a JSON file.
+"""Compile every Hopper kernel without a GPU; report registers, shared memory and spills.
 
     python benchmarks/compile_report.py --json benchmarks/gpu_steps/compiled.json
 
-Needs the wheels that `.ci/run` installs. `benchmarks/gpu.py --tune` reads the file: it times only
-configurations whose registers and shared memory suffice.
+Needs the wheels that `.ci/run` installs. `benchmarks/gpu.py --tune` reads the JSON file and times
+only configurations that do not spill and fit into shared memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Report = dict[str, Any]
 
 
 def report(kernel: str, shape: str, function: Any, *args: Any, donate: tuple[int, ...] = ()) -> Any:
-    """Compile, and return a row."""
+    """Compile one function and return its row of the table."""
     compiled = compile_for_h100(function, *args, donate_argnums=donate)
     return {
         "kernel": kernel,
@@ -61,7 +61,7 @@ def report(kernel: str, shape: str, function: Any, *args: Any, donate: tuple[int
 
 
 def decode_arguments(head_dim: int, block_size: int, dtype: str = "bfloat16") -> dict[str, Any]:
-    """Of a batch that fills the chip."""
+    """Arguments of `paged_decode` for a batch that fills the GPU."""
     pool = shaped((1025, KV_HEADS, block_size, head_dim), dtype)
     arguments: dict[str, Any] = {
         "q": shaped((64, KV_HEADS * GROUP, head_dim), "bfloat16"),
@@ -77,7 +77,7 @@ def decode_arguments(head_dim: int, block_size: int, dtype: str = "bfloat16") ->
 
 
 def public_kernels() -> Iterator[Report]:
-    """Every kernel with the configuration that its rule chooses."""
+    """Report every kernel with the configuration that its rule chooses."""
     decode = partial(paged_decode, sm_scale=0.1, backend="mosaic")
     shapes = [(d, b, "bfloat16") for d in (64, 128) for b in (16, 64, 128)]
     shapes += [(256, 64, "bfloat16"), (128, 64, "int8"), (128, 64, "float8_e4m3fn")]
@@ -109,7 +109,7 @@ def public_kernels() -> Iterator[Report]:
 
 
 def tilings() -> Iterator[Report]:
-    """`paged_decode` with other tilings, for the tuner."""
+    """Report `paged_decode` with other configurations, for the tuner."""
     from radixkv.kernels.paged_decode import mosaic as paged_decode_mosaic
 
     for block_size in (16, 64, 128):
@@ -126,7 +126,7 @@ def tilings() -> Iterator[Report]:
             name = f"blocks of {block_size}, tile {config.tile_tokens} x {config.stages}"
             try:
                 row = report("tiling", name, lambda x, f=function: f(**x), arguments)
-            except ValueError as refusal:  # shared memory
+            except ValueError as refusal:  # too much shared memory
                 print(f"{name}: {str(refusal).splitlines()[0]}", file=sys.stderr)
                 continue
             yield row | {
@@ -137,7 +137,7 @@ def tilings() -> Iterator[Report]:
 
 
 def main() -> None:
-    """Print the table, and write the file."""
+    """Print the table and write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     target = parser.parse_args().json

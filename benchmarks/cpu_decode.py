@@ -1,9 +1,9 @@
-"""The jnp paged_decode beside plain dense attention over the same tokens, on a CPU, taking turns.
+"""Compare the jnp paged_decode with dense attention over the same tokens, on a CPU.
 
     python benchmarks/cpu_decode.py
 
-Both are compiled and read float32 or bfloat16 keys and values; the dense one has them contiguous
-and pays for no block table, the paged one gathers its blocks first.
+Both are compiled, read float32 or bfloat16 keys and values, and run alternately. The dense one has
+them contiguous and needs no block table, the paged one gathers its blocks first.
 """
 
 import os
@@ -37,7 +37,7 @@ def dense(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def measure(dtype: str) -> tuple[float, float]:
-    """Milliseconds of the dense and of the paged attention: medians of turns."""
+    """Median milliseconds of the dense and of the paged attention."""
     rng = np.random.default_rng(0)
     q = jnp.asarray(rng.standard_normal((ROWS, Q_HEADS, HEAD_DIM)), dtype)
     shape = (ROWS, LENGTH, KV_HEADS, HEAD_DIM)
@@ -66,7 +66,7 @@ def measure(dtype: str) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Print one table."""
+    """Print the table."""
     print(f"{ROWS} sequences of {LENGTH} tokens, blocks of {BLOCK_SIZE}, {Q_HEADS} query heads,")
     print(f"{KV_HEADS} KV heads of {HEAD_DIM}; jax {version('jax')}, {os.cpu_count()} cores,")
     print(f"{platform.processor() or platform.machine()}, {date.today()}\n")

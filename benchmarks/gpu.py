@@ -4,14 +4,14 @@
     python benchmarks/gpu.py --json tuned.json --tune kernels/tuning_tables
     JAX_PLATFORMS=cpu python benchmarks/gpu.py --json /tmp/x.json --dry-run
 
-Steps run one after the other, the most important first, each in a process of its own with a time
-limit, because a kernel that deadlocks hangs. The JSON file is written after every step: a run that
-is cut off keeps what it has measured. A peer that is not installed is named as such. If a kernel
-gives wrong results, the exit status is 1 and its times mean nothing.
+Steps run one after the other, the most important first. Each is a separate process with a time
+limit, because a kernel may deadlock. The JSON file is written after every step, so an interrupted
+run keeps its measurements. The report lists peers that are not installed. If a kernel gives wrong
+results, the exit status is 1 and its times are meaningless.
 
-`--tune` times tilings of `paged_decode` instead, and writes what beats the rule into the folder.
-`--dry-run` runs the same program on tiny problems, on any machine. Needs JAX for a GPU to be more
-than that; PyTorch and FlashInfer where they are to be compared with.
+`--tune` times launch configurations of `paged_decode` instead, and writes those that are faster
+than the rule into the folder. `--dry-run` runs the same program on tiny problems, on any machine. A
+real run needs JAX with CUDA, and PyTorch and FlashInfer to compare with them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BUDGET_S = 460.0
 
 
 class Step(NamedTuple):
-    """A process of its own."""
+    """One measurement, run in a separate process."""
 
     name: str
     limit_s: float
@@ -63,14 +63,14 @@ STEPS = (
     Step("moves xla", 50),
     Step("decode jax-pallas-paged", 40),
     Step("extend xla", 50),
-    Step("kernel_times mosaic", 30),  # last: the profiler has a driver of its own to quarrel with
+    Step("kernel_times mosaic", 30),  # last, because the profiler may fail
 )
 TUNING = (Step("tune 64", 150), Step("tune 16", 150), Step("tune 128", 150))
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "torch", "flashinfer-python")
 
 
 def records_of(step: str, dry: bool) -> Iterator[Record]:
-    """What one step finds; runs in the step's process."""
+    """Yield the records of one step; called in the step's process."""
     sizes = TINY if dry else FULL
     operation, _, implementation = step.partition(" ")
     if operation == "ceilings":
@@ -88,7 +88,7 @@ def records_of(step: str, dry: bool) -> Iterator[Record]:
     elif implementation in ("mosaic", "xla"):
         from gpu_steps import ours
 
-        # A dry run has no Hopper GPU: it takes what serves.
+        # A dry run has no Hopper GPU: it uses any backend.
         backend = None if dry and implementation == "mosaic" else implementation
         found = getattr(ours, operation)(sizes, backend)
     else:
@@ -105,7 +105,7 @@ def records_of(step: str, dry: bool) -> Iterator[Record]:
 
 
 def run_step(command: list[str], limit_s: float, log: Path) -> str | None:
-    """Run a step's command; why it did not end well, or None. Nothing of it is left running."""
+    """Run the command of a step and kill all it started; return the reason of a failure or None."""
     environment = os.environ | {
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "TF_CPP_MIN_LOG_LEVEL": "2",
@@ -128,7 +128,7 @@ def run_step(command: list[str], limit_s: float, log: Path) -> str | None:
 
 
 def machine() -> Record:
-    """What ran, and when."""
+    """Describe the machine, the versions and the time."""
     versions = {}
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -147,7 +147,7 @@ def machine() -> Record:
 
 
 def run(steps: list[Step], target: Path, dry: bool, budget_s: float = BUDGET_S) -> list[Record]:
-    """Run the steps within the budget; return their records, which `target` has too."""
+    """Run the steps within the budget; return their records and write them to `target`."""
     begin = time.monotonic()
     about = machine() | {"dry_run": dry}
     records: list[Record] = []
@@ -176,7 +176,7 @@ def run(steps: list[Step], target: Path, dry: bool, budget_s: float = BUDGET_S) 
 
 
 def report(records: list[Record]) -> str:
-    """Everything that a run says, as Markdown."""
+    """Return all results of a run as Markdown."""
     wrong = [record for record in records if "check" in record and not record["ok"]]
     parts = [table_of_times(records), table_of_figures(records)]
     for record in wrong:

@@ -1,20 +1,16 @@
 """Array code of the KV cache: paged attention, KV writes and block copies.
 
 All functions are pure and can be jitted; those that return a pool update it in place when the pool
-is donated. A pool is one layer's K or V, `[num_blocks + 1, kv_heads, block_size, head_dim]`, and
-its block 0 is a padding sink: it may be written and read at any time and means nothing.
+is donated. A pool is one layer's K or V, `[num_blocks + 1, kv_heads, block_size, head_dim]`; its
+block 0 is a padding sink, whose contents are undefined. There is one folder per operation.
 """
 
 from .argument_checks import KernelArgumentError
-from .block_copy.api import (
-    copy_blocks,
-    gather_blocks,
-    scatter_blocks,
-)
-from .kv_write.api import kv_write
+from .block_copy import copy_blocks, gather_blocks, scatter_blocks
+from .kv_write import kv_write
 from .merge_states import merge_attention_states
-from .paged_decode.api import paged_decode
-from .paged_extend.api import paged_extend
+from .paged_decode import paged_decode
+from .paged_extend import paged_extend
 from .value_checks import checked
 
 __all__ = [

@@ -1,10 +1,12 @@
-"""Which implementation of a kernel runs, decided while tracing: by device, dtype and shape.
+"""Choice of the backend of a kernel while tracing, by device, dtype and shape.
+
+::
 
     mosaic   Pallas Mosaic GPU kernels, for NVIDIA GPUs of compute capability 9.0 (Hopper)
-    xla      jnp, everywhere: CPUs, other GPUs, float32 attention, shapes that no tile fits
+    xla      jnp, everywhere: CPUs, other GPUs, float32 attention, shapes that fit no tile
 
-There is no Triton backend: on Hopper Mosaic is the faster, elsewhere XLA serves, and Pallas on
-Triton is deprecated since JAX 0.11 ("will be removed in a future version").
+There is no Triton backend. Mosaic is faster on Hopper, XLA works elsewhere, and Pallas on Triton is
+deprecated since JAX 0.11 ("will be removed in a future version").
 """
 
 import re
@@ -20,58 +22,58 @@ MOSAIC_CAPABILITY = "9.0"
 _HOPPER = re.compile(r"\b(GH200|H20|H100|H200|H800)\b")
 
 
-class Target(NamedTuple):
+class TargetDevice(NamedTuple):
     """The device that a function is being traced for."""
 
     name: str
     capability: str | None
-    """CUDA compute capability; None on everything but an NVIDIA GPU."""
+    """CUDA compute capability; None if the device is not an NVIDIA GPU."""
     num_cores: int
-    """Streaming multiprocessors of a GPU, 1 on anything else."""
+    """Number of streaming multiprocessors of a GPU, 1 for other devices."""
 
 
-def target() -> Target:
-    """The device that the function being traced is for.
+def target_device() -> TargetDevice:
+    """Return the device that the current trace is for.
 
-    That is the abstract mesh's device (when it is lowered without one, or under `jax.set_mesh`),
-    else JAX's default device. An array that was placed on another device is not seen by a trace:
-    name the backend, or set `jax.default_device`.
+    This is the device of the abstract mesh if there is one (lowering without a device, or
+    `jax.set_mesh`), otherwise JAX's default device. A trace does not see that an array lies on
+    another device: name the backend then, or set `jax.default_device`.
     """
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None:
         hopper = abstract.platform in ("gpu", "cuda") and _HOPPER.search(abstract.device_kind)
         capability = MOSAIC_CAPABILITY if hopper else None
-        return Target(abstract.device_kind, capability, abstract.num_cores or 1)
+        return TargetDevice(abstract.device_kind, capability, abstract.num_cores or 1)
     device = getattr(jax.config, "jax_default_device")  # noqa: B009  # JAX's types lack it
     if device is None or isinstance(device, str):
         device = jax.devices(device)[0]
     capability = getattr(device, "compute_capability", None)
-    return Target(device.device_kind, capability, getattr(device, "core_count", None) or 1)
+    return TargetDevice(device.device_kind, capability, getattr(device, "core_count", None) or 1)
 
 
-def choose(backend: Backend | None, obstacle: str | None) -> Backend:
-    """The backend to use: the one that was asked for, or the fastest that can serve.
+def choose_backend(backend: Backend | None, unsupported: str | None) -> Backend:
+    """Return the requested backend, or the fastest one that supports the arguments.
 
     Args:
-        backend: What the caller asked for; None leaves the choice to this function.
-        obstacle: Why the Mosaic kernel cannot serve these shapes and dtypes ("mosaic needs ...,
-            got ..."); None if it can.
+        backend: The requested backend; None for the fastest.
+        unsupported: Reason why the Mosaic kernel does not support the shapes and dtypes ("mosaic
+            needs ..., got ..."), or None.
 
     Raises:
-        KernelArgumentError: The backend that was asked for is unknown or cannot serve.
+        KernelArgumentError: The requested backend is unknown or does not support the arguments.
     """
     if backend not in (None, *get_args(Backend)):
         raise KernelArgumentError(f"backend must be 'mosaic', 'xla' or None, got {backend!r}")
     if backend == "xla":
         return "xla"
-    device = target()
+    device = target_device()
     if device.capability != MOSAIC_CAPABILITY:
-        obstacle = (
+        unsupported = (
             f"mosaic needs an NVIDIA GPU of compute capability {MOSAIC_CAPABILITY}, "
             f"got {device.name}"
         )
-    if obstacle is None:
+    if unsupported is None:
         return "mosaic"
     if backend == "mosaic":
-        raise KernelArgumentError(f"backend must be 'xla' or None here: {obstacle}")
+        raise KernelArgumentError(f"backend must be 'xla' or None here: {unsupported}")
     return "xla"

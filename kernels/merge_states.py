@@ -1,4 +1,4 @@
-"""Join attention over disjoint sets of tokens, such as a shared prefix and the rest."""
+"""Merge attention over disjoint sets of tokens, such as a shared prefix and the rest."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -7,12 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .argument_checks import (
-    KernelArgumentError,
-    check_dtype,
-    check_float,
-    check_shape,
-)
+from .argument_checks import KernelArgumentError, check_dtype, check_float, check_shape
 
 
 def merge_attention_states(
@@ -21,24 +16,24 @@ def merge_attention_states(
     out_b: Float[Array, "*rows head_dim"],
     lse_b: Float[Array, "*rows"],
 ) -> tuple[Float[Array, "*rows head_dim"], Float[Array, "*rows"]]:
-    """Attention over the tokens of `a` and of `b`, from the attention over each.
+    """Merge attention over two sets of tokens into attention over both.
 
-    For a prefix that many rows share: attend to it once for all of them (their queries are rows of
-    one `paged_extend` without a window, or of dense attention), to each row's own tokens with
-    `paged_decode`, and merge. XLA makes one elementwise pass of it.
+    If many rows share a prefix, attend to it once for all of them (their queries are the rows of
+    one `paged_extend` without a window, or of dense attention), attend to each row's other tokens
+    with `paged_decode`, and merge. XLA compiles the merge to one elementwise pass::
 
         weight_a = exp(lse_a) / (exp(lse_a) + exp(lse_b))      out = weight_a * out_a + ...
 
     Args:
         out_a: Attention over the first set of tokens.
-        lse_a: Natural log of its softmax denominators, float32; -inf where it saw no token: `out_a`
-            is ignored there, NaN or not.
-        out_b: Attention over the second set, which shares no token with the first; as `out_a`.
-        lse_b: As `lse_a`. Sinks belong into one of the two.
+        lse_a: Natural log of its softmax denominators, float32; -inf where it saw no token, where
+            `out_a` is ignored, even if NaN.
+        out_b: Attention over the second set, disjoint from the first; as `out_a`.
+        lse_b: As `lse_a`. Include attention sinks in only one of the two.
 
     Returns:
-        The output in the dtype of `out_a`, and its log of the denominator; 0 and -inf where neither
-        saw a token.
+        The output in the dtype of `out_a` and its log-sum-exp; 0 and -inf where neither saw a
+        token.
 
     Raises:
         KernelArgumentError: A shape or dtype is wrong; raised while tracing.
@@ -60,9 +55,10 @@ def merge_parts(
     lses: Sequence[Float[Array, "*rows"]],
     sinks: Float[Array, "#*rows"] | None = None,
 ) -> tuple[Float[Array, "*rows head_dim"], Float[Array, "*rows"]]:
-    """Any number of parts merged, float32; sinks, if any, are in none of them yet.
+    """Merge any number of parts, in float32; `sinks` are included in none of them.
 
-    A sequence and not an axis: XLA fuses the loop over it into one pass, not so two reductions.
+    The parts are a sequence, not an axis, because XLA fuses this loop into one pass, but not two
+    reductions.
     """
     peak = reduce(jnp.maximum, lses)
     empty = peak == -jnp.inf

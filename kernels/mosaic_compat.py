@@ -1,12 +1,12 @@
-"""What Pallas Mosaic GPU calls by other names, or cannot simulate, in JAX 0.10.2 to 0.12.
+"""Compatibility layer over Pallas Mosaic GPU for JAX 0.10.2 to 0.12, and for interpret mode.
 
-The Mosaic kernels import Pallas and this module, and only when one of them is used:
-`import radixkv.kernels` stays light. Mosaic's API is "highly unstable": what depends on JAX's
-version is here and nowhere else.
+Only the Mosaic kernels import Pallas, through this module, and only when one is used, so
+`import radixkv.kernels` stays light. Mosaic's API is "highly unstable": all code that depends on
+the version of JAX is in this module.
 
-Interpret mode runs a kernel on a CPU, thread by thread, and can look for races. It has no WGMMA
-with values in registers or, in 0.10, at all: `dot` and `dot_add` have a stand-in there, which is
-why they take `interpret`.
+Interpret mode runs a kernel on a CPU, thread by thread, and can detect races. It does not support
+WGMMA with operands in registers, and JAX 0.10 supports no WGMMA there, so `dot` and `dot_add`
+compute the product with jnp in interpret mode.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Untyped on purpose: what their types say differs between versions, as they do.
+# Untyped on purpose, because their types differ between versions.
 pl: Any = import_module("jax.experimental.pallas")
 try:
     plgpu: Any = import_module("jax.experimental.pallas.mosaic_gpu")
-except ModuleNotFoundError as missing:  # not a dependency of JAX 0.10, and its Mosaic needs it
+except ModuleNotFoundError as missing:  # Mosaic of JAX 0.10 needs absl, JAX does not
     raise ModuleNotFoundError(
         f"Pallas Mosaic GPU in JAX {jax.__version__} needs {missing.name}: pip install absl-py"
     ) from missing
@@ -30,13 +30,14 @@ except ModuleNotFoundError as missing:  # not a dependency of JAX 0.10, and its 
 IS_010 = jax.__version_info__ < (0, 11, 0)
 
 Interpret = Any
-"""`InterpretGPUParams` simulates a kernel; None compiles it for a GPU. Static."""
+"""`InterpretGPUParams` to simulate a kernel on a CPU, None to compile it for a GPU. Static."""
 
 
 def tiles(dtype: Any) -> tuple[Any, ...]:
-    """Transforms of a shared buffer that WGMMA reads: rows of 128 bytes, swizzled, 8 to a tile.
+    """Transforms of a shared buffer for WGMMA: tiles of 8 rows of 128 bytes, swizzled.
 
-    A buffer of 1-byte numbers, which threads widen for WGMMA, has rows of 64: the same 64 columns.
+    A buffer of 1-byte numbers, which threads convert for WGMMA, has rows of 64 bytes and thus the
+    same 64 columns.
     """
     itemsize = jnp.dtype(dtype).itemsize
     columns = min(64, 128 // itemsize)
@@ -44,12 +45,12 @@ def tiles(dtype: Any) -> tuple[Any, ...]:
 
 
 def transposed(ref: Any) -> Any:
-    """A view of a shared matrix as WGMMA's right operand, its axes swapped."""
+    """A transposed view of a shared matrix, for the right operand of WGMMA."""
     return plgpu.transpose_ref(ref, (1, 0)) if IS_010 else ref.T
 
 
 def layout_cast(value: jax.Array, layout: Any, interpret: Interpret) -> jax.Array:
-    """`value` in a register layout, which interpret mode does not have."""
+    """Cast `value` to a register layout; interpret mode has no layouts."""
     if interpret is not None:
         return value
     cast: jax.Array = plgpu.layout_cast(value, layout)
@@ -57,7 +58,7 @@ def layout_cast(value: jax.Array, layout: Any, interpret: Interpret) -> jax.Arra
 
 
 def load(ref: Any, index: Any, layout: Any, interpret: Interpret) -> jax.Array:
-    """`ref[index]` in a register layout, of global or shared memory."""
+    """Load `ref[index]` from global or shared memory in a register layout."""
     if interpret is not None:
         loaded: jax.Array = ref[index]
     elif IS_010:
@@ -89,20 +90,20 @@ def dot(
     b: Any,
     shape: tuple[int, int],
     interpret: Interpret,
-    meanwhile: Callable[[], None] = lambda: None,
+    overlapped: Callable[[], None] = lambda: None,
 ) -> jax.Array:
     """`a @ b.T` of two shared matrices `[m, d]`, `[n, d]`: float32 `shape` = [m, n], by WGMMA.
 
-    `meanwhile` is called after the start of the product and before the wait for its end.
+    `overlapped` is called while the tensor cores compute the product.
     """
     if interpret is not None:
         product: jax.Array = jnp.dot(a[...], b[...].T, preferred_element_type=jnp.float32)
-        meanwhile()
+        overlapped()
         return product
 
     def multiply(accumulator: Any) -> jax.Array:
         plgpu.wgmma(accumulator, a, transposed(b))
-        meanwhile()
+        overlapped()
         value: jax.Array = accumulator[...]
         return value
 
@@ -115,21 +116,22 @@ def dot_add(
     a: jax.Array,
     b: Any,
     interpret: Interpret,
-    meanwhile: Callable[[], None] = lambda: None,
+    overlapped: Callable[[], None] = lambda: None,
 ) -> jax.Array:
     """`total + a @ b`: a value in registers times a shared matrix, float32, by WGMMA.
 
-    Interpret mode reads `b` as threads do, not as the tensor cores do: before its slot is filled
-    again by a copy, the stand-in needs the `commit_smem` that WGMMA does not.
+    `overlapped` is called while the tensor cores compute the product. In interpret mode, threads
+    read `b` instead of the tensor cores, so the caller needs a `commit_smem` before a copy
+    overwrites `b`.
     """
     if interpret is not None:
         added: jax.Array = total + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
-        meanwhile()
+        overlapped()
         return added
 
     def multiply(accumulator: Any) -> None:
         plgpu.wgmma(accumulator, a, b)
-        meanwhile()
+        overlapped()
 
     added = pl.run_state(multiply)(plgpu.ACC.init(total))
     return added
@@ -148,27 +150,31 @@ def run(
     interpret: Interpret = None,
     **options: Any,
 ) -> tuple[jax.Array, ...]:
-    """Run `body(*inputs, *updated, *outputs, *scratch)` on references; return updated and outputs.
+    """Launch `body(*inputs, *updated, *outputs, *scratch)` on references.
 
-    An array that is updated keeps its buffer when the caller donates it. (`plgpu.kernel` refuses
-    references in JAX 0.10; a kernel over a mesh takes them everywhere.)
+    Updated arrays keep their buffer if the caller donates them. (`plgpu.kernel` rejects references
+    in JAX 0.10; a kernel over a mesh accepts them in all versions.)
 
     Args:
         body: The kernel, a function of references.
-        inputs: Arrays that it only reads.
-        updated: Arrays that it reads and writes, in place.
-        outputs: Arrays that it makes.
-        name: Of the kernel, in profiles and reports.
-        grid: Name and size of each axis.
-        warpgroups: If several, each runs the body, with its number on the axis "warpgroup".
+        inputs: Arrays that the kernel only reads.
+        updated: Arrays that the kernel updates in place.
+        outputs: Shapes and dtypes of the arrays that the kernel creates.
+        name: Name of the kernel in profiles and reports.
+        grid: Name and size of each grid axis.
+        warpgroups: Number of warpgroups; if several, each runs the body with its index on the axis
+            "warpgroup".
         scratch: Shared memory and barriers.
-        interpret: Simulate it on a CPU.
+        interpret: Parameters to simulate the kernel on a CPU.
         options: Fields of `plgpu.CompilerParams`.
+
+    Returns:
+        The updated arrays, then the outputs.
     """
     axes = () if warpgroups == 1 else ("warpgroup",)
     threads = {"num_threads": warpgroups, "thread_name": axes[0]} if axes else {}
 
-    # Interpret mode knows barriers from `run_scoped`, not from `scratch_types`.
+    # Interpret mode supports barriers of `run_scoped`, but not of `scratch_types`.
     def scoped(*refs: Any) -> None:
         pl.run_scoped(partial(body, *refs), *scratch, collective_axes=axes)
 

@@ -1,4 +1,4 @@
-"""What both Mosaic attention kernels serve; each of their configurations adds limits of its own."""
+"""Shapes and dtypes that both Mosaic attention kernels support; their configs add limits."""
 
 import jax
 
@@ -9,8 +9,8 @@ BLOCK_SIZES = (16, 32, 64, 128)
 DTYPES = ("bfloat16", "float16")
 
 
-def attention_obstacle(q: jax.Array, k_blocks: jax.Array) -> str | None:
-    """Why neither kernel can serve the dtypes and shapes; None if they can."""
+def unsupported_attention(q: jax.Array, k_blocks: jax.Array) -> str | None:
+    """Reason why the kernels do not support the shapes and dtypes, or None."""
     head_dim, block_size = q.shape[2], k_blocks.shape[2]
     if q.dtype.name not in DTYPES:
         return f"mosaic needs q of {' or '.join(DTYPES)}, got {q.dtype.name}"
@@ -21,8 +21,7 @@ def attention_obstacle(q: jax.Array, k_blocks: jax.Array) -> str | None:
     if block_size not in BLOCK_SIZES:
         return f"mosaic needs a block_size of 16, 32, 64 or 128, got {block_size}"
     if is_quantised(k_blocks) and head_dim == 256:
-        # In decode what widens the numbers does not fit beside the output, which takes half the
-        # registers; in extend the numbers do not fit twice into shared memory, as they come and as
-        # they are multiplied.
+        # In decode, the conversion does not fit beside the output, which takes half the registers.
+        # In extend, the quantised and the dequantised tiles do not fit into shared memory.
         return f"mosaic needs a head_dim of 64 or 128 for quantised pools, got {head_dim}"
     return None

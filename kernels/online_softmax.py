@@ -1,8 +1,8 @@
-"""Attention over one chunk of KV at a time, and the running softmax that joins the chunks.
+"""Attention over one chunk of KV at a time, and the online softmax that merges the chunks.
 
-The jnp kernels share this file. Axes, in einsum letters:
+The jnp backends use it. Axes, as einsum letters::
 
-    w  independent work items (a row of the batch with one chunk of its KV)
+    w  work items (a row of the batch with one chunk of its KV)
     h  KV heads        r  queries that share a KV head (times tokens, in extend)
     c  tokens of the chunk, in position order        d  head_dim
 
@@ -17,21 +17,17 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from .argument_checks import (
-    check_positive,
-    check_sinks,
-    check_window,
-)
+from .argument_checks import check_positive, check_sinks, check_window
 
-# A finite stand-in for -inf: the difference of two of them is 0, not NaN.
+# Used instead of -inf: the difference of two of them is 0, not NaN.
 LOWEST = float(np.finfo(np.float32).min) / 2
 
-# Values are halved when loaded, and `finish` makes up for it, exactly: see `load_chunk` for why.
+# Values are multiplied by it when loaded (see `load_chunk`); `finalize` divides by it, exactly.
 V_FACTOR = 0.5
 
 
 class AttentionOptions(NamedTuple):
-    """What is compiled into an attention kernel (hashable)."""
+    """Static options of an attention kernel (hashable)."""
 
     sm_scale: float
     soft_cap: float | None
@@ -39,14 +35,14 @@ class AttentionOptions(NamedTuple):
 
 
 class SoftmaxState(NamedTuple):
-    """A softmax in progress: sums over the tokens seen so far, relative to `exp(peak)`."""
+    """An online softmax in progress: sums over the tokens seen so far, relative to `exp(peak)`."""
 
     weighted: Float[Array, "*queries head_dim"]
-    """Sum of `exp(logit - peak) * v * V_FACTOR`, f32."""
+    """Sum of `exp(logit - peak) * v * V_FACTOR`, float32."""
     peak: Float[Array, "*queries"]
-    """Largest logit seen, f32; `LOWEST` when none was."""
+    """Largest logit seen, float32; `LOWEST` if none."""
     total: Float[Array, "*queries"]
-    """Sum of `exp(logit - peak)`, f32; 0 exactly when no token was visible."""
+    """Sum of `exp(logit - peak)`, float32; exactly 0 if no token was visible."""
 
 
 def check_options(
@@ -56,7 +52,7 @@ def check_options(
     sinks: jax.Array | None,
     num_q_heads: int,
 ) -> AttentionOptions:
-    """Check the keyword arguments that the attention kernels share; sinks are an array operand."""
+    """Check the options that the attention kernels share; return the static ones."""
     check_positive("sm_scale", sm_scale)
     check_positive("soft_cap", soft_cap)
     check_window(window)
@@ -66,7 +62,7 @@ def check_options(
 
 
 def empty_state(shape: tuple[int, ...], head_dim: int) -> SoftmaxState:
-    """State in which no token has been seen, for queries of the given leading shape."""
+    """Initial state, for queries of the given leading shape."""
     return SoftmaxState(
         jnp.zeros((*shape, head_dim), jnp.float32),
         jnp.full(shape, LOWEST, jnp.float32),
@@ -74,10 +70,10 @@ def empty_state(shape: tuple[int, ...], head_dim: int) -> SoftmaxState:
     )
 
 
-def fence(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-    """The same arrays, computed before anything that uses one of them."""
-    fenced: tuple[Array, ...] = lax.optimization_barrier(arrays)  # type: ignore[no-untyped-call]
-    return fenced
+def optimization_barrier(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    """`lax.optimization_barrier` with types: all arrays are computed before any of them is used."""
+    same: tuple[Array, ...] = lax.optimization_barrier(arrays)  # type: ignore[no-untyped-call]
+    return same
 
 
 def load_chunk(
@@ -86,30 +82,27 @@ def load_chunk(
     factor: float,
     scales: Float[Array, "blocks kv_heads"] | None = None,
 ) -> Float[Array, "w kv_heads n*block_size head_dim"]:
-    """Gather the blocks `ids` head-major, as f32 times `factor`: a head's tokens are one matrix.
+    """Gather the blocks `ids` in float32, times `factor`; the tokens of a head form one matrix.
 
-    A quantised pool has a scale for each (block, head); it is a factor too.
-
-    Each (block, head) tile of the pool is contiguous; seen as a row of a matrix it is copied whole:
+    A quantised pool is also multiplied by its scale of each (block, head). Ids are clipped to the
+    pool. Each (block, head) tile of the pool is contiguous, so it is gathered as one matrix row::
 
         row = id * kv_heads + head        |- head 0 of id -|- head 1 of id -| ...
         column = offset * head_dim + dim
-
-    An id outside the pool is moved to the nearest block in it.
     """
     num_blocks, kv_heads, block_size, head_dim = pool.shape
     ids = jnp.clip(ids, 0, num_blocks - 1)
     tiles = ids[:, None, :] * kv_heads + jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
     rows = pool.reshape(num_blocks * kv_heads, block_size * head_dim)
-    # Workarounds for XLA's CPU backend, each measured. The first fence keeps a conversion of the
-    # whole bfloat16 pool from being lifted out of the caller's loop. A float32 gather alone is
-    # slow, fused with a product it is not; the second fence keeps slower work out of that fusion.
-    rows, tiles = fence((rows, tiles))
+    # Workarounds for XLA's CPU backend, each measured. The first barrier keeps XLA from converting
+    # the whole bfloat16 pool before the caller's loop. A float32 gather is slow alone but fast if
+    # fused with a product, hence `factor`; the second barrier keeps slower work out of that fusion.
+    rows, tiles = optimization_barrier((rows, tiles))
     factors: float | Array = factor
     if scales is not None:
         factors = factor * scales.reshape(-1).at[tiles].get(mode="promise_in_bounds")[..., None]
     chunk = rows.at[tiles].get(mode="promise_in_bounds").astype(jnp.float32) * factors
-    (chunk,) = fence((chunk,))
+    (chunk,) = optimization_barrier((chunk,))
     return chunk.reshape(ids.shape[0], kv_heads, ids.shape[1] * block_size, head_dim)
 
 
@@ -121,19 +114,19 @@ def attend_chunk(
     written: Bool[Array, "w c"],
     options: AttentionOptions,
 ) -> SoftmaxState:
-    """Softmax state of queries `q` (f32) over one chunk.
+    """Return the softmax state of queries over one chunk.
 
     Args:
-        q: Queries.
-        k: Keys, f32, already times `sm_scale`.
-        v: Values, f32, already times `V_FACTOR`.
-        visible: Which tokens each query may see.
-        written: Tokens that some query may see. The values of the others may be NaN, and
-            0 * NaN is NaN: they are zeroed, a weight of zero is not enough.
+        q: Queries, float32.
+        k: Keys, float32, already times `sm_scale`.
+        v: Values, float32, already times `V_FACTOR`.
+        visible: Mask of the tokens that each query sees.
+        written: Mask of the tokens that some query sees. The values of the others may be NaN;
+            they are zeroed, because 0 * NaN is NaN.
         options: Scale (already applied), soft cap and window (already in `visible`).
     """
-    # HIGHEST: a GPU would round f32 operands to tf32 otherwise.
-    # K on the left: XLA's CPU backend multiplies this order faster for few queries.
+    # HIGHEST, because a GPU rounds float32 operands to tf32 otherwise. K is on the left because
+    # XLA's CPU backend is faster in this order for few queries.
     logits = jnp.einsum("whcd,whrd->whrc", k, q, precision=lax.Precision.HIGHEST)
     if options.soft_cap is not None:
         logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)
@@ -147,13 +140,13 @@ def attend_chunk(
 
 
 def rescale(state: SoftmaxState, peak: Float[Array, "*queries"]) -> SoftmaxState:
-    """The same state relative to another peak, at least its own."""
+    """Return the state relative to another peak, which must not be lower than its own."""
     factor = jnp.exp(state.peak - peak)
     return SoftmaxState(state.weighted * factor[..., None], peak, state.total * factor)
 
 
 def merge(a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
-    """State over the tokens of `a` and of `b`."""
+    """Return the state over the tokens of `a` and of `b`."""
     peak = jnp.maximum(a.peak, b.peak)
     a, b = rescale(a, peak), rescale(b, peak)
     return SoftmaxState(a.weighted + b.weighted, peak, a.total + b.total)
@@ -162,19 +155,19 @@ def merge(a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
 def merge_into_rows(
     state: SoftmaxState, part: SoftmaxState, rows: Int[Array, " w"]
 ) -> SoftmaxState:
-    """Merge part `i` into row `rows[i]` of `state`; a row may occur often, or be out of range."""
+    """Merge part `i` into row `rows[i]` of `state`; rows repeat; parts out of range are dropped."""
     peak = state.peak.at[rows].max(part.peak, mode="drop")
-    # A part without a row is dropped below, whatever peak it gets here.
+    # Parts out of range get any peak here; they are dropped below.
     part = rescale(part, peak.at[rows].get(mode="clip"))
     state = rescale(state, peak)
     weighted = state.weighted.at[rows].add(part.weighted, mode="drop")
     return SoftmaxState(weighted, peak, state.total.at[rows].add(part.total, mode="drop"))
 
 
-def finish(
+def finalize(
     state: SoftmaxState, sinks: Float[Array, "#*queries"] | None
 ) -> tuple[Float[Array, "*queries head_dim"], Float[Array, "*queries"]]:
-    """Attention output and the natural log of its denominator; 0 and -inf where nothing was seen.
+    """Return the attention output and the natural log of its denominator (0 and -inf if empty).
 
     A sink is a logit without a value: it only adds to the denominator.
     """

@@ -1,4 +1,6 @@
-"""Launch configurations that were measured, as data files: one for each kind of device.
+"""Lookup of measured launch configurations: tuning tables, one JSON file per kind of device.
+
+::
 
     kernels/tuning_tables/nvidia_h100_80gb_hbm3.json
     {
@@ -10,8 +12,8 @@
       ]
     }
 
-`benchmarks/gpu.py --tune` writes one, with an entry where a measured configuration beats the rule
-that serves all other shapes. A device without a file is served by the rules.
+`benchmarks/gpu.py --tune` writes a table, with an entry for each shape where a measured
+configuration is faster than the rule. Other shapes, and devices without a table, use the rule.
 """
 
 import json
@@ -25,17 +27,17 @@ Key = tuple[tuple[str, Any], ...]
 
 
 def file_name(device_kind: str) -> str:
-    """Name of a device's file."""
+    """Name of a device's tuning table."""
     return re.sub(r"[^a-z0-9]+", "_", device_kind.lower()).strip("_") + ".json"
 
 
 def bucket(number: int) -> int:
-    """The power of two that stands for a number: itself, or the next one."""
+    """Round up to a power of two."""
     return 1 << max(0, number - 1).bit_length()
 
 
 def tuned(kernel: str, device_kind: str, **shape: Any) -> dict[str, Any] | None:
-    """The measured configuration for a shape, or None: fields of the kernel's configuration."""
+    """Return the fields of the measured configuration for a shape, or None."""
     return _table(kernel, device_kind).get(_key(shape))
 
 

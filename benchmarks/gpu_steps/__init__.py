@@ -1,1 +1,1 @@
-"""The steps of `benchmarks/gpu.py`: each runs by itself and adds records to a file."""
+"""The steps of `benchmarks/gpu.py`; each runs in its own process and appends records to a file."""

@@ -1,4 +1,4 @@
-"""Each kernel against the oracle of the tests: the first thing that a new machine runs."""
+"""Compare each kernel with the oracle of the tests; a run on a new machine starts with this."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.kernels import oracle
 from tests.kernels.problems import TOLERANCE, Heads, int32, make_cache, make_queries
 
-sys.path.pop(0)  # the checkout's `kernels` is not other people's
+sys.path.pop(0)  # the checkout's `kernels` would shadow other packages of that name
 
 OPTIONS = {"soft_cap": 5.0, "window": 90}
 HEADS = Heads(2, 4, 128)
-# heads, block size, dtype of queries, dtype of pools, whether with all options
+# heads, block size, dtype of queries, dtype of pools, whether to use all options
 CASES = (
     (HEADS, 16, "bfloat16", "bfloat16", False),
     (HEADS, 64, "bfloat16", "bfloat16", False),
@@ -44,7 +44,7 @@ CASES = (
 
 
 def _compare(kernel: str, case: str, got: Any, expected: np.ndarray, dtype: str) -> Record:
-    """Relative error of the finite numbers; infinite if NaN or infinities are elsewhere."""
+    """Relative error of the finite numbers; inf if NaN or inf are in other places than expected."""
     numbers = np.asarray(jnp.asarray(got, jnp.float32), np.float64)
     finite = np.isfinite(expected)
     error = float("inf")
@@ -131,7 +131,7 @@ def _equal(kernel: str, case: str, got: Any, expected: np.ndarray) -> Record:
 
 
 def _moves() -> Iterator[Record]:
-    """Every bit arrives where it should, and nowhere else."""
+    """Compare the block copies bit by bit, including blocks that must not change."""
     rng = np.random.default_rng(0)
     for block_size in (16, 64):
         shape = (200, 4, block_size, 128)
@@ -170,7 +170,7 @@ def _writes() -> Iterator[Record]:
 
 
 def check(kernel: str, dry: bool) -> Iterator[Record]:
-    """The records of one kernel's cases."""
+    """Yield the records of one kernel's cases."""
     if kernel == "moves":
         return _moves()
     if kernel == "kv_write":

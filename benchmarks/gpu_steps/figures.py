@@ -1,4 +1,4 @@
-"""What the records say: the figures that the project asks for, and two tables."""
+"""Evaluation of the records: the target figures, and the two tables of the report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OURS = "mosaic"
 
 
 class Figure(NamedTuple):
-    """One figure: `got` is None where a run has not measured it."""
+    """A target figure; `got` is None if the run did not measure it."""
 
     name: str
     wanted: float
@@ -20,7 +20,7 @@ class Figure(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """How the run did."""
+        """Whether the run met the target."""
         if self.got is None:
             return "not measured"
         met = self.got >= self.wanted if self.at_least else self.got <= self.wanted
@@ -28,7 +28,7 @@ class Figure(NamedTuple):
 
 
 class Measured:
-    """The records of a run, by what was measured."""
+    """The records of a run, indexed by operation, implementation, point and block size."""
 
     def __init__(self, records: Iterable[Record]) -> None:
         records = list(records)
@@ -43,7 +43,7 @@ class Measured:
     def seconds(
         self, operation: str, name: str, block_size: int = HEADLINE, by: str = OURS
     ) -> float | None:
-        """Of one call."""
+        """Seconds of one call."""
         record = self.times.get((operation, by, name, block_size))
         return record and record["seconds"]
 
@@ -66,7 +66,7 @@ def _ratio(a: float | None, b: float | None) -> float | None:
 
 
 def figures(records: Iterable[Record]) -> list[Figure]:
-    """Every figure that the project asks for, met or not."""
+    """Return every target figure, met or not."""
     m = Measured(records)
     copy = m.ceilings.get("copy")
     wrong = sum(not check["ok"] for check in m.checks) if m.checks else None
@@ -112,7 +112,7 @@ def _rows(head: tuple[str, ...], rows: Iterable[Iterable[str]]) -> str:
 
 
 def table_of_times(records: list[Record]) -> str:
-    """Every time, grouped by what was measured, beside the ceiling of its kind."""
+    """Table of all times, with their share of the bandwidth or compute ceiling."""
     m = Measured(records)
     order: Callable[[Record], tuple[str, str, int]] = lambda r: (  # noqa: E731
         r["operation"],
@@ -141,7 +141,7 @@ def table_of_times(records: list[Record]) -> str:
 
 
 def table_of_figures(records: list[Record]) -> str:
-    """Every figure with its verdict."""
+    """Table of all target figures with their verdicts."""
     rows = []
     for figure in figures(records):
         sign = ">=" if figure.at_least else "<="

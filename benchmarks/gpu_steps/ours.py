@@ -1,4 +1,4 @@
-"""Ceilings of the machine, and the kernels of this library in both backends."""
+"""Measure the ceilings of the machine, and the kernels of this library in both backends."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ DTYPE = "bfloat16"
 
 
 def normal(seed: int, shape: tuple[int, ...]) -> jax.Array:
-    """Random numbers: matrix units draw less power, and run faster, on zeros."""
+    """Random numbers, because tensor cores draw less power and run faster on zeros."""
     return jax.random.normal(jax.random.key(seed), shape, DTYPE)
 
 
 def ceilings(sizes: Sizes) -> Iterator[Record]:
-    """Bytes per second of a copy, and operations per second of a matrix product."""
+    """Measure the bytes per second of a copy and the FLOP/s of a matrix product."""
     numbers = jnp.zeros(sizes.copy_bytes // 4, jnp.int32)
     seconds = time_in_place(lambda x: x + 1, [()], numbers, sizes)
     yield {"ceiling": "copy", "rate": 2 * sizes.copy_bytes / seconds, "unit": "B/s"}
@@ -41,7 +41,7 @@ def ceilings(sizes: Sizes) -> Iterator[Record]:
 
 
 def make_pools(sizes: Sizes, block_size: int) -> tuple[jax.Array, jax.Array]:
-    """K and V of `pool_tokens` tokens, and the padding sink."""
+    """K and V pools of `pool_tokens` tokens and the padding sink."""
     shape = (sizes.pool_tokens // block_size + 1, sizes.kv_heads, block_size, sizes.head_dim)
     return normal(1, shape), normal(2, shape)
 
@@ -49,7 +49,7 @@ def make_pools(sizes: Sizes, block_size: int) -> tuple[jax.Array, jax.Array]:
 def make_tables(
     sizes: Sizes, block_size: int, lengths: list[int], most: int, seed: int = 0
 ) -> list[jax.Array]:
-    """Block tables for several calls, of different blocks until there are no more."""
+    """Block tables of several calls, with different blocks as long as the pool suffices."""
     width = max(-(-length // block_size) for length in lengths)
     shuffled = np.random.default_rng(seed).permutation(sizes.pool_tokens // block_size) + 1
     need = len(lengths) * width
@@ -70,7 +70,7 @@ def _decode_call(sizes: Sizes, backend: Any) -> Callable[..., jax.Array]:
 
 
 def kernel_times(sizes: Sizes, backend: Any) -> Iterator[Record]:
-    """What the kernels of `paged_decode` take by themselves, without launches."""
+    """Measure the kernels of `paged_decode` alone, without launch overhead."""
     pools = make_pools(sizes, HEADLINE)
     for batch, length in sizes.decode:
         q = normal(3, (batch, sizes.q_heads, sizes.head_dim))
@@ -81,7 +81,7 @@ def kernel_times(sizes: Sizes, backend: Any) -> Iterator[Record]:
 
 
 def decode(sizes: Sizes, backend: Any) -> Iterator[Record]:
-    """`paged_decode`, at every point and, by Mosaic, every block size."""
+    """Measure `paged_decode` at every point and, with Mosaic, for every block size."""
     for block_size in sizes.block_sizes if backend != "xla" else (HEADLINE,):
         pools = make_pools(sizes, block_size)
         for batch, length in sizes.decode:
@@ -104,7 +104,7 @@ def decode(sizes: Sizes, backend: Any) -> Iterator[Record]:
 def extend_arguments(
     sizes: Sizes, block_size: int, rows: tuple[Row, ...]
 ) -> tuple[jax.Array, list[jax.Array], tuple[jax.Array, ...]]:
-    """Queries, tables of two calls, and (kv_lengths, q_lengths, q_starts)."""
+    """Queries, block tables of two calls, and (kv_lengths, q_lengths, q_starts)."""
     new = np.array([row.new for row in rows])
     starts = np.cumsum([0, *(-(-new // 8) * 8)])
     total = [row.new + row.cached for row in rows]
@@ -114,7 +114,7 @@ def extend_arguments(
 
 
 def extend(sizes: Sizes, backend: Any) -> Iterator[Record]:
-    """`paged_extend`, at every point and, by Mosaic, every block size."""
+    """Measure `paged_extend` at every point and, with Mosaic, for every block size."""
     for block_size in sizes.block_sizes if backend != "xla" else (HEADLINE,):
         pools = make_pools(sizes, block_size)
         for name, rows in sizes.extend.items():
@@ -137,7 +137,7 @@ def extend(sizes: Sizes, backend: Any) -> Iterator[Record]:
 
 
 def moves(sizes: Sizes, backend: Any) -> Iterator[Record]:
-    """Block copies over several pools, and `kv_write`; bytes are read and written ones."""
+    """Measure block copies over several pools and `kv_write`; bytes count reads and writes."""
     for block_size in (HEADLINE, 16):
         yield from _block_moves(sizes, block_size, backend)
     yield _kv_write(sizes, backend)

@@ -1,6 +1,6 @@
-"""Other people's attention on the same problems; each is optional.
+"""Measure attention of other libraries on the same problems.
 
-A peer that is not installed, or cannot run here, raises `AbsentError`.
+A peer that is not installed or cannot run raises `AbsentError`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .timing import time_jax, time_torch
 
 
 class AbsentError(Exception):
-    """Why a peer is not measured."""
+    """A peer cannot be measured; the message gives the reason."""
 
 
 def _torch() -> Any:
@@ -39,7 +39,7 @@ def _decode_record(sizes: Sizes, batch: int, length: int, seconds: float) -> Rec
 
 
 def torch_cudnn_decode(sizes: Sizes) -> Iterator[Record]:
-    """Attention by cuDNN through PyTorch: contiguous KV, no block table."""
+    """Attention of cuDNN in PyTorch: contiguous KV, no block table."""
     torch = _torch()
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -60,7 +60,7 @@ def torch_cudnn_decode(sizes: Sizes) -> Iterator[Record]:
 
 
 def torch_cudnn_extend(sizes: Sizes) -> Iterator[Record]:
-    """Attention by cuDNN through PyTorch: one dense row, causal; with a cached part, not masked."""
+    """Attention of cuDNN in PyTorch: one dense row, causal only without cached tokens."""
     torch = _torch()
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -90,7 +90,7 @@ def torch_cudnn_extend(sizes: Sizes) -> Iterator[Record]:
 
 
 def jax_cudnn_decode(sizes: Sizes) -> Iterator[Record]:
-    """Paged attention by cuDNN, through an internal function of JAX."""
+    """Paged attention of cuDNN, through an internal function of JAX."""
     import jax
     import jax.numpy as jnp
 
@@ -99,7 +99,7 @@ def jax_cudnn_decode(sizes: Sizes) -> Iterator[Record]:
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, paged_attention
 
     for batch, length in sizes.decode:
-        blocks = batch * length // HEADLINE  # it wants a pool of exactly this size
+        blocks = batch * length // HEADLINE  # it needs a pool of exactly this size
         shape = (blocks, sizes.kv_heads, HEADLINE, sizes.head_dim)
         keys = jax.random.split(jax.random.key(0), 2)
         k, v = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys)
@@ -128,7 +128,7 @@ def jax_cudnn_decode(sizes: Sizes) -> Iterator[Record]:
 
 
 def jax_paged_decode(sizes: Sizes) -> Iterator[Record]:
-    """JAX's own paged attention for GPUs, by Pallas on Triton; it divides what tables can hold."""
+    """Paged attention of JAX for GPUs (Pallas Triton), which splits the table's capacity."""
     import jax
     import jax.numpy as jnp
 
@@ -169,7 +169,7 @@ def _flashinfer() -> tuple[Any, Any]:
 def _paged_inputs(
     torch: Any, sizes: Sizes, lengths: list[int], most: int
 ) -> tuple[Any, Any, list[Any], Any]:
-    """Pools, index of each row's first block, block ids of several calls, tokens of last blocks."""
+    """Pools, first-block index per row, block ids of several calls, tokens in the last blocks."""
     pages = [math.ceil(length / HEADLINE) for length in lengths]
     indptr = torch.tensor([0, *pages], dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda()
     num_blocks = sizes.pool_tokens // HEADLINE
@@ -186,7 +186,7 @@ def _paged_inputs(
 def _best(
     torch: Any, sizes: Sizes, variants: list[Callable[[Any], Callable[[], Any]]], ids: Any
 ) -> float:
-    """The fastest variant's seconds; a variant that fails is named in the output and left out."""
+    """Seconds of the fastest variant; variants that fail are printed and left out."""
     found = []
     for make in variants:
         try:
@@ -199,7 +199,7 @@ def _best(
 
 
 def flashinfer_decode(sizes: Sizes) -> Iterator[Record]:
-    """FlashInfer, planned once for each call's blocks, with or without the tensor cores."""
+    """Decode by FlashInfer, planned once per call, with and without the tensor cores."""
     torch, flashinfer = _flashinfer()
     for batch, length in sizes.decode:
         pools, indptr, ids, last = _paged_inputs(torch, sizes, [length] * batch, sizes.calls)
@@ -227,7 +227,7 @@ def flashinfer_decode(sizes: Sizes) -> Iterator[Record]:
 
 
 def flashinfer_extend(sizes: Sizes) -> Iterator[Record]:
-    """FlashInfer's ragged prefill over blocks, by its fa3 and fa2 kernels."""
+    """Ragged paged prefill by FlashInfer, with its fa3 and fa2 kernels."""
     torch, flashinfer = _flashinfer()
     for name, rows in sizes.extend.items():
         lengths = [row.new + row.cached for row in rows]

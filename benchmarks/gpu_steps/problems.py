@@ -1,4 +1,4 @@
-"""What is measured: shapes, and what each moves or computes."""
+"""The measured problems: shapes, and the bytes and FLOPs of each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """Everything that a run measures; `TINY` has the same structure as `FULL`."""
+    """Sizes of all problems of a run; `TINY` has the same structure as `FULL`."""
 
     q_heads: int
     kv_heads: int
@@ -28,25 +28,25 @@ class Sizes:
     extend: dict[str, tuple[Row, ...]]
     moved_blocks: tuple[int, ...]
     moved_pools: int
-    """As many K and V pools as a few layers have."""
+    """Number of K and V pools, those of a few layers."""
     written_tokens: int
     pool_tokens: int
-    """KV tokens of a pool: several calls read different ones, more than a cache of 60 MB holds."""
+    """KV tokens of a pool. Calls read different ones, so that a 60 MB cache cannot hold them."""
     copy_bytes: int
     matrix: int
     calls: int
-    """Calls in one compiled program, at most."""
+    """Maximum calls in one compiled program."""
     launches: int
-    """Programs that are started before the clock is stopped."""
+    """Programs started in one timed round."""
     rounds: int
-    """Times the clock is started; the median counts."""
+    """Timed rounds, of which the median is used."""
 
     def kv_bytes(self, tokens: int) -> int:
-        """K and V of so many tokens, 16-bit."""
+        """Bytes of K and V of `tokens` tokens in 16 bits."""
         return 2 * self.kv_heads * self.head_dim * 2 * tokens
 
     def attention_flops(self, rows: tuple[Row, ...]) -> int:
-        """Multiplications and additions of causal attention, both matrix products."""
+        """FLOPs of both matrix products of causal attention."""
         pairs = sum(new * cached + new * (new + 1) // 2 for new, cached in rows)
         return 4 * self.q_heads * self.head_dim * pairs
 
@@ -102,9 +102,9 @@ TINY = Sizes(
 )
 
 HEADLINE = 64
-"""Block size at which peers are measured."""
+"""Block size for the comparison with peers."""
 
 
 def point(batch: int, length: int) -> str:
-    """Name of a decode call."""
+    """Name of a decode problem."""
     return f"{batch} x {length}"

@@ -1,10 +1,10 @@
-"""How long a call takes on the device.
+"""Time of one call on the device, for JAX and PyTorch.
 
-JAX: a compiled program makes several calls, each on other blocks, so that no cache holds what one
-reads; several programs are started before the clock is stopped, so that the host runs ahead. What
-is left of the host is the start of the first program, some 0.1 ms in 10 or more.
+JAX: a compiled program makes several calls on different blocks, so that no cache holds their data.
+Several programs are started per round, so that the host runs ahead. The remaining host overhead is
+the start of the first program, about 0.1 ms of 10 or more.
 
-PyTorch: the calls are captured into a CUDA graph where that works, and timed by events.
+PyTorch: the calls are captured into a CUDA graph if possible, and timed by CUDA events.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .problems import Sizes
 def time_jax(
     function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], shared: Any, sizes: Sizes
 ) -> float:
-    """Seconds of one `function(*shared, *call)`, each call with arguments of its own."""
+    """Seconds of one `function(*shared, *call)`; each call has different arguments."""
     import jax
 
     program = jax.jit(lambda shared, calls: [function(*shared, *call) for call in calls])
@@ -29,7 +29,7 @@ def time_jax(
     for _ in range(sizes.rounds):
         start = time.perf_counter()
         for _ in range(sizes.launches):
-            result = program(shared, calls)  # the results of earlier ones are freed when they end
+            result = program(shared, calls)  # earlier results are freed when their program ends
         jax.block_until_ready(result)
         rounds.append(time.perf_counter() - start)
     return median(rounds) / sizes.launches / len(calls)
@@ -38,7 +38,7 @@ def time_jax(
 def time_in_place(
     function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], state: Any, sizes: Sizes
 ) -> float:
-    """Seconds of one `state = function(state, *call)`, the state donated."""
+    """Seconds of one `state = function(state, *call)`, with the state donated."""
     import jax
 
     def all_calls(state: Any, calls: Sequence[tuple[Any, ...]]) -> Any:
@@ -59,7 +59,7 @@ def time_in_place(
 
 
 def kernel_seconds(function: Callable[..., Any], *arguments: Any) -> float | None:
-    """Seconds that the kernels of one call run, by CUPTI; None where CUPTI cannot be used."""
+    """Seconds of the kernels of one call, from CUPTI; None if CUPTI is not available."""
     import jax
     from jax.experimental.mosaic.gpu import profiler
 
@@ -67,7 +67,7 @@ def kernel_seconds(function: Callable[..., Any], *arguments: Any) -> float | Non
     jax.block_until_ready(program(*arguments))
     try:
         _, times = profiler.measure(program, aggregate=True, iterations=5)(*arguments)
-    except Exception as failure:  # any of a dozen, by driver and permission
+    except Exception as failure:  # many types, by driver and permissions
         print(f"no kernel times: {type(failure).__name__}: {failure}")
         return None
     known = [each for each in times or () if each is not None]

@@ -1,6 +1,6 @@
-"""Which tiling of `paged_decode` is the fastest on this device: timed, and written as a table.
+"""Time launch configurations of `paged_decode` and write the fastest as a tuning table.
 
-Only tilings are timed that `compile_report.py` found to be free of spills.
+Only configurations that `compile_report.py` reports without spills are timed.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from radixkv.kernels.paged_decode.config import DecodeConfig, choose_config
 from .problems import Record, Sizes, point
 
 COMPILED = Path(__file__).with_name("compiled.json")
-WORTH = 0.98
-"""A tiling has an entry when its time is at most this part of the rule's."""
+MAX_RATIO = 0.98
+"""A configuration gets an entry if its time is at most this fraction of the rule's."""
 
 
 def candidates() -> list[DecodeConfig]:
-    """Tilings of a head_dim of 128 beside the rule's; `splits` follows from the batch."""
+    """Configurations for a head_dim of 128 besides the rule's; `splits` depends on the batch."""
     tilings = ((64, 4), (64, 5), (64, 6), (128, 3))
     return [DecodeConfig(tile, stages, 1) for tile, stages in tilings]
 
 
-def survivors(block_size: int) -> list[tuple[int, int]]:
-    """(tile_tokens, stages) without a spill."""
+def without_spills(block_size: int) -> list[tuple[int, int]]:
+    """(tile_tokens, stages) of the configurations without spills."""
     rows = json.loads(COMPILED.read_text())["kernels"]
     return [
         (row["tile_tokens"], row["stages"])
@@ -41,14 +41,14 @@ def survivors(block_size: int) -> list[tuple[int, int]]:
 
 
 def tune(sizes: Sizes, block_size: int) -> Iterator[Record]:
-    """Times of every survivor, with the rule's splits and half and twice as many."""
-    from radixkv.kernels.backends import target
+    """Time every configuration without spills, with the rule's splits, half and twice as many."""
+    from radixkv.kernels.backends import target_device
     from radixkv.kernels.paged_decode import mosaic as paged_decode_mosaic
 
     from .ours import make_pools, make_tables, normal
     from .timing import time_jax
 
-    device = target()
+    device = target_device()
     pools = make_pools(sizes, block_size)
     options = check_options(sizes.head_dim**-0.5, None, None, None, sizes.q_heads)
     for batch, length in sizes.decode:
@@ -60,7 +60,9 @@ def tune(sizes: Sizes, block_size: int) -> Iterator[Record]:
         tables = make_tables(sizes, block_size, [length] * batch, sizes.calls)
         lengths = jnp.full(batch, length, jnp.int32)
         configs = {rule} | {
-            DecodeConfig(*tiling, split) for tiling in survivors(block_size) for split in splits
+            DecodeConfig(*tiling, split)
+            for tiling in without_spills(block_size)
+            for split in splits
         }
         for config in sorted(configs, key=lambda each: (each != rule, str(each))):
 
@@ -100,7 +102,7 @@ def tune(sizes: Sizes, block_size: int) -> Iterator[Record]:
 
 
 def tables_of(records: list[Record], measured: Record) -> dict[str, str]:
-    """File name and text of each device's table: what beats the rule."""
+    """File name and text of each device's table of configurations faster than the rule."""
     by_shape: dict[tuple[Any, ...], list[Record]] = {}
     kinds: dict[str, list[Record]] = {}
     for record in records:
@@ -112,7 +114,7 @@ def tables_of(records: list[Record], measured: Record) -> dict[str, str]:
     for (kind, *_), timed in by_shape.items():
         best = min(timed, key=lambda record: record["seconds"])
         rules = [record["seconds"] for record in timed if record["rule"]]
-        if rules and best["seconds"] <= WORTH * rules[0]:
+        if rules and best["seconds"] <= MAX_RATIO * rules[0]:
             kinds[kind].append(best["entry"])
     return {
         tuning.file_name(kind): json.dumps(

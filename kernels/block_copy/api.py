@@ -1,18 +1,19 @@
-"""Move whole blocks: within a pool, out of it into contiguous staging, and back.
+"""`copy_blocks`, `gather_blocks` and `scatter_blocks`: move whole blocks.
+
+::
 
     copy     pool[sources[i]]  ->  pool[destinations[i]]
     gather   pool[ids[i]]      ->  staging[i]
     scatter  staging[i]        ->  pool[ids[i]]             for i < count
 
-The number of ids is static, so that few shapes are compiled; `count` says how many of them act. An
-id outside the pool (negative, or past its last block) makes its entry act like one past `count`.
+The number of ids is static, so that few shapes are compiled; only the first `count` entries are
+active. An entry with an id outside the pool is not active either.
 
-JAX 0.10's CPU backend has no bfloat16 scatter: there, copy and scatter convert a bfloat16 pool as a
-whole.
+Each function takes one pool or a tuple of pools of the same shape and dtype, such as the K and V of
+all layers. It moves the same blocks in each, on a GPU with few launches. Blocks of quantised pools
+are moved unchanged; the caller moves their scales.
 
-Each function takes one pool or a tuple of pools that are alike, such as the K and V of all layers:
-the same blocks are moved in each, on a GPU by few launches. Blocks of quantised pools are moved as
-they are; their scales are the caller's to move.
+JAX 0.10 has no bfloat16 scatter on CPUs: copy and scatter convert the whole pool there.
 """
 
 from typing import TypeVar
@@ -20,26 +21,13 @@ from typing import TypeVar
 import jax
 from jaxtyping import Array, Int32, Shaped
 
-from ..argument_checks import (
-    KernelArgumentError,
-    check_int32,
-    check_pool,
-    check_shape,
-)
-from ..backends import (
-    Backend,
-    choose,
-    target,
-)
-from . import xla as block_copy_xla
+from ..argument_checks import KernelArgumentError, check_int32, check_pool, check_shape
+from ..backends import Backend, choose_backend, target_device
+from . import xla
+from .config import Pools, unsupported
 
 Pool = Shaped[Array, "blocks kv_heads block_size head_dim"]
 Staging = Shaped[Array, "n kv_heads block_size head_dim"]
-Pools = tuple[jax.Array, ...]
-
-LANES = 128
-"""Elements of a row, as the Mosaic kernels cut a block."""
-
 PoolOrPools = TypeVar("PoolOrPools", Pool, tuple[Pool, ...])
 
 
@@ -56,10 +44,10 @@ def copy_blocks(
     Args:
         blocks: A pool, or a tuple of them.
         sources: Ids to read.
-        destinations: Ids to write: distinct, and none of them a source, because backends differ in
-            whether a source is read before or after it is overwritten.
-        count: How many of the n pairs act, the first ones; the rest may be anything.
-        backend: The implementation; None chooses the fastest that serves. Static.
+        destinations: Ids to write: distinct, and none of them a source, because the order of reads
+            and writes is undefined.
+        count: Number of active pairs; the others may be anything.
+        backend: Implementation; None chooses the fastest that supports the arguments. Static.
 
     Raises:
         KernelArgumentError: A shape, dtype or option is wrong; raised while tracing.
@@ -69,15 +57,15 @@ def copy_blocks(
     check_int32("destinations", destinations, sources.shape, "n of sources")
     check_int32("count", count, (), "")
     if _use_mosaic(backend, pools, sources):
-        from .mosaic import by_launch, copy
+        from .mosaic import copy, in_launches
 
-        cores = target().num_cores
-        copied = by_launch(
+        cores = target_device().num_cores
+        copied = in_launches(
             lambda group: copy(group, sources, destinations, count, num_cores=cores), pools
         )
     else:
-        copied = tuple(block_copy_xla.copy(each, sources, destinations, count) for each in pools)
-    return _alike(blocks, copied)
+        copied = tuple(xla.copy(each, sources, destinations, count) for each in pools)
+    return _like(blocks, copied)
 
 
 def gather_blocks(
@@ -87,13 +75,13 @@ def gather_blocks(
     *,
     backend: Backend | None = None,
 ) -> PoolOrPools:
-    """Return blocks `ids` as one contiguous array (per pool), to be sent or moved to the host.
+    """Return blocks `ids` as one contiguous array per pool, to send or to move to the host.
 
     Args:
         blocks: A pool, or a tuple of them.
-        ids: Ids to read; an id may occur more than once.
-        count: How many of the n ids act, the first ones; the rest may be anything and give zeros.
-        backend: The implementation; None chooses the fastest that serves. Static.
+        ids: Ids to read; they may repeat.
+        count: Number of active ids; the others may be anything, and their staging is zero.
+        backend: Implementation; None chooses the fastest that supports the arguments. Static.
 
     Returns:
         Staging, `[n, kv_heads, block_size, head_dim]`, or a tuple of them.
@@ -105,13 +93,13 @@ def gather_blocks(
     check_int32("ids", ids, (None,), "n")
     check_int32("count", count, (), "")
     if _use_mosaic(backend, pools, ids):
-        from .mosaic import by_launch, gather
+        from .mosaic import gather, in_launches
 
-        cores = target().num_cores
-        gathered = by_launch(lambda group: gather(group, ids, count, num_cores=cores), pools)
+        cores = target_device().num_cores
+        gathered = in_launches(lambda group: gather(group, ids, count, num_cores=cores), pools)
     else:
-        gathered = tuple(block_copy_xla.gather(each, ids, count) for each in pools)
-    return _alike(blocks, gathered)
+        gathered = tuple(xla.gather(each, ids, count) for each in pools)
+    return _like(blocks, gathered)
 
 
 def scatter_blocks(
@@ -126,10 +114,10 @@ def scatter_blocks(
 
     Args:
         blocks: A pool, or a tuple of them.
-        staging: New contents, in the pool's dtype: what `gather_blocks` returned.
+        staging: New contents in the pool's dtype, as `gather_blocks` returns them.
         ids: Ids to write, distinct.
-        count: How many of the n entries act, the first ones; the rest may be anything.
-        backend: The implementation; None chooses the fastest that serves. Static.
+        count: Number of active entries; the others may be anything.
+        backend: Implementation; None chooses the fastest that supports the arguments. Static.
 
     Raises:
         KernelArgumentError: A shape, dtype or option is wrong; raised while tracing.
@@ -139,16 +127,16 @@ def scatter_blocks(
     new = _check_staging(staging, pools, ids)
     check_int32("count", count, (), "")
     if _use_mosaic(backend, pools, ids):
-        from .mosaic import by_launch, scatter
+        from .mosaic import in_launches, scatter
 
-        cores = target().num_cores
-        written = by_launch(
+        cores = target_device().num_cores
+        written = in_launches(
             lambda group, part: scatter(group, part, ids, count, num_cores=cores), pools, new
         )
     else:
         pairs = zip(pools, new, strict=True)
-        written = tuple(block_copy_xla.scatter(pool, each, ids, count) for pool, each in pairs)
-    return _alike(blocks, written)
+        written = tuple(xla.scatter(pool, each, ids, count) for pool, each in pairs)
+    return _like(blocks, written)
 
 
 def _check_blocks(blocks: jax.Array | Pools) -> Pools:
@@ -159,7 +147,7 @@ def _check_blocks(blocks: jax.Array | Pools) -> Pools:
         check_pool("blocks", pool)
         if pool.shape != pools[0].shape or pool.dtype != pools[0].dtype:
             raise KernelArgumentError(
-                "blocks must have one shape and dtype, got "
+                "blocks must have the same shape and dtype, got "
                 f"{pools[0].dtype.name}{list(pools[0].shape)} and "
                 f"{pool.dtype.name}{list(pool.shape)}"
             )
@@ -170,7 +158,7 @@ def _check_staging(staging: jax.Array | Pools, pools: Pools, ids: jax.Array) -> 
     new = staging if isinstance(staging, tuple) else (staging,)
     if len(new) != len(pools):
         raise KernelArgumentError(
-            f"staging must be an array for each pool of blocks, {len(pools)}, got {len(new)}"
+            f"staging must have one array per pool, {len(pools)}, got {len(new)}"
         )
     axes = "n of ids, kv_heads, block_size, head_dim"
     for each in new:
@@ -184,21 +172,11 @@ def _check_staging(staging: jax.Array | Pools, pools: Pools, ids: jax.Array) -> 
 
 
 def _use_mosaic(backend: Backend | None, pools: Pools, ids: jax.Array) -> bool:
-    _, kv_heads, block_size, head_dim = pools[0].shape
-    elements = kv_heads * block_size * head_dim
-    obstacle = None
-    if elements % LANES:
-        obstacle = (
-            f"mosaic needs kv_heads * block_size * head_dim to be a multiple of {LANES}, "
-            f"got {elements}"
-        )
-    elif ids.shape[0] == 0:
-        obstacle = "mosaic needs at least one id, got 0"
-    return choose(backend, obstacle) == "mosaic"
+    return choose_backend(backend, unsupported(pools, ids)) == "mosaic"
 
 
-def _alike(blocks: PoolOrPools, results: Pools) -> PoolOrPools:
-    """A tuple for a tuple, one array for one."""
+def _like(blocks: PoolOrPools, results: Pools) -> PoolOrPools:
+    """Return a tuple if `blocks` is one, otherwise the only array."""
     if isinstance(blocks, tuple):
         return results
     return results[0]

@@ -1,17 +1,17 @@
-"""The Mosaic GPU backend of the block copies: TMA through a ring in shared memory.
+"""The Mosaic GPU backend of the block copies: TMA through a pipeline in shared memory.
 
-A block is one run of bytes. It moves in chunks, each a box of TMA's:
+A block is contiguous. It moves in chunks, each one TMA box::
 
     pool [blocks, kv_heads, block_size, head_dim]  seen as  [blocks, chunks, rows, 128]
 
 Up to POOLS_PER_LAUNCH pools share a launch: program `p` works on pool `p % pools` and takes every
-`workers`-th of its chunks. A program never touches the bytes; at step k of its chunks
+`workers`-th of its chunks. No byte passes through registers. At step `k` of its chunks, a program
+issues two copies::
 
-    slot (k - 1) % 4   <- chunk k + 3    once the store of chunk k - 1 has read it
-    slot  k      % 4   -> destination    once chunk k has arrived
+    stage (k - 1) % 4   <- chunk k + 3    when the store of chunk k - 1 has read it
+    stage  k      % 4   -> destination    when chunk k has arrived
 
-so three loads are always in flight. Nothing orders two programs: hence no destination may be a
-source.
+so three loads are always in flight. Programs are not ordered, so no destination may be a source.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,52 +23,47 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..mosaic_compat import (
-    Interpret,
-    pl,
-    plgpu,
-    run,
-)
-from .api import LANES, Pools
+from ..mosaic_compat import Interpret, pl, plgpu, run
+from .config import LANES, Pools
 
 MAX_ROWS = 256
-"""Rows of a TMA box."""
+"""Maximum rows of a TMA box."""
 
-# Not measured on a GPU yet. Two programs of 64 KiB fit an SM; of their eight chunks, six are being
-# loaded: 96 KiB, four times what 3.35 TB/s over 132 SMs needs at a latency of 1 us.
+# Not measured on a GPU yet. Two programs of 64 KiB fit an SM; six of their eight chunks are in
+# flight: 96 KiB, four times what 3.35 TB/s over 132 SMs needs at a latency of 1 us.
 CHUNK_BYTES = 16 * 1024
-SLOTS = 4
+STAGES = 4
 PROGRAMS_PER_CORE = 2
 
 POOLS_PER_LAUNCH = 16
-"""Each pool has copy instructions of its own in the kernel, and compile time grows faster."""
+"""The kernel has separate copy instructions for each pool; compile time grows faster than that."""
 
 
 class Chunks(NamedTuple):
-    """How blocks are cut."""
+    """Division of a block into chunks."""
 
     per_block: int
     rows: int
 
     @classmethod
     def of(cls, blocks: jax.Array) -> "Chunks":
-        """The largest chunks that a block divides into."""
+        """Return the division into the largest chunks of equal size."""
         rows = prod(blocks.shape[1:]) // LANES
         most = min(CHUNK_BYTES // (LANES * blocks.dtype.itemsize), MAX_ROWS)
         size = next(size for size in range(min(most, rows), 0, -1) if rows % size == 0)
         return cls(rows // size, size)
 
     def shape(self, num_blocks: int) -> tuple[int, ...]:
-        """Shape of an array of blocks, as the kernels see it."""
+        """Shape of an array of blocks in chunks."""
         return num_blocks, self.per_block, self.rows, LANES
 
     def view(self, blocks: jax.Array) -> jax.Array:
-        """Blocks, as the kernels see them."""
+        """View an array of blocks in chunks."""
         return blocks.reshape(self.shape(blocks.shape[0]))
 
 
-def by_launch(move: Callable[..., Pools], *pools: Pools) -> Pools:
-    """`move(*pools)`, a few pools at a time: JAX lowers, and Mosaic compiles, `move` once."""
+def in_launches(move: Callable[..., Pools], *pools: Pools) -> Pools:
+    """Call `move` on POOLS_PER_LAUNCH pools at a time; it is lowered and compiled once."""
     results: list[jax.Array] = []
     for start in range(0, len(pools[0]), POOLS_PER_LAUNCH):
         results += move(*(each[start : start + POOLS_PER_LAUNCH] for each in pools))
@@ -89,20 +84,20 @@ def copy(
     chunks, num_blocks = Chunks.of(pools[0]), pools[0].shape[0]
 
     def body(sources: Any, destinations: Any, count: Any, *refs: Any) -> None:
-        *pools, ring, arrived = refs
+        *pools, ring, full = refs
 
-        def moves(entry: jax.Array) -> jax.Array:
+        def active(entry: jax.Array) -> jax.Array:
             return _inside(sources[entry], num_blocks) & _inside(destinations[entry], num_blocks)
 
-        plan = Plan(
+        transfer = Transfer(
             num_entries=jnp.minimum(count[0], sources.shape[0]),
-            moves=moves,
+            active=active,
             sources=pools,
             source_of=lambda entry: sources[entry],
             destinations=pools,
             destination_of=lambda entry: destinations[entry],
         )
-        _move(plan, chunks, num_cores, ring, arrived)
+        _move(transfer, chunks, num_cores, ring, full)
 
     inputs = (sources, destinations, count[None])
     views = [chunks.view(pool) for pool in pools]
@@ -123,18 +118,18 @@ def gather(
     chunks, num_blocks = Chunks.of(pools[0]), pools[0].shape[0]
 
     def body(ids: Any, count: Any, *refs: Any) -> None:
-        *arrays, ring, zeros, arrived = refs
+        *arrays, ring, zeros, full = refs
         zeros[...] = jnp.zeros(zeros.shape, zeros.dtype)
-        plgpu.commit_smem()  # the copies below see what was written above
-        plan = Plan(
+        plgpu.commit_smem()  # makes the zeros visible to the copies below
+        transfer = Transfer(
             num_entries=ids.shape[0],
-            moves=lambda entry: (entry < count[0]) & _inside(ids[entry], num_blocks),
+            active=lambda entry: (entry < count[0]) & _inside(ids[entry], num_blocks),
             sources=arrays[: len(arrays) // 2],
             source_of=lambda entry: ids[entry],
             destinations=arrays[len(arrays) // 2 :],
             destination_of=lambda entry: entry,
         )
-        _move(plan, chunks, num_cores, ring, arrived, zeros.at[pl.ds(0, chunks.rows)])
+        _move(transfer, chunks, num_cores, ring, full, zeros.at[pl.ds(0, chunks.rows)])
 
     views = [chunks.view(pool) for pool in pools]
     staging = jax.ShapeDtypeStruct(chunks.shape(ids.shape[0]), pools[0].dtype)  # type: ignore[no-untyped-call]
@@ -157,16 +152,16 @@ def scatter(
     chunks, num_blocks = Chunks.of(pools[0]), pools[0].shape[0]
 
     def body(ids: Any, count: Any, *refs: Any) -> None:
-        *arrays, ring, arrived = refs
-        plan = Plan(
+        *arrays, ring, full = refs
+        transfer = Transfer(
             num_entries=jnp.minimum(count[0], ids.shape[0]),
-            moves=lambda entry: _inside(ids[entry], num_blocks),
+            active=lambda entry: _inside(ids[entry], num_blocks),
             sources=arrays[: len(arrays) // 2],
             source_of=lambda entry: entry,
             destinations=arrays[len(arrays) // 2 :],
             destination_of=lambda entry: ids[entry],
         )
-        _move(plan, chunks, num_cores, ring, arrived)
+        _move(transfer, chunks, num_cores, ring, full)
 
     inputs = (ids, count[None], *(chunks.view(each) for each in staging))
     views = [chunks.view(pool) for pool in pools]
@@ -174,38 +169,38 @@ def scatter(
     return tuple(view.reshape(pools[0].shape) for view in moved)
 
 
-class Plan(NamedTuple):
-    """What one launch moves: for each entry a block of every source."""
+class Transfer(NamedTuple):
+    """The moves of one launch: one block per entry and pool."""
 
     num_entries: Any
-    moves: Callable[[jax.Array], jax.Array]
-    """Whether an entry is moved at all."""
+    active: Callable[[jax.Array], jax.Array]
+    """Whether an entry is moved."""
     sources: Sequence[Any]
     source_of: Callable[[jax.Array], jax.Array]
-    """The block of a source that an entry is read from."""
+    """Block id of an entry in each source."""
     destinations: Sequence[Any]
     destination_of: Callable[[jax.Array], jax.Array]
-    """The block of a destination that it goes to."""
+    """Block id of an entry in each destination."""
 
 
 def _move(
-    plan: Plan, chunks: Chunks, num_cores: int, ring: Any, arrived: Any, zeros: Any = None
+    transfer: Transfer, chunks: Chunks, num_cores: int, ring: Any, full: Any, zeros: Any = None
 ) -> None:
-    """Do one program's share of a plan, through its ring of SLOTS chunks.
+    """Do one program's share of a transfer.
 
     Args:
-        plan: What moves.
-        chunks: How blocks are cut.
-        num_cores: Of the chip.
-        ring: Shared memory.
-        arrived: A barrier for each slot.
-        zeros: What an entry gets that does not move; None: its destination stays as it is.
+        transfer: The moves of the launch.
+        chunks: Division of blocks into chunks.
+        num_cores: Number of multiprocessors.
+        ring: Shared memory of the STAGES pipeline stages.
+        full: One barrier per stage.
+        zeros: A chunk to write for inactive entries; None leaves their destination unchanged.
     """
-    num_pools = len(plan.sources)
+    num_pools = len(transfer.sources)
     workers = _workers(num_pools, num_cores)
     program = lax.axis_index("program")
     mine, worker = lax.rem(program, jnp.int32(num_pools)), lax.div(program, jnp.int32(num_pools))
-    num_items = plan.num_entries * chunks.per_block
+    num_items = transfer.num_entries * chunks.per_block
     num_steps = lax.div(num_items - worker + (workers - 1), jnp.int32(workers))
 
     def entry_and_chunk(step: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -213,34 +208,34 @@ def _move(
         return lax.div(item, per_block), lax.rem(item, per_block)
 
     def load(step: jax.Array, _: None = None) -> None:
-        slot = lax.rem(step, jnp.int32(SLOTS))
+        stage = lax.rem(step, jnp.int32(STAGES))
         entry, chunk = entry_and_chunk(step)
-        moves, block = plan.moves(entry), plan.source_of(entry)
-        for index, source in enumerate(plan.sources):
+        active, block = transfer.active(entry), transfer.source_of(entry)
+        for index, source in enumerate(transfer.sources):
             copy = partial(
-                plgpu.copy_gmem_to_smem, source.at[block, chunk], ring.at[slot], arrived.at[slot]
+                plgpu.copy_gmem_to_smem, source.at[block, chunk], ring.at[stage], full.at[stage]
             )
-            pl.when(moves & (mine == index))(copy)
+            pl.when(active & (mine == index))(copy)
 
     def store(step: jax.Array, content: Any, when: jax.Array) -> None:
         entry, chunk = entry_and_chunk(step)
-        block = plan.destination_of(entry)
-        for index, destination in enumerate(plan.destinations):
+        block = transfer.destination_of(entry)
+        for index, destination in enumerate(transfer.destinations):
             copy = partial(plgpu.copy_smem_to_gmem, content, destination.at[block, chunk])
             pl.when(when & (mine == index))(copy)
 
     def advance(step: jax.Array, _: None) -> None:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # so the slot before this one is free
-        pl.when(step + (SLOTS - 1) < num_steps)(lambda: load(step + (SLOTS - 1)))
-        slot = lax.rem(step, jnp.int32(SLOTS))
-        moves = plan.moves(entry_and_chunk(step)[0])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # frees the previous stage
+        pl.when(step + (STAGES - 1) < num_steps)(lambda: load(step + (STAGES - 1)))
+        stage = lax.rem(step, jnp.int32(STAGES))
+        active = transfer.active(entry_and_chunk(step)[0])
 
-        pl.when(moves)(lambda: plgpu.barrier_wait(arrived.at[slot]))
-        store(step, ring.at[slot], moves)
+        pl.when(active)(lambda: plgpu.barrier_wait(full.at[stage]))
+        store(step, ring.at[stage], active)
         if zeros is not None:
-            store(step, zeros, jnp.logical_not(moves))
+            store(step, zeros, jnp.logical_not(active))
 
-    lax.fori_loop(0, jnp.minimum(num_steps, SLOTS - 1), load, None)
+    lax.fori_loop(0, jnp.minimum(num_steps, STAGES - 1), load, None)
     lax.fori_loop(0, num_steps, advance, None)
     plgpu.wait_smem_to_gmem(0)
 
@@ -250,7 +245,7 @@ def _inside(block: jax.Array, num_blocks: int) -> jax.Array:
 
 
 def _workers(num_pools: int, num_cores: int) -> int:
-    """Programs that share a pool: so many that all of them fill the chip, and at least one."""
+    """Number of programs per pool that together fill the GPU; at least one."""
     return max(1, PROGRAMS_PER_CORE * num_cores // num_pools)
 
 
@@ -262,11 +257,11 @@ def _launch(
     num_cores: int,
     interpret: Interpret,
 ) -> Pools:
-    """One kernel over a group of pools; one that makes outputs also gets a chunk of its own."""
+    """Launch a kernel over a group of pools; one with outputs also gets a chunk for zeros."""
     pools: Sequence[Any] = outputs or updated
     chunk = pools[0].shape[2:]
-    ring = plgpu.SMEM((SLOTS, *chunk), pools[0].dtype)
-    # Threads write it, so its rows are rounded up to what they share evenly.
+    ring = plgpu.SMEM((STAGES, *chunk), pools[0].dtype)
+    # Threads write it, so its rows are rounded up to a number that they share evenly.
     zeros = plgpu.SMEM((-(-chunk[0] // 8) * 8, LANES), pools[0].dtype)
     return run(
         body,
@@ -275,6 +270,6 @@ def _launch(
         outputs,
         name="move_blocks",
         grid={"program": _workers(len(pools), num_cores) * len(pools)},
-        scratch=(ring, *([zeros] if outputs else []), plgpu.Barrier(num_barriers=SLOTS)),
+        scratch=(ring, *([zeros] if outputs else []), plgpu.Barrier(num_barriers=STAGES)),
         interpret=interpret,
     )

@@ -1,4 +1,4 @@
-"""The jnp backend of the block copies; an entry that does not act is dropped by the scatter."""
+"""The jnp backend of the block copies; the scatter drops inactive entries."""
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,8 @@ def copy(
     count: Int32[Array, ""],
 ) -> Float[Array, "blocks kv_heads block_size head_dim"]:
     """`copy_blocks` without its checks."""
-    acts = _acting(blocks, sources, count) & _acting(blocks, destinations, count)
-    return _write(blocks, _read(blocks, sources), destinations, acts)
+    active = _active_mask(blocks, sources, count) & _active_mask(blocks, destinations, count)
+    return _write(blocks, _read(blocks, sources), destinations, active)
 
 
 def gather(
@@ -22,8 +22,8 @@ def gather(
     count: Int32[Array, ""],
 ) -> Float[Array, "n kv_heads block_size head_dim"]:
     """`gather_blocks` without its checks."""
-    acts = _acting(blocks, ids, count)[:, None, None, None]
-    return jnp.where(acts, _read(blocks, ids), jnp.zeros((), blocks.dtype))
+    active = _active_mask(blocks, ids, count)[:, None, None, None]
+    return jnp.where(active, _read(blocks, ids), jnp.zeros((), blocks.dtype))
 
 
 def scatter(
@@ -33,11 +33,11 @@ def scatter(
     count: Int32[Array, ""],
 ) -> Float[Array, "blocks kv_heads block_size head_dim"]:
     """`scatter_blocks` without its checks."""
-    return _write(blocks, staging, ids, _acting(blocks, ids, count))
+    return _write(blocks, staging, ids, _active_mask(blocks, ids, count))
 
 
-def _acting(blocks: jax.Array, ids: jax.Array, count: jax.Array) -> Bool[Array, " n"]:
-    """Which entries act: those before `count` whose id is in the pool."""
+def _active_mask(blocks: jax.Array, ids: jax.Array, count: jax.Array) -> Bool[Array, " n"]:
+    """Mask of the active entries: those before `count` whose id is in the pool."""
     return (jnp.arange(ids.shape[0]) < count) & (ids >= 0) & (ids < blocks.shape[0])
 
 
@@ -45,5 +45,7 @@ def _read(blocks: jax.Array, ids: jax.Array) -> jax.Array:
     return blocks.at[jnp.clip(ids, 0, blocks.shape[0] - 1)].get(mode="promise_in_bounds")
 
 
-def _write(blocks: jax.Array, new: jax.Array, ids: jax.Array, acts: Bool[Array, " n"]) -> jax.Array:
-    return blocks.at[jnp.where(acts, ids, blocks.shape[0])].set(new, mode="drop")
+def _write(
+    blocks: jax.Array, new: jax.Array, ids: jax.Array, active: Bool[Array, " n"]
+) -> jax.Array:
+    return blocks.at[jnp.where(active, ids, blocks.shape[0])].set(new, mode="drop")

@@ -1,4 +1,4 @@
-"""Write the keys and values of new tokens into the pools."""
+"""`kv_write`: write the keys and values of new tokens into the pools."""
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +11,11 @@ from ..argument_checks import (
     check_scales,
     check_shape,
 )
-from ..backends import (
-    Backend,
-    choose,
-    target,
-)
-from . import xla as kv_write_xla
+from ..backends import Backend, choose_backend, target_device
+from .xla import write as write_xla
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
-"""What a quantised pool saturates to, in both directions."""
+"""Largest magnitude of a quantised number, at which it saturates."""
 
 
 def kv_write(
@@ -38,26 +34,25 @@ def kv_write(
 ]:
     """Return the pools with token `t` written to slot `slots[t]`; in place if they are donated.
 
-    JAX 0.10's CPU backend has no bfloat16 scatter: there, bfloat16 pools are converted and copied
-    whole.
-
-    A slot is a token's place in the pools, the same for every head:
+    A slot is the place of a token in the pools, for all heads::
 
         slot = block * block_size + offset   ->   pool[block, :, offset, :]
 
+    JAX 0.10 has no bfloat16 scatter on CPUs: whole bfloat16 pools are converted and copied there.
+
     Args:
-        k_new: Keys; cast to the pools' dtype, or divided by their scale, rounded and saturated
-            (at 127 in an int8 pool, at 448 in a float8_e4m3fn pool).
-        v_new: Values, of the same shape; treated alike.
-        slots: Where each token goes. A negative slot, or one past the pools, skips its token.
-            What a slot of several tokens holds is unspecified: the Mosaic kernel may mix them.
+        k_new: Keys. They are cast to the pools' dtype, or divided by their scale, rounded and
+            saturated (at 127 for int8, at 448 for float8_e4m3fn).
+        v_new: Values, of the same shape, treated like the keys.
+        slots: Slot of each token. A token with a negative slot, or one past the pools, is skipped.
+            If several tokens have the same slot, its contents are undefined.
         k_blocks: Pool of keys.
         v_blocks: Pool of values, of the same shape and dtype.
-        k_scales: What the keys of each (block, head) are stored divided by, for int8 and
-            float8_e4m3fn pools and only for them: float32, positive. They are the caller's to
-            choose before a block's first token; a later change alters the tokens written before.
+        k_scales: Quantisation scales of each (block, head), float32 and positive, for int8 and
+            float8_e4m3fn pools and only for them. Choose them before you write a block's first
+            token; a later change alters the tokens written before.
         v_scales: The same for the values.
-        backend: The implementation; None chooses the fastest that serves. Static.
+        backend: Implementation; None chooses the fastest that supports the arguments. Static.
 
     Raises:
         KernelArgumentError: A shape, dtype or option is wrong; raised while tracing.
@@ -73,12 +68,12 @@ def kv_write(
     check_int32("slots", slots, k_new.shape[:1], "tokens")
     k_stored = _as_stored(k_new, slots // block_size, k_scales, k_blocks.dtype)
     v_stored = _as_stored(v_new, slots // block_size, v_scales, v_blocks.dtype)
-    if choose(backend, _mosaic_obstacle(k_stored)) == "xla":
-        return kv_write_xla.write(k_stored, v_stored, slots, k_blocks, v_blocks)
-    from . import mosaic as kv_write_mosaic
+    if choose_backend(backend, _unsupported(k_stored)) == "xla":
+        return write_xla(k_stored, v_stored, slots, k_blocks, v_blocks)
+    from .mosaic import write as write_mosaic  # slow to import
 
-    k_written, v_written = kv_write_mosaic.write(
-        k_stored, v_stored, slots, k_blocks, v_blocks, num_cores=target().num_cores
+    k_written, v_written = write_mosaic(
+        k_stored, v_stored, slots, k_blocks, v_blocks, num_cores=target_device().num_cores
     )
     return k_written, v_written
 
@@ -86,7 +81,7 @@ def kv_write(
 def _as_stored(
     new: jax.Array, blocks: jax.Array, scales: jax.Array | None, dtype: jnp.dtype
 ) -> jax.Array:
-    """New keys or values as the pool holds them; `blocks` may be anything for skipped tokens."""
+    """Cast or quantise new keys or values; `blocks` may be anything for skipped tokens."""
     if scales is None:
         return new.astype(dtype)
     factors = scales.at[blocks].get(mode="clip")[..., None]
@@ -97,8 +92,8 @@ def _as_stored(
     return stored.astype(dtype)
 
 
-def _mosaic_obstacle(new: jax.Array) -> str | None:
-    """Why Mosaic's kernel cannot write these tokens: TMA's rules for boxes in shared memory."""
+def _unsupported(new: jax.Array) -> str | None:
+    """Reason why the Mosaic kernel does not support these tokens (TMA's limits), or None."""
     num_tokens, kv_heads, head_dim = new.shape
     row_bytes = head_dim * new.dtype.itemsize
     if num_tokens == 0:

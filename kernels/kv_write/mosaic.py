@@ -1,12 +1,12 @@
-"""The Mosaic GPU backend of `kv_write`: TMA through a ring in shared memory.
+"""The Mosaic GPU backend of `kv_write`: TMA through a pipeline in shared memory.
 
-Each program takes every n-th group of tokens. The keys of a group arrive in one copy, and so do its
-values; each token leaves in a copy of its own, which TMA spreads over the heads of its block:
+Each program takes every n-th group of tokens. One copy loads the keys of a group and one its
+values; one copy per token stores it, with the heads of the block as a strided dimension::
 
-    k_new [tokens, kv_heads, head_dim]  ->  ring[slot, token of the group, kv_heads, head_dim]
+    k_new [tokens, kv_heads, head_dim]  ->  ring[stage, token of the group, kv_heads, head_dim]
                                         ->  pool[block, 0 .. kv_heads, offset, head_dim]
 
-A program never touches the bytes. The ring is that of `block_copy_mosaic`: three loads in flight.
+No byte passes through registers. The pipeline is that of `block_copy`: three loads in flight.
 """
 
 from functools import partial
@@ -16,26 +16,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..mosaic_compat import (
-    Interpret,
-    pl,
-    plgpu,
-    run,
-)
+from ..mosaic_compat import Interpret, pl, plgpu, run
 
-# Not measured on a GPU yet; as in `block_copy_mosaic`.
-SLOTS = 4
-SLOT_BYTES = 16 * 1024
+# Not measured on a GPU yet; as in `block_copy`.
+STAGES = 4
+STAGE_BYTES = 16 * 1024
 PROGRAMS_PER_CORE = 2
 MAX_GROUP = 8
-"""Tokens of a group: each has copy instructions of its own in the kernel."""
+"""Maximum tokens of a group; the kernel has separate copy instructions for each."""
 
 
 def group_tokens(num_tokens: int, token_bytes: int, num_programs: int) -> int:
-    """Tokens that arrive together: few enough that a slot holds them and no program is idle."""
+    """Tokens per load: few enough to fit a pipeline stage and to leave no program idle."""
     for size in (MAX_GROUP, MAX_GROUP // 2, MAX_GROUP // 4):
         divides = num_tokens % size == 0 and num_tokens // size >= num_programs
-        if divides and size * token_bytes <= SLOT_BYTES:
+        if divides and size * token_bytes <= STAGE_BYTES:
             return size
     return 1
 
@@ -62,7 +57,7 @@ def write(
     def body(
         k_new: Any, v_new: Any, slots: Any, k_blocks: Any, v_blocks: Any, *scratch: Any
     ) -> None:
-        k_ring, v_ring, arrived = scratch
+        k_ring, v_ring, full = scratch
         program = lax.axis_index("program")
         num_steps = lax.div(num_groups - program + (num_programs - 1), jnp.int32(num_programs))
 
@@ -70,40 +65,40 @@ def write(
             return (program + step * num_programs) * group
 
         def load(step: jax.Array, _: None = None) -> None:
-            slot = lax.rem(step, jnp.int32(SLOTS))
+            stage = lax.rem(step, jnp.int32(STAGES))
             tokens = pl.ds(first_token(step), group)
-            plgpu.copy_gmem_to_smem(k_new.at[tokens], k_ring.at[slot], arrived.at[slot])
-            plgpu.copy_gmem_to_smem(v_new.at[tokens], v_ring.at[slot], arrived.at[slot])
+            plgpu.copy_gmem_to_smem(k_new.at[tokens], k_ring.at[stage], full.at[stage])
+            plgpu.copy_gmem_to_smem(v_new.at[tokens], v_ring.at[stage], full.at[stage])
 
-        def store(step: jax.Array, slot: jax.Array, token: int) -> None:
-            place = slots[first_token(step) + token]
-            block, offset = lax.div(place, jnp.int32(block_size)), lax.rem(place, block_size)
+        def store(step: jax.Array, stage: jax.Array, token: int) -> None:
+            slot = slots[first_token(step) + token]
+            block, offset = lax.div(slot, jnp.int32(block_size)), lax.rem(slot, block_size)
 
             def copy() -> None:
                 for ring, blocks in ((k_ring, k_blocks), (v_ring, v_blocks)):
-                    plgpu.copy_smem_to_gmem(ring.at[slot, token], blocks.at[block, :, offset])
+                    plgpu.copy_smem_to_gmem(ring.at[stage, token], blocks.at[block, :, offset])
 
-            pl.when((place >= 0) & (place < num_blocks * block_size))(copy)
+            pl.when((slot >= 0) & (slot < num_blocks * block_size))(copy)
 
         def advance(step: jax.Array, _: None) -> None:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # so the slot before this one is free
-            pl.when(step + (SLOTS - 1) < num_steps)(lambda: load(step + (SLOTS - 1)))
-            slot = lax.rem(step, jnp.int32(SLOTS))
-            plgpu.barrier_wait(arrived.at[slot])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # frees the previous stage
+            pl.when(step + (STAGES - 1) < num_steps)(lambda: load(step + (STAGES - 1)))
+            stage = lax.rem(step, jnp.int32(STAGES))
+            plgpu.barrier_wait(full.at[stage])
             for token in range(group):
-                store(step, slot, token)
+                store(step, stage, token)
 
-        lax.fori_loop(0, jnp.minimum(num_steps, SLOTS - 1), load, None)
+        lax.fori_loop(0, jnp.minimum(num_steps, STAGES - 1), load, None)
         lax.fori_loop(0, num_steps, advance, None)
         plgpu.wait_smem_to_gmem(0)
 
-    ring = plgpu.SMEM((SLOTS, group, kv_heads, head_dim), dtype)
+    ring = plgpu.SMEM((STAGES, group, kv_heads, head_dim), dtype)
     return run(
         body,
         (k_new, v_new, slots),
         (k_blocks, v_blocks),
         name="kv_write",
         grid={"program": num_programs},
-        scratch=(ring, ring, plgpu.Barrier(num_arrivals=2, num_barriers=SLOTS)),
+        scratch=(ring, ring, plgpu.Barrier(num_arrivals=2, num_barriers=STAGES)),
         interpret=interpret,
     )

@@ -1,4 +1,4 @@
-"""Paged attention for one query token per row."""
+"""`paged_decode`: paged attention for one query token per row."""
 
 from typing import Literal, overload
 
@@ -11,18 +11,10 @@ from ..argument_checks import (
     check_queries,
     check_scales,
 )
-from ..backends import (
-    Backend,
-    choose,
-    target,
-)
+from ..backends import Backend, choose_backend, target_device
 from ..online_softmax import check_options
 from ..tuning import bucket, tuned
-from .config import (
-    DecodeConfig,
-    choose_config,
-    obstacle,
-)
+from .config import DecodeConfig, choose_config, unsupported
 from .xla import decode as decode_xla
 
 
@@ -81,39 +73,38 @@ def paged_decode(
 ):
     """Attention of one query token per row over that row's KV blocks.
 
-    Token `p` of row `b` lies in the pools at
+    Token `p` of row `b` lies in the pools at::
 
         [block_tables[b, p // block_size], kv_head, p % block_size, :]
 
-    and query head `i` reads KV head `i // (q_heads // kv_heads)`. The cost follows the sum of the
-    lengths (each rounded up to a chunk), not the width of the table; by "mosaic" a call lasts at
-    least as long as its longest row, which is split only where the batch does not fill the GPU.
-    Memory beyond a row's length is never used: it may hold NaN, and the table entries for it may be
-    anything.
+    and query head `i` reads KV head `i // (q_heads // kv_heads)`. The cost is proportional to the
+    sum of the lengths (each rounded up to a chunk), not to the width of the table. The "mosaic"
+    backend splits rows only if the batch does not fill the GPU, so a call takes at least the time
+    of its longest row. Memory beyond a row's length is never used: it may hold NaN, and its table
+    entries may be anything.
 
     Args:
         q: Queries, one token per row, bfloat16, float16 or float32; accumulation is in float32.
         k_blocks: Pool of keys: floats, or int8 or float8_e4m3fn with scales.
         v_blocks: Pool of values, of the same shape and dtype.
-        block_tables: Ids of the blocks of each row. An id outside the pool cannot be refused while
-            tracing: it is moved to the nearest block in the pool, so that row's result is wrong.
-        lengths: KV tokens of each row, the query's own included; 0 marks an inactive row, whose
-            output is exactly 0. A row longer than its table gives NaN.
+        block_tables: Block ids of each row. An id outside the pool cannot be rejected while
+            tracing; it is clipped to the pool, and that row's result is wrong (see `checked`).
+        lengths: KV tokens of each row, including the query's own; 0 marks an inactive row, whose
+            output is exactly 0. The output of a row longer than its table is NaN.
         sm_scale: Factor of the logits, usually `head_dim ** -0.5`. Static.
-        soft_cap: Turns logits `x` into `soft_cap * tanh(x / soft_cap)`. Static.
-        window: Number of latest positions that the query sees, its own included. Blocks wholly
+        soft_cap: Replaces each logit `x` by `soft_cap * tanh(x / soft_cap)`. Static.
+        window: Number of latest positions that the query sees, including its own. Blocks entirely
             before the window are not read. Static.
         sinks: One logit per query head, neither scaled nor capped, added to the denominator only.
-        k_scales: What the numbers of a quantised pool stand for, by block and head:
-            `key = k_blocks[block, head] * k_scales[block, head]`, float32. Needed with such a
-            pool, refused with any other.
+        k_scales: Dequantisation scales, float32, for quantised pools and only for them:
+            `key = k_blocks[block, head] * k_scales[block, head]`.
         v_scales: The same for the values.
-        return_lse: Also return the log of the denominator. Static.
-        backend: The implementation; None chooses the fastest that serves. Static.
+        return_lse: Also return the log-sum-exp of the logits. Static.
+        backend: Implementation; None chooses the fastest that supports the arguments. Static.
 
     Returns:
         The output in the dtype of `q`; with `return_lse` also the natural log of the softmax
-        denominator in float32, sinks included, -inf for inactive rows.
+        denominator (including sinks) in float32, -inf for inactive rows.
 
     Raises:
         KernelArgumentError: A shape, dtype or option is wrong; raised while tracing.
@@ -130,10 +121,10 @@ def paged_decode(
     scales = None if k_scales is None or v_scales is None else (k_scales, v_scales)
     out: Array
     lse: Array | None
-    if choose(backend, obstacle(q, k_blocks)) == "mosaic":
-        from . import mosaic as paged_decode_mosaic
+    if choose_backend(backend, unsupported(q, k_blocks)) == "mosaic":
+        from .mosaic import decode as decode_mosaic  # slow to import
 
-        out, lse = paged_decode_mosaic.decode(
+        out, lse = decode_mosaic(
             q,
             k_blocks,
             v_blocks,
@@ -154,11 +145,11 @@ def paged_decode(
 
 
 def config_for(q_heads: int, k_blocks: Array, block_tables: Array) -> DecodeConfig:
-    """The tiling for these arguments on the device that is being traced for."""
+    """Return the launch configuration for the device being traced for: tuned, or by the rule."""
     _, kv_heads, block_size, head_dim = k_blocks.shape
     batch = block_tables.shape[0]
     table_tokens = block_tables.shape[1] * block_size
-    device = target()
+    device = target_device()
     found = tuned(
         "paged_decode",
         device.name,

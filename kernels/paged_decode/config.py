@@ -1,47 +1,56 @@
-"""What the Mosaic kernel of `paged_decode` serves, and how a launch of it is tiled."""
+"""Limits and launch configuration of the Mosaic kernel of `paged_decode`."""
 
 from dataclasses import dataclass
 
 import jax
 
-from ..mosaic_limits import attention_obstacle
+from ..mosaic_limits import unsupported_attention
 
 WGMMA_ROWS = 64
-"""Rows of a tile of the tensor cores: what the queries of a KV head are padded to."""
+"""Rows of a WGMMA tile, to which the queries of a KV head are padded."""
 
-MAX_SPLITS = 64  # so many thread blocks draw all the bandwidth there is, and merging stays small
+MAX_SPLITS = 64
+"""Thread blocks per KV head that suffice for the whole bandwidth; more make the merge slower."""
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How a launch is tiled."""
+    """Launch configuration."""
 
     tile_tokens: int
-    """KV tokens of one slot of the ring: a multiple or a divisor of the block size, and of 64."""
+    """KV tokens of a pipeline stage: a multiple of 64, and a multiple or divisor of block_size."""
     stages: int
-    """Slots of the ring, at least 3."""
+    """Number of pipeline stages, at least 3."""
     splits: int
-    """Thread blocks that share a (row, KV head)."""
+    """Number of thread blocks that share a (row, KV head)."""
 
 
 def blocks_per_sm(head_dim: int) -> int:
-    """Thread blocks that run on one multiprocessor at a time: what shared memory allows."""
+    """Thread blocks resident on one multiprocessor, as shared memory allows."""
     return 1 if head_dim > 128 else 2
 
 
 def choose_config(
     batch: int, kv_heads: int, head_dim: int, table_tokens: int, itemsize: int, num_cores: int
 ) -> DecodeConfig:
-    """The tiling of a launch, by its static shape; `table_tokens` is the most a row can hold.
+    """Return the launch configuration for a static shape.
 
-    The tile and the ring fill the shared memory. A row is split only while the batch does not
-    fill the GPU, and never below two tiles.
+    The tile and the pipeline fill the shared memory. Rows are split only if the batch does not
+    fill the GPU, and never into fewer than two tiles.
 
-    It knows the number of rows, not their lengths. So where the batch fills the GPU and one row is
-    far longer than the others, one thread block per KV head reads all of that row, and a launch
-    lasts as long as it does: about as long as a launch for that row alone, unsplit. To split by
-    lengths takes a list of work made on the device and a second pass that merges the parts: some
-    launches more for every batch, also for the usual one that has nothing to merge.
+    The rule knows the number of rows but not their lengths. If the batch fills the GPU and one
+    row is far longer than the others, one thread block per KV head reads all of that row, and the
+    launch takes as long as that row alone would, unsplit. A split by length needs a work list
+    built on the device and a second pass that merges the parts: additional launches for every
+    batch, although most have nothing to merge.
+
+    Args:
+        batch: Number of rows.
+        kv_heads: Number of KV heads.
+        head_dim: Elements of a head.
+        table_tokens: Capacity of a row's block table in tokens.
+        itemsize: Bytes of an element of the pools.
+        num_cores: Number of multiprocessors.
     """
     tile_tokens = 128 if head_dim == 64 else 64
     stages = 3 if itemsize > 1 else 4
@@ -50,9 +59,9 @@ def choose_config(
     return DecodeConfig(tile_tokens, stages, max(1, splits))
 
 
-def obstacle(q: jax.Array, k_blocks: jax.Array) -> str | None:
-    """Why this kernel cannot serve the arguments; None if it can."""
-    if (shared := attention_obstacle(q, k_blocks)) is not None:
+def unsupported(q: jax.Array, k_blocks: jax.Array) -> str | None:
+    """Reason why the kernel does not support the arguments, or None."""
+    if (shared := unsupported_attention(q, k_blocks)) is not None:
         return shared
     batch, q_heads, kv_heads = q.shape[0], q.shape[1], k_blocks.shape[1]
     if q_heads // kv_heads > WGMMA_ROWS:

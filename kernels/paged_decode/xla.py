@@ -1,4 +1,4 @@
-"""The jnp backend of `paged_decode`: a loop over chunks of whichever rows have KV left."""
+"""The jnp backend of `paged_decode`: a loop over (row, chunk of KV) work items."""
 
 from functools import partial
 
@@ -13,14 +13,14 @@ from ..online_softmax import (
     SoftmaxState,
     attend_chunk,
     empty_state,
-    finish,
+    finalize,
     load_chunk,
     merge_into_rows,
 )
 
 # Both measured on CPU: smaller steps pay for loop overhead, larger ones for cache misses.
-CHUNK_TOKENS = 512  # KV tokens of one row in one work item: what a row's length is rounded up to
-STEP_BYTES = 2**21  # keys of one loop step, as f32: gathered, multiplied, and gone from the cache
+CHUNK_TOKENS = 512  # KV tokens of a work item; row lengths are rounded up to it
+STEP_BYTES = 2**21  # keys of one loop step in float32, which should stay in the CPU's cache
 
 
 @partial(jax.jit, static_argnums=6)
@@ -36,15 +36,14 @@ def decode(
 ) -> tuple[Float[Array, "batch q_heads head_dim"], Float[Array, "batch q_heads"]]:
     """`paged_decode` without its checks.
 
-    Work items are (row, chunk of its KV), numbered row by row:
+    Work items are (row, chunk of its KV), numbered row by row::
 
         lengths (in chunks)   3      0   2    1
         item                  0 1 2      3 4  5
         row                   0 0 0      2 2  3
         chunk                 0 1 2      0 1  0
 
-    Each loop step takes the next items, whichever rows they belong to, so ragged rows cost what
-    they hold.
+    Each loop step takes the next items of any rows, so the cost of ragged rows is their length.
     """
     batch, q_heads, head_dim = q.shape
     _, kv_heads, block_size, _ = k_blocks.shape
@@ -85,7 +84,7 @@ def decode(
 
     num_steps = (ends[-1] + num_items - 1) // num_items
     state = lax.fori_loop(0, num_steps, step, empty_state((batch, kv_heads, group), head_dim))
-    out, lse = finish(state, None if sinks is None else sinks.reshape(kv_heads, group))
+    out, lse = finalize(state, None if sinks is None else sinks.reshape(kv_heads, group))
     out = jnp.where(fits[:, None, None, None], out, jnp.nan)
     lse = jnp.where(fits[:, None, None], lse, jnp.nan)
     return out.reshape(q.shape).astype(q.dtype), lse.reshape(batch, q_heads)

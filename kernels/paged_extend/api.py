@@ -1,4 +1,4 @@
-"""Paged attention for ragged rows of query tokens: prefill chunks and decode tokens in one step."""
+"""`paged_extend`: paged attention for ragged rows of query tokens."""
 
 from typing import Literal, overload
 
@@ -11,14 +11,10 @@ from ..argument_checks import (
     check_queries,
     check_scales,
 )
-from ..backends import (
-    Backend,
-    choose,
-    target,
-)
+from ..backends import Backend, choose_backend, target_device
 from ..online_softmax import check_options
 from ..paged_decode.api import config_for
-from .config import choose_config, obstacle
+from .config import choose_config, unsupported
 from .xla import extend as extend_xla
 
 
@@ -83,48 +79,48 @@ def paged_extend(
 ):
     """Causal attention of each row's last `q_lengths[b]` tokens over that row's KV blocks.
 
-    The queries of all rows lie in one array, row `b` at `q_starts[b]`:
+    The queries of all rows lie in one array, those of row `b` from `q_starts[b]` on::
 
         q          | row 0 ........ | row 1 | padding | row 2 ... | padding |
         q_starts   0                ^       .         ^
         position   kv_lengths[b] - q_lengths[b]  ...  kv_lengths[b] - 1      (within row b)
 
-    Token `p` of row `b` lies in the pools at
+    Token `p` of row `b` lies in the pools at::
 
         [block_tables[b, p // block_size], kv_head, p % block_size, :]
 
-    and query head `i` reads KV head `i // (q_heads // kv_heads)`. The KV of the queries themselves
-    must be in the pools already. Rows of one query are attended to as by `paged_decode`, all
-    together and at its cost. Memory beyond a row's `kv_lengths` is never used: it may hold NaN,
-    and the table entries for it may be anything.
+    and query head `i` reads KV head `i // (q_heads // kv_heads)`. Write the KV of the query tokens
+    into the pools before. Rows of one query are computed as by `paged_decode`, together and at
+    its cost. Memory beyond a row's `kv_lengths` is never used: it may hold NaN, and its table
+    entries may be anything.
 
     Args:
         q: Queries, bfloat16, float16 or float32; accumulation is in float32.
         k_blocks: Pool of keys: floats, or int8 or float8_e4m3fn with scales.
         v_blocks: Pool of values, of the same shape and dtype.
-        block_tables: Ids of the blocks of each row. An id outside the pool cannot be refused while
-            tracing: it is moved to the nearest block in the pool, so that row's result is wrong.
-        kv_lengths: KV tokens of each row, its queries included. A row longer than its table gives
-            NaN; a query at a negative position (`q_lengths > kv_lengths`) sees nothing.
+        block_tables: Block ids of each row. An id outside the pool cannot be rejected while
+            tracing; it is clipped to the pool, and that row's result is wrong (see `checked`).
+        kv_lengths: KV tokens of each row, including its queries. The output of a row longer than
+            its table is NaN; a query at a negative position (`q_lengths > kv_lengths`) sees
+            nothing.
         q_lengths: Query tokens of each row; 0 marks an inactive row.
         q_starts: Index in `q` of each row's first query. Rows must not overlap and must end within
-            `q`, else their outputs are unspecified; inactive rows may start anywhere.
+            `q`, otherwise their outputs are undefined. Inactive rows may start anywhere.
         sm_scale: Factor of the logits, usually `head_dim ** -0.5`. Static.
-        soft_cap: Turns logits `x` into `soft_cap * tanh(x / soft_cap)`. Static.
-        window: Number of latest positions that a query sees, its own included. Blocks wholly
+        soft_cap: Replaces each logit `x` by `soft_cap * tanh(x / soft_cap)`. Static.
+        window: Number of latest positions that a query sees, including its own. Blocks entirely
             before the windows are not read. Static.
         sinks: One logit per query head, neither scaled nor capped, added to the denominator only.
-        k_scales: What the numbers of a quantised pool stand for, by block and head:
-            `key = k_blocks[block, head] * k_scales[block, head]`, float32. Needed with such a
-            pool, refused with any other.
+        k_scales: Dequantisation scales, float32, for quantised pools and only for them:
+            `key = k_blocks[block, head] * k_scales[block, head]`.
         v_scales: The same for the values.
-        return_lse: Also return the log of the denominator. Static.
-        backend: The implementation; None chooses the fastest that serves. Static.
+        return_lse: Also return the log-sum-exp of the logits. Static.
+        backend: Implementation; None chooses the fastest that supports the arguments. Static.
 
     Returns:
         The output in the dtype of `q`, exactly 0 for tokens of no row; with `return_lse` also the
-        natural log of the softmax denominator in float32, sinks included, -inf where a token sees
-        nothing.
+        natural log of the softmax denominator (including sinks) in float32, -inf for tokens that
+        see nothing.
 
     Raises:
         KernelArgumentError: A shape, dtype or option is wrong; raised while tracing.
@@ -142,12 +138,12 @@ def paged_extend(
     options = check_options(sm_scale, soft_cap, window, sinks, q.shape[1])
     arrays = q, k_blocks, v_blocks, block_tables, kv_lengths, q_lengths, q_starts, sinks
     scales = None if k_scales is None or v_scales is None else (k_scales, v_scales)
-    if choose(backend, obstacle(q, k_blocks, block_tables.shape[0])) == "mosaic":
+    if choose_backend(backend, unsupported(q, k_blocks, block_tables.shape[0])) == "mosaic":
         from .mosaic import extend as extend_mosaic  # slow to import
 
         out: Array
         lse: Array | None
-        config = choose_config(q.shape[2], target().num_cores)
+        config = choose_config(q.shape[2], target_device().num_cores)
         decode_config = config_for(q.shape[1], k_blocks, block_tables)
         out, lse = extend_mosaic(
             *arrays,

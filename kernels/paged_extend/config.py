@@ -1,47 +1,47 @@
-"""What the Mosaic kernel of `paged_extend` serves, and how a launch of it is cut."""
+"""Limits and launch configuration of the Mosaic kernel of `paged_extend`."""
 
 from dataclasses import dataclass
 
 import jax
 
-from ..mosaic_limits import attention_obstacle
+from ..mosaic_limits import unsupported_attention
 from .work_list import ALIGNMENT
 
 ROWS = 64
-"""Matrix rows of a warpgroup, the height of WGMMA."""
+"""Matrix rows of a consumer warpgroup, the height of WGMMA."""
 WARPGROUPS = 2
-"""That multiply; one more copies."""
+"""Number of consumer warpgroups; one more is the producer."""
 TILE_ROWS = WARPGROUPS * ROWS
-"""Matrix rows of a tile: tokens times the query heads that share a KV head."""
+"""Matrix rows of a work tile: tokens times the query heads that share a KV head."""
 
 
 @dataclass(frozen=True)
 class ExtendConfig:
-    """How a launch is cut."""
+    """Launch configuration."""
 
     programs: int
-    """Thread blocks; each works through its share of the tiles."""
+    """Number of thread blocks; each works through its share of the work tiles."""
     block_kv: int
-    """KV tokens of a step, a multiple of 64; a multiple or a divisor of the block size."""
+    """KV tokens of a pipeline stage: a multiple of 64, and a multiple or divisor of block_size."""
     stages: int
-    """Slots of the rings of K and V, at least 2."""
+    """Number of pipeline stages of K and of V, at least 2."""
     ping_pong: bool = True
-    """Whether the warpgroups take turns on the tensor cores."""
+    """Whether the consumers alternate between the tensor cores and the softmax."""
 
 
 def choose_config(head_dim: int, num_cores: int) -> ExtendConfig:
-    """The cut of a launch, by its static shape: what fills shared memory and the registers.
+    """Return the launch configuration for a static shape; it fills shared memory and registers.
 
-    head_dim   block_kv  stages   bytes of shared memory (Q, K, V, output)
-          64        128       4   16 + 64 + 64 + 16 KiB
-         128        128       2   32 + 64 + 64 + 32 KiB
-         256         64       2   64 + 64 + 64 + 16 KiB, the output in four parts
+    ::
 
-    The numbers of quantised pools, as they come, take 16 or 32 KiB besides; with a head_dim of 128
-    the output then is in two parts.
+        head_dim   block_kv  stages   shared memory (Q, K, V, output)
+              64        128       4   16 + 64 + 64 + 16 KiB
+             128        128       2   32 + 64 + 64 + 32 KiB
+             256         64       2   64 + 64 + 64 + 16 KiB, the output in four parts
 
-    No register spills (ptxas 13.5, JAX 0.10.2 and 0.12.0.1), also with a head_dim of 256, where the
-    output takes 128 registers of a thread.
+    Quantised tiles take another 16 or 32 KiB; with a head_dim of 128 the output is then stored in
+    two parts. No register spills (ptxas 13.5, JAX 0.10.2 and 0.12.0.1), even with a head_dim of
+    256, where the output takes 128 registers per thread.
     """
     if head_dim <= 64:
         return ExtendConfig(num_cores, block_kv=128, stages=4)
@@ -51,13 +51,13 @@ def choose_config(head_dim: int, num_cores: int) -> ExtendConfig:
 
 
 def tile_tokens_of(group: int) -> int:
-    """Tokens of a tile for a group of query heads; 0 if the group is too large for one."""
+    """Tokens of a query tile for a group of query heads; 0 if the group is too large."""
     return TILE_ROWS // group // ALIGNMENT * ALIGNMENT
 
 
-def obstacle(q: jax.Array, k_blocks: jax.Array, batch: int) -> str | None:
-    """Why the kernel cannot serve the arguments; None if it can."""
-    if (shared := attention_obstacle(q, k_blocks)) is not None:
+def unsupported(q: jax.Array, k_blocks: jax.Array, batch: int) -> str | None:
+    """Reason why the kernel does not support the arguments, or None."""
+    if (shared := unsupported_attention(q, k_blocks)) is not None:
         return shared
     tokens, q_heads, kv_heads = q.shape[0], q.shape[1], k_blocks.shape[1]
     most = TILE_ROWS // ALIGNMENT

@@ -1,4 +1,4 @@
-"""The warpgroup of the Mosaic `paged_extend` that copies; `paged_extend_mosaic` draws its part."""
+"""The producer warpgroup of the Mosaic `paged_extend`: copies K and V into the pipeline."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -7,163 +7,158 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ..mosaic_compat import (
-    iota,
-    layout_cast,
-    load,
-    pl,
-    plgpu,
-)
+from ..mosaic_compat import iota, layout_cast, load, pl, plgpu
 from .config import ROWS
-from .launch import (
-    MATRIX,
-    Launch,
-    Memory,
-)
+from .kernel_params import MATRIX, KernelParams, KernelRefs
 from .work_list import WorkItem
 
-NARROW = plgpu.Layout.WGMMA_UPCAST_4X
-"""Of 1-byte numbers, from which 16-bit ones are made without moving between threads."""
+QUANTISED = plgpu.Layout.WGMMA_UPCAST_4X
+"""Register layout of 1-byte numbers that becomes WGMMA's without moves between threads."""
+
+COLUMNS = 64
+"""Columns that are in registers at a time; the producer has few."""
 
 
-class Copier(NamedTuple):
-    """Fills the rings of K and V of a thread block."""
+class Producer(NamedTuple):
+    """Fills the K and V pipelines of a thread block; `mosaic` draws its part."""
 
-    launch: Launch
-    m: Memory
+    params: KernelParams
+    refs: KernelRefs
 
     def run(self) -> None:
-        """Fill the rings, tile after tile."""
-        launch, m = self
-        if launch.interpret is None:
-            plgpu.set_max_registers(launch.registers[1], action="decrease")
+        """Copy the KV steps of all work tiles."""
+        params, refs = self
+        if params.interpret is None:
+            plgpu.set_max_registers(params.registers[1], action="decrease")
 
-        def tile(turn: Array, before: Array) -> Array:
-            _, head, item = launch.piece(m, turn)
-            step = partial(self.copy_step, head, item, before - item.begin)
-            if launch.quantised:
-                for of_k in (True, False):
-                    first = partial(self.fetch, of_k, head, item, item.begin)
-                    pl.when(item.begin < item.end)(first)
-                step = partial(self.widen_step, head, item, before - item.begin)
-            pl.loop(item.begin, item.end)(step)
-            return before + item.end - item.begin
+        def tile(wave: Array, before: Array) -> Array:
+            _, head, item = params.work_tile(refs, wave)
+            step = partial(self.copy_step, head, item, before - item.step_begin)
+            if params.quantised:
+                for is_k in (True, False):
+                    first = partial(self.load_quantised, is_k, head, item, item.step_begin)
+                    pl.when(item.step_begin < item.step_end)(first)
+                step = partial(self.dequantise_step, head, item, before - item.step_begin)
+            pl.loop(item.step_begin, item.step_end)(step)
+            return before + item.step_end - item.step_begin
 
-        def drain(step: Array) -> None:
-            plgpu.barrier_wait(m.k_free.at[launch.slot(step)])
-            plgpu.barrier_wait(m.v_free.at[launch.slot(step)])
+        def tail(step: Array) -> None:
+            plgpu.barrier_wait(refs.k_empty.at[params.stage(step)])
+            plgpu.barrier_wait(refs.v_empty.at[params.stage(step)])
 
-        total = lax.fori_loop(0, launch.turns(m), tile, jnp.int32(0))
-        # Not to leave while the others still hand slots back.
-        pl.loop(jnp.maximum(total - launch.config.stages, 0), total)(drain)
+        total = lax.fori_loop(0, params.num_waves(refs), tile, jnp.int32(0))
+        # The producer must not exit before the consumers have released all stages.
+        pl.loop(jnp.maximum(total - params.config.stages, 0), total)(tail)
 
     def copy_step(self, head: Array, item: WorkItem, offset: Array, i: Array) -> None:
         """Copy K and V of step `i` of a tile, which is step `offset + i` of the thread block."""
-        launch, m = self
-        stages, block_kv = launch.config.stages, launch.config.block_kv
-        slot = launch.slot(offset + i)
+        params, refs = self
+        stages, block_kv = params.config.stages, params.config.block_kv
+        stage = params.stage(offset + i)
         sources = self.sources(head, item, i)
-        again = offset + i >= stages
-        pl.when(again)(lambda: plgpu.barrier_wait(m.k_free.at[slot]))
-        self.fill(m.shared_k.at[slot], m.k, sources, m.k_full.at[slot])
-        pl.when(again)(lambda: plgpu.barrier_wait(m.v_free.at[slot]))
+        reused = offset + i >= stages
+        pl.when(reused)(lambda: plgpu.barrier_wait(refs.k_empty.at[stage]))
+        self.copy(refs.shared_k.at[stage], refs.k, sources, refs.k_full.at[stage])
+        pl.when(reused)(lambda: plgpu.barrier_wait(refs.v_empty.at[stage]))
         unwritten = (i * block_kv < item.kv_begin) | ((i + 1) * block_kv > item.kv_end)
-        full = m.v_full.at[jnp.where(unwritten, stages, slot)]
-        self.fill(m.shared_v.at[slot], m.v, sources, full)
+        full = refs.v_full.at[jnp.where(unwritten, stages, stage)]
+        self.copy(refs.shared_v.at[stage], refs.v, sources, full)
 
-        def clean() -> None:
-            plgpu.barrier_wait(m.v_full.at[stages])
-            self.zero_unwritten(m.shared_v.at[slot], item, i * block_kv)
-            plgpu.commit_smem()  # of zeroes
-            for _ in range(launch.block_copies):
-                plgpu.barrier_arrive(m.v_full.at[slot])
+        def zero_and_release() -> None:
+            plgpu.barrier_wait(refs.v_full.at[stages])
+            self.zero_unwritten(refs.shared_v.at[stage], item, i * block_kv)
+            plgpu.commit_smem()  # of zeros
+            for _ in range(params.copies_per_stage):
+                plgpu.barrier_arrive(refs.v_full.at[stage])
 
-        pl.when(unwritten)(clean)
+        pl.when(unwritten)(zero_and_release)
 
     def sources(self, head: Array, item: WorkItem, i: Array) -> list[tuple[Any, ...]]:
-        """Where the parts of step `i` of a tile lie in the pools."""
-        launch, m = self
-        block_size = jnp.int32(launch.block_size)
-        rows = min(launch.config.block_kv, launch.block_size)
+        """Index into the pools of each copy of step `i` of a tile."""
+        params, refs = self
+        block_size = jnp.int32(params.block_size)
+        rows = min(params.config.block_kv, params.block_size)
         sources = []
-        for j in range(launch.block_copies):
-            token = i * launch.config.block_kv + j * rows
-            # Blocks that the row does not use are not read, whatever its table says there.
+        for j in range(params.copies_per_stage):
+            token = i * params.config.block_kv + j * rows
+            # Only table entries of blocks that the row uses are read.
             first, last = lax.div(item.kv_begin, block_size), lax.div(item.kv_end - 1, block_size)
             column = jnp.clip(lax.div(token, block_size), first, last)
-            block = jnp.clip(m.tables[item.row, column], 0, launch.num_blocks - 1)
+            block = jnp.clip(refs.tables[item.row, column], 0, params.num_blocks - 1)
             start = 0
-            if launch.block_size > launch.config.block_kv:
+            if params.block_size > params.config.block_kv:
                 start = pl.multiple_of(lax.rem(token, block_size), rows)
             sources.append((block, head, pl.ds(start, rows)))
         return sources
 
-    def fill(self, place: Any, pool: Any, sources: list[tuple[Any, ...]], full: Any) -> None:
-        """Start to copy the parts of a step."""
-        rows = self.launch.config.block_kv // len(sources)
+    def copy(self, target: Any, pool: Any, sources: list[tuple[Any, ...]], full: Any) -> None:
+        """Start the copies of a step; each arrives at the barrier `full`."""
+        rows = self.params.config.block_kv // len(sources)
         for j, source in enumerate(sources):
-            plgpu.copy_gmem_to_smem(pool.at[source], place.at[pl.ds(j * rows, rows)], full)
+            plgpu.copy_gmem_to_smem(pool.at[source], target.at[pl.ds(j * rows, rows)], full)
 
-    def fetch(self, of_k: bool, head: Array, item: WorkItem, i: Array) -> None:
-        """Start to copy the numbers of step `i` of a tile, of a quantised pool."""
-        m = self.m
-        raw, pool = (m.raw_k, m.k) if of_k else (m.raw_v, m.v)
-        self.fill(raw, pool, self.sources(head, item, i), m.raw_full.at[0 if of_k else 1])
+    def load_quantised(self, is_k: bool, head: Array, item: WorkItem, i: Array) -> None:
+        """Start to copy K or V of step `i` of a tile from a quantised pool."""
+        refs = self.refs
+        tile, pool = (refs.quantised_k, refs.k) if is_k else (refs.quantised_v, refs.v)
+        self.copy(tile, pool, self.sources(head, item, i), refs.quantised_full.at[0 if is_k else 1])
 
-    def widen_step(self, head: Array, item: WorkItem, offset: Array, i: Array) -> None:
-        """As `copy_step`, of quantised pools: widen the numbers that came, and fetch the next."""
-        launch, m = self
-        slot = launch.slot(offset + i)
-        again = offset + i >= launch.config.stages
-        for of_k, free, wide, full in (
-            (True, m.k_free, m.shared_k, m.k_full),
-            (False, m.v_free, m.shared_v, m.v_full),
+    def dequantise_step(self, head: Array, item: WorkItem, offset: Array, i: Array) -> None:
+        """`copy_step` for quantised pools: dequantise step `i` and start to copy step `i + 1`."""
+        params, refs = self
+        stage = params.stage(offset + i)
+        reused = offset + i >= params.config.stages
+        for is_k, empty, target, full in (
+            (True, refs.k_empty, refs.shared_k, refs.k_full),
+            (False, refs.v_empty, refs.shared_v, refs.v_full),
         ):
-            pl.when(again)(partial(plgpu.barrier_wait, free.at[slot]))
-            plgpu.barrier_wait(m.raw_full.at[0 if of_k else 1])
-            self.widen(of_k, wide.at[slot], head, item, i)
-            plgpu.commit_smem()  # of widened numbers; all threads have read the raw ones
-            plgpu.barrier_arrive(full.at[slot])
-            following = partial(self.fetch, of_k, head, item, i + 1)
-            pl.when(i + 1 < item.end)(following)
+            pl.when(reused)(partial(plgpu.barrier_wait, empty.at[stage]))
+            plgpu.barrier_wait(refs.quantised_full.at[0 if is_k else 1])
+            self.dequantise(is_k, target.at[stage], head, item, i)
+            # Publishes the dequantised tile; all threads have read the quantised one.
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(full.at[stage])
+            following = partial(self.load_quantised, is_k, head, item, i + 1)
+            pl.when(i + 1 < item.step_end)(following)
 
-    def widen(self, of_k: bool, wide: Any, head: Array, item: WorkItem, i: Array) -> None:
-        """Numbers times the scale of their block, 0 where no row has written values."""
-        launch, m = self
-        interpret, rows = launch.interpret, launch.config.block_kv // launch.block_copies
-        raw, scales = (m.raw_k, m.k_scales) if of_k else (m.raw_v, m.v_scales)
+    def dequantise(self, is_k: bool, target: Any, head: Array, item: WorkItem, i: Array) -> None:
+        """Multiply a tile by the scales of its blocks; values that no row has written become 0."""
+        params, refs = self
+        interpret, rows = params.interpret, params.config.block_kv // params.copies_per_stage
+        tile = refs.quantised_k if is_k else refs.quantised_v
+        scales = refs.k_scales if is_k else refs.v_scales
         factors = [scales[block, head] for block, *_ in self.sources(head, item, i)]
-        columns = 64  # at a time, as below
-        for row in range(0, launch.config.block_kv, ROWS):
-            index = row + iota((ROWS,), 0, NARROW.reduce(1), interpret)
-            factor = layout_cast(
-                jnp.zeros((ROWS,), jnp.float32) + factors[row // rows], NARROW.reduce(1), interpret
-            )
+        for row in range(0, params.config.block_kv, ROWS):
+            index = row + iota((ROWS,), 0, QUANTISED.reduce(1), interpret)
+            factor = jnp.zeros((ROWS,), jnp.float32) + factors[row // rows]
+            factor = layout_cast(factor, QUANTISED.reduce(1), interpret)
             for j in range(row // rows + 1, -(-(row + ROWS) // rows)):
                 factor = jnp.where(index >= j * rows, factors[j], factor)
-            factor = lax.broadcast_in_dim(factor, (ROWS, columns), [0])
-            position = (
-                i * launch.config.block_kv + row + iota((ROWS, columns), 0, NARROW, interpret)
-            )
-            written = (position >= item.kv_begin) & (position < item.kv_end)
-            for column in range(0, launch.head_dim, columns):
-                part = (pl.ds(row, ROWS), pl.ds(column, columns))
-                numbers = layout_cast(raw[part], NARROW, interpret)
+            factor = lax.broadcast_in_dim(factor, (ROWS, COLUMNS), [0])
+            first = i * params.config.block_kv + row
+            written = self.written(item, first, QUANTISED)
+            for column in range(0, params.head_dim, COLUMNS):
+                part = (pl.ds(row, ROWS), pl.ds(column, COLUMNS))
+                numbers = layout_cast(tile[part], QUANTISED, interpret)
                 if numbers.dtype != jnp.int8:
-                    numbers = numbers.astype(jnp.float16)  # no direct instruction
+                    # There is no direct instruction from float8 to float32.
+                    numbers = numbers.astype(jnp.float16)
                 values = numbers.astype(jnp.float32) * factor
-                if not of_k:
+                if not is_k:
                     values = jnp.where(written, values, jnp.zeros_like(values))
-                wide[part] = values.astype(wide.dtype)
+                target[part] = values.astype(target.dtype)
 
     def zero_unwritten(self, v: Any, item: WorkItem, first: Array) -> None:
-        """Zero the rows of a tile of V that hold positions outside of [kv_begin, kv_end)."""
-        launch = self.launch
-        columns = 64  # at a time: the copier has few registers
-        for row in range(0, launch.config.block_kv, ROWS):
-            position = first + row + iota((ROWS, columns), 0, MATRIX, launch.interpret)
-            written = (position >= item.kv_begin) & (position < item.kv_end)
-            for column in range(0, launch.head_dim, columns):
-                part = (pl.ds(row, ROWS), pl.ds(column, columns))
-                value = load(v, part, MATRIX, launch.interpret)
+        """Zero the rows of a tile of V at positions outside [kv_begin, kv_end)."""
+        params = self.params
+        for row in range(0, params.config.block_kv, ROWS):
+            written = self.written(item, first + row, MATRIX)
+            for column in range(0, params.head_dim, COLUMNS):
+                part = (pl.ds(row, ROWS), pl.ds(column, COLUMNS))
+                value = load(v, part, MATRIX, params.interpret)
                 v[part] = jnp.where(written, value, jnp.zeros_like(value))
+
+    def written(self, item: WorkItem, first: Array, layout: Any) -> Array:
+        """Mask of the ROWS positions from `first` on that lie in [kv_begin, kv_end)."""
+        position = first + iota((ROWS, COLUMNS), 0, layout, self.params.interpret)
+        return (position >= item.kv_begin) & (position < item.kv_end)

@@ -1,24 +1,24 @@
-"""The work list of ragged extend attention, built on the device: which tile reads which KV.
+"""The work list of ragged extend attention, built on the device: which query tile reads which KV.
 
-A *tile* is `tile_tokens` consecutive tokens of `q`, some of one row, starting at a multiple of 8
-(what a tile copy can address), with all query heads that share one KV head:
+A *query tile* is `tile_tokens` consecutive tokens of `q` with all query heads that share one KV
+head. Its first token is a multiple of 8, because a TMA copy into shared memory starts there::
 
     q              0       8       16      24      32      40
     rows           |000000000000|1111111111111111111|.......      (row 1 starts at 13)
-    tiles of 16    |---------------|                              slots 0..12 live, row 0
-                           |---------------|                      slots 5..15 live, row 1
-                                           |---------------|      slots 0..8 live, row 1
+    tiles of 16    |---------------|                              tokens 0..12 valid, row 0
+                           |---------------|                      tokens 5..15 valid, row 1
+                                           |---------------|      tokens 0..8 valid, row 1
 
-A tile holds tokens of one row only; its other slots are computed and thrown away. It reads KV from
-the first position that its first live token sees to the position of its last one, in *steps* of
-`block_kv` tokens (window 5 steps wide, drawn for one tile):
+A tile serves one row; the results of its other tokens are discarded. It reads KV from the first
+position that its first valid token sees to the position of its last valid token, in *KV steps* of
+`block_kv` tokens. One tile with a window of 5 steps::
 
     step      0    1    2    3    4    5    6
                    |~~~~|----|----|----|~~~~|
-             begin ^    ^              ^    ^ end          ~ masked: some token sees not all of it
-                   full_begin   full_end                  - every live token sees all of it
+        step_begin ^    ^              ^    ^ step_end        ~ masked: some token sees only a part
+              full_begin               full_end               - full: every valid token sees all
 
-Rows of one token are no tiles: `attend_single_tokens` leaves them to a decode kernel.
+Rows of one query token have no tile: `attend_single_tokens` passes them to a decode kernel.
 """
 
 from collections.abc import Callable
@@ -29,45 +29,45 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 ALIGNMENT = 8
-"""Tokens: a tile starts at a multiple of it, the height of a tile of shared memory."""
+"""Tokens. A tile starts at a multiple of it, the height of a swizzle tile of shared memory."""
 
 
 class WorkItem(NamedTuple):
-    """One tile, or one int32 array per field for a list of them."""
+    """One query tile, or one int32 array per field for a list of tiles."""
 
     row: Int32[Array, "*items"]
     """Row of the block tables."""
-    first: Int32[Array, "*items"]
-    """Token of `q` in slot 0, a multiple of `ALIGNMENT`."""
-    live_begin: Int32[Array, "*items"]
-    live_end: Int32[Array, "*items"]
-    """Slots of the row's tokens: [live_begin, live_end)."""
+    first_token: Int32[Array, "*items"]
+    """First token of the tile in `q`, a multiple of `ALIGNMENT`."""
+    valid_begin: Int32[Array, "*items"]
+    valid_end: Int32[Array, "*items"]
+    """The row's tokens within the tile: [valid_begin, valid_end)."""
     position: Int32[Array, "*items"]
-    """Position within its row of slot 0; may be negative."""
+    """Position of the tile's first token within the row; may be negative."""
     kv_begin: Int32[Array, "*items"]
     kv_end: Int32[Array, "*items"]
-    """Positions of KV that may be used: before lies what the window has passed, behind nothing."""
-    begin: Int32[Array, "*items"]
+    """Readable KV positions: [kv_begin, kv_end). Earlier blocks may be recycled (window)."""
+    step_begin: Int32[Array, "*items"]
     full_begin: Int32[Array, "*items"]
     full_end: Int32[Array, "*items"]
-    end: Int32[Array, "*items"]
-    """Steps, see above; begin == end where nothing is seen."""
+    step_end: Int32[Array, "*items"]
+    """KV steps, see the diagram; step_begin == step_end if the tile sees nothing."""
     fits: Int32[Array, "*items"]
-    """0 where the row is longer than its table: the result is NaN."""
+    """0 if the row is longer than its block table: the result is NaN."""
 
 
 class WorkList(NamedTuple):
-    """All tiles of a call, longest first."""
+    """All query tiles of a call, longest first."""
 
     items: Int32[Array, "items fields"]
-    """A `WorkItem` per row; those behind `num_items` mean nothing."""
+    """One `WorkItem` per row; entries from `num_items` on are undefined."""
     num_items: Int32[Array, " 1"]
     item_of_token: Int32[Array, " tokens"]
-    """Which item holds a token of `q`; -1 for a token of no row."""
+    """Index of the item that computes each token of `q`; -1 for a token of no row."""
 
 
 def max_items(num_tokens: int, batch: int, tile_tokens: int) -> int:
-    """Bound of the number of tiles: rows cut anywhere, each starting up to 7 slots early."""
+    """Upper bound of the number of tiles; each row may start up to 7 tokens into its first tile."""
     return (num_tokens + min(batch, num_tokens) * (tile_tokens + ALIGNMENT - 2)) // tile_tokens
 
 
@@ -83,18 +83,19 @@ def build_work_list(
     window: int | None,
     max_kv_length: int,
 ) -> WorkList:
-    """Cut the rows into tiles.
+    """Cut the rows into query tiles.
 
     Args:
         kv_lengths: As in `paged_extend`.
         q_lengths: As in `paged_extend`; a row of 0 has no tile.
         q_starts: As in `paged_extend`.
-        num_tokens: Tokens of `q`.
-        padded_tokens: Tokens of the array that tiles are read from; no tile reaches past it.
-        tile_tokens: Tokens of a tile, a multiple of `ALIGNMENT`.
-        block_kv: KV tokens of a step.
+        num_tokens: Number of tokens of `q`.
+        padded_tokens: Number of tokens of the padded `q` that tiles are read from; no tile ends
+            after it.
+        tile_tokens: Number of tokens of a tile, a multiple of `ALIGNMENT`.
+        block_kv: Number of KV tokens of a step.
         window: As in `paged_extend`.
-        max_kv_length: What a block table can hold.
+        max_kv_length: Capacity of a block table in tokens.
     """
     batch = q_lengths.shape[0]
     base = q_starts // ALIGNMENT * ALIGNMENT
@@ -105,56 +106,59 @@ def build_work_list(
     row = jnp.searchsorted(tiles_end, index, side="right").astype(jnp.int32)
     row = jnp.minimum(row, batch - 1)
     start = base[row] + (index - (tiles_end[row] - tiles[row])) * tile_tokens
-    live_begin = jnp.maximum(jnp.maximum(start, q_starts[row]), 0)
-    live_end = jnp.minimum(jnp.minimum(start + tile_tokens, ends_at[row]), num_tokens)
-    # The last tile may have to start earlier, over tokens that another tile computes.
-    first = jnp.clip(start, 0, padded_tokens - tile_tokens)
+    valid_begin = jnp.maximum(jnp.maximum(start, q_starts[row]), 0)
+    valid_end = jnp.minimum(jnp.minimum(start + tile_tokens, ends_at[row]), num_tokens)
+    # The last tile is moved back if it would end after `padded_tokens`. The tokens that it then
+    # shares with the tile before are not valid in it.
+    first_token = jnp.clip(start, 0, padded_tokens - tile_tokens)
     kv_length = kv_lengths[row]
-    position = kv_length - q_lengths[row] + first - q_starts[row]
-    live_begin, live_end = live_begin - first, live_end - first
+    position = kv_length - q_lengths[row] + first_token - q_starts[row]
+    valid_begin, valid_end = valid_begin - first_token, valid_end - first_token
 
     fits = kv_length <= max_kv_length
-    last = jnp.where(fits, position + live_end - 1, -1)  # position of the last live token
-    end = jnp.maximum(last + block_kv, 0) // block_kv
-    seen_by_all = position + live_begin + 1
+    last = jnp.where(fits, position + valid_end - 1, -1)  # position of the last valid token
+    step_end = jnp.maximum(last + block_kv, 0) // block_kv
+    seen_by_all = position + valid_begin + 1
     full_end = jnp.maximum(seen_by_all, 0) // block_kv
-    kv_begin = begin = full_begin = jnp.zeros_like(end)
+    kv_begin = step_begin = full_begin = jnp.zeros_like(step_end)
     if window is not None:
-        kv_begin = jnp.maximum(position + live_begin + 1 - window, 0)
-        begin = jnp.minimum(kv_begin // block_kv, end)
+        kv_begin = jnp.maximum(position + valid_begin + 1 - window, 0)
+        step_begin = jnp.minimum(kv_begin // block_kv, step_end)
         full_begin = jnp.maximum(last + 1 - window + block_kv - 1, 0) // block_kv
-    full_begin = jnp.clip(full_begin, begin, end)
-    full_end = jnp.clip(full_end, full_begin, end)
+    full_begin = jnp.clip(full_begin, step_begin, step_end)
+    full_end = jnp.clip(full_end, full_begin, step_end)
     items = WorkItem(
-        row, first, live_begin, live_end, position, kv_begin, kv_length,
-        begin, full_begin, full_end, end, fits.astype(jnp.int32),
+        row, first_token, valid_begin, valid_end, position, kv_begin, kv_length,
+        step_begin, full_begin, full_end, step_end, fits.astype(jnp.int32),
     )  # fmt: skip
 
     num_items = jnp.clip(tiles_end[-1], 0, index.size)
-    cost = jnp.where(index < num_items, end - begin, -1)
-    order = jnp.argsort(-cost).astype(jnp.int32)  # stable: the order of equals is fixed
+    cost = jnp.where(index < num_items, step_end - step_begin, -1)
+    order = jnp.argsort(-cost).astype(jnp.int32)  # stable, hence deterministic
     place = jnp.zeros_like(order).at[order].set(index, unique_indices=True)
-    # Rows may lie in any order: mark where each begins, and look back for the nearest mark.
-    marks = jnp.where(q_lengths > 0, q_starts, num_tokens)
-    by_start = jnp.argsort(marks)
+    # Rows may lie in any order: sort their starts, and find the last start before each token.
+    starts = jnp.where(q_lengths > 0, q_starts, num_tokens)
+    by_start = jnp.argsort(starts)
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    nearest = jnp.searchsorted(marks[by_start], token, side="right").astype(jnp.int32) - 1
+    nearest = jnp.searchsorted(starts[by_start], token, side="right").astype(jnp.int32) - 1
     owner = by_start[jnp.maximum(nearest, 0)]
-    owned = (nearest >= 0) & (token < ends_at[owner]) & (q_lengths[owner] > 0)
+    in_row = (nearest >= 0) & (token < ends_at[owner]) & (q_lengths[owner] > 0)
     item = tiles_end[owner] - tiles[owner] + (token - base[owner]) // tile_tokens
-    item_of_token = jnp.where(owned, place[jnp.clip(item, 0, index.size - 1)], -1)
+    item_of_token = jnp.where(in_row, place[jnp.clip(item, 0, index.size - 1)], -1)
     return WorkList(jnp.stack(items, axis=1)[order], num_items[None], item_of_token)
 
 
-def snake(turn: jax.Array, program: jax.Array, num_programs: int) -> jax.Array:
-    """Which piece of work a program takes in its turn: pieces fall in cost, so shares are equal.
+def zigzag(wave: jax.Array, program: jax.Array, num_programs: int) -> jax.Array:
+    """Index of the work tile that a persistent program computes in a wave.
 
-    turn 0    0  1  2  3       programs from left to right
-    turn 1    7  6  5  4
-    turn 2    8  9 10 11
+    Work tiles are sorted by cost, longest first. Reversing every other wave balances the load::
+
+        wave 0    0  1  2  3       programs from left to right
+        wave 1    7  6  5  4
+        wave 2    8  9 10 11
     """
-    across = jnp.where(turn % 2 == 0, program, num_programs - 1 - program)
-    return turn * num_programs + across
+    across = jnp.where(wave % 2 == 0, program, num_programs - 1 - program)
+    return wave * num_programs + across
 
 
 def attend_single_tokens(
@@ -166,16 +170,20 @@ def attend_single_tokens(
     out: Float[Array, "tokens q_heads head_dim"],
     lse: Float[Array, "tokens q_heads"] | None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"] | None]:
-    """`out` and `lse`, replaced for rows of one query by what a decode kernel gives for them.
+    """Replace `out` and `lse` of rows of one query token by the results of a decode kernel.
 
-    All of them in one launch, whose time is that of the KV they read: in tiles each would take a
-    whole one for its token, and its KV would be read by one thread block per head.
+    One decode launch serves all of them, at the cost of the KV they read. A query tile would
+    spend the work of a whole tile on one token, with one thread block per (row, KV head).
 
     Args:
-        decode: Makes outputs and log-sum-exps of a query and a length for each row of the batch;
-            the length is 0 for rows of more queries or none.
-        q: As in `paged_extend`, and so are the next three.
-        out: Outputs of the other rows; and so is `lse`.
+        decode: Returns output and log-sum-exp for one query and one length per row of the batch.
+            The length is 0 for rows that do not have exactly one query.
+        q: As in `paged_extend`, like the next three.
+        kv_lengths: KV tokens of each row.
+        q_lengths: Query tokens of each row.
+        q_starts: Index in `q` of each row's first query.
+        out: Outputs of the other rows.
+        lse: Log-sum-exps of the other rows, or None.
     """
     single = (q_lengths == 1) & (q_starts >= 0)
     queries = q.at[jnp.where(single, q_starts, 0)].get(mode="clip")

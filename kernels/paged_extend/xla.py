@@ -1,4 +1,4 @@
-"""The jnp backend of `paged_extend`: tiles of long rows one by one, single tokens together."""
+"""The jnp backend of `paged_extend`: a loop over query tiles, and `paged_decode` for the rest."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ from ..online_softmax import (
     SoftmaxState,
     attend_chunk,
     empty_state,
-    finish,
+    finalize,
     load_chunk,
     merge,
 )
@@ -21,7 +21,7 @@ from ..paged_decode.xla import decode
 from .work_list import attend_single_tokens
 
 CHUNK_TOKENS = 256
-TILE_TOKENS = 64  # query tokens of one row that read a chunk of KV together
+TILE_TOKENS = 64  # query tokens of a tile, which read each chunk of KV together
 
 
 @partial(jax.jit, static_argnums=8)
@@ -37,12 +37,12 @@ def extend(
     options: AttentionOptions,
     scales: tuple[Float[Array, "blocks kv_heads"], Float[Array, "blocks kv_heads"]] | None = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"]]:
-    """`paged_extend` without its checks: tiles of long rows one by one, single tokens together."""
+    """`paged_extend` without its checks."""
     num_tokens, q_heads, _ = q.shape
     if num_tokens == 0 or block_tables.shape[0] == 0:
         return jnp.zeros_like(q), jnp.full((num_tokens, q_heads), -jnp.inf, jnp.float32)
     tile_tokens = min(TILE_TOKENS, num_tokens)
-    # Padding at the end: the last tile of a row may reach past the last token.
+    # The last tile of a row may end after the last token.
     padding = (0, tile_tokens)
     q_padded = jnp.pad(q, (padding, (0, 0), (0, 0)))
     out = jnp.zeros_like(q_padded)
@@ -53,14 +53,14 @@ def extend(
 
     def tile(t: Array, outputs: tuple[Array, Array]) -> tuple[Array, Array]:
         row = jnp.searchsorted(ends, t, side="right")
-        offset = (t - (ends[row] - num_tiles[row])) * tile_tokens  # of the tile, within the row
+        offset = (t - (ends[row] - num_tiles[row])) * tile_tokens  # of the tile in the row
         start = q_starts[row] + offset
         position = kv_lengths[row] - q_lengths[row] + offset + jnp.arange(tile_tokens)
-        live = jnp.arange(tile_tokens) < q_lengths[row] - offset
+        valid = jnp.arange(tile_tokens) < q_lengths[row] - offset
         queries = lax.dynamic_slice_in_dim(q_padded, start, tile_tokens)
         tile_out, tile_lse = _attend_tile(
             queries,
-            jnp.where(live, position, -1),
+            jnp.where(valid, position, -1),
             (k_blocks, v_blocks),
             block_tables[row],
             kv_lengths[row],
@@ -68,12 +68,12 @@ def extend(
             options,
             scales,
         )
-        # The tile may reach into the next row, whose outputs may be there already.
+        # The tile may overlap the next row, whose outputs may be written already.
         out, lse = outputs
         old_out = lax.dynamic_slice_in_dim(out, start, tile_tokens)
         old_lse = lax.dynamic_slice_in_dim(lse, start, tile_tokens)
-        new_out = jnp.where(live[:, None, None], tile_out, old_out)
-        new_lse = jnp.where(live[:, None], tile_lse, old_lse)
+        new_out = jnp.where(valid[:, None, None], tile_out, old_out)
+        new_lse = jnp.where(valid[:, None], tile_lse, old_lse)
         return (
             lax.dynamic_update_slice_in_dim(out, new_out, start, 0),
             lax.dynamic_update_slice_in_dim(lse, new_lse, start, 0),
@@ -102,9 +102,9 @@ def _attend_tile(
     options: AttentionOptions,
     scales: tuple[Array, Array] | None,
 ) -> tuple[Float[Array, "tile q_heads head_dim"], Float[Array, "tile q_heads"]]:
-    """Attention of consecutive tokens of one row; position -1 (after the others) sees nothing.
+    """Attention of consecutive tokens of one row; tokens at position -1, at the end, see nothing.
 
-    The queries that share a KV head, `tile * group` of them, are the rows of one matrix:
+    The `tile * group` queries that share a KV head are the rows of one matrix::
 
         q [tile, kv_heads, group, head_dim]  ->  [kv_heads, tile * group, head_dim]
     """
@@ -141,7 +141,7 @@ def _attend_tile(
     num_chunks = (last + chunk_tokens) // chunk_tokens
     state = lax.fori_loop(first // chunk_tokens, num_chunks, step, empty_state(shape, head_dim))
     state = jax.tree.map(lambda x: x.reshape(kv_heads, tile, group, *x.shape[3:]), state)
-    out, lse = finish(state, None if sinks is None else sinks.reshape(kv_heads, 1, group))
+    out, lse = finalize(state, None if sinks is None else sinks.reshape(kv_heads, 1, group))
     out = jnp.where(fits, out, jnp.nan).swapaxes(0, 1).reshape(q.shape)
     lse = jnp.where(fits, lse, jnp.nan).swapaxes(0, 1).reshape(tile, q_heads)
     return out.astype(q.dtype), lse

@@ -106,10 +106,10 @@ def test_the_kernels_that_are_timed_are_lowered_for_an_h100(operation, lowered):
 
 class TestTuning:
     def test_every_block_size_has_tilings_to_time(self):
-        assert all(len(tune.survivors(size)) >= 3 for size in problems.FULL.block_sizes)
+        assert all(len(tune.without_spills(size)) >= 3 for size in problems.FULL.block_sizes)
 
     def test_what_is_timed_is_lowered_for_an_h100(self, lowered, monkeypatch):
-        monkeypatch.setattr(tune, "survivors", lambda block_size: [(64, 4)])  # a second for each
+        monkeypatch.setattr(tune, "without_spills", lambda block_size: [(64, 4)])  # a second for each
         with on_h100():
             records = list(tune.tune(LIKE_FULL, 64))
         assert len(lowered) == len(records)

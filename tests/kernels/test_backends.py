@@ -7,44 +7,44 @@ import jax
 import pytest
 
 from radixkv.kernels import KernelArgumentError, backends
-from radixkv.kernels.backends import choose, target
+from radixkv.kernels.backends import choose_backend, target_device
 
 from .lowering import H100, on_h100
 
 
 class TestTarget:
     def test_default_device(self):
-        assert target().name == jax.devices()[0].device_kind
+        assert target_device().name == jax.devices()[0].device_kind
 
     def test_abstract_device_goes_before_it(self):
         with on_h100():
-            assert target() == (H100.device_kind, "9.0", 132)
+            assert target_device() == (H100.device_kind, "9.0", 132)
 
     def test_chosen_default_device(self):
         cpu = jax.devices("cpu")[0]
         for device in (cpu, "cpu"):
             with jax.default_device(device):
-                assert target() == (cpu.device_kind, None, 1)
+                assert target_device() == (cpu.device_kind, None, 1)
 
 
 class TestChoose:
     def test_mosaic_on_hopper(self):
         with on_h100():
-            assert choose(None, None) == choose("mosaic", None) == "mosaic"
-            assert choose("xla", None) == "xla"
+            assert choose_backend(None, None) == choose_backend("mosaic", None) == "mosaic"
+            assert choose_backend("xla", None) == "xla"
 
     def test_xla_where_mosaic_cannot_serve(self):
         with on_h100():
-            assert choose(None, "mosaic needs a head_dim of 64, got 80") == "xla"
+            assert choose_backend(None, "mosaic needs a head_dim of 64, got 80") == "xla"
         with jax.default_device("cpu"):
-            assert choose(None, None) == "xla"
+            assert choose_backend(None, None) == "xla"
 
     def test_the_choice_is_made_when_a_function_is_traced_for_a_device(self):
         chosen = []
 
         @jax.jit
         def traced(x):
-            chosen.append(choose(None, None))
+            chosen.append(choose_backend(None, None))
             return x
 
         x = jax.ShapeDtypeStruct((), "float32")
@@ -56,23 +56,23 @@ class TestChoose:
 
     def test_messages(self):
         with on_h100(), pytest.raises(KernelArgumentError) as refusal:
-            choose("mosaic", "mosaic needs a head_dim of 64, got 80")
+            choose_backend("mosaic", "mosaic needs a head_dim of 64, got 80")
         assert str(refusal.value) == (
             "backend must be 'xla' or None here: mosaic needs a head_dim of 64, got 80"
         )
         with jax.default_device("cpu"), pytest.raises(KernelArgumentError) as refusal:
-            choose("mosaic", None)
+            choose_backend("mosaic", None)
         assert str(refusal.value) == (
             "backend must be 'xla' or None here: mosaic needs an NVIDIA GPU of compute capability "
             "9.0, got cpu"
         )
         with pytest.raises(KernelArgumentError) as refusal:
-            choose("triton", None)
+            choose_backend("triton", None)
         assert str(refusal.value) == "backend must be 'mosaic', 'xla' or None, got 'triton'"
 
     def test_what_mosaic_needs_and_is_not_installed(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "jax.experimental.pallas.mosaic_gpu", None)
-        path = backends.__file__.replace("backends", "mosaic")
+        path = backends.__file__.replace("backends", "mosaic_compat")
         found = importlib.util.spec_from_file_location("mosaic_without_absl", path)
         assert found is not None and found.loader is not None
         with pytest.raises(ModuleNotFoundError) as missing:

@@ -12,7 +12,7 @@ from radixkv.kernels import (
     gather_blocks,
     scatter_blocks,
 )
-from radixkv.kernels.block_copy.api import mosaic as block_copy_mosaic
+from radixkv.kernels.block_copy import mosaic as block_copy_mosaic
 
 from .interpret import PARAMS, SEES_ASYNC_RACES, assert_caught, races_detected
 from .lowering import (
@@ -106,7 +106,7 @@ class TestInterpreted:
         RUNS[name](block_copy_mosaic, PARAMS, dtype=dtype, cores=cores)
 
     @pytest.mark.parametrize("count", [-1, 0, 1, 4, N + 1])
-    def test_first_count_entries_act(self, name, count):
+    def test_first_count_entries_are_active(self, name, count):
         RUNS[name](block_copy_mosaic, PARAMS, count)
 
     def test_no_race(self, name):
@@ -117,7 +117,7 @@ class TestInterpreted:
 BUGS = {
     "a load is not waited for": (
         "copy",
-        "pl.when(moves)(lambda: plgpu.barrier_wait(arrived.at[slot]))",
+        "pl.when(active)(lambda: plgpu.barrier_wait(full.at[stage]))",
     ),
     "a slot is loaded before it is stored": (
         "scatter",
@@ -165,7 +165,7 @@ def test_lowers_for_an_h100(name, dtype, shape):
 
 def test_pools_beyond_a_launch_are_moved_by_further_ones():
     module = planted(block_copy_mosaic, {"POOLS_PER_LAUNCH = 16": "POOLS_PER_LAUNCH = 2"})
-    groups = module.by_launch(lambda *groups: [groups], tuple(range(5)), tuple("abcde"))
+    groups = module.in_launches(lambda *groups: [groups], tuple(range(5)), tuple("abcde"))
     assert groups == (((0, 1), ("a", "b")), ((2, 3), ("c", "d")), ((4,), ("e",)))
 
 

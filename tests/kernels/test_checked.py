@@ -10,15 +10,13 @@ from jax.experimental import checkify
 
 from radixkv.kernels import (
     KernelArgumentError,
+    checked,
     copy_blocks,
     gather_blocks,
     kv_write,
     paged_decode,
     paged_extend,
     scatter_blocks,
-)
-from radixkv.kernels import (
-    value_checks as checked,
 )
 
 from .problems import int32
@@ -107,9 +105,9 @@ REFUSED = (
     (lambda: decode([[1, 1], [1, -1]], [5, 5], window=4), "block_tables[1, 1] must be in 0 .. 8, got -1"),  # noqa: E501
     (lambda: extend([[1, 2]], [-1], [0], [0]), "kv_lengths[0] must be >= 0, got -1"),
     (lambda: extend([[1, 2]], [9], [1], [0]), "kv_lengths[0] must be at most 8, what its block table holds, got 9"),  # noqa: E501
-    (lambda: extend([[1, 2]], [2], [3], [0]), "q_lengths[0] must be in 0 .. 2, its kv_lengths, got 3"),  # noqa: E501
-    (lambda: extend([[1, 2]], [4], [4], [5]), "row 0 must lie in the 8 tokens of q, got 5 .. 9"),
-    (lambda: extend([[1, 2]] * 2, [4, 4], [2, 3], [4, 2]), "rows must lie apart in q, but row 1 ends after row 0 starts"),  # noqa: E501
+    (lambda: extend([[1, 2]], [2], [3], [0]), "q_lengths[0] must be in 0 .. 2 (its kv_lengths), got 3"),  # noqa: E501
+    (lambda: extend([[1, 2]], [4], [4], [5]), "row 0 must lie within the 8 tokens of q, got 5 .. 9"),  # noqa: E501
+    (lambda: extend([[1, 2]] * 2, [4, 4], [2, 3], [4, 2]), "rows must be disjoint in q, but row 1 ends after row 0 starts"),  # noqa: E501
     (lambda: extend([[1, 99]], [5], [1], [0]), "block_tables[0, 1] must be in 0 .. 8, got 99"),
     (lambda: write([3, 36]), "slots[1] must be -1 or in 0 .. 35, got 36"),
     (lambda: write([3, -2]), "slots[1] must be -1 or in 0 .. 35, got -2"),

@@ -13,7 +13,7 @@ from radixkv.kernels.paged_extend.work_list import (
     WorkItem,
     build_work_list,
     max_items,
-    snake,
+    zigzag,
 )
 
 from .problems import int32
@@ -73,22 +73,22 @@ def test_any_rows(rows, order, cut):
 
     owner = np.full(TOKENS, -1)
     for number, item in enumerate(items):
-        assert item.first % ALIGNMENT == 0 and 0 <= item.first <= TOKENS - tile_tokens
-        assert 0 <= item.live_begin < item.live_end <= tile_tokens
+        assert item.first_token % ALIGNMENT == 0 and 0 <= item.first_token <= TOKENS - tile_tokens
+        assert 0 <= item.valid_begin < item.valid_end <= tile_tokens
         kv, n, start = placed[item.row]
         assert item.kv_end == kv and item.fits == (kv <= MAX_KV)
-        live = range(item.first + item.live_begin, item.first + item.live_end)
-        assert start <= live[0] and live[-1] < start + n
-        assert (owner[live] == -1).all()
-        owner[live] = number
-        positions = [kv - n + token - start for token in live]
-        assert positions[0] == item.position + item.live_begin
+        valid = range(item.first_token + item.valid_begin, item.first_token + item.valid_end)
+        assert start <= valid[0] and valid[-1] < start + n
+        assert (owner[valid] == -1).all()
+        owner[valid] = number
+        positions = [kv - n + token - start for token in valid]
+        assert positions[0] == item.position + item.valid_begin
         seen = {p for position in positions for p in visible(position, window)}
         if not item.fits:
             seen = set()
-        steps = range(item.begin, item.end)
+        steps = range(item.step_begin, item.step_end)
         assert sorted({p // BLOCK_KV for p in seen}) == list(steps)
-        assert item.begin <= item.full_begin <= item.full_end <= item.end
+        assert item.step_begin <= item.full_begin <= item.full_end <= item.step_end
         for step in range(item.full_begin, item.full_end):
             for position in positions:
                 assert set(range(step * BLOCK_KV, (step + 1) * BLOCK_KV)) <= {
@@ -101,14 +101,14 @@ def test_any_rows(rows, order, cut):
         expected[start : start + n] = True
     assert np.array_equal(owner >= 0, expected)
     assert np.array_equal(work.item_of_token, owner)
-    costs = [item.end - item.begin for item in items]
+    costs = [item.step_end - item.step_begin for item in items]
     assert costs == sorted(costs, reverse=True)
 
 
 def test_most_steps_of_a_long_row_need_no_mask():
     work = build([MAX_KV], [24], [0], tile_tokens=8)
     items = [WorkItem(*(int(x) for x in item)) for item in work.items[:3]]
-    steps = [(i.begin, i.full_begin, i.full_end, i.end) for i in items]
+    steps = [(i.step_begin, i.full_begin, i.full_end, i.step_end) for i in items]
     assert np.array_equal(steps, [(0, 0, 4, 5), (0, 0, 3, 4), (0, 0, 2, 3)])
 
 
@@ -127,10 +127,10 @@ def test_a_row_outside_of_the_queries_reads_and_writes_within(q_length, q_start)
     assert work.num_items[0] <= len(work.items)
     for item in work.items[: int(work.num_items[0])]:
         item = WorkItem(*(int(x) for x in item))
-        assert 0 <= item.first <= TOKENS - 16
-        assert item.live_begin >= 0 and item.live_end <= 16
+        assert 0 <= item.first_token <= TOKENS - 16
+        assert item.valid_begin >= 0 and item.valid_end <= 16
 
 
-def test_snake():
-    turns = [[int(snake(jax.numpy.int32(t), p, 4)) for p in range(4)] for t in range(3)]
+def test_zigzag():
+    turns = [[int(zigzag(jax.numpy.int32(t), p, 4)) for p in range(4)] for t in range(3)]
     assert turns == [[0, 1, 2, 3], [7, 6, 5, 4], [8, 9, 10, 11]]

@@ -70,7 +70,7 @@ def test_tokens_of_a_group(tokens, token_bytes, expected):
 
 
 BUGS = {
-    "a load is not waited for": "plgpu.barrier_wait(arrived.at[slot])",
+    "a load is not waited for": "plgpu.barrier_wait(full.at[stage])",
     "a slot is loaded before it is stored": "plgpu.wait_smem_to_gmem(0, wait_read_only=True)",
     "the last store is not waited for": "plgpu.wait_smem_to_gmem(0)\n",
 }

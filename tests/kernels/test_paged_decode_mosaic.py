@@ -111,7 +111,7 @@ class TestRaces:
     """Each wait and fence that interpret mode can miss is needed."""
 
     def run(self, module=paged_decode_mosaic):
-        """A row long enough that every slot of the ring is filled twice."""
+        """A row long enough that every pipeline stage is filled twice."""
         heads = Heads(1, 4, 64)
         rng = np.random.default_rng(0)
         cache = make_cache(
@@ -128,12 +128,12 @@ class TestRaces:
         self.run()
 
     MISSING_WAITS = (
-        "        plgpu.barrier_wait(m.q_full)\n",
-        "        plgpu.barrier_wait(m.k_full.at[slot])\n",
-        "        plgpu.barrier_wait(m.v_full.at[slot])\n",
+        "        plgpu.barrier_wait(refs.q_full)\n",
+        "        plgpu.barrier_wait(refs.k_full.at[stage])\n",
+        "        plgpu.barrier_wait(refs.v_full.at[stage])\n",
     )
     MISSING_FENCES = (
-        "        plgpu.commit_smem()  # all warps are done with tile i - 1: its slot may be filled\n",  # noqa: E501
+        "        plgpu.commit_smem()  # all warps have finished tile i - 1: its stage is free\n",
         "            plgpu.commit_smem()\n            plgpu.copy_smem_to_gmem(out.at[real], target)\n",  # noqa: E501
         "        plgpu.wait_smem_to_gmem(0)\n",
     )
@@ -233,9 +233,9 @@ class TestForHopper:
         products = case.head_dim // 16 + config.tile_tokens // 16
         assert compiled.count("wgmma.mma_async") == products
         # TMA, for K and V: `stages - 1` tiles before the loop, one in it; and one for the queries.
-        pieces = max(1, config.tile_tokens // case.block_size)
+        boxes = max(1, config.tile_tokens // case.block_size)
         copies = compiled.count("cp.async.bulk.tensor") - compiled.count("cp.async.bulk.commit")
-        assert copies == 2 * pieces * config.stages + 1
+        assert copies == 2 * boxes * config.stages + 1
         # One launch where one thread block attends to a whole row: no parts, no merge. A lse that
         # is not returned is 256 bytes for each row and KV head, and two results have pointers.
         unused_lse = 0 if case.head_dim < 256 or case.everything else 256 * (case.batch * 8 + 1)
@@ -258,7 +258,7 @@ class TestConfig:
         assert choose_config(64, 8, 128, 4096, 1, 132) == DecodeConfig(64, 4, 1)
 
 
-class TestObstacles:
+class TestUnsupported:
     @pytest.mark.parametrize(
         ("case", "message"),
         [

@@ -13,8 +13,8 @@ import pytest
 from radixkv.kernels import paged_extend
 from radixkv.kernels.online_softmax import AttentionOptions
 from radixkv.kernels.paged_decode.config import DecodeConfig
+from radixkv.kernels.paged_extend import consumer, producer
 from radixkv.kernels.paged_extend import mosaic as paged_extend_mosaic
-from radixkv.kernels.paged_extend import producer as paged_extend_copier
 from radixkv.kernels.paged_extend.config import ExtendConfig, choose_config
 
 from . import oracle
@@ -144,12 +144,12 @@ def test_no_race(soft_cap):
 
 
 BUGS = {
-    "V is not waited for": "plgpu.barrier_wait(m.v_full.at[slot])",
-    "Q is not waited for": "plgpu.barrier_wait(m.q_full.at[warpgroup])",
+    "V is not waited for": "plgpu.barrier_wait(refs.v_full.at[stage])",
+    "Q is not waited for": "plgpu.barrier_wait(refs.q_full.at[warpgroup])",
     "K is loaded over what is read": (
-        "pl.when(again)(lambda: plgpu.barrier_wait(m.k_free.at[slot]))"
+        "pl.when(reused)(lambda: plgpu.barrier_wait(refs.k_empty.at[stage]))"
     ),
-    "zeroed rows of V are not waited for": "plgpu.barrier_wait(m.v_full.at[stages])",
+    "zeroed rows of V are not waited for": "plgpu.barrier_wait(refs.v_full.at[stages])",
     "the output is not fenced": "plgpu.commit_smem()  # of output",
     "the output is written over what is copied": "plgpu.wait_smem_to_gmem(0, wait_read_only=True)",
     "the last copies are not waited for": "plgpu.wait_smem_to_gmem(0)\n",
@@ -160,10 +160,10 @@ if SEES_ASYNC_RACES:  # in 0.10, moreover, warpgroups wait for ever for one that
     def test_planted_bug_is_caught(bug):
         line = BUGS[bug]
         missing = {line: "pass" + "\n" * line.count("\n")}
-        copies = line in Path(paged_extend_copier.__file__).read_text()
-        module = planted(paged_extend_mosaic, {} if copies else missing)
-        if copies:
-            vars(module)["copier"] = planted(paged_extend_copier, missing)
+        module = planted(paged_extend_mosaic, {})
+        produces = line in Path(producer.__file__).read_text()
+        name, changed = ("producer", producer) if produces else ("consumer", consumer)
+        vars(module)[name] = planted(changed, missing)
         assert_caught(lambda params: run(**BUSY, interpret=params, module=module))
 
 

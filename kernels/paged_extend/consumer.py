@@ -1,0 +1,245 @@
+"""The consumer warpgroups of the Mosaic `paged_extend`: WGMMA and softmax of 64 rows of a tile."""
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from ..mosaic_compat import dot, dot_add, iota, layout_cast, load, pl, plgpu
+from ..online_softmax import optimization_barrier
+from .config import ROWS, WARPGROUPS
+from .kernel_params import MATRIX, KernelParams, KernelRefs, WorkTile
+from .work_list import ALIGNMENT, WorkItem
+
+LOG2_E = math.log2(math.e)
+LOWEST = -1e30
+"""Initial softmax peak: finite, so that differences are never NaN."""
+
+ROW_VECTOR = plgpu.Layout.WGMMA.reduce(1)
+
+
+class SoftmaxState(NamedTuple):
+    """A softmax in progress, as in `online_softmax` but in base 2."""
+
+    weighted: Array
+    """[ROWS, head_dim]"""
+    peak: Array
+    total: Array
+    """[ROWS]"""
+
+
+class Consumer(NamedTuple):
+    """Attends for 64 matrix rows of each work tile; `mosaic` draws its part."""
+
+    params: KernelParams
+    refs: KernelRefs
+    warpgroup: Array
+    """0 or 1."""
+
+    def run(self) -> None:
+        """Attend for all work tiles of the thread block."""
+        params, refs, warpgroup = self
+        if params.interpret is None:
+            plgpu.set_max_registers(params.registers[0], action="increase")
+        waves = params.num_waves(refs)
+        pl.when(waves > 0)(lambda: self.load_q(jnp.int32(0)))
+
+        def tile(wave: Array, before: Array) -> Array:
+            item = params.work_tile(refs, wave).item
+            plgpu.barrier_wait(refs.q_full.at[warpgroup])
+            # Warpgroup 0 enters the tensor cores first in each tile, and hands them over last.
+            pl.when(warpgroup == 1)(self.ping_pong)
+            state = self.attend(item, before)
+            pl.when(warpgroup == 0)(self.ping_pong)
+            pl.when(wave + 1 < waves)(lambda: self.load_q(wave + 1))
+            work = params.work_tile(refs, wave)  # loaded again, to save registers
+            self.store(work, state)
+            return before + work.item.step_end - work.item.step_begin
+
+        lax.fori_loop(0, waves, tile, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+
+    def load_q(self, wave: Array) -> None:
+        """Start to copy this warpgroup's queries of a wave."""
+        params, refs, warpgroup = self
+        _, head, item = params.work_tile(refs, wave)
+
+        def load_for(w: int) -> None:
+            copies = params.q_copies(w)
+            for _ in range(params.q_arrivals - len(copies)):
+                plgpu.barrier_arrive(refs.q_full.at[w])
+            for row, g, token, rows in copies:
+                first = pl.multiple_of(item.first_token + token, ALIGNMENT)
+                source = refs.q.at[pl.ds(first, rows), head * params.group + g]
+                target = refs.shared_q.at[w, pl.ds(row, rows)]
+                plgpu.copy_gmem_to_smem(source, target, refs.q_full.at[w])
+
+        for w in range(WARPGROUPS):
+            pl.when(warpgroup == w)(partial(load_for, w))
+
+    def ping_pong(self) -> None:
+        """Hand the tensor cores to the other warpgroup, or wait until it hands them over."""
+        if self.params.config.ping_pong:
+            plgpu.barrier_arrive(self.refs.ping_pong)
+            plgpu.barrier_wait(self.refs.ping_pong)
+
+    def attend(self, item: WorkItem, before: Array) -> SoftmaxState:
+        """Softmax over all KV steps of a tile; `before` counts the steps of earlier tiles."""
+        params, refs, _ = self
+        # The difference takes one register through the loops, its terms two.
+        step = partial(self.attend_step, item, before - item.step_begin)
+        rows = jnp.zeros((ROWS,), jnp.float32)
+        zeros = jnp.zeros((ROWS, params.head_dim), jnp.float32)
+        state = SoftmaxState(
+            layout_cast(zeros, MATRIX, params.interpret),
+            layout_cast(rows + LOWEST, ROW_VECTOR, params.interpret),
+            layout_cast(rows, ROW_VECTOR, params.interpret),
+        )
+
+        def wait_for_k() -> None:
+            plgpu.barrier_wait(refs.k_full.at[params.stage(before)])
+
+        pl.when(item.step_begin < item.step_end)(wait_for_k)
+        masked, full = partial(step, True), partial(step, False)
+        if params.options.window is not None:
+            state = lax.fori_loop(item.step_begin, item.full_begin, masked, state)
+        state = lax.fori_loop(item.full_begin, item.full_end, full, state)
+        return SoftmaxState(*lax.fori_loop(item.full_end, item.step_end, masked, state))
+
+    def attend_step(
+        self, item: WorkItem, offset: Array, masked: bool, i: Array, state: SoftmaxState
+    ) -> SoftmaxState:
+        """One KV step: Q @ K, softmax, weights @ V. The caller has waited for K.
+
+        The exponent of each weight is one multiply-add of its logit. The other warpgroup may
+        enter the tensor cores as soon as this one has issued its products.
+        """
+        params, refs, warpgroup = self
+        weighted, peak, total = state
+        options, config, interpret = params.options, params.config, params.interpret
+        size = (ROWS, config.block_kv)
+        stage = params.stage(offset + i)
+        q_index = warpgroup
+        if params.head_dim > 128:
+            # Adds 0, which the compiler cannot know. With a constant index it keeps the addresses
+            # of all parts of Q through the loops: about 20 registers, which spill.
+            q_index += jnp.minimum(offset + i, 0)
+        q, k = refs.shared_q.at[q_index], refs.shared_k.at[stage]
+        logits = dot(q, k, size, interpret, self.ping_pong)
+        if interpret is not None:
+            plgpu.commit_smem()  # see `dot_add`
+        plgpu.barrier_arrive(refs.k_empty.at[stage])
+        scale = options.sm_scale * LOG2_E
+        if options.soft_cap is not None:
+            # One instruction with a relative error of 2**-11, below that of 16-bit weights.
+            logits = jnp.tanh(logits * (options.sm_scale / options.soft_cap))
+            scale = options.soft_cap * LOG2_E
+        if masked:
+            logits = self.mask(logits, item, i)
+        new_peak = jnp.maximum(peak, logits.max(axis=1) * scale)
+        factor = jnp.exp2(peak - new_peak)
+        weights = jnp.exp2(logits * scale - lax.broadcast_in_dim(new_peak, size, [0]))
+        weighted *= lax.broadcast_in_dim(factor, weighted.shape, [0])
+        total *= factor
+        narrow = weights.astype(params.dtype)
+
+        def wait_for_v_and_turn() -> None:
+            if config.ping_pong:
+                plgpu.barrier_arrive(refs.ping_pong)
+            plgpu.barrier_wait(refs.v_full.at[stage])
+            if config.ping_pong:
+                plgpu.barrier_wait(refs.ping_pong)
+
+        # The place of the sum decides how many registers are live across the wait.
+        if params.head_dim <= 128:
+            total += weights.sum(axis=1)
+            weighted, total, new_peak, narrow = optimization_barrier(
+                (weighted, total, new_peak, narrow)
+            )
+            wait_for_v_and_turn()
+        else:
+            wait_for_v_and_turn()
+            total += weights.sum(axis=1)
+
+        def wait_for_next_k() -> None:
+            next_k = refs.k_full.at[params.stage(offset + i + 1)]
+            pl.when(i + 1 < item.step_end)(lambda: plgpu.barrier_wait(next_k))
+
+        weighted = dot_add(weighted, narrow, refs.shared_v.at[stage], interpret, wait_for_next_k)
+        if interpret is not None:
+            plgpu.commit_smem()
+        plgpu.barrier_arrive(refs.v_empty.at[stage])
+        return SoftmaxState(weighted, new_peak, total)
+
+    def mask(self, logits: Array, item: WorkItem, i: Array) -> Array:
+        """Set the logits of keys of step `i` that a row's token does not see to -inf."""
+        params = self.params
+        row = self.warpgroup * ROWS + iota((ROWS,), 0, ROW_VECTOR, params.interpret)
+        if params.tile_tokens & (params.tile_tokens - 1) == 0:
+            token = row & (params.tile_tokens - 1)
+        else:
+            token = lax.rem(row, jnp.full_like(row, params.tile_tokens))
+        position = item.position + token - i * params.config.block_kv
+        position = lax.broadcast_in_dim(position, logits.shape, [0])
+        key = iota((ROWS, params.config.block_kv), 1, MATRIX, params.interpret)
+        visible = key <= position
+        if params.options.window is not None:
+            visible &= key > position - params.options.window
+        return jnp.where(visible, logits, -jnp.inf)
+
+    def store(self, work: WorkTile, state: SoftmaxState) -> None:
+        """Normalise and store the tile; a row that saw nothing gets 0, and -inf as lse."""
+        params, refs, warpgroup = self
+        index, head, item = work
+        weighted, peak, total = state
+        empty = total == 0.0
+        valid = jnp.where(item.fits != 0, 1.0, jnp.nan).astype(jnp.float32)
+        factor = valid
+        if refs.sinks is not None:
+            sink = load(refs.sinks.at[head], warpgroup, ROW_VECTOR, params.interpret)
+            new_peak = jnp.maximum(peak, sink)
+            factor = jnp.exp2(peak - new_peak)
+            total = total * factor + jnp.exp2(sink - new_peak)
+            peak = new_peak
+            factor *= valid
+        total = jnp.where(empty, jnp.ones_like(total), total)
+        result = weighted * lax.broadcast_in_dim(factor / total, weighted.shape, [0])
+        for column in range(0, params.head_dim, params.out_columns):
+            # The previous copies must have read the staging memory.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            part = result[:, column : column + params.out_columns]
+            refs.shared_out[warpgroup] = part.astype(params.dtype)
+            plgpu.commit_smem()  # of output
+            pl.loop(0, params.group)(partial(self.store_head, head, item, column))
+        if refs.lse is not None:
+            log = (peak + jnp.log2(total)) * (1 / LOG2_E)
+            refs.shared_lse[warpgroup] = jnp.where(empty, -jnp.inf, log) * valid
+            plgpu.commit_smem()  # of lse
+            target = refs.lse.at[index, head, warpgroup]
+            plgpu.copy_smem_to_gmem(refs.shared_lse.at[warpgroup], target)
+
+    def store_head(self, head: Array, item: WorkItem, column: int, g: Array) -> None:
+        """Copy the valid tokens of query head `g` to the output, and nothing else.
+
+        A copy has a static size, so a range of tokens is cut into powers of two: 13 = 8 + 4 + 1.
+        """
+        params, refs, warpgroup = self
+        # In rows of this warpgroup, which holds only a part of some heads.
+        start = g * params.tile_tokens - warpgroup * ROWS
+        begin = jnp.maximum(start + item.valid_begin, 0)
+        end = jnp.minimum(start + item.valid_end, ROWS)
+        length = jnp.maximum(end - begin, 0)
+
+        def copy(size: int) -> None:
+            row = begin + (length & ~(2 * size - 1))
+            tokens = pl.ds(item.first_token + row - start, size)
+            columns = pl.ds(column, params.out_columns)
+            target = refs.out.at[tokens, head * params.group + g, columns]
+            plgpu.copy_smem_to_gmem(refs.shared_out.at[warpgroup, pl.ds(row, size)], target)
+
+        most = min(params.tile_tokens, ROWS)
+        for n in reversed(range(most.bit_length())):
+            pl.when(length & (1 << n) != 0)(partial(copy, 1 << n))
