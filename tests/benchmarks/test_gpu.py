@@ -109,7 +109,8 @@ class TestTuning:
         assert all(len(tune.without_spills(size)) >= 3 for size in problems.FULL.block_sizes)
 
     def test_what_is_timed_is_lowered_for_an_h100(self, lowered, monkeypatch):
-        monkeypatch.setattr(tune, "without_spills", lambda block_size: [(64, 4)])  # a second for each
+        # Each configuration takes about a second.
+        monkeypatch.setattr(tune, "without_spills", lambda block_size: [(64, 4)])
         with on_h100():
             records = list(tune.tune(LIKE_FULL, 64))
         assert len(lowered) == len(records)
