@@ -41,18 +41,14 @@ from radixkv.kvcache import (
     TierDriver,
 )
 from radixkv.kvcache.copies.block_copies import BlockCopies, Pools
-from radixkv.kvcache.prefix.lease import Epoch
+from radixkv.kvcache.ids import Epoch, OpId
 from radixkv.kvcache.storage import (
     ChecksummedBackend,
     FileBackend,
     Status,
     StorageWorkers,
 )
-from radixkv.kvcache.tiers.operations import (
-    Operation,
-    OpId,
-    OpKind,
-)
+from radixkv.kvcache.tiers.operations import Operation, OpKind
 
 SIZES = {"num_layers": 8, "num_blocks": 512, "kv_heads": 4, "block_size": 16, "head_dim": 64}
 PREEMPTED_BLOCKS = 64  # of 256 KiB

@@ -21,26 +21,17 @@ from .errors import (
     StorageConfigError,
     TokenError,
 )
+from .ids import Epoch, OpId
 from .manager import CacheManager
 from .prefix.block_pool import BlockPool
 from .prefix.block_tables import BlockTables
-from .prefix.lease import (
-    CacheStats,
-    Epoch,
-    Lease,
-    Match,
-    NextBlock,
-    TierStats,
-)
+from .prefix.lease import Lease, Match, NextBlock
 from .prefix.radix_tree import RadixTree
+from .stats import CacheStats, TierStats
 from .tiers.api import Tiers
 from .tiers.host_tier import HostConfig
-from .tiers.operations import (
-    Operation,
-    OpId,
-    OpKind,
-)
-from .tiers.parking import Parked, ParkedIn
+from .tiers.operations import Operation, OpKind
+from .tiers.parked import Parked, ParkedIn
 from .tiers.prefetch import Prefetch
 from .tokens import (
     Int32Array,

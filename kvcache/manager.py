@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .cache import Cache
 from .errors import (
     HostConfigError,
     LeaseError,
@@ -16,18 +15,19 @@ from .errors import (
     RequestTooLargeError,
     StorageConfigError,
 )
+from .ids import Epoch
+from .invariants import check_leases, check_ownership
+from .prefix.block_pool import BlockPool
 from .prefix.block_tables import BlockTables
-from .prefix.lease import (
-    Epoch,
-    Lease,
-    Match,
-    NextBlock,
-)
+from .prefix.deduplication import share_run
+from .prefix.lease import Lease, Match, NextBlock
 from .prefix.node import Walk
 from .prefix.radix_tree import RadixTree
+from .stats import CacheStats
 from .tiers.api import Tiers
 from .tiers.host_tier import HostConfig
-from .tiers.parking import Parked, require_saved
+from .tiers.parked import Parked
+from .tiers.parking import require_saved
 from .tokens import (
     INT32,
     Int32Array,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from .storage.keys import StorageNamespace
 
 
-class CacheManager(Cache):
+class CacheManager:
     """Paged KV cache bookkeeping with prefix sharing, on the device and in the tiers below it.
 
     A request's life: `match` what is published, `admit` it (pins the hit and reserves the rest),
@@ -57,6 +57,20 @@ class CacheManager(Cache):
         >>> manager.release(lease)
         >>> manager.match([1, 2, 3, 4, 9]).num_tokens
         4
+
+    ::
+
+        free: BlockPool ── fill ──► private to a lease: BlockTables ── publish ──► RadixTree
+               ▲  ▲                                │                                  │
+               │  └──────────── release ───────────┘                                  │
+               └──────────────────────────── evict ───────────────────────────────────┘
+
+    Attributes:
+        num_blocks: usable blocks, with ids ``1 .. num_blocks``.
+        block_size: tokens per block.
+        epoch: how often it was reset.
+        tables: the block tables of the live leases.
+        tiers: what is below the device, or None.
     """
 
     def __init__(
@@ -80,14 +94,27 @@ class CacheManager(Cache):
             HostConfigError, StorageConfigError: for what is no host tier or namespace; for storage
                 without a host tier, or with other blocks.
         """
-        super().__init__(num_blocks, block_size)
+        self.num_blocks = as_count("num_blocks", num_blocks, minimum=1)
+        self.block_size = as_count("block_size", block_size, minimum=1)
+        self.epoch = Epoch(0)
+        self.tables = BlockTables()
+        self.tiers: Tiers | None = None
+        self._pool = BlockPool(num_blocks)
+        self._tree = RadixTree(block_size)
+        self._leases: dict[int, Lease] = {}
+        self._admitted = self._hit_blocks = self._evicted_blocks = self._duplicate_blocks = 0
         if storage is not None and host is None:
             raise StorageConfigError("storage needs a host tier, through which its blocks pass")
         if host is not None:
             if not isinstance(host, HostConfig):
                 raise HostConfigError(f"host must be a HostConfig, got {host!r}")
-            self.tiers = Tiers(self, host, storage)
-            self._tree = self.tiers.tree
+            self.tiers = Tiers(host, storage, self, self._pool, self._publish_run)
+            self._tree = self.tiers.state.tree
+
+    @property
+    def available(self) -> int:
+        """How many blocks are free or can be evicted now."""
+        return self._pool.num_free + self._tree.num_idle
 
     def available_after(self, match: Match) -> int:
         """How many blocks would be free or evictable once a match is pinned. Changes nothing."""
@@ -141,8 +168,9 @@ class CacheManager(Cache):
         tree = self._tree
         if match._version != tree.version:
             match = self._match(match._tokens, match._length, match._namespace)
+        tiers = self.tiers
         if parked is not None:
-            require_saved(self.tiers, parked, match._length)
+            require_saved(tiers.state if tiers is not None else None, parked, match._length)
         num_blocks = -(-match._length // self.block_size)
         needed = num_blocks - match.num_blocks
         walk = match._walk
@@ -155,7 +183,6 @@ class CacheManager(Cache):
         if walk is None:
             walk = Walk(tree.add_root(match._namespace), 0)
         node = tree.pin(walk)
-        tiers = self.tiers
         loads = tiers.reader.reserve(match, parked) if tiers is not None else None
         tables = self.tables
         row = tables.take_row()
@@ -255,7 +282,7 @@ class CacheManager(Cache):
         if last <= first:
             return
         run = tokens[first * self.block_size : last * self.block_size].tobytes()
-        self.publish_run(lease, run)
+        self._publish_run(lease, run)
 
     def next_block(self, lease: Lease, tokens: Tokens) -> NextBlock | None:
         """Identify the first block that a lease has yet to publish, if tokens fill it.
@@ -297,6 +324,16 @@ class CacheManager(Cache):
 
     # The cache as a whole
 
+    def evict(self, num_blocks: int) -> int:
+        """Free up to num_blocks of the least recently used idle blocks; return how many.
+
+        Raises:
+            CountError: if num_blocks is negative.
+        """
+        victims = self._evict(as_count("num_blocks", num_blocks))
+        self._pool.recycle(victims)
+        return len(victims)
+
     def reset(self, keep: Collection[bytes] = ()) -> Epoch:
         """Forget everything (the weights have changed): every lease ends, every block is free.
 
@@ -329,3 +366,84 @@ class CacheManager(Cache):
             self.release(lease)
         for namespace in [name for name in self._tree.roots if name not in keep]:
             self._pool.recycle(self._tree.remove_root(namespace))
+
+    def stats(self) -> CacheStats:
+        """Return the counts; O(1)."""
+        free, cached = self._pool.num_free, self._tree.num_cached
+        return CacheStats(
+            num_blocks=self.num_blocks,
+            free_blocks=free,
+            cached_blocks=cached,
+            idle_blocks=self._tree.num_idle,
+            private_blocks=self.num_blocks - free - cached,
+            live_leases=len(self._leases),
+            admitted=self._admitted,
+            hit_blocks=self._hit_blocks,
+            evicted_blocks=self._evicted_blocks,
+            duplicate_blocks=self._duplicate_blocks,
+            tiers=None if self.tiers is None else self.tiers.stats(),
+        )
+
+    def check(self) -> None:
+        """Assert every invariant of the cache; costs a walk over all of it."""
+        self._pool.check()
+        self._tree.check()
+        self.tables.check()
+        check_leases(self._leases, self.tables, self.epoch)
+        holders, quarantined = list(self._leases.values()), []
+        if self.tiers is not None:
+            holders += self.tiers.reader.heirs.values()
+            self.tiers.check(holders)
+            quarantined = self.tiers.quarantined_device_blocks()
+        check_ownership(self._pool, self._tree, holders, quarantined)
+
+    # Shared steps
+
+    def _not_live(self, lease: Lease) -> LeaseError:
+        """Return what to raise for a lease that is not live."""
+        if lease.epoch != self.epoch:
+            return LeaseError(f"the lease is of epoch {lease.epoch}, the cache of {self.epoch}")
+        return LeaseError("the lease was released, or is of another manager")
+
+    def _require_available(self, needed: int) -> None:
+        if needed > self.available:
+            raise OutOfBlocksError(needed, self.available)
+
+    def _fill(self, ids: Int32Array) -> None:
+        """Fill ids with blocks that are known to be available, evicting exactly what is short."""
+        short = len(ids) - self._pool.num_free
+        if short <= 0:
+            self._pool.fill(ids)
+            return
+        # Evicted blocks go straight to their new owner, not through the pool.
+        ids[-short:] = self._evict(short)
+        if self._pool.num_free:
+            self._pool.fill(ids[:-short])
+
+    def _evict(self, num_blocks: int) -> Int32Array:
+        tiers = self.tiers
+        victims = (self._tree if tiers is None else tiers.writer).evict(num_blocks)
+        self._evicted_blocks += len(victims)
+        return victims
+
+    def _publish_run(self, lease: Lease, run: bytes) -> None:
+        """Publish the blocks of a lease that follow its shared ones.
+
+        Args:
+            lease: has the blocks.
+            run: their tokens, whole blocks, as bytes of int32.
+        """
+        tree, tiers = self._tree, self.tiers
+        first = lease.num_shared_blocks
+        last = first + len(run) // tree.block_bytes
+        # Mostly nobody has published the same after its node, and there is nothing to share.
+        if run[: tree.block_bytes] in lease.node.children:
+            self._duplicate_blocks += share_run(tree, self._pool, lease, run, tiers)
+            run = run[(lease.num_shared_blocks - first) * tree.block_bytes :]
+            first = lease.num_shared_blocks
+        if run:
+            blocks = lease._tables.ids[lease.row, first:last].tobytes()
+            lease.node = tree.append(lease.node, run, blocks)
+            lease.num_shared_blocks = last
+        if tiers is not None:
+            tiers.writer.published(lease.node)

@@ -16,12 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from ..ids import OpId
 from ..storage.interface import StorageOpId
-from ..tiers.operations import (
-    Operation,
-    OpId,
-    OpKind,
-)
+from ..tiers.operations import Operation, OpKind
 
 
 class Outcome(enum.Enum):

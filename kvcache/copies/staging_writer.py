@@ -11,7 +11,7 @@ from threading import Condition, Thread
 import jax
 import numpy as np
 
-from ..tiers.operations import OpId
+from ..ids import OpId
 from ..tokens import Int32Array
 from .host_arrays import HostArrays
 

@@ -21,13 +21,10 @@ from typing import TypeAlias
 import numpy as np
 
 from ..errors import StorageConfigError
+from ..ids import OpId
 from ..storage.errors import StorageError
 from ..storage.interface import Storage
-from ..tiers.operations import (
-    Operation,
-    OpId,
-    OpKind,
-)
+from ..tiers.operations import Operation, OpKind
 from ..tokens import Int32Array, as_count
 from .block_arrays import BlockArrays
 from .block_copies import BlockCopies

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
 from ..tokens import INT32
 from .block_pool import BlockPool
 from .lease import Lease
+from .node import Node
 from .radix_tree import RadixTree
 
-if TYPE_CHECKING:
-    from ..tiers.api import Tiers
+
+class SlowerTiers(Protocol):
+    """What deduplication uses of the tiers below the device."""
+
+    def adopt(self, node: Node, tokens: bytes, device_blocks: bytes) -> Node:
+        """Put on the device what a lease has of a node that only the host had."""
 
 
 def share_run(
-    tree: RadixTree, pool: BlockPool, tiers: Tiers | None, lease: Lease, run: bytes
+    tree: RadixTree, pool: BlockPool, lease: Lease, run: bytes, tiers: SlowerTiers | None
 ) -> int:
     """Let a lease share the blocks that others have published of a run, from its start on.
 
     Args:
-        tree, pool, tiers: of the manager.
+        tree, pool: of the manager.
         lease: has the blocks; it knows then how many of them are shared.
         run: the tokens of the blocks that follow its shared ones, as bytes of int32.
+        tiers: the tiers below the device, or None.
 
     Returns:
         How many blocks the device had already: the lease shares those, its own are free.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NewType, TypeAlias
+from typing import Any, TypeAlias
 
+from ..ids import Epoch, OpId
 from ..tokens import Int32Array
 from .block_tables import BlockTables
 from .node import (
@@ -13,12 +13,6 @@ from .node import (
     Node,
     Walk,
 )
-
-if TYPE_CHECKING:
-    from ..tiers.host_tier import HostRun
-    from ..tiers.operations import OpId
-
-Epoch = NewType("Epoch", int)
 
 NextBlock: TypeAlias = tuple[Node, bytes]
 """Identifies a block that is not published: the node it would follow, and its tokens."""
@@ -31,6 +25,7 @@ class Match:
         num_blocks: the whole blocks on the device that can be shared.
         num_tokens: the tokens in them.
         num_host_blocks: the blocks after those that the host has, and that can be promoted.
+        host_runs: the host's copies of those; only the tiers read them.
     """
 
     __slots__ = (
@@ -65,7 +60,7 @@ class Match:
         self.num_tokens = num_bytes // ITEM_BYTES
         self.num_blocks = self.num_tokens // block_size
         self.num_host_blocks = 0
-        self.host_runs: Sequence[HostRun] = ()
+        self.host_runs: Sequence[Any] = ()
 
     @property
     def next_block(self) -> NextBlock | None:
@@ -149,18 +144,6 @@ class Lease:
         view.flags.writeable = False
         return view
 
-    def heir(self) -> Lease:
-        """Return a lease of the same blocks, in a table of its own, that waits in its place."""
-        table = self.block_table
-        tables = BlockTables()
-        row = tables.take_row()
-        tables.widen(len(table))
-        tables.ids[row, : len(table)] = table
-        tables.num_blocks[row], tables.num_tokens[row] = len(table), self.num_tokens
-        heir = Lease(tables, row, self.epoch, self.node, self.num_hit_blocks, self.num_ready_tokens)
-        heir.num_shared_blocks, heir.loading = self.num_shared_blocks, self.loading
-        return heir
-
 
 def count_held(leases: Iterable[Lease], match: Match | None = None) -> int:
     """Count the blocks that some leases hold together, each once.
@@ -188,52 +171,3 @@ def count_held(leases: Iterable[Lease], match: Match | None = None) -> int:
         is_new = walk.inside is not None and walk.inside not in seen
         held += add_path(walk.node) + (walk.inside_blocks if is_new else 0)
     return held
-
-
-@dataclass(frozen=True)
-class CacheStats:
-    """Counts of blocks now, and of events since the manager was made.
-
-    `num_blocks = free_blocks + cached_blocks + private_blocks`, and idle blocks are those of the
-    cached that no lease uses. Events: `hit_blocks` and `admitted` at admission, `evicted_blocks`,
-    and `duplicate_blocks` that two requests computed and one gave back. `tiers` is None without
-    a host tier.
-    """
-
-    num_blocks: int
-    free_blocks: int
-    cached_blocks: int
-    idle_blocks: int
-    private_blocks: int
-    live_leases: int
-    admitted: int
-    hit_blocks: int
-    evicted_blocks: int
-    duplicate_blocks: int
-    tiers: TierStats | None = None
-
-
-@dataclass(frozen=True)
-class TierStats:
-    """Counts below the device.
-
-    Now: `host_blocks` in all, of which `host_free_blocks` are free and `host_cached_blocks` can be
-    matched; `parked` requests; `open_operations` without a result, and `quarantined_operations`
-    with one, whose blocks may still be written. Events: `promoted_blocks` (host hits that arrived
-    on the device), `demoted_blocks` (evicted towards the host), `dropped_blocks` (the host had them
-    alone, or should have, and had no room), `stored_blocks`, `fetched_blocks` (from storage), and
-    `late_completions`.
-    """
-
-    host_blocks: int
-    host_free_blocks: int
-    host_cached_blocks: int
-    parked: int
-    open_operations: int
-    quarantined_operations: int
-    promoted_blocks: int
-    demoted_blocks: int
-    dropped_blocks: int
-    stored_blocks: int
-    fetched_blocks: int
-    late_completions: int

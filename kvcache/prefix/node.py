@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from ..tiers.host_tier import HostRun
+from typing import Any, Final, Protocol, Self
 
 ITEM_BYTES: Final = 4  # of an int32 token or block id
+
+
+class Copy(Protocol):
+    """Copy of a node in a slower tier. The prefix tree needs to know only its length."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Length in blocks: that of the node."""
 
 
 class Node:
@@ -22,7 +27,7 @@ class Node:
         key: the tokens of the first block, under which the parent has it; a root's namespace.
         tokens: the tokens of the run, and after a trim whatever followed them.
         device_blocks: the block ids of the run on the device, in order; empty if it is not there.
-        host: its copy on the host, or None; only a `TieredNode` can have one.
+        host: its copy on the host, or None; only nodes of a `TieredTree` can have one.
         children: the nodes that continue the run, by key; to be changed by `adopt` and `del` only.
         refs: how many leases have the node on their path.
         colder, warmer: neighbours in the idle list.
@@ -39,19 +44,19 @@ class Node:
         "warmer",
     )
 
-    host: HostRun | None = None
+    host: Copy | None = None
 
     def __init__(
-        self, parent: Node | None, key: bytes, tokens: bytes | bytearray, device_blocks: bytes
+        self, parent: Self | None, key: bytes, tokens: bytes | bytearray, device_blocks: bytes
     ) -> None:
         self.parent = parent
         self.key = key
         self.tokens = tokens
         self.device_blocks = device_blocks
-        self.children = NO_CHILDREN
+        self.children: dict[bytes, Self] = NO_CHILDREN
         self.refs = 0
-        self.colder: Node | None = None
-        self.warmer: Node | None = None
+        self.colder: Self | None = None
+        self.warmer: Self | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -60,32 +65,35 @@ class Node:
             return len(self.device_blocks) // ITEM_BYTES
         return self.host.num_blocks
 
-    def adopt(self, child: Node) -> None:
+    def adopt(self, child: Self) -> None:
         """Make child a child of this node, under its key."""
         if not self.children:
             self.children = {}  # it may be the one that all leaves share
         self.children[child.key] = child
 
+    def check(self, block_bytes: int) -> None:
+        """Assert every invariant of a node that is not a root."""
+        # Links agree in both directions, and the key is the first block.
+        parent = self.parent
+        assert parent is not None and parent.children.get(self.key) is self, "bad parent"
+        assert self.key == bytes(self.tokens[:block_bytes]), "a key is not the first block"
+        # Whole blocks only, at least one.
+        num_bytes = self.num_blocks * block_bytes
+        assert len(self.tokens) >= num_bytes > 0, "a run has too few tokens"
+        assert len(self.tokens) % block_bytes == 0, "a run is not blocks"
+        # A lease that uses a node uses its parents too.
+        assert self.refs >= sum(c.refs for c in self.children.values()), "refs grow downwards"
+        assert parent.refs >= self.refs >= 0, "a parent has fewer users than its child"
+        # A node that is not in the idle list has no links to it.
+        unlinked = self.colder is None and self.warmer is None
+        assert unlinked or (self.refs == 0 and self.device_blocks), "a pinned idle node"
+        # A node on the device follows one on the device; leases use no other.
+        above = parent.parent is None or parent.device_blocks
+        assert above or not self.device_blocks, "a node is on the device, its parent is not"
+        assert self.device_blocks or (self.refs == 0 and self.host is not None), "a node is nowhere"
 
-class TieredNode(Node):
-    """A node of a tree with a host tier: one more word, which the others do without."""
 
-    __slots__ = ("host",)
-
-    def __init__(
-        self, parent: Node | None, key: bytes, tokens: bytes | bytearray, device_blocks: bytes
-    ) -> None:
-        super().__init__(parent, key, tokens, device_blocks)
-        self.host: HostRun | None = None
-
-
-def set_host(node: Node, run: HostRun | None) -> None:
-    """Give a node a copy on the host, or take it away."""
-    assert isinstance(node, TieredNode), "a node of a tree without a host tier gets a copy"
-    node.host = run
-
-
-NO_CHILDREN: Final[dict[bytes, Node]] = {}
+NO_CHILDREN: Final[dict[bytes, Any]] = {}
 """The children of every leaf that never had one: most nodes need no dict of their own."""
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, pairwise
 from typing import Final
 
 import numpy as np
 
-from ..invariants import check_tree
 from ..tokens import INT32, Int32Array
 from .idle_list import (
     coldest,
@@ -314,4 +313,28 @@ class RadixTree:
 
     def check(self) -> None:
         """Assert every invariant of the tree; costs a walk over all of it."""
-        check_tree(self)
+        assert not NO_CHILDREN, "a child was put into the dict that all leaves share"
+        nodes = list(self.nodes())
+        for root in self.roots.values():
+            assert root.refs > 0 or root.children, "an empty root was kept"
+        for node in nodes:
+            node.check(self.block_bytes)
+        idle = list(self.idle_nodes())
+        # The idle list holds the nodes on the device without users, each once.
+        assert len(idle) == len(set(map(id, idle))), "a node is in the idle list twice"
+        assert {id(n) for n in idle} == {id(n) for n in nodes if n.refs == 0 and n.device_blocks}, (
+            "the idle list is not the set of unused nodes"
+        )
+        # A child stands before its parent.
+        place = {id(node): index for index, node in enumerate(idle)}
+        for colder, warmer in pairwise(idle):
+            assert colder.warmer is warmer and warmer.colder is colder, "the idle list is torn"
+        for node in idle:
+            on_device = [child for child in node.children.values() if child.device_blocks]
+            assert all(place[id(c)] < place[id(node)] for c in on_device), (
+                "a parent would be evicted before its child"
+            )
+        # The counts are those of the nodes.
+        num_cached = sum(len(n.device_blocks) // ITEM_BYTES for n in nodes)
+        assert self.num_cached == num_cached, "num_cached is wrong"
+        assert self.num_idle == sum(n.num_blocks for n in idle), "num_idle is wrong"

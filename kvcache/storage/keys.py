@@ -20,6 +20,7 @@ from typing import Final
 
 import numpy as np
 
+from ..ids import KEY_BYTES as KEY_BYTES
 from ..tokens import (
     Tokens,
     as_tokens,
@@ -27,8 +28,6 @@ from ..tokens import (
 )
 from .errors import StorageKeyError
 
-KEY_BYTES: Final = 32
-"""Length of a key: a sha256 digest."""
 SCHEMA: Final = 1
 """Changes when the meaning of a key or of a value does."""
 NAMESPACE_DIGITS: Final = 16

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import Final, Literal, Self, TypeAlias
 
 import numpy as np
 
 from ..errors import HostConfigError
 from ..prefix.block_pool import BlockPool
-from ..prefix.node import ITEM_BYTES, set_host
+from ..prefix.node import ITEM_BYTES, Node
 from ..tokens import Int32Array, as_count
-
-if TYPE_CHECKING:
-    from ..prefix.node import Node
 
 WritePolicy: TypeAlias = Literal["exclusive", "back", "through"]
 _POLICIES: Final = ("exclusive", "back", "through")
@@ -57,6 +54,18 @@ class HostConfig:
         return replace(self, write="through" if storage else "back")
 
 
+class TieredNode(Node):
+    """A node that can have a copy on the host: one more word than a `Node`."""
+
+    __slots__ = ("host",)
+
+    def __init__(
+        self, parent: Self | None, key: bytes, tokens: bytes | bytearray, device_blocks: bytes
+    ) -> None:
+        super().__init__(parent, key, tokens, device_blocks)
+        self.host: HostRun | None = None
+
+
 class HostRun:
     """A node's copy in the host tier, of the node's length.
 
@@ -86,7 +95,7 @@ class HostRun:
         "warmer",
     )
 
-    def __init__(self, node: Node | None, blocks: bytes, *, landing: bool = False) -> None:
+    def __init__(self, node: TieredNode | None, blocks: bytes, *, landing: bool = False) -> None:
         self.node = node
         self.blocks = blocks
         self.landing = landing
@@ -111,7 +120,7 @@ class HostRun:
         """Whether it can be dropped: it is in a list of the tier."""
         return self.warmer is not None
 
-    def split(self, upper: Node, num_blocks: int) -> HostRun:
+    def split(self, upper: TieredNode, num_blocks: int) -> HostRun:
         """Cut the first num_blocks off, as the copy of upper: for the same holders."""
         cut = num_blocks * ITEM_BYTES
         run = HostRun(upper, self.blocks[:cut])
@@ -173,11 +182,11 @@ class HostTier:
         assert run.node is not None, "a dropped copy is looked at"
         return self._spares is not self._list and len(run.node.device_blocks) > 0
 
-    def land(self, node: Node, ids: Int32Array) -> HostRun:
+    def land(self, node: TieredNode, ids: Int32Array) -> HostRun:
         """Give a node a copy that is yet to be written, in blocks of the pool."""
         assert node.host is None, "a node has two copies on the host"
         run = HostRun(node, ids.tobytes(), landing=True)
-        set_host(node, run)
+        node.host = run
         return run
 
     def settle(self, run: HostRun) -> None:
@@ -234,7 +243,7 @@ class HostTier:
         assert run.node is not None, "a run is dropped twice"
         if run.is_idle:
             self._unlink(run)
-        set_host(run.node, None)
+        run.node.host = None
         run.node = None
         if run.is_valid:
             self.num_cached -= run.num_blocks
@@ -249,10 +258,10 @@ class HostTier:
         if not run.leaving:
             self.pool.recycle(np.frombuffer(run.blocks, np.int32))
 
-    def split(self, run: HostRun, upper: Node, num_blocks: int) -> None:
+    def split(self, run: HostRun, upper: TieredNode, num_blocks: int) -> None:
         """Give upper the first num_blocks of a run."""
         part = run.split(upper, num_blocks)
-        set_host(upper, part)
+        upper.host = part
         if run.warmer is not None:  # next to it, as the warmer one
             self._link(part, before=run.warmer)
             self.num_idle -= part.num_blocks  # counted with the whole

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..ids import OpId
+from ..prefix.block_tables import BlockTables
 from ..prefix.lease import Lease, Match
 from ..prefix.node import ITEM_BYTES, Walk
 from ..tokens import Int32Array, as_bytes
 from .completions import leading
 from .host_tier import HostRun
+from .offload import HostWriter
 from .operations import (
     Effect,
-    OpId,
     OpKind,
 )
-from .parking import Parked, resume
-
-if TYPE_CHECKING:
-    from .api import Tiers
+from .parked import Parked
+from .parking import resume
+from .state import TierState
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +52,14 @@ class Promotion(Effect):
         is_void: whether a reset has ended it.
     """
 
-    def __init__(self, tiers: Tiers, lease: Lease, loads: Loads) -> None:
+    def __init__(self, reader: HostReader, lease: Lease, loads: Loads) -> None:
         """Take over what was reserved for a lease."""
         self.lease: Lease | None = lease
         self.loads = loads
         self.runs = loads.runs
         self.orphans: Int32Array | None = None
         self.is_void = False
-        self._tiers = tiers
+        self._reader = reader
         self._num_good = 0
         self._tail_tokens = 0
 
@@ -72,12 +72,12 @@ class Promotion(Effect):
 
     def fenced(self) -> None:
         """See Effect. Not sooner, because the lease computes into what has not arrived."""
-        tiers = self._tiers
+        reader, tiers = self._reader, self._reader.tiers
         if self.lease is not None:
-            tiers.reader.promoted(self, self._num_good, self._tail_tokens)
-        tiers.reader.end_heir(self)
+            reader.promoted(self, self._num_good, self._tail_tokens)
+        reader.end_heir(self)
         if self.orphans is not None:
-            tiers.manager.recycle(self.orphans)
+            tiers.device_pool.recycle(self.orphans)
         for run in list(self.runs):
             # What was on its way and has not arrived is nowhere.
             if run.leaving and run.node is not None and not run.node.device_blocks:
@@ -103,20 +103,21 @@ class HostReader:
         heirs: of leases that were released while they were loaded, by what they wait for.
     """
 
-    def __init__(self, tiers: Tiers) -> None:
+    def __init__(self, tiers: TierState, writer: HostWriter) -> None:
         self.promoted_blocks = 0
-        self._tiers = tiers
+        self.tiers = tiers
+        self._writer = writer
         self.loading: dict[OpId, Promotion] = {}
         self.heirs: dict[Promotion, Lease] = {}
 
     def match(self, match: Match, walk: Walk) -> None:
         """Add to a match what the host has after the blocks on the device."""
         rest = as_bytes(match._tokens)[walk.num_bytes :]
-        match.host_runs, match.num_host_blocks = self._tiers.tree.host_runs(walk.node, rest)
+        match.host_runs, match.num_host_blocks = self.tiers.tree.host_runs(walk.node, rest)
 
     def reserve(self, match: Match, parked: Parked | None) -> Loads | None:
         """Keep what a match found on the host, and what a parked request left; None if nothing."""
-        tiers, num_blocks = self._tiers, match.num_host_blocks
+        tiers, num_blocks = self.tiers, match.num_host_blocks
         tail_block, tail_tokens = None, 0
         if parked is not None:
             tail_block, tail_tokens = resume(tiers, parked, match.num_blocks + num_blocks)
@@ -132,7 +133,7 @@ class HostReader:
                 if not run.holders:
                     tiers.host.leave(run)  # what is evicted for them may take their place
         first = match.num_tokens
-        tokens = match._tokens[first : first + num_blocks * tiers.manager.block_size].tobytes()
+        tokens = match._tokens[first : first + num_blocks * tiers.cache.block_size].tobytes()
         return Loads(sources, tiers.host.hold(runs), tokens, tail_tokens, tail_block)
 
     def _exactly(self, runs: Sequence[HostRun], num_blocks: int) -> list[HostRun]:
@@ -142,25 +143,25 @@ class HostReader:
             return list(runs)
         last = runs[-1]
         assert last.node is not None, "a match names a dropped copy"
-        upper = self._tiers.tree.split(last.node, last.num_blocks - excess).host
+        upper = self.tiers.tree.split(last.node, last.num_blocks - excess).host
         assert upper is not None, "half of a copy is missing"
         return [*runs[:-1], upper]
 
     def admitted(self, lease: Lease, loads: Loads | None) -> None:
         """Copy what was reserved into a lease that was just admitted."""
-        self._tiers.writer.hit(lease.node)
+        self._writer.hit(lease.node)
         end = loads.runs[-1].node if loads is not None and loads.runs else lease.node
         assert end is not None, "a copy that is to be loaded was dropped"
-        self._tiers.uses.hit(end)
+        self.tiers.uses.hit(end)
         if loads is not None:
             self.load(OpKind.HOST_TO_DEVICE, lease, loads)
 
     def load(self, kind: OpKind, lease: Lease, loads: Loads) -> None:
         """Copy blocks into those of a lease that follow its shared ones."""
-        promotion = Promotion(self._tiers, lease, loads)
+        promotion = Promotion(self, lease, loads)
         first = lease.num_shared_blocks
         ids = lease.block_table[first : first + len(loads.sources) // ITEM_BYTES]
-        lease.loading = self._tiers.submit(kind, promotion, loads.sources, ids.tobytes())
+        lease.loading = self.tiers.submit(kind, promotion, loads.sources, ids.tobytes())
         self.loading[lease.loading] = promotion
 
     def promoted(self, promotion: Promotion, num_blocks: int, tail_tokens: int) -> None:
@@ -169,13 +170,12 @@ class HostReader:
         assert lease is not None and lease.loading is not None, "a lease is loaded twice"
         del self.loading[lease.loading]
         lease.loading = None
-        manager = self._tiers.manager
-        run = promotion.loads.tokens[: num_blocks * self._tiers.tree.block_bytes]
+        run = promotion.loads.tokens[: num_blocks * self.tiers.tree.block_bytes]
         if run:
-            manager.publish_run(lease, run)
+            self.tiers.publish_run(lease, run)
         self.promoted_blocks += num_blocks
         lease.num_promoted_blocks = num_blocks
-        lease.num_ready_tokens = lease.num_shared_blocks * manager.block_size + tail_tokens
+        lease.num_ready_tokens = lease.num_shared_blocks * self.tiers.cache.block_size + tail_tokens
 
     def abandon(self, lease: Lease) -> None:
         """Take over what a lease holds that ends while it is loaded.
@@ -187,17 +187,18 @@ class HostReader:
         promotion = self.loading[lease.loading]
         is_left = any([run.leaving and run.node is not None for run in promotion.runs])
         if is_left and not promotion.is_void:
-            promotion.lease = self.heirs[promotion] = lease.heir()
+            promotion.lease = self.heirs[promotion] = _heir(lease)
         else:
             self._orphan(promotion)
-            self._tiers.operations.cancel(lease.loading)
+            self.tiers.operations.cancel(lease.loading)
         lease.loading = None
 
     def end_heir(self, promotion: Promotion) -> None:
         """End the heir that waited for a promotion, if one did: what it published is idle."""
         heir = self.heirs.pop(promotion, None)
         if heir is not None:
-            self._tiers.manager.end_heir(heir)
+            self.tiers.tree.unpin(heir.node)
+            self.tiers.device_pool.recycle(heir.block_table[heir.num_shared_blocks :])
 
     def reset(self) -> None:
         """End every heir now, and let there be no more; its blocks are free with the fence."""
@@ -214,4 +215,17 @@ class HostReader:
         del self.loading[lease.loading]
         promotion.lease = None
         promotion.orphans = lease.block_table[lease.num_shared_blocks :].copy()
-        self._tiers.tree.unpin(lease.node)
+        self.tiers.tree.unpin(lease.node)
+
+
+def _heir(lease: Lease) -> Lease:
+    """Return a lease of the same blocks, in a table of its own, that waits in its place."""
+    table = lease.block_table
+    tables = BlockTables()
+    row = tables.take_row()
+    tables.widen(len(table))
+    tables.ids[row, : len(table)] = table
+    tables.num_blocks[row], tables.num_tokens[row] = len(table), lease.num_tokens
+    heir = Lease(tables, row, lease.epoch, lease.node, lease.num_hit_blocks, lease.num_ready_tokens)
+    heir.num_shared_blocks, heir.loading = lease.num_shared_blocks, lease.loading
+    return heir

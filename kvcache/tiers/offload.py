@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from ..prefix.node import ITEM_BYTES, Node
 from ..tokens import Int32Array
 from .completions import Landing
+from .host_tier import HostRun, TieredNode
 from .operations import OpKind
-
-if TYPE_CHECKING:
-    from .api import Tiers
-    from .host_tier import HostRun
+from .state import TierState
 
 
 class HostWriter:
@@ -24,7 +20,7 @@ class HostWriter:
         demoted_blocks: blocks that the device evicted and the host was to take.
     """
 
-    def __init__(self, tiers: Tiers) -> None:
+    def __init__(self, tiers: TierState) -> None:
         self.demoted_blocks = 0
         self._tiers = tiers
         self._config = tiers.config
@@ -57,7 +53,7 @@ class HostWriter:
             self._demote(victims)
         return np.frombuffer(ids, np.int32)
 
-    def _demote(self, victims: list[Node]) -> None:
+    def _demote(self, victims: list[TieredNode]) -> None:
         """Move what the device evicts to the host, block for block as if one after the other.
 
         Each becomes the warmest that the host alone has, by the copy that it has or when it has
@@ -77,7 +73,7 @@ class HostWriter:
             self._submit(Landing(self._tiers, landing, order), sources, ids)
         self._host.let_go(copies)
 
-    def _drop_coldest(self, nodes: list[Node], num_blocks: int) -> list[Node]:
+    def _drop_coldest(self, nodes: list[TieredNode], num_blocks: int) -> list[TieredNode]:
         """Drop the first num_blocks of nodes that leave the device; return what is left of them.
 
         Those count that have no copy; and those whose copy can be dropped, if copies are moved.
@@ -119,7 +115,7 @@ class HostWriter:
 
     def write_through(self) -> None:
         """Copy what was noted, as one operation; what finds no room stays without a copy."""
-        sources: dict[Node, bytes] = {}
+        sources: dict[TieredNode, bytes] = {}
         paths = [self.tree.path(last) for last in self._published]
         room = self._host.available - self._keep(paths)
         for path in paths:
@@ -133,7 +129,7 @@ class HostWriter:
         self._published.clear()
         self.copy(sources)
 
-    def _keep(self, paths: list[list[Node]]) -> int:
+    def _keep(self, paths: list[list[TieredNode]]) -> int:
         """Make the copies of some paths the last to be dropped; return how many blocks can be."""
         runs = [node.host for path in paths for node in reversed(path) if node.host is not None]
         for run in runs:
@@ -142,17 +138,19 @@ class HostWriter:
 
     # Shared steps
 
-    def copy(self, sources: dict[Node, bytes]) -> None:
+    def copy(self, sources: dict[TieredNode, bytes]) -> None:
         """Copy nodes to the host, which has room for them."""
         if sources:
             ids, runs = self.land(sources, _count(sources))
             self._submit(Landing(self._tiers, runs), sources, ids)
 
-    def _submit(self, landing: Landing, sources: dict[Node, bytes], ids: Int32Array) -> None:
+    def _submit(self, landing: Landing, sources: dict[TieredNode, bytes], ids: Int32Array) -> None:
         read = b"".join(sources.values())
         self._tiers.submit(OpKind.DEVICE_TO_HOST, landing, read, ids.tobytes())
 
-    def land(self, sources: dict[Node, bytes], num_blocks: int) -> tuple[Int32Array, list[HostRun]]:
+    def land(
+        self, sources: dict[TieredNode, bytes], num_blocks: int
+    ) -> tuple[Int32Array, list[HostRun]]:
         """Take num_blocks host blocks, the first ones as copies of nodes; return both."""
         self.make_room(num_blocks)
         ids = self._host.pool.allocate(num_blocks)
@@ -182,10 +180,10 @@ class HostWriter:
                 host.drop(node.host)
 
 
-def _is_idle(node: Node) -> bool:
+def _is_idle(node: TieredNode) -> bool:
     """Whether a node has a copy that can be dropped."""
     return node.host is not None and node.host.is_idle
 
 
-def _count(sources: dict[Node, bytes]) -> int:
+def _count(sources: dict[TieredNode, bytes]) -> int:
     return sum(map(len, sources.values())) // ITEM_BYTES

@@ -15,21 +15,18 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NewType
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from ..errors import OperationResultError
-from ..prefix.lease import Epoch
+from ..ids import Epoch, OpId
 from ..tokens import Int32Array
 
 if TYPE_CHECKING:
     from .host_tier import HostRun
 
 _NO_BLOCKS: Final = np.empty(0, np.int32)
-
-OpId = NewType("OpId", int)
-"""Names an operation; never used again, not even after a reset."""
 
 
 class OpKind(enum.Enum):

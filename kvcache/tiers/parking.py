@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
@@ -13,53 +12,16 @@ from ..prefix.node import ITEM_BYTES
 from ..tokens import Tokens
 from .completions import Landing
 from .host_tier import HostRun
-from .operations import OpId, OpKind
-
-if TYPE_CHECKING:
-    from .api import Tiers
-
-ParkedIn: TypeAlias = Literal["host", "storage"]
-"""Where a preempted request leaves its KV."""
-
-
-class Parked:
-    """A preempted request's KV.
-
-    ::
-
-        tokens computed   | block | block | ... | block | tail |
-        on the host       | copies of nodes of the tree | own  |
-
-    Attributes:
-        num_tokens: all tokens that were computed.
-        where: "host", or "storage": then the host may drop what is stored.
-        saved: its device blocks are free, and it can be resumed. Until then some of it is being
-            copied: for it, or for whoever had begun to copy the same blocks before.
-        failed: a copy failed in part: what is missing is computed again.
-    """
-
-    def __init__(self, lease: Lease, num_tokens: int, where: ParkedIn) -> None:
-        self.num_tokens = num_tokens
-        self.where = where
-        self.saved = False
-        self.failed = False
-        self.lease = lease
-        self.epoch = lease.epoch
-        self.op_id: OpId | None = None  # copies what nobody else does
-        self.runs: list[HostRun] = []  # held
-        self.tail_block: int | None = None
-
-    @property
-    def is_copied(self) -> bool:
-        """Whether an operation writes some of it, its own or another that had begun before."""
-        is_landing = any(run.landing and run.node is not None for run in self.runs)
-        return is_landing or self.op_id is not None
+from .offload import HostWriter
+from .operations import OpKind
+from .parked import Parked, ParkedIn
+from .state import TierState
 
 
 class _ParkLanding(Landing):
     """The copy of what the host lacks of a request that is preempted."""
 
-    def __init__(self, tiers: Tiers, runs: Sequence[HostRun], parked: Parked) -> None:
+    def __init__(self, tiers: TierState, runs: Sequence[HostRun], parked: Parked) -> None:
         super().__init__(tiers, runs)
         self._parked = parked
         self._lost_tail: int | None = None
@@ -84,26 +46,28 @@ class _ParkLanding(Landing):
         return [] if self._lost_tail is None else [self._lost_tail]
 
 
-def park(tiers: Tiers, lease: Lease, tokens: Tokens, where: ParkedIn) -> Parked | None:
+def park(
+    tiers: TierState, writer: HostWriter, lease: Lease, tokens: Tokens, where: ParkedIn
+) -> Parked | None:
     """See `Tiers.park`."""
     if where not in ("host", "storage"):
         raise StorageConfigError(f"a request is parked in 'host' or 'storage', not {where!r}")
-    if where == "storage" and tiers.storage is None:
+    if where == "storage" and tiers.tree.keys is None:
         raise StorageConfigError("a request is parked in storage, but the cache has none")
-    manager, host = tiers.manager, tiers.host
-    manager.publish(lease, tokens)
+    cache, host = tiers.cache, tiers.host
+    cache.publish(lease, tokens)
     path = tiers.tree.path(lease.node)
     copies = [node.host for node in path if node.host is not None]
     missing = {node: node.device_blocks for node in path if node.host is None}
     sources = b"".join(missing.values())
-    tail_tokens = len(tokens) - lease.num_shared_blocks * manager.block_size
+    tail_tokens = len(tokens) - lease.num_shared_blocks * cache.block_size
     if tail_tokens > 0:
         sources += lease.block_table[lease.num_shared_blocks].tobytes()
     kept = sum([run.num_blocks for run in copies if run.is_idle])
     if len(sources) // ITEM_BYTES > host.available - kept:
         return None
     held = host.hold(copies)  # so that they are not dropped to make room for the rest
-    ids, runs = tiers.writer.land(missing, len(sources) // ITEM_BYTES)
+    ids, runs = writer.land(missing, len(sources) // ITEM_BYTES)
     parked = Parked(lease, len(tokens), where)
     if tail_tokens > 0:
         parked.tail_block = int(ids[-1])
@@ -114,24 +78,24 @@ def park(tiers: Tiers, lease: Lease, tokens: Tokens, where: ParkedIn) -> Parked 
     if sources:
         landing = _ParkLanding(tiers, runs, parked)
         parked.op_id = tiers.submit(OpKind.DEVICE_TO_HOST, landing, sources, ids.tobytes())
-    settle_parked(tiers)
+    tiers.settle_parked()
     return parked
 
 
-def unpark(tiers: Tiers, parked: Parked) -> None:
+def unpark(tiers: TierState, parked: Parked) -> None:
     """See `Tiers.unpark`."""
     require_parked(tiers, parked)
     _end(tiers, parked)
     _recycle_tail(tiers, parked)
 
 
-def require_parked(tiers: Tiers | None, parked: Parked) -> None:
+def require_parked(tiers: TierState | None, parked: Parked) -> None:
     """Refuse what was resumed or let go before."""
     if tiers is None or parked not in tiers.parked:
         raise LeaseError("the parked request was resumed or let go before, or is of another cache")
 
 
-def require_saved(tiers: Tiers | None, parked: Parked, num_tokens: int) -> None:
+def require_saved(tiers: TierState | None, parked: Parked, num_tokens: int) -> None:
     """Refuse to resume what is not parked, or not yet, or with fewer tokens than were computed."""
     require_parked(tiers, parked)
     if not parked.saved:
@@ -142,7 +106,7 @@ def require_saved(tiers: Tiers | None, parked: Parked, num_tokens: int) -> None:
         )
 
 
-def resume(tiers: Tiers, parked: Parked, num_blocks: int) -> tuple[int | None, int]:
+def resume(tiers: TierState, parked: Parked, num_blocks: int) -> tuple[int | None, int]:
     """Let go of what is parked, as its request goes on; hand out its tail.
 
     Args:
@@ -154,45 +118,22 @@ def resume(tiers: Tiers, parked: Parked, num_blocks: int) -> tuple[int | None, i
         The host block of the tail, which is the caller's now, or None, and its tokens.
     """
     _end(tiers, parked)
-    whole, tail_tokens = divmod(parked.num_tokens, tiers.manager.block_size)
-    if parked.tail_block is None or num_blocks != whole or parked.epoch != tiers.manager.epoch:
+    whole, tail_tokens = divmod(parked.num_tokens, tiers.cache.block_size)
+    if parked.tail_block is None or num_blocks != whole or parked.epoch != tiers.cache.epoch:
         _recycle_tail(tiers, parked)
         return None, 0
     return parked.tail_block, tail_tokens
 
 
-def settle_parked(tiers: Tiers) -> None:
-    """Free on the device what nobody copies any more; let the host drop what is stored.
-
-    The device keeps it for whoever copies it, not only for the request's own operation: if that
-    copy fails, there is no other.
-    """
-    for parked in tiers.parked:
-        if not (parked.saved or parked.is_copied):
-            _settle(tiers, parked)
-        if parked.where == "storage" and parked.saved and all(run.stored for run in parked.runs):
-            tiers.let_go(parked.runs)
-
-
-def _settle(tiers: Tiers, parked: Parked) -> None:
-    # What was not saved takes no room until it is resumed.
-    saved = tiers.host.hold([run for run in parked.runs if run.node is not None])
-    parked.failed = parked.failed or len(saved) < len(parked.runs)
-    tiers.let_go(parked.runs)
-    parked.runs = saved
-    parked.saved, parked.lease.parking = True, False
-    tiers.manager.release(parked.lease)
-
-
-def _end(tiers: Tiers, parked: Parked) -> None:
+def _end(tiers: TierState, parked: Parked) -> None:
     del tiers.parked[parked]
     if parked.op_id is not None:
         tiers.operations.cancel(parked.op_id)
     if not parked.saved:
-        _settle(tiers, parked)
+        tiers.settle(parked)
     tiers.let_go(parked.runs)
 
 
-def _recycle_tail(tiers: Tiers, parked: Parked) -> None:
+def _recycle_tail(tiers: TierState, parked: Parked) -> None:
     if parked.tail_block is not None:
         tiers.host.pool.recycle(np.array([parked.tail_block], np.int32))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from ..ids import KEY_BYTES, OpId
 from ..prefix.lease import Match
 from ..prefix.node import Node
 from ..tokens import (
@@ -14,15 +14,9 @@ from ..tokens import (
 )
 from .completions import leading
 from .host_tier import HostRun
-from .operations import (
-    Effect,
-    OpId,
-    OpKind,
-)
-from .storage_keys import KEY_BYTES
-
-if TYPE_CHECKING:
-    from .api import Tiers
+from .offload import HostWriter
+from .operations import Effect, OpKind
+from .state import TierState
 
 
 class Prefetch:
@@ -42,13 +36,21 @@ class Prefetch:
         num_blocks: how many blocks came to the host, from that one on.
     """
 
-    def __init__(self, tiers: Tiers, tokens: bytes, namespace: bytes, keys: list[bytes]) -> None:
+    def __init__(
+        self,
+        tiers: TierState,
+        writer: HostWriter,
+        tokens: bytes,
+        namespace: bytes,
+        keys: list[bytes],
+    ) -> None:
         self.done = False
         self.first_block = len(tokens) // tiers.tree.block_bytes - len(keys)
         self.num_blocks = 0
         self.op_id: OpId
         self.runs: list[HostRun] = []  # held: the blocks on the host that they follow
         self._tiers = tiers
+        self._writer = writer
         self._tokens = tokens
         self._namespace = namespace
         self._keys = keys
@@ -62,7 +64,7 @@ class Prefetch:
             return
         missing_bytes = (len(self._keys) - num_blocks) * tiers.tree.block_bytes
         tokens = self._tokens[: len(self._tokens) - missing_bytes]
-        ids, _ = tiers.writer.land({}, num_blocks)
+        ids, _ = self._writer.land({}, num_blocks)
         keys = self._keys[:num_blocks]
         fetch = _Fetch(tiers, self, tokens, self._namespace, ids, keys)
         self.op_id = tiers.submit(
@@ -100,7 +102,7 @@ class _Fetch(Effect):
 
     def __init__(
         self,
-        tiers: Tiers,
+        tiers: TierState,
         prefetch: Prefetch,
         tokens: bytes,
         namespace: bytes,
@@ -139,24 +141,27 @@ class _Fetch(Effect):
         return [int(block) for block in self._ids]
 
 
-def prefetch(tiers: Tiers, tokens: Tokens, namespace: bytes) -> Prefetch | None:
+def prefetch(
+    tiers: TierState, writer: HostWriter, tokens: Tokens, namespace: bytes
+) -> Prefetch | None:
     """See `Tiers.prefetch`."""
     tokens = as_tokens(tokens)
-    match = tiers.manager.match(tokens, namespace)
-    block_size = tiers.manager.block_size
+    match = tiers.cache.match(tokens, namespace)
+    block_size = tiers.cache.block_size
     have, whole = match.num_blocks + match.num_host_blocks, len(tokens) // block_size
-    if tiers.storage is None or have == whole:
+    storage_keys = tiers.tree.keys
+    if storage_keys is None or have == whole:
         return None
     parent = _last_key(tiers, match)
-    keys = tiers.storage.block_keys(tokens[have * block_size :], namespace, parent)
+    keys = storage_keys.namespace.block_keys(tokens[have * block_size :], namespace, parent)
     path = tokens[: whole * block_size].tobytes()
-    asked = Prefetch(tiers, path, namespace, keys)
+    asked = Prefetch(tiers, writer, path, namespace, keys)
     asked.runs = tiers.host.hold(match.host_runs)
     asked.op_id = tiers.submit(OpKind.LOOKUP, _Lookup(asked), keys=keys)
     return asked
 
 
-def _last_key(tiers: Tiers, match: Match) -> bytes | None:
+def _last_key(tiers: TierState, match: Match) -> bytes | None:
     """Return the key of the last block of a match; None if it has no block."""
     walk, keys = match._walk, tiers.tree.keys
     if walk is None or keys is None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..ids import KEY_BYTES
 from ..prefix.node import Node
 from ..tokens import INT32
 
 if TYPE_CHECKING:
     from ..storage.keys import StorageNamespace
-
-KEY_BYTES: Final = 32
-"""Of a sha256."""
 
 
 class NodeKeys:

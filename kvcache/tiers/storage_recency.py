@@ -13,13 +13,11 @@ holds nothing, waits for nothing, and may be late or lost.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from ..ids import KEY_BYTES
 from ..prefix.node import Node
-from .storage_keys import KEY_BYTES
-
-if TYPE_CHECKING:
-    from .tiered_tree import TieredTree
+from .tiered_tree import TieredTree
 
 TOLD_FOR: Final = 1024
 """Of admissions and stored blocks: for so many, a use that was told stands for those that follow.

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import cast
 
 from ..prefix.idle_list import unlink
 from ..prefix.node import (
     ITEM_BYTES,
     Node,
-    TieredNode,
     Walk,
 )
 from ..prefix.radix_tree import RadixTree
 from ..tokens import Int32Array
-from .host_tier import HostRun, HostTier
+from .host_tier import HostRun, HostTier, TieredNode
 from .storage_keys import NodeKeys
 
 
@@ -43,14 +43,19 @@ class TieredTree(RadixTree):
         self.hits: Counter[Node] = Counter()
         self.dropped_blocks = 0
 
-    def path(self, node: Node) -> list[Node]:
+    def path(self, node: Node) -> list[TieredNode]:
         """Return the nodes from below the root through node."""
         path = []
-        while node.parent is not None:
-            path.append(node)
-            node = node.parent
+        place = cast("TieredNode", node)
+        while place.parent is not None:
+            path.append(place)
+            place = place.parent
         path.reverse()
         return path
+
+    def tiered_nodes(self) -> list[TieredNode]:
+        """Return every node that is not a root, parents first."""
+        return [cast("TieredNode", node) for node in self.nodes()]
 
     def host_runs(self, node: Node, tokens: memoryview) -> tuple[list[HostRun], int]:
         """Follow tokens on from where a walk ended, through what the host alone has.
@@ -59,9 +64,10 @@ class TieredTree(RadixTree):
             The copies that match, and how many blocks of them: the last may match in part.
         """
         runs: list[HostRun] = []
+        place = cast("TieredNode", node)
         position, end, block_bytes = 0, len(tokens), self.block_bytes
         while position < end:
-            child = node.children.get(tokens[position : position + block_bytes].tobytes())
+            child = place.children.get(tokens[position : position + block_bytes].tobytes())
             if child is None or child.host is None or not child.host.is_valid:
                 break
             assert not child.device_blocks, "a walk ended above a node on the device"
@@ -70,21 +76,22 @@ class TieredTree(RadixTree):
             if after > end or not child.tokens.startswith(tokens[position:after]):
                 inside_blocks = self._common_blocks(tokens[position:after], child.tokens)
                 return runs, position // block_bytes + inside_blocks
-            position, node = after, child
+            position, place = after, child
         return runs, position // block_bytes
 
     def unpin(self, node: Node) -> None:
         """End one use of the path to node, which is then the last used on the host, too."""
-        place: Node | None = node
+        place: TieredNode | None = cast("TieredNode", node)
         while place is not None:
             if place.host is not None:
                 self.host.touch(place.host)
             place = place.parent
         super().unpin(node)
 
-    def split(self, lower: Node, num_blocks: int) -> Node:
+    def split(self, lower: Node, num_blocks: int) -> TieredNode:
         """Cut a run in two, in every tier, and return the upper part."""
         upper = super().split(lower, num_blocks)
+        assert isinstance(lower, TieredNode) and isinstance(upper, TieredNode), "a bare node"
         if lower in self.hits:
             self.hits[upper] = self.hits[lower]
         if lower.host is not None:
@@ -93,7 +100,7 @@ class TieredTree(RadixTree):
             self.keys.split(lower, upper, num_blocks)
         return upper
 
-    def adopt(self, node: Node, tokens: bytes, device_blocks: bytes) -> Node:
+    def adopt(self, node: Node, tokens: bytes, device_blocks: bytes) -> TieredNode:
         """Put on the device what only the host had, as a lease has computed or loaded it.
 
         Args:
@@ -104,17 +111,18 @@ class TieredTree(RadixTree):
         Returns:
             The part of node that is on the device now, pinned by that lease.
         """
-        num_bytes = node.num_blocks * self.block_bytes
-        if not tokens.startswith(node.tokens):
-            common = self._common_blocks(memoryview(tokens)[:num_bytes], node.tokens)
-            node = self.split(node, common)
+        adopted = cast("TieredNode", node)
+        num_bytes = adopted.num_blocks * self.block_bytes
+        if not tokens.startswith(adopted.tokens):
+            common = self._common_blocks(memoryview(tokens)[:num_bytes], adopted.tokens)
+            adopted = self.split(adopted, common)
         self.version += 1
-        node.device_blocks = device_blocks[: node.num_blocks * ITEM_BYTES]
-        node.refs = 1
-        self.num_cached += node.num_blocks
-        return node
+        adopted.device_blocks = device_blocks[: adopted.num_blocks * ITEM_BYTES]
+        adopted.refs = 1
+        self.num_cached += adopted.num_blocks
+        return adopted
 
-    def take_coldest(self, num_blocks: int) -> list[Node]:
+    def take_coldest(self, num_blocks: int) -> list[TieredNode]:
         """Take the num_blocks least recently used leaf blocks out of the idle list, as whole nodes.
 
         They still name their device blocks; the caller takes those away.
@@ -125,8 +133,8 @@ class TieredTree(RadixTree):
         self.num_cached -= num_blocks
         nodes = []
         while num_blocks > 0:
-            node = self._idle.warmer
-            assert node is not None and node is not self._idle, "the idle list is too short"
+            node = cast("TieredNode", self._idle.warmer)
+            assert node is not self._idle, "the idle list is too short"
             if node.num_blocks > num_blocks:
                 self.split(node, node.num_blocks - num_blocks)  # the lower part keeps its name
             unlink(node)
@@ -135,7 +143,7 @@ class TieredTree(RadixTree):
             nodes.append(node)
         return nodes
 
-    def remove(self, node: Node) -> None:
+    def remove(self, node: TieredNode) -> None:
         """Take a node that is not on the device out of the tree, and all that follows it."""
         parent = node.parent
         assert parent is not None, "a dead node is removed again"
@@ -152,6 +160,7 @@ class TieredTree(RadixTree):
 
     def _died(self, node: Node) -> None:
         """Leave nothing behind in a node, nor on the host."""
+        assert isinstance(node, TieredNode), "a bare node"
         if node.host is not None:
             self.dropped_blocks += node.host.num_blocks
             self.host.drop(node.host)
@@ -162,7 +171,7 @@ class TieredTree(RadixTree):
 
     def attach(
         self, namespace: bytes, tokens: bytes, host_blocks: Int32Array, keys: Sequence[bytes]
-    ) -> Node | None:
+    ) -> TieredNode | None:
         """Add the last blocks of a path, which storage had and the host has now.
 
         Args:
@@ -181,7 +190,7 @@ class TieredTree(RadixTree):
         if missing == 0 or walk.num_bytes // self.block_bytes < first:
             self._drop_empty(root)
             return None
-        parent = walk.node
+        parent = cast("TieredNode", walk.node)
         if walk.inside is not None:
             parent = self.split(walk.inside, walk.inside_blocks)
         rest = tokens[walk.num_bytes :]

@@ -231,7 +231,7 @@ class TierAdapter(CacheAdapter):
         """Report results of the operations that were not taken: how many there are, and count."""
         results = [
             self.tiers.complete(copy, [True] * operation.num_blocks)
-            for copy, operation in list(self.tiers.operations._queued.items())
+            for copy, operation in list(self.tiers.state.operations._queued.items())
         ]
         return len(results), sum(results)
 

@@ -17,19 +17,19 @@ def snapshot_of(adapter: TierAdapter) -> TierSnapshot:
     _check_matches(adapter)
     tiers = adapter.tiers
     found: dict[str, dict[Prefix, int]] = {"host": {}, "landing": {}, "leaving": {}}
-    for namespace, root in tiers.tree.roots.items():
+    for namespace, root in tiers.state.tree.roots.items():
         stack: list[tuple[Any, tuple[int, ...]]] = [(child, ()) for child in root.children.values()]
         while stack:
             node, before = stack.pop()
             tokens = _see_node(adapter.manager.block_size, namespace, node, before, found)
             stack += [(child, tokens) for child in node.children.values()]
     idle: list[int] = []
-    for run in tiers.host.idle_runs():
+    for run in tiers.state.host.idle_runs():
         blocks = memoryview(run.blocks).cast("i").tolist()
-        idle += blocks if tiers.host.is_spare(run) else reversed(blocks)
+        idle += blocks if tiers.state.host.is_spare(run) else reversed(blocks)
     stats = tiers.stats()
     return TierSnapshot(
-        tiers.host.pool.free_ids().tolist(),
+        tiers.state.host.pool.free_ids().tolist(),
         found["host"],
         found["landing"],
         set(found["leaving"]),
@@ -44,7 +44,7 @@ def snapshot_of(adapter: TierAdapter) -> TierSnapshot:
 def _check_matches(adapter: TierAdapter) -> None:
     """See that a match that is taken for current says what is there."""
     for name, (match, array) in adapter.matches.items():
-        if match._version == adapter.tiers.tree.version:
+        if match._version == adapter.tiers.state.tree.version:
             now = adapter.manager.match(array, match._namespace)
             same = (match.num_blocks, match.num_host_blocks, match.host_runs) == (
                 now.num_blocks, now.num_host_blocks, now.host_runs

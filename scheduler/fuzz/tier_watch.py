@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def watch(adapter: TierAdapter, told: TierEvents) -> None:
     """Report from now on what happens below the device, and to leases that end by themselves."""
     manager, tiers = adapter.manager, adapter.tiers
-    tree, pool, reader = tiers.tree, tiers.host.pool, tiers.reader
+    tree, pool, reader = tiers.state.tree, tiers.state.host.pool, tiers.reader
     names: dict[Any, str] = {}  # of heirs of leases
     del tree.evict  # of a tree without tiers
 
@@ -54,10 +54,12 @@ def watch(adapter: TierAdapter, told: TierEvents) -> None:
         type(reader).abandon(reader, lease)
         names.update({heir: f"op {heir.loading}" for heir in reader.heirs.values()})
 
-    def watched_end_heir(heir: Any) -> None:
-        name = names.pop(heir)
+    def watched_end_heir(promotion: Any) -> None:
+        if promotion not in reader.heirs:
+            return
+        name = names.pop(reader.heirs[promotion])
         told.ends(name)
-        type(manager).end_heir(manager, heir)
+        type(reader).end_heir(reader, promotion)
         told.ended(name)
 
     def watched_reset() -> None:
@@ -66,7 +68,7 @@ def watch(adapter: TierAdapter, told: TierEvents) -> None:
         type(reader).reset(reader)
 
     reader.abandon, reader.reset = watched_abandon, watched_reset
-    manager.end_heir = watched_end_heir
+    reader.end_heir = watched_end_heir
     tiers.writer.evict, tree.adopt = watched_evict, watched_adopt
     pool.allocate, pool.recycle = watched_allocate, watched_recycle
     manager.release = watched_release

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...kvcache.manager import CacheManager
-from ...kvcache.prefix.lease import TierStats
+from ...kvcache.stats import TierStats
 
 
 @dataclass(frozen=True, slots=True)

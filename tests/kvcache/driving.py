@@ -19,7 +19,7 @@ from radixkv.kvcache import (
     OperationResult,
     TierDriver,
 )
-from radixkv.kvcache.prefix.lease import Epoch
+from radixkv.kvcache.ids import Epoch, OpId
 from radixkv.kvcache.storage import (
     Completion,
     Kind,
@@ -27,11 +27,7 @@ from radixkv.kvcache.storage import (
     StorageOpId,
 )
 from radixkv.kvcache.storage.interface import views
-from radixkv.kvcache.tiers.operations import (
-    Operation,
-    OpId,
-    OpKind,
-)
+from radixkv.kvcache.tiers.operations import Operation, OpKind
 
 SIZES = {"num_layers": 2, "num_blocks": 6, "kv_heads": 1, "block_size": 2, "head_dim": 4}
 HOST_BLOCKS = 5

@@ -15,7 +15,7 @@ def content(memory: TierMemory) -> dict[str, object]:
     """What both tiers hold, where, and in which order it would go."""
     stats = memory.manager.stats()
     assert stats.tiers is not None
-    tree = memory.tiers.tree
+    tree = memory.tiers.state.tree
     return {
         "device": {
             tokens: memory.residency(tokens)

@@ -3,7 +3,7 @@
 import pytest
 
 from radixkv.kvcache import OpKind, Parked
-from radixkv.kvcache.tiers.parking import ParkedIn
+from radixkv.kvcache.tiers.parked import ParkedIn
 
 from .tier_memory import TierMemory
 
@@ -124,7 +124,7 @@ def test_what_was_not_saved_is_computed(ok, ready, fenced):
         memory.finish(demotion, False)
     assert resume(memory, parked, [*TOKENS, 6]) == ready
     memory.settle()
-    assert memory.stats.host_free_blocks == 4 - memory.tiers.host.num_cached
+    assert memory.stats.host_free_blocks == 4 - memory.tiers.state.host.num_cached
 
 
 def test_what_was_not_saved_takes_no_room():

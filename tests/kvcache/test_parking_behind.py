@@ -8,7 +8,7 @@ from radixkv.kvcache import (
     OpKind,
     Parked,
 )
-from radixkv.kvcache.tiers.parking import ParkedIn
+from radixkv.kvcache.tiers.parked import ParkedIn
 
 from .test_parking import TOKENS, WHOLE, memory_of, park, resume
 from .tier_memory import TierMemory
@@ -61,7 +61,7 @@ def test_it_is_told_that_the_other_copy_failed(ok, ready, fenced):
     memory.manager.evict(4)
     assert resume(memory, parked, TOKENS) == ready
     memory.settle()
-    assert memory.stats.host_free_blocks == 4 - memory.tiers.host.num_cached
+    assert memory.stats.host_free_blocks == 4 - memory.tiers.state.host.num_cached
 
 
 def test_what_the_other_copy_lost_is_not_lost_while_the_device_has_it():

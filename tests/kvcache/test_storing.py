@@ -13,7 +13,7 @@ from radixkv.kvcache import (
     StorageConfigError,
 )
 from radixkv.kvcache.storage.keys import StorageNamespace
-from radixkv.kvcache.tiers.api import COPY_TIMEOUT_S, STORAGE_TIMEOUT_S
+from radixkv.kvcache.tiers.state import COPY_TIMEOUT_S, STORAGE_TIMEOUT_S
 
 from .tier_memory import TierMemory, as_list
 
@@ -96,7 +96,7 @@ def test_of_what_is_stored_together_each_copy_counts_for_itself():
     memory.finish(memory.one(OpKind.DEVICE_TO_HOST))
     memory.finish(memory.one(OpKind.HOST_TO_STORAGE), [False, True, True, False])
     memory.settle()
-    assert [run.stored for run in memory.tiers.host.idle_runs()] == [False, True, False]
+    assert [run.stored for run in memory.tiers.state.host.idle_runs()] == [False, True, False]
 
 
 def test_what_follows_what_the_host_has_no_room_for_goes_with_it():
@@ -114,7 +114,7 @@ def test_what_follows_what_the_host_has_no_room_for_goes_with_it():
     assert memory.residency([1, 2]) == ""
     memory.finish(storing)
     memory.settle()
-    assert memory.tiers.host.pool.num_free == 1
+    assert memory.tiers.state.host.pool.num_free == 1
 
 
 @pytest.mark.parametrize("fetched", [True, False])

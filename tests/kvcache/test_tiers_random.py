@@ -251,7 +251,7 @@ class World:
         assert tiers is not None
         assert tiers.open_operations == tiers.quarantined_operations == tiers.parked == 0
         assert tiers.host_free_blocks + tiers.host_cached_blocks == tiers.host_blocks
-        assert self.tiers.host.available == tiers.host_blocks
+        assert self.tiers.state.host.available == tiers.host_blocks
 
 
 @pytest.mark.parametrize("group", range(NUM_GROUPS))

@@ -20,7 +20,7 @@ from radixkv.kvcache import (
 )
 from radixkv.kvcache.prefix.node import Node
 from radixkv.kvcache.storage.keys import StorageNamespace
-from radixkv.kvcache.tiers.host_tier import HostRun, WritePolicy
+from radixkv.kvcache.tiers.host_tier import HostRun, TieredNode, WritePolicy
 
 Tag: TypeAlias = tuple[bytes, tuple[int, ...]] | None
 """What a block holds: a namespace and all tokens through its last; None is garbage."""
@@ -226,8 +226,8 @@ class TierMemory:
     def residency(self, tokens: Sequence[int], namespace: bytes = b"") -> str:
         """A letter per cached block: d(evice), h(ost), b(oth), w(ritten now, or leaving)."""
         letters = ""
-        node: Node | None = self.tiers.tree.roots.get(namespace)
-        wanted, size = np.array(tokens, np.int32).tobytes(), self.tiers.tree.block_bytes
+        node: Node | None = self.tiers.state.tree.roots.get(namespace)
+        wanted, size = np.array(tokens, np.int32).tobytes(), self.tiers.state.tree.block_bytes
         while node is not None and (node := node.children.get(wanted[:size])) is not None:
             for place in range(node.num_blocks):
                 block = bytes(node.tokens[place * size : (place + 1) * size])
@@ -239,11 +239,11 @@ class TierMemory:
 
     def drop_order(self) -> list[Tag]:
         """What the host would drop, block for block, the next first."""
-        runs: list[HostRun] = list(self.tiers.host.idle_runs())
+        runs: list[HostRun] = list(self.tiers.state.host.idle_runs())
         order: list[int] = []
         for run in runs:
             blocks = as_list(np.frombuffer(run.blocks, np.int32))
-            order += blocks if self.tiers.host.is_spare(run) else reversed(blocks)
+            order += blocks if self.tiers.state.host.is_spare(run) else reversed(blocks)
         return [self.host[block] for block in order]
 
 
@@ -252,6 +252,7 @@ def _is_on_device(operation: Operation) -> bool:
 
 
 def _letter(node: Node) -> str:
+    assert isinstance(node, TieredNode)
     copied = node.host is not None and node.host.is_valid
     if node.device_blocks:
         return "b" if copied else "d"

@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
 
+from radixkv.kvcache.ids import OpId
 from radixkv.kvcache.tiers.host_tier import HostConfig, WritePolicy
-from radixkv.kvcache.tiers.operations import Operation, OpId
+from radixkv.kvcache.tiers.operations import Operation
 from radixkv.scheduler.policy import Fcfs, Priority
 from radixkv.scheduler.request import Request, RequestStatus
 from radixkv.scheduler.step_plan import StepPlan
@@ -119,7 +120,7 @@ class World:
             if flight.operation.id == op_id:
                 state = "quarantined" if flight.ended else "dispatched"
                 return f"{flight.operation.kind.value}, {state}"
-        return f"{tiers.operations._queued[op_id].kind.value}, queued"
+        return f"{tiers.state.operations._queued[op_id].kind.value}, queued"
 
     def race(self, what: str, request: Request) -> None:
         """Count an event, with what the copies are doing."""

@@ -45,7 +45,6 @@ HUNTED: Final[dict[str, tuple[World, ...]]] = {
     "prefix/radix_tree.py": ALL_WORLDS,
     "prefix/node.py": ALL_WORLDS,
     "prefix/idle_list.py": ALL_WORLDS,
-    "cache.py": ALL_WORLDS,
     "manager.py": ALL_WORLDS,
     "prefix/deduplication.py": ALL_WORLDS,
     "prefix/lease.py": ALL_WORLDS,
@@ -54,6 +53,7 @@ HUNTED: Final[dict[str, tuple[World, ...]]] = {
     "tokens.py": ALL_WORLDS,
     "errors.py": ALL_WORLDS,
     "tiers/operations.py": ("tiers",),
+    "tiers/state.py": ("tiers",),
     "tiers/completions.py": ("tiers",),
     "tiers/host_tier.py": ("tiers",),
     "tiers/offload.py": ("tiers",),
@@ -62,6 +62,7 @@ HUNTED: Final[dict[str, tuple[World, ...]]] = {
     "tiers/storage_keys.py": ("tiers",),
     "tiers/storage_recency.py": ("tiers",),
     "tiers/api.py": ("tiers",),
+    "tiers/parked.py": ("tiers",),
     "tiers/parking.py": ("tiers",),
     "tiers/prefetch.py": ("tiers",),
 }
@@ -71,7 +72,10 @@ LEFT_OUT: Final = {
     "__init__.py": "exports, and the lazy import of the arrays",
     "prefix/__init__.py": "a docstring",
     "tiers/__init__.py": "a docstring",
+    "ids.py": "types",
+    "stats.py": "types",
     "invariants.py": "it is there to check",
+    "tiers/checks.py": "it is there to check",
     "copies": "the data plane, which the worlds replace by ghost memory, and a driver, which they "
     "replace by a virtual executor: it has a machine of its own, in "
     "tests/kvcache/test_tier_driver_machine.py",

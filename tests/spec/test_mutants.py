@@ -36,7 +36,7 @@ def test_every_mutant_is_a_program_and_another_one() -> None:
 
 
 def test_equal_changes_of_one_function_are_told_apart() -> None:
-    changes = {mutant.change for mutant in all_mutants("cache.py")}
+    changes = {mutant.change for mutant in all_mutants("manager.py")}
     assert {"minimum=1  ->  minimum=0", "minimum=1  ->  minimum=0  [2]"} <= changes
 
 
@@ -104,9 +104,9 @@ def test_an_explanation_without_a_survivor_is_told(capsys) -> None:
     told = capsys.readouterr().out.splitlines()
     assert told[0].endswith(f"RadixTree.walk: {LIVES[2]}") and told[1] == "    no reason"
     assert told[2:] == [
-        f"kvcache/lease.py: Lease.num_blocks: {DIES[2]}",
+        f"kvcache/prefix/lease.py: Lease.num_blocks: {DIES[2]}",
         "    is explained, and does not survive",
-        "kvcache/radix_tree.py: f: a  ->  b",
+        "kvcache/prefix/radix_tree.py: f: a  ->  b",
         "    is explained, and does not survive",
         "2 mutants, 1 killed, 1 explained, 0 unexplained, 2 explanations of none",
     ]

@@ -15,12 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+from ....kvcache.ids import OpId
 from ....kvcache.tiers.api import Tiers
-from ....kvcache.tiers.operations import (
-    Operation,
-    OpId,
-    OpKind,
-)
+from ....kvcache.tiers.operations import Operation, OpKind
 from ...step_plan import SchedulerStats
 from .simulated_storage import SimulatedStorage, StorageCounts
 

@@ -13,7 +13,7 @@ from radixkv.kvcache.copies.staging_writer import (
     StagingWriter,
     WriteReport,
 )
-from radixkv.kvcache.tiers.operations import OpId
+from radixkv.kvcache.ids import OpId
 
 from ..driving import LONG_S
 

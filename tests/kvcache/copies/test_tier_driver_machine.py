@@ -19,12 +19,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from radixkv.kvcache import OperationResult
+from radixkv.kvcache.ids import OpId
 from radixkv.kvcache.storage import Kind, Status
-from radixkv.kvcache.tiers.operations import (
-    Operation,
-    OpId,
-    OpKind,
-)
+from radixkv.kvcache.tiers.operations import Operation, OpKind
 
 from ..driving import HOST_BLOCKS, SIZES, Asked, Bench, FakeStorage
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from radixkv.kvcache.prefix.lease import TierStats
+from radixkv.kvcache.stats import TierStats
 from radixkv.kvcache.tiers.host_tier import HostConfig, HostTier
 from radixkv.scheduler.replay.hits.counts import (
     ManagerRun,

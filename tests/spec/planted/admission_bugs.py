@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from .plant import bug
 
-CACHE, MANAGER = "cache.py", "manager.py"
+MANAGER = "manager.py"
 
 MATCH_BUGS = (
     bug(
         "what can be evicted does not count as available",
-        CACHE,
+        MANAGER,
         ("return self._pool.num_free + self._tree.num_idle", "return self._pool.num_free"),
     ),
     bug(
         "blocks in use count as available",
-        CACHE,
+        MANAGER,
         (
             "return self._pool.num_free + self._tree.num_idle",
             "return self._pool.num_free + self._tree.num_cached",
@@ -60,7 +60,7 @@ ADMIT_BUGS = (
     ),
     bug(
         "a match of before an eviction stays valid",
-        CACHE,
+        MANAGER,
         (
             "victims = (self._tree if tiers is None else tiers.writer).evict(num_blocks)",
             "version = self._tree.version\n"
@@ -224,7 +224,7 @@ ADMIT_BUGS = (
     ),
     bug(
         "the pool has a block too many",
-        CACHE,
+        MANAGER,
         ("BlockPool(num_blocks)", "BlockPool(num_blocks + 1)"),
         (
             "return self._pool.num_free + self._tree.num_idle",

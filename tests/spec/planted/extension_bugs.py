@@ -5,7 +5,7 @@ from __future__ import annotations
 from .plant import bug
 from .release_bugs import LIVE
 
-CACHE, MANAGER = "cache.py", "manager.py"
+MANAGER = "manager.py"
 
 EXTEND_BUGS = (
     bug(
@@ -32,18 +32,18 @@ EXTEND_BUGS = (
     ),
     bug(
         "an extension is refused where there is something to evict",
-        CACHE,
+        MANAGER,
         ("if needed > self.available:", "if needed > self._pool.num_free:"),
         seen_in="FastDeploy PR 7107",
     ),
     bug(
         "the last block is never given",
-        CACHE,
+        MANAGER,
         ("if needed > self.available:", "if needed >= self.available:"),
     ),
     bug(
         "a refusal says what is free, not what is available",
-        CACHE,
+        MANAGER,
         (
             "raise OutOfBlocksError(needed, self.available)",
             "raise OutOfBlocksError(needed, self._pool.num_free)",
@@ -84,7 +84,7 @@ EXTEND_BUGS = (
     ),
     bug(
         "a refused extension evicts all the same",
-        CACHE,
+        MANAGER,
         (
             "if needed > self.available:",
             "if needed > self.available:\n            self.evict(needed)",
@@ -166,7 +166,7 @@ BATCH_BUGS = (
 FILL_BUGS = (
     bug(
         "a block more than is short is evicted",
-        CACHE,
+        MANAGER,
         (
             "ids[-short:] = self._evict(short)",
             "self.evict(1)\n        ids[-short:] = self._evict(short)",
@@ -174,7 +174,7 @@ FILL_BUGS = (
     ),
     bug(
         "all that is needed is evicted, not what is short",
-        CACHE,
+        MANAGER,
         (
             "ids[-short:] = self._evict(short)",
             "self._pool.recycle(self._evict(len(ids)))\n"
@@ -185,12 +185,12 @@ FILL_BUGS = (
     ),
     bug(
         "idle blocks are taken before free ones",
-        CACHE,
+        MANAGER,
         ("short = len(ids) - self._pool.num_free", "short = min(len(ids), self._tree.num_idle)"),
     ),
     bug(
         "an evicted block has a new owner and is free as well",
-        CACHE,
+        MANAGER,
         (
             "ids[-short:] = self._evict(short)",
             "ids[-short:] = victims = self._evict(short)\n        self._pool.recycle(victims)",

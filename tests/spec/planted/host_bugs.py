@@ -84,9 +84,8 @@ HOST_BUGS = (
         "a drop leaves the run in the list",
         HOST,
         (
-            "        if run.is_idle:\n            self._unlink(run)\n"
-            "        set_host(run.node, None)",
-            "        set_host(run.node, None)",
+            "        if run.is_idle:\n            self._unlink(run)\n        run.node.host = None",
+            "        run.node.host = None",
         ),
         seen_in="FastDeploy PR 7885 review",
         world="tiers",
@@ -216,7 +215,7 @@ HOST_BUGS = (
     ),
     bug(
         "copies of what the device has are dropped last",
-        "tiers/api.py",
+        "tiers/state.py",
         ('spares_first=config.write != "through"', "spares_first=False"),
         world="tiers",
     ),
@@ -233,7 +232,7 @@ HOST_BUGS = (
     bug(
         "a copy of what the device has now is dropped as if it had not",
         "tiers/api.py",
-        ("        self.host.gained(node.host)\n", ""),
+        ("        self.state.host.gained(adopted.host)\n", ""),
         world="tiers",
     ),
     bug(

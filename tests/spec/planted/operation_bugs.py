@@ -116,9 +116,9 @@ OPERATION_BUGS = (
         "of a copy of two runs each has the result of the first",
         EFFECTS,
         (
-            "            arrived += tiers.arrived(run, leading(ok[place:after]))\n"
+            "            arrived += take_in(tiers, run, leading(ok[place:after]))\n"
             "            place = after\n",
-            "            arrived += tiers.arrived(run, leading(ok[place:after]))\n",
+            "            arrived += take_in(tiers, run, leading(ok[place:after]))\n",
         ),
         seen_in="SGLang #16946",
         world="tiers",
@@ -127,8 +127,8 @@ OPERATION_BUGS = (
         "landing blocks are let go with the result",
         EFFECTS,
         (
-            "        tiers.store([run for run in arrived if run.node is not None])\n",
-            "        tiers.store([run for run in arrived if run.node is not None])\n"
+            "        store(tiers, [run for run in arrived if run.node is not None])\n",
+            "        store(tiers, [run for run in arrived if run.node is not None])\n"
             "        self._tiers.let_go(self.runs)\n",
         ),
         world="tiers",
@@ -136,7 +136,7 @@ OPERATION_BUGS = (
     bug(
         "what has arrived on the host is not stored",
         EFFECTS,
-        ("        tiers.store([run for run in arrived if run.node is not None])\n", ""),
+        ("        store(tiers, [run for run in arrived if run.node is not None])\n", ""),
         seen_in="FastDeploy PR 7107",
         world="tiers",
     ),
@@ -186,7 +186,7 @@ OPERATION_BUGS = (
             "            self._num_good -= 1\n"
             "            self._tail_tokens = self.loads.tail_tokens\n"
             "        if self.lease is not None:\n"
-            "            self._tiers.reader.promoted(self, self._num_good, self._tail_tokens)\n"
+            "            self._reader.promoted(self, self._num_good, self._tail_tokens)\n"
             "            self.lease = None\n",
         ),
         seen_in="TensorRT-LLM #8813",
@@ -198,7 +198,7 @@ OPERATION_BUGS = (
         (
             "        self.loading[lease.loading] = promotion\n",
             "        self.loading[lease.loading] = promotion\n"
-            "        whole = len(loads.tokens) // self._tiers.tree.block_bytes\n"
+            "        whole = len(loads.tokens) // self.tiers.tree.block_bytes\n"
             "        self.promoted(promotion, whole, loads.tail_tokens)\n"
             "        promotion.lease = None\n",
         ),
@@ -254,7 +254,7 @@ OPERATION_BUGS = (
     bug(
         "the blocks of a request that ends while it is loaded are never given back",
         READER,
-        ("            tiers.manager.recycle(self.orphans)\n", "            pass\n"),
+        ("            tiers.device_pool.recycle(self.orphans)\n", "            pass\n"),
         seen_in="FastDeploy PR 7965, SGLang #9874",
         world="tiers",
     ),
@@ -273,7 +273,7 @@ OPERATION_BUGS = (
     bug(
         "a load goes on when its request has ended",
         READER,
-        ("            self._tiers.operations.cancel(lease.loading)\n", ""),
+        ("            self.tiers.operations.cancel(lease.loading)\n", ""),
         world="tiers",
     ),
 )

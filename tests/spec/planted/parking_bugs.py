@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from .plant import bug
 
-PARKING, EFFECTS = "tiers/parking.py", "tiers/completions.py"
+PARKING, PARKED, STATE = "tiers/parking.py", "tiers/parked.py", "tiers/state.py"
+EFFECTS = "tiers/completions.py"
 
 PARKING_BUGS = (
     bug(
@@ -13,14 +14,14 @@ PARKING_BUGS = (
         (
             "    tiers.parked[parked] = None\n    if sources:\n",
             "    tiers.parked[parked] = None\n    if sources:\n        lease.parking = False\n"
-            "        manager.release(lease)\n",
+            "        cache.release(lease)\n",
         ),
         elsewhere=(
             (
-                PARKING,
-                "    parked.saved, parked.lease.parking = True, False\n"
-                "    tiers.manager.release(parked.lease)\n",
-                "    parked.saved = True\n",
+                STATE,
+                "        parked.saved, parked.lease.parking = True, False\n"
+                "        self.cache.release(parked.lease)\n",
+                "        parked.saved = True\n",
             ),
         ),
         seen_in="FastDeploy v1, FastDeploy PR 7107 review, vLLM #52360",
@@ -28,13 +29,13 @@ PARKING_BUGS = (
     ),
     bug(
         "a parked lease is never released",
-        PARKING,
-        ("    tiers.manager.release(parked.lease)\n", ""),
+        STATE,
+        ("        self.cache.release(parked.lease)\n", ""),
         world="tiers",
     ),
     bug(
         "a parked request counts as saved while another copy of its path is under way",
-        PARKING,
+        PARKED,
         (
             "is_landing = any(run.landing and run.node is not None for run in self.runs)",
             "is_landing = False",
@@ -43,7 +44,7 @@ PARKING_BUGS = (
     ),
     bug(
         "a parked request counts as saved when its whole blocks are, before its unfinished one",
-        PARKING,
+        PARKED,
         ("return is_landing or self.op_id is not None", "return is_landing"),
         world="tiers",
     ),
@@ -58,17 +59,17 @@ PARKING_BUGS = (
             (
                 PARKING,
                 "        super().end(ok)\n",
-                "        super().end(ok)\n        settle_parked(self._tiers)\n",
+                "        super().end(ok)\n        self._tiers.settle_parked()\n",
             ),
         ),
         world="tiers",
     ),
     bug(
         "a park that failed is marked as good",
-        PARKING,
+        STATE,
         (
-            "    parked.failed = parked.failed or len(saved) < len(parked.runs)\n",
-            "    parked.failed = False\n",
+            "        parked.failed = parked.failed or len(saved) < len(parked.runs)\n",
+            "        parked.failed = False\n",
         ),
         seen_in="SGLang #27108, FastDeploy v1",
         world="tiers",
@@ -138,7 +139,7 @@ PARKING_BUGS = (
         "a request is parked without its unfinished block",
         PARKING,
         (
-            "tail_tokens = len(tokens) - lease.num_shared_blocks * manager.block_size",
+            "tail_tokens = len(tokens) - lease.num_shared_blocks * cache.block_size",
             "tail_tokens = 0",
         ),
         seen_in="vLLM #18631",
@@ -148,8 +149,8 @@ PARKING_BUGS = (
         "a resumed request lets go of nothing",
         PARKING,
         (
-            "        _settle(tiers, parked)\n    tiers.let_go(parked.runs)",
-            "        _settle(tiers, parked)",
+            "        tiers.settle(parked)\n    tiers.let_go(parked.runs)",
+            "        tiers.settle(parked)",
         ),
         world="tiers",
     ),
@@ -162,7 +163,7 @@ PARKING_BUGS = (
     bug(
         "a parked request that is given up before it is saved keeps its blocks",
         PARKING,
-        ("    if not parked.saved:\n        _settle(tiers, parked)\n", ""),
+        ("    if not parked.saved:\n        tiers.settle(parked)\n", ""),
         seen_in="SGLang #9874",
         world="tiers",
     ),
@@ -194,7 +195,7 @@ PARKING_BUGS = (
     bug(
         "a tail of before a reset is loaded",
         PARKING,
-        (" or parked.epoch != tiers.manager.epoch:", ":"),
+        (" or parked.epoch != tiers.cache.epoch:", ":"),
         seen_in="FastDeploy PR 6202",
         world="tiers",
     ),
@@ -209,8 +210,8 @@ PARKING_BUGS = (
     ),
     bug(
         "what is parked in storage may be dropped before it is stored",
-        PARKING,
-        ("parked.saved and all(run.stored for run in parked.runs)", "parked.saved"),
+        STATE,
+        ("parked.saved and all(r.stored for r in parked.runs)", "parked.saved"),
         seen_in="FastDeploy PR 7107 review",
         world="tiers",
     ),

@@ -33,32 +33,32 @@ PREFETCH_BUGS = (
         "a prefetch asks for what is cached, too",
         PREFETCH,
         (
-            "tiers.storage.block_keys(tokens[have * block_size :], namespace, parent)",
-            "tiers.storage.block_keys(tokens, namespace)",
+            "storage_keys.namespace.block_keys(tokens[have * block_size :], namespace, parent)",
+            "storage_keys.namespace.block_keys(tokens, namespace)",
         ),
         world="tiers",
     ),
     bug(
         "a prefetch asks for nothing",
         PREFETCH,
-        ("if tiers.storage is None or have == whole:", "if True:"),
+        ("if storage_keys is None or have == whole:", "if True:"),
         seen_in="FastDeploy PR 7107",
         world="tiers",
     ),
     bug(
         "a cancelled prefetch goes on",
         TIERS,
-        ("        self.operations.cancel(prefetch.op_id)\n", "        pass\n"),
+        ("        self.state.operations.cancel(prefetch.op_id)\n", "        pass\n"),
         seen_in="SGLang #9874, SGLang #30053",
         world="tiers",
     ),
     bug(
         "a fetch of before a reset enters the tree",
         PREFETCH,
-        ("        self._ids = ids\n", "        self._ids, self._e = ids, tiers.manager.epoch\n"),
+        ("        self._ids = ids\n", "        self._ids, self._e = ids, tiers.cache.epoch\n"),
         (
             "        self._tiers.host.pool.recycle(self._ids)\n",
-            "        if self._e != self._tiers.manager.epoch:\n"
+            "        if self._e != self._tiers.cache.epoch:\n"
             "            path = self._namespace, self._tokens\n"
             "            self._tiers.tree.attach(*path, self._ids, self._keys)\n"
             "            return\n"
@@ -158,16 +158,16 @@ PREFETCH_BUGS = (
         "what arrives for a request that has ended is freed, not published",
         READER,
         (
-            "            tiers.reader.promoted(self, self._num_good, self._tail_tokens)\n",
-            "            num_good = 0 if self in tiers.reader.heirs else self._num_good\n"
-            "            tiers.reader.promoted(self, num_good, self._tail_tokens)\n",
+            "            reader.promoted(self, self._num_good, self._tail_tokens)\n",
+            "            num_good = 0 if self in reader.heirs else self._num_good\n"
+            "            reader.promoted(self, num_good, self._tail_tokens)\n",
         ),
         world="tiers",
     ),
     bug(
         "what was moved for a request that has ended stays pinned",
-        "cache.py",
-        ("        self._tree.unpin(heir.node)\n", ""),
+        READER,
+        ("            self.tiers.tree.unpin(heir.node)\n", ""),
         world="tiers",
     ),
 )

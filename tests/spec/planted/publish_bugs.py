@@ -5,7 +5,7 @@ from __future__ import annotations
 from .plant import bug
 from .release_bugs import LIVE
 
-CACHE, MANAGER = "cache.py", "manager.py"
+MANAGER = "manager.py"
 PUBLISHING = "prefix/deduplication.py"
 
 PUBLISH_BUGS = (
@@ -120,7 +120,7 @@ PUBLISH_BUGS = (
     ),
     bug(
         "a lease that only found copies does not know that it shares them",
-        CACHE,
+        MANAGER,
         (
             "        if run:\n",
             "        if not run:\n"
@@ -131,7 +131,7 @@ PUBLISH_BUGS = (
     ),
     bug(
         "a lease believes to share a block more than it does",
-        CACHE,
+        MANAGER,
         ("lease.num_shared_blocks = last\n", "lease.num_shared_blocks = last + 1\n"),
         seen_in="FastDeploy PR 7890",
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .plant import bug
 
-CACHE, MANAGER = "cache.py", "manager.py"
+MANAGER = "manager.py"
 
 LIVE = (
     "        if self._leases.get(lease.row) is not lease:\n"
@@ -31,7 +31,7 @@ LEASE_BUGS = (
     bug(
         "a release after a reset is refused",
         MANAGER,
-        ("if lease.epoch != self.epoch:\n            return", "pass"),
+        ("if lease.epoch != self.epoch:\n            return\n", "pass\n"),
         seen_in="FastDeploy PR 6615",
     ),
     bug(
@@ -88,22 +88,22 @@ LEASE_BUGS = (
 WHOLE_BUGS = (
     bug(
         "an eviction does not free what it evicts",
-        CACHE,
+        MANAGER,
         ("self._pool.recycle(victims)", "pass"),
     ),
     bug(
         "an eviction claims what was asked for",
-        CACHE,
+        MANAGER,
         ("return len(victims)", "return num_blocks"),
     ),
     bug(
         "an eviction frees one block at most",
-        CACHE,
+        MANAGER,
         ('self._evict(as_count("num_blocks", num_blocks))', "self._evict(min(num_blocks, 1))"),
     ),
     bug(
         "what is evicted for a new owner is not counted",
-        CACHE,
+        MANAGER,
         ("self._evicted_blocks += len(victims)", "pass"),
         (
             "self._pool.recycle(victims)",

@@ -83,9 +83,9 @@ ROOM_BUGS = (
         "a request is parked with what it has not published",
         "tiers/parking.py",
         (
-            "    manager.publish(lease, tokens)\n",
-            "    if manager._leases.get(lease.row) is not lease:\n"
-            "        raise manager._not_live(lease)\n",
+            "    cache.publish(lease, tokens)\n",
+            "    if cache._leases.get(lease.row) is not lease:\n"
+            "        raise cache._not_live(lease)\n",
         ),
         world="tiers",
     ),
@@ -122,7 +122,7 @@ ROOM_BUGS = (
     bug(
         "a fork forgets its namespace",
         TIERS,
-        ("manager.match(tokens, root.key)", "manager.match(tokens)"),
+        ("cache.match(tokens, root.key)", "cache.match(tokens)"),
         world="tiers",
     ),
 )

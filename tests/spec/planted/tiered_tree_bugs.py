@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from .plant import bug
 
-PREFETCH, TREE, TIERS, KEYS = (
+EFFECTS = "tiers/completions.py"
+PREFETCH, TREE, STATE, KEYS = (
     "tiers/prefetch.py",
     "tiers/tiered_tree.py",
-    "tiers/api.py",
+    "tiers/state.py",
     "tiers/storage_keys.py",
 )
+
+STORE_CALL = (
+    "    tiers.submit(OpKind.HOST_TO_STORAGE, Stored(tiers, runs), sources=blocks, keys=keys)\n"
+)
+STORE_OF_STATE = STORE_CALL, STORE_CALL + "\n\nTierState.store = store\n"
 
 TIERED_TREE_BUGS = (
     bug(
@@ -26,9 +32,9 @@ TIERED_TREE_BUGS = (
         "a match on the host ends at the first run",
         TREE,
         (
-            "            position, node = after, child\n"
+            "            position, place = after, child\n"
             "        return runs, position // block_bytes",
-            "            position, node = after, child\n            break\n"
+            "            position, place = after, child\n            break\n"
             "        return runs, position // block_bytes",
         ),
         world="tiers",
@@ -72,7 +78,10 @@ TIERED_TREE_BUGS = (
     bug(
         "what was computed twice is on the device of nobody",
         TREE,
-        ("        self.num_cached += node.num_blocks\n        return node", "        return node"),
+        (
+            "        self.num_cached += adopted.num_blocks\n        return adopted",
+            "        return adopted",
+        ),
         world="tiers",
     ),
     bug(
@@ -108,7 +117,12 @@ TIERED_TREE_BUGS = (
                 "tiers/prefetch.py",
                 "            tiers.fetched_blocks += good\n",
                 "            tiers.fetched_blocks += good\n"
-                "            tiers.store(tiers.tree.__dict__.pop('fetched', []))\n",
+                "            store(tiers, tiers.tree.__dict__.pop('fetched', []))\n",
+            ),
+            (
+                PREFETCH,
+                "from .completions import leading\n",
+                "from .completions import leading, store\n",
             ),
         ),
         seen_in="FastDeploy storage, vLLM #45704",
@@ -125,7 +139,7 @@ TIERED_TREE_BUGS = (
     ),
     bug(
         "exclusive tiers do not give back what has moved",
-        TIERS,
+        STATE,
         (
             "        if run.node.device_blocks and (moved or run.leaving):",
             "        if run.node.device_blocks and run.leaving:",
@@ -135,29 +149,29 @@ TIERED_TREE_BUGS = (
     ),
     bug(
         "exclusive tiers give back a copy that somebody holds",
-        TIERS,
+        STATE,
         ("run.is_valid and not run.holders", "run.is_valid"),
         world="tiers",
     ),
     bug(
         "a copy that failed stays where it was to land",
-        TIERS,
+        EFFECTS,
         (
-            "            self.host.drop(run)\n        else:\n"
-            "            self.tree.remove(node)\n        return []",
-            "            pass\n        else:\n            self.tree.remove(node)\n"
-            "        return []",
+            "        tiers.host.drop(run)\n    else:\n"
+            "        tiers.tree.remove(node)\n    return []",
+            "        pass\n    else:\n        tiers.tree.remove(node)\n    return []",
         ),
         world="tiers",
     ),
     bug(
         "what was stored is stored again",
-        TIERS,
+        STATE,
         (
             "        runs = list(holder)\n        self.host.let_go(holder)\n",
             "        runs = list(holder)\n        self.host.let_go(holder)\n"
             "        self.store([r for r in runs if r.node and r.is_valid and r.stored])\n",
         ),
+        elsewhere=((EFFECTS, *STORE_OF_STATE),),
         seen_in="vLLM #45704, FastDeploy storage",
         world="tiers",
     ),

@@ -27,8 +27,8 @@ USE_BUGS = (
     _bug(
         "storage is told of what it is written alone, and not of hits",
         READER,
-        "        self._tiers.uses.hit(end)\n",
-        "        self._tiers.uses._now += 1\n",
+        "        self.tiers.uses.hit(end)\n",
+        "        self.tiers.uses._now += 1\n",
     ),
     _bug(
         "storage is told of the hit on the device alone",
@@ -129,8 +129,8 @@ USE_BUGS = (
     ),
     _bug(
         "what a block follows makes room for it in storage",
-        TIERS,
-        "        self.uses.note(parents)  # what they follow must not make room for them\n",
+        EFFECTS,
+        "    tiers.uses.note(parents)  # what they follow must not make room for them\n",
         "",
     ),
     _bug(
