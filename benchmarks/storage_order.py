@@ -25,7 +25,10 @@ from radixkv.scheduler.replay import (
     named_costs,
     read_trace,
 )
-from radixkv.scheduler.replay.simulation.simulated_storage import SimulatedStorage, name_blocks
+from radixkv.scheduler.replay.simulation.simulated_storage import (
+    SimulatedStorage,
+    simulated_namespace,
+)
 from radixkv.scheduler.replay.simulation.single_node import SimulationConfig, simulate
 from radixkv.scheduler.replay.trace import tokens
 
@@ -65,7 +68,7 @@ def main() -> None:
 
 def count_blocks(requests: Sequence[TraceRequest], storage: SimulatedStorage) -> tuple[int, int]:
     """Count the blocks of prompts that storage has, and those that can be found."""
-    names = name_blocks(CONFIG.block_size)
+    names = simulated_namespace(CONFIG.block_size)
     stored: set[bytes] = set()
     found: set[bytes] = set()
     for request in requests:

@@ -1,4 +1,4 @@
-"""How long-running functions say how far they are. They never print: they call a `Progress`."""
+"""The callback through which long-running functions report their progress; they never print."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Called now and then with what is being done and how far it is."""
+    """Callback for the current stage and how much of it is done."""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Take note.
+        """Take note of progress.
 
         Args:
-            stage: a few words, such as "simulation"; it changes when the next part begins.
-            done: units of this stage that are done; the last call of a stage has ``done == total``.
-            total: units of this stage.
+            stage: A few words such as "simulation"; they change when the next stage begins.
+            done: Completed units of the stage; the last call of a stage has ``done == total``.
+            total: Units of the stage.
         """
 
 
 def no_progress(stage: str, done: int, total: int) -> None:
-    """A `Progress` that nobody watches."""
+    """Ignore all progress."""

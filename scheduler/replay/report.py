@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ..console import table, to_text
 from .checks import Check
-from .engine_run.checks import EngineRun
+from .engine_run.checks import PassResult
 from .engine_run.real_run import RealRun, RealRunConfig
 from .hits.hit_curve import HitCurve
 from .simulation.cluster import ClusterConfig, ClusterResult
@@ -422,7 +422,7 @@ def _real_run(run: RealRun) -> Iterator[RenderableType]:
     yield _check_list(run.checks)
 
 
-def _real_rows(passes: Sequence[EngineRun]) -> Iterator[Sequence[str]]:
+def _real_rows(passes: Sequence[PassResult]) -> Iterator[Sequence[str]]:
     yield _row("blocks", lambda p: f"{p.num_blocks:,}", passes)
     yield _row("steps", lambda p: f"{p.steps:,}", passes)
     yield _row("prefill tokens", lambda p: f"{p.prefill_tokens:,}", passes)

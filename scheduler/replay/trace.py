@@ -1,12 +1,12 @@
-"""Mooncake-format request traces: reading, checking, and turning hash ids into tokens.
+"""Request traces in Mooncake's format: reading, validation, and prompts made from hash ids.
 
-One JSON object a line::
+Each line is a JSON object::
 
     {"timestamp": 27482, "input_length": 1100, "output_length": 52, "hash_ids": [46, 47, 2353]}
 
-`timestamp` is in milliseconds, the lengths are in tokens, and `hash_ids` has one id per 512 input
-tokens, the last block possibly partial. Equal ids mean equal tokens from position 0 to the end of
-that block. Other keys are ignored, and so are blank lines.
+`timestamp` is in milliseconds and the lengths are in tokens. `hash_ids` has one id per 512 input
+tokens; the last block may be partial. Equal ids mean equal tokens from position 0 to the end of the
+block. Other keys and blank lines are ignored.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ MAX_HASH_ID = (2**31 - TOKENS_PER_HASH_ID) // TOKENS_PER_HASH_ID
 
 
 class TraceError(RadixKVError, ValueError):
-    """A trace cannot be read; says where and why.
+    """A trace that cannot be read.
 
     Attributes:
-        path: the file.
-        line: the line's number from 1, or None where the file as a whole is at fault.
-        reason: what is wrong, without the place.
+        path: The file.
+        line: Number of the line, from 1; None if the error concerns the whole file.
+        reason: Description of the error, without the place.
     """
 
     def __init__(self, path: Path, line: int | None, reason: str) -> None:
@@ -50,7 +50,7 @@ class TraceError(RadixKVError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One line of a trace."""
+    """One request of a trace; see the module for the fields."""
 
     timestamp_ms: float
     input_length: int
@@ -60,7 +60,7 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class SkippedLine:
-    """A malformed line that was left out, by its number from 1."""
+    """A malformed line that was skipped, with its number from 1."""
 
     line: int
     reason: str
@@ -68,7 +68,7 @@ class SkippedLine:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in file order, and the lines that were left out."""
+    """Requests in file order, and the lines that were skipped."""
 
     requests: tuple[TraceRequest, ...]
     skipped: tuple[SkippedLine, ...] = ()
@@ -76,38 +76,38 @@ class Trace:
 
     @property
     def num_input_tokens(self) -> int:
-        """Input tokens of all requests."""
+        """Number of input tokens of all requests."""
         return sum(request.input_length for request in self.requests)
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens of all requests."""
+        """Number of output tokens of all requests."""
         return sum(request.output_length for request in self.requests)
 
     @property
     def num_out_of_order(self) -> int:
-        """Requests that come before the one on the line above, by their timestamps."""
+        """Number of requests with an earlier timestamp than the line above."""
         times = [request.timestamp_ms for request in self.requests]
         return sum(later < earlier for earlier, later in pairwise(times))
 
 
 def bundled_trace_path() -> Path:
-    """The trace in the package: the first 1,000 requests of Mooncake's conversation trace."""
+    """Return the bundled trace: the first 1,000 requests of Mooncake's conversation trace."""
     package = __name__.rsplit(".", 2)[0]
     return Path(str(resources.files(package).joinpath("data", "conversation_1000.jsonl")))
 
 
 def read_trace(path: Path, limit: int | None = None, skip_malformed: bool = False) -> Trace:
-    """Read a trace and check every line of it.
+    """Read a trace and validate every line.
 
     Args:
-        path: a JSON-lines file.
-        limit: stop after this many good requests; None reads all of them.
-        skip_malformed: leave malformed lines out and list them, instead of refusing the file.
+        path: A JSON Lines file.
+        limit: Number of valid requests to read; None for all.
+        skip_malformed: Skip and list malformed lines instead of rejecting the file.
 
     Raises:
-        TraceError: the file cannot be read or has no request, a line is malformed (unless they are
-            skipped), or limit is below 1.
+        TraceError: The file cannot be read or has no request, a line is malformed (unless skipped),
+            or limit is below 1.
     """
     if limit is not None and limit < 1:
         raise TraceError(path, None, f"the number of requests must be at least 1, got {limit}")
@@ -135,15 +135,15 @@ def read_trace(path: Path, limit: int | None = None, skip_malformed: bool = Fals
 
 
 def tokens(request: TraceRequest) -> Int32Array:
-    """The prompt of a request: token ``id * 512 + i`` at offset i of each block.
+    """Make the prompt of a request: token ``id * 512 + i`` at offset i of each block.
 
-    Requests share exactly the tokens that their hash ids say they share.
+    Requests share exactly the tokens that their hash ids imply.
 
     Returns:
         int32[input_length].
 
     Raises:
-        TraceError: never for a request that `read_trace` returned; an id too large for int32.
+        TraceError: An id is too large for int32; never for a request from `read_trace`.
     """
     ids = np.asarray(request.hash_ids, dtype=np.int64)
     if ids.size and int(ids.max()) > MAX_HASH_ID:
@@ -159,13 +159,13 @@ _OVERFLOW = "its tokens (id * 512 + offset) would not fit int32"
 
 
 class _MalformedLine(Exception):
-    """Why a line is no request; the reader adds the place."""
+    """The error in a line; the reader adds the place."""
 
 
 def parse_line(line: bytes) -> TraceRequest:
-    """Turn one line into a request, or raise `_MalformedLine` with the reason."""
+    """Parse one line, or raise `_MalformedLine` with the reason."""
     try:
-        fields = json.loads(line.decode().rstrip(), parse_constant=_refuse_constant)
+        fields = json.loads(line.decode().rstrip(), parse_constant=_reject_constant)
     except UnicodeDecodeError:
         raise _MalformedLine("is not UTF-8") from None
     except json.JSONDecodeError as error:
@@ -185,13 +185,13 @@ def parse_line(line: bytes) -> TraceRequest:
     )
     if input_length + request.output_length > MAX_TOKENS:
         raise _MalformedLine(
-            f"output_length {_show(request.output_length)} is too large: with its input a request "
-            f"has {MAX_TOKENS} tokens at the most"
+            f"output_length {_show(request.output_length)} is too large: input and output of a "
+            f"request have at most {MAX_TOKENS} tokens"
         )
     return request
 
 
-def _refuse_constant(constant: str) -> NoReturn:
+def _reject_constant(constant: str) -> NoReturn:
     raise _MalformedLine(f"is not JSON: {constant} is not a number")
 
 
@@ -250,6 +250,6 @@ def _is_integer(value: object) -> TypeGuard[int]:
 
 
 def _show(value: object) -> str:
-    """A value as it stood in the file, short enough for one line of a message."""
+    """Format a value as in the file, cut to fit one line of a message."""
     text = json.dumps(value)
     return text if len(text) <= 40 else text[:37] + "..."

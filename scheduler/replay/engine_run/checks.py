@@ -1,4 +1,4 @@
-"""What the real run checks: the passes through the engine, compared with each other."""
+"""Checks of the real run: the passes through the engine, compared with each other."""
 
 from __future__ import annotations
 
@@ -10,16 +10,23 @@ from .scaling import ScaledRequest
 
 
 @dataclass(frozen=True, slots=True)
-class EngineRun:
-    """One pass of the requests through an engine.
+class PassResult:
+    """Counts of one pass of the requests through an engine.
 
     Attributes:
-        prefill_tokens: prompt tokens computed, recomputation after preemption included.
-        compilations: after warm-up; each is a stall in production.
-        host_hit_tokens: prompt tokens that came from the host.
-        parked, resumed: preempted requests whose KV was written out, and that went on with it.
-        recomputed_tokens: computed before a preemption, and again.
-        bytes_to_host, bytes_to_device: copied.
+        name: Name of the pass.
+        num_blocks: Size of the pool.
+        steps: Engine steps.
+        prefill_tokens: Prompt tokens computed, including recomputation after preemption.
+        hit_tokens: Prompt tokens that hit on the device.
+        preemptions: Number of preemptions.
+        evicted_blocks: Cached blocks evicted.
+        compilations: Programs compiled after warm-up; each would stall a server.
+        wall_s: Duration, without warm-up.
+        host_hit_tokens: Prompt tokens that hit on the host.
+        parked, resumed: Requests preempted with their KV saved, and readmitted with it.
+        recomputed_tokens: Tokens computed again after a preemption.
+        bytes_to_host, bytes_to_device: Bytes copied between device and host.
     """
 
     name: str
@@ -41,15 +48,15 @@ class EngineRun:
 
 @dataclass(frozen=True, slots=True)
 class EnginePass:
-    """A pass with the tokens it gave, and what it left behind."""
+    """A pass with its output tokens and its checks for leaked blocks."""
 
-    run: EngineRun
+    result: PassResult
     outputs: list[list[int]]
     leaks: Sequence[Check]
 
 
 def check_tokens(passes: Sequence[EnginePass], requests: Sequence[ScaledRequest]) -> Check:
-    """Whether every pass gave the tokens of the reference, and all that were asked for."""
+    """Check that every pass has the tokens of the reference, as many as requested."""
     name = "identical tokens"
     reference = passes[0]
     for other in passes[1:]:
@@ -59,18 +66,18 @@ def check_tokens(passes: Sequence[EnginePass], requests: Sequence[ScaledRequest]
                     (i for i, (a, b) in enumerate(zip(wanted, got, strict=False)) if a != b),
                     min(len(wanted), len(got)),
                 )
-                detail = f"{other.run.name}: request {index} differs at output token {place}"
+                detail = f"{other.result.name}: request {index} differs at output token {place}"
                 return Check(name, False, detail)
     for index, (request, output) in enumerate(zip(requests, reference.outputs, strict=True)):
         if len(output) != request.max_new_tokens:
             numbers = f"{len(output)} tokens of {request.max_new_tokens}"
-            return Check(name, False, f"{reference.run.name}: request {index} has {numbers}")
+            return Check(name, False, f"{reference.result.name}: request {index} has {numbers}")
     total = sum(map(len, reference.outputs))
     return Check(name, True, f"{total:,} output tokens, {len(passes)} times")
 
 
-def check_exercised(runs: Sequence[EngineRun]) -> Check:
-    """Whether the tight pool did preempt and evict: without, equal tokens prove little."""
+def check_exercised(runs: Sequence[PassResult]) -> Check:
+    """Check that the tight pool preempted and evicted; otherwise equal tokens prove little."""
     off, on = runs[1:3]
     detail = (
         f"{off.preemptions} and {on.preemptions} preemptions, {on.evicted_blocks} blocks evicted"
@@ -81,12 +88,12 @@ def check_exercised(runs: Sequence[EngineRun]) -> Check:
     return Check("the tight pool preempts and evicts", True, detail, skipped=not exercised)
 
 
-def check_parked(runs: Sequence[EngineRun]) -> Check:
-    """Whether preempted requests were written out and went on with it, computing nothing again."""
+def check_parked(runs: Sequence[PassResult]) -> Check:
+    """Check that every parked request resumed with its KV, and nothing was recomputed."""
     tiered = runs[3]
     detail = (
         f"{tiered.parked} parked, {tiered.resumed} resumed, {tiered.host_hit_tokens:,} host hits; "
-        f"{tiered.recomputed_tokens:,} tokens again"
+        f"{tiered.recomputed_tokens:,} tokens recomputed"
     )
     exercised = tiered.parked > 0
     ok = tiered.parked == tiered.resumed and tiered.recomputed_tokens == 0
@@ -96,25 +103,25 @@ def check_parked(runs: Sequence[EngineRun]) -> Check:
     return Check(name, ok, detail, skipped=ok and not exercised)
 
 
-def check_saved(runs: Sequence[EngineRun]) -> Check:
-    """Whether hits saved what they should."""
+def check_hits_save_prefill(runs: Sequence[PassResult]) -> Check:
+    """Check that hits reduced the number of prefill tokens computed."""
     off, on = runs[1:3]
     saved = off.prefill_tokens - on.prefill_tokens
     detail = f"{off.prefill_tokens:,} - {on.prefill_tokens:,} = {saved:,} tokens"
-    return Check("hits are prefill that is not computed", saved > 0 or not on.hit_tokens, detail)
+    return Check("hits reduce the prefill tokens computed", saved > 0 or not on.hit_tokens, detail)
 
 
-def check_compilations(runs: Sequence[EngineRun]) -> Check:
-    """Whether every program had been compiled before the first step."""
+def check_compilations(runs: Sequence[PassResult]) -> Check:
+    """Check that every program was compiled before the first step."""
     detail = ", ".join(f"{run.name} {run.compilations}" for run in runs)
     return Check("no compilation after warm-up", not any(run.compilations for run in runs), detail)
 
 
 def check_no_leak(passes: Sequence[EnginePass]) -> Check:
-    """Whether every pass gave all of its blocks back, on the device and on the host."""
+    """Check that no pass leaked a block, on the device or on the host."""
     for one in passes:
         for leak in one.leaks:
             if not leak.ok:
-                return Check(leak.name, False, f"{one.run.name}: {leak.detail}")
+                return Check(leak.name, False, f"{one.result.name}: {leak.detail}")
     last = passes[-1]
-    return Check(last.leaks[0].name, True, f"{last.run.name}: {last.leaks[0].detail}")
+    return Check(last.leaks[0].name, True, f"{last.result.name}: {last.leaks[0].detail}")

@@ -1,15 +1,15 @@
-"""A scaled slice of the trace through the real engine and a tiny model: the tokens must not vary.
+"""Run of the real engine on a tiny model: tokens must not depend on caches or preemption.
 
-Four runs of the same requests, scaled down (see `scaling`)::
+Four passes over the same requests, scaled down (see `scaling`)::
 
-    reference   no prefix cache, room for all     what the tokens should be
+    reference   no prefix cache, room for all     the expected tokens
     cache off   no prefix cache, a tight pool     preemption and recomputation
     cache on    prefix cache,    a tight pool     also sharing and eviction
-    host tier   the same, and a host tier         preemption that writes out, and host hits
+    host tier   the same, and a host tier         preemption that parks, and host hits
 
-The pool is as tight as it must be for requests to be preempted and evicted, down to one that holds
-the longest request alone: those with short outputs hardly outgrow what they begin with. That is
-tried without the model, by the scheduler alone, because an engine takes seconds to compile.
+The pool is made as tight as necessary to cause preemption and eviction, at the limit so small that
+it holds only the longest request: requests with short outputs hardly grow. The size is found by the
+scheduler alone, without the model, because an engine takes seconds to compile.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from ..simulation.tier_links import TierLinks
 from ..trace import Trace
 from .checks import (
     EnginePass,
-    EngineRun,
+    PassResult,
     check_compilations,
     check_exercised,
+    check_hits_save_prefill,
     check_no_leak,
     check_parked,
-    check_saved,
     check_tokens,
 )
 from .scaling import (
@@ -59,16 +59,17 @@ from .scaling import (
 
 @dataclass(frozen=True, slots=True)
 class RealRunConfig:
-    """How many requests, and how tight the pool.
+    """Number of requests and sizes of the engines.
 
     Attributes:
-        max_requests: requests taken from the trace.
-        max_model_len: longest prompt and output, in scaled tokens; longer requests are left out.
-        tight_num_blocks: the small pool, or the first of several to try; it holds any one request.
-        host_num_blocks: of the host tier under it, with room for all that is written out.
-        token_budget, max_running: of the engine; each power of two up to them is a program to
+        max_requests: Number of requests to take from the trace.
+        max_model_len: Longest prompt plus output in scaled tokens; longer requests are skipped.
+        tight_num_blocks: Size of the tight pool, or the first size to try; raised if the longest
+            request needs more.
+        host_num_blocks: Size of the host tier, with room for every parked request.
+        token_budget, max_running: As in the engine. Each power of two up to them is a program to
             compile, which takes longer than the run.
-        seed: of the model's weights.
+        seed: Seed of the model's weights.
     """
 
     max_requests: int = 40
@@ -82,19 +83,19 @@ class RealRunConfig:
 
 @dataclass(frozen=True, slots=True)
 class RealRun:
-    """Four passes, and whether they agree."""
+    """The passes and their checks; no passes if every request is too long."""
 
     requests: int
     prompt_tokens: int
     output_tokens: int
-    runs: tuple[EngineRun, ...]
+    runs: tuple[PassResult, ...]
     checks: tuple[Check, ...]
 
 
 def run_real(
     trace: Trace, config: RealRunConfig | None = None, progress: Progress = no_progress
 ) -> RealRun:
-    """Run a slice of a trace through the engine, without and with the prefix cache, and compare."""
+    """Run a slice of a trace through the engine in four ways and compare the tokens."""
     config = config or RealRunConfig()
     chosen = select_requests(trace, config.max_requests, config.max_model_len)
     if not chosen:
@@ -105,16 +106,11 @@ def run_real(
         model = load_model(directory)
     requests = [scale_request(request, model.config.vocab_size) for request in chosen]
     num_blocks = [_num_blocks(request) for request in requests]
-    most = max(config.tight_num_blocks, sum(num_blocks))
-    reference = _run_engine(
-        model, requests, config, _SetUp("reference", most, prefix_cache=False), progress
-    )
+    roomy = max(config.tight_num_blocks, sum(num_blocks))
     tight = _find_tight_pool(requests, config, max(num_blocks))
-    tried = [
-        _run_engine(model, requests, config, set_up, progress) for set_up in _set_ups(config, tight)
-    ]
-    passes = [reference, *tried]
-    runs = tuple(one.run for one in passes)
+    variants = (_Variant("reference", roomy, prefix_cache=False), *_tight_variants(config, tight))
+    passes = [_run_engine(model, requests, config, variant, progress) for variant in variants]
+    runs = tuple(one.result for one in passes)
     return RealRun(
         requests=len(requests),
         prompt_tokens=sum(len(request.prompt) for request in requests),
@@ -124,7 +120,7 @@ def run_real(
             check_tokens(passes, requests),
             check_exercised(runs),
             check_parked(runs),
-            check_saved(runs),
+            check_hits_save_prefill(runs),
             check_compilations(runs),
             check_no_leak(passes),
         ),
@@ -132,10 +128,10 @@ def run_real(
 
 
 def _find_tight_pool(requests: Sequence[ScaledRequest], config: RealRunConfig, least: int) -> int:
-    """Return the largest pool in which the scheduler alone preempts, evicts and parks, or least."""
+    """Return the largest pool that makes the scheduler preempt, evict and park, or least."""
     for num_blocks in _pools(config.tight_num_blocks, least):
         off, on, tiered = (
-            _rehearse(requests, config, set_up) for set_up in _set_ups(config, num_blocks)
+            _rehearse(requests, config, variant) for variant in _tight_variants(config, num_blocks)
         )
         if off.preempted and on.preempted and on.evicted and tiered.parked:
             return num_blocks
@@ -143,7 +139,7 @@ def _find_tight_pool(requests: Sequence[ScaledRequest], config: RealRunConfig, l
 
 
 def _pools(first: int, least: int) -> Iterator[int]:
-    """Yield sizes of pools, each three quarters of the one before, down to least."""
+    """Yield pool sizes, each three quarters of the one before, down to least."""
     num_blocks = max(first, least)
     while num_blocks > least:
         yield num_blocks
@@ -159,8 +155,8 @@ def _num_blocks(request: ScaledRequest) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _SetUp:
-    """What distinguishes a pass."""
+class _Variant:
+    """Settings that distinguish one pass from the others."""
 
     name: str
     num_blocks: int
@@ -169,21 +165,21 @@ class _SetUp:
 
     @property
     def preempt(self) -> PreemptMode:
-        """What becomes of the KV of a preempted request."""
+        """Preemption mode: park requests where there is a host tier."""
         return "recompute" if self.host is None else "host"
 
 
-def _set_ups(config: RealRunConfig, num_blocks: int) -> tuple[_SetUp, ...]:
-    """List what is run in a tight pool."""
+def _tight_variants(config: RealRunConfig, num_blocks: int) -> tuple[_Variant, ...]:
+    """Return the passes to run in a tight pool."""
     return (
-        _SetUp("cache off", num_blocks, prefix_cache=False),
-        _SetUp("cache on", num_blocks),
-        _SetUp("host tier", num_blocks, host=HostConfig(config.host_num_blocks)),
+        _Variant("cache off", num_blocks, prefix_cache=False),
+        _Variant("cache on", num_blocks),
+        _Variant("host tier", num_blocks, host=HostConfig(config.host_num_blocks)),
     )
 
 
 class _Rehearsal(NamedTuple):
-    """Whether a pass without a model was about anything."""
+    """Whether a pass without the model preempted, evicted and parked."""
 
     preempted: bool
     evicted: bool
@@ -191,17 +187,17 @@ class _Rehearsal(NamedTuple):
 
 
 def _rehearse(
-    requests: Sequence[ScaledRequest], config: RealRunConfig, set_up: _SetUp
+    requests: Sequence[ScaledRequest], config: RealRunConfig, variant: _Variant
 ) -> _Rehearsal:
-    """Lead the scheduler through a pass, with made-up tokens and copies that take no time."""
-    manager = CacheManager(set_up.num_blocks, BLOCK_SIZE, host=set_up.host)
+    """Run a pass of the scheduler alone, with made-up tokens and instant copies."""
+    manager = CacheManager(variant.num_blocks, BLOCK_SIZE, host=variant.host)
     scheduler = MixedScheduler(
         manager,
         token_budget=config.token_budget,
         max_running=config.max_running,
-        prefix_cache=set_up.prefix_cache,
+        prefix_cache=variant.prefix_cache,
         reserve_tokens=0,
-        preempt=set_up.preempt,
+        preempt=variant.preempt,
     )
     link = None if manager.tiers is None else TierLinks(manager.tiers, 1, math.inf)
     for index, request in enumerate(requests):
@@ -222,23 +218,23 @@ def _run_engine(
     model: Model,
     requests: Sequence[ScaledRequest],
     config: RealRunConfig,
-    set_up: _SetUp,
+    variant: _Variant,
     progress: Progress,
 ) -> EnginePass:
-    """Run all requests, added at once, through a new engine."""
-    name = set_up.name
+    """Run all requests, submitted at once, through a new engine."""
+    name = variant.name
     progress(f"real run, {name} (compiling)", 0, 1)
     engine = Engine(
         model,
         block_size=BLOCK_SIZE,
-        num_blocks=set_up.num_blocks,
+        num_blocks=variant.num_blocks,
         token_budget=config.token_budget,
         max_running=config.max_running,
         max_model_len=config.max_model_len,
-        prefix_cache=set_up.prefix_cache,
-        reserve_tokens=0,  # no room kept for growth: the surest way to preemptions
-        preempt=set_up.preempt,
-        host=set_up.host,
+        prefix_cache=variant.prefix_cache,
+        reserve_tokens=0,  # no room for growth: causes the most preemptions
+        preempt=variant.preempt,
+        host=variant.host,
     )
     progress(f"real run, {name} (compiling)", 1, 1)
     progress(f"real run, {name}", 0, len(requests))
@@ -258,15 +254,15 @@ def _run_engine(
     leaks = [check_all_blocks_returned(engine.manager)]
     if stats.cache.tiers is not None:
         leaks.append(check_all_host_blocks_returned(stats.cache.tiers))
-    return EnginePass(_summarize(set_up, stats, wall_s), outputs, leaks)
+    return EnginePass(_summarize(variant, stats, wall_s), outputs, leaks)
 
 
-def _summarize(set_up: _SetUp, stats: EngineStats, wall_s: float) -> EngineRun:
+def _summarize(variant: _Variant, stats: EngineStats, wall_s: float) -> PassResult:
     scheduler = stats.scheduler
     copied_bytes = {} if stats.copies is None else stats.copies.copied_bytes
-    return EngineRun(
-        name=set_up.name,
-        num_blocks=set_up.num_blocks,
+    return PassResult(
+        name=variant.name,
+        num_blocks=variant.num_blocks,
         steps=stats.steps,
         prefill_tokens=stats.prefill_tokens_computed,
         hit_tokens=scheduler.hit_tokens,

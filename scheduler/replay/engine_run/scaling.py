@@ -1,8 +1,8 @@
-"""Requests of a trace, small enough for a tiny model on a CPU.
+"""Requests of a trace scaled down for a tiny model on a CPU.
 
-Prompts are divided by 32, so that 512 tokens of the trace are one block of 16, and the tokens of a
-block are a hash of its id: requests share here exactly the blocks they share in the trace. Outputs
-are divided by 8 only, or they would be too short to outgrow their blocks.
+Prompts are divided by 32: 512 tokens of the trace become one block of 16. The tokens of a block are
+a hash of its id, so that requests share the same blocks as in the trace. Outputs are divided by 8
+only; shorter ones would not outgrow their blocks.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ Words: TypeAlias = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class ScaledRequest:
-    """A request of the trace, small enough for a tiny model."""
+    """Prompt and output length of a scaled request."""
 
     prompt: Int32Array
     max_new_tokens: int
 
 
 def select_requests(trace: Trace, max_requests: int, max_model_len: int) -> list[TraceRequest]:
-    """Choose requests that fit the model, in file order: conversations of several turns first.
+    """Select requests that fit the model, in file order, preferring conversations of several turns.
 
-    A conversation is told by its first two blocks (in Mooncake's conversation trace the first is
-    the same for all). Consecutive requests would share little else: turns are minutes apart.
+    The first two blocks identify a conversation; in Mooncake's conversation trace the first block
+    is the same for all. Consecutive requests would share little: turns are minutes apart.
     """
     fitting = [
         request for request in trace.requests if sum(_scaled_lengths(request)) <= max_model_len
@@ -48,7 +48,7 @@ def select_requests(trace: Trace, max_requests: int, max_model_len: int) -> list
     for index, request in enumerate(fitting):
         turns.setdefault(request.hash_ids[:2], []).append(index)
     singles = [key for key, indices in turns.items() if len(key) < 2 or len(indices) == 1]
-    for key in singles:  # to the end of the order
+    for key in singles:  # move to the end
         turns[key] = turns.pop(key)
     chosen = [index for indices in turns.values() for index in indices][:max_requests]
     return [fitting[index] for index in sorted(chosen)]
@@ -68,7 +68,7 @@ def _scaled_lengths(request: TraceRequest) -> tuple[int, int]:
 
 
 def _mix(words: Words) -> Words:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): neighbours become unrelated."""
+    """Hash with the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
     words = words + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -359,7 +359,7 @@ class _Cluster:
     # Result
 
     def result(self, wall_s: float) -> ClusterResult:
-        """Summarize; call it when every request is answered."""
+        """Return the result; call it when every request is answered."""
         node, nodes = self.config.node, self.nodes.values()
         accounts, answers = self.accounts, self.accounts.answers
         simulated_s = self.last_answer_s - self.first_arrival_s

@@ -1,4 +1,4 @@
-"""What one step of a served model costs: a roofline over named models and GPUs.
+"""Roofline cost model of a step, with the figures of named models and GPUs.
 
 A step takes the longer of its arithmetic and its memory traffic, plus a fixed overhead::
 
@@ -6,11 +6,12 @@ A step takes the longer of its arithmetic and its memory traffic, plus a fixed o
     bytes = weights + KV read (n per chunk) + KV written (n - p per chunk)
     time  = max(flops / reached FLOP/s, bytes / reached bandwidth) + overhead
 
-where a chunk computes positions p .. n - 1 of a request and width is heads * head_dim. It is an
-estimate for planning; put measured figures in a JSON file (`load_costs`) where you have them.
-Copies between device and host take ``bytes / reached bandwidth of the host link``, each way on its
-own, beside the steps; so do transfers from a prefill to a decode node, with that of the network,
-and copies between host and storage, with that of its drives.
+where a chunk computes positions p .. n - 1 of a request and width is heads * head_dim. The result
+is an estimate for planning; `load_costs` reads measured figures from a JSON file.
+
+Copies run beside the steps, each direction on its own, and take ``bytes / reached bandwidth``: of
+the host link between device and host, of the network between nodes, and of the drives between host
+and storage.
 """
 
 from __future__ import annotations
@@ -31,17 +32,18 @@ DEFAULT_GPU = "h200x2"
 
 
 class CostError(RadixKVError, ValueError):
-    """A model, a GPU or a cost file is unknown or malformed."""
+    """An unknown model or GPU, a malformed cost file, or a model that does not fit the GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCosts:
-    """The figures of a model that decide its costs.
+    """Figures of a model that determine its costs.
 
     Attributes:
-        parameters: weights that each token is multiplied with.
-        layers, heads, kv_heads, head_dim: of the attention.
-        bytes_per_parameter, bytes_per_kv_value: 2 for bfloat16.
+        name: Name in reports.
+        parameters: Number of weights that each token is multiplied with.
+        layers, heads, kv_heads, head_dim: Shape of the attention.
+        bytes_per_parameter, bytes_per_kv_value: Size of a value; 2 for bfloat16.
     """
 
     name: str
@@ -55,23 +57,28 @@ class ModelCosts:
 
     @property
     def weight_bytes(self) -> float:
-        """Memory of the weights."""
+        """Size of the weights."""
         return self.parameters * self.bytes_per_parameter
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Memory of the keys and values of one token, all layers."""
+        """Size of the keys and values of one token in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.bytes_per_kv_value
 
 
 @dataclass(frozen=True, slots=True)
 class GpuCosts:
-    """The figures of one GPU, and how many of them share the model (tensor parallel).
+    """Figures of one GPU, and the number of GPUs that share the model (tensor parallelism).
 
     Attributes:
-        host_bytes_per_s: of the link to host memory, in one direction; each GPU has its own.
-        network_bytes_per_s: of the network between nodes, in one direction; each GPU has its own.
-        storage_write_bytes_per_s, storage_read_bytes_per_s: of storage; each GPU has its own drive.
+        name: Name in reports.
+        flops_per_s: Peak arithmetic, dense bfloat16.
+        bytes_per_s: Peak memory bandwidth.
+        memory_bytes: Size of the memory.
+        count: Number of GPUs; each has its own host link, network and drive.
+        host_bytes_per_s: Bandwidth of the host link in one direction.
+        network_bytes_per_s: Bandwidth between nodes in one direction.
+        storage_write_bytes_per_s, storage_read_bytes_per_s: Bandwidth of the drive.
     """
 
     name: str
@@ -87,15 +94,15 @@ class GpuCosts:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """What lies between the figures on paper and a running engine; assumptions, not measurements.
+    """Efficiencies and latencies of a running engine: assumptions, not measurements.
 
     Attributes:
         flops_efficiency, bandwidth_efficiency, host_link_efficiency, network_efficiency,
-            storage_efficiency: the part of the peak that is reached.
-        overhead_s: per step: launches, sampling, the host.
-        message_s: that a message between nodes takes.
-        lookup_s: that storage takes to say which blocks it has.
-        memory_fraction: the part of the GPUs' memory that weights and KV may fill.
+            storage_efficiency: Fraction of the peak that is reached.
+        overhead_s: Time per step for launches, sampling and the host.
+        message_s: Latency of a message between nodes.
+        lookup_s: Time of a lookup in storage.
+        memory_fraction: Fraction of GPU memory for weights and KV.
     """
 
     flops_efficiency: float = 0.5
@@ -122,10 +129,10 @@ MODELS: Mapping[str, ModelCosts] = {
 GPUS: Mapping[str, GpuCosts] = {
     gpu.name: gpu
     # Data sheets of the SXM parts, dense bfloat16. They give the host link for both directions
-    # together: PCIe 4.0 x16, 64 GB/s, and PCIe 5.0 x16, 128 GB/s. The network is that of NVIDIA's
-    # DGX: a ConnectX-6 of 200 Gb/s or a ConnectX-7 of 400 Gb/s for each GPU. It has an NVMe drive
-    # for each, too; storage is that of a PCIe 4.0 one, as Samsung announced its PM9A3 in May 2020:
-    # up to 3,500 MB/s written and 6,500 MB/s read.
+    # together: 64 GB/s for PCIe 4.0 x16 and 128 GB/s for PCIe 5.0 x16. The network is that of
+    # NVIDIA's DGX: one ConnectX-6 (200 Gb/s) or ConnectX-7 (400 Gb/s) per GPU. Storage is one PCIe
+    # 4.0 NVMe drive per GPU, with the figures that Samsung announced for its PM9A3 in May 2020: up
+    # to 3,500 MB/s written and 6,500 MB/s read.
     for gpu in (
         GpuCosts("a100", 312e12, 2.039e12, 80e9, host_bytes_per_s=32e9, network_bytes_per_s=25e9),
         GpuCosts("h100", 989e12, 3.35e12, 80e9, host_bytes_per_s=64e9),
@@ -136,19 +143,19 @@ GPUS: Mapping[str, GpuCosts] = {
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Costs of a model on GPUs."""
+    """Costs of one model on one kind of GPU."""
 
     model: ModelCosts
     gpu: GpuCosts
     step: StepCosts = StepCosts()
 
     def step_s(self, num_tokens: int, context_tokens: int, attention_pairs: float) -> float:
-        """Seconds that a step takes.
+        """Return the seconds that a step takes.
 
         Args:
-            num_tokens: tokens computed, over all chunks.
-            context_tokens: sum over chunks of the tokens they attend to, their own included (n).
-            attention_pairs: sum over chunks of (n^2 - p^2) / 2; see `attention_pairs`.
+            num_tokens: Tokens computed in all chunks.
+            context_tokens: Sum over chunks of n, the tokens attended to, including its own.
+            attention_pairs: Sum over chunks of (n^2 - p^2) / 2; see `attention_pairs`.
         """
         model, gpu, step = self.model, self.gpu, self.step
         flops = 2 * model.parameters * num_tokens
@@ -173,31 +180,31 @@ class CostModel:
 
     @property
     def host_bytes_per_s(self) -> float:
-        """Reached in one direction between device and host, over the links of all GPUs."""
+        """Bandwidth reached between device and host in one direction, over all GPUs."""
         return self.gpu.host_bytes_per_s * self.gpu.count * self.step.host_link_efficiency
 
     @property
     def network_bytes_per_s(self) -> float:
-        """Reached in one direction between two nodes, over the networks of all GPUs of one."""
+        """Bandwidth reached between two nodes in one direction, over all GPUs of a node."""
         return self.gpu.network_bytes_per_s * self.gpu.count * self.step.network_efficiency
 
     @property
     def storage_write_bytes_per_s(self) -> float:
-        """Reached from the host to storage, over the drives of all GPUs."""
+        """Bandwidth reached from host to storage, over the drives of all GPUs."""
         gpu = self.gpu
         return gpu.storage_write_bytes_per_s * gpu.count * self.step.storage_efficiency
 
     @property
     def storage_read_bytes_per_s(self) -> float:
-        """Reached from storage to the host, over the drives of all GPUs."""
+        """Bandwidth reached from storage to host, over the drives of all GPUs."""
         gpu = self.gpu
         return gpu.storage_read_bytes_per_s * gpu.count * self.step.storage_efficiency
 
     def num_blocks(self, block_size: int) -> int:
-        """How many KV blocks fit beside the weights.
+        """Return the number of KV blocks that fit beside the weights.
 
         Raises:
-            CostError: if the weights leave no room for a block.
+            CostError: If the weights leave no room for a block.
         """
         usable = self.gpu.memory_bytes * self.gpu.count * self.step.memory_fraction
         num_blocks = int(
@@ -214,7 +221,7 @@ class CostModel:
 
 
 def attention_pairs(start: int, end: int) -> float:
-    """Query-key pairs of positions start .. end - 1, each attending to all before it."""
+    """Return the number of query-key pairs of positions start .. end - 1 in causal attention."""
     return (end * end - start * start) / 2
 
 
@@ -222,18 +229,18 @@ def named_costs(model: str | None = None, gpu: str | None = None) -> CostModel:
     """Look up a cost model.
 
     Args:
-        model: a name of `MODELS`; None for `DEFAULT_MODEL`.
-        gpu: a name of `GPUS`, and ``xN`` for N of them with the model split over all; None for
+        model: A name in `MODELS`; None for `DEFAULT_MODEL`.
+        gpu: A name in `GPUS`, with the suffix ``xN`` for a model split over N of them; None for
             `DEFAULT_GPU`.
 
     Raises:
-        CostError: for a name that is not known; it lists those that are.
+        CostError: For an unknown name; the message lists the known ones.
     """
     return CostModel(_named_model(model or DEFAULT_MODEL), _named_gpu(gpu or DEFAULT_GPU))
 
 
 def load_costs(path: Path, model: str | None = None, gpu: str | None = None) -> CostModel:
-    """Read figures from a JSON file; what it does not give comes from the named model and GPU.
+    """Read figures from a JSON file; the named model and GPU supply the others.
 
     ::
 
@@ -242,7 +249,7 @@ def load_costs(path: Path, model: str | None = None, gpu: str | None = None) -> 
     Each section may hold any field of `ModelCosts`, `GpuCosts` or `StepCosts`.
 
     Raises:
-        CostError: if the file cannot be read, or has an unknown or a malformed figure.
+        CostError: If the file cannot be read, or has an unknown or malformed figure.
     """
     try:
         sections = json.loads(path.read_text(encoding="utf-8"))

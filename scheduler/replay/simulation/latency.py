@@ -1,4 +1,4 @@
-"""What users feel: time to first token, time per token, end to end, and goodput."""
+"""Latencies of requests (TTFT, TPOT, end to end) and goodput under an SLO."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """When one request arrived, had its first token, and its last."""
+    """Times of arrival, first token and last token of one request."""
 
     arrival_s: float
     first_token_s: float
@@ -24,20 +24,20 @@ class RequestTimes:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per token after the first; None if there was only one."""
+        """Mean time per token after the first; None if there is only one."""
         if self.num_outputs == 1:
             return None
         return (self.last_token_s - self.first_token_s) / (self.num_outputs - 1)
 
     @property
     def end_to_end_s(self) -> float:
-        """Arrival to last token."""
+        """Time from arrival to last token."""
         return self.last_token_s - self.arrival_s
 
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of a sample, interpolated linearly; in seconds."""
+    """Percentiles of a sample in seconds, interpolated linearly."""
 
     p50: float
     p90: float
@@ -46,12 +46,17 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Distributions over the finished requests; None where no request has the quantity.
+    """Distributions over the finished requests, and goodput.
+
+    A request is good if its TTFT is within slo_ttft_s and its TPOT, if any, within slo_tpot_s.
 
     Attributes:
-        slo_attainment: good requests among all, refused ones included.
-        goodput_requests_per_s: good requests per second of simulated time. Good is: first token
-            within slo_ttft_s and mean time per further token within slo_tpot_s.
+        ttft_s: Time to first token; None if no request finished.
+        tpot_s: Mean time per token after the first; None if no request has two tokens.
+        end_to_end_s: Time from arrival to last token; None if no request finished.
+        slo_ttft_s, slo_tpot_s: Limits of the SLO.
+        slo_attainment: Fraction of good requests among all, refused ones included.
+        goodput_requests_per_s: Good requests per second of simulated time.
     """
 
     ttft_s: Percentiles | None
@@ -70,13 +75,13 @@ def summarize_latencies(
     slo_ttft_s: float,
     slo_tpot_s: float,
 ) -> Latencies:
-    """Reduce the times of the finished requests.
+    """Compute the latencies and goodput of a run.
 
     Args:
-        times: of each finished request.
-        refused: requests that were not served; they are never good.
-        duration_s: what goodput is divided by.
-        slo_ttft_s, slo_tpot_s: what makes a request good.
+        times: Times of each finished request.
+        refused: Number of requests that were not served; they are never good.
+        duration_s: Duration of the run.
+        slo_ttft_s, slo_tpot_s: Limits of the SLO.
     """
     good = sum(
         request.ttft_s <= slo_ttft_s and (request.tpot_s is None or request.tpot_s <= slo_tpot_s)

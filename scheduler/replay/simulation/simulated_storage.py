@@ -1,7 +1,7 @@
-"""Storage in a simulation: which keys it has, and how fast it is; the values are made up.
+"""Simulated storage: an LRU set of keys with a bandwidth; it holds no values.
 
-An operation that would not end by its deadline fails there, as in the engine: a write is
-forgotten, and what was to be loaded is computed. Nothing else fails.
+An operation that would miss its deadline fails then, as in the engine: a write is dropped, and the
+blocks of a failed load are computed. Nothing else fails.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from .cost_model import CostModel
 
 @dataclass(frozen=True, slots=True)
 class StorageCounts:
-    """What storage did in a simulation.
+    """Counts of storage over a simulation.
 
     Attributes:
-        storage_blocks: its size.
-        used_blocks: that it has at the end.
-        evicted_blocks: given up for others.
-        late_blocks: not written, or not read, as it would have taken longer than the deadline.
-        bytes_written, bytes_read: copied from the host and to the host.
-        busy_writing_s, busy_reading_s: simulated time that these copies took.
+        storage_blocks: Capacity.
+        used_blocks: Blocks held at the end.
+        evicted_blocks: Blocks evicted for others.
+        late_blocks: Blocks not written or read because the deadline would have passed.
+        bytes_written, bytes_read: Bytes copied from and to the host.
+        busy_writing_s, busy_reading_s: Simulated time of these copies.
     """
 
     storage_blocks: int
@@ -40,29 +40,29 @@ class StorageCounts:
 
 
 class SimulatedStorage:
-    """The keys of the blocks that are stored: the least recently used goes first.
+    """The keys of the stored blocks, evicted in LRU order.
 
-    A read and a write are a use; a lookup is none, as with directories (`storage.files`).
+    Reads and writes count as uses; lookups do not, as with directories (`storage.files`).
 
     Attributes:
-        num_blocks: how many blocks there is room for.
-        write_bytes_per_s, read_bytes_per_s: its bandwidth.
-        lookup_s: how long it takes to say which keys it has, however many are asked for.
-        evicted_blocks: given up for others.
+        num_blocks: Capacity in blocks.
+        write_bytes_per_s, read_bytes_per_s: Bandwidth.
+        lookup_s: Time of a lookup, for any number of keys.
+        evicted_blocks: Blocks evicted for others.
     """
 
     def __init__(self, num_blocks: int, costs: CostModel) -> None:
-        """Make an empty storage, as fast as the costs say.
+        """Make an empty storage with the bandwidth of the cost model.
 
         Raises:
-            CountError: if num_blocks is less than 1.
+            CountError: If num_blocks is less than 1.
         """
         self.num_blocks = as_count("num_blocks", num_blocks, minimum=1)
         self.write_bytes_per_s = costs.storage_write_bytes_per_s
         self.read_bytes_per_s = costs.storage_read_bytes_per_s
         self.lookup_s = costs.step.lookup_s
         self.evicted_blocks = 0
-        self._keys: OrderedDict[bytes, None] = OrderedDict()  # the least recently used first
+        self._keys: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -71,34 +71,32 @@ class SimulatedStorage:
         return key in self._keys
 
     def count_moved(self, kind: OpKind, keys: Sequence[bytes]) -> int:
-        """Count the blocks that an operation copies: what is there is not written again."""
+        """Count the blocks that an operation copies; stored blocks are not written again."""
         if kind is OpKind.LOOKUP:
             return 0
-        num_there = sum(key in self._keys for key in keys)
-        return num_there if kind is OpKind.STORAGE_TO_HOST else len(keys) - num_there
+        num_stored = sum(key in self._keys for key in keys)
+        return num_stored if kind is OpKind.STORAGE_TO_HOST else len(keys) - num_stored
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Make those of keys that are there the most recently used, the last the most."""
+        """Make the stored keys the most recently used, the last one most of all."""
         for key in keys:
             if key in self._keys:
                 self._keys.move_to_end(key)
 
-    def end(self, kind: OpKind, keys: Sequence[bytes]) -> list[bool]:
-        """End an operation that is in time; return what became of each block."""
+    def complete(self, kind: OpKind, keys: Sequence[bytes]) -> list[bool]:
+        """Complete an operation that met its deadline; return whether each block succeeded."""
         if kind is OpKind.HOST_TO_STORAGE:
             for key in keys:
                 self._keys[key] = None
-        there = [key in self._keys for key in keys]
+        stored = [key in self._keys for key in keys]
         if kind is not OpKind.LOOKUP:
-            for key in keys:
-                if key in self._keys:
-                    self._keys.move_to_end(key)
+            self.touch(keys)
         while len(self._keys) > self.num_blocks:
             self._keys.popitem(last=False)
             self.evicted_blocks += 1
-        return there
+        return stored
 
 
-def name_blocks(block_size: int) -> StorageNamespace:
-    """Say whose blocks are stored: there is one model, so that its name has no bearing."""
+def simulated_namespace(block_size: int) -> StorageNamespace:
+    """Return the storage namespace of the simulated model; there is only one, so any name does."""
     return StorageNamespace("simulated", "", "simulated", block_size, layers=(0, 1), heads=(0, 1))

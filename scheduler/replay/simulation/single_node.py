@@ -1,16 +1,17 @@
-"""Discrete-event replay: the real manager and scheduler, on a virtual clock.
+"""Simulation of a single node: the real manager and scheduler on a virtual clock.
 
-Requests arrive at the trace's timestamps. Each turn of the loop asks the scheduler for a step,
-moves the clock by what the cost model says of it, and hands back made-up tokens::
+Requests arrive at the trace's timestamps. Each turn of the loop plans a step, advances the clock by
+its cost in the cost model, and returns made-up tokens::
 
     copies, arrivals <= clock --> add --> schedule --> clock += cost(plan) --> update --> finished
 
-With tiers below the device, their copies are queued in simulated time (`tier_links`). When all
-that could run waits for copies, the clock goes on to the end of the next, or to the next arrival.
+With tiers below the device, copies are queued in simulated time (`tier_links`). While every request
+waits for copies, the clock advances to the end of the next copy or to the next arrival.
 
-Prompts are expanded from hash ids (`trace.tokens`). Output tokens are negative and never repeat,
-so nobody hits them; a real next turn would contain the last answer, which a trace does not tell.
-The results depend on the trace and the configuration alone, except the scheduler's own CPU time.
+Prompts are expanded from hash ids (`trace.tokens`). Output tokens are negative and never repeat, so
+they never hit. In real conversations the next turn contains the last answer, but traces do not
+record answers. Results depend only on the trace and the configuration, except the CPU time of the
+scheduler.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ..trace import Trace, tokens
 from .accounting import NodeAccounts
 from .cost_model import CostModel
 from .latency import Latencies, summarize_latencies
-from .simulated_storage import SimulatedStorage, name_blocks
+from .simulated_storage import SimulatedStorage, simulated_namespace
 from .tier_links import TierCounts, TierLinks
 
 FIRST_OUTPUT_TOKEN = -(2**31)
@@ -39,16 +40,16 @@ FIRST_OUTPUT_TOKEN = -(2**31)
 
 @dataclass(frozen=True, slots=True)
 class SimulationConfig:
-    """How the simulated engine is set up, and what its users expect.
+    """Configuration of the simulated engine, and its SLO.
 
     Attributes:
-        block_size: tokens per block.
-        num_blocks: size of the pool; None for what fits beside the weights.
-        token_budget, max_running, reserve_tokens, prefix_cache, preempt: of `MixedScheduler`.
-        host: the tier below the device; None: there is none.
-        storage_blocks: size of the storage below the host; None: there is none.
-        slo_ttft_s, slo_tpot_s: a request is good if its time to the first token and its mean time
-            per further token are within these. Source of the figures: Mooncake, FAST'25.
+        block_size: Tokens per block.
+        num_blocks: Size of the pool; None for the number that fits beside the weights.
+        token_budget, max_running, reserve_tokens, prefix_cache, preempt: As in `MixedScheduler`.
+        host: Host tier; None for none.
+        storage_blocks: Size of the storage below the host; None for none.
+        slo_ttft_s, slo_tpot_s: Limits on the time to first token and on the mean time per token
+            after it. Source of the figures: Mooncake, FAST'25.
     """
 
     block_size: int = 16
@@ -66,26 +67,28 @@ class SimulationConfig:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """What happened in simulated time, and what it took in real time.
+    """Result of a single-node simulation.
 
     Attributes:
-        finished, refused: requests; refused ones need more blocks than the pool has.
-        prompt_tokens, hit_tokens, host_hit_tokens, storage_hit_tokens: of the finished requests, at
-            first admission: all, hit on the device, on the host besides, and in storage besides;
-            the rest was computed.
-        recomputed_tokens: computed again after a preemption.
-        preemptions: by the scheduler, for want of blocks.
-        steps: engine steps.
-        mean_budget_use: the part of the token budget that a step fills; near 1, prompts queue.
-        num_blocks: of the pool.
-        mean_occupancy, peak_occupancy: the part of the pool that running requests hold; the mean
-            is over the time in steps.
-        evicted_blocks: cached blocks given up.
-        simulated_s: first arrival to last token.
-        latencies: distributions, and goodput.
-        scheduler_us_per_step: real CPU time of schedule and update; differs from run to run.
-        wall_s: real time of the simulation; differs from run to run.
-        tiers: what moved below the device; None without a host tier.
+        finished: Requests answered in full.
+        refused: Requests that need more blocks than the pool has.
+        prompt_tokens: Prompt tokens of the finished requests.
+        hit_tokens, host_hit_tokens, storage_hit_tokens: The part of these that hit on the device,
+            on the host and in storage, at first admission; the rest was computed.
+        recomputed_tokens: Tokens computed again after a preemption.
+        preemptions: Preemptions for lack of blocks.
+        steps: Engine steps.
+        mean_budget_use: Mean fraction of the token budget that a step fills; near 1, prompts queue.
+        num_blocks: Size of the pool.
+        mean_occupancy: Mean fraction of the pool that running requests hold during steps.
+        peak_occupancy: The same at its peak.
+        evicted_blocks: Cached blocks evicted.
+        simulated_s: Simulated time from the first arrival to the last token.
+        latencies: Latency distributions and goodput.
+        scheduler_us_per_step: Real CPU time of schedule and update; differs from run to run.
+        wall_s: Real time of the simulation; differs from run to run.
+        tiers: Copies and hits below the device; None without a host tier.
+        checks: Checks of the accounts.
     """
 
     finished: int
@@ -111,7 +114,7 @@ class SimulationResult:
 
     @property
     def computed_tokens(self) -> int:
-        """Prompt tokens that no tier had."""
+        """Number of prompt tokens that hit in no tier."""
         hit_tokens = self.hit_tokens + self.host_hit_tokens + self.storage_hit_tokens
         return self.prompt_tokens - hit_tokens
 
@@ -127,29 +130,29 @@ def simulate(
     """Replay a trace in simulated time.
 
     Args:
-        trace: the requests.
-        costs: how long things take.
-        config: of the engine.
-        progress, stage: who is told how far it is, and of what.
-        storage: what an earlier process has left; None: an empty one, if config has any.
+        trace: The requests.
+        costs: The cost model.
+        config: Configuration of the engine.
+        progress, stage: Callback for the progress, and the name of the stage.
+        storage: Storage left by an earlier simulation; None for an empty one if config has any.
 
     Raises:
-        CostError: if the model leaves no room for KV blocks.
-        CountError, StorageConfigError: for storage of no blocks, or without a host tier.
+        CostError: If the model leaves no room for KV blocks.
+        CountError, StorageConfigError: For storage of no blocks, or without a host tier.
     """
     started = time.perf_counter()
     if storage is None and config.storage_blocks is not None:
         storage = SimulatedStorage(config.storage_blocks, costs)
     simulation = _Simulation(trace, costs, config, storage)
     num_requests = len(trace.requests)
-    while simulation.step():
+    while simulation.advance():
         progress(stage, simulation.accounts.answers.num_answered, num_requests)
     progress(stage, num_requests, num_requests)
     return simulation.result(time.perf_counter() - started)
 
 
 class _Simulation:
-    """The state of a simulation between two steps."""
+    """State of a simulation between two steps."""
 
     def __init__(
         self,
@@ -161,7 +164,7 @@ class _Simulation:
         num_blocks = config.num_blocks or costs.num_blocks(config.block_size)
         self.costs = costs
         self.config = config
-        stored = None if storage is None else name_blocks(config.block_size)
+        stored = None if storage is None else simulated_namespace(config.block_size)
         self.manager = CacheManager(num_blocks, config.block_size, host=config.host, storage=stored)
         self.links = self._connect(storage)
         self.scheduler = MixedScheduler(
@@ -186,15 +189,15 @@ class _Simulation:
         self.peak_blocks = 0
         self.scheduler_s = 0.0
 
-    def step(self) -> bool:
-        """Advance by one engine step; False when every request is answered."""
+    def advance(self) -> bool:
+        """Run one engine step; return False when every request is answered."""
         scheduler = self.scheduler
         if not scheduler.has_work:
             if self.next_arrival == len(self.arrivals):
                 return False
             self._idle()
         self._add_arrivals()
-        if not scheduler.has_work:  # all that arrived were refused
+        if not scheduler.has_work:  # every arrival was refused
             return True
         started = time.perf_counter()
         if self.links is not None:
@@ -228,16 +231,16 @@ class _Simulation:
         return TierLinks(self.manager.tiers, bytes_per_block, self.costs.host_bytes_per_s, storage)
 
     def _idle(self) -> None:
-        """Go on to the next arrival; copies do not wait for it."""
+        """Advance the clock to the next arrival; copies continue meanwhile."""
         arrival_s = self._next_arrival_s()
         if self.links is not None and arrival_s > self.clock_s:
             self.links.run_idle(self.clock_s, arrival_s)
         self.clock_s = max(self.clock_s, arrival_s)
 
     def _wait_for_copies(self) -> None:
-        """Go on to the end of the next copy, or to the next arrival if that is sooner."""
+        """Advance the clock to the end of the next copy, or to the next arrival if sooner."""
         next_s = None if self.links is None else self.links.next_end_s
-        assert next_s is not None, "the scheduler has work, but plans an empty step"
+        assert next_s is not None, "the scheduler has work, but planned an empty step"
         if self.next_arrival < len(self.arrivals):
             next_s = min(next_s, self._next_arrival_s())
         self.waited_s += next_s - self.clock_s
@@ -267,7 +270,7 @@ class _Simulation:
         self.peak_blocks = max(self.peak_blocks, held)
 
     def result(self, wall_s: float) -> SimulationResult:
-        """Sum up; called when every request is answered."""
+        """Return the result; call it when every request is answered."""
         config, accounts, answers = self.config, self.accounts, self.accounts.answers
         simulated_s = self.clock_s - self.first_arrival_s
         num_blocks = self.manager.num_blocks

@@ -1,13 +1,13 @@
-"""The executor of a simulation: copies between the tiers take simulated time.
+"""Simulated links between the tiers: they execute a manager's copies in simulated time.
 
-Each direction is a queue of its own, as a GPU has a copy engine for each; what is copied does not
-slow the model down, and a step does not wait for copies: only the requests do that need them::
+Each direction has its own queue, as a GPU has a copy engine for each. Copies do not slow the model
+down, and steps do not wait for them; only the requests that need the blocks do::
 
     device ◄──► host ◄──► storage
 
-    dispatched at t ──► begins when the one before it has ended ──► ends bytes / bandwidth later
+    dispatched at t ──► begins when the copy before it ends ──► ends bytes / bandwidth later
 
-A copy between device and host never fails here; one with storage may come too late.
+A copy between device and host never fails here. A copy with storage may miss its deadline.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ from .simulated_storage import SimulatedStorage, StorageCounts
 
 @dataclass(frozen=True, slots=True)
 class TierCounts:
-    """What the tiers below the device did in a simulation; blocks as in `kvcache.TierStats`.
+    """Counts of the tiers below the device over a simulation; blocks as in `kvcache.TierStats`.
 
     Attributes:
-        host_blocks: the size of the host tier.
-        demoted_blocks: evicted from the device towards the host.
-        promoted_blocks: hit on the host, and brought to the device; those of resumed requests too.
-        dropped_blocks: left the host, or found no room there.
-        parked, resumed: requests preempted with their KV kept, and admitted again with it.
-        bytes_to_host, bytes_to_device: copied between these two.
-        busy_to_host_s, busy_to_device_s: simulated time that these copies took.
-        waited_s: simulated time in which nothing could run but for want of a copy, or of an answer
-            of storage.
-        storage: what storage did; None: there is none.
+        host_blocks: Size of the host tier.
+        demoted_blocks: Blocks evicted from the device to the host.
+        promoted_blocks: Host hits copied to the device, those of resumed requests included.
+        dropped_blocks: Blocks that left the host, or found no room there.
+        parked, resumed: Requests preempted with their KV saved, and readmitted with it.
+        bytes_to_host, bytes_to_device: Bytes copied between device and host.
+        busy_to_host_s, busy_to_device_s: Simulated time of these copies.
+        waited_s: Simulated time in which every request waited for a copy or a lookup.
+        storage: Counts of storage; None without it.
     """
 
     host_blocks: int
@@ -57,8 +56,8 @@ class TierLinks:
     """Executes the operations of a manager's tiers in simulated time.
 
     Attributes:
-        num_bytes: copied so far, by kind.
-        busy_s: how long that took, by kind.
+        num_bytes: Bytes copied so far, by kind of operation.
+        busy_s: Simulated time of these copies, by kind.
     """
 
     def __init__(
@@ -68,13 +67,13 @@ class TierLinks:
         bytes_per_s: float,
         storage: SimulatedStorage | None = None,
     ) -> None:
-        """Connect a device with its host, and the host with storage.
+        """Connect the device with the host, and the host with storage.
 
         Args:
-            tiers: of the manager.
-            bytes_per_block: KV of a block, all layers.
-            bytes_per_s: of each direction between device and host.
-            storage: if the tiers have one.
+            tiers: Tiers of the manager.
+            bytes_per_block: Size of a block's KV in all layers.
+            bytes_per_s: Bandwidth between device and host in each direction.
+            storage: The storage, if the tiers have one.
         """
         self._tiers = tiers
         self._storage = storage
@@ -85,22 +84,22 @@ class TierLinks:
         if storage is not None:
             self._bytes_per_s[OpKind.HOST_TO_STORAGE] = storage.write_bytes_per_s
             self._bytes_per_s[OpKind.STORAGE_TO_HOST] = storage.read_bytes_per_s
-        self._under_way: list[tuple[float, OpId, Operation, bool]] = []  # a heap, by the end
+        self._in_flight: list[tuple[float, OpId, Operation, bool]] = []  # a heap by end time
         self._free_at_s = dict.fromkeys(self._bytes_per_s, 0.0)
         self._late_blocks = 0
         self.num_bytes = dict.fromkeys(self._bytes_per_s, 0)
         self.busy_s = dict.fromkeys(self._bytes_per_s, 0.0)
 
     def dispatch(self, now_s: float) -> None:
-        """Begin what the manager has decided; to tell storage of uses takes no time."""
+        """Start the operations that the manager has issued; recording uses in storage is free."""
         if self._storage is not None:
             self._storage.touch(self._tiers.take_used())
         for operation in self._tiers.take_operations():
             end_s, in_time = self._begin(operation, now_s)
-            heappush(self._under_way, (end_s, operation.id, operation, in_time))
+            heappush(self._in_flight, (end_s, operation.id, operation, in_time))
 
     def _begin(self, operation: Operation, now_s: float) -> tuple[float, bool]:
-        """Return when an operation ends, and whether it does so in time."""
+        """Return when an operation ends, and whether it meets its deadline."""
         kind, num_blocks, storage = operation.kind, operation.num_blocks, self._storage
         if storage is not None and operation.keys:
             if kind is OpKind.LOOKUP:
@@ -119,27 +118,27 @@ class TierLinks:
 
     @property
     def next_end_s(self) -> float | None:
-        """When the next copy ends; None if none is under way."""
-        return self._under_way[0][0] if self._under_way else None
+        """Time at which the next operation ends; None if none is in flight."""
+        return self._in_flight[0][0] if self._in_flight else None
 
     def deliver(self, now_s: float) -> None:
-        """Tell the manager of every copy that has ended, in the order of their ends."""
-        while self._under_way and self._under_way[0][0] <= now_s:
-            _, op_id, operation, in_time = heappop(self._under_way)
+        """Report every operation that has ended to the manager, in order of end time."""
+        while self._in_flight and self._in_flight[0][0] <= now_s:
+            _, op_id, operation, in_time = heappop(self._in_flight)
             ok = [in_time] * operation.num_blocks
             if in_time and self._storage is not None and operation.keys:
-                ok = self._storage.end(operation.kind, operation.keys)
+                ok = self._storage.complete(operation.kind, operation.keys)
             self._tiers.complete(op_id, ok)
 
     def run_idle(self, now_s: float, until_s: float) -> None:
-        """Let copies end, and what follows from them begin, while no request needs a step."""
+        """Advance the copies, and those that follow from them, while no request needs a step."""
         self.dispatch(now_s)
         while (end_s := self.next_end_s) is not None and end_s <= until_s:
             self.deliver(end_s)
             self.dispatch(end_s)
 
     def finish(self, now_s: float, scheduler: SchedulerStats, waited_s: float) -> TierCounts:
-        """Let everything end, at whatever time, and sum up."""
+        """Complete every operation, however late, and return the counts."""
         self.run_idle(now_s, float("inf"))
         stats = self._tiers.stats()
         return TierCounts(
@@ -154,10 +153,10 @@ class TierLinks:
             busy_to_host_s=self.busy_s[OpKind.DEVICE_TO_HOST],
             busy_to_device_s=self.busy_s[OpKind.HOST_TO_DEVICE],
             waited_s=waited_s,
-            storage=None if self._storage is None else self._sum_up(self._storage),
+            storage=None if self._storage is None else self._storage_counts(self._storage),
         )
 
-    def _sum_up(self, storage: SimulatedStorage) -> StorageCounts:
+    def _storage_counts(self, storage: SimulatedStorage) -> StorageCounts:
         return StorageCounts(
             storage_blocks=storage.num_blocks,
             used_blocks=len(storage),

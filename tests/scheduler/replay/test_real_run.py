@@ -15,7 +15,7 @@ from radixkv.scheduler.replay.checks import Check
 from radixkv.scheduler.replay.engine_run import real_run
 from radixkv.scheduler.replay.engine_run.checks import (
     EnginePass,
-    EngineRun,
+    PassResult,
     check_exercised,
     check_no_leak,
     check_parked,
@@ -90,8 +90,8 @@ def test_a_wrong_token_is_found(bundled_trace: Trace, monkeypatch: pytest.Monkey
 FREE = Check("no block is leaked", True, "all free")
 
 
-def engine_run(name: str, preemptions: int, evicted_blocks: int) -> EngineRun:
-    return EngineRun(name, 60, 100, 1000, 0, preemptions, evicted_blocks, 0, 1.0)
+def pass_result(name: str, preemptions: int, evicted_blocks: int) -> PassResult:
+    return PassResult(name, 60, 100, 1000, 0, preemptions, evicted_blocks, 0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,9 @@ def engine_run(name: str, preemptions: int, evicted_blocks: int) -> EngineRun:
 )
 def test_a_pool_that_never_runs_short_is_not_exercised(off: int, on: int, evicted: int) -> None:
     runs = [
-        engine_run("reference", 0, 0),
-        engine_run("cache off", off, 0),
-        engine_run("cache on", on, evicted),
+        pass_result("reference", 0, 0),
+        pass_result("cache off", off, 0),
+        pass_result("cache on", on, evicted),
     ]
     detail = f"not exercised: {off} and {on} preemptions, {evicted} blocks evicted"
     skipped = check_exercised(runs)
@@ -122,21 +122,21 @@ def test_parked_requests_must_resume_and_compute_nothing_again(
     parked: int, resumed: int, recomputed: int, verdict: str
 ) -> None:
     tiered = dataclasses.replace(
-        engine_run("host tier", 5, 9),
+        pass_result("host tier", 5, 9),
         host_hit_tokens=1_024,
         parked=parked,
         resumed=resumed,
         recomputed_tokens=recomputed,
     )
-    check = check_parked([engine_run("", 0, 0)] * 3 + [tiered])
+    check = check_parked([pass_result("", 0, 0)] * 3 + [tiered])
     assert (check.name, check.verdict) == ("preempted requests keep their KV on the host", verdict)
-    detail = f"{parked} parked, {resumed} resumed, 1,024 host hits; {recomputed} tokens again"
+    detail = f"{parked} parked, {resumed} resumed, 1,024 host hits; {recomputed} tokens recomputed"
     assert check.detail == detail if parked else f"not exercised: {detail}"
 
 
 def test_a_leak_of_any_pass_on_any_tier_is_found() -> None:
     good, bad = FREE, Check("no host block is", False, "1")
-    run = EnginePass(engine_run("host tier", 0, 0), [], [good])
+    run = EnginePass(pass_result("host tier", 0, 0), [], [good])
     assert check_no_leak([run, run]) == Check(good.name, True, "host tier: all free")
     broken = dataclasses.replace(run, leaks=[good, bad])
     assert check_no_leak([broken, run]) == Check(bad.name, False, "host tier: 1")
@@ -145,9 +145,9 @@ def test_a_leak_of_any_pass_on_any_tier_is_found() -> None:
 def test_for_requests_of_one_token_no_pool_is_tight(monkeypatch: pytest.MonkeyPatch) -> None:
     pools: list[int] = []
 
-    def note(model: Model, requests: Any, config: Any, set_up: Any, progress: Any) -> EnginePass:
-        pools.append(set_up.num_blocks)
-        return EnginePass(engine_run(set_up.name, 0, 0), [[] for _ in requests], [FREE])
+    def note(model: Model, requests: Any, config: Any, variant: Any, progress: Any) -> EnginePass:
+        pools.append(variant.num_blocks)
+        return EnginePass(pass_result(variant.name, 0, 0), [[] for _ in requests], [FREE])
 
     monkeypatch.setattr(real_run, "_run_engine", note)
     run_real(make_trace([0, 1], [2]), SMALL_REAL_RUN)

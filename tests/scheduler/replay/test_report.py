@@ -11,7 +11,7 @@ from rich.console import Console
 
 from radixkv.kvcache.tiers.host_tier import HostConfig
 from radixkv.scheduler.replay.checks import Check
-from radixkv.scheduler.replay.engine_run.checks import EngineRun
+from radixkv.scheduler.replay.engine_run.checks import PassResult
 from radixkv.scheduler.replay.engine_run.real_run import RealRun, RealRunConfig
 from radixkv.scheduler.replay.hits.hit_curve import measure_hit_curve
 from radixkv.scheduler.replay.report import (
@@ -40,12 +40,12 @@ def at_width(report: ReplayReport, width: int) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
-def engine_run(name: str, prefill_tokens: int) -> EngineRun:
-    return EngineRun(name, 72, 900, prefill_tokens, 64, 5, 40, 0, 1.25)
+def pass_result(name: str, prefill_tokens: int) -> PassResult:
+    return PassResult(name, 72, 900, prefill_tokens, 64, 5, 40, 0, 1.25)
 
 
 TIERED_RUN = dataclasses.replace(
-    engine_run("host tier", 2000),
+    pass_result("host tier", 2000),
     host_hit_tokens=1_696,
     parked=19,
     resumed=18,
@@ -66,7 +66,7 @@ def report(bundled_trace: Trace) -> ReplayReport:
         requests=20,
         prompt_tokens=4000,
         output_tokens=300,
-        runs=(engine_run("reference", 4000), engine_run("cache on", 3000), TIERED_RUN),
+        runs=(pass_result("reference", 4000), pass_result("cache on", 3000), TIERED_RUN),
         checks=(
             Check("identical tokens", True, "300 output tokens, 2 times"),
             Check("the tight pool preempts and evicts", True, "not exercised", skipped=True),

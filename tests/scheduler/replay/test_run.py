@@ -81,7 +81,7 @@ def test_the_real_run_is_under_pressure(replayed: tuple[ReplayReport, Calls]) ->
         ("PASS", "identical tokens"),
         ("PASS", "the tight pool preempts and evicts"),
         ("PASS", "preempted requests keep their KV on the host"),
-        ("PASS", "hits are prefill that is not computed"),
+        ("PASS", "hits reduce the prefill tokens computed"),
         ("PASS", "no compilation after warm-up"),
         ("PASS", "no block is leaked"),
     ], real

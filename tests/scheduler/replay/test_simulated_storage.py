@@ -21,7 +21,10 @@ from radixkv.scheduler.replay.simulation.cost_model import (
     ModelCosts,
     StepCosts,
 )
-from radixkv.scheduler.replay.simulation.simulated_storage import SimulatedStorage, name_blocks
+from radixkv.scheduler.replay.simulation.simulated_storage import (
+    SimulatedStorage,
+    simulated_namespace,
+)
 from radixkv.scheduler.replay.simulation.single_node import (
     SimulationConfig,
     SimulationResult,
@@ -63,31 +66,31 @@ def keys(text: str) -> list[bytes]:
 
 def test_the_least_recently_used_key_goes_first() -> None:
     storage = SimulatedStorage(3, COSTS)
-    assert storage.end(STORE, keys("abc")) == [True, True, True]
-    assert storage.end(LOOKUP, keys("ax")) == [True, False]  # no use of a
-    assert storage.end(STORE, keys("d")) == [True]
-    assert storage.end(LOOKUP, keys("abcd")) == [False, True, True, True]
-    assert storage.end(LOAD, keys("bx")) == [True, False]
-    assert storage.end(STORE, keys("ce")) == [True, True]  # c is used, too
-    assert storage.end(LOOKUP, keys("bcde")) == [True, True, False, True]
-    assert storage.end(STORE, keys("fg")) == [True, True]
-    assert storage.end(LOOKUP, keys("bcefg")) == [False, False, True, True, True]
+    assert storage.complete(STORE, keys("abc")) == [True, True, True]
+    assert storage.complete(LOOKUP, keys("ax")) == [True, False]  # no use of a
+    assert storage.complete(STORE, keys("d")) == [True]
+    assert storage.complete(LOOKUP, keys("abcd")) == [False, True, True, True]
+    assert storage.complete(LOAD, keys("bx")) == [True, False]
+    assert storage.complete(STORE, keys("ce")) == [True, True]  # c is used, too
+    assert storage.complete(LOOKUP, keys("bcde")) == [True, True, False, True]
+    assert storage.complete(STORE, keys("fg")) == [True, True]
+    assert storage.complete(LOOKUP, keys("bcefg")) == [False, False, True, True, True]
     assert (len(storage), storage.evicted_blocks) == (3, 4)
 
 
 def test_a_touch_orders_what_is_there() -> None:
     storage = SimulatedStorage(3, COSTS)
-    storage.end(STORE, keys("abc"))
+    storage.complete(STORE, keys("abc"))
     storage.touch(keys("cxba"))
-    storage.end(STORE, keys("d"))
-    assert storage.end(LOOKUP, keys("abcdx")) == [True, True, False, True, False]
+    storage.complete(STORE, keys("d"))
+    assert storage.complete(LOOKUP, keys("abcdx")) == [True, True, False, True, False]
 
 
 def test_a_prefix_that_is_hit_on_the_device_stays_in_storage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(storage_uses, "TOLD_FOR", 2)  # less than storage has room for
-    manager = CacheManager(2, 1, host=HostConfig(4, "through"), storage=name_blocks(1))
+    manager = CacheManager(2, 1, host=HostConfig(4, "through"), storage=simulated_namespace(1))
     assert manager.tiers is not None
     links = TierLinks(manager.tiers, 1.0, 1e9, SimulatedStorage(3, COSTS))
     for last in range(9):  # all begin as the first did, whose block is never written again
@@ -101,7 +104,7 @@ def test_a_prefix_that_is_hit_on_the_device_stays_in_storage(
 
 def test_what_moves_is_what_the_other_side_lacks() -> None:
     storage = SimulatedStorage(3, COSTS)
-    storage.end(STORE, keys("ab"))
+    storage.complete(STORE, keys("ab"))
     assert storage.count_moved(STORE, keys("abc")) == 1
     assert storage.count_moved(LOAD, keys("abc")) == 2
     assert storage.count_moved(LOOKUP, keys("abc")) == 0
@@ -116,7 +119,7 @@ def test_storage_of_nothing_and_without_a_host_is_refused() -> None:
 
 
 def linked(costs: CostModel = COSTS) -> tuple[CacheManager, TierLinks]:
-    manager = CacheManager(8, 1, host=HostConfig(8, "back"), storage=name_blocks(1))
+    manager = CacheManager(8, 1, host=HostConfig(8, "back"), storage=simulated_namespace(1))
     assert manager.tiers is not None
     storage = SimulatedStorage(100, costs)
     return manager, TierLinks(manager.tiers, 2048.0, 2048.0, storage)
@@ -209,7 +212,7 @@ def test_another_process_finds_what_one_has_left() -> None:
     storage = SimulatedStorage(1_000, COSTS)
     first = simulate(make_trace([0], [1]), COSTS, config, storage=storage)
     assert first.storage_hit_tokens == 0 and len(storage) == 16
-    names = name_blocks(64).block_keys(list(range(512)))
+    names = simulated_namespace(64).block_keys(list(range(512)))
     assert all(name in storage for name in names)
     second = simulate(make_trace([1], [2]), COSTS, config, storage=storage)
     assert second.storage_hit_tokens == 511

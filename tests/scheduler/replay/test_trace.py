@@ -87,8 +87,8 @@ def test_blank_lines_are_no_requests_but_count_as_lines(write_lines: WriteLines)
         (good(output_length=0), "output_length must be at least 1, got 0"),
         (
             good(output_length=2**31 - 1100),
-            "output_length 2147482548 is too large: with its input a request has 2147483647 tokens "
-            "at the most",
+            "output_length 2147482548 is too large: input and output of a request have at most "
+            "2147483647 tokens",
         ),
         (good(hash_ids=7), "hash_ids must be a list, got 7"),
         (good(hash_ids=[1, 2.0, 3]), "hash_ids[1] must be an integer, got 2.0"),
