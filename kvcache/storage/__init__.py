@@ -1,8 +1,7 @@
 """Storage of KV blocks outside the process: files, Redis, object storage and Mooncake.
 
-`open_backend` opens a backend from a URL, `StorageWorkers` calls it from threads, and `block_keys`
-names the blocks. Each backend has a folder. Names load on first use, so that the cache manager can
-import `keys` without any backend.
+`open_backend` opens a backend by URL, `StorageWorkers` calls it from threads, and `block_keys`
+names the blocks. Names load on first use, so that the cache manager can import `keys` alone.
 """
 
 from __future__ import annotations
@@ -97,21 +96,14 @@ __all__ = [
     "verify_values",
 ]
 
-_INTERFACE = "Backend Block Buffer Completion Kind SharedBackend Status Storage StorageOpId "
-_INTERFACE += "StorageStats StoredValue"
-_MODULES = {
-    "checksummed": "ChecksummedBackend",
-    "files": "FileBackend",
-    "interface": _INTERFACE,
-    "keys": "StorageNamespace block_keys",
-    "maintenance": "Removed Verified open_existing remove_values verify_values",
-    "urls": "BackendOptions open_backend",
-    "workers": "StorageWorkers",
-}
-_LAZY = {name: module for module, names in _MODULES.items() for name in names.split()}
+_MODULES = ("errors", "keys", "interface", "checksummed", "workers", "files", "urls", "maintenance")
 
 
 def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_LAZY.get(name, 'errors')}", __name__), name)
+    if name in __all__:
+        for module in _MODULES:  # light modules first; only the last ones import a backend
+            loaded = vars(import_module(f".{module}", __name__))
+            if name in loaded:
+                globals()[name] = loaded[name]
+                return loaded[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,21 +1,27 @@
-"""Everything that storage refuses or meets, as a tree of types; each error carries its numbers.
+"""Storage errors, as a tree of types. Each error carries its numbers.
 
 ::
 
     RadixKVError
     └── StorageError
-        ├── StorageKeyError      a key that is not 32 bytes, or fields that make no key
-        ├── PayloadError         buffers that cannot be read or filled as they are
-        ├── OperationError       an operation id that was never given out
-        ├── StorageClosedError   a call after close
-        ├── StorageInUseError    a directory that is open already
-        ├── UnsupportedError     what this backend cannot do, whatever is in it
-        └── BackendError         a backend could not do what it was asked: the block is FAILED
-            ├── BackendFullError     no room for the value, even after eviction
-            ├── BackendIOError       the system below said no; carries its errno
-            └── OpenToOthersError    a directory that is not its owner's alone
+        ├── StorageKeyError              a key that is not 32 bytes, or invalid namespace fields
+        ├── StorageUrlError              a URL that names no storage
+        ├── PayloadError                 buffers that cannot be read or filled
+        ├── OperationError               an unknown operation id
+        ├── StorageClosedError           a call after close
+        ├── StorageInUseError            a directory that is already open
+        ├── UnsupportedError             a request that this kind of backend cannot serve
+        ├── MissingPackageError          an extra of radixkv is not installed
+        ├── MissingLibraryError          a system library is not installed
+        └── BackendError                 a failed backend call: the block is FAILED
+            ├── BackendFullError         no room for the value, even after eviction
+            ├── BackendIOError           a system call failed; carries its errno
+            ├── OpenToOthersError        a directory that other users can access
+            ├── BackendUnreachableError  no connection, or no answer in time
+            └── BackendRefusedError      the server refused the request
 
-None of them carries a URL, a password, a salt or the bytes of a value.
+No error carries a URL, a password, a salt or the bytes of a value. The texts never quote a client
+library, whose errors may hold a password. For the same reason its error is not kept as the cause.
 """
 
 from __future__ import annotations
@@ -27,19 +33,23 @@ from ..errors import RadixKVError
 
 
 class StorageError(RadixKVError):
-    """Base of everything that storage raises on purpose."""
+    """Base class of all storage errors."""
 
 
 class StorageKeyError(StorageError, ValueError):
-    """A key is not 32 bytes, or the fields of a namespace cannot make one."""
+    """A key is not 32 bytes, or the fields of a namespace are invalid."""
+
+
+class StorageUrlError(StorageError, ValueError):
+    """A URL is malformed, its scheme is unknown, or an option does not fit its scheme."""
 
 
 class PayloadError(StorageError, ValueError):
-    """A buffer is not contiguous, not writable, or there are more or fewer than keys."""
+    """A buffer is not contiguous or not writable, or buffers and keys differ in number."""
 
 
 class OperationError(StorageError, ValueError):
-    """An operation id that this storage never gave out."""
+    """An operation id that this storage never returned."""
 
 
 class StorageClosedError(StorageError):
@@ -47,19 +57,37 @@ class StorageClosedError(StorageError):
 
 
 class StorageInUseError(StorageError):
-    """The directory is open already, here or in another process; it has one user at a time."""
+    """The directory is already open, in this process or another. It has one user at a time."""
 
 
 class UnsupportedError(StorageError):
-    """The backend of this scheme cannot do what was asked; the text says what can be done."""
+    """This kind of backend cannot serve the request; the text names an alternative."""
+
+
+class MissingPackageError(StorageError, ImportError):
+    """A Python package that a backend needs is not installed."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"{package} is not installed: pip install 'radixkv[{extra}]'")
+        self.package = package
+        self.extra = extra
+
+
+class MissingLibraryError(StorageError, ImportError):
+    """A system library that a backend needs is not installed."""
+
+    def __init__(self, library: str, debian_package: str) -> None:
+        super().__init__(f"{library} is not installed: apt-get install {debian_package}")
+        self.library = library
+        self.debian_package = debian_package
 
 
 class BackendError(StorageError):
-    """A backend could not do what it was asked; at worst the block is a miss from now on."""
+    """A backend call failed; at worst the block is a miss from now on."""
 
 
 class BackendFullError(BackendError):
-    """There is no room for a value, even when all others were evicted."""
+    """There is no room for a value, even after evicting all others."""
 
     def __init__(self, num_bytes: int, max_bytes: int) -> None:
         super().__init__(f"a value of {num_bytes} bytes has no room: the budget is {max_bytes}")
@@ -68,7 +96,7 @@ class BackendFullError(BackendError):
 
 
 class BackendIOError(BackendError):
-    """The system below refused; `errno` says why (ENOSPC: full, EIO: broken)."""
+    """A system call failed; `errno` says why (ENOSPC: disk full, EIO: disk broken)."""
 
     def __init__(self, doing: str, errno: int | None) -> None:
         number = errno if errno is not None else 0
@@ -79,7 +107,7 @@ class BackendIOError(BackendError):
 
 
 class OpenToOthersError(BackendError):
-    """Users other than this one may read or write a directory, or own it."""
+    """Other users can read or write a directory, or own it."""
 
     def __init__(self, directory: str, mode: int) -> None:
         super().__init__(
@@ -89,30 +117,8 @@ class OpenToOthersError(BackendError):
         self.mode = mode
 
 
-class MissingPackageError(StorageError, ImportError):
-    """A package that a backend needs is not installed."""
-
-    def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"{package} is not installed: pip install 'radixkv[{extra}]'")
-        self.package = package
-        self.extra = extra
-
-
-class MissingLibraryError(StorageError, ImportError):
-    """A library of the system that a backend's package needs is not installed."""
-
-    def __init__(self, library: str, debian_package: str) -> None:
-        super().__init__(f"{library} is not installed: apt-get install {debian_package}")
-        self.library = library
-        self.debian_package = debian_package
-
-
-class StorageUrlError(StorageError, ValueError):
-    """A URL is malformed, or of no scheme that is known, or an option is not for its scheme."""
-
-
 class BackendUnreachableError(BackendError):
-    """The server cannot be reached, went away, or did not answer in time."""
+    """The server cannot be reached, closed the connection, or did not answer in time."""
 
     def __init__(self, doing: str, reason: str) -> None:
         super().__init__(f"{doing} failed: {reason}")
@@ -121,7 +127,7 @@ class BackendUnreachableError(BackendError):
 
 
 class BackendRefusedError(BackendError):
-    """The server answered that it will not; `reply` says why in one word."""
+    """The server refused the request; `reply` gives the reason in one word."""
 
     def __init__(self, doing: str, reply: str) -> None:
         super().__init__(f"{doing} was refused by the server: {reply}")

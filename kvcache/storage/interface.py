@@ -1,16 +1,17 @@
-"""The one interface of storage, and the smaller one that a backend implements.
+"""The asynchronous interface `Storage`, and the blocking interface `Backend` below it.
 
 ::
 
-    the manager's driver            never waits, polls once per step
+    TierDriver                      never waits, polls once per step
           │  Storage                lookup, load, store, touch, delete, poll, cancel, fenced
-    StorageWorkers (workers.py)     threads, deadlines, byte budget: once for all backends
-          │  ChecksummedBackend (sealed.py)     the envelope, skip what exists, errors as statuses
+    StorageWorkers                  threads, deadlines and byte budgets, once for all backends
+          │
+    ChecksummedBackend              checksums, skips existing values, errors become statuses
           │  Backend                contains, get, put, delete, touch, list_values: may block
-    files, Redis, S3, Mooncake
+    files, Redis, object storage, Mooncake
 
-A value is one block: all of its layers, K and V, in the order in which the caller gives its
-buffers. It is visible under its key when it is complete, or not at all.
+A value is one block: all layers, K and V, in the order of the caller's buffers. A value is visible
+under its key only when it is complete.
 """
 
 from __future__ import annotations
@@ -26,43 +27,43 @@ import numpy.typing as npt
 from .errors import PayloadError
 
 StorageOpId = NewType("StorageOpId", int)
-"""Names an operation of one storage; an `OpId` names one of a manager."""
+"""Id of an operation of one `Storage`. (`OpId` is the id of a manager's operation.)"""
 Buffer: TypeAlias = "bytes | bytearray | memoryview | npt.NDArray[Any]"
 Block: TypeAlias = Sequence[Buffer]
 """The parts of one block, in the order in which they are stored."""
 
 
 class Status(enum.IntEnum):
-    """What became of one block of an operation."""
+    """The result of an operation for one block."""
 
     STORED = 1
-    """It is in storage now, as durable as the backend promises."""
+    """The block was written, as durably as the backend promises."""
     EXISTS = 2
-    """It was in storage already, and was not written again."""
+    """The block was in storage already and was not written again."""
     LOADED = 3
     """The destination holds exactly the bytes that were stored."""
     FOUND = 4
-    """Storage has the key; a load may still find it gone or corrupt."""
+    """The key is in storage; a load may still find it missing or corrupt."""
     TOUCHED = 5
-    """If it is in storage, it counts as just used."""
+    """The block, if it is in storage, counts as just used."""
     DELETED = 6
-    """It was in storage, and is no longer."""
+    """The block was in storage and was removed."""
     MISSING = 7
-    """Storage does not have it."""
+    """The key is not in storage."""
     CORRUPT = 8
-    """What storage has is not what was stored: a miss; it was deleted."""
+    """The stored value failed its check. It counts as a miss and was deleted."""
     FAILED = 9
     """The backend raised an error."""
     CANCELLED = 10
-    """The operation was cancelled first; a store may have happened or may still happen."""
+    """The operation was cancelled first; a store may still take effect."""
     TIMED_OUT = 11
-    """The deadline came first; a store may have happened or may still happen."""
+    """The deadline came first; a store may still take effect."""
     DROPPED = 12
-    """Too many bytes were in flight: it was not attempted."""
+    """The block was not attempted: too many bytes were in flight."""
 
 
 class Kind(enum.Enum):
-    """What an operation does."""
+    """The kind of an operation."""
 
     LOOKUP = "lookup"
     LOAD = "load"
@@ -73,13 +74,13 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The end of an operation; each has exactly one.
+    """The end of an operation. Each operation has exactly one.
 
     Attributes:
-        operation: what `load`, `store`, ... returned.
-        epoch: as it was given with the operation.
-        kind: what the operation was.
-        statuses: one per key, in the order of the keys.
+        operation: id that `load`, `store`, ... returned.
+        epoch: epoch given with the operation.
+        kind: kind of the operation.
+        statuses: one status per key, in the order of the keys.
     """
 
     operation: StorageOpId
@@ -89,7 +90,7 @@ class Completion:
 
     @property
     def prefix(self) -> int:
-        """How many leading blocks are found, loaded, stored or there already."""
+        """Number of leading blocks that were found, loaded, stored or already there."""
         good = (Status.FOUND, Status.LOADED, Status.STORED, Status.EXISTS)
         for position, status in enumerate(self.statuses):
             if status not in good:
@@ -99,20 +100,20 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class StorageStats:
-    """Counts since the start, and what is going on now.
+    """Counts since the start, and the current load.
 
     Attributes:
-        blocks: how many blocks ended with each status.
-        stored_bytes: payload bytes of blocks that were STORED.
-        loaded_bytes: payload bytes of blocks that were LOADED.
-        dropped_bytes: payload bytes of blocks that were DROPPED.
-        late_blocks: blocks that ended after their operation did; their results are ignored.
-        errors: errors of the backend, by name of their type.
+        blocks: number of blocks that ended with each status.
+        stored_bytes: payload bytes of STORED blocks.
+        loaded_bytes: payload bytes of LOADED blocks.
+        dropped_bytes: payload bytes of DROPPED blocks.
+        late_blocks: blocks that finished after their operation ended; their results are ignored.
+        errors: number of backend errors by type name.
         open_operations: operations without a completion.
-        unfenced_operations: operations with a completion, of which a thread may still be running.
-        store_bytes_in_flight: payload bytes that stores still hold.
-        load_bytes_in_flight: destination bytes that loads still hold.
-        backend: the backend's own figures.
+        unfenced_operations: completed operations whose buffers a thread may still use.
+        store_bytes_in_flight: payload bytes held by stores.
+        load_bytes_in_flight: destination bytes held by loads.
+        backend: the backend's own counts.
     """
 
     blocks: Mapping[Status, int]
@@ -129,21 +130,21 @@ class StorageStats:
 
 
 class Storage(Protocol):
-    """Blocks by key, asynchronously: every call returns at once, what became of it comes by poll.
+    """Asynchronous access to blocks by key. Calls return at once; `poll` returns the results.
 
-    An operation ends exactly once, at the latest at its deadline, with a status per block. After
-    its completion the buffers of a load or store are the caller's again only when `fenced` says
-    so: a thread that is stuck in the backend may still use them.
+    An operation ends exactly once, at its deadline at the latest, with one status per block. After
+    the completion of a load or store, wait for `fenced` before you reuse its buffers: a thread that
+    is stuck in the backend may still use them.
     """
 
     def lookup(self, keys: Sequence[bytes], *, timeout_s: float, epoch: int = 0) -> StorageOpId:
-        """Ask which keys are there: FOUND or MISSING; `Completion.prefix` is the leading run.
+        """Ask which keys are in storage: FOUND or MISSING. `Completion.prefix` is the leading run.
 
-        Storage may stop at the first that is MISSING, and say the same of all that follow.
+        After the first missing key, storage may report all following keys as MISSING too.
         """
 
     def lookup_prefix(self, keys: Sequence[bytes], *, timeout_s: float) -> int:
-        """Wait at most timeout_s for the number of leading keys that are there; 0 if not known."""
+        """Wait up to timeout_s for the number of leading keys in storage; 0 if unknown by then."""
 
     def load(
         self,
@@ -153,102 +154,101 @@ class Storage(Protocol):
         timeout_s: float,
         epoch: int = 0,
     ) -> StorageOpId:
-        """Fill destinations; what is not LOADED has undefined bytes in its destination."""
+        """Fill destinations. The bytes of a destination that is not LOADED are undefined."""
 
     def store(
         self, keys: Sequence[bytes], payloads: Sequence[Block], *, timeout_s: float, epoch: int = 0
     ) -> StorageOpId:
-        """Write payloads, which must not change until the operation is fenced."""
+        """Write payloads. They must not change until the operation is fenced."""
 
     def touch(self, keys: Sequence[bytes], *, timeout_s: float, epoch: int = 0) -> StorageOpId:
-        """Make those of keys that are there the most recently used, the last the most."""
+        """Mark the keys that exist as most recently used; the last key is the warmest."""
 
     def delete(self, keys: Sequence[bytes], *, timeout_s: float, epoch: int = 0) -> StorageOpId:
         """Remove keys."""
 
     def poll(self) -> list[Completion]:
-        """Return what has ended since the last call, expired operations included."""
+        """Return the completions since the last call, including expired operations."""
 
     def cancel(self, operation: StorageOpId) -> bool:
-        """End an operation now, if it has not; its completion comes by poll. False if it had."""
+        """End an operation now; `poll` returns its completion. False if it had already ended."""
 
     def fenced(self, operation: StorageOpId) -> bool:
-        """Say whether an operation has ended and nothing uses its buffers any more."""
+        """Return whether an operation has ended and no thread uses its buffers."""
 
     def stats(self) -> StorageStats:
         """Return counts."""
 
     def close(self, *, timeout_s: float) -> bool:
-        """End everything; False if a thread was still in the backend after timeout_s."""
+        """End all operations. False if a thread is still in the backend after timeout_s."""
 
 
 class StoredValue(NamedTuple):
-    """A value that is listed: its key, and its length in bytes with its envelope."""
+    """A listed value: its key, and its length in bytes including the header."""
 
     key: bytes
     num_bytes: int
 
 
 class Backend(Protocol):
-    """Where values are: synchronous, may block, called by several threads at once.
+    """A place for values. Calls are synchronous, may block, and come from several threads at once.
 
-    A method that cannot do its work raises BackendError (or OSError); any other exception is a bug
-    of the backend, and is met in the same way. Keys are 32 bytes. Values are opaque: the envelope
-    is inside.
+    A method that fails raises BackendError or OSError. Any other exception is a bug of the backend
+    and is handled the same way. Keys are 32 bytes. Values are opaque and include the checksum.
     """
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Say for each key whether it is there.
+        """Return for each key whether it exists.
 
-        Of those after the first that is not, it may be said that they are not either: a chain is
-        of use from its start.
+        After the first missing key, a backend may report all following keys as missing: a chain of
+        blocks is useful only from its start.
         """
 
     def get(self, key: bytes, into: Sequence[memoryview]) -> int | None:
-        """Fill the buffers, in order, and return the value's length in bytes; None if missing.
+        """Fill the buffers in order and return the value's length in bytes; None if missing.
 
-        The value may be shorter or longer than the buffers; what does not fit is not read.
+        The value may be shorter or longer than the buffers. Bytes that do not fit are not read.
         """
 
     def put(self, key: bytes, parts: Sequence[memoryview]) -> None:
-        """Make the parts, one after the other, the value of key: all of them or none."""
+        """Store the concatenated parts as the value of key, completely or not at all."""
 
     def delete(self, key: bytes) -> bool:
-        """Remove key, and say whether it was there."""
+        """Remove key and return whether it existed."""
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Make those of keys that are there the most recently used, the last the most.
+        """Mark the keys that exist as most recently used; the last key is the warmest.
 
-        Where no order of use is kept, or can be set, this does nothing.
+        Does nothing in a backend that keeps no LRU order or cannot change it.
         """
 
     def list_values(self, *, coldest_first: bool = False) -> Iterator[StoredValue]:
-        """Yield what is there, each key once; for an operator, as it may take long.
+        """Yield each value once. This is for operators; it may take long.
 
-        What is written or removed meanwhile may be listed or not.
+        Values that are written or removed meanwhile may or may not be listed.
 
         Args:
-            coldest_first: the least recently used first; else in no order.
+            coldest_first: yield the least recently used values first; otherwise in any order.
 
         Raises:
-            UnsupportedError: if this backend cannot list, or not in that order; at the call.
+            UnsupportedError: at the call, if this backend cannot list, or not in this order.
         """
 
     def stats(self) -> Mapping[str, int]:
-        """Return the backend's own figures, from memory: this one must not wait."""
+        """Return the backend's own counts, from memory, without waiting."""
 
     def close(self) -> None:
-        """Let go of files and connections."""
+        """Close files and connections."""
 
 
 @runtime_checkable
 class SharedBackend(Backend, Protocol):
-    """A backend in which namespaces have names of their own, and that can list them."""
+    """A backend that separates namespaces by name and can list them."""
 
     def list_namespaces(self) -> Iterator[tuple[str, StoredValue]]:
-        """Yield what `list_values` does, under "", and each namespace's values under its digits.
+        """Yield (namespace digits, value) for all values; the digits are "" outside a namespace.
 
-        For a backend that was opened without a namespace. No value is read.
+        Call it on a backend that was opened without a namespace. It reads no value.
         """
 
 
@@ -256,14 +256,14 @@ def views(block: Block, *, writable: bool = False) -> list[memoryview]:
     """Return the bytes of each part of a block, without a copy.
 
     Raises:
-        PayloadError: if a part is not contiguous, or must be writable and is not.
+        PayloadError: if a part is not contiguous, or is read-only and must be writable.
     """
     parts = []
     for number, buffer in enumerate(block):
         if isinstance(buffer, np.ndarray):
             if not buffer.flags.c_contiguous:
                 raise PayloadError(f"part {number} of a block is not contiguous")
-            if buffer.dtype.char != "B":  # bfloat16 and its kin have no buffer of their own
+            if buffer.dtype.char != "B":  # bfloat16 and similar dtypes have no buffer interface
                 buffer = buffer.reshape(-1).view(np.uint8)
             buffer = buffer.data
         view = memoryview(buffer)
@@ -273,16 +273,3 @@ def views(block: Block, *, writable: bool = False) -> list[memoryview]:
             raise PayloadError(f"part {number} of a destination is read-only")
         parts.append(view.cast("B") if view.nbytes else memoryview(b""))
     return parts
-
-
-def scatter(value: bytes | memoryview, into: Sequence[memoryview]) -> int:
-    """Copy the bytes of value into the buffers, in order, and return the length of value.
-
-    For the `get` of a backend whose client returns whole values.
-    """
-    source, position = memoryview(value), 0
-    for part in into:
-        piece = source[position : position + len(part)]
-        part[: len(piece)] = piece
-        position += len(piece)
-    return len(source)

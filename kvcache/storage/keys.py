@@ -1,4 +1,4 @@
-"""What a block is called in storage: a chain of sha256 digests that starts at a namespace.
+"""Storage keys: a chain of SHA-256 digests over the tokens, starting at a namespace.
 
 ::
 
@@ -7,8 +7,9 @@
     key 0 = sha256(namespace digest | tokens of block 0, little-endian int32 | extras)
     key 1 = sha256(key 0            | tokens of block 1                      | extras)
 
-So equal keys mean: equal tokens from the first on, under equal weights, in an equal layout. Each
-part has a fixed length (32 bytes, 4 x block size) but the last, so no two inputs run together.
+Equal keys mean equal tokens from the first one on, the same weights and the same layout. Every part
+except the last has a fixed length (32 bytes, 4 x block size), so different inputs never collide by
+concatenation.
 """
 
 from __future__ import annotations
@@ -29,38 +30,38 @@ from ..tokens import (
 from .errors import StorageKeyError
 
 SCHEMA: Final = 1
-"""Changes when the meaning of a key or of a value does."""
+"""Version of the meaning of keys and values."""
 NAMESPACE_DIGITS: Final = 16
-"""So many of a namespace's digest, in hex, name it in a server or bucket that others share."""
+"""Number of hex digits of a namespace's digest that name it in a shared server or bucket."""
 
 
 def check_key(key: bytes) -> bytes:
-    """Return key if it is one.
+    """Return key unchanged.
 
     Raises:
         StorageKeyError: if it is not 32 bytes.
     """
     if not isinstance(key, bytes) or len(key) != KEY_BYTES:
-        what = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
-        raise StorageKeyError(f"a key is {KEY_BYTES} bytes, got {what}")
+        got = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
+        raise StorageKeyError(f"a key is {KEY_BYTES} bytes, got {got}")
     return key
 
 
 @dataclass(frozen=True)
 class StorageNamespace:
-    """All that makes the KV of equal tokens differ, and the shape of a block's bytes.
+    """Everything besides the tokens that determines a block's bytes and their layout.
 
     Attributes:
-        model: which model, as its users name it.
-        weights_revision: which weights of it: a commit or a digest.
-        kv_dtype: what the blocks hold, such as "bfloat16".
+        model: name of the model.
+        weights_revision: revision of its weights: a commit or a digest.
+        kv_dtype: dtype of the blocks, such as "bfloat16".
         block_size: tokens per block.
         layers: first layer, and one past the last.
         heads: first KV head, and one past the last.
-        tp_rank: which part of a tensor-parallel group wrote it.
-        tp_size: of how many parts.
-        layout: the order of the axes in a block, such as "kv,layer,head,token,dim".
-        salt: a secret that keeps tenants apart; not shown.
+        tp_rank: rank of the writer in its tensor-parallel group.
+        tp_size: size of that group.
+        layout: order of the axes in a block, such as "kv,layer,head,token,dim".
+        salt: secret that separates tenants; not shown.
         schema: version of keys and values.
     """
 
@@ -77,12 +78,12 @@ class StorageNamespace:
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be.
+        """Validate the fields.
 
         Raises:
-            StorageKeyError: for an empty range, a rank outside its group, no tokens per block, or a
-                field of the wrong kind, such as a salt that is not bytes.
-            NamespaceError: for a name that is no text, or has no UTF-8 encoding.
+            StorageKeyError: for an empty range, a rank outside its group, a block size below 1, or
+                a field of the wrong type, such as a salt that is not bytes.
+            NamespaceError: for a name that is not text or has no UTF-8 encoding.
         """
         if not isinstance(self.salt, bytes):
             raise StorageKeyError(f"salt must be bytes, got {type(self.salt).__name__}")
@@ -100,10 +101,10 @@ class StorageNamespace:
             raise StorageKeyError(f"tp_rank is {self.tp_rank}, of a group of {self.tp_size}")
         if self.block_size < 1:
             raise StorageKeyError(f"block_size must be at least 1, got {self.block_size}")
-        self.digest()  # refuses what it cannot encode
+        self.digest()  # raises NamespaceError for names that cannot be encoded
 
     def digest(self) -> bytes:
-        """Return 32 bytes that differ between any two different namespaces."""
+        """Return the 32-byte digest of the namespace; different namespaces have different ones."""
         return self._digest
 
     @cached_property
@@ -115,13 +116,13 @@ class StorageNamespace:
                 values[f"{each.name}_first"], values[f"{each.name}_end"] = value
             else:
                 values[each.name] = value
-        # Each with its name, type and length in front, sorted by name.
+        # make_namespace sorts the fields and writes name, type and length before each value.
         return sha256(b"radixkv storage namespace\0" + make_namespace(**values)).digest()
 
     def block_keys(
         self, tokens: Tokens, extras: bytes = b"", parent: bytes | None = None
     ) -> list[bytes]:
-        """Return the keys of the whole blocks of tokens: the function `block_keys`."""
+        """Return the keys of the whole blocks of tokens; see the function `block_keys`."""
         return block_keys(self, tokens, extras, parent)
 
 
@@ -132,14 +133,14 @@ def _is_int(value: object) -> bool:
 def block_keys(
     namespace: StorageNamespace, tokens: Tokens, extras: bytes = b"", parent: bytes | None = None
 ) -> list[bytes]:
-    """Return the keys of the whole blocks of tokens, which are only read.
+    """Return the keys of the whole blocks of tokens.
 
     Args:
-        namespace: whose blocks; its block_size says how long they are.
-        tokens: int32, from the start of the sequence, or from where parent ends. The rest that
-            fills no block has no key.
-        extras: the request's own namespace, from `make_namespace`: LoRA, tenant, images.
-        parent: the key of the block before, to go on with a chain; None at the start.
+        namespace: namespace of the blocks; it sets the block size.
+        tokens: int32, from the start of the sequence, or from the end of the parent block. A
+            partial block at the end gets no key.
+        extras: the request's namespace from `make_namespace`: LoRA, tenant, images.
+        parent: key of the previous block, to continue a chain; None at the start.
 
     Raises:
         TokenError: if tokens are not int32.
@@ -151,6 +152,6 @@ def block_keys(
     tokens = as_tokens(tokens)
     whole = tokens[: len(tokens) - len(tokens) % namespace.block_size]
     data = whole.astype("<i4", copy=False).tobytes()
-    # Of the ways to cut it, this is the quickest: as so many opaque items, each a bytes object.
+    # The fastest way to split the bytes: as opaque items, each of which becomes a bytes object.
     blocks = np.frombuffer(data, f"V{4 * namespace.block_size}").tolist()
     return [key := sha256(key + block + extras).digest() for block in blocks]

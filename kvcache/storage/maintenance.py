@@ -1,8 +1,8 @@
-"""What an operator does to the values of a backend: look at each, and remove some.
+"""Maintenance for operators: verify the values of a backend, and remove some of them.
 
-All of this may take long, as it asks the backend about every value; nothing here is called by a
-running engine. A server that cannot be reached ends it with the backend's error. A value that
-cannot be read, while others can, is counted and passed over.
+These functions ask the backend about every value and may take long; a running engine never calls
+them. They raise the backend's error if its server cannot be reached. A single unreadable value is
+counted and skipped.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from .value_format import (
 )
 
 _NO_LIMIT: Final = 2**63 - 1
-_MOST_IN_A_ROW: Final = 3
-"""When so many values of a server cannot be read, it is the server."""
+_MAX_FAILED_IN_A_ROW: Final = 3
+"""Number of unreadable values in a row after which the server is considered broken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What `verify_values` found.
+    """Result of `verify_values`.
 
     Attributes:
-        good: values that are what was stored.
-        corrupt: values that are not.
-        missing: values that were gone when they were read: evicted or removed meanwhile.
-        unreadable: values that the disk did not give, or that memory has no room for.
-        deleted: of the corrupt, how many were removed.
-        good_bytes: bytes of the good ones, with their envelopes.
+        good: number of intact values.
+        corrupt: number of values whose check failed.
+        missing: number of values that were evicted or removed before they were read.
+        unreadable: number of values that could not be read or do not fit into memory.
+        deleted: number of corrupt values that were removed.
+        good_bytes: bytes of the good values, including their headers.
     """
 
     good: int = 0
@@ -61,7 +61,7 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """What `remove_values` did: values and bytes that it removed, and that are left."""
+    """Result of `remove_values`: the values and bytes that it removed and left."""
 
     removed: int
     removed_bytes: int
@@ -70,22 +70,22 @@ class Removed:
 
 
 def open_existing(url: str, options: BackendOptions | None = None) -> Backend:
-    """Open a backend as `open_backend` does, but make and evict nothing.
+    """Open a backend like `open_backend`, but create and evict nothing.
 
-    A directory must be there and have been made by `FileBackend`, and needs no max_bytes. What a
-    dead writer left unfinished in it is removed, as by every start.
+    A directory must exist and must have been created by `FileBackend`; it needs no max_bytes. As at
+    every start, unfinished files of a dead writer are removed.
 
     Raises:
-        BackendIOError: if the directory is not there (ENOENT).
-        StorageUrlError: if it is not one of ours; with the names of those that are in it. And for a
-            namespace with a directory, which holds all of them under names that do not tell.
+        BackendIOError: if the directory does not exist (ENOENT).
+        StorageUrlError: if `FileBackend` did not create it; the text lists the storage directories
+            inside it. Also for a namespace with a directory, whose file names show no namespace.
         StorageError: see open_backend.
     """
     options = options or BackendOptions()
     directory = directory_of(url)
     if directory is not None:
-        if options.namespace is not None:  # else all would be meant, and removed
-            raise StorageUrlError("a directory does not tell namespaces apart: leave it out")
+        if options.namespace is not None:  # else a command for one namespace would remove all
+            raise StorageUrlError("a directory does not separate namespaces: leave out namespace")
         if not isfile(f"{directory}/lock"):
             raise _no_storage(directory)
         options = replace(options, max_bytes=options.max_bytes or _NO_LIMIT)
@@ -93,67 +93,66 @@ def open_existing(url: str, options: BackendOptions | None = None) -> Backend:
 
 
 def _no_storage(directory: str) -> StorageError:
-    """Say what a directory is that `FileBackend` has not made."""
+    """Return the error for a directory that `FileBackend` did not create."""
     if not isdir(directory):
         number = errno.ENOTDIR if exists(directory) else errno.ENOENT
         return BackendIOError(f"opening the directory {directory}", number)
-    # Nodes that were started together have one each in it.
+    # Nodes that were started together have one subdirectory each.
     inside = sorted(name for name in listdir(directory) if isfile(f"{directory}/{name}/lock"))
-    if not inside:
-        return StorageUrlError(f"{directory} is no storage: there is no file lock in it")
-    return StorageUrlError(f"{directory} is no storage, but these in it are: {', '.join(inside)}")
+    why = f", but it has some: {', '.join(inside)}" if inside else ": it has no file named lock"
+    return StorageUrlError(f"{directory} is not a storage directory{why}")
 
 
 def verify_values(backend: Backend, *, delete: bool = False) -> Verified:
-    """Read every value and check its envelope: magic, version, length, key and checksum.
+    """Read every value and check its magic, version, length, key and checksum.
 
     Args:
-        backend: whose values. Reading them all leaves the order of their use as it is.
-        delete: remove what is corrupt.
+        backend: backend to verify. Reading all values keeps their LRU order.
+        delete: whether to remove corrupt values.
 
     Raises:
         UnsupportedError: if the backend cannot list its values.
-        BackendError: if it cannot be reached: it gave nothing, or failed several times in a row.
+        BackendError: if the first read fails, or several reads in a row: the server is unreachable.
     """
     counts: Counter[str] = Counter()
     reader = _Reader(backend)
     failed_in_a_row = 0
     for value in backend.list_values():
         try:
-            outcome = reader.look_at(value)
+            result = reader.check(value)
         except (BackendIOError, MemoryError, OverflowError):
             counts["unreadable"] += 1
             continue
         except BackendError:
             failed_in_a_row += 1
-            if failed_in_a_row == _MOST_IN_A_ROW or not counts:
+            if failed_in_a_row == _MAX_FAILED_IN_A_ROW or not counts:
                 raise
             counts["unreadable"] += 1
             continue
         failed_in_a_row = 0
-        if outcome is None:
+        if result is None:
             counts["missing"] += 1
-        elif isinstance(outcome, Corruption):
+        elif isinstance(result, Corruption):
             counts["corrupt"] += 1
             counts["deleted"] += delete and backend.delete(value.key)
         else:
             counts["good"] += 1
-            counts["good_bytes"] += HEADER_BYTES + outcome
+            counts["good_bytes"] += HEADER_BYTES + result
     return Verified(**counts)
 
 
 def remove_values(backend: Backend, max_bytes: int) -> Removed:
-    """Remove the least recently used values until the rest is within max_bytes; 0 removes all.
+    """Remove the least recently used values until the rest fits into max_bytes; 0 removes all.
 
     Raises:
         UnsupportedError: if the backend cannot list its values or, unless max_bytes is 0, does not
-            know the order of their use. Nothing was removed.
-        BackendError: if it cannot be reached, or a value cannot be removed.
+            know their LRU order. Nothing was removed.
+        BackendError: if the server is unreachable, or a value cannot be removed.
     """
     values = list(backend.list_values(coldest_first=max_bytes > 0))
     left = sum(value.num_bytes for value in values)
     removed = removed_bytes = 0
-    gone = 0  # by us or by somebody else
+    gone = 0  # removed by this call or by somebody else
     for value in values:
         if left <= max_bytes and max_bytes > 0:
             break
@@ -166,28 +165,28 @@ def remove_values(backend: Backend, max_bytes: int) -> Removed:
 
 
 class _Reader:
-    """Reads whole values; it takes no memory for a length that the value's own header denies."""
+    """Reads and checks whole values, and checks the header before it allocates for the payload."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._buffer = memoryview(bytearray(HEADER_BYTES))
 
-    def look_at(self, value: StoredValue) -> int | Corruption | None:
-        """Return a value's length without its header, what is wrong, or None if it is gone."""
+    def check(self, value: StoredValue) -> int | Corruption | None:
+        """Return the length of a value's payload, why the value is corrupt, or None if missing."""
         key, num_bytes = value
         if num_bytes > len(self._buffer):
             header = self._buffer[:HEADER_BYTES]
             found = self._backend.get(key, [header])
             if found is None:
                 return None
-            fault = check_header(key, bytes(header), found, found - HEADER_BYTES)
-            if fault is not None:
-                return fault
+            corruption = check_header(key, bytes(header), found, found - HEADER_BYTES)
+            if corruption is not None:
+                return corruption
             self._buffer, num_bytes = memoryview(bytearray(found)), found
         found = self._backend.get(key, [self._buffer[:num_bytes]])
         if found is None:
             return None
-        if found > num_bytes:  # written again since it was listed
-            return self.look_at(StoredValue(key, found))
+        if found > num_bytes:  # it was rewritten since it was listed
+            return self.check(StoredValue(key, found))
         payload = payload_of(key, self._buffer[:found])
         return payload if isinstance(payload, Corruption) else len(payload)

@@ -1,13 +1,13 @@
-"""Which operations there are and how far each is: a state machine without threads or clocks.
+"""The state of every storage operation: a state machine without threads or clocks.
 
 ::
 
     submit ──► queued ── take ──► in a task ── report ──► has a status
                  │                    │
-                 └── cancel, expire ──┴──► ended; a result after this is late and changes nothing
+                 └── cancel, expire ──┴──► ended; a later result is ignored
 
-An operation is open until it has its completion, exactly one. It is fenced when it is not open and
-no thread has a task of it: then nothing uses its buffers any more.
+An operation is open until it gets its only completion. It is fenced when it is not open and no
+thread has a task of it: from then on nothing uses its buffers.
 """
 
 from __future__ import annotations
@@ -25,17 +25,23 @@ from .interface import (
     StorageOpId,
 )
 
+_MAX_LOADS_PER_TASK: Final = 8
+"""Blocks that a thread loads per task; taking a task costs about as much as loading a block."""
+
+_URGENCY: Final = {Kind.LOOKUP: 0, Kind.LOAD: 1}
+"""Queue per kind, most urgent first: a scheduler waits for lookups, nobody for the others."""
+
 
 @dataclass(eq=False, slots=True)
 class StorageOperation:
-    """What one call asked for, and how far it is.
+    """One call of `Storage`, and its progress.
 
     Attributes:
-        next_block: the first that no thread has taken.
-        end_block: one past the last to take; those from here on were dropped.
-        tasks: those taken and not reported.
+        next_block: first block that no thread has taken.
+        end_block: end of the blocks to take; the blocks from here on were dropped.
+        tasks: tasks that were taken and not reported.
         num_left: blocks without a status, taken or not.
-        quiet: its completion is for `claim`, not for `drain`.
+        quiet: whether `claim` returns the completion, instead of `drain`.
     """
 
     id: StorageOpId
@@ -56,15 +62,15 @@ class StorageOperation:
 
 @dataclass(eq=False, slots=True)
 class Task:
-    """What a thread does next: some blocks of an operation, one after the other.
+    """Consecutive blocks of an operation, for one thread to process in order.
 
     Attributes:
-        operation: of which it is a part.
-        first: its first block.
-        keys: of its blocks.
-        results: of its first blocks, which the thread appends without a lock: what was done before
-            a deadline counts, though the rest was not.
-        num_counted: how many results are in the completion of the operation.
+        operation: operation of the blocks.
+        first: number of the first block in the operation.
+        keys: keys of the blocks.
+        results: statuses of the first blocks. The thread appends them without a lock, so that a
+            block that was done before a deadline counts although later ones were not.
+        num_counted: number of results that are in the operation's completion.
     """
 
     operation: StorageOperation
@@ -75,12 +81,12 @@ class Task:
 
     @property
     def kind(self) -> Kind:
-        """What is to be done."""
+        """Kind of the operation."""
         return self.operation.kind
 
     @property
     def wanted(self) -> bool:
-        """Whether the operation has not ended; else the thread reports what it has done so far."""
+        """Whether the operation is open; if not, the thread stops and reports the task."""
         return self.operation.completion is None
 
     @property
@@ -89,18 +95,11 @@ class Task:
         return self.operation.blocks[self.first : self.first + len(self.keys)]
 
 
-_MOST_AT_ONCE: Final = 8
-"""A thread loads so many blocks before it asks for more: that costs as much as to load a block."""
-
-_URGENCY: Final = {Kind.LOOKUP: 0, Kind.LOAD: 1}
-"""A lookup holds up a scheduler; whoever stores, touches or deletes does not wait for it."""
-
-
 class OperationTable:
-    """The operations of a driver, which calls this under a lock of its own."""
+    """The operations of a `StorageWorkers`, which holds its lock during every call."""
 
     def __init__(self, max_bytes_in_flight: int, num_threads: int) -> None:
-        """Start with none; loads and stores may each hold max_bytes_in_flight."""
+        """Start without operations; loads and stores may each hold max_bytes_in_flight."""
         self.max_bytes_in_flight = max_bytes_in_flight
         self._num_threads = num_threads
         self.bytes_in_flight: Counter[Kind] = Counter()
@@ -108,9 +107,10 @@ class OperationTable:
         self.ended_bytes: Counter[Status] = Counter()
         self.errors: Counter[str] = Counter()
         self.late_blocks = 0
-        self._known: dict[StorageOpId, StorageOperation] = {}  # open, unfenced or unclaimed
-        self.running: Counter[Kind] = Counter()  # tasks that are taken and not reported
-        self.num_running = 0  # all of these
+        # Operations that are open, not fenced, or not yet claimed.
+        self._known: dict[StorageOpId, StorageOperation] = {}
+        self.running: Counter[Kind] = Counter()  # tasks that were taken and not reported
+        self.num_running = 0  # the total of these
         self._queues: tuple[OrderedDict[StorageOpId, StorageOperation], ...] = tuple(
             OrderedDict() for _ in range(3)
         )  # by urgency, each in the order of submission
@@ -119,12 +119,12 @@ class OperationTable:
 
     @property
     def num_open(self) -> int:
-        """Operations without a completion."""
+        """Number of operations without a completion."""
         return sum(operation.completion is None for operation in self._known.values())
 
     @property
     def num_unfenced(self) -> int:
-        """Operations with a completion, of which a thread still has a task."""
+        """Number of completed operations of which a thread still has a task."""
         return sum(
             operation.completion is not None and len(operation.tasks) > 0
             for operation in self._known.values()
@@ -132,7 +132,7 @@ class OperationTable:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something to take."""
+        """Whether a task can be taken."""
         return any(self._queues)
 
     def submit(
@@ -145,7 +145,7 @@ class OperationTable:
         epoch: int = 0,
         quiet: bool = False,
     ) -> StorageOpId:
-        """Queue an operation; the blocks from the first that has no room on are dropped."""
+        """Queue an operation. Blocks from the first one that does not fit are dropped."""
         self._last_id += 1
         num_bytes = [sum(map(len, block)) for block in blocks] or [0] * len(keys)
         end_block = self._reserve(kind, num_bytes)
@@ -157,25 +157,23 @@ class OperationTable:
             blocks=blocks,
             num_bytes=num_bytes,
             deadline=deadline,
-            statuses=[None] * len(keys),
+            statuses=[None] * end_block + [Status.DROPPED] * (len(keys) - end_block),
             end_block=end_block,
             num_left=end_block,
             quiet=quiet,
         )
-        for block in range(operation.end_block, len(keys)):
-            operation.statuses[block] = Status.DROPPED
         self._known[operation.id] = operation
-        if operation.end_block == 0:
+        if end_block == 0:
             self._end(operation, Status.DROPPED)
         else:
             self._queue(operation)[operation.id] = operation
         return operation.id
 
     def take(self) -> Task | None:
-        """Return the next thing for a thread to do and to report; None if there is nothing.
+        """Return the next task for a thread, which must report it; None if there is none.
 
-        A load is shared out over the threads. A store is taken block by block, so that no read
-        waits for more than one.
+        A load is split over the threads. A store is taken block by block, so that a read waits for
+        one block at most.
         """
         queue = next(filter(None, self._queues), None)
         if queue is None:
@@ -184,10 +182,10 @@ class OperationTable:
         first = operation.next_block
         num_left = operation.end_block - first
         match operation.kind:
-            case Kind.LOOKUP | Kind.TOUCH:  # the order of a touch is that of its keys
+            case Kind.LOOKUP | Kind.TOUCH:  # one call; a touch depends on the order of its keys
                 num_blocks = num_left
             case Kind.LOAD:
-                num_blocks = min(-(-num_left // self._num_threads), _MOST_AT_ONCE)
+                num_blocks = min(-(-num_left // self._num_threads), _MAX_LOADS_PER_TASK)
             case _:
                 num_blocks = 1
         operation.next_block += num_blocks
@@ -200,7 +198,7 @@ class OperationTable:
         return task
 
     def report(self, task: Task, errors: Sequence[str] = ()) -> None:
-        """Take in the results of a task, once: all of them, unless its operation has ended."""
+        """Record the results of a task, once; they are complete unless the operation has ended."""
         operation, first, num_blocks = task.operation, task.first, len(task.keys)
         assert task in operation.tasks, f"operation {operation.id}: a task was reported twice"
         operation.tasks.remove(task)
@@ -219,16 +217,14 @@ class OperationTable:
             self._end(operation, Status.CANCELLED)
 
     def cancel(self, operation_id: StorageOpId) -> bool:
-        """End an operation now; False if it has ended.
+        """End an operation now; False if it has already ended.
 
         Raises:
-            OperationError: if there never was one of this id.
+            OperationError: for an unknown id.
         """
-        self._check_id(operation_id)
-        operation = self._known.get(operation_id)
-        if operation is None or operation.completion is not None:
+        if self.ended(operation_id):
             return False
-        self._end(operation, Status.CANCELLED)
+        self._end(self._known[operation_id], Status.CANCELLED)
         return True
 
     def cancel_all(self) -> None:
@@ -238,23 +234,29 @@ class OperationTable:
                 self._end(operation, Status.CANCELLED)
 
     def expire(self, now: float) -> None:
-        """End the operations whose deadline has come."""
+        """End the operations whose deadline has passed."""
         for operation in list(self._known.values()):
             if operation.completion is None and operation.deadline <= now:
                 self._end(operation, Status.TIMED_OUT)
 
     def drain(self) -> list[Completion]:
-        """Return the completions since the last call, in the order in which they came."""
+        """Return the completions since the last call, in the order of the ends."""
         completions, self._completions = self._completions, []
         return completions
 
     def ended(self, operation_id: StorageOpId) -> bool:
-        """Say whether an operation has its completion."""
+        """Return whether an operation has its completion.
+
+        Raises:
+            OperationError: for an unknown id.
+        """
+        if not 1 <= operation_id <= self._last_id:
+            raise OperationError(f"no operation {operation_id}: the last is {self._last_id}")
         operation = self._known.get(operation_id)
         return operation is None or operation.completion is not None
 
     def claim(self, operation_id: StorageOpId) -> Completion:
-        """Return the completion of a quiet operation, which ends now if it has not; once."""
+        """Return the completion of a quiet operation, once; end the operation if it is open."""
         operation = self._known[operation_id]
         if operation.completion is None:
             self._end(operation, Status.TIMED_OUT)
@@ -264,14 +266,14 @@ class OperationTable:
         return operation.completion
 
     def fenced(self, operation_id: StorageOpId) -> bool:
-        """Say whether an operation has ended and no thread has a task of it.
+        """Return whether an operation has ended and no thread has a task of it.
 
         Raises:
-            OperationError: if there never was one of this id.
+            OperationError: for an unknown id.
         """
-        self._check_id(operation_id)
+        ended = self.ended(operation_id)
         operation = self._known.get(operation_id)
-        return operation is None or (operation.completion is not None and not operation.tasks)
+        return ended and (operation is None or not operation.tasks)
 
     def check(self) -> None:
         """Assert that the counts agree with the operations."""
@@ -300,7 +302,7 @@ class OperationTable:
             assert self.running[kind] == tasks, f"{kind}: {tasks} tasks, not {self.running[kind]}"
 
     def _reserve(self, kind: Kind, num_bytes: Sequence[int]) -> int:
-        """Count as many leading blocks as there is room for, and return how many those are."""
+        """Reserve bytes for as many leading blocks as fit, and return their number."""
         used, end_block = self.bytes_in_flight[kind], 0
         for size in num_bytes:
             if used + size > self.max_bytes_in_flight:
@@ -310,20 +312,20 @@ class OperationTable:
         self.bytes_in_flight[kind] = used
         return end_block
 
-    def _end(self, operation: StorageOperation, rest: Status) -> None:
-        """Complete an operation; the blocks that have no status yet get this one."""
+    def _end(self, operation: StorageOperation, status: Status) -> None:
+        """Complete an operation; blocks without a status get this one."""
         self._queue(operation).pop(operation.id, None)
-        for block in range(operation.next_block, operation.end_block):
-            self.bytes_in_flight[operation.kind] -= operation.num_bytes[block]
+        not_taken = slice(operation.next_block, operation.end_block)
+        self.bytes_in_flight[operation.kind] -= sum(operation.num_bytes[not_taken])
         operation.next_block = operation.end_block
-        for task in operation.tasks:  # what its thread has done until now counts
+        for task in operation.tasks:  # the results so far count
             done = task.results[:]
             operation.statuses[task.first : task.first + len(done)] = done
             task.num_counted = len(done)
-        statuses = tuple(rest if status is None else status for status in operation.statuses)
+        statuses = tuple(status if each is None else each for each in operation.statuses)
         self.ended_blocks.update(statuses)
-        for status, num_bytes in zip(statuses, operation.num_bytes, strict=True):
-            self.ended_bytes[status] += num_bytes
+        for each, num_bytes in zip(statuses, operation.num_bytes, strict=True):
+            self.ended_bytes[each] += num_bytes
         operation.completion = Completion(operation.id, operation.epoch, operation.kind, statuses)
         if not operation.quiet:
             self._completions.append(operation.completion)
@@ -335,7 +337,3 @@ class OperationTable:
 
     def _queue(self, operation: StorageOperation) -> OrderedDict[StorageOpId, StorageOperation]:
         return self._queues[_URGENCY.get(operation.kind, 2)]
-
-    def _check_id(self, operation_id: StorageOpId) -> None:
-        if not 1 <= operation_id <= self._last_id:
-            raise OperationError(f"no operation {operation_id}: the last is {self._last_id}")

@@ -1,15 +1,20 @@
-"""How often a server was asked, and how often in vain: figures that need no server."""
+"""Helpers of the backends that call a server: request counts, time limits, whole-value reads."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from threading import Lock
+from typing import Final
+
+DEFAULT_PREFIX: Final = "radixkv:"
+"""Prefix of every key in a server that has one flat set of names."""
 
 
 class RequestCounts:
-    """Two counters that several threads may raise."""
+    """Thread-safe counts of requests and failed requests."""
 
     def __init__(self) -> None:
-        """Start at nothing."""
+        """Start at zero."""
         self._lock = Lock()
         self._requests = 0
         self._failed = 0
@@ -20,7 +25,7 @@ class RequestCounts:
             self._requests += 1
 
     def fail(self) -> None:
-        """Count the failure of a request."""
+        """Count a failed request."""
         with self._lock:
             self._failed += 1
 
@@ -28,3 +33,27 @@ class RequestCounts:
         """Return the counts by name."""
         with self._lock:
             return {"requests": self._requests, "failed_requests": self._failed}
+
+
+def check_timeouts(timeout_s: float, connect_timeout_s: float) -> None:
+    """Validate the time limits of a backend.
+
+    Raises:
+        ValueError: if one is not positive.
+    """
+    for name, value in (("timeout_s", timeout_s), ("connect_timeout_s", connect_timeout_s)):
+        if not value > 0:
+            raise ValueError(f"{name} must be positive, got {value}")
+
+
+def scatter(value: bytes | memoryview, into: Sequence[memoryview]) -> int:
+    """Copy the bytes of value into the buffers in order, and return the length of value.
+
+    For the `get` of a backend whose client returns whole values.
+    """
+    source, position = memoryview(value), 0
+    for part in into:
+        piece = source[position : position + len(part)]
+        part[: len(piece)] = piece
+        position += len(piece)
+    return len(source)

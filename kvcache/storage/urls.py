@@ -1,34 +1,35 @@
-"""A backend from a URL, so that a command line can name one."""
+"""Open a backend by URL, as command lines do."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, fields
+from typing import Any, Final
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from .errors import StorageUrlError
-from .files.backend import FileBackend, Sync
+from .files import FileBackend, Sync
 from .interface import Backend
 from .keys import NAMESPACE_DIGITS, StorageNamespace
+from .remote import DEFAULT_PREFIX
 
 
 @dataclass(frozen=True, slots=True)
 class BackendOptions:
-    """What a URL does not say. None: not given, so the backend's own default.
+    """Options that a URL does not carry. None selects the backend's default.
 
     Attributes:
-        max_bytes: the budget of file:, which needs one.
-        sync: what a power cut may take, of file:.
-        ttl_s: how long redis: keeps a value that is not used.
-        ca_file: certificates that rediss: trusts, in PEM.
-        timeout_s: how long a server may take to answer; not of file: and memory:.
-        connect_timeout_s: how long to wait for a connection; not of file: and memory:.
-        namespace: whose blocks: they get a name of their own in a shared server or bucket, so that
-            an operator can list and delete them alone: the first 16 digits of its digest, which
-            may be given in its place. Of no use to file: and memory:, which nobody shares. Keys
-            differ by namespace anyway.
+        max_bytes: byte budget of file:, which requires one.
+        sync: durability of file: after a power cut.
+        ttl_s: time for which redis: keeps an unused value.
+        ca_file: PEM file of the certificates that rediss: trusts.
+        timeout_s: time limit of a server's answer; not for file: and memory:.
+        connect_timeout_s: time limit of a connection; not for file: and memory:.
+        namespace: namespace of the blocks, or the first 16 hex digits of its digest. The digits
+            become part of the names in a shared server or bucket, so that an operator can list and
+            delete one namespace. file: and memory: ignore it, as nobody shares them. Keys differ
+            by namespace in any case.
     """
 
     max_bytes: int | None = None
@@ -39,26 +40,31 @@ class BackendOptions:
     connect_timeout_s: float | None = None
     namespace: StorageNamespace | str | None = None
 
+    def given(self) -> dict[str, Any]:
+        """Return the options that are not None, without the namespace."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        del values["namespace"]
+        return {name: value for name, value in values.items() if value is not None}
+
 
 def open_backend(url: str, options: BackendOptions | None = None) -> Backend:
-    """Open the backend that a URL names. Servers are not connected to yet.
+    """Open the backend that a URL names, without connecting to its server yet.
 
     Args:
         url: ``file:///DIRECTORY``, ``redis://HOST[:PORT][/DB]``, ``rediss://…`` (TLS),
             ``unix:///SOCKET`` (Redis), ``s3://BUCKET[/PREFIX]``, ``mooncake://HOST[:PORT]`` (its
-            master) or ``memory://``. A password of Redis is in its URL; that of S3 is in the
-            environment.
-        options: what the URL does not say; one that its scheme does not have is refused.
+            master) or ``memory://``. A Redis password is part of the URL; S3 credentials come from
+            the environment.
+        options: options that the URL does not carry. An option of another scheme is refused.
 
     Raises:
-        StorageUrlError: if the URL or an option is not right. The text has no part of the URL but
-            its scheme.
+        StorageUrlError: if the URL or an option is invalid. The text shows only the scheme.
         MissingPackageError: if the scheme's extra is not installed.
-        MissingLibraryError: if a library of the system is not.
+        MissingLibraryError: if a system library is not installed.
         StorageInUseError: if the directory of file: is open already, here or in another process.
         BackendIOError: if that directory cannot be used.
-        OpenToOthersError: if other users may use it.
-        ValueError: if a time or size is not positive, or there is no such sync.
+        OpenToOthersError: if other users can access it.
+        ValueError: if a time or size is not positive, or sync is unknown.
     """
     scheme, separator, _ = url.partition("://")
     if not separator or scheme not in _SCHEMES:
@@ -68,17 +74,17 @@ def open_backend(url: str, options: BackendOptions | None = None) -> Backend:
         )
     open_it, allowed = _SCHEMES[scheme]
     options = options or BackendOptions()
-    for name in BackendOptions.__dataclass_fields__:
-        if getattr(options, name) is not None and name not in allowed | {"namespace"}:
+    for name in options.given():
+        if name not in allowed:
             raise StorageUrlError(f"{scheme}:// has no option {name}")
     return open_it(url, options)
 
 
 def directory_of(url: str) -> str | None:
-    """Return the path in a URL of file:, and None for another scheme.
+    """Return the path in a file: URL; None for another scheme.
 
     Raises:
-        StorageUrlError: if it is no path of a directory.
+        StorageUrlError: if the path does not name a directory.
     """
     if not url.startswith("file://"):
         return None
@@ -90,9 +96,22 @@ def directory_of(url: str) -> str | None:
 
 
 def is_server_url(url: str) -> bool:
-    """Whether what a URL names is a server, which may be away."""
+    """Return whether a URL names a server, which may be unreachable."""
     scheme = url.partition("://")[0]
     return scheme in _SCHEMES and "timeout_s" in _SCHEMES[scheme][1]
+
+
+def namespace_digits(namespace: StorageNamespace | str) -> str:
+    """Return the digits that separate a namespace's blocks in a shared server or bucket.
+
+    Raises:
+        StorageUrlError: for a text that is not 16 hex digits.
+    """
+    if isinstance(namespace, StorageNamespace):
+        return namespace.digest().hex()[:NAMESPACE_DIGITS]
+    if not re.fullmatch(f"[0-9a-f]{{{NAMESPACE_DIGITS}}}", namespace):
+        raise StorageUrlError(f"a namespace is the first {NAMESPACE_DIGITS} digits of its digest")
+    return namespace
 
 
 def _open_files(url: str, options: BackendOptions) -> Backend:
@@ -100,70 +119,49 @@ def _open_files(url: str, options: BackendOptions) -> Backend:
     assert path is not None, "the scheme is file"
     if options.max_bytes is None:
         raise StorageUrlError("file:// needs the option max_bytes")
-    return FileBackend(path, max_bytes=options.max_bytes, sync=options.sync or "none")
+    return FileBackend(path, **options.given())
 
 
 def _open_redis(url: str, options: BackendOptions) -> Backend:
-    from .redis.address import RedisAddress
-    from .redis.backend import DEFAULT_PREFIX, RedisBackend
+    from .redis import RedisAddress, RedisBackend
 
-    prefix = DEFAULT_PREFIX
-    if options.namespace is not None:
-        prefix += f"{namespace_digits(options.namespace)}:"
-    return RedisBackend(
-        RedisAddress.from_url(url),
-        prefix=prefix,
-        ttl_s=options.ttl_s,
-        ca_file=options.ca_file,
-        timeout_s=1.0 if options.timeout_s is None else options.timeout_s,
-        connect_timeout_s=1.0 if options.connect_timeout_s is None else options.connect_timeout_s,
-    )
+    prefix = _key_prefix(options)
+    return RedisBackend(RedisAddress.from_url(url), prefix=prefix, **options.given())
 
 
 def _open_s3(url: str, options: BackendOptions) -> Backend:
-    from .object_storage.backend import ObjectStorageBackend, s3_store
+    from .object_storage import ObjectStorageBackend, s3_store
 
     parts = _split(url)
     # Credentials in a URL end up in shell histories and logs.
     if not parts.netloc or set("@:") & set(parts.netloc) or parts.query or parts.fragment:
-        raise StorageUrlError("a bucket's URL is s3://BUCKET or s3://BUCKET/PREFIX, no more")
+        raise StorageUrlError("a bucket's URL is s3://BUCKET or s3://BUCKET/PREFIX")
     steps = [step for step in unquote(parts.path).split("/") if step]
     if options.namespace is not None:
         steps.append(namespace_digits(options.namespace))
-    store = s3_store(
-        parts.netloc,
-        timeout_s=5.0 if options.timeout_s is None else options.timeout_s,
-        connect_timeout_s=1.0 if options.connect_timeout_s is None else options.connect_timeout_s,
-    )
+    store = s3_store(parts.netloc, **options.given())
     return ObjectStorageBackend(store, prefix="/".join(steps))
 
 
 def _open_mooncake(url: str, options: BackendOptions) -> Backend:
-    from .mooncake.backend import (
-        DEFAULT_PREFIX,
-        MooncakeBackend,
-        master_of,
-    )
+    from .mooncake import MooncakeBackend, master_of
 
-    prefix = DEFAULT_PREFIX
-    if options.namespace is not None:
-        prefix += f"{namespace_digits(options.namespace)}:"
-    host, port = master_of(url)
-    return MooncakeBackend(
-        host,
-        port,
-        prefix=prefix,
-        timeout_s=1.0 if options.timeout_s is None else options.timeout_s,
-        connect_timeout_s=5.0 if options.connect_timeout_s is None else options.connect_timeout_s,
-    )
+    prefix = _key_prefix(options)
+    return MooncakeBackend(*master_of(url), prefix=prefix, **options.given())
 
 
 def _open_memory(url: str, options: BackendOptions) -> Backend:
-    from .object_storage.backend import ObjectStorageBackend, memory_store
+    from .object_storage import ObjectStorageBackend, memory_store
 
     if url != "memory://":
-        raise StorageUrlError("memory:// is all of its URL")
+        raise StorageUrlError("the URL of memory:// ends there")
     return ObjectStorageBackend(memory_store())
+
+
+def _key_prefix(options: BackendOptions) -> str:
+    if options.namespace is None:
+        return DEFAULT_PREFIX
+    return f"{DEFAULT_PREFIX}{namespace_digits(options.namespace)}:"
 
 
 def _split(url: str) -> SplitResult:
@@ -171,19 +169,6 @@ def _split(url: str) -> SplitResult:
         return urlsplit(url)
     except ValueError:  # its text quotes the URL
         raise StorageUrlError("the storage URL is malformed") from None
-
-
-def namespace_digits(namespace: StorageNamespace | str) -> str:
-    """Return what tells a namespace's blocks apart in the names of a server or bucket.
-
-    Raises:
-        StorageUrlError: for a text that is not such digits.
-    """
-    if isinstance(namespace, StorageNamespace):
-        return namespace.digest().hex()[:NAMESPACE_DIGITS]
-    if not re.fullmatch(f"[0-9a-f]{{{NAMESPACE_DIGITS}}}", namespace):
-        raise StorageUrlError(f"a namespace is the first {NAMESPACE_DIGITS} digits of its digest")
-    return namespace
 
 
 _SERVER: Final = frozenset({"timeout_s", "connect_timeout_s"})

@@ -1,4 +1,4 @@
-"""What is around every value in every backend, so that a bad value is a miss and never data.
+"""Format of a stored value: a 64-byte header with a checksum, then the payload.
 
 ::
 
@@ -8,9 +8,10 @@
     └──────┴────────┴─────────┴────────────────┴─────────────┴─────────────────┴─ ─ ─ ─ ─ ─
      u32      u16      u16      u64, all little-endian
 
-The digest is of the payload; every other byte of the header is known to whoever reads. So a flipped
-bit, a cut, a value that grew, and another block's value are all found. It guards against accidents,
-not against someone who writes into the storage on purpose.
+Every backend stores values in this format. The checksum covers the payload; the reader knows every
+other byte of the header. So a flipped bit, a truncated value, a value that grew and the value of
+another block are all found: a bad value is a miss, never data. The checksum protects against
+accidents, not against an attacker who can write to the storage.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ HEADER_BYTES: Final = _HEADER.size
 class Corruption(enum.Enum):
     """Why a value is not what was stored."""
 
-    SHORT = "shorter than it says, or than its header"
-    LONG = "longer than it says, or than its destination"
+    SHORT = "shorter than its header says, or than its destination"
+    LONG = "longer than its header says, or than its destination"
     WRONG_MAGIC = "not written by radixkv"
-    WRONG_VERSION = "another version of the envelope"
+    WRONG_VERSION = "written in another version of the format"
     WRONG_KEY = "the value of another key"
-    CHECKSUM = "not the bytes that were written"
+    CHECKSUM = "its checksum does not match"
 
 
 def make_header(key: bytes, payload: Sequence[memoryview]) -> bytes:
@@ -47,20 +48,20 @@ def make_header(key: bytes, payload: Sequence[memoryview]) -> bytes:
     Raises:
         StorageKeyError: if key is not 32 bytes.
     """
-    length, digest = _sum_up(payload)
-    return _HEADER.pack(MAGIC, VERSION, 0, length, digest, check_key(key))
+    num_bytes, checksum = _checksum(payload)
+    return _HEADER.pack(MAGIC, VERSION, 0, num_bytes, checksum, check_key(key))
 
 
 def check_header(
     key: bytes, header: bytes | bytearray, value_bytes: int, room_bytes: int
 ) -> Corruption | None:
-    """Say what is wrong with a value by its header and sizes, before anything is made of it.
+    """Check a value by its header and sizes, before its payload is used.
 
     Args:
-        key: what was asked for.
-        header: the first HEADER_BYTES of the value; if it has fewer, whatever follows them.
-        value_bytes: the length of the whole value, header included, as the backend knows it.
-        room_bytes: the length of the payload that is wanted.
+        key: key that was read.
+        header: first HEADER_BYTES of the value; of a shorter value, any bytes after its end.
+        value_bytes: length of the whole value, including the header, as the backend reports it.
+        room_bytes: length of the payload that the caller expects.
     """
     if value_bytes < HEADER_BYTES:
         return Corruption.SHORT
@@ -79,29 +80,29 @@ def check_header(
     return None
 
 
-def check(
+def check_value(
     key: bytes, header: bytes | bytearray, payload: Sequence[memoryview], value_bytes: int
 ) -> Corruption | None:
-    """Say what is wrong with a value that was read into header and parts; None if nothing is."""
-    room, digest = _sum_up(payload)
-    if value_bytes == HEADER_BYTES + room and header == _HEADER.pack(
-        MAGIC, VERSION, 0, room, digest, key
+    """Check a value that was read into header and payload; None if it is intact."""
+    room_bytes, checksum = _checksum(payload)
+    if value_bytes == HEADER_BYTES + room_bytes and header == _HEADER.pack(
+        MAGIC, VERSION, 0, room_bytes, checksum, key
     ):
         return None
-    return check_header(key, header, value_bytes, room) or Corruption.CHECKSUM
+    return check_header(key, header, value_bytes, room_bytes) or Corruption.CHECKSUM
 
 
 def payload_of(key: bytes, value: bytes | memoryview) -> memoryview | Corruption:
-    """Return the payload of a whole value, without a copy, or why it has none."""
+    """Return the payload of a whole value, without a copy, or why it is corrupt."""
     data = memoryview(value).cast("B")
     payload = data[HEADER_BYTES:]
-    fault = check(key, bytes(data[:HEADER_BYTES]), [payload], len(data))
-    return payload if fault is None else fault
+    corruption = check_value(key, bytes(data[:HEADER_BYTES]), [payload], len(data))
+    return payload if corruption is None else corruption
 
 
-def _sum_up(payload: Sequence[memoryview]) -> tuple[int, bytes]:
-    """Return the length and the digest of a payload."""
-    if len(payload) == 1:  # at once it is half as long in the processor as in parts
+def _checksum(payload: Sequence[memoryview]) -> tuple[int, bytes]:
+    """Return the length and the checksum of a payload."""
+    if len(payload) == 1:  # one call takes half the CPU time of the loop below
         return len(payload[0]), xxhash.xxh3_128_digest(payload[0])
     state = xxhash.xxh3_128()
     for part in payload:

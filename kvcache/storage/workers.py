@@ -1,4 +1,4 @@
-"""The driver: threads that call a blocking backend, so that nobody else waits for it.
+"""Threads that call a blocking backend, so that no caller of `Storage` waits for it.
 
 ::
 
@@ -33,51 +33,52 @@ from .keys import check_key
 from .operation_table import OperationTable, Task
 
 WAKING_S: Final = 0.0001
-"""What it may take to wake a thread, or to get Python's lock back from one that runs."""
+"""Time that it may take to wake a thread, or to get the GIL back from a running thread."""
 
 
 class AdaptiveParallelism:
-    """One thread does all, until it has waited for the backend twice in a row.
+    """Decides whether several threads call the backend: once one thread was slow twice in a row.
 
-    A block of 256 KiB that is in memory takes 20 us, in which a thread lets go of Python's lock
-    four times; where several do that, most of their time goes into getting it back. Where blocks
-    come from a disk or a server, several threads wait for several at once.
+    A block of 256 KiB from memory takes 20 us, and the thread releases the GIL four times in it.
+    Several threads would spend most of their time on getting the GIL back, so one does all the
+    work. When blocks come from a disk or a server, several threads wait for several blocks at once.
 
-    For several threads without a lock: what one overwrites of another's is learned again.
+    Several threads use it without a lock. If one overwrites another's observation, it is soon made
+    again.
     """
 
     def __init__(self) -> None:
-        """Begin with one thread."""
-        self.several = False
+        """Start with one thread."""
+        self.use_all_threads = False
         self._was_slow = False
 
-    def learn(self, took_s: float, *, alone: bool) -> bool:
-        """Take in how long a block took, and say whether to wake other threads now.
+    def observe(self, took_s: float, *, alone: bool) -> bool:
+        """Record how long a block took, and return whether to wake the other threads now.
 
         Args:
-            took_s: of the call of the backend.
-            alone: whether no other thread was at work. If one was, it takes more to believe that
-                the wait was for the backend.
+            took_s: duration of the backend's call.
+            alone: whether no other thread was running. If one was, only a longer time is attributed
+                to the backend.
         """
         slow = took_s > (WAKING_S if alone else 10 * WAKING_S)
-        several = slow and (self.several or self._was_slow)
-        wake = several and not self.several
-        self.several, self._was_slow = several, slow
+        use_all = slow and (self.use_all_threads or self._was_slow)
+        wake = use_all and not self.use_all_threads
+        self.use_all_threads, self._was_slow = use_all, slow
         return wake
 
 
 class StorageWorkers:
-    """Storage over any backend, on a few threads of its own.
+    """`Storage` over any backend, on a few threads.
 
-    Lookups go first, then loads. A load or store for which there is no room keeps its leading
-    blocks; the others are DROPPED at once: a lost write is a future miss, and a chain is of use
-    from its start.
+    Lookups go first, then loads. If a load or store does not fit into its byte budget, its leading
+    blocks are kept and the others are DROPPED at once: a lost write is only a future miss, and a
+    chain of blocks is useful only from its start.
 
     Loads and stores run on several threads where that is faster; see `AdaptiveParallelism`. If the
     only active thread is stuck, the next `poll` wakes another.
 
-    No call but `lookup_prefix` and `close`, which say how long, waits for the backend. Deadlines
-    are seen by `poll`: call it once per step.
+    Only `lookup_prefix` and `close` wait for the backend, up to their timeout_s. `poll` checks the
+    deadlines: call it once per step.
     """
 
     def __init__(
@@ -88,31 +89,31 @@ class StorageWorkers:
         max_bytes_in_flight: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the threads. The backend belongs to this, and is closed with it.
+        """Start the threads. `close` closes the backend too.
 
         Args:
-            backend: called by num_threads threads at once.
+            backend: backend, which num_threads threads may call at once.
             num_threads: at least 1; 2 to 4 keep a disk busy.
-            max_bytes_in_flight: of payloads that stores may hold, and the same again of
-                destinations for loads.
-            clock: seconds, for deadlines.
+            max_bytes_in_flight: limit of the payloads that stores hold, and separately of the
+                destinations that loads hold.
+            clock: time in seconds, for deadlines.
 
         Raises:
-            CountError: if one of the two is less than 1.
+            CountError: if num_threads or max_bytes_in_flight is less than 1.
         """
         as_count("num_threads", num_threads, minimum=1)
         as_count("max_bytes_in_flight", max_bytes_in_flight, minimum=1)
         self._backend = backend
-        self._sealed = ChecksummedBackend(backend)
+        self._checksummed = ChecksummedBackend(backend)
         self._clock = clock
-        self._lock = Lock()  # of all that follows; held for no I/O
+        self._lock = Lock()  # guards all attributes below; never held during I/O
         self._submitted = Condition(self._lock)
         self._reported = Condition(self._lock)
         self._table = OperationTable(max_bytes_in_flight, num_threads)
         self._closed = False
-        self._sharing = AdaptiveParallelism()
-        self._num_done = self._num_seen = 0  # blocks, in all and at the last poll
-        # Daemons: a backend that never answers must not keep the process from ending.
+        self._parallelism = AdaptiveParallelism()
+        self._num_done = self._num_seen = 0  # blocks in total, and at the last poll
+        # Daemon threads: a backend that never answers must not keep the process alive.
         self._threads = [
             Thread(target=self._work, name=f"radixkv-storage-{number}", daemon=True)
             for number in range(num_threads)
@@ -123,11 +124,11 @@ class StorageWorkers:
     # -- Storage
 
     def lookup(self, keys: Sequence[bytes], *, timeout_s: float, epoch: int = 0) -> StorageOpId:
-        """See Storage. One call of the backend, however many keys."""
+        """See Storage. It makes one call of the backend for all keys."""
         return self._submit(Kind.LOOKUP, keys, (), timeout_s, epoch)
 
     def lookup_prefix(self, keys: Sequence[bytes], *, timeout_s: float) -> int:
-        """See Storage. It waits for a thread and the backend, but not longer than timeout_s."""
+        """See Storage."""
         operation = self._submit(Kind.LOOKUP, keys, (), timeout_s, 0, quiet=True)
         with self._lock:
             self._reported.wait_for(lambda: self._table.ended(operation), timeout_s)
@@ -144,8 +145,8 @@ class StorageWorkers:
         """See Storage.
 
         Raises:
-            PayloadError: if there are more or fewer destinations than keys, or one of them cannot
-                be written to as bytes side by side.
+            PayloadError: if destinations and keys differ in number, or a destination is not
+                contiguous and writable.
             StorageKeyError: if a key is not 32 bytes.
             StorageClosedError: after close.
         """
@@ -155,11 +156,10 @@ class StorageWorkers:
     def store(
         self, keys: Sequence[bytes], payloads: Sequence[Block], *, timeout_s: float, epoch: int = 0
     ) -> StorageOpId:
-        """See Storage. What exists is not written again.
+        """See Storage. Existing blocks are not written again.
 
         Raises:
-            PayloadError: if there are more or fewer payloads than keys, or one of them is not bytes
-                side by side.
+            PayloadError: if payloads and keys differ in number, or a payload is not contiguous.
             StorageKeyError: if a key is not 32 bytes.
             StorageClosedError: after close.
         """
@@ -167,7 +167,7 @@ class StorageWorkers:
         return self._submit(Kind.STORE, keys, blocks, timeout_s, epoch)
 
     def touch(self, keys: Sequence[bytes], *, timeout_s: float, epoch: int = 0) -> StorageOpId:
-        """See Storage. One call of the backend, after the stores that were submitted before."""
+        """See Storage. It makes one call of the backend, after all stores submitted before."""
         return self._submit(Kind.TOUCH, keys, (), timeout_s, epoch)
 
     def delete(self, keys: Sequence[bytes], *, timeout_s: float, epoch: int = 0) -> StorageOpId:
@@ -180,7 +180,7 @@ class StorageWorkers:
         with self._lock:
             self._table.expire(now)
             if self._num_done == self._num_seen and self._table.has_work:
-                self._submitted.notify()  # whoever is at work may be stuck
+                self._submitted.notify()  # the running thread may be stuck
             self._num_seen = self._num_done
             return self._table.drain()
 
@@ -188,7 +188,7 @@ class StorageWorkers:
         """See Storage.
 
         Raises:
-            OperationError: for an id that was never given out.
+            OperationError: for an unknown id.
         """
         with self._lock:
             return self._table.cancel(operation)
@@ -197,7 +197,7 @@ class StorageWorkers:
         """See Storage.
 
         Raises:
-            OperationError: for an id that was never given out.
+            OperationError: for an unknown id.
         """
         with self._lock:
             return self._table.fenced(operation)
@@ -222,9 +222,9 @@ class StorageWorkers:
             )
 
     def close(self, *, timeout_s: float = 5.0) -> bool:
-        """See Storage. What is open is cancelled; its completions can still be polled.
+        """See Storage. Open operations are cancelled; you can still poll their completions.
 
-        The backend is closed when no thread is in it: call this again if one was.
+        The backend is closed once no thread is in it. If this returns False, call it again.
         """
         with self._lock:
             self._closed = True
@@ -246,7 +246,7 @@ class StorageWorkers:
         with self._lock:
             self._table.check()
 
-    # -- the parts of these
+    # -- internals
 
     def _submit(
         self,
@@ -269,14 +269,14 @@ class StorageWorkers:
             operation = self._table.submit(
                 kind, keys, blocks, deadline=deadline, epoch=epoch, quiet=quiet
             )
-            if self._sharing.several:
+            if self._parallelism.use_all_threads:
                 self._submitted.notify(len(keys))
             elif kind is Kind.LOOKUP or not self._table.running[kind]:
                 self._submitted.notify()
             return operation
 
     def _work(self) -> None:
-        """Do one task after the other, until closed; the loop of each thread."""
+        """Run tasks until closed; the loop of each thread."""
         while True:
             with self._lock:
                 while (task := self._table.take()) is None:
@@ -288,18 +288,18 @@ class StorageWorkers:
                 self._table.report(task, errors)
                 self._reported.notify_all()
                 if (
-                    not self._sharing.several
+                    not self._parallelism.use_all_threads
                     and self._table.running[task.kind]
                     and not self._closed
                 ):
-                    self._submitted.wait()  # another one goes on
+                    self._submitted.wait()  # the other thread continues
 
     def _run(self, task: Task) -> list[str]:
-        """Do a task, as far as it is wanted, and return the names of the errors in it."""
+        """Run a task while its operation is open, and return the names of its errors."""
         if task.kind in (Kind.LOOKUP, Kind.TOUCH):
-            sealed = self._sealed
-            all_at_once = sealed.lookup if task.kind is Kind.LOOKUP else sealed.touch
-            statuses, error = all_at_once(task.keys)
+            backend = self._checksummed
+            call = backend.lookup if task.kind is Kind.LOOKUP else backend.touch
+            statuses, error = call(task.keys)
             task.results.extend(statuses)
             return [error] if error else []
         errors = []
@@ -313,7 +313,7 @@ class StorageWorkers:
                 errors.append(error)
             self._num_done += 1
             took_s = time.perf_counter() - start
-            if self._sharing.learn(took_s, alone=self._table.num_running == 1):
+            if self._parallelism.observe(took_s, alone=self._table.num_running == 1):
                 with self._lock:
                     self._submitted.notify_all()
         return errors
@@ -321,9 +321,9 @@ class StorageWorkers:
     def _run_block(self, kind: Kind, key: bytes, parts: Sequence[memoryview]) -> tuple[Status, str]:
         match kind:
             case Kind.LOAD:
-                return self._sealed.load(key, parts)
+                return self._checksummed.load(key, parts)
             case Kind.STORE:
-                return self._sealed.store(key, parts)
+                return self._checksummed.store(key, parts)
             case Kind.DELETE:
-                return self._sealed.delete(key)
-        raise AssertionError(f"{kind} is not done block by block")
+                return self._checksummed.delete(key)
+        raise AssertionError(f"{kind} does not go block by block")

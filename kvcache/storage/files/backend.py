@@ -1,22 +1,22 @@
-"""The embedded backend: a directory with one file per block.
+"""File backend: a directory with one file per block.
 
 ::
 
     DIRECTORY/            0700, one process at a time
-      lock                held while it is open; the system lets go of it when a process dies
-      3f/                 first byte of the key: 256 directories, made as they are needed
+      lock                locked while it is open; the system unlocks it when the process dies
+      3f/                 first byte of the key: up to 256 directories, created on demand
         3fa0…e1           a value, 0600, named by its key in hex
-        .tmp-17           being written; whatever is left of these at a start is removed
+        .tmp-17           a value being written; leftovers are removed at the next start
 
-A value is written to a temporary name and renamed when it is complete: a reader sees all of it or
-nothing, also when the process is killed. What a power cut may take is the choice of `sync`:
+A value is written to a temporary name and renamed when it is complete. A reader sees all of it or
+nothing, even if the process is killed. `sync` chooses what a power cut may take:
 
-- ``"none"``: any value may be lost or torn. The envelope makes a torn one a miss.
-- ``"data"``: what `put` returned for is there and whole afterwards; what `delete` returned for
-  does not come back. It costs two waits for the disk per call.
+- ``"none"``: any value may be lost or torn. Its checksum makes a torn value a miss.
+- ``"data"``: a value is there and whole once `put` has returned; a deleted value does not come back
+  once `delete` has returned. Each call waits for the disk twice.
 
-Evicted values may come back after a power cut in both: they are still right, and are evicted again.
-What a process wrote with "none" is no safer for the next one that opens it with "data".
+With both, evicted values may come back after a power cut. They are still correct and are evicted
+again. Values written with "none" do not become safer when you reopen the directory with "data".
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ _HEX: Final = frozenset("0123456789abcdef")
 
 
 class FileBackend:
-    """Values in files, at most max_bytes of them; the least recently used go first.
+    """Values in files, at most max_bytes of them; the least recently used are evicted first.
 
-    Which keys there are is known in memory, and read from the directory at the start: `contains`
-    asks no disk. Use by several threads is safe; writes of different keys run side by side.
+    The keys are kept in memory and read from the directory at the start, so `contains` needs no
+    disk access. All methods are thread-safe; writes of different keys run in parallel.
     """
 
     def __init__(
@@ -70,20 +70,20 @@ class FileBackend:
         files: FileApi | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """Open a directory, and make it if it is not there; its parent must be.
+        """Open a directory, and create it if it does not exist. Its parent must exist.
 
         Args:
-            directory: where; nobody else may use it.
-            max_bytes: how many bytes of values, their headers included.
-            sync: what a power cut may take; see the module.
-            files: the system, or a simulation of it.
-            clock_ns: orders values by last use, also across restarts.
+            directory: path of the directory; no other user may access it.
+            max_bytes: budget in bytes for values, including their headers.
+            sync: durability after a power cut; see the module.
+            files: the file system, or a simulation of it.
+            clock_ns: time in ns, which orders values by last use, also across restarts.
 
         Raises:
-            StorageInUseError: if it is open already, in this process or another.
-            BackendIOError: if it cannot be made or read.
-            OpenToOthersError: if other users may use it.
-            ValueError: if max_bytes is less than 1, or there is no such sync.
+            StorageInUseError: if the directory is open already, in this process or another.
+            BackendIOError: if it cannot be created or read.
+            OpenToOthersError: if other users can access it.
+            ValueError: if max_bytes is less than 1, or sync is unknown.
         """
         as_count("max_bytes", max_bytes, minimum=1)
         if sync not in _SYNCS:
@@ -94,9 +94,9 @@ class FileBackend:
         self._index = LruIndex(max_bytes, clock_ns)
         self._evicted = 0
         self._swept = 0
-        self._buckets: set[str] = set()  # directories that are there, and stay
+        self._buckets: set[str] = set()  # subdirectories that exist; none is ever removed
         self._numbers = count()
-        # The names of a bucket are changed by one thread at a time, which holds one of these.
+        # A thread holds one of these to change the names in a subdirectory.
         self._stripes = [Lock() for _ in range(_NUM_STRIPES)]
         with _typed(f"opening the directory {self.directory}"):
             self._files.make_directory(self.directory)
@@ -116,32 +116,32 @@ class FileBackend:
     # -- Backend
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """See Backend; from memory."""
+        """See Backend; answered from memory."""
         return self._index.contains(keys)
 
     def get(self, key: bytes, into: Sequence[memoryview]) -> int | None:
-        """See Backend. It counts as a use of key."""
+        """See Backend. Counts as a use of key."""
         try:
             num_bytes = self._files.read(self._path(key), into)
         except FileNotFoundError:
-            if key in self._index:  # evicted just now, or removed by someone else
+            if key in self._index:  # evicted just now, or removed by somebody else
                 self._forget(key)
             return None
         except OSError as error:
             raise BackendIOError("reading", error.errno) from error
         stamp_ns = self._index.use(key)
-        if stamp_ns is None:  # a write that failed half-way may have left a file
+        if stamp_ns is None:  # a failed write may have left a file
             return None
         if stamp_ns:
             self._stamp(key, stamp_ns)
         return num_bytes
 
     def put(self, key: bytes, parts: Sequence[memoryview]) -> None:
-        """See Backend. Evicts first, as much as is needed.
+        """See Backend. Evicts first, as much as needed.
 
         Raises:
-            BackendFullError: if the value alone, or with others being written, is over max_bytes.
-            BackendIOError: if the disk is full (ENOSPC) or broken (EIO): nothing is visible.
+            BackendFullError: if the value, or all values being written, exceed max_bytes.
+            BackendIOError: if the disk is full (ENOSPC) or broken (EIO); nothing becomes visible.
         """
         check_key(key)
         num_bytes = sum(len(part) for part in parts)
@@ -159,19 +159,19 @@ class FileBackend:
             raise
 
     def delete(self, key: bytes) -> bool:
-        """See Backend. With sync="data" it does not come back after a power cut."""
+        """See Backend. With sync="data" the value does not come back after a power cut."""
         with _typed("deleting"):
-            there = self._remove(key)
-            # Also if it is not there: it may have been evicted, which alone is not durable.
+            existed = self._remove(key)
+            # Also if it did not exist: it may have been evicted, and an eviction is not durable.
             if self._durable and key[:1].hex() in self._buckets:
                 self._files.sync_directory(dirname(self._path(key)))
-        return there
+        return existed
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """See Backend. The order of use outlives a restart, give or take a minute.
+        """See Backend. The LRU order survives a restart to within a minute.
 
-        The order among keys outlives it exactly: from the first on whose use is written down, all
-        are.
+        The order among keys survives exactly: from the first key whose use time is written, the
+        times of all following keys are written too.
         """
         is_due = False
         for key in keys:
@@ -180,12 +180,12 @@ class FileBackend:
                 is_due = True
 
     def list_values(self, *, coldest_first: bool = False) -> Iterator[StoredValue]:
-        """See Backend. Always the least recently used first; from memory."""
+        """See Backend. Always in LRU order, the coldest first; answered from memory."""
         del coldest_first
         return iter(self._index.sizes())
 
     def stats(self) -> Mapping[str, int]:
-        """Return how many values and bytes there are, and what was evicted or swept."""
+        """Return the numbers of values, bytes, evicted values and removed temporary files."""
         return {
             "values": len(self._index),
             "bytes": self._index.used_bytes,
@@ -195,23 +195,24 @@ class FileBackend:
         }
 
     def close(self) -> None:
-        """Let another process have the directory."""
+        """Release the directory for another process."""
         self._files.close(self._lock_file)
 
     def check(self) -> None:
-        """Assert that the bytes add up; call it when no thread is writing."""
+        """Assert that the byte counts agree; call it while no thread writes."""
         self._index.check()
 
-    # -- the parts of these
+    # -- internals
 
     def _recover(self) -> None:
-        """Learn what is there, remove temporaries, and make what is seen durable if promised.
+        """Read the directory, remove temporary files, and sync what is visible if promised.
 
-        A process that was killed may have left names that a power cut would still take; from now
-        on a caller is told that they exist.
+        A killed process may have left names that a power cut could still take. From now on callers
+        are told that these values exist.
         """
         found: list[ScannedValue] = []
-        for bucket in _bucket_names(self._files, self.directory):
+        names = self._files.directories(self.directory)
+        for bucket in sorted(name for name in names if len(name) == 2 and _HEX.issuperset(name)):
             path = f"{self.directory}/{bucket}"
             self._buckets.add(bucket)
             for name, num_bytes, used_ns in list(self._files.scan(path)):
@@ -229,7 +230,7 @@ class FileBackend:
         self._evict()
 
     def _evict(self) -> bool:
-        """Remove the coldest values until the rest is within the budget; False if it cannot be."""
+        """Remove the coldest values until the rest fits the budget; False if it cannot fit."""
         while (coldest := self._index.coldest_over_budget()) is not None:
             if self._remove(coldest):
                 self._evicted += 1
@@ -246,7 +247,7 @@ class FileBackend:
                 if num_bytes is not None:
                     self._index.put_back(key, num_bytes)  # it is still there
                 raise
-            if num_bytes is None:  # there may have been a file, of a write that failed
+            if num_bytes is None:  # the file, if any, was left by a failed write
                 return False
             self._index.give_back(num_bytes)
             return True
@@ -264,13 +265,13 @@ class FileBackend:
             finally:
                 self._files.close(file)
         except BaseException:
-            with suppress(OSError):  # the next start tries again
+            with suppress(OSError):  # the next start removes it
                 self._files.unlink(path)
             raise
         return path
 
     def _publish(self, key: bytes, temporary: str, num_bytes: int) -> None:
-        """Give a complete file the name of its key, durably if promised; then it can be found."""
+        """Rename a complete file to the name of its key, durably if promised, and index it."""
         path = self._path(key)
         with self._stripe(key):
             self._files.rename(temporary, path)
@@ -279,12 +280,13 @@ class FileBackend:
                     self._files.sync_directory(dirname(path))
             except OSError:
                 self._index.forget(key)
-                with suppress(OSError):  # nobody knows whether this name would last
+                with suppress(OSError):  # the new name may or may not survive a power cut
                     self._files.unlink(path)
                 raise
             self._index.commit(key, num_bytes)
 
     def _bucket(self, key: bytes) -> str:
+        """Return the subdirectory of a key, and create it if needed."""
         name = key[:1].hex()
         path = f"{self.directory}/{name}"
         with self._stripe(key):
@@ -296,7 +298,7 @@ class FileBackend:
         return path
 
     def _stamp(self, key: bytes, stamp_ns: int) -> None:
-        with suppress(OSError):  # the order is a help, not a promise
+        with suppress(OSError):  # the LRU order is best effort
             self._files.stamp(self._path(key), stamp_ns)
 
     def _forget(self, key: bytes) -> None:
@@ -317,21 +319,15 @@ class FileBackend:
 
 @contextmanager
 def _typed(doing: str) -> Iterator[None]:
-    """Make an error of the system one of ours, without the path in it."""
+    """Turn an OSError into a BackendIOError, which does not show the path."""
     try:
         yield
     except OSError as error:
         raise BackendIOError(doing, error.errno) from error
 
 
-def _bucket_names(files: FileApi, directory: str) -> list[str]:
-    """Return the names of the directories that hold values."""
-    names = files.directories(directory)
-    return sorted(name for name in names if len(name) == 2 and _HEX.issuperset(name))
-
-
 def _key_of(bucket: str, name: str) -> bytes | None:
-    """Return the key whose file would have this name in this directory; None if none has."""
+    """Return the key of a file in a subdirectory; None if the name is not that of a value."""
     if len(name) != 2 * KEY_BYTES or not name.startswith(bucket) or not _HEX.issuperset(name):
         return None
     return bytes.fromhex(name)

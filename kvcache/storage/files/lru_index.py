@@ -1,4 +1,4 @@
-"""Which values there are, how many bytes they take, and which was used least recently."""
+"""LRU index of the file backend: sizes by key within a byte budget, without I/O."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Final, NamedTuple
 from ..interface import StoredValue
 
 STAMP_EVERY_NS: Final = 60 * 10**9
-"""A use is written down this often per value: it costs as much as opening the file."""
+"""Minimum time between two writes of a value's use time: each costs as much as opening the file."""
 
 
 class ScannedValue(NamedTuple):
-    """A value as a start finds it; whether it is whole is for the envelope to say."""
+    """A file found at the start; its checksum is not verified yet."""
 
     used_ns: int
     key: bytes
@@ -23,34 +23,34 @@ class ScannedValue(NamedTuple):
 
 class _Value(NamedTuple):
     num_bytes: int
-    stamp_after_ns: int  # when its next use is to be written down
-    is_new: bool = False  # it has its place by when it was written, not by an order of use
+    stamp_after_ns: int  # time from which its next use is written to the file
+    is_new: bool = False  # its file has the time of its write, not of a use in order
 
 
 _NONE: Final = _Value(0, 0)
 
 
 class LruIndex:
-    """Sizes by key in the order of use, within a budget of bytes; for several threads.
+    """Thread-safe sizes by key in LRU order, within a budget of bytes.
 
-    Bytes are reserved before a value is written, so that the budget holds while it is::
+    Bytes are reserved before a value is written, so that the budget also holds during the write::
 
         reserve ── evict until it fits ── write ── commit
                                             └───── give_back
     """
 
     def __init__(self, max_bytes: int, clock_ns: Callable[[], int]) -> None:
-        """Make an empty index whose order of use follows clock_ns, but never goes back."""
+        """Create an empty index. Its use times follow clock_ns but never go back."""
         self.max_bytes = max_bytes
         self._clock_ns = clock_ns
-        self._lock = Lock()  # held for no I/O
-        self._values: OrderedDict[bytes, _Value] = OrderedDict()  # the least recently used first
-        self._used_bytes = 0  # of values, and of those being written or removed
+        self._lock = Lock()  # never held during I/O
+        self._values: OrderedDict[bytes, _Value] = OrderedDict()  # coldest first
+        self._used_bytes = 0  # includes values being written or removed
         self._stamp_ns = 0
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of values, and of those being written or removed."""
+        """Bytes of all values, including those being written or removed."""
         return self._used_bytes
 
     def __len__(self) -> int:
@@ -60,17 +60,17 @@ class LruIndex:
         return key in self._values
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Say for each key whether it is there, all at one moment."""
+        """Return for each key whether it exists, all at one moment."""
         with self._lock:
             return [key in self._values for key in keys]
 
     def sizes(self) -> list[StoredValue]:
-        """Return all keys and their bytes, the least recently used first."""
+        """Return all keys and their bytes, coldest first."""
         with self._lock:
             return [StoredValue(key, value.num_bytes) for key, value in self._values.items()]
 
     def fill(self, found: Iterable[ScannedValue]) -> None:
-        """Start with what was found, in the order in which it was used."""
+        """Add the values found at the start, in the order of their use times."""
         with self._lock:
             for used_ns, key, num_bytes in sorted(found):
                 self._values[key] = _Value(num_bytes, used_ns + STAMP_EVERY_NS)
@@ -78,7 +78,7 @@ class LruIndex:
                 self._stamp_ns = used_ns
 
     def next_stamp_ns(self) -> int:
-        """Return a time later than any before it, whatever the clock does."""
+        """Return a time later than all before it, even if the clock goes back."""
         with self._lock:
             return self._tick()
 
@@ -86,13 +86,13 @@ class LruIndex:
         """Make key the most recently used.
 
         Args:
-            key: which.
-            in_order: it is used after others, in an order that is to be kept: that is written down
-                if its place was that of its write.
-            is_due: it is time to write its use down, whenever that was done last.
+            key: key that was used.
+            in_order: whether it is used after other keys in an order to preserve. Its use time is
+                then due if its file still has the time of its write.
+            is_due: whether its use time is due, whenever it was written last.
 
         Returns:
-            None if it is not there; the time to write down for it, if it is time to do so; else 0.
+            None if key is missing; its use time in ns if you should write it to the file; else 0.
         """
         with self._lock:
             value = self._values.get(key)
@@ -101,7 +101,7 @@ class LruIndex:
             self._values.move_to_end(key)
             is_due = is_due or (in_order and value.is_new)
             now_ns = self._clock_ns()
-            # If it is much longer until then, the clock went back.
+            # A much longer time until the next stamp means that the clock went back.
             if not is_due and 0 < value.stamp_after_ns - now_ns < 2 * STAMP_EVERY_NS:
                 return 0
             stamp_ns = self._tick()
@@ -109,14 +109,14 @@ class LruIndex:
             return stamp_ns
 
     def coldest_over_budget(self) -> bytes | None:
-        """Return what to evict next; None if everything fits, or nothing is left."""
+        """Return the key to evict next; None if everything fits or nothing is left."""
         with self._lock:
             if self._used_bytes <= self.max_bytes or not self._values:
                 return None
             return next(iter(self._values))
 
     def fits(self) -> bool:
-        """Say whether all that is there or reserved is within the budget."""
+        """Return whether all values and reservations are within the budget."""
         return self._used_bytes <= self.max_bytes
 
     def reserve(self, num_bytes: int) -> None:
@@ -125,35 +125,35 @@ class LruIndex:
             self._used_bytes += num_bytes
 
     def give_back(self, num_bytes: int) -> None:
-        """Count bytes no longer: they were not written, or are removed now."""
+        """Stop counting bytes that were not written, or that are removed now."""
         with self._lock:
             self._used_bytes -= num_bytes
 
     def commit(self, key: bytes, num_bytes: int) -> None:
-        """Make reserved bytes the value of key, in place of what it had."""
+        """Make reserved bytes the value of key, in place of its previous value."""
         with self._lock:
             self._used_bytes -= self._values.pop(key, _NONE).num_bytes
             self._values[key] = _Value(num_bytes, self._stamp_ns + STAMP_EVERY_NS, is_new=True)
 
     def take(self, key: bytes) -> int | None:
-        """Hide a key and return its bytes, which stay counted until they are given back."""
+        """Hide a key and return its bytes, which stay counted until `give_back`."""
         with self._lock:
             value = self._values.pop(key, None)
             return None if value is None else value.num_bytes
 
     def put_back(self, key: bytes, num_bytes: int) -> None:
-        """Undo take: key is the next to be evicted; when it was written down, nobody knows."""
+        """Undo `take`. The key becomes the coldest, and its use time is unknown."""
         with self._lock:
             self._values[key] = _Value(num_bytes, 0)
             self._values.move_to_end(key, last=False)
 
     def forget(self, key: bytes) -> None:
-        """Drop a key and its bytes, if it is there."""
+        """Drop a key and its bytes, if it exists."""
         with self._lock:
             self._used_bytes -= self._values.pop(key, _NONE).num_bytes
 
     def check(self) -> None:
-        """Assert that the bytes add up; call it when no thread is writing."""
+        """Assert that the byte counts agree; call it while no thread writes."""
         with self._lock:
             total = sum(value.num_bytes for value in self._values.values())
             assert self._used_bytes == total, f"{self._used_bytes} bytes used, {total} in values"

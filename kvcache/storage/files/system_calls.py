@@ -1,4 +1,4 @@
-"""The few calls that the file backend makes to the system; a simulated disk has the same."""
+"""System calls of the file backend, behind an interface that a simulated disk implements too."""
 
 from __future__ import annotations
 
@@ -11,82 +11,82 @@ from typing import Final, Protocol
 
 from ..errors import OpenToOthersError
 
-_MOST_PARTS: Final = 1024  # Linux: IOV_MAX
-_TO_READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-_TO_READ_UNNOTED: Final = _TO_READ | getattr(os, "O_NOATIME", 0)
-"""Spares the system to note the time of the first read of a file; macOS has no such flag."""
-_TO_CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-_ONE_MORE: Final = memoryview(bytearray(1))
-"""Where the byte goes that tells that a file is longer; nobody reads it."""
+_MAX_PARTS: Final = 1024  # Linux: IOV_MAX
+_READ_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+_READ_NO_ATIME: Final = _READ_FLAGS | getattr(os, "O_NOATIME", 0)
+"""Reads without an update of the access time, which would cost; macOS has no such flag."""
+_CREATE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_ONE_MORE_BYTE: Final = memoryview(bytearray(1))
+"""Destination of one byte past the buffers, which shows that a file is longer; never read."""
 
 
 class FileApi(Protocol):
-    """Files and directories by path. All raise OSError, as the system does."""
+    """Files and directories by path. All methods raise OSError, as the system does."""
 
     def make_directory(self, path: str) -> None:
-        """Make a directory for the owner alone (0700), if it is not there.
+        """Create a directory with mode 0700, unless it exists.
 
         Raises:
-            OpenToOthersError: if it is there, and others may use it.
+            OpenToOthersError: if it exists and other users can access it.
         """
 
     def lock(self, path: str) -> int:
-        """Open a lock file and lock it, until it is closed; BlockingIOError if another has it."""
+        """Open and lock a lock file until it is closed; BlockingIOError if it is locked already."""
 
     def directories(self, path: str) -> list[str]:
-        """Return the names of the directories in a directory."""
+        """Return the names of the subdirectories of a directory."""
 
     def scan(self, path: str) -> Iterator[tuple[str, int, int]]:
-        """Yield name, size in bytes and time (ns) of the last use of each file in a directory.
+        """Yield name, size in bytes and time of last use in ns of each file in a directory.
 
-        What is no file (a directory, a link, a pipe) has none of these.
+        Skips everything else: directories, links, pipes.
         """
 
     def create(self, path: str) -> int:
-        """Make a new file for the owner alone (0600) and open it to write."""
+        """Create a file with mode 0600 and open it for writing."""
 
     def write(self, file: int, parts: Sequence[memoryview]) -> int:
-        """Append the parts; may write less, and returns how many bytes it did."""
+        """Append the parts; may write fewer bytes. Return the number of bytes written."""
 
     def read(self, path: str, into: Sequence[memoryview]) -> int:
         """Fill the buffers from the start of a file, and return its length in bytes."""
 
     def stamp(self, file: int | str, time_ns: int) -> None:
-        """Set the time of the last use."""
+        """Set the time of the last use of a file."""
 
     def sync(self, file: int) -> None:
-        """Return when the data of a file would survive a power cut."""
+        """Wait until the data of a file would survive a power cut."""
 
     def sync_directory(self, path: str) -> None:
-        """Return when the names in a directory would survive a power cut."""
+        """Wait until the names in a directory would survive a power cut."""
 
     def close(self, file: int) -> None:
         """Close a file."""
 
     def rename(self, old: str, new: str) -> None:
-        """Give a file another name, in one step; a file that had the name is gone."""
+        """Rename a file atomically; it replaces a file of the new name."""
 
     def unlink(self, path: str) -> None:
         """Remove a name."""
 
 
 class OsFiles:
-    """The system's own files."""
+    """The operating system's files."""
 
     def __init__(self) -> None:
-        """Begin with the flags that suit files of our own."""
-        self._to_read = _TO_READ_UNNOTED
+        """Start with the flags for files of this user."""
+        self._read_flags = _READ_NO_ATIME
 
     def make_directory(self, path: str) -> None:
         """See FileApi."""
         try:
             os.mkdir(path, 0o700)
         except FileExistsError:
-            facts = os.stat(path)
-            if not stat.S_ISDIR(facts.st_mode):
+            status = os.stat(path)
+            if not stat.S_ISDIR(status.st_mode):
                 raise NotADirectoryError(errno.ENOTDIR, "a file has its name") from None
-            if facts.st_mode & 0o077 or facts.st_uid != os.geteuid():
-                raise OpenToOthersError(path, stat.S_IMODE(facts.st_mode)) from None
+            if status.st_mode & 0o077 or status.st_uid != os.geteuid():
+                raise OpenToOthersError(path, stat.S_IMODE(status.st_mode)) from None
 
     def lock(self, path: str) -> int:
         """See FileApi."""
@@ -107,35 +107,34 @@ class OsFiles:
         """See FileApi."""
         with os.scandir(path) as entries:
             for entry in entries:
-                facts = entry.stat(follow_symlinks=False)
-                if stat.S_ISREG(facts.st_mode):
-                    yield entry.name, facts.st_size, facts.st_mtime_ns
+                status = entry.stat(follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode):
+                    yield entry.name, status.st_size, status.st_mtime_ns
 
     def create(self, path: str) -> int:
         """See FileApi."""
-        return os.open(path, _TO_CREATE, 0o600)
+        return os.open(path, _CREATE_FLAGS, 0o600)
 
     def write(self, file: int, parts: Sequence[memoryview]) -> int:
         """See FileApi."""
-        return os.writev(file, parts[:_MOST_PARTS])
+        return os.writev(file, parts[:_MAX_PARTS])
 
     def read(self, path: str, into: Sequence[memoryview]) -> int:
         """See FileApi.
 
-        Three calls of the system, where they do what they nearly always do: each costs, and lets go
-        of Python's lock besides.
+        Makes three system calls in the usual case. Each call costs time and releases the GIL.
         """
         try:
-            file = os.open(path, self._to_read)
+            file = os.open(path, self._read_flags)
         except PermissionError:
-            file = self._open_noted(path)
+            file = self._open_with_atime(path)
         try:
-            if len(into) >= _MOST_PARTS:
-                return _read_on(file, into, 0)
-            done = os.preadv(file, [*into, _ONE_MORE], 0)
-            if done == sum(map(len, into)):  # there was room for one more, so the file ends here
+            if len(into) >= _MAX_PARTS:
+                return _read_rest(file, into, 0)
+            done = os.preadv(file, [*into, _ONE_MORE_BYTE], 0)
+            if done == sum(map(len, into)):  # room for one more byte was left: the file ends here
                 return done
-            return _read_on(file, into, done)
+            return _read_rest(file, into, done)
         finally:
             os.close(file)
 
@@ -167,36 +166,36 @@ class OsFiles:
         """See FileApi."""
         os.unlink(path)
 
-    def _open_noted(self, path: str) -> int:
-        """Open a file that O_NOATIME is refused for, as it is another's; from now on without it.
+    def _open_with_atime(self, path: str) -> int:
+        """Open another user's file, which O_NOATIME is refused for; never use that flag again.
 
         Raises:
-            OSError: if it was refused for something else.
+            OSError: if it was refused for another reason.
         """
-        file = os.open(path, _TO_READ)
-        self._to_read = _TO_READ
+        file = os.open(path, _READ_FLAGS)
+        self._read_flags = _READ_FLAGS
         return file
 
 
 def write_all(files: FileApi, file: int, parts: Sequence[memoryview]) -> None:
-    """Write all of the parts, in as many calls as the system takes."""
+    """Write all parts, in as many calls as needed."""
     rest = [part for part in parts if part.nbytes]
     while rest:
         count = files.write(file, rest)
-        if count == 0:  # it would go on for ever
+        if count == 0:  # avoids an endless loop
             raise OSError(errno.EIO, "nothing was written")
         rest = _after(rest, count)
 
 
-def _read_on(file: int, into: Sequence[memoryview], done: int) -> int:
+def _read_rest(file: int, into: Sequence[memoryview], done: int) -> int:
     """Fill the buffers after the first done bytes, and return the file's length.
 
-    If it ends before it said that it would, somebody has cut it meanwhile: then that is its length.
+    A file that ends early was truncated meanwhile; its length is then the number of bytes read.
     """
     size = os.fstat(file).st_size
     rest = _after(list(into), done)
     while rest:
-        count = os.preadv(file, rest[:_MOST_PARTS], done)
+        count = os.preadv(file, rest[:_MAX_PARTS], done)
         if count == 0:
             return done
         rest = _after(rest, count)
@@ -205,7 +204,7 @@ def _read_on(file: int, into: Sequence[memoryview], done: int) -> int:
 
 
 def _after(parts: list[memoryview], count: int) -> list[memoryview]:
-    """Return what is left of the parts after count bytes."""
+    """Return the parts without their first count bytes."""
     for number, part in enumerate(parts):
         if count < len(part):
             return [part[count:], *parts[number + 1 :]]

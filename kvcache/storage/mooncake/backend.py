@@ -1,14 +1,14 @@
-"""The backend over Mooncake Store: values in the pooled memory of several machines.
+"""Mooncake backend: values in the pooled memory of several machines.
 
 ::
 
-    radixkv:3fa0…e1      prefix, then the key in hex: a value, and one byte of no meaning after it,
-                         as Mooncake keeps no empty values
+    radixkv:3fa0…e1      prefix, then the key in hex. One padding byte follows the value, because
+                         Mooncake stores no empty values
 
-Each call has a process of its own, from a pool, that talks to Mooncake (client_main.py says
-why): one that does not answer in time is killed, and the block is a miss. The store may still do
-what it was asked; that does no harm, as keys name their contents. What is forgotten, and when, is
-the master's choice. Needs the extra ``mooncake``, and Debian's libibverbs1.
+Mooncake's client runs in a pool of subprocesses, one per concurrent call; `client_main` says why. A
+client that does not answer in time is killed, and the block is a miss. The store may still execute
+the request later. That does no harm, because keys identify their contents. The master decides what
+to evict. Needs the extra ``mooncake`` and the Debian package libibverbs1.
 """
 
 from __future__ import annotations
@@ -32,31 +32,27 @@ from ..errors import (
     StorageUrlError,
     UnsupportedError,
 )
-from ..interface import (
-    StoredValue,
-    scatter,
-)
+from ..interface import StoredValue
 from ..keys import check_key
-from ..remote import RequestCounts
+from ..remote import DEFAULT_PREFIX, RequestCounts, check_timeouts, scatter
 from .client_main import NOT_FOUND
 from .client_process import ClientProcess
 
 DEFAULT_PORT: Final = 50051
-DEFAULT_PREFIX: Final = "radixkv:"
 _NO_CONNECTION: Final = "no connection, or it was lost"
-_NO_LIST: Final = "a Mooncake store does not list its keys; to remove all, start its master again"
+_NO_LIST: Final = "a Mooncake store does not list its keys; to remove all, restart its master"
 _TRANSFER_FAILED: Final = range(-899, -799)
 _RPC_FAILED: Final = range(-999, -899)
 _BEING_WRITTEN: Final = -703
 _BUSY: Final = (_BEING_WRITTEN, -601)
 _BUSY_S: Final = 0.25
-"""How long to wait for another writer of the same key. One that died blocks it for much longer."""
+"""Time limit to wait for another writer of the key. A dead writer blocks the key much longer."""
 _PAUSE_S: Final = 0.001
-_TAIL: Final = memoryview(b"\0")
+_PADDING: Final = memoryview(b"\0")
 
 
 class MooncakeBackend:
-    """Values in a Mooncake store. Each thread that calls has a connection of its own."""
+    """Values in a Mooncake store. Each concurrent call uses a separate client process."""
 
     def __init__(
         self,
@@ -67,127 +63,125 @@ class MooncakeBackend:
         timeout_s: float = 1.0,
         connect_timeout_s: float = 5.0,
     ) -> None:
-        """Prepare, without connecting: a master that is down now may be up later.
+        """Prepare without connecting: a master that is down now may be up later.
 
         Args:
-            host: of the master.
-            port: of the master.
-            prefix: of every key in the store.
-            timeout_s: how long a request may take.
-            connect_timeout_s: how long a connection may take to be made, process and all.
+            host: host of the master.
+            port: port of the master.
+            prefix: prefix of every key in the store.
+            timeout_s: time limit of a request.
+            connect_timeout_s: time limit to start a client process and connect it.
 
         Raises:
             MissingPackageError: if `mooncake` is not installed.
-            MissingLibraryError: if the library that it needs is not.
+            MissingLibraryError: if its library libibverbs is not installed.
             ValueError: if a time is not positive.
         """
-        for name, value in (("timeout_s", timeout_s), ("connect_timeout_s", connect_timeout_s)):
-            if not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}")
+        check_timeouts(timeout_s, connect_timeout_s)
         _check_installed()
         self._master = (host, port)
         self._prefix = prefix
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._counts = RequestCounts()
-        self._lock = Lock()  # of what follows; held for no I/O
-        self._idle: list[ClientProcess] = []  # the last used last: it is warm
+        self._lock = Lock()  # guards the attributes below; never held during I/O
+        self._idle: list[ClientProcess] = []  # the most recently used last
         self._closed = False
 
     # -- Backend
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """See Backend; one request."""
+        """See Backend; takes one request."""
         if not keys:
             return []
         names = "\n".join(map(self._name, keys)).encode()
-        with self._helper("looking up") as helper:
-            helper.write([memoryview(names)])
-            found = helper.ask("exist", "", len(names), self._timeout_s)
+        with self._client("looking up") as client:
+            client.write([memoryview(names)])
+            found = client.ask("exist", "", len(names), self._timeout_s)
             self._check("looking up", found["code"])
         return [digit == "1" for digit in found["found"]]
 
     def get(self, key: bytes, into: Sequence[memoryview]) -> int | None:
-        """See Backend. Of a longer value, only what there is room for is read."""
+        """See Backend. Reads only the part of a longer value that fits."""
         name = self._name(key)
         room = sum(len(part) for part in into)
-        with self._helper("reading") as helper:
-            code = self._ask_until_free(helper, "get", name, room + 1)
+        with self._client("reading") as client:
+            code = self._ask_until_free(client, "get", name, room + 1)
             if code in (NOT_FOUND, _BEING_WRITTEN):
                 return None
             self._check("reading", code)
-            num_bytes = max(0, code - len(_TAIL))
-            scatter(helper.view(min(num_bytes, room)), into)
+            num_bytes = max(0, code - len(_PADDING))
+            scatter(client.view(min(num_bytes, room)), into)
         return num_bytes
 
     def put(self, key: bytes, parts: Sequence[memoryview]) -> None:
         """See Backend."""
         name = self._name(key)
-        with self._helper("writing") as helper:
-            num_bytes = helper.write([*parts, _TAIL])
-            self._check("writing", self._ask_until_free(helper, "put", name, num_bytes))
+        with self._client("writing") as client:
+            num_bytes = client.write([*parts, _PADDING])
+            self._check("writing", self._ask_until_free(client, "put", name, num_bytes))
 
     def delete(self, key: bytes) -> bool:
         """See Backend."""
         name = self._name(key)
-        with self._helper("deleting") as helper:
-            code = self._ask_until_free(helper, "remove", name, 0)
+        with self._client("deleting") as client:
+            code = self._ask_until_free(client, "remove", name, 0)
             if code == NOT_FOUND:
                 return False
             self._check("deleting", code)
         return True
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """See Backend. To ask whether a value is there counts as a use of it."""
+        """See Backend. In Mooncake, a lookup counts as a use."""
         self.contains(keys)
 
     def list_values(self, *, coldest_first: bool = False) -> Iterator[StoredValue]:
-        """Refuse: see Backend."""
+        """Raise UnsupportedError: Mooncake cannot list."""
         raise UnsupportedError(_NO_LIST)
 
     def stats(self) -> Mapping[str, int]:
-        """Return how many requests there were, and how many failed; asks nobody."""
+        """Return the numbers of requests and failed requests."""
         return self._counts.read()
 
     def close(self) -> None:
-        """End the processes; a call after this ends its own."""
+        """Kill the idle client processes; a call in progress kills its process at its end."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
-        for helper in idle:
-            helper.kill()
+        for client in idle:
+            client.kill()
 
-    # -- the parts of these
+    # -- internals
 
     def _name(self, key: bytes) -> str:
         return f"{self._prefix}{check_key(key).hex()}"
 
     @contextmanager
-    def _helper(self, doing: str) -> Iterator[ClientProcess]:
-        """Lend a process that is connected; one that was not well is not used again."""
+    def _client(self, doing: str) -> Iterator[ClientProcess]:
+        """Lend a connected client process; a process that failed is killed, not reused."""
         self._counts.ask()
         try:
             with self._lock:
-                helper = self._idle.pop() if self._idle else None
-            helper = helper or self._start(doing)
+                client = self._idle.pop() if self._idle else None
+            client = client or self._start(doing)
             try:
-                self._connect(doing, helper)
-                yield helper
+                self._connect(doing, client)
+                yield client
             except TimeoutError:
-                helper.kill()
+                client.kill()
                 reason = f"no answer within {self._timeout_s:g} s"
                 raise BackendUnreachableError(doing, reason) from None
             except (OSError, EOFError):
-                helper.kill()
+                client.kill()
                 raise BackendUnreachableError(doing, _NO_CONNECTION) from None
             finally:
-                self._take_back(helper)
+                self._take_back(client)
         except BackendError:
             self._counts.fail()
             raise
 
     def _start(self, doing: str) -> ClientProcess:
-        """Start a process, if the master's port is open: without, it would wait for minutes."""
+        """Start a client process if the master's port is open; else it would hang for minutes."""
         try:
             with socket.create_connection(self._master, self._connect_timeout_s) as probe:
                 local_host: str = probe.getsockname()[0]
@@ -195,27 +189,27 @@ class MooncakeBackend:
             raise BackendUnreachableError(doing, _NO_CONNECTION) from None
         return ClientProcess(local_host, f"{self._master[0]}:{self._master[1]}")
 
-    def _connect(self, doing: str, helper: ClientProcess) -> None:
+    def _connect(self, doing: str, client: ClientProcess) -> None:
         try:
-            helper.wait_connected(self._connect_timeout_s)
-        except TimeoutError:  # it goes on trying, for a call to come
+            client.wait_connected(self._connect_timeout_s)
+        except TimeoutError:  # it keeps trying, for a later call
             reason = f"no connection within {self._connect_timeout_s:g} s"
             raise BackendUnreachableError(doing, reason) from None
 
-    def _take_back(self, helper: ClientProcess) -> None:
+    def _take_back(self, client: ClientProcess) -> None:
         with self._lock:
-            keep = helper.alive and not self._closed
+            keep = client.alive and not self._closed
             if keep:
-                self._idle.append(helper)
+                self._idle.append(client)
         if not keep:
-            helper.kill()
+            client.kill()
 
-    def _ask_until_free(self, helper: ClientProcess, do: str, name: str, num_bytes: int) -> int:
-        """Ask again for a moment while somebody else writes the same key; return the code."""
+    def _ask_until_free(self, client: ClientProcess, do: str, name: str, num_bytes: int) -> int:
+        """Send a request and return its code; retry for up to _BUSY_S while the key is busy."""
         start = time.monotonic()
         left_s = self._timeout_s
         while True:
-            code: int = helper.ask(do, name, num_bytes, left_s)["code"]
+            code: int = client.ask(do, name, num_bytes, left_s)["code"]
             waited_s = time.monotonic() - start
             busy = code in _BUSY or (do == "put" and code == NOT_FOUND)
             left_s = self._timeout_s - waited_s
@@ -224,7 +218,7 @@ class MooncakeBackend:
             time.sleep(_PAUSE_S)
 
     def _check(self, doing: str, code: int) -> None:
-        if code in _RPC_FAILED:  # the master is gone, and with it what the process knows of it
+        if code in _RPC_FAILED:  # the master is gone; the client must connect anew
             raise EOFError
         if code in _TRANSFER_FAILED:
             raise BackendUnreachableError(doing, "the machine that has the value is gone")
@@ -233,7 +227,7 @@ class MooncakeBackend:
 
 
 def master_of(url: str) -> tuple[str, int]:
-    """Return host and port of the master in a URL.
+    """Return the master's host and port from a URL.
 
     Raises:
         StorageUrlError: if it is not ``mooncake://HOST[:PORT]``.

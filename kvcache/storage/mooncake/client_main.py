@@ -1,8 +1,8 @@
-"""The process that talks to Mooncake, and nothing else; `mooncake.py` starts it and may kill it.
+"""Program of the subprocess that runs Mooncake's client; `client_process` starts and kills it.
 
-Mooncake's client cannot be told how long to wait. While it looks for a master that does not answer
-(90 s) and while it closes (18 s), it also keeps Python's lock, so that no thread of its process
-runs. Here it may: the engine is in another process.
+Mooncake's client has no time limits. While it waits for a master that does not answer (90 s) and
+while it closes (18 s), it also holds the GIL, so that no thread of its process runs. A subprocess
+keeps the engine running.
 
 ::
 
@@ -10,9 +10,9 @@ runs. Here it may: the engine is in another process.
     control ── one message per request, JSON ──►  get, put, remove, exist, read
             ◄── one message per reply ──────────
     memory  ◄── the bytes of one value ────────►  registered with Mooncake
-    life    closed when the engine dies           and this process dies with it
+    life    closed when the engine dies           the system then kills this process
 
-Run by path, as it imports nothing of radixkv: it is there in a fraction of a second.
+It runs by path and imports nothing of radixkv, so it starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ NOT_FOUND: Final = -704
 TOO_SMALL: Final = -600
 MESSAGE_BYTES: Final = 4096
 _LOCAL_BUFFER_BYTES: Final = 16 << 20
-_SO_ATTACH_FILTER: Final = 26  # linux/asm-generic/socket.h; not in Python's socket
-_BPF_RETURN: Final = 6  # linux/bpf_common.h: accept so many bytes of a packet
+_SO_ATTACH_FILTER: Final = 26  # linux/asm-generic/socket.h; missing in Python's socket
+_BPF_RETURN: Final = 6  # linux/bpf_common.h: return the number of bytes to accept
 _REMOVE_LEASED: Final = True
-"""A lease keeps a value for a reader of this moment; a reader of ours checks what it has read."""
+"""A lease protects a value from removal while it is read; our readers verify checksums instead."""
 
 
 def main() -> None:
-    """Connect, say so, and do one request after the other until the engine goes away."""
+    """Connect, report the result, and serve requests until the engine closes the socket."""
     control_fd, memory_fd, life_fd = (int(word) for word in sys.argv[1:4])
     local_host, master = sys.argv[4:6]
     _die_with(life_fd)
     from mooncake.store import MooncakeDistributedStore
 
     store = MooncakeDistributedStore()
-    # No memory of this process for the store: values stay when it ends.
+    # This process contributes no memory to the store, so values outlive it.
     code = store.setup(local_host, "P2PHANDSHAKE", 0, _LOCAL_BUFFER_BYTES, "tcp", "", master)
-    _drop_callers()
+    _refuse_connections()
     control = socket.socket(fileno=control_fd)
     control.send(json.dumps({"code": code}).encode())
     memory = _Memory(store, memory_fd)
@@ -56,12 +56,12 @@ def main() -> None:
         request = json.loads(message)
         memory.grow(request["memory_bytes"])
         control.send(json.dumps(_answer(store, memory, request)).encode())
-    # Without the client's own goodbye, which may take long.
+    # Skip the client's shutdown, which may take long.
     os._exit(0)
 
 
 class _Memory:
-    """What both processes see: the value of one request, or the names of many."""
+    """Memory shared with the engine: the value of a request, or the names of a lookup."""
 
     def __init__(self, store: Any, file: int) -> None:
         self._store = store
@@ -71,7 +71,7 @@ class _Memory:
         self.address = 0
 
     def grow(self, num_bytes: int) -> None:
-        """Map what the engine has made larger."""
+        """Map the memory again after the engine enlarged it."""
         if num_bytes <= self._num_bytes:
             return
         if self._map is not None:
@@ -82,8 +82,8 @@ class _Memory:
         self._store.register_buffer(self.address, num_bytes)
 
     def names(self, num_bytes: int) -> list[str]:
-        """Return the names that the engine has written, one per line."""
-        assert self._map is not None, "a request says how much memory there is"
+        """Return the names that the engine wrote, one per line."""
+        assert self._map is not None, "each request carries the size of the memory"
         return self._map[:num_bytes].decode().split("\n")
 
 
@@ -102,28 +102,28 @@ def _answer(store: Any, memory: _Memory, request: dict[str, Any]) -> dict[str, A
 
 
 def _get(store: Any, memory: _Memory, name: str, num_bytes: int) -> int:
-    """Fill the memory, and return the value's length in bytes, or what is wrong."""
+    """Fill the memory, and return the value's length in bytes, or an error code."""
     code: int = store.get_into(name, memory.address, num_bytes)
     if code != TOO_SMALL:
         return code
     length: int = store.get_size(name)
     if length <= num_bytes:
         return length if length < 0 else code
-    # Only as much as there is room for; what comes after is not read.
+    # Read only the part that fits.
     (((code,),),) = store.get_into_ranges(
         [memory.address], [[name]], [[[0]]], [[[0]]], [[[num_bytes]]]
     )
     return length if code >= 0 else code
 
 
-def _drop_callers() -> None:
-    """Let nobody connect to this process: it calls others, and has nothing for them.
+def _refuse_connections() -> None:
+    """Drop every packet to the listening ports of this process, which serves nobody.
 
-    Mooncake's client opens two ports to all of the network, whatever it is told. Closing them under
-    it might set it spinning; a filter that drops every packet does not.
+    Mooncake's client always opens two ports to the whole network. Closing them could make the
+    client spin; a packet filter does not.
     """
-    nothing = ctypes.create_string_buffer(struct.pack("HBBI", _BPF_RETURN, 0, 0, 0))
-    program = struct.pack("HP", 1, ctypes.addressof(nothing))
+    drop = ctypes.create_string_buffer(struct.pack("HBBI", _BPF_RETURN, 0, 0, 0))
+    program = struct.pack("HP", 1, ctypes.addressof(drop))
     for name in os.listdir("/proc/self/fd"):
         try:
             port = socket.socket(fileno=os.dup(int(name)))
@@ -135,10 +135,10 @@ def _drop_callers() -> None:
 
 
 def _die_with(life: int) -> None:
-    """Let the system end this process when the engine closes its end, whatever runs here."""
+    """Make the system kill this process when the engine closes its end of the pipe."""
     fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([life], [], [], 0)[0]:  # it was closed before: of that, no signal comes
+    if select.select([life], [], [], 0)[0]:  # already closed: no signal will come
         os._exit(0)
 
 

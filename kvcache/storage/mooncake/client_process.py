@@ -1,4 +1,4 @@
-"""The engine's end of a process that talks to Mooncake."""
+"""Handle of a subprocess that runs Mooncake's client (`client_main`)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _FIRST_BYTES: Final = 1 << 20
 
 
 class ClientProcess:
-    """One process, and the memory that it shares with this one. For one thread at a time."""
+    """A client subprocess and the memory shared with it. Not thread-safe."""
 
     def __init__(self, local_host: str, master: str) -> None:
-        """Start it; it connects in its own time.
+        """Start the process, which begins to connect to the master.
 
         Raises:
-            OSError: if the system gives no process, memory or files.
+            OSError: if the system is out of processes, memory or files.
         """
         self.connected = False
         self._view = memoryview(b"")
@@ -33,7 +33,7 @@ class ClientProcess:
         with theirs:
             files = (theirs.fileno(), self._file, life)
             self._process = subprocess.Popen(
-                # -P: the folder of this file has names of other people's packages in it.
+                # -P: keep the program's folder out of sys.path.
                 [
                     sys.executable,
                     "-P",
@@ -44,18 +44,18 @@ class ClientProcess:
                 ],
                 pass_fds=files,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # Mooncake talks a lot
+                stdout=subprocess.DEVNULL,  # Mooncake prints a lot
                 stderr=subprocess.DEVNULL,
             )
         os.close(life)
         self.alive = True
 
     def wait_connected(self, timeout_s: float) -> None:
-        """Return when it has found the master.
+        """Wait until the process is connected to the master.
 
         Raises:
-            TimeoutError: if it has not yet; it goes on.
-            EOFError: if it gave up, and is gone.
+            TimeoutError: if it is not connected after timeout_s; it keeps trying.
+            EOFError: if it gave up and exited.
         """
         if not self.connected:
             code: int = self._receive(timeout_s)["code"]
@@ -65,7 +65,7 @@ class ClientProcess:
             self.connected = True
 
     def reserve(self, num_bytes: int) -> None:
-        """Have memory for a value of this length, at least."""
+        """Enlarge the memory to at least num_bytes."""
         if num_bytes <= len(self._view):
             return
         size = max(num_bytes, 2 * len(self._view), _FIRST_BYTES)
@@ -73,7 +73,7 @@ class ClientProcess:
         self._view = memoryview(mmap.mmap(self._file, size))
 
     def write(self, parts: Sequence[memoryview]) -> int:
-        """Put the parts into the memory, one after the other, and return their length."""
+        """Copy the concatenated parts into the memory, and return their length in bytes."""
         num_bytes = sum(len(part) for part in parts)
         self.reserve(num_bytes)
         position = 0
@@ -83,16 +83,16 @@ class ClientProcess:
         return num_bytes
 
     def view(self, num_bytes: int) -> memoryview:
-        """Return the first bytes of the memory; until the next request."""
+        """Return the first bytes of the memory, which are valid until the next request."""
         return self._view[:num_bytes]
 
     def ask(self, do: str, name: str, num_bytes: int, timeout_s: float) -> dict[str, Any]:
-        """Let it do one thing, and return its answer.
+        """Send a request and return the answer.
 
         Raises:
-            TimeoutError: if there is none in time. It may still do it, and use the memory.
-            EOFError: if it is gone.
-            OSError: if it is gone.
+            TimeoutError: if there is no answer in time. The process may still execute the request
+                and use the memory.
+            EOFError, OSError: if the process is gone.
         """
         self.reserve(num_bytes)
         request = {"do": do, "name": name, "num_bytes": num_bytes, "memory_bytes": len(self._view)}
@@ -100,7 +100,7 @@ class ClientProcess:
         return self._receive(timeout_s)
 
     def kill(self) -> None:
-        """End it at once; what it was doing may be done or not."""
+        """Kill the process; its current request may or may not take effect."""
         if not self.alive:
             return
         self.alive = False

@@ -1,12 +1,13 @@
-"""The backend over object storage: S3 and what speaks like it, a directory, or memory.
+"""Object storage backend: S3 and compatible services, a directory, or memory.
 
 ::
 
-    PREFIX/3f/3fa0…e1      two digits of the key, then all of it: an object, written by one PUT
+    PREFIX/3f/3fa0…e1                       two digits of the key, then all of it
     PREFIX/0123456789abcdef/3f/3fa0…e1      in a namespace: its digits end the prefix
 
-An object is there when all of it is. Object storage keeps no order of use, so that `touch` does
-nothing: what expires when is a rule of the bucket. Needs the extra ``objects``.
+One PUT writes an object, so it is visible only when it is complete. Object storage keeps no LRU
+order: `touch` does nothing, and a lifecycle rule of the bucket decides what expires. Needs the
+extra ``objects``.
 """
 
 from __future__ import annotations
@@ -21,37 +22,33 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from ..errors import BackendError, BackendRefusedError, MissingPackageError, UnsupportedError
-from ..interface import (
-    StoredValue,
-    scatter,
-)
+from ..interface import StoredValue
 from ..keys import KEY_BYTES, NAMESPACE_DIGITS, check_key
-from ..remote import RequestCounts
+from ..remote import RequestCounts, check_timeouts, scatter
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-_AT_ONCE: Final = 16
-"""Requests of one lookup."""
+_MAX_CONCURRENT_HEADS: Final = 16
+"""Concurrent requests of one lookup."""
 _NO_ORDER: Final = (
-    "object storage keeps no order of use: give the bucket a rule that expires objects, "
-    "or remove all"
+    "object storage keeps no LRU order: give the bucket a rule that expires objects, or remove all"
 )
 
 
 class ObjectStorageBackend:
-    """Values in an object store of `obstore`; `s3_store` and `memory_store` make one.
+    """Values in an `obstore` object store, such as `s3_store` and `memory_store` return.
 
-    Writing a key again replaces its object: that repairs a corrupt one, and does no harm otherwise,
-    as equal keys mean equal bytes.
+    Writing a key again replaces its object. That repairs a corrupt object and does no harm
+    otherwise, because equal keys mean equal bytes.
     """
 
     def __init__(self, store: ObjectStore, *, prefix: str = "") -> None:
-        """Prepare, without connecting.
+        """Prepare without connecting.
 
         Args:
-            store: where objects are; its own options say how long a request may take.
-            prefix: of every object's path, without a slash at its end.
+            store: object store; its options limit the time of a request.
+            prefix: prefix of every object's path, without a slash at its end.
 
         Raises:
             MissingPackageError: if `obstore` is not installed.
@@ -59,21 +56,22 @@ class ObjectStorageBackend:
         _check_installed()
         self._store = store
         self._prefix = f"{prefix}/" if prefix else ""
-        self._heads = ThreadPoolExecutor(_AT_ONCE, "radixkv-head")
+        self._heads = ThreadPoolExecutor(_MAX_CONCURRENT_HEADS, "radixkv-head")
         self._counts = RequestCounts()
 
     # -- Backend
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """See Backend; a request for each key up to the first missing, and some beyond it at once.
+        """See Backend. Sends one request per key, several at once, up to the first missing key.
 
-        What follows that is said to be missing: each request costs money.
+        All following keys are reported as missing: each request costs money.
         """
         found = [False] * len(keys)
         if len(keys) == 1:
             return [self._exists(self._path(keys[0]))]
         paths = map(self._path, keys)
-        asked = deque(self._heads.submit(self._exists, path) for path in islice(paths, _AT_ONCE))
+        first = islice(paths, _MAX_CONCURRENT_HEADS)
+        asked = deque(self._heads.submit(self._exists, path) for path in first)
         try:
             for place in range(len(keys)):
                 found[place] = asked.popleft().result()
@@ -83,11 +81,11 @@ class ObjectStorageBackend:
         finally:
             for each in asked:
                 each.cancel()
-            wait(asked)  # no request is left behind that its caller knows nothing of
+            wait(asked)  # no request outlives the call
         return found
 
     def get(self, key: bytes, into: Sequence[memoryview]) -> int | None:
-        """See Backend. The size comes before the bytes; of a larger object, a range is read."""
+        """See Backend. Reads the size first, and only a range of an object that does not fit."""
         path = self._path(key)
         room = sum(len(part) for part in into)
         try:
@@ -105,11 +103,11 @@ class ObjectStorageBackend:
     def put(self, key: bytes, parts: Sequence[memoryview]) -> None:
         """See Backend."""
         with self._typed("writing"):
-            # One request, whatever the size: no parts of an upload can be left behind.
+            # One request of any size: a multipart upload could leave parts behind.
             self._store.put(self._path(key), b"".join(parts), use_multipart=False)
 
     def delete(self, key: bytes) -> bool:
-        """See Backend. It asks first: S3 does not say whether there was an object."""
+        """See Backend. Asks for the object first, because S3 does not report whether it existed."""
         path = self._path(key)
         if not self._exists(path):
             return False
@@ -117,31 +115,31 @@ class ObjectStorageBackend:
             with self._typed("deleting"):
                 self._store.delete(path)
         except FileNotFoundError:
-            return False  # somebody else was faster
+            return False  # somebody else deleted it first
         return True
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Do nothing: there is no order of use."""
+        """Do nothing: object storage keeps no LRU order."""
 
     def list_values(self, *, coldest_first: bool = False) -> Iterator[StoredValue]:
-        """See Backend. A page of the list at a time; there is no order of use."""
+        """See Backend. Reads a page of the list at a time; LRU order is not supported."""
         if coldest_first:
             raise UnsupportedError(_NO_ORDER)
         return (value for _, value in self._list(with_namespaces=False))
 
     def list_namespaces(self) -> Iterator[tuple[str, StoredValue]]:
-        """See SharedBackend; the same pages as of list_values, which have all names anyway."""
+        """See SharedBackend; reads the same pages as `list_values`."""
         return self._list(with_namespaces=True)
 
     def stats(self) -> Mapping[str, int]:
-        """Return how many requests there were, and how many failed; asks nobody."""
+        """Return the numbers of requests and failed requests."""
         return self._counts.read()
 
     def close(self) -> None:
-        """Let go of the threads; their requests end by themselves, at the latest in time."""
+        """Stop the threads; their current requests end at their time limit at the latest."""
         self._heads.shutdown(wait=False, cancel_futures=True)
 
-    # -- the parts of these
+    # -- internals
 
     def _list(self, *, with_namespaces: bool) -> Iterator[tuple[str, StoredValue]]:
         is_ours = re.compile(
@@ -174,7 +172,7 @@ class ObjectStorageBackend:
 
     @contextmanager
     def _typed(self, doing: str) -> Iterator[None]:
-        """Count a request, and make its error one of ours, without its text: that holds URLs."""
+        """Count a request, and turn its error into a BackendError without its text: it has URLs."""
         from obstore import exceptions
 
         self._counts.ask()
@@ -191,23 +189,21 @@ class ObjectStorageBackend:
 
 
 def s3_store(bucket: str, *, timeout_s: float = 5.0, connect_timeout_s: float = 1.0) -> ObjectStore:
-    """Return a bucket of S3, or of a server that speaks like it. Nothing is tried twice.
+    """Return a bucket of S3 or of a compatible service, without retries.
 
-    Where and who is read from the environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
-    AWS_SESSION_TOKEN, AWS_REGION, AWS_ENDPOINT_URL, and AWS_ALLOW_HTTP=true for one without TLS.
+    The environment sets the endpoint and the credentials: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
+    AWS_SESSION_TOKEN, AWS_REGION, AWS_ENDPOINT_URL, and AWS_ALLOW_HTTP=true to allow no TLS.
 
     Args:
-        bucket: its name.
-        timeout_s: how long a request may take, from its start to its last byte.
-        connect_timeout_s: how long to wait for a connection.
+        bucket: name of the bucket.
+        timeout_s: time limit of a request, from its start to its last byte.
+        connect_timeout_s: time limit for a connection.
 
     Raises:
         MissingPackageError: if `obstore` is not installed.
         ValueError: if a time is not positive.
     """
-    for name, value in (("timeout_s", timeout_s), ("connect_timeout_s", connect_timeout_s)):
-        if not value > 0:
-            raise ValueError(f"{name} must be positive, got {value}")
+    check_timeouts(timeout_s, connect_timeout_s)
     _check_installed()
     from obstore.store import S3Store
 
@@ -216,7 +212,7 @@ def s3_store(bucket: str, *, timeout_s: float = 5.0, connect_timeout_s: float = 
         client_options={
             "timeout": _milliseconds(timeout_s),
             "connect_timeout": _milliseconds(connect_timeout_s),
-            # obstore reads this one from the environment, but not when it is given other options.
+            # obstore ignores this variable when it is given other options.
             "allow_http": os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true",
         },
         retry_config={"max_retries": 0},
@@ -224,7 +220,7 @@ def s3_store(bucket: str, *, timeout_s: float = 5.0, connect_timeout_s: float = 
 
 
 def memory_store() -> ObjectStore:
-    """Return a store in the memory of this process, for tests and to try things.
+    """Return a store in the memory of this process, for tests and experiments.
 
     Raises:
         MissingPackageError: if `obstore` is not installed.

@@ -1,4 +1,4 @@
-"""Where a Redis server is and how to log in, from a URL, without showing what is secret."""
+"""Address and login of a Redis server, parsed from a URL; it does not show secrets."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _ESCAPES: Final = "in a password, '/' is written %2F, '?' %3F, '#' %23 and '@' %
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """A Redis server.
+    """Address of a Redis server.
 
     Attributes:
-        host: name or address; not used with unix_path.
-        port: not used with unix_path.
+        host: name or IP address; unused with unix_path.
+        port: TCP port; unused with unix_path.
         db: number of the database.
-        username: not shown; None for the default user.
-        password: not shown; None if the server asks for none.
-        tls: whether to encrypt, and to check the server's certificate and name.
-        unix_path: of a socket on this machine, in place of host and port.
+        username: user name, not shown; None for the default user.
+        password: password, not shown; None if the server needs none.
+        tls: whether to encrypt, and to verify the server's certificate and name.
+        unix_path: path of a local socket, instead of host and port.
     """
 
     host: str = "localhost"
@@ -36,7 +36,7 @@ class RedisAddress:
 
     @classmethod
     def from_url(cls, url: str) -> RedisAddress:
-        """Read a URL.
+        """Parse a URL.
 
         Args:
             url: ``redis://[[USER]:PASSWORD@]HOST[:PORT][/DB]``, the same with ``rediss`` for TLS,
@@ -44,7 +44,7 @@ class RedisAddress:
                 percent-encoded.
 
         Raises:
-            StorageUrlError: if it is none of these. Its text has no part of the URL.
+            StorageUrlError: for any other URL. The text shows no part of it.
         """
         try:
             parts = urlsplit(url)

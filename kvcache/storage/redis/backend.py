@@ -1,13 +1,13 @@
-"""The backend over Redis or Valkey: one string per block, shared by all that reach the server.
+"""Redis backend: one string per block in a Redis or Valkey server, shared by all its clients.
 
 ::
 
-    radixkv:3fa0…e1      prefix, then the key in hex: a value, as SET wrote it
+    radixkv:3fa0…e1                       prefix, then the key in hex
     radixkv:0123456789abcdef:3fa0…e1      in a namespace: its digits end the prefix
 
-A value is written by one SET, so a reader sees all of it or nothing, and writing it again does no
-harm. (SET NX would keep a corrupt one.) What is forgotten, and when, is the server's choice: its
-`maxmemory-policy`, and `ttl_s` here. Needs the extra ``redis``.
+One SET writes a value, so a reader sees all of it or nothing, and writing it again does no harm.
+(SET NX would keep a corrupt value.) The server decides what to evict by its `maxmemory-policy` and
+`ttl_s`. Needs the extra ``redis``.
 """
 
 from __future__ import annotations
@@ -24,12 +24,9 @@ from ..errors import (
     MissingPackageError,
     UnsupportedError,
 )
-from ..interface import (
-    StoredValue,
-    scatter,
-)
+from ..interface import StoredValue
 from ..keys import KEY_BYTES, NAMESPACE_DIGITS, check_key
-from ..remote import RequestCounts
+from ..remote import DEFAULT_PREFIX, RequestCounts, check_timeouts, scatter
 from .address import RedisAddress
 from .packer import (
     Packer,
@@ -37,23 +34,21 @@ from .packer import (
     Word,
 )
 
-DEFAULT_PREFIX: Final = "radixkv:"
 _NO_ORDER: Final = (
-    "a Redis server tells no order of use: its maxmemory-policy forgets the least recently used, "
-    "or remove all"
+    "a Redis server does not report LRU order: let its maxmemory-policy evict values, or remove all"
 )
-_NO_STRING: Final = "WRONGTYPE"
+_WRONG_TYPE: Final = "WRONGTYPE"
 _SCAN_COUNT: Final = 1000
 _READ_BYTES: Final = 1 << 20
-"""How much the client reads from its socket at once: large, as values are."""
+"""Bytes that the client reads from its socket at once; large, because values are large."""
 
 
 class RedisBackend:
-    """Values in a Redis or Valkey server. Each thread that calls has a connection of its own.
+    """Values in a Redis or Valkey server. Each calling thread uses a separate connection.
 
-    Connections are made when they are needed, and made again after the server was gone. Nothing is
-    tried twice: a call that gets no answer for timeout_s fails, and the block is a miss. The server
-    may still do what it was asked when it goes on; that does no harm, as keys name their contents.
+    Connections are made on demand, and again after the server was away. There are no retries: a
+    call without an answer for timeout_s fails, and the block is a miss. The server may still
+    execute the request later. That does no harm, because keys identify their contents.
     """
 
     def __init__(
@@ -66,23 +61,22 @@ class RedisBackend:
         connect_timeout_s: float = 1.0,
         ca_file: str | None = None,
     ) -> None:
-        """Prepare, without connecting: a server that is down now may be up later.
+        """Prepare without connecting: a server that is down now may be up later.
 
         Args:
-            address: of the server.
-            prefix: of every key in the server; one per namespace lets an operator delete it alone.
-            ttl_s: how long a value is kept after it was written or touched; None for no limit.
-            timeout_s: how long to wait for the next bytes of an answer.
-            connect_timeout_s: how long to wait for a connection.
-            ca_file: certificates that TLS trusts, in PEM; None for those of the system.
+            address: address of the server.
+            prefix: prefix of every key in the server. With one prefix per namespace, an operator
+                can delete a namespace.
+            ttl_s: time to keep a value after it was written or touched; None for no limit.
+            timeout_s: time limit for the next bytes of an answer.
+            connect_timeout_s: time limit for a connection.
+            ca_file: PEM file of the certificates that TLS trusts; None for the system's.
 
         Raises:
             MissingPackageError: if `redis` or `hiredis` is not installed.
             ValueError: if a time is not positive.
         """
-        for name, value in (("timeout_s", timeout_s), ("connect_timeout_s", connect_timeout_s)):
-            if not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}")
+        check_timeouts(timeout_s, connect_timeout_s)
         if ttl_s is not None and ttl_s < 1:
             raise ValueError(f"ttl_s must be at least 1, got {ttl_s}")
         self._address = address
@@ -98,7 +92,7 @@ class RedisBackend:
     # -- Backend
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """See Backend; one round trip."""
+        """See Backend; takes one round trip."""
         if not keys:
             return []
         with self._typed("looking up"):
@@ -108,15 +102,15 @@ class RedisBackend:
             return [answer == 1 for answer in pipeline.execute()]
 
     def get(self, key: bytes, into: Sequence[memoryview]) -> int | None:
-        """See Backend. The server sends one byte more than there is room for, at most.
+        """See Backend. The server sends at most one byte more than fits.
 
-        What is no string, and so not written by this, is as good as an empty value.
+        A key of another Redis type, which this backend never writes, counts as an empty value.
         """
         name = self._name(key)
         room = sum(len(part) for part in into)
         with self._typed("reading"):
-            # One command, so its answer is of one moment; the byte too many tells a longer value.
-            value = self._unless_no_string("GETRANGE", name, 0, room)
+            # One command, so the answer is consistent; the extra byte shows a longer value.
+            value = self._string_command("GETRANGE", name, 0, room)
             if value is None:
                 return 0
             if not isinstance(value, bytes):
@@ -135,14 +129,14 @@ class RedisBackend:
             self._command("SET", self._name(key), Value(parts), *expiry)
 
     def delete(self, key: bytes) -> bool:
-        """See Backend. The server frees the memory later, on a thread of its own."""
+        """See Backend. The server frees the memory later, on another thread."""
         with self._typed("deleting"):
             return bool(self._command("UNLINK", self._name(key)))
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """See Backend; one round trip. With ttl_s, their time starts again.
+        """See Backend; takes one round trip. With ttl_s, the time of each value starts again.
 
-        A server knows the order of use to a second, and forgets the oldest of a few that it draws.
+        A server knows LRU order to a second, and evicts the coldest of a few sampled keys.
         """
         if not keys:
             return
@@ -157,24 +151,24 @@ class RedisBackend:
             pipeline.execute()
 
     def list_values(self, *, coldest_first: bool = False) -> Iterator[StoredValue]:
-        """See Backend. In steps of some hundred keys; the server tells no order of use."""
+        """See Backend. Scans a few hundred keys at a time; LRU order is not supported."""
         if coldest_first:
             raise UnsupportedError(_NO_ORDER)
         return (value for _, value in self._list(with_namespaces=False))
 
     def list_namespaces(self) -> Iterator[tuple[str, StoredValue]]:
-        """See SharedBackend; one scan, as for list_values, which goes over all names anyway."""
+        """See SharedBackend; takes one scan, like `list_values`."""
         return self._list(with_namespaces=True)
 
     def stats(self) -> Mapping[str, int]:
-        """Return how many requests there were, and how many failed; asks nobody."""
+        """Return the numbers of requests and failed requests."""
         return self._counts.read()
 
     def close(self) -> None:
-        """Close the connections; a call after this makes new ones."""
+        """Close the connections; a later call opens new ones."""
         self._client.connection_pool.disconnect()
 
-    # -- the parts of these
+    # -- internals
 
     def _list(self, *, with_namespaces: bool) -> Iterator[tuple[str, StoredValue]]:
         pattern = re.sub(rb"([\\*?\[\]^-])", rb"\\\1", self._prefix) + b"*"
@@ -196,7 +190,7 @@ class RedisBackend:
                 for match in new:
                     pipeline.execute_command("STRLEN", match[0])
                 answers = pipeline.execute(raise_on_error=False)
-                sizes = [_number_if_string(answer) for answer in answers]
+                sizes = [_length_of_string(answer) for answer in answers]
             seen.update(match[0] for match in new)
             for match, num_bytes in zip(new, sizes, strict=True):
                 namespace, digits = (match[1] or b"").decode(), match[2].decode()
@@ -208,20 +202,20 @@ class RedisBackend:
     def _command(self, *words: Word) -> Any:
         return self._client.execute_command(*words)
 
-    def _unless_no_string(self, *words: Word) -> Any:
-        """Return the answer to a command for strings; None if the key is of something else."""
+    def _string_command(self, *words: Word) -> Any:
+        """Return the answer to a command on a string; None if the key has another type."""
         from redis import exceptions
 
         try:
             return self._command(*words)
         except exceptions.ResponseError as error:
-            if _code(error) != _NO_STRING:
+            if _code(error) != _WRONG_TYPE:
                 raise
             return None
 
     @contextmanager
     def _typed(self, doing: str) -> Iterator[None]:
-        """Make an error of the client one of ours, without its text."""
+        """Count a request, and turn a client's error into a BackendError without its text."""
         from redis import exceptions
 
         self._counts.ask()
@@ -229,15 +223,15 @@ class RedisBackend:
             yield
         except (exceptions.RedisError, OSError) as error:
             self._counts.fail()
-            raise self._ours(doing, error) from None
+            raise self._backend_error(doing, error) from None
         except BackendError:
             self._counts.fail()
             raise
 
-    def _ours(self, doing: str, error: Exception) -> BackendError:
+    def _backend_error(self, doing: str, error: Exception) -> BackendError:
         from redis import exceptions
 
-        # From the special to the general: the first two are connection errors, too.
+        # From special to general: the first two are subclasses of ConnectionError.
         if isinstance(error, (exceptions.AuthenticationError, exceptions.AuthorizationError)):
             return BackendRefusedError(doing, "wrong or no username or password")
         if isinstance(error, exceptions.BusyLoadingError):
@@ -254,12 +248,12 @@ class RedisBackend:
 def _client(
     address: RedisAddress, timeout_s: float, connect_timeout_s: float, ca_file: str | None
 ) -> Any:
-    """Return a client that waits no longer than it is told, and tries once.
+    """Return a client that keeps the time limits and never retries.
 
-    Without its type, which says of each answer that it may be an awaitable, too.
+    It is untyped here: redis-py types every answer as possibly awaitable.
     """
     try:
-        import hiredis  # noqa: F401  without it, large values are ten times as slow
+        import hiredis  # noqa: F401  redis-py is ten times slower without it on large values
         import redis
         from redis.backoff import NoBackoff
         from redis.retry import Retry
@@ -272,9 +266,9 @@ def _client(
         "socket_timeout": timeout_s,
         "socket_connect_timeout": connect_timeout_s,
         "socket_read_size": _READ_BYTES,
-        "protocol": 2,  # one answer fewer to wait for per connection
+        "protocol": 2,  # saves one round trip per connection
         "command_packer": Packer(),
-        # By default redis-py tries up to ten times: a call would last many times timeout_s.
+        # By default redis-py retries up to ten times: a call would take many times timeout_s.
         "retry": Retry(NoBackoff(), 0),
     }
     connection: Any
@@ -292,16 +286,16 @@ def _client(
     return redis.Redis(connection_pool=pool)
 
 
-def _number_if_string(answer: int | Exception) -> int:
-    """Return the answer to STRLEN; 0 for what is no string."""
+def _length_of_string(answer: int | Exception) -> int:
+    """Return the answer to STRLEN; 0 for a key of another type."""
     if isinstance(answer, Exception):
-        if _code(answer) != _NO_STRING:
+        if _code(answer) != _WRONG_TYPE:
             raise answer
         return 0
     return answer
 
 
 def _code(error: Exception) -> str:
-    """Return the first word of a refusal, such as WRONGTYPE, or its type: never a sentence."""
+    """Return the error code, such as WRONGTYPE, or else the type name; never the whole text."""
     word = str(error).partition(" ")[0]
     return word if word.isalpha() and word.isupper() else type(error).__name__

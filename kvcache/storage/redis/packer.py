@@ -1,4 +1,4 @@
-"""How a command goes over the wire to Redis, without a copy of large values."""
+"""Encoding of Redis commands without a copy of large values."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 _COPY_BYTES: Final = 16 << 10
-"""A part that is smaller is copied beside its neighbours: that costs less than a call to send."""
+"""Parts below this size are copied together: a copy costs less than a separate send."""
 
 
 class Value(list[memoryview]):
-    """One word of a command, in parts."""
+    """One word of a command, given in parts."""
 
 
 Word: TypeAlias = bytes | str | int | Value
 
 
 class Packer:
-    """How a command goes over the wire: large parts as they are, where redis-py would copy them."""
+    """Encodes commands, and passes large parts on uncopied; redis-py's own packer copies them."""
 
     def pack(self, *words: Word) -> list[bytes | memoryview]:
-        """Return what to send, one after the other. Called by redis-py for every command."""
+        """Return the pieces to send in order; redis-py calls this for every command."""
         pieces: list[bytes | memoryview] = []
-        small = [b"*%d\r\n" % len(words)]  # bytes that can be sent in one piece
+        small = [b"*%d\r\n" % len(words)]  # consecutive bytes to send in one piece
         for word in words:
             if isinstance(word, Value):
                 parts: Sequence[bytes | memoryview] = word

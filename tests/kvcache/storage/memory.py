@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from threading import Semaphore
 
 from radixkv.kvcache.storage import StoredValue, UnsupportedError
-from radixkv.kvcache.storage.interface import scatter
+from radixkv.kvcache.storage.remote import scatter
 
 
 class MemoryBackend:

@@ -97,7 +97,7 @@ BUGS = (
         "deleting what was evicted is not synced",
         "files/backend.py",
         "if self._durable and key[:1].hex() in self._buckets:",
-        "if there and self._durable:",
+        "if existed and self._durable:",
     ),
     Bug(
         "names that a killed process left are not synced",

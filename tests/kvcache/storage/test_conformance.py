@@ -24,8 +24,7 @@ from .redis_server import RedisServer
 
 _numbers = itertools.count()
 NO_ORDER_OF_OBJECTS = (
-    "object storage keeps no order of use: give the bucket a rule that expires objects, "
-    "or remove all"
+    "object storage keeps no LRU order: give the bucket a rule that expires objects, or remove all"
 )
 
 
@@ -40,8 +39,8 @@ class TestFiles(BackendConformance):
 
 class TestRedis(BackendConformance):
     order_refused = (
-        "a Redis server tells no order of use: its maxmemory-policy forgets the least recently "
-        "used, or remove all"
+        "a Redis server does not report LRU order: let its maxmemory-policy evict values, "
+        "or remove all"
     )
 
     @pytest.fixture(params=["socket", "tcp", "ttl"])
@@ -91,7 +90,7 @@ class TestObjectsInS3(BackendConformance):
 
 
 class TestMooncake(BackendConformance):
-    list_refused = "a Mooncake store does not list its keys; to remove all, start its master again"
+    list_refused = "a Mooncake store does not list its keys; to remove all, restart its master"
     order_refused = list_refused
 
     @pytest.fixture

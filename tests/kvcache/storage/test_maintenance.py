@@ -285,7 +285,7 @@ def test_a_directory_of_several_nodes_is_told_by_its_storages(tmp_path: Path) ->
     (tmp_path / "other").mkdir()
     for node in ("prefill-0", "decode-0"):
         FileBackend(tmp_path / node, max_bytes=1000).close()
-    text = f"{tmp_path} is no storage, but these in it are: decode-0, prefill-0"
+    text = f"{tmp_path} is not a storage directory, but it has some: decode-0, prefill-0"
     with pytest.raises(StorageUrlError, match=f"^{re.escape(text)}$"):
         open_existing(tmp_path.as_uri())
 
@@ -303,7 +303,7 @@ def test_opening_a_directory_neither_makes_nor_evicts(tmp_path: Path) -> None:
         open_existing(url)
     directory.unlink()
     directory.mkdir()
-    text = f"{directory} is no storage: there is no file lock in it"
+    text = f"{directory} is not a storage directory: it has no file named lock"
     with pytest.raises(StorageUrlError, match=f"^{re.escape(text)}$"):
         open_existing(url)
     assert list(directory.iterdir()) == []
@@ -321,7 +321,7 @@ def test_opening_a_directory_neither_makes_nor_evicts(tmp_path: Path) -> None:
 
 def test_a_namespace_of_a_directory_would_be_all_of_it(tmp_path: Path) -> None:
     FileBackend(tmp_path / "blocks", max_bytes=1000).close()
-    text = "a directory does not tell namespaces apart: leave it out"
+    text = "a directory does not separate namespaces: leave out namespace"
     with pytest.raises(StorageUrlError, match=f"^{text}$"):
         open_existing((tmp_path / "blocks").as_uri(), BackendOptions(namespace="0" * 16))
 

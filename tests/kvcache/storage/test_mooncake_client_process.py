@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from radixkv.kvcache.storage import BackendUnreachableError
+from radixkv.kvcache.storage.mooncake import client_main
 from radixkv.kvcache.storage.mooncake.client_process import ClientProcess
 
 from .conformance import KEYS, MIB, get, put, value_of

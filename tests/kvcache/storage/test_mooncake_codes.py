@@ -14,6 +14,7 @@ from radixkv.kvcache.storage import (
     BackendUnreachableError,
 )
 from radixkv.kvcache.storage.mooncake import backend as module
+from radixkv.kvcache.storage.mooncake import client_main
 from radixkv.kvcache.storage.mooncake.backend import MooncakeBackend
 from radixkv.kvcache.storage.mooncake.client_main import TOO_SMALL, _Memory
 

@@ -87,7 +87,7 @@ UNKNOWN = (
     "mooncake://, memory://; /a/path is file:///a/path"
 )
 DIRECTORY = "a directory's URL is file:///DIRECTORY, with its path from the root"
-BUCKET = "a bucket's URL is s3://BUCKET or s3://BUCKET/PREFIX, no more"
+BUCKET = "a bucket's URL is s3://BUCKET or s3://BUCKET/PREFIX"
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ BUCKET = "a bucket's URL is s3://BUCKET or s3://BUCKET/PREFIX, no more"
         ("s3://bucket:9000", BUCKET),
         ("s3://bucket?region=x", BUCKET),
         ("s3://bucket#x", BUCKET),
-        ("memory://x", "memory:// is all of its URL"),
+        ("memory://x", "the URL of memory:// ends there"),
         ("redis://host/x", None),
     ],
 )

@@ -244,15 +244,15 @@ def test_a_poll_wakes_a_thread_only_if_nothing_was_done_since_the_last(
             assert woken
 
 
-def test_threads_are_woken_when_one_learned_that_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_woken_when_one_finds_that_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = time.perf_counter()
-    learned: list[tuple[bool, bool]] = []
+    observed: list[tuple[bool, bool]] = []
 
-    def learn(sharing: AdaptiveParallelism, took_s: float, *, alone: bool) -> bool:
-        learned.append((0 <= took_s <= time.perf_counter() - begun, alone))
-        return len(learned) == 1
+    def observe(parallelism: AdaptiveParallelism, took_s: float, *, alone: bool) -> bool:
+        observed.append((0 <= took_s <= time.perf_counter() - begun, alone))
+        return len(observed) == 1
 
-    monkeypatch.setattr(AdaptiveParallelism, "learn", learn)
+    monkeypatch.setattr(AdaptiveParallelism, "observe", observe)
     backend = HeldBackend()
     with workers(backend, num_threads=2) as storage:
         load = storage.load(KEYS[:3], [[bytearray(1)]] * 3, timeout_s=LONG_S)
@@ -260,11 +260,11 @@ def test_threads_are_woken_when_one_learned_that_it_pays(monkeypatch: pytest.Mon
         backend.go.release()
         for _ in range(2):
             backend.entered.acquire()  # each has one
-        assert learned == [(True, True)]
+        assert observed == [(True, True)]
         for _ in range(2):
             backend.go.release()
         wait_ended(storage, load)
-        assert learned[1] == (True, False)
+        assert observed[1] == (True, False)
 
 
 def test_a_lookup_waits_for_nothing_that_is_stuck() -> None:
@@ -277,10 +277,10 @@ def test_a_lookup_waits_for_nothing_that_is_stuck() -> None:
             backend.entered.acquire()
 
 
-def test_threads_share_what_is_submitted_where_that_pays() -> None:
+def test_submitted_operations_wake_all_threads_if_that_pays() -> None:
     backend = HeldBackend()
     with workers(backend, num_threads=3) as storage:
-        storage._sharing.several = True
+        storage._parallelism.use_all_threads = True
         storage.load(KEYS[:2], [[bytearray(1)]] * 2, timeout_s=LONG_S)
         storage.store(KEYS[2:3], [[b"a"]], timeout_s=LONG_S)
         for _ in range(3):
@@ -299,8 +299,8 @@ def test_threads_share_what_is_submitted_where_that_pays() -> None:
 def test_several_threads_pay_where_one_waits_for_the_backend(
     times_us: list[int], alone: bool, wakes: list[bool]
 ) -> None:
-    sharing = AdaptiveParallelism()
-    assert [sharing.learn(us / 1e6, alone=alone) for us in times_us] == wakes
+    parallelism = AdaptiveParallelism()
+    assert [parallelism.observe(us / 1e6, alone=alone) for us in times_us] == wakes
 
 
 def test_a_synchronous_lookup_gives_up_too() -> None:

@@ -22,8 +22,8 @@ from radixkv.kvcache.storage import (
     FileBackend,
     open_backend,
 )
+from radixkv.kvcache.storage import object_storage as objects
 from radixkv.kvcache.storage.files.system_calls import OsFiles
-from radixkv.kvcache.storage.object_storage import backend as objects
 from radixkv.kvcache.storage.object_storage.backend import memory_store
 
 from ...kvcache.storage.redis_server import RedisServer, running
@@ -150,7 +150,7 @@ def test_gc_removes_the_least_recently_used_and_sweeps(radixkv: Any, directory: 
 def test_gc_without_an_order_is_refused(radixkv: Any) -> None:
     outcome = radixkv("storage", "gc", "memory://", "--max-bytes", 250)
     message = (
-        "radixkv: object storage keeps no order of use: give the bucket a rule that expires "
+        "radixkv: object storage keeps no LRU order: give the bucket a rule that expires "
         "objects, or remove all\n"
     )
     assert outcome == (2, "", message)
@@ -179,8 +179,8 @@ def test_a_redis_server_by_namespace(radixkv: Any, server: RedisServer) -> None:
     assert radixkv("storage", "verify", *here).status == 1
     refused = radixkv("storage", "gc", *here, "--max-bytes", 1)
     message = (
-        "radixkv: a Redis server tells no order of use: its maxmemory-policy forgets the least "
-        "recently used, or remove all\n"
+        "radixkv: a Redis server does not report LRU order: let its maxmemory-policy evict "
+        "values, or remove all\n"
     )
     assert refused == (2, "", message)
     outcome = radixkv("storage", "gc", *here, "--all", "--json", "-")
@@ -240,7 +240,7 @@ def test_a_wrong_password(radixkv: Any, server: RedisServer, action: list[str]) 
 
 @pytest.mark.parametrize("action", [["ls"], ["verify"], ["gc", "--all"]], ids=str)
 def test_a_store_that_lists_nothing(radixkv: Any, action: list[str]) -> None:
-    message = "a Mooncake store does not list its keys; to remove all, start its master again"
+    message = "a Mooncake store does not list its keys; to remove all, restart its master"
     assert radixkv("storage", *action, "mooncake://host") == (2, "", f"radixkv: {message}\n")
 
 
@@ -318,7 +318,7 @@ def test_a_missing_extra(
         ),
         (
             ["gc", "file:///x", "--all", "--namespace", NAMESPACE],
-            "a directory does not tell namespaces apart",
+            "a directory does not separate namespaces",
         ),
         (["ls", "memory://", "--json", "/none/x"], "--json /none/x: there is no directory /none"),
     ],
