@@ -167,7 +167,7 @@ class DecodeScheduler(BatchScheduler):
         self._requests[request.request_id] = request
         self._keys[request] = start.key
         self._stats.admitted += 1
-        self._actions.append(Started(start.key, request, start.num_own_tokens))
+        self._actions.append(Started(start.key, request, start.num_cached_tokens))
         reason = request.append(commit.first_token)
         if reason is None:
             self._running.append(request)

@@ -1,4 +1,4 @@
-"""What the two sides of a hand-off want done, by whoever drives them."""
+"""Actions that the two sides of a hand-off hand out, and reports to the gateway."""
 
 from __future__ import annotations
 
@@ -6,25 +6,19 @@ from dataclasses import dataclass
 
 from ...kvcache import CountError
 from ..request import Request
-from .messages import (
-    AttemptKey,
-    Commit,
-    Message,
-    NodeId,
-    Ticket,
-)
+from .messages import AttemptKey, Commit, Message, NodeId, Ticket
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How long anybody waits, in seconds of the driver's clock.
+    """Timeouts, in seconds of the driver's clock.
 
     Attributes:
-        retry_s: after this a message without an answer is sent again, or a sign of life.
-        silence_s: a peer not heard of for so long has gone.
-        transfer_s: the longest that asking, or a pull, or COMMIT until ACK may take.
-        remember_s: how long D knows an attempt that has ended; later copies of its messages cost
-            a reservation that is soon given back, and nothing else.
+        retry_s: interval at which an unanswered message, or a sign of life, is sent again.
+        silence_s: silence after which a peer counts as gone.
+        transfer_s: longest duration of asking, of a pull, and from COMMIT to ACK.
+        remember_s: how long D remembers an attempt that has ended. A later copy of its messages
+            costs only a short reservation.
 
     Raises:
         CountError: unless ``0 < retry_s < silence_s <= transfer_s`` and ``remember_s >= 0``.
@@ -53,14 +47,14 @@ class Post:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """P: compute the prompt of an attempt, into the lease that `begin` returned."""
+    """P: compute the prompt of an attempt into the lease that `PrefillSide.begin` returned."""
 
     key: AttemptKey
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """P: let D read these blocks, in one group of layers, by this ticket."""
+    """P: let D read these blocks, in one group of layers, under this ticket."""
 
     peer: NodeId
     ticket: Ticket
@@ -70,12 +64,12 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """P: stop serving what was offered for an attempt, and report `PrefillSide.fenced`.
+    """P: stop serving the offers of an attempt, and call `PrefillSide.fenced`.
 
-    Of an attempt that has ended nobody waits for the report.
+    The call may be left out if the attempt has ended.
 
     Attributes:
-        was_read: D has said that all of it has arrived.
+        was_read: whether D has received all of them.
     """
 
     key: AttemptKey
@@ -94,25 +88,25 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class CancelPull:
-    """D: nobody wants a pull any more; report its end all the same."""
+    """D: cancel a pull that is no longer needed, and still report its end."""
 
     ticket: Ticket
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """D: decode. The request's lease is the scheduler's from now on; its prompt is published.
+    """D: decode. The scheduler owns the request's lease now; its prompt is published.
 
     Attributes:
         request: as D admitted it.
-        commit: has the first token, the state of the sampling and P's hits.
-        num_own_tokens: how many tokens of the prompt were in D's cache, and not sent.
+        commit: has the first token, the sampling state and P's hits.
+        num_cached_tokens: prompt tokens that D had in its cache, and P did not send.
     """
 
     key: AttemptKey
     request: Request
     commit: Commit
-    num_own_tokens: int
+    num_cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +119,11 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """P: the attempt has come to nothing, as far as P knows.
+    """P reports that an attempt has failed, as far as P knows.
 
     Attributes:
-        is_final: no attempt can do better.
-        is_busy: D has refused it for now, and nothing is wrong.
+        is_final: whether every other attempt would fail, too.
+        is_busy: whether D refused it for a temporary reason.
     """
 
     key: AttemptKey
@@ -140,20 +134,20 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """D: an attempt decodes; its request's output grows from now on.
+    """D reports that an attempt decodes; its request's output grows from now on.
 
     Attributes:
-        num_own_tokens: as in `Start`.
+        num_cached_tokens: as in `Start`.
     """
 
     key: AttemptKey
     request: Request
-    num_own_tokens: int
+    num_cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """D: an attempt has ended well; its request has all of its tokens."""
+    """D reports that an attempt has finished; its request has all of its tokens."""
 
     key: AttemptKey
     request: Request
@@ -161,7 +155,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """D: an attempt that had started has come to nothing."""
+    """D reports that an attempt was stopped after it had started."""
 
     key: AttemptKey
     reason: str

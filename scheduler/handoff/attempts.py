@@ -1,4 +1,4 @@
-"""What each side knows of an attempt."""
+"""State that each side keeps of an attempt."""
 
 from __future__ import annotations
 
@@ -28,9 +28,18 @@ from .states import DecodeState, PrefillState
 
 @dataclass(slots=True, eq=False)
 class PrefillAttempt:
-    """One attempt of a request, on P.
+    """An attempt on P.
 
-    Times are of the last move, of D's last sign of life, and of the last message of its own.
+    Attributes:
+        moved_at: time of the last state transition.
+        heard_at: time of D's last message.
+        sent_at: time of the last ASK, COMMIT or RENEW.
+        num_computed: tokens whose KV is written in all groups of layers.
+        group, chunk_stop: next group of layers to compute, of the chunk that ends at chunk_stop.
+        next_block: first block not yet offered, by group.
+        sends: SENDs of all parts so far.
+        sampled: first token and P's hits, once the prompt is computed.
+        refusal: D's last temporary reason.
     """
 
     header: Header
@@ -43,13 +52,13 @@ class PrefillAttempt:
     sent_at: float
     state: PrefillState = PrefillState.NEW
     num_computed: int = 0
-    group: int = 0  # whose turn it is in the chunk up to chunk_stop
+    group: int = 0
     chunk_stop: int = 0
-    next_block: list[int] = field(default_factory=list)  # to be offered, of each group
+    next_block: list[int] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)
     sampled: tuple[int, Hits] | None = None
     commit: Commit | None = None
-    refusal: str = ""  # the last, if D was busy
+    refusal: str = ""
 
     @property
     def tokens(self) -> Int32Array:
@@ -57,9 +66,9 @@ class PrefillAttempt:
         return self.request.prompt
 
     def next_part(self, group: int, num_tokens: int, block_size: int) -> tuple[Offer, Send] | None:
-        """Take the next of what D lacks of the blocks that so many tokens fill, if there is more.
+        """Cut the next part from the blocks that the first num_tokens tokens fill and D lacks.
 
-        The last block of the prompt need not be full.
+        The last block of the prompt need not be full. Returns None if no block is left.
         """
         first = self.next_block[group]
         is_all = num_tokens == len(self.tokens)
@@ -76,7 +85,7 @@ class PrefillAttempt:
         return Offer(self.peer, ticket, blocks, group), self.sends[-1]
 
     def make_commit(self) -> Commit:
-        """Say that everything was sent, and how to go on."""
+        """Return the COMMIT of an attempt whose parts were all sent."""
         assert self.sampled is not None, "COMMIT before the first token"
         (token, hits), request = self.sampled, self.request
         return Commit(
@@ -91,7 +100,7 @@ class PrefillAttempt:
 
 
 def make_ask(header: Header, request: Request, block_size: int, num_groups: int) -> Ask:
-    """Ask for the blocks of a request's prompt."""
+    """Return the ASK for a request's prompt."""
     return Ask(
         header,
         request.prompt.astype("<i4").tobytes(),
@@ -103,18 +112,17 @@ def make_ask(header: Header, request: Request, block_size: int, num_groups: int)
     )
 
 
-def as_request(ask: Ask) -> Request:
-    """Return what is asked for, as D schedules it; COMMIT tells how its tokens are chosen.
+def request_of(ask: Ask) -> Request:
+    """Return the request of an ASK, for D's scheduler; its sampling comes with COMMIT.
 
     Raises:
-        RequestError, TokenError: if it is no request.
+        RequestError, TokenError: if the fields are not those of a request.
     """
     if len(ask.prompt) % 4:
-        raise RequestError(f"{len(ask.prompt)} bytes are no int32 tokens")
-    tokens = np.frombuffer(ask.prompt, "<i4").astype(np.int32)
+        raise RequestError(f"the prompt has {len(ask.prompt)} bytes, no multiple of 4")
     return Request(
         ask.header.key.request_id,
-        tokens,
+        np.frombuffer(ask.prompt, "<i4").astype(np.int32),
         ask.max_new_tokens,
         priority=ask.priority,
         namespace=ask.namespace,
@@ -123,9 +131,16 @@ def as_request(ask: Ask) -> Request:
 
 @dataclass(slots=True, eq=False)
 class DecodeAttempt:
-    """One attempt of a request, on D.
+    """An attempt on D.
 
-    Times are of the last move or COMMIT, of P's last sign of life, and of the last RENEW.
+    Attributes:
+        moved_at: time of the last state transition, or of COMMIT.
+        heard_at: time of P's last message.
+        sent_at: time of the last RENEW.
+        first_block: first block that P sends.
+        parts: SENDs received, by part.
+        pulls: start time of each pull that is not fenced, by part.
+        reason: why it was given up.
     """
 
     header: Header
@@ -139,9 +154,9 @@ class DecodeAttempt:
     state: DecodeState = DecodeState.NEW
     first_block: int = 0
     commit: Commit | None = None
-    parts: dict[int, Send] = field(default_factory=dict)  # those known
-    pulls: dict[int, float] = field(default_factory=dict)  # those not fenced, and when they began
-    reason: str = ""  # why it was given up
+    parts: dict[int, Send] = field(default_factory=dict)
+    pulls: dict[int, float] = field(default_factory=dict)
+    reason: str = ""
 
     @property
     def tokens(self) -> Int32Array:
@@ -149,24 +164,24 @@ class DecodeAttempt:
         return self.request.prompt
 
     def ticket(self, part: int) -> Ticket:
-        """Name a part of it for the transport."""
+        """Return the transport's name for a part."""
         header = self.header
-        assert header.peer_epoch is not None, "D pulls from nobody"
+        assert header.peer_epoch is not None, "D pulls from an unknown epoch of P"
         return Ticket(header.key, header.peer_epoch, header.epoch, header.grant, part)
 
     def missing(self) -> tuple[int, ...]:
-        """Which parts P has sent in vain, as far as can be known: the first of them."""
+        """Return the first MAX_MISSING parts that COMMIT counts and D has not received."""
         num_parts = self.commit.num_parts if self.commit is not None else 0
         missing = (part for part in range(num_parts) if part not in self.parts)
         return tuple(islice(missing, MAX_MISSING))
 
     @property
     def max_parts(self) -> int:
-        """As many as there are if each is one block of one group of layers."""
+        """Number of parts if each has one block of one group of layers."""
         return (self.lease.num_blocks - self.first_block) * self.num_groups
 
-    def expects(self, send: Send) -> bool:
-        """Whether a part is of what was granted, and nothing of it is in another part."""
+    def accepts(self, send: Send) -> bool:
+        """Whether a part lies within the grant and overlaps no other part."""
         first, stop = send.first_block, send.first_block + send.num_blocks
         is_granted = self.first_block <= first < stop <= self.lease.num_blocks
         if not is_granted or send.group >= self.num_groups or send.part >= self.max_parts:
@@ -178,13 +193,13 @@ class DecodeAttempt:
             for each in self.parts.values()
         )
 
-    def is_whole(self) -> bool:
-        """Whether its parts are as many blocks, in all groups of layers, as were granted."""
+    def is_complete(self) -> bool:
+        """Whether the parts cover the grant, in all groups of layers."""
         return sum(part.num_blocks for part in self.parts.values()) == self.max_parts
 
 
 class DecodeAttempts:
-    """The attempts that D knows, by request; the newest of a request is its last."""
+    """The attempts that D knows, by request; the last of a request is the newest."""
 
     def __init__(self) -> None:
         self._by_request: dict[str, list[DecodeAttempt]] = {}
@@ -198,18 +213,16 @@ class DecodeAttempts:
         return list(self._by_request.get(request_id, ()))
 
     def find(self, key: AttemptKey) -> DecodeAttempt | None:
-        """Return an attempt, or None if it is not known."""
-        for attempt in self._by_request.get(key.request_id, ()):
-            if attempt.header.key == key:
-                return attempt
-        return None
+        """Return an attempt, or None if it is unknown."""
+        attempts = self._by_request.get(key.request_id, ())
+        return next((each for each in attempts if each.header.key == key), None)
 
     def all(self) -> list[DecodeAttempt]:
         """Return every attempt."""
         return [attempt for attempts in self._by_request.values() for attempt in attempts]
 
     def forget(self, attempt: DecodeAttempt) -> None:
-        """Take an attempt out."""
+        """Remove an attempt."""
         request_id = attempt.header.key.request_id
         self._by_request[request_id].remove(attempt)
         if not self._by_request[request_id]:

@@ -1,31 +1,21 @@
-"""The hand-off as the decode node sees it."""
+"""The hand-off protocol of a decode node, without I/O."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
-from ...kvcache import (
-    CacheManager,
-    Lease,
-    OutOfBlocksError,
-    RequestTooLargeError,
-    TokenError,
-)
+from ...kvcache import CacheManager, Lease, OutOfBlocksError, RequestTooLargeError, TokenError
 from ..errors import RefusedError, RequestError
 from ..request import Request
-from .actions import Pull, Timing
-from .attempts import DecodeAttempt, as_request
-from .deferred_asks import (
-    DeferredAsk,
-    DeferredAsks,
-    num_shared_blocks,
-)
-from .live_decodes import LiveDecodes
+from .actions import CancelPull, DecodeAction, Post, Pull, Start, Stop, Timing
+from .attempts import DecodeAttempt, DecodeAttempts, request_of
+from .deferred_asks import DeferredAsk, DeferredAsks, num_shared_blocks
 from .messages import (
     MAX_REASON_CHARS,
     PROTOCOL_VERSION,
     Abort,
+    Ack,
     Ask,
     AttemptKey,
     Commit,
@@ -36,21 +26,23 @@ from .messages import (
     Refuse,
     Renew,
     Send,
+    Ticket,
 )
-from .states import DecodeState
+from .states import DECODE_MOVES, DecodeState
 
 Admit: TypeAlias = Callable[[Request], Lease]
-"""Reserves the blocks of a request's prompt; raises an error of `CacheManager.admit`, or
-`RefusedError`."""
+"""Reserves the blocks of a request's prompt; raises `RefusedError` or as `CacheManager.admit`."""
+
+_RECEIVES: Final = (DecodeState.LOADING, DecodeState.RECEIVING)
 
 
-class DecodeSide(LiveDecodes):
+class DecodeSide:
     """Takes requests over from prefill nodes, as a state machine without I/O.
 
-    Blocks are granted by a lease. They are published when all of the prompt has arrived, and given
-    back, if it has not, when the last pull into them is fenced. Time alone frees nothing.
+    A grant reserves blocks in a lease. D publishes them when the whole prompt has arrived. If the
+    attempt fails, D releases them when the last pull into them is fenced. Time alone frees nothing.
 
-    Carry out `take_actions` after every call. One thread at a time.
+    Carry out `take_actions` after every call. Not thread-safe.
 
     Attributes:
         epoch: of this node.
@@ -65,88 +57,185 @@ class DecodeSide(LiveDecodes):
         admit: Admit | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        """Make the side of a node.
+        """Create the side of a node.
 
         Args:
-            manager: of D's blocks.
-            epoch: higher than that of any earlier life of the node.
-            timing: how long to wait.
-            admit: decides who gets blocks; default: everybody, as long as there are any.
-            vocab_size: first tokens are below it; None: any is taken.
+            manager: owner of D's blocks.
+            epoch: higher than in any earlier life of the node.
+            timing: timeouts.
+            admit: admission; default: admit every request for which there are blocks.
+            vocab_size: upper bound of first tokens; None: no bound.
         """
-        super().__init__(manager, epoch=epoch, timing=timing)
+        self.epoch = epoch
+        self._manager = manager
+        self._timing = timing
         self._admit = admit if admit is not None else self._admit_any
         self._vocab_size = vocab_size
+        self._now = 0.0
         self._last_grant = 0
-        self._held = DeferredAsks()
+        self._attempts = DecodeAttempts()
+        self._deferred = DeferredAsks()
+        self._has_stopped_receiving = False  # any attempt, since `answer_deferred`
+        self._actions: list[DecodeAction] = []
 
-    # ASKs that are held
+    @property
+    def num_open(self) -> int:
+        """Number of attempts that hold blocks, or have started and not finished."""
+        return sum(each.state is not DecodeState.ENDED for each in self._attempts.all())
+
+    @property
+    def num_known(self) -> int:
+        """Number of attempts in memory, including those that have ended."""
+        return len(self._attempts.all())
+
+    @property
+    def receiving(self) -> list[Request]:
+        """Requests that hold blocks and have not started, oldest first."""
+        return [each.request for each in self._attempts.all() if each.state in _RECEIVES]
+
+    @property
+    def quarantined(self) -> list[Request]:
+        """Requests that were given up and hold blocks until their pulls are fenced."""
+        attempts = self._attempts.all()
+        return [each.request for each in attempts if each.state is DecodeState.QUARANTINED]
 
     def keys_of(self, request_id: str) -> list[AttemptKey]:
         """Return the attempts of a request that have not ended, oldest first."""
-        held = self._held.of(request_id)
-        return [*super().keys_of(request_id), *([held.key] if held is not None else ())]
+        attempts = self._attempts.of(request_id)
+        keys = [each.header.key for each in attempts if each.state is not DecodeState.ENDED]
+        deferred = self._deferred.of(request_id)
+        return keys if deferred is None else [*keys, deferred.key]
+
+    def take_actions(self) -> list[DecodeAction]:
+        """Return the actions since the last call, in order."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    # Calls of D's scheduler
+
+    def finished(self, key: AttemptKey) -> None:
+        """Report that a started attempt has ended and its lease is released."""
+        attempt = self._attempts.find(key)
+        if attempt is not None and attempt.state is DecodeState.STARTED:
+            self._move(attempt, DecodeState.ENDED)
 
     def abort(self, key: AttemptKey, reason: str) -> None:
-        """Give an attempt up; `Stop` follows if it has started. Nothing if it is not known."""
-        held = self._held.of(key.request_id)
-        if held is not None and held.key == key:
-            self._held.drop(key.request_id)
-            self._say(held.peer, Abort(self._back(held.ask.header), reason, fenced=True))
-        super().abort(key, reason)
+        """Give an attempt up; `Stop` follows if it has started. Ignored if it is unknown."""
+        deferred = self._deferred.of(key.request_id)
+        if deferred is not None and deferred.key == key:
+            self._deferred.remove(key.request_id)
+            reply = self._reply_to(deferred.ask.header)
+            self._send(deferred.peer, Abort(reply, reason, fenced=True))
+        attempt = self._attempts.find(key)
+        if attempt is not None:
+            self._give_up(attempt, reason)
 
-    def tick(self, now: float) -> None:
-        """Let time pass: grant what has been loaded, and give up what has waited too long."""
-        super().tick(now)
-        for held in self._held.all():
-            if now - held.heard_at >= self._timing.silence_s:
-                self._held.drop(held.key.request_id)
+    def abort_receiving(self, reason: str) -> None:
+        """Give up every attempt that has not started."""
+        for attempt in self._attempts.all():
+            if attempt.state in _RECEIVES:
+                self._give_up(attempt, reason)
 
     def answer_deferred(self) -> None:
-        """Answer the ASKs that were held for what has arrived since, or has come to nothing.
+        """Answer the deferred ASKs if an attempt was received, or given up, since the last call.
 
-        Call it when what has started is counted among those that run.
+        Call it when the scheduler counts the started requests as running.
         """
-        if not self._has_arrived:
+        if not self._has_stopped_receiving:
             return
-        self._has_arrived = False
-        for held in self._held.all():
-            self._asked(held)
+        self._has_stopped_receiving = False
+        for deferred in self._deferred.all():
+            self._asked(deferred)
 
-    def _is_on_its_way(self, request: Request) -> bool:
-        """Whether a block that D lacks of a prompt is being received for one that is much the same.
+    # Events of the transport and the clock
 
-        Others are not worth the wait: what is received can be matched when all of it has arrived.
+    def pulled(self, ticket: Ticket) -> None:
+        """Report that a part has arrived; nothing writes into its blocks any more."""
+        attempt = self._ended_pull(ticket)
+        if attempt is not None:
+            self._start_if_complete(attempt)
+
+    def pull_failed(self, ticket: Ticket, *, fenced: bool, reason: str) -> None:
+        """Report that a pull has failed.
+
+        Args:
+            ticket: of the pull.
+            fenced: whether nothing writes into its blocks any more; if not, call `pull_fenced`
+                when that is so.
+            reason: text for people.
         """
-        others = [each for each in self.receiving if each.namespace == request.namespace]
-        if not others:
-            return False
-        block_size = self._manager.block_size
-        first = self._manager.match(request.prompt, request.namespace).num_blocks
-        return any(
-            num_shared_blocks(request.prompt, each.prompt, block_size) > first for each in others
-        )
+        attempt = self._ended_pull(ticket) if fenced else self._pulling(ticket)
+        if attempt is not None:
+            self._give_up(attempt, f"part {ticket.part} could not be pulled: {reason}")
 
-    # What P says
+    def pull_fenced(self, ticket: Ticket) -> None:
+        """Report that a failed or cancelled pull no longer writes."""
+        self._ended_pull(ticket)
+
+    def tick(self, now: float) -> None:
+        """Advance the clock: grant blocks that were loaded, and give up attempts that are late."""
+        self._now = now
+        timing = self._timing
+        for attempt in self._attempts.all():
+            if attempt.state is DecodeState.ENDED:
+                if now - attempt.moved_at >= timing.remember_s:
+                    self._move(attempt, DecodeState.GONE)
+                    self._attempts.forget(attempt)
+                continue
+            if attempt.state is DecodeState.LOADING and attempt.lease.loading is None:
+                self._grant(attempt)
+            if attempt.state not in _RECEIVES:
+                continue
+            started = [*attempt.pulls.values()]
+            if attempt.commit is not None or attempt.state is DecodeState.LOADING:
+                started.append(attempt.moved_at)
+            if any(now - each >= timing.transfer_s for each in started):
+                self._give_up(attempt, f"{attempt.state.value} took too long")
+            elif now - attempt.heard_at >= timing.silence_s:
+                self._give_up(attempt, "the prefill node is silent")
+            elif now - attempt.sent_at >= timing.retry_s:
+                attempt.sent_at = now
+                self._post(attempt, Renew(attempt.header, attempt.missing()))
+        for deferred in self._deferred.all():
+            if now - deferred.heard_at >= timing.silence_s:
+                self._deferred.remove(deferred.key.request_id)
+
+    def _pulling(self, ticket: Ticket) -> DecodeAttempt | None:
+        """Return the attempt of a pull that is not fenced."""
+        attempt = self._attempts.find(ticket.key)
+        if attempt is None or ticket.grant != attempt.header.grant:
+            return None
+        return attempt if ticket.part in attempt.pulls else None
+
+    def _ended_pull(self, ticket: Ticket) -> DecodeAttempt | None:
+        """Record that a pull is fenced; return its attempt if it is still receiving."""
+        attempt = self._pulling(ticket)
+        if attempt is None:
+            return None
+        del attempt.pulls[ticket.part]
+        if attempt.state is DecodeState.QUARANTINED and not attempt.pulls:
+            self._end(attempt)
+        return attempt if attempt.state is DecodeState.RECEIVING else None
+
+    # Messages of P
 
     def receive(self, peer: NodeId, message: Message) -> None:
-        """Take in a message of a prefill node; one that is stale changes nothing."""
+        """Handle a message of a prefill node; a stale one changes nothing."""
         header = message.header
-        back = self._back(header)
         if isinstance(message, Ask):
             self._asked(DeferredAsk(peer, message, self._now))
             return
         if header.version != PROTOCOL_VERSION:
             return
         if isinstance(message, Abort):
-            self._held.end(peer, header.key)
+            self._deferred.abort(peer, header.key)
         attempt = self._attempts.find(header.key)
         if attempt is not None and not (
             attempt.peer == peer and header.grant in (0, attempt.header.grant)
         ):
             attempt = None
         if attempt is None or header.peer_epoch not in (None, self.epoch):
-            self._say(peer, Abort(back, "nothing is granted", fenced=True))
+            self._send(peer, Abort(self._reply_to(header), "nothing is granted", fenced=True))
             return
         if header.epoch != attempt.header.peer_epoch:
             restarted = header.epoch > (attempt.header.peer_epoch or 0)
@@ -155,18 +244,18 @@ class DecodeSide(LiveDecodes):
             return
         attempt.heard_at = self._now
         if attempt.state in (DecodeState.STARTED, DecodeState.ENDED):
-            self._say_end(attempt)
+            self._post_end(attempt)
         elif isinstance(message, Abort):
             self._give_up(attempt, message.reason)
         elif attempt.state is DecodeState.RECEIVING:
             self._receiving(attempt, message)
 
     def _receiving(self, attempt: DecodeAttempt, message: Message) -> None:
-        """Take in what P sends of a prompt."""
+        """Handle a SEND or COMMIT."""
         match message:
             case Send() if message.part not in attempt.parts:
-                if not attempt.expects(message):
-                    self._give_up(attempt, f"part {message.part} is not of what was granted")
+                if not attempt.accepts(message):
+                    self._give_up(attempt, f"part {message.part} lies outside the grant")
                     return
                 first, stop = message.first_block, message.first_block + message.num_blocks
                 attempt.parts[message.part] = message
@@ -175,76 +264,90 @@ class DecodeSide(LiveDecodes):
                 ticket = attempt.ticket(message.part)
                 self._actions.append(Pull(attempt.peer, ticket, blocks, message.group))
             case Commit() if message.num_parts > attempt.max_parts:
-                self._give_up(attempt, "what was sent is not the prompt")
+                self._give_up(attempt, "the parts do not cover the prompt")
             case Commit() if not self._is_token(message.first_token):
                 token, size = message.first_token, self._vocab_size
                 self._give_up(attempt, f"first token {token} is outside the vocabulary of {size}")
             case Commit() if attempt.commit is None:
                 attempt.commit = message
                 attempt.moved_at = self._now
-                self._start_if_whole(attempt)
+                self._start_if_complete(attempt)
             case Commit() if missing := attempt.missing():
                 self._post(attempt, Renew(attempt.header, missing))
 
     def _is_token(self, token: int) -> bool:
         return self._vocab_size is None or 0 <= token < self._vocab_size
 
-    def _back(self, header: Header) -> Header:
-        """Return the header of an answer."""
+    def _reply_to(self, header: Header) -> Header:
         return Header(header.key, self.epoch, header.epoch, header.grant)
 
+    # Admission
+
     def _asked(self, asked: DeferredAsk) -> None:
-        """Admit what is asked for, unless that was done, or is stale; or hold it."""
+        """Admit, refuse or defer an ASK, or repeat the answer."""
         peer, header = asked.peer, asked.ask.header
-        back, held = self._back(header), self._held.of(header.key.request_id)
+        reply, deferred = self._reply_to(header), self._deferred.of(header.key.request_id)
         if header.version != PROTOCOL_VERSION:
-            self._say(peer, Refuse(back, "version", header.version, PROTOCOL_VERSION))
+            self._send(peer, Refuse(reply, "version", header.version, PROTOCOL_VERSION))
             return
         known = self._attempts.of(header.key.request_id)
-        others = [each.header.key for each in known] + ([held.key] if held is not None else [])
+        others = [each.header.key for each in known]
+        if deferred is not None:
+            others.append(deferred.key)
         if any(header.key < each for each in others):
-            self._say(peer, Abort(back, "a newer attempt has begun", fenced=True))
+            self._send(peer, Abort(reply, "a newer attempt has begun", fenced=True))
             return
         attempt = self._attempts.find(header.key)
         if attempt is not None:
-            self._asked_again(attempt, peer, header, back)
+            self._asked_again(attempt, peer, header)
             return
         for older in known:
             self._give_up(older, "a newer attempt has begun")
-        answer = self._reserve(asked, back)
+        answer = self._reserve(asked, reply)
         if isinstance(answer, Renew):
-            self._held.hold(asked)
+            self._deferred.add(asked)
         else:
-            self._held.drop(header.key.request_id)
+            self._deferred.remove(header.key.request_id)
         if answer is not None:
-            self._say(peer, answer)
+            self._send(peer, answer)
 
-    def _reserve(self, asked: DeferredAsk, back: Header) -> Refuse | Renew | None:
-        """Admit a request that is new, or say why not, or that it is to be held."""
-        peer, ask = asked.peer, asked.ask
-        header, block_size = ask.header, self._manager.block_size
+    def _asked_again(self, attempt: DecodeAttempt, peer: NodeId, header: Header) -> None:
+        """Repeat the answer to an ASK, unless it comes from another node or epoch."""
+        if peer != attempt.peer or header.epoch != attempt.header.peer_epoch:
+            reason = "the attempt belongs to another epoch"
+            self._send(peer, Abort(self._reply_to(header), reason, fenced=True))
+            return
+        attempt.heard_at = self._now
+        if attempt.state is DecodeState.RECEIVING:
+            self._post(attempt, Grant(attempt.header, attempt.first_block))
+        elif attempt.state in (DecodeState.STARTED, DecodeState.ENDED):
+            self._post_end(attempt)
+
+    def _reserve(self, asked: DeferredAsk, reply: Header) -> Refuse | Renew | None:
+        """Admit a new request; return a REFUSE, or a RENEW if the ASK is to be deferred."""
+        ask, header, block_size = asked.ask, asked.ask.header, self._manager.block_size
         if ask.block_size != block_size:
-            return Refuse(back, "block size", ask.block_size, block_size)
-        # Before anything is allocated: a request has room for all of its tokens.
+            return Refuse(reply, "block size", ask.block_size, block_size)
+        # Before anything is allocated: a request allocates room for all of its tokens.
         needed = -(-(len(ask.prompt) // 4 + ask.max_new_tokens - 1) // block_size)
         if needed > self._manager.num_blocks:
-            return Refuse(back, "too large", needed, self._manager.num_blocks)
+            return Refuse(reply, "too large", needed, self._manager.num_blocks)
         try:
-            request = as_request(ask)
-            if self._is_on_its_way(request) and self._held.has_room:
-                return Renew(back)
+            request = request_of(ask)
+            if self._is_in_flight(request) and self._deferred.has_room:
+                return Renew(reply)
             lease = request.lease = self._admit(request)
         except (RequestError, TokenError) as error:
-            return Refuse(back, "malformed", 0, 0, str(error)[:MAX_REASON_CHARS])
+            return Refuse(reply, "malformed", 0, 0, str(error)[:MAX_REASON_CHARS])
         except OutOfBlocksError as short:
-            return Refuse(back, "out of blocks", short.needed, short.available)
+            return Refuse(reply, "out of blocks", short.needed, short.available)
         except RequestTooLargeError as large:
-            return Refuse(back, "too large", large.needed, large.num_blocks)
+            return Refuse(reply, "too large", large.needed, large.num_blocks)
         except RefusedError as refused:
-            return Refuse(back, refused.reason, refused.needed, refused.available)
+            return Refuse(reply, refused.reason, refused.needed, refused.available)
         self._last_grant += 1
-        own, now = Header(header.key, self.epoch, header.epoch, self._last_grant), self._now
-        attempt = DecodeAttempt(own, peer, request, ask.num_groups, lease, now, now, now)
+        now, header = self._now, Header(header.key, self.epoch, header.epoch, self._last_grant)
+        attempt = DecodeAttempt(header, asked.peer, request, ask.num_groups, lease, now, now, now)
         self._attempts.add(attempt)
         if lease.loading is None:
             self._grant(attempt)
@@ -255,15 +358,78 @@ class DecodeSide(LiveDecodes):
     def _admit_any(self, request: Request) -> Lease:
         return self._manager.admit(self._manager.match(request.prompt, request.namespace))
 
-    def _asked_again(
-        self, attempt: DecodeAttempt, peer: NodeId, header: Header, back: Header
-    ) -> None:
-        """Repeat the answer to an ASK; a twin of an attempt of P's earlier life gets none."""
-        if peer != attempt.peer or header.epoch != attempt.header.peer_epoch:
-            self._say(peer, Abort(back, "the attempt is known of another epoch", fenced=True))
+    def _is_in_flight(self, request: Request) -> bool:
+        """Whether D is receiving a block that it lacks of this prompt, for a similar prompt.
+
+        A prompt that shares less is not worth the wait: its blocks match only when all of it has
+        arrived.
+        """
+        others = [each for each in self.receiving if each.namespace == request.namespace]
+        if not others:
+            return False
+        block_size = self._manager.block_size
+        first = self._manager.match(request.prompt, request.namespace).num_blocks
+        return any(
+            num_shared_blocks(request.prompt, each.prompt, block_size) > first for each in others
+        )
+
+    # Transitions
+
+    def _grant(self, attempt: DecodeAttempt) -> None:
+        attempt.first_block = attempt.lease.num_shared_blocks
+        self._move(attempt, DecodeState.RECEIVING)
+        self._post(attempt, Grant(attempt.header, attempt.first_block))
+
+    def _start_if_complete(self, attempt: DecodeAttempt) -> None:
+        """Publish and start if COMMIT and every part have arrived."""
+        commit = attempt.commit
+        if commit is None or attempt.pulls or len(attempt.parts) < commit.num_parts:
             return
-        attempt.heard_at = self._now
-        if attempt.state is DecodeState.RECEIVING:
-            self._post(attempt, Grant(attempt.header, attempt.first_block))
-        elif attempt.state in (DecodeState.STARTED, DecodeState.ENDED):
-            self._say_end(attempt)
+        if not attempt.is_complete() or commit.position != len(attempt.tokens):
+            self._give_up(attempt, "the parts do not cover the prompt")
+            return
+        self._manager.publish(attempt.lease, attempt.tokens)
+        self._move(attempt, DecodeState.STARTED)
+        self._post_end(attempt)
+        cached = attempt.first_block * self._manager.block_size
+        self._actions.append(Start(attempt.header.key, attempt.request, commit, cached))
+
+    def _give_up(self, attempt: DecodeAttempt, reason: str) -> None:
+        """End an attempt; its blocks wait for the pulls into them."""
+        if attempt.state is DecodeState.STARTED:
+            self._actions.append(Stop(attempt.header.key, reason))
+        if attempt.state not in _RECEIVES:
+            return
+        attempt.reason = reason
+        for part in attempt.pulls:
+            self._actions.append(CancelPull(attempt.ticket(part)))
+        if attempt.pulls:
+            self._move(attempt, DecodeState.QUARANTINED)
+            self._post(attempt, Abort(attempt.header, reason, fenced=False))
+        else:
+            self._end(attempt)
+
+    def _end(self, attempt: DecodeAttempt) -> None:
+        self._move(attempt, DecodeState.ENDED)
+        self._manager.release(attempt.lease)
+        attempt.request.lease = None
+        self._post_end(attempt)
+
+    def _post_end(self, attempt: DecodeAttempt) -> None:
+        """Tell P how the attempt ended; D reads none of P's blocks any more."""
+        if attempt.reason:
+            self._post(attempt, Abort(attempt.header, attempt.reason, fenced=True))
+        else:
+            self._post(attempt, Ack(attempt.header))
+
+    def _post(self, attempt: DecodeAttempt, message: Message) -> None:
+        self._send(attempt.peer, message)
+
+    def _send(self, peer: NodeId, message: Message) -> None:
+        self._actions.append(Post(peer, message))
+
+    def _move(self, attempt: DecodeAttempt, state: DecodeState) -> None:
+        assert (attempt.state, state) in DECODE_MOVES, f"{attempt.state} to {state}"
+        self._has_stopped_receiving |= attempt.state in _RECEIVES and state not in _RECEIVES
+        attempt.state = state
+        attempt.moved_at = self._now

@@ -1,4 +1,4 @@
-"""ASKs that a decode node answers later: what they would send is on its way for another."""
+"""ASKs that a decode node answers later, when blocks in flight for another request have arrived."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from ...kvcache import Int32Array
-from .messages import (
-    Ask,
-    AttemptKey,
-    NodeId,
-)
+from .messages import Ask, AttemptKey, NodeId
 
 MAX_DEFERRED: Final = 64
-"""D holds no more ASKs, each with its prompt."""
+"""Most ASKs that D defers; each holds its prompt."""
 
 
 @dataclass(slots=True)
 class DeferredAsk:
-    """An ASK, from whom, and when it was said last."""
+    """An ASK with its sender, and the time of its last copy."""
 
     peer: NodeId
     ask: Ask
@@ -26,49 +22,49 @@ class DeferredAsk:
 
     @property
     def key(self) -> AttemptKey:
-        """Names the attempt."""
+        """The attempt."""
         return self.ask.header.key
 
 
 class DeferredAsks:
-    """One of each request at most, in the order they came; who asks no more is forgotten."""
+    """The deferred ASKs in order of arrival, at most one per request."""
 
     def __init__(self) -> None:
         self._by_request: dict[str, DeferredAsk] = {}
 
     @property
     def has_room(self) -> bool:
-        """Whether one more can be held."""
+        """Whether one more can be deferred."""
         return len(self._by_request) < MAX_DEFERRED
 
-    def hold(self, held: DeferredAsk) -> None:
-        """Hold an ASK, in the place of an older one of its request."""
-        self._by_request[held.key.request_id] = held
+    def add(self, deferred: DeferredAsk) -> None:
+        """Defer an ASK; it takes the place of an older one of its request."""
+        self._by_request[deferred.key.request_id] = deferred
 
     def of(self, request_id: str) -> DeferredAsk | None:
-        """Return that of a request."""
+        """Return the deferred ASK of a request."""
         return self._by_request.get(request_id)
 
-    def end(self, peer: NodeId, key: AttemptKey) -> None:
-        """Forget an attempt, as its prefill node has given it up."""
-        held = self.of(key.request_id)
-        if held is not None and (held.peer, held.key) == (peer, key):
-            self.drop(key.request_id)
+    def abort(self, peer: NodeId, key: AttemptKey) -> None:
+        """Forget an attempt that its prefill node has given up."""
+        deferred = self.of(key.request_id)
+        if deferred is not None and (deferred.peer, deferred.key) == (peer, key):
+            self.remove(key.request_id)
 
-    def drop(self, request_id: str) -> None:
-        """Forget that of a request, if there is one."""
+    def remove(self, request_id: str) -> None:
+        """Forget the deferred ASK of a request, if there is one."""
         self._by_request.pop(request_id, None)
 
     def all(self) -> list[DeferredAsk]:
-        """Return all."""
+        """Return all deferred ASKs."""
         return list(self._by_request.values())
 
 
 def num_shared_blocks(one: Int32Array, other: Int32Array, block_size: int) -> int:
-    """Count the whole blocks at the header of two prompts that are the same.
+    """Count the whole blocks that two prompts share from their start.
 
-    0 if they are less than half of the longer prompt: one that waits for them would wait for much
-    that is of no use to it.
+    Returns 0 if they are less than half of the longer prompt: waiting for them would mean waiting
+    mostly for blocks of no use.
     """
     length = min(len(one), len(other))
     same = one[:length] == other[:length]

@@ -1,15 +1,15 @@
-"""What a prefill node (P) and a decode node (D) say to each other about one attempt of a request.
+"""Messages between a prefill node (P) and a decode node (D) about one attempt of a request.
 
 ::
 
-    P ── ASK ───────────────────────────► D     D matches its own tree, and admits
-      ◄────────── GRANT (or REFUSE) ─────       what it lacks: blocks from one on
-      ── SEND, SEND, ... ──────────────►        parts are there to be pulled, as they are computed
-      ── COMMIT (first token) ─────────►        D publishes and decodes when it has every part
-      ◄──────────────────────────── ACK ─       D reads nothing of P's any more
+    P ── ASK ───────────────────────────► D     D matches its own tree and reserves blocks
+      ◄────────── GRANT (or REFUSE) ─────       from the first block that D lacks
+      ── SEND, SEND, ... ──────────────►        parts that D can pull, as P computes them
+      ── COMMIT (first token) ─────────►        D has every part: it publishes and decodes
+      ◄──────────────────────────── ACK ─       D no longer reads P's blocks
 
-Either may say ABORT until then, and RENEW to show that it is alive. Any of these may come late,
-twice, in another order or never: what a message says is true whenever it is read.
+Until ACK, either node may send ABORT, or RENEW as a sign of life. Messages may arrive late, twice,
+out of order or never. The content of a message is true whenever it is read.
 """
 
 from __future__ import annotations
@@ -21,51 +21,51 @@ from ..errors import RefusalReason
 from ..request import GREEDY, SamplingParams
 
 PROTOCOL_VERSION: Final = 2
-"""Another after a change of any message: of its name, its fields, their types or their limits."""
+"""Version of all messages: raise it with any change of a name, a field, a type or a limit."""
 
 MAX_PART_BLOCKS: Final = 32
-"""P sends no more blocks in one part: D has staging memory for some parts, whatever a prompt."""
+"""Most blocks of one part; it bounds D's staging memory, however long the prompt is."""
 
 MAX_MISSING: Final = 1024
-"""D names no more missing parts in one message; the rest comes with the next."""
+"""Most missing parts that one RENEW names; the next RENEW names the rest."""
 
 MAX_REASON_CHARS: Final = 1024
-"""D's own words in REFUSE are no longer."""
+"""Most characters of `Refuse.detail`."""
 
 NodeId: TypeAlias = str
-"""Names a node, prefill or decode, among all nodes of a deployment."""
+"""Name of a prefill or decode node, unique in a deployment."""
 
 BUSY: Final[frozenset[RefusalReason]] = frozenset(
     ("out of blocks", "out of slots", "others wait", "draining")
 )
-"""Not now: the same may be granted later, or elsewhere."""
+"""Temporary reasons: D may grant the same request later, or another node may grant it now."""
 
 
 class AttemptKey(NamedTuple):
-    """Names an attempt, on all nodes.
+    """Identifies an attempt on all nodes.
 
     Attributes:
-        request_id: as the gateway calls the request.
-        attempt: of the request, counted from 1.
+        request_id: the gateway's name for the request.
+        attempt: number of the attempt of this request, from 1.
     """
 
     request_id: str
     attempt: int
 
     def __str__(self) -> str:
-        """Name it for people."""
+        """Return the name used in messages to people."""
         return f"attempt {self.attempt} of request {self.request_id!r}"
 
 
 class Ticket(NamedTuple):
-    """Names one part of one attempt, for the transport; never used again.
+    """Identifies one part of one attempt to the transport; never reused.
 
     Attributes:
         key: the attempt.
-        epoch: of P, which offers the part.
-        peer_epoch: of D, which pulls it.
-        grant: for which it was made.
-        part: counted from 0.
+        epoch: P's epoch; P offers the part.
+        peer_epoch: D's epoch; D pulls the part.
+        grant: the grant that the part belongs to.
+        part: number of the part, from 0.
     """
 
     key: AttemptKey
@@ -86,14 +86,14 @@ class Hits:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What every message carries.
+    """Fields that every message carries.
 
     Attributes:
-        key: whom it is about; a newer attempt of a request ends an older one.
-        epoch: of the sender; another after each restart.
-        peer_epoch: of the receiver, as far as the sender knows; None: it has not heard of it.
-        grant: number of D's grant, unique in D's epoch; 0: none yet.
-        version: of the protocol.
+        key: the attempt; a newer attempt of a request ends an older one.
+        epoch: the sender's epoch, which changes at each restart.
+        peer_epoch: the receiver's epoch as the sender knows it; None before it is known.
+        grant: number of D's grant, unique in D's epoch; 0 before the grant.
+        version: protocol version.
     """
 
     key: AttemptKey
@@ -105,21 +105,21 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Any message."""
+    """Base of all messages."""
 
     header: Header
 
 
 @dataclass(frozen=True, slots=True)
 class Ask(Message):
-    """P to D: may I send you this?
+    """P asks D to reserve blocks for a prompt.
 
     Attributes:
-        prompt: int32 tokens, little-endian.
-        namespace: requests share blocks only inside one.
-        block_size: of P; D refuses another than its own.
-        num_groups: into how many groups of layers P cuts each part of the prompt.
-        max_new_tokens, priority: of the request; D admits by them.
+        prompt: little-endian int32 tokens.
+        namespace: requests share blocks only within a namespace.
+        block_size: P's block size; D refuses any but its own.
+        num_groups: number of layer groups that P sends separately.
+        max_new_tokens, priority: of the request; D's admission uses them.
     """
 
     prompt: bytes
@@ -132,26 +132,26 @@ class Ask(Message):
 
 @dataclass(frozen=True, slots=True)
 class Grant(Message):
-    """D to P: blocks are reserved; send those of the prompt from first_block on."""
+    """D has reserved blocks; P sends the prompt's blocks from first_block on."""
 
     first_block: int
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse(Message):
-    """D to P: nothing is reserved, and why.
+    """D has reserved nothing.
 
     ================  ==============================================================================
     reason            needed and available
     ================  ==============================================================================
-    "out of blocks"   blocks, with what is kept for those that were admitted before
-    "out of slots"    requests that run or are received
-    "others wait"     requests that wait for room and go before, and 0
-    "draining"        0 and 0: D takes nothing on
-    "too large"       blocks, to the end of the request, and of the whole pool
-    "block size"      the block sizes of P and D
-    "malformed"       0 and 0: it is no request, or none for D's model; `detail` says why
-    "version"         the versions of P and D
+    "out of blocks"   blocks, including the reserve of the requests admitted before
+    "out of slots"    running and receiving requests
+    "others wait"     number of requests that wait for room and go first, and 0
+    "draining"        0 and 0: D admits nothing
+    "too large"       blocks of the request at its full length, and blocks of the pool
+    "block size"      block sizes of P and D
+    "malformed"       0 and 0: not a request, or not one that D's model can take; see `detail`
+    "version"         protocol versions of P and D
     ================  ==============================================================================
     """
 
@@ -163,7 +163,7 @@ class Refuse(Message):
 
 @dataclass(frozen=True, slots=True)
 class Send(Message):
-    """P to D: a part can be pulled: some blocks of the prompt, in one group of layers."""
+    """P serves a part: consecutive blocks of the prompt, in one group of layers."""
 
     part: int
     first_block: int
@@ -173,14 +173,14 @@ class Send(Message):
 
 @dataclass(frozen=True, slots=True)
 class Commit(Message):
-    """P to D: that was all; decode on from here.
+    """P has sent every part, and the state from which D decodes on.
 
     Attributes:
-        num_parts: how many were sent.
-        first_token: sampled by P.
-        position: of that token in the sequence. With the seed, all of the sampling's state.
-        hits: of P, by tier.
-        sampling: of the request, with the seed of its draws.
+        num_parts: number of parts sent.
+        first_token: token that P sampled.
+        position: position of that token in the sequence; with the seed, the whole sampling state.
+        hits: P's hits, by tier.
+        sampling: of the request, including the seed.
         stop_token_ids: of the request.
     """
 
@@ -194,16 +194,16 @@ class Commit(Message):
 
 @dataclass(frozen=True, slots=True)
 class Ack(Message):
-    """D to P: all parts have arrived, D decodes and reads nothing of P's any more."""
+    """D has every part, decodes, and no longer reads P's blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Abort(Message):
-    """Either: the attempt is over for me.
+    """The sender has given the attempt up.
 
     Attributes:
-        reason: for people.
-        fenced: D alone: none of its pulls reads P's blocks any more.
+        reason: text for people.
+        fenced: from D only: none of its pulls reads P's blocks any more.
     """
 
     reason: str
@@ -212,10 +212,12 @@ class Abort(Message):
 
 @dataclass(frozen=True, slots=True)
 class Renew(Message):
-    """Either: I am alive and at it. D names the parts that it lacks after COMMIT.
+    """The sender is alive and still works on the attempt.
 
-    Before GRANT, D says so of a prompt that it will answer for when a block that it lacks of it has
-    arrived for another request.
+    Attributes:
+        missing: from D after COMMIT: parts that D has not received. Before GRANT, D sends RENEW
+            with no parts while it defers its answer, until another request has received a block
+            that this prompt needs.
     """
 
     missing: tuple[int, ...] = ()

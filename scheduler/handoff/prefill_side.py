@@ -1,4 +1,4 @@
-"""The hand-off as the prefill node sees it."""
+"""The hand-off protocol of a prefill node, without I/O."""
 
 from __future__ import annotations
 
@@ -6,19 +6,10 @@ from dataclasses import replace
 from typing import Final, Literal, TypeAlias, get_args
 
 from ...kvcache import CacheManager, Lease
-from ..errors import (
-    ConfigError,
-    RequestError,
-    StepOrderError,
-)
+from ..errors import ConfigError, RequestError, StepOrderError
 from ..request import Request
-from .actions import (
-    Compute,
-    Post,
-    Timing,
-)
+from .actions import Compute, Failed, Post, PrefillAction, Timing, Withdraw
 from .attempts import PrefillAttempt, make_ask
-from .live_prefills import COMPUTES, LivePrefills
 from .messages import (
     BUSY,
     PROTOCOL_VERSION,
@@ -33,24 +24,27 @@ from .messages import (
     Refuse,
     Renew,
 )
-from .states import PrefillState
+from .states import PREFILL_MOVES, PrefillState
 
 Order: TypeAlias = Literal["early", "prefill_complete"]
-"""When D is asked for blocks: before P computes a prompt, or when it has."""
+"""When P asks D for blocks: before it computes a prompt, or after."""
 
 ORDERS: Final = get_args(Order)
 
+_COMPUTES: Final = (PrefillState.PREPARING, PrefillState.COMPUTING)
 
-class PrefillSide(LivePrefills):
+
+class PrefillSide:
     """Hands requests over to decode nodes, as a state machine without I/O.
 
-    A request's blocks stay pinned until D has said that it reads them no more (ACK, or an ABORT
-    that is fenced), or the transport has said that nobody can (`fenced`). Time alone frees nothing.
+    A request's blocks stay pinned until D no longer reads them (ACK, or a fenced ABORT), or until
+    the transport says that nobody can read them (`fenced`). Time alone frees nothing.
 
-    Carry out `take_actions` after every call. One thread at a time.
+    Carry out `take_actions` after every call. Not thread-safe.
 
     Attributes:
         epoch: of this node.
+        order: when D is asked for blocks.
     """
 
     def __init__(
@@ -62,31 +56,55 @@ class PrefillSide(LivePrefills):
         num_groups: int = 1,
         order: Order = "early",
     ) -> None:
-        """Make the side of a node.
+        """Create the side of a node.
 
         Args:
-            manager: of P's blocks.
-            epoch: higher than that of any earlier life of the node.
-            timing: how long to wait.
-            num_groups: groups of layers that are sent each on its own.
-            order: "early": D grants before P computes, and parts are sent as they are computed.
-                "prefill_complete": D holds no blocks meanwhile; P sends all when D has room.
+            manager: owner of P's blocks.
+            epoch: higher than in any earlier life of the node.
+            timing: timeouts.
+            num_groups: number of layer groups that are sent separately.
+            order: "early": D grants before P computes, and P sends parts as it computes them.
+                "prefill_complete": P computes first, so D holds no blocks meanwhile.
 
         Raises:
-            ConfigError: if there is no such order.
+            ConfigError: if order is unknown.
         """
         if order not in ORDERS:
             raise ConfigError(f"order must be one of {ORDERS}, got {order!r}")
-        super().__init__(manager, epoch=epoch, timing=timing, num_groups=num_groups)
+        self.epoch = epoch
         self.order = order
+        self._manager = manager
+        self._timing = timing
+        self._num_groups = num_groups
+        self._now = 0.0
+        self._attempts: dict[AttemptKey, PrefillAttempt] = {}
+        self._actions: list[PrefillAction] = []
 
-    # What the scheduler of P says
+    @property
+    def num_open(self) -> int:
+        """Number of attempts that hold blocks."""
+        return len(self._attempts)
+
+    def keys_of(self, request_id: str) -> list[AttemptKey]:
+        """Return the open attempts of a request, oldest first."""
+        return [key for key in self._attempts if key.request_id == request_id]
+
+    def may_compute(self, key: AttemptKey) -> bool:
+        """Whether an open attempt is to be computed: `Compute` was handed out for it."""
+        return self._attempts[key].state in _COMPUTES
+
+    def take_actions(self) -> list[PrefillAction]:
+        """Return the actions since the last call, in order."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    # Calls of P's scheduler
 
     def begin(self, key: AttemptKey, peer: NodeId, request: Request) -> Lease:
-        """Reserve blocks for a prompt; in the early order, ask D for as many.
+        """Reserve blocks for a prompt; in the early order, ask D for blocks, too.
 
-        An older attempt of the same request is given up then. Compute when `Compute` says so, and
-        when nothing is being loaded into the lease, which stays this side's.
+        This gives up an older attempt of the same request. Compute the prompt when `Compute` says
+        so and the lease's load has ended. The lease stays owned by this side.
 
         Args:
             key: the attempt.
@@ -100,13 +118,12 @@ class PrefillSide(LivePrefills):
         if key in self._attempts:
             raise RequestError(f"{key} is open")
         lease = self._manager.admit(self._manager.match(request.prompt, request.namespace))
-        for older in [each for each in self._attempts if each.request_id == key.request_id]:
+        for older in self.keys_of(key.request_id):
             self.abort(older, "a newer attempt has begun")
         header, now = Header(key, self.epoch), self._now
         ask = make_ask(header, request, self._manager.block_size, self._num_groups)
-        attempt = self._attempts[key] = PrefillAttempt(
-            header, peer, ask, request, lease, now, now, now
-        )
+        attempt = PrefillAttempt(header, peer, ask, request, lease, now, now, now)
+        self._attempts[key] = attempt
         if self.order == "early":
             self._move(attempt, PrefillState.ASKING)
             self._post(attempt, ask)
@@ -116,15 +133,16 @@ class PrefillSide(LivePrefills):
         return lease
 
     def computed(self, key: AttemptKey, num_tokens: int, group: int = 0) -> None:
-        """Say that the KV of all tokens before num_tokens is written, in one group of layers.
+        """Report that the KV of the first num_tokens tokens is written, in one group of layers.
 
-        Chunk by chunk, and in each chunk the groups in order. What has ended meanwhile is ignored.
+        Report chunk by chunk, and within a chunk the groups in order. Ignored if the attempt has
+        ended.
 
         Raises:
-            StepOrderError: if a group or a token was left out, or while the lease is loaded.
+            StepOrderError: if a group or a token was left out, or the lease is being loaded.
         """
         attempt = self._attempts.get(key)
-        if attempt is None or attempt.state not in COMPUTES:
+        if attempt is None or attempt.state not in _COMPUTES:
             return
         fits = attempt.num_computed < num_tokens <= len(attempt.tokens)
         if group > 0:
@@ -143,13 +161,13 @@ class PrefillSide(LivePrefills):
             self._offer(attempt, group, num_tokens)
 
     def sampled(self, key: AttemptKey, token: int, hits: Hits) -> None:
-        """Say which token follows the prompt. What has ended meanwhile is ignored.
+        """Report the token that follows the prompt. Ignored if the attempt has ended.
 
         Raises:
             StepOrderError: if the prompt is not computed.
         """
         attempt = self._attempts.get(key)
-        if attempt is None or attempt.state not in COMPUTES:
+        if attempt is None or attempt.state not in _COMPUTES:
             return
         length = len(attempt.tokens)
         if attempt.num_computed != length:
@@ -165,16 +183,61 @@ class PrefillSide(LivePrefills):
         attempt.heard_at = attempt.sent_at = self._now  # D's silence counts from here on
         self._post(attempt, attempt.ask)
 
-    # What D says
+    def abort(self, key: AttemptKey, reason: str) -> None:
+        """Give an attempt up and report `Failed`; ignored if it has ended."""
+        attempt = self._attempts.get(key)
+        if attempt is not None and attempt.state is not PrefillState.WITHDRAWN:
+            if attempt.state is not PrefillState.PREPARING:
+                self._post(attempt, Abort(attempt.header, reason, fenced=False))
+            self._give_up(attempt, reason)
+
+    def abort_all(self, reason: str) -> None:
+        """Give up every attempt."""
+        for key in list(self._attempts):
+            self.abort(key, reason)
+
+    # Events of the transport and the clock
+
+    def fenced(self, key: AttemptKey) -> None:
+        """Report that nobody can read the offers of a withdrawn attempt any more."""
+        attempt = self._attempts.get(key)
+        if attempt is not None and attempt.state is PrefillState.WITHDRAWN:
+            self._end(attempt)
+
+    def tick(self, now: float) -> None:
+        """Advance the clock: repeat unanswered messages, and give up attempts that are too late."""
+        self._now = now
+        timing = self._timing
+        for attempt in list(self._attempts.values()):
+            if attempt.state in (PrefillState.PREPARING, PrefillState.WITHDRAWN):
+                continue
+            is_silent = now - attempt.heard_at >= timing.silence_s
+            is_late = now - attempt.moved_at >= timing.transfer_s
+            if attempt.state is not PrefillState.COMPUTING and (is_silent or is_late):
+                self._abort_late(attempt)
+            elif now - attempt.sent_at >= timing.retry_s:
+                attempt.sent_at = now
+                if attempt.state is PrefillState.ASKING:
+                    self._post(attempt, attempt.ask)
+                else:
+                    self._post(attempt, attempt.commit or Renew(attempt.header))
+
+    def _abort_late(self, attempt: PrefillAttempt) -> None:
+        reason = f"no answer from the decode node while {attempt.state.value}"
+        is_busy = attempt.state is PrefillState.ASKING and attempt.refusal != ""
+        self._post(attempt, Abort(attempt.header, reason, fenced=False))
+        self._give_up(attempt, attempt.refusal if is_busy else reason, is_busy=is_busy)
+
+    # Messages of D
 
     def receive(self, peer: NodeId, message: Message) -> None:
-        """Take in a message of a decode node; one that is stale changes nothing."""
+        """Handle a message of a decode node; a stale one changes nothing."""
         header = message.header
         if header.version != PROTOCOL_VERSION and not isinstance(message, Refuse):
             return
         attempt = self._attempts.get(header.key)
         if attempt is None or attempt.peer != peer or header.peer_epoch != self.epoch:
-            self._decline(peer, message, "nobody asks")
+            self._decline(peer, message, "no such attempt is open")
             return
         known = attempt.header
         if known.peer_epoch is not None and header.epoch != known.peer_epoch:
@@ -186,17 +249,6 @@ class PrefillSide(LivePrefills):
             self._decline(peer, message, "granted twice")
             return
         attempt.heard_at = self._now
-        self._answer(attempt, message)
-
-    def _decline(self, peer: NodeId, message: Message, reason: str) -> None:
-        """Tell D that a grant of it is of no use."""
-        header = message.header
-        if isinstance(message, Grant | Renew) and header.grant:
-            back = Header(header.key, self.epoch, header.epoch, header.grant)
-            self._actions.append(Post(peer, Abort(back, reason, fenced=False)))
-
-    def _answer(self, attempt: PrefillAttempt, message: Message) -> None:
-        """Take in a message that is about this attempt and, if there is one, its grant."""
         asking = attempt.state is PrefillState.ASKING
         match message:
             case Grant() if asking:
@@ -216,12 +268,20 @@ class PrefillSide(LivePrefills):
                     if 0 <= part < len(attempt.sends):
                         self._post(attempt, attempt.sends[part])
 
+    def _decline(self, peer: NodeId, message: Message, reason: str) -> None:
+        """Abort a grant that P has no use for."""
+        header = message.header
+        if isinstance(message, Grant | Renew) and header.grant:
+            reply = Header(header.key, self.epoch, header.epoch, header.grant)
+            self._actions.append(Post(peer, Abort(reply, reason, fenced=False)))
+
     def _granted(self, attempt: PrefillAttempt, grant: Grant) -> None:
         header = grant.header
         attempt.header = replace(attempt.header, peer_epoch=header.epoch, grant=header.grant)
-        if not 0 <= grant.first_block <= attempt.lease.num_blocks:
-            prompt = f"a prompt of {attempt.lease.num_blocks}"
-            self.abort(header.key, f"granted from block {grant.first_block} on, of {prompt}")
+        num_blocks = attempt.lease.num_blocks
+        if not 0 <= grant.first_block <= num_blocks:
+            reason = f"granted from block {grant.first_block} on, of a prompt of {num_blocks}"
+            self.abort(header.key, reason)
             return
         attempt.next_block = [grant.first_block] * self._num_groups
         computed = len(attempt.tokens)
@@ -236,7 +296,7 @@ class PrefillSide(LivePrefills):
             self._commit(attempt)
 
     def _refused(self, attempt: PrefillAttempt, refuse: Refuse) -> None:
-        """End the attempt, unless it is computed and D may have room later: it asks again."""
+        """End the attempt, or ask again later if it is computed and the reason is temporary."""
         numbers = f"{refuse.needed} needed, {refuse.available} available"
         if refuse.reason in ("block size", "version"):
             numbers = f"{refuse.needed} here, {refuse.available} there"
@@ -248,3 +308,66 @@ class PrefillSide(LivePrefills):
             attempt.refusal = reason
         else:
             self._give_up(attempt, reason, is_final=not is_busy, is_busy=is_busy)
+
+    # Transitions
+
+    def _offer(self, attempt: PrefillAttempt, group: int, num_tokens: int) -> None:
+        """Offer the blocks that the first num_tokens tokens fill and D lacks."""
+        block_size = self._manager.block_size
+        while (part := attempt.next_part(group, num_tokens, block_size)) is not None:
+            offer, send = part
+            self._actions.append(offer)
+            self._post(attempt, send)
+
+    def _publish(self, attempt: PrefillAttempt) -> None:
+        """Publish the computed blocks, unless that would recycle blocks that D may be reading.
+
+        Publishing recycles the lease's blocks that another request has published first. D may be
+        reading them if an earlier group of layers was offered. The tree has the prefix either way.
+        """
+        tokens, lease = attempt.tokens[: attempt.num_computed], attempt.lease
+        published = lease.num_shared_blocks * self._manager.block_size
+        match = self._manager.match(tokens, attempt.request.namespace)
+        if self._num_groups == 1 or not attempt.sends or match.num_tokens <= published:
+            self._manager.publish(lease, tokens)
+
+    def _commit(self, attempt: PrefillAttempt) -> None:
+        attempt.commit = attempt.make_commit()
+        self._move(attempt, PrefillState.COMMITTED)
+        attempt.heard_at = self._now  # D's silence counts from here on
+        self._post(attempt, attempt.commit)
+
+    def _give_up(
+        self,
+        attempt: PrefillAttempt,
+        reason: str,
+        *,
+        is_final: bool = False,
+        is_busy: bool = False,
+    ) -> None:
+        """End an attempt; if it has offered blocks, they wait for the fence."""
+        if attempt.state is PrefillState.WITHDRAWN:
+            return
+        self._actions.append(Failed(attempt.header.key, reason, is_final, is_busy))
+        if attempt.sends:
+            self._move(attempt, PrefillState.WITHDRAWN)
+            self._actions.append(Withdraw(attempt.header.key))
+        else:
+            self._end(attempt)
+
+    def _end(self, attempt: PrefillAttempt) -> None:
+        if attempt.sends and attempt.state is not PrefillState.WITHDRAWN:  # after ACK
+            self._actions.append(Withdraw(attempt.header.key, was_read=True))
+        self._move(attempt, PrefillState.GONE)
+        del self._attempts[attempt.header.key]
+        if attempt.num_computed and attempt.lease.loading is None:
+            self._manager.publish(attempt.lease, attempt.tokens[: attempt.num_computed])
+        self._manager.release(attempt.lease)
+
+    def _post(self, attempt: PrefillAttempt, message: Message) -> None:
+        self._actions.append(Post(attempt.peer, message))
+
+    def _move(self, attempt: PrefillAttempt, state: PrefillState) -> None:
+        assert (attempt.state, state) in PREFILL_MOVES, f"{attempt.state} to {state}"
+        attempt.state = state
+        attempt.moved_at = self._now

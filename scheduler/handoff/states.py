@@ -1,6 +1,6 @@
-"""The states of an attempt on each side, and every way from one to the next.
+"""States of an attempt on each side, and the transitions between them.
 
-A side asserts that each of its moves is in the table; the documentation prints it.
+Each side asserts that every transition is in its table. The documentation prints the tables.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final
 
 
 class PrefillState(enum.Enum):
-    """Where an attempt is on P."""
+    """State of an attempt on P."""
 
     NEW = "new"
     PREPARING = "preparing"
@@ -23,7 +23,7 @@ class PrefillState(enum.Enum):
 
 
 class DecodeState(enum.Enum):
-    """Where an attempt is on D."""
+    """State of an attempt on D."""
 
     NEW = "new"
     LOADING = "loading"
@@ -35,42 +35,45 @@ class DecodeState(enum.Enum):
 
 
 PREFILL_MOVES: Final[Mapping[tuple[PrefillState, PrefillState], str]] = {
-    (PrefillState.NEW, PrefillState.ASKING): "`begin`: blocks are admitted, ASK is sent",
-    (PrefillState.NEW, PrefillState.PREPARING): "`begin`, D is asked later: blocks are admitted",
-    (PrefillState.PREPARING, PrefillState.ASKING): "the first token is sampled; ASK is sent",
-    (PrefillState.PREPARING, PrefillState.GONE): "given up",
-    (PrefillState.ASKING, PrefillState.COMPUTING): "GRANT; what P has already is offered",
+    (PrefillState.NEW, PrefillState.ASKING): "`begin`: P reserves blocks and sends ASK",
+    (PrefillState.NEW, PrefillState.PREPARING): "`begin`: P reserves blocks and asks D later",
+    (PrefillState.PREPARING, PrefillState.ASKING): "P has the first token and sends ASK",
+    (PrefillState.PREPARING, PrefillState.GONE): "P gives up",
+    (PrefillState.ASKING, PrefillState.COMPUTING): "GRANT: P offers what it has already",
     (PrefillState.ASKING, PrefillState.COMMITTED): (
-        "GRANT, and the first token was sampled: all is offered, COMMIT is sent"
+        "GRANT, and P has the first token: P offers everything and sends COMMIT"
     ),
-    (PrefillState.ASKING, PrefillState.GONE): "REFUSE, ABORT, no answer in time, or given up",
-    (PrefillState.COMPUTING, PrefillState.COMMITTED): "the first token is sampled; COMMIT is sent",
+    (PrefillState.ASKING, PrefillState.GONE): "REFUSE, ABORT, no answer in time, or P gives up",
+    (PrefillState.COMPUTING, PrefillState.COMMITTED): "P has the first token and sends COMMIT",
     (PrefillState.COMPUTING, PrefillState.WITHDRAWN): (
-        "ABORT, D restarted, or given up, and parts were offered"
+        "ABORT, D restarted, or P gives up, after parts were offered"
     ),
     (PrefillState.COMPUTING, PrefillState.GONE): (
-        "ABORT that is fenced; or any end before a part was offered"
+        "ABORT that is fenced, or any end before a part was offered"
     ),
-    (PrefillState.COMMITTED, PrefillState.GONE): "ACK; or ABORT that is fenced",
+    (PrefillState.COMMITTED, PrefillState.GONE): "ACK, or ABORT that is fenced",
     (PrefillState.COMMITTED, PrefillState.WITHDRAWN): (
-        "no ACK in time, ABORT, D restarted, or given up"
+        "no ACK in time, ABORT, D restarted, or P gives up"
     ),
-    (PrefillState.WITHDRAWN, PrefillState.GONE): "fenced: by the transport, by ACK or by ABORT",
+    (PrefillState.WITHDRAWN, PrefillState.GONE): "a fence: by the transport, ACK or ABORT",
 }
 
 DECODE_MOVES: Final[Mapping[tuple[DecodeState, DecodeState], str]] = {
-    (DecodeState.NEW, DecodeState.RECEIVING): "ASK: blocks are admitted, GRANT is sent",
-    (DecodeState.NEW, DecodeState.LOADING): "ASK, and the host has more of the prompt",
-    (DecodeState.LOADING, DecodeState.RECEIVING): "the host's part has been copied; GRANT is sent",
-    (DecodeState.LOADING, DecodeState.ENDED): "ABORT, P is silent, a newer attempt, or given up",
+    (DecodeState.NEW, DecodeState.RECEIVING): "ASK: D reserves blocks and sends GRANT",
+    (DecodeState.NEW, DecodeState.LOADING): "ASK, and the host tier has more of the prompt",
+    (DecodeState.LOADING, DecodeState.RECEIVING): "the load has ended: D sends GRANT",
+    (DecodeState.LOADING, DecodeState.ENDED): (
+        "ABORT, P is silent, a newer attempt, or D gives up"
+    ),
     (DecodeState.RECEIVING, DecodeState.STARTED): (
-        "COMMIT and every part have come: published, ACK is sent"
+        "D has COMMIT and every part: it publishes and sends ACK"
     ),
     (DecodeState.RECEIVING, DecodeState.QUARANTINED): (
-        "ABORT, P is silent, a pull failed or is late, a newer attempt, or given up; pulls are open"
+        "ABORT, P is silent, a pull failed or is late, a newer attempt, or D gives up, while pulls "
+        "are open"
     ),
-    (DecodeState.RECEIVING, DecodeState.ENDED): "the same, and no pull is open",
+    (DecodeState.RECEIVING, DecodeState.ENDED): "the same, while no pull is open",
     (DecodeState.QUARANTINED, DecodeState.ENDED): "every pull is fenced: the blocks are free",
     (DecodeState.STARTED, DecodeState.ENDED): "`finished`: the scheduler has released the lease",
-    (DecodeState.ENDED, DecodeState.GONE): "nobody asks any more, or a newer attempt",
+    (DecodeState.ENDED, DecodeState.GONE): "D has remembered it for remember_s",
 }

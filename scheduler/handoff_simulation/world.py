@@ -171,7 +171,7 @@ class World(GatewayWorld):
         self._started.add(key)
         node.started(key)
         self.counts["starts"] += 1
-        self.counts["own tokens"] += started.num_own_tokens
+        self.counts["cached tokens"] += started.num_cached_tokens
         self.counts["hit tokens"] += request.num_hit_tokens
         if request.lease is not None:
             for group in range(self.config.num_groups):

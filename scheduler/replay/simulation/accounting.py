@@ -246,13 +246,13 @@ class ClusterAccounts:
         self._lacked_blocks = 0
         self._started_s: dict[str, float] = {}
 
-    def start(self, request: Request, num_own_tokens: int, now_s: float) -> None:
+    def start(self, request: Request, num_cached_tokens: int, now_s: float) -> None:
         """Record that a decode node has the whole prompt and its first token."""
         if self._started_s.setdefault(request.request_id, now_s) != now_s:
             self.answers.violations.append(f"request {request.request_id}: starts twice")
         size = self._block_size
-        self.own_tokens += num_own_tokens
-        self._lacked_blocks += -(-request.num_prompt_tokens // size) - num_own_tokens // size
+        self.own_tokens += num_cached_tokens
+        self._lacked_blocks += -(-request.num_prompt_tokens // size) - num_cached_tokens // size
 
     def finish(self, request: Request, now_s: float) -> None:
         """Record a request that has all its tokens."""

@@ -315,9 +315,9 @@ class _Cluster:
                 self.changed.add(name)
             case Failed():
                 self._fail(action)
-            case Started(key, request, num_own_tokens):
+            case Started(key, request, num_cached_tokens):
                 self.router.computed(key)
-                self.accounts.start(request, num_own_tokens, self.clock_s)
+                self.accounts.start(request, num_cached_tokens, self.clock_s)
                 self.gateway.started(key)
             case Finished(key, request):
                 self.router.finished(key, request.tokens[:-1])

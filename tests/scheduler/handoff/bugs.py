@@ -7,8 +7,6 @@ from typing import Final
 
 P: Final = "handoff/prefill_side.py"
 D: Final = "handoff/decode_side.py"
-LIVE_P: Final = "handoff/live_prefills.py"
-LIVE_D: Final = "handoff/live_decodes.py"
 ATTEMPTS: Final = "handoff/attempts.py"
 
 
@@ -29,7 +27,7 @@ def bug(name: str, file: str, *edits: tuple[str, str]) -> Bug:
 BUGS: Final = [
     bug(
         "a grant is given back before its pulls are fenced",
-        LIVE_D,
+        D,
         (
             "        if attempt.pulls:\n            self._move",
             "        if False:\n            self._move",
@@ -37,7 +35,7 @@ BUGS: Final = [
     ),
     bug(
         "what was offered is released before it is fenced",
-        LIVE_P,
+        P,
         (
             "        if attempt.sends:\n            self._move",
             "        if False:\n            self._move",
@@ -45,7 +43,7 @@ BUGS: Final = [
     ),
     bug(
         "an ACK that is lost leaks P's lease",
-        LIVE_P,
+        P,
         (
             "if attempt.state in (PrefillState.PREPARING, PrefillState.WITHDRAWN):",
             "if attempt.state not in (PrefillState.ASKING, PrefillState.COMPUTING):",
@@ -66,23 +64,23 @@ BUGS: Final = [
     ),
     bug(
         "COMMIT before the last SEND starts decoding",
-        LIVE_D,
+        D,
         (
             "if commit is None or attempt.pulls or len(",
             "if commit is None or attempt.pulls or 0 * len(",
         ),
-        ("if not attempt.is_whole() or commit", "if commit"),
+        ("if not attempt.is_complete() or commit", "if commit"),
     ),
     bug(
         "COMMIT before the last pull starts decoding",
-        LIVE_D,
+        D,
         ("if commit is None or attempt.pulls or len(", "if commit is None or len("),
     ),
     bug(
         "COMMIT that comes twice starts twice",
         D,
         (
-            "            self._say_end(attempt)\n        elif isinstance(message, Abort)",
+            "            self._post_end(attempt)\n        elif isinstance(message, Abort)",
             "            self._receiving(attempt, message)\n"
             "        elif isinstance(message, Abort)",
         ),
@@ -113,7 +111,7 @@ BUGS: Final = [
     ),
     bug(
         "D publishes at the grant",
-        LIVE_D,
+        D,
         (
             "        self._move(attempt, DecodeState.RECEIVING)\n",
             "        self._manager.publish(attempt.lease, attempt.tokens)\n"
@@ -122,7 +120,7 @@ BUGS: Final = [
     ),
     bug(
         "D publishes nothing",
-        LIVE_D,
+        D,
         ("        self._manager.publish(attempt.lease, attempt.tokens)\n", ""),
     ),
     bug(
@@ -143,7 +141,7 @@ BUGS: Final = [
     ),
     bug(
         "P recycles what it offered when others have published the same",
-        LIVE_P,
+        P,
         (
             "if self._num_groups == 1 or not attempt.sends or match.num_tokens <= published:",
             "if True:",
@@ -156,7 +154,7 @@ BUGS: Final = [
     ),
     bug(
         "D says that its pulls are fenced while they write",
-        LIVE_D,
+        D,
         (
             "self._post(attempt, Abort(attempt.header, reason, fenced=False))",
             "self._post(attempt, Abort(attempt.header, reason, fenced=True))",
@@ -164,7 +162,7 @@ BUGS: Final = [
     ),
     bug(
         "a pull that failed is a pull that is fenced",
-        LIVE_D,
+        D,
         (
             "self._ended_pull(ticket) if fenced else self._pulling(ticket)",
             "self._ended_pull(ticket)",
@@ -172,20 +170,20 @@ BUGS: Final = [
     ),
     bug(
         "a pull that failed counts as arrived",
-        LIVE_D,
+        D,
         (
             'self._give_up(attempt, f"part {ticket.part} could not be pulled: {reason}")',
-            "self._start_if_whole(attempt)",
+            "self._start_if_complete(attempt)",
         ),
     ),
     bug(
         "D waits for ever for a P that is gone",
-        LIVE_D,
+        D,
         ("elif now - attempt.heard_at >= timing.silence_s:", "elif False:"),
     ),
     bug(
         "P asks for ever",
-        LIVE_P,
+        P,
         (
             "if attempt.state is not PrefillState.COMPUTING and (is_silent",
             "if False and (is_silent",
@@ -193,17 +191,17 @@ BUGS: Final = [
     ),
     bug(
         "a pull may take for ever",
-        LIVE_D,
-        ("if any(now - begun >= timing.transfer_s for begun in started):", "if False:"),
+        D,
+        ("if any(now - each >= timing.transfer_s for each in started):", "if False:"),
     ),
     bug(
         "ASK is said once",
-        LIVE_P,
+        P,
         ("                    self._post(attempt, attempt.ask)", "                    pass"),
     ),
     bug(
         "COMMIT is said once",
-        LIVE_P,
+        P,
         (
             "self._post(attempt, attempt.commit or Renew(attempt.header))",
             "self._post(attempt, Renew(attempt.header))",
@@ -234,8 +232,8 @@ BUGS: Final = [
     ),
     bug(
         "D starts a prompt that is not whole",
-        LIVE_D,
-        ("if not attempt.is_whole() or commit", "if commit"),
+        D,
+        ("if not attempt.is_complete() or commit", "if commit"),
     ),
     bug(
         "D decodes from a token that is none",
@@ -249,12 +247,12 @@ BUGS: Final = [
     ),
     bug(
         "D forgets the lease of an attempt that it gives up",
-        LIVE_D,
+        D,
         ("        self._manager.release(attempt.lease)\n", ""),
     ),
     bug(
         "P forgets the lease of an attempt that ends",
-        LIVE_P,
+        P,
         ("        self._manager.release(attempt.lease)\n", ""),
     ),
     bug(

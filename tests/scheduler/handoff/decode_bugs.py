@@ -125,8 +125,8 @@ DECODE_BUGS: Final = [
         "a start is told twice",
         DECODE,
         (
-            "        self._actions.append(Started(start.key, request, start.num_own_tokens))\n",
-            "        told = Started(start.key, request, start.num_own_tokens)\n"
+            "        self._actions.append(Started(start.key, request, start.num_cached_tokens))\n",
+            "        told = Started(start.key, request, start.num_cached_tokens)\n"
             "        self._actions += [told, told]\n",
         ),
     ),

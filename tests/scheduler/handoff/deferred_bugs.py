@@ -6,52 +6,55 @@ from typing import Final
 
 from .bugs import D, P, bug
 
-HELD: Final = "handoff/deferred_asks.py"
+DEFERRED: Final = "handoff/deferred_asks.py"
 
 DEFERRED_BUGS: Final = [
     bug(
         "a block is granted to two at once",
         D,
-        ("if self._is_on_its_way(request) and self._held.has_room:", "if False:"),
+        ("if self._is_in_flight(request) and self._deferred.has_room:", "if False:"),
     ),
     bug(
         "who is held is not answered when it may go on",
         D,
-        ("        for held in self._held.all():\n            self._asked(held)\n", ""),
+        ("        for deferred in self._deferred.all():\n            self._asked(deferred)\n", ""),
     ),
     bug(
         "who asks again loses its place",
-        HELD,
+        DEFERRED,
         (
-            "        self._by_request[held.key.request_id] = held",
-            "        self.drop(held.key.request_id)\n"
-            "        self._by_request[held.key.request_id] = held",
+            "        self._by_request[deferred.key.request_id] = deferred",
+            "        self.remove(deferred.key.request_id)\n"
+            "        self._by_request[deferred.key.request_id] = deferred",
         ),
     ),
     bug(
         "an ASK is held after its P has given it up",
         D,
-        ("            self._held.end(peer, header.key)\n", "            pass\n"),
+        ("            self._deferred.abort(peer, header.key)\n", "            pass\n"),
     ),
     bug(
         "any node may give up what another asks for",
-        HELD,
-        ("(held.peer, held.key) == (peer, key)", "held.key == key"),
+        DEFERRED,
+        ("(deferred.peer, deferred.key) == (peer, key)", "deferred.key == key"),
     ),
     bug(
         "an ASK is held for a P that is silent",
         D,
-        ("if now - held.heard_at >= self._timing.silence_s:", "if False:"),
+        ("if now - deferred.heard_at >= timing.silence_s:", "if False:"),
     ),
     bug(
         "an ASK is held though the gateway has given it up",
         D,
-        ("        if held is not None and held.key == key:\n", "        if False:\n"),
+        ("        if deferred is not None and deferred.key == key:\n", "        if False:\n"),
     ),
     bug(
         "an older attempt is held in the place of a newer one",
         D,
-        (" + ([held.key] if held is not None else [])", ""),
+        (
+            "        if deferred is not None:\n            others",
+            "        if False:\n            others",
+        ),
     ),
     bug(
         "prompts of two namespaces are one",
@@ -60,12 +63,12 @@ DEFERRED_BUGS: Final = [
     ),
     bug(
         "one waits for much that is of no use to it",
-        HELD,
+        DEFERRED,
         (" if 2 * num_shared * block_size >= max(len(one), len(other)) else 0", ""),
     ),
     bug(
         "any number of prompts is held",
-        HELD,
+        DEFERRED,
         ("return len(self._by_request) < MAX_DEFERRED", "return True"),
     ),
     bug(

@@ -159,7 +159,7 @@ def a_part_outside_the_grant_is_not_pulled(h: ModuleType) -> None:
     pair.d.receive(P, h.Send(header, 0, 1, 3, 0))
     [post] = pair.d.take_actions()
     assert isinstance(post, h.Post), "a shared block would be written"
-    assert post.message.reason == "part 0 is not of what was granted"
+    assert post.message.reason == "part 0 lies outside the grant"
     assert pair.d.num_open == 0
 
 
@@ -169,7 +169,7 @@ def a_prompt_that_is_not_whole_does_not_start(h: ModuleType) -> None:
     header = h.Header(KEY, 1, 1, grant.header.grant)
     pair.d.receive(P, h.Commit(header, 0, 1, len(PROMPT), h.Hits()))
     [abort] = pair.posted(pair.d)
-    assert abort.reason == "what was sent is not the prompt" and pair.d.num_open == 0
+    assert abort.reason == "the parts do not cover the prompt" and pair.d.num_open == 0
 
 
 def a_first_token_that_is_none_does_not_start(h: ModuleType) -> None:
@@ -205,7 +205,7 @@ def two_equal_prompts_are_sent_once(h: ModuleType) -> None:
             assert all(answer.tokens is not None for answer in simulation.answers.values())
             # Of 7 tokens in blocks of 2, the second request lacks the last, half a block.
             assert sent == [4 * num_groups, 5 * num_groups]
-            assert simulation.counts["own tokens"] == simulation.counts["hit tokens"] == 6
+            assert simulation.counts["cached tokens"] == simulation.counts["hit tokens"] == 6
 
 
 def what_has_arrived_is_matchable_when_decoding_starts(h: ModuleType) -> None:

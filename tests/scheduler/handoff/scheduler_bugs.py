@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from .bugs import LIVE_P, D, P, bug
+from .bugs import D, P, bug
 from .decode_bugs import DECODE_BUGS
 from .deferred_bugs import DEFERRED_BUGS
 
@@ -138,7 +138,7 @@ ORDER_BUGS: Final = [
     ),
     bug(
         "P tells D of an attempt that D knows nothing of",
-        LIVE_P,
+        P,
         ("            if attempt.state is not PrefillState.PREPARING:", "            if True:"),
     ),
     bug(

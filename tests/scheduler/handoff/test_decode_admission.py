@@ -124,7 +124,7 @@ def test_one_node_does_not_speak_for_another() -> None:
     d = scheduler()
     granted = ask(d, "a")
     twin = ask(d, "a", peer="p1")
-    assert isinstance(twin, Abort) and twin.reason == "the attempt is known of another epoch"
+    assert isinstance(twin, Abort) and twin.reason == "the attempt belongs to another epoch"
     d.receive(
         "p1", Abort(Header(AttemptKey("a", 1), 5, 1, granted.header.grant), "no", fenced=False)
     )

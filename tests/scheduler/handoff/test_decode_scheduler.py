@@ -39,7 +39,7 @@ def test_it_decodes_with_what_commit_said() -> None:
     d = scheduler()
     sampling = SamplingParams(temperature=1.0, seed=7)
     [started] = start(d, max_new_tokens=3, sampling=sampling, stop_token_ids=(2,))
-    assert isinstance(started, Started) and started.num_own_tokens == 0
+    assert isinstance(started, Started) and started.num_cached_tokens == 0
     request = started.request
     assert request.output_tokens == [9] and request.sampling == sampling
     hits = request.num_hit_tokens, request.num_host_hit_tokens, request.num_storage_hit_tokens

@@ -173,7 +173,7 @@ def test_a_part_that_was_not_granted_ends_the_attempt(fields: dict[str, Any]) ->
     if fields.get("part") == 1:
         pair.d.receive(P, known)
     pair.d.receive(P, replace(known, **fields))
-    reason = f"part {fields.get('part', 0)} is not of what was granted"
+    reason = f"part {fields.get('part', 0)} lies outside the grant"
     assert pair.posted(pair.d)[-1].reason == reason
 
 
@@ -191,7 +191,7 @@ def test_more_parts_than_blocks_are_no_prompt() -> None:
     header = Header(KEY, 1, 1, pair.granted().header.grant)
     pair.d.receive(P, Commit(header, MOST, 1, len(PROMPT), Hits()))
     [abort] = pair.posted(pair.d)
-    assert abort.reason == "what was sent is not the prompt"
+    assert abort.reason == "the parts do not cover the prompt"
     assert pair.d_manager.stats().live_leases == 0
 
 

@@ -179,7 +179,7 @@ def test_one_p_speaks_with_several_d() -> None:
     assert [each.peer for each in actions(p) if isinstance(each, Post)] == ["d0", "d1"]
     p.receive("d1", Grant(Header(AttemptKey("a", 1), 7, 1, 1), 0))
     [declined] = actions(p)
-    assert declined.peer == "d1" and declined.message.reason == "nobody asks"
+    assert declined.peer == "d1" and declined.message.reason == "no such attempt is open"
     grant(p, "a")
     p.receive("d1", Grant(Header(AttemptKey("b", 1), 7, 1, 1), 0))
     assert step(p) == [("a", 0, 3), ("b", 0, 1)]

@@ -158,7 +158,7 @@ def test_a_grant_that_nobody_asks_for_is_declined() -> None:
     pair.p.receive(D, Grant(Header(AttemptKey("r9", 1), 1, 1, 7), 0))
     assert [(each.header.key, each.header.grant, each.reason) for each in pair.posted(pair.p)] == [
         (KEY, 2, "granted twice"),
-        (("r9", 1), 7, "nobody asks"),
+        (("r9", 1), 7, "no such attempt is open"),
     ]
 
 
@@ -169,7 +169,7 @@ def test_an_attempt_of_another_life_of_p_is_not_taken_for_this_one() -> None:
     pair.d.receive(P, later)
     [answer] = pair.posted(pair.d)
     assert isinstance(answer, Abort)
-    assert answer.reason == "the attempt is known of another epoch"
+    assert answer.reason == "the attempt belongs to another epoch"
 
 
 # Errors
