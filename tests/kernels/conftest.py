@@ -10,7 +10,7 @@ from . import lowering
 
 @pytest.fixture
 def no_shape_hook() -> Iterator[None]:
-    """Let wrong arguments through to the kernels' own checks, where a run checks shapes before."""
+    """Disable jaxtyping's checks, so that wrong arguments reach the checks of the kernels."""
     before = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
@@ -19,5 +19,5 @@ def no_shape_hook() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _marked_tests_compile(request: pytest.FixtureRequest) -> None:
-    """`.ci/run` finds the tests that need compilers by their marker."""
+    """Only tests marked `sm_90a`, which `.ci/run` selects, may compile."""
     lowering.marked = request.node.get_closest_marker("sm_90a") is not None

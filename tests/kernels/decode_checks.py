@@ -1,4 +1,4 @@
-"""The comparison with the oracle that the tests of each backend of `paged_decode` share."""
+"""Comparison with the oracle, shared by the tests of each backend of `paged_decode`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +15,7 @@ SM_SCALE = 0.3
 
 
 class DecodeChecks:
-    """Base of tests; `attend` is `paged_decode` or takes its arguments."""
+    """Base class of tests; `attend` is `paged_decode` or has the same signature."""
 
     attend: ClassVar[Callable[..., Any]]
 

@@ -1,4 +1,4 @@
-"""Mosaic kernels run on a CPU, thread by thread, by JAX's interpret mode."""
+"""Mosaic kernels in JAX's interpret mode: on a CPU, thread by thread, with race detection."""
 
 import contextlib
 import re
@@ -11,13 +11,13 @@ import pytest
 from radixkv.kernels import mosaic_compat as mosaic
 
 SEES_ASYNC_RACES = jax.__version_info__ >= (0, 11)
-"""JAX 0.10 sees a missing barrier wait, but no race with a copy that runs by itself."""
+"""JAX 0.10 detects a missing barrier wait, but no race with an asynchronous copy."""
 
 PARAMS = mosaic.interpret_params()
 
 
 class RaceError(AssertionError):
-    """The race detector found two accesses that nothing orders."""
+    """The race detector found two unordered accesses."""
 
 
 def _module():
@@ -26,7 +26,7 @@ def _module():
 
 @contextlib.contextmanager
 def races_detected() -> Iterator[mosaic.Interpret]:
-    """Parameters of a run that looks for races; RaceError at the end if it found one.
+    """Yield parameters that detect races; raise RaceError at the end if there was one.
 
     0.10 and 0.11 print what they find and set a flag, 0.12 raises; a copy whose end nobody waits
     for is a ValueError in all of them.
@@ -34,7 +34,7 @@ def races_detected() -> Iterator[mosaic.Interpret]:
     module = _module()
     module.gpu_callbacks.reset_gpu_interpret_mode_state()
     try:
-        # Copies that share one of the simulated copy threads, of which there are 5, are in order.
+        # Copies on the same simulated copy thread are ordered; the default of 5 hides races.
         yield mosaic.interpret_params(detect_races=True, num_tma_threads_per_device=64)
         if module.get_races().races_found:
             raise RaceError("the race detector found a race")
@@ -54,7 +54,7 @@ CAUGHT = "|".join(
 
 
 def assert_caught(run: Callable[[mosaic.Interpret], object]) -> None:
-    """That `run` has a race, or ends before its copies do, and the simulation says so."""
+    """Assert that the simulation reports a race in `run`, or copies that outlive the kernel."""
     failures = RaceError, ValueError, jax.errors.JaxRuntimeError
     with pytest.raises(failures) as failure, races_detected() as params:
         run(params)

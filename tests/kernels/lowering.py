@@ -1,10 +1,12 @@
-"""Kernels lowered and compiled for an H100 on a machine without a GPU.
+"""Lower and compile kernels for an H100 on a machine without a GPU.
+
+::
 
     lowered_for_h100   StableHLO with the kernels in it: needs no more than JAX
     compile_for_h100   machine code, by XLA, Mosaic and ptxas: needs the wheels in `WHEELS`
 
-`.ci/run` installs the wheels and sets RADIXKV_MUST_COMPILE; elsewhere a test that needs them says
-which is missing and is skipped.
+`.ci/run` installs the wheels and sets RADIXKV_MUST_COMPILE. Elsewhere a test that needs them is
+skipped, and the reason names the missing wheel.
 """
 
 import contextlib
@@ -40,27 +42,27 @@ WHEELS = {
 
 
 marked = False
-"""Whether the test that runs has the marker sm_90a."""
+"""Whether the current test has the marker sm_90a."""
 
 
 class Compiled(NamedTuple):
-    """What the compilers say of one function: the largest of its kernels, where it has several."""
+    """Compiler statistics of a function; the maximum over its kernels if it has several."""
 
     registers: int
-    """Registers of a thread."""
+    """Registers per thread."""
     spill_bytes: int
-    """Stores and loads of registers that did not fit."""
+    """Bytes of spill stores and loads."""
     shared_bytes: int
-    """Shared memory of a thread block, static and dynamic."""
+    """Static and dynamic shared memory per thread block."""
     alias_bytes: int
-    """Outputs that are donated arguments."""
+    """Bytes of outputs that reuse donated arguments."""
     temp_bytes: int
-    """Device memory that the function takes beside its arguments and results."""
+    """Device memory besides arguments and results."""
     instructions: Counter[str]
-    """How often each PTX instruction occurs in the Mosaic kernels, its modifiers included."""
+    """Count of each PTX instruction (with modifiers) in the Mosaic kernels."""
 
     def count(self, prefix: str) -> int:
-        """How many instructions start with `prefix`, such as `wgmma.mma_async`."""
+        """Number of instructions that start with `prefix`, such as `wgmma.mma_async`."""
         return sum(n for name, n in self.instructions.items() if name.startswith(prefix))
 
 
@@ -69,7 +71,7 @@ def shaped(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
 
 
 def on_h100():
-    """A context in which functions are traced for an H100."""
+    """Context manager: functions are traced for an H100."""
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=H100))
 
 
@@ -81,7 +83,7 @@ def lowered_for_h100(function, *args, donate_argnums=()) -> str:
 
 
 def missing_wheel() -> str | None:
-    """The first package that compilation needs and this environment lacks."""
+    """Name of the first missing package that compilation needs, or None."""
     for module, wheel in WHEELS.items():
         try:
             found = find_spec(module)
@@ -93,7 +95,7 @@ def missing_wheel() -> str | None:
 
 
 def compile_for_h100(function, *args, donate_argnums=()) -> Compiled:
-    """Compile `function` to sm_90a; skip the calling test, by name, where a compiler is missing."""
+    """Compile `function` to sm_90a; skip the test if a compiler is missing."""
     assert marked, "a test that compiles needs the marker sm_90a"
     if wheel := missing_wheel():
         reason = f"not compiled: {wheel} is not installed"
@@ -119,7 +121,7 @@ def compile_for_h100(function, *args, donate_argnums=()) -> Compiled:
 
 @contextlib.contextmanager
 def _no_cache_of_programs() -> Iterator[None]:
-    """A cached program dumps nothing, and one for another machine cannot be read from a cache."""
+    """Disable the compilation cache, because a cached program dumps nothing."""
     name = "jax_enable_compilation_cache"
     before = getattr(jax.config, name)
     jax.config.update(name, False)

@@ -1,10 +1,10 @@
-"""Float64 numpy attention and block moves, in plain loops: what the kernels are compared with."""
+"""Reference attention in float64 numpy, in plain loops, with which the kernels are compared."""
 
 import numpy as np
 
 
 def attend_one(q, k, v, position, *, sm_scale, soft_cap=None, window=None, sinks=None):
-    """One query token `q` [HQ, D] at `position` over its row's `k`, `v` [S, HKV, D]."""
+    """Attend with one query token `q` [HQ, D] at `position` over its row's `k`, `v` [S, HKV, D]."""
     num_q_heads, head_dim = q.shape
     group = num_q_heads // k.shape[1]
     first = 0 if window is None else max(0, position - window + 1)
@@ -48,7 +48,7 @@ def extend(q, k_blocks, v_blocks, block_tables, kv_lengths, q_lengths, q_starts,
 
 
 def decode(q, k_blocks, v_blocks, block_tables, lengths, **options):
-    """Reference of `paged_decode`: a row of one query, or of none where the length is 0."""
+    """Reference of `paged_decode`: one query per row, none if the length is 0."""
     ones = [int(length > 0) for length in lengths]
     return extend(
         q, k_blocks, v_blocks, block_tables, lengths, ones, range(len(lengths)), **options

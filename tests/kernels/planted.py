@@ -1,10 +1,10 @@
-"""Copies of a module with lines changed: other constants, or bugs that a test must catch."""
+"""Modified copies of a module: other constants, or planted bugs that a test must catch."""
 
 from types import ModuleType
 
 
 def planted(module: ModuleType, changes: dict[str, str]) -> ModuleType:
-    """The module with each key, which must occur exactly once in its source, replaced."""
+    """Return the module with each key of `changes`, which must occur once, replaced."""
     assert module.__file__ is not None
     with open(module.__file__) as file:
         source = file.read()

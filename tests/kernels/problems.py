@@ -1,4 +1,4 @@
-"""Random problems for the attention kernels, with everything a kernel must not read poisoned."""
+"""Random problems for the attention kernels; memory that a kernel must not use holds NaN."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Cache:
-    """Pools and block tables. Whatever no row has written is NaN, sink block included.
+    """Pools and block tables. Memory that no row has written is NaN, including the sink block.
 
     In an int8 pool, which has no NaN, it is -128, and blocks that no row uses have a scale of NaN.
     """
@@ -33,7 +33,7 @@ class Cache:
     v_blocks: jax.Array
     block_tables: jax.Array
     scales: dict[str, jax.Array]
-    """Of quantised pools: the keyword arguments that hold their scales."""
+    """Keyword arguments with the scales of quantised pools."""
 
     @property
     def for_oracle(self) -> tuple[np.ndarray, ...]:
@@ -50,7 +50,7 @@ CODES = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 
 def quantise(pool: np.ndarray, dtype: str) -> tuple[jax.Array, jax.Array]:
-    """A pool and its scales, the largest number of each (block, head) at the end of the codes."""
+    """Quantise a pool; the scales map the largest number of each (block, head) to the limit."""
     unused = np.isnan(pool).all((2, 3))
     largest = np.abs(np.nan_to_num(pool)).max((2, 3))
     scales = np.where(unused, 1.0, largest / CODES[dtype]).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Which backend is chosen for which device, and what a caller is told who asks for another."""
+"""Choice of the backend by device, and the errors of unsupported requests."""
 
 import importlib.util
 import sys

@@ -1,4 +1,4 @@
-"""Block copy, gather and scatter: which entries act, and that a donated pool is reused."""
+"""Block copy, gather and scatter: active entries, and reuse of a donated pool."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The checked mode: what it refuses, by its message, and that it lets everything else through."""
+"""`checked`: the messages of rejected values; valid values pass."""
 
 from functools import cache, partial
 

@@ -1,4 +1,4 @@
-"""The work list of ragged attention: each token of each row in one tile, each tile's KV covered."""
+"""The work list of ragged attention covers each token by one tile, and the KV of each tile."""
 
 from functools import partial
 

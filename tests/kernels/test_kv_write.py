@@ -1,4 +1,4 @@
-"""`kv_write`: where tokens go, which are skipped, and that donated pools are reused."""
+"""`kv_write`: slots of tokens, skipped tokens, and reuse of donated pools."""
 
 import jax
 import jax.numpy as jnp

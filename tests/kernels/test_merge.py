@@ -1,4 +1,4 @@
-"""`merge_attention_states`: attention over two sets of tokens is attention over both."""
+"""`merge_attention_states`: merged attention over two sets of tokens equals attention over both."""
 
 from functools import cache
 

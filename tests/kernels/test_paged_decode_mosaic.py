@@ -64,10 +64,10 @@ def attend(
 
 
 class TestSimulated(DecodeChecks):
-    """Interpret mode; it has no WGMMA with operands in registers, `mosaic.dot` stands in."""
+    """Interpret mode; `mosaic.dot` replaces WGMMA, which it does not support."""
 
     SINKS = jnp.array([-2.0, 0.0, 3.0, 50.0, 1.0, 2.0, -9.0])
-    # Each tiling, dtype, option and size at least once beside others.
+    # Each tiling, dtype, option and size occurs at least once.
     CASES: ClassVar[dict[str, dict[str, Any]]] = {
         "around the edges of blocks and tiles": dict(lengths=[0, 1, 15, 16, 17, 63, 64, 65, 300]),
         "wide tiles, a wide table, no groups": dict(
@@ -108,7 +108,7 @@ class TestSimulated(DecodeChecks):
 
 
 class TestRaces:
-    """Each wait and fence that interpret mode can miss is needed."""
+    """The race detector finds each missing wait and fence that interpret mode can see."""
 
     def run(self, module=paged_decode_mosaic):
         """A row long enough that every pipeline stage is filled twice."""

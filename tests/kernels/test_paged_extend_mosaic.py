@@ -133,7 +133,7 @@ if SEES_ASYNC_RACES:  # 0.10 simulates 15 times slower: `test_no_race` alone, wh
         run(**case)
 
 
-# Two tiles of one program: 3 and 2 steps through a ring of 2, the last step with unwritten rows.
+# Two tiles of one program: 3 and 2 steps through 2 pipeline stages, the last step with unwritten rows.
 BUSY = dict(kv_lengths=[150], q_lengths=[40], config=ExtendConfig(1, 64, 2), num_tokens=40)
 
 
@@ -154,7 +154,7 @@ BUGS = {
     "the output is written over what is copied": "plgpu.wait_smem_to_gmem(0, wait_read_only=True)",
     "the last copies are not waited for": "plgpu.wait_smem_to_gmem(0)\n",
 }
-if SEES_ASYNC_RACES:  # in 0.10, moreover, warpgroups wait for ever for one that has failed
+if SEES_ASYNC_RACES:  # in 0.10, warpgroups also wait forever for a failed one
 
     @pytest.mark.parametrize("bug", BUGS)
     def test_planted_bug_is_caught(bug):
@@ -262,7 +262,7 @@ def test_compiles_for_an_h100(case):
     assert report.shared_bytes <= SHARED_MEMORY_BYTES
     # The zeroed rows of V, each part of the output, and the log-sum-exp are fenced for copies and
     # WGMMA. (The simulated WGMMA reads as threads do: it does not miss the first.)
-    # Widened numbers of K and of V take the place of the first.
+    # The dequantised tiles of K and of V replace the first.
     quantised = "pool_dtype" in shapes
     parts = 4 if head_dim == 256 else 2 if quantised and head_dim == 128 else 1
     fences = 1 + quantised + parts + ("return_lse" in options)

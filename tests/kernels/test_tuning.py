@@ -1,4 +1,4 @@
-"""Measured configurations are found by shape, and rules serve the rest."""
+"""Lookup of measured configurations by shape; the rules serve all other shapes."""
 
 import json
 from functools import partial
