@@ -133,7 +133,7 @@ if SEES_ASYNC_RACES:  # 0.10 simulates 15 times slower: `test_no_race` alone, wh
         run(**case)
 
 
-# Two tiles of one program: 3 and 2 steps through 2 pipeline stages, the last step with unwritten rows.
+# Two tiles of one program: 3 and 2 steps through 2 stages, the last step with unwritten rows.
 BUSY = dict(kv_lengths=[150], q_lengths=[40], config=ExtendConfig(1, 64, 2), num_tokens=40)
 
 
