@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ...model.blocks import Holding
 from ...model.cache import CacheModel
 from ...model.ghost import Tag
 from ...rules import cache as rules
 from ...rules.rule import require
 from .requests import NAMESPACES, Request
-
-if TYPE_CHECKING:
-    from .world import CacheWorld
+from .state import CacheState
 
 
-def submit(world: CacheWorld, name: str, prompt: list[int], more: int, namespace: int) -> bool:
+def submit(world: CacheState, name: str, prompt: list[int], more: int, namespace: int) -> bool:
     """A request comes, and waits; it may grow by `more` tokens."""
     if not prompt or any(request.name == name for request in world.past):
         return False
@@ -25,7 +21,7 @@ def submit(world: CacheWorld, name: str, prompt: list[int], more: int, namespace
     return True
 
 
-def match(world: CacheWorld, name: str) -> bool:
+def match(world: CacheState, name: str) -> bool:
     """A request looks what is cached, to be admitted with that, now or later."""
     if "match" not in world.target.can or not (request := world.get(name, "waiting")):
         return False
@@ -45,12 +41,12 @@ def match(world: CacheWorld, name: str) -> bool:
     return True
 
 
-def _hittable(world: CacheWorld, request: Request) -> list[Tag]:
+def _hittable(world: CacheState, request: Request) -> list[Tag]:
     end = len(request.tokens) - (not world.promises.hits_last)
     return request.path(world.block_size)[: end // world.block_size]
 
 
-def admit(world: CacheWorld, name: str) -> bool:
+def admit(world: CacheState, name: str) -> bool:
     """A waiting request is admitted, or refused."""
     if not (request := world.get(name, "waiting")):
         return False
@@ -88,7 +84,7 @@ def admit(world: CacheWorld, name: str) -> bool:
 
 
 def _refused(
-    world: CacheWorld, name: str, model: CacheModel | None, needed: int, can: int, total: int
+    world: CacheState, name: str, model: CacheModel | None, needed: int, can: int, total: int
 ) -> None:
     world.situations["refused"] += 1
     size = world.config["num_blocks"]
@@ -123,7 +119,7 @@ def _refused(
         )
 
 
-def _check_hit(world: CacheWorld, request: Request, hit: int) -> None:
+def _check_hit(world: CacheState, request: Request, hit: int) -> None:
     name, num_tokens = request.name, len(request.tokens)
     require(
         hit % world.block_size == 0 and 0 <= hit <= num_tokens,
@@ -144,7 +140,7 @@ def _check_hit(world: CacheWorld, request: Request, hit: int) -> None:
         require(hit >= known, rules.H5, "{} hit {} of {} tokens", name, hit, known)
 
 
-def _begin(world: CacheWorld, request: Request, hit: int) -> None:
+def _begin(world: CacheState, request: Request, hit: int) -> None:
     request.state, request.written, request.published = "running", hit, hit
     request.admission += 1
     world.num_admitted += 1

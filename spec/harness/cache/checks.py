@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING
 
 from ...adapters.cache import Snapshot
 from ...model.blocks import FREE
+from ...model.cache import CacheModel
 from ...model.ghost import Tag
 from ...rules import cache as rules
 from ...rules.rule import Violation, require
-
-if TYPE_CHECKING:
-    from ...model.cache import CacheModel
-    from .requests import Request
-    from .world import CacheWorld
+from .requests import Request
+from .state import CacheState
 
 
-def check_all(world: CacheWorld) -> None:
+def check_all(world: CacheState) -> None:
     """Check every rule that is about a state, not about a step."""
     running = world.running()
     for request in running:
@@ -35,7 +32,7 @@ def check_all(world: CacheWorld) -> None:
         _check_inside(world, world.model, world.target.snapshot())
 
 
-def _check_table(world: CacheWorld, request: Request) -> None:
+def _check_table(world: CacheState, request: Request) -> None:
     name, table = request.name, request.table
     needed = world.blocks_for(len(request.tokens))
     require(
@@ -62,7 +59,7 @@ def _check_table(world: CacheWorld, request: Request) -> None:
     world.device.read(name, table, request.tags[: request.written])
 
 
-def _check_available(world: CacheWorld, num_held: int) -> None:
+def _check_available(world: CacheState, num_held: int) -> None:
     found, most = world.target.available(), world.config["num_blocks"] - num_held
     require(
         0 <= found <= most, rules.S2, "{} available, with {} of the blocks held", found, num_held
@@ -71,7 +68,7 @@ def _check_available(world: CacheWorld, num_held: int) -> None:
         require(found == most, rules.S2, "{} available, should be {}", found, most)
 
 
-def _check_inside(world: CacheWorld, model: CacheModel, shot: Snapshot) -> None:
+def _check_inside(world: CacheState, model: CacheModel, shot: Snapshot) -> None:
     free = sorted(shot.free)
     taken = {block for block, owner in model.owner.items() if owner != FREE}
     wrong = [block for block in free if block in taken]
@@ -88,7 +85,7 @@ def _check_inside(world: CacheWorld, model: CacheModel, shot: Snapshot) -> None:
     _check_reports(world, model, shot)
 
 
-def _check_cached(world: CacheWorld, model: CacheModel, shot: Snapshot) -> None:
+def _check_cached(world: CacheState, model: CacheModel, shot: Snapshot) -> None:
     tags = {prefix: world.tag_of(*prefix) for prefix in shot.cached}
     found = {tags[prefix]: block for prefix, block in shot.cached.items()}
     wanted = {tag: entry.block for tag, entry in model.published_at.items()}
@@ -118,7 +115,7 @@ def _check_idle(model: CacheModel, shot: Snapshot) -> None:
         require(ages == sorted(ages), rules.W5, "the idle blocks {} are not in order", shot.idle)
 
 
-def _check_reports(world: CacheWorld, model: CacheModel, shot: Snapshot) -> None:
+def _check_reports(world: CacheState, model: CacheModel, shot: Snapshot) -> None:
     for name, row in shot.rows.items():
         table = world.requests[name].table
         wanted = table + [0] * (len(row) - len(table))
@@ -135,7 +132,7 @@ def _check_reports(world: CacheWorld, model: CacheModel, shot: Snapshot) -> None
     _check_next_blocks(world, model, shot)
 
 
-def _check_next_blocks(world: CacheWorld, model: CacheModel, shot: Snapshot) -> None:
+def _check_next_blocks(world: CacheState, model: CacheModel, shot: Snapshot) -> None:
     prefixes: dict[Hashable, Tag] = {}  # the prefix that each next block would hold
     for name, next_block in shot.next_blocks.items():
         prefix = _next_prefix(world, name, len(model.holdings[name].shared))
@@ -154,6 +151,6 @@ def _check_next_blocks(world: CacheWorld, model: CacheModel, shot: Snapshot) -> 
             require(next_block not in prefixes, rules.H7, "{} waits for another's block", name)
 
 
-def _next_prefix(world: CacheWorld, name: str, num_blocks: int) -> Tag | None:
+def _next_prefix(world: CacheState, name: str, num_blocks: int) -> Tag | None:
     path = world.requests[name].path(world.block_size)
     return path[num_blocks] if num_blocks < len(path) else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from ...model.blocks import Holding
 from ...model.cache import CacheModel
@@ -12,18 +11,16 @@ from ...model.ghost import Tag
 from ...rules import cache as rules
 from ...rules.rule import Rule, require
 from .requests import Request
-
-if TYPE_CHECKING:
-    from .world import CacheWorld
+from .state import CacheState
 
 
-def forward(world: CacheWorld, name: str, num_tokens: int) -> bool:
+def forward(world: CacheState, name: str, num_tokens: int) -> bool:
     """A step runs: it reads what is written, writes on, and publishes."""
     job = f"{name}.now"
     return launch(world, name, num_tokens, job) and done(world, job)
 
 
-def launch(world: CacheWorld, name: str, num_tokens: int, job: str) -> bool:
+def launch(world: CacheState, name: str, num_tokens: int, job: str) -> bool:
     """A step is enqueued, with the block table of now; it is named, for what becomes of it."""
     request = world.get(name, "running")
     if request is None or request.job or request.written == len(request.tokens):
@@ -51,17 +48,17 @@ def launch(world: CacheWorld, name: str, num_tokens: int, job: str) -> bool:
     return True
 
 
-def done(world: CacheWorld, name: str) -> bool:
+def done(world: CacheState, name: str) -> bool:
     """A step is done, and its request hears of it; or it is late, and nobody does."""
     return _complete(world, name, failing=False)
 
 
-def fail(world: CacheWorld, name: str) -> bool:
+def fail(world: CacheState, name: str) -> bool:
     """A step fails: what it wrote is worthless."""
     return _complete(world, name, failing=True)
 
 
-def _complete(world: CacheWorld, name: str, failing: bool) -> bool:
+def _complete(world: CacheState, name: str, failing: bool) -> bool:
     job = world.jobs.pop(name, None)
     if job is None:
         return False
@@ -80,7 +77,7 @@ def _complete(world: CacheWorld, name: str, failing: bool) -> bool:
     return True
 
 
-def again(world: CacheWorld, name: str, num_tokens: int) -> bool:
+def again(world: CacheState, name: str, num_tokens: int) -> bool:
     """A completion is heard of twice, an old one perhaps: its tokens are published again."""
     request = world.get(name, "running")
     if request is None or num_tokens > request.written:
@@ -100,14 +97,14 @@ def again(world: CacheWorld, name: str, num_tokens: int) -> bool:
     return True
 
 
-def _held(world: CacheWorld, request: Request) -> tuple[list[Tag], list[int]]:
+def _held(world: CacheState, request: Request) -> tuple[list[Tag], list[int]]:
     if world.model is None:
         return [], []
     holding = world.model.holdings[request.name]
     return list(holding.shared), list(holding.private)
 
 
-def _publish(world: CacheWorld, request: Request, num_tokens: int) -> None:
+def _publish(world: CacheState, request: Request, num_tokens: int) -> None:
     model, name = world.model, request.name
     path = request.path(world.block_size)
     last = num_tokens // world.block_size
@@ -140,7 +137,7 @@ def _publish(world: CacheWorld, request: Request, num_tokens: int) -> None:
     )
 
 
-def _count_duplicates(world: CacheWorld, model: CacheModel, holding: Holding, last: int) -> None:
+def _count_duplicates(world: CacheState, model: CacheModel, holding: Holding, last: int) -> None:
     if last <= len(holding.shared):
         return
     tag = holding.path[len(holding.shared)]
@@ -149,7 +146,7 @@ def _count_duplicates(world: CacheWorld, model: CacheModel, holding: Holding, la
         world.situations["duplicate of a held copy" if held else "duplicate of an unheld"] += 1
 
 
-def append(world: CacheWorld, name: str, tokens: list[int]) -> bool:
+def append(world: CacheState, name: str, tokens: list[int]) -> bool:
     """A request that has computed all of its tokens comes to have more, if there is room."""
     request = world.get(name, "running")
     tokens = tokens[: request.limit - len(request.tokens)] if request is not None else []
@@ -162,7 +159,7 @@ def append(world: CacheWorld, name: str, tokens: list[int]) -> bool:
     return True
 
 
-def append_batch(world: CacheWorld, tokens: list[tuple[str, int]]) -> bool:
+def append_batch(world: CacheState, tokens: list[tuple[str, int]]) -> bool:
     """One more token for each of some requests, all of them or none."""
     if "append_batch" not in world.target.can:
         return False
@@ -187,7 +184,7 @@ def _is_ready(request: Request) -> bool:
 
 
 def _grow(
-    world: CacheWorld,
+    world: CacheState,
     requests: list[Request],
     needed: int,
     call: Callable[[], bool],

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping
+from typing import Final
 
 from ..engine import Below, Operation
 from .requests import (
@@ -11,9 +12,7 @@ from .requests import (
     TOKENS,
     draw_prompt,
 )
-
-if TYPE_CHECKING:
-    from .world import CacheWorld
+from .state import CacheState
 
 WEIGHTS: Final = {
     "submit": 30,
@@ -57,18 +56,18 @@ def weights_of(rare: int, often: int) -> dict[str, int]:
     return weights
 
 
-def draw(world: CacheWorld, below: Below) -> Operation:
+def draw(world: CacheState, weights: Mapping[str, int], below: Below) -> Operation:
     """Draw an operation that applies now."""
     choices = enabled(world)
-    pick = below(sum(world.weights[word] for word in choices))
+    pick = below(sum(weights[word] for word in choices))
     for word in choices:
-        pick -= world.weights[word]
+        pick -= weights[word]
         if pick < 0:
             return draw_operation(world, word, choices[word], below)
     raise AssertionError("the weights do not add up")
 
 
-def enabled(world: CacheWorld) -> dict[str, list[str]]:
+def enabled(world: CacheState) -> dict[str, list[str]]:
     """Return the words of the operations that apply, each with the names it may name."""
     waiting, running, idle, ready = [], [], [], []
     for name, request in world.requests.items():
@@ -105,7 +104,7 @@ def enabled(world: CacheWorld) -> dict[str, list[str]]:
     return {word: names for word, names in choices.items() if names}
 
 
-def draw_operation(world: CacheWorld, word: str, names: list[str], below: Below) -> Operation:
+def draw_operation(world: CacheState, word: str, names: list[str], below: Below) -> Operation:
     """Draw what an operation needs besides its word."""
     name = names[below(len(names))] if len(names) > 1 else names[0]
     alphabet = world.config["alphabet"]

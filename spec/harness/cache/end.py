@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ...rules import cache as rules
 from ...rules.rule import require
 from .admit import admit
 from .compute import done, forward
 from .requests import Request
-
-if TYPE_CHECKING:
-    from .world import CacheWorld
+from .state import CacheState
 
 PROBE: Final = b"a namespace of nobody"
 
 
-def finish(world: CacheWorld, name: str) -> bool:
+def finish(world: CacheState, name: str) -> bool:
     """A running request ends, wherever it stands: done or aborted."""
     if not (request := world.get(name, "running")):
         return False
@@ -26,7 +24,7 @@ def finish(world: CacheWorld, name: str) -> bool:
     return True
 
 
-def preempt(world: CacheWorld, name: str) -> bool:
+def preempt(world: CacheState, name: str) -> bool:
     """A running request loses its blocks and waits again, with all of its tokens."""
     if not (request := world.get(name, "running")):
         return False
@@ -37,7 +35,7 @@ def preempt(world: CacheWorld, name: str) -> bool:
     return True
 
 
-def _release(world: CacheWorld, request: Request) -> None:
+def _release(world: CacheState, request: Request) -> None:
     model = world.model
     if request.job:
         world.situations["released with a step in flight"] += 1
@@ -50,7 +48,7 @@ def _release(world: CacheWorld, request: Request) -> None:
     request.state, request.written, request.job, request.table = "waiting", 0, "", []
 
 
-def evict(world: CacheWorld, num_blocks: int) -> bool:
+def evict(world: CacheState, num_blocks: int) -> bool:
     """The cache is asked to give up some blocks."""
     if "evict" not in world.target.can:
         return False
@@ -67,7 +65,7 @@ def evict(world: CacheWorld, num_blocks: int) -> bool:
     return True
 
 
-def reset(world: CacheWorld) -> bool:
+def reset(world: CacheState) -> bool:
     """The weights have changed: all that is cached is void, and who runs begins again."""
     if "reset" not in world.target.can:
         return False
@@ -84,7 +82,7 @@ def reset(world: CacheWorld) -> bool:
     return True
 
 
-def misuse(world: CacheWorld, kind: int, name: str = "") -> bool:
+def misuse(world: CacheState, kind: int, name: str = "") -> bool:
     """A call that cannot be right; the adapter sees that it is refused."""
     if "misuse" not in world.target.can:
         return False
@@ -93,7 +91,7 @@ def misuse(world: CacheWorld, kind: int, name: str = "") -> bool:
     return True
 
 
-def check(world: CacheWorld) -> bool:
+def check(world: CacheState) -> bool:
     """The manager checks itself."""
     if "check" not in world.target.can:
         return False
@@ -101,7 +99,7 @@ def check(world: CacheWorld) -> bool:
     return True
 
 
-def drain(world: CacheWorld) -> bool:
+def drain(world: CacheState) -> bool:
     """Everyone computes what it has and ends; then every block can be had, and is of use."""
     for name in list(world.jobs):
         done(world, name)
@@ -117,7 +115,7 @@ def drain(world: CacheWorld) -> bool:
     return True
 
 
-def use_all(world: CacheWorld, num_blocks: int) -> None:
+def use_all(world: CacheState, num_blocks: int) -> None:
     """A request of the whole pool is admitted, and ends."""
     probe = Request("probe", PROBE, [0] * (num_blocks * world.block_size), 0)
     world.requests[probe.name] = probe

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ...model.blocks import EVICTED, FREE
+from ...model.cache import CacheModel
 from ...model.ghost import Tag
-
-if TYPE_CHECKING:
-    from ...model.cache import CacheModel
-    from .world import CacheWorld
+from .state import CacheState
 
 
-def picture(world: CacheWorld) -> str:
+def picture(world: CacheState) -> str:
     """Draw the present state."""
     lines = _tree(world, world.model) if world.model is not None else []
     for request in world.requests.values():
@@ -27,7 +23,7 @@ def picture(world: CacheWorld) -> str:
     return "\n".join(lines)
 
 
-def _tree(world: CacheWorld, model: CacheModel) -> list[str]:
+def _tree(world: CacheState, model: CacheModel) -> list[str]:
     size = world.block_size
     words: dict[Tag, str] = {}
     for request in world.past:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from ...model.ghost import ContentError
 from ...rules.rule import Violation, require
@@ -23,12 +22,10 @@ from ...rules.scheduler import (
     Q29,
 )
 from .requests import Step, Tracked
-
-if TYPE_CHECKING:
-    from .world import SchedulerWorld
+from .state import SchedulerState
 
 
-def check_plan(world: SchedulerWorld, step: Step) -> None:
+def check_plan(world: SchedulerState, step: Step) -> None:
     """Check what a step is about to compute."""
     config = world.config
     require(
@@ -78,7 +75,7 @@ def check_plan(world: SchedulerWorld, step: Step) -> None:
             )  # fmt: skip
 
 
-def read(world: SchedulerWorld, request: Tracked, end: int, when: str) -> None:
+def read(world: SchedulerState, request: Tracked, end: int, when: str) -> None:
     """Check that a request reads its own prefix, up to a token."""
     table = world.tables[request.name]
     require(
@@ -91,7 +88,7 @@ def read(world: SchedulerWorld, request: Tracked, end: int, when: str) -> None:
         raise Violation(Q12, f"{request.name} {when}: {error}") from error
 
 
-def check_output(world: SchedulerWorld, request: Tracked) -> None:
+def check_output(world: SchedulerState, request: Tracked) -> None:
     """Check what a request has generated, and why it ended if it has."""
     output, reason = world.target.output(request.name), world.target.reason(request.name)
     known = request.outputs[: request.num_output]
@@ -104,7 +101,7 @@ def check_output(world: SchedulerWorld, request: Tracked) -> None:
     )  # fmt: skip
 
 
-def check_settled(world: SchedulerWorld) -> None:
+def check_settled(world: SchedulerState) -> None:
     """Check what must be true between any two calls."""
     target = world.target
     running, waiting = target.running(), target.waiting()
@@ -146,7 +143,7 @@ def check_settled(world: SchedulerWorld) -> None:
         check_counts(world)
 
 
-def check_counts(world: SchedulerWorld) -> None:
+def check_counts(world: SchedulerState) -> None:
     """Check the counts that are reported."""
     reported, books = world.target.counts(), world.books
     for name, count in vars(books).items():

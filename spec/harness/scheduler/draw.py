@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ..engine import (
     Below,
     Config,
     Operation,
 )
-
-if TYPE_CHECKING:
-    from .world import SchedulerWorld
+from .state import SchedulerState
 
 NAMESPACES: Final = (b"", b"tenant")
 MAX_WAITING: Final = 6
@@ -73,7 +71,7 @@ def draw_submission(below: Below, past: Sequence[Sequence[int]], config: Config)
     return ["submit", name, prompt, 1 + below(14), below(3), stop, namespace]
 
 
-def draw(world: SchedulerWorld, below: Below) -> Operation:
+def draw(world: SchedulerState, below: Below) -> Operation:
     """Draw an operation that applies now."""
     live, past = list(world.live), [request.tokens for request in world.past]
     waiting = len(live) - len(world.running)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from ...rules.rule import require
 from ...rules.scheduler import (
@@ -21,12 +20,10 @@ from ...rules.scheduler import (
     Q28,
 )
 from .requests import Step, Tracked
-
-if TYPE_CHECKING:
-    from .world import SchedulerWorld
+from .state import SchedulerState
 
 
-def check_policy(world: SchedulerWorld, step: Step) -> None:
+def check_policy(world: SchedulerState, step: Step) -> None:
     """Check a step by all that is promised."""
     promises = world.target.promises
     if promises.running_first:
@@ -43,7 +40,7 @@ def check_policy(world: SchedulerWorld, step: Step) -> None:
         check_reserved(world, step)
 
 
-def check_progress(world: SchedulerWorld, step: Step) -> None:
+def check_progress(world: SchedulerState, step: Step) -> None:
     """Q5: everybody gets further, those that decode first, and only the budget cuts a chunk."""
     planned = [request for request, _, _ in step.chunks]
     wanted = [r for r in step.running if not r.prefilling] + [
@@ -62,7 +59,7 @@ def check_progress(world: SchedulerWorld, step: Step) -> None:
         )  # fmt: skip
 
 
-def check_resumed_first(world: SchedulerWorld, step: Step) -> None:
+def check_resumed_first(world: SchedulerState, step: Step) -> None:
     """Q7, Q8: who was preempted comes first, and not in the same step."""
     require(
         not (step.preempted and step.admitted),
@@ -77,7 +74,7 @@ def check_resumed_first(world: SchedulerWorld, step: Step) -> None:
         require(before_new, Q7, "{} is resumed after a new request", last.name)
 
 
-def check_preempted(world: SchedulerWorld, step: Step) -> None:
+def check_preempted(world: SchedulerState, step: Step) -> None:
     """Q9, Q18, Q25: the last in the order, only for want of blocks, and not if all is reserved."""
     promises, names = world.target.promises, _names(step.preempted)
     if promises.never_preempts:
@@ -94,7 +91,7 @@ def check_preempted(world: SchedulerWorld, step: Step) -> None:
             require(request.order < least, Q9, "{} preempted, and {} goes on", names, request.name)
 
 
-def check_order(world: SchedulerWorld, step: Step) -> None:
+def check_order(world: SchedulerState, step: Step) -> None:
     """Q6: nobody is overtaken who could have been admitted."""
     for first, second in pairwise(step.admitted):
         same = bool(first.num_preemptions) == bool(second.num_preemptions)
@@ -113,7 +110,7 @@ def check_order(world: SchedulerWorld, step: Step) -> None:
                 )  # fmt: skip
 
 
-def next_block(world: SchedulerWorld, request: Tracked) -> int:
+def next_block(world: SchedulerState, request: Tracked) -> int:
     """Where the first block ends that a prefilling request has yet to publish; 0 if none."""
     if not (request.prefilling and world.config["prefix_cache"]):
         return 0
@@ -121,7 +118,7 @@ def next_block(world: SchedulerWorld, request: Tracked) -> int:
     return end if end <= len(request.tokens) else 0
 
 
-def leader_of(world: SchedulerWorld, request: Tracked, running: Iterable[Tracked]) -> str:
+def leader_of(world: SchedulerState, request: Tracked, running: Iterable[Tracked]) -> str:
     """Name who is about to compute a block of a request; "" if nobody is."""
     for leader in running:
         end = next_block(world, leader)
@@ -130,7 +127,7 @@ def leader_of(world: SchedulerWorld, request: Tracked, running: Iterable[Tracked
     return ""
 
 
-def check_leaders(world: SchedulerWorld, step: Step) -> None:
+def check_leaders(world: SchedulerState, step: Step) -> None:
     """Q17: no two compute the same block, when the second could have waited."""
     for request in step.admitted:
         end = next_block(world, request)
@@ -151,7 +148,7 @@ class Reserve:
         private: blocks that come free when all are preempted.
     """
 
-    def __init__(self, world: SchedulerWorld, running: Iterable[Tracked]) -> None:
+    def __init__(self, world: SchedulerState, running: Iterable[Tracked]) -> None:
         self.world = world
         self.growth = self.lack = self.private = 0
         for request in running:
@@ -170,7 +167,7 @@ class Reserve:
         return max(self.world.blocks_for(most) - held, 0)
 
 
-def check_reserved(world: SchedulerWorld, step: Step) -> None:
+def check_reserved(world: SchedulerState, step: Step) -> None:
     """Q26, Q27, Q28: what is admitted leaves enough, and what fits is admitted."""
     reserve, left = Reserve(world, step.running), step.available_now
     if step.admitted:

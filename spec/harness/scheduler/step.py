@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from ...adapters.scheduler import Chunk
 from ...rules.rule import require
@@ -20,13 +19,11 @@ from .checks import (
 )
 from .policy import check_policy
 from .requests import Step, Tracked
-
-if TYPE_CHECKING:
-    from .world import SchedulerWorld
+from .state import SchedulerState
 
 
 def run_step(
-    world: SchedulerWorld, in_flight: Callable[[Step], object] = lambda step: None
+    world: SchedulerState, in_flight: Callable[[Step], object] = lambda step: None
 ) -> None:
     """Run one step; `in_flight` is called between the plan and its results."""
     target = world.target
@@ -43,7 +40,7 @@ def run_step(
         take_in(world, step)
 
 
-def _growth(world: SchedulerWorld) -> int:
+def _growth(world: SchedulerState) -> int:
     """How many blocks those who decode need for one token more."""
     size, tables = world.block_size, world.tables
     return sum(
@@ -53,7 +50,7 @@ def _growth(world: SchedulerWorld) -> int:
     )
 
 
-def observe(world: SchedulerWorld, chunks: Sequence[Chunk], available: int, growth: int) -> Step:
+def observe(world: SchedulerState, chunks: Sequence[Chunk], available: int, growth: int) -> Step:
     """See from outside who was preempted and who was admitted."""
     target, live, before = world.target, world.live, world.running
     names = target.running()
@@ -88,7 +85,7 @@ def observe(world: SchedulerWorld, chunks: Sequence[Chunk], available: int, grow
     return step
 
 
-def _has_lost(world: SchedulerWorld, request: Tracked, tables: Mapping[str, list[int]]) -> bool:
+def _has_lost(world: SchedulerState, request: Tracked, tables: Mapping[str, list[int]]) -> bool:
     """Tell whether a request that ran, and still does, lost its blocks in between."""
     table, old = tables.get(request.name), world.tables[request.name]
     if table is None:
@@ -96,7 +93,7 @@ def _has_lost(world: SchedulerWorld, request: Tracked, tables: Mapping[str, list
     return table[: len(old)] != old or world.target.num_computed(request.name) < request.computed
 
 
-def count_plan(world: SchedulerWorld, step: Step, prefilling: set[Tracked]) -> None:
+def count_plan(world: SchedulerState, step: Step, prefilling: set[Tracked]) -> None:
     """Keep the books, and count what is of interest."""
     books, seen = world.books, world.situations
     books.steps += bool(step.chunks)
@@ -133,7 +130,7 @@ def num_decode(step: Step) -> int:
     return sum(not request.prefilling for request, _, _ in step.chunks)
 
 
-def end_by_abort(world: SchedulerWorld, name: str, step: Step | None = None) -> bool:
+def end_by_abort(world: SchedulerState, name: str, step: Step | None = None) -> bool:
     """Abort a request, and check what that must do at once; False if it is not live."""
     request = world.live.get(name)
     if request is None:
@@ -167,7 +164,7 @@ def end_by_abort(world: SchedulerWorld, name: str, step: Step | None = None) -> 
     return True
 
 
-def compute(world: SchedulerWorld, step: Step) -> None:
+def compute(world: SchedulerState, step: Step) -> None:
     """What the device does: everything before a chunk is there already, then it is written."""
     for request, start, _ in step.chunks:
         read(world, request, start, "in a step")
@@ -178,7 +175,7 @@ def compute(world: SchedulerWorld, step: Step) -> None:
         world.ghost.write_sequence(world.tables[request.name], tags, first)
 
 
-def take_in(world: SchedulerWorld, step: Step) -> None:
+def take_in(world: SchedulerState, step: Step) -> None:
     """Let the scheduler know the results; check who ended, and how."""
     tokens = [
         request.outputs[request.num_output] if start + length == len(request.tokens) else -1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ...rules import tiers as rules
 from ...rules.cache import A8
 from ...rules.rule import require
@@ -17,19 +15,17 @@ from ..cache import (
     end as cache_end,
 )
 from ..cache.requests import NAMESPACES, Request
-from .checks import check_order
+from .checks import check_lost, check_order, see
 from .requests import (
     Load,
     Parked,
     Seen,
 )
+from .state import TierState
 from .take import take
 
-if TYPE_CHECKING:
-    from .world import TierWorld
 
-
-def submit(world: TierWorld, name: str, prompt: list[int], more: int, namespace: int) -> bool:
+def submit(world: TierState, name: str, prompt: list[int], more: int, namespace: int) -> bool:
     """A request comes, and waits; it may grow by `more` tokens."""
     if not cache_admit.submit(world, name, prompt, more, namespace):
         return False
@@ -37,7 +33,7 @@ def submit(world: TierWorld, name: str, prompt: list[int], more: int, namespace:
     return True
 
 
-def match(world: TierWorld, name: str) -> bool:
+def match(world: TierState, name: str) -> bool:
     """A request looks what is cached, to be admitted with that, now or later."""
     request = world.get(name, "waiting")
     if request is None or not cache_admit.match(world, name):
@@ -46,7 +42,7 @@ def match(world: TierWorld, name: str) -> bool:
     return True
 
 
-def _host_hit(world: TierWorld, request: Request) -> tuple[int, int]:
+def _host_hit(world: TierState, request: Request) -> tuple[int, int]:
     """Check what a match says of both tiers, and return it."""
     path = request.path(world.block_size)
     num_hit = world.tier_model.longest_hit(path)
@@ -61,7 +57,7 @@ def _host_hit(world: TierWorld, request: Request) -> tuple[int, int]:
     return wanted
 
 
-def admit(world: TierWorld, name: str) -> bool:
+def admit(world: TierState, name: str) -> bool:
     """A waiting request is admitted, or refused; one that was parked resumes."""
     request, parked = world.get(name, "waiting"), world.parked.get(name)
     if request is None or (parked is not None and parked.writers):
@@ -71,7 +67,7 @@ def admit(world: TierWorld, name: str) -> bool:
     return True
 
 
-def fork(world: TierWorld, name: str, new: str, more: int) -> bool:
+def fork(world: TierState, name: str, new: str, more: int) -> bool:
     """Another request goes on from where a running one is."""
     request = world.get(name, "running")
     if request is None or request.job or not request.written:
@@ -85,12 +81,12 @@ def fork(world: TierWorld, name: str, new: str, more: int) -> bool:
     return True
 
 
-def _admit(world: TierWorld, request: Request, tail: int, parked: Parked | None) -> bool:
+def _admit(world: TierState, request: Request, tail: int, parked: Parked | None) -> bool:
     """Admit a request, to which a tail of some tokens is copied; False if it was refused."""
-    before = world.see()
+    before = see(world)
     num_hit, num_host = _host_hit(world, request)
     cache_admit.admit(world, request.name)
-    world.see()
+    see(world)
     if request.state != "running":
         require(world.seen == before, A8, "{} was refused, and tiers changed", request.name)
         world.in_vain.add(request.name)
@@ -103,11 +99,11 @@ def _admit(world: TierWorld, request: Request, tail: int, parked: Parked | None)
         tail = _resume(world, parked, num_hit + num_host)
     _load(world, request, num_host, tail)
     _count_hits(world, request, num_hit)
-    world.lost(before, world.uncopied(before), needs_room=True)
+    check_lost(world, before, world.uncopied(before), needs_room=True)
     return True
 
 
-def _resume(world: TierWorld, parked: Parked, num_blocks: int) -> int:
+def _resume(world: TierState, parked: Parked, num_blocks: int) -> int:
     """Check what a resumed request finds; return the tokens of the tail that it loads."""
     num_whole, tail = divmod(parked.num_tokens, world.block_size)
     is_whole = not (parked.failed or parked.is_void) and parked.where == "host"
@@ -119,7 +115,7 @@ def _resume(world: TierWorld, parked: Parked, num_blocks: int) -> int:
     return tail if parked.keeps_tail and num_blocks == num_whole else 0
 
 
-def _load(world: TierWorld, request: Request, num_host: int, tail: int) -> None:
+def _load(world: TierState, request: Request, num_host: int, tail: int) -> None:
     name = request.name
     copy = world.ask("loading", name)
     require(
@@ -147,7 +143,7 @@ def _load(world: TierWorld, request: Request, num_host: int, tail: int) -> None:
         world.situations["tail loaded"] += bool(tail)
 
 
-def _count_hits(world: TierWorld, request: Request, num_hit: int) -> None:
+def _count_hits(world: TierState, request: Request, num_hit: int) -> None:
     if world.config["write"] != "through" or not world.config["hits"]:
         return
     path = request.path(world.block_size)[:num_hit]
@@ -160,7 +156,7 @@ def _count_hits(world: TierWorld, request: Request, num_hit: int) -> None:
 # They compute: what was decided is dispatched before a step
 
 
-def _can_step(world: TierWorld, name: str, num_tokens: int) -> bool:
+def _can_step(world: TierState, name: str, num_tokens: int) -> bool:
     request = world.get(name, "running")
     return (
         request is not None
@@ -170,13 +166,13 @@ def _can_step(world: TierWorld, name: str, num_tokens: int) -> bool:
     )
 
 
-def forward(world: TierWorld, name: str, num_tokens: int) -> bool:
+def forward(world: TierState, name: str, num_tokens: int) -> bool:
     """A step runs: it reads what is written, writes on, and publishes."""
     job = f"{name}.now"
     return launch(world, name, num_tokens, job) and done(world, job)
 
 
-def launch(world: TierWorld, name: str, num_tokens: int, job: str) -> bool:
+def launch(world: TierState, name: str, num_tokens: int, job: str) -> bool:
     """A step is enqueued, after all operations that were decided."""
     if not _can_step(world, name, num_tokens) or job in world.jobs:
         return False
@@ -184,63 +180,63 @@ def launch(world: TierWorld, name: str, num_tokens: int, job: str) -> bool:
     return cache_compute.launch(world, name, num_tokens, job)
 
 
-def done(world: TierWorld, name: str) -> bool:
+def done(world: TierState, name: str) -> bool:
     """A step is done, and its request hears of it; or it is late, and nobody does."""
-    before, job = world.see(), world.jobs.get(name)
+    before, job = see(world), world.jobs.get(name)
     holding = world.tier_model.holdings.get(job.request) if job is not None else None
     num_shared = len(holding.shared) if holding is not None else 0
     if job is not None and job.request in world.requests:  # it may find copies of what it publishes
         world.order.touch(world.requests[job.request].path(world.block_size))
     if not cache_compute.done(world, name):
         return False
-    world.see()
-    world.lost(before)
+    see(world)
+    check_lost(world, before)
     at_once = world.config["write"] == "through" and not world.config["hits"]
     if at_once and holding is not None and len(holding.shared) > num_shared:
         world.to_copy.append(list(holding.shared))
     return True
 
 
-def fail(world: TierWorld, name: str) -> bool:
+def fail(world: TierState, name: str) -> bool:
     """A step fails: what it wrote is worthless."""
     return cache_compute.fail(world, name)
 
 
-def publish_again(world: TierWorld, name: str, num_tokens: int) -> bool:
+def publish_again(world: TierState, name: str, num_tokens: int) -> bool:
     """A completion is heard of twice, an old one perhaps: its tokens are published again."""
     return name not in world.loads and cache_compute.again(world, name, num_tokens)
 
 
-def append(world: TierWorld, name: str, tokens: list[int]) -> bool:
+def append(world: TierState, name: str, tokens: list[int]) -> bool:
     """A request that has computed all of its tokens comes to have more, if there is room."""
-    before, request = world.see(), world.get(name, "running")
+    before, request = see(world), world.get(name, "running")
     if request is None or not cache_compute.append(world, name, tokens):
         return False
     _grown(world, before)
     return True
 
 
-def append_batch(world: TierWorld, tokens: list[tuple[str, int]]) -> bool:
+def append_batch(world: TierState, tokens: list[tuple[str, int]]) -> bool:
     """One more token for each of some requests, all of them or none."""
-    before = world.see()
+    before = see(world)
     if not cache_compute.append_batch(world, tokens):
         return False
     _grown(world, before)
     return True
 
 
-def _grown(world: TierWorld, before: Seen) -> None:
+def _grown(world: TierState, before: Seen) -> None:
     for request in world.running():
         world.learn(request)
-    world.see()
-    world.lost(before, world.uncopied(before), needs_room=True)
+    see(world)
+    check_lost(world, before, world.uncopied(before), needs_room=True)
 
 
-def evict(world: TierWorld, num_blocks: int) -> bool:
+def evict(world: TierState, num_blocks: int) -> bool:
     """The device is asked to give up some blocks."""
-    before = world.see()
+    before = see(world)
     cache_end.evict(world, num_blocks)
-    world.see()
+    see(world)
     check_order(world, before)
-    world.lost(before, world.uncopied(before), needs_room=True)
+    check_lost(world, before, world.uncopied(before), needs_room=True)
     return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 from ...adapters.tiers import TierSnapshot
 from ...model.ghost import Tag
@@ -12,12 +11,10 @@ from ...rules.cache import S3
 from ...rules.rule import require
 from .executor import TO_DEVICE
 from .requests import Seen
-
-if TYPE_CHECKING:
-    from .world import TierWorld
+from .state import TierState
 
 
-def look(world: TierWorld, shot: TierSnapshot) -> Seen:
+def look(world: TierState, shot: TierSnapshot) -> Seen:
     """Say where each prefix is now."""
     tag_of = world.tag_of
     return Seen(
@@ -30,7 +27,27 @@ def look(world: TierWorld, shot: TierSnapshot) -> Seen:
     )
 
 
-def check_tiers(world: TierWorld, shot: TierSnapshot) -> None:
+def see(world: TierState) -> Seen:
+    """Look where each prefix is now, if a call can have moved one."""
+    if not world.target.has_acted:
+        return world.seen
+    world.target.has_acted = False
+    world.shot = world.target.tier_snapshot()
+    before, world.seen = world.seen, look(world, world.shot)
+    world.counted["dropped_blocks"] += num_dropped(world, before)
+    gone = before.device.keys() - world.seen.device.keys()
+    world.order.touch(world.prefixes.paths_to(gone))
+    world.evicted |= gone
+    for tag in [tag for tag in world.hits if tag not in world.seen.device]:
+        del world.hits[tag]
+    world.stored &= world.seen.host.keys()
+    world.uses.cached(world.seen.anywhere)
+    for load in world.loads.values():
+        load.left &= world.seen.leaving
+    return world.seen
+
+
+def check_tiers(world: TierState, shot: TierSnapshot) -> None:
     """Check every rule about a state."""
     free, taken = sorted(shot.free), world.tier_model.host
     wrong = [block for block in free if block in taken]
@@ -49,7 +66,7 @@ def check_tiers(world: TierWorld, shot: TierSnapshot) -> None:
     _check_counts(world, shot)
 
 
-def _check_host_order(world: TierWorld, shot: TierSnapshot) -> None:
+def _check_host_order(world: TierState, shot: TierSnapshot) -> None:
     tags = {block: tag for tag, block in world.seen.host.items()}
     idle = [tags[block] for block in shot.idle if block in tags]
     if world.config["write"] != "through":  # then of what the device has too, other copies go first
@@ -57,7 +74,7 @@ def _check_host_order(world: TierWorld, shot: TierSnapshot) -> None:
     world.order.check(idle)
 
 
-def _check_content(world: TierWorld) -> None:
+def _check_content(world: TierState) -> None:
     writers = {
         (flight.copy.kind in TO_DEVICE, block): flight
         for flight in world.executor.flights
@@ -83,7 +100,7 @@ def _check_content(world: TierWorld) -> None:
             )
 
 
-def _check_spares(world: TierWorld) -> None:
+def _check_spares(world: TierState) -> None:
     if world.config["write"] == "through":
         return
     on_device = {world.seen.host[tag] for tag in world.seen.spare}
@@ -94,7 +111,7 @@ def _check_spares(world: TierWorld) -> None:
     )  # fmt: skip
 
 
-def check_saving(world: TierWorld) -> None:
+def check_saving(world: TierState) -> None:
     """Check that each parked request has blocks of the device while something copies them."""
     for name, parked in world.parked.items():
         _, saved, failed = world.target.ask("parked", name)
@@ -113,7 +130,7 @@ def check_saving(world: TierWorld) -> None:
         require(right, rules.T24, "{} is told failed={}", name, failed)
 
 
-def _check_parked(world: TierWorld) -> None:
+def _check_parked(world: TierState) -> None:
     check_saving(world)
     seen, stored = world.seen, world.executor.storage
     for name, parked in world.parked.items():
@@ -126,7 +143,7 @@ def _check_parked(world: TierWorld) -> None:
             require(kept, rules.T22, "{} was parked, and one of its blocks is gone", name)
 
 
-def _check_counts(world: TierWorld, shot: TierSnapshot) -> None:
+def _check_counts(world: TierState, shot: TierSnapshot) -> None:
     flights = world.executor.flights
     known = {
         **world.counted,
@@ -149,7 +166,9 @@ def _check_counts(world: TierWorld, shot: TierSnapshot) -> None:
 # What a call changed
 
 
-def check_lost(world: TierWorld, before: Seen, blamed: Collection[Tag], needs_room: bool) -> None:
+def check_lost(
+    world: TierState, before: Seen, blamed: Collection[Tag] = (), *, needs_room: bool = False
+) -> None:
     """Check that nothing was lost without a reason.
 
     Args:
@@ -192,12 +211,12 @@ def check_lost(world: TierWorld, before: Seen, blamed: Collection[Tag], needs_ro
         require(not lost, rules.T14, "{} cached blocks are gone", len(lost))
 
 
-def num_dropped(world: TierWorld, before: Seen) -> int:
+def num_dropped(world: TierState, before: Seen) -> int:
     """Count the blocks that the host had alone, or should have, and that are nowhere now."""
     return len(before.anywhere - world.seen.anywhere)
 
 
-def _check_demoted(world: TierWorld, before: Seen) -> None:
+def _check_demoted(world: TierState, before: Seen) -> None:
     if world.config["write"] == "through":
         return
     seen = world.seen
@@ -215,13 +234,13 @@ def _check_demoted(world: TierWorld, before: Seen) -> None:
     )
 
 
-def moved_copies(world: TierWorld, before: Seen) -> set[int]:
+def moved_copies(world: TierState, before: Seen) -> set[int]:
     """The host blocks of what the device had too, and has no more: the host had no need to copy."""
     left = before.device.keys() - world.seen.device.keys()
     return {before.host[tag] for tag in left if tag in before.host}
 
 
-def check_order(world: TierWorld, before: Seen) -> None:
+def check_order(world: TierState, before: Seen) -> None:
     """Check that an eviction has dropped from the host what was to be dropped first."""
     if world.config["write"] == "through":
         return
@@ -238,7 +257,7 @@ def check_order(world: TierWorld, before: Seen) -> None:
     world.situations["evicted over a full host"] += not all(order)
 
 
-def check_outbox(world: TierWorld) -> None:
+def check_outbox(world: TierState) -> None:
     """Check what is true when all operations were taken: each host block has its reason."""
     model, seen = world.tier_model, world.seen
     needed = {*seen.host.values(), *seen.landing.values(), *model.read}
@@ -256,7 +275,7 @@ def check_outbox(world: TierWorld) -> None:
         _check_exclusive(world)
 
 
-def _check_under_way(world: TierWorld) -> None:
+def _check_under_way(world: TierState) -> None:
     written: set[int] = set()
     read: set[Tag] = set()
     for flight in world.executor.flights:
@@ -267,7 +286,7 @@ def _check_under_way(world: TierWorld) -> None:
     require(not idle, rules.T33, "{} copies are under way by nothing", len(idle))
 
 
-def _check_stored(world: TierWorld) -> None:
+def _check_stored(world: TierState) -> None:
     seen, key = world.seen, world.prefixes.key
     for name, parked in world.parked.items():
         if parked.writers or parked.is_void or parked.where != "storage":
@@ -281,7 +300,7 @@ def _check_stored(world: TierWorld) -> None:
             require(not kept, rules.T34, "{} keeps {} blocks that are stored", name, len(kept))
 
 
-def _held(world: TierWorld, but: str = "") -> set[Tag]:
+def _held(world: TierState, but: str = "") -> set[Tag]:
     """The first prefixes of all that operations, prefetches and parked requests may hold."""
     first = world.prefixes.first
     held = {first[read[-1]]
@@ -294,7 +313,7 @@ def _held(world: TierWorld, but: str = "") -> set[Tag]:
     return held
 
 
-def _check_exclusive(world: TierWorld) -> None:
+def _check_exclusive(world: TierState) -> None:
     first, held = world.prefixes.first, _held(world)
     twice = [tag for tag in world.seen.host if tag in world.seen.device and first[tag] not in held]
     require(not twice, rules.T15, "{} blocks are on device and host", len(twice))

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ...rules import tiers as rules
 from ...rules.rule import require
+from .checks import see
 from .ends import Change, ended
 from .executor import Flight
-
-if TYPE_CHECKING:
-    from .world import TierWorld
+from .state import TierState
 
 
-def result(world: TierWorld, name: str, bad: list[int], fenced: int) -> bool:
+def result(world: TierState, name: str, bad: list[int], fenced: int) -> bool:
     """An operation is done, or fails in part; with 0 for fenced somebody may still write.
 
     One that was given up is heard of late: that is its fence.
@@ -22,7 +19,7 @@ def result(world: TierWorld, name: str, bad: list[int], fenced: int) -> bool:
     if flight is None or (flight.has_result and not flight.given_up):
         return False
     was_given_up = flight.given_up
-    change = Change(world.see(), flight)
+    change = Change(see(world), flight)
     ok = world.executor.end(flight, bad)
     fenced = fenced or was_given_up
     if flight.copy.kind == "store" and not was_given_up:
@@ -39,7 +36,7 @@ def result(world: TierWorld, name: str, bad: list[int], fenced: int) -> bool:
     return True
 
 
-def _check_store(world: TierWorld, flight: Flight, ok: list[bool]) -> None:
+def _check_store(world: TierState, flight: Flight, ok: list[bool]) -> None:
     for place, block in enumerate(flight.copy.sources):
         require(
             world.executor.content("host", block) == flight.read[place],
@@ -56,7 +53,7 @@ def _check_store(world: TierWorld, flight: Flight, ok: list[bool]) -> None:
         world.stored.update(read[-1] for read in flight.read)
 
 
-def _use_stored(world: TierWorld, flight: Flight, ok: list[bool]) -> None:
+def _use_stored(world: TierState, flight: Flight, ok: list[bool]) -> None:
     """What is stored now is used, and what it follows, if it is still on the host."""
     written = {read[-1]: good for read, good in zip(flight.read, ok, strict=True)}
     blocks = zip(written, flight.copy.sources, strict=True)
@@ -66,12 +63,12 @@ def _use_stored(world: TierWorld, flight: Flight, ok: list[bool]) -> None:
         world.use(world.prefixes.path_to(tag))
 
 
-def fence(world: TierWorld, name: str) -> bool:
+def fence(world: TierState, name: str) -> bool:
     """Nobody writes any more what an operation has left."""
     flight = world.executor.find(name)
     if flight is None or not (flight.has_result or flight.given_up):
         return False
-    change = Change(world.see(), flight)
+    change = Change(see(world), flight)
     world.executor.lift(flight)
     if flight.copy.kind == "store" and flight.has_result and not flight.given_up:
         _check_store(world, flight, [])
@@ -83,13 +80,13 @@ def fence(world: TierWorld, name: str) -> bool:
     return True
 
 
-def late(world: TierWorld, place: int, bad: list[int], fenced: int) -> bool:
+def late(world: TierState, place: int, bad: list[int], fenced: int) -> bool:
     """A result or a fence is heard of that was heard of before, or is of no operation."""
     ended_before = world.executor.ended
     if place >= len(ended_before):
         return False
     copy = ended_before[-1 - place]
-    before, free = world.see(), dict(world.tier_model.host)
+    before, free = see(world), dict(world.tier_model.host)
     if fenced == 2:
         told = world.ask("fence", copy.id)
     else:
@@ -97,51 +94,51 @@ def late(world: TierWorld, place: int, bad: list[int], fenced: int) -> bool:
         told = world.ask("complete", copy.id, ok, bool(fenced))
     require(not told, rules.T6, "operation {} ends twice", copy.id)
     world.counted["late_completions"] += 1
-    world.see()
+    see(world)
     same = world.seen == before and world.tier_model.host == free
     require(same, rules.T6, "operation {} is heard of twice, and blocks move", copy.id)
     world.situations["heard of twice"] += 1
     return True
 
 
-def early(world: TierWorld) -> bool:
+def early(world: TierState) -> bool:
     """An operation that was not taken has a result: it is of no operation."""
-    before = world.see()
+    before = see(world)
     number, num_believed = world.target.ask("early")
     require(not num_believed, rules.T6, "{} operations ended that were not taken", num_believed)
     world.counted["late_completions"] += number
-    require(world.see() == before, rules.T6, "operations that were not taken have moved blocks")
+    require(see(world) == before, rules.T6, "operations that were not taken have moved blocks")
     world.situations["result before it is taken"] += number
     return True
 
 
-def second(world: TierWorld, name: str, bad: list[int]) -> bool:
+def second(world: TierState, name: str, bad: list[int]) -> bool:
     """An operation that has its result has another, before its fence."""
     flight = world.executor.find(name)
     if flight is None or not flight.has_result or flight.given_up:
         return False
-    before, taken = world.see(), dict(world.tier_model.host)
+    before, taken = see(world), dict(world.tier_model.host)
     ok = [place not in bad for place in range(flight.copy.num_blocks)]
     told = world.ask("complete", flight.copy.id, ok, False)
     require(not told, rules.T6, "{} has two results", flight.op)
     world.counted["late_completions"] += 1
-    world.see()
+    see(world)
     same = world.seen == before and world.tier_model.host == taken
     require(same, rules.T6, "{} has a second result, and blocks move", flight.op)
     world.situations["second result"] += 1
     return True
 
 
-def wrong_result(world: TierWorld, name: str, number: int) -> bool:
+def wrong_result(world: TierState, name: str, number: int) -> bool:
     """An operation has a result for another number of blocks than it has."""
     flight = world.executor.find(name)
     if flight is None or flight.has_result or flight.given_up:
         return False
     number += number >= flight.copy.num_blocks
-    before = world.see()
+    before = see(world)
     refused = world.ask("wrong_result", flight.copy.id, number)
     require(refused, rules.T7, "{} results for {} blocks", number, flight.copy.num_blocks)
-    world.see()
+    see(world)
     require(world.seen == before, rules.T7, "a refused result has moved blocks")
     world.situations["wrong result"] += 1
     return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ..cache import draw as cache_draw
 from ..cache.requests import (
@@ -14,9 +14,7 @@ from ..cache.requests import (
 )
 from ..engine import Below, Operation
 from .executor import MOVES
-
-if TYPE_CHECKING:
-    from .world import TierWorld
+from .state import TierState
 
 WEIGHTS: Final = {
     **cache_draw.WEIGHTS,
@@ -142,14 +140,13 @@ def weights_of(rare: int, often: int) -> dict[str, int]:
     return weights
 
 
-def draw(world: TierWorld, below: Below) -> Operation:
+def draw(world: TierState, weights: Mapping[str, int], below: Below) -> Operation:
     """Draw an operation that applies now."""
     if world.config["law"]:
         prompt = draw_prompt(below, world.past, world.config)
         namespace = below(len(NAMESPACES)) if below(4) == 0 else 0
         return ["serve", f"r{len(world.past) + 1}", prompt, namespace]
     choices = enabled(world)
-    weights = world.weights
     if world.prefetches or world.to_copy:  # what they need may go before they have it
         weights = {**weights, "evict": 3 * weights["evict"]}
     if any(flight.has_result for flight in world.executor.flights):  # and are not fenced
@@ -162,7 +159,7 @@ def draw(world: TierWorld, below: Below) -> Operation:
     raise AssertionError("the weights do not add up")
 
 
-def enabled(world: TierWorld) -> dict[str, list[str]]:
+def enabled(world: TierState) -> dict[str, list[str]]:
     """Return the words of the operations that apply, each with the names it may name."""
     choices = cache_draw.enabled(world)
     saving = [name for name, parked in world.parked.items() if parked.writers]
@@ -202,7 +199,7 @@ def enabled(world: TierWorld) -> dict[str, list[str]]:
     return {word: names for word, names in {**choices, **more}.items() if names}
 
 
-def _to_prefetch(world: TierWorld, waiting: list[str]) -> list[str]:
+def _to_prefetch(world: TierState, waiting: list[str]) -> list[str]:
     """Who may ask storage: those for whom it has something, or if there are none, all."""
     if not world.config["storage"]:
         return []
@@ -210,7 +207,7 @@ def _to_prefetch(world: TierWorld, waiting: list[str]) -> list[str]:
     return [name for name in names if _finds(world, name)] or names
 
 
-def _finds(world: TierWorld, name: str) -> bool:
+def _finds(world: TierState, name: str) -> bool:
     """Whether storage has what follows the cached blocks of a request."""
     for tag in world.requests[name].path(world.block_size):
         if tag not in world.seen.device and tag not in world.seen.host:
@@ -218,24 +215,24 @@ def _finds(world: TierWorld, name: str) -> bool:
     return False
 
 
-def _lacks(world: TierWorld, name: str) -> bool:
+def _lacks(world: TierState, name: str) -> bool:
     """Whether storage can come to have more of a request."""
     path, key = world.requests[name].path(world.block_size), world.prefixes.key
     return any(key[tag] not in world.executor.storage for tag in path)
 
 
-def _fits(world: TierWorld, name: str) -> bool:
+def _fits(world: TierState, name: str) -> bool:
     num_blocks: int = world.config["num_blocks"]
     return world.blocks_for(len(world.requests[name].tokens)) <= num_blocks
 
 
-def _is_decided(world: TierWorld) -> bool:
+def _is_decided(world: TierState) -> bool:
     """Whether there seems to be something to take."""
     counts, num_flights = world.shot.counts, len(world.executor.flights)
     return bool(counts.get("operations", 0) > num_flights or world.to_copy or world.cancelled)
 
 
-def draw_operation(world: TierWorld, word: str, names: list[str], below: Below) -> Operation:
+def draw_operation(world: TierState, word: str, names: list[str], below: Below) -> Operation:
     """Draw what an operation needs besides its word."""
     name = names[below(len(names))] if len(names) > 1 else names[0]
     if word == "submit" and below(5):  # of what is too large nothing comes
@@ -266,7 +263,7 @@ def draw_operation(world: TierWorld, word: str, names: list[str], below: Below) 
     return cache_draw.draw_operation(world, word, names, below)
 
 
-def _draw_bad(world: TierWorld, name: str, below: Below) -> list[int]:
+def _draw_bad(world: TierState, name: str, below: Below) -> list[int]:
     flight = world.executor.find(name)
     assert flight is not None, "an operation that is under way has a name"
     kind = 1 if flight.copy.kind in MOVES else 2

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ...model.ghost import Tag
 from ...rules import tiers as rules
 from ...rules.rule import require
-from .checks import check_saving
+from .checks import check_lost, check_saving, see
 from .executor import (
     TO_DEVICE,
     Flight,
     leading,
 )
 from .requests import Seen
-
-if TYPE_CHECKING:
-    from .world import TierWorld
+from .state import TierState
 
 
 @dataclass
@@ -28,13 +25,13 @@ class Change:
     flight: Flight
 
 
-def ended(world: TierWorld, change: Change, *, result: bool, fenced: bool) -> None:
+def ended(world: TierState, change: Change, *, result: bool, fenced: bool) -> None:
     """Check what a call has changed: it was the result of an operation, its fence, or both."""
     flight = change.flight
     name = flight.copy.kind
     _touch(world, flight)
     world.end_lift(flight, fenced=fenced)
-    world.see()
+    see(world)
     if flight.given_up or flight.old or flight.is_orphan:
         _given_up(world, change)
     elif name == "out" and result:
@@ -46,14 +43,14 @@ def ended(world: TierWorld, change: Change, *, result: bool, fenced: bool) -> No
     elif name == "fetch" and result:
         _fetch(world, change)
     else:
-        world.lost(change.before)
+        check_lost(world, change.before)
     if fenced:
         world.executor.fenced(flight)
     if name in ("lookup", "fetch") and (result or flight.given_up):
         _check_prefetch(world, flight)
 
 
-def _touch(world: TierWorld, flight: Flight) -> None:
+def _touch(world: TierState, flight: Flight) -> None:
     """Who held copies lets them go: an operation, and parked requests that it may have saved."""
     for read in flight.read:
         world.order.touch(world.prefixes.path_to(read[-1]))
@@ -69,16 +66,16 @@ def _touch(world: TierWorld, flight: Flight) -> None:
         world.touch_all(world.prefetches[flight.owner].path)
 
 
-def _given_up(world: TierWorld, change: Change) -> None:
+def _given_up(world: TierState, change: Change) -> None:
     before, seen = change.before, world.seen
     blamed = before.leaving if change.flight.copy.kind == "in" else set()
-    world.lost(before, blamed)
+    check_lost(world, before, blamed)
     rule = rules.T29 if change.flight.old else rules.T27
     new = (seen.device.keys() - before.device) | (seen.host.keys() - before.host)
     require(not new, rule, "{} was given up, and brings {} blocks", change.flight.op, len(new))
 
 
-def _out(world: TierWorld, change: Change) -> None:
+def _out(world: TierState, change: Change) -> None:
     before, flight = change.before, change.flight
     good: set[Tag] = set()
     bad: set[Tag] = set()
@@ -105,11 +102,11 @@ def _out(world: TierWorld, change: Change) -> None:
         world.to_store.update(new)
         for tag in new:
             world.use(world.prefixes.path_to(tag), must=False)
-    world.lost(before, bad)
+    check_lost(world, before, bad)
     _saved(world, flight)
 
 
-def _saved(world: TierWorld, flight: Flight) -> None:
+def _saved(world: TierState, flight: Flight) -> None:
     """An operation has saved what it could of parked requests, its own and others."""
     for name, parked in world.parked.items():
         if flight.copy.id not in parked.writers:
@@ -123,7 +120,7 @@ def _saved(world: TierWorld, flight: Flight) -> None:
     check_saving(world)
 
 
-def _in(world: TierWorld, change: Change) -> None:
+def _in(world: TierState, change: Change) -> None:
     before, flight = change.before, change.flight
     name = flight.owner
     load, request = world.loads.pop(name), world.requests[name]
@@ -152,11 +149,11 @@ def _in(world: TierWorld, change: Change) -> None:
     world.counted["promoted_blocks"] += num_promoted
     if num_promoted and not world.config["hits"]:
         world.to_copy.append(list(holding.shared))
-    world.lost(before, {tag for tag in before.leaving if tag in holding.path})
+    check_lost(world, before, {tag for tag in before.leaving if tag in holding.path})
     world.situations["loaded" if all(flight.ok) else "loaded in part"] += 1
 
 
-def _in_for_nobody(world: TierWorld, change: Change) -> None:
+def _in_for_nobody(world: TierState, change: Change) -> None:
     before, flight = change.before, change.flight
     load = world.loads.pop(flight.owner)
     num_promoted = min(leading(flight.ok), load.num_host)
@@ -165,19 +162,19 @@ def _in_for_nobody(world: TierWorld, change: Change) -> None:
     require(not lost, rules.T39, "{} blocks were moved by {}, and are not there", len(lost),
             flight.op)  # fmt: skip
     world.counted["promoted_blocks"] += num_promoted
-    world.lost(before, before.leaving.intersection(load.path[num_come:]))
+    check_lost(world, before, before.leaving.intersection(load.path[num_come:]))
     world.situations["loaded for nobody"] += 1
 
 
-def _lookup(world: TierWorld, change: Change) -> None:
+def _lookup(world: TierState, change: Change) -> None:
     prefetch = world.prefetches[change.flight.owner]
     room = change.before.num_free + len(change.before.idle)
     prefetch.num_found = min(leading(change.flight.ok), room) if prefetch.is_wanted else 0
     prefetch.stage = "found" if prefetch.num_found else "done"
-    world.lost(change.before, needs_room=True)
+    check_lost(world, change.before, needs_room=True)
 
 
-def _fetch(world: TierWorld, change: Change) -> None:
+def _fetch(world: TierState, change: Change) -> None:
     before, flight = change.before, change.flight
     prefetch = world.prefetches[flight.owner]
     first, good = prefetch.num_known, leading(flight.ok)
@@ -199,11 +196,11 @@ def _fetch(world: TierWorld, change: Change) -> None:
             continue
         place = flight.copy.destinations.index(block)
         require(place < good, rules.T12, "host block {} was not fetched, and is found", block)
-    world.lost(before)
+    check_lost(world, before)
     world.situations["fetched" if good else "fetched nothing"] += 1
 
 
-def _check_prefetch(world: TierWorld, flight: Flight) -> None:
+def _check_prefetch(world: TierState, flight: Flight) -> None:
     prefetch = world.prefetches.get(flight.owner)
     if prefetch is None:
         return

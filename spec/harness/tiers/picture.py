@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..cache import picture as cache_picture
-
-if TYPE_CHECKING:
-    from .world import TierWorld
+from .state import TierState
 
 
-def picture(world: TierWorld) -> str:
+def picture(world: TierState) -> str:
     """Draw the present state: the device as ever, then the host, then what is under way."""
     lines = [cache_picture.picture(world)]
     seen, words = world.seen, _words(world)
@@ -36,7 +32,7 @@ def picture(world: TierWorld) -> str:
     return "\n".join(lines)
 
 
-def _words(world: TierWorld) -> dict[int, str]:
+def _words(world: TierState) -> dict[int, str]:
     size = world.block_size
     words: dict[int, str] = {}
     for request in world.past:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ...model.ghost import Tag
 from ...rules import tiers as rules
@@ -11,28 +10,26 @@ from ...rules.cache import A8, P4
 from ...rules.rule import require
 from ..cache import end as cache_end
 from ..cache.requests import Request
-from .checks import check_saving
+from .checks import check_lost, check_saving, see
 from .requests import Parked, Seen
+from .state import TierState
 from .take import take
 
-if TYPE_CHECKING:
-    from .world import TierWorld
 
-
-def finish(world: TierWorld, name: str) -> bool:
+def finish(world: TierState, name: str) -> bool:
     """A running request ends, wherever it stands: done or aborted."""
     return _release(world, name, ends=True)
 
 
-def preempt(world: TierWorld, name: str) -> bool:
+def preempt(world: TierState, name: str) -> bool:
     """A running request loses its blocks and waits again, with all of its tokens."""
     return _release(world, name, ends=False)
 
 
-def _release(world: TierWorld, name: str, *, ends: bool) -> bool:
+def _release(world: TierState, name: str, *, ends: bool) -> bool:
     if not world.get(name, "running"):
         return False
-    before = world.see()
+    before = see(world)
     world.order.use(world.tier_model.holdings[name].shared)
     world.order.touch(world.requests[name].path(world.block_size))
     if name in world.loads:
@@ -44,12 +41,12 @@ def _release(world: TierWorld, name: str, *, ends: bool) -> bool:
         world.situations["released while loading"] += 1
         world.situations["loaded on, for nobody"] += bool(load.left)
     (cache_end.finish if ends else cache_end.preempt)(world, name)
-    world.see()
-    world.lost(before)
+    see(world)
+    check_lost(world, before)
     return True
 
 
-def park(world: TierWorld, name: str, where: str) -> bool:
+def park(world: TierState, name: str, where: str) -> bool:
     """A running request is preempted, and its KV is kept."""
     request = world.get(name, "running")
     if request is None or name in world.loads or not (request.written or request.job):
@@ -57,7 +54,7 @@ def park(world: TierWorld, name: str, where: str) -> bool:
     if where == "storage" and not world.config["storage"]:
         return False
     take(world)  # the step before has run, and all that was decided before it
-    before, model = world.see(), world.tier_model
+    before, model = see(world), world.tier_model
     num_shared = len(model.holdings[name].shared)
     if request.job:
         _compute(world, request)
@@ -66,7 +63,7 @@ def park(world: TierWorld, name: str, where: str) -> bool:
     model.actor, model.needed = name, 0
     world.order.touch(path)
     if not world.ask("park", name, request.tokens[: request.written], where):
-        world.see()
+        see(world)
         grown = _published(world, name, path, num_shared)
         same = grown or world.seen == before
         require(same, A8, "{} was not parked, and tiers changed", name)
@@ -85,12 +82,12 @@ def park(world: TierWorld, name: str, where: str) -> bool:
     world.parked[name] = _parked(world, name, Parked(where, path, request.written), before)
     check_saving(world)
     request.state, request.written, request.job, request.table = "waiting", 0, "", []
-    world.lost(before, needs_room=True)
+    check_lost(world, before, needs_room=True)
     world.situations["parking"] += 1
     return True
 
 
-def _compute(world: TierWorld, request: Request) -> None:
+def _compute(world: TierState, request: Request) -> None:
     """The step of a request is done; what it wrote is not published yet."""
     job = world.jobs.pop(request.job)
     world.device.run_through(job)
@@ -101,7 +98,7 @@ def _compute(world: TierWorld, request: Request) -> None:
     world.situations["parked before it is published"] += 1
 
 
-def _published(world: TierWorld, name: str, path: list[Tag], num_shared: int) -> bool:
+def _published(world: TierState, name: str, path: list[Tag], num_shared: int) -> bool:
     """Check that a path is published; return whether it was not yet."""
     shared = world.tier_model.holdings[name].shared
     require(len(shared) >= len(path), P4, "{} has {} blocks computed and {} shared", name,
@@ -111,16 +108,16 @@ def _published(world: TierWorld, name: str, path: list[Tag], num_shared: int) ->
     return len(shared) > num_shared
 
 
-def _write_through(world: TierWorld, path: Sequence[Tag]) -> None:
+def _write_through(world: TierState, path: Sequence[Tag]) -> None:
     """Note that a path was published."""
     if world.config["write"] == "through" and not world.config["hits"]:
         world.to_copy.append(list(path))
 
 
-def _parked(world: TierWorld, name: str, parked: Parked, before: Seen) -> Parked:
+def _parked(world: TierState, name: str, parked: Parked, before: Seen) -> Parked:
     """Note where a request is saved, and by which operations."""
     parked.copy, _, _ = world.ask("parked", name)
-    seen = world.see()
+    seen = see(world)
     parked.blocks = {seen.host.get(tag, seen.landing.get(tag, 0)) for tag in parked.path}
     awaited = {before.landing[tag] for tag in parked.path if tag in before.landing}
     parked.writers = {
@@ -136,22 +133,22 @@ def _parked(world: TierWorld, name: str, parked: Parked, before: Seen) -> Parked
     return parked
 
 
-def unpark(world: TierWorld, name: str) -> bool:
+def unpark(world: TierState, name: str) -> bool:
     """What a parked request keeps is given up; it computes all again."""
     parked = world.parked.pop(name, None)
     if parked is None:
         return False
-    before = world.see()
+    before = see(world)
     world.order.touch(parked.path)
     world.situations["unparked while it is saved"] += bool(parked.writers)
     if parked.copy in parked.writers:
         world.give_up(parked.copy, "")
     world.ask("unpark", name)
-    world.see()
+    see(world)
     require(
         name not in world.tier_model.holdings, rules.T20, "{} is unparked, and has blocks", name
     )
     require(world.ask("park_misuse", name), rules.T23, "{} is unparked twice", name)
-    world.lost(before)
+    check_lost(world, before)
     world.situations["unparked"] += 1
     return True

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ...rules import tiers as rules
 from ...rules.cache import D1, R5
 from ...rules.rule import require
@@ -15,21 +13,20 @@ from .admit import (
     forward,
     submit,
 )
+from .checks import check_lost, see
 from .copies import fence, result
 from .preempt import finish, unpark
 from .requests import Prefetch, Seen
+from .state import TierState
 from .take import take
 
-if TYPE_CHECKING:
-    from .world import TierWorld
 
-
-def prefetch(world: TierWorld, name: str) -> bool:
+def prefetch(world: TierState, name: str) -> bool:
     """What storage has of a waiting request is brought to the host."""
     request = world.get(name, "waiting")
     if request is None or name in world.prefetches:
         return False
-    before = world.see()
+    before = see(world)
     path = request.path(world.block_size)
     world.touch_all(path)
     known = 0
@@ -47,12 +44,12 @@ def prefetch(world: TierWorld, name: str) -> bool:
         blocks = {block for tag, block in before.host.items() if first[tag] == path[0]}
         held = [tag for tag in path[:known] if tag not in before.device]
         world.prefetches[name] = Prefetch(path, known, blocks=blocks, held=held)
-    world.see()
-    world.lost(before)
+    see(world)
+    check_lost(world, before)
     return True
 
 
-def elsewhere(world: TierWorld, name: str, num_blocks: int) -> bool:
+def elsewhere(world: TierState, name: str, num_blocks: int) -> bool:
     """Another process computes a waiting request, and stores its first blocks."""
     request = world.get(name, "waiting")
     if request is None or not world.config["storage"]:
@@ -67,12 +64,12 @@ def elsewhere(world: TierWorld, name: str, num_blocks: int) -> bool:
     return True
 
 
-def cancel(world: TierWorld, name: str) -> bool:
+def cancel(world: TierState, name: str) -> bool:
     """The request of a prefetch has gone."""
     found = world.prefetches.get(name)
     if found is None or not found.is_wanted:
         return False
-    before = world.see()
+    before = see(world)
     flight = next((f for f in world.executor.flights if f.owner == name and not f.has_result and
                    f.copy.kind in ("lookup", "fetch")), None)  # fmt: skip
     found.is_wanted = False
@@ -81,8 +78,8 @@ def cancel(world: TierWorld, name: str) -> bool:
     if flight is not None:
         world.give_up(flight.copy.id, "")
     world.ask("cancel", name)
-    world.see()
-    world.lost(before)
+    see(world)
+    check_lost(world, before)
     if flight is None:
         told = world.ask("prefetched", name)
         require(told == 0, rules.T27, "{} was cancelled, and {} blocks came", name, told)
@@ -91,10 +88,10 @@ def cancel(world: TierWorld, name: str) -> bool:
     return True
 
 
-def reset(world: TierWorld, keep: list[int]) -> bool:
+def reset(world: TierState, keep: list[int]) -> bool:
     """The weights have changed, but for some namespaces: all that is cached of others is void."""
     names = [NAMESPACES[number] for number in keep]
-    before, model = world.see(), world.tier_model
+    before, model = see(world), world.tier_model
     running = world.running()
     world.situations["reset with live leases"] += bool(running)
     world.situations["reset with operations"] += bool(world.executor.flights)
@@ -111,18 +108,18 @@ def reset(world: TierWorld, keep: list[int]) -> bool:
     left = [name for name in model.holdings if not name.startswith("op ")]
     require(not left, R5, "{} have leases after a reset", left)
     kept_roots = {world.root_of(name) for name in names}
-    world.see()
+    see(world)
     _check_kept(world, before, kept_roots)
     _forget(world, names)
     # Of what was in two tiers it may count either copy.
     world.counted["dropped_blocks"] = world.tier_counts()["dropped_blocks"]
     for request in running:
         request.state, request.written, request.job, request.table = "waiting", 0, "", []
-    world.see()
+    see(world)
     return True
 
 
-def _check_kept(world: TierWorld, was: Seen, roots: set[int]) -> None:
+def _check_kept(world: TierState, was: Seen, roots: set[int]) -> None:
     seen, prefixes = world.seen, world.prefixes
     for tag in seen.anywhere:
         of_kept = prefixes.parent[prefixes.first[tag]] in roots
@@ -135,7 +132,7 @@ def _check_kept(world: TierWorld, was: Seen, roots: set[int]) -> None:
             require(kept, rules.T28, "a reset drops a block of a namespace that is kept")
 
 
-def _forget(world: TierWorld, keep: list[bytes]) -> None:
+def _forget(world: TierState, keep: list[bytes]) -> None:
     """Of what is not kept, the KV is another one from here on."""
     world.written.clear()
     world.loads.clear()
@@ -156,7 +153,7 @@ def _forget(world: TierWorld, keep: list[bytes]) -> None:
     world.renew([name for name in NAMESPACES if name not in keep])
 
 
-def settle(world: TierWorld) -> None:
+def settle(world: TierState) -> None:
     """Take and end operations until there are none."""
     for _ in range(9):
         take(world)
@@ -169,7 +166,7 @@ def settle(world: TierWorld) -> None:
     require(False, rules.T30, "operations do not come to an end")
 
 
-def drain(world: TierWorld) -> bool:
+def drain(world: TierState) -> bool:
     """Everyone computes what it has and ends; then every block of every tier can be had."""
     settle(world)
     for name in list(world.parked):
@@ -198,12 +195,12 @@ def drain(world: TierWorld) -> bool:
     )
     cache_end.check(world)
     cache_end.use_all(world, num_blocks)
-    world.see()
+    see(world)
     settle(world)
     return True
 
 
-def serve(world: TierWorld, name: str, prompt: list[int], namespace: int) -> bool:
+def serve(world: TierState, name: str, prompt: list[int], namespace: int) -> bool:
     """A request comes, computes and ends alone, and all operations end at once: for the law."""
     size = world.block_size
     prompt = prompt[: min(len(prompt) // size, world.config["num_blocks"]) * size]

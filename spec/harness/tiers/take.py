@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ...rules import tiers as rules
 from ...rules.rule import require
-from .checks import check_outbox
+from .checks import check_lost, check_outbox, see
 from .executor import Flight
 from .requests import Seen
-
-if TYPE_CHECKING:
-    from .world import TierWorld
+from .state import TierState
 
 
-def take(world: TierWorld) -> bool:
+def take(world: TierState) -> bool:
     """The driver takes what was decided, and begins it."""
-    before = world.see()
+    before = see(world)
     world.order.touch(tag for path in world.to_copy for tag in path)
     used = world.ask("used")
     world.uses.tell(used, world.prefixes)
     world.storage_law.use(used)
     world.situations["storage is told of uses"] += bool(used)
     copies = world.ask("take")
-    world.see()
+    see(world)
     flights = world.executor.begin(copies)
     evicted, world.evicted = world.evicted, set()
     for flight in flights:
@@ -40,12 +36,12 @@ def take(world: TierWorld) -> bool:
     require(cancelled == wanted, rules.T6, "cancelled are {}, told {}", wanted, cancelled)
     _check_stores(world, flights)
     _check_through(world, before, flights)
-    world.lost(before, needs_room=True)
+    check_lost(world, before, needs_room=True)
     check_outbox(world)
     return True
 
 
-def _begin_out(world: TierWorld, flight: Flight) -> None:
+def _begin_out(world: TierState, flight: Flight) -> None:
     copy, content = flight.copy, world.prefixes.content
     flight.owner = world.owner_of(copy.id)
     parked = world.parked.get(flight.owner)
@@ -80,7 +76,7 @@ def _begin_out(world: TierWorld, flight: Flight) -> None:
             )
 
 
-def _begin_in(world: TierWorld, flight: Flight) -> None:
+def _begin_in(world: TierState, flight: Flight) -> None:
     copy = flight.copy
     name = world.owner_of(copy.id)
     require(name, rules.T6, "{} loads nobody", flight.op)
@@ -100,7 +96,7 @@ def _begin_in(world: TierWorld, flight: Flight) -> None:
     require(found == load.tags, rules.T2, "{} is loaded with what is not its own", name)
 
 
-def _begin_store(world: TierWorld, flight: Flight) -> None:
+def _begin_store(world: TierState, flight: Flight) -> None:
     prefixes = world.prefixes
     for read, key in zip(flight.read, flight.copy.keys, strict=True):
         tag = read[-1]
@@ -109,15 +105,15 @@ def _begin_store(world: TierWorld, flight: Flight) -> None:
         require(prefixes.key[tag] == key, rules.T5, "{} stores KV under another key", flight.op)
 
 
-def _begin_lookup(world: TierWorld, flight: Flight) -> None:
+def _begin_lookup(world: TierState, flight: Flight) -> None:
     _begin_prefetch(world, flight, "lookup", "asked")
 
 
-def _begin_fetch(world: TierWorld, flight: Flight) -> None:
+def _begin_fetch(world: TierState, flight: Flight) -> None:
     _begin_prefetch(world, flight, "found", "fetch")
 
 
-def _begin_prefetch(world: TierWorld, flight: Flight, before: str, after: str) -> None:
+def _begin_prefetch(world: TierState, flight: Flight, before: str, after: str) -> None:
     copy = flight.copy
     for name, prefetch in world.prefetches.items():
         if not prefetch.is_old and world.ask("asking", name) == copy.id:
@@ -143,7 +139,7 @@ CHECKS = {
 }
 
 
-def _check_stores(world: TierWorld, flights: list[Flight]) -> None:
+def _check_stores(world: TierState, flights: list[Flight]) -> None:
     asked = [read[-1] for flight in flights if flight.copy.kind == "store" for read in flight.read]
     for tag in asked:
         require(tag in world.to_store, rules.T19, "a block is stored again")
@@ -153,7 +149,7 @@ def _check_stores(world: TierWorld, flights: list[Flight]) -> None:
     world.to_store.clear()
 
 
-def _check_through(world: TierWorld, before: Seen, flights: list[Flight]) -> None:
+def _check_through(world: TierState, before: Seen, flights: list[Flight]) -> None:
     if world.config["write"] != "through":
         return
     seen, hits = world.seen, world.config["hits"]

@@ -1,128 +1,38 @@
-"""A cache manager with a host tier and storage: the world of the cache, and a virtual executor."""
+"""The world of a cache with tiers: it draws and applies operations and checks every rule."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterator
-from typing import Any, Final
+from collections.abc import Iterator
+from typing import Final
 
-from ...adapters.tier_target import TierTarget
 from ...adapters.tiers import TierFactory
-from ...model.ghost import (
-    Tag,
-    first_tag,
-    next_tag,
-)
-from ...model.host_order import HostOrder
-from ...model.storage_recency import StorageUses, window_of
-from ...model.tiers import TierModel
-from ...model.two_tier_law import StorageLaw, TwoTierLaw
 from ..cache.checks import check_all
-from ..cache.requests import (
-    NAMESPACES,
-    Request,
-    draw_config,
-)
-from ..cache.world import CacheWorld
-from ..engine import (
-    Below,
-    Config,
-    Operation,
-    Trace,
-)
-from .checks import (
-    check_lost,
-    check_tiers,
-    look,
-    num_dropped,
-)
-from .draw import (
-    draw,
-    draw_tiers,
-    weights_of,
-)
-from .executor import (
-    TO_DEVICE,
-    Executor,
-    Flight,
-    leading,
-)
+from ..cache.requests import draw_config
+from ..engine import Below, Config, Operation, Trace
+from .checks import check_tiers, look, see
+from .draw import draw, draw_tiers, weights_of
 from .operations import OPERATIONS
 from .picture import picture
-from .requests import (
-    Load,
-    Parked,
-    Prefetch,
-    Prefixes,
-    Seen,
-)
+from .state import TierState
 from .storage import settle
 
 RELIEF: Final = ("finish", "preempt", "unpark", "result", "fence", "reset", "cancel")
 """What may leave room for a request that had none."""
 
 
-class TierWorld(CacheWorld):
-    """One manager with tiers under test, and all that is around it.
-
-    Attributes:
-        executor: the operations that were taken, and what host and storage hold.
-        seen: where each prefix was after the last call.
-        loads, parked, prefetches: by the name of their request; loads that have outlived theirs,
-            by that of their operation.
-        to_store: prefixes that are new on the host, and are to be stored.
-        stored: prefixes whose copy on the host was stored by an operation without a fault.
-        to_copy: paths that are to be written through.
-        hits: how often each prefix without a copy was hit since it is on the device.
-        cancelled: the operations that the driver is to be told of.
-        counted: events, as the manager should count them.
-        order: when each prefix was last used.
-        uses: what storage is to be told of that.
-        evicted: what has left the device since operations were last taken.
-        in_vain: requests for which there was no room, and nothing has ended since.
-    """
-
-    target_type = TierTarget
-    model_type = TierModel
-    target: TierTarget
+class TierWorld(TierState):
+    """A cache manager with tiers under test, with all that surrounds it, as an engine runs it."""
 
     def __init__(self, config: Config, factory: TierFactory) -> None:
-        super().__init__(config, lambda num_blocks, block_size: factory(config), "full")
-        assert isinstance(self.model, TierModel), "a world of tiers has a model of them"
-        self.tier_model = self.model
+        super().__init__(config, factory)
         self.weights = weights_of(config.get("rare", 0), config.get("often", 0))
-        if config.get("fences") == 2:  # more comes between an operation and its end
+        if config.get("fences") == 2:  # more operations come between a copy and its end
             self.weights["result"] //= 3
-        self.executor = Executor(self.device)
-        self.prefixes = Prefixes()
-        self.loads: dict[str, Load] = {}
-        self.parked: dict[str, Parked] = {}
-        self.prefetches: dict[str, Prefetch] = {}
-        self.to_store: set[Tag] = set()
-        self.stored: set[Tag] = set()
-        self.to_copy: list[list[Tag]] = []
-        self.hits: Counter[Tag] = Counter()
-        self.cancelled: list[Flight] = []
-        self.counted = dict.fromkeys(
-            ("promoted_blocks", "stored_blocks", "fetched_blocks", "late_completions",
-             "dropped_blocks"), 0,
-        )  # fmt: skip
-        self.order = HostOrder()
-        self.evicted: set[Tag] = set()
-        self.uses = StorageUses(window_of(config))
-        self.in_vain: set[str] = set()
-        self.law = TwoTierLaw(config["num_blocks"], config["host_blocks"])
-        self.storage_law = StorageLaw(
-            config["num_blocks"], is_told=bool(config["at_once"] or config["law"])
-        )
-        self._generation = dict.fromkeys(NAMESPACES, 0)
-        self.roots = {self.root_of(name) for name in NAMESPACES}
-        self.shot = self.target.tier_snapshot()
         self.seen = look(self, self.shot)
 
     def draw(self, below: Below) -> Operation:
         """Draw an operation that applies now."""
-        return draw(self, below)
+        return draw(self, self.weights, below)
 
     def apply(self, operation: Operation) -> bool:
         """Do one operation and check every rule; False if it does not apply."""
@@ -138,182 +48,13 @@ class TierWorld(CacheWorld):
             settle(self)
         self.situations["forgotten by storage"] = self.storage_law.num_forgotten
         check_all(self)
-        self.see()
+        see(self)
         check_tiers(self, self.shot)
         return True
 
     def picture(self) -> str:
         """Draw the blocks, the cache, the tiers and the requests as text."""
         return picture(self)
-
-    def counts(self) -> dict[str, int]:
-        """What counters of the device should say: leases that have ended are none."""
-        assert self.model is not None, "there is a model in a world of tiers"
-        heirs = sum(name.startswith("op ") for name in self.model.holdings)
-        return {**super().counts(), "live_leases": len(self.model.holdings) - heirs}
-
-    # Calls, and what they change
-
-    def ask(self, method: str, *arguments: Any) -> Any:
-        """Call the manager below its device interface."""
-        return self.target.ask(method, *arguments)
-
-    def see(self) -> Seen:
-        """Look where each prefix is now, if a call can have moved one."""
-        if not self.target.has_acted:
-            return self.seen
-        self.target.has_acted = False
-        self.shot = self.target.tier_snapshot()
-        before, self.seen = self.seen, look(self, self.shot)
-        self.counted["dropped_blocks"] += num_dropped(self, before)
-        gone = before.device.keys() - self.seen.device.keys()
-        self.order.touch(self.prefixes.paths_to(gone))
-        self.evicted |= gone
-        for tag in [tag for tag in self.hits if tag not in self.seen.device]:
-            del self.hits[tag]
-        self.stored &= self.seen.host.keys()
-        self.uses.cached(self.seen.anywhere)
-        for load in self.loads.values():
-            load.left &= self.seen.leaving
-        return self.seen
-
-    def lost(self, before: Seen, blamed: Collection[Tag] = (), *, needs_room: bool = False) -> None:
-        """Check that nothing was lost since then without a reason; see `check_lost`."""
-        check_lost(self, before, blamed, needs_room)
-
-    def use(self, path: list[Tag], *, must: bool = True) -> None:
-        """Note that storage may, or must, be told that a path is used."""
-        now = self.num_admitted + self.counted["stored_blocks"]
-        self.uses.use(now, path, must=must)
-
-    def touch_all(self, path: list[Tag]) -> None:
-        """All that begins as a path does may count as used: a hold keeps whole runs."""
-        first = self.prefixes.first
-        self.order.touch(tag for tag in self.seen.host if first[tag] in path[:1])
-        self.order.touch(path)
-
-    def uncopied(self, before: Seen) -> set[Tag]:
-        """The prefixes that an eviction may drop, since it copies none of them."""
-        if self.config["write"] != "through":
-            return set()
-        return before.device.keys() - before.host.keys() - before.landing.keys()
-
-    def tier_counts(self) -> dict[str, int]:
-        """The counters below the device, as the manager reports them."""
-        return dict(self.target.tier_snapshot().counts)
-
-    # Operations
-
-    def owner_of(self, copy: int) -> str:
-        """The request that an operation loads or saves, or ""."""
-        owners: dict[str, Load] | dict[str, Parked]
-        for owners in (self.loads, self.parked):
-            for name, owner in owners.items():
-                if owner.copy == copy:
-                    return name
-        return ""
-
-    def give_up(self, copy: int, name: str) -> None:
-        """An operation is not wanted any more; if it loads a request, that ends."""
-        for parked in self.parked.values():
-            if copy in parked.writers:
-                parked.writers.remove(copy)
-                parked.failed = True
-        for flight in self.executor.flights:
-            if flight.copy.id == copy and not flight.given_up:
-                if not flight.has_result:
-                    flight.given_up = True
-                    self.cancelled.append(flight)
-                if name:
-                    flight.is_orphan = True
-                    if name != flight.op:
-                        self.tier_model.orphan(name, flight.op)
-
-    def go_on(self, name: str, load: Load) -> None:
-        """A request ends while it is loaded; the operation goes on without it."""
-        heir = f"op {load.copy}"
-        self.loads[heir] = load
-        self.tier_model.bequeath(name, heir)
-        for flight in self.executor.flights:
-            if flight.op == heir:
-                flight.owner = heir
-
-    def begin_lift(self, flight: Flight, *, fenced: bool) -> None:
-        """Tell the model that a result or a fence comes."""
-        model = self.tier_model
-        model.lifted = flight.op if fenced else ""
-        if flight.copy.kind in ("out", "fetch") and not flight.given_up:
-            results = zip(flight.copy.destinations, flight.ok, strict=True)
-            model.written(flight.op, [block for block, ok in results if ok])
-        if flight.copy.kind not in TO_DEVICE or not fenced:
-            return
-        model.actor, model.needed = flight.op if flight.is_orphan else flight.owner, 0
-        model.ending = flight.is_orphan
-        if not flight.is_orphan:
-            load = self.loads[flight.owner]
-            come = load.num_hit + min(leading(flight.ok), load.num_host)
-            model.holdings[flight.owner].computed = come * self.block_size
-
-    def end_lift(self, flight: Flight, *, fenced: bool) -> None:
-        """Tell the model that it was heard."""
-        model = self.tier_model
-        model.lifted, model.ending = "", False
-        if fenced:
-            model.fenced(flight.op)
-            if flight.is_orphan:
-                model.abandoned(flight.op)
-
-    # Prefixes
-
-    def root_of(self, namespace: bytes) -> Tag:
-        """The tag of the empty prefix; it changes with what computes the KV of a namespace."""
-        number = self._generation.get(namespace, 0)
-        return first_tag(namespace + bytes([number]) if number else namespace)
-
-    def tag_of(self, namespace: bytes, tokens: tuple[int, ...]) -> Tag:
-        """The tag of a prefix."""
-        if (namespace, tokens) not in self._tags:
-            tag = self.root_of(namespace)
-            for token in tokens:
-                tag = next_tag(tag, token)
-            self._tags[namespace, tokens] = tag
-        return self._tags[namespace, tokens]
-
-    def retag(self, request: Request) -> None:
-        """Tag the tokens of a request anew."""
-        request.root, request.tags = self.root_of(request.namespace), []
-        request.extend_tags()
-        self.learn(request)
-
-    def learn(self, request: Request) -> None:
-        """Enter the prefixes of a request."""
-        keys: list[bytes] = []
-        if self.config["storage"]:
-            keys = list(self.target.ask("keys", request.tokens, request.namespace))
-            self.storage_law.learn(keys)
-        self.prefixes.learn(request, self.block_size, keys)
-
-    def renew(self, namespaces: list[bytes]) -> None:
-        """From here on, the KV of some namespaces is another one; storage of it is elsewhere."""
-        self.target.has_acted = True  # the same blocks hold other prefixes
-        for name in namespaces:
-            self._generation[name] += 1
-            self.roots.add(self.root_of(name))
-        for prefix in [prefix for prefix in self._tags if prefix[0] in namespaces]:
-            del self._tags[prefix]
-        for request in self.requests.values():
-            if request.namespace in namespaces:
-                self.retag(request)
-        current, prefixes = {self.root_of(name) for name in NAMESPACES}, self.prefixes
-        for tag, key in prefixes.key.items():
-            if prefixes.parent[prefixes.first[tag]] not in current:
-                content = self.executor.storage.get(key)
-                if content == prefixes.content[tag]:
-                    del self.executor.storage[key]
-
-    def depth_of(self, tag: Tag) -> int:
-        """How many blocks come before that of a prefix."""
-        return self.prefixes.depth[tag]
 
 
 class TierSubject:

@@ -1,0 +1,99 @@
+"""The state of a cache world: the manager under test, its requests, a ghost device, the model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import ClassVar
+
+from ...adapters.cache import AdapterError, Factory
+from ...adapters.cache_target import Depth, Target
+from ...model.cache import CacheModel
+from ...model.device import Device, Job
+from ...model.ghost import Tag, first_tag, next_tag
+from ..engine import Config
+from .requests import Request
+
+
+class CacheState:
+    """One manager under test, and all that is around it.
+
+    Attributes:
+        requests: those that wait or run, by name; `past` has all there ever were.
+        jobs: the steps in flight, by name.
+        model: what the manager may do; None at depth ``api``, where nothing is reported.
+        demand: blocks asked for so far: up to the pool's, nothing can have been evicted.
+    """
+
+    target_type: ClassVar[type[Target]] = Target
+    model_type: ClassVar[type[CacheModel]] = CacheModel
+
+    def __init__(self, config: Config, factory: Factory, depth: Depth) -> None:
+        self.config = config
+        self.depth = depth
+        self.block_size: int = config["block_size"]
+        self.target = self.target_type(factory, config["num_blocks"], self.block_size, depth)
+        self.promises = self.target.promises
+        self._require_new()
+        self.device = Device(self.block_size)
+        self.requests: dict[str, Request] = {}
+        self.past: list[Request] = []
+        self.jobs: dict[str, Job] = {}
+        self.written: set[Tag] = set()
+        self.demand = self.num_steps = 0
+        self.num_admitted = self.num_hit_blocks = 0
+        self.situations: Counter[str] = Counter()
+        self._tags: dict[tuple[bytes, tuple[int, ...]], Tag] = {}
+        self.model: CacheModel | None = None
+        if depth != "api":
+            promises = self.promises
+            self.model = self.model_type(
+                config["num_blocks"], self.block_size, promises.lru, promises.evicts_exactly
+            )
+            self.model.situations = self.situations
+            self.target.report_to(self.model)
+
+    def _require_new(self) -> None:
+        num_blocks, found = self.config["num_blocks"], self.target.available()
+        if found != num_blocks:
+            raise AdapterError(
+                f"a new manager must have all of its {num_blocks} blocks available, this one has "
+                f"{found}: the factory must make a new one for each world, that shares nothing"
+            )
+
+    def running(self) -> list[Request]:
+        """The requests that hold blocks."""
+        return [request for request in self.requests.values() if request.state == "running"]
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks tokens need."""
+        return -(-num_tokens // self.block_size)
+
+    def tag_of(self, namespace: bytes, tokens: tuple[int, ...]) -> Tag:
+        """The tag of a prefix."""
+        if (namespace, tokens) not in self._tags:
+            tag = first_tag(namespace)
+            for token in tokens:
+                tag = next_tag(tag, token)
+            self._tags[namespace, tokens] = tag
+        return self._tags[namespace, tokens]
+
+    def counts(self) -> dict[str, int]:
+        """What counters should say, besides those of the model's events."""
+        assert self.model is not None, "counts are checked where events are reported"
+        model = self.model
+        private = sum(len(holding.private) for holding in model.holdings.values())
+        return {
+            "num_blocks": self.config["num_blocks"],
+            "free_blocks": model.num_free,
+            "cached_blocks": len(model.published_at),
+            "idle_blocks": model.num_unused(),
+            "private_blocks": private,
+            "live_leases": len(model.holdings),
+            "admitted": self.num_admitted,
+            "hit_blocks": self.num_hit_blocks,
+        }
+
+    def get(self, name: str, state: str) -> Request | None:
+        """The request of a name, if it is in a state."""
+        request = self.requests.get(name)
+        return request if request is not None and request.state == state else None
