@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -14,16 +14,14 @@ from ...spec.rules.cache import (
     R5,
 )
 from ...spec.rules.rule import Rule, require
-
-if TYPE_CHECKING:
-    from .cache_adapter import CacheAdapter
+from .protocols import CacheUnderTest
 
 Call: TypeAlias = tuple[Rule, str, Callable[[], object]]
 """The rule that is broken if it is not refused; type and text of the error, or "" if the call is
 harmless; the call."""
 
 
-def misuse(adapter: CacheAdapter, kind: int, name: str) -> None:
+def misuse(adapter: CacheUnderTest, kind: int, name: str) -> None:
     """Make some of the wrong calls; that they changed nothing is seen by the checks that follow.
 
     Args:
@@ -48,7 +46,7 @@ def misuse(adapter: CacheAdapter, kind: int, name: str) -> None:
         make(adapter, call)
 
 
-def make(adapter: CacheAdapter, wrong: Call) -> None:
+def make(adapter: CacheUnderTest, wrong: Call) -> None:
     """Make a wrong call, and see that it is refused as it must be."""
     rule, wanted, call = wrong
     try:
@@ -59,7 +57,7 @@ def make(adapter: CacheAdapter, wrong: Call) -> None:
     require(found == wanted, rule, "refused with {!r}, should be {!r}", found, wanted)
 
 
-def _at_the_door(adapter: CacheAdapter) -> Iterator[Call]:
+def _at_the_door(adapter: CacheUnderTest) -> Iterator[Call]:
     """Yield calls that go by their arguments alone and change nothing: each is made every time."""
     manager, kvcache = adapter.manager, adapter.kvcache
     for name, sizes, message in (
@@ -99,7 +97,7 @@ def _at_the_door(adapter: CacheAdapter) -> Iterator[Call]:
         yield R3, "", partial(manager.match, tokens)
 
 
-def _wrong(adapter: CacheAdapter) -> Iterator[Call]:
+def _wrong(adapter: CacheUnderTest) -> Iterator[Call]:
     manager = adapter.manager
     bad: Any = "tenant"
     yield R3, "CountError: num_blocks must be at least 0, got -1", lambda: manager.evict(-1)
@@ -132,7 +130,7 @@ def _wrong(adapter: CacheAdapter) -> Iterator[Call]:
     )
 
 
-def _wrong_rows(adapter: CacheAdapter) -> Iterator[Call]:
+def _wrong_rows(adapter: CacheUnderTest) -> Iterator[Call]:
     manager = adapter.manager
     live = [lease.row for lease in adapter.leases.values()]
     dead = next(row for row in range(len(live) + 1) if row not in live)
@@ -147,7 +145,7 @@ def _wrong_rows(adapter: CacheAdapter) -> Iterator[Call]:
     yield R3, "", lambda: manager.extend_batch([])
 
 
-def _wrong_of(adapter: CacheAdapter, lease: Any) -> Iterator[Call]:
+def _wrong_of(adapter: CacheUnderTest, lease: Any) -> Iterator[Call]:
     manager, room = adapter.manager, lease.num_tokens
     yield (
         R3,
@@ -166,7 +164,7 @@ def _wrong_of(adapter: CacheAdapter, lease: Any) -> Iterator[Call]:
     )
 
 
-def _of_ended(adapter: CacheAdapter, lease: Any) -> Iterator[Call]:
+def _of_ended(adapter: CacheUnderTest, lease: Any) -> Iterator[Call]:
     manager = adapter.manager
     rule, text = R4, "LeaseError: the lease was released, or is of another manager"
     if lease.epoch != manager.epoch:

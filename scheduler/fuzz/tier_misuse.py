@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...kvcache.storage.keys import StorageNamespace
 from ...spec.rules.cache import R3
 from .misuse import Call
-
-if TYPE_CHECKING:
-    from .tier_adapter import TierAdapter
+from .protocols import TiersUnderTest
 
 
-def wrong_calls(adapter: TierAdapter) -> Iterator[Call]:
+def wrong_calls(adapter: TiersUnderTest) -> Iterator[Call]:
     """Yield every wrong call that can be made now."""
     yield from _wrong_configs(adapter)
     for name in adapter.leases:
@@ -30,7 +27,7 @@ def storage_of(block_size: int) -> StorageNamespace:
     return StorageNamespace("model", "weights", "float32", block_size, (0, 1), (0, 1))
 
 
-def _wrong_configs(adapter: TierAdapter) -> Iterator[Call]:
+def _wrong_configs(adapter: TiersUnderTest) -> Iterator[Call]:
     """Yield caches that cannot be made."""
     kvcache = adapter.kvcache
     host, manager = kvcache.HostConfig, kvcache.CacheManager
@@ -51,7 +48,7 @@ def _wrong_configs(adapter: TierAdapter) -> Iterator[Call]:
     yield R3, text, lambda: manager(1, 2, host=host(1), storage=storage_of(3))
 
 
-def _wrong_of_lease(adapter: TierAdapter, name: str) -> Iterator[Call]:
+def _wrong_of_lease(adapter: TiersUnderTest, name: str) -> Iterator[Call]:
     """Yield what cannot be done with a lease now."""
     lease, tiers, manager = adapter.leases[name], adapter.tiers, adapter.manager
     text = "StorageConfigError: a request is parked in 'host' or 'storage', not 'disk'"
@@ -67,7 +64,7 @@ def _wrong_of_lease(adapter: TierAdapter, name: str) -> Iterator[Call]:
         yield R3, text, partial(manager.extend, lease, -1)
 
 
-def _wrong_of_parked(adapter: TierAdapter, name: str) -> Iterator[Call]:
+def _wrong_of_parked(adapter: TiersUnderTest, name: str) -> Iterator[Call]:
     """Yield what cannot be done with a parked request now."""
     manager, parked = adapter.manager, adapter.parked_requests[name]
     number = parked.num_tokens

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...spec.adapters.tiers import Prefix, TierSnapshot
 from ...spec.rules.rule import require
 from ...spec.rules.tiers import T8
-
-if TYPE_CHECKING:
-    from .tier_adapter import TierAdapter
+from .protocols import TiersUnderTest
 
 
-def snapshot_of(adapter: TierAdapter) -> TierSnapshot:
+def snapshot_of(adapter: TiersUnderTest) -> TierSnapshot:
     """Return all that the host tier holds."""
     _check_matches(adapter)
     tiers = adapter.tiers
@@ -41,7 +39,7 @@ def snapshot_of(adapter: TierAdapter) -> TierSnapshot:
     )
 
 
-def _check_matches(adapter: TierAdapter) -> None:
+def _check_matches(adapter: TiersUnderTest) -> None:
     """See that a match that is taken for current says what is there."""
     for name, (match, array) in adapter.matches.items():
         if match._version == adapter.tiers.state.tree.version:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ...spec.adapters.tiers import TierEvents
-
-if TYPE_CHECKING:
-    from .tier_adapter import TierAdapter
+from .protocols import TiersUnderTest
 
 
-def watch(adapter: TierAdapter, told: TierEvents) -> None:
+def watch(adapter: TiersUnderTest, told: TierEvents) -> None:
     """Report from now on what happens below the device, and to leases that end by themselves."""
     manager, tiers = adapter.manager, adapter.tiers
     tree, pool, reader = tiers.state.tree, tiers.state.host.pool, tiers.reader

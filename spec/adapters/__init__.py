@@ -1,1 +1,4 @@
-"""What the specification asks of a manager or scheduler, and the target behind an adapter."""
+"""What the specification asks of a system under test, and the target that calls it.
+
+`Manager`, `TierManager` and `Scheduler` are the protocols; the target modules check what comes back.
+"""

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol, TypeAlias
 
-from ..harness.engine import Config
-
 Reason: TypeAlias = Literal["length", "stop", "abort"]
 
 
@@ -106,7 +104,7 @@ class SchedulerPromises:
         return cls(**{promise.name: True for promise in fields(cls)})
 
 
-SchedulerFactory: TypeAlias = Callable[[Config], Any]
+SchedulerFactory: TypeAlias = Callable[[dict[str, Any]], Any]
 """Makes an adapter from a configuration: the sizes and options of `scheduler_draw.draw_config`.
 
 It has the methods of `Scheduler`, and may have more: `promises`, ``counts() -> dict`` (counters by

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from ..harness.engine import Config
 from ..rules.rule import Violation
 from ..rules.scheduler import Q31
 from .cache import AdapterError
@@ -41,7 +40,7 @@ class SchedulerTarget:
         can: the optional methods that it has.
     """
 
-    def __init__(self, factory: SchedulerFactory, config: Config) -> None:
+    def __init__(self, factory: SchedulerFactory, config: dict[str, Any]) -> None:
         self._adapter = factory(config)
         for method, wanted in REQUIRED.items():
             if not callable(getattr(self._adapter, method, None)):

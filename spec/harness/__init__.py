@@ -1,1 +1,5 @@
-"""What runs the specification: worlds, drivers, the shrinker, traces and pictures."""
+"""Runs the specification against a system under test: worlds, engines, shrinking and traces.
+
+An engine (random or Hypothesis) draws operations from a world, which applies them and checks the rules.
+Public: `make_subject`, `run`, `replay`, `shrink`, `CacheMachine` and the pytest plugin.
+"""

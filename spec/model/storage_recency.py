@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from ..harness.engine import Config
-from ..harness.tiers.requests import Prefixes
 from ..rules import tiers as rules
 from ..rules.rule import require
 from .ghost import Tag
+from .prefixes import Prefixes
 
 
-def window_of(config: Config) -> int:
+def window_of(config: Mapping[str, Any]) -> int:
     """For how many admissions and stored blocks a use that was told stands for later ones."""
     return 0 if config["at_once"] or config["law"] else config["num_blocks"] % 2 * 4
 

@@ -1,1 +1,4 @@
-"""The world of the cache: operations on a manager, and the model beside it."""
+"""The world of a cache manager: requests that match, are admitted, compute and end.
+
+`CacheSubject` makes its worlds; `state` is below the operations, `world` above them.
+"""

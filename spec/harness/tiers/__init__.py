@@ -1,1 +1,4 @@
-"""The world of the tiers: a manager with host and storage tiers, and a virtual executor."""
+"""The world of a cache manager with host and storage tiers, on a virtual executor.
+
+`TierSubject` makes its worlds; operations end well, badly, late, twice or never, as drawn.
+"""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ...model.ghost import Tag
-from ..cache.requests import Request
 
 
 @dataclass(slots=True)
@@ -73,49 +71,6 @@ class Prefetch:
     is_old: bool = False
     blocks: set[int] = field(default_factory=set)
     held: list[Tag] = field(default_factory=list)
-
-
-@dataclass
-class Prefixes:
-    """The prefixes that end with a whole block, by their tags.
-
-    Attributes:
-        content: the tags in the last block.
-        parent: the tag of the block before, or of the empty prefix.
-        first: the tag of the first block.
-        depth: how many blocks there are before.
-        key: what storage calls it.
-    """
-
-    content: dict[Tag, list[Tag]] = field(default_factory=dict)
-    parent: dict[Tag, Tag] = field(default_factory=dict)
-    first: dict[Tag, Tag] = field(default_factory=dict)
-    depth: dict[Tag, int] = field(default_factory=dict)
-    key: dict[Tag, bytes] = field(default_factory=dict)
-
-    def learn(self, request: Request, block_size: int, keys: list[bytes]) -> None:
-        """Enter the whole blocks of a request."""
-        path = request.path(block_size)
-        before = request.root
-        for index, tag in enumerate(path):
-            if tag not in self.content:
-                self.content[tag] = request.tags[index * block_size : (index + 1) * block_size]
-                self.parent[tag], self.first[tag], self.depth[tag] = before, path[0], index
-                self.key[tag] = keys[index] if keys else b""
-            before = tag
-
-    def path_to(self, tag: Tag) -> list[Tag]:
-        """Return the prefixes before one, and itself."""
-        path = []
-        while tag in self.parent:
-            path.append(tag)
-            tag = self.parent[tag]
-        return path
-
-    def paths_to(self, tags: Iterable[Tag]) -> Iterator[Tag]:
-        """Yield the prefixes before some, and themselves."""
-        for tag in tags:
-            yield from self.path_to(tag)
 
 
 @dataclass(frozen=True)

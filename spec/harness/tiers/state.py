@@ -9,6 +9,7 @@ from ...adapters.tier_target import TierTarget
 from ...adapters.tiers import TierFactory
 from ...model.ghost import Tag, first_tag, next_tag
 from ...model.host_order import HostOrder
+from ...model.prefixes import Prefixes
 from ...model.storage_recency import StorageUses, window_of
 from ...model.tiers import TierModel
 from ...model.two_tier_law import StorageLaw, TwoTierLaw
@@ -16,7 +17,7 @@ from ..cache.requests import NAMESPACES, Request
 from ..cache.state import CacheState
 from ..engine import Config
 from .executor import TO_DEVICE, Executor, Flight, leading
-from .requests import Load, Parked, Prefetch, Prefixes, Seen
+from .requests import Load, Parked, Prefetch, Seen
 
 
 class TierState(CacheState):
@@ -196,7 +197,7 @@ class TierState(CacheState):
         if self.config["storage"]:
             keys = list(self.target.ask("keys", request.tokens, request.namespace))
             self.storage_law.learn(keys)
-        self.prefixes.learn(request, self.block_size, keys)
+        self.prefixes.learn(request.root, request.tags, self.block_size, keys)
 
     def renew(self, namespaces: list[bytes]) -> None:
         """From here on, the KV of some namespaces is another one; storage of it is elsewhere."""
