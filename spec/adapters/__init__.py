@@ -1,4 +1,4 @@
-"""What the specification asks of a system under test, and the target that calls it.
+"""What the specification asks of a system under test, and the targets that call it.
 
-`Manager`, `TierManager` and `Scheduler` are the protocols; the target modules check what comes back.
+`Manager`, `TierManager` and `Scheduler` are the protocols; the targets check every return value.
 """

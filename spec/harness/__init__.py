@@ -1,5 +1,5 @@
 """Runs the specification against a system under test: worlds, engines, shrinking and traces.
 
-An engine (random or Hypothesis) draws operations from a world, which applies them and checks the rules.
-Public: `make_subject`, `run`, `replay`, `shrink`, `CacheMachine` and the pytest plugin.
+An engine (random or Hypothesis) draws operations from a world, which applies them and checks every
+rule. Public: `make_subject`, `run`, `replay`, `shrink`, `CacheMachine` and the pytest plugin.
 """

@@ -1,4 +1,4 @@
-"""The rules of the specification: the name, meaning and check of each, for caches, tiers, schedulers.
+"""The rules of the specification: name and meaning of each, for caches, tiers and schedulers.
 
-Public: `RULES`, `Rule`, `Violation` and `require`; the other modules define one family of rules each.
+Public: `RULES`, `Rule`, `Violation` and `require` in `rule`; each other module has one family.
 """
