@@ -18,9 +18,8 @@ import itertools
 import math
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ....kvcache.manager import CacheManager
 from ....kvcache.tiers.host_tier import HostConfig
@@ -34,6 +33,7 @@ from ...models import (
 )
 from ...preemption import PreemptMode
 from ...request import Request
+from ...step_plan import SchedulerStats
 from ..checks import Check, check_all_blocks_returned, check_all_host_blocks_returned
 from ..progress import Progress, no_progress
 from ..simulation.single_node import FIRST_OUTPUT_TOKEN
@@ -129,22 +129,15 @@ def run_real(
 
 def _find_tight_pool(requests: Sequence[ScaledRequest], config: RealRunConfig, least: int) -> int:
     """Return the largest pool that makes the scheduler preempt, evict and park, or least."""
-    for num_blocks in _pools(config.tight_num_blocks, least):
-        off, on, tiered = (
+    num_blocks = max(config.tight_num_blocks, least)
+    while num_blocks > least:
+        (off, _), (on, evicted), (tiered, _) = (
             _rehearse(requests, config, variant) for variant in _tight_variants(config, num_blocks)
         )
-        if off.preempted and on.preempted and on.evicted and tiered.parked:
+        if off.preemptions and on.preemptions and evicted and tiered.parked:
             return num_blocks
-    return least
-
-
-def _pools(first: int, least: int) -> Iterator[int]:
-    """Yield pool sizes, each three quarters of the one before, down to least."""
-    num_blocks = max(first, least)
-    while num_blocks > least:
-        yield num_blocks
         num_blocks = num_blocks * 3 // 4
-    yield least
+    return least
 
 
 def _num_blocks(request: ScaledRequest) -> int:
@@ -178,18 +171,10 @@ def _tight_variants(config: RealRunConfig, num_blocks: int) -> tuple[_Variant, .
     )
 
 
-class _Rehearsal(NamedTuple):
-    """Whether a pass without the model preempted, evicted and parked."""
-
-    preempted: bool
-    evicted: bool
-    parked: bool
-
-
 def _rehearse(
     requests: Sequence[ScaledRequest], config: RealRunConfig, variant: _Variant
-) -> _Rehearsal:
-    """Run a pass of the scheduler alone, with made-up tokens and instant copies."""
+) -> tuple[SchedulerStats, int]:
+    """Run the scheduler alone, with made-up tokens and instant copies; also count evictions."""
     manager = CacheManager(variant.num_blocks, BLOCK_SIZE, host=variant.host)
     scheduler = MixedScheduler(
         manager,
@@ -210,8 +195,7 @@ def _rehearse(
             link.deliver(0.0)
         if plan.chunks:
             scheduler.update(plan, list(itertools.islice(new_tokens, len(plan.chunks))))
-    stats = scheduler.stats()
-    return _Rehearsal(stats.preemptions > 0, manager.stats().evicted_blocks > 0, stats.parked > 0)
+    return scheduler.stats(), manager.stats().evicted_blocks
 
 
 def _run_engine(

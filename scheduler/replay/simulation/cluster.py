@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
+from typing import TypeAlias
 
 from ....kvcache.errors import RequestTooLargeError
 from ....kvcache.manager import CacheManager
@@ -45,13 +46,14 @@ from ..checks import Check
 from ..progress import Progress, no_progress
 from ..trace import Trace, tokens
 from .accounting import ClusterAccounts
-from .cluster_node import ClusterNode, RoleResult, summarize_role
 from .cost_model import CostModel
 from .latency import Latencies, summarize_latencies
+from .simulated_node import RoleResult, SimulatedNode, summarize_role
 from .single_node import FIRST_OUTPUT_TOKEN, SimulationConfig
 
 _BACKOFF_S = 0.25
 _NEVER_S = 1e12
+_Node: TypeAlias = SimulatedNode[PrefillScheduler | DecodeScheduler]
 _TIMING = Timing(retry_s=10.0, silence_s=100.0, transfer_s=1e6, remember_s=10.0)
 """Long timeouts: no message is lost here, and a transfer may queue behind many others."""
 
@@ -153,7 +155,7 @@ class _Cluster:
         self.num_blocks = config.node.num_blocks or costs.num_blocks(block_size)
         prefill = {f"p{i}": self._make_prefill() for i in range(config.num_prefill)}
         decode = {f"d{i}": self._make_decode() for i in range(config.num_decode)}
-        self.nodes: dict[str, ClusterNode] = {**prefill, **decode}
+        self.nodes: dict[str, _Node] = {**prefill, **decode}
         self.router = Router(
             block_size,
             prefill=dict.fromkeys(prefill, self.num_blocks),
@@ -177,7 +179,7 @@ class _Cluster:
         self._at(self.clock_s, self._arrive)
         self._at(self.clock_s, self._tick)
 
-    def _make_prefill(self) -> ClusterNode:
+    def _make_prefill(self) -> _Node:
         node = self.config.node
         scheduler = PrefillScheduler(
             CacheManager(self.num_blocks, node.block_size),
@@ -187,9 +189,9 @@ class _Cluster:
             max_running=node.max_running,
             order=self.config.order,
         )
-        return ClusterNode(scheduler)
+        return _Node(scheduler)
 
-    def _make_decode(self) -> ClusterNode:
+    def _make_decode(self) -> _Node:
         node = self.config.node
         scheduler = DecodeScheduler(
             CacheManager(self.num_blocks, node.block_size),
@@ -199,7 +201,7 @@ class _Cluster:
             max_running=node.max_running,
             reserve_tokens=node.reserve_tokens,
         )
-        return ClusterNode(scheduler)
+        return _Node(scheduler)
 
     # The clock
 
@@ -270,7 +272,7 @@ class _Cluster:
             for node_action in node.scheduler.take_actions():
                 self._act(name, node_action)
 
-    def _begin_step(self, name: str, node: ClusterNode) -> None:
+    def _begin_step(self, name: str, node: _Node) -> None:
         plan = node.schedule()
         if not plan.chunks:
             return

@@ -25,13 +25,13 @@ from ....kvcache.tiers.host_tier import HostConfig
 from ...mixed import MixedScheduler
 from ...preemption import PreemptMode
 from ...request import Request
-from ...step_plan import StepPlan
 from ..checks import Check, check_all_blocks_returned, check_all_host_blocks_returned
 from ..progress import Progress, no_progress
 from ..trace import Trace, tokens
 from .accounting import NodeAccounts
 from .cost_model import CostModel
 from .latency import Latencies, summarize_latencies
+from .simulated_node import SimulatedNode, summarize_role
 from .simulated_storage import SimulatedStorage, simulated_namespace
 from .tier_links import TierCounts, TierLinks
 
@@ -175,52 +175,43 @@ class _Simulation:
             prefix_cache=config.prefix_cache,
             preempt=config.preempt,
         )
+        self.node = SimulatedNode(self.scheduler)
         self.accounts = NodeAccounts()
         # A stable sort: equal timestamps keep the file's order.
         self.arrivals = sorted(enumerate(trace.requests), key=lambda item: item[1].timestamp_ms)
         self.next_arrival = 0
         self.first_arrival_s = self.clock_s = self._next_arrival_s()
         self.next_token = FIRST_OUTPUT_TOKEN
-        self.steps = 0
         self.computed_tokens = 0
-        self.busy_s = 0.0
         self.waited_s = 0.0
-        self.held_block_s = 0.0
-        self.peak_blocks = 0
-        self.scheduler_s = 0.0
 
     def advance(self) -> bool:
         """Run one engine step; return False when every request is answered."""
-        scheduler = self.scheduler
-        if not scheduler.has_work:
+        if not self.scheduler.has_work:
             if self.next_arrival == len(self.arrivals):
                 return False
             self._idle()
         self._add_arrivals()
-        if not scheduler.has_work:  # every arrival was refused
+        if not self.scheduler.has_work:  # every arrival was refused
             return True
-        started = time.perf_counter()
         if self.links is not None:
             self.links.deliver(self.clock_s)
-        plan = scheduler.schedule()
+        plan = self.node.schedule()
         if self.links is not None:
             self.links.dispatch(self.clock_s)
-        scheduled = time.perf_counter()
         if not plan.chunks:
             self.accounts.record_step(plan, self.clock_s)
             self._wait_for_copies()
             return True
-        self._advance_clock(plan)
+        step_s = self.costs.plan_s(plan)
+        self.node.begin_step(step_s)
+        self.clock_s += step_s
         self.accounts.record_step(plan, self.clock_s)
         num_chunks = len(plan.chunks)
         new_tokens = range(self.next_token, self.next_token + num_chunks)
         self.next_token += num_chunks
-        updating = time.perf_counter()
-        finished = scheduler.update(plan, new_tokens)
-        self.scheduler_s += time.perf_counter() - updating + scheduled - started
-        self.steps += 1
         self.computed_tokens += plan.num_tokens
-        for request in finished:
+        for request in self.node.end_step(plan, new_tokens):
             self.accounts.finish(request, self.clock_s)
         return True
 
@@ -261,19 +252,11 @@ class _Simulation:
                 self.accounts.arrive(request, self._next_arrival_s())
             self.next_arrival += 1
 
-    def _advance_clock(self, plan: StepPlan) -> None:
-        step_s = self.costs.plan_s(plan)
-        held = self.manager.num_blocks - self.manager.available
-        self.clock_s += step_s
-        self.busy_s += step_s
-        self.held_block_s += held * step_s
-        self.peak_blocks = max(self.peak_blocks, held)
-
     def result(self, wall_s: float) -> SimulationResult:
         """Return the result; call it when every request is answered."""
         config, accounts, answers = self.config, self.accounts, self.accounts.answers
         simulated_s = self.clock_s - self.first_arrival_s
-        num_blocks = self.manager.num_blocks
+        steps = summarize_role([self.node], simulated_s)
         tiers = None
         if self.links is not None:
             tiers = self.links.finish(self.clock_s, self.scheduler.stats(), self.waited_s)
@@ -290,17 +273,17 @@ class _Simulation:
             storage_hit_tokens=accounts.storage_hit_tokens,
             recomputed_tokens=accounts.recomputed_tokens,
             preemptions=accounts.preemptions,
-            steps=self.steps,
-            mean_budget_use=self.computed_tokens / (max(self.steps, 1) * config.token_budget),
-            num_blocks=num_blocks,
-            mean_occupancy=self.held_block_s / (self.busy_s * num_blocks) if self.steps else 0.0,
-            peak_occupancy=self.peak_blocks / num_blocks,
+            steps=steps.steps,
+            mean_budget_use=self.computed_tokens / (max(steps.steps, 1) * config.token_budget),
+            num_blocks=self.manager.num_blocks,
+            mean_occupancy=steps.mean_occupancy,
+            peak_occupancy=steps.peak_occupancy,
             evicted_blocks=stats.evicted_blocks,
             simulated_s=simulated_s,
             latencies=summarize_latencies(
                 answers.times, answers.refused, simulated_s, config.slo_ttft_s, config.slo_tpot_s
             ),
-            scheduler_us_per_step=self.scheduler_s / max(self.steps, 1) * 1e6,
+            scheduler_us_per_step=self.node.scheduler_s / max(steps.steps, 1) * 1e6,
             wall_s=wall_s,
             tiers=tiers,
             checks=tuple(checks),

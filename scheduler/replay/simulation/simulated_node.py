@@ -1,18 +1,23 @@
-"""One node of a simulated cluster: a real prefill or decode scheduler, and its counters."""
+"""A simulated node: a real scheduler, and counters of its steps."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from ...decode import DecodeScheduler
+from ...mixed import MixedScheduler
 from ...prefill import PrefillScheduler
+from ...request import Request
 from ...step_plan import StepPlan
+
+_Scheduler = TypeVar("_Scheduler", bound=MixedScheduler | PrefillScheduler | DecodeScheduler)
 
 
 @dataclass(eq=False)
-class ClusterNode:
+class SimulatedNode(Generic[_Scheduler]):
     """A scheduler and what it has done so far.
 
     Attributes:
@@ -26,7 +31,7 @@ class ClusterNode:
         scheduler_s: Real CPU time of the scheduler.
     """
 
-    scheduler: PrefillScheduler | DecodeScheduler
+    scheduler: _Scheduler
     is_busy: bool = False
     link_free_s: float = 0.0
     busy_s: float = 0.0
@@ -54,17 +59,18 @@ class ClusterNode:
         self.held_block_s += held * step_s
         self.peak_blocks = max(self.peak_blocks, held)
 
-    def end_step(self, plan: StepPlan, new_tokens: Sequence[int]) -> None:
-        """Give the results of the step to the scheduler."""
+    def end_step(self, plan: StepPlan, new_tokens: Sequence[int]) -> Sequence[Request]:
+        """Give the results of the step to the scheduler; return the finished requests."""
         self.is_busy = False
         started = time.perf_counter()
-        self.scheduler.update(plan, new_tokens)
+        finished = self.scheduler.update(plan, new_tokens)
         self.scheduler_s += time.perf_counter() - started
+        return finished
 
 
 @dataclass(frozen=True, slots=True)
 class RoleResult:
-    """What the nodes of one role did.
+    """Step counters of all nodes of one role.
 
     Attributes:
         steps: Steps of all nodes.
@@ -81,7 +87,7 @@ class RoleResult:
     evicted_blocks: int
 
 
-def summarize_role(nodes: Sequence[ClusterNode], simulated_s: float) -> RoleResult:
+def summarize_role(nodes: Sequence[SimulatedNode[Any]], simulated_s: float) -> RoleResult:
     """Combine the counters of the nodes of one role."""
     num_blocks = nodes[0].scheduler.manager.num_blocks
     steps, busy_s = sum(node.steps for node in nodes), sum(node.busy_s for node in nodes)
