@@ -1,4 +1,6 @@
-"""The arrays of blocks, and what copies them between tiers.
+"""The arrays that hold the blocks, and the copies of blocks between tiers.
 
-Everything of the cache that needs JAX or threads is here.
+All code of the cache that needs JAX or threads is here. `TierDriver` executes a manager's
+operations; `BlockArrays` and `HostArrays` are the memory of the device and host tiers.
+`radixkv.kvcache` exports the public names.
 """

@@ -1,4 +1,4 @@
-"""The device arrays that hold the blocks."""
+"""Device arrays that hold the blocks: a key pool and a value pool per layer."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ def _check_dtype(dtype: jnp.dtype) -> None:
 
 @dataclass
 class BlockArrays:
-    """Key and value pools, an array per layer; donated to each step and replaced by its result.
+    """Key and value pools, an array per layer. Each step donates them and replaces them.
 
     ::
 
         keys[layer]  [num_blocks + 1, kv_heads, block_size, head_dim]
                       0: padding sink, 1 .. num_blocks: the ids of the block pool
 
-    One thread owns them: who dispatches the model also dispatches every copy.
+    One thread owns the arrays: the thread that dispatches the model also dispatches every copy.
 
-    No quantised pools: a block of int8 or float8 means nothing without its scales, and neither
-    copies inside the pools nor the host tier, storage and hand-off carry any. The kernels take
-    such pools, of a caller who keeps scales beside them.
+    Quantised pools are not supported: a block of int8 or float8 is useless without its scales, and
+    pool copies, the host tier, storage and the hand-off do not carry scales. The kernels accept
+    such pools from a caller who keeps the scales.
 
     Raises:
-        PoolDTypeError: for pools of another dtype than bfloat16, float16 or float32.
-        PoolShapeError: if there are not as many of keys as of values, one at least, all of one
+        PoolDTypeError: for a dtype other than bfloat16, float16 or float32.
+        PoolShapeError: unless there are as many key pools as value pools, at least one, all of one
             shape and dtype.
     """
 
@@ -64,8 +64,9 @@ class BlockArrays:
         """Allocate pools for num_blocks usable blocks and the padding sink.
 
         Raises:
-            CountError: if a size is less than 1; nothing is allocated then.
-            PoolDTypeError: for another dtype than bfloat16, float16 or float32; likewise.
+            CountError: if a size is less than 1; nothing is allocated.
+            PoolDTypeError: for a dtype other than bfloat16, float16 or float32; nothing is
+                allocated.
         """
         _check_dtype(dtype)
         sizes = {

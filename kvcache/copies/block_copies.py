@@ -1,4 +1,4 @@
-"""Compiled copies of blocks: within the pools, out of them into staging arrays, and back."""
+"""Compiled block copies: within the pools, from the pools to staging arrays, and back."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ CopyKind: TypeAlias = Literal["gather", "scatter", "copy"]
 
 COPY_KINDS: Final[tuple[CopyKind, ...]] = ("gather", "scatter", "copy")
 
-_HOSTS: Final = frozenset({"cpu"})
-"""Platforms whose own memory is the host's: another copy of it would cost, and gain nothing."""
-_NOWHERE = -1
-"""An id outside the pool: the kernels do nothing for it."""
+_HOST_PLATFORMS: Final = frozenset({"cpu"})
+"""Platforms whose memory is host memory already; pinning would only add a copy."""
+_PADDING_ID: Final = -1
+"""An id outside the pool, which the kernels skip."""
 
 
 class BlockCopies:
-    """Programs that copy blocks of all layers, one for each power of two up to max_blocks.
+    """Compiled programs that copy blocks of all layers, one per power of two up to max_blocks.
 
-    More blocks are copied in pieces, fewer are padded. Staging is an array per pool: each layer's
-    K, then each layer's V. (One array for all takes XLA 4 to 12 times as long to fill on CPU.)
+    More blocks are copied in pieces; fewer are padded. Staging is an array per pool: each layer's
+    K, then each layer's V. (XLA on CPU takes 4 to 12 times as long to fill one array for all.)
     """
 
     def __init__(
         self, arrays: BlockArrays, max_blocks: int, kinds: Collection[CopyKind] = COPY_KINDS
     ) -> None:
-        """Compile and run every program, the largest first; no block changes.
+        """Compile and run every program, the largest first; no block changes its content.
 
         Args:
-            arrays: of the shapes that all later ones have.
-            max_blocks: the largest piece, rounded up to a power of two.
-            kinds: the copies that will be made.
+            arrays: pools of the shapes that all later calls use.
+            max_blocks: blocks of the largest piece, rounded up to a power of two.
+            kinds: kinds of copies to compile.
 
         Raises:
             CountError: if max_blocks is less than 1.
@@ -63,7 +63,7 @@ class BlockCopies:
         nothing = np.empty(0, np.int32)
         size = self.max_blocks
         while size:
-            # A first run loads and allocates what later ones find there.
+            # The first run also loads code and allocates buffers for later runs.
             if "gather" in kinds:
                 self.gather(arrays, nothing, size)
             if "scatter" in kinds:
@@ -75,13 +75,13 @@ class BlockCopies:
             size //= 2
 
     def pieces(self, num_blocks: int) -> Iterator[tuple[slice, int]]:
-        """Cut a number of blocks into pieces: which blocks, and the padded size."""
+        """Split a number of blocks into pieces: the slice of blocks, and the padded size."""
         for first in range(0, num_blocks, self.max_blocks):
             last = min(first + self.max_blocks, num_blocks)
             yield slice(first, last), _power_of_two(last - first)
 
     def exact_pieces(self, num_blocks: int) -> Iterator[slice]:
-        """Cut a number of blocks into pieces that need no padding: 37 into 32, 4 and 1."""
+        """Split a number of blocks into pieces that need no padding: 37 into 32, 4 and 1."""
         first = 0
         while first < num_blocks:
             left = min(num_blocks - first, self.max_blocks)
@@ -90,17 +90,17 @@ class BlockCopies:
             first = last
 
     def gather(self, arrays: BlockArrays, ids: Int32Array, size: int) -> Staging:
-        """Read blocks into new arrays: as they are now, whatever is dispatched later.
+        """Read blocks into new arrays, as they are now; later dispatches do not affect them.
 
         Raises:
-            IndexError: for an id that is not of a usable block.
+            IndexError: for the id of an unusable block.
         """
         program = self._program(_gather, size)
         staging: Staging = program((*arrays.keys, *arrays.values), self._pad(ids, size))
         return staging
 
     def to_host(self, staging: Staging) -> Staging:
-        """Begin to copy staging to the host, into pinned memory if JAX has it; return it there."""
+        """Start to copy staging to the host, into pinned memory if supported; return the copy."""
         if self._pinned is not None:
             pinned: Staging = jax.device_put(staging, self._pinned)
             return pinned
@@ -115,10 +115,10 @@ class BlockCopies:
         ids: Int32Array,
         size: int,
     ) -> None:
-        """Write blocks from staging, which must not change any more; the pools are donated.
+        """Write blocks from staging, which must not change afterwards; the pools are donated.
 
         Raises:
-            IndexError: for an id that is not of a usable block.
+            IndexError: for the id of an unusable block.
         """
         program, padded = self._program(_scatter, size), self._pad(ids, size)
         on_device = jax.device_put(tuple(staging))
@@ -127,20 +127,20 @@ class BlockCopies:
     def copy(
         self, arrays: BlockArrays, sources: Int32Array, destinations: Int32Array, size: int
     ) -> None:
-        """Copy blocks inside the pools, which are donated.
+        """Copy blocks within the pools, which are donated.
 
         Raises:
-            IndexError: for an id that is not of a usable block.
+            IndexError: for the id of an unusable block.
         """
         ids = self._pad(sources, size), self._pad(destinations, size)
         program = self._program(_copy, size)
         _replace(arrays, program((*arrays.keys, *arrays.values), *ids))
 
     def check_ids(self, ids: Int32Array) -> None:
-        """Refuse ids that are not of usable blocks.
+        """Reject ids of unusable blocks.
 
         Raises:
-            IndexError: if there is one.
+            IndexError: for the id of an unusable block.
         """
         check_block_ids("device", ids, self._shape[0] - 1)
 
@@ -149,26 +149,26 @@ class BlockCopies:
 
     def _pad(self, ids: Int32Array, size: int) -> Int32[Array, " size"]:
         self.check_ids(ids)
-        padded = np.full(size, _NOWHERE, np.int32)
+        padded = np.full(size, _PADDING_ID, np.int32)
         padded[: len(ids)] = ids
         on_device: jax.Array = jax.device_put(padded)
         return on_device
 
 
 def pinned_host(device: jax.Device) -> jax.sharding.Sharding | None:
-    """Return where a device's arrays go on their way to the host; None: nowhere in particular.
+    """Return the sharding for pinned host memory of a device; None if it is unavailable.
 
-    Tried once, with a few bytes: not all platforms and versions of JAX have it.
+    Tests it with a few bytes, because some platforms and versions of JAX lack it.
     """
-    if device.platform in _HOSTS:
+    if device.platform in _HOST_PLATFORMS:
         return None
-    sent = np.arange(1024, dtype=np.int32)
+    data = np.arange(1024, dtype=np.int32)
     try:
         pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
-        came = np.asarray(jax.device_put(jax.device_put(sent, device), pinned))
-    except Exception:  # JAX's own types, which differ by version
+        copy = np.asarray(jax.device_put(jax.device_put(data, device), pinned))
+    except Exception:  # JAX's error types differ by version
         return None
-    return pinned if np.array_equal(sent, came) else None
+    return pinned if np.array_equal(data, copy) else None
 
 
 def _power_of_two(number: int) -> int:
@@ -202,7 +202,7 @@ def _compiled(
     dtype: np.dtype,
     size: int,
 ) -> Compiled:
-    """Compile a program; those of equal shapes share it, as functions under `jit` do."""
+    """Compile a program once per copy, shapes and dtype."""
     pools = (_aval(shape, dtype),) * num_pools
     staging = (_aval((size, *shape[1:]), dtype),) * num_pools
     ids = _aval((size,), np.dtype(np.int32))

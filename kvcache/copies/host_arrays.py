@@ -1,4 +1,4 @@
-"""The host tier's memory: rows of bytes, so that a block is also what storage stores."""
+"""Memory of the host tier: a row of bytes per block, which storage stores as it is."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ _PAGE_BYTES: Final = 4096
 
 
 class HostArrays:
-    """The blocks of the host tier, each of them contiguous bytes.
+    """The blocks of the host tier; each block is contiguous bytes.
 
     ::
 
         memory[id]   one block: [2, num_layers, kv_heads, block_size, head_dim], K then V
-               0: padding is read from here; 1 .. num_blocks: the ids of the host tier
+               0: source of padding, 1 .. num_blocks: the ids of the host tier
 
-    Bytes have no dtype, so any dtype of the pools does, and NumPy copies bytes without holding the
-    interpreter: bfloat16 and its kin, which are not NumPy's own, it copies while holding it.
+    Rows of bytes fit any dtype of the pools, and NumPy copies bytes without the GIL. It holds the
+    GIL to copy dtypes that are not its own, such as bfloat16.
 
-    The memory is plain (pageable): JAX has no way to fill a part of a pinned array in place, so a
-    pinned tier would be one JAX array per block. What is in flight from the device passes through
-    pinned memory where JAX has it (`pinned_host`).
+    The memory is pageable. JAX cannot fill a part of a pinned array in place, so a pinned tier
+    would be one JAX array per block. Blocks in flight from the device pass through pinned memory
+    where JAX supports it.
 
     Attributes:
-        num_blocks: usable blocks.
-        num_layers: layers, each with K and V.
-        block_shape: of one layer's K or V: kv_heads, block_size, head_dim.
-        dtype: of the pools.
-        bytes_per_block: of all layers, K and V.
-        memory: uint8 ``[num_blocks + 1, bytes_per_block]``, from the start of a page on: the system
-            copies files into it faster than to odd addresses.
+        num_blocks: number of usable blocks.
+        num_layers: number of layers, each with K and V.
+        block_shape: kv_heads, block_size and head_dim of one layer's K or V.
+        dtype: dtype of the pools.
+        bytes_per_block: bytes of a block in all layers, K and V.
+        memory: uint8 ``[num_blocks + 1, bytes_per_block]``. It starts at a page, because the system
+            copies files faster to aligned addresses.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class HostArrays:
         """Allocate memory for num_blocks blocks and the padding row.
 
         Raises:
-            CountError: if a size is less than 1; nothing is allocated then.
-            MemoryError: if there is not as much memory.
+            CountError: if a size is less than 1; nothing is allocated.
+            MemoryError: if there is not enough memory.
         """
         self.num_layers = as_count("num_layers", num_layers, minimum=1)
         self.num_blocks = as_count("num_blocks", num_blocks, minimum=1)
@@ -74,21 +74,21 @@ class HostArrays:
 
     @classmethod
     def like(cls, arrays: BlockArrays, num_blocks: int) -> HostArrays:
-        """Allocate num_blocks blocks of the shape and dtype that arrays have.
+        """Allocate num_blocks blocks of the shape and dtype of arrays.
 
         Raises:
             CountError: if num_blocks is less than 1.
-            MemoryError: if there is not as much memory.
+            MemoryError: if there is not enough memory.
         """
         _, kv_heads, block_size, head_dim = arrays.keys[0].shape
         dtype = arrays.keys[0].dtype
         return cls(len(arrays.keys), num_blocks, kv_heads, block_size, head_dim, dtype)
 
     def blocks(self, ids: Int32[np.ndarray, " n"]) -> list[UInt8[np.ndarray, " bytes_per_block"]]:
-        """Return the bytes of each block, a view: its value in storage.
+        """Return a view of the bytes of each block, the payload of its value in storage.
 
         Raises:
-            IndexError: if there is no such block.
+            IndexError: for the id of an unusable block.
         """
         self.check_ids(ids)
         return [self.memory[block_id] for block_id in ids.tolist()]
@@ -98,11 +98,11 @@ class HostArrays:
     ) -> tuple[Shaped[np.ndarray, "n kv_heads block_size head_dim"], ...]:
         """Return copies of blocks, an array per pool: each layer's K, then each layer's V.
 
-        The arrays are new and nobody else's: on CPU `jax.device_put` does not copy NumPy memory
-        that is well aligned, so whatever is given to it must not change afterwards.
+        The arrays are new. On CPU, `jax.device_put` does not copy aligned NumPy memory, so its
+        argument must not change afterwards.
 
         Args:
-            ids: ids of blocks; 0 gives the padding row.
+            ids: ids of blocks; 0 is the padding row.
         """
         parts = range(2 * self.num_layers)
         return tuple(
@@ -118,33 +118,33 @@ class HostArrays:
 
         Args:
             ids: ids of blocks, distinct.
-            pools: as `read` returns them, with at least n blocks; what they have more is padding.
+            pools: arrays as `read` returns them, with at least n blocks; more blocks are padding.
         """
         for part, pool in enumerate(pools):
             new = pool[: len(ids)].view(np.uint8)
             self._parts[ids, part] = new.reshape(len(ids), -1)
 
     def check_ids(self, ids: npt.NDArray[np.integer]) -> None:
-        """Refuse ids that are not of usable blocks.
+        """Reject ids of unusable blocks.
 
         Raises:
-            IndexError: if there is one.
+            IndexError: for the id of an unusable block.
         """
         check_block_ids("host", ids, self.num_blocks)
 
 
 def _zeros_from_page(num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Return zeros from the start of a page on; NumPy's own begin 16 bytes after one."""
+    """Return zeros that start at a page; NumPy's large arrays start 16 bytes after one."""
     whole = np.zeros(num_bytes + _PAGE_BYTES, np.uint8)
     first = -whole.ctypes.data % _PAGE_BYTES
     return whole[first : first + num_bytes]
 
 
 def check_block_ids(tier: str, ids: npt.NDArray[np.integer], num_blocks: int) -> None:
-    """Refuse ids that are not in 1 to num_blocks.
+    """Reject ids outside 1 to num_blocks.
 
     Raises:
-        IndexError: if there is one; it names the first.
+        IndexError: for the first such id.
     """
     bad = np.flatnonzero((ids < 1) | (ids > num_blocks))
     if len(bad):

@@ -1,4 +1,4 @@
-"""Operations that a driver has dispatched: how far each is, without threads or clocks.
+"""State of the operations that a tier driver has dispatched, without threads or clocks.
 
 ::
 
@@ -27,25 +27,26 @@ class Outcome(enum.Enum):
     DONE = "done"
     """Every block was copied."""
     FAILED = "failed"
-    """Some block was not: an error, or storage does not have it."""
+    """A block was not copied: an error, or storage does not have it."""
     DROPPED = "dropped"
-    """Some block was not: too many bytes were in flight."""
+    """A block was not copied: too many bytes were in flight."""
     TIMED_OUT = "timed out"
     """Its deadline came first."""
     NOT_ASKED = "not asked"
-    """Another asked storage in vain; until it answers, one at a time waits for it."""
+    """Storage hangs, and another lookup is waiting for its answer; this one was not sent."""
     CANCELLED = "cancelled"
-    """Nobody wanted it any more, or the driver was closed."""
+    """The manager cancelled the operation, or the driver was closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class OperationResult:
-    """The end of an operation, for `complete`.
+    """The end of an operation, for `Tiers.complete`.
 
     Attributes:
-        op_id: which.
+        op_id: id of the operation.
         ok: for each block, whether it was copied.
-        fenced: nobody uses its blocks any more; if False, `TierDriver.fenced` will say when.
+        fenced: whether its blocks are no longer in use; if False, `TierDriver.fenced` returns the
+            id later.
     """
 
     op_id: OpId
@@ -55,16 +56,16 @@ class OperationResult:
 
 @dataclass(frozen=True, slots=True)
 class TierDriverStats:
-    """Counts since the start, and what is going on now.
+    """Counts since the start, and the current load.
 
     Attributes:
-        operations: how many ended, by kind and outcome.
-        copied_bytes: of the blocks that were copied, by kind; what storage had already was not.
-        dropped_blocks: device to host, for want of room in flight; storage counts its own.
-        errors: what ended copies, by name of its type; storage counts its own.
-        open_operations: dispatched and not ended.
-        unfenced_operations: ended, but somebody may still use their blocks.
-        bytes_in_flight: staging that waits to be written to the host tier, padding included.
+        operations: number of ended operations by kind and outcome.
+        copied_bytes: bytes of copied blocks by kind, without blocks that storage already had.
+        dropped_blocks: device-to-host blocks dropped for lack of room in flight, without storage's.
+        errors: number of errors that ended copies, by type name, without storage's.
+        open_operations: operations dispatched and not ended.
+        unfenced_operations: ended operations whose blocks may still be in use.
+        bytes_in_flight: bytes of staging waiting for the host tier, including padding.
     """
 
     operations: Mapping[tuple[OpKind, Outcome], int]
@@ -77,12 +78,12 @@ class TierDriverStats:
 
 
 class StagedPiece(NamedTuple):
-    """A piece of an operation that was read, and is not yet written.
+    """A piece of an operation that was read and is not written yet.
 
     Attributes:
-        blocks: which of the operation's it is.
-        size: blocks of staging, padding included.
-        staging: their KV, an array per pool.
+        blocks: slice of the operation's blocks.
+        size: number of staged blocks, including padding.
+        staging: KV of the blocks, an array per pool.
     """
 
     blocks: slice
@@ -92,16 +93,16 @@ class StagedPiece(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class InFlightOperation:
-    """An operation that has not ended, or is not fenced.
+    """A dispatched operation that has not ended or is not fenced.
 
     Attributes:
-        deadline: by the driver's clock; storage keeps its own.
+        deadline: deadline by the driver's clock; storage keeps its own deadlines.
         ok: for each block, whether it was copied.
-        staged: pieces that were read and not yet written.
-        copied: blocks that were copied, and not there before.
-        writes: pieces that the host writer has not reported.
-        storage_id: what storage calls it, if it is there.
-        outcome: how it will end, once that is known not to be well.
+        staged: pieces that were read and are not written yet.
+        copied: number of copied blocks, without blocks that storage already had.
+        writes: number of pieces that the staging writer has not reported.
+        storage_id: id of the operation in storage, if it was started there.
+        outcome: outcome at the end, once it is known not to be DONE.
     """
 
     operation: Operation
@@ -114,18 +115,18 @@ class InFlightOperation:
     outcome: Outcome | None = None
 
     def mark(self, blocks: slice) -> None:
-        """Note that these blocks have been copied."""
+        """Record that these blocks were copied."""
         num_blocks = blocks.stop - blocks.start
         self.ok[blocks] = [True] * num_blocks
         self.copied += num_blocks
 
 
 class InFlightTable:
-    """All of them, and what poll and fenced have yet to hand out.
+    """All operations in flight, and the results and fences that the driver has not returned yet.
 
     Attributes:
-        open: those without an end, in the order of dispatch.
-        unfenced: those that ended, whose blocks somebody may still use.
+        open: operations that have not ended, in the order of dispatch.
+        unfenced: ended operations whose blocks may still be in use.
         operations, copied_bytes: see `TierDriverStats`.
     """
 
@@ -139,12 +140,12 @@ class InFlightTable:
         self._fenced: list[OpId] = []
 
     @property
-    def has_news(self) -> bool:
-        """Whether there is anything to hand out."""
+    def has_results(self) -> bool:
+        """Whether there is a result or a fence to return."""
         return bool(self._results or self._fenced)
 
     def add(self, operation: Operation, deadline: float) -> InFlightOperation:
-        """Start an operation; no block is copied yet."""
+        """Add an operation; no block is copied yet."""
         assert operation.id not in self.open | self.unfenced, f"operation {operation.id} came twice"
         entry = InFlightOperation(operation, deadline, [False] * operation.num_blocks)
         self.open[operation.id] = entry
@@ -155,39 +156,39 @@ class InFlightTable:
         return self.open[op_id] if op_id in self.open else self.unfenced[op_id]
 
     def end(self, entry: InFlightOperation, outcome: Outcome, *, fenced: bool) -> None:
-        """End an operation with what is known of its blocks."""
+        """End an operation, with the blocks copied so far."""
         op_id = entry.operation.id
         self._close(entry, outcome, fenced=fenced)
         self._results[op_id] = OperationResult(op_id, tuple(entry.ok), fenced)
 
     def cancel(self, entry: InFlightOperation, *, fenced: bool) -> None:
-        """End an operation without a result: who cancelled it has given it one."""
+        """End an operation without a result: the manager that cancelled it has already ended it."""
         self._close(entry, Outcome.CANCELLED, fenced=fenced)
         if fenced:
             self._fenced.append(entry.operation.id)
 
     def retract(self, op_id: OpId) -> None:
-        """Turn the result of an operation that was cancelled too late into a fence."""
+        """Drop the unreturned result of an operation cancelled after its end; keep its fence."""
         result = self._results.pop(op_id, None)
         if result is not None and result.fenced:
             self._fenced.append(op_id)
 
     def fence(self, entry: InFlightOperation) -> None:
-        """Say that nobody uses the blocks of an ended operation any more."""
+        """Record that the blocks of an ended operation are no longer in use."""
         op_id = entry.operation.id
         del self.unfenced[op_id]
-        if op_id in self._results:  # who has not heard of its end cannot be told of its fence
+        if op_id in self._results:  # its end was not returned yet
             self._results[op_id] = replace(self._results[op_id], fenced=True)
         else:
             self._fenced.append(op_id)
 
     def take_results(self) -> list[OperationResult]:
-        """Hand out the results since the last call, in the order of the ends."""
+        """Return the results since the last call, in the order of the ends."""
         results, self._results = self._results, {}
         return list(results.values())
 
     def take_fenced(self) -> list[OpId]:
-        """Hand out the fences since the last call."""
+        """Return the ids of the operations fenced since the last call."""
         fenced, self._fenced = self._fenced, []
         return fenced
 

@@ -1,4 +1,4 @@
-"""Threads that bring gathered blocks into the host tier, so that no step waits for a transfer."""
+"""Threads that copy staged blocks into the host tier, so that no step waits for a transfer."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .host_arrays import HostArrays
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StagedBlocks:
-    """Blocks on their way from the device.
+    """A piece of an operation on its way from the device to the host tier.
 
     Attributes:
-        op_id: of the operation they are a piece of.
-        blocks: which of its blocks they are.
-        destinations: their ids in the host tier.
-        staging: what was gathered, padding included; a thread waits until it is there.
-        num_bytes: held by staging.
+        op_id: id of the operation.
+        blocks: slice of the operation's blocks.
+        destinations: ids of the blocks in the host tier.
+        staging: gathered blocks, including padding; a thread waits until they have arrived.
+        num_bytes: bytes of staging.
     """
 
     op_id: OpId
@@ -37,7 +37,7 @@ class StagedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class WriteReport:
-    """The end of a write; error names the type of what it raised, if it did."""
+    """The end of a write; error is the name of its exception's type, or empty."""
 
     op_id: OpId
     blocks: slice
@@ -46,16 +46,16 @@ class WriteReport:
 
 
 class StagingWriter:
-    """Writes in the order in which they were submitted, a few at a time."""
+    """Writes staged blocks in the order of submission, one per thread at a time."""
 
     def __init__(self, host: HostArrays, num_threads: int) -> None:
         """Start the threads."""
         self._host = host
-        self._changed = Condition()  # of all that follows; held for no copy
+        self._changed = Condition()  # guards the attributes below; never held during a copy
         self._queue: deque[StagedBlocks] = deque()
         self._reports: list[WriteReport] = []
         self._closed = False
-        # Daemons: a device that never answers must not keep the process from ending.
+        # Daemon threads: a device that never answers must not keep the process alive.
         self._threads = [
             Thread(target=self._work, name=f"radixkv-host-{number}", daemon=True)
             for number in range(num_threads)
@@ -71,12 +71,12 @@ class StagingWriter:
         """
         with self._changed:
             if self._closed:
-                raise RuntimeError("the threads that write to the host tier were ended")
+                raise RuntimeError("the writer of the host tier is closed")
             self._queue.append(staged)
             self._changed.notify_all()
 
     def withdraw(self, op_id: OpId) -> list[StagedBlocks]:
-        """Take back the writes of an operation that no thread has begun; they have no report."""
+        """Remove and return the unstarted writes of an operation; they get no report."""
         with self._changed:
             withdrawn = [staged for staged in self._queue if staged.op_id == op_id]
             if withdrawn:
@@ -84,7 +84,7 @@ class StagingWriter:
         return withdrawn
 
     def reports(self) -> list[WriteReport]:
-        """Return what has ended since the last call."""
+        """Return the writes that ended since the last call."""
         with self._changed:
             reports, self._reports = self._reports, []
         return reports
@@ -95,7 +95,7 @@ class StagingWriter:
             self._changed.wait_for(lambda: self._reports, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """End the threads when the queue is empty; False if one still writes after timeout_s."""
+        """Stop the threads once the queue is empty; False if one still writes after timeout_s."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -105,11 +105,11 @@ class StagingWriter:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self) -> None:
-        """Do one write after the other, until closed; the loop of each thread."""
+        """Write until closed; the loop of each thread."""
         while (staged := self._take()) is not None:
             error = self._write(staged)
             report = WriteReport(staged.op_id, staged.blocks, staged.num_bytes, error)
-            del staged  # its memory is free before anybody counts on that
+            del staged  # free its memory before reporting it as free
             with self._changed:
                 self._reports.append(report)
                 self._changed.notify_all()

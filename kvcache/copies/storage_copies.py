@@ -1,4 +1,4 @@
-"""The half of a tier driver that talks to storage."""
+"""Storage operations of a tier driver: stores, loads, lookups, and a circuit breaker."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from .in_flight import (
 )
 
 _GOOD = (Status.STORED, Status.EXISTS, Status.LOADED, Status.FOUND)
-_ANSWERED = (*_GOOD, Status.MISSING)  # of a lookup: that storage has not a block is an answer
+_ANSWERED = (*_GOOD, Status.MISSING)  # a lookup succeeds if it finds that a block is missing
 _COPIED = (Status.STORED, Status.LOADED)
-# By what requests wait for: what does not tell whether storage answers. One value may be bad; but
-# a lookup fails for storage itself, also when a client's own limit comes before the deadline.
-_NO_NEWS = {
+# Statuses that do not show whether storage answers, by the kinds that requests wait for. A load may
+# fail because of one bad value. A lookup fails only if storage fails, be it by a time limit of the
+# backend that is below the deadline.
+_INCONCLUSIVE = {
     OpKind.LOOKUP: {Status.DROPPED},
     OpKind.STORAGE_TO_HOST: {Status.DROPPED, Status.FAILED},
 }
-_IN_VAIN = {Status.TIMED_OUT, Status.FAILED}
-_MOST_TOUCHES = 16
+_UNANSWERED = {Status.TIMED_OUT, Status.FAILED}
+_MAX_TOUCHES = 16
 _TOUCH_TIMEOUT_S = 5.0
 _OUTCOMES = {
     Status.TIMED_OUT: Outcome.TIMED_OUT,
@@ -39,32 +40,32 @@ _OUTCOMES = {
 
 
 class StorageCopies:
-    """Brings operations to storage, and their ends into the table.
+    """Starts operations in storage and records their ends in the table.
 
-    Storage ends each at its deadline, and reads and writes the rows of the host tier itself.
+    Storage itself reads and writes the rows of the host tier and keeps the deadlines.
 
-    While storage hangs, every request would wait for it in vain. So when a lookup or load has run
-    out of time, or a lookup has failed, one at a time is asked, until one is answered; the others
-    are told at once that nothing is there.
+    While storage hangs, requests must not wait for it. After a lookup or load timed out or a lookup
+    failed, only one lookup at a time goes to storage, until one is answered. Other lookups end at
+    once as NOT_ASKED, which counts as a miss.
     """
 
     def __init__(self, storage: Storage, host: HostArrays, table: InFlightTable) -> None:
         self._storage = storage
         self._host = host
         self._table = table
-        self._entries: dict[StorageOpId, InFlightOperation] = {}  # until they are fenced
-        self._touches: set[StorageOpId] = set()  # that have not ended
-        self._hangs = False  # the last was asked in vain
+        self._entries: dict[StorageOpId, InFlightOperation] = {}  # not fenced yet
+        self._touches: set[StorageOpId] = set()  # not ended yet
+        self._hangs = False  # the last lookup or load was not answered
 
     def start(self, entry: InFlightOperation) -> None:
-        """Give an operation to storage, or the outcome that it has not been asked.
+        """Start an operation in storage, or set its outcome to NOT_ASKED.
 
         Raises:
-            IndexError: for a host block that there is not.
-            StorageError: what storage refuses.
+            IndexError: for the id of an unusable host block.
+            StorageError: if storage refuses the operation.
         """
         operation, storage = entry.operation, self._storage
-        if self._hangs and operation.kind is OpKind.LOOKUP and self._is_asked:
+        if self._hangs and operation.kind is OpKind.LOOKUP and self._is_waiting:
             entry.outcome = Outcome.NOT_ASKED
             return
         keys, timeout_s, epoch = operation.keys, operation.timeout_s, operation.epoch
@@ -78,30 +79,30 @@ class StorageCopies:
             case OpKind.LOOKUP:
                 storage_id = storage.lookup(keys, timeout_s=timeout_s, epoch=epoch)
             case _:
-                raise AssertionError(f"storage has no part in {operation.kind}")
+                raise AssertionError(f"{operation.kind} does not use storage")
         entry.storage_id = storage_id
         self._entries[storage_id] = entry
 
     @property
     def is_touching(self) -> bool:
-        """Whether storage is still being told of uses."""
+        """Whether a touch has not ended yet."""
         return bool(self._touches)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Tell storage what was used, unless it is behind with what it was told before.
+        """Mark keys as used in storage, unless too many earlier touches have not ended.
 
         Raises:
-            StorageError: what storage refuses.
+            StorageError: if storage refuses the operation.
         """
-        if len(self._touches) < _MOST_TOUCHES:
+        if len(self._touches) < _MAX_TOUCHES:
             self._touches.add(self._storage.touch(keys, timeout_s=_TOUCH_TIMEOUT_S))
 
     def withdraw(self, storage_id: StorageOpId) -> None:
-        """End an operation now; `collect` says when nothing uses its blocks any more."""
+        """Cancel an operation; `collect` fences it once nothing uses its blocks."""
         self._storage.cancel(storage_id)
 
     def collect(self) -> None:
-        """Take in what ended, by its deadline too, and what is fenced."""
+        """Record the operations that ended, also by their deadline, and those that are fenced."""
         if not self._entries and not self._touches:
             return
         for completion in self._storage.poll():
@@ -116,21 +117,21 @@ class StorageCopies:
                 self._table.fence(entry)
 
     @property
-    def _is_asked(self) -> bool:
-        """Whether a request waits for storage."""
-        asked = [entry.operation for entry in self._entries.values()]
-        return any(each.kind in _NO_NEWS and each.id in self._table.open for each in asked)
+    def _is_waiting(self) -> bool:
+        """Whether a lookup or load has not ended."""
+        started = [entry.operation for entry in self._entries.values()]
+        return any(each.kind in _INCONCLUSIVE and each.id in self._table.open for each in started)
 
     def _end(self, entry: InFlightOperation, statuses: Sequence[Status]) -> None:
         kind = entry.operation.kind
-        if kind in _NO_NEWS and (said := {*statuses} - _NO_NEWS[kind]):
-            self._hangs = said <= _IN_VAIN
+        if kind in _INCONCLUSIVE and (conclusive := {*statuses} - _INCONCLUSIVE[kind]):
+            self._hangs = conclusive <= _UNANSWERED
         entry.ok = [status in _GOOD for status in statuses]
         entry.copied = sum(status in _COPIED for status in statuses)
         outcome = next((_OUTCOMES[each] for each in statuses if each in _OUTCOMES), Outcome.FAILED)
-        well = _ANSWERED if kind is OpKind.LOOKUP else _GOOD
-        outcome = Outcome.DONE if all(status in well for status in statuses) else outcome
-        self._table.end(entry, outcome, fenced=False)  # `collect` sees whether it is
+        good = _ANSWERED if kind is OpKind.LOOKUP else _GOOD
+        outcome = Outcome.DONE if all(status in good for status in statuses) else outcome
+        self._table.end(entry, outcome, fenced=False)  # `collect` fences it
 
     def _rows(self, block_ids: Int32Array) -> list[Block]:
         return [[block] for block in self._host.blocks(block_ids)]

@@ -1,4 +1,4 @@
-"""Executes operations: JAX copies on the thread that owns the pools, the rest on other threads.
+"""Tier driver: executes a manager's operations with JAX copies, writer threads and storage.
 
 ::
 
@@ -8,7 +8,7 @@
                ├─ copy within the pools
                └─ Storage.store, load ───────────► its threads read and write host blocks
     poll     ◄── results, deadlines
-    fenced   ◄── what ended earlier, and nobody uses any more
+    fenced   ◄── ended operations whose blocks are no longer in use
 """
 
 from __future__ import annotations
@@ -43,18 +43,19 @@ from .storage_copies import StorageCopies
 _Part: TypeAlias = Callable[[InFlightOperation, BlockArrays], None]
 
 _PAUSE_S = 0.001
-"""How long `wait` leaves storage and deadlines, which wake nobody."""
+"""Interval at which `wait` checks storage and deadlines, which do not wake it."""
 
 
 class TierDriver:
     """Copies blocks between the device, the host tier and storage, as a manager decides.
 
-    One thread calls it: the one that owns the arrays. No call but `warm_up`, `wait` and `close`
-    waits for a copy. Each operation ends once: by `poll`, or by `fenced` alone if it is cancelled.
+    Call it from the thread that owns the arrays. Only `warm_up`, `wait` and `close` block. Each
+    operation ends once: `poll` returns its result, or, if it was cancelled, only `fenced` returns
+    its id.
 
-    From device to host go the blocks as they are at dispatch: they are gathered into staging, so
-    that the next step may overwrite them. To the device go the host blocks as they are at dispatch;
-    this ends at once, because every step that is dispatched later comes after it.
+    An offload copies device blocks as they are at dispatch: it gathers them into staging, so that
+    the next step may overwrite them. A load to the device copies host blocks as they are at
+    dispatch. It ends at once, because every later dispatch runs after it.
     """
 
     def __init__(
@@ -67,16 +68,17 @@ class TierDriver:
         num_threads: int = 2,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the threads. Storage stays the caller's, but only this may poll it.
+        """Start the threads. The caller closes storage, but only the driver may poll it.
 
         Args:
-            host: the memory of the host tier.
-            storage: for the operations that have keys.
-            max_bytes_in_flight: of staging that waits to be written to the host tier, on the device
-                beside the pools. What goes over it is dropped.
-            max_blocks_per_copy: larger operations are copied in pieces; made a power of two.
-            num_threads: that write to the host tier.
-            clock: seconds, for deadlines.
+            host: memory of the host tier.
+            storage: storage for the operations that have keys.
+            max_bytes_in_flight: limit of the staging that waits for the host tier, which needs
+                device memory beside the pools. Blocks over the limit are dropped.
+            max_blocks_per_copy: size of a piece, rounded up to a power of two; larger operations
+                are copied in pieces.
+            num_threads: number of threads that write to the host tier.
+            clock: time in seconds, for deadlines.
 
         Raises:
             CountError: if a count is less than 1.
@@ -93,10 +95,10 @@ class TierDriver:
         self._dropped_blocks = self._bytes_in_flight = 0
 
     def warm_up(self, arrays: BlockArrays) -> BlockArrays:
-        """Compile every copy, so that none is compiled later; return arrays, unchanged in content.
+        """Compile every copy in advance; return arrays, with unchanged content.
 
         Raises:
-            ValueError: if arrays and the host tier do not have blocks of one shape and dtype.
+            ValueError: if the blocks of arrays and of the host tier differ in shape or dtype.
         """
         pool = arrays.keys[0]
         device = len(arrays.keys), tuple(pool.shape[1:]), np.dtype(pool.dtype)
@@ -107,16 +109,18 @@ class TierDriver:
         return arrays
 
     def dispatch(self, operations: Sequence[Operation], arrays: BlockArrays) -> None:
-        """Start operations as if at once; the pools of arrays are donated and replaced.
+        """Start operations as if simultaneously; the pools of arrays are donated and replaced.
 
-        An operation that cannot be started ends as failed, and its error is counted.
+        An operation that cannot be started ends as FAILED, and its error is counted.
 
         Raises:
-            StorageConfigError: if one has keys, and there is no storage; nothing is started.
-            IndexError: if one has a block that the pools or the host tier have not, as they are
-                smaller than the manager says; nothing is started.
-            ValueError: if one writes a block twice, or reads it too; nothing is started.
-            Exception: what ended a copy that had taken the pools: they are lost, and the cache is.
+            StorageConfigError: if an operation has keys and the driver has no storage; nothing is
+                started.
+            IndexError: if the pools or the host tier are smaller than the manager assumes; nothing
+                is started.
+            ValueError: if an operation writes a block twice, or reads and writes it; nothing is
+                started.
+            Exception: the error of a copy that consumed the donated pools. The cache is lost.
         """
         for operation in operations:
             _check_blocks(operation, self._warm_copies(), self._host)
@@ -124,7 +128,7 @@ class TierDriver:
             self._need_storage()
         now = self._clock()
         entries = [self._table.add(each, now + each.timeout_s) for each in operations]
-        # Two may exchange blocks: all is read before anything is written.
+        # Operations may exchange blocks: read everything before writing anything.
         for part in (self._read, self._copy, self._write):
             for entry in entries:
                 self._attempt(part, entry, arrays)
@@ -143,17 +147,17 @@ class TierDriver:
                 raise
             self._errors[type(error).__name__] += 1
             entry.outcome = Outcome.FAILED
-            if entry.operation.kind is OpKind.DEVICE_TO_HOST:  # no thread will write what was read
+            if entry.operation.kind is OpKind.DEVICE_TO_HOST:  # its staging is never submitted
                 num_blocks = sum(piece.size for piece in entry.staged)
                 self._bytes_in_flight -= num_blocks * self._host.bytes_per_block
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Tell storage that keys were used, the last as the last; nobody hears what became of it.
+        """Mark keys as used in storage; the last key is the warmest. There is no result.
 
-        Call it before `dispatch`, with what `Tiers.take_used` hands out.
+        Call it before `dispatch`, with the keys from `Tiers.take_used`.
 
         Raises:
-            StorageConfigError: if there is no storage.
+            StorageConfigError: if the driver has no storage.
         """
         if keys:
             try:
@@ -163,34 +167,34 @@ class TierDriver:
 
     @property
     def is_touching(self) -> bool:
-        """Whether storage is still being told of uses: only who is about to close it need care."""
+        """Whether a `touch` is in progress; wait for it before you close storage."""
         return self._storage is not None and self._storage.is_touching
 
     def cancel(self, op_ids: Sequence[OpId]) -> None:
-        """End operations that nobody wants any more; `fenced` says when each is over."""
+        """End operations early; `fenced` returns each once its blocks are no longer in use."""
         for op_id in op_ids:
             self._table.retract(op_id)
             if entry := self._table.open.get(op_id):
                 self._table.cancel(entry, fenced=self._withdraw(entry))
 
     def poll(self) -> list[OperationResult]:
-        """Return the ends since the last call; call it once per step, for the deadlines."""
+        """Return the results since the last call. Call it once per step: it checks deadlines."""
         self._collect()
         return self._table.take_results()
 
     def fenced(self) -> list[OpId]:
-        """Return which operations are over now, of those that ended unfenced or were cancelled."""
+        """Return the operations that ended unfenced or were cancelled and are fenced now."""
         self._collect()
         return self._table.take_fenced()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until `poll` or `fenced` has something to return, or nothing is under way."""
+        """Wait until `poll` or `fenced` has something to return, or nothing is in flight."""
         end = time.monotonic() + timeout_s
         while True:
             self._collect()
             idle = not (self._table.open or self._table.unfenced or self.is_touching)
             left = end - time.monotonic()
-            if self._table.has_news or idle or left <= 0:
+            if self._table.has_results or idle or left <= 0:
                 return
             self._writer.wait(min(left, _PAUSE_S))
 
@@ -207,9 +211,9 @@ class TierDriver:
         )
 
     def close(self, *, timeout_s: float = 5.0) -> bool:
-        """End every operation and the threads; results and fences can still be taken.
+        """End every operation and stop the threads; results and fences can still be read.
 
-        False if a thread was still writing after timeout_s: call it again then.
+        Returns False if a thread is still writing after timeout_s; call it again then.
         """
         self._collect()
         for entry in list(self._table.open.values()):
@@ -219,11 +223,11 @@ class TierDriver:
     # -- dispatch
 
     def _read(self, entry: InFlightOperation, arrays: BlockArrays) -> None:
-        """Read what an operation copies between the tiers into staging."""
+        """Read the blocks of an operation between device and host into staging."""
         operation, copies = entry.operation, self._warm_copies()
         if operation.kind is OpKind.HOST_TO_DEVICE:
             for piece, size in copies.pieces(operation.num_blocks):
-                sources = np.zeros(size, np.int32)  # padded with the padding row
+                sources = np.zeros(size, np.int32)  # 0 is the padding row
                 ids = operation.sources[piece]
                 sources[: len(ids)] = ids
                 entry.staged.append(StagedPiece(piece, size, self._host.read(sources)))
@@ -231,7 +235,7 @@ class TierDriver:
             for piece, size in copies.pieces(operation.num_blocks):
                 num_bytes = size * self._host.bytes_per_block
                 if self._bytes_in_flight + num_bytes > self._max_bytes:
-                    # The first blocks are of use without the last, not the other way round.
+                    # Leading blocks are useful without later ones, but not the reverse.
                     self._dropped_blocks += operation.num_blocks - piece.start
                     entry.outcome = Outcome.DROPPED
                     return
@@ -240,7 +244,7 @@ class TierDriver:
                 self._bytes_in_flight += num_bytes
 
     def _copy(self, entry: InFlightOperation, arrays: BlockArrays) -> None:
-        """Copy within the pools, before they are written from elsewhere."""
+        """Copy within the pools, before other operations write to them."""
         operation, copies = entry.operation, self._warm_copies()
         if operation.kind is not OpKind.DEVICE_TO_DEVICE:
             return
@@ -249,7 +253,7 @@ class TierDriver:
             entry.mark(piece)
 
     def _write(self, entry: InFlightOperation, arrays: BlockArrays) -> None:
-        """Write what was staged, or let other threads do so."""
+        """Start a storage operation, scatter staged blocks, or submit them to the writer."""
         operation = entry.operation
         if operation.keys:
             self._need_storage().start(entry)
@@ -267,11 +271,11 @@ class TierDriver:
 
     def _need_storage(self) -> StorageCopies:
         if self._storage is None:
-            raise StorageConfigError("the manager keeps blocks in storage, but the driver has none")
+            raise StorageConfigError("the manager uses storage, but the driver has none")
         return self._storage
 
     def _warm_copies(self) -> BlockCopies:
-        assert self._copies is not None, "warm_up comes before the first copy"
+        assert self._copies is not None, "call warm_up before the first copy"
         return self._copies
 
     # -- ends
@@ -302,7 +306,7 @@ class TierDriver:
     def _expire(self) -> None:
         now = self._clock()
         for entry in list(self._table.open.values()):
-            if entry.storage_id is None and entry.deadline <= now:  # storage expires its own
+            if entry.storage_id is None and entry.deadline <= now:  # storage has its own deadlines
                 self._table.end(entry, Outcome.TIMED_OUT, fenced=self._withdraw(entry))
 
     def _end_if_done(self, entry: InFlightOperation) -> None:
@@ -310,7 +314,7 @@ class TierDriver:
             self._table.end(entry, entry.outcome or Outcome.DONE, fenced=True)
 
     def _withdraw(self, entry: InFlightOperation) -> bool:
-        """Stop what has not begun of an operation; say whether nothing has, or all is over."""
+        """Stop the writes of an operation that have not started; return whether it is fenced."""
         if entry.storage_id is not None and self._storage is not None:
             self._storage.withdraw(entry.storage_id)
             return False
@@ -321,10 +325,11 @@ class TierDriver:
 
 
 def _check_blocks(operation: Operation, device: BlockCopies, host: HostArrays) -> None:
-    """Refuse what no manager of these pools and this host tier decides.
+    """Reject operations that no manager of these pools and this host tier would create.
 
     Raises:
-        IndexError: for a block that they have not: the manager was made for more of them.
+        IndexError: for a block outside the pools or the host tier: they have fewer blocks than the
+            manager.
         ValueError: if a block is written twice, or read and written.
     """
     sources, destinations = operation.sources, operation.destinations
@@ -346,7 +351,7 @@ def _check_blocks(operation: Operation, device: BlockCopies, host: HostArrays) -
 
 
 def _check_apart(sources: Int32Array, destinations: Int32Array) -> None:
-    """Refuse copies that differ by the order in which blocks are read and written."""
+    """Reject copies whose result depends on the order of reads and writes."""
     shared = np.intersect1d(sources, destinations)
     if len(shared) or len(np.unique(destinations)) < len(destinations):
         raise ValueError("a block is written twice, or read and written, in one operation")

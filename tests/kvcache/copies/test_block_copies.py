@@ -25,7 +25,7 @@ DOWN, UP, ACROSS = OpKind.DEVICE_TO_HOST, OpKind.HOST_TO_DEVICE, OpKind.DEVICE_T
 def is_pinned(request, monkeypatch):
     """As on CPU, and as on a device with memory of its own, which CPU can play."""
     if request.param:
-        monkeypatch.setattr(pinning, "_HOSTS", frozenset())
+        monkeypatch.setattr(pinning, "_HOST_PLATFORMS", frozenset())
     return request.param
 
 
@@ -44,7 +44,7 @@ def test_what_leaves_the_device_is_pinned_where_that_is_not_the_host(is_pinned):
 
 @pytest.mark.parametrize("fault", ["refused", "other bytes"])
 def test_memory_that_is_not_as_it_should_be_is_not_used(monkeypatch, fault):
-    monkeypatch.setattr(pinning, "_HOSTS", frozenset())
+    monkeypatch.setattr(pinning, "_HOST_PLATFORMS", frozenset())
     [device] = jnp.zeros(1).devices()
     pinned = pinning.pinned_host(device)
     assert pinned is not None and pinned.memory_kind == "pinned_host"

@@ -163,7 +163,7 @@ class TestStorage:
             assert not bench.driver.is_touching
 
     def test_one_that_has_no_storage(self):
-        text = "^the manager keeps blocks in storage, but the driver has none$"
+        text = "^the manager uses storage, but the driver has none$"
         with Bench() as bench:
             operations = [bench.operation(DOWN, [1], [1]), bench.operation(OUT, [1], keys=KEYS[:1])]
             with pytest.raises(StorageConfigError, match=text):
