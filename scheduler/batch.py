@@ -1,38 +1,37 @@
-"""What all schedulers share: prefill and decode in one batch, under one token budget."""
+"""Continuous batching: prefill and decode tokens of many requests in one step, under a budget."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
-import numpy as np
-
-from ..kvcache import (
-    CacheManager,
-    Lease,
-    Match,
-    NextBlock,
-    OutOfBlocksError,
-)
-from ..kvcache.tokens import as_count
-from .errors import ConfigError, StepOrderError
+from ..kvcache import CacheManager, Lease, Match, NextBlock, RequestTooLargeError
+from ..kvcache.tokens import as_count, check_namespaces
+from .errors import ConfigError, RequestError, StepOrderError
+from .leases import Leases, ManagerLeases
 from .policy import Policy, as_policy
-from .preemption import PreemptMode
-from .request import Request, RequestStatus
+from .preemption import Preemption, PreemptMode, check_preempt_mode
+from .request import FinishReason, Request, RequestStatus, lease_of
 from .request_queues import RequestQueues
-from .request_transfers import make_request_transfers
+from .request_transfers import RequestTransfers
 from .reservation import Reservation
-from .step_plan import (
-    Chunk,
-    SchedulerStats,
-    StepPlan,
-)
+from .step_plan import Chunk, SchedulerStats, StepPlan
 
 
-class BatchScheduler(RequestQueues):
+def _no_requests() -> Sequence[Request]:
+    return ()
+
+
+class BatchScheduler:
     """Decides, step by step, which tokens of which requests are computed.
 
-    The base of `MixedScheduler`, `PrefillScheduler` and `DecodeScheduler`, which differ in where
-    requests come from, what they hold, and what others hold beside them.
+    The mixed, prefill and decode schedulers each hold one. They differ in where requests come from,
+    who owns the blocks, and which blocks other requests hold.
+
+    Attributes:
+        queues: requests that have not ended.
+        in_flight: the plan that was scheduled and not yet updated.
+        is_paused: admit no request.
     """
 
     def __init__(
@@ -43,125 +42,169 @@ class BatchScheduler(RequestQueues):
         max_running: int,
         policy: Policy | None,
         reserve_tokens: int | None,
-        prefix_cache: bool,
-        preempt: PreemptMode,
+        prefix_cache: bool = True,
+        preempt: PreemptMode = "recompute",
+        leases: Leases | None = None,
+        receiving: Callable[[], Sequence[Request]] = _no_requests,
+        quarantined: Callable[[], Sequence[Request]] = _no_requests,
+        has_handoffs: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Make a scheduler; see `MixedScheduler`."""
-        token_budget = as_count("token_budget", token_budget, minimum=1)
-        max_running = as_count("max_running", max_running, minimum=1)
-        if max_running > token_budget:
+        """Check the options; see `MixedScheduler` for those that are not described here.
+
+        Args:
+            leases: owner of the blocks; default: the manager.
+            receiving: returns requests in no queue that hold blocks and will run here.
+            quarantined: returns requests in no queue that hold blocks and will not run.
+            has_handoffs: tells whether hand-offs hold blocks, and may release them without a step.
+        """
+        self.token_budget = as_count("token_budget", token_budget, minimum=1)
+        self.max_running = as_count("max_running", max_running, minimum=1)
+        if self.max_running > self.token_budget:
             raise ConfigError(
                 f"max_running must be at most token_budget {token_budget}, got {max_running}"
             )
         if reserve_tokens is not None:
             reserve_tokens = as_count("reserve_tokens", reserve_tokens)
-        stats = SchedulerStats()
-        tiers = make_request_transfers(manager, preempt, prefix_cache, stats)
-        super().__init__(manager, as_policy(policy), tiers, stats)
-        self.token_budget = token_budget
-        self.max_running = max_running
+        check_preempt_mode(preempt, manager, prefix_cache)
+        self.manager = manager
         self.reserve_tokens = reserve_tokens
         self.prefix_cache = prefix_cache
         self.preempt = preempt
-        self._may_load = self._tiers is not None
+        self.queues = RequestQueues(as_policy(policy))
+        self.in_flight: StepPlan | None = None
+        self.is_paused = False
+        self._stats = SchedulerStats()
+        self._leases = leases if leases is not None else ManagerLeases(manager, prefix_cache)
+        self._receiving = receiving
+        self._quarantined = quarantined
+        self._has_handoffs = has_handoffs
+        self._transfers: RequestTransfers | None = None
+        if manager.tiers is not None and prefix_cache:
+            self._transfers = RequestTransfers(manager, manager.tiers, self._stats)
+        self._may_load = self._transfers is not None or leases is not None
+        self.preemption = Preemption(
+            manager,
+            self.queues,
+            self._leases,
+            self._transfers,
+            lambda: (*receiving(), *quarantined()),
+            preempt,
+            self._stats,
+        )
 
-    # Where a role differs
+    def stats(self) -> SchedulerStats:
+        """Return a copy of the counts."""
+        return replace(self._stats)
 
-    def _receiving(self) -> list[Request]:
-        """Requests that hold blocks, cannot be preempted, and will run."""
-        return []
+    # How a request begins and ends
 
-    def _fenced_off(self) -> list[Request]:
-        """Requests that hold blocks, and will not run."""
-        return []
+    def add(self, request: Request) -> None:
+        """See `MixedScheduler.add`."""
+        if self.queues.find(request.request_id) is not None:
+            raise RequestError(f"request {request.request_id!r} is live already")
+        if request.status is not RequestStatus.WAITING or request.output_tokens:
+            raise RequestError(f"request {request.request_id!r} was added before")
+        self.check_fits(request)
+        self.queues.number(request)
+        self.queues.add(request)
+        if self._transfers is not None:
+            self._transfers.prefetch(request)
 
-    def _waits_for_others(self) -> bool:
-        """Whether something may happen without a step after which there is more to do."""
-        return self._tiers is not None and self._tiers.is_busy
-
-    def _take_blocks(self, request: Request, match: Match) -> Lease:
-        """Pin what was matched, and reserve the rest."""
-        return self.manager.admit(match, request.parked)
-
-    def _may_begin(self, request: Request) -> bool:
-        """Whether a request that has blocks can be computed."""
-        return request.lease is not None and request.lease.loading is None
-
-    # A step
-
-    def schedule(self) -> StepPlan:
-        """Plan the next step; it is empty only if there is no work, or all of it waits for copies.
-
-        An empty plan is not updated: call again when a copy has ended.
+    def check_fits(self, request: Request) -> None:
+        """Check that a request can run to its limit when it runs alone.
 
         Raises:
-            StepOrderError: if the plan before was not updated.
+            RequestTooLargeError: if the manager has too few blocks.
         """
-        if self._in_flight is not None:
+        num_blocks = self.manager.num_blocks
+        needed = -(-request.max_kv_tokens // self.manager.block_size)
+        if needed > num_blocks:
+            raise RequestTooLargeError(request.max_kv_tokens, needed, num_blocks)
+
+    def add_decoding(self, request: Request) -> None:
+        """Add a request that holds blocks, and whose prompt was computed by another node."""
+        request.has_begun = True  # the prefill node counted its hits
+        request.status = RequestStatus.RUNNING
+        request.num_prefill_tokens = request.num_computed = request.num_prompt_tokens
+        self.queues.add_running(request)
+        self._stats.admitted += 1
+
+    def abort(self, request_id: str) -> bool:
+        """See `MixedScheduler.abort`."""
+        request = self.queues.find(request_id)
+        if request is None:
+            return False
+        chunks = self.in_flight.chunks if self.in_flight is not None else ()
+        in_step = any(chunk.request is request for chunk in chunks)
+        self.end(request, "abort", keep_lease=in_step)
+        return True
+
+    def end(self, request: Request, reason: FinishReason, keep_lease: bool = False) -> None:
+        """End a request in any state; its lease may be kept until `update`."""
+        self.queues.remove(request)
+        request.status = RequestStatus.ABORTED if reason == "abort" else RequestStatus.FINISHED
+        request.finish_reason = reason
+        request.match = None
+        if self._transfers is not None:
+            self._transfers.forget(request)
+        if not keep_lease:
+            self._leases.release(request)
+
+    def reset_cache(self, keep: Collection[bytes], weights_revision: str) -> None:
+        """See `MixedScheduler.reset_cache`."""
+        if self.in_flight is not None:
+            raise StepOrderError("reset_cache was called before update")
+        check_namespaces("keep", keep)
+        queues, transfers = self.queues, self._transfers
+        running = list(queues.running)
+        if transfers is not None:
+            for request in (*running, *queues.preempted, *queues.waiting):
+                transfers.forget(request)
+        for request in running:
+            self.preemption.suspend(request)
+        self.manager.reset(keep)
+        if transfers is not None:
+            if weights_revision:
+                transfers.rename_weights(weights_revision)
+            for request in queues.waiting:
+                transfers.prefetch(request)
+
+    # A step: schedule
+
+    def schedule(self) -> StepPlan:
+        """See `Scheduler.schedule`."""
+        if self.in_flight is not None:
             raise StepOrderError("schedule was called again before update")
         plan = StepPlan()
         if self._may_load:
             self._begin_loaded()
         self._plan_decode(plan)
-        for request in self._running:
+        for request in self.queues.running:
             if request.is_prefilling:
                 self._plan_prefill(plan, request)
-        if not plan.preempted:
+        if not (plan.preempted or self.is_paused):
             self._admit(plan)
         self._stats.steps += bool(plan.chunks)
-        self._in_flight = plan if plan.chunks else None
-        assert plan.chunks or not self.has_work or self._waits_for_others(), (
+        self.in_flight = plan if plan.chunks else None
+        assert plan.chunks or not self.queues or self._is_waiting(), (
             "there is work, but nothing can be scheduled"
         )
         return plan
 
+    def _is_waiting(self) -> bool:
+        """Tell whether an event outside a step can make a request runnable."""
+        has_copies = self._transfers is not None and self._transfers.is_busy
+        return has_copies or self.is_paused or self._has_handoffs()
+
     def _plan_decode(self, plan: StepPlan) -> None:
-        """Plan a token for every request that decodes, preempting as long as blocks are short."""
-        held_up: set[Request] = set()
-        while True:
-            decoding = [
-                request
-                for request in self._running
-                if not request.is_prefilling and request not in held_up
-            ]
-            if not decoding:
-                break
-            rows = np.fromiter((r.lease.row for r in decoding if r.lease), np.int32, len(decoding))
-            try:
-                self.manager.extend_batch(rows)
-                break
-            except OutOfBlocksError as short:
-                if self._tiers is None or not self._tiers.will_have(short.needed, self._holders()):
-                    self._preempt(plan)
-                else:
-                    held_up = self._last_to_grow(decoding, short.needed - short.available)
+        decoding = self.preemption.extend_decoding(plan)
         for request in decoding:
             plan.add(Chunk(request, request.num_computed, 1))
         plan.num_decode = len(decoding)
         self._stats.decode_tokens += len(decoding)
 
-    def _holders(self) -> list[Request]:
-        return [*self._running, *self._receiving(), *self._fenced_off()]
-
-    def _last_to_grow(self, decoding: Sequence[Request], count: int) -> set[Request]:
-        """Choose count requests that need a block and wait for one: the policy's last."""
-        block_size = self.manager.block_size
-        growing = [request for request in decoding if request.num_computed % block_size == 0]
-        growing.sort(key=self.policy.order)
-        self._stats.waits_for_blocks += count
-        return set(growing[-count:])
-
-    def _preempt(self, plan: StepPlan) -> None:
-        victim = max(self._running, key=self.policy.order)
-        assert len(self._running) > 1, f"{victim!r} does not fit alone"
-        self._running.remove(victim)
-        if self._tiers is not None:
-            self._tiers.park(victim)
-        self._suspend(victim)
-        plan.preempted.append(victim)
-
     def _plan_prefill(self, plan: StepPlan, request: Request) -> None:
-        """Plan as much of a prompt as the budget leaves."""
+        """Plan as many tokens of a prompt as the budget allows."""
         if request.status is RequestStatus.LOADING:
             return
         start = request.num_computed
@@ -173,16 +216,17 @@ class BatchScheduler(RequestQueues):
             self._stats.recomputed_tokens += max(lost, 0)
 
     def _admit(self, plan: StepPlan) -> None:
-        """Admit requests in order while slots, budget and blocks last: parked ones first."""
-        if not (self._parked or self._waiting):
+        """Admit requests in order while slots, budget and blocks last: preempted ones first."""
+        queues = self.queues
+        if not (queues.preempted or queues.waiting):
             return
-        reservation = self._reservation()
+        reservation = self.reservation()
         num_receiving = len(self._receiving())
-        in_progress = {self._next_block(request) for request in self._running} - {None}
-        for queue in (self._parked, self._waiting):
+        in_progress = {self._next_block(request) for request in queues.running} - {None}
+        for queue in (queues.preempted, queues.waiting):
             place = 0
             while place < len(queue):
-                num_taken = len(self._running) + num_receiving
+                num_taken = len(queues.running) + num_receiving
                 if num_taken == self.max_running or plan.num_tokens == self.token_budget:
                     return
                 request = queue[place]
@@ -194,7 +238,7 @@ class BatchScheduler(RequestQueues):
                 available = self.manager.available_after(match)
                 if not reservation.allows(request, match.num_blocks, available):
                     return
-                if self._tiers is not None and self._tiers.fetch_parked(request):
+                if self._transfers is not None and self._transfers.fetch_parked(request):
                     place += 1
                     continue
                 del queue[place]
@@ -203,37 +247,35 @@ class BatchScheduler(RequestQueues):
                 reservation.add(request, lease.num_blocks, private)
                 in_progress |= {self._next_block(request)} - {None}
             if queue:
-                return  # nobody new while a preempted request waits
+                return  # no new request while a preempted one waits
 
-    def _reservation(self) -> Reservation:
-        """Count what must be kept for those that have been admitted."""
-        return Reservation(
-            self._running, self.manager.block_size, self.reserve_tokens, self._receiving()
-        )
+    def reservation(self) -> Reservation:
+        """Return the blocks to reserve for the requests that were admitted."""
+        block_size, receiving = self.manager.block_size, self._receiving()
+        return Reservation(self.queues.running, block_size, self.reserve_tokens, receiving)
 
     def _must_wait(self, request: Request, in_progress: set[NextBlock | None]) -> bool:
-        """Match a request; tell whether what it needs is on its way, or about to be computed."""
-        if self._tiers is not None and self._tiers.is_held_up(request):
+        """Match a request; tell whether a block it needs is being copied or computed."""
+        if self._transfers is not None and self._transfers.is_held_up(request):
             return True
-        # Matched anew each time: what follows an older match may be another prefix by now, as the
-        # node where it ended has grown.
+        # An older match may be stale: the node where it ended may have grown by another prefix.
         match = request.match = self.manager.match(request.tokens, request.namespace)
         waits = match.next_block in in_progress
         self._stats.waits_for_leader += waits
         return waits
 
     def _start(self, plan: StepPlan, request: Request, match: Match) -> Lease:
-        """Give a request its blocks, and plan its first chunk if nothing is copied into them."""
-        lease = request.lease = self._take_blocks(request, match)
+        """Reserve the blocks of a request, and plan its first chunk unless they are loading."""
+        lease = request.lease = self._leases.reserve(request, match)
         request.match = None
         if request.status is not RequestStatus.WAITING:
             self._stats.resumed += 1
             self._stats.resumed_parked += request.parked is not None
             request.parked = None
         request.num_prefill_tokens = request.num_tokens
-        self._running.append(request)
+        self.queues.running.append(request)
         plan.admitted.append(request)
-        if self._may_begin(request):
+        if self._leases.is_ready(request):
             self._begin(request)
         else:
             request.status = RequestStatus.LOADING
@@ -241,15 +283,14 @@ class BatchScheduler(RequestQueues):
         return lease
 
     def _begin_loaded(self) -> None:
-        for request in self._running:
-            if request.status is RequestStatus.LOADING and self._may_begin(request):
+        for request in self.queues.running:
+            if request.status is RequestStatus.LOADING and self._leases.is_ready(request):
                 self._begin(request)
 
     def _begin(self, request: Request) -> None:
-        """Let a request compute on from what its blocks hold."""
-        lease = request.lease
-        assert lease is not None, f"{request!r} begins without a lease"
-        # The last token is computed even if it hit: its logits are wanted.
+        """Let a request compute what follows the tokens in its blocks, and count its hits."""
+        lease = lease_of(request)
+        # The last token is computed even on a hit, because its logits are needed.
         hit_tokens = min(lease.num_ready_tokens, request.num_tokens - 1)
         if not request.has_begun:
             request.has_begun = True
@@ -257,8 +298,8 @@ class BatchScheduler(RequestQueues):
             on_device = lease.num_hit_blocks * self.manager.block_size
             request.num_hit_tokens = on_device
             self._stats.hit_tokens += min(on_device, hit_tokens)
-            if self._tiers is not None:
-                self._tiers.count_hits(request, hit_tokens)
+            if self._transfers is not None:
+                self._transfers.count_hits(request, hit_tokens)
         else:
             self._stats.resumed_hit_tokens += hit_tokens
         request.status = RequestStatus.RUNNING
@@ -268,52 +309,38 @@ class BatchScheduler(RequestQueues):
         """Identify the block that a prefilling request is about to compute and publish."""
         if not (self.prefix_cache and request.is_prefilling):
             return None
-        assert request.lease is not None, f"{request!r} runs without a lease"
-        return self.manager.next_block(request.lease, request.tokens)
+        return self.manager.next_block(lease_of(request), request.tokens)
+
+    # A step: update
 
     def update(self, plan: StepPlan, next_tokens: Sequence[int]) -> list[Request]:
-        """Take in the results of the last plan: publish, add tokens, end requests.
-
-        Args:
-            plan: the plan that `schedule` returned last.
-            next_tokens: the token sampled after each chunk; used where the chunk was the last
-                one of its request.
-
-        Returns:
-            The requests that ended in this step.
-
-        Raises:
-            StepOrderError: for another plan, or results that are not one per chunk.
-        """
-        self._check_results(plan, next_tokens)
-        self._in_flight = None
+        """See `MixedScheduler.update`."""
+        self.check_results(plan, next_tokens)
+        self.in_flight = None
         finished = []
         for chunk, token in zip(plan.chunks, next_tokens, strict=True):
             request = chunk.request
             if request.status is not RequestStatus.RUNNING:  # aborted during the step
-                self._release(request)
+                self._leases.release(request)
                 continue
             request.num_computed = chunk.start + chunk.length
-            self._publish(request)
+            self._leases.publish(request)
             if request.num_computed == request.num_tokens:
                 reason = request.append(int(token))
                 if reason is not None:
-                    self._running.remove(request)
-                    self._end(request, reason)
+                    self.end(request, reason)
                     finished.append(request)
         return finished
 
-    def _check_results(self, plan: StepPlan, next_tokens: Sequence[int]) -> None:
-        if plan is not self._in_flight:
+    def check_results(self, plan: StepPlan, next_tokens: Sequence[int]) -> None:
+        """Check that results belong to the plan in flight, one per chunk.
+
+        Raises:
+            StepOrderError: if they do not.
+        """
+        if plan is not self.in_flight:
             raise StepOrderError("update was called with a plan that is not in flight")
         if len(next_tokens) != len(plan.chunks):
             raise StepOrderError(
                 f"update got {len(next_tokens)} tokens for {len(plan.chunks)} chunks"
             )
-
-    def _publish(self, request: Request) -> None:
-        lease = request.lease
-        assert lease is not None, f"{request!r} was computed without a lease"
-        published = lease.num_shared_blocks * self.manager.block_size
-        if self.prefix_cache and request.num_computed - published >= self.manager.block_size:
-            self.manager.publish(lease, request.tokens[: request.num_computed])

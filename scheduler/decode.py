@@ -1,14 +1,11 @@
-"""The decode scheduler: takes requests over from prefill nodes, and generates."""
+"""The decode scheduler: takes requests over from prefill nodes, and generates their tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-from ..kvcache import (
-    CacheManager,
-    Lease,
-    OutOfBlocksError,
-)
+from ..kvcache import CacheManager, Lease, OutOfBlocksError
+from .base import Scheduler
 from .batch import BatchScheduler
 from .errors import HandoffsOpenError, RefusedError
 from .fairness import AdmissionFairness
@@ -31,23 +28,24 @@ from .handoff import (
 )
 from .policy import Policy
 from .preemption import PreemptMode
-from .request import Request, RequestStatus
+from .request import Request
 from .reservation import needed_to_finish
+from .step_plan import StepPlan
 
 
-class DecodeScheduler(BatchScheduler):
-    """Decides which requests generate a token in each step, and who may send another.
+class DecodeScheduler(Scheduler):
+    """Decides which requests generate a token in each step, and which prefill nodes may send KV.
 
-    A prefill node asks for blocks. D matches its own tree first and grants what it lacks, if the
-    reservation allows: it counts requests that run and those that are received, and leaves room
-    for one to finish (see `reservation`). While a preempted request waits, nobody is let in. What
-    was received whole is published, and decodes with the next step.
+    A prefill node asks for blocks. D matches its own tree first, and grants what it lacks if the
+    reservation allows: it counts running requests and those being received, and leaves enough
+    blocks for one request to finish (see `reservation`). While a preempted request waits, D grants
+    nothing. A request is published once all of its KV has arrived, and decodes in the next step.
 
-    Preemption and resumption need no prefill node: what the cache has lost is computed here, in
-    chunks, or comes back from where it was parked.
+    Preemption and resumption need no prefill node: KV that the cache has lost is recomputed here in
+    chunks, or copied back from the tier where it was parked.
 
-    It does no I/O: call `schedule`, run the plan, call `update`, and carry out `take_actions` after
-    every call.
+    The scheduler does no I/O: call `schedule`, run the plan, call `update`, and carry out
+    `take_actions` after every call.
     """
 
     def __init__(
@@ -64,36 +62,40 @@ class DecodeScheduler(BatchScheduler):
         check_request: Callable[[Request], None] | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        """Make a scheduler over a manager that nobody else uses.
+        """Make a scheduler. Nothing else may use its manager.
 
         Args:
             manager: holds the blocks.
-            epoch, timing: of `DecodeSide`.
-            token_budget: tokens of a step, at least max_running; only requests that are resumed
-                need more.
-            max_running: requests that hold blocks at a time.
-            policy, reserve_tokens, preempt: of `MixedScheduler`.
-            check_request: raises a RequestError for what the model cannot take.
+            epoch, timing: see `DecodeSide`.
+            token_budget: most tokens of a step; at least max_running. Only resumed requests need
+                more.
+            max_running: most requests that hold blocks at a time.
+            policy, reserve_tokens, preempt: see `MixedScheduler`.
+            check_request: raises a RequestError for a request that the model cannot take.
             vocab_size: of the model; see `DecodeSide`.
 
         Raises:
-            ConfigError, CountError: for what is no policy, sizes that cannot work, or a tier that
-                the manager has not.
+            ConfigError, CountError: for an invalid policy, sizes that do not fit together, or a
+                tier that the manager does not have.
         """
-        super().__init__(
-            manager,
-            token_budget=token_budget,
-            max_running=max_running,
-            policy=policy,
-            reserve_tokens=reserve_tokens,
-            prefix_cache=True,
-            preempt=preempt,
-        )
-        self._side = DecodeSide(
+        self._side = side = DecodeSide(
             manager, epoch=epoch, timing=timing, admit=self._grant, vocab_size=vocab_size
         )
-        # By request and not by its id: one that was stopped in the middle of a step is here until
-        # the step has ended, maybe beside a newer attempt.
+        super().__init__(
+            BatchScheduler(
+                manager,
+                token_budget=token_budget,
+                max_running=max_running,
+                policy=policy,
+                reserve_tokens=reserve_tokens,
+                preempt=preempt,
+                receiving=lambda: side.receiving,
+                quarantined=lambda: side.quarantined,
+                has_handoffs=lambda: self.num_receiving > 0,
+            )
+        )
+        # By request, not by id: a request that is stopped during a step stays here until the step
+        # has ended, possibly beside a newer attempt.
         self._keys: dict[Request, AttemptKey] = {}
         self._reasons: dict[Request, str] = {}
         self._actions: list[Post | Pull | CancelPull | Started | Finished | Stopped] = []
@@ -104,15 +106,15 @@ class DecodeScheduler(BatchScheduler):
 
     @property
     def num_open(self) -> int:
-        """Attempts that hold blocks, or have started and not ended."""
+        """Number of attempts that hold blocks, or have started and not ended."""
         return self._side.num_open
 
     @property
     def num_receiving(self) -> int:
-        """Attempts that hold blocks and have not started, with those in quarantine."""
+        """Number of attempts that hold blocks and have not started, including quarantined ones."""
         return len(self._side.receiving) + len(self._side.quarantined)
 
-    # Who is let in
+    # Admission
 
     def _grant(self, request: Request) -> Lease:
         """Reserve blocks for a request that is to be received.
@@ -126,72 +128,77 @@ class DecodeScheduler(BatchScheduler):
         if self._check_request is not None:
             self._check_request(request)
         try:
-            lease = self._take_in(request)
+            lease = self._reserve(request)
         except (RefusedError, OutOfBlocksError):
             self._fairness.refused(request.request_id, self._now)
             raise
         self._fairness.admitted(request.request_id)
-        self._arrive(request)
+        self._queues.number(request)
         return lease
 
-    def _take_in(self, request: Request) -> Lease:
-        num_before = len(self._parked) or self._fairness.num_before(request.request_id, self._now)
+    def _reserve(self, request: Request) -> Lease:
+        queues, side, manager = self._queues, self._side, self.manager
+        num_before = len(queues.preempted) or self._fairness.num_before(
+            request.request_id, self._now
+        )
         if num_before:
             raise RefusedError("others wait", num_before, 0)
-        receiving = self._side.receiving
-        num_taken = len(self._running) + len(receiving)
+        receiving = side.receiving
+        num_taken = len(queues.running) + len(receiving)
         if num_taken >= self.max_running:
             raise RefusedError("out of slots", num_taken + 1, self.max_running)
-        match = self.manager.match(request.prompt, request.namespace)
-        fenced_off, block_size = self._side.quarantined, self.manager.block_size
+        match = manager.match(request.prompt, request.namespace)
         needed = max(
-            self._reservation().needed_to_receive(request, match.num_blocks),
-            needed_to_finish(request, match, self._running, receiving, fenced_off, block_size),
+            self._batch.reservation().needed_to_receive(request, match.num_blocks),
+            needed_to_finish(
+                request, match, queues.running, receiving, side.quarantined, manager.block_size
+            ),
         )
-        available = self.manager.available_after(match)
+        available = manager.available_after(match)
         if needed > available:
             raise OutOfBlocksError(needed, available)
-        return self.manager.admit(match)
+        return manager.admit(match)
 
     def _start_decoding(self, start: Start) -> None:
         request, commit = start.request, start.commit
-        assert request.request_id not in self._requests, f"{request!r} starts twice"
         request.sampling = commit.sampling
         request.stop_token_ids = frozenset(commit.stop_token_ids)
         request.num_hit_tokens = commit.hits.device
         request.num_host_hit_tokens = commit.hits.host
         request.num_storage_hit_tokens = commit.hits.storage
-        request.has_begun = True  # its hits were counted by P
-        request.status = RequestStatus.RUNNING
-        request.num_prefill_tokens = request.num_computed = request.num_prompt_tokens
-        self._requests[request.request_id] = request
+        self._batch.add_decoding(request)
         self._keys[request] = start.key
-        self._stats.admitted += 1
         self._actions.append(Started(start.key, request, start.num_cached_tokens))
         reason = request.append(commit.first_token)
-        if reason is None:
-            self._running.append(request)
-        else:
-            self._end(request, reason)
+        if reason is not None:
+            self._batch.end(request, reason)
+            self._report_end(request)
 
-    # How one ends
+    # The end of a request
 
     def abort(self, request_id: str) -> bool:
-        """Give up all attempts of a request, in any state; False if there is none."""
+        """Give up all attempts of a request, in any state; return False if there is none."""
         keys = self._side.keys_of(request_id)
         for key in keys:
             self.give_up(key, "aborted")
         return bool(keys)
 
     def give_up(self, key: AttemptKey, reason: str) -> None:
-        """End an attempt in any state; nothing happens if it is not known."""
+        """End an attempt in any state; ignored if it is not known."""
         self._side.abort(key, reason)
-        self._follow()
+        self._apply_actions()
 
-    def _release(self, request: Request) -> None:
-        super()._release(request)
-        if request.finish_reason is None:
-            return  # it is preempted
+    def _stop(self, key: AttemptKey, reason: str) -> None:
+        request = self._queues.find(key.request_id)
+        if request is None or self._keys[request] != key:
+            return
+        self._reasons[request] = reason
+        self._batch.abort(key.request_id)
+        if request.lease is None:  # otherwise a step in flight uses its blocks
+            self._report_end(request)
+
+    def _report_end(self, request: Request) -> None:
+        """Report a request that has ended and released its blocks."""
         key = self._keys.pop(request)
         reason = self._reasons.pop(request, "")
         self._side.finished(key)
@@ -201,85 +208,82 @@ class DecodeScheduler(BatchScheduler):
             self._actions.append(Finished(key, request))
 
     def drain(self, reason: str) -> None:
-        """Give up what is being received, and let nothing in before `reset_cache`."""
+        """Give up what is being received, and grant nothing before `reset_cache`."""
         self._is_draining = True
         self._side.abort_receiving(reason)
-        self._follow()
+        self._apply_actions()
 
     def reset_cache(self, keep: Collection[bytes] = (), weights_revision: str = "") -> None:
-        """Forget all KV, as the weights have changed; requests that decode compute theirs again.
+        """Drop all KV because the weights have changed; decoding requests recompute theirs.
 
-        Call `drain` first, and go on until `num_receiving` is 0: pulls may still write.
+        Call `drain` first, and continue until `num_receiving` is 0, because pulls may still write.
+        For the arguments, see `MixedScheduler.reset_cache`.
 
         Raises:
             HandoffsOpenError: if attempts that have not started hold blocks; nothing is changed.
-            StepOrderError: in the middle of a step.
+            StepOrderError: during a step.
         """
         if self.num_receiving:
             raise HandoffsOpenError(self.num_receiving)
-        super().reset_cache(keep, weights_revision)
+        self._batch.reset_cache(keep, weights_revision)
         self._is_draining = False
 
-    # What the network, the transport and the clock say
+    # A step
+
+    def update(self, plan: StepPlan, next_tokens: Sequence[int]) -> list[Request]:
+        """Apply the results of the last plan; see `MixedScheduler.update`."""
+        finished = self._batch.update(plan, next_tokens)
+        for chunk in plan.chunks:
+            if chunk.request.finish_reason is not None:  # finished, or aborted during the step
+                self._report_end(chunk.request)
+        return finished
+
+    # Events of the network, the transport and the clock
 
     def receive(self, peer: NodeId, message: Message) -> None:
-        """Take in a message of a prefill node."""
+        """Process a message of a prefill node."""
         self._side.receive(peer, message)
-        self._follow()
+        self._apply_actions()
 
     def pulled(self, ticket: Ticket) -> None:
-        """Say that all of a part is in its blocks, and nothing is written there any more."""
+        """Report that a part is complete in its blocks, and nothing writes there any more."""
         self._side.pulled(ticket)
-        self._follow()
+        self._apply_actions()
 
     def pull_failed(self, ticket: Ticket, *, fenced: bool, reason: str) -> None:
-        """Say that a part will not arrive; see `DecodeSide.pull_failed`."""
+        """Report that a part will not arrive; see `DecodeSide.pull_failed`."""
         self._side.pull_failed(ticket, fenced=fenced, reason=reason)
-        self._follow()
+        self._apply_actions()
 
     def pull_fenced(self, ticket: Ticket) -> None:
-        """Say that nothing is written any more by a pull that failed or was cancelled."""
+        """Report that a failed or cancelled pull writes no more."""
         self._side.pull_fenced(ticket)
-        self._follow()
+        self._apply_actions()
 
     def tick(self, now: float) -> None:
-        """Let time pass: grant what has been loaded, and give up what has waited too long."""
+        """Advance the clock: grant blocks that are loaded, and end attempts that time out."""
         self._now = now
         self._side.tick(now)
-        self._follow()
+        self._apply_actions()
 
     def take_actions(self) -> list[Post | Pull | CancelPull | Started | Finished | Stopped]:
-        """Hand out what is to be done since the last call, in order."""
-        self._follow()
+        """Return the actions since the last call, in the order in which to carry them out."""
+        self._apply_actions()
         actions, self._actions = self._actions, []
         return actions
 
-    def _follow(self) -> None:
-        """Begin to decode what has arrived, and stop what the side wants stopped."""
-        self._carry_out(self._side.take_actions())
+    def _apply_actions(self) -> None:
+        """Start and stop requests as the side decides, and keep the actions for the caller."""
+        self._apply(self._side.take_actions())
         self._side.answer_deferred()
-        self._carry_out(self._side.take_actions())
+        self._apply(self._side.take_actions())
 
-    def _carry_out(self, actions: Iterable[DecodeAction]) -> None:
+    def _apply(self, actions: Iterable[DecodeAction]) -> None:
         for action in actions:
             match action:
                 case Start():
                     self._start_decoding(action)
                 case Stop(key, reason):
-                    request = self._requests.get(key.request_id)
-                    if request is not None and self._keys[request] == key:
-                        self._reasons[request] = reason
-                        super().abort(key.request_id)
+                    self._stop(key, reason)
                 case _:
                     self._actions.append(action)
-
-    # Where it differs from other schedulers
-
-    def _receiving(self) -> list[Request]:
-        return self._side.receiving
-
-    def _fenced_off(self) -> list[Request]:
-        return self._side.quarantined
-
-    def _waits_for_others(self) -> bool:
-        return self.num_receiving > 0 or super()._waits_for_others()

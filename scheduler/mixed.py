@@ -1,33 +1,37 @@
-"""The mixed scheduler: one node that prefills and decodes."""
+"""The mixed scheduler: prefill and decode on one node."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 from ..kvcache import CacheManager
+from .base import Scheduler
 from .batch import BatchScheduler
 from .policy import Policy
 from .preemption import PreemptMode
 from .request import Request
+from .step_plan import StepPlan
 
 
-class MixedScheduler(BatchScheduler):
+class MixedScheduler(Scheduler):
     """Decides, step by step, which tokens of which requests are computed.
 
-    A step has `token_budget` tokens. Running requests come first: a token for each that decodes,
-    then prefill chunks in order of admission, then new ones while the reservation allows (see
-    `reservation`). A whole prompt gets its blocks at admission, or nothing. When blocks run out,
-    the last in the policy's order is preempted: it gives up its blocks and is resumed, before new
-    requests, by computing again what the cache has lost.
+    A step has `token_budget` tokens. Running requests come first: one token for each decoding
+    request, then prefill chunks in order of admission. New requests follow while the reservation
+    allows (see `reservation`). Admission reserves blocks for the whole prompt, or refuses. When
+    blocks run out, the last running request in the policy's order is preempted. It gives up its
+    blocks, and is resumed before new requests by recomputing what the cache has lost.
 
-    Requests that need a block which another is about to compute wait for it, instead of
+    A request that needs a block which another one is about to compute waits for it, instead of
     computing it twice.
 
-    Over a manager with tiers, what the host has of a request is copied into its blocks first, and
-    what storage has is fetched while it waits. A preempted one may be parked: its KV is written
-    out, its blocks come free when that is done, and nothing is computed again. Who needs a block
-    that is on its way so waits for it, while the others go on.
+    Over a manager with tiers, blocks that the host holds are copied to the device before a request
+    runs, and blocks in storage are prefetched while it waits. A preempted request may be parked:
+    its KV is written out, its blocks are released after that, and nothing is recomputed. A request
+    that needs a block in flight waits for it; other requests continue.
 
-    It does no I/O and knows no clock: call `schedule`, dispatch what `manager.tiers` has to be
-    copied, run the plan, call `update`.
+    The scheduler does no I/O and has no clock: call `schedule`, dispatch the operations of
+    `manager.tiers`, run the plan, and call `update`.
     """
 
     def __init__(
@@ -41,39 +45,81 @@ class MixedScheduler(BatchScheduler):
         prefix_cache: bool = True,
         preempt: PreemptMode = "recompute",
     ) -> None:
-        """Make a scheduler over a manager that nobody else uses.
+        """Make a scheduler. Nothing else may use its manager.
 
         Args:
             manager: holds the blocks.
-            token_budget: tokens of a step, at least max_running.
-            max_running: requests that hold blocks at a time.
+            token_budget: most tokens of a step; at least max_running.
+            max_running: most requests that hold blocks at a time.
             policy: order of admission and preemption; default `Fcfs`.
-            reserve_tokens: horizon of the reservation; None: to the end of each request, so that
-                none is ever preempted.
-            prefix_cache: whether requests share blocks; without, the tiers are of no use.
-            preempt: "recompute": what a preempted request has computed may be lost. "host": it is
-                parked there, if there is room. "storage": the same, but the host may drop it as
-                soon as storage has it.
+            reserve_tokens: horizon of the reservation in tokens. None reserves blocks up to the
+                limit of each request, so that none is ever preempted.
+            prefix_cache: whether requests share blocks; without it, the tiers are not used.
+            preempt: "recompute" lets the cache drop the KV of a preempted request. "host" parks it
+                in the host tier if there is room. "storage" does the same, but the host may drop
+                it once storage has it.
 
         Raises:
-            ConfigError, CountError: for what is no policy, sizes that cannot work, or a tier that
-                the manager has not.
+            ConfigError, CountError: for an invalid policy, sizes that do not fit together, or a
+                tier that the manager does not have.
         """
         super().__init__(
-            manager,
-            token_budget=token_budget,
-            max_running=max_running,
-            policy=policy,
-            reserve_tokens=reserve_tokens,
-            prefix_cache=prefix_cache,
-            preempt=preempt,
+            BatchScheduler(
+                manager,
+                token_budget=token_budget,
+                max_running=max_running,
+                policy=policy,
+                reserve_tokens=reserve_tokens,
+                prefix_cache=prefix_cache,
+                preempt=preempt,
+            )
         )
 
     def add(self, request: Request) -> None:
-        """Queue a request; what storage has of its prompt is fetched while it waits.
+        """Queue a request; its prompt is prefetched from storage while it waits.
 
         Raises:
-            RequestError: if it was added before, or a live one has its id.
+            RequestError: if it was added before, or a live request has its id.
             RequestTooLargeError: if it could not run to its limit even alone.
         """
-        self._add(request)
+        self._batch.add(request)
+
+    def update(self, plan: StepPlan, next_tokens: Sequence[int]) -> list[Request]:
+        """Apply the results of the last plan: publish blocks, append tokens, end requests.
+
+        Args:
+            plan: the plan that `schedule` returned last.
+            next_tokens: the token sampled after each chunk. It is used where the chunk completed
+                the tokens of its request.
+
+        Returns:
+            The requests that ended in this step.
+
+        Raises:
+            StepOrderError: for another plan, or if the results are not one per chunk.
+        """
+        return self._batch.update(plan, next_tokens)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request in any state; return False if no live request has this id.
+
+        During a step, its blocks are released by the `update` of that step. Blocks that are being
+        copied for it are released when the copy has ended.
+        """
+        return self._batch.abort(request_id)
+
+    def reset_cache(self, keep: Collection[bytes] = (), weights_revision: str = "") -> None:
+        """Drop all KV because the weights have changed; requests live on and recompute theirs.
+
+        Running requests are preempted. Before the reset, abort requests that should not continue
+        with other weights.
+
+        Args:
+            keep: namespaces whose published KV stays.
+            weights_revision: revision of the new weights, for storage keys; "" keeps the old keys.
+
+        Raises:
+            StepOrderError: during a step.
+            NamespaceError: if keep is not a collection of bytes.
+        """
+        self._batch.reset_cache(keep, weights_revision)

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from ..kvcache import (
-    CacheManager,
-    Lease,
-    Match,
-)
+from ..kvcache import CacheManager, Lease, Match
+from .base import Scheduler
 from .batch import BatchScheduler
-from .errors import (
-    HandoffsOpenError,
-    RequestError,
-    StepOrderError,
-)
+from .errors import HandoffsOpenError, RequestError, StepOrderError
 from .handoff import (
     AttemptKey,
     Compute,
@@ -30,12 +23,18 @@ from .handoff import (
     Withdraw,
 )
 from .policy import Policy
-from .request import Request
+from .request import Request, lease_of
 from .step_plan import StepPlan
 
 
 class _Prompt(Request):
-    """A prompt that this scheduler computes, as a request for one token: whose, and for whom."""
+    """The prompt of an attempt, as a request for one token.
+
+    Attributes:
+        key: the attempt.
+        peer: the decode node.
+        whole: the request of the caller.
+    """
 
     def __init__(self, request: Request, key: AttemptKey, peer: NodeId) -> None:
         super().__init__(
@@ -52,24 +51,47 @@ class _Prompt(Request):
 
 
 def _as_prompt(request: Request) -> _Prompt:
-    assert isinstance(request, _Prompt), f"{request!r} is no prompt of a hand-off"
+    assert isinstance(request, _Prompt), f"{request!r} is not the prompt of an attempt"
     return request
 
 
-class PrefillScheduler(BatchScheduler):
-    """Decides which tokens of which prompts are computed, and says so to decode nodes.
+class _HandoffLeases:
+    """Leases that the hand-offs own; see `Leases`."""
 
-    A step has `token_budget` tokens: prefill chunks in order of admission. A whole prompt gets its
-    blocks or waits. In the early order it is computed when its decode node has granted blocks;
-    each chunk is published and offered when it is computed. With its first token a prompt leaves
-    the scheduler, but its blocks stay pinned until the decode node has read them.
+    def __init__(self, side: PrefillSide) -> None:
+        self._side = side
 
-    Requests that need a block which another is about to compute wait for it. What the tiers have
-    is copied or fetched first, as in `MixedScheduler`. Nothing is preempted: nothing grows.
+    def reserve(self, request: Request, match: Match) -> Lease:
+        prompt = _as_prompt(request)
+        return self._side.begin(prompt.key, prompt.peer, prompt.whole)
 
-    It does no I/O: call `schedule`, run the plan, call `update`, and carry out `take_actions` after
-    every call. What it is told in the middle of a step counts when the step has ended, as the step
-    uses the blocks.
+    def is_ready(self, request: Request) -> bool:
+        key = _as_prompt(request).key
+        return self._side.may_compute(key) and lease_of(request).loading is None
+
+    def publish(self, request: Request) -> None:
+        """Do nothing: the side publishes when the last group of layers is written."""
+
+    def release(self, request: Request) -> None:
+        request.lease = None
+
+
+class PrefillScheduler(Scheduler):
+    """Decides which tokens of which prompts are computed, and hands the KV to decode nodes.
+
+    A step has `token_budget` tokens: prefill chunks in order of admission. Admission reserves
+    blocks for the whole prompt, or refuses. In the early order, a prompt is computed once its
+    decode node has granted blocks; each chunk is published and offered when it is computed. After
+    its first token a prompt leaves the scheduler, but its blocks stay pinned until the decode node
+    has read them.
+
+    A request that needs a block which another one is about to compute waits for it. Blocks in lower
+    tiers are copied or prefetched first, as in `MixedScheduler`. Nothing is preempted, because no
+    request grows.
+
+    The scheduler does no I/O: call `schedule`, run the plan, call `update`, and carry out
+    `take_actions` after every call. Calls during a step take effect when it has ended, because the
+    step uses the blocks.
     """
 
     def __init__(
@@ -84,52 +106,53 @@ class PrefillScheduler(BatchScheduler):
         order: Order = "early",
         num_groups: int = 1,
     ) -> None:
-        """Make a scheduler over a manager that nobody else uses.
+        """Make a scheduler. Nothing else may use its manager.
 
         Args:
             manager: holds the blocks.
-            epoch, timing, order, num_groups: of `PrefillSide`.
-            token_budget: tokens of a step, at least max_running.
-            max_running: prompts that are asked for or computed at a time.
+            epoch, timing, order, num_groups: see `PrefillSide`.
+            token_budget: most tokens of a step; at least max_running.
+            max_running: most prompts that wait for a grant or are computed at a time.
             policy: order of admission; default `Fcfs`.
 
         Raises:
-            ConfigError, CountError: for what is no policy or order, or sizes that cannot work.
+            ConfigError, CountError: for an invalid policy or order, or sizes that do not fit
+                together.
         """
-        super().__init__(
-            manager,
-            token_budget=token_budget,
-            max_running=max_running,
-            policy=policy,
-            reserve_tokens=0,
-            prefix_cache=True,
-            preempt="recompute",
-        )
-        self._side = PrefillSide(
+        self._side = side = PrefillSide(
             manager, epoch=epoch, timing=timing, num_groups=num_groups, order=order
         )
+        super().__init__(
+            BatchScheduler(
+                manager,
+                token_budget=token_budget,
+                max_running=max_running,
+                policy=policy,
+                reserve_tokens=0,
+                leases=_HandoffLeases(side),
+                has_handoffs=lambda: side.num_open > 0,
+            )
+        )
         self._num_groups = num_groups
-        self._num_written = 0  # groups of layers of the step in flight
-        self._newest: dict[str, _Prompt] = {}  # by request, until it is computed
-        self._told: list[Callable[[], None]] = []
+        self._num_written = 0  # groups of layers that the step in flight has written
+        self._newest: dict[str, _Prompt] = {}  # by request id, until computed
+        self._deferred: list[Callable[[], None]] = []  # calls during the step in flight
         self._actions: list[Post | Offer | Withdraw | Failed] = []
-        self._is_draining = False
-        self._may_load = True
 
     @property
     def num_open(self) -> int:
-        """Attempts that hold blocks, with those that D has yet to read."""
+        """Number of attempts that hold blocks, including those that D has yet to read."""
         return self._side.num_open
 
-    # What is asked of it
+    # Requests
 
     def begin(self, request: Request, peer: NodeId, attempt: int = 1) -> None:
-        """Queue the prompt of a request, to be handed over; it ends an older attempt of the same.
+        """Queue the prompt of a request for a hand-off; an older attempt of the request ends.
 
         Args:
             request: not changed.
             peer: the decode node.
-            attempt: higher than any before of this request.
+            attempt: number of the attempt, higher than any before of this request.
 
         Raises:
             RequestError: if this attempt, or a newer one, is open.
@@ -142,14 +165,14 @@ class PrefillScheduler(BatchScheduler):
             if open_key >= key:
                 raise RequestError(f"{open_key} is open")
         prompt = _Prompt(request, key, peer)
-        self._require_fit(prompt)
+        self._batch.check_fits(prompt)
         if older is not None:
             self.give_up(older.key, "a newer attempt has begun")
         self._newest[key.request_id] = prompt
-        self._tell(lambda: self._add(prompt))
+        self._call(lambda: self._batch.add(prompt))
 
     def abort(self, request_id: str) -> bool:
-        """Give all attempts of a request up; False if there is none."""
+        """Give up all attempts of a request; return False if there is none."""
         keys = self._side.keys_of(request_id)
         newest = self._newest.get(request_id)
         if newest is not None and newest.key not in keys:
@@ -159,11 +182,11 @@ class PrefillScheduler(BatchScheduler):
         return bool(keys)
 
     def give_up(self, key: AttemptKey, reason: str) -> None:
-        """End an attempt in any state; nothing happens if it has ended, and `Failed` if not."""
-        self._tell(lambda: self._give_up(key, reason))
+        """End an attempt in any state, with the action `Failed`; ignored if it has ended."""
+        self._call(lambda: self._give_up(key, reason))
 
     def _give_up(self, key: AttemptKey, reason: str) -> None:
-        request = self._requests.get(key.request_id)
+        request = self._queues.find(key.request_id)
         if request is not None and request.lease is None and _as_prompt(request).key == key:
             self._drop(key)
             self._actions.append(Failed(key, reason))
@@ -171,64 +194,65 @@ class PrefillScheduler(BatchScheduler):
             self._side.abort(key, reason)
 
     def drain(self, reason: str) -> None:
-        """Give every attempt up that holds blocks, and begin no other before `reset_cache`."""
-        self._is_draining = True
-        self._tell(lambda: self._side.abort_all(reason))
+        """Give up every attempt that holds blocks, and admit no other before `reset_cache`."""
+        self._batch.is_paused = True
+        self._call(lambda: self._side.abort_all(reason))
 
     def reset_cache(self, keep: Collection[bytes] = (), weights_revision: str = "") -> None:
-        """Forget all KV, as the weights have changed; prompts that wait are computed with them.
+        """Drop all KV because the weights have changed; waiting prompts use the new weights.
 
-        Call `drain` first, and go on until `num_open` is 0: other nodes may read the blocks.
+        Call `drain` first, and continue until `num_open` is 0, because other nodes may read the
+        blocks. For the arguments, see `MixedScheduler.reset_cache`.
 
         Raises:
             HandoffsOpenError: if attempts hold blocks; nothing is changed.
-            StepOrderError: in the middle of a step.
+            StepOrderError: during a step.
         """
         if self._side.num_open:
             raise HandoffsOpenError(self._side.num_open)
-        super().reset_cache(keep, weights_revision)
-        self._is_draining = False
+        self._batch.reset_cache(keep, weights_revision)
+        self._batch.is_paused = False
 
-    # What the network, the transport and the clock say
+    # Events of the network, the transport and the clock
 
     def receive(self, peer: NodeId, message: Message) -> None:
-        """Take in a message of a decode node."""
-        self._tell(lambda: self._side.receive(peer, message))
+        """Process a message of a decode node."""
+        self._call(lambda: self._side.receive(peer, message))
 
     def fenced(self, key: AttemptKey) -> None:
-        """Say that nobody can read any more what was offered for a withdrawn attempt."""
-        self._tell(lambda: self._side.fenced(key))
+        """Report that nothing can read the offers of a withdrawn attempt any more."""
+        self._call(lambda: self._side.fenced(key))
 
     def tick(self, now: float) -> None:
-        """Let time pass."""
-        self._tell(lambda: self._side.tick(now))
+        """Advance the clock."""
+        self._call(lambda: self._side.tick(now))
 
     def take_actions(self) -> list[Post | Offer | Withdraw | Failed]:
-        """Hand out what is to be done since the last call, in order."""
-        self._follow()
+        """Return the actions since the last call, in the order in which to carry them out."""
+        self._apply_actions()
         actions, self._actions = self._actions, []
         return actions
 
-    def _tell(self, call: Callable[[], None]) -> None:
-        """Do something now, or when the step in flight has ended: it uses the blocks."""
-        if self._in_flight is not None:
-            self._told.append(call)
+    def _call(self, call: Callable[[], None]) -> None:
+        """Run a call now, or after the step in flight, which uses the blocks."""
+        if self._batch.in_flight is not None:
+            self._deferred.append(call)
             return
         call()
-        self._follow()
+        self._apply_actions()
 
-    def _follow(self) -> None:
-        """Drop the requests whose attempts have ended."""
+    def _apply_actions(self) -> None:
+        """Drop requests whose attempts have ended, and keep the actions for the caller."""
         for action in self._side.take_actions():
             if isinstance(action, Failed):
                 self._drop(action.key)
-            if not isinstance(action, Compute):  # _may_begin asks for it
+            if not isinstance(action, Compute):  # `_HandoffLeases.is_ready` checks for it
                 self._actions.append(action)
 
     def _drop(self, key: AttemptKey) -> None:
-        request = self._requests.get(key.request_id)
+        request = self._queues.find(key.request_id)
         if request is not None and _as_prompt(request).key == key:
-            super().abort(key.request_id)
+            self._batch.abort(key.request_id)
             self._forget(_as_prompt(request))
 
     def _forget(self, prompt: _Prompt) -> None:
@@ -238,14 +262,14 @@ class PrefillScheduler(BatchScheduler):
     # A step
 
     def wrote(self, plan: StepPlan, group: int) -> None:
-        """Say that a step in flight has written the KV of one group of layers; optional.
+        """Report that a step in flight has written the KV of one group of layers; optional.
 
-        In order of the groups. `update` says so of those that were left out.
+        Report groups in order. `update` reports those that were left out.
 
         Raises:
-            StepOrderError: for another plan, or another group than the next.
+            StepOrderError: for another plan, or if it is not the next group.
         """
-        if plan is not self._in_flight or group != self._num_written:
+        if plan is not self._batch.in_flight or group != self._num_written:
             raise StepOrderError(f"group {group} was written, expected {self._num_written}")
         for chunk in plan.chunks:
             key = _as_prompt(chunk.request).key
@@ -253,18 +277,18 @@ class PrefillScheduler(BatchScheduler):
         self._num_written += 1
 
     def update(self, plan: StepPlan, next_tokens: Sequence[int]) -> list[Request]:
-        """Take in the results of the last plan: publish, offer, and commit what is computed.
+        """Apply the results of the last plan: publish, offer, and commit computed prompts.
 
         Returns:
-            The prompts that are computed, each with its first token; their hand-offs go on.
+            The prompts that are computed, each with its first token; their hand-offs continue.
 
         Raises:
-            StepOrderError: for another plan, or results that are not one per chunk.
+            StepOrderError: for another plan, or if the results are not one per chunk.
         """
-        self._check_results(plan, next_tokens)
+        self._batch.check_results(plan, next_tokens)
         while self._num_written < self._num_groups:
             self.wrote(plan, self._num_written)
-        finished = super().update(plan, next_tokens)
+        finished = self._batch.update(plan, next_tokens)
         self._num_written = 0
         for request in finished:
             prompt = _as_prompt(request)
@@ -272,30 +296,8 @@ class PrefillScheduler(BatchScheduler):
             device = min(request.num_hit_tokens, request.num_prompt_tokens - 1)
             hits = Hits(device, request.num_host_hit_tokens, request.num_storage_hit_tokens)
             self._side.sampled(prompt.key, request.output_tokens[0], hits)
-        self._follow()
-        told, self._told = self._told, []
-        for call in told:
-            self._tell(call)
+        self._apply_actions()
+        deferred, self._deferred = self._deferred, []
+        for call in deferred:
+            self._call(call)
         return finished
-
-    def _admit(self, plan: StepPlan) -> None:
-        if not self._is_draining:
-            super()._admit(plan)
-
-    # Where it differs from other schedulers
-
-    def _waits_for_others(self) -> bool:
-        return self._side.num_open > 0 or self._is_draining or super()._waits_for_others()
-
-    def _take_blocks(self, request: Request, match: Match) -> Lease:
-        prompt = _as_prompt(request)
-        return self._side.begin(prompt.key, prompt.peer, prompt.whole)
-
-    def _may_begin(self, request: Request) -> bool:
-        return self._side.may_compute(_as_prompt(request).key) and super()._may_begin(request)
-
-    def _publish(self, request: Request) -> None:
-        """The side has done so when the last group of layers was written."""
-
-    def _release(self, request: Request) -> None:
-        request.lease = None  # it is the side's

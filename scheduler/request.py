@@ -156,8 +156,9 @@ class Request:
         self.num_preemptions = 0
         self._tokens = np.empty(len(prompt) + self.max_new_tokens, np.int32)
         self._tokens[: len(prompt)] = prompt
-        self.prompt: Int32Array = self._tokens[: len(prompt)]
-        self.prompt.flags.writeable = False
+        self._read_only = self._tokens.view()
+        self._read_only.flags.writeable = False
+        self.prompt = self.tokens
         # Set and read by the scheduler.
         self.arrival = 0
         self.has_begun = False  # and its hits have been counted
@@ -172,8 +173,8 @@ class Request:
 
     @property
     def tokens(self) -> Int32Array:
-        """Prompt and output, an int32 view."""
-        return self._tokens[: self.num_tokens]
+        """Prompt and output: a read-only int32 view."""
+        return self._read_only[: self.num_tokens]
 
     @property
     def max_kv_tokens(self) -> int:

@@ -250,8 +250,7 @@ def test_blocks_that_running_requests_share_are_counted_once():
     running, available = harness.scheduler.running, harness.manager.available
     held = [request.lease.num_blocks for request in running if request.lease is not None]
     assert sum(held) == 8 - available + 2  # two of them are shared
-    tiers = harness.scheduler._tiers
-    assert tiers is not None
-    assert tiers.will_have(available, running)
-    assert not tiers.will_have(available + 1, running)
+    preemption = harness.scheduler._batch.preemption
+    assert preemption.copies_will_free(available)
+    assert not preemption.copies_will_free(available + 1)
     harness.drain()

@@ -8,29 +8,27 @@ from .bugs import ATTEMPTS, D, bug
 
 DECODE: Final = "decode.py"
 RESERVATION: Final = "reservation.py"
-LINE: Final = "fairness.py"
+FAIRNESS: Final = "fairness.py"
+BATCH: Final = "batch.py"
 
 DECODE_BUGS: Final = [
     bug(
         "D lets others in while one waits to be resumed",
         DECODE,
-        ("num_before = len(self._parked) or self", "num_before = self"),
+        ("num_before = len(queues.preempted) or self", "num_before = self"),
     ),
     bug(
         "what is received takes no slot",
         DECODE,
         (
-            "num_taken = len(self._running) + len(receiving)",
-            "num_taken = len(self._running)",
+            "num_taken = len(queues.running) + len(receiving)",
+            "num_taken = len(queues.running)",
         ),
     ),
     bug(
         "nothing is kept for what is received",
         DECODE,
-        (
-            "    def _receiving(self) -> list[Request]:\n        return self._side.receiving",
-            "    def _receiving(self) -> list[Request]:\n        return []",
-        ),
+        ("receiving=lambda: side.receiving,", "receiving=lambda: (),"),
     ),
     bug(
         "D reserves nothing",
@@ -89,12 +87,15 @@ DECODE_BUGS: Final = [
     bug(
         "a stop ends a newer attempt",
         DECODE,
-        ("if request is not None and self._keys[request] == key:", "if request is not None:"),
+        ("if request is None or self._keys[request] != key:", "if request is None:"),
     ),
     bug(
         "a stop is not heeded",
         DECODE,
-        ("                        super().abort(key.request_id)\n", ""),
+        (
+            "        self._batch.abort(key.request_id)\n        if request.lease is None:",
+            "        if request.lease is None:",
+        ),
     ),
     bug(
         "the side is not told that an attempt has ended",
@@ -104,7 +105,12 @@ DECODE_BUGS: Final = [
     bug(
         "a preempted request counts as ended",
         DECODE,
-        ("        if request.finish_reason is None:\n", "        if False:\n"),
+        (
+            "        for chunk in plan.chunks:\n",
+            "        for request in plan.preempted:\n"
+            "            self._report_end(request)\n"
+            "        for chunk in plan.chunks:\n",
+        ),
     ),
     bug(
         "stop tokens are lost on the way",
@@ -133,14 +139,11 @@ DECODE_BUGS: Final = [
     bug(
         "the first token is never the last",
         DECODE,
-        (
-            "        if reason is None:\n            self._running",
-            "        if True:\n            self._running",
-        ),
+        ("        if reason is not None:\n", "        if False:\n"),
     ),
     bug(
         "D computes the last token of the prompt again",
-        DECODE,
+        BATCH,
         (
             "request.num_prefill_tokens = request.num_computed = request.num_prompt_tokens",
             "request.num_prefill_tokens = request.num_prompt_tokens\n"
@@ -149,8 +152,8 @@ DECODE_BUGS: Final = [
     ),
     bug(
         "D counts hits once more",
-        DECODE,
-        ("        request.has_begun = True  # its hits were counted by P\n", ""),
+        BATCH,
+        ("        request.has_begun = True  # the prefill node counted its hits\n", ""),
     ),
     bug(
         "D takes hand-offs on while it drains",
@@ -164,17 +167,17 @@ DECODE_BUGS: Final = [
     ),
     bug(
         "a large request starves",
-        LINE,
+        FAIRNESS,
         ("count += place.num_overtaken >= MAX_OVERTAKEN", "count += 0"),
     ),
     bug(
         "who has gone holds others up",
-        LINE,
+        FAIRNESS,
         ("            del self._places[each]\n", "            pass\n"),
     ),
     bug(
         "a line of one's own: whoever was refused goes first",
-        LINE,
+        FAIRNESS,
         ("        self._places.pop(request_id, None)\n", ""),
     ),
 ]

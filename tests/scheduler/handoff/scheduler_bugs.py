@@ -15,27 +15,32 @@ PREFILL_BUGS: Final = [
         "P computes before D has granted",
         PREFILL,
         (
-            "return self._side.may_compute(_as_prompt(request).key) and super()",
-            "return super()",
+            "return self._side.may_compute(key) and lease_of(request)",
+            "return lease_of(request)",
         ),
     ),
     bug(
         "what P is told within a step counts at once",
         PREFILL,
         (
-            "        if self._in_flight is not None:\n            self._told",
-            "        if False:\n            self._told",
+            "        if self._batch.in_flight is not None:\n            self._deferred",
+            "        if False:\n            self._deferred",
         ),
     ),
     bug(
         "what P is told within a step is forgotten",
         PREFILL,
-        ("        for call in told:\n", "        for call in told[:0]:\n"),
+        ("        for call in deferred:\n", "        for call in deferred[:0]:\n"),
     ),
     bug(
         "P gives the lease of a hand-off back itself",
         PREFILL,
-        ("        request.lease = None  # it is the side's", "        super()._release(request)"),
+        (
+            "        request.lease = None\n",
+            "        if request.lease is not None:\n"
+            "            self._side._manager.release(request.lease)\n"
+            "        request.lease = None\n",
+        ),
     ),
     bug(
         "P does not say what it has sampled",
@@ -61,7 +66,7 @@ PREFILL_BUGS: Final = [
     bug(
         "P begins hand-offs while it drains",
         PREFILL,
-        ("        if not self._is_draining:\n", "        if True:\n"),
+        ("        self._batch.is_paused = True\n", ""),
     ),
     bug(
         "P resets the cache while D reads it",
@@ -94,8 +99,8 @@ PREFILL_BUGS: Final = [
         "batch.py",
         ("            self._stats.admitted += 1\n", ""),
         (
-            "        lease = request.lease = self._take_blocks(request, match)\n",
-            "        lease = request.lease = self._take_blocks(request, match)\n"
+            "        lease = request.lease = self._leases.reserve(request, match)\n",
+            "        lease = request.lease = self._leases.reserve(request, match)\n"
             "        self._stats.admitted += request.status is RequestStatus.WAITING\n",
         ),
     ),
@@ -103,8 +108,8 @@ PREFILL_BUGS: Final = [
         "groups of layers may be left out",
         PREFILL,
         (
-            "if plan is not self._in_flight or group != self._num_written:",
-            "if plan is not self._in_flight:",
+            "if plan is not self._batch.in_flight or group != self._num_written:",
+            "if plan is not self._batch.in_flight:",
         ),
     ),
 ]

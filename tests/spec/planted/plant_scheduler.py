@@ -16,8 +16,8 @@ from radixkv.spec.harness.scheduler.world import SchedulerSubject
 from .plant import Bug
 
 FOLDER = Path(radixkv.scheduler.mixed.__file__).parent
-FILES = ("errors", "request", "step_plan", "policy", "reservation", "preemption",
-         "request_transfers", "request_queues", "batch", "mixed")  # fmt: skip
+FILES = ("errors", "request", "step_plan", "policy", "reservation", "leases", "request_transfers",
+         "request_queues", "preemption", "batch", "base", "mixed")  # fmt: skip
 """What a copy has, each after what it imports."""
 NAMES = ("Fcfs", "MixedScheduler", "Priority", "Request", "RequestError", "StepOrderError",
          "StepPlan")  # fmt: skip

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from .plant import bug
 
-LIVE, BATCH = "request_queues.py", "batch.py"
+BATCH, LEASES, PREEMPTION = "batch.py", "leases.py", "preemption.py"
 REQUEST, RESERVATION = "request.py", "reservation.py"
 
 PREEMPTION_BUGS = (
     bug(
         "the first is the victim",
-        BATCH,
-        (
-            "victim = max(self._running, key=self.policy.order)",
-            "victim = min(self._running, key=self.policy.order)",
-        ),
+        PREEMPTION,
+        ("victim = max(running,", "victim = min(running,"),
     ),
     bug(
         "who prefills starts again for whoever waits",
         BATCH,
         (
             "        self._plan_decode(plan)\n",
-            "        again = self._parked and all(r.is_prefilling for r in self._running)\n"
-            "        while again and self._running and not self.prefix_cache:\n"
-            "            self._preempt(plan)\n"
+            "        running = self.queues.running\n"
+            "        again = self.queues.preempted and all(r.is_prefilling for r in running)\n"
+            "        while again and running and not self.prefix_cache:\n"
+            "            self.preemption.preempt(plan)\n"
             "        self._plan_decode(plan)\n",
         ),
-        ('        assert len(self._running) > 1, f"{victim!r} does not fit alone"\n', ""),
-        ("        if not plan.preempted:\n", "        if True:\n"),
+        ("        if not (plan.preempted or self.is_paused):\n", "        if True:\n"),
+        elsewhere=(
+            (PREEMPTION, '        assert len(running) > 1, f"{victim!r} does not fit alone"\n', ""),
+        ),
         unclaimed=(
             "policy",
             "reserves",
@@ -40,26 +40,26 @@ PREEMPTION_BUGS = (
     ),
     bug(
         "the victim is who was admitted last",
-        BATCH,
-        ("victim = max(self._running, key=self.policy.order)", "victim = self._running[-1]"),
+        PREEMPTION,
+        ("victim = max(running, key=self._queues.policy.order)", "victim = running[-1]"),
         seen_in="vLLM: priorities and preemption",
     ),
     bug(
         "preempts as soon as the pool is low",
-        BATCH,
+        PREEMPTION,
         (
-            "            try:\n                self.manager.extend_batch(rows)",
+            "            try:\n                self._manager.extend_batch(rows)",
             "            try:\n"
-            "                low = self.manager.available < len(rows) and len(rows) > 1\n"
+            "                low = self._manager.available < len(rows) and len(rows) > 1\n"
             "                if low and not plan.preempted:\n"
             "                    raise OutOfBlocksError(0, 0)\n"
-            "                self.manager.extend_batch(rows)",
+            "                self._manager.extend_batch(rows)",
         ),
         seen_in="FastDeploy PR 8022",
     ),
     bug(
         "a victim loses what it generated",
-        LIVE,
+        PREEMPTION,
         (
             "        victim.num_computed = 0\n",
             "        victim.num_computed = 0\n"
@@ -70,19 +70,19 @@ PREEMPTION_BUGS = (
     ),
     bug(
         "a victim's blocks are forgotten",
-        LIVE,
+        PREEMPTION,
         (
-            "        self._release(victim)\n",
-            "        keep = len(self._running) > 1\n        if not keep:\n"
-            "            self._release(victim)\n        victim.lease = None\n",
+            "        self._leases.release(victim)\n",
+            "        keep = len(self._queues.running) > 2\n        if not keep:\n"
+            "            self._leases.release(victim)\n        victim.lease = None\n",
         ),
     ),
     bug(
         "a victim's lease is given back again",
-        LIVE,
+        LEASES,
         (
-            "            self.manager.release(request.lease)\n            request.lease = None",
-            "            self.manager.release(request.lease)",
+            "            self._manager.release(request.lease)\n            request.lease = None",
+            "            self._manager.release(request.lease)",
         ),
         seen_in="FastDeploy PR 3293",
     ),
@@ -93,25 +93,26 @@ END_BUGS = (
         "an ended request stays among those that run",
         BATCH,
         (
-            "                    self._running.remove(request)\n                    self._end",
-            "                    self._end",
+            "        self.queues.remove(request)\n",
+            "        self.queues.remove(request)\n"
+            "        if reason != 'abort':\n            self.queues.running.append(request)\n",
         ),
     ),
     bug(
         "an abort in a step never gives the blocks back",
         BATCH,
-        ("self._release(request)\n                continue", "continue"),
+        ("self._leases.release(request)\n                continue", "continue"),
         seen_in="SGLang #9817",
     ),
     bug(
         "an abort takes the blocks of a running step",
-        LIVE,
-        ("keep_lease=held_by_step", "keep_lease=False"),
+        BATCH,
+        ("keep_lease=in_step", "keep_lease=False"),
         seen_in="vllm-ascend #14055, vLLM #52360",
     ),
     bug(
         "a preempted request cannot be aborted",
-        LIVE,
+        BATCH,
         (
             "        if request is None:\n            return False",
             "        if request is None or request.status is RequestStatus.PREEMPTED:\n"
@@ -121,7 +122,7 @@ END_BUGS = (
     ),
     bug(
         "who ends by a stop token leaks its blocks",
-        LIVE,
+        BATCH,
         (
             "        if not keep_lease:",
             "        if reason == 'stop':\n            request.lease = None\n"
@@ -130,7 +131,7 @@ END_BUGS = (
     ),
     bug(
         "an aborted request leaks its blocks, unseen",
-        LIVE,
+        BATCH,
         (
             "        if not keep_lease:",
             "        if reason == 'abort':\n            request.lease = None\n"
@@ -155,12 +156,12 @@ END_BUGS = (
     bug(
         "the plan of a step is not asked for",
         BATCH,
-        ("        if plan is not self._in_flight:", "        if False:"),
+        ("        if plan is not self.in_flight:", "        if False:"),
         seen_in="vLLM #45497: stale messages",
     ),
     bug(
         "a request may be added twice",
-        LIVE,
+        BATCH,
         ("if request.status is not RequestStatus.WAITING or request.output_tokens:", "if False:"),
     ),
 )
@@ -204,7 +205,7 @@ RESERVATION_BUGS = (
         elsewhere=(
             (
                 BATCH,
-                "assert plan.chunks or not self.has_work or self._waits_for_others(), (",
+                "assert plan.chunks or not self.queues or self._is_waiting(), (",
                 "assert True, (",
             ),
         ),

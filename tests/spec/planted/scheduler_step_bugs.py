@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from .plant import bug
 
-LIVE, BATCH, REQUEST, POLICY = "request_queues.py", "batch.py", "request.py", "policy.py"
+BATCH, LEASES, POLICY = "batch.py", "leases.py", "policy.py"
+PREEMPTION, QUEUES, REQUEST = "preemption.py", "request_queues.py", "request.py"
 
 STEP_BUGS = (
     bug(
@@ -26,15 +27,15 @@ STEP_BUGS = (
         "a request that was just admitted is planned twice",
         BATCH,
         (
-            """        for request in self._running:
+            """        for request in self.queues.running:
             if request.is_prefilling:
                 self._plan_prefill(plan, request)
-        if not plan.preempted:
+        if not (plan.preempted or self.is_paused):
             self._admit(plan)
 """,
-            """        if not plan.preempted:
+            """        if not (plan.preempted or self.is_paused):
             self._admit(plan)
-        for request in self._running:
+        for request in self.queues.running:
             if request.is_prefilling:
                 self._plan_prefill(plan, request)
 """,
@@ -43,16 +44,16 @@ STEP_BUGS = (
     ),
     bug(
         "the last to decode is not grown",
-        BATCH,
-        ("self.manager.extend_batch(rows)", "self.manager.extend_batch(rows[:-1])"),
+        PREEMPTION,
+        ("self._manager.extend_batch(rows)", "self._manager.extend_batch(rows[:-1])"),
     ),
     bug(
         "who comes to the end of a block gets none",
-        BATCH,
+        PREEMPTION,
         (
-            "self.manager.extend_batch(rows)",
-            "used = self.manager.tables.num_tokens[rows] % self.manager.block_size\n"
-            "                self.manager.extend_batch(rows[used > 0])",
+            "self._manager.extend_batch(rows)",
+            "used = self._manager.tables.num_tokens[rows] % self._manager.block_size\n"
+            "                self._manager.extend_batch(rows[used > 0])",
         ),
         seen_in="FastDeploy v1: allocate returns nothing and the request runs",
     ),
@@ -60,7 +61,7 @@ STEP_BUGS = (
         "who decodes gets its blocks a token too early",
         BATCH,
         (
-            "lease = request.lease = self._take_blocks(request, match)",
+            "lease = request.lease = self._leases.reserve(request, match)",
             "lease = request.lease = self.manager.admit(match); "
             "self.manager.available and self.manager.extend(lease, 1)",
         ),
@@ -90,7 +91,7 @@ STEP_BUGS = (
             "was = min(request.num_computed, request.num_tokens - 1)\n"
             "        request.num_computed = max(hit_tokens, was)",
         ),
-        elsewhere=((LIVE, "        victim.num_computed = 0\n", ""),),
+        elsewhere=((PREEMPTION, "        victim.num_computed = 0\n", ""),),
         seen_in="vLLM #18631",
     ),
     bug(
@@ -110,7 +111,7 @@ STEP_BUGS = (
     ),
     bug(
         "more is published than was computed",
-        BATCH,
+        LEASES,
         ("request.tokens[: request.num_computed])", "request.tokens)"),
         seen_in="FastDeploy 7364",
     ),
@@ -145,18 +146,18 @@ ADMISSION_BUGS = (
     ),
     bug(
         "the last to come is tried first",
-        LIVE,
+        QUEUES,
         (
-            "insort(self._waiting, request, key=self.policy.order)",
-            "self._waiting.insert(0, request)",
+            "insort(self.waiting, request, key=self.policy.order)",
+            "self.waiting.insert(0, request)",
         ),
     ),
     bug(
         "new ones starve those that came before",
-        LIVE,
+        QUEUES,
         (
-            "insort(self._waiting, request, key=self.policy.order)",
-            "self._waiting.insert(0, request)",
+            "insort(self.waiting, request, key=self.policy.order)",
+            "self.waiting.insert(0, request)",
         ),
         unclaimed=("policy", "reserves"),
     ),
@@ -177,15 +178,15 @@ ADMISSION_BUGS = (
         "new ones are tried before preempted ones",
         BATCH,
         (
-            "for queue in (self._parked, self._waiting):",
-            "for queue in (self._waiting, self._parked):",
+            "for queue in (queues.preempted, queues.waiting):",
+            "for queue in (queues.waiting, queues.preempted):",
         ),
         seen_in="schedulers.md D7",
     ),
     bug(
         "a victim is admitted again in the same step",
         BATCH,
-        ("        if not plan.preempted:\n", "        if True:\n"),
+        ("        if not (plan.preempted or self.is_paused):\n", "        if True:\n"),
         seen_in="vLLM #25538",
     ),
     bug(
@@ -205,12 +206,12 @@ ADMISSION_BUGS = (
     ),
     bug(
         "a request of the whole pool is refused at the door",
-        LIVE,
+        BATCH,
         ("if needed > num_blocks:", "if needed >= num_blocks:"),
     ),
     bug(
         "a request that can never fit is taken",
-        LIVE,
+        BATCH,
         ("if needed > num_blocks:", "if False:"),
         seen_in="vLLM #39734, FastDeploy PR 5544",
     ),
