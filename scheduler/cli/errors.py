@@ -1,5 +1,5 @@
-"""The one error a command raises for what its user typed or supplied."""
+"""The error that commands raise for wrong input."""
 
 
 class BadInputError(Exception):
-    """A file, option or request that the command cannot work with; the text is one line."""
+    """A file, option or request that the command cannot use; the text is one line."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +24,17 @@ from ...spec.harness.trace_file import (
     read_trace_file,
     replay_file,
 )
-from ..fuzz.campaign import (
-    Aim,
-    Report,
-    run_campaign,
-    subject_of,
-)
-from ..fuzz.targets import OWN
+from ..fuzz.campaign import CampaignConfig, CampaignResult, load_subject, run_campaign
+from ..fuzz.targets import DEFAULT_TARGETS
 from .errors import BadInputError
-from .output import check_destination
+from .output import check_destination, emit
 
 EXIT_FOUND = 1
 EXIT_INTERRUPTED = 130
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Hunt, or replay; show what was found."""
+    """Run a campaign or replay a finding, and print the result."""
     for option in ("json", "svg"):
         check_destination(getattr(arguments, option), f"--{option}")
     if arguments.engine == "hypothesis" and importlib.util.find_spec("hypothesis") is None:
@@ -47,131 +42,114 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.replay is not None:
             return _replay(arguments)
-        return _hunt(arguments)
+        return _run_campaign(arguments)
     except (TargetError, AdapterError) as error:
         raise BadInputError(_with_origin(arguments, error)) from error
     except TraceFileError as error:
         raise BadInputError(str(error)) from error
     except BrokenProcessPool:
-        raise BadInputError("one of the --jobs ended abruptly; try without --jobs") from None
+        raise BadInputError(
+            "a process of --jobs ended unexpectedly; run without --jobs to see why"
+        ) from None
     except (AttributeError, TypeError) as error:
         if not arguments.target:
-            raise  # ours: a defect
-        wanted = f"what it makes is no adapter of a {arguments.what or 'cache'}: {error}"
-        raise BadInputError(_with_origin(arguments, wanted)) from error
+            raise  # a bug of ours
+        problem = f"the factory made no adapter of a {arguments.what or 'cache'}: {error}"
+        raise BadInputError(_with_origin(arguments, problem)) from error
 
 
-def _with_origin(arguments: argparse.Namespace, what_is_wrong: object) -> str:
-    """Put in front what named the target: the option, or the file that is replayed."""
+def _with_origin(arguments: argparse.Namespace, problem: object) -> str:
+    """Prefix a problem with the source of the target: the option or the replayed file."""
     if arguments.target:
-        return f"--target {arguments.target}: {what_is_wrong}"
-    return f"{arguments.replay}: {what_is_wrong}" if arguments.replay else str(what_is_wrong)
+        return f"--target {arguments.target}: {problem}"
+    return f"{arguments.replay}: {problem}" if arguments.replay else str(problem)
 
 
-def _hunt(arguments: argparse.Namespace) -> int:
+def _run_campaign(arguments: argparse.Namespace) -> int:
     what: What = arguments.what or "cache"
-    aim = Aim(
+    config = CampaignConfig(
         what,
-        arguments.target or OWN[what],
+        arguments.target or DEFAULT_TARGETS[what],
         arguments.depth or ("api" if arguments.target else "full"),
         arguments.engine,
         arguments.seed,
     )
-    subject = subject_of(aim.what, aim.target, aim.depth)  # what is wrong with it is told at once
+    subject = load_subject(what, config.target, config.depth)  # here, to report errors at once
     seconds = 10.0 if arguments.seconds is None else arguments.seconds
-    report = run_campaign(
-        aim,
+    result = run_campaign(
+        config,
         num_steps=arguments.steps,
         seconds=None if arguments.steps is not None or seconds == 0 else seconds,
         num_jobs=arguments.jobs,
     )
-    origin = (aim.what, aim.target, aim.depth)
-    shown = _Shown(arguments, f"{_figures(report)}, seed {aim.seed}")
-    if report.finding is not None:
-        return shown.failure(subject, report.finding, origin)
-    shown.success("interrupted" if report.interrupted else "ok", report)
-    return EXIT_INTERRUPTED if report.interrupted else 0
+    rate = result.num_steps / result.wall_s if result.wall_s else 0
+    summary = (
+        f"{result.num_steps:,} steps, {result.num_cases:,} cases, {rate:,.0f} steps/s, "
+        f"seed {config.seed}"
+    )
+    if result.finding is not None:
+        origin = (what, config.target, config.depth)
+        return _emit_finding(arguments, subject, result.finding, origin, summary)
+    _emit_success(arguments, result, summary)
+    return EXIT_INTERRUPTED if result.interrupted else 0
 
 
 def _replay(arguments: argparse.Namespace) -> int:
     file = read_trace_file(Path(arguments.replay))
     what = _one_of(WHATS, arguments.what or file.what, f'{arguments.replay}: "what"')
-    target = arguments.target or file.target or OWN[what]
-    depth = arguments.depth or file.depth
-    depth = _one_of(DEPTHS, depth, f'{arguments.replay}: "depth"')
-    subject = subject_of(what, target, depth)
+    target = arguments.target or file.target or DEFAULT_TARGETS[what]
+    depth = _one_of(DEPTHS, arguments.depth or file.depth, f'{arguments.replay}: "depth"')
+    subject = load_subject(what, target, depth)
     try:
         finding = replay_file(subject, file)
     except TraceFileError as error:
         raise BadInputError(f"{arguments.replay}: {error}") from error
-    num_steps = len(file.finding.trace if finding is None else finding.trace)
-    shown = _Shown(arguments, f"{num_steps:,} steps of {arguments.replay}")
+    num_steps = len((finding or file.finding).trace)
+    summary = f"{num_steps:,} steps of {arguments.replay}"
     if finding is not None:
-        return shown.failure(subject, finding, (what, target, depth), shrinking=False)
-    shown.success("ok", Report(num_steps, 1))
+        origin = (what, target, depth)
+        return _emit_finding(arguments, subject, finding, origin, summary, shrinks=False)
+    _emit_success(arguments, CampaignResult(num_steps, 1), summary)
     return 0
 
 
-def _one_of(choices: tuple[Any, ...], value: str, where: str) -> Any:
+def _one_of(choices: tuple[Any, ...], value: str, place: str) -> Any:
     if value not in choices:
-        raise BadInputError(f"{where} must be one of {', '.join(choices)}, got {value!r}")
+        raise BadInputError(f"{place} must be one of {', '.join(choices)}, got {value!r}")
     return value
 
 
-def _figures(report: Report) -> str:
-    rate = report.num_steps / report.wall_s if report.wall_s else 0
-    return f"{report.num_steps:,} steps, {report.num_cases:,} cases, {rate:,.0f} steps/s"
+def _emit_finding(
+    arguments: argparse.Namespace,
+    subject: Subject,
+    finding: Finding,
+    origin: tuple[Any, Any, Any],
+    summary: str,
+    *,
+    shrinks: bool = True,
+) -> int:
+    """Print and write a finding, shrunk if it is reproducible."""
+    is_reproducible = breaks_again(subject, finding)
+    if shrinks and is_reproducible:
+        finding = shrink(subject, finding)
+    if arguments.svg is not None:
+        Path(arguments.svg).write_text(to_svg(subject, finding), encoding="utf-8")
+    parts = [to_program(finding, subject)]
+    if not is_reproducible:
+        parts.append("\nA replay of this trace breaks no rule: the target is not deterministic.")
+    parts.append(f"\nfailed: {finding.rule}: {summary}")
+    emit(arguments.json, TraceFile(finding, *origin).text(), *parts)
+    return EXIT_FOUND
 
 
-@dataclass(frozen=True)
-class _Shown:
-    """Writes the outcome where the options say: text on stdout, unless JSON goes there."""
-
-    arguments: argparse.Namespace
-    summary: str
-
-    def failure(
-        self,
-        subject: Subject,
-        found: Finding,
-        origin: tuple[Any, Any, Any],
-        shrinking: bool = True,
-    ) -> int:
-        """Show a finding, shrunk."""
-        again = breaks_again(subject, found)
-        finding = shrink(subject, found) if shrinking and again else found
-        self.json(TraceFile(finding, *origin).text())
-        if self.arguments.svg is not None:
-            Path(self.arguments.svg).write_text(to_svg(subject, finding), encoding="utf-8")
-        self.text(to_program(finding, subject))
-        if not again:
-            self.text("\nReplayed, this trace breaks nothing: what is tested is not deterministic.")
-        self.text(f"\nfailed: {finding.rule}: {self.summary}")
-        return EXIT_FOUND
-
-    def success(self, word: str, report: Report) -> None:
-        """Show that nothing was found."""
-        import json
-
-        figures = {
-            "steps": report.num_steps,
-            "cases": report.num_cases,
-            "wall_s": round(report.wall_s, 3),
-            "interrupted": report.interrupted,
-            "situations": dict(report.situations.most_common()),
-        }
-        self.json(json.dumps(figures, indent=1) + "\n")
-        self.text(f"{word}: {self.summary}")
-
-    def json(self, document: str) -> None:
-        """Write JSON where --json says."""
-        path = self.arguments.json
-        if path == "-":
-            print(document, end="")
-        elif path is not None:
-            Path(path).write_text(document, encoding="utf-8")
-
-    def text(self, text: str) -> None:
-        """Print text for people, unless stdout is for JSON."""
-        if self.arguments.json != "-":
-            print(text)
+def _emit_success(arguments: argparse.Namespace, result: CampaignResult, summary: str) -> None:
+    """Print and write the statistics of a campaign that broke no rule."""
+    statistics = {
+        "steps": result.num_steps,
+        "cases": result.num_cases,
+        "wall_s": round(result.wall_s, 3),
+        "interrupted": result.interrupted,
+        "situations": dict(result.situations.most_common()),
+    }
+    word = "interrupted" if result.interrupted else "ok"
+    emit(arguments.json, json.dumps(statistics, indent=1) + "\n", f"{word}: {summary}")

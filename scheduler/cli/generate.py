@@ -1,53 +1,41 @@
-"""`radixkv generate`: complete prompts with a checkpoint, greedily, all at once."""
+"""`radixkv generate`: complete prompts with a checkpoint, greedily, as one batch."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ...kvcache.storage import Storage
 from ...kvcache.storage.urls import namespace_digits
+from ..console import table
 from ..engine import Engine, make_storage_namespace
-from ..models import (
-    ModelConfig,
-    load_config,
-    load_model,
-    load_tokenizer,
-)
+from ..errors import HandoffFailedError
+from ..handoff import Timing
+from ..models import load_config, load_model, load_tokenizer
 from ..models.weights_digest import weights_digest
+from ..nodes import DecodeEngine, Disaggregated, PrefillEngine
+from ..nodes.transport import InProcessExchange, InProcessTransport
 from ..request import Request
-from .disaggregate_options import Sizes, check_apart
 from .errors import BadInputError
-from .options import check_sizes, host_tier
-from .output import (
-    check_destination,
-    emit,
-    format_table,
-)
-from .prompts import read_prompts
-from .tier_setup import (
-    check_server,
-    check_tiers,
-    describe_storage,
-    open_storage,
-)
-
-_MAX_RUNNING = 256
-_DEFAULT_TOKEN_BUDGET = 512
-_DEFAULT_CACHE_BYTES = 4 * 2**30
-_BYTES_PER_ELEMENT = 4  # the pools have the model's dtype, float32
+from .options.common import check_memory, host_tier, reserve_tokens
+from .options.generate import check
+from .output import check_destination, describe_node, describe_storage, emit
+from .prompts import Sizes, choose_sizes, read_prompts
+from .tiers import check_server, open_storage
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Generate, and print the new tokens of each prompt in the order of the file."""
     check_destination(arguments.json)
-    check_sizes(arguments)
-    check_tiers(arguments)
-    check_apart(arguments)
+    check_memory(arguments)
+    check(arguments)
     check_server(arguments)
     model_dir = Path(arguments.model_dir)
     config = load_config(model_dir)
@@ -56,45 +44,41 @@ def run(arguments: argparse.Namespace) -> int:
         vocab_size=config.vocab_size,
         encode=_make_encoder(model_dir),
     )
-    new_tokens, block_size = arguments.max_new_tokens, arguments.block_size
-    _check_positions(prompts, new_tokens, config)
-    needed = [-(-(len(prompt) + new_tokens) // block_size) for prompt in prompts]
-    num_blocks = arguments.device_blocks or _default_blocks(needed, config, block_size)
-    _check_fit(prompts, new_tokens, needed, num_blocks, block_size)
-    # Each size up to the budget is a program to compile: none that these prompts cannot fill.
-    token_budget = arguments.token_budget or min(_DEFAULT_TOKEN_BUDGET, sum(map(len, prompts)))
-
-    stop_token_ids = () if arguments.ignore_eos else config.eos_token_ids
+    sizes = choose_sizes(arguments, prompts, config)
     requests = [
-        Request(str(index), prompt, new_tokens, stop_token_ids=stop_token_ids)
+        Request(
+            str(index),
+            prompt,
+            arguments.max_new_tokens,
+            stop_token_ids=() if arguments.ignore_eos else config.eos_token_ids,
+        )
         for index, prompt in enumerate(prompts)
     ]
-    sizes = Sizes(
-        num_blocks=num_blocks,
-        token_budget=token_budget,
-        max_running=min(len(prompts), token_budget, _MAX_RUNNING),
-        max_model_len=max(map(len, prompts)) + new_tokens,
-    )
-    if arguments.transport == "inprocess":
-        from .generate_in_process import complete_in_process
-
-        stats = complete_in_process(arguments, requests, sizes)
-    elif arguments.disaggregate:
-        from .generate_on_nodes import complete_apart  # here, because it needs an extra
-
-        stats = complete_apart(arguments, requests, sizes)
+    if not arguments.disaggregate:
+        complete = complete_with_engine
+    elif arguments.transport == "inprocess":
+        complete = complete_in_process
     else:
-        stats = _complete(arguments, requests, sizes)
+        from .generate_on_nodes import complete_on_nodes  # here, because it needs an extra
+
+        complete = complete_on_nodes
+    stats = complete(arguments, requests, sizes)
     outputs = [[int(token) for token in request.output_tokens] for request in requests]
-    results = {"outputs": outputs, "stats": stats}
-    emit(arguments.json, results, lambda: _describe(results))
+    parts: list[Any] = [json.dumps(tokens) for tokens in outputs]
+    if stats:  # nodes of a gateway print their own
+        rows = [(name, str(value)) for name, value in _flatten(stats)]
+        parts += ["", table((), rows)]
+    emit(arguments.json, {"outputs": outputs, "stats": stats}, *parts)
     return 0
 
 
-def _complete(
+def complete_with_engine(
     arguments: argparse.Namespace, requests: Sequence[Request], sizes: Sizes
 ) -> dict[str, Any]:
-    """Run all prompts to their ends; what storage is to keep is there when this returns."""
+    """Complete all requests with one engine, and return its statistics.
+
+    Blocks for storage are stored when this returns.
+    """
     model_dir = Path(arguments.model_dir)
     model = load_model(model_dir)
     namespace = None
@@ -107,7 +91,7 @@ def _complete(
             block_size=arguments.block_size,
             **asdict(sizes),
             prefix_cache=not arguments.no_prefix_cache,
-            reserve_tokens=arguments.reserve_tokens,
+            reserve_tokens=reserve_tokens(arguments),
             preempt=arguments.preempt,
             host=host_tier(arguments),
             storage=storage,
@@ -126,59 +110,71 @@ def _complete(
     return stats
 
 
+def complete_in_process(
+    arguments: argparse.Namespace, requests: Sequence[Request], sizes: Sizes
+) -> dict[str, Any]:
+    """Complete all requests with nodes in this process, and return the statistics of each.
+
+    Raises:
+        HandoffFailedError: A request failed.
+    """
+    model_dir = Path(arguments.model_dir)
+    model, exchange = load_model(model_dir), InProcessExchange()
+    revision = weights_digest(model_dir)
+    namespace = make_storage_namespace(model, revision, arguments.block_size)
+    options: dict[str, Any] = {
+        "epoch": 1,
+        "now": time.monotonic(),
+        "timing": Timing(),
+        "block_size": arguments.block_size,
+        **asdict(sizes),
+        "weights_revision": revision,
+        "host": host_tier(arguments),
+    }
+    generation = {"preempt": arguments.preempt, "reserve_tokens": reserve_tokens(arguments)}
+    storages: dict[str, Storage | None] = {}
+    with ExitStack() as stack:
+
+        def make(kind: Callable[..., Any], name: str, **more: Any) -> Any:
+            """Make a node with a storage of its own, which only that node polls."""
+            storage = stack.enter_context(open_storage(arguments, namespace, node=name))
+            storages[name] = storage
+            more |= {"storage": storage, "storage_namespace": namespace if storage else None}
+            return kind(model, InProcessTransport(exchange), **options, **more)
+
+        nodes = Disaggregated(
+            [make(PrefillEngine, f"prefill-{i}") for i in range(arguments.prefill or 1)],
+            [make(DecodeEngine, f"decode-{i}", **generation) for i in range(arguments.decode or 1)],
+        )
+        try:
+            for request in requests:
+                nodes.add_request(request)
+            nodes.run()
+            for request_id, reason in nodes.failures.items():
+                raise HandoffFailedError(f"prompt {request_id}: {reason}")
+        finally:
+            nodes.close()  # stores what is still on its way to storage
+        return {name: describe_node(stats, storages[name]) for name, stats in nodes.stats().items()}
+
+
 def _make_encoder(model_dir: Path) -> Callable[[str], list[int]]:
-    """Return what turns a string into token ids; the tokenizer is loaded at its first call."""
+    """Return a function from a string to token ids, which loads the tokenizer at its first call."""
     load = cache(load_tokenizer)
 
     def encode(text: str) -> list[int]:
         tokenizer = load(model_dir)
         if tokenizer is None:
-            raise BadInputError(f"a prompt is a string, but {model_dir} has no tokenizer.json")
+            raise BadInputError(
+                f"expected prompts as lists of token ids, got a string, but {model_dir} has no "
+                "tokenizer.json"
+            )
         return list(tokenizer.encode(text).ids)
 
     return encode
 
 
-def _check_positions(prompts: list[list[int]], new_tokens: int, config: ModelConfig) -> None:
-    for index, prompt in enumerate(prompts):
-        if len(prompt) + new_tokens > config.max_positions:
-            raise BadInputError(
-                f"prompt {index}: its {len(prompt)} tokens and {new_tokens} new ones are more "
-                f"than the {config.max_positions} positions of the model"
-            )
-
-
-def _default_blocks(needed: list[int], config: ModelConfig, block_size: int) -> int:
-    """Blocks for all prompts at once, within the default size; never too few for the longest."""
-    elements_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    bytes_per_block = elements_per_token * block_size * _BYTES_PER_ELEMENT
-    return max(min(sum(needed), _DEFAULT_CACHE_BYTES // bytes_per_block), max(needed))
-
-
-def _check_fit(
-    prompts: list[list[int]],
-    new_tokens: int,
-    needed: list[int],
-    num_blocks: int,
-    block_size: int,
-) -> None:
-    for index, (prompt, blocks) in enumerate(zip(prompts, needed, strict=True)):
-        if blocks > num_blocks:
-            raise BadInputError(
-                f"prompt {index}: its {len(prompt)} tokens and {new_tokens} new ones need "
-                f"{blocks} blocks of {block_size}, but the cache has {num_blocks}"
-            )
-
-
-def _describe(results: dict[str, Any]) -> str:
-    """One line of token ids per prompt, then the statistics."""
-    rows = [(name, str(value)) for name, value in _flatten(results["stats"])]
-    lines = [json.dumps(tokens) for tokens in results["outputs"]]
-    return "\n".join([*lines, "", format_table(rows)] if rows else lines)  # none with --gateway
-
-
 def _flatten(stats: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each figure with its place, as `cache.free_blocks`; nothing for a tier not there."""
+    """Yield each figure with its path, as `cache.free_blocks`; skip tiers that are not there."""
     for name, value in stats.items():
         if isinstance(value, dict):
             yield from _flatten(value, f"{prefix}{name}.")

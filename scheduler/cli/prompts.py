@@ -1,26 +1,48 @@
-"""Reading a prompts file: a JSON list of prompts, each a list of token ids or a string."""
+"""Prompts of `radixkv generate`: reading and checking the file, and sizes that suit the prompts."""
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from .errors import BadInputError
+
+if TYPE_CHECKING:
+    from ..models import ModelConfig
+
+_MAX_RUNNING: Final = 256
+_DEFAULT_TOKEN_BUDGET: Final = 512
+_DEFAULT_CACHE_BYTES: Final = 4 * 2**30
+_BYTES_PER_ELEMENT: Final = 4
+"""Bytes of a float32, the dtype of the model and its pools."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of an engine, or of each node, that suit the prompts."""
+
+    num_blocks: int
+    token_budget: int
+    max_running: int
+    max_model_len: int
 
 
 def read_prompts(
     path: Path, *, vocab_size: int, encode: Callable[[str], list[int]]
 ) -> list[list[int]]:
-    """Read a prompts file and check all of it.
+    """Read and check a prompts file: a JSON list of lists of token ids, or of strings.
 
     Args:
         path: The file.
-        vocab_size: Token ids must be below it.
-        encode: Turns a string into token ids; called for prompts that are strings only.
+        vocab_size: Upper limit of token ids, exclusive.
+        encode: Function from a string to token ids, called only for prompts that are strings.
 
     Raises:
-        BadInputError: The file is not a JSON list of prompts, or one of them is empty, of another
+        BadInputError: The file is not a JSON list of prompts, or a prompt is empty, has the wrong
             type, or has an id outside the vocabulary; the message names its index.
     """
     try:
@@ -30,11 +52,51 @@ def read_prompts(
     if not isinstance(prompts, list):
         raise BadInputError(f"{path}: expected a list of prompts, got {_kind(prompts)}")
     if not prompts:
-        raise BadInputError(f"{path}: has no prompts")
+        raise BadInputError(f"{path}: expected at least one prompt, got an empty list")
     return [
         _check_prompt(f"{path}: prompt {index}", prompt, vocab_size, encode)
         for index, prompt in enumerate(prompts)
     ]
+
+
+def choose_sizes(
+    arguments: argparse.Namespace, prompts: Sequence[Sequence[int]], config: ModelConfig
+) -> Sizes:
+    """Return the sizes that the options give, or that the prompts need.
+
+    Raises:
+        BadInputError: A prompt with its new tokens does not fit the model or the cache.
+    """
+    block_size = arguments.block_size
+    num_tokens = [len(prompt) + arguments.max_new_tokens for prompt in prompts]
+    needed = [-(-number // block_size) for number in num_tokens]
+    num_blocks = arguments.device_blocks or _default_blocks(needed, config, block_size)
+    for index, (prompt, blocks) in enumerate(zip(prompts, needed, strict=True)):
+        tokens = f"{len(prompt)} prompt tokens and {arguments.max_new_tokens} new tokens"
+        if num_tokens[index] > config.max_positions:
+            raise BadInputError(
+                f"prompt {index}: {tokens} exceed the {config.max_positions} positions of the model"
+            )
+        if blocks > num_blocks:
+            raise BadInputError(
+                f"prompt {index}: {tokens} need {blocks} blocks of {block_size} tokens, but the "
+                f"cache has {num_blocks}"
+            )
+    # Each size up to the budget is compiled: no larger one than all prompts together.
+    token_budget = arguments.token_budget or min(_DEFAULT_TOKEN_BUDGET, sum(map(len, prompts)))
+    return Sizes(
+        num_blocks=num_blocks,
+        token_budget=token_budget,
+        max_running=min(len(prompts), token_budget, _MAX_RUNNING),
+        max_model_len=max(num_tokens),
+    )
+
+
+def _default_blocks(needed: list[int], config: ModelConfig, block_size: int) -> int:
+    """Return room for all prompts within the default size, and for the longest in any case."""
+    elements_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    bytes_per_block = elements_per_token * block_size * _BYTES_PER_ELEMENT
+    return max(min(sum(needed), _DEFAULT_CACHE_BYTES // bytes_per_block), max(needed))
 
 
 def _check_prompt(
@@ -46,20 +108,21 @@ def _check_prompt(
             f"{place}: expected a list of token ids or a string, got {_kind(prompt)}"
         )
     if not token_ids:
-        raise BadInputError(f"{place}: is empty")
+        raise BadInputError(f"{place}: expected at least one token, got none")
     for position, token in enumerate(token_ids):
         if isinstance(token, bool) or not isinstance(token, int):
             raise BadInputError(f"{place}: token {position} must be an integer, got {_kind(token)}")
         if not 0 <= token < vocab_size:
             raise BadInputError(
-                f"{place}: token {position} is {token}, outside the vocabulary of {vocab_size}"
+                f"{place}: token {position} must be in the vocabulary, 0 to {vocab_size - 1}, "
+                f"got {token}"
             )
     return token_ids
 
 
 def _encode(place: str, prompt: str, encode: Callable[[str], list[int]]) -> list[int]:
     try:
-        prompt.encode()  # JSON can spell half a surrogate pair, which is no character
+        prompt.encode()  # JSON can express half of a surrogate pair
     except UnicodeEncodeError as error:
         raise BadInputError(f"{place}: is not text: {error}") from error
     return encode(prompt)
@@ -77,5 +140,5 @@ _KINDS: dict[type, str] = {
 
 
 def _kind(value: object) -> str:
-    """Name the JSON type of a parsed value."""
+    """Return the name of the JSON type of a parsed value."""
     return _KINDS[type(value)]

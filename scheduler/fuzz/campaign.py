@@ -1,7 +1,7 @@
-"""A campaign: many short runs, one after the other or in several processes, until a rule breaks.
+"""Campaigns: many short runs against the specification, in one or several processes.
 
-The runs are numbered, and the seed of each follows from the campaign's and its number. So a seed
-gives the same cases whatever the number of processes and however fast they are.
+Runs are numbered, and the seed of each follows from the seed of the campaign and its number. A seed
+therefore gives the same cases for any number of processes, and however fast they are.
 """
 
 from __future__ import annotations
@@ -23,46 +23,46 @@ from ...spec.harness.engine import Finding, Subject
 from ...spec.harness.random_engine import Run
 from ...spec.harness.subjects import What, make_subject
 from ..interrupts import hold_interrupts
-from .targets import OWN
+from .targets import DEFAULT_TARGETS
 
 EngineName: TypeAlias = Literal["random", "hypothesis"]
 
 STEPS_PER_RUN: Final = {"random": 1_000, "hypothesis": 5_000}
-"""Short, so that the time is looked at often; long enough for Hypothesis to vary its choices."""
+"""Steps per run: few, to check the time often, but enough for Hypothesis to vary its choices."""
 
 STEPS_PER_CASE: Final = {"random": 100, "hypothesis": 50}
 
 
 @dataclass(frozen=True)
-class Aim:
-    """What is tested, and how; plain data, so that it goes to another process.
+class CampaignConfig:
+    """What a campaign tests, and how; plain data, which can be sent to another process.
 
     Attributes:
-        what: the kind of thing.
-        target: where its factory is imported from.
-        depth: how deep it is looked into.
-        engine: who chooses.
-        seed: of the campaign.
+        what: Kind of the target.
+        target: Import path of its factory.
+        depth: How much of it is checked.
+        engine: Generator of the operations.
+        seed: Seed of the campaign.
     """
 
     what: What = "cache"
-    target: str = OWN["cache"]
+    target: str = DEFAULT_TARGETS["cache"]
     depth: Depth = "full"
     engine: EngineName = "random"
     seed: int = 0
 
 
 @dataclass
-class Report:
-    """What a campaign did.
+class CampaignResult:
+    """What a campaign did and found.
 
     Attributes:
-        num_steps: operations applied.
-        num_cases: worlds they were applied to.
-        wall_s: how long it took.
-        finding: the rule that broke, as found, if one did.
-        situations: how often each situation of interest came up.
-        interrupted: whether it was stopped from outside.
+        num_steps: Number of operations applied.
+        num_cases: Number of worlds they were applied to.
+        wall_s: Duration.
+        finding: The rule that broke, before shrinking, or None.
+        situations: How often each situation of interest occurred.
+        interrupted: Whether ctrl-C ended the campaign.
     """
 
     num_steps: int = 0
@@ -73,7 +73,7 @@ class Report:
     interrupted: bool = False
 
     def add(self, run: Run, steps_per_case: int) -> None:
-        """Count a run in."""
+        """Add the counts of a run, and its finding if it is the first."""
         self.num_steps += run.num_steps
         self.num_cases += -(-run.num_steps // (steps_per_case + 1))
         self.situations.update(run.situations)
@@ -81,62 +81,58 @@ class Report:
 
 
 @cache
-def subject_of(what: What, target: str, depth: Depth) -> Subject:
-    """Import what is to be tested.
+def load_subject(what: What, target: str, depth: Depth) -> Subject:
+    """Import a target and wrap it for the harness.
 
     Raises:
-        TargetError: it cannot be imported.
+        TargetError: The target cannot be imported.
     """
     return make_subject(what, load_target(target), depth)
 
 
-def run_part(aim: Aim, number: int, num_steps: int) -> Run:
-    """Do one of a campaign's runs."""
-    subject = subject_of(aim.what, aim.target, aim.depth)
-    seed = random.Random(f"{aim.seed} {number}").getrandbits(31)
-    return _engine(aim.engine)(subject, seed, num_steps, STEPS_PER_CASE[aim.engine])
-
-
-def _engine(name: EngineName) -> Callable[[Subject, int, int, int], Run]:
-    if name == "random":
-        from ...spec.harness.random_engine import run as run_random
-
-        return run_random
-    from ...spec.harness.hypothesis_engine import run as run_hypothesis
-
-    return run_hypothesis
+def run_part(config: CampaignConfig, number: int, num_steps: int) -> Run:
+    """Perform one run of a campaign."""
+    run: Callable[[Subject, int, int, int], Run]
+    if config.engine == "random":
+        from ...spec.harness.random_engine import run
+    else:
+        from ...spec.harness.hypothesis_engine import run
+    subject = load_subject(config.what, config.target, config.depth)
+    seed = random.Random(f"{config.seed} {number}").getrandbits(31)
+    return run(subject, seed, num_steps, STEPS_PER_CASE[config.engine])
 
 
 def run_campaign(
-    aim: Aim, *, num_steps: int | None = None, seconds: float | None = None, num_jobs: int = 1
-) -> Report:
-    """Run until a rule breaks, or enough is done, or the keyboard interrupts.
+    config: CampaignConfig,
+    *,
+    num_steps: int | None = None,
+    seconds: float | None = None,
+    num_jobs: int = 1,
+) -> CampaignResult:
+    """Perform runs until a rule breaks, a limit is reached, or ctrl-C.
 
     Args:
-        aim: what to test.
-        num_steps: end after so many steps, to the end of the last case; None: by time.
-        seconds: end after so long; None with `num_steps` None: never.
-        num_jobs: processes.
+        config: What to test.
+        num_steps: Stop after this many steps and the rest of the last case; None for no limit.
+        seconds: Stop after this time; None for no limit.
+        num_jobs: Number of processes.
     """
-    report = Report()
+    result = CampaignResult()
     begin = time.monotonic()
-
-    def in_time() -> bool:
-        return seconds is None or time.monotonic() - begin < seconds
-
-    parts = _parts(STEPS_PER_RUN[aim.engine], num_steps)
-    runs = _runs_here(aim, parts) if num_jobs == 1 else _runs_in_jobs(aim, parts, num_jobs)
+    parts = _parts(STEPS_PER_RUN[config.engine], num_steps)
+    runs = _runs_here(config, parts) if num_jobs == 1 else _runs_in_jobs(config, parts, num_jobs)
     try:
         for run in runs:
-            report.add(run, STEPS_PER_CASE[aim.engine])
-            if report.finding is not None or not in_time():
+            result.add(run, STEPS_PER_CASE[config.engine])
+            is_late = seconds is not None and time.monotonic() - begin >= seconds
+            if result.finding is not None or is_late:
                 break
     except KeyboardInterrupt:
-        report.interrupted = True
+        result.interrupted = True
     finally:
         runs.close()
-    report.wall_s = time.monotonic() - begin
-    return report
+    result.wall_s = time.monotonic() - begin
+    return result
 
 
 def _parts(steps_per_run: int, num_steps: int | None) -> Iterator[tuple[int, int]]:
@@ -151,18 +147,18 @@ def _parts(steps_per_run: int, num_steps: int | None) -> Iterator[tuple[int, int
 _Runs: TypeAlias = Generator[Run, None, None]
 
 
-def _runs_here(aim: Aim, parts: Iterator[tuple[int, int]]) -> _Runs:
+def _runs_here(config: CampaignConfig, parts: Iterator[tuple[int, int]]) -> _Runs:
     for number, num_steps in parts:
-        yield run_part(aim, number, num_steps)
+        yield run_part(config, number, num_steps)
 
 
-def _runs_in_jobs(aim: Aim, parts: Iterator[tuple[int, int]], num_jobs: int) -> _Runs:
+def _runs_in_jobs(config: CampaignConfig, parts: Iterator[tuple[int, int]], num_jobs: int) -> _Runs:
     with _processes(num_jobs) as pool:
         pending: set[Future[Run]] = set()
         while True:
             while len(pending) < 2 * num_jobs and (part := next(parts, None)) is not None:
-                with hold_interrupts():  # it may start a process
-                    pending.add(pool.submit(run_part, aim, *part))
+                with hold_interrupts():  # submit may start a process
+                    pending.add(pool.submit(run_part, config, *part))
             if not pending:
                 return
             ended, pending = wait(pending, return_when=FIRST_COMPLETED)
@@ -172,7 +168,7 @@ def _runs_in_jobs(aim: Aim, parts: Iterator[tuple[int, int]], num_jobs: int) -> 
 
 @contextmanager
 def _processes(num_jobs: int) -> Iterator[ProcessPoolExecutor]:
-    """Fresh processes: a fork of one with threads, as JAX has, can hang."""
+    """Yield a pool of spawned processes: a fork of a process with threads, as of JAX, can hang."""
     pool = ProcessPoolExecutor(num_jobs, get_context("spawn"))
     try:
         yield pool

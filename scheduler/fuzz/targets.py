@@ -1,6 +1,6 @@
-"""What ``radixkv fuzz`` tests if it is given no target: our own, by names that can be imported.
+"""Default targets of ``radixkv fuzz``: factories of adapters of our own classes.
 
-What is written to a trace file is such a name, so that the file can be replayed by whoever has it.
+A trace file contains the import path of its target, so it can be replayed on another machine.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from typing import Any, Final
 
 from ...spec.harness.subjects import What
 
-OWN: Final[dict[What, str]] = {
+DEFAULT_TARGETS: Final[dict[What, str]] = {
     what: f"{__name__}:{what}" for what in ("cache", "pool", "scheduler", "tiers")
 }
-"""Our target of each kind."""
+"""Import path of our target of each kind."""
 
 
 def cache(num_blocks: int, block_size: int) -> Any:

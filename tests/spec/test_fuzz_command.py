@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from radixkv.scheduler.cli.main import main
-from radixkv.scheduler.fuzz.campaign import Aim, run_campaign
+from radixkv.scheduler.fuzz.campaign import CampaignConfig, run_campaign
 from radixkv.spec.harness.trace_file import read_trace_file
 
 from . import toys
@@ -134,7 +134,7 @@ def test_what_comes_up_once_only_is_shown_as_it_was_found(fuzz: Any, tmp_path: P
     )
     outcome = fuzz("--target", f"{tmp_path / 'fickle_toy.py'}:Fickle")
     assert outcome.status == 1
-    assert "Replayed, this trace breaks nothing: what is tested is not deterministic." in (
+    assert "A replay of this trace breaks no rule: the target is not deterministic." in (
         outcome.stdout
     )
 
@@ -193,7 +193,7 @@ def test_a_process_that_dies(fuzz: Any, tmp_path: Path) -> None:
     assert outcome == (
         2,
         "",
-        "radixkv: one of the --jobs ended abruptly; try without --jobs\n",
+        "radixkv: a process of --jobs ended unexpectedly; run without --jobs to see why\n",
     )
 
 
@@ -207,7 +207,7 @@ def test_a_pool_that_is_none(fuzz: Any, tmp_path: Path) -> None:
     assert outcome == (
         2,
         "",
-        f"radixkv: --target {path}:Half: what it makes is no adapter of a pool: "
+        f"radixkv: --target {path}:Half: the factory made no adapter of a pool: "
         "'Half' object has no attribute 'free_ids'\n",
     )
 
@@ -237,16 +237,16 @@ def test_a_module_that_cannot_be_imported(fuzz: Any, tmp_path: Path) -> None:
          "argument --seconds: expected a number of seconds, 0 or more, got '-1'"),
         (["--seconds", "x"],
          "argument --seconds: expected a number of seconds, 0 or more, got 'x'"),
-        (["--steps", "0"], "argument --steps: expected a positive integer, got '0'"),
-        (["--jobs", "0"], "argument --jobs: expected a positive integer, got '0'"),
+        (["--steps", "0"], "argument --steps: expected an integer from 1 to 2147483647, got '0'"),
+        (["--jobs", "0"], "argument --jobs: expected an integer from 1 to 256, got '0'"),
         (["--seed", "x"], "argument --seed: invalid int value: 'x'"),
         (["--steps", "1", "--seconds", "1"],
          "argument --seconds: not allowed with argument --steps"),
         (["--engine", "atheris"], "argument --engine: invalid choice: 'atheris'"),
         (["--json", "no/such/folder/a.json"],
-         "--json no/such/folder/a.json: there is no directory no/such/folder"),
+         "--json no/such/folder/a.json: the directory no/such/folder does not exist"),
         (["--svg", "no/such/folder/a.svg"],
-         "--svg no/such/folder/a.svg: there is no directory no/such/folder"),
+         "--svg no/such/folder/a.svg: the directory no/such/folder does not exist"),
         (["--replay", "no_such.json"], "no_such.json: No such file or directory"),
     ],
 )  # fmt: skip
@@ -348,18 +348,18 @@ SOAK = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from radixkv.scheduler.fuzz import campaign
-add = campaign.Report.add
+add = campaign.CampaignResult.add
 def tell(report, *arguments):
     add(report, *arguments)
     if report.num_cases == arguments[0].num_steps // 100:
         print("a part is done")
-campaign.Report.add = tell
+campaign.CampaignResult.add = tell
 """
 
 
 def test_equal_seeds_are_equal_cases_and_others_are_not() -> None:
     first, again, other = (
-        run_campaign(Aim(seed=seed), num_steps=2_000).situations for seed in (1, 1, 2)
+        run_campaign(CampaignConfig(seed=seed), num_steps=2_000).situations for seed in (1, 1, 2)
     )
     assert first == again != other
 

@@ -94,4 +94,7 @@ def test_decode_text(radixkv: Any) -> None:
 def test_decode_steps_must_be_positive(radixkv: Any, value: str) -> None:
     outcome = radixkv("bench", "decode", f"--steps={value}")
     assert outcome.status == 2
-    assert f"argument --steps: expected a positive integer, got '{value}'" in outcome.stderr
+    assert (
+        f"argument --steps: expected an integer from 1 to 2147483647, got '{value}'"
+        in outcome.stderr
+    )

@@ -86,8 +86,8 @@ def test_an_id_outside_the_vocabulary_is_refused(
     outcome = radixkv("generate", model_dir, "--prompts", path, "--max-new-tokens", 1)
     assert outcome.status == 2
     assert outcome.stderr == (
-        f"radixkv: {path}: prompt 1: token 1 is {vocab_size}, "
-        f"outside the vocabulary of {vocab_size}\n"
+        f"radixkv: {path}: prompt 1: token 1 must be in the vocabulary, 0 to {vocab_size - 1}, "
+        f"got {vocab_size}\n"
     )
 
 
@@ -98,7 +98,8 @@ def test_a_string_without_a_tokenizer_is_refused(
     outcome = radixkv("generate", model_dir, "--prompts", path, "--max-new-tokens", 1)
     assert outcome.status == 2
     assert outcome.stderr == (
-        f"radixkv: a prompt is a string, but {model_dir} has no tokenizer.json\n"
+        "radixkv: expected prompts as lists of token ids, got a string, but "
+        f"{model_dir} has no tokenizer.json\n"
     )
 
 
@@ -127,7 +128,8 @@ def test_a_prompt_that_cannot_fit_is_refused(radixkv: Any, model_dir: Path, prom
     )
     assert outcome.status == 2
     assert outcome.stderr == (
-        "radixkv: prompt 1: its 20 tokens and 5 new ones need 7 blocks of 4, but the cache has 6\n"
+        "radixkv: prompt 1: 20 prompt tokens and 5 new tokens need 7 blocks of 4 tokens, but the "
+        "cache has 6\n"
     )
 
 
@@ -138,8 +140,8 @@ def test_more_tokens_than_positions_are_refused(
     outcome = radixkv("generate", model_dir, "--prompts", prompts, "--max-new-tokens", positions)
     assert outcome.status == 2
     assert outcome.stderr == (
-        f"radixkv: prompt 0: its 5 tokens and {positions} new ones are more than "
-        f"the {positions} positions of the model\n"
+        f"radixkv: prompt 0: 5 prompt tokens and {positions} new tokens exceed the {positions} "
+        "positions of the model\n"
     )
 
 

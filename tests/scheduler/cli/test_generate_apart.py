@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from radixkv.scheduler.cli import generate_on_nodes as generate_apart
+from radixkv.scheduler.cli import generate_on_nodes
 from radixkv.scheduler.cli.errors import BadInputError
-from radixkv.scheduler.cli.node import make_timing
+from radixkv.scheduler.cli.nodes import make_timing
 from radixkv.scheduler.errors import NodesMissingError
 from radixkv.scheduler.handoff.gateway_messages import GATEWAY
 from radixkv.scheduler.handoff.node_reporter import NodeReporter
@@ -57,7 +57,7 @@ def test_a_gateway_prints_the_outputs_alone(
     radixkv: Any, arguments: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What nodes have done that others started, they print themselves."""
-    monkeypatch.setattr(generate_apart, "complete_apart", lambda *_: {})
+    monkeypatch.setattr(generate_on_nodes, "complete_on_nodes", lambda *_: {})
     outcome = radixkv(*arguments, "--disaggregate", "--gateway", "127.0.0.1:0")
     assert outcome == (0, "[]\n" * len(PROMPTS), "")
 
@@ -103,16 +103,16 @@ def test_nodes_may_have_storage_and_park_there(
         (("--timeout-s", 1), "--timeout-s needs --disaggregate"),
         (
             ("--disaggregate", "--transport", "inprocess", "--timeout-s", 1),
-            "--timeout-s is for nodes that are processes of their own",
+            "--timeout-s cannot be combined with --transport inprocess",
         ),
         (
             ("--disaggregate", "--no-prefix-cache"),
-            "--no-prefix-cache does not go with --disaggregate",
+            "--disaggregate cannot be combined with --no-prefix-cache",
         ),
         *(
             (
                 ("--disaggregate", "--gateway", "127.0.0.1:0", option, value),
-                f"--gateway takes nodes as they are: give them {option}",
+                f"{option} cannot be combined with --gateway: give it to the nodes",
             )
             for option, value in (("--transport", "jax"), ("--device-blocks", 9))
         ),
@@ -122,8 +122,8 @@ def test_nodes_may_have_storage_and_park_there(
         ),
         (
             ("--reserve-tokens", "all"),
-            "argument --reserve-tokens: expected a number of tokens, or no_evict, got 'all' (see "
-            "`radixkv generate --help`)",
+            "argument --reserve-tokens: expected no_evict or an integer from 0 to 2147483647, got "
+            "'all' (see `radixkv generate --help`)",
         ),
         (("--disaggregate", "--secret-file", "x"), "--secret-file needs --gateway"),
         (
@@ -152,7 +152,7 @@ def test_options_that_do_not_go_together_are_refused(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--silence-s", 0), "--silence-s must be more than 0"),
+        (("--silence-s", 0), "--silence-s must be more than 0, got 0"),
         (("--preempt", "host"), "--preempt host needs --host-blocks"),
         (("--preempt", "storage", "--host-blocks", 8), "--preempt storage needs --storage"),
         (("--storage", "memory://"), "--storage needs --host-blocks"),
@@ -163,8 +163,11 @@ def test_options_that_do_not_go_together_are_refused(
             "nobody can connect to 127.0.0.1:0: it must be one address of a machine, with a port",
         ),
         (("--listen", "0.0.0.0:0"), "nobody can connect to 0.0.0.0:"),
-        (("--name", "gateway"), "--name must have 1 to 256 characters, and not be 'gateway'"),
-        (("--name", ""), "--name must have 1 to 256 characters, and not be 'gateway'"),
+        (
+            ("--name", GATEWAY),
+            f"--name must have 1 to 256 characters and not be {GATEWAY!r}, got {GATEWAY!r}",
+        ),
+        (("--name", ""), f"--name must have 1 to 256 characters and not be {GATEWAY!r}, got ''"),
         (("--secret-file", "/no/such/file"), "the secret file /no/such/file cannot be read"),
         (("--transport", "carrier pigeon"), "argument --transport: invalid choice"),
     ],
@@ -244,7 +247,7 @@ def wait_for(gateway: ZmqChannel, *statuses: NodeStatus, timeout_s: float = 0.0)
         while len(nodes.nodes) < len(statuses):
             nodes.step()
         with pytest.raises((BadInputError, NodesMissingError)) as error:
-            generate_apart._wait_for(nodes, arguments, timeout_s)
+            generate_on_nodes._wait_for(nodes, arguments, timeout_s)
     return str(error.value)
 
 
@@ -324,7 +327,7 @@ def test_a_gateway_ends_when_the_only_nodes_are_gone(
         made.append(RemoteNodes(*positional, clock=clock, **options))
         return made[0]
 
-    monkeypatch.setattr(generate_apart, "RemoteNodes", make)
+    monkeypatch.setattr(generate_on_nodes, "RemoteNodes", make)
     name = load_config(str(arguments[1])).name
     with ExitStack() as stack:
         address = f"127.0.0.1:{stack.enter_context(reserved_port())}"

@@ -112,7 +112,7 @@ def test_a_server_that_is_not_there_is_refused(
         monkeypatch.setenv(name, value)
     outcome = radixkv(*arguments, *apart, "--host-blocks", 8, "--storage", url)
     why = "GenericError" if url.startswith("s3:") else "no connection, or it was lost"
-    text = f"the server of --storage is of no use: looking up failed: {why}"
+    text = f"the server of --storage cannot be used: looking up failed: {why}"
     assert outcome == (2, "", f"radixkv: {text}\n")
 
 
@@ -123,7 +123,7 @@ def test_a_server_that_refuses_the_password_is_refused(
         url = f"redis://:sesame@127.0.0.1:{server.port}"
         outcome = radixkv(*arguments, "--host-blocks", 8, "--storage", url)
     text = (
-        "the server of --storage is of no use: looking up was refused by the server: wrong or no "
+        "the server of --storage cannot be used: looking up was refused by the server: wrong or no "
         "username or password"
     )
     assert outcome == (2, "", f"radixkv: {text}\n")
@@ -140,7 +140,7 @@ def test_a_server_that_refuses_the_password_is_refused(
         (["--host-blocks", 8, "--storage-max-bytes", 8], "--storage-max-bytes needs --storage"),
         (
             ["--host-blocks", 8, "--no-prefix-cache"],
-            "--host-blocks keeps the prefix cache, but --no-prefix-cache is given",
+            "--host-blocks cannot be combined with --no-prefix-cache",
         ),
         (
             ["--host-blocks", 8, "--storage", "file://blocks"],
@@ -152,13 +152,13 @@ def test_a_server_that_refuses_the_password_is_refused(
         ),
         (
             ["--storage-max-bytes", 0],
-            "argument --storage-max-bytes: expected a positive number of bytes, got '0' "
+            "argument --storage-max-bytes: expected an integer of at least 1, got '0' "
             "(see `radixkv generate --help`)",
         ),
         (
             ["--reserve-tokens", -1],
-            "argument --reserve-tokens: expected a number of tokens, or no_evict, got '-1' "
-            "(see `radixkv generate --help`)",
+            "argument --reserve-tokens: expected no_evict or an integer from 0 to "
+            "2147483647, got '-1' (see `radixkv generate --help`)",
         ),
         (
             ["--preempt", "swap"],

@@ -34,7 +34,8 @@ def test_text_of_a_trace_that_is_not_sorted(radixkv: Any, trace: Path) -> None:
     trace.write_text("".join(lines[::-1]))
     outcome = radixkv("hits", trace, "--device-blocks", 100)
     assert outcome.stdout.splitlines()[1:] == [
-        "4 are earlier than the line above: hits go by the lines"
+        "4 requests have an earlier timestamp than the line above; hits are counted in the order "
+        "of the lines"
     ]
 
 

@@ -14,7 +14,7 @@ import pytest
 from jax.errors import JaxRuntimeError
 
 from radixkv.kvcache import OutOfBlocksError
-from radixkv.scheduler.cli.main import main as cli
+from radixkv.scheduler.cli import hits
 
 MAIN = "radixkv.scheduler.cli.main"
 COMMANDS = ["replay", "hits", "generate", "bench", "fuzz", "storage"]
@@ -77,14 +77,23 @@ def test_runs_as_a_module() -> None:
         ([], "the following arguments are required: COMMAND (see `radixkv --help`)"),
         (["bench"], "the following arguments are required: BENCHMARK (see `radixkv bench --help`)"),
         (["nope"], "invalid choice: 'nope'"),
-        (["hits", "t", "--device-blocks", "0"], "expected a positive integer, got '0'"),
-        (["hits", "t", "--device-blocks", "2147483648"], "2147483648 is larger than 2147483647"),
+        (
+            ["hits", "t", "--device-blocks", "0"],
+            "expected an integer from 1 to 2147483647, got '0'",
+        ),
+        (
+            ["hits", "t", "--device-blocks", "2147483648"],
+            "expected an integer from 1 to 2147483647, got '2147483648'",
+        ),
         (
             ["replay", "--requests", "x"],
-            "argument --requests: expected a positive integer, got 'x'",
+            "argument --requests: expected an integer from 1 to 2147483647, got 'x'",
         ),
         (["replay", "--what"], "unrecognized arguments: --what (see `radixkv replay --help`)"),
-        (["fuzz", "--jobs", "257"], "argument --jobs: 257 processes are more than 256"),
+        (
+            ["fuzz", "--jobs", "257"],
+            "argument --jobs: expected an integer from 1 to 256, got '257'",
+        ),
     ],
     ids=["command", "benchmark", "unknown", "zero", "too large", "no number", "option", "jobs"],
 )
@@ -107,7 +116,7 @@ def test_json_to_a_file_leaves_the_text_on_stdout(
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("", "is a directory"), ("missing/results.json", "there is no directory")],
+    [("", "expected a file, got a directory"), ("missing/results.json", "the directory")],
     ids=["a directory", "in no directory"],
 )
 def test_a_destination_that_cannot_be_written_is_refused_first(
@@ -127,7 +136,7 @@ def test_a_destination_that_may_not_be_written_is_refused_first(
     (tmp_path / "old").touch()
     for name in ("new", "old"):
         outcome = radixkv("hits", "none", "--device-blocks", 4, "--json", tmp_path / name)
-        message = f"radixkv: --json {tmp_path / name}: may not be written\n"
+        message = f"radixkv: --json {tmp_path / name}: permission denied\n"
         assert outcome == (2, "", message)
 
 
@@ -160,8 +169,8 @@ def test_a_tier_that_the_machine_has_no_memory_for_is_refused(
 ) -> None:
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 1_000, "SC_PAGE_SIZE": 4_096}.get)
     message = (
-        "radixkv: --device-blocks 256001: to keep account of so many blocks takes 4,096,016 "
-        "bytes, and this machine has 4,096,000\n"
+        "radixkv: --device-blocks 256001 needs 4,096,016 bytes for bookkeeping alone, but this "
+        "machine has 4,096,000 bytes of memory\n"
     )
     assert radixkv(*argv, "--device-blocks", 256_001) == (2, "", message)
 
@@ -222,13 +231,13 @@ def test_errors_of_a_command_are_one_line(
     status: int,
     message: str,
 ) -> None:
-    monkeypatch.setattr(cli, "_run_hits", _raise(error))
+    monkeypatch.setattr(hits, "run", _raise(error))
     outcome = radixkv("hits", "t", "--device-blocks", 1)
     assert outcome == (status, "", message)
 
 
 def test_a_defect_keeps_its_traceback(radixkv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_run_hits", _raise(AssertionError("a broken invariant")))
+    monkeypatch.setattr(hits, "run", _raise(AssertionError("a broken invariant")))
     with pytest.raises(AssertionError, match="a broken invariant"):
         radixkv("hits", "t", "--device-blocks", 1)
 

@@ -1,14 +1,16 @@
-"""Tables and progress lines."""
+"""Results and progress of commands."""
 
 from __future__ import annotations
 
 import io
+import json
 import sys
+from pathlib import Path
 
 import pytest
 
-from radixkv.scheduler.cli.output import format_table
-from radixkv.scheduler.cli.progress import ProgressLine
+from radixkv.scheduler.cli.output import ProgressBar, emit
+from radixkv.scheduler.console import table
 
 
 class _Terminal(io.StringIO):
@@ -20,28 +22,36 @@ def _use_terminal(monkeypatch: pytest.MonkeyPatch) -> _Terminal:
     """Make stderr a terminal, outside CI; no fixture, since pytest replaces stderr after those."""
     stream = _Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.delenv("CI", raising=False)
     return stream
 
 
-def test_a_table_is_aligned() -> None:
-    assert format_table([("name", "us"), ("a", "10.5")]) == "name    us\na     10.5"
+def test_parts_are_printed_in_order_and_long_strings_are_not_wrapped(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "results.json"
+    emit(str(path), {"a": 1}, "x" * 200, "", table((), [("b", "1")]), "[c]")
+    assert capsys.readouterr().out == "x" * 200 + "\n\nb  1\n[c]\n"
+    assert json.loads(path.read_text()) == {"a": 1}
 
 
 def test_progress_shows_each_stage_and_is_erased(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = _use_terminal(monkeypatch)
-    with ProgressLine(quiet=False) as progress:
+    with ProgressBar(quiet=False) as progress:
         progress("reading", 1, 4)
         progress("simulation", 1_000, 2_000)
     shown = terminal.getvalue()
-    assert "reading: 25% (1 of 4)" in shown
-    assert "simulation: 50% (1,000 of 2,000)" in shown
-    assert shown.endswith("\r\x1b[K")
+    assert "reading" in shown and "25% (1 of 4)" in shown
+    assert "simulation" in shown and "50% (1,000 of 2,000)" in shown
+    assert shown.endswith("\x1b[2K")
 
 
 def test_progress_is_silent_when_told_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = _use_terminal(monkeypatch)
-    with ProgressLine(quiet=True) as progress:
+    with ProgressBar(quiet=True) as progress:
         progress("reading", 1, 4)
     assert terminal.getvalue() == ""
 
@@ -49,7 +59,7 @@ def test_progress_is_silent_when_told_to_be(monkeypatch: pytest.MonkeyPatch) -> 
 def test_progress_is_silent_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = _use_terminal(monkeypatch)
     monkeypatch.setenv("CI", "true")
-    with ProgressLine(quiet=False) as progress:
+    with ProgressBar(quiet=False) as progress:
         progress("reading", 1, 4)
     assert terminal.getvalue() == ""
 
@@ -58,6 +68,6 @@ def test_progress_is_silent_without_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CI", raising=False)
-    with ProgressLine(quiet=False) as progress:
+    with ProgressBar(quiet=False) as progress:
         progress("reading", 1, 4)
     assert capsys.readouterr().err == ""

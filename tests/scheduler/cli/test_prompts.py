@@ -32,9 +32,9 @@ def test_ids_and_strings_are_accepted(tmp_path: Path) -> None:
         ('{"prompts": []}', r"expected a list of prompts, got an object"),
         ('"text"', r"expected a list of prompts, got a string"),
         ("null", r"expected a list of prompts, got null"),
-        ("[]", r"prompts\.json: has no prompts"),
-        ("[[1], []]", r"prompt 1: is empty"),
-        ('[[1], ""]', r"prompt 1: is empty"),
+        ("[]", r"prompts\.json: expected at least one prompt, got an empty list"),
+        ("[[1], []]", r"prompt 1: expected at least one token, got none"),
+        ('[[1], ""]', r"prompt 1: expected at least one token, got none"),
         (r'["\ud800"]', r"prompt 0: is not text: .*surrogates not allowed"),
         ("[[1], 7]", r"prompt 1: expected a list of token ids or a string, got an integer"),
         ("[1.5]", r"prompt 0: expected a list of token ids or a string, got a fraction"),
@@ -42,8 +42,8 @@ def test_ids_and_strings_are_accepted(tmp_path: Path) -> None:
         ("[[1], [2, true]]", r"prompt 1: token 1 must be an integer, got a boolean"),
         ('[["1"]]', r"prompt 0: token 0 must be an integer, got a string"),
         ("[[1.0]]", r"prompt 0: token 0 must be an integer, got a fraction"),
-        ("[[1], [2], [3, 128]]", r"prompt 2: token 1 is 128, outside the vocabulary of 128"),
-        ("[[-1]]", r"prompt 0: token 0 is -1, outside the vocabulary of 128"),
+        ("[[1], [2], [3, 128]]", r"prompt 2: token 1 must be in the vocabulary, 0 to 127, got 128"),
+        ("[[-1]]", r"prompt 0: token 0 must be in the vocabulary, 0 to 127, got -1"),
     ],
 )
 def test_refusals_name_the_place(tmp_path: Path, content: str, complaint: str) -> None:

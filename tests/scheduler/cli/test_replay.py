@@ -127,7 +127,10 @@ def test_tier_options_need_a_tier(
 def test_storage_of_no_blocks_is_refused(radixkv: Any, trace: Path) -> None:
     outcome = radixkv("replay", trace, "--host-blocks", 7, "--storage-blocks", 0)
     assert outcome.status == 2
-    assert "argument --storage-blocks: expected a positive integer, got '0'" in outcome.stderr
+    assert (
+        "argument --storage-blocks: expected an integer from 1 to 2147483647, got '0'"
+        in outcome.stderr
+    )
 
 
 def test_prefill_and_decode_nodes_reach_the_replay(
@@ -157,8 +160,8 @@ def test_prefill_and_decode_nodes_reach_the_replay(
     [
         (("--prefill", 1), "--prefill and --decode need each other"),
         (("--decode", 1), "--prefill and --decode need each other"),
-        (("--reserve", "none"), "--reserve needs --prefill and --decode"),
-        (("--allocate", "early"), "--allocate needs --prefill and --decode"),
+        (("--reserve", "none"), "--reserve needs --prefill"),
+        (("--allocate", "early"), "--allocate needs --prefill"),
     ],
 )
 def test_options_of_nodes_need_nodes(
@@ -171,7 +174,7 @@ def test_options_of_nodes_need_nodes(
 @pytest.mark.parametrize("mode", ["some", "-1", "0"])
 def test_an_unknown_reservation_is_refused(radixkv: Any, trace: Path, mode: str) -> None:
     outcome = radixkv("replay", trace, "--prefill", 1, "--decode", 1, f"--reserve={mode}")
-    wanted = "expected none, a positive number of tokens, or no_evict"
+    wanted = "expected none, no_evict or an integer from 1 to 2147483647"
     assert outcome.status == 2
     assert f"argument --reserve: {wanted}, got {mode!r}" in outcome.stderr
 

@@ -82,7 +82,10 @@ def test_a_url_from_the_environment(
     assert radixkv("storage", "ls", "env:KV_STORAGE") == (0, "3 blocks, 300 bytes\n", "")
     monkeypatch.setenv("KV_STORAGE", "")
     outcome = radixkv("storage", "ls", "env:KV_STORAGE")
-    message = "argument URL: the environment has no KV_STORAGE (see `radixkv storage ls --help`)"
+    message = (
+        "argument URL: the environment variable KV_STORAGE is not set "
+        "(see `radixkv storage ls --help`)"
+    )
     assert outcome == (2, "", f"radixkv: {message}\n")
 
 
@@ -173,8 +176,8 @@ def test_a_redis_server_by_namespace(radixkv: Any, server: RedisServer) -> None:
         (("gc", "--all"), "0 unfinished files removed"),
     ):
         assert radixkv("storage", *action, url, "--timeout-s", 30).stdout.endswith(
-            f"{text}\nof the blocks without a namespace; those of generate and of nodes have one: "
-            "--namespace\n"
+            f"{text}\nOnly blocks without a namespace were considered; use --namespace for those "
+            "of generate and of nodes.\n"
         )
     assert radixkv("storage", "verify", *here).status == 1
     refused = radixkv("storage", "gc", *here, "--max-bytes", 1)
@@ -302,16 +305,16 @@ def test_a_missing_extra(
         (["ls", "redis://:hunter2@host", "redis://:hunter2@b"], "unrecognized arguments: "),
         (["redis://user:hunt/er2@host"], "argument ACTION: invalid choice: 'redis://...@host'"),
         (["ls", "--timeout-s", "redis://:hunter2@host"], "argument --timeout-s: expected a number"),
-        (["ls", "env:"], "argument URL: env: is without the name of a variable"),
+        (["ls", "env:"], "argument URL: expected the name of an environment variable"),
         (["ls"], "the following arguments are required: URL"),
         (["gc", "memory://"], "one of the arguments --max-bytes --all is required"),
-        (["gc", "--max-bytes", "0", "memory://"], "expected a positive number of bytes, got '0'"),
-        (["gc", "--max-bytes", "1g", "memory://"], "expected a positive number of bytes, got '1g'"),
+        (["gc", "--max-bytes", "0", "memory://"], "expected an integer of at least 1, got '0'"),
+        (["gc", "--max-bytes", "1g", "memory://"], "expected an integer of at least 1, got '1g'"),
         (["gc", "--max-bytes", "1", "--all", "memory://"], "argument --all: not allowed with"),
-        (["ls", "memory://", "--timeout-s", "0"], "--timeout-s must be positive"),
+        (["ls", "memory://", "--timeout-s", "0"], "--timeout-s must be more than 0, got 0"),
         (["ls", "file:///x", "--timeout-s", "1"], "opening the directory /x failed: ENOENT"),
         (["ls", "memory://", "--timeout-s", "1"], "memory:// has no option timeout_s"),
-        (["ls", "redis://h", "--ca-file", "/none"], "--ca-file /none: is not a file"),
+        (["ls", "redis://h", "--ca-file", "/none"], "--ca-file /none: expected a file"),
         (
             ["ls", "redis://h", "--namespace", "llama"],
             "a namespace is the first 16 digits of its digest",
@@ -320,7 +323,10 @@ def test_a_missing_extra(
             ["gc", "file:///x", "--all", "--namespace", NAMESPACE],
             "a directory does not separate namespaces",
         ),
-        (["ls", "memory://", "--json", "/none/x"], "--json /none/x: there is no directory /none"),
+        (
+            ["ls", "memory://", "--json", "/none/x"],
+            "the directory /none does not exist",
+        ),
     ],
 )
 def test_wrong_usage_is_one_line_without_secrets(

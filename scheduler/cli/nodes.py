@@ -1,4 +1,4 @@
-"""`radixkv prefill-node` and `decode-node`: serve one role until told to stop."""
+"""`radixkv prefill-node` and `decode-node`: serve one role until stopped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, Final
 
 from ...kvcache.storage import Storage
 from ..engine import make_storage_namespace
@@ -21,36 +21,33 @@ from ..handoff.gateway_messages import GATEWAY
 from ..models import load_model
 from ..models.weights_digest import weights_digest
 from ..nodes import DecodeEngine, PrefillEngine
-from ..nodes.channel import (
-    ChannelAddressError,
-    ZmqChannel,
-    load_secret,
-)
+from ..nodes.channel import ChannelAddressError, ZmqChannel, load_secret
 from ..nodes.channel.address import check_target
 from ..nodes.channel.schema import MAX_NAME_CHARS
 from ..nodes.event_loop import NodeLoop
 from ..nodes.transport import Transport
 from ..nodes.transport.registry import open_transport
-from .disaggregate_run import describe
 from .errors import BadInputError
-from .options import check_sizes, host_tier
-from .tier_setup import check_tiers, open_storage
+from .options.common import check_memory, check_tiers, host_tier, reserve_tokens
+from .output import describe_node
+from .tiers import open_storage
 
-_RETRIES_PER_SILENCE = 5
-_SILENCES_PER_TRANSFER = 6
-_LATE_S = 60.0
-"""What was said last before a silence is taken for one may come so much later."""
+_RETRIES_PER_SILENCE: Final = 5
+_SILENCES_PER_TRANSFER: Final = 6
+_LATE_S: Final = 60.0
+"""How long after a silence a message from before it may still arrive."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve, and print what was done as one JSON object."""
+    """Serve until stopped, and print the statistics as one JSON object."""
     if arguments.silence_s == 0:
-        raise BadInputError("--silence-s must be more than 0")
-    check_sizes(arguments)
+        raise BadInputError("--silence-s must be more than 0, got 0")
+    check_memory(arguments)
     check_tiers(arguments)
     if arguments.name == GATEWAY or not 0 < len(arguments.name) <= MAX_NAME_CHARS:
         raise BadInputError(
-            f"--name must have 1 to {MAX_NAME_CHARS} characters, and not be {GATEWAY!r}"
+            f"--name must have 1 to {MAX_NAME_CHARS} characters and not be {GATEWAY!r}, "
+            f"got {arguments.name!r}"
         )
     with ExitStack() as stack:
         channel = stack.enter_context(closing(_open_channel(arguments)))
@@ -66,17 +63,17 @@ def run(arguments: argparse.Namespace) -> int:
             transport=arguments.transport,
             timing=timing,
         )
-        with _until_told_to_stop(arguments.parent_pid) as is_stopped:
-            said = f"radixkv: {arguments.name} serves at {channel.address}"
-            print(said, file=sys.stderr, flush=True)
+        with _stop_signals(arguments.parent_pid) as is_stopped:
+            ready = f"radixkv: {arguments.name} serves at {channel.address}"
+            print(ready, file=sys.stderr, flush=True)
             loop.run(is_stopped)
-            engine.close()  # what storage is to keep is there then
-        print(json.dumps(describe(engine.stats(), storage), allow_nan=False), flush=True)
+            engine.close()  # stores what is still on its way to storage
+        print(json.dumps(describe_node(engine.stats(), storage), allow_nan=False), flush=True)
     return 0
 
 
 def make_timing(silence_s: float) -> Timing:
-    """Return the timing of a node that knows a peer as gone after silence_s."""
+    """Return the timing of a node that considers a peer lost after `silence_s`."""
     return Timing(
         retry_s=silence_s / _RETRIES_PER_SILENCE,
         silence_s=silence_s,
@@ -86,7 +83,7 @@ def make_timing(silence_s: float) -> Timing:
 
 
 def _open_channel(arguments: argparse.Namespace) -> ZmqChannel:
-    """Bind it, and refuse wrong addresses before anything is loaded."""
+    """Bind the channel; wrong addresses are rejected before anything is loaded."""
     check_target(arguments.gateway)
     channel = ZmqChannel(
         arguments.name,
@@ -95,7 +92,7 @@ def _open_channel(arguments: argparse.Namespace) -> ZmqChannel:
         secret=load_secret(arguments.secret_file),
     )
     try:
-        check_target(channel.address)  # others are told it
+        check_target(channel.address)  # peers connect to it
     except ChannelAddressError:
         channel.close()
         raise
@@ -109,13 +106,13 @@ def _make_engine(
     timing: Timing,
     stack: ExitStack,
 ) -> tuple[PrefillEngine | DecodeEngine, Storage | None]:
-    """Make it over its storage; the stack closes both."""
+    """Make the engine over its storage; the stack closes both."""
     model_dir = Path(arguments.model_dir)
     model = load_model(model_dir)
     revision = weights_digest(model_dir)
     namespace = make_storage_namespace(model, revision, arguments.block_size)
     storage = stack.enter_context(open_storage(arguments, namespace))
-    room = arguments.block_size * arguments.device_blocks
+    capacity = arguments.block_size * arguments.device_blocks
     options: dict[str, Any] = {
         "epoch": epoch,
         "now": time.monotonic(),
@@ -124,7 +121,7 @@ def _make_engine(
         "num_blocks": arguments.device_blocks,
         "token_budget": arguments.token_budget,
         "max_running": min(arguments.max_running, arguments.token_budget),
-        "max_model_len": arguments.max_model_len or min(model.config.max_positions, room),
+        "max_model_len": arguments.max_model_len or min(model.config.max_positions, capacity),
         "weights_revision": revision,
         "host": host_tier(arguments),
         "storage": storage,
@@ -138,7 +135,7 @@ def _make_engine(
             model,
             transport,
             preempt=arguments.preempt,
-            reserve_tokens=arguments.reserve_tokens,
+            reserve_tokens=reserve_tokens(arguments),
             **options,
         )
     stack.callback(engine.close)
@@ -146,8 +143,8 @@ def _make_engine(
 
 
 @contextmanager
-def _until_told_to_stop(parent_pid: int | None) -> Iterator[Callable[[], bool]]:
-    """Take SIGTERM and SIGINT as the wish to end, and the end of the parent if there is one."""
+def _stop_signals(parent_pid: int | None) -> Iterator[Callable[[], bool]]:
+    """Yield whether to stop: after SIGTERM or SIGINT, or when the parent has ended."""
     stopped = Event()
     signals = (signal.SIGTERM, signal.SIGINT)
     before = [signal.signal(each, lambda *_: stopped.set()) for each in signals]

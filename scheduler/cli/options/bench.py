@@ -1,0 +1,58 @@
+"""Options of `radixkv bench`."""
+
+from __future__ import annotations
+
+from .common import Commands, add_count, add_json, add_trace_lines
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command and its benchmarks."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure the CPU time of the cache manager",
+        description="Measure the CPU time of the cache manager on the thread that calls it.",
+    )
+    parser.set_defaults(module="bench")
+    benches = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+
+    cache = benches.add_parser(
+        "cache",
+        help="whole requests of a trace",
+        description="Match, admit, extend, publish and release each request of a trace, one after "
+        "the other. Each hash id stands for 512 tokens; output tokens are unique. The trace runs "
+        "three times on equal managers: to warm up, to time requests, and to time phases.",
+    )
+    cache.add_argument("trace", metavar="TRACE", help="a .jsonl trace")
+    add_count(cache, "--block-size", "tokens per block")
+    add_count(cache, "--device-tokens", "size of the cache in tokens, rounded down to blocks")
+    add_trace_lines(cache)
+    add_json(cache)
+    cache.set_defaults(benchmark="cache")
+
+    evict = benches.add_parser(
+        "evict",
+        help="one eviction from a full cache",
+        description="Fill a pool with published blocks that no lease holds, evict some of them in "
+        "one call, refill the pool, and repeat.",
+    )
+    add_count(evict, "--device-blocks", "size of the pool in blocks")
+    add_count(evict, "--evict", "blocks to evict in one call")
+    add_count(evict, "--chain", "blocks per leaf")
+    add_count(evict, "--block-size", "tokens per block (default: %(default)s)", default=16)
+    add_count(evict, "--calls", "number of timed calls (default: %(default)s)", default=9)
+    add_json(evict)
+    evict.set_defaults(benchmark="evict")
+
+    decode = benches.add_parser(
+        "decode",
+        help="one more token for every running request",
+        description="Extend a batch of leases by one token per step, with extend_batch.",
+    )
+    add_count(decode, "--batch", "number of running requests (default: %(default)s)", default=256)
+    add_count(decode, "--steps", "number of steps")
+    add_count(
+        decode, "--prompt-tokens", "length of each prompt (default: %(default)s)", default=1024
+    )
+    add_count(decode, "--block-size", "tokens per block (default: %(default)s)", default=16)
+    add_json(decode)
+    decode.set_defaults(benchmark="decode")

@@ -1,0 +1,266 @@
+"""Option types, option groups and checks that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from ..errors import BadInputError
+
+if TYPE_CHECKING:
+    from ....kvcache.tiers.host_tier import HostConfig, WritePolicy
+
+LARGEST_INT32 = 2**31 - 1
+"""Upper limit of sizes, because block ids and token ids are int32."""
+
+NO_EVICT: Final = "no_evict"
+"""Value of --reserve-tokens that reserves all tokens of a request, so none is preempted."""
+
+Commands: TypeAlias = Any
+"""What `add_subparsers` returns; argparse's type is private, and generic only in type stubs."""
+
+Options: TypeAlias = argparse._ActionsContainer
+"""A parser, or a group of its options."""
+
+_BYTES_PER_BLOCK: Final = 16
+"""Bytes per block of a `BlockPool` while it is created."""
+
+
+def integer(
+    minimum: int = 1, maximum: int | None = LARGEST_INT32, *, words: tuple[str, ...] = ()
+) -> Callable[[str], Any]:
+    """Return an option type: an integer within limits, or one of `words` as it is."""
+    expected = f"an integer of at least {minimum}"
+    if maximum is not None:
+        expected = f"an integer from {minimum} to {maximum}"
+    if words:
+        expected = f"{', '.join(words)} or {expected}"
+
+    def parse(text: str) -> int | str:
+        if text in words:
+            return text
+        try:
+            value = int(text)
+        except ValueError:
+            value = minimum - 1
+        if value < minimum or (maximum is not None and value > maximum):
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+        return value
+
+    return parse
+
+
+def seconds(text: str) -> float:
+    """Parse a finite number of seconds, 0 or more."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of seconds, 0 or more, got {text!r}")
+    return value
+
+
+def storage_url(text: str) -> str:
+    """Return a URL, or for env:NAME that of the environment: other users see a command line."""
+    scheme, _, name = text.partition(":")
+    if scheme != "env":
+        return text
+    if not name:
+        raise argparse.ArgumentTypeError("expected the name of an environment variable after env:")
+    if not os.environ.get(name):
+        raise argparse.ArgumentTypeError(f"the environment variable {name} is not set")
+    return os.environ[name]
+
+
+def add_count(
+    parser: Options,
+    option: str,
+    help_text: str,
+    *,
+    default: int | None = None,
+    required: bool = True,
+) -> None:
+    """Add an option that takes a positive int32; one with a default is not required."""
+    parser.add_argument(
+        option,
+        type=integer(),
+        metavar="N",
+        default=default,
+        required=required and default is None,
+        help=help_text,
+    )
+
+
+def add_json(parser: Options) -> None:
+    """Add --json."""
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the results to FILE as JSON; - prints only JSON"
+    )
+
+
+def add_trace_lines(parser: Options) -> None:
+    """Add --requests, which cuts a trace."""
+    add_count(parser, "--requests", "use only the first N requests of the trace", required=False)
+
+
+def add_skip_malformed(parser: Options) -> None:
+    """Add --skip-malformed."""
+    parser.add_argument(
+        "--skip-malformed",
+        action="store_true",
+        help="skip and count the lines of the trace that do not parse",
+    )
+
+
+def add_host_tier(parser: Options, unit: str, *, write: WritePolicy | None = None) -> None:
+    """Add the options of a host tier.
+
+    Args:
+        parser: Parser of the command, or a group of it.
+        unit: What a block is.
+        write: Default of --host-write; None for that of `HostConfig`.
+    """
+    add_count(
+        parser, "--host-blocks", f"size of the host tier in {unit} (default: none)", required=False
+    )
+    parser.add_argument(
+        "--host-write",
+        choices=("exclusive", "back", "through"),
+        help="when blocks are copied to the host. exclusive: when the device evicts them, and a "
+        "hit moves them back; back: the same, but the host keeps its copy; through: as soon as "
+        f"they are computed (default: {write or 'through with storage, else back'})",
+    )
+    parser.set_defaults(default_host_write=write)
+
+
+def add_storage(parser: Options) -> None:
+    """Add the options of a storage tier."""
+    parser.add_argument(
+        "--storage",
+        type=storage_url,
+        metavar="URL",
+        help="URL of the storage tier, which keeps blocks for other processes and later runs: "
+        "file:///DIRECTORY, redis://HOST[:PORT][/DB], rediss://..., unix:///SOCKET, "
+        "s3://BUCKET[/PREFIX] or mooncake://HOST[:PORT]. env:NAME reads the URL from an "
+        "environment variable and keeps the password out of the process list. Needs "
+        "--host-blocks. A directory serves one process; each node started by generate gets its "
+        "own subdirectory",
+    )
+    parser.add_argument(
+        "--storage-max-bytes",
+        type=integer(maximum=None),
+        metavar="N",
+        help="size limit of a file: storage; the least recently used blocks are removed first "
+        "(default: 16 GiB)",
+    )
+
+
+def add_preempt(parser: Options) -> None:
+    """Add --preempt."""
+    parser.add_argument(
+        "--preempt",
+        choices=("recompute", "host", "storage"),
+        default="recompute",
+        help="what to do with the KV of a preempted request: recompute it later, or park it on "
+        "the host or in storage (default: %(default)s)",
+    )
+
+
+def add_reserve_tokens(parser: Options) -> None:
+    """Add --reserve-tokens."""
+    parser.add_argument(
+        "--reserve-tokens",
+        type=integer(0, words=(NO_EVICT,)),
+        metavar="N",
+        default=512,
+        help="admit a request only if blocks remain for N more tokens of every running request. A "
+        f"smaller N causes more preemptions; {NO_EVICT} reserves all tokens, so none is preempted "
+        "(default: %(default)s)",
+    )
+
+
+def reserve_tokens(arguments: argparse.Namespace) -> int | None:
+    """Return --reserve-tokens as schedulers take it: None reserves all tokens."""
+    value = arguments.reserve_tokens
+    return None if value == NO_EVICT else int(value)
+
+
+def host_tier(arguments: argparse.Namespace) -> HostConfig | None:
+    """Return the host tier that the options configure, or None."""
+    if arguments.host_blocks is None:
+        return None
+    from ....kvcache.tiers.host_tier import HostConfig  # here, because --help must not load numpy
+
+    return HostConfig(arguments.host_blocks, arguments.host_write or arguments.default_host_write)
+
+
+def check_needs(arguments: argparse.Namespace, needed: str, *options: str) -> None:
+    """Reject options that are given without the option that they need.
+
+    Raises:
+        BadInputError: With both names.
+    """
+    if _value(arguments, needed) is None:
+        for option in options:
+            if _value(arguments, option) is not None:
+                raise BadInputError(f"{option} needs {needed}")
+
+
+def check_excludes(
+    arguments: argparse.Namespace, option: str, *others: str, hint: str = ""
+) -> None:
+    """Reject options that are given together with an option that excludes them.
+
+    Raises:
+        BadInputError: With both names, and the hint.
+    """
+    if _value(arguments, option):
+        for other in others:
+            if _value(arguments, other) is not None:
+                raise BadInputError(f"{other} cannot be combined with {option}{hint}")
+
+
+def check_tiers(arguments: argparse.Namespace, storage: str = "--storage") -> None:
+    """Reject options of tiers that are given without those that they need.
+
+    Args:
+        arguments: The parsed options; a command has only some of them.
+        storage: The option that adds a storage tier.
+
+    Raises:
+        BadInputError: With both names.
+    """
+    check_needs(arguments, "--host-blocks", storage, "--host-write")
+    preempt = _value(arguments, "--preempt") or "recompute"
+    for tier in ("--host-blocks", storage):
+        is_needed = preempt == "storage" or (preempt == "host" and tier == "--host-blocks")
+        if is_needed and _value(arguments, tier) is None:
+            raise BadInputError(f"--preempt {preempt} needs {tier}")
+    check_needs(arguments, storage, "--storage-max-bytes")
+
+
+def check_memory(arguments: argparse.Namespace) -> None:
+    """Reject tiers whose bookkeeping alone needs more memory than the machine has.
+
+    Linux would grant it, and later kill this process or another.
+
+    Raises:
+        BadInputError: With both figures.
+    """
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for option in ("--device-blocks", "--host-blocks"):
+        num_blocks = _value(arguments, option) or 0
+        needed = num_blocks * _BYTES_PER_BLOCK
+        if needed > memory:
+            raise BadInputError(
+                f"{option} {num_blocks} needs {needed:,} bytes for bookkeeping alone, but this "
+                f"machine has {memory:,} bytes of memory"
+            )
+
+
+def _value(arguments: argparse.Namespace, option: str) -> Any:
+    """Return the value of an option; None if it was not given or the command does not have it."""
+    return getattr(arguments, option.removeprefix("--").replace("-", "_"), None)

@@ -1,0 +1,124 @@
+"""Options of `radixkv generate`."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..errors import BadInputError
+from .common import (
+    Commands,
+    Options,
+    add_count,
+    add_host_tier,
+    add_json,
+    add_preempt,
+    add_reserve_tokens,
+    add_storage,
+    check_excludes,
+    check_needs,
+    check_tiers,
+    seconds,
+)
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "generate",
+        help="complete prompts with a Hugging Face checkpoint",
+        description="Complete all prompts of a file greedily, as one batch. A completion ends "
+        "after N tokens, or with the checkpoint's eos_token_id, which stays in the output, as in "
+        "vLLM.",
+    )
+    parser.add_argument("model_dir", metavar="MODEL_DIR", help="directory of the checkpoint")
+    parser.add_argument(
+        "--prompts",
+        required=True,
+        metavar="FILE.json",
+        help="JSON list of prompts: each a list of token ids, or a string if the checkpoint has a "
+        "tokenizer",
+    )
+    add_count(parser, "--max-new-tokens", "maximum number of new tokens per prompt")
+    add_count(parser, "--block-size", "tokens per block (default: %(default)s)", default=16)
+    add_count(
+        parser,
+        "--device-blocks",
+        "size of the KV cache in blocks (default: enough for all prompts, at most 4 GiB)",
+        required=False,
+    )
+    add_count(
+        parser,
+        "--token-budget",
+        "maximum number of tokens per step (default: 512, or fewer if the prompts have fewer)",
+        required=False,
+    )
+    parser.add_argument(
+        "--no-prefix-cache", action="store_true", help="compute every token of every prompt"
+    )
+    parser.add_argument(
+        "--ignore-eos", action="store_true", help="do not stop at the checkpoint's eos_token_id"
+    )
+    add_json(parser)
+    tiers = parser.add_argument_group("tiers and preemption")
+    add_host_tier(tiers, "blocks of --block-size tokens")
+    add_storage(tiers)
+    add_preempt(tiers)
+    add_reserve_tokens(tiers)
+    _add_nodes(parser.add_argument_group("prefill and decode nodes"))
+    parser.set_defaults(module="generate")
+
+
+def _add_nodes(group: Options) -> None:
+    group.add_argument(
+        "--disaggregate",
+        action="store_true",
+        default=None,  # not given, for the checks of what needs it
+        help="prefill and decode on separate nodes, which are processes of this machine",
+    )
+    group.add_argument(
+        "--transport",
+        choices=("inprocess", "jax", "nixl"),
+        help="how KV is sent from prefill to decode nodes; with inprocess, all nodes run in this "
+        "process (default: jax)",
+    )
+    add_count(group, "--prefill", "number of prefill nodes (default: 1)", required=False)
+    add_count(group, "--decode", "number of decode nodes (default: 1)", required=False)
+    group.add_argument(
+        "--gateway",
+        metavar="ADDRESS:PORT",
+        help="start no nodes; listen here for nodes that you start yourself (see `radixkv "
+        "prefill-node --help`)",
+    )
+    group.add_argument(
+        "--secret-file",
+        metavar="FILE",
+        help="file with the secret shared with those nodes (default: the environment variable "
+        "RADIXKV_SECRET)",
+    )
+    group.add_argument(
+        "--timeout-s",
+        type=seconds,
+        metavar="S",
+        help="how long to wait for nodes to connect, and for one to come back when none of its "
+        "role is left (default: 120)",
+    )
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Reject options that exclude or need each other.
+
+    Raises:
+        BadInputError: With both names.
+    """
+    check_tiers(arguments)
+    check_excludes(arguments, "--no-prefix-cache", "--host-blocks", "--disaggregate")
+    check_needs(
+        arguments,
+        "--disaggregate",
+        *("--transport", "--prefill", "--decode", "--gateway", "--secret-file", "--timeout-s"),
+    )
+    settings_of_nodes = ("--transport", "--device-blocks", "--host-blocks", "--storage")
+    check_excludes(arguments, "--gateway", *settings_of_nodes, hint=": give it to the nodes")
+    if arguments.transport == "inprocess" and arguments.timeout_s is not None:
+        raise BadInputError("--timeout-s cannot be combined with --transport inprocess")
+    check_needs(arguments, "--gateway", "--secret-file")

@@ -1,0 +1,118 @@
+"""Options of `radixkv prefill-node` and `radixkv decode-node`."""
+
+from __future__ import annotations
+
+from .common import (
+    Commands,
+    Options,
+    add_count,
+    add_host_tier,
+    add_preempt,
+    add_reserve_tokens,
+    add_storage,
+    seconds,
+)
+
+_LIFE = (
+    "Prints its address to stderr when it is ready. Stops on SIGTERM or ctrl-C, and then prints "
+    "its statistics as JSON."
+)
+
+
+def add_parser(commands: Commands) -> None:
+    """Add both commands."""
+    prefill = commands.add_parser(
+        "prefill-node",
+        help="serve as a prefill node: compute prompts",
+        description="Compute the prompts that a gateway (`radixkv generate --gateway`) assigns, "
+        f"and hand each over to a decode node. {_LIFE}",
+    )
+    _add_options(prefill, "prefill-0")
+    prefill.add_argument(
+        "--allocate",
+        choices=("early", "prefill_complete"),
+        default="early",
+        help="when to ask the decode node for blocks: before the prompt is computed, or after it "
+        "(default: %(default)s)",
+    )
+    prefill.set_defaults(module="nodes", role="prefill")
+
+    decode = commands.add_parser(
+        "decode-node",
+        help="serve as a decode node: generate from computed prompts",
+        description=f"Take over computed prompts from prefill nodes and generate. {_LIFE}",
+    )
+    _add_options(decode, "decode-0")
+    add_preempt(decode)
+    add_reserve_tokens(decode)
+    decode.set_defaults(module="nodes", role="decode")
+
+
+def _add_options(parser: Options, name: str) -> None:
+    parser.add_argument("model_dir", metavar="MODEL_DIR", help="directory of the checkpoint")
+    parser.add_argument(
+        "--gateway",
+        required=True,
+        metavar="ADDRESS:PORT",
+        help="address of the gateway, which may start later",
+    )
+    parser.add_argument(
+        "--name",
+        default=name,
+        help="name of this node, unique in the deployment (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--listen",
+        metavar="ADDRESS:PORT",
+        default="127.0.0.1:0",
+        help="address at which other processes reach this node; any but a loopback address needs "
+        "a secret (default: %(default)s, any free port)",
+    )
+    parser.add_argument(
+        "--secret-file",
+        metavar="FILE",
+        help="file with the secret that all nodes and the gateway share, readable only by its "
+        "owner (default: the environment variable RADIXKV_SECRET)",
+    )
+    parser.add_argument(
+        "--transport",
+        choices=("jax", "nixl"),
+        default="jax",
+        help="how KV is sent from prefill to decode nodes; the same on all nodes (default: "
+        "%(default)s)",
+    )
+    parser.add_argument(
+        "--silence-s",
+        type=seconds,
+        metavar="S",
+        default=5.0,
+        help="consider a peer lost after S seconds without a message. Unanswered messages are "
+        "sent again after S/5, and a transfer may take 6*S; the same on all nodes (default: "
+        "%(default)s)",
+    )
+    add_count(
+        parser, "--parent-pid", "stop when this process is no longer the parent", required=False
+    )
+    add_count(parser, "--block-size", "tokens per block (default: %(default)s)", default=16)
+    add_count(parser, "--device-blocks", "size of the KV cache in blocks")
+    add_count(
+        parser,
+        "--token-budget",
+        "maximum number of tokens per step (default: %(default)s)",
+        default=512,
+    )
+    add_count(
+        parser,
+        "--max-running",
+        "maximum number of running requests (default: %(default)s)",
+        default=64,
+    )
+    add_count(
+        parser,
+        "--max-model-len",
+        "maximum length of prompt and output together (default: the positions of the model, or "
+        "the size of the cache if smaller)",
+        required=False,
+    )
+    add_host_tier(parser, "blocks of --block-size tokens")
+    add_storage(parser)
