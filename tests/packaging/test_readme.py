@@ -24,4 +24,6 @@ def test_the_files_that_the_docs_name_exist() -> None:
     ]
     named = {name for page in pages for name in FILE.findall(page.read_text(encoding="utf-8"))}
     assert len(named) > 30
-    assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
+    roots = (ROOT, ROOT / "tests")  # tests/README.md names files beside it
+    missing = [name for name in named if not any((root / name).is_file() for root in roots)]
+    assert sorted(missing) == []
