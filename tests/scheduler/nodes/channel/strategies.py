@@ -53,7 +53,7 @@ def values(kind: types.Type, name: str = "") -> st.SearchStrategy[Any]:
         case types.NoneType():
             return st.none()
         case types.UnionType():
-            return st.one_of(map(values, kind.types))
+            return st.one_of([values(each) for each in kind.types])
         case types.VarTupleType():
             few = 1 if name == "arrays" else 0
             return st.lists(values(kind.item_type), min_size=few, max_size=4).map(tuple)
