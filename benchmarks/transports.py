@@ -51,13 +51,13 @@ from radixkv.scheduler.nodes.transport import (
     InProcessExchange,
     InProcessTransport,
     Offered,
+    PullInfo,
     Received,
     Transport,
-    WireTicket,
     describe,
 )
 from radixkv.scheduler.nodes.transport.threaded import ThreadedTransport
-from radixkv.scheduler.nodes.transport.transfer_engine import Engine
+from radixkv.scheduler.nodes.transport.transfer_engine import TransferEngine
 
 TRANSPORTS = ("inprocess", "jax", "nixl", "nixl-tcp")
 MIB = 1 << 20
@@ -69,7 +69,7 @@ _WARM_UP_ROUNDS = 3
 _POLL_S = 2e-4  # a node's loop looks once a millisecond; much oftener would slow the transport down
 
 
-def new_engine(name: str) -> Engine:
+def new_engine(name: str) -> TransferEngine:
     """Start an engine by its name."""
     if name == "jax":
         from radixkv.scheduler.nodes.transport.jax_engine import JaxEngine
@@ -80,7 +80,7 @@ def new_engine(name: str) -> Engine:
     return NixlEngine(STAGING_BYTES)
 
 
-def offer(transport: Transport, part: int, num_arrays: int, num_bytes: int) -> WireTicket:
+def offer(transport: Transport, part: int, num_arrays: int, num_bytes: int) -> PullInfo:
     """Offer some arrays and wait until they are served."""
     arrays = [jnp.full(num_bytes, part % 100 + 1, jnp.int8) for _ in range(num_arrays)]
     ticket = Ticket(AttemptKey(f"r{part}", 1), 1, 1, 1, part)
@@ -89,7 +89,7 @@ def offer(transport: Transport, part: int, num_arrays: int, num_bytes: int) -> W
         time.sleep(1e-3)
     (event,) = events
     assert isinstance(event, Offered), event
-    return event.wire
+    return event.info
 
 
 def serve(name: str) -> None:
@@ -101,15 +101,15 @@ def serve(name: str) -> None:
             transport.withdraw(last, was_read=True)
             while not transport.poll():
                 time.sleep(1e-3)
-        wire = offer(transport, *map(int, line.split()))
-        last = wire.ticket.key
-        send = Send(Header(last, 1), wire.ticket.part, 0, 1, 0)
-        print(encode(Packet("p", "d", 1, 1, send, wire)).hex(), flush=True)
+        info = offer(transport, *map(int, line.split()))
+        last = info.ticket.key
+        send = Send(Header(last, 1), info.ticket.part, 0, 1, 0)
+        print(encode(Packet("p", "d", 1, 1, send, info)).hex(), flush=True)
     transport.close()
 
 
 @contextmanager
-def served(name: str) -> Iterator[Callable[[int, int, int], WireTicket]]:
+def served(name: str) -> Iterator[Callable[[int, int, int], PullInfo]]:
     """Start the other process; what is given has it offer arrays."""
     if name == "inprocess":
         yield lambda *_: None  # type: ignore[arg-type,return-value]  # not used
@@ -119,39 +119,39 @@ def served(name: str) -> Iterator[Callable[[int, int, int], WireTicket]]:
         assert process.stdin is not None and process.stdout is not None
         stdin, stdout = process.stdin, process.stdout
 
-        def ask(part: int, num_arrays: int, num_bytes: int) -> WireTicket:
+        def ask(part: int, num_arrays: int, num_bytes: int) -> PullInfo:
             stdin.write(b"%d %d %d\n" % (part, num_arrays, num_bytes))
             stdin.flush()
-            wire = decode(bytes.fromhex(stdout.readline().decode())).wire
-            assert wire is not None
-            return wire
+            info = decode(bytes.fromhex(stdout.readline().decode())).pull_info
+            assert info is not None
+            return info
 
         yield ask
         stdin.close()
 
 
-def pull_s(transport: Transport, wire: WireTicket) -> float:
+def pull_s(transport: Transport, info: PullInfo) -> float:
     """Seconds from `pull` to `Received`."""
     begun = time.perf_counter()
-    transport.pull(wire.ticket, wire, wire.descriptor, timeout_s=60)
+    transport.pull(info.ticket, info, info.descriptor, timeout_s=60)
     while not (events := transport.poll()):
         time.sleep(_POLL_S)
     seconds = time.perf_counter() - begun
     (event,) = events
     assert isinstance(event, Received), event
-    expected = wire.ticket.part % 100 + 1
+    expected = info.ticket.part % 100 + 1
     assert all((np.asarray(array) == expected).all() for array in event.arrays)
-    transport.release(wire.ticket)
+    transport.release(info.ticket)
     return seconds
 
 
-def bare_jax_s(engine: Any, wire: WireTicket) -> float:
+def bare_jax_s(engine: Any, info: PullInfo) -> float:
     """Seconds of a pull by a connection that is used again, as in JAX's documentation."""
-    number, address = int.from_bytes(wire.route[:8], "little"), wire.route[8:].decode()
+    number, address = int.from_bytes(info.route[:8], "little"), info.route[8:].decode()
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     specs = [
         jax.ShapeDtypeStruct(each.shape, jnp.dtype(each.dtype), sharding=sharding)
-        for each in wire.descriptor.arrays
+        for each in info.descriptor.arrays
     ]
     if not hasattr(engine, "bare"):
         engine.bare = engine._server.connect(address)
@@ -160,11 +160,11 @@ def bare_jax_s(engine: Any, wire: WireTicket) -> float:
     return time.perf_counter() - begun
 
 
-def bare_nixl_s(engine: Any, wire: WireTicket) -> float:
+def bare_nixl_s(engine: Any, info: PullInfo) -> float:
     """Seconds of a read of one piece per array."""
-    agent, specs = engine._agent.nixl, wire.descriptor.arrays
-    remote = int.from_bytes(wire.route[:8], "little")
-    peer = engine._agent.meet(wire.route[16:])
+    agent, specs = engine._agent.nixl, info.descriptor.arrays
+    remote = int.from_bytes(info.route[:8], "little")
+    peer = engine._agent.add_peer(info.route[16:])
     size = specs[0].num_bytes
     local = engine._agent.address + STAGING_BYTES // 2
     begun = time.perf_counter()
@@ -196,8 +196,8 @@ def measure(name: str, rounds: int) -> list[str]:
         for number in range(4 * (rounds + _WARM_UP_ROUNDS)):
             size = (BLOCKS, SMALL)[number // 2 % 2]
             which = ("bare", "transport")[(number + number // 4) % 2]  # who is first alternates
-            wire = ask(number, *size)
-            seconds = bare(engine, wire) if which == "bare" else pull_s(guarded, wire)
+            info = ask(number, *size)
+            seconds = bare(engine, info) if which == "bare" else pull_s(guarded, info)
             if number >= 4 * _WARM_UP_ROUNDS:
                 times[which, size].append(seconds)
     guarded.close()

@@ -118,8 +118,8 @@ def _wait_for(
     while any(nodes.count(role) < number for role, number in wanted.items()):
         nodes.step()
         check_processes()
-        if nodes.strangers and not has_warned:
-            print(f"radixkv: waiting for nodes{nodes.unheard}", file=sys.stderr, flush=True)
+        if nodes.has_refused_secrets and not has_warned:
+            print(f"radixkv: waiting for nodes{nodes.drop_summary}", file=sys.stderr, flush=True)
             has_warned = True
         refused = [
             f"{peer} is refused: {node.refusal}"
@@ -136,4 +136,4 @@ def _wait_for(
             counts = " and ".join(
                 f"{nodes.count(role)} of {number} {role} nodes" for role, number in wanted.items()
             )
-            raise NodesMissingError(f"after {timeout_s:g} s there are {counts}{nodes.unheard}")
+            raise NodesMissingError(f"after {timeout_s:g} s there are {counts}{nodes.drop_summary}")

@@ -24,7 +24,7 @@ from ..nodes import DecodeEngine, PrefillEngine
 from ..nodes.channel import ChannelAddressError, ZmqChannel, load_secret
 from ..nodes.channel.address import check_target
 from ..nodes.channel.schema import MAX_NAME_CHARS
-from ..nodes.event_loop import NodeLoop
+from ..nodes.event_loop import NodeEventLoop
 from ..nodes.transport import Transport
 from ..nodes.transport.registry import open_transport
 from .errors import BadInputError
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         stack.callback(transport.close)
         timing = make_timing(arguments.silence_s)
         engine, storage = _make_engine(arguments, transport, channel.epoch, timing, stack)
-        loop = NodeLoop(
+        loop = NodeEventLoop(
             engine,
             channel,
             gateway=arguments.gateway,

@@ -1,13 +1,17 @@
-"""Engines of prefill and decode nodes over a model, and both in one process."""
+"""Prefill and decode nodes: their engines, event loop, processes, and clients for all of these.
+
+Public are the engines, which any loop can drive, and `Disaggregated`, which drives them in one
+process. `event_loop`, `processes` and `remote_nodes` run nodes in processes of their own.
+"""
 
 from __future__ import annotations
 
 from .decode_node import DecodeEngine, DecodeReport
 from .in_process import Disaggregated
 from .node import (
-    Letter,
     NodeEngine,
     NodeStats,
+    PeerMessage,
 )
 from .prefill_node import PrefillEngine
 
@@ -15,8 +19,8 @@ __all__ = [
     "DecodeEngine",
     "DecodeReport",
     "Disaggregated",
-    "Letter",
     "NodeEngine",
     "NodeStats",
+    "PeerMessage",
     "PrefillEngine",
 ]

@@ -1,4 +1,4 @@
-"""The engine of a decode node: takes computed prompts over, and generates from them."""
+"""The engine of a decode node: receives the KV of prompts, and generates from it."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from ..models import Model
 from ..policy import Policy
 from ..preemption import PreemptMode
 from .kv_parts import KVParts
-from .kv_receiver import PartsIn
+from .kv_receiver import KVReceiver
 from .node import (
-    Letter,
     NodeEngine,
+    PeerMessage,
     check_revision,
 )
 from .transport import (
     Event,
     PullFailed,
+    PullInfo,
     Received,
     Transport,
-    WireTicket,
 )
 
 DecodeReport: TypeAlias = Started | Finished | Stopped
 
 
 class DecodeEngine(NodeEngine[DecodeScheduler]):
-    """A decode node; see `NodeEngine` for how it is driven."""
+    """A decode node; see `NodeEngine` for the loop that drives it."""
 
     def __init__(
         self,
@@ -65,18 +65,18 @@ class DecodeEngine(NodeEngine[DecodeScheduler]):
         """Allocate the arrays and compile every program.
 
         Args:
-            model: from `load_model`; prefill nodes have the same.
-            transport: nobody else polls or closes it.
-            epoch: higher than that of any earlier life of the node.
-            now: the time; see `poll`.
-            timing: of `DecodeScheduler`.
-            block_size: tokens per block; prefill nodes have the same.
-            num_blocks, token_budget, max_running, max_model_len: of `Engine`.
-            weights_revision: which weights these are; parts of others are not taken.
-            policy, reserve_tokens, preempt, host, storage, storage_namespace: of `Engine`.
+            model: result of `load_model`; all nodes need the same model.
+            transport: polled and closed only by this node.
+            epoch: higher than the epoch of every earlier process of this node.
+            now: current time; see `poll`.
+            timing: see `DecodeScheduler`.
+            block_size: tokens per block; all nodes need the same.
+            num_blocks, token_budget, max_running, max_model_len: see `Engine`.
+            weights_revision: name of the weights; the node refuses parts of other weights.
+            policy, reserve_tokens, preempt, host, storage, storage_namespace: see `Engine`.
 
         Raises:
-            ConfigError, CountError, StorageConfigError: for what cannot work; before anything is
+            ConfigError, CountError, StorageConfigError: for invalid arguments, before anything is
                 allocated.
         """
         check_revision(weights_revision, storage_namespace)
@@ -103,45 +103,51 @@ class DecodeEngine(NodeEngine[DecodeScheduler]):
         )
         kv = KVParts(runner, "scatter", weights_revision)
         super().__init__(manager, scheduler, runner, transport, kv, now=now)
-        self._parts = PartsIn(kv, transport, timeout_s=timing.transfer_s)
+        self._receiver = KVReceiver(kv, transport, timeout_s=timing.transfer_s)
         self._reports: list[DecodeReport] = []
 
     @property
-    def num_handed_over(self) -> int:
-        """Hand-offs that hold blocks."""
+    def num_open_handoffs(self) -> int:
+        """Number of hand-offs that hold blocks."""
         return self.scheduler.num_receiving
 
     def take_reports(self) -> list[DecodeReport]:
-        """Hand out what the gateway is to know since the last call, in order."""
+        """Return the reports to the gateway since the last call, in order."""
         reports, self._reports = self._reports, []
         return reports
 
-    def receive(self, letter: Letter) -> None:
-        """Take in what a prefill node says."""
-        self.scheduler.receive(letter.peer, letter.message)
-        self._act(letter.wire)
+    def receive(self, message: PeerMessage) -> None:
+        """Process a message of a prefill node."""
+        self.scheduler.receive(message.peer, message.message)
+        self._act(message.pull_info)
 
-    def _take_in(self, event: Event) -> None:
+    def _process(self, event: Event) -> None:
         match event:
             case Received(ticket):
-                self._parts.received(event)
+                self._receiver.received(event)
                 self.scheduler.pulled(ticket)
             case PullFailed(ticket, _, reason):
-                self._parts.failed(event)
+                self._receiver.failed(event)
                 self.scheduler.pull_failed(ticket, fenced=True, reason=reason)
 
-    def _act(self, wire: WireTicket | None = None) -> None:
-        """Carry out what the scheduler wants done, with what came along with a SEND."""
-        self._parts.release_written()
+    def _act(self, pull_info: PullInfo | None = None) -> None:
+        """Carry out the scheduler's actions.
+
+        Args:
+            pull_info: how to pull the part, if the actions answer a SEND.
+        """
+        self._receiver.release_written()
         for action in self.scheduler.take_actions():
             match action:
                 case Post(peer, message):
-                    self._letters.append(Letter(peer, message))
-                case Pull() if wire is not None:
-                    self._parts.pull(action, wire)
+                    self._outbox.append(PeerMessage(peer, message))
+                case Pull() if pull_info is not None:
+                    self._receiver.pull(action, pull_info)
                 case Pull(ticket=ticket):
-                    self.scheduler.pull_failed(ticket, fenced=True, reason="no wire ticket came")
+                    self.scheduler.pull_failed(
+                        ticket, fenced=True, reason="SEND came without a PullInfo"
+                    )
                 case CancelPull():
-                    self._parts.cancel(action)
+                    self._receiver.cancel(action)
                 case _:
                     self._reports.append(action)

@@ -28,13 +28,13 @@ from .node import NodeStats
 from .prefill_node import PrefillEngine
 
 _PAUSE_S: Final = 0.0005
-"""For nodes that all wait for a copy, or for time to pass."""
+"""Pause when no node has anything to do but wait."""
 
 
 class Disaggregated:
-    """Serves requests with prefill nodes and decode nodes, as `Engine` does with one.
+    """Serves requests with prefill and decode nodes; its interface is that of `Engine`.
 
-    A `Router` says to which nodes a request goes. One thread may use it.
+    A `Router` assigns requests to nodes. For use by one thread.
 
     Attributes:
         prefill, decode: the nodes, by name.
@@ -50,12 +50,12 @@ class Disaggregated:
         request_s: float = inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Join nodes, whose transports reach each other.
+        """Connect nodes whose transports reach each other.
 
         Args:
-            prefill, decode: nodes that nobody else drives, at least one of each.
-            max_attempts, backoff_s, request_s: of `RequestRetrier`; no limit of time by default.
-            clock: never goes back, in seconds.
+            prefill, decode: at least one node each, driven only by this object.
+            max_attempts, backoff_s, request_s: see `RequestRetrier`; no time limit by default.
+            clock: a monotonic clock, in seconds.
         """
         self.prefill = {f"prefill-{number}": node for number, node in enumerate(prefill)}
         self.decode = {f"decode-{number}": node for number, node in enumerate(decode)}
@@ -68,19 +68,19 @@ class Disaggregated:
             request_s=request_s,
         )
         for peer in (*self.prefill, *self.decode):
-            self._join(peer)
+            self._register(peer)
 
     @property
     def failures(self) -> dict[str, str]:
-        """Why requests came to nothing, by id; those have the status ABORTED."""
+        """Reasons of failed requests by id; these requests have the status ABORTED."""
         return self._gateway.failures
 
     def add_request(self, request: Request) -> None:
-        """Take a request in.
+        """Add a request.
 
         Raises:
             RequestError: for a token outside the vocabulary, a request longer than a node's
-                max_model_len, one that was added before, or the id of a live request.
+                max_model_len, a request that was added before, or the id of an open request.
             EngineClosedError: after close, with a host tier.
         """
         for node in self._nodes():
@@ -88,36 +88,36 @@ class Disaggregated:
         self._gateway.add_request(request, self._clock())
 
     def abort(self, request_id: str) -> bool:
-        """End a request in any state; False if no live one has this id."""
-        is_live = self._gateway.abort(request_id)
-        self._follow()
-        return is_live
+        """End a request in any state; return False if no open request has this id."""
+        was_open = self._gateway.abort(request_id)
+        self._act()
+        return was_open
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has yet to end, or a node holds blocks for one."""
+        """Whether any request is open, or a node holds blocks for one."""
         return bool(self._gateway.num_open) or any(
             node.scheduler.num_open for node in self._nodes()
         )
 
     def step(self) -> list[Request]:
-        """Let each node run one step at most; return the requests that ended since the last."""
+        """Let each node run at most one step; return the requests that have ended."""
         self._advance()
         return self._gateway.take_ended()
 
     def _advance(self) -> None:
         now = self._clock()
         self._gateway.tick(now)
-        self._follow()
+        self._act()
         was_busy = False
         for peer in (*self.prefill, *self.decode):
             was_busy |= self._node(peer).poll(now)
-            self._pass_on(peer)
+            self._deliver(peer)
         if not was_busy and self.has_work:
             time.sleep(_PAUSE_S)
 
     def run(self) -> list[Request]:
-        """Run until there is no work; return the requests that ended, in order of their ends."""
+        """Run until there is no work; return the requests in the order in which they ended."""
         ended = []
         while self.has_work:
             ended += self.step()
@@ -130,21 +130,20 @@ class Disaggregated:
         params: Params | None = None,
         weights_revision: str = "",
     ) -> None:
-        """Forget the KV of all nodes, and go on with other weights, if some are given.
+        """Forget the KV of all nodes, and optionally switch to other weights.
 
-        What is being handed over is given up, and handed over anew; that counts as no attempt. It
-        runs steps, for what decodes, until no node holds blocks of a hand-off: at the latest when
-        their deadlines end. Then what decodes goes on by the new weights.
+        Hand-offs in flight are aborted and repeated later, which does not count as an attempt. The
+        call runs decode steps until no node holds blocks of a hand-off, at the latest until their
+        deadlines. Then running requests continue with the new weights.
 
         Args:
             keep: namespaces whose published KV stays.
-            params: other weights of the same shapes; None: those of now.
-            weights_revision: what they are called, by nodes and in storage; see
+            params: new weights of the same shapes; None keeps the current ones.
+            weights_revision: name of the new weights, for nodes and storage; see
                 `Engine.reset_cache`.
 
         Raises:
-            ConfigError: for weights of other shapes, or without a name or under that of those of
-                now. Nothing is changed.
+            ConfigError: for weights of other shapes, or without a new name. Nothing changes.
         """
         nodes = self._nodes()
         for node in nodes:
@@ -152,7 +151,7 @@ class Disaggregated:
         self._is_resetting = True
         for node in nodes:
             node.scheduler.drain("the cache is reset")
-        while any(node.num_handed_over for node in nodes):
+        while any(node.num_open_handoffs for node in nodes):
             self._advance()
         for node in nodes:
             node.reset_cache(keep, params=params, weights_revision=weights_revision)
@@ -160,25 +159,25 @@ class Disaggregated:
         self._is_resetting = False
 
     def replace(self, peer: NodeId, node: PrefillEngine | DecodeEngine) -> None:
-        """Put another node in the place of one that has ended; its epoch is higher.
+        """Replace a node that has ended by one with a higher epoch.
 
-        What the old one had, others compute again.
+        Requests of the old node are computed again.
         """
-        self._pass_on(peer)
+        self._deliver(peer)
         if isinstance(node, PrefillEngine):
             self.prefill[peer] = node
         else:
             self.decode[peer] = node
         self._gateway.lose(peer)
-        self._join(peer)
-        self._follow()
+        self._register(peer)
+        self._act()
 
     def close(self, *, timeout_s: float = 30.0) -> bool:
         """Stop transports and threads; see `Engine.close`."""
         return all([node.close(timeout_s=timeout_s) for node in self._nodes()])
 
     def stats(self) -> dict[NodeId, NodeStats]:
-        """Return what each node has done so far."""
+        """Return the statistics of each node."""
         return {peer: self._node(peer).stats() for peer in (*self.prefill, *self.decode)}
 
     def _nodes(self) -> list[PrefillEngine | DecodeEngine]:
@@ -187,18 +186,18 @@ class Disaggregated:
     def _node(self, peer: NodeId) -> PrefillEngine | DecodeEngine:
         return self.prefill[peer] if peer in self.prefill else self.decode[peer]
 
-    def _join(self, peer: NodeId) -> None:
+    def _register(self, peer: NodeId) -> None:
         num_blocks = self._node(peer).manager.num_blocks
         if peer in self.prefill:
             self._gateway.add_prefill(peer, num_blocks)
         else:
             self._gateway.add_decode(peer, num_blocks)
 
-    def _pass_on(self, peer: NodeId) -> None:
-        """Deliver what a node wants to say."""
+    def _deliver(self, peer: NodeId) -> None:
+        """Deliver a node's messages to other nodes, and its reports to the gateway."""
         node = self._node(peer)
-        for letter in node.take_letters():
-            self._node(letter.peer).receive(letter._replace(peer=peer))
+        for message in node.take_messages():
+            self._node(message.peer).receive(message._replace(peer=peer))
         for report in node.take_reports():
             match report:
                 case Failed(key, reason, is_final, is_busy):
@@ -211,10 +210,10 @@ class Disaggregated:
                     self._gateway.finished(key, request.output_tokens, *counts)
                 case Stopped(key, reason):
                     self._gateway.decode_failed(key, reason)
-        self._follow()
+        self._act()
 
-    def _follow(self) -> None:
-        """Do what the gateway wants done."""
+    def _act(self) -> None:
+        """Carry out the gateway's actions."""
         while actions := self._gateway.take_actions():
             for action in actions:
                 match action:
@@ -224,5 +223,5 @@ class Disaggregated:
                         except RequestTooLargeError as large:
                             self._gateway.prefill_failed(key, str(large), is_final=True)
                     case Cancel(key):
-                        for node in self._nodes():  # it may have been known before
+                        for node in self._nodes():  # an earlier node of this name may have known it
                             node.give_up(key, "cancelled")

@@ -1,4 +1,4 @@
-"""The KV of parts of prompts: out of a prefill node's blocks, and into a decode node's."""
+"""Copies of the KV of a part: from a prefill node's blocks, and into a decode node's."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from .transport import (
     Descriptor,
     PayloadArray,
 )
-from .transport.descriptors import digest_namespace, is_computed
+from .transport.descriptors import digest_namespace, is_ready
 
 
 class KVParts:
-    """Copies whole blocks of all layers, as arrays without padding, by compiled programs.
+    """Copies whole blocks of all layers to and from arrays without padding.
 
-    A part of n blocks is cut into the powers of two that n has::
+    Programs are compiled for powers of two, so a part is split into pieces of these sizes::
 
         21 blocks    16 | 4 | 1    of each piece, each layer's K, then each layer's V:
                                    [blocks, kv_heads, block_size, head_dim]
 
     Attributes:
-        weights_revision: which weights its parts are of.
+        weights_revision: name of the weights of the parts.
     """
 
     def __init__(self, runner: ModelRunner, kind: CopyKind, weights_revision: str) -> None:
         """Compile every copy, the largest first.
 
         Args:
-            runner: who has the model and the arrays.
+            runner: runner with the model and the arrays.
             kind: "gather" on a prefill node, "scatter" on a decode node.
-            weights_revision: of the model; with its configuration, what both nodes agree on.
+            weights_revision: name of the weights; both nodes must agree on it and on the model's
+                configuration.
         """
         pools = runner.arrays.keys
         most = min(MAX_PART_BLOCKS, len(pools[0]) - 1)
@@ -49,7 +50,7 @@ class KVParts:
         self.set_revision(weights_revision)
 
     def set_revision(self, weights_revision: str) -> None:
-        """Name the weights of the parts from now on; those of others are not taken."""
+        """Set the name of the weights. Parts of other weights are refused."""
         runner = self._runner
         namespace = make_storage_namespace(
             runner.model, weights_revision, runner.manager.block_size
@@ -58,7 +59,7 @@ class KVParts:
         self._namespace_digest = digest_namespace(namespace.digest())
 
     def describe(self, num_blocks: int) -> Descriptor:
-        """Say which arrays a part of so many blocks is."""
+        """Describe the arrays of a part of so many blocks."""
         specs = [
             ArraySpec((piece.stop - piece.start, *self._block_shape), self._dtype)
             for piece in self._copies.exact_pieces(num_blocks)
@@ -67,7 +68,7 @@ class KVParts:
         return Descriptor(tuple(specs), num_blocks, 0, self._namespace_digest)
 
     def read(self, blocks: Sequence[int]) -> list[jax.Array]:
-        """Gather blocks as they are now, whatever is dispatched later; nothing is waited for."""
+        """Gather the current content of blocks, without waiting for it."""
         arrays: list[jax.Array] = []
         with self._runner.counting_compilations():
             for ids in self._pieces(blocks):
@@ -75,9 +76,9 @@ class KVParts:
         return arrays
 
     def write(self, blocks: Sequence[int], arrays: Sequence[PayloadArray]) -> None:
-        """Scatter what `read` gathered, into other blocks, before any step dispatched later.
+        """Scatter the arrays of `read` into blocks, before every step that is dispatched later.
 
-        The arrays must not change until the pools of the runner are ready.
+        The arrays must not change until `is_idle`.
         """
         with self._runner.counting_compilations():
             for number, ids in enumerate(self._pieces(blocks)):
@@ -86,9 +87,9 @@ class KVParts:
                 self._copies.scatter(self._runner.arrays, piece, ids, len(ids))
 
     def is_idle(self) -> bool:
-        """Whether all copies, and all steps before them, are done."""
+        """Whether all dispatched copies and steps have ended."""
         arrays = self._runner.arrays
-        return all(map(is_computed, (*arrays.keys, *arrays.values)))
+        return all(map(is_ready, (*arrays.keys, *arrays.values)))
 
     def _pieces(self, blocks: Sequence[int]) -> Iterator[np.ndarray]:
         ids = np.array(blocks, np.int32)

@@ -1,54 +1,51 @@
-"""A decode node's pulls: from a transport's staging memory into the blocks that were granted."""
+"""A decode node's pulls: from a transport's staging memory into the granted blocks."""
 
 from __future__ import annotations
 
-from ..handoff import (
-    CancelPull,
-    Pull,
-    Ticket,
-)
+from ..handoff import CancelPull, Pull, Ticket
 from .kv_parts import KVParts
-from .transport import (
-    PullFailed,
-    Received,
-    Transport,
-    WireTicket,
-)
+from .transport import PullFailed, PullInfo, Received, Transport
 
 
-class PartsIn:
-    """Pulls parts, and writes them into blocks on the thread that owns the arrays."""
+class KVReceiver:
+    """Pulls parts, and copies them into blocks on the thread that owns the arrays."""
 
     def __init__(self, kv: KVParts, transport: Transport, *, timeout_s: float) -> None:
-        """Make it over what scatters, and what pulls for timeout_s at most."""
+        """Set up.
+
+        Args:
+            kv: copies parts into blocks.
+            transport: pulls parts.
+            timeout_s: limit of each pull.
+        """
         self._kv = kv
         self._transport = transport
         self._timeout_s = timeout_s
         self._pulls: dict[Ticket, Pull] = {}
-        self._written: list[Ticket] = []  # by copies that may still read staging memory
+        self._written: list[Ticket] = []  # copies of these may still read staging memory
 
-    def pull(self, pull: Pull, wire: WireTicket) -> None:
+    def pull(self, pull: Pull, info: PullInfo) -> None:
         """Begin to pull a part."""
         self._pulls[pull.ticket] = pull
-        want = self._kv.describe(len(pull.blocks))
-        self._transport.pull(pull.ticket, wire, want, timeout_s=self._timeout_s)
+        expected = self._kv.describe(len(pull.blocks))
+        self._transport.pull(pull.ticket, info, expected, timeout_s=self._timeout_s)
 
     def cancel(self, cancel: CancelPull) -> None:
-        """Give a pull up; its end comes all the same."""
+        """Cancel a pull, which still ends with an event."""
         self._transport.cancel(cancel.ticket)
 
     def received(self, event: Received) -> None:
-        """Write a part into its blocks, which are still granted for it."""
+        """Copy a received part into its granted blocks."""
         pull = self._pulls.pop(event.ticket)
         self._kv.write(pull.blocks, event.arrays)
         self._written.append(event.ticket)
 
     def failed(self, event: PullFailed) -> None:
-        """Forget a pull, of which nothing will be written."""
+        """Forget a failed pull."""
         del self._pulls[event.ticket]
 
     def release_written(self) -> None:
-        """Give staging memory back whose copies are done."""
+        """Release the staging memory of parts whose copies have ended."""
         if self._written and self._kv.is_idle():
             for ticket in self._written:
                 self._transport.release(ticket)

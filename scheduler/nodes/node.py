@@ -1,4 +1,4 @@
-"""What the engines of prefill and decode nodes share: a step at a time, and no other wait."""
+"""Base class of the prefill and decode engines: runs one step at a time and never waits."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from ..request import Request
 from .kv_parts import KVParts
 from .transport import (
     Event,
+    PullInfo,
     Transport,
     TransportStats,
-    WireTicket,
 )
 
 
-class Letter(NamedTuple):
-    """A message between two nodes.
+class PeerMessage(NamedTuple):
+    """A hand-off message to or from another node.
 
     Attributes:
-        peer: whom it is for; on arrival, whom it is from.
-        message: of the protocol.
-        wire: along with SEND, what a transport needs to pull the part.
+        peer: name of the receiver; of the sender for a received message.
+        message: message of the protocol.
+        pull_info: how to pull the part; only with SEND.
     """
 
     peer: NodeId
     message: Message
-    wire: WireTicket | None = None
+    pull_info: PullInfo | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class NodeStats:
-    """What a node has done so far, and what its transport holds."""
+    """Statistics of a node's engine and of its transport."""
 
     engine: EngineStats
     transport: TransportStats
@@ -55,35 +55,35 @@ SchedulerT = TypeVar("SchedulerT", bound=PrefillScheduler | DecodeScheduler)
 
 
 def check_revision(weights_revision: str, namespace: StorageNamespace | None) -> None:
-    """Refuse a storage of other weights than those of the parts.
+    """Reject a storage namespace of other weights than the node's.
 
     Raises:
-        ConfigError: with both names.
+        ConfigError: with both revisions.
     """
     if namespace is not None and namespace.weights_revision != weights_revision:
         raise ConfigError(
-            f"storage_namespace is of weights_revision {namespace.weights_revision!r}, the node of "
-            f"{weights_revision!r}"
+            f"storage_namespace must have weights_revision {weights_revision!r} as the node, got "
+            f"{namespace.weights_revision!r}"
         )
 
 
 class NodeEngine(ABC, Generic[SchedulerT]):
-    """A node without its network, its clock and its gateway: a loop outside has those.
+    """A node without network and clock, which a loop outside provides.
 
     ::
 
-        while the node lives:
-            receive(letter) ...            what has come
-            poll(now)                      transport, time, and one step of the model
-            take_letters, take_reports     what is to be sent
+        while the node serves:
+            receive(message) ...           messages of other nodes
+            poll(now)                      transport, deadlines, and one step of the model
+            take_messages, take_reports    messages to other nodes and the gateway
 
-    One thread uses it, and dispatches all array work; a transport's threads touch staging memory
-    alone.
+    One thread calls the engine and dispatches all array work. The threads of a transport touch only
+    staging memory.
 
     Attributes:
-        manager: holds the block tables.
+        manager: the cache manager of the node's blocks.
         model_name: `ModelConfig.name`.
-        scheduler: plans the steps, and knows the hand-offs.
+        scheduler: the scheduler, which also runs the hand-off protocol.
     """
 
     def __init__(
@@ -96,15 +96,15 @@ class NodeEngine(ABC, Generic[SchedulerT]):
         *,
         now: float,
     ) -> None:
-        """Join the parts of a node.
+        """Assemble a node.
 
         Args:
-            manager: whose blocks it has.
-            scheduler: of the manager.
-            runner: of the manager, too.
-            transport: nobody else polls or closes it.
-            kv: over the runner.
-            now: the time; see `poll`.
+            manager: the cache manager.
+            scheduler: a scheduler over the manager.
+            runner: a model runner over the manager.
+            transport: polled and closed only by this node.
+            kv: the copies of parts from and to the runner's arrays.
+            now: current time; see `poll`.
         """
         self.manager = manager
         self.model_name = runner.model.config.name
@@ -113,10 +113,10 @@ class NodeEngine(ABC, Generic[SchedulerT]):
         self._runner = runner
         self._transport = transport
         self._kv = kv
-        self._letters: list[Letter] = []
+        self._outbox: list[PeerMessage] = []
 
     def check_request(self, request: Request) -> None:
-        """Refuse a request that the model cannot take.
+        """Reject a request that the model cannot serve.
 
         Raises:
             RequestError: for a token outside the vocabulary, or a request longer than
@@ -126,21 +126,21 @@ class NodeEngine(ABC, Generic[SchedulerT]):
         self._runner.check_request(request)
 
     def give_up(self, key: AttemptKey, reason: str) -> None:
-        """End an attempt in any state; nothing happens if it is not known."""
+        """End an attempt in any state. An unknown attempt is ignored."""
         self.scheduler.give_up(key, reason)
 
     @abstractmethod
-    def receive(self, letter: Letter) -> None:
-        """Take in what another node says."""
+    def receive(self, message: PeerMessage) -> None:
+        """Process a message of another node."""
 
     def poll(self, now: float) -> bool:
-        """Take in what has happened, and run a step if there is work; it waits for nothing else.
+        """Process the transport's events and deadlines, and run one step if there is work.
 
         Args:
-            now: of a clock that never goes back, in seconds.
+            now: current time of a monotonic clock, in seconds.
 
         Returns:
-            Whether anything was done; if not, it may be left alone for a moment.
+            Whether anything was done. If not, the loop may pause.
 
         Raises:
             EngineClosedError: after close, with a host tier.
@@ -149,11 +149,11 @@ class NodeEngine(ABC, Generic[SchedulerT]):
         self.scheduler.tick(now)
         events = self._transport.poll()
         for event in events:
-            self._take_in(event)
+            self._process(event)
         self._act()
         has_stepped = self._step()
         self._act()
-        return has_stepped or bool(events or self._letters)
+        return has_stepped or bool(events or self._outbox)
 
     def reset_cache(
         self,
@@ -162,22 +162,21 @@ class NodeEngine(ABC, Generic[SchedulerT]):
         params: Params | None = None,
         weights_revision: str = "",
     ) -> None:
-        """Forget the KV of all tiers, and go on with other weights, if some are given.
+        """Forget the KV of all tiers, and optionally switch to other weights.
 
-        Call `scheduler.drain` first, and poll until the scheduler's `reset_cache` may be called. A
-        decode node goes on with what it generates, by the new weights. Nodes need not be reset at
-        the same time: parts of other weights are not taken, and such an attempt is made again.
+        Call `scheduler.drain` first, and `poll` until `num_open_handoffs` is 0. A decode node
+        continues its running requests with the new weights. Nodes need not be reset at the same
+        time: a node refuses parts of other weights, and the attempt is repeated.
 
         Args:
             keep: namespaces whose published KV stays.
-            params: other weights of the same shapes; None: those of now.
-            weights_revision: what they are called, by nodes and in storage; see
+            params: new weights of the same shapes; None keeps the current ones.
+            weights_revision: name of the new weights, for nodes and storage; see
                 `Engine.reset_cache`.
 
         Raises:
-            ConfigError: for weights of other shapes, or without a name or under that of those of
-                now. Nothing is changed.
-            HandoffsOpenError: if hand-offs hold blocks. Nothing is changed.
+            ConfigError: for weights of other shapes, or without a new name. Nothing changes.
+            HandoffsOpenError: if hand-offs hold blocks. Nothing changes.
         """
         self.check_reset(params, weights_revision)
         self.scheduler.reset_cache(keep, weights_revision)
@@ -188,36 +187,35 @@ class NodeEngine(ABC, Generic[SchedulerT]):
 
     @property
     @abstractmethod
-    def num_handed_over(self) -> int:
-        """Hand-offs that hold blocks: `reset_cache` is refused while there are any."""
+    def num_open_handoffs(self) -> int:
+        """Number of hand-offs that hold blocks; `reset_cache` needs it to be 0."""
 
     def check_reset(self, params: Params | None, weights_revision: str) -> None:
-        """Refuse other weights that `reset_cache` must not be given.
+        """Reject weights that `reset_cache` would reject.
 
         Raises:
-            ConfigError: for weights of other shapes, or without a name or under that of those of
-                now.
+            ConfigError: for weights of other shapes, or without a new name.
         """
         if params is None:
             return
         if weights_revision in ("", self._kv.weights_revision):
             raise ConfigError(
-                f"parts of KV are of weights_revision {self._kv.weights_revision!r}: other "
-                "weights need a name of their own"
+                f"new weights need a weights_revision other than {self._kv.weights_revision!r}, "
+                f"got {weights_revision!r}"
             )
         self._runner.check_params(params, weights_revision)
 
-    def take_letters(self) -> list[Letter]:
-        """Hand out what is to be sent since the last call, in order."""
-        letters, self._letters = self._letters, []
-        return letters
+    def take_messages(self) -> list[PeerMessage]:
+        """Return the messages to send since the last call, in order."""
+        messages, self._outbox = self._outbox, []
+        return messages
 
     def stats(self) -> NodeStats:
-        """Return what was done so far."""
+        """Return the statistics so far."""
         return NodeStats(self._runner.stats(self.scheduler.stats()), self._transport.stats())
 
     def close(self, *, timeout_s: float = 30.0) -> bool:
-        """Stop the transport, and the threads of a host tier; see `Engine.close`.
+        """Stop the transport and the threads of a host tier; see `Engine.close`.
 
         Storage stays open.
         """
@@ -235,9 +233,9 @@ class NodeEngine(ABC, Generic[SchedulerT]):
         return bool(plan.chunks)
 
     @abstractmethod
-    def _take_in(self, event: Event) -> None:
-        """Pass an event of the transport on."""
+    def _process(self, event: Event) -> None:
+        """Process an event of the transport."""
 
     @abstractmethod
     def _act(self) -> None:
-        """Carry out what the scheduler wants done."""
+        """Carry out the scheduler's actions."""

@@ -1,4 +1,4 @@
-"""The engine of a prefill node: computes prompts, and hands them over to decode nodes."""
+"""The engine of a prefill node: computes prompts, and hands their KV to decode nodes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ..policy import Policy
 from ..prefill import PrefillScheduler
 from ..request import Request
 from .kv_parts import KVParts
-from .kv_sender import PartsOut
+from .kv_sender import KVSender
 from .node import (
-    Letter,
     NodeEngine,
+    PeerMessage,
     check_revision,
 )
 from .transport import (
@@ -37,10 +37,10 @@ from .transport import (
 
 
 class PrefillEngine(NodeEngine[PrefillScheduler]):
-    """A prefill node; see `NodeEngine` for how it is driven.
+    """A prefill node; see `NodeEngine` for the loop that drives it.
 
-    Its blocks stay pinned until the decode node has read them, though what is offered is a copy
-    of them: the next step takes the arrays, so that no transport could read from those.
+    The node offers copies of blocks, because each step donates the arrays of blocks, so that no
+    transport can read them. The blocks stay pinned until the decode node has read the copies.
     """
 
     def __init__(
@@ -67,20 +67,20 @@ class PrefillEngine(NodeEngine[PrefillScheduler]):
         """Allocate the arrays and compile every program.
 
         Args:
-            model: from `load_model`; decode nodes have the same.
-            transport: nobody else polls or closes it.
-            epoch: higher than that of any earlier life of the node.
-            now: the time; see `poll`.
-            timing, order: of `PrefillScheduler`.
-            block_size: tokens per block; decode nodes have the same.
-            num_blocks, token_budget, max_running, max_model_len: of `Engine`.
-            weights_revision: which weights these are; parts of others are not taken.
-            policy, host, storage, storage_namespace: of `Engine`.
-            max_offered_bytes: of the copies that decode nodes have yet to read, beside the blocks;
-                what would be more is copied later. One prompt's may come on top.
+            model: result of `load_model`; all nodes need the same model.
+            transport: polled and closed only by this node.
+            epoch: higher than the epoch of every earlier process of this node.
+            now: current time; see `poll`.
+            timing, order: see `PrefillScheduler`.
+            block_size: tokens per block; all nodes need the same.
+            num_blocks, token_budget, max_running, max_model_len: see `Engine`.
+            weights_revision: name of the weights; decode nodes refuse parts of other weights.
+            policy, host, storage, storage_namespace: see `Engine`.
+            max_offered_bytes: limit of the device memory for copies that decode nodes have yet to
+                read. Copies beyond it are made later. The oldest attempt may exceed it.
 
         Raises:
-            ConfigError, CountError, StorageConfigError: for what cannot work; before anything is
+            ConfigError, CountError, StorageConfigError: for invalid arguments, before anything is
                 allocated.
         """
         check_revision(weights_revision, storage_namespace)
@@ -106,58 +106,54 @@ class PrefillEngine(NodeEngine[PrefillScheduler]):
         )
         kv = KVParts(runner, "gather", weights_revision)
         super().__init__(manager, scheduler, runner, transport, kv, now=now)
-        self._parts = PartsOut(kv, transport, max_bytes=max_offered_bytes)
+        self._sender = KVSender(kv, transport, max_bytes=max_offered_bytes)
         self._reports: list[Failed] = []
 
     def begin(self, request: Request, peer: NodeId, attempt: int = 1) -> None:
-        """Compute a prompt, and hand it over to a decode node; see `PrefillScheduler.begin`.
+        """Compute a prompt, and hand it to a decode node; see `PrefillScheduler.begin`.
 
         Raises:
-            RequestError: for a request that the model cannot take, or an attempt that is open.
-            RequestTooLargeError: if the prompt does not fit even alone.
+            RequestError: for a request that the model cannot serve, or an attempt that is open.
+            RequestTooLargeError: if the prompt does not fit the empty cache.
             EngineClosedError: after close, with a host tier.
         """
         self.check_request(request)
         self.scheduler.begin(request, peer, attempt)
 
     @property
-    def num_handed_over(self) -> int:
-        """Hand-offs that hold blocks."""
+    def num_open_handoffs(self) -> int:
+        """Number of hand-offs that hold blocks."""
         return self.scheduler.num_open
 
     def take_reports(self) -> list[Failed]:
-        """Hand out what the gateway is to know since the last call, in order."""
+        """Return the reports to the gateway since the last call, in order."""
         reports, self._reports = self._reports, []
         return reports
 
-    def receive(self, letter: Letter) -> None:
-        """Take in what a decode node says."""
-        self.scheduler.receive(letter.peer, letter.message)
+    def receive(self, message: PeerMessage) -> None:
+        """Process a message of a decode node."""
+        self.scheduler.receive(message.peer, message.message)
 
-    def _take_in(self, event: Event) -> None:
+    def _process(self, event: Event) -> None:
         match event:
             case Offered():
-                letter = self._parts.offered(event)
-                if letter is not None:
-                    self._letters.append(letter)
+                self._outbox += self._sender.offered(event)
             case OfferFailed(ticket, reason):
                 self.give_up(ticket.key, f"part {ticket.part} could not be offered: {reason}")
             case Withdrawn(key):
-                self._parts.withdrawn(key)
+                self._sender.withdrawn(key)
                 self.scheduler.fenced(key)
 
     def _act(self) -> None:
         for action in self.scheduler.take_actions():
             match action:
                 case Post(peer, Send() as send):
-                    letter = self._parts.letter(peer, send)
-                    if letter is not None:
-                        self._letters.append(letter)
+                    self._outbox += self._sender.send(peer, send)
                 case Post(peer, message):
-                    self._letters.append(Letter(peer, message))
+                    self._outbox.append(PeerMessage(peer, message))
                 case Offer():
-                    self._parts.offer(action)
+                    self._sender.offer(action)
                 case Withdraw():
-                    self._parts.withdraw(action)
+                    self._sender.withdraw(action)
                 case Failed():
                     self._reports.append(action)

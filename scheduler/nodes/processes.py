@@ -1,4 +1,4 @@
-"""Nodes as processes of this machine, for as long as somebody needs them."""
+"""Starts and ends node processes on this machine."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class _Node:
     out: IO[bytes]
     err: IO[bytes]
 
-    def tell_to_end(self) -> None:
-        """Ask the process to end, if it has not."""
+    def terminate(self) -> None:
+        """Send SIGTERM to the process, unless it has ended."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             self.process.send_signal(signal.SIGCONT)
 
-    def last_words(self) -> dict[str, Any] | None:
-        """Wait for the end, and return the counts that were printed, if it ended well."""
+    def wait(self) -> dict[str, Any] | None:
+        """Wait for the end; return the printed statistics if the exit status is 0."""
         try:
             status = self.process.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -43,21 +43,21 @@ class _Node:
         if status == 0:
             self.out.seek(0)
             stats = json.loads(self.out.read())
-        self.forget()
+        self.close()
         return stats
 
-    def forget(self) -> None:
-        """Close what is open, of a process that has ended or does now."""
+    def close(self) -> None:
+        """Wait for the end, and close the output files."""
         self.process.wait()
         self.out.close()
         self.err.close()
 
 
 class NodeProcesses:
-    """Starts nodes that share a secret of their own, and ends them all at its end.
+    """Node processes that share a new secret. As a context manager, it ends them on exit.
 
     Attributes:
-        secret: for the channel of the gateway.
+        secret: the secret, which the gateway's channel needs, too.
     """
 
     def __init__(self) -> None:
@@ -87,12 +87,13 @@ class NodeProcesses:
         """Start a node.
 
         Args:
-            name: of the node; an earlier one of that name has ended.
+            name: name of the node; an earlier node of this name must have ended.
             command: ``prefill-node`` or ``decode-node``.
-            arguments: of the command, but for its name; every user of the machine can see them.
-            environment: what is added to that of this process; no other user can see it.
+            arguments: arguments of the command except its name, visible to all users of the
+                machine.
+            environment: additional environment variables, which other users cannot see.
         """
-        # Files, because a pipe could fill up; `stop` closes them.
+        # Files, because a pipe could fill up.
         out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         line = [sys.executable, "-m", "radixkv.scheduler.cli.main", command, "--name", name]
         process = subprocess.Popen(
@@ -101,10 +102,10 @@ class NodeProcesses:
             stdout=out,
             stderr=err,
             env={**self._environment, **environment},
-            start_new_session=True,  # ctrl-C is for us, who then end it
+            start_new_session=True,  # ctrl-C reaches only this process, which ends the node
         )
         if name in self._nodes:
-            self._nodes.pop(name).forget()
+            self._nodes.pop(name).close()
         self._nodes[name] = _Node(process, out, err)
 
     def pid(self, name: str) -> int:
@@ -112,32 +113,34 @@ class NodeProcesses:
         return self._nodes[name].process.pid
 
     def check(self) -> None:
-        """Refuse to go on if a node has ended.
+        """Raise an error if a node has ended.
 
         Raises:
-            NodeProcessError: with the last thing that it said.
+            NodeProcessError: with the last line of the node's stderr.
         """
         for name, node in self._nodes.items():
             status = node.process.poll()
             if status is not None:
                 node.err.seek(0)
                 lines = node.err.read().decode(errors="replace").strip().splitlines()
-                last = lines[-1] if lines else "it said nothing"
+                last = lines[-1] if lines else "no output"
                 if status < 0:
                     how = signal.strsignal(-status) or f"signal {-status}"
-                    raise NodeProcessError(f"{name} was ended ({how}); the last it said: {last}")
+                    raise NodeProcessError(
+                        f"{name} was ended ({how}); last line of its stderr: {last}"
+                    )
                 raise NodeProcessError(f"{name} has ended with status {status}: {last}")
 
     def end(self, name: str) -> dict[str, Any] | None:
-        """End one node; return what it says that it has done, if it ended well."""
+        """End one node; return its statistics if its exit status is 0."""
         node = self._nodes.pop(name)
-        node.tell_to_end()
-        return node.last_words()
+        node.terminate()
+        return node.wait()
 
     def stop(self) -> dict[str, dict[str, Any]]:
-        """End all nodes; return what each says that it has done, if it ended well."""
+        """End all nodes; return the statistics of those with exit status 0."""
         for node in self._nodes.values():
-            node.tell_to_end()
-        said = {name: node.last_words() for name, node in self._nodes.items()}
+            node.terminate()
+        stats = {name: node.wait() for name, node in self._nodes.items()}
         self._nodes.clear()
-        return {name: stats for name, stats in said.items() if stats is not None}
+        return {name: each for name, each in stats.items() if each is not None}

@@ -1,4 +1,4 @@
-"""A gateway for nodes in other processes, with the interface of one engine."""
+"""The gateway to nodes in other processes, with the interface of one engine."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _WAIT_S: Final = 0.02
 
 
 class RemoteNodes:
-    """Serves requests with prefill and decode nodes in other processes, as `Engine` does with one.
+    """Serves requests with nodes in other processes; its interface is that of `Engine`.
 
-    It carries out what a `NetworkGateway` wants done, over a channel. One thread may use it.
+    It carries out the actions of a `NetworkGateway` over a channel. For use by one thread.
     """
 
     def __init__(
@@ -44,17 +44,16 @@ class RemoteNodes:
         request_s: float = inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take the gateway's end of a channel.
+        """Take over the gateway's end of a channel.
 
         Args:
-            channel: named `gateway_messages.GATEWAY`; nodes connect to its address.
-            block_size: tokens per block; a node with another is refused.
-            model: `ModelConfig.name`; a node with another is refused. Without it, nodes must have
-                that of the first.
-            silence_s: a node not heard of for so long is gone, and one that has not taken a request
-                in by then fails an attempt; it is asked five times.
-            max_attempts, backoff_s, request_s: of `RequestRetrier`; no limit of time by default.
-            clock: never goes back, in seconds.
+            channel: a channel named `gateway_messages.GATEWAY`; nodes connect to its address.
+            block_size: tokens per block; nodes with another are refused.
+            model: `ModelConfig.name`; nodes with another are refused. None: the first node decides.
+            silence_s: time after which a silent node counts as gone, and an attempt fails that its
+                node has not acknowledged; the request is sent five times until then.
+            max_attempts, backoff_s, request_s: see `RequestRetrier`; no time limit by default.
+            clock: a monotonic clock, in seconds.
         """
         self._channel = channel
         self._clock = clock
@@ -70,103 +69,103 @@ class RemoteNodes:
 
     @property
     def nodes(self) -> Mapping[NodeId, RemoteNode]:
-        """Those that were heard of and have not gone, by name."""
+        """Nodes that are alive, by name."""
         return self._gateway.nodes
 
     @property
     def gone(self) -> Mapping[NodeId, RemoteNode]:
-        """Those that have gone and not come back, by name."""
+        """Nodes that have gone and not come back, by name."""
         return self._gateway.gone
 
     @property
     def failures(self) -> dict[str, str]:
-        """Why requests came to nothing, by id; those have the status ABORTED."""
+        """Reasons of failed requests by id; these requests have the status ABORTED."""
         return self._gateway.failures
 
     @property
-    def unheard(self) -> str:
-        """What came and was not taken in, in words; empty if there was none."""
-        stats, said = self._channel.stats(), ""
+    def drop_summary(self) -> str:
+        """Dropped messages and refused connections as text; empty if there are none."""
+        stats, text = self._channel.stats(), ""
         for what, counts in (
             ("dropped messages", stats.dropped),
             ("refused connections", stats.refused),
         ):
             counted = [f"{number} {reason.value}" for reason, number in counts.most_common()]
-            said += f"; {what}: {', '.join(counted)}" if counted else ""
-        return said
+            text += f"; {what}: {', '.join(counted)}" if counted else ""
+        return text
 
     @property
-    def strangers(self) -> bool:
-        """Whether somebody with another secret, or none, has tried to connect."""
+    def has_refused_secrets(self) -> bool:
+        """Whether a peer with another secret, or without one, has tried to connect."""
         return not self._channel.stats().refused.keys() <= {RefusedConnection.BROKEN}
 
     @property
     def other_versions(self) -> frozenset[int]:
-        """Versions of the channel that nodes have which cannot be heard because of it."""
+        """Channel versions of nodes whose messages are dropped for their version."""
         return self._channel.stats().other_versions
 
     @property
     def num_open(self) -> int:
-        """Requests that have yet to end."""
+        """Number of requests that have not ended."""
         return self._gateway.num_open
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has yet to end."""
+        """Whether any request has not ended."""
         return self.num_open > 0
 
     def count(self, role: str) -> int:
-        """Count the nodes of a role that serve."""
+        """Return the number of serving nodes of a role."""
         return self._gateway.count(role)
 
     def check(self, timeout_s: float) -> None:
-        """Refuse to go on if no node of a role is left, and none has come for some time.
+        """Raise an error if a role has had no node for some time.
 
         Args:
-            timeout_s: since the last of them was heard of; silence_s at least.
+            timeout_s: time since the last message of such a node; at least silence_s.
 
         Raises:
-            NodesMissingError: with their names, and what came and was not taken in.
+            NodesMissingError: with the names of the nodes and `drop_summary`.
         """
         try:
             self._gateway.check(timeout_s, self._clock())
         except NodesMissingError as error:
-            raise NodesMissingError(f"{error}{self.unheard}") from None
+            raise NodesMissingError(f"{error}{self.drop_summary}") from None
 
     def add_request(self, request: Request) -> None:
-        """Take a request in; it waits while there are no nodes.
+        """Add a request, which waits while there are no nodes.
 
         Raises:
-            RequestError: for one that was added before, or the id of a live request.
+            RequestError: for a request that was added before, or the id of an open request.
         """
         self._gateway.add_request(request, self._clock())
 
     def abort(self, request_id: str) -> bool:
-        """End a request in any state; False if no live one has this id."""
-        is_live = self._gateway.abort(request_id)
-        self._send()
-        return is_live
+        """End a request in any state; return False if no open request has this id."""
+        was_open = self._gateway.abort(request_id)
+        self._act()
+        return was_open
 
     def step(self) -> list[Request]:
-        """Take in what nodes say, waiting a moment for it; return the requests that ended."""
+        """Wait briefly for messages and process them; return the requests that ended."""
         self._channel.wait(_WAIT_S)
         now = self._clock()
         for packet in self._channel.receive():
             self._gateway.receive(packet.sender, packet.epoch, packet.message, now)
-            self._send()
+            self._act()
         self._gateway.tick(now)
-        self._send()
+        self._act()
         return self._gateway.take_ended()
 
     def run(self) -> list[Request]:
-        """Run until every request has ended; return those that did, in order of their ends."""
+        """Run until every request has ended; return them in the order in which they ended."""
         ended = []
         while self.has_work:
             ended += self.step()
         return ended
 
-    def _send(self) -> None:
-        """Do what the gateway wants done."""
+    def _act(self) -> None:
+        """Carry out the gateway's actions."""
         while actions := self._gateway.take_actions():
             for action in actions:
                 match action:

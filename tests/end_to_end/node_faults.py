@@ -29,7 +29,7 @@ from radixkv.scheduler.models.weights_digest import weights_digest
 from radixkv.scheduler.nodes import DecodeEngine, PrefillEngine
 from radixkv.scheduler.nodes.channel.secret import Secret
 from radixkv.scheduler.nodes.channel.zmq_channel import ZmqChannel
-from radixkv.scheduler.nodes.event_loop import NodeLoop
+from radixkv.scheduler.nodes.event_loop import NodeEventLoop
 from radixkv.scheduler.nodes.processes import NodeProcesses
 from radixkv.scheduler.nodes.remote_nodes import RemoteNodes
 from radixkv.scheduler.nodes.transport.registry import open_transport
@@ -67,11 +67,11 @@ class WatchedChannel(ZmqChannel):
             self.waits_for = None
             self.call()
 
-    def send(self, peer: str, message: Any, wire: Any = None) -> bool:
+    def send(self, peer: str, message: Any, pull_info: Any = None) -> bool:
         if type(message) is self.loses:
             self.loses = None
             return True  # as of a connection that breaks a moment later
-        is_sent = super().send(peer, message, wire)
+        is_sent = super().send(peer, message, pull_info)
         self._see("sent", message)
         return is_sent
 
@@ -111,7 +111,7 @@ class Pair:
         self.engine = self._make_engine(stack)
         self.start_peer()
         self.channel = stack.enter_context(closing(self._make_channel(secret)))
-        self.loop = NodeLoop(
+        self.loop = NodeEventLoop(
             self.engine,
             self.channel,
             gateway=self.gateway_channel.address,
@@ -155,7 +155,7 @@ class Pair:
 
     def turn(self) -> None:
         """Let both ends that are here do what there is to do."""
-        self.loop.turn()
+        self.loop.run_once()
         self.nodes.step()
 
     def wait_for(self, is_there: Callable[[], bool]) -> None:

@@ -81,7 +81,7 @@ def test_over_transports_between_processes(llama, expected, transport):
 def test_copies_for_one_hand_off_at_a_time_are_enough(llama, expected):
     cluster = Cluster(llama, prefill={"max_offered_bytes": 1, "token_budget": 16})
     assert cluster.complete(PROMPTS, 24, SAMPLED) == expected
-    assert cluster.p._parts.num_bytes == 0
+    assert cluster.p._sender.num_bytes == 0
 
 
 # Hits

@@ -9,6 +9,7 @@ import pytest
 from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.errors import RequestError
 from radixkv.scheduler.handoff import Ticket, Timing
+from radixkv.scheduler.nodes import DecodeEngine, PrefillEngine
 from radixkv.scheduler.nodes.transport import (
     Descriptor,
     Event,
@@ -18,8 +19,8 @@ from radixkv.scheduler.nodes.transport import (
     Offered,
     OfferFailed,
     PullFailed,
+    PullInfo,
     Received,
-    WireTicket,
 )
 from radixkv.scheduler.request import Request, RequestStatus
 
@@ -98,11 +99,16 @@ class Unreliable(InProcessTransport):
         return PullFailed(event.ticket, Fault.CORRUPT, "it was too warm")
 
 
+def replace_transport(node: PrefillEngine | DecodeEngine, transport: InProcessTransport) -> None:
+    parts = node._sender if isinstance(node, PrefillEngine) else node._receiver
+    node._transport = parts._transport = transport
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_part_that_is_lost_is_sent_by_another_attempt(llama, expected, role):
     cluster = Cluster(llama, prefill={"token_budget": 16})
     node = cluster.p if role == "prefill" else cluster.d
-    node._transport = node._parts._transport = Unreliable(cluster.exchange, 2)
+    replace_transport(node, Unreliable(cluster.exchange, 2))
     assert cluster.complete(PROMPTS, 24, SAMPLED) == expected
 
 
@@ -116,7 +122,8 @@ def test_a_part_that_is_lost_is_sent_by_another_attempt(llama, expected, role):
 def test_after_some_attempts_a_request_fails_with_the_reason(llama, role, reason):
     cluster = Cluster(llama)
     node = cluster.p if role == "prefill" else cluster.d
-    network = node._transport = node._parts._transport = Unreliable(cluster.exchange, 100)
+    network = Unreliable(cluster.exchange, 100)
+    replace_transport(node, network)
     [failing] = cluster.add([PREFIX], 4)
     cluster.finish()
     assert failing.status is RequestStatus.ABORTED and failing.finish_reason == "abort"
@@ -128,7 +135,9 @@ def test_after_some_attempts_a_request_fails_with_the_reason(llama, role, reason
 class Stuck(InProcessTransport):
     """Pulls nothing, and ends a pull only when that is cancelled."""
 
-    def pull(self, ticket: Ticket, wire: WireTicket, want: Descriptor, *, timeout_s: float) -> None:
+    def pull(
+        self, ticket: Ticket, info: PullInfo, expected: Descriptor, *, timeout_s: float
+    ) -> None:
         pass
 
     def cancel(self, ticket: Ticket) -> None:
@@ -137,7 +146,7 @@ class Stuck(InProcessTransport):
 
 def test_a_pull_that_nobody_wants_is_cancelled(llama):
     cluster = Cluster(llama)
-    cluster.d._transport = cluster.d._parts._transport = Stuck(cluster.exchange)
+    replace_transport(cluster.d, Stuck(cluster.exchange))
     cluster.add([PREFIX], 4)
     cluster.step(8)
     assert cluster.d.scheduler.num_receiving == 1

@@ -141,8 +141,8 @@ def test_what_a_lost_node_had_is_done_by_another_while_there_is_one(
         with pytest.raises(NodeProcessError) as ended:
             processes.check()
         assert re.fullmatch(
-            r"prefill-0 was ended \(Killed\); the last it said: radixkv: prefill-0 serves at "
-            r"127\.0\.0\.1:\d+",
+            r"prefill-0 was ended \(Killed\); last line of its stderr: radixkv: prefill-0 serves "
+            r"at 127\.0\.0\.1:\d+",
             str(ended.value),
         )
         for request in requests:

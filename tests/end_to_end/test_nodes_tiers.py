@@ -84,7 +84,7 @@ def test_kv_survives_its_nodes_in_files(llama: Engine, tmp_path: Path) -> None:
 
 def test_storage_is_of_the_weights_that_the_parts_are_of(llama: Engine) -> None:
     namespace = make_storage_namespace(llama._runner.model, "tiny", 4)
-    text = r"^storage_namespace is of weights_revision 'tiny', the node of ''$"
+    text = r"^storage_namespace must have weights_revision '' as the node, got 'tiny'$"
     options = {"host": HostConfig(8), "storage_namespace": namespace}
     for prefill, decode in ((options, {}), ({}, options)):
         with pytest.raises(ConfigError, match=text):
@@ -163,7 +163,7 @@ def test_all_nodes_are_reset_by_one_call(llama: Engine, other: Engine) -> None:
     )
     before = cluster.complete(PROMPTS, 24, SAMPLED)
     requests = cluster.add(PROMPTS, 24, SAMPLED)
-    while not (cluster.d.num_handed_over and cluster.d.scheduler.running):
+    while not (cluster.d.num_open_handoffs and cluster.d.scheduler.running):
         cluster.step(1)
     cluster.front.reset_cache(params=other._runner.model.params, weights_revision="second")
     for node in cluster.front._nodes():
@@ -208,7 +208,7 @@ def test_a_reset_that_cannot_be_changes_nothing(llama: Engine, other: Engine, mo
     cluster, params = Cluster(llama), other._runner.model.params
     expected = complete(fresh(llama), [PREFIX], 4)
     for node in (cluster.p, cluster.d):
-        text = r"^parts of KV are of weights_revision '': other weights need a name of their own$"
+        text = r"^new weights need a weights_revision other than '', got ''$"
         with pytest.raises(ConfigError, match=text):
             node.reset_cache(params=params)
         text = r"^params must have the same shapes and dtypes as those of the model$"

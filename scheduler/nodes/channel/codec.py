@@ -4,7 +4,7 @@
 
     0         4         5
     ├─────────┼─────────┼─ ─ ─ ─ ─ ─
-    │ "RXKV"  │ version │ [code, sender, receiver, epoch, sequence, message, wire ticket or nil]
+    │ "RXKV"  │ version │ [code, sender, receiver, epoch, sequence, message, pull info or nil]
     └─────────┴─────────┴─ ─ ─ ─ ─ ─
 
 The array is msgpack, and `schema` has its types. Nothing in a frame is trusted: every field has a
@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ..transport.descriptors import WireTicket
+from ..transport.descriptors import PullInfo
 from .errors import DecodeError, EncodeError
 from .schema import MAX_PROMPT_TOKENS, MAX_TEXT_CHARS, PACKETS, AnyMessage, AnyPacket, from_wire
 
@@ -50,7 +50,7 @@ class Packet:
         sender, receiver: names of nodes.
         epoch: epoch of the sender; it grows with each restart.
         sequence: number of the packet in this epoch of the sender, ascending.
-        wire: how to pull the part; only with SEND.
+        pull_info: how to pull the part; only with SEND.
     """
 
     sender: str
@@ -58,7 +58,7 @@ class Packet:
     epoch: int
     sequence: int
     message: AnyMessage
-    wire: WireTicket | None = None
+    pull_info: PullInfo | None = None
 
 
 def encode(packet: Packet) -> bytes:

@@ -27,7 +27,7 @@ from ...handoff.gateway_messages import (
     Started,
 )
 from ...handoff.messages import Abort, Ack, Ask, Commit, Grant, Message, Refuse, Renew, Send
-from ..transport.descriptors import DIGEST_BYTES, ArraySpec, WireTicket
+from ..transport.descriptors import DIGEST_BYTES, ArraySpec, PullInfo
 from .address import check_target
 
 AnyMessage: TypeAlias = Message | GatewayMessage
@@ -135,7 +135,7 @@ _LIMITS: Final[dict[str, Any]] = {
     "num_blocks": _int(1),
     "model": _text(128),
     "kind": Literal[_KINDS],
-    # WireTicket
+    # PullInfo
     "shape": _tuple(_int(1), 8),
     "dtype": _text(32),
     "group": _int(),
@@ -223,12 +223,12 @@ PACKETS: Final[dict[type, Any]] = {
         [
             *[(name, _LIMITS[name]) for name in ("sender", "receiver", "epoch", "sequence")],
             ("message", wire_type(message)),
-            ("wire", wire_type(WireTicket) if message is Send else None),
+            ("pull_info", wire_type(PullInfo) if message is Send else None),
         ],
         tag=code,
     )
     for code, message in enumerate(MESSAGES)
 }
-"""Wire type of a packet, by the class of its message. Only SEND comes with a wire ticket."""
+"""Wire type of a packet, by the class of its message. Only SEND has a `PullInfo`."""
 
 AnyPacket: Final[Any] = Union[tuple(PACKETS.values())]  # noqa: UP007

@@ -21,7 +21,7 @@ from typing import Final
 
 import zmq
 
-from ..transport.descriptors import WireTicket
+from ..transport.descriptors import PullInfo
 from .address import check_target, host_of
 from .codec import (
     MAX_FRAME_BYTES,
@@ -178,13 +178,13 @@ class ZmqChannel:
         if known is not None:
             known.close()
 
-    def send(self, peer: str, message: AnyMessage, wire: WireTicket | None = None) -> bool:
+    def send(self, peer: str, message: AnyMessage, pull_info: PullInfo | None = None) -> bool:
         """Send a message.
 
         Args:
             peer: name of a connected peer.
             message: a message of the hand-off or the gateway.
-            wire: how to pull the part; required with SEND.
+            pull_info: how to pull the part; required with SEND.
 
         Returns:
             False if the message was dropped because the peer's queue is full.
@@ -202,7 +202,7 @@ class ZmqChannel:
             to.close()
             to = self._peers[peer] = self._open(to.address)
         self._sequence += 1
-        packet = Packet(self.name, peer, self.epoch, self._sequence, message, wire)
+        packet = Packet(self.name, peer, self.epoch, self._sequence, message, pull_info)
         frame = encode_frame(packet)
         try:
             to.socket.send(frame, zmq.NOBLOCK)

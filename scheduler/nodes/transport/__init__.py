@@ -1,4 +1,8 @@
-"""How the KV of a prompt gets from a prefill node to a decode node: one interface, its engines."""
+"""Transports: move the KV of a prompt from a prefill node to a decode node.
+
+Public are the interface `Transport` with its events, descriptions and errors, `InProcessTransport`,
+and `open_transport` for transports between processes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from .descriptors import (
     ArraySpec,
     Descriptor,
     PayloadArray,
-    WireTicket,
+    PullInfo,
     describe,
 )
 from .errors import (
@@ -41,6 +45,7 @@ __all__ = [
     "Offered",
     "PayloadArray",
     "PullFailed",
+    "PullInfo",
     "Received",
     "Transport",
     "TransportArgumentError",
@@ -48,7 +53,6 @@ __all__ = [
     "TransportError",
     "TransportStats",
     "TransportUnavailableError",
-    "WireTicket",
     "Withdrawn",
     "describe",
     "open_transport",

@@ -1,27 +1,27 @@
-"""The one interface of transports: how parts of a prompt get from P's memory into D's.
+"""The transport interface: moves the parts of a prompt from P's memory into D's.
 
 ::
 
     P's loop                                D's loop
     offer(ticket, arrays)
-    poll ──► Offered(wire) ── with SEND ──► pull(ticket, wire, want)
-                                            poll ──► Received(arrays)     scatter them, then
+    poll ──► Offered(info) ── with SEND ──► pull(ticket, info, expected)
+                                            poll ──► Received(arrays)     copy them, then
                                                                           release(ticket)
     withdraw(key)        ◄── ACK, or any end of the attempt
     poll ──► Withdrawn(key)
 
-No call waits. Whatever was begun ends by one event of `poll`, in bounded time:
+No call blocks. Every operation ends with one event of `poll`, in bounded time:
 
-- an offer by Offered or OfferFailed (or silently, if it was withdrawn before),
-- a pull by Received or PullFailed, at its deadline if not before,
-- a withdrawal by Withdrawn: no pull of those parts can begin any more, and one that had begun gets
-  what was offered, or fails by its digests.
+- An offer ends with Offered or OfferFailed, or silently if it was withdrawn before.
+- A pull ends with Received or PullFailed, at its deadline at the latest.
+- A withdrawal ends with Withdrawn. From then on no pull of those parts can begin. A pull that had
+  begun gets the bytes that were offered, or fails by its digests.
 
-A transport neither reads P's blocks nor writes D's. P offers arrays that it has gathered, and they
-do not change any more; what D receives goes to staging memory, from which its engine scatters it.
-So for the protocol a pull that has ended is fenced: nothing of it comes into D's blocks unless D
-puts it there. What an engine that cannot be stopped may still write is staging memory; that is in
-quarantine until the engine has ended the transfer, and is counted.
+A transport neither reads P's blocks nor writes D's. P offers arrays that it has gathered, which do
+not change any more. D receives into staging memory, from which its engine copies into blocks. A
+pull that has ended is therefore fenced, as far as the protocol is concerned: only D itself writes
+to D's blocks. An engine that cannot be stopped may still write to staging memory, which stays
+quarantined until the engine has ended the transfer.
 """
 
 from __future__ import annotations
@@ -35,47 +35,42 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ...handoff.messages import AttemptKey, Ticket
-from .descriptors import (
-    Descriptor,
-    PayloadArray,
-    WireTicket,
-    describe,
-)
+from .descriptors import ArraySpec, Descriptor, PayloadArray, PullInfo, describe
 from .errors import TransportArgumentError
 
 
 class Fault(enum.Enum):
-    """Why a pull has failed."""
+    """Why a pull failed."""
 
     MISMATCH = "mismatch"
-    """What is offered is not what D expects; nothing was pulled."""
+    """The offer is not what D expects. Nothing was pulled."""
     EXPIRED = "expired"
-    """The offer is not served any more."""
+    """The offer is no longer served."""
     TIMED_OUT = "timed out"
-    """The deadline came first: P is stopped, gone, or does not know the offer."""
+    """The deadline passed: P is stopped, gone, or does not know the offer."""
     PEER_LOST = "peer lost"
-    """P's process ended, or the connection to it did."""
+    """P's process or the connection to it ended."""
     CORRUPT = "corrupt"
-    """What arrived does not have the digests of what was offered."""
+    """The received bytes do not have the digests of the offer."""
     CANCELLED = "cancelled"
-    """D gave it up."""
+    """D cancelled the pull."""
     TOO_LARGE = "too large"
-    """It does not fit D's staging memory, even when that is empty."""
+    """The part is larger than D's staging memory."""
     FAILED = "failed"
-    """The engine says so; the reason has its words."""
+    """The engine reported an error, which the reason quotes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """P: a part can be pulled; send the wire ticket along with SEND."""
+    """P: a part can be pulled. Send `info` with SEND."""
 
     ticket: Ticket
-    wire: WireTicket
+    info: PullInfo
 
 
 @dataclass(frozen=True, slots=True)
 class OfferFailed:
-    """P: a part cannot be offered; give the attempt up."""
+    """P: a part cannot be offered, so the attempt must end."""
 
     ticket: Ticket
     reason: str
@@ -83,8 +78,9 @@ class OfferFailed:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """P: the memory of all that was offered for an attempt is free; no pull of it can succeed, but
-    one that had begun and has the bytes that were offered.
+    """P: the memory of all offers of an attempt is free.
+
+    A pull that had begun may still succeed, but only with the bytes that were offered.
     """
 
     key: AttemptKey
@@ -92,13 +88,14 @@ class Withdrawn:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """D: all of a part is here, and has the digests of what was offered.
+    """D: a part has arrived completely and has the digests of the offer.
 
     Attributes:
-        ticket: of the pull.
-        arrays: as described; read-only, and until `release`. Some transports' are views of
-            staging memory, which `jax.device_put` does not copy on CPU: release the part when
-            what was made of it is ready (`block_until_ready`), or give `device_put` a copy.
+        ticket: id of the part.
+        arrays: the arrays as described, read-only and valid until `release`. Some transports give
+            views of staging memory, which `jax.device_put` does not copy on CPU. Release the part
+            when all results computed from the arrays are ready (`block_until_ready`), or give
+            `device_put` a copy.
     """
 
     ticket: Ticket
@@ -107,7 +104,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class PullFailed:
-    """D: a part did not arrive, and nothing of it will."""
+    """D: a pull failed. Nothing of the part will arrive."""
 
     ticket: Ticket
     fault: Fault
@@ -119,16 +116,16 @@ Event: TypeAlias = Offered | OfferFailed | Withdrawn | Received | PullFailed
 
 @dataclass(frozen=True, slots=True)
 class TransportStats:
-    """What a transport holds and has done.
+    """Counts of a transport: current, then since the start.
 
     Attributes:
-        offers: served now.
-        pulls: begun, and without an end.
-        received: parts that were received and not released yet.
-        quarantined_bytes: of staging memory into which an ended pull may still write.
-        parts_received, bytes_received: so far.
-        offers_expired: that were not withdrawn in time.
-        faults: ends of pulls that failed, so far.
+        offers: parts served now.
+        pulls: pulls in flight.
+        received: received parts that are not released yet.
+        quarantined_bytes: staging memory that an ended pull may still write.
+        parts_received, bytes_received: totals of successful pulls.
+        offers_expired: offers that reached their time to live.
+        faults: failed pulls, by fault.
     """
 
     offers: int = 0
@@ -142,12 +139,12 @@ class TransportStats:
 
 
 class Transport(ABC):
-    """Moves parts from one node to another. Its calls are for one thread, and none waits.
+    """Moves parts from one node to another. All calls come from one thread, and none blocks.
 
     Attributes:
-        name: of the engine.
-        copies_offers: whether the arrays of an offer are free when it is served (Offered), or only
-            when it is withdrawn (Withdrawn).
+        name: name of the engine.
+        copies_offers: True if the caller may free the arrays of an offer when it is served
+            (Offered); False if only when it is withdrawn (Withdrawn).
     """
 
     name: str
@@ -162,27 +159,28 @@ class Transport(ABC):
         *,
         ttl_s: float,
     ) -> None:
-        """P: let D read some arrays, until they are withdrawn, for ttl_s at most.
+        """P: let D read arrays until they are withdrawn.
 
         Args:
-            ticket: never used before.
-            arrays: which do not change until they are offered, NumPy's, or ever, JAX's; those may
-                still be being computed.
-            descriptor: of them; see `describe`.
-            ttl_s: after this they are freed, even if nobody withdraws them.
+            ticket: a new part id.
+            arrays: NumPy arrays, which must not change until Offered, or JAX arrays, which may
+                still be in computation.
+            descriptor: the description of the arrays; see `describe`.
+            ttl_s: time to live. The offer ends after it, even if it is never withdrawn.
 
         Raises:
-            TransportArgumentError: if the arrays are not as described, or the ticket is known.
+            TransportArgumentError: if the arrays differ from the descriptor, or the part was
+                offered before.
             TransportClosedError: after close.
         """
 
     @abstractmethod
     def withdraw(self, key: AttemptKey, *, was_read: bool = False) -> None:
-        """P: stop serving all parts of an attempt; `Withdrawn` follows, also if there are none.
+        """P: stop serving all parts of an attempt. `Withdrawn` follows, also without any offer.
 
         Args:
-            key: the attempt; it must not be offered anything any more.
-            was_read: whether D has said that all of it has arrived (ACK). Otherwise an engine may
+            key: the attempt; nothing may be offered for it any more.
+            was_read: whether D has confirmed that all parts arrived (ACK). Otherwise an engine may
                 have to find out.
 
         Raises:
@@ -190,93 +188,97 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def pull(self, ticket: Ticket, wire: WireTicket, want: Descriptor, *, timeout_s: float) -> None:
-        """D: read a part into staging memory; it ends by Received or PullFailed.
+    def pull(
+        self, ticket: Ticket, info: PullInfo, expected: Descriptor, *, timeout_s: float
+    ) -> None:
+        """D: read a part into staging memory. The pull ends with Received or PullFailed.
 
         Args:
-            ticket: that the protocol wants, and the wire ticket must have.
-            wire: what P said of its offer. Anything at all may be in it.
-            want: exactly what must be offered; nothing is allocated for anything else.
-            timeout_s: it ends after this long.
+            ticket: the part that the protocol wants; `info` must be of the same part.
+            info: P's description of its offer, which is not trusted.
+            expected: what the offer must be. Nothing is allocated for anything else.
+            timeout_s: time after which the pull fails.
 
         Raises:
-            TransportArgumentError: if this ticket is being pulled, or was not released.
+            TransportArgumentError: if the part is being pulled, or was received and not released.
             TransportClosedError: after close.
         """
 
     @abstractmethod
     def cancel(self, ticket: Ticket) -> None:
-        """D: give a pull up; it ends as CANCELLED, and by Received no more. Nothing if it ended."""
+        """D: end a pull as CANCELLED. A pull that has ended is ignored."""
 
     @abstractmethod
     def release(self, ticket: Ticket) -> None:
-        """D: the arrays of a received part are not used any more. Nothing if there are none."""
+        """D: free the arrays of a received part. A part that was not received is ignored."""
 
     @abstractmethod
     def poll(self) -> list[Event]:
-        """Return what has happened since the last call, in order."""
+        """Return the events since the last call, in order."""
 
     @abstractmethod
     def stats(self) -> TransportStats:
-        """Return what it holds and has done."""
+        """Return the counts so far."""
 
     @abstractmethod
     def close(self) -> None:
-        """Stop, and free what can be freed; calling it again does nothing."""
+        """Stop, and free all memory that no transfer can write. Closing twice does nothing."""
 
 
 def check_offer(
     ticket: Ticket, arrays: Sequence[PayloadArray], descriptor: Descriptor, is_known: bool
 ) -> None:
-    """Refuse arrays that are not as described, and a ticket that is known.
+    """Reject arrays that differ from their descriptor, and a part that is already offered.
 
     Raises:
         TransportArgumentError: with the first difference.
     """
     if is_known:
-        raise TransportArgumentError(f"part {ticket.part} of {ticket.key} is offered already")
+        raise TransportArgumentError(f"part {ticket.part} of {ticket.key} is already offered")
     found = describe(arrays, num_blocks=descriptor.num_blocks, group=descriptor.group)
     difference = _first_difference(found.arrays, descriptor.arrays)
     if difference:
-        raise TransportArgumentError(f"what is offered is not what is described: {difference}")
+        raise TransportArgumentError(f"the arrays differ from their descriptor: {difference}")
 
 
-def refusal(
-    ticket: Ticket, wire: WireTicket, want: Descriptor, transport: str
+def check_pull(
+    ticket: Ticket, info: PullInfo, expected: Descriptor, transport: str
 ) -> PullFailed | None:
-    """Say why a wire ticket must not be pulled; None if it may.
+    """Compare P's offer with what D expects.
 
     Args:
-        ticket, want: what D expects.
-        wire: what P said.
-        transport: the name of D's.
+        ticket, expected: the part that D expects.
+        info: P's description of its offer.
+        transport: name of D's transport.
+
+    Returns:
+        The failure, or None if the part may be pulled.
     """
-    reason = ""
-    if wire.ticket != ticket:
-        reason = "the ticket is of another part"
-    elif wire.transport != transport:
-        reason = f"offered by {wire.transport!r}, but this node uses {transport!r}"
-    elif wire.descriptor.namespace_digest != want.namespace_digest:
+    reason, offered = "", info.descriptor
+    if info.ticket != ticket:
+        reason = "the offer is of another part"
+    elif info.transport != transport:
+        reason = f"offered by {info.transport!r}, but this node uses {transport!r}"
+    elif offered.namespace_digest != expected.namespace_digest:
         reason = "of another namespace or model"
-    elif wire.descriptor.group != want.group or wire.descriptor.num_blocks != want.num_blocks:
-        there, here = wire.descriptor, want
+    elif offered.group != expected.group or offered.num_blocks != expected.num_blocks:
         reason = (
-            f"{there.num_blocks} blocks of group {there.group} are offered, "
-            f"{here.num_blocks} of group {here.group} expected"
+            f"{offered.num_blocks} blocks of group {offered.group} are offered, "
+            f"{expected.num_blocks} of group {expected.group} expected"
         )
     else:
-        reason = _first_difference(wire.descriptor.arrays, want.arrays)
+        reason = _first_difference(offered.arrays, expected.arrays)
     if reason:
         return PullFailed(ticket, Fault.MISMATCH, reason)
-    if wire.expires_at <= time.time():
+    if info.expires_at <= time.time():
         return PullFailed(ticket, Fault.EXPIRED, "the offer has expired")
     return None
 
 
-def _first_difference(found: Sequence[object], wanted: Sequence[object]) -> str:
-    if len(found) != len(wanted):
-        return f"{len(found)} arrays, expected {len(wanted)}"
-    for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
+def _first_difference(found: Sequence[ArraySpec], expected: Sequence[ArraySpec]) -> str:
+    if len(found) != len(expected):
+        return f"{len(found)} arrays, expected {len(expected)}"
+    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
         if one != other:
             return f"array {number} is {one}, expected {other}"
     return ""

@@ -1,4 +1,4 @@
-"""What D must know of an offer before it pulls it: exactly which arrays, and their digests."""
+"""Descriptions of offered parts: shapes, dtypes and digests, which D checks before and after."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PayloadArray: TypeAlias = "jax.Array | npt.NDArray[Any]"
 
 DIGEST_BYTES: Final = 16
 
-# By name, since NumPy knows most of them only when ml_dtypes is loaded. Of those that fill bytes.
+# By name, because NumPy knows most of these only when ml_dtypes is loaded. No sub-byte dtypes.
 _ITEM_BYTES: Final = {
     "bfloat16": 2,
     "float16": 2,
@@ -37,29 +37,29 @@ _ITEM_BYTES: Final = {
 
 
 class ArraySpec(NamedTuple):
-    """Shape and dtype, by its name, of one array."""
+    """Shape and dtype (by name) of one array."""
 
     shape: tuple[int, ...]
     dtype: str
 
     @property
     def num_bytes(self) -> int:
-        """Return its length in bytes."""
+        """Size in bytes."""
         return prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """Exactly what a part is; D compares P's with its own before it pulls.
+    """Layout of a part. D compares P's descriptor with its own before it pulls.
 
     Attributes:
-        arrays: in the order in which they are offered.
-        num_blocks: of the prompt, in all of the arrays together.
-        group: of layers.
-        namespace_digest: of what the two nodes must agree on: model, revision, dtype, salt.
+        arrays: the arrays, in the order of the offer.
+        num_blocks: number of blocks in all arrays together.
+        group: index of the layer group.
+        namespace_digest: digest of all that both nodes must agree on: model, revision, dtype, salt.
 
     Raises:
-        TransportArgumentError: for no array, an empty one, or a dtype that is not supported.
+        TransportArgumentError: without arrays, or for an empty array or an unsupported dtype.
     """
 
     arrays: tuple[ArraySpec, ...]
@@ -86,21 +86,21 @@ class Descriptor:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all arrays."""
+        """Size of all arrays in bytes."""
         return sum(spec.num_bytes for spec in self.arrays)
 
 
 @dataclass(frozen=True, slots=True)
-class WireTicket:
-    """An offer, as D is told of it together with SEND.
+class PullInfo:
+    """All that D needs to pull and verify an offered part; it travels with SEND.
 
     Attributes:
-        ticket: which part of which attempt, with the epochs of both nodes and D's grant.
-        descriptor: of the arrays.
-        digests: xxh3_128 of each array's bytes; none if they never leave the process.
-        expires_at: by the wall clock, in seconds; later nobody need try.
-        transport: its name; both nodes must use the same.
-        route: where it is, for the transport alone.
+        ticket: id of the part.
+        descriptor: layout of the arrays.
+        digests: xxh3_128 of each array's bytes; empty if they never leave the process.
+        expires_at: end of the offer by the wall clock, in seconds.
+        transport: name of P's transport; D must use the same.
+        route: location of the arrays, in the transport's own format.
     """
 
     ticket: Ticket
@@ -114,13 +114,13 @@ class WireTicket:
 def describe(
     arrays: Sequence[PayloadArray], *, num_blocks: int, group: int = 0, namespace: bytes = b""
 ) -> Descriptor:
-    """Describe arrays, which are not read.
+    """Describe arrays without reading them.
 
     Args:
-        arrays: any shapes and dtypes that can be sent.
-        num_blocks: how many blocks they are.
-        group: of layers.
-        namespace: all that the two nodes must agree on, of any length.
+        arrays: arrays of any shapes and dtypes that can be sent.
+        num_blocks: number of blocks in the arrays.
+        group: index of the layer group.
+        namespace: all that both nodes must agree on, of any length.
 
     Raises:
         TransportArgumentError: for arrays that cannot be sent.
@@ -130,21 +130,21 @@ def describe(
 
 
 def digest_namespace(namespace: bytes) -> bytes:
-    """Return the digest of a namespace that a descriptor has."""
+    """Return the digest of a namespace for a descriptor."""
     return hashlib.sha256(namespace).digest()[:DIGEST_BYTES]
 
 
 def digest_arrays(arrays: Sequence[PayloadArray]) -> tuple[bytes, ...]:
-    """Return the digest of each array's bytes; waits until they are computed, and on the host."""
+    """Return the digest of each array's bytes; waits until they are on the host."""
     return tuple([xxhash.xxh3_128_digest(array_bytes(np.asarray(array)).data) for array in arrays])
 
 
 def array_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """Return the bytes of an array, without a copy where it is contiguous."""
+    """Return the bytes of an array, without a copy if it is contiguous."""
     return np.ascontiguousarray(array).view(np.uint8).reshape(-1)
 
 
-def is_computed(array: PayloadArray) -> bool:
-    """Whether an array is there, or its computation has failed."""
+def is_ready(array: PayloadArray) -> bool:
+    """Whether the computation of an array has ended, successfully or not."""
     waiting: Any = array  # JAX's types lack is_ready
     return isinstance(array, np.ndarray) or bool(waiting.is_ready())

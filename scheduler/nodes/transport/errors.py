@@ -1,11 +1,11 @@
-"""What a transport refuses when it is called or opened; what a peer can cause is an event.
+"""Errors of calls to a transport. Failures that a peer can cause are events instead.
 
 ::
 
     SchedulerError
     └── TransportError
-        ├── TransportArgumentError     arrays that are not as described, or a ticket used twice
-        ├── TransportUnavailableError  this engine cannot run here; the text says what is missing
+        ├── TransportArgumentError     arrays that differ from their descriptor, or a reused part id
+        ├── TransportUnavailableError  an engine that cannot run here; the text says why
         └── TransportClosedError       a call after close
 """
 
@@ -15,15 +15,15 @@ from ...errors import SchedulerError
 
 
 class TransportError(SchedulerError):
-    """Base of what transports refuse."""
+    """Base class of the transports' errors."""
 
 
 class TransportArgumentError(TransportError, ValueError):
-    """Arrays are not as their descriptor says, or a ticket is used for the second time."""
+    """Arrays differ from their descriptor, or a part id is used twice."""
 
 
 class TransportUnavailableError(TransportError):
-    """An engine cannot run on this machine, or failed its self-test."""
+    """An engine cannot run on this machine, or its self-test failed."""
 
 
 class TransportClosedError(TransportError):

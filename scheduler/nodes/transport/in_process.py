@@ -1,4 +1,4 @@
-"""Both nodes in one process: arrays are handed over, not copied."""
+"""The transport between nodes of one process, which passes arrays without a copy."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .base import (
     TransportStats,
     Withdrawn,
     check_offer,
-    refusal,
+    check_pull,
 )
 from .descriptors import (
     Descriptor,
     PayloadArray,
-    WireTicket,
+    PullInfo,
 )
 from .errors import TransportArgumentError, TransportClosedError
 
@@ -33,9 +33,9 @@ NAME: Final = "inprocess"
 
 
 class InProcessExchange:
-    """What all nodes of a process share: the parts that are offered, by ticket.
+    """The offered parts of all nodes of a process.
 
-    The nodes may run in threads of their own: it is only read and changed one item at a time.
+    Nodes may run in different threads, because each access reads or writes one item.
     """
 
     def __init__(self) -> None:
@@ -43,22 +43,21 @@ class InProcessExchange:
 
 
 class InProcessTransport(Transport):
-    """Hands arrays from one node to another in the same process.
+    """Passes arrays from one node to another in the same process.
 
-    JAX arrays are immutable and handed over as they are, computed or not; NumPy arrays are copied
-    when they are offered. Nothing leaves the process, so there are no digests.
+    JAX arrays are immutable, so they are passed as they are, computed or not. NumPy arrays are
+    copied by `offer`. Nothing leaves the process, so there are no digests.
     """
 
     name = NAME
     copies_offers = False
 
     def __init__(self, exchange: InProcessExchange) -> None:
-        """Make the end of one node."""
         self._exchange = exchange
         self._expires_at: dict[Ticket, float] = {}
-        self._pulled: dict[Ticket, Received] = {}  # and not polled
+        self._pulled: dict[Ticket, Received] = {}  # not returned by `poll` yet
         self._received: set[Ticket] = set()
-        self._events: list[Event | Ticket] = []  # a ticket stands for what was pulled by it
+        self._events: list[Event | Ticket] = []  # a part id stands for its Received
         self._parts_received = self._bytes_received = self._offers_expired = 0
         self._faults: Counter[Fault] = Counter()
         self._is_closed = False
@@ -79,8 +78,8 @@ class InProcessTransport(Transport):
         self._exchange.offers[ticket] = tuple(
             [array.copy() if isinstance(array, np.ndarray) else array for array in arrays]
         )
-        wire = WireTicket(ticket, descriptor, (), expires_at, NAME, b"")
-        self._events.append(Offered(ticket, wire))
+        info = PullInfo(ticket, descriptor, (), expires_at, NAME, b"")
+        self._events.append(Offered(ticket, info))
 
     def withdraw(self, key: AttemptKey, *, was_read: bool = False) -> None:
         """See `Transport.withdraw`."""
@@ -94,21 +93,22 @@ class InProcessTransport(Transport):
         ]
         self._events.append(Withdrawn(key))
 
-    def pull(self, ticket: Ticket, wire: WireTicket, want: Descriptor, *, timeout_s: float) -> None:
-        """See `Transport.pull`; it ends at once."""
+    def pull(
+        self, ticket: Ticket, info: PullInfo, expected: Descriptor, *, timeout_s: float
+    ) -> None:
+        """See `Transport.pull`; the pull ends at once."""
         self._check_open()
         if ticket in self._pulled or ticket in self._received:
-            raise TransportArgumentError(f"part {ticket.part} of {ticket.key} is pulled already")
-        refused = refusal(ticket, wire, want, NAME)
+            raise TransportArgumentError(f"part {ticket.part} of {ticket.key} is already pulled")
+        failed = check_pull(ticket, info, expected, NAME)
         arrays = self._exchange.offers.get(ticket)
-        if refused is None and arrays is None:
-            refused = PullFailed(ticket, Fault.EXPIRED, "nothing is offered by this ticket")
-        if refused is not None or arrays is None:
-            assert refused is not None
-            self._fail(refused)
-            return
-        self._pulled[ticket] = Received(ticket, arrays)
-        self._events.append(ticket)
+        if failed is not None:
+            self._fail(failed)
+        elif arrays is None:
+            self._fail(PullFailed(ticket, Fault.EXPIRED, "the part is not offered"))
+        else:
+            self._pulled[ticket] = Received(ticket, arrays)
+            self._events.append(ticket)
 
     def cancel(self, ticket: Ticket) -> None:
         """See `Transport.cancel`."""

@@ -1,19 +1,20 @@
-"""`jax.experimental.transfer` as an engine, behind a guard.
+"""Transfer engine over `jax.experimental.transfer`, with the guards that it lacks.
 
-As it is, a pull from a peer that has stopped, or of what is not offered, never ends; another dtype
-of the same size is taken as if it were right; what is offered and never pulled is never freed; and
-anybody who guesses a number of 64 bits may read. So here
+JAX's transfers have these gaps. A pull from a peer that has stopped, or of an array that is not
+offered, never ends. Another dtype of the same size is accepted as if it were right. An offer that
+is never pulled is never freed. Anybody who guesses a 64-bit number may read an offer. Hence:
 
-- no two pulls share a connection, which is broken at the deadline: that ends its arrays with an
-  error. Of a peer that stopped midway, one or two arrays end only when it goes on or dies, and
-  until then, what other peers send over the same server may not arrive. So nobody waits for those
-  arrays, and each peer is read by a server of its own, which is replaced when a pull has failed;
-- an offer has a new random number, which is used once: what a pull did not get is gone;
-- an offer that nobody has pulled is pulled by its own node, all of it, and so freed;
-- a server that does not serve its own node any more is replaced: one whose process was stopped
-  while others broke their pulls may serve nobody when it goes on;
-- the server listens at one address, on loopback if nothing else is said;
-- descriptors are compared before, and digests after (`base.refusal`, `EngineWork`).
+- Each pull has a connection of its own, which is broken at the deadline; that ends its arrays with
+  an error. If the peer stopped in the middle of a pull, one or two arrays end only when it
+  continues or dies. Until then, data of other peers over the same server may not arrive. So nobody
+  waits for these arrays, and each peer is read over a server of its own, which is replaced when a
+  pull has failed.
+- An offer has a new random number, which is used once. The rest of an incomplete pull is gone.
+- An offer that no peer has pulled is pulled by its own node, completely, which frees it.
+- A server that no longer serves its own node is replaced. If its process was stopped while others
+  broke their pulls, it may serve nobody after it continues.
+- The server listens at one address, loopback by default.
+- Descriptors are compared before a pull, and digests after it (`base.check_pull`, `TransferTable`).
 
 Four zero bytes that anybody sends to its port end the process: keep it on a network of your own.
 
@@ -34,23 +35,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .base import Fault
-from .descriptors import (
-    ArraySpec,
-    Descriptor,
-    PayloadArray,
-    digest_arrays,
-)
+from .descriptors import ArraySpec, Descriptor, PayloadArray, digest_arrays, is_ready
 from .errors import TransportUnavailableError
-from .jax_reader import (
-    JaxPull,
-    JaxReader,
-    first_line,
-)
-from .transfer_engine import (
-    Engine,
-    EngineOffer,
-    PullError,
-)
+from .transfer_engine import EngineOffer, EnginePull, PullError, TransferEngine
 
 NAME: Final = "jax"
 
@@ -58,26 +45,27 @@ _NUMBER: Final = struct.Struct("<Q")
 _NUM_CHANNELS: Final = 4
 _PARALLEL_COPIES: Final = 8
 _COPY_BYTES: Final = 4 << 20
-_OWN_PULL_S: Final = 1.0
+_SELF_PULL_S: Final = 1.0
 _SELF_TEST_S: Final = 10.0
 _STUCK_S: Final = 0.05
-_TEND_S: Final = 0.05
+_MAINTAIN_EVERY_S: Final = 0.05
+_LOST_WORDS: Final = ("onnection", "recv")  # in the errors after a peer has ended
 
 
-class JaxEngine(Engine):
-    """Serves JAX arrays, and reads others' into new JAX arrays. There is no staging memory of ours.
+class JaxEngine(TransferEngine):
+    """Serves JAX arrays, and reads those of others into new JAX arrays; it has no staging memory.
 
-    A broken pull keeps its arrays until JAX says that they have ended: that is the quarantine.
+    The arrays of a broken pull stay in quarantine until JAX reports that they have ended.
     """
 
     name = NAME
     copies_offers = False
 
     def __init__(self, host: str = "127.0.0.1") -> None:
-        """Start the server, and pull something from itself.
+        """Start the server, and pull from it.
 
         Args:
-            host: the address that peers connect to, as a number; not that of all interfaces.
+            host: numeric address that peers connect to; not the address of all interfaces.
 
         Raises:
             TransportUnavailableError: if JAX has no transfers here, or they do not work.
@@ -87,9 +75,10 @@ class JaxEngine(Engine):
         self._device = jax.local_devices()[0]
         self._server = self._start()
         self.address: str = self._server.address()
-        self._readers: dict[str, JaxReader] = {}  # by the address of the one peer they read
+        self._readers: dict[str, JaxReader] = {}  # by the address of their peer
         self._quarantine: list[JaxPull] = []
-        self._replaced: list[Any] = []  # to let go of one that has connections ends the process
+        # Kept, because deleting a server that has connections ends the process.
+        self._replaced: list[Any] = []
         _test(self)
 
     def _start(self) -> Any:
@@ -104,15 +93,15 @@ class JaxEngine(Engine):
                 [f"{self._host}:0"] * _NUM_CHANNELS,
                 max_num_parallel_copies=_PARALLEL_COPIES,
                 transfer_size=_COPY_BYTES,
-                use_raw_buffers=False,  # raw ones serve what came into donated memory later
+                use_raw_buffers=False,  # raw buffers serve later content of donated memory
             )
         except Exception as error:  # JAX's own types, which differ by version
             raise TransportUnavailableError(
-                f"no transfer server at {self._host}:0: {first_line(error)}"
+                f"no transfer server at {self._host}:0: {_first_line(error)}"
             ) from error
 
     def offer(self, arrays: Sequence[PayloadArray]) -> JaxOffer:
-        """See `Engine.offer`."""
+        """See `TransferEngine.offer`."""
         # A copy: on CPU, `device_put` would share the memory of a NumPy array.
         served = [
             jnp.array(each, copy=True, device=self._device)
@@ -126,13 +115,13 @@ class JaxEngine(Engine):
         return JaxOffer(self, self.address, number, specs)
 
     def probe(self) -> JaxPull:
-        """Pull something small from this node itself, which takes milliseconds."""
-        # Nothing is compiled for it: this runs beside steps, which count what is compiled.
+        """Pull a small array from this node itself, which takes milliseconds."""
+        # It must not compile anything: it runs beside steps, which count compilations.
         offer = self.offer([jax.device_put(np.zeros(1, np.int8), self._device)])
         return self.begin(offer.address, offer.number, offer.specs)
 
     def replace_server(self) -> None:
-        """Serve from another server from now on; what the old one was to serve is gone."""
+        """Start another server in place of the current one, whose offers are lost."""
         self._readers.pop(self.address, None)
         self._forget_offers()
         self._replaced.append(self._server)
@@ -145,28 +134,28 @@ class JaxEngine(Engine):
             reset()
 
     def pull(self, route: bytes, descriptor: Descriptor) -> JaxPull:
-        """See `Engine.pull`."""
+        """See `TransferEngine.pull`."""
         address = route[_NUMBER.size :].decode("ascii", "replace")
         if len(route) <= _NUMBER.size or not _is_address(address):
             raise PullError(Fault.MISMATCH, "no address of a transfer server")
         return self.begin(address, _NUMBER.unpack_from(route)[0], descriptor.arrays)
 
     def begin(self, address: str, number: int, specs: Sequence[ArraySpec]) -> JaxPull:
-        """Pull what is offered by a number.
+        """Pull the offer of a number from the server at an address.
 
         Raises:
-            PullError: if it fails at once.
+            PullError: if the pull fails at once.
         """
         if address not in self._readers:
             try:
                 server = self._start()
             except TransportUnavailableError as error:
-                raise PullError(Fault.FAILED, first_line(error)) from error
+                raise PullError(Fault.FAILED, _first_line(error)) from error
             self._readers[address] = JaxReader(server, address, self._device)
-        return self._readers[address].begin(number, specs, self._abandoned)
+        return self._readers[address].begin(number, specs, self._quarantine_pull)
 
-    def _abandoned(self, pull: JaxPull) -> None:
-        """Keep a broken pull until it has ended, and read its peer by another server."""
+    def _quarantine_pull(self, pull: JaxPull) -> None:
+        """Keep a broken pull until it has ended, and read its peer over another server."""
         self._quarantine.append(pull)
         self._readers = {
             address: reader
@@ -174,33 +163,33 @@ class JaxEngine(Engine):
             if reader is not pull.reader
         }
 
-    def tend(self) -> None:
-        """See `Engine.tend`."""
+    def maintain(self) -> None:
+        """See `TransferEngine.maintain`."""
         self._quarantine = [pull for pull in self._quarantine if not pull.has_ended()]
 
     @property
-    def tend_s(self) -> float | None:
-        """See `Engine.tend_s`."""
-        return _TEND_S if self._quarantine else None
+    def maintain_every_s(self) -> float | None:
+        """See `TransferEngine.maintain_every_s`."""
+        return _MAINTAIN_EVERY_S if self._quarantine else None
 
     @property
     def quarantined_bytes(self) -> int:
-        """See `Engine.quarantined_bytes`."""
+        """See `TransferEngine.quarantined_bytes`."""
         return sum(pull.num_bytes for pull in self._quarantine)
 
     def close(self) -> None:
-        """See `Engine.close`; there is no other way to stop a server than to forget it."""
+        """See `TransferEngine.close`; dropping the server is the only way to stop it."""
         self._forget_offers()
         self._server = None
         self._readers.clear()
 
 
 class JaxOffer(EngineOffer):
-    """Arrays that one pull may have.
+    """Arrays that one pull may read.
 
     Attributes:
-        address: of the server that has them.
-        number, specs: by which they are pulled.
+        address: address of the server.
+        number, specs: number and layout of the offer.
     """
 
     def __init__(
@@ -211,48 +200,143 @@ class JaxOffer(EngineOffer):
         self.number = number
         self.specs = specs
         self._engine = engine
-        self._own: JaxPull | None = None
+        self._self_pull: JaxPull | None = None
         self._probe: JaxPull | None = None
-        self._own_until = 0.0
+        self._self_pull_until = 0.0
 
     def was_read(self) -> bool:
-        """See `EngineOffer.was_read`: JAX does not say."""
+        """See `EngineOffer.was_read`: JAX does not tell."""
         return False
 
     def withdraw(self, was_read: bool) -> None:
-        """See `EngineOffer.withdraw`: pull it, all of it, unless D has."""
+        """See `EngineOffer.withdraw`: pull the whole offer, unless D has."""
         if not was_read and self.address == self._engine.address:
-            self._own = self._engine.begin(self.address, self.number, self.specs)
+            self._self_pull = self._engine.begin(self.address, self.number, self.specs)
             self._probe = self._engine.probe()
-            self._own_until = time.monotonic() + _OWN_PULL_S
+            self._self_pull_until = time.monotonic() + _SELF_PULL_S
 
     def is_withdrawn(self) -> bool:
         """See `EngineOffer.is_withdrawn`.
 
-        If it does not come, D has begun to pull it; or the server serves nobody any more.
+        If the node's own pull does not end, either D has begun to pull the offer, or the server
+        serves nobody any more, which the probe tells.
         """
-        if self._own is None or self._probe is None:
+        if self._self_pull is None or self._probe is None:
             return True
         try:
-            done = self._own.advance() == len(self.specs)
+            done = self._self_pull.advance() == len(self.specs)
         except PullError:
             done = True
-        if not done and time.monotonic() < self._own_until:
+        if not done and time.monotonic() < self._self_pull_until:
             return False
         if not done:
-            self._own.abandon()
+            self._self_pull.abandon()
             if not self._probe.has_ended() and self.address == self._engine.address:
                 self._probe.abandon()
                 self._engine.replace_server()
-        self._own = self._probe = None
+        self._self_pull = self._probe = None
         return True
 
 
+class JaxReader:
+    """Reads one peer, over a server that reads no other.
+
+    A connection serves one pull at a time, so breaking it ends no other pull. The connection of a
+    successful pull is used again, because new connections are slow at first.
+    """
+
+    def __init__(self, server: Any, address: str, device: jax.Device) -> None:
+        self._server = server
+        self._address = address
+        self._sharding = jax.sharding.SingleDeviceSharding(device)
+        self._idle: list[Any] = []
+
+    def begin(
+        self, number: int, specs: Sequence[ArraySpec], on_abandon: Callable[[JaxPull], None]
+    ) -> JaxPull:
+        """Pull the offer of a number.
+
+        Args:
+            number, specs: number and layout of the offer.
+            on_abandon: called with the pull when it is abandoned.
+
+        Raises:
+            PullError: if the pull fails at once.
+        """
+        wanted = [
+            jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=self._sharding)  # type: ignore[no-untyped-call]  # JAX's
+            for spec in specs
+        ]
+        try:
+            connection = self._idle.pop() if self._idle else self._server.connect(self._address)
+            arrays = tuple(connection.pull(number, wanted))
+        except Exception as error:
+            raise PullError(Fault.FAILED, _first_line(error)) from error
+        return JaxPull(self, connection, arrays, on_abandon)
+
+    def reuse(self, connection: Any) -> None:
+        """Keep the connection of a successful pull for the next one."""
+        self._idle.append(connection)
+
+
+class JaxPull(EnginePull):
+    """Arrays that arrive some time, or never.
+
+    Attributes:
+        reader: the reader of the peer.
+        num_bytes: size of all arrays.
+    """
+
+    arrays: tuple[jax.Array, ...]
+
+    def __init__(
+        self,
+        reader: JaxReader,
+        connection: Any,
+        arrays: tuple[jax.Array, ...],
+        on_abandon: Callable[[JaxPull], None],
+    ) -> None:
+        self.reader = reader
+        self.arrays = arrays
+        self.num_bytes = sum(array.nbytes for array in arrays)
+        self._connection = connection
+        self._on_abandon = on_abandon
+        self._num_arrived = 0
+
+    def advance(self) -> int:
+        """See `EnginePull.advance`."""
+        try:
+            for array in self.arrays[self._num_arrived :]:
+                if not is_ready(array):
+                    break
+                array.block_until_ready()
+                self._num_arrived += 1
+        except jax.errors.JaxRuntimeError as error:
+            lost = any(word in str(error) for word in _LOST_WORDS)
+            fault = Fault.PEER_LOST if lost else Fault.FAILED
+            raise PullError(fault, _first_line(error)) from None
+        return self._num_arrived
+
+    def has_ended(self) -> bool:
+        """Whether every array has arrived or failed."""
+        return all(is_ready(array) for array in self.arrays)
+
+    def free(self) -> None:
+        """See `EnginePull.free`."""
+        self.arrays = ()
+        self.reader.reuse(self._connection)
+
+    def abandon(self) -> None:
+        """See `EnginePull.abandon`: break the connection."""
+        self._connection._poison_connection()
+        self._on_abandon(self)
+
+
 def _test(engine: JaxEngine) -> None:
-    """Pull from oneself, and break a pull that does not end, after which others still work.
+    """Break a pull that never ends, then pull from this node itself.
 
     Raises:
-        TransportUnavailableError: if it does not go so.
+        TransportUnavailableError: if either does not work.
     """
     sent = [
         jnp.arange(4096, dtype=jnp.float32).reshape(4, 1024).astype(dtype)
@@ -263,9 +347,9 @@ def _test(engine: JaxEngine) -> None:
         stuck = engine.begin(engine.address, secrets.randbits(63), specs)
         time.sleep(_STUCK_S)
         if stuck.has_ended():
-            raise TransportUnavailableError("a pull of what was never offered has ended")
+            raise TransportUnavailableError("a pull of an array that was never offered has ended")
         stuck.abandon()
-        _await(stuck.has_ended, "a pull that was broken")
+        _await(stuck.has_ended, "a broken pull")
         offered = engine.offer(sent)
         pull = engine.begin(engine.address, offered.number, specs)
         _await(pull.has_ended, "a pull from this node itself")
@@ -274,7 +358,7 @@ def _test(engine: JaxEngine) -> None:
             raise TransportUnavailableError("a pull from this node itself gave other bytes")
     except (PullError, AttributeError) as error:
         raise TransportUnavailableError(
-            f"jax.experimental.transfer failed its self-test: {first_line(error)}"
+            f"jax.experimental.transfer failed its self-test: {_first_line(error)}"
         ) from error
 
 
@@ -290,18 +374,23 @@ def _check_host(host: str) -> None:
     try:
         is_any = ipaddress.ip_address(host).is_unspecified
     except ValueError:
-        raise TransportUnavailableError(f"{host!r} is no IP address") from None
+        raise TransportUnavailableError(f"host must be an IP address, got {host!r}") from None
     if is_any:
         raise TransportUnavailableError(
-            f"{host} is every interface: jax transfers know no secret, so name one address"
+            f"{host} means all interfaces, and jax transfers know no secret: name one address"
         )
 
 
 def _is_address(text: str) -> bool:
-    """Whether it is an IP address and a port, as a server gives its own."""
+    """Whether a text is an IP address and a port, as a server's address is."""
     host, _, port = text.rpartition(":")
     try:
         ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
     except ValueError:
         return False
     return port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its type."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

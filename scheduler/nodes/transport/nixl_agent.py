@@ -1,4 +1,4 @@
-"""NIXL's Python interface, as far as it is used: an agent, its memory, and its reads."""
+"""A NIXL agent: its registered memory, its peers, and its reads."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from typing import Any, Final, NamedTuple
 
 from .base import Fault
 from .errors import TransportUnavailableError
-from .staging import Run, StagingPool
+from .staging import Segment, StagingPool
 from .transfer_engine import PullError
 
 INSTALL: Final = "pip install --no-deps nixl-cu12"
 
 NUM_READERS: Final = 2
-"""Threads that may read at a time."""
+"""Number of threads that may read at the same time."""
 
 _PACKAGES: Final = ("nixl", "nixl_cu12", "nixl_cu13")
 
 
-class Prepared(NamedTuple):
-    """Some reads that NIXL has looked at together, so that each begins sooner.
+class PreparedReads(NamedTuple):
+    """Reads that NIXL has prepared together, so that each begins sooner.
 
     Attributes:
-        here, there: NIXL's lists of their places, in this memory and in the peer's.
+        local, remote: NIXL's lists of the reads' ranges in this memory and in the peer's.
     """
 
-    here: Any
-    there: Any
+    local: Any
+    remote: Any
 
 
 class NixlAgent:
-    """An agent whose memory others may read, and that reads theirs into its own.
+    """An agent whose memory others may read, and that reads their memory into its own.
 
     Attributes:
-        metadata: what other agents need to reach it.
-        pool: its memory.
-        address: of the first byte of that.
+        metadata: data that other agents need to reach this one.
+        pool: staging memory.
+        address: address of its first byte.
     """
 
     def __init__(self, staging_bytes: int, *, devices: str | None) -> None:
-        """Start it, and read some of its memory over NIXL.
+        """Start the agent, and read some of its own memory over NIXL.
 
         Args:
             staging_bytes, devices: see `NixlEngine`.
 
         Raises:
-            TransportUnavailableError: if NIXL is not installed, or does not work here.
+            TransportUnavailableError: if NIXL is not installed or does not work here.
         """
         api = _load()
         if devices is not None:
@@ -60,7 +60,7 @@ class NixlAgent:
         self._name = f"radixkv-{secrets.token_hex(8)}"
         self._peers: dict[bytes, str] = {}  # names by metadata
         try:
-            # NIXL's own thread would take a processor all the time, and then TCP is slower.
+            # NIXL's progress thread would occupy a processor, which makes TCP slower.
             config = api.nixl_agent_config(
                 enable_prog_thread=False,
                 backends=[],
@@ -73,33 +73,35 @@ class NixlAgent:
             self.metadata: bytes = self.nixl.get_agent_metadata()
             self._test()
         except Exception as error:  # NIXL's own types, one per code
-            raise TransportUnavailableError(f"NIXL does not work here: {_words(error)}") from error
+            raise TransportUnavailableError(
+                f"NIXL does not work here: {_first_line(error)}"
+            ) from error
 
     def _test(self) -> None:
-        """Read from one end of the memory to the other."""
+        """Read one half of the memory into the other."""
         half = len(self.pool.memory) // 2
         self.pool.memory[:half] = 1
-        prepared = self.prepare(self._name, self.address, half, [Run(0, half, 1)])
+        prepared = self.prepare(self._name, self.address, half, [Segment(0, half, 1)])
         handle = self.make_read(prepared, 0, self._name)
         self.post(handle)
         while self.is_running(handle):
-            self.heard()  # which has all of NIXL's workers go on
+            self.take_notifications()  # lets all of NIXL's workers progress
         if not self.pool.memory[half : 2 * half].all():
             raise RuntimeError("a read of its own memory gave other bytes")
         self.release(handle)
-        self.forget(prepared)
+        self.release_prepared(prepared)
 
     def close(self) -> None:
-        """Take the memory out of others' reach; only when nothing is read into it any more."""
+        """Deregister the memory. Call it only when no read can write to it."""
         self.nixl.deregister_memory(self._registered)
 
-    # Other agents
+    # Peers
 
-    def meet(self, metadata: bytes) -> str:
-        """Make an agent known, if it is not, and return its name.
+    def add_peer(self, metadata: bytes) -> str:
+        """Register a peer unless it is known, and return its name.
 
         Raises:
-            PullError: if that is no metadata.
+            PullError: for invalid metadata.
         """
         if metadata == self.metadata:
             return self._name
@@ -111,72 +113,74 @@ class NixlAgent:
             self._peers[metadata] = name.decode() if isinstance(name, bytes) else name
         return self._peers[metadata]
 
-    def say(self, peer: str, word: bytes) -> None:
-        """Tell another agent something; it is lost if that is gone."""
+    def notify(self, peer: str, notification: bytes) -> None:
+        """Send a notification, which is lost if the peer is gone."""
         with contextlib.suppress(Exception):
-            self.nixl.send_notif(peer, word)
+            self.nixl.send_notif(peer, notification)
 
-    def heard(self) -> list[bytes]:
-        """Return what others have said since the last call; and serve their reads meanwhile.
+    def take_notifications(self) -> list[bytes]:
+        """Return the notifications since the last call, and serve reads of peers.
 
-        Over TCP, and when they connect, NIXL does nothing for others but within a call.
+        NIXL serves peers over TCP, and accepts connections, only during calls.
         """
-        return [word for words in self.nixl.get_new_notifs().values() for word in words]
+        return [each for some in self.nixl.get_new_notifs().values() for each in some]
 
     # Reads
 
-    def prepare(self, peer: str, remote: int, start: int, runs: Sequence[Run]) -> Prepared:
-        """Prepare reads from a peer's address to a place in the memory, a read for each run.
+    def prepare(
+        self, peer: str, remote: int, start: int, segments: Sequence[Segment]
+    ) -> PreparedReads:
+        """Prepare one read per segment, from a peer's address to an offset in the memory.
 
         Raises:
-            PullError: if that fails.
+            PullError: if NIXL fails.
         """
-        local, nixl = self.address + start, self.nixl
-        here = [(local + run.start, run.num_bytes, 0) for run in runs]
-        there = [(remote + run.start, run.num_bytes, 0) for run in runs]
+        first, nixl = self.address + start, self.nixl
+        to = [(first + each.start, each.num_bytes, 0) for each in segments]
+        source = [(remote + each.start, each.num_bytes, 0) for each in segments]
         try:
-            return Prepared(
-                nixl.prep_xfer_dlist("NIXL_INIT_AGENT", nixl.get_xfer_descs(here, "DRAM")),
-                nixl.prep_xfer_dlist(peer, nixl.get_xfer_descs(there, "DRAM")),
+            return PreparedReads(
+                nixl.prep_xfer_dlist("NIXL_INIT_AGENT", nixl.get_xfer_descs(to, "DRAM")),
+                nixl.prep_xfer_dlist(peer, nixl.get_xfer_descs(source, "DRAM")),
             )
         except Exception as error:
-            raise self._lost(peer, error) from error
+            raise self._forget_peer(peer, error) from error
 
-    def forget(self, prepared: Prepared) -> None:
-        """Forget prepared reads, all of which have ended."""
-        for each in (prepared.here, prepared.there):
-            with contextlib.suppress(Exception):  # it may refuse when the peer is gone
+    def release_prepared(self, prepared: PreparedReads) -> None:
+        """Free prepared reads, all of which have ended."""
+        for each in prepared:
+            with contextlib.suppress(Exception):  # NIXL may refuse when the peer is gone
                 self.nixl.release_dlist_handle(each)
 
-    def make_read(self, prepared: Prepared, number: int, peer: str) -> Any:
-        """Return a handle of one of the prepared reads.
+    def make_read(self, prepared: PreparedReads, number: int, peer: str) -> Any:
+        """Return the handle of one prepared read.
 
         Raises:
-            PullError: if that fails.
+            PullError: if NIXL fails.
         """
-        here, there = prepared
+        local, remote = prepared
         try:
-            return self.nixl.make_prepped_xfer("READ", here, [number], there, [number])
+            return self.nixl.make_prepped_xfer("READ", local, [number], remote, [number])
         except Exception as error:
-            raise self._lost(peer, error) from error
+            raise self._forget_peer(peer, error) from error
 
     def post(self, handle: Any, peer: str = "") -> bool:
-        """Begin a read; whether it may still write.
+        """Begin a read; return whether it may still write.
 
         Raises:
-            PullError: if that fails; `is_running` tells whether anything was begun.
+            PullError: if NIXL fails; `is_running` tells whether the read has begun.
         """
         try:
             state = self.nixl.transfer(handle)
         except Exception as error:
-            raise self._lost(peer, error) from error
+            raise self._forget_peer(peer, error) from error
         return _is_running(state)
 
     def is_running(self, handle: Any) -> bool:
         """Whether a read may still write.
 
         Raises:
-            PullError: if it has failed; then it writes no more.
+            PullError: if the read failed; it writes nothing any more.
         """
         try:
             state = self.nixl.check_xfer_state(handle)
@@ -185,29 +189,29 @@ class NixlAgent:
         return _is_running(state)
 
     def release(self, handle: Any) -> None:
-        """Forget a read that has ended."""
-        with contextlib.suppress(Exception):  # a handle whose peer is gone may refuse
+        """Free the handle of a read that has ended."""
+        with contextlib.suppress(Exception):  # NIXL may refuse when the peer is gone
             self.nixl.release_xfer_handle(handle)
 
-    def _lost(self, peer: str, error: Exception) -> PullError:
-        """Have an agent that could not be read made known again the next time."""
+    def _forget_peer(self, peer: str, error: Exception) -> PullError:
+        """Forget a peer after an error, so that the next pull registers it again."""
         for metadata in [each for each, name in list(self._peers.items()) if name == peer]:
-            self._peers.pop(metadata, None)  # it may be the helper's call
+            self._peers.pop(metadata, None)  # both threads may get here
         return _pull_error(error)
 
 
 def _load() -> Any:
-    """Import NIXL, and keep it from writing to stdout.
+    """Import NIXL, and stop its logging to stdout.
 
     Raises:
-        TransportUnavailableError: if it is not installed.
+        TransportUnavailableError: if NIXL is not installed.
     """
     for package in _PACKAGES:
         try:
             api = import_module(f"{package}._api")
         except ImportError:
             continue
-        # It logs each agent to stdout, where commands print results.
+        # NIXL logs each agent to stdout, where commands print results.
         logger = logging.getLogger("nixl")
         logger.handlers.clear()
         logger.propagate = True
@@ -223,8 +227,8 @@ def _is_running(state: str) -> bool:
 
 def _pull_error(error: Exception) -> PullError:
     lost = "emoteDisconnect" in type(error).__name__
-    return PullError(Fault.PEER_LOST if lost else Fault.FAILED, _words(error))
+    return PullError(Fault.PEER_LOST if lost else Fault.FAILED, _first_line(error))
 
 
-def _words(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]

@@ -1,4 +1,4 @@
-"""Transports between processes by name, so that nobody imports an engine that is not used."""
+"""Opens transports between processes by name; imports only the engine in use."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _STAGING_BYTES: Final = 256 << 20
 def open_transport(
     name: str, *, host: str = "127.0.0.1", staging_bytes: int = _STAGING_BYTES
 ) -> Transport:
-    """Start an engine, and test it by a transfer from this node to itself.
+    """Start an engine, and test it with a transfer from this node to itself.
 
     Args:
         name: one of PROCESS_TRANSPORTS; the same on all nodes.
-        host: the address of this node, a number. On loopback nothing else is listened at.
-        staging_bytes: of NIXL: memory for all parts that are offered, or received, at a time.
+        host: numeric address of this node. With loopback, the engine listens only there.
+        staging_bytes: NIXL only: memory for all parts that are offered, or received, at a time.
 
     Raises:
-        TransportUnavailableError: if it cannot run here; the text says what is missing.
-        TransportArgumentError: for another name or no address.
+        TransportUnavailableError: if the engine cannot run here; the text says what is missing.
+        TransportArgumentError: for an unknown name or an invalid address.
     """
     try:
         is_loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
-        raise TransportArgumentError(f"a host is an IP address, got {host!r}") from None
+        raise TransportArgumentError(f"host must be an IP address, got {host!r}") from None
     match name:
         case "jax":
             from .jax_engine import JaxEngine
@@ -42,4 +42,4 @@ def open_transport(
             devices = "lo" if is_loopback else None
             return ThreadedTransport(NixlEngine(staging_bytes, devices=devices))
     known = ", ".join(PROCESS_TRANSPORTS)
-    raise TransportArgumentError(f"no transport {name!r} between processes; there are {known}")
+    raise TransportArgumentError(f"transport must be one of {known}, got {name!r}")

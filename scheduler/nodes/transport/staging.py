@@ -1,4 +1,4 @@
-"""Memory that an engine has registered, in which parts lie while they are moved."""
+"""Staging memory: one registered piece of memory, and the slots of parts in transfer."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _PAGE: Final = 4096
 
 
 class Slot(NamedTuple):
-    """Some of the memory: where it begins, and how long it is."""
+    """A range of the memory: its first byte and its length."""
 
     start: int
     num_bytes: int
 
 
 class StagingPool:
-    """One piece of memory, handed out in slots, first fit.
+    """One piece of memory, allocated in slots by first fit.
 
     ::
 
@@ -36,31 +36,31 @@ class StagingPool:
                                         a slot: array, gap to 64 bytes, array, ...
 
     Attributes:
-        memory: uint8, its first byte at the start of a page.
+        memory: uint8 array, aligned to a page.
     """
 
     def __init__(self, num_bytes: int) -> None:
         """Allocate and touch the memory.
 
         Raises:
-            MemoryError: if there is not as much.
+            MemoryError: if the memory is not available.
         """
         whole = np.zeros(num_bytes + _PAGE, np.uint8)
         first = -whole.ctypes.data % _PAGE
         self.memory: npt.NDArray[np.uint8] = whole[first : first + num_bytes]
-        self.memory[:] = 0  # a first write takes long, so not in a transfer
+        self.memory[:] = 0  # the first write to a page is slow: do it now
         self._free: list[Slot] = [Slot(0, num_bytes)]  # by start; no two are neighbours
 
     @property
     def num_free_bytes(self) -> int:
-        """Return how much is in no slot."""
+        """Number of bytes outside all slots."""
         return sum(slot.num_bytes for slot in self._free)
 
     def allocate(self, num_bytes: int) -> Slot | None:
-        """Return a slot, or None if there is none at the moment.
+        """Return a slot; None if there is no room at the moment.
 
         Raises:
-            TooLargeError: if there never will be.
+            TooLargeError: if there will never be room.
         """
         if num_bytes > len(self.memory):
             raise TooLargeError(num_bytes, len(self.memory))
@@ -74,7 +74,7 @@ class StagingPool:
         return None
 
     def free(self, slot: Slot) -> None:
-        """Take a slot back."""
+        """Recycle a slot."""
         place = bisect_left(self._free, slot)
         before, after = self._free[:place], self._free[place:]
         assert not before or sum(before[-1]) <= slot.start, f"{slot} is free already"
@@ -96,7 +96,7 @@ class StagingPool:
             position += _aligned(len(source))
 
     def views(self, slot: Slot, specs: Sequence[ArraySpec]) -> tuple[npt.NDArray[Any], ...]:
-        """Return what is in a slot as arrays that cannot be written to, without a copy."""
+        """Return the content of a slot as read-only arrays, without a copy."""
         found, position = [], slot.start
         for spec in specs:
             view = self.memory[position : position + spec.num_bytes].view(spec.dtype)
@@ -107,16 +107,16 @@ class StagingPool:
 
 
 def slot_bytes(specs: Sequence[ArraySpec]) -> int:
-    """Return how long a slot for arrays is; the same on all nodes."""
+    """Size of a slot for arrays; the same on all nodes."""
     return sum(_aligned(spec.num_bytes) for spec in specs[:-1]) + specs[-1].num_bytes
 
 
-class Run(NamedTuple):
-    """Some arrays of a slot that lie one after the other.
+class Segment(NamedTuple):
+    """Consecutive arrays of a slot.
 
     Attributes:
-        start, num_bytes: from the slot's first byte on.
-        stop_array: the number of the array that comes after them.
+        start, num_bytes: byte range in the slot.
+        stop_array: index after the last array.
     """
 
     start: int
@@ -124,17 +124,17 @@ class Run(NamedTuple):
     stop_array: int
 
 
-def cut_slot(specs: Sequence[ArraySpec], num_bytes: int) -> list[Run]:
-    """Cut a slot for arrays into runs of so many bytes at least, but for the last."""
-    runs: list[Run] = []
+def split_slot(specs: Sequence[ArraySpec], num_bytes: int) -> list[Segment]:
+    """Split a slot for arrays into segments of at least num_bytes, except the last."""
+    segments: list[Segment] = []
     start = position = 0
     for number, spec in enumerate(specs, 1):
         stop = position + spec.num_bytes
         position += _aligned(spec.num_bytes)
         if stop - start >= num_bytes or number == len(specs):
-            runs.append(Run(start, stop - start, number))
+            segments.append(Segment(start, stop - start, number))
             start = position
-    return runs
+    return segments
 
 
 def _aligned(num_bytes: int) -> int:

@@ -1,8 +1,8 @@
-"""A transport over an engine, with a thread of its own, so that the node's loop never waits.
+"""A transport over a transfer engine, which runs in a thread so that the node's loop never waits.
 
 ::
 
-    the node's loop                       the thread, which alone calls the engine
+    the node's loop                       the thread, the only caller of the engine
     offer, withdraw, pull, cancel ──────► commands, in order
     poll ◄────────────────────────────── events, in order
 """
@@ -27,48 +27,36 @@ from .base import (
     TransportStats,
     Withdrawn,
     check_offer,
-    refusal,
+    check_pull,
 )
-from .descriptors import (
-    Descriptor,
-    PayloadArray,
-    WireTicket,
-)
-from .errors import (
-    TransportArgumentError,
-    TransportClosedError,
-    TransportError,
-)
-from .transfer_engine import Engine
-from .transfer_table import (
-    EngineWork,
-    PartOffer,
-    PartPull,
-)
+from .descriptors import Descriptor, PayloadArray, PullInfo
+from .errors import TransportArgumentError, TransportClosedError, TransportError
+from .transfer_engine import TransferEngine
+from .transfer_table import OfferEntry, PullEntry, TransferTable
 
 _FIRST_SLEEP_S: Final = 2e-4
 _LAST_SLEEP_S: Final = 5e-3
-_SLEEP_GROWTH: Final = 1.15  # so that a pull that ended is found out 15 % later at most
+_SLEEP_GROWTH: Final = 1.15  # the thread notices the end of a pull at most 15 % late
 _CLOSE_S: Final = 5.0
 
 
 class ThreadedTransport(Transport):
-    """Any engine as a transport."""
+    """A transport between processes, over any engine."""
 
-    def __init__(self, engine: Engine) -> None:
-        """Start the thread; the engine is its own from now on."""
+    def __init__(self, engine: TransferEngine) -> None:
+        """Start the thread, which owns the engine from now on."""
         self.name = engine.name
         self.copies_offers = engine.copies_offers
         self._offered: set[Ticket] = set()
         self._pulling: dict[Ticket, bool] = {}  # whether it was cancelled
         self._received: set[Ticket] = set()
-        self._work = EngineWork(engine)
-        self._changed = Condition()  # of the next four
+        self._table = TransferTable(engine)
+        self._changed = Condition()  # guards the next four
         self._commands: deque[Callable[[], None]] = deque()
         self._events: list[Event] = []
         self._crash: Exception | None = None
         self._is_closed = False
-        # A daemon: an engine that never answers must not keep the process from ending.
+        # A daemon, because an engine that hangs must not keep the process from ending.
         self._thread = Thread(target=self._run, name=f"radixkv-{engine.name}", daemon=True)
         self._thread.start()
 
@@ -84,68 +72,70 @@ class ThreadedTransport(Transport):
         self._check_open()
         check_offer(ticket, arrays, descriptor, ticket in self._offered)
         self._offered.add(ticket)
-        offer = PartOffer(tuple(arrays), descriptor, time.time() + ttl_s)
-        self._do(partial(self._work.offer, ticket, offer))
+        offer = OfferEntry(tuple(arrays), descriptor, time.time() + ttl_s)
+        self._do(partial(self._table.offer, ticket, offer))
 
     def withdraw(self, key: AttemptKey, *, was_read: bool = False) -> None:
         """See `Transport.withdraw`."""
         self._check_open()
-        self._do(partial(self._work.withdraw, key, was_read))
+        self._do(partial(self._table.withdraw, key, was_read))
 
-    def pull(self, ticket: Ticket, wire: WireTicket, want: Descriptor, *, timeout_s: float) -> None:
+    def pull(
+        self, ticket: Ticket, info: PullInfo, expected: Descriptor, *, timeout_s: float
+    ) -> None:
         """See `Transport.pull`."""
         self._check_open()
         if ticket in self._pulling or ticket in self._received:
-            raise TransportArgumentError(f"part {ticket.part} of {ticket.key} is pulled already")
+            raise TransportArgumentError(f"part {ticket.part} of {ticket.key} is already pulled")
         self._pulling[ticket] = False
-        refused = refusal(ticket, wire, want, self.name)
-        if refused is not None:
-            self._do(partial(self._work.fail, refused))
+        failed = check_pull(ticket, info, expected, self.name)
+        if failed is not None:
+            self._do(partial(self._table.fail, failed))
         else:
-            pull = PartPull(wire, want, time.monotonic() + timeout_s)
-            self._do(partial(self._work.pull, ticket, pull))
+            pull = PullEntry(info, expected, time.monotonic() + timeout_s)
+            self._do(partial(self._table.pull, ticket, pull))
 
     def cancel(self, ticket: Ticket) -> None:
         """See `Transport.cancel`."""
         if ticket in self._pulling:
             self._pulling[ticket] = True
-            self._do(partial(self._work.cancel, ticket))
+            self._do(partial(self._table.cancel, ticket))
 
     def release(self, ticket: Ticket) -> None:
         """See `Transport.release`."""
         if ticket in self._received:
             self._received.remove(ticket)
-            self._do(partial(self._work.release, ticket))
+            self._do(partial(self._table.release, ticket))
 
     def poll(self) -> list[Event]:
         """See `Transport.poll`.
 
         Raises:
-            TransportError: if the engine raised what it never should: nothing goes on then.
+            TransportError: if the engine raised an unexpected exception and the thread ended.
         """
         with self._changed:
             events, self._events = self._events, []
             crash = self._crash
         if crash is not None:
             raise TransportError(f"{self.name} has ended: {type(crash).__name__}") from crash
-        return [self._told(event) for event in events]
+        return [self._account(event) for event in events]
 
     def stats(self) -> TransportStats:
         """See `Transport.stats`."""
-        work = self._work
+        table = self._table
         return TransportStats(
-            offers=work.num_offers,
+            offers=table.num_offers,
             pulls=len(self._pulling),
             received=len(self._received),
-            quarantined_bytes=work.engine.quarantined_bytes,
-            parts_received=work.parts_received,
-            bytes_received=work.bytes_received,
-            offers_expired=work.offers_expired,
-            faults=work.faults.copy(),
+            quarantined_bytes=table.engine.quarantined_bytes,
+            parts_received=table.parts_received,
+            bytes_received=table.bytes_received,
+            offers_expired=table.offers_expired,
+            faults=table.faults.copy(),
         )
 
     def close(self) -> None:
-        """See `Transport.close`; waits for what the thread is doing, a few seconds at most."""
+        """See `Transport.close`; waits a few seconds at most for the thread."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -155,11 +145,11 @@ class ThreadedTransport(Transport):
         if self._is_closed:
             raise TransportClosedError("the transport is closed")
 
-    def _told(self, event: Event) -> Event:
-        """Keep the caller's books of what it is told."""
+    def _account(self, event: Event) -> Event:
+        """Update the caller's side, and return the event for the caller."""
         match event:
             case Received() if self._pulling.pop(event.ticket):
-                self._do(partial(self._work.release, event.ticket))
+                self._do(partial(self._table.release, event.ticket))
                 return PullFailed(event.ticket, Fault.CANCELLED, "cancelled")
             case Received():
                 self._received.add(event.ticket)
@@ -177,24 +167,24 @@ class ThreadedTransport(Transport):
             self._changed.notify()
 
     def _run(self) -> None:
-        """Do what is asked for and look at what goes on, until closed; the thread."""
+        """Run the thread until `close`."""
         try:
             self._loop()
         except Exception as error:
             self._crash = error
-        self._work.close()
+        self._table.close()
 
     def _loop(self) -> None:
-        work, sleep_s = self._work, _FIRST_SLEEP_S
+        table, sleep_s = self._table, _FIRST_SLEEP_S
         while not self._is_closed:
             with self._changed:
                 commands, self._commands = self._commands, deque()
             for command in commands:
                 command()
-            has_moved = work.step() or bool(commands)
-            events = work.take_events()
+            has_moved = table.step() or bool(commands)
+            events = table.take_events()
             sleep_s = _FIRST_SLEEP_S if has_moved else min(sleep_s * _SLEEP_GROWTH, _LAST_SLEEP_S)
-            wait_s = work.wait_s()
+            wait_s = table.wait_s()
             with self._changed:
                 self._events += events
                 if not (has_moved and wait_s == 0) and not self._commands and not self._is_closed:

@@ -1,4 +1,4 @@
-"""What an engine that moves bytes between processes must do; `threaded.py` does the rest for all.
+"""Interface of the engines that move bytes between processes; `threaded` makes each a transport.
 
 All calls come from one thread, and none waits for a peer.
 """
@@ -9,15 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from .base import Fault
-from .descriptors import (
-    Descriptor,
-    PayloadArray,
-    digest_arrays,
-)
+from .descriptors import Descriptor, PayloadArray, digest_arrays
 
 
 class PullError(Exception):
-    """A pull has come to nothing: the fault, and the engine's words."""
+    """A pull failed, with a fault and a reason."""
 
     def __init__(self, fault: Fault, reason: str) -> None:
         super().__init__(reason)
@@ -26,7 +22,7 @@ class PullError(Exception):
 
 
 class TooLargeError(Exception):
-    """A part does not fit staging memory, even when that is empty."""
+    """A part is larger than the whole staging memory."""
 
     def __init__(self, num_bytes: int, capacity: int) -> None:
         super().__init__(
@@ -35,64 +31,64 @@ class TooLargeError(Exception):
 
 
 class EngineOffer(ABC):
-    """Some arrays that the engine serves.
+    """Arrays that an engine serves.
 
     Attributes:
-        route: what another node's engine needs to find them.
+        route: what another node's engine needs to find the arrays.
     """
 
     route: bytes
 
     @abstractmethod
     def was_read(self) -> bool:
-        """Whether D's engine has said that it has read them; it need not be able to."""
+        """Whether D's engine has confirmed the read; engines that cannot tell return False."""
 
     @abstractmethod
     def withdraw(self, was_read: bool) -> None:
-        """Stop serving them; once."""
+        """Stop serving the arrays. Called once."""
 
     @abstractmethod
     def is_withdrawn(self) -> bool:
-        """Whether their memory is free, and a read that begins now fails, or gets other bytes."""
+        """Whether the memory is free, and a read that begins now fails or gets other bytes."""
 
 
 class EnginePull(ABC):
-    """A transfer into staging memory; ends by `free` or `abandon`, one of them, once.
+    """A transfer into staging memory. Its user ends it once, with `free` or `abandon`.
 
     Attributes:
-        arrays: what is received, until `free`; those that have arrived, to begin with.
+        arrays: the destination, valid until `free`; see `advance` for how many have arrived.
     """
 
     arrays: tuple[PayloadArray, ...]
 
     @abstractmethod
     def advance(self) -> int:
-        """Have it go on; return how many of the arrays, from the first, have arrived for good.
+        """Continue the transfer, and return how many of the first arrays have arrived.
 
         It may return after each piece.
 
         Raises:
-            PullError: if it has failed.
+            PullError: if the transfer failed.
         """
 
     def digests(self, start: int, stop: int) -> Sequence[bytes]:
-        """Return the digests of some arrays that have arrived, as by `digest_arrays`."""
+        """Return the digests of arrays that have arrived; see `digest_arrays`."""
         return digest_arrays(self.arrays[start:stop])
 
     @abstractmethod
     def free(self) -> None:
-        """Give its memory back, when all has arrived or nothing more will; tell P's engine."""
+        """Free the memory of a transfer that has ended, and confirm the read to P's engine."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Have it ended; its memory stays out of use until nothing is written there any more."""
+        """End the transfer; its memory stays quarantined until nothing can write it."""
 
 
-class Engine(ABC):
-    """Serves arrays of this node, and reads those of others.
+class TransferEngine(ABC):
+    """Serves arrays of this node, and reads arrays of others.
 
     Attributes:
-        name: both nodes must use the same.
+        name: name of the engine; both nodes must use the same.
         copies_offers: see `Transport`.
     """
 
@@ -101,38 +97,39 @@ class Engine(ABC):
 
     @abstractmethod
     def offer(self, arrays: Sequence[PayloadArray]) -> EngineOffer | None:
-        """Serve arrays, which are computed; None if there is no room at the moment.
+        """Serve computed arrays; None if there is no room at the moment.
 
         Raises:
-            TooLargeError: if there never will be.
+            TooLargeError: if there will never be room.
         """
 
     @abstractmethod
     def pull(self, route: bytes, descriptor: Descriptor) -> EnginePull | None:
-        """Begin to read; None if there is no room at the moment.
+        """Begin a read; None if there is no room at the moment.
 
         Args:
-            route: what a peer says, so anything.
-            descriptor: exactly what there is.
+            route: route of a peer's offer, not trusted.
+            descriptor: layout of the arrays.
 
         Raises:
-            PullError: if it fails at once.
+            PullError: if the read fails at once.
+            TooLargeError: if there will never be room.
         """
 
     @abstractmethod
-    def tend(self) -> None:
-        """Take memory out of quarantine where transfers have ended, and what else is due."""
+    def maintain(self) -> None:
+        """Do the periodic work, such as freeing quarantined memory of transfers that ended."""
 
     @property
     @abstractmethod
-    def tend_s(self) -> float | None:
-        """Return how often it must be tended at the moment; None: not at all."""
+    def maintain_every_s(self) -> float | None:
+        """Current period of `maintain`; None if there is nothing to do."""
 
     @property
     @abstractmethod
     def quarantined_bytes(self) -> int:
-        """Return how much staging memory an abandoned pull may still write to."""
+        """Size of the memory that abandoned pulls may still write."""
 
     @abstractmethod
     def close(self) -> None:
-        """Stop. Memory that may still be written to is never freed."""
+        """Stop. Memory that a transfer may still write is never freed."""

@@ -1,6 +1,6 @@
-"""What is under way in an engine: offers, pulls and withdrawals, from their begin to their event.
+"""The transfers of an engine in flight: offers, pulls and withdrawals, from request to event.
 
-Called by one thread, which need not be the node's; `threaded.py` has one.
+All calls come from one thread, which need not be the node's; `threaded` has a thread for them.
 """
 
 from __future__ import annotations
@@ -10,39 +10,20 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from ...handoff.messages import AttemptKey, Ticket
-from .base import (
-    Event,
-    Fault,
-    Offered,
-    OfferFailed,
-    PullFailed,
-    Received,
-    Withdrawn,
-)
-from .descriptors import (
-    Descriptor,
-    PayloadArray,
-    WireTicket,
-    digest_arrays,
-    is_computed,
-)
-from .transfer_engine import (
-    Engine,
-    EngineOffer,
-    EnginePull,
-    PullError,
-    TooLargeError,
-)
+from .base import Event, Fault, Offered, OfferFailed, PullFailed, Received, Withdrawn
+from .descriptors import Descriptor, PayloadArray, PullInfo, digest_arrays, is_ready
+from .transfer_engine import EngineOffer, EnginePull, PullError, TooLargeError, TransferEngine
 
 
 @dataclass(eq=False, slots=True)
-class PartOffer:
-    """A part that is to be served, or is.
+class OfferEntry:
+    """A part that is served, or will be.
 
     Attributes:
-        arrays: until they are served.
-        expires_at: by the wall clock.
-        served: None until there is room for it, and its arrays are computed.
+        arrays: the arrays; empty as soon as they are served.
+        expires_at: end of the offer by the wall clock.
+        served: the engine's offer; None until there is room and the arrays are computed.
+        is_ending: whether the engine's offer was withdrawn.
     """
 
     arrays: tuple[PayloadArray, ...]
@@ -53,62 +34,61 @@ class PartOffer:
 
 
 @dataclass(eq=False, slots=True)
-class PartPull:
-    """A part that is to be read, or is being read.
+class PullEntry:
+    """A part that is read, or will be.
 
     Attributes:
-        deadline: by the monotonic clock.
-        running: None until there is room for it.
-        num_arrived: how many arrays.
-        digests: of those.
+        deadline: end of the pull by the monotonic clock.
+        running: the engine's pull; None until there is room.
+        num_arrived: number of arrays that have arrived.
+        digests: digests of these arrays.
     """
 
-    wire: WireTicket
-    want: Descriptor
+    info: PullInfo
+    expected: Descriptor
     deadline: float
     running: EnginePull | None = None
     num_arrived: int = 0
     digests: list[bytes] = field(default_factory=list)
 
 
-class EngineWork:
-    """Drives an engine: every `step` looks at all that is under way once."""
+class TransferTable:
+    """Drives an engine: each `step` visits every transfer in flight once."""
 
-    def __init__(self, engine: Engine) -> None:
-        """Start with nothing."""
+    def __init__(self, engine: TransferEngine) -> None:
         self.engine = engine
         self.parts_received = self.bytes_received = self.offers_expired = 0
         self.faults: Counter[Fault] = Counter()
-        self._offers: dict[Ticket, PartOffer] = {}
-        self._withdrawn: set[AttemptKey] = set()  # and not reported
-        self._pulls: dict[Ticket, PartPull] = {}
+        self._offers: dict[Ticket, OfferEntry] = {}
+        self._withdrawn: set[AttemptKey] = set()  # not reported yet
+        self._pulls: dict[Ticket, PullEntry] = {}
         self._received: dict[Ticket, EnginePull] = {}
         self._events: list[Event] = []
-        self._tended_at = 0.0
+        self._maintained_at = 0.0
 
     @property
     def num_offers(self) -> int:
-        """Parts that are to be served, are, or whose memory is not free yet."""
+        """Number of offers whose memory is not free yet."""
         return len(self._offers)
 
     def take_events(self) -> list[Event]:
-        """Return what has happened since the last call."""
+        """Return the events since the last call."""
         events, self._events = self._events, []
         return events
 
     def wait_s(self) -> float | None:
-        """How long `step` is not needed; 0: it is; None: until something new is begun."""
+        """Time until `step` is needed again; None: not before another call."""
         offers = self._offers.values()
         if self._pulls or any(offer.served is None or offer.is_ending for offer in offers):
             return 0.0
         waits = [max(0.0, offer.expires_at - time.time()) for offer in offers]
-        if self.engine.tend_s is not None:
-            waits.append(self.engine.tend_s)
+        if self.engine.maintain_every_s is not None:
+            waits.append(self.engine.maintain_every_s)
         return min(waits, default=None)
 
-    # What is begun
+    # Requests
 
-    def offer(self, ticket: Ticket, offer: PartOffer) -> None:
+    def offer(self, ticket: Ticket, offer: OfferEntry) -> None:
         """Begin to serve a part."""
         self._offers[ticket] = offer
 
@@ -118,7 +98,7 @@ class EngineWork:
         for ticket in [ticket for ticket in self._offers if ticket.key == key]:
             self._end_offer(ticket, was_read)
 
-    def pull(self, ticket: Ticket, pull: PartPull) -> None:
+    def pull(self, ticket: Ticket, pull: PullEntry) -> None:
         """Begin to read a part."""
         self._pulls[ticket] = pull
 
@@ -131,30 +111,33 @@ class EngineWork:
         self._events.append(failed)
 
     def cancel(self, ticket: Ticket) -> None:
-        """End a pull, unless it has ended."""
+        """End a pull as cancelled, unless it has ended."""
         if ticket in self._pulls:
             self.fail(PullFailed(ticket, Fault.CANCELLED, "cancelled"))
 
     def release(self, ticket: Ticket) -> None:
-        """Give back the memory of a part that was received."""
+        """Free the memory of a received part."""
         self._received.pop(ticket).free()
 
     def close(self) -> None:
-        """Abandon what is running, and close the engine."""
+        """Abandon the pulls in flight, and close the engine."""
         for pull in self._pulls.values():
             if pull.running is not None:
                 pull.running.abandon()
         self.engine.close()
 
-    # What goes on
+    # Progress
 
     def step(self) -> bool:
-        """Look at all that is under way; return whether any of it has gone on."""
-        self._tend()
+        """Visit all transfers in flight; return whether any of them has advanced."""
+        every_s = self.engine.maintain_every_s
+        if every_s is not None and time.monotonic() >= self._maintained_at + every_s:
+            self._maintained_at = time.monotonic()
+            self.engine.maintain()
         now = time.time()
         for ticket, offer in list(self._offers.items()):
             if offer.is_ending:
-                assert offer.served is not None, "what was never served ends at once"
+                assert offer.served is not None, "an offer that was never served ends at once"
                 if offer.served.is_withdrawn():
                     del self._offers[ticket]
                 continue
@@ -174,23 +157,16 @@ class EngineWork:
         pulls = list(self._pulls.items())
         return any([self._advance(ticket, pull) for ticket, pull in pulls]) or bool(self._events)
 
-    def _tend(self) -> None:
-        """Tend the engine if that is due."""
-        tend_s, now = self.engine.tend_s, time.monotonic()
-        if tend_s is not None and now >= self._tended_at + tend_s:
-            self._tended_at = now
-            self.engine.tend()
-
-    def _serve(self, ticket: Ticket, offer: PartOffer) -> None:
-        """Serve a part whose arrays are computed, if there is room."""
-        if not all(is_computed(array) for array in offer.arrays):
+    def _serve(self, ticket: Ticket, offer: OfferEntry) -> None:
+        """Serve a part if its arrays are computed and there is room."""
+        if not all(is_ready(array) for array in offer.arrays):
             return
         try:
             served = self.engine.offer(offer.arrays)
             if served is None:
                 return
             digests = digest_arrays(offer.arrays)
-        except Exception as error:  # of the computation, or of the engine: the part is lost
+        except Exception as error:  # raised by the computation or the engine: the part is lost
             is_ours = isinstance(error, TooLargeError)
             reason = str(error) if is_ours else f"{type(error).__name__}: {error}"
             del self._offers[ticket]
@@ -198,8 +174,8 @@ class EngineWork:
             return
         offer.served, offer.arrays = served, ()
         name, expires_at = self.engine.name, offer.expires_at
-        wire = WireTicket(ticket, offer.descriptor, digests, expires_at, name, served.route)
-        self._events.append(Offered(ticket, wire))
+        info = PullInfo(ticket, offer.descriptor, digests, expires_at, name, served.route)
+        self._events.append(Offered(ticket, info))
 
     def _end_offer(self, ticket: Ticket, was_read: bool) -> None:
         offer = self._offers[ticket]
@@ -209,39 +185,39 @@ class EngineWork:
             offer.is_ending = True
             offer.served.withdraw(was_read)
 
-    def _advance(self, ticket: Ticket, pull: PartPull) -> bool:
-        """Begin a pull that had no room, or take in what has arrived; False if nothing has."""
+    def _advance(self, ticket: Ticket, pull: PullEntry) -> bool:
+        """Begin or continue a pull; return whether any array has arrived or the pull failed."""
         num_arrived = pull.num_arrived
         try:
             if pull.running is None:
-                pull.running = self.engine.pull(pull.wire.route, pull.want)
+                pull.running = self.engine.pull(pull.info.route, pull.expected)
             if pull.running is not None:
-                self._take_in(pull, pull.running)
+                self._check_arrived(pull, pull.running)
         except PullError as error:
             self.fail(PullFailed(ticket, error.fault, error.reason))
             return True
         except TooLargeError as error:
             self.fail(PullFailed(ticket, Fault.TOO_LARGE, str(error)))
             return True
-        if pull.running is not None and pull.num_arrived == len(pull.want.arrays):
+        if pull.running is not None and pull.num_arrived == len(pull.expected.arrays):
             self._received[ticket] = pull.running
             del self._pulls[ticket]
             self.parts_received += 1
-            self.bytes_received += pull.want.num_bytes
+            self.bytes_received += pull.expected.num_bytes
             self._events.append(Received(ticket, pull.running.arrays))
         elif time.monotonic() >= pull.deadline:
             what = "there was no room in staging memory" if pull.running is None else "it ran"
             self.fail(PullFailed(ticket, Fault.TIMED_OUT, f"{what} until the deadline"))
         return pull.num_arrived > num_arrived
 
-    def _take_in(self, pull: PartPull, running: EnginePull) -> None:
-        """Take in what has arrived since the last time.
+    def _check_arrived(self, pull: PullEntry, running: EnginePull) -> None:
+        """Digest the arrays that have arrived since the last call.
 
         Raises:
-            PullError: if the pull has failed, or all is here and some of it is not what it was.
+            PullError: if the pull failed, or all arrays have arrived and a digest is wrong.
         """
         num_arrived = running.advance()
         pull.digests += running.digests(pull.num_arrived, num_arrived)
         pull.num_arrived = num_arrived
-        if num_arrived == len(running.arrays) and tuple(pull.digests) != pull.wire.digests:
+        if num_arrived == len(running.arrays) and tuple(pull.digests) != pull.info.digests:
             raise PullError(Fault.CORRUPT, "not the bytes that were offered")

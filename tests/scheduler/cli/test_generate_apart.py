@@ -277,7 +277,7 @@ def test_a_gateway_says_that_nodes_have_another_secret(
         for _ in range(1000):  # by far; where one has no secret, only some connections say so
             node.send(GATEWAY, PREFILL)
             nodes.step()
-            if nodes.strangers:
+            if nodes.has_refused_secrets:
                 break
         said = wait_for(gateway, timeout_s=0.1)  # looks more than once
     lacks = "after 0.1 s there are 0 of 1 prefill nodes and 0 of 1 decode nodes"

@@ -27,8 +27,8 @@ from radixkv.scheduler.nodes.channel import (
     Packet,
     ZmqChannel,
 )
-from radixkv.scheduler.nodes.event_loop import NodeLoop
-from radixkv.scheduler.nodes.node import Letter
+from radixkv.scheduler.nodes.event_loop import NodeEventLoop
+from radixkv.scheduler.nodes.node import PeerMessage
 from radixkv.scheduler.nodes.remote_nodes import RemoteNodes
 from radixkv.scheduler.request import Request
 
@@ -56,9 +56,9 @@ class Air(ZmqChannel):
     def disconnect(self, peer: str) -> None:
         pass
 
-    def send(self, peer: str, message: Any, wire: Any = None) -> bool:
+    def send(self, peer: str, message: Any, pull_info: Any = None) -> bool:
         if not self._is_lost(self.name, peer, message):
-            packet = Packet(self.name, peer, self.epoch, 0, message, wire)
+            packet = Packet(self.name, peer, self.epoch, 0, message, pull_info)
             self._ends[peer]._arrived.append(packet)
         return True
 
@@ -83,7 +83,7 @@ class Prefill(PrefillEngine):
         self.begun: Counter[Any] = Counter()
         self.failures: list[str] = []
         self.given_up: list[Any] = []
-        self._letters, self._reports = [], []
+        self._outbox, self._reports = [], []
 
     def begin(self, request: Request, peer: str, attempt: int = 1) -> None:
         key = AttemptKey(request.request_id, attempt)
@@ -91,7 +91,7 @@ class Prefill(PrefillEngine):
         if self.failures:
             self._reports.append(Failed(key, self.failures.pop()))
         else:
-            self._letters.append(Letter(peer, make_ask(Header(key, 1, None, 0), request, 4, 1)))
+            self._outbox.append(PeerMessage(peer, make_ask(Header(key, 1, None, 0), request, 4, 1)))
 
     def give_up(self, key: Any, reason: str) -> None:
         self.given_up.append(key)
@@ -109,11 +109,11 @@ class Decode(DecodeEngine):
         self.failures: list[str] = []
         self.given_up: list[Any] = []
         self._running: list[Ask] = []
-        self._letters, self._reports = [], []
+        self._outbox, self._reports = [], []
 
-    def receive(self, letter: Letter) -> None:
-        assert isinstance(letter.message, Ask)
-        self._running.append(letter.message)
+    def receive(self, message: PeerMessage) -> None:
+        assert isinstance(message.message, Ask)
+        self._running.append(message.message)
 
     def give_up(self, key: Any, reason: str) -> None:
         self.given_up.append(key)
@@ -147,7 +147,7 @@ class Deployment:
         self.nodes = self.new_gateway(1, **options)
         self.prefill, self.decode = Prefill(), Decode()
         self.loops = {
-            name: NodeLoop(
+            name: NodeEventLoop(
                 engine,
                 Air(self.ends, name, is_lost),
                 gateway=self.ends[GATEWAY].address,
@@ -171,7 +171,7 @@ class Deployment:
         for _ in range(num_turns):
             self.now += TURN_S
             for loop in self.loops.values():
-                loop.turn()
+                loop.run_once()
             ended += self.nodes.step()
         return ended
 

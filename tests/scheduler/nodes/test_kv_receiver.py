@@ -10,7 +10,7 @@ from radixkv.scheduler.handoff import (
     Pull,
     Ticket,
 )
-from radixkv.scheduler.nodes.kv_receiver import PartsIn
+from radixkv.scheduler.nodes.kv_receiver import KVReceiver
 from radixkv.scheduler.nodes.transport import Received
 
 TICKET = Ticket(AttemptKey("a", 1), 1, 1, 1, 0)
@@ -25,12 +25,12 @@ def test_staging_memory_is_given_back_when_its_copies_are_done() -> None:
         is_idle=lambda: False,
     )
     transport = SimpleNamespace(pull=lambda *_, **__: None, release=released.append)
-    parts = PartsIn(kv, transport, timeout_s=1.0)  # type: ignore[arg-type]
-    parts.pull(Pull("p", TICKET, (3, 1), 0), None)  # type: ignore[arg-type]
-    parts.received(Received(TICKET, ("kv",)))  # type: ignore[arg-type]
-    parts.release_written()
+    receiver = KVReceiver(kv, transport, timeout_s=1.0)  # type: ignore[arg-type]
+    receiver.pull(Pull("p", TICKET, (3, 1), 0), None)  # type: ignore[arg-type]
+    receiver.received(Received(TICKET, ("kv",)))  # type: ignore[arg-type]
+    receiver.release_written()
     assert (written, released) == ([((3, 1), ("kv",))], [])  # a copy may still read it
     kv.is_idle = lambda: True
-    parts.release_written()
-    parts.release_written()
+    receiver.release_written()
+    receiver.release_written()
     assert released == [TICKET]

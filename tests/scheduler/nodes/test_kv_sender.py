@@ -17,7 +17,7 @@ from radixkv.scheduler.handoff import (
     Ticket,
     Withdraw,
 )
-from radixkv.scheduler.nodes.kv_sender import PartsOut
+from radixkv.scheduler.nodes.kv_sender import KVSender
 from radixkv.scheduler.nodes.transport import (
     ArraySpec,
     Descriptor,
@@ -50,19 +50,19 @@ class Node:
     def __init__(self, copies_offers: bool = False) -> None:
         self.transport = InProcessTransport(InProcessExchange())
         self.transport.copies_offers = copies_offers
-        self.parts = PartsOut(Blocks(), self.transport, max_bytes=MAX_BYTES)
+        self.sender = KVSender(Blocks(), self.transport, max_bytes=MAX_BYTES)
         self.sent: list[tuple[str, int]] = []  # whose, and which part
 
     def offer(self, name: str, part: int, blocks: Iterable[int]) -> None:
         ticket = Ticket(AttemptKey(name, 1), 1, 1, 1, part)
         blocks = tuple(blocks)
-        self.parts.offer(Offer("d0", ticket, blocks, 0))
+        self.sender.offer(Offer("d0", ticket, blocks, 0))
         send = Send(Header(ticket.key, 1, 1, 1), part, 0, len(blocks), 0)
-        assert self.parts.letter("d0", send) is None
+        assert self.sender.send("d0", send) == []
         self.run()
 
     def withdraw(self, name: str) -> None:
-        self.parts.withdraw(Withdraw(AttemptKey(name, 1), was_read=True))
+        self.sender.withdraw(Withdraw(AttemptKey(name, 1), was_read=True))
         self.run()
 
     def run(self) -> None:
@@ -70,11 +70,11 @@ class Node:
             for event in events:
                 match event:
                     case Offered():
-                        letter = self.parts.offered(event)
-                        assert letter is not None and letter.wire is event.wire
+                        (message,) = self.sender.offered(event)
+                        assert message.pull_info is event.info
                         self.sent.append((event.ticket.key.request_id, event.ticket.part))
                     case Withdrawn(key):
-                        self.parts.withdrawn(key)
+                        self.sender.withdrawn(key)
 
 
 def test_what_would_be_too_much_is_copied_when_others_are_gone() -> None:
@@ -84,10 +84,10 @@ def test_what_would_be_too_much_is_copied_when_others_are_gone() -> None:
     node.offer("b", 1, range(3))
     node.offer("c", 0, range(1))  # would fit, but b is before
     assert node.sent == [("a", 0), ("b", 0)]
-    assert node.parts.num_bytes == MAX_BYTES
+    assert node.sender.num_bytes == MAX_BYTES
     node.withdraw("a")
     assert node.sent[2:] == [("b", 1), ("c", 0)]
-    assert node.parts.num_bytes == 6 * BLOCK_BYTES
+    assert node.sender.num_bytes == 6 * BLOCK_BYTES
 
 
 def test_the_oldest_does_not_wait_for_those_that_wait_for_it() -> None:
@@ -108,7 +108,7 @@ def test_a_part_that_was_withdrawn_while_it_waited_is_not_copied() -> None:
     node.withdraw("b")
     node.withdraw("a")
     assert node.sent == [("a", 0)]
-    assert node.parts.num_bytes == 0
+    assert node.sender.num_bytes == 0
     assert node.transport.stats().offers == 0
 
 
@@ -117,7 +117,7 @@ def test_where_the_transport_copies_nothing_is_held_after_that() -> None:
     for part in range(3):
         node.offer("a", part, range(5))
         node.offer("b", part, range(5))
-        assert node.parts.num_bytes == 0
+        assert node.sender.num_bytes == 0
     assert len(node.sent) == 6
 
 
@@ -149,15 +149,15 @@ def test_everything_is_offered_in_the_end_and_never_too_much(moves: list) -> Non
             key: sum(parts[key][part] for part in served) * BLOCK_BYTES
             for key, served in held.items()
         }
-        assert node.parts.num_bytes == sum(num_bytes.values())
+        assert node.sender.num_bytes == sum(num_bytes.values())
         if oldest is not None:
             assert held[oldest] == list(range(len(parts[oldest])))
-            assert node.parts.num_bytes - num_bytes[oldest] <= MAX_BYTES
+            assert node.sender.num_bytes - num_bytes[oldest] <= MAX_BYTES
         assert all(served == list(range(len(served))) for served in held.values())
     for key in list(parts):
         node.withdraw(key.request_id)
-    assert node.parts.num_bytes == 0
-    assert node.parts._waiting == []
+    assert node.sender.num_bytes == 0
+    assert node.sender._uncopied == []
 
 
 @pytest.mark.parametrize("copies_offers", [False, True])

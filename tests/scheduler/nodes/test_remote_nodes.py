@@ -176,13 +176,13 @@ def test_what_was_not_heard_of_nodes_that_went_is_said() -> None:
     silent: set[str] = set()
     world = Deployment(lambda sender, *_: sender in silent)
     world.turn(2)
-    assert (world.nodes.unheard, world.nodes.strangers) == ("", False)
+    assert (world.nodes.drop_summary, world.nodes.has_refused_secrets) == ("", False)
     for refused, strangers in (
         (RefusedConnection.BROKEN, False),
         (RefusedConnection.OTHER_SECRET, True),
     ):
         world.ends[GATEWAY].done.refused[refused] += 1
-        assert world.nodes.strangers is strangers
+        assert world.nodes.has_refused_secrets is strangers
     world.ends[GATEWAY].done.refused[RefusedConnection.OTHER_SECRET] += 1
     world.ends[GATEWAY].done.dropped[DroppedFrame.NOT_A_FRAME] += 3
     silent.add("prefill-0")

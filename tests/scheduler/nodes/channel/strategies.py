@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from radixkv.scheduler.handoff import Send
 from radixkv.scheduler.nodes.channel.codec import Packet
 from radixkv.scheduler.nodes.channel.schema import MESSAGES, from_wire, wire_type
-from radixkv.scheduler.nodes.transport import ArraySpec, WireTicket
+from radixkv.scheduler.nodes.transport import ArraySpec, PullInfo
 from radixkv.scheduler.request import SamplingParams
 
 PORTS = st.integers(1, 2**16 - 1)
@@ -79,7 +79,7 @@ def packets(message: type) -> st.SearchStrategy[Packet]:
         epoch=st.integers(0, 2**64 - 1),
         sequence=st.integers(0, 2**64 - 1),
         message=of_class(message),
-        wire=of_class(WireTicket) if message is Send else st.none(),
+        pull_info=of_class(PullInfo) if message is Send else st.none(),
     )
 
 

@@ -133,7 +133,7 @@ def test_the_longest_prompt_fits() -> None:
             "RunPrefill: nobody can connect to 0.0.0.0:1: it must be one address of a machine, with"
             " a port - at `$.message`",
         ),
-        (Send(HEAD, 0, 0, 1, 0), "Send: Expected `array`, got `null` - at `$.wire`"),
+        (Send(HEAD, 0, 0, 1, 0), "Send: Expected `array`, got `null` - at `$.pull_info`"),
         ("hello", "str is not a message"),
     ],
 )
@@ -294,7 +294,7 @@ def test_what_a_class_refuses_is_refused() -> None:
         decode(msgspec.msgpack.encode(fields))
 
 
-def test_a_wire_ticket_comes_with_send_alone() -> None:
+def test_pull_info_comes_with_send_alone() -> None:
     fields = msgspec.msgpack.decode(encode(packet(Ack(HEAD))))
     assert decode(msgspec.msgpack.encode(fields)) == packet(Ack(HEAD))
     fields[6] = []

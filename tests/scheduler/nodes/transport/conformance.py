@@ -20,11 +20,11 @@ from radixkv.scheduler.nodes.transport import (
     Offered,
     PayloadArray,
     PullFailed,
+    PullInfo,
     Received,
     Transport,
     TransportArgumentError,
     TransportClosedError,
-    WireTicket,
     Withdrawn,
     describe,
 )
@@ -80,19 +80,19 @@ def wait(transport: Transport, kind: type[T], events: list[Event] | None = None)
     raise AssertionError(f"no {kind.__name__}: {transport.stats()}")
 
 
-def offer(transport: Transport, part: int = 0, seed: int = 0, ttl_s: float = LATE_S) -> WireTicket:
-    """Offer a part, and return its wire ticket."""
+def offer(transport: Transport, part: int = 0, seed: int = 0, ttl_s: float = LATE_S) -> PullInfo:
+    """Offer a part, and return its info ticket."""
     offered = jax.block_until_ready(arrays(seed))  # it waits for nothing, however short its life
     transport.offer(ticket(part), offered, describe(offered, num_blocks=3), ttl_s=ttl_s)
-    return wait(transport, Offered).wire
+    return wait(transport, Offered).info
 
 
 class TransportConformance:
     """Each test gets both ends, new."""
 
     def test_what_is_offered_is_received(self, pair: Pair) -> None:
-        wire = offer(pair.prefill)
-        pair.decode.pull(ticket(), wire, wire.descriptor, timeout_s=LATE_S)
+        info = offer(pair.prefill)
+        pair.decode.pull(ticket(), info, info.descriptor, timeout_s=LATE_S)
         received = wait(pair.decode, Received)
         assert received.ticket == ticket()
         assert equal(received.arrays, arrays())
@@ -100,15 +100,15 @@ class TransportConformance:
         stats = pair.decode.stats()
         assert (stats.pulls, stats.received, stats.quarantined_bytes) == (0, 0, 0)
         assert stats.parts_received == 1
-        assert stats.bytes_received == wire.descriptor.num_bytes == 4 * 3 * 2 * 8 * 16 * 2
+        assert stats.bytes_received == info.descriptor.num_bytes == 4 * 3 * 2 * 8 * 16 * 2
         pair.prefill.withdraw(KEY, was_read=True)
         assert wait(pair.prefill, Withdrawn).key == KEY
         assert pair.prefill.stats().offers == 0
 
     def test_many_parts_arrive_each_with_its_own_content(self, pair: Pair) -> None:
-        wires = [offer(pair.prefill, part, seed=part) for part in range(6)]
-        for wire in reversed(wires):
-            pair.decode.pull(wire.ticket, wire, wire.descriptor, timeout_s=LATE_S)
+        infos = [offer(pair.prefill, part, seed=part) for part in range(6)]
+        for info in reversed(infos):
+            pair.decode.pull(info.ticket, info, info.descriptor, timeout_s=LATE_S)
         received: dict[int, Received] = {}
         while len(received) < 6:
             for event in pair.decode.poll():
@@ -121,17 +121,17 @@ class TransportConformance:
     def test_numpy_arrays_are_offered_as_they_were(self, pair: Pair) -> None:
         offered = [np.arange(24, dtype=np.int32).reshape(2, 3, 4)]
         pair.prefill.offer(ticket(), offered, describe(offered, num_blocks=2), ttl_s=LATE_S)
-        wire = wait(pair.prefill, Offered).wire
+        info = wait(pair.prefill, Offered).info
         offered[0][:] = -1  # what was offered is a copy by now
-        pair.decode.pull(ticket(), wire, wire.descriptor, timeout_s=LATE_S)
+        pair.decode.pull(ticket(), info, info.descriptor, timeout_s=LATE_S)
         (array,) = wait(pair.decode, Received).arrays
         assert np.array_equal(np.asarray(array), np.arange(24).reshape(2, 3, 4))
 
     @pytest.mark.parametrize(
         ("part", "reason"),
         [
-            ("ticket", "the ticket is of another part"),
-            ("epoch", "the ticket is of another part"),
+            ("ticket", "the offer is of another part"),
+            ("epoch", "the offer is of another part"),
             ("transport", "offered by 'carrier pigeon', but this node uses "),
             ("namespace", "of another namespace or model"),
             ("blocks", "3 blocks of group 0 are offered, 4 of group 0 expected"),
@@ -143,9 +143,9 @@ class TransportConformance:
         ],
     )
     def test_what_is_not_expected_is_not_pulled(self, pair: Pair, part: str, reason: str) -> None:
-        wire = offer(pair.prefill)
-        want, asked = wire.descriptor, ticket()
-        specs = want.arrays
+        info = offer(pair.prefill)
+        expected, asked = info.descriptor, ticket()
+        specs = expected.arrays
         odd = ArraySpec((3, 2, 16, 8), "bfloat16")
         match part:
             case "ticket":
@@ -153,36 +153,36 @@ class TransportConformance:
             case "epoch":
                 asked = ticket()._replace(epoch=6)
             case "transport":
-                wire = replace(wire, transport="carrier pigeon")
+                info = replace(info, transport="carrier pigeon")
             case "namespace":
-                want = replace(want, namespace_digest=bytes(16))
+                expected = replace(expected, namespace_digest=bytes(16))
             case "blocks":
-                want = replace(want, num_blocks=4)
+                expected = replace(expected, num_blocks=4)
             case "group":
-                want = replace(want, group=1)
+                expected = replace(expected, group=1)
             case "count":
-                want = replace(want, arrays=specs[:3])
+                expected = replace(expected, arrays=specs[:3])
             case "shape":
-                want = replace(want, arrays=(specs[0], odd, *specs[2:]))
+                expected = replace(expected, arrays=(specs[0], odd, *specs[2:]))
             case "dtype":  # of the same size
                 swapped = specs[1]._replace(dtype="float16")
-                want = replace(want, arrays=(specs[0], swapped, *specs[2:]))
+                expected = replace(expected, arrays=(specs[0], swapped, *specs[2:]))
             case "order":
-                wire = replace(wire, descriptor=replace(want, arrays=(*specs[:3], odd)))
-                want = replace(want, arrays=(odd, *specs[:3]))
-        pair.decode.pull(asked, wire, want, timeout_s=LATE_S)
+                info = replace(info, descriptor=replace(expected, arrays=(*specs[:3], odd)))
+                expected = replace(expected, arrays=(odd, *specs[:3]))
+        pair.decode.pull(asked, info, expected, timeout_s=LATE_S)
         failed = wait(pair.decode, PullFailed)
         assert (failed.ticket, failed.fault) == (asked, Fault.MISMATCH)
         assert failed.reason.startswith(reason), failed.reason
         assert pair.decode.stats().faults == {Fault.MISMATCH: 1}
 
     def test_what_was_withdrawn_is_not_received(self, pair: Pair) -> None:
-        wire = offer(pair.prefill)
+        info = offer(pair.prefill)
         pair.prefill.withdraw(KEY)
         wait(pair.prefill, Withdrawn)
         assert pair.prefill.stats().offers == 0
         timeout_s = SOON_S if self.withdrawn_fault is Fault.TIMED_OUT else LATE_S
-        pair.decode.pull(ticket(), wire, wire.descriptor, timeout_s=timeout_s)
+        pair.decode.pull(ticket(), info, info.descriptor, timeout_s=timeout_s)
         assert wait(pair.decode, PullFailed).fault is self.withdrawn_fault
         assert pair.decode.stats().pulls == 0
 
@@ -193,22 +193,22 @@ class TransportConformance:
         assert wait(pair.prefill, Withdrawn).key == ("r2", 5)
 
     def test_an_offer_expires(self, pair: Pair) -> None:
-        wire = offer(pair.prefill, ttl_s=0.05)
+        info = offer(pair.prefill, ttl_s=0.05)
         events: list[Event] = []
         while pair.prefill.stats().offers:
             events += pair.prefill.poll()
         assert events == []
         assert pair.prefill.stats().offers_expired == 1
-        assert wire.expires_at <= time.time()
-        pair.decode.pull(ticket(), wire, wire.descriptor, timeout_s=LATE_S)
+        assert info.expires_at <= time.time()
+        pair.decode.pull(ticket(), info, info.descriptor, timeout_s=LATE_S)
         failed = wait(pair.decode, PullFailed)
         assert (failed.fault, failed.reason) == (Fault.EXPIRED, "the offer has expired")
         pair.prefill.withdraw(KEY)
         wait(pair.prefill, Withdrawn)
 
     def test_a_cancelled_pull_ends_as_cancelled_and_never_as_received(self, pair: Pair) -> None:
-        wire = offer(pair.prefill)
-        pair.decode.pull(ticket(), wire, wire.descriptor, timeout_s=LATE_S)
+        info = offer(pair.prefill)
+        pair.decode.pull(ticket(), info, info.descriptor, timeout_s=LATE_S)
         pair.decode.cancel(ticket())
         assert wait(pair.decode, PullFailed).fault is Fault.CANCELLED
         assert (pair.decode.stats().pulls, pair.decode.stats().received) == (0, 0)
@@ -216,8 +216,8 @@ class TransportConformance:
         assert pair.decode.poll() == []
 
     def test_a_pull_is_cancelled_too_when_all_of_it_is_here(self, pair: Pair) -> None:
-        wire = offer(pair.prefill)
-        pair.decode.pull(ticket(), wire, wire.descriptor, timeout_s=LATE_S)
+        info = offer(pair.prefill)
+        pair.decode.pull(ticket(), info, info.descriptor, timeout_s=LATE_S)
         end = time.monotonic() + LATE_S
         while isinstance(pair.decode, ThreadedTransport) and not pair.decode.stats().parts_received:
             assert time.monotonic() < end
@@ -227,36 +227,36 @@ class TransportConformance:
         assert (pair.decode.stats().pulls, pair.decode.stats().received) == (0, 0)
 
     def test_the_caller_s_mistakes_are_refused(self, pair: Pair) -> None:
-        wire = offer(pair.prefill)
+        info = offer(pair.prefill)
         offered = arrays()
         part = "part 0 of attempt 1 of request 'r1'"
-        with pytest.raises(TransportArgumentError, match=f"^{part} is offered already$"):
+        with pytest.raises(TransportArgumentError, match=f"^{part} is already offered$"):
             pair.prefill.offer(ticket(), offered, describe(offered, num_blocks=3), ttl_s=1)
         with pytest.raises(
             TransportArgumentError,
-            match=r"^what is offered is not what is described: 4 arrays, expected 3$",
+            match=r"^the arrays differ from their descriptor: 4 arrays, expected 3$",
         ):
             described = describe(offered[:3], num_blocks=3)
             pair.prefill.offer(ticket(1), offered, described, ttl_s=1)
-        pair.decode.pull(ticket(), wire, wire.descriptor, timeout_s=LATE_S)
-        with pytest.raises(TransportArgumentError, match=f"^{part} is pulled already$"):
-            pair.decode.pull(ticket(), wire, wire.descriptor, timeout_s=LATE_S)
+        pair.decode.pull(ticket(), info, info.descriptor, timeout_s=LATE_S)
+        with pytest.raises(TransportArgumentError, match=f"^{part} is already pulled$"):
+            pair.decode.pull(ticket(), info, info.descriptor, timeout_s=LATE_S)
         wait(pair.decode, Received)
-        with pytest.raises(TransportArgumentError, match=f"^{part} is pulled already$"):
-            pair.decode.pull(ticket(), wire, wire.descriptor, timeout_s=LATE_S)
+        with pytest.raises(TransportArgumentError, match=f"^{part} is already pulled$"):
+            pair.decode.pull(ticket(), info, info.descriptor, timeout_s=LATE_S)
 
     def test_a_closed_transport_refuses(self, pair: Pair) -> None:
-        wire = offer(pair.prefill)
+        info = offer(pair.prefill)
         offered = arrays()
         for end in pair:
             end.close()
             end.close()
             with pytest.raises(TransportClosedError, match=r"^the transport is closed$"):
-                end.offer(ticket(1), offered, wire.descriptor, ttl_s=1)
+                end.offer(ticket(1), offered, info.descriptor, ttl_s=1)
             with pytest.raises(TransportClosedError, match=r"^the transport is closed$"):
                 end.withdraw(KEY)
             with pytest.raises(TransportClosedError, match=r"^the transport is closed$"):
-                end.pull(ticket(), wire, wire.descriptor, timeout_s=1)
+                end.pull(ticket(), info, info.descriptor, timeout_s=1)
 
 
 class EngineConformance(TransportConformance):
@@ -264,8 +264,8 @@ class EngineConformance(TransportConformance):
 
     @pytest.mark.parametrize("change", ["first", "last", "one less", "one more"])
     def test_each_array_must_have_its_digest(self, pair: Pair, change: str) -> None:
-        wire = offer(pair.prefill)
-        digests = list(wire.digests)
+        info = offer(pair.prefill)
+        digests = list(info.digests)
         match change:
             case "first":
                 digests[0] = bytes(16)
@@ -275,7 +275,7 @@ class EngineConformance(TransportConformance):
                 del digests[-1]
             case "one more":
                 digests.append(bytes(16))
-        forged = replace(wire, digests=tuple(digests))
-        pair.decode.pull(ticket(), forged, wire.descriptor, timeout_s=LATE_S)
+        forged = replace(info, digests=tuple(digests))
+        pair.decode.pull(ticket(), forged, info.descriptor, timeout_s=LATE_S)
         failed = wait(pair.decode, PullFailed)
         assert (failed.fault, failed.reason) == (Fault.CORRUPT, "not the bytes that were offered")

@@ -1,8 +1,8 @@
 """Another process with a transport, which a test stops, continues and kills.
 
-Run by path. It does what the lines of its input say, and answers each with a line:
+Segment by path. It does what the lines of its input say, and answers each with a line:
 
-    offer PART ARRAYS BYTES   the packet with the wire ticket, in hexadecimal
+    offer PART ARRAYS BYTES   the packet with the pull info, in hexadecimal
     pull PACKET               "begun", and when it has ended, how
     withdraw                  "withdrawn"
 """
@@ -36,8 +36,8 @@ from radixkv.scheduler.nodes.transport import (
     Event,
     Offered,
     PullFailed,
+    PullInfo,
     Transport,
-    WireTicket,
     describe,
     open_transport,
 )
@@ -82,11 +82,11 @@ class Peer:
         answer, _, self._said = self._said.partition(b"\n")
         return answer.decode()
 
-    def offer(self, part: int, num_arrays: int, num_bytes: int) -> WireTicket:
+    def offer(self, part: int, num_arrays: int, num_bytes: int) -> PullInfo:
         """Have it offer `content`."""
-        wire = decode(bytes.fromhex(self.ask(f"offer {part} {num_arrays} {num_bytes}"))).wire
-        assert wire is not None
-        return wire
+        info = decode(bytes.fromhex(self.ask(f"offer {part} {num_arrays} {num_bytes}"))).pull_info
+        assert info is not None
+        return info
 
     def stop(self) -> None:
         """Stop it; returns when it stands still."""
@@ -105,9 +105,9 @@ class Peer:
             pipe.close()
 
 
-def packet_of(wire: WireTicket) -> str:
-    send = Send(Header(wire.ticket.key, wire.ticket.epoch), wire.ticket.part, 0, 1, 0)
-    return encode(Packet("p", "d", 1, 1, send, wire)).hex()
+def packet_of(info: PullInfo) -> str:
+    send = Send(Header(info.ticket.key, info.ticket.epoch), info.ticket.part, 0, 1, 0)
+    return encode(Packet("p", "d", 1, 1, send, info)).hex()
 
 
 def _next(transport: Transport) -> Event:
@@ -133,11 +133,11 @@ def main() -> None:
                 transport.offer(ticket, arrays, describe(arrays, num_blocks=1), ttl_s=3600)
                 offered = _next(transport)
                 assert isinstance(offered, Offered), offered
-                _say(packet_of(offered.wire))
+                _say(packet_of(offered.info))
             case "pull":
-                wire = decode(bytes.fromhex(words[1])).wire
-                assert wire is not None
-                transport.pull(wire.ticket, wire, wire.descriptor, timeout_s=60)
+                info = decode(bytes.fromhex(words[1])).pull_info
+                assert info is not None
+                transport.pull(info.ticket, info, info.descriptor, timeout_s=60)
                 _say("begun")
                 event = _next(transport)
                 _say(event.fault.name if isinstance(event, PullFailed) else type(event).__name__)

@@ -39,15 +39,15 @@ class TestInProcess(TransportConformance):
 def test_jax_arrays_are_handed_over_as_they_are(pair: Pair) -> None:
     offered = arrays()
     pair.prefill.offer(ticket(), offered, describe(offered, num_blocks=3), ttl_s=1e9)
-    wire = wait(pair.prefill, Offered).wire
-    pair.decode.pull(ticket(), wire, wire.descriptor, timeout_s=1)
+    info = wait(pair.prefill, Offered).info
+    pair.decode.pull(ticket(), info, info.descriptor, timeout_s=1)
     received = wait(pair.decode, Received).arrays
     assert all(one is other for one, other in zip(received, offered, strict=True))
 
 
 def test_what_was_pulled_outlives_the_offer(pair: Pair) -> None:
-    wire = offer(pair.prefill)
-    pair.decode.pull(ticket(), wire, wire.descriptor, timeout_s=1)
+    info = offer(pair.prefill)
+    pair.decode.pull(ticket(), info, info.descriptor, timeout_s=1)
     pair.prefill.close()
     assert isinstance(wait(pair.decode, Received).arrays[0], jax.Array)
 
@@ -60,9 +60,9 @@ def test_an_offer_that_was_withdrawn_before_it_was_polled_is_not_reported(pair: 
 
 
 def test_another_exchange_serves_nothing(pair: Pair) -> None:
-    wire = offer(pair.prefill)
+    info = offer(pair.prefill)
     stranger = InProcessTransport(InProcessExchange())
-    stranger.pull(ticket(), wire, wire.descriptor, timeout_s=1)
+    stranger.pull(ticket(), info, info.descriptor, timeout_s=1)
     failed = wait(stranger, PullFailed)
     assert failed.fault is Fault.EXPIRED
-    assert failed.reason == "nothing is offered by this ticket"
+    assert failed.reason == "the part is not offered"

@@ -15,8 +15,7 @@ from radixkv.scheduler.nodes.transport import (
     TransportUnavailableError,
     jax_engine,
 )
-from radixkv.scheduler.nodes.transport.jax_engine import JaxEngine
-from radixkv.scheduler.nodes.transport.jax_reader import JaxPull
+from radixkv.scheduler.nodes.transport.jax_engine import JaxEngine, JaxPull
 from radixkv.scheduler.nodes.transport.threaded import ThreadedTransport
 
 from .conformance import EngineConformance, Pair
@@ -47,12 +46,12 @@ def withdraw_what_is_pulled(engine: JaxEngine, *, serves: bool) -> None:
     offer = engine.offer([jnp.zeros(4)])
     offer.number = secrets.randbits(63)
     offer.withdraw(was_read=False)
-    offer._own_until = float("inf")
+    offer._self_pull_until = float("inf")
     assert offer._probe is not None
     while serves and not offer._probe.has_ended():
         time.sleep(1e-3)
     assert not offer.is_withdrawn()
-    offer._own_until = 0.0
+    offer._self_pull_until = 0.0
     assert offer.is_withdrawn()
 
 
@@ -111,8 +110,8 @@ def breaks_nothing(pull: JaxPull) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("has_ended", ends_at_once, "a pull of what was never offered has ended"),
-        ("abandon", breaks_nothing, "a pull that was broken did not end within 0 s"),
+        ("has_ended", ends_at_once, "a pull of an array that was never offered has ended"),
+        ("abandon", breaks_nothing, "a broken pull did not end within 0 s"),
     ],
 )
 def test_a_server_that_does_not_pass_its_test_is_refused(
@@ -135,5 +134,7 @@ def test_a_server_that_gives_other_bytes_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_host_is_a_number() -> None:
-    with pytest.raises(TransportUnavailableError, match=r"^'here' is no IP address$"):
+    with pytest.raises(
+        TransportUnavailableError, match=r"^host must be an IP address, got 'here'$"
+    ):
         JaxEngine("here")

@@ -51,7 +51,7 @@ def test_a_prompt_may_be_larger_than_staging_memory(pair: Pair) -> None:
     while num_received < num_parts:
         for event in pair.prefill.poll():
             assert isinstance(event, Offered), event
-            pair.decode.pull(event.ticket, event.wire, event.wire.descriptor, timeout_s=LATE_S)
+            pair.decode.pull(event.ticket, event.info, event.info.descriptor, timeout_s=LATE_S)
         for event in pair.decode.poll():
             assert isinstance(event, Received), event
             assert (np.asarray(event.arrays[0]) == event.ticket.part).all()
@@ -72,9 +72,9 @@ def test_a_part_that_is_larger_than_staging_memory_is_refused(pair: Pair) -> Non
 
 
 def test_a_part_that_is_larger_than_d_s_staging_memory_is_not_pulled(pair: Pair) -> None:
-    wire = offer(pair.prefill)
+    info = offer(pair.prefill)
     small = ThreadedTransport(NixlEngine(4096))
-    small.pull(ticket(), wire, wire.descriptor, timeout_s=LATE_S)
+    small.pull(ticket(), info, info.descriptor, timeout_s=LATE_S)
     failed = wait(small, PullFailed)
     num_bytes = sum(array.nbytes for array in arrays())
     reason = f"it has {num_bytes} bytes, and staging memory has 4096 (staging_bytes)"
@@ -100,15 +100,15 @@ def test_what_the_helper_reads_keeps_a_pull_that_was_given_up_in_quarantine(
             is_running = agent.is_running(handle)
         return False
 
-    wire, other = offer(pair.prefill), offer(pair.prefill, part=1, seed=1)
+    info, other = offer(pair.prefill), offer(pair.prefill, part=1, seed=1)
     monkeypatch.setattr(NixlAgent, "post", post_as_shared_memory_does)
-    pair.decode.pull(ticket(), wire, wire.descriptor, timeout_s=LATE_S)
+    pair.decode.pull(ticket(), info, info.descriptor, timeout_s=LATE_S)
     assert is_reading.wait(LATE_S)
     pair.decode.cancel(ticket())
     assert wait(pair.decode, PullFailed).fault is Fault.CANCELLED
     pair.decode.pull(ticket(1), other, other.descriptor, timeout_s=LATE_S)
     assert equal(wait(pair.decode, Received).arrays, arrays(seed=1))
-    assert pair.decode.stats().quarantined_bytes == wire.descriptor.num_bytes
+    assert pair.decode.stats().quarantined_bytes == info.descriptor.num_bytes
     may_go_on.set()
     while pair.decode.stats().quarantined_bytes:
         assert pair.decode.poll() == []

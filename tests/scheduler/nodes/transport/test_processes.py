@@ -15,18 +15,17 @@ from radixkv.scheduler.nodes.transport import (
     Fault,
     Offered,
     PullFailed,
+    PullInfo,
     Received,
-    WireTicket,
     Withdrawn,
     describe,
 )
-from radixkv.scheduler.nodes.transport.descriptors import is_computed
-from radixkv.scheduler.nodes.transport.jax_engine import JaxEngine
-from radixkv.scheduler.nodes.transport.jax_reader import JaxPull
+from radixkv.scheduler.nodes.transport.descriptors import is_ready
+from radixkv.scheduler.nodes.transport.jax_engine import JaxEngine, JaxPull
 from radixkv.scheduler.nodes.transport.nixl_engine import NixlEngine, NixlPull
 from radixkv.scheduler.nodes.transport.staging import Slot, StagingPool
 from radixkv.scheduler.nodes.transport.threaded import ThreadedTransport
-from radixkv.scheduler.nodes.transport.transfer_engine import Engine
+from radixkv.scheduler.nodes.transport.transfer_engine import TransferEngine
 
 from .conformance import KEY, LATE_S, equal, offer, ticket, wait
 from .peer import STAGING_BYTES, Peer, content, packet_of
@@ -42,64 +41,64 @@ class Node(NamedTuple):
     """This process's node, and the other process."""
 
     transport: ThreadedTransport
-    engine: Engine
+    engine: TransferEngine
     peer: Peer
 
-    def begin(self, wire: WireTicket, timeout_s: float) -> None:
-        self.transport.pull(wire.ticket, wire, wire.descriptor, timeout_s=timeout_s)
+    def begin(self, info: PullInfo, timeout_s: float) -> None:
+        self.transport.pull(info.ticket, info, info.descriptor, timeout_s=timeout_s)
 
     def receives(self, part: int, size: tuple[int, int]) -> None:
         """Pull a new part, which must arrive as the peer made it."""
-        wire = self.peer.offer(part, *size)
-        self.begin(wire, LATE_S)
+        info = self.peer.offer(part, *size)
+        self.begin(info, LATE_S)
         assert equal(wait(self.transport, Received).arrays, content(part, *size))
-        self.transport.release(wire.ticket)
+        self.transport.release(info.ticket)
 
-    def fails(self, wire: WireTicket) -> Fault:
+    def fails(self, info: PullInfo) -> Fault:
         """Pull what must fail, by its deadline at the latest."""
-        self.begin(wire, SOON_S)
+        self.begin(info, SOON_S)
         failed = wait(self.transport, PullFailed)
-        assert (failed.ticket, self.transport.stats().pulls) == (wire.ticket, 0)
+        assert (failed.ticket, self.transport.stats().pulls) == (info.ticket, 0)
         return failed.fault
 
-    def stop_midway(self) -> WireTicket:
+    def stop_midway(self) -> PullInfo:
         """Stop the peer while it sends, and return what is pulled from it, with a late deadline.
 
         Where more than half had come, the rest may be on its way; then another part is tried.
         """
         for part in range(100, 200):
-            wire = self.peer.offer(part, *BIG)
+            info = self.peer.offer(part, *BIG)
             if isinstance(self.engine, NixlEngine):
                 self.engine._pool.memory[:] = 0  # what arrives has no 0
             begun_at = time.monotonic()
-            self.begin(wire, LATE_S)
-            while not self._arrived(wire):
+            self.begin(info, LATE_S)
+            while not self._arrived(info):
                 assert time.monotonic() - begun_at < LATE_S
             self.peer.stop()
-            if self._arrived(wire) < 0.5:
-                return wire
+            if self._arrived(info) < 0.5:
+                return info
             self.peer.resume()
             wait(self.transport, Received)
-            self.transport.release(wire.ticket)
+            self.transport.release(info.ticket)
             assert self.peer.ask("withdraw") == "Withdrawn"
         raise AssertionError("every part came at once")
 
-    def reach_deadline(self, wire: WireTicket) -> None:
+    def reach_deadline(self, info: PullInfo) -> None:
         """Let the time for a pull be over."""
-        self.transport._work._pulls[wire.ticket].deadline = 0.0
+        self.transport._table._pulls[info.ticket].deadline = 0.0
 
-    def _arrived(self, wire: WireTicket) -> float:
+    def _arrived(self, info: PullInfo) -> float:
         """How much of a part has come, from 0 to 1, as far as can be seen."""
-        pull = self.transport._work._pulls.get(wire.ticket)
+        pull = self.transport._table._pulls.get(info.ticket)
         match pull.running if pull is not None else None:
             case JaxPull() as running:
-                return sum(is_computed(array) for array in running.arrays) / BIG[0]
+                return sum(is_ready(array) for array in running.arrays) / BIG[0]
             case NixlPull() as running:
                 pool = running._engine._pool.memory
                 return float(
                     pool[running.slot.start : sum(running.slot) : 1 << 14].astype(bool).mean()
                 )
-        return float(bool(self.transport._work._received))
+        return float(bool(self.transport._table._received))
 
 
 @contextmanager
@@ -118,7 +117,7 @@ def opened(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
         transport.close()
 
 
-def new_engine(name: str) -> Engine:
+def new_engine(name: str) -> TransferEngine:
     return JaxEngine() if name == "jax" else NixlEngine(STAGING_BYTES)
 
 
@@ -198,8 +197,8 @@ def test_a_reader_that_stops_or_dies_takes_nothing_with_it(slow_node: Node) -> N
     node, transport = slow_node, slow_node.transport
     arrays = content(0, *BIG)
     transport.offer(ticket(), arrays, describe(arrays, num_blocks=1), ttl_s=LATE_S)
-    wire = wait(transport, Offered).wire
-    assert node.peer.ask(f"pull {packet_of(wire)}") == "begun"
+    info = wait(transport, Offered).info
+    assert node.peer.ask(f"pull {packet_of(info)}") == "begun"
     node.peer.stop()
     transport.withdraw(KEY)
     assert wait(transport, Withdrawn).key == KEY

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from radixkv.scheduler.nodes.transport.descriptors import ArraySpec
 from radixkv.scheduler.nodes.transport.staging import (
-    Run,
+    Segment,
     Slot,
     StagingPool,
-    cut_slot,
     slot_bytes,
+    split_slot,
 )
 from radixkv.scheduler.nodes.transport.transfer_engine import TooLargeError
 
@@ -70,20 +70,22 @@ def test_arrays_come_out_as_they_went_in_and_cannot_be_changed() -> None:
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=20), st.integers(1, 500))
-def test_runs_have_every_array_once_and_as_many_bytes_as_they_should(
+def test_segments_have_every_array_once_and_as_many_bytes_as_they_should(
     sizes: list[int], least: int
 ) -> None:
     specs = [ArraySpec((size,), "int8") for size in sizes]
-    runs = cut_slot(specs, least)
-    assert all(run.num_bytes >= least for run in runs[:-1])
-    assert runs[-1].start + runs[-1].num_bytes == slot_bytes(specs)
-    firsts = [0, *[run.stop_array for run in runs]]
+    segments = split_slot(specs, least)
+    assert all(segment.num_bytes >= least for segment in segments[:-1])
+    assert segments[-1].start + segments[-1].num_bytes == slot_bytes(specs)
+    firsts = [0, *[segment.stop_array for segment in segments]]
     assert firsts[-1] == len(specs)
-    for (first, stop), run in zip(pairwise(firsts), runs, strict=True):
+    for (first, stop), segment in zip(pairwise(firsts), segments, strict=True):
         assert stop > first
-        assert run.start == slot_bytes([*specs[:first], ArraySpec((64,), "int8")]) - 64
-        assert run.num_bytes == slot_bytes(specs[first:stop])
+        assert segment.start == slot_bytes([*specs[:first], ArraySpec((64,), "int8")]) - 64
+        assert segment.num_bytes == slot_bytes(specs[first:stop])
 
 
-def test_a_small_part_is_one_run() -> None:
-    assert cut_slot([ArraySpec((5,), "int8"), ArraySpec((2,), "int8")], 1000) == [Run(0, 66, 2)]
+def test_a_small_part_is_one_segment() -> None:
+    assert split_slot([ArraySpec((5,), "int8"), ArraySpec((2,), "int8")], 1000) == [
+        Segment(0, 66, 2)
+    ]
