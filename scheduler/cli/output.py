@@ -80,11 +80,12 @@ class ProgressBar:
     def __init__(self, quiet: bool) -> None:
         self._progress = Progress(
             TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(bar_width=20),
             TextColumn("{task.percentage:.0f}% ({task.completed:,.0f} of {task.total:,.0f})"),
             TimeRemainingColumn(),
             console=make_console(stderr=True),
             transient=True,
+            redirect_stdout=False,  # Rich would print it on stderr
             disable=quiet or bool(os.environ.get("CI")) or not sys.stderr.isatty(),
         )
         self._task = self._progress.add_task("", visible=False)

@@ -26,9 +26,9 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "generate",
         help="complete prompts with a Hugging Face checkpoint",
-        description="Complete all prompts of a file greedily, as one batch. A completion ends "
-        "after N tokens, or with the checkpoint's eos_token_id, which stays in the output, as in "
-        "vLLM.",
+        description="Complete all prompts of a file greedily; all are submitted at once. A "
+        "completion ends after N tokens, or with the checkpoint's eos_token_id, which stays in the "
+        "output, as in vLLM.",
     )
     parser.add_argument("model_dir", metavar="MODEL_DIR", help="directory of the checkpoint")
     parser.add_argument(

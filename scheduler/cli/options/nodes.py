@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 from .common import (
     Commands,
     Options,
@@ -42,56 +44,19 @@ def add_parser(commands: Commands) -> None:
         help="serve as a decode node: generate from computed prompts",
         description=f"Take over computed prompts from prefill nodes and generate. {_LIFE}",
     )
-    _add_options(decode, "decode-0")
-    add_preempt(decode)
-    add_reserve_tokens(decode)
+    tiers = _add_options(decode, "decode-0")
+    add_preempt(tiers)
+    add_reserve_tokens(tiers)
     decode.set_defaults(module="nodes", role="decode")
 
 
-def _add_options(parser: Options, name: str) -> None:
+def _add_options(parser: argparse.ArgumentParser, name: str) -> Options:
+    """Add the options that both commands have; return the group of tiers."""
     parser.add_argument("model_dir", metavar="MODEL_DIR", help="directory of the checkpoint")
-    parser.add_argument(
-        "--gateway",
-        required=True,
-        metavar="ADDRESS:PORT",
-        help="address of the gateway, which may start later",
-    )
     parser.add_argument(
         "--name",
         default=name,
         help="name of this node, unique in the deployment (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--listen",
-        metavar="ADDRESS:PORT",
-        default="127.0.0.1:0",
-        help="address at which other processes reach this node; any but a loopback address needs "
-        "a secret (default: %(default)s, any free port)",
-    )
-    parser.add_argument(
-        "--secret-file",
-        metavar="FILE",
-        help="file with the secret that all nodes and the gateway share, readable only by its "
-        "owner (default: the environment variable RADIXKV_SECRET)",
-    )
-    parser.add_argument(
-        "--transport",
-        choices=("jax", "nixl"),
-        default="jax",
-        help="how KV is sent from prefill to decode nodes; the same on all nodes (default: "
-        "%(default)s)",
-    )
-    parser.add_argument(
-        "--silence-s",
-        type=seconds,
-        metavar="S",
-        default=5.0,
-        help="consider a peer lost after S seconds without a message. Unanswered messages are "
-        "sent again after S/5, and a transfer may take 6*S; the same on all nodes (default: "
-        "%(default)s)",
-    )
-    add_count(
-        parser, "--parent-pid", "stop when this process is no longer the parent", required=False
     )
     add_count(parser, "--block-size", "tokens per block (default: %(default)s)", default=16)
     add_count(parser, "--device-blocks", "size of the KV cache in blocks")
@@ -114,5 +79,48 @@ def _add_options(parser: Options, name: str) -> None:
         "the size of the cache if smaller)",
         required=False,
     )
-    add_host_tier(parser, "blocks of --block-size tokens")
-    add_storage(parser)
+    add_count(
+        parser, "--parent-pid", "stop when this process is no longer the parent", required=False
+    )
+
+    network = parser.add_argument_group("network")
+    network.add_argument(
+        "--gateway",
+        required=True,
+        metavar="ADDRESS:PORT",
+        help="address of the gateway, which may start later",
+    )
+    network.add_argument(
+        "--listen",
+        metavar="ADDRESS:PORT",
+        default="127.0.0.1:0",
+        help="address at which other processes reach this node; any but a loopback address needs "
+        "a secret (default: %(default)s, any free port)",
+    )
+    network.add_argument(
+        "--secret-file",
+        metavar="FILE",
+        help="file with the secret that all nodes and the gateway share, readable only by its "
+        "owner (default: the environment variable RADIXKV_SECRET)",
+    )
+    network.add_argument(
+        "--transport",
+        choices=("jax", "nixl"),
+        default="jax",
+        help="how KV is sent from prefill to decode nodes; the same on all nodes (default: "
+        "%(default)s)",
+    )
+    network.add_argument(
+        "--silence-s",
+        type=seconds,
+        metavar="S",
+        default=5.0,
+        help="consider a peer lost after S seconds without a message. Unanswered messages are "
+        "sent again after S/5, and a transfer may take 6*S; the same on all nodes (default: "
+        "%(default)s)",
+    )
+
+    tiers = parser.add_argument_group("tiers and preemption")
+    add_host_tier(tiers, "blocks of --block-size tokens")
+    add_storage(tiers)
+    return tiers
