@@ -1,6 +1,6 @@
 """The executable specification of a KV cache: a model to test cache managers against.
 
-Point it at your own manager (`Manager` says what an adapter has)::
+Point it at your own manager through an adapter (see `Manager`)::
 
     from radixkv.spec import CacheSubject, run, shrink
 
@@ -8,7 +8,7 @@ Point it at your own manager (`Manager` says what an adapter has)::
     if result.finding is not None:
         print(shrink(CacheSubject(make_my_manager), result.finding))
 
-Imports nothing else of this library, no NumPy and no JAX.
+It imports nothing else of this library, nor NumPy, nor JAX.
 """
 
 from .adapters.cache import (

@@ -1,4 +1,4 @@
-"""What the specification asks of a cache manager: half a dozen methods, and what it promises."""
+"""Protocol of a cache manager under test: methods, events, snapshot and promises."""
 
 from __future__ import annotations
 
@@ -8,68 +8,68 @@ from typing import Any, Protocol, TypeAlias
 
 
 class Manager(Protocol):
-    """A cache manager at depth ``api``: all that a scheduler needs of it.
+    """A cache manager at depth ``api``: the methods that a scheduler needs.
 
-    A request is a name. Its tokens are those of its prompt and then those appended. A method that
-    refuses returns None or False and leaves everything as it was.
+    Requests have names. The tokens of a request are its prompt and then the appended tokens. A
+    method that refuses returns None or False and changes nothing.
     """
 
     def admit(self, name: str, tokens: Sequence[int], namespace: bytes) -> int | None:
-        """Hold a block for each of tokens, cached ones where there are some.
+        """Hold blocks for all tokens, using cached blocks where possible.
 
         Returns:
-            How many leading tokens are cached, so that their KV is read and not computed; None if
-            there are too few blocks.
+            The number of leading tokens whose KV is cached and thus not computed; None if there
+            are too few blocks.
         """
 
     def append(self, name: str, tokens: Sequence[int]) -> bool:
-        """Make room for tokens that follow; False if there are too few blocks."""
+        """Allocate blocks for the tokens that follow; False if there are too few blocks."""
 
     def publish(self, name: str, tokens: Sequence[int]) -> None:
-        """Learn that the KV of tokens, from the request's first on, is written."""
+        """Publish the blocks of the request's first tokens: the KV of `tokens` is written."""
 
     def release(self, name: str) -> None:
         """End the request: finished, aborted or preempted."""
 
     def block_table(self, name: str) -> Sequence[int]:
-        """Return the ids of its blocks, in the order of its tokens."""
+        """Return the block ids of the request, in token order."""
 
     def available(self) -> int:
-        """Return how many blocks are free or could be evicted now."""
+        """Return the number of blocks that are free or can be evicted now."""
 
 
 class Events(Protocol):
-    """Where a manager reports what it does, at depth ``events``, the moment it does it."""
+    """Receives what a manager does, at depth ``events``, as it happens."""
 
     def allocated(self, name: str, blocks: Sequence[int]) -> None:
-        """Blocks that nobody had belong to a request now."""
+        """Free blocks were allocated to a request."""
 
     def freed(self, blocks: Sequence[int]) -> None:
-        """Blocks belong to nobody now."""
+        """Blocks became free."""
 
     def published(self, name: str, blocks: Sequence[int]) -> None:
-        """The next blocks of a request can be shared from now on."""
+        """The next blocks of a request were published and can be shared."""
 
     def evicted(self, blocks: Sequence[int]) -> None:
-        """Blocks cannot be found any more; to be given to somebody or freed in the same call."""
+        """Blocks left the cache; the same call allocates or frees them."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that a manager keeps, at depth ``full``, in the terms of the specification.
+    """The complete state of a manager, at depth ``full``, in the terms of the specification.
 
     Attributes:
-        free: the ids in its pool.
-        cached: the block of each published prefix: by namespace and all tokens up to its last.
-        users: how many requests use it, by the same key.
-        idle: the blocks that nobody uses, coldest first: the order in which they would go.
-        rows: the row of each request in a matrix of block tables, if there is one.
-        next_blocks: by request, what identifies the first block that it has yet to publish; None
-            if its tokens do not fill one.
-        waiting_blocks: the same for requests that wait; None also where the first block that they
-            miss follows none that a request has yet to publish.
-        available_after: by waiting request, what would be available if its match were held.
-        counts: counters that are reported, by name.
+        free: block ids in the pool.
+        cached: block of each published prefix, by namespace and all tokens of the prefix.
+        users: number of requests that use each prefix, by the same key.
+        idle: published blocks without users, in eviction order.
+        rows: row of each request in a matrix of block tables, if the manager has one.
+        next_blocks: by request, an identifier of the first block that it will publish; None if
+            its tokens do not fill one.
+        waiting_blocks: the same for waiting requests, of the first block that is not cached; None
+            also if no running request will publish that block or one before it.
+        available_after: by waiting request, the available blocks if its match were pinned.
+        counts: reported counters, by name.
     """
 
     free: Sequence[int]
@@ -85,18 +85,18 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Promises:
-    """What a manager claims beyond safety. A rule about a claim binds only those who make it.
+    """Guarantees of a manager beyond safety. A rule about a promise applies only if it is made.
 
     Attributes:
-        hits_all: a request hits all that is published of it, up to `hits_last`.
-        hits_last: the hit may cover the last token of a request; without it, a hit leaves one.
-        lru: the victim is the least recently used leaf, block by block.
-        evicts_exactly: no more is evicted than is short.
-        exact: `available` counts every free block and every block that nobody uses, and a request
-            is refused only if it needs more.
-        shares_duplicates: of two equal blocks one is given back as soon as both are published.
-        ignores_late: publishing fewer tokens than before changes nothing; without it, a publication
-            is repeated with the same tokens only.
+        hits_all: a request hits all published blocks of its prefix, up to `hits_last`.
+        hits_last: a hit may cover the last token of a request; otherwise at least one is left.
+        lru: the eviction victim is the least recently used leaf, block by block.
+        evicts_exactly: an eviction takes only as many blocks as are missing.
+        exact: `available` counts every free and every unused block, and a request is refused only
+            if it needs more.
+        shares_duplicates: of two equal blocks, one is freed as soon as both are published.
+        ignores_late: publishing fewer tokens than before changes nothing; otherwise the
+            specification repeats a publication only with the same tokens.
     """
 
     hits_all: bool = False
@@ -109,21 +109,21 @@ class Promises:
 
     @classmethod
     def all(cls) -> Promises:
-        """Claim everything."""
+        """Make all promises."""
         return cls(**{promise.name: True for promise in fields(cls)})
 
 
 Factory: TypeAlias = Callable[[int, int], Any]
 """Makes an adapter from ``(num_blocks, block_size)``.
 
-It has the methods of `Manager`, and may have more: ``evict(num_blocks) -> int``, ``reset()``,
-``match(name, tokens, namespace) -> int`` (a match that the next `admit` of that name uses),
-``append_batch(names) -> bool`` (one token each), `promises`, ``report_to(events)`` for depth
+The adapter has the methods of `Manager`. It may also have ``evict(num_blocks) -> int``,
+``reset()``, ``match(name, tokens, namespace) -> int`` (a match that the next `admit` of that name
+uses), ``append_batch(names) -> bool`` (one token each), `promises`, ``report_to(events)`` for depth
 ``events``, ``snapshot()`` for depth ``full``, ``refusal() -> (needed, available)`` of the last
-refusal, ``misuse(kind, name)`` that makes a wrong call and sees it refused, and ``check()`` for its
-own invariants.
+refusal, ``misuse(kind, name)``, which makes a wrong call and checks that it is refused, and
+``check()`` for the manager's own invariants.
 """
 
 
 class AdapterError(TypeError):
-    """The adapter is not what the specification can drive; says what it must do."""
+    """The adapter lacks a method or returns a wrong type; the message says what is expected."""

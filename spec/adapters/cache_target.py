@@ -1,4 +1,4 @@
-"""The manager under test, behind its adapter: what it lacks or returns wrongly is told by name."""
+"""Calls the adapter of a cache manager, and checks its methods and return values."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Target:
     """Calls the adapter, and checks what comes back.
 
     Attributes:
-        promises: what the manager claims.
-        can: the optional methods that it has.
+        promises: the promises of the manager.
+        can: names of the optional methods that the adapter has.
     """
 
     def __init__(self, factory: Factory, num_blocks: int, block_size: int, depth: Depth) -> None:
@@ -84,7 +84,7 @@ class Target:
         return result
 
     def report_to(self, events: Events) -> None:
-        """Let the manager report what it does."""
+        """Let the manager report its events."""
         self._call("report_to", events)
 
     def admit(self, name: str, tokens: Sequence[int], namespace: bytes) -> int | None:
@@ -96,7 +96,7 @@ class Target:
         return checked
 
     def match(self, name: str, tokens: Sequence[int], namespace: bytes) -> int:
-        """Let a later admission use the match of now; returns its hit tokens."""
+        """Match now, for a later admission; return the hit tokens."""
         hit: int = self._expect(
             "match", self._with_tokens("match", name, tokens, namespace), int, "an int"
         )
@@ -110,7 +110,7 @@ class Target:
         return done
 
     def append_batch(self, names: Sequence[str]) -> bool:
-        """Make room for one more token of each."""
+        """Allocate room for one more token of each request."""
         done: bool = self._expect(
             "append_batch", self._call("append_batch", list(names)), bool, "True or False"
         )
@@ -142,17 +142,17 @@ class Target:
         return number
 
     def evict(self, num_blocks: int) -> int:
-        """Evict so many blocks; returns how many were."""
+        """Evict `num_blocks` blocks; return how many were evicted."""
         number: int = self._expect("evict", self._call("evict", num_blocks), int, "an int")
         return number
 
     def refusal(self) -> tuple[int, int]:
-        """Return what the last refusal said: blocks needed, and blocks there are."""
+        """Return the numbers of the last refusal: blocks needed and blocks available."""
         needed, there = self._call("refusal")
         return needed, there
 
     def snapshot(self) -> Snapshot:
-        """Return all that the manager keeps."""
+        """Return the complete state of the manager."""
         shot: Snapshot = self._expect(
             "snapshot", self._call("snapshot"), Snapshot, "a radixkv.spec.Snapshot"
         )
@@ -163,5 +163,5 @@ class Target:
         self._call(method)
 
     def misuse(self, kind: int, name: str) -> None:
-        """Let the adapter make a wrong call, and see that it is refused."""
+        """Let the adapter make a wrong call and check that it is refused."""
         self._call("misuse", kind, name)

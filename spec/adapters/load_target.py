@@ -1,4 +1,4 @@
-"""Imports what is to be tested, from words: ``package.module:factory`` or ``file.py:factory``."""
+"""Imports the factory to test, given as ``package.module:factory`` or ``file.py:factory``."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Make = Callable[..., Any]
 
 
 class TargetError(ValueError):
-    """A target that cannot be imported; the text is one line."""
+    """A target cannot be imported; the message is one line."""
 
 
 def load_target(target: str) -> Make:
-    """Import a factory, and let it say what is wrong with it.
+    """Import a factory.
 
-    A module is looked for in the working directory too, and what lies beside a file can be imported
-    by it, as if it were run.
+    The working directory, or the directory of the file, is importable, as if the target were run
+    as a script.
 
     Returns:
-        The factory. What it raises when it is called becomes an `AdapterError`.
+        The factory; exceptions of its calls become an `AdapterError`.
 
     Raises:
-        TargetError: there is no such module, file or name, or it cannot be called.
+        TargetError: the module, file or name does not exist, or cannot be called.
     """
     where, colon, name = target.rpartition(":")
     if not colon or not where or not name:
@@ -66,7 +66,7 @@ def _load_file(path: Path) -> Any:
     assert spec is not None and spec.loader is not None, f"{path} ends in .py"
     module = importlib.util.module_from_spec(spec)
     before = sys.modules.get(path.stem)
-    sys.modules[path.stem] = module  # dataclasses and pickle look a class's module up there
+    sys.modules[path.stem] = module  # dataclasses and pickle look up a class's module there
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:

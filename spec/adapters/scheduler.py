@@ -1,4 +1,4 @@
-"""What the specification asks of a scheduler: a dozen methods, and what it promises."""
+"""Protocol of a scheduler under test: its methods and its promises."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ Reason: TypeAlias = Literal["length", "stop", "abort"]
 
 @dataclass(frozen=True)
 class Submission:
-    """A request, as its caller makes it.
+    """A request, as its caller submits it.
 
     Attributes:
-        name: unique.
+        name: unique name.
         prompt: at least one token.
-        max_new_tokens: the last of them needs no KV.
-        priority: a lower number goes first, where that is the policy.
+        max_new_tokens: maximum number of generated tokens; the last one needs no KV.
+        priority: a lower number goes first, under the priority policy.
         stop: tokens that end the request.
-        namespace: requests share blocks only inside one.
+        namespace: requests share blocks only within a namespace.
     """
 
     name: str
@@ -31,11 +31,11 @@ class Submission:
 
 
 Chunk: TypeAlias = tuple[str, int, int]
-"""A request, the place of the first token to compute, and how many."""
+"""Request name, position of the first token to compute, number of tokens."""
 
 
 class Scheduler(Protocol):
-    """A scheduler and the cache below it. Requests are named; only live or past names are asked."""
+    """A scheduler and its cache. Methods are called only with names of requests that were added."""
 
     def add(self, request: Submission) -> bool:
         """Queue a request; False if it is too large for the pool."""
@@ -44,49 +44,49 @@ class Scheduler(Protocol):
         """Plan the next step."""
 
     def update(self, tokens: Sequence[int]) -> Sequence[str]:
-        """Take in the token after each chunk (-1 after half a prompt); return who ended."""
+        """Take the token after each chunk (-1 within a prompt); return the requests that ended."""
 
     def abort(self, name: str) -> bool:
-        """End a request; False if it is not live."""
+        """End a request; False if it has ended already."""
 
     def running(self) -> Sequence[str]:
-        """Return who holds blocks, in order of admission."""
+        """Return the requests that hold blocks, in order of admission."""
 
     def waiting(self) -> Sequence[str]:
-        """Return who does not, in the order in which they are tried."""
+        """Return the requests without blocks, in the order in which they are tried."""
 
     def num_computed(self, name: str) -> int:
-        """Return how many leading tokens have their KV in the cache; of one that runs."""
+        """Return the number of leading tokens of a running request with KV in the cache."""
 
     def num_hit(self, name: str) -> int:
-        """Return how many tokens were found in the cache when it was last admitted."""
+        """Return the number of cached tokens at the last admission of the request."""
 
     def block_table(self, name: str) -> Sequence[int]:
-        """Return the ids of its blocks, in the order of its tokens; none if it has none."""
+        """Return the block ids of the request, in token order."""
 
     def output(self, name: str) -> Sequence[int]:
         """Return the tokens generated so far."""
 
     def reason(self, name: str) -> Reason | None:
-        """Return why it ended, or None while it lives."""
+        """Return why the request ended, or None if it has not."""
 
     def available(self) -> int:
-        """Return how many blocks are free or could be evicted now."""
+        """Return the number of blocks that are free or can be evicted now."""
 
 
 @dataclass(frozen=True)
 class SchedulerPromises:
-    """What a scheduler claims beyond safety. A rule about a claim binds only those who make it.
+    """Guarantees of a scheduler beyond safety. A rule about a promise applies only if it is made.
 
     Attributes:
-        running_first: Q5; each who runs is in each step.
-        policy: Q6, Q9; the order of the configuration, for admission and preemption.
+        running_first: Q5; each running request is in each step.
+        policy: Q6, Q9; admission and preemption follow the order of the configuration.
         resumed_first: Q7 and Q8.
-        whole: Q21; all of a request's tokens get their blocks at once.
-        leaders: Q17; who needs a block that another computes waits for it.
-        reserves: Q26, Q27, Q28; growth is reserved as the configuration says.
-        never_preempts: Q18; nobody is preempted if the configuration reserves all.
-        exact: Q22, Q23, Q25; `available` counts every block that nobody who runs holds.
+        whole: Q21; a request gets the blocks of all its tokens at once.
+        leaders: Q17; a request that needs a block that another computes waits for it.
+        reserves: Q26, Q27, Q28; growth is reserved as configured.
+        never_preempts: Q18; no request is preempted if the configuration reserves all growth.
+        exact: Q22, Q23, Q25; `available` counts every block that no running request holds.
     """
 
     running_first: bool = False
@@ -100,14 +100,16 @@ class SchedulerPromises:
 
     @classmethod
     def all(cls) -> SchedulerPromises:
-        """Claim everything."""
+        """Make all promises."""
         return cls(**{promise.name: True for promise in fields(cls)})
 
 
 SchedulerFactory: TypeAlias = Callable[[dict[str, Any]], Any]
-"""Makes an adapter from a configuration: the sizes and options of `scheduler_draw.draw_config`.
+"""Makes an adapter from a configuration: the sizes and options that `draw_config` of the
+scheduler's world draws.
 
-It has the methods of `Scheduler`, and may have more: `promises`, ``counts() -> dict`` (counters by
-the names of `scheduler_requests.Books`), ``misuse(kind, name) -> bool`` (make a wrong call, with
-names that may be wrong too; return whether it was refused) and ``check()``, its own invariants.
+The adapter has the methods of `Scheduler`. It may also have `promises`, ``counts() -> dict``
+(counters with the names of the fields of `Books`), ``misuse(kind, name) -> bool`` (make a wrong
+call, perhaps with a wrong name; return whether it was refused) and ``check()`` for its own
+invariants.
 """

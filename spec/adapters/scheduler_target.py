@@ -1,4 +1,4 @@
-"""The scheduler under test, behind its adapter: what it lacks or raises is told by name."""
+"""Calls the adapter of a scheduler, and checks its methods and return values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The manager with tiers under test, behind its adapter."""
+"""Calls the adapter of a cache manager with tiers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ LOOKS: Final = frozenset(
      "tier_match", "loading", "ready", "promoted", "parked", "prefetched", "asking",
      "take_cancelled", "match")
 )  # fmt: skip
-"""The methods after which all blocks are where they were, and nothing new is to be taken."""
+"""Methods that move no block and decide on no operation."""
 
 
 class TierTarget(Target):
-    """Calls the adapter of a manager with tiers, and turns what it raises into a finding.
+    """Calls the adapter of a manager with tiers; its exceptions become findings.
 
     Attributes:
-        has_acted: whether a method was called that may have moved blocks; whoever looks clears it.
-        may_have_decided: whether one was called that may have decided on operations, since the last
+        has_acted: whether a method that may move blocks was called; `see` clears it.
+        may_have_decided: whether a method that may decide on operations was called since the last
             `take`.
     """
 
@@ -36,7 +36,7 @@ class TierTarget(Target):
         return self._call(method, *arguments)
 
     def tier_snapshot(self) -> TierSnapshot:
-        """Return all that the manager keeps below the device."""
+        """Return the state of the tiers below the device."""
         shot: TierSnapshot = self._expect(
             "tier_snapshot", self._call("tier_snapshot"), TierSnapshot,
             "a radixkv.spec.adapters.tiers.TierSnapshot",

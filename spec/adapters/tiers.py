@@ -1,4 +1,4 @@
-"""What the specification asks of a cache manager with a host tier and storage below the device."""
+"""Protocol of a cache manager under test that has a host tier and storage."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from typing import Any, Literal, Protocol, TypeAlias
 from .cache import Events, Manager
 
 CopyKind: TypeAlias = Literal["out", "in", "store", "fetch", "lookup", "fork"]
-"""From device to host, back, from host to storage, back; a question to storage; on the device."""
+"""Device to host, host to device, host to storage, storage to host, lookup in storage, device to
+device."""
 
 Prefix: TypeAlias = tuple[bytes, tuple[int, ...]]
-"""A namespace, and all tokens up to the end of a block."""
+"""Namespace and all tokens up to the end of a block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """An operation that the manager wants done: `sources` and `destinations` are block ids of their
-    tiers, `keys` those of storage; what a kind does not have is empty.
+    """An operation that the manager requests.
+
+    `sources` and `destinations` are block ids of their tiers, `keys` are storage keys; those that
+    a kind does not have are empty.
     """
 
     id: int
@@ -29,21 +32,21 @@ class Copy:
 
     @property
     def num_blocks(self) -> int:
-        """How many results it has."""
+        """Number of results of the operation."""
         return max(len(self.sources), len(self.destinations), len(self.keys))
 
 
 @dataclass(frozen=True)
 class TierSnapshot:
-    """All that a manager keeps below the device.
+    """The state of the tiers below the device.
 
     Attributes:
-        free: the ids in the host's pool.
-        host: the host block of each prefix that can be found there.
-        landing: of each that is being written.
-        leaving: the prefixes that are on their way to the device, and were moved, not copied.
-        idle: the host blocks that can be dropped, the next to be dropped first.
-        counts: counters that are reported, by name.
+        free: block ids in the host's pool.
+        host: host block of each prefix that can be found on the host.
+        landing: host block of each prefix that is being written.
+        leaving: prefixes in flight to the device that were moved, not copied.
+        idle: host blocks that can be dropped, in eviction order.
+        counts: reported counters, by name.
     """
 
     free: Sequence[int]
@@ -55,105 +58,105 @@ class TierSnapshot:
 
 
 class TierEvents(Events, Protocol):
-    """Where a manager with tiers reports what it does, besides what every manager does."""
+    """Receives the additional events of a manager with tiers."""
 
     def ends(self, name: str) -> None:
-        """The lease of a request ends here: what is freed now was its."""
+        """The lease of a request begins to end; blocks freed until `ended` belong to it."""
 
     def ended(self, name: str) -> None:
-        """It has ended."""
+        """The lease of a request has ended."""
 
     def forgotten(self, name: str) -> None:
-        """An operation that has outlived its request shares nothing any more, in a reset."""
+        """A reset dropped the shared blocks of an operation that continues without its request."""
 
     def host_allocated(self, blocks: Sequence[int]) -> None:
-        """Host blocks that were free are taken."""
+        """Free host blocks were allocated."""
 
     def host_freed(self, blocks: Sequence[int]) -> None:
-        """Host blocks are free."""
+        """Host blocks became free."""
 
 
 class TierManager(Manager, Protocol):
-    """A cache manager with tiers. It names a request that was parked as it did before.
+    """A cache manager with tiers. A parked request keeps its name.
 
-    An operation that goes on to load blocks when its request has ended is their owner from then on:
-    it reports as ``"op 5"``.
+    If a request ends while an operation loads its blocks, the operation owns them from then on and
+    is reported as ``"op 5"``.
     """
 
     def take(self) -> Sequence[Copy]:
-        """Hand out the operations that were decided since the last call."""
+        """Return the operations requested since the last call."""
 
     def take_cancelled(self) -> Sequence[int]:
-        """Hand out which operations, of those taken, nobody wants any more."""
+        """Return the ids of taken operations that were cancelled."""
 
     def used(self) -> Sequence[bytes]:
-        """Hand out the keys that storage is to be told of as used since the last call."""
+        """Return the storage keys used since the last call, to refresh their recency."""
 
     def complete(self, copy: int, ok: Sequence[bool], fenced: bool) -> bool:
-        """Take in the result of an operation; False if it had one."""
+        """Report the result of an operation; False if it has one already."""
 
     def fence(self, copy: int) -> bool:
-        """Hear that nobody writes the blocks of an operation any more; False if that is known."""
+        """Report that an operation can no longer touch its blocks; False if that is known."""
 
     def tier_match(self, tokens: Sequence[int], namespace: bytes) -> tuple[int, int]:
-        """Return how many blocks the device has, and how many that follow the host has."""
+        """Return the number of blocks hit on the device, and of those that follow on the host."""
 
     def loading(self, name: str) -> int | None:
-        """Return the operation that loads a request, while it does."""
+        """Return the operation that loads a request, or None."""
 
     def ready(self, name: str) -> int:
-        """Return how many tokens of a request need not be computed."""
+        """Return the number of tokens of a request that need not be computed."""
 
     def promoted(self, name: str) -> int:
-        """Return how many blocks of a request came from the host in its last admission."""
+        """Return the number of blocks that the last admission of a request loads from the host."""
 
     def park(self, name: str, tokens: Sequence[int], where: str) -> bool:
         """Preempt a request and keep its KV; False if there is no room. `admit` resumes it."""
 
     def parked(self, name: str) -> tuple[int | None, bool, bool]:
-        """Return the operation that saves a parked request, if one does; whether it is saved, and
-        whether that failed in part.
+        """Return the operation that saves a parked request (or None), whether it is saved, and
+        whether saving failed in part.
         """
 
     def fork(self, name: str, of: str, tokens: Sequence[int]) -> None:
-        """Let the next admission of a name go on from where another request is."""
+        """Let the next admission of `name` continue from the state of request `of`."""
 
     def unpark(self, name: str) -> None:
-        """Give up what a parked request keeps."""
+        """Drop the saved KV of a parked request."""
 
     def prefetch(self, name: str, tokens: Sequence[int], namespace: bytes) -> int | None:
-        """Bring what storage has to the host: from which block on; None if there is none to ask
-        for.
+        """Fetch blocks from storage to the host; return the index of the first one, or None if all
+        are cached.
         """
 
     def prefetched(self, name: str) -> int | None:
-        """Return how many blocks a prefetch has brought; None while it goes on."""
+        """Return the number of blocks that a prefetch has fetched; None while it is in flight."""
 
     def asking(self, name: str) -> int:
-        """Return the last operation of a prefetch."""
+        """Return the latest operation of a prefetch."""
 
     def cancel(self, name: str) -> None:
-        """End a prefetch."""
+        """Cancel a prefetch."""
 
     def keys(self, tokens: Sequence[int], namespace: bytes) -> Sequence[bytes]:
-        """Return the storage keys of the whole blocks of tokens."""
+        """Return the storage keys of the whole blocks of `tokens`."""
 
     def reset_but(self, keep: Sequence[bytes]) -> None:
-        """Forget everything but what is published in some namespaces."""
+        """Drop everything except the published blocks of the namespaces `keep`."""
 
     def tier_snapshot(self) -> TierSnapshot:
-        """Return all that is kept below the device."""
+        """Return the state of the tiers below the device."""
 
     def wrong_result(self, copy: int, num_results: int) -> bool:
-        """Give an operation a wrong number of results; True if that is refused by type."""
+        """Report a wrong number of results; True if that raises the right error."""
 
     def early(self) -> tuple[int, int]:
-        """Give a result to each operation that was not taken; return their number, and how many
-        were believed.
+        """Report a result of each operation that was not taken; return their number, and how many
+        results were accepted.
         """
 
     def park_misuse(self, name: str) -> bool:
-        """Use what a parked request kept once more; True if that is refused by type."""
+        """Use a parked request a second time; True if that raises the right error."""
 
 
 TierFactory: TypeAlias = Callable[[dict[str, Any]], Any]

@@ -1,7 +1,7 @@
-"""How often each situation must come up, or a run proves nothing about it.
+"""Minimum frequency of each situation, below which a run proves nothing about it.
 
-A generator that never evicts finds no bug in eviction, and says "ok". So each situation of interest
-is counted, and has a floor: about half of what was measured when it was set.
+A generator that never evicts finds no bug in eviction and reports success. Therefore each situation
+of interest is counted and has a minimum, about half of the frequency measured when it was set.
 """
 
 from __future__ import annotations

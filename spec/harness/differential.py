@@ -1,4 +1,4 @@
-"""Differential runs: the same requests under other options must give the same tokens."""
+"""Differential runs: the same requests must give the same tokens under all options."""
 
 from __future__ import annotations
 

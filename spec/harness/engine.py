@@ -1,4 +1,4 @@
-"""What every engine runs: worlds that draw and apply operations, and what a run found in one."""
+"""Types that all engines share: worlds, subjects, operations, traces and findings."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any, Protocol, TypeAlias
 from ..rules.rule import Violation
 
 Operation: TypeAlias = list[Any]
-"""Plain data: a word, then what it needs, as ``["admit", "r1"]``. It names things, not places."""
+"""Plain data: a word and its arguments, as ``["admit", "r1"]``, with names, not indices."""
 
 Trace: TypeAlias = list[Operation]
-"""Operations in order. With its configuration it replays anywhere."""
+"""Operations in order; with its configuration, a trace can be replayed anywhere."""
 
 Config: TypeAlias = dict[str, Any]
 """The sizes and options of one world, as plain data."""
 
 Below: TypeAlias = Callable[[int], int]
-"""A source of choices: ``below(n)`` is one of 0 .. n-1. Random, Hypothesis' or read from a file."""
+"""A source of choices: ``below(n)`` returns one of 0 .. n-1. Random, or from Hypothesis."""
 
 
 class World(Protocol):
-    """A thing under test, its surroundings, and the specification beside it."""
+    """A system under test with its requests, its simulated device and the specification."""
 
     situations: Counter[str]
-    """How often each situation of interest came up."""
+    """How often each situation of interest occurred."""
 
     def draw(self, below: Below) -> Operation:
         """Return an operation that applies now."""
@@ -35,37 +35,37 @@ class World(Protocol):
         """Do one operation and check every rule.
 
         Returns:
-            Whether it applied; if what it names is not there, nothing is done.
+            Whether it applied; if a name does not exist, nothing is done.
 
         Raises:
-            Violation: if a rule is broken.
+            Violation: a rule is broken.
         """
 
     def picture(self) -> str:
-        """Draw the present state as text."""
+        """Draw the current state as text."""
 
 
 class Subject(Protocol):
-    """What to test: makes worlds around it. Each case of a run has a new tiny world."""
+    """Makes worlds around a system under test; each case of a run has a new, tiny world."""
 
     def configure(self, below: Below) -> Config:
         """Draw the sizes and options of a world."""
 
     def world(self, config: Config) -> World:
-        """Make a world with nothing in it yet."""
+        """Make an empty world."""
 
-    # It may have `simpler(trace) -> Iterator[Trace]`: traces that shrinking should try.
+    # Optional: `simpler(trace) -> Iterator[Trace]` yields traces that shrinking should try.
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A broken rule, with all that it takes to see it again.
+    """A broken rule, with everything needed to reproduce it.
 
     Attributes:
         rule: the name of the rule.
-        why: what was seen.
-        config: the world in which it was seen.
-        trace: the operations that lead to it; the last one breaks the rule.
+        why: the observed state.
+        config: the configuration of the world.
+        trace: the operations; the last one breaks the rule.
     """
 
     rule: str
@@ -74,7 +74,7 @@ class Finding:
     trace: Trace
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data; the format of a ``*.trace.json`` file."""
+        """Return the finding as plain data, in the format of a ``*.trace.json`` file."""
         return {
             "format": 1,
             "rule": self.rule,
@@ -85,7 +85,7 @@ class Finding:
 
 
 def replay(subject: Subject, config: Mapping[str, Any], trace: Trace) -> Violation | None:
-    """Run a trace from the start; what no longer applies is skipped.
+    """Run a trace from the start; operations that do not apply are skipped.
 
     Returns:
         The rule that broke, or None.

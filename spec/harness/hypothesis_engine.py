@@ -1,4 +1,4 @@
-"""The Hypothesis engine: the same generator over Hypothesis' choices, which are not uniform."""
+"""The Hypothesis engine: the same generator, driven by the choices of Hypothesis."""
 
 from __future__ import annotations
 

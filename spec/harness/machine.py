@@ -8,8 +8,8 @@
         make = MyManager
 
 ``MyManager(num_blocks, block_size)`` makes an adapter: see `radixkv.spec.adapters.cache`. Pytest
-and unittest collect such a class as it stands, since it is its own TestCase. Settings are those of
-Hypothesis: ``@settings(max_examples=1000)`` above the class. More ``@rule`` methods may be added.
+and unittest collect the class directly, because it is a TestCase. Use the settings of Hypothesis:
+``@settings(max_examples=1000)`` above the class. You can add ``@rule`` methods.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ from .program import to_program
 
 TOKEN: Final = st.sampled_from(TOKENS)
 INDEX: Final = st.integers(0, 3)
-"""A request or a step, of those to which an operation applies; counted round."""
+"""Index of a request or step to which an operation applies, modulo their number."""
 
 COUNT: Final = st.integers(1, 5)
 
 PHASES: Final = tuple(phase for phase in Phase if phase is not Phase.explain)
-"""All violations are raised in one place: to explain them takes long and says nothing."""
+"""Without `explain`: it is slow, and useless since all violations are raised in one place."""
 
 
 def applies(word: str) -> Callable[[Any], Any]:
-    """Let a rule be chosen only while an operation of that word applies to something."""
+    """Precondition of a rule: the operation `word` applies to something."""
     return precondition(lambda machine: word in machine.choices())
 
 
 class CacheMachine(RuleBasedStateMachine, unittest.TestCase):
-    """A cache manager under test; subclass it and say what to test.
+    """A cache manager under test; subclass it and set `make`.
 
     Attributes:
         make: makes an adapter from ``(num_blocks, block_size)``.
-        depth: what is asked of the adapter.
+        depth: which optional methods of the adapter are used.
     """
 
-    make: ClassVar[Any]  # a Factory: typed as one, a function would be taken for a method
+    make: ClassVar[Any]  # a Factory; with that type, a function would become a method
     depth: ClassVar[Depth] = "api"
-    __test__ = False  # nothing to collect here; what is derived from it is
+    __test__ = False  # only subclasses are collected
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -78,7 +78,7 @@ class CacheMachine(RuleBasedStateMachine, unittest.TestCase):
         self._choices: dict[str, list[str]] | None = None
 
     def runTest(self) -> None:
-        """Let Hypothesis look for a program that breaks a rule."""
+        """Let Hypothesis search for a program that breaks a rule."""
         run_state_machine_as_test(type(self))
 
     runTest.is_hypothesis_test = True  # type: ignore[attr-defined]  # for its pytest plugin
@@ -89,7 +89,7 @@ class CacheMachine(RuleBasedStateMachine, unittest.TestCase):
         max_running=st.integers(2, 5),
     )
     def start(self, num_blocks: int, block_size: int, max_running: int) -> None:
-        """An empty cache, of other sizes each time."""
+        """Start with an empty cache of random size."""
         self.world = _subject(type(self)).world(
             {"num_blocks": num_blocks, "block_size": block_size, "max_running": max_running}
         )
@@ -97,18 +97,18 @@ class CacheMachine(RuleBasedStateMachine, unittest.TestCase):
     # What the rules need
 
     def choices(self) -> dict[str, list[str]]:
-        """The words of the operations that apply, with the names they may name; found once."""
+        """The operations that apply, each with its possible names; cached per operation."""
         if self._choices is None:
             self._choices = enabled(self.world)
         return self._choices
 
     def pick(self, word: str, index: int) -> str:
-        """The name that a small number stands for."""
+        """Return the name at an index, modulo their number."""
         names = self.choices()[word]
         return names[index % len(names)]
 
     def do(self, *operation: Any) -> None:
-        """Do an operation, check every rule, and add to a violation what leads to it."""
+        """Do an operation and check every rule; a violation gets the program as a note."""
         self._choices = None
         self.trace.append(list(operation))
         try:
@@ -137,7 +137,7 @@ class CacheMachine(RuleBasedStateMachine, unittest.TestCase):
         namespace=st.integers(0, len(NAMESPACES) - 1),
     )
     def submit(self, prompt: list[int], more: int, namespace: int) -> None:
-        """A request with a prompt of its own comes."""
+        """Submit a request with a random prompt."""
         self._submit(prompt, more, namespace)
 
     @applies("submit")
@@ -151,13 +151,13 @@ class CacheMachine(RuleBasedStateMachine, unittest.TestCase):
     def submit_like(
         self, back: int, num_blocks: int, offset: int, tail: list[int], more: int
     ) -> None:
-        """A request comes that begins as an earlier one, for about so many whole blocks."""
+        """Submit a request that shares about `num_blocks` blocks with an earlier one."""
         self._submit(self._like(back, num_blocks, offset) + tail, more, 0)
 
     @applies("submit")
     @rule(back=st.integers(0, 5), num_blocks=st.integers(0, 4), offset=st.integers(-1, 1))
     def serve_like(self, back: int, num_blocks: int, offset: int) -> None:
-        """A request comes that begins as an earlier one, is admitted and computes its prompt."""
+        """Submit a request that shares a prefix, admit it and compute its prompt."""
         self._submit(self._like(back, num_blocks, offset), 2, 0)
         name = self.world.past[-1].name
         self.do("admit", name)
@@ -166,19 +166,19 @@ class CacheMachine(RuleBasedStateMachine, unittest.TestCase):
     @applies("match")
     @rule(i=INDEX)
     def match(self, i: int) -> None:
-        """A waiting request looks what is cached."""
+        """Match a waiting request."""
         self.do("match", self.pick("match", i))
 
     @applies("admit")
     @rule(i=INDEX)
     def admit(self, i: int) -> None:
-        """A waiting request is admitted, or refused."""
+        """Admit a waiting request."""
         self.do("admit", self.pick("admit", i))
 
     @applies("admit")
     @rule(i=INDEX)
     def admit_and_forward(self, i: int) -> None:
-        """A waiting request is admitted, and computes its prompt."""
+        """Admit a waiting request and compute its prompt."""
         name = self.pick("admit", i)
         self.do("admit", name)
         self.do("forward", name, len(self.world.requests[name].tokens))
@@ -188,20 +188,20 @@ class CacheMachine(RuleBasedStateMachine, unittest.TestCase):
     @applies("forward")
     @rule(i=INDEX, num_tokens=COUNT)
     def forward(self, i: int, num_tokens: int) -> None:
-        """A step computes some tokens, and they are published."""
+        """Compute and publish some tokens."""
         self.do("forward", self.pick("forward", i), num_tokens)
 
     @applies("forward")
     @rule(i=INDEX)
     def forward_all(self, i: int) -> None:
-        """A step computes all that is left."""
+        """Compute and publish all remaining tokens."""
         name = self.pick("forward", i)
         self.do("forward", name, len(self.world.requests[name].tokens))
 
     @applies("launch")
     @rule(i=INDEX, num_tokens=COUNT)
     def launch(self, i: int, num_tokens: int) -> None:
-        """A step is enqueued."""
+        """Enqueue a step."""
         name = self.pick("launch", i)
         number = self.world.requests[name].num_jobs + 1
         self.do("launch", name, num_tokens, f"{name}.{number}")
@@ -209,31 +209,31 @@ class CacheMachine(RuleBasedStateMachine, unittest.TestCase):
     @applies("done")
     @rule(i=INDEX)
     def step_done(self, i: int) -> None:
-        """A step in flight is done."""
+        """Complete a step in flight."""
         self.do("done", self.pick("done", i))
 
     @applies("fail")
     @rule(i=INDEX)
     def step_failed(self, i: int) -> None:
-        """A step in flight fails."""
+        """Let a step in flight fail."""
         self.do("fail", self.pick("fail", i))
 
     @applies("again")
     @rule(i=INDEX, num_tokens=COUNT)
     def published_again(self, i: int, num_tokens: int) -> None:
-        """A completion is heard of twice, an old one perhaps."""
+        """Repeat a completion, perhaps an old one."""
         self.do("again", self.pick("again", i), num_tokens)
 
     @applies("append")
     @rule(i=INDEX, tokens=st.lists(TOKEN, min_size=1, max_size=5))
     def append(self, i: int, tokens: list[int]) -> None:
-        """A request comes to have more tokens."""
+        """Append tokens to a request."""
         self.do("append", self.pick("append", i), tokens)
 
     @applies("append")
     @rule(i=INDEX, token=TOKEN)
     def append_a_block_and_forward(self, i: int, token: int) -> None:
-        """A request comes to have a whole block more, if there is room, and computes it."""
+        """Append a whole block of tokens to a request, if there is room, and compute it."""
         name = self.pick("append", i)
         self.do("append", name, [token] * self.world.block_size)
         self.do("forward", name, self.world.block_size)
@@ -241,7 +241,7 @@ class CacheMachine(RuleBasedStateMachine, unittest.TestCase):
     @applies("append_batch")
     @rule(token=TOKEN)
     def append_batch(self, token: int) -> None:
-        """All requests that can come to have one token more, in one call."""
+        """Append one token to all requests that can grow, in one call."""
         self.do("append_batch", [[name, token] for name in self.choices()["append_batch"]])
 
     # They end
@@ -249,42 +249,42 @@ class CacheMachine(RuleBasedStateMachine, unittest.TestCase):
     @applies("finish")
     @rule(i=INDEX)
     def finish(self, i: int) -> None:
-        """A request ends."""
+        """Finish a request."""
         self.do("finish", self.pick("finish", i))
 
     @applies("preempt")
     @rule(i=INDEX)
     def preempt(self, i: int) -> None:
-        """A request loses its blocks and waits again."""
+        """Preempt a request."""
         self.do("preempt", self.pick("preempt", i))
 
     @applies("evict")
     @rule(num_blocks=COUNT)
     def evict(self, num_blocks: int) -> None:
-        """The cache gives up some blocks."""
+        """Evict some blocks."""
         self.do("evict", num_blocks)
 
     @applies("reset")
     @rule()
     def reset(self) -> None:
-        """The cache forgets everything."""
+        """Reset the cache."""
         self.do("reset")
 
     @applies("misuse")
     @rule(kind=st.integers(0, 63), i=INDEX)
     def misuse(self, kind: int, i: int) -> None:
-        """A call that cannot be right."""
+        """Make a wrong call."""
         self.do("misuse", kind, self.pick("misuse", i))
 
     @applies("check")
     @rule()
     def check(self) -> None:
-        """The manager checks itself."""
+        """Call the manager's own check."""
         self.do("check")
 
-    @rule()  # no precondition: Hypothesis turns some rules off, and one must be left
+    @rule()  # no precondition: Hypothesis disables some rules, and one must remain
     def drain(self) -> None:
-        """Everyone computes and ends; then every block can be had."""
+        """Let all requests compute and end; then every block must be available."""
         self.do("drain")
 
 

@@ -1,4 +1,4 @@
-"""A pool of block ids under test: rightly and wrongly used, beside a set of the free ones."""
+"""The world of a block pool: valid and invalid calls, compared with a set of the free ids."""
 
 from __future__ import annotations
 

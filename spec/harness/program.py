@@ -1,4 +1,4 @@
-"""A finding for people: its trace as readable calls, and the state before the call that fails."""
+"""A finding as text: its trace as readable calls, and the state before the failing call."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A pytest plugin: ``kvspec.toml`` is a fuzz test, every ``*.trace.json`` a regression test.
 
-A ``kvspec.toml`` says what to test, and how long::
+A ``kvspec.toml`` names the target and the number of steps::
 
     target = "mypackage.cache:make_adapter"   # or "adapter.py:make_adapter", beside this file
     what = "cache"     # the others are optional; these are the defaults
@@ -8,8 +8,9 @@ A ``kvspec.toml`` says what to test, and how long::
     steps = 20_000
     seed = 0
 
-A rule that breaks is shown with the shrunk program, which is written beside the file as a trace: it
-fails from then on, until it is repaired. Nothing but pytest is imported before such a file is met.
+A broken rule is reported with the shrunk program, which is also written next to the file as a trace
+and fails as a regression test until it is fixed. The plugin imports only pytest until pytest
+collects such a file.
 """
 
 from __future__ import annotations

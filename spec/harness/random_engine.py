@@ -1,4 +1,4 @@
-"""The random engine: volume. Case after case, each a new world of new sizes."""
+"""The random engine: many cases, each a new world of another size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .engine import (
 
 @dataclass(frozen=True)
 class Run:
-    """What a run did.
+    """Result of a run.
 
     Attributes:
         num_steps: the operations it applied.

@@ -1,4 +1,4 @@
-"""The kinds of things that can be tested, by name."""
+"""The kinds of systems that can be tested, by name."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ WHATS: Final[tuple[What, ...]] = ("cache", "pool", "scheduler", "tiers")
 
 
 def make_subject(what: What, factory: Callable[..., Any], depth: Depth) -> Subject:
-    """Return worlds of one kind around what a factory makes.
+    """Return the subject for a kind of system and a factory of adapters.
 
     Args:
-        what: the kind of thing.
+        what: the kind of system.
         factory: see `Factory`, `PoolFactory`, `SchedulerFactory` or `TierFactory`.
-        depth: how deep a cache is looked into; the others have one depth.
+        depth: the depth at which a cache is checked; the other kinds have only one.
     """
     if what == "cache":
         from .cache.world import CacheSubject

@@ -1,4 +1,4 @@
-"""A finding as a drawing: the tree of published blocks and the pool, before the step that fails."""
+"""A finding as an SVG: the tree of published blocks and the pool before the failing step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Findings as files: a ``*.trace.json`` holds a finding, and what it was found in."""
+"""Trace files: a ``*.trace.json`` holds a finding and its target."""
 
 from __future__ import annotations
 

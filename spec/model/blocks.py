@@ -1,4 +1,4 @@
-"""Who can have a block, and what a request and the cache know of theirs."""
+"""Owners of a block, and the records of published blocks and of a request's blocks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Final, TypeAlias
 from .ghost import Tag
 
 FREE: Final = "free"
-EVICTED: Final = "evicted"  # taken out of the cache by the present call, not yet given or freed
+EVICTED: Final = "evicted"  # evicted by the current call, not yet allocated or freed
 
 Owner: TypeAlias = str | Tag
-"""FREE, EVICTED, the name of a request, or the tag of the prefix that is published there."""
+"""FREE, EVICTED, the name of a request, or the tag of the published prefix."""
 
 
 @dataclass(slots=True)
 class Published:
-    """A published block: where it is, what it continues, and when it was last used."""
+    """A published block: its id, its parent prefix, and its last use."""
 
     block: int
     parent: Tag
@@ -26,9 +26,9 @@ class Published:
 
 @dataclass(slots=True)
 class Holding:
-    """What a request holds: a path of published prefixes, then private blocks.
+    """The blocks of a request: a path of published prefixes, then private blocks.
 
-    `path` has the tag of each whole block of its tokens, `computed` how many tokens are written.
+    `path` has the tag of each whole block of its tokens, `computed` the number of written tokens.
     """
 
     path: list[Tag]

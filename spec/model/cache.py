@@ -1,7 +1,7 @@
-"""The model of a KV cache: who has each block, and small guarded steps from owner to owner.
+"""The model of a KV cache: the owner of each block, and guarded steps from owner to owner.
 
-There is no free list here, no reference count, no heap and no tree of nodes: those are means. Each
-is derived from who has what, so that no error in keeping them can exist in the model::
+The model has no free list, reference count, heap or tree of nodes. It derives them from the owners,
+so it cannot keep them wrongly::
 
     free blocks     = blocks whose owner is FREE
     users           = the requests whose shared path holds the prefix
@@ -27,12 +27,12 @@ from .ghost import Tag
 
 
 class CacheModel:
-    """What a cache manager may do. It receives `Events`, and says which rule one breaks.
+    """The model of a cache manager. It receives `Events` and raises if one breaks a rule.
 
     Attributes:
-        situations: how often each situation of interest came up.
-        needed: the blocks that the present call may ask for: evicting beyond them is waste.
-        actor: the request that the present call is about.
+        situations: how often each situation of interest occurred.
+        needed: the blocks that the current call may need; it must not evict more.
+        actor: the request of the current call.
     """
 
     def __init__(self, num_blocks: int, block_size: int, lru: bool, exactly: bool) -> None:
@@ -54,22 +54,22 @@ class CacheModel:
     # What follows from who has what
 
     def longest_hit(self, path: Sequence[Tag]) -> int:
-        """How many leading blocks of a path are published."""
+        """Number of leading blocks of a path that are published."""
         for num_blocks, tag in enumerate(path):
             if tag not in self.published_at:
                 return num_blocks
         return len(path)
 
     def used(self) -> set[Tag]:
-        """The prefixes that some request uses."""
+        """Prefixes that some request uses."""
         return {tag for holding in self.holdings.values() for tag in holding.shared}
 
     def num_unused(self, without: Sequence[Tag] = ()) -> int:
-        """How many published blocks nobody uses, if `without` were used."""
+        """Number of published blocks without users, if `without` were used."""
         return len(self.published_at) - len(self.used().union(without))
 
     def available(self) -> int:
-        """How many blocks are free or unused."""
+        """Number of free and unused blocks."""
         return self.num_free + self.num_unused()
 
     def table(self, name: str) -> list[int]:
@@ -81,7 +81,7 @@ class CacheModel:
         return any(entry.parent == tag for entry in self.published_at.values())
 
     def coldest_leaf(self) -> Tag:
-        """The unused leaf whose last use is longest ago; the deepest of equals."""
+        """The least recently used leaf without users; the deepest of equals."""
         used, parents = self.used(), {entry.parent for entry in self.published_at.values()}
         return min(
             (tag for tag in self.published_at if tag not in used and tag not in parents),
@@ -91,7 +91,7 @@ class CacheModel:
     # A request comes, and goes
 
     def hit(self, name: str, holding: Holding, num_blocks: int, hits_all: bool) -> None:
-        """A request begins with the first blocks of its path that are published."""
+        """Admit a request with the first `num_blocks` published blocks of its path."""
         longest = self.longest_hit(holding.path)
         require(
             num_blocks <= longest,
@@ -116,7 +116,7 @@ class CacheModel:
         self.holdings[name] = holding
 
     def release(self, name: str) -> None:
-        """A request has ended: what nobody else uses was last used now."""
+        """End a request; the last use of blocks without other users is now."""
         self.clock += 1
         holding = self.holdings.pop(name)
         require(
@@ -128,7 +128,7 @@ class CacheModel:
                 self.published_at[tag].last_use = self.clock
 
     def reset(self) -> None:
-        """All is forgotten."""
+        """Forget everything."""
         self.owner.clear()
         self.published_at.clear()
         self.holdings.clear()
@@ -137,7 +137,7 @@ class CacheModel:
     # Events
 
     def allocated(self, name: str, blocks: Sequence[int]) -> None:
-        """Blocks that nobody had belong to a request now."""
+        """Free blocks were allocated to a request."""
         for block in blocks:
             owner = self.owner.get(block, FREE)
             require(
@@ -161,7 +161,7 @@ class CacheModel:
         self.holdings[name].private += blocks
 
     def freed(self, blocks: Sequence[int]) -> None:
-        """Blocks belong to nobody now."""
+        """Blocks became free."""
         for block in blocks:
             owner = self.owner.get(block, FREE)
             if owner != EVICTED:
@@ -182,7 +182,7 @@ class CacheModel:
         if self.ending:
             holding.private.remove(block)
             return
-        # Whoever goes on gives back only the copy of a block that another has published.
+        # A running request may only free a block that duplicates one already published.
         position = len(holding.shared)
         spare = (
             position < len(holding.path)
@@ -195,7 +195,7 @@ class CacheModel:
         self.counts["duplicate_blocks"] += 1
 
     def published(self, name: str, blocks: Sequence[int]) -> None:
-        """The next blocks of a request can be shared from now on."""
+        """The next blocks of a request were published."""
         holding = self.holdings[name]
         for block in blocks:
             depth = len(holding.shared)
@@ -231,7 +231,7 @@ class CacheModel:
             del holding.private[0]
 
     def evicted(self, blocks: Sequence[int]) -> None:
-        """Blocks cannot be found any more, and go to somebody or are freed in the same call."""
+        """Blocks left the cache; the same call allocates or frees them."""
         victims: list[tuple[int, int, int, Tag]] = []
         for block in blocks:
             tag = self.owner.get(block, FREE)

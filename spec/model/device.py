@@ -1,4 +1,4 @@
-"""A device that only remembers: ghost memory, and steps that run when the test says so."""
+"""The simulated device: ghost memory, and steps that run when the test decides."""
 
 from __future__ import annotations
 

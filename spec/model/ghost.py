@@ -1,8 +1,8 @@
-"""Ghost memory: what the blocks of a cache hold, remembered as tags instead of keys and values.
+"""Ghost memory: the contents of a cache's blocks, as tags instead of keys and values.
 
-The KV of a token is a function of its namespace and of all tokens up to it. So a tag of those
-stands for it, and "does this request read its own KV?" becomes a comparison of tags: an oracle for
-any cache manager, with no model and no arrays.
+The KV of a token is a function of its namespace and of all tokens up to it. A tag of those stands
+for the KV, so a comparison of tags tells whether a request reads its own KV: an oracle for any
+cache manager, without a model or arrays.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""In which order the host drops its copies: what was used longest ago goes first."""
+"""Eviction order of the host tier: least recently used first."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from .ghost import Tag
 
 
 class HostOrder:
-    """When each prefix was last used, as far as that is known.
+    """Bounds of the last use of each prefix.
 
-    A request uses its path when it is admitted, and when it ends. Operations on copies may count as
-    a use, too, or may not: that is the manager's choice.
+    A request uses its path when it is admitted and when it ends. The manager decides whether
+    operations on copies count as a use.
 
     Attributes:
-        now: counts the uses.
-        used_at: of each prefix, since when it counts as used at least.
-        touched_at: since when it counts as used at most.
+        now: number of uses so far.
+        used_at: earliest time that may count as the last use of each prefix.
+        touched_at: latest time that may count as the last use of each prefix.
     """
 
     def __init__(self) -> None:
@@ -27,16 +27,16 @@ class HostOrder:
         self.touched_at: dict[Tag, int] = {}
 
     def use(self, path: Iterable[Tag]) -> None:
-        """A request uses some prefixes."""
+        """Record the use of some prefixes by a request."""
         self.now += 1
         self.used_at.update(dict.fromkeys(path, self.now))
 
     def touch(self, tags: Iterable[Tag]) -> None:
-        """Some prefixes may count as used now."""
+        """Allow some prefixes to count as used now."""
         self.touched_at.update(dict.fromkeys(tags, self.now))
 
     def check(self, idle: Sequence[Tag]) -> None:
-        """Check the prefixes that can be dropped, in the order in which they are."""
+        """Check the eviction order of the prefixes that can be dropped."""
         used = 0
         for tag in idle:
             require(

@@ -1,4 +1,4 @@
-"""What storage is told of uses: what it must hear, what it may, and in which order."""
+"""Reports of uses to storage: which are required, which are allowed, and in which order."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .prefixes import Prefixes
 
 
 def window_of(config: Mapping[str, Any]) -> int:
-    """For how many admissions and stored blocks a use that was told stands for later ones."""
+    """Number of admissions and stored blocks for which a reported use covers later ones."""
     return 0 if config["at_once"] or config["law"] else config["num_blocks"] % 2 * 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """Since when storage counts a prefix as used, by what it was told last: at least, at most."""
+    """Earliest and latest time of the last reported use of a prefix."""
 
     first: int
     last: int
@@ -27,11 +27,11 @@ class _Told:
 
 @dataclass
 class StorageUses:
-    """The uses of prefixes of which storage is to be told.
+    """Uses of prefixes that must be reported to storage.
 
     Attributes:
         window: see `window_of`.
-        stored: prefixes that came to storage or from there, and have been cached since.
+        stored: prefixes in storage that have been cached since they were written or fetched.
     """
 
     window: int
@@ -44,12 +44,12 @@ class StorageUses:
     _gone: set[Tag] = field(default_factory=set)  # what was dropped after a use, and may be back
 
     def use(self, now: int, path: Iterable[Tag], *, must: bool = True) -> None:
-        """Some prefixes are used: storage may be told, and must be if it has them.
+        """Record a use: it may be reported, and must be if storage has the prefix.
 
         Args:
             now: admissions and stored blocks so far.
-            path: the prefixes.
-            must: False: it may only.
+            path: the used prefixes.
+            must: False if a report is only allowed.
         """
         never = _Told(now - self.window, now - self.window)
         for tag in path:
@@ -62,25 +62,25 @@ class StorageUses:
                 self._must.add(tag)
 
     def written(self, tags: Collection[Tag], good: Collection[Tag]) -> None:
-        """Some prefixes were written, or some of them: each is now used after the one before it."""
+        """Record that `tags` were written to storage, `good` of them without a fault."""
         self.stored.update(good)
         for tag in tags:
             self._told.pop(tag, None)
 
     def cached(self, anywhere: Collection[Tag]) -> None:
-        """Only these are cached now; of others nothing is remembered."""
+        """Forget the prefixes that are not cached anywhere."""
         self.stored.intersection_update(anywhere)
         self._gone.update(tag for tag in self._may if tag not in anywhere)
         for tag in [tag for tag in self._told if tag not in anywhere]:
             del self._told[tag]
 
     def reset(self) -> None:
-        """What was to be told is lost, and what was told is forgotten."""
+        """Forget all uses and reports."""
         self._told.clear()
         self._forget_uses()
 
     def tell(self, keys: Sequence[bytes], prefixes: Prefixes) -> None:
-        """Check what storage is told of the uses since the last time."""
+        """Check the uses reported to storage since the last report."""
         by_key = {prefixes.key[tag]: tag for tag in self._may}
         other = [key for key in keys if key not in by_key]
         require(not other, rules.T42, "storage is told of {} blocks that were not used", len(other))
@@ -91,7 +91,7 @@ class StorageUses:
             require(here < after, rules.T41, "storage is told of a block after what it follows")
             uses = self._may[tag]
             require(len(uses) > 0, rules.T42, "storage is told of a block again, so soon")
-            # Who dropped it does not know that it was told, and may tell it again at once.
+            # A prefix dropped in between may be reported again at once.
             first = uses[0] - self.window if tag in self._gone else uses[0]
             self._told[tag] = _Told(first, self._last[tag])
         for tag in self._must:

@@ -1,4 +1,4 @@
-"""The model of a cache with a host tier: that of the cache, and who has each host block."""
+"""The model of a cache with a host tier: `CacheModel` and the owner of each host block."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .cache import CacheModel
 
 
 class TierModel(CacheModel):
-    """A `CacheModel` that also hears what happens without a request asking for it.
+    """A `CacheModel` with host blocks, and with leases that end when an operation does.
 
     Attributes:
-        host: who has each host block that is not free: ``"new"`` until the operation that is to
-            write it is taken, then ``"op 5"`` until that is fenced, then ``"cache"``.
-        read: host blocks that an operation still reads, and which one.
-        lifted: the operation that is being fenced by the present call.
-        resetting: whether the present call is a reset.
+        host: owner of each host block that is not free: ``"new"`` until the operation that writes
+            it is taken, then ``"op 5"`` until that is fenced, then ``"cache"``.
+        read: host blocks that an operation still reads, with the operation.
+        lifted: the operation that the current call fences.
+        resetting: whether the current call is a reset.
     """
 
     host: dict[int, str]
@@ -34,16 +34,16 @@ class TierModel(CacheModel):
     # A lease ends where nobody asked for it
 
     def ends(self, name: str) -> None:
-        """The lease of a request ends here: what is freed now was its."""
+        """The lease of a request begins to end; blocks freed until `ended` belong to it."""
         self.actor, self.needed, self.ending = name, 0, True
 
     def ended(self, name: str) -> None:
-        """It has ended."""
+        """The lease of a request has ended."""
         self.release(name)
         self.ending = False
 
     def orphan(self, name: str, heir: str) -> None:
-        """A request ends while its private blocks are written: an operation has them now."""
+        """A request ends while its private blocks are written; the operation owns them now."""
         holding = self.holdings[name]
         held = type(holding)([], holding.root, private=holding.private)
         for block in held.private:
@@ -52,26 +52,26 @@ class TierModel(CacheModel):
         self.holdings[heir] = held
 
     def bequeath(self, name: str, heir: str) -> None:
-        """A request ends while it is loaded: an operation has all that it held now."""
+        """A request ends while it is loaded; the operation owns all its blocks now."""
         holding = self.holdings[heir] = self.holdings[name]
         for block in holding.private:
             self.owner[block] = heir
         self.holdings[name] = type(holding)([], holding.root)
 
     def forgotten(self, name: str) -> None:
-        """An operation that had inherited blocks has only its private ones, from here on."""
+        """A reset takes the shared blocks of an operation that continues without its request."""
         holding = self.holdings[name]
         private, holding.private = holding.private, []
         self.release(name)
         self.holdings[name] = type(holding)([], holding.root, private=private)
 
     def abandoned(self, op: str) -> None:
-        """What an operation wrote for nobody is free."""
+        """Free the blocks of an operation that continued without its request."""
         require(op in self.holdings, rules.T29, "{} is abandoned, and has ended before", op)
         self.release(op)
 
     def freed(self, blocks: Sequence[int]) -> None:
-        """Blocks belong to nobody now; in a reset, those that were published, too."""
+        """Blocks became free; in a reset also published ones."""
         if self.resetting:
             for block in blocks:
                 owner = self.owner.get(block, FREE)
@@ -83,14 +83,14 @@ class TierModel(CacheModel):
     # Host blocks
 
     def host_allocated(self, blocks: Sequence[int]) -> None:
-        """Host blocks that were free are taken."""
+        """Free host blocks were allocated."""
         for block in blocks:
             owner = self.host.get(block)
             require(owner is None, rules.T31, "host block {} is taken from {}", block, owner)
             self.host[block] = "new"
 
     def host_freed(self, blocks: Sequence[int]) -> None:
-        """Host blocks are free."""
+        """Host blocks became free."""
         for block in blocks:
             owner = self.host.get(block)
             require(owner is not None, rules.T31, "host block {} is freed, and was free", block)
@@ -112,7 +112,7 @@ class TierModel(CacheModel):
             del self.host[block]
 
     def dispatched(self, op: str, destinations: Sequence[int], reads: Sequence[int]) -> None:
-        """An operation begins to write host blocks, and to read others at any time."""
+        """An operation begins to write host blocks and may read others at any time."""
         for block in destinations:
             owner = self.host.get(block)
             require(owner == "new", rules.T3, "{} writes host block {} of {}", op, block, owner)
@@ -122,7 +122,7 @@ class TierModel(CacheModel):
             self.read[block] = op
 
     def written(self, op: str, blocks: Sequence[int]) -> None:
-        """Some host blocks of an operation are written, and nobody writes them any more."""
+        """Host blocks of an operation were written and are not written any more."""
         for block in blocks:
             if self.host.get(block) == op:
                 self.host[block] = "cache"

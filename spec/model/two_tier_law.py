@@ -1,4 +1,4 @@
-"""The law of two exclusive tiers, as two lists of blocks in order of last use; that of storage."""
+"""The law of two exclusive tiers, as two lists of blocks in LRU order; and that of storage."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a KV cache and its scheduler must hold, in general, and which rules see to it here.
+"""General invariants of a KV cache and its scheduler, and the rules that cover each.
 
-The rules of this specification are what can be checked, step by step. These are what one would
-write on a wall: each is covered by rules, or it says where it comes in.
+The rules of this specification can be checked step by step. The invariants are the general
+properties behind them: each is covered by rules, or says where else it is checked.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Final
 
 @dataclass(frozen=True)
 class Invariant:
-    """Something that must hold.
+    """A general property.
 
     Attributes:
         title: a few words.
-        sentence: what must hold.
-        rules: the codes of the rules that cover it.
-        elsewhere: what of it is not covered, and why; "" if nothing.
+        sentence: the property.
+        rules: codes of the rules that cover it.
+        elsewhere: the part that no rule covers, and why; "" if none.
     """
 
     title: str

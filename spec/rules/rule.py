@@ -1,4 +1,4 @@
-"""Named rules: what the specification demands, and what it says when a demand is not met."""
+"""Named rules of the specification, and the violation raised when one is broken."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Final
 class Rule:
     """One demand on a cache or a scheduler.
 
-    Its name is the heading in the documentation, the text of the error, and the key by which a
-    failing trace is shrunk: a shorter trace must break the rule of the same name.
+    Its name is the heading in the documentation, the text of the error, and the key for shrinking:
+    a shorter trace must break the rule of the same name.
 
     Attributes:
-        name: a code and a few words, as ``"A1 allocate-only-free"``.
-        sentence: what must be true.
+        name: a code and a few words, such as ``"A1 allocate-only-free"``.
+        sentence: the condition that must hold.
     """
 
     name: str
@@ -23,7 +23,7 @@ class Rule:
 
     @property
     def code(self) -> str:
-        """The short form, as ``"A1"``; its letter is the chapter."""
+        """The short form, such as ``"A1"``; the letter is the chapter."""
         return self.name.split()[0]
 
 
@@ -32,20 +32,20 @@ RULES: Final[dict[str, Rule]] = {}
 
 
 def rule(name: str, sentence: str) -> Rule:
-    """Make a rule and enter it in `RULES`."""
+    """Make a rule and register it in `RULES`."""
     assert name not in RULES, f"two rules have the name {name}"
     made = RULES[name] = Rule(name, sentence)
     return made
 
 
 class Violation(AssertionError):
-    """A rule is broken: the thing under test did what the specification forbids.
+    """The system under test broke a rule.
 
-    Raised, not asserted, so that it holds under ``python -O`` too.
+    It is raised explicitly, so that it works under ``python -O`` too.
 
     Attributes:
-        rule: the rule that is broken.
-        why: what was seen.
+        rule: the broken rule.
+        why: the observed state.
     """
 
     def __init__(self, rule: Rule, why: str) -> None:
@@ -55,12 +55,12 @@ class Violation(AssertionError):
 
 
 def require(holds: object, rule: Rule, why: str, *details: object) -> None:
-    """Raise a Violation of rule unless something holds.
+    """Raise a `Violation` of `rule` unless `holds` is true.
 
     Args:
-        holds: what the rule demands; true or false.
+        holds: the condition of the rule.
         rule: the rule.
-        why: what was seen, as a format for `details`: it is formatted only when it is needed.
+        why: the observed state, as a format string for `details`; it is formatted only if needed.
         details: the values for `why`.
 
     Example:

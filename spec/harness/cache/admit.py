@@ -1,4 +1,4 @@
-"""Operations by which a request comes: it is submitted, it matches, it is admitted or refused."""
+"""Operations of arriving requests: submit, match, admit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .state import CacheState
 
 
 def submit(world: CacheState, name: str, prompt: list[int], more: int, namespace: int) -> bool:
-    """A request comes, and waits; it may grow by `more` tokens."""
+    """Submit a request, which may grow by `more` tokens."""
     if not prompt or any(request.name == name for request in world.past):
         return False
     request = Request(name, NAMESPACES[namespace], list(prompt), len(prompt) + more)
@@ -22,7 +22,7 @@ def submit(world: CacheState, name: str, prompt: list[int], more: int, namespace
 
 
 def match(world: CacheState, name: str) -> bool:
-    """A request looks what is cached, to be admitted with that, now or later."""
+    """Match a waiting request, for an admission now or later."""
     if "match" not in world.target.can or not (request := world.get(name, "waiting")):
         return False
     hit = world.target.match(name, request.tokens, request.namespace)
@@ -47,7 +47,7 @@ def _hittable(world: CacheState, request: Request) -> list[Tag]:
 
 
 def admit(world: CacheState, name: str) -> bool:
-    """A waiting request is admitted, or refused."""
+    """Admit a waiting request, or check that its refusal is right."""
     if not (request := world.get(name, "waiting")):
         return False
     model, total = world.model, world.blocks_for(len(request.tokens))

@@ -1,4 +1,4 @@
-"""What must be true of a manager after each call, at each depth."""
+"""Checks of a cache manager after each call, at each depth."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .state import CacheState
 
 
 def check_all(world: CacheState) -> None:
-    """Check every rule that is about a state, not about a step."""
+    """Check every rule about a state (not about a step)."""
     running = world.running()
     for request in running:
         request.table = world.target.block_table(request.name)

@@ -1,4 +1,4 @@
-"""Operations by which a request computes: steps that run or fail, and room for more tokens."""
+"""Operations of running requests: steps that complete or fail, publication, appended tokens."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .state import CacheState
 
 
 def forward(world: CacheState, name: str, num_tokens: int) -> bool:
-    """A step runs: it reads what is written, writes on, and publishes."""
+    """Run a step: read the written KV, write more, publish."""
     job = f"{name}.now"
     return launch(world, name, num_tokens, job) and done(world, job)
 
 
 def launch(world: CacheState, name: str, num_tokens: int, job: str) -> bool:
-    """A step is enqueued, with the block table of now; it is named, for what becomes of it."""
+    """Enqueue a named step with the current block table."""
     request = world.get(name, "running")
     if request is None or request.job or request.written == len(request.tokens):
         return False
@@ -49,12 +49,12 @@ def launch(world: CacheState, name: str, num_tokens: int, job: str) -> bool:
 
 
 def done(world: CacheState, name: str) -> bool:
-    """A step is done, and its request hears of it; or it is late, and nobody does."""
+    """Complete a step; a late completion, after its request was released, changes nothing."""
     return _complete(world, name, failing=False)
 
 
 def fail(world: CacheState, name: str) -> bool:
-    """A step fails: what it wrote is worthless."""
+    """Let a step fail: its KV is garbage."""
     return _complete(world, name, failing=True)
 
 
@@ -78,7 +78,7 @@ def _complete(world: CacheState, name: str, failing: bool) -> bool:
 
 
 def again(world: CacheState, name: str, num_tokens: int) -> bool:
-    """A completion is heard of twice, an old one perhaps: its tokens are published again."""
+    """Publish again the tokens of an earlier completion."""
     request = world.get(name, "running")
     if request is None or num_tokens > request.written:
         return False
@@ -147,7 +147,7 @@ def _count_duplicates(world: CacheState, model: CacheModel, holding: Holding, la
 
 
 def append(world: CacheState, name: str, tokens: list[int]) -> bool:
-    """A request that has computed all of its tokens comes to have more, if there is room."""
+    """Append tokens to a request that has computed all its tokens, if there is room."""
     request = world.get(name, "running")
     tokens = tokens[: request.limit - len(request.tokens)] if request is not None else []
     if request is None or not tokens or not _is_ready(request):
@@ -160,7 +160,7 @@ def append(world: CacheState, name: str, tokens: list[int]) -> bool:
 
 
 def append_batch(world: CacheState, tokens: list[tuple[str, int]]) -> bool:
-    """One more token for each of some requests, all of them or none."""
+    """Append one token to each of several requests, to all or none."""
     if "append_batch" not in world.target.can:
         return False
     chosen: list[tuple[Request, int]] = []

@@ -1,4 +1,4 @@
-"""Which operation comes next: weighed, and only what applies."""
+"""Weighted random choice of the next operation, among those that apply."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ WEIGHTS: Final = {
 }
 
 COMMON: Final = ("submit", "admit", "forward", "finish")
-"""What no world leaves out: without them nothing happens."""
+"""Operations that every world needs."""
 
 
 def weights_of(rare: int, often: int) -> dict[str, int]:
-    """Return the weights of a world that prefers some operations and almost leaves out others.
+    """Return the weights of a world that prefers some operations and makes others rare.
 
     Args:
-        rare: a bit per operation that is not common: it is almost left out.
-        often: a bit per operation: it comes four times as often.
+        rare: one bit per operation outside `COMMON` that makes it rare.
+        often: one bit per operation that makes it four times as frequent.
     """
     weights = dict(WEIGHTS)
     others = [word for word in WEIGHTS if word not in COMMON]
@@ -68,7 +68,7 @@ def draw(world: CacheState, weights: Mapping[str, int], below: Below) -> Operati
 
 
 def enabled(world: CacheState) -> dict[str, list[str]]:
-    """Return the words of the operations that apply, each with the names it may name."""
+    """Return the operations that apply, each with its possible request or job names."""
     waiting, running, idle, ready = [], [], [], []
     for name, request in world.requests.items():
         if request.state == "waiting":
@@ -105,7 +105,7 @@ def enabled(world: CacheState) -> dict[str, list[str]]:
 
 
 def draw_operation(world: CacheState, word: str, names: list[str], below: Below) -> Operation:
-    """Draw what an operation needs besides its word."""
+    """Draw the arguments of an operation."""
     name = names[below(len(names))] if len(names) > 1 else names[0]
     alphabet = world.config["alphabet"]
     if word == "submit":

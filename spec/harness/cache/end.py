@@ -1,4 +1,4 @@
-"""Operations by which things end: requests, cached blocks, all of it; and calls that are wrong."""
+"""Operations that end requests, evict, reset and drain; and wrong calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROBE: Final = b"a namespace of nobody"
 
 
 def finish(world: CacheState, name: str) -> bool:
-    """A running request ends, wherever it stands: done or aborted."""
+    """End a running request at any point: finished or aborted."""
     if not (request := world.get(name, "running")):
         return False
     _release(world, request)
@@ -25,7 +25,7 @@ def finish(world: CacheState, name: str) -> bool:
 
 
 def preempt(world: CacheState, name: str) -> bool:
-    """A running request loses its blocks and waits again, with all of its tokens."""
+    """Preempt a running request: it loses its blocks and waits with all its tokens."""
     if not (request := world.get(name, "running")):
         return False
     if request.written < len(request.tokens):
@@ -49,7 +49,7 @@ def _release(world: CacheState, request: Request) -> None:
 
 
 def evict(world: CacheState, num_blocks: int) -> bool:
-    """The cache is asked to give up some blocks."""
+    """Ask the cache to evict some blocks."""
     if "evict" not in world.target.can:
         return False
     model, wanted = world.model, num_blocks
@@ -66,7 +66,7 @@ def evict(world: CacheState, num_blocks: int) -> bool:
 
 
 def reset(world: CacheState) -> bool:
-    """The weights have changed: all that is cached is void, and who runs begins again."""
+    """Reset the cache, as after a change of weights; running requests start again."""
     if "reset" not in world.target.can:
         return False
     running = world.running()
@@ -83,7 +83,7 @@ def reset(world: CacheState) -> bool:
 
 
 def misuse(world: CacheState, kind: int, name: str = "") -> bool:
-    """A call that cannot be right; the adapter sees that it is refused."""
+    """Make a wrong call; the adapter checks that it is refused."""
     if "misuse" not in world.target.can:
         return False
     world.target.misuse(kind, name if world.get(name, "running") else "")
@@ -92,7 +92,7 @@ def misuse(world: CacheState, kind: int, name: str = "") -> bool:
 
 
 def check(world: CacheState) -> bool:
-    """The manager checks itself."""
+    """Call the manager's own check."""
     if "check" not in world.target.can:
         return False
     world.target.run("check")
@@ -100,7 +100,7 @@ def check(world: CacheState) -> bool:
 
 
 def drain(world: CacheState) -> bool:
-    """Everyone computes what it has and ends; then every block can be had, and is of use."""
+    """Let all requests compute and end; then every block must be available and usable."""
     for name in list(world.jobs):
         done(world, name)
     for request in world.running():
@@ -116,7 +116,7 @@ def drain(world: CacheState) -> bool:
 
 
 def use_all(world: CacheState, num_blocks: int) -> None:
-    """A request of the whole pool is admitted, and ends."""
+    """Admit and end a request that needs the whole pool."""
     probe = Request("probe", PROBE, [0] * (num_blocks * world.block_size), 0)
     world.requests[probe.name] = probe
     admit(world, probe.name)

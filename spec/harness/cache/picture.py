@@ -1,4 +1,4 @@
-"""A state of the cache as text: the tree of published blocks, the requests, the pool."""
+"""The state of a cache world as text: tree of published blocks, requests, pool."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .state import CacheState
 
 
 def picture(world: CacheState) -> str:
-    """Draw the present state."""
+    """Draw the current state."""
     lines = _tree(world, world.model) if world.model is not None else []
     for request in world.requests.values():
         state = f"{request.name} {request.state}, {request.written}/{len(request.tokens)} computed"

@@ -1,4 +1,4 @@
-"""The sizes of a world of the cache, and the requests in it."""
+"""The configuration of a cache world, and its requests."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ NAMESPACES: Final = (b"", b"tenant")
 MAX_WAITING: Final = 3
 
 TOKENS: Final = (0, 1 << 16, 3)
-"""Few, so that prefixes are shared; two of them are equal in their low 16 bits."""
+"""Few tokens, so that prefixes are shared; two of them have equal low 16 bits."""
 
 
 def draw_config(below: Below) -> Config:
-    """Draw the sizes of a world, and the operations that it leaves out (or almost).
+    """Draw the sizes of a world, and which operations are rare or frequent.
 
-    Tiny pools and few different tokens make everything happen soon; new ones in every case reach
-    what no single size does.
+    Tiny pools and few different tokens reach all situations soon. Each case has other sizes,
+    because no single size reaches all situations.
     """
     return {
         "num_blocks": 4 + below(11),
@@ -40,18 +40,18 @@ def draw_config(below: Below) -> Config:
 
 @dataclass(slots=True)
 class Request:
-    """A request as its owner knows it.
+    """A request, as its owner knows it.
 
     Attributes:
-        tokens: its prompt, and what was appended.
-        tags: the tag of the prefix that ends at each of them.
-        limit: how many tokens it may come to have.
-        written: the tokens whose KV is written or was hit.
-        published: the tokens that were last published.
-        admission: counts its admissions.
-        job: its step in flight, if there is one.
-        matched_at: the step of its last match that no admission has used; 0 if there is none.
-        table: its block table after the last call.
+        tokens: prompt and appended tokens.
+        tags: tag of the prefix that ends at each token.
+        limit: maximum number of tokens.
+        written: number of tokens whose KV is written or was hit.
+        published: number of tokens published last.
+        admission: number of admissions.
+        job: name of the step in flight, or "".
+        matched_at: step of the last match not yet used by an admission, or 0.
+        table: block table after the last call.
     """
 
     name: str
@@ -74,14 +74,14 @@ class Request:
         self.extend_tags()
 
     def extend_tags(self) -> None:
-        """Tag the tokens that have no tag yet."""
+        """Compute the tags of new tokens."""
         tag = self.tags[-1] if self.tags else self.root
         for token in self.tokens[len(self.tags) :]:
             tag = next_tag(tag, token)
             self.tags.append(tag)
 
     def path(self, block_size: int) -> list[Tag]:
-        """The tags of its whole blocks."""
+        """Tags of the whole blocks."""
         return self.tags[block_size - 1 :: block_size]
 
 

@@ -15,13 +15,13 @@ from .requests import Request
 
 
 class CacheState:
-    """One manager under test, and all that is around it.
+    """A manager under test, with its requests, jobs, ghost device and model.
 
     Attributes:
-        requests: those that wait or run, by name; `past` has all there ever were.
-        jobs: the steps in flight, by name.
-        model: what the manager may do; None at depth ``api``, where nothing is reported.
-        demand: blocks asked for so far: up to the pool's, nothing can have been evicted.
+        requests: waiting and running requests, by name; `past` has all requests ever.
+        jobs: steps in flight, by name.
+        model: the model; None at depth ``api``, where nothing is reported.
+        demand: blocks requested so far; up to the pool's size, nothing can have been evicted.
     """
 
     target_type: ClassVar[type[Target]] = Target
@@ -61,11 +61,11 @@ class CacheState:
             )
 
     def running(self) -> list[Request]:
-        """The requests that hold blocks."""
+        """Requests that hold blocks."""
         return [request for request in self.requests.values() if request.state == "running"]
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks tokens need."""
+        """Number of blocks for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def tag_of(self, namespace: bytes, tokens: tuple[int, ...]) -> Tag:
@@ -78,7 +78,7 @@ class CacheState:
         return self._tags[namespace, tokens]
 
     def counts(self) -> dict[str, int]:
-        """What counters should say, besides those of the model's events."""
+        """Expected counters, besides those that the model counts itself."""
         assert self.model is not None, "counts are checked where events are reported"
         model = self.model
         private = sum(len(holding.private) for holding in model.holdings.values())
@@ -94,6 +94,6 @@ class CacheState:
         }
 
     def get(self, name: str, state: str) -> Request | None:
-        """The request of a name, if it is in a state."""
+        """Return the request `name` if it is in `state`, else None."""
         request = self.requests.get(name)
         return request if request is not None and request.state == state else None

@@ -24,7 +24,7 @@ OPERATIONS: Final[dict[str, Callable[..., bool]]] = {
         finish, preempt, evict, reset, misuse, check, drain,
     )
 }  # fmt: skip
-"""By its word. Each returns False, and has done nothing, if what it names is not there."""
+"""Operations by word. Each returns False and does nothing if a name does not exist."""
 
 
 class CacheWorld(CacheState):
@@ -44,7 +44,7 @@ class CacheWorld(CacheState):
         if not OPERATIONS[word](self, *arguments):
             return False
         self.num_steps += 1
-        if word != "submit":  # which calls nothing: all is as the last check left it
+        if word != "submit":  # it calls nothing, so nothing has changed
             check_all(self)
         return True
 
@@ -54,11 +54,11 @@ class CacheWorld(CacheState):
 
 
 class CacheSubject:
-    """A manager to test, in worlds of all sizes.
+    """A cache manager to test, in worlds of all sizes.
 
     Args:
         factory: makes an adapter from ``(num_blocks, block_size)``.
-        depth: what is asked of the adapter.
+        depth: which optional methods of the adapter are used.
     """
 
     def __init__(self, factory: Factory, depth: Depth = "api") -> None:
@@ -70,10 +70,7 @@ class CacheSubject:
         return draw_config(below)
 
     def simpler(self, trace: Trace) -> Iterator[Trace]:
-        """Yield traces with a step that runs at once, or with tokens that come with the prompt.
-
-        A step that is launched is done later; tokens that are appended come later.
-        """
+        """Yield traces where a launched step runs at once, or appended tokens join the prompt."""
         for index, (word, *arguments) in enumerate(trace):
             if word == "launch":
                 name, num_tokens, job = arguments

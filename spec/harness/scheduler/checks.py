@@ -1,4 +1,4 @@
-"""What every scheduler must keep to in a step, and between any two calls."""
+"""Checks of every scheduler, in a step and between any two calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .state import SchedulerState
 
 
 def check_plan(world: SchedulerState, step: Step) -> None:
-    """Check what a step is about to compute."""
+    """Check the plan of a step."""
     config = world.config
     require(
         bool(step.chunks) == bool(world.live),
@@ -76,7 +76,7 @@ def check_plan(world: SchedulerState, step: Step) -> None:
 
 
 def read(world: SchedulerState, request: Tracked, end: int, when: str) -> None:
-    """Check that a request reads its own prefix, up to a token."""
+    """Check that a request reads its own prefix, up to token `end`."""
     table = world.tables[request.name]
     require(
         len(table) * world.block_size >= end,
@@ -89,7 +89,7 @@ def read(world: SchedulerState, request: Tracked, end: int, when: str) -> None:
 
 
 def check_output(world: SchedulerState, request: Tracked) -> None:
-    """Check what a request has generated, and why it ended if it has."""
+    """Check the output of a request, and its reason if it has ended."""
     output, reason = world.target.output(request.name), world.target.reason(request.name)
     known = request.outputs[: request.num_output]
     require(output == known, Q10, "{} has output {}, and not {}", request.name, output, known)
@@ -102,7 +102,7 @@ def check_output(world: SchedulerState, request: Tracked) -> None:
 
 
 def check_settled(world: SchedulerState) -> None:
-    """Check what must be true between any two calls."""
+    """Check the rules that hold between any two calls."""
     target = world.target
     running, waiting = target.running(), target.waiting()
     known = [request.name for request in world.running]
@@ -144,7 +144,7 @@ def check_settled(world: SchedulerState) -> None:
 
 
 def check_counts(world: SchedulerState) -> None:
-    """Check the counts that are reported."""
+    """Check the reported counters."""
     reported, books = world.target.counts(), world.books
     for name, count in vars(books).items():
         if reported[name] != count:

@@ -1,4 +1,4 @@
-"""The sizes of a scheduler's world, its requests, and which operation comes next."""
+"""Random choice of a scheduler world's configuration, requests and next operation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WEIGHTS: Final = {
 
 
 def draw_config(below: Below) -> Config:
-    """Draw the sizes and options of a world: tiny, so that everything happens soon."""
+    """Draw the sizes and options of a world; it is tiny, to reach all situations soon."""
     max_running = 1 + below(5)
     return {
         "num_blocks": 4 + below(11),
@@ -61,8 +61,8 @@ def draw_submission(below: Below, past: Sequence[Sequence[int]], config: Config)
 
     Args:
         below: the source of choices.
-        past: the tokens of each request there was.
-        config: the sizes of the world.
+        past: tokens of each earlier request.
+        config: configuration of the world.
     """
     prompt = draw_prompt(below, past, config)
     stop = [below(config["alphabet"])] if below(8) == 0 else []

@@ -1,4 +1,4 @@
-"""What a scheduler that promises a policy must keep to: order, preemption and reservation."""
+"""Checks of promised policies: order, preemption and reservation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The requests of a scheduler's world, the model that continues them, and what is counted."""
+"""Requests of a scheduler's world, the deterministic model that continues them, and counters."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Phase: TypeAlias = Literal["waiting", "running", "preempted", "ended"]
 
 
 def root_tag(namespace_index: int) -> Tag:
-    """The tag of the empty prefix: of an int, as the hash of bytes is another in each process."""
+    """Tag of the empty prefix; the hash of an int, unlike bytes, is the same in each process."""
     return hash((namespace_index, -1))
 
 
 def next_token(tag: Tag, alphabet: int) -> int:
-    """The made-up model: the token that follows a prefix."""
+    """The deterministic model: the token that follows a prefix."""
     return (tag >> 11) % alphabet
 
 
@@ -26,12 +26,12 @@ class Tracked:
     """A request as the specification knows it.
 
     Attributes:
-        tokens: its prompt and what was generated; `tags` has the tag of each prefix.
-        outputs, reason: what the model alone makes of it, and why that ends.
-        order: its place in the policy.
-        computed: leading tokens with KV in the cache; `reached` is the most there ever were.
-        target: the tokens that it had at its admission: up to there it prefills.
-        hit: tokens found in the cache at its last admission.
+        tokens: prompt and generated tokens; `tags` has the tag of each prefix.
+        outputs, reason: the complete output of the model, and why it ends.
+        order: rank in the policy.
+        computed: leading tokens with KV in the cache; `reached` is the maximum so far.
+        target: number of tokens at the last admission, up to which the request prefills.
+        hit: cached tokens at the last admission.
     """
 
     __slots__ = (
@@ -62,7 +62,7 @@ class Tracked:
         self.computed = self.reached = self.target = self.hit = 0
 
     def _generate(self, alphabet: int) -> None:
-        """Continue the prompt by the model alone; the tags go on with it."""
+        """Generate the complete output of the model, and its tags."""
         submission = self.submission
         while len(self.outputs) < submission.max_new_tokens:
             token = next_token(self.tags[-1], alphabet)
@@ -74,16 +74,16 @@ class Tracked:
 
     @property
     def prefilling(self) -> bool:
-        """Whether tokens that it had at its admission have yet to be computed."""
+        """Whether tokens from before the admission are not computed yet."""
         return self.computed < self.target
 
     @property
     def is_live(self) -> bool:
-        """Whether it has yet to end."""
+        """Whether the request has not ended."""
         return self.phase != "ended"
 
     def shared_blocks(self, block_size: int) -> int:
-        """Its leading blocks that are hit, or computed and so published."""
+        """Number of leading blocks that were hit, or computed and thus published."""
         return max(self.hit, self.computed) // block_size
 
     def append_next(self) -> Reason | None:
@@ -95,7 +95,7 @@ class Tracked:
 
 @dataclass
 class Books:
-    """What the specification counts, to compare with what is reported."""
+    """Expected counters, to compare with those that the scheduler reports."""
 
     steps: int = 0
     admitted: int = 0
@@ -110,15 +110,15 @@ class Books:
 
 @dataclass(slots=True)
 class Step:
-    """One step, as seen from outside.
+    """One step, as observed from outside.
 
     Attributes:
-        chunks: who is computed, with start and length.
-        running: who runs in it, in order of admission.
-        growth: the blocks that those who decode need for it.
-        admitted, preempted: what became of the others.
-        available: blocks that could be had before it.
-        available_now: blocks that can be had since.
+        chunks: computed requests, with start and length.
+        running: running requests, in order of admission.
+        growth: blocks that decoding requests need for the step.
+        admitted, preempted: requests that changed state.
+        available: available blocks before the step.
+        available_now: available blocks after its plan.
     """
 
     chunks: list[tuple[Tracked, int, int]]
@@ -131,5 +131,5 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of all chunks."""
+        """Number of tokens of all chunks."""
         return sum(length for _, _, length in self.chunks)

@@ -13,14 +13,14 @@ from .requests import Books, Tracked
 
 
 class SchedulerState:
-    """One scheduler under test, and all that is around it.
+    """A scheduler under test, with its requests and ghost memory.
 
     Attributes:
-        live: requests that have yet to end, by name; `past` has all there ever were.
-        running: those that hold blocks, in order of admission.
-        tables: the block table of each who runs, after the last call.
-        just_ended: who ended in this operation: it must hold nothing.
-        books: what should be counted.
+        live: requests that have not ended, by name; `past` has all requests ever.
+        running: requests that hold blocks, in order of admission.
+        tables: block table of each running request after the last call.
+        just_ended: requests that ended in this operation and must hold nothing.
+        books: expected counters.
     """
 
     def __init__(self, config: Config, factory: SchedulerFactory) -> None:
@@ -37,10 +37,10 @@ class SchedulerState:
         self.situations: Counter[str] = Counter()
 
     def bound(self) -> int:
-        """How many steps all who live may take: at worst they go one by one.
+        """Upper bound of the steps until all live requests end: at worst they run one by one.
 
-        The first in the order is never preempted for another, and gets further in every step; each
-        that ends may have made all others start again.
+        The first in the order is never preempted and progresses in every step; each request that
+        ends may have made all others start again.
         """
         work = sum(
             len(r.submission.prompt) + r.submission.max_new_tokens for r in self.live.values()
@@ -48,15 +48,15 @@ class SchedulerState:
         return (len(self.live) + 1) * work
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks tokens need."""
+        """Number of blocks for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def end(self, request: Tracked) -> None:
-        """A request has ended: from the end of this operation on it holds nothing."""
+        """End a request; after this operation it must hold nothing."""
         assert self.live.pop(request.name) is request, f"{request.name} ends twice"
         request.phase = "ended"
         self.just_ended.append(request.name)
 
     def names(self, requests: Sequence[Tracked]) -> str:
-        """The names of those that live."""
+        """Names of the requests that have not ended."""
         return ", ".join(request.name for request in requests if request.is_live)

@@ -1,4 +1,4 @@
-"""One step of a scheduler's world: plan it, see who changed state, compute it, take it in."""
+"""One step of a scheduler's world: plan, observe state changes, compute, update."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run_step(
 
 
 def _growth(world: SchedulerState) -> int:
-    """How many blocks those who decode need for one token more."""
+    """Number of blocks that decoding requests need for one more token."""
     size, tables = world.block_size, world.tables
     return sum(
         len(request.tokens) > len(tables[request.name]) * size
@@ -51,7 +51,7 @@ def _growth(world: SchedulerState) -> int:
 
 
 def observe(world: SchedulerState, chunks: Sequence[Chunk], available: int, growth: int) -> Step:
-    """See from outside who was preempted and who was admitted."""
+    """Observe from outside which requests were preempted and admitted."""
     target, live, before = world.target, world.live, world.running
     names = target.running()
     for name in names:
@@ -66,7 +66,7 @@ def observe(world: SchedulerState, chunks: Sequence[Chunk], available: int, grow
     tables = {name: target.block_table(name) for name in names}
     lost = [request for request in before if _has_lost(world, request, tables)]
     if running != before or lost:
-        # Who stands before somebody that was there before it has lost its place in between.
+        # A request that moved behind a younger one was preempted and admitted again.
         kept = [request for request in before if request in running and request not in lost]
         while kept != running[: len(kept)]:
             kept.pop()
@@ -86,7 +86,7 @@ def observe(world: SchedulerState, chunks: Sequence[Chunk], available: int, grow
 
 
 def _has_lost(world: SchedulerState, request: Tracked, tables: Mapping[str, list[int]]) -> bool:
-    """Tell whether a request that ran, and still does, lost its blocks in between."""
+    """Whether a running request lost its blocks in between."""
     table, old = tables.get(request.name), world.tables[request.name]
     if table is None:
         return False
@@ -94,7 +94,7 @@ def _has_lost(world: SchedulerState, request: Tracked, tables: Mapping[str, list
 
 
 def count_plan(world: SchedulerState, step: Step, prefilling: set[Tracked]) -> None:
-    """Keep the books, and count what is of interest."""
+    """Update the expected counters and the situations."""
     books, seen = world.books, world.situations
     books.steps += bool(step.chunks)
     books.preemptions += len(step.preempted)

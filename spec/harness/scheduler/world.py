@@ -1,4 +1,4 @@
-"""A scheduler with requests around it, a made-up model on a ghost device, and the rules beside."""
+"""The world of a scheduler: it draws and applies operations and checks every rule."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from .state import SchedulerState
 from .step import end_by_abort, run_step
 
 LAST_PRIORITY: Final = 3
-"""Of requests that must overtake nobody."""
+"""Priority of requests that must not overtake others."""
 
 OPERATIONS: Final = tuple(WEIGHTS)
-"""The words of the operations: each is a method of the world."""
+"""Operations by word; each is a method of the world."""
 
 
 class SchedulerWorld(SchedulerState):
@@ -56,7 +56,7 @@ class SchedulerWorld(SchedulerState):
         return True
 
     def picture(self) -> str:
-        """Draw the requests as text, in order: who runs, then who waits."""
+        """Draw the requests as text: running ones, then waiting ones, in order."""
         lines = []
         waiting = [request for request in self.live.values() if request.phase != "running"]
         for request in [*self.running, *sorted(waiting, key=lambda each: each.order)]:
@@ -78,7 +78,7 @@ class SchedulerWorld(SchedulerState):
         stop: Sequence[int],
         namespace: int,
     ) -> bool:
-        """Queue a request, or see it refused if, and only if, it can never fit."""
+        """Queue a request; check that it is refused if and only if it can never fit."""
         if any(request.name == name for request in self.past) or not prompt or max_new_tokens < 1:
             return False
         submission = Submission(
@@ -129,7 +129,7 @@ class SchedulerWorld(SchedulerState):
         return True
 
     def flood(self, name: str, prompt: Sequence[int], max_new_tokens: int) -> bool:
-        """Let new requests come in every step, until all who live now have ended."""
+        """Submit new requests in every step until all current ones have ended."""
         old = list(self.live.values())
         if not old or not prompt or any(each.name == f"{name}.1" for each in self.past):
             return False
@@ -148,7 +148,7 @@ class SchedulerWorld(SchedulerState):
         return True
 
     def drain(self) -> bool:
-        """Let all requests end, within bounded steps; then nothing may be held."""
+        """Run until all requests end, within the bound; then no block may be held."""
         self.situations["drained with work"] += bool(self.live)
         bound = self.bound()
         for _ in range(bound):

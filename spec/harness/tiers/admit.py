@@ -1,4 +1,4 @@
-"""Operations by which requests come, come back and compute in a world with tiers."""
+"""Operations of arriving, resuming and running requests in a world with tiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must be true of the tiers below the device after each call, and of what a call changed."""
+"""Checks of the tiers below the device: of each state, and of what a call changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .state import TierState
 
 
 def look(world: TierState, shot: TierSnapshot) -> Seen:
-    """Say where each prefix is now."""
+    """Return where each prefix is now."""
     tag_of = world.tag_of
     return Seen(
         {tag: entry.block for tag, entry in world.tier_model.published_at.items()},
@@ -28,7 +28,7 @@ def look(world: TierState, shot: TierSnapshot) -> Seen:
 
 
 def see(world: TierState) -> Seen:
-    """Look where each prefix is now, if a call can have moved one."""
+    """Update `world.seen`, if a call may have moved blocks since the last time."""
     if not world.target.has_acted:
         return world.seen
     world.target.has_acted = False
@@ -48,7 +48,7 @@ def see(world: TierState) -> Seen:
 
 
 def check_tiers(world: TierState, shot: TierSnapshot) -> None:
-    """Check every rule about a state."""
+    """Check every rule about a state of the tiers."""
     free, taken = sorted(shot.free), world.tier_model.host
     wrong = [block for block in free if block in taken]
     require(not wrong, rules.T31, "host blocks {} are in the pool, and taken", wrong)
@@ -112,7 +112,7 @@ def _check_spares(world: TierState) -> None:
 
 
 def check_saving(world: TierState) -> None:
-    """Check that each parked request has blocks of the device while something copies them."""
+    """Check that a parked request holds device blocks as long as an operation copies them."""
     for name, parked in world.parked.items():
         _, saved, failed = world.target.ask("parked", name)
         holds = name in world.tier_model.holdings
@@ -169,12 +169,12 @@ def _check_counts(world: TierState, shot: TierSnapshot) -> None:
 def check_lost(
     world: TierState, before: Seen, blamed: Collection[Tag] = (), *, needs_room: bool = False
 ) -> None:
-    """Check that nothing was lost without a reason.
+    """Check that a call lost no prefix without a reason.
 
     Args:
-        world: with what is seen now.
-        before: what was seen before the call.
-        blamed: prefixes whose copies failed, were given up, or left a device that copies none.
+        world: the world after the call.
+        before: where each prefix was before the call.
+        blamed: prefixes whose copies failed, were cancelled, or left a device without write-back.
         needs_room: whether the call may take host blocks.
     """
     after = world.seen.anywhere
@@ -212,7 +212,7 @@ def check_lost(
 
 
 def num_dropped(world: TierState, before: Seen) -> int:
-    """Count the blocks that the host had alone, or should have, and that are nowhere now."""
+    """Number of prefixes that were in some tier before, and are in none now."""
     return len(before.anywhere - world.seen.anywhere)
 
 
@@ -235,13 +235,13 @@ def _check_demoted(world: TierState, before: Seen) -> None:
 
 
 def moved_copies(world: TierState, before: Seen) -> set[int]:
-    """The host blocks of what the device had too, and has no more: the host had no need to copy."""
+    """Host blocks of prefixes that left the device, whose copy on the host existed already."""
     left = before.device.keys() - world.seen.device.keys()
     return {before.host[tag] for tag in left if tag in before.host}
 
 
 def check_order(world: TierState, before: Seen) -> None:
-    """Check that an eviction has dropped from the host what was to be dropped first."""
+    """Check that an eviction dropped host blocks in eviction order."""
     if world.config["write"] == "through":
         return
     moved = moved_copies(world, before)
@@ -258,7 +258,7 @@ def check_order(world: TierState, before: Seen) -> None:
 
 
 def check_outbox(world: TierState) -> None:
-    """Check what is true when all operations were taken: each host block has its reason."""
+    """Check, after a `take` of all operations, that each host block is needed."""
     model, seen = world.tier_model, world.seen
     needed = {*seen.host.values(), *seen.landing.values(), *model.read}
     for flight in world.executor.flights:
@@ -301,7 +301,7 @@ def _check_stored(world: TierState) -> None:
 
 
 def _held(world: TierState, but: str = "") -> set[Tag]:
-    """The first prefixes of all that operations, prefetches and parked requests may hold."""
+    """First prefixes of the paths that operations, prefetches and parked requests may hold."""
     first = world.prefixes.first
     held = {first[read[-1]]
             for flight in world.executor.flights

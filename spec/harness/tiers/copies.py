@@ -1,4 +1,4 @@
-"""Operations on operations: they have results, are fenced, and are heard of again."""
+"""Operations of the executor: results, fences, and late or repeated completions."""
 
 from __future__ import annotations
 

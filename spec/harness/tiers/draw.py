@@ -1,4 +1,4 @@
-"""Which operation comes next in a world of tiers: weighed, and only what applies."""
+"""Weighted random choice of the next operation in a world with tiers."""
 
 from __future__ import annotations
 
@@ -56,20 +56,20 @@ FEATURES: Final = {
     "reset": ("reset",),
     "misuse": ("misuse", "late", "second", "early", "wrong_result"),
 }
-"""What a world can almost leave out, so that the rest comes together the more often."""
+"""Groups of operations that a world can make rare, so that the others meet more often."""
 
 WRITES: Final = ("exclusive", "back", "through")
 
 
 @dataclass(frozen=True)
 class About:
-    """What a world is about.
+    """The focus of a world.
 
     Attributes:
-        features: that it has; of the others only some.
-        words: operations that come more often.
-        sizes: parts of its configuration.
-        most_blocks, most_host_blocks: of the device and of the host.
+        features: features that are never rare.
+        words: operations that are more frequent.
+        sizes: fixed parts of the configuration.
+        most_blocks, most_host_blocks: maximum blocks of the device and of the host.
     """
 
     features: tuple[str, ...]
@@ -92,7 +92,7 @@ ABOUT: Final = (
 
 
 def draw_tiers(below: Below) -> dict[str, Any]:
-    """Draw what a world is about, and the sizes and policies below the device."""
+    """Draw the focus of a world, and the sizes and policies below the device."""
     write = WRITES[below(3)]
     law = write == "exclusive" and below(4) == 0
     about = ABOUT[0 if law else below(len(ABOUT))]
@@ -127,8 +127,8 @@ def weights_of(rare: int, often: int) -> dict[str, int]:
     """Return the weights of a world.
 
     Args:
-        rare: a bit per feature that is almost left out.
-        often: a bit per operation that comes three times as often.
+        rare: one bit per feature that makes it rare.
+        often: one bit per operation that makes it three times as frequent.
     """
     weights = dict(WEIGHTS)
     for bit, words in enumerate(FEATURES.values()):
@@ -147,9 +147,9 @@ def draw(world: TierState, weights: Mapping[str, int], below: Below) -> Operatio
         namespace = below(len(NAMESPACES)) if below(4) == 0 else 0
         return ["serve", f"r{len(world.past) + 1}", prompt, namespace]
     choices = enabled(world)
-    if world.prefetches or world.to_copy:  # what they need may go before they have it
+    if world.prefetches or world.to_copy:  # an eviction may drop what they need
         weights = {**weights, "evict": 3 * weights["evict"]}
-    if any(flight.has_result for flight in world.executor.flights):  # and are not fenced
+    if any(flight.has_result for flight in world.executor.flights):  # and no fence
         weights = {**weights, "reset": 5 * weights["reset"]}
     pick = below(sum(weights[word] for word in choices))
     for word in choices:
@@ -160,7 +160,7 @@ def draw(world: TierState, weights: Mapping[str, int], below: Below) -> Operatio
 
 
 def enabled(world: TierState) -> dict[str, list[str]]:
-    """Return the words of the operations that apply, each with the names it may name."""
+    """Return the operations that apply, each with its possible names."""
     choices = cache_draw.enabled(world)
     saving = [name for name, parked in world.parked.items() if parked.writers]
     waiting = [name for name, request in world.requests.items() if request.state == "waiting"]
@@ -200,7 +200,7 @@ def enabled(world: TierState) -> dict[str, list[str]]:
 
 
 def _to_prefetch(world: TierState, waiting: list[str]) -> list[str]:
-    """Who may ask storage: those for whom it has something, or if there are none, all."""
+    """Requests that may prefetch: those with blocks in storage, or all if there are none."""
     if not world.config["storage"]:
         return []
     names = [name for name in waiting if name not in world.prefetches]
@@ -208,7 +208,7 @@ def _to_prefetch(world: TierState, waiting: list[str]) -> list[str]:
 
 
 def _finds(world: TierState, name: str) -> bool:
-    """Whether storage has what follows the cached blocks of a request."""
+    """Whether storage has the block after the cached blocks of a request."""
     for tag in world.requests[name].path(world.block_size):
         if tag not in world.seen.device and tag not in world.seen.host:
             return world.prefixes.key[tag] in world.executor.storage
@@ -216,7 +216,7 @@ def _finds(world: TierState, name: str) -> bool:
 
 
 def _lacks(world: TierState, name: str) -> bool:
-    """Whether storage can come to have more of a request."""
+    """Whether some block of a request is not in storage."""
     path, key = world.requests[name].path(world.block_size), world.prefixes.key
     return any(key[tag] not in world.executor.storage for tag in path)
 
@@ -227,15 +227,15 @@ def _fits(world: TierState, name: str) -> bool:
 
 
 def _is_decided(world: TierState) -> bool:
-    """Whether there seems to be something to take."""
+    """Whether there may be operations to take."""
     counts, num_flights = world.shot.counts, len(world.executor.flights)
     return bool(counts.get("operations", 0) > num_flights or world.to_copy or world.cancelled)
 
 
 def draw_operation(world: TierState, word: str, names: list[str], below: Below) -> Operation:
-    """Draw what an operation needs besides its word."""
+    """Draw the arguments of an operation."""
     name = names[below(len(names))] if len(names) > 1 else names[0]
-    if word == "submit" and below(5):  # of what is too large nothing comes
+    if word == "submit" and below(5):  # a request that is too large never runs
         operation = cache_draw.draw_operation(world, word, names, below)
         del operation[2][world.config["num_blocks"] * world.block_size :]
         return operation

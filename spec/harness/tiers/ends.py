@@ -1,4 +1,4 @@
-"""What the end of an operation may change, and must."""
+"""Checks of what the end of an operation changes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""The virtual executor: ghost memory of host and storage, and operations that end when told.
+"""The virtual executor: ghost memory of host and storage; the world decides when operations end.
 
-The operations of one `take` are simultaneous: all sources are read, then all destinations are
-worthless, until their operation has its result. A copy to storage reads when it ends. Whoever
-writes late, after its operation was given up, leaves garbage: whatever then has the block, reads
-it.
+The operations of one `take` are simultaneous: all sources are read first, then all destinations
+hold garbage until their operation has a result. A copy to storage reads when it ends. A late write,
+after its operation was cancelled, leaves garbage for the next owner of the block.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What can happen in a world with tiers: its operations, by their words."""
+"""Table of the operations of a world with tiers, by word."""
 
 from __future__ import annotations
 
@@ -53,4 +53,4 @@ OPERATIONS: Final[dict[str, Callable[..., bool]]] = {
     "second": second, "early": early, "wrong_result": wrong_result, "reset": reset,
     "misuse": cache_end.misuse, "check": cache_end.check, "drain": drain, "serve": serve,
 }  # fmt: skip
-"""By its word. Each returns False, and has done nothing, if what it names is not there."""
+"""Operations by word. Each returns False and does nothing if a name does not exist."""

@@ -1,4 +1,4 @@
-"""A state of a cache with tiers as text."""
+"""The state of a world with tiers as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations by which requests end, or are preempted, in a world with tiers."""
+"""Operations that finish, preempt, park and unpark requests in a world with tiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the world of the tiers remembers of requests, prefixes and what was last seen."""
+"""Records of loading, parked and prefetching requests, and of where each prefix was last seen."""
 
 from __future__ import annotations
 

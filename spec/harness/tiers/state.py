@@ -21,23 +21,23 @@ from .requests import Load, Parked, Prefetch, Seen
 
 
 class TierState(CacheState):
-    """One manager with tiers under test, and all that is around it.
+    """A manager with tiers under test, with its requests, executor and model.
 
     Attributes:
-        executor: the operations that were taken, and what host and storage hold.
+        executor: operations in flight, and the contents of host and storage.
         seen: where each prefix was after the last call.
-        loads, parked, prefetches: by the name of their request; loads that have outlived theirs,
-            by that of their operation.
-        to_store: prefixes that are new on the host, and are to be stored.
-        stored: prefixes whose copy on the host was stored by an operation without a fault.
-        to_copy: paths that are to be written through.
-        hits: how often each prefix without a copy was hit since it is on the device.
-        cancelled: the operations that the driver is to be told of.
-        counted: events, as the manager should count them.
-        order: when each prefix was last used.
-        uses: what storage is to be told of that.
-        evicted: what has left the device since operations were last taken.
-        in_vain: requests for which there was no room, and nothing has ended since.
+        loads, parked, prefetches: by name of the request; a load that continues without its
+            request, by name of the operation.
+        to_store: prefixes that are new on the host and must be stored.
+        stored: prefixes whose copy on the host was stored without a fault.
+        to_copy: paths that must be written through.
+        hits: number of hits of each prefix without a host copy since it is on the device.
+        cancelled: operations that must be reported to the driver as cancelled.
+        counted: expected counters.
+        order: recency of each prefix on the host.
+        uses: uses that must be reported to storage.
+        evicted: prefixes that left the device since the last `take`.
+        in_vain: requests that found no room, while nothing has ended since.
     """
 
     target_type = TierTarget
@@ -76,7 +76,7 @@ class TierState(CacheState):
         self.seen = Seen({}, {}, {}, set(), 0, ())
 
     def counts(self) -> dict[str, int]:
-        """What counters of the device should say: leases that have ended are none."""
+        """Expected counters of the device; loads without a request are no leases."""
         assert self.model is not None, "there is a model in a world of tiers"
         heirs = sum(name.startswith("op ") for name in self.model.holdings)
         return {**super().counts(), "live_leases": len(self.model.holdings) - heirs}
@@ -88,24 +88,24 @@ class TierState(CacheState):
         return self.target.ask(method, *arguments)
 
     def use(self, path: list[Tag], *, must: bool = True) -> None:
-        """Note that storage may, or must, be told that a path is used."""
+        """Record that the use of a path may, or must, be reported to storage."""
         now = self.num_admitted + self.counted["stored_blocks"]
         self.uses.use(now, path, must=must)
 
     def touch_all(self, path: list[Tag]) -> None:
-        """All that begins as a path does may count as used: a hold keeps whole runs."""
+        """Allow all prefixes with the same first block to count as used: pins hold whole runs."""
         first = self.prefixes.first
         self.order.touch(tag for tag in self.seen.host if first[tag] in path[:1])
         self.order.touch(path)
 
     def uncopied(self, before: Seen) -> set[Tag]:
-        """The prefixes that an eviction may drop, since it copies none of them."""
+        """Prefixes that an eviction may drop because write-through copies nothing then."""
         if self.config["write"] != "through":
             return set()
         return before.device.keys() - before.host.keys() - before.landing.keys()
 
     def tier_counts(self) -> dict[str, int]:
-        """The counters below the device, as the manager reports them."""
+        """Counters of the tiers, as the manager reports them."""
         return dict(self.target.tier_snapshot().counts)
 
     # Operations
@@ -120,7 +120,7 @@ class TierState(CacheState):
         return ""
 
     def give_up(self, copy: int, name: str) -> None:
-        """An operation is not wanted any more; if it loads a request, that ends."""
+        """Cancel an operation; a request that it loads ends."""
         for parked in self.parked.values():
             if copy in parked.writers:
                 parked.writers.remove(copy)
@@ -136,7 +136,7 @@ class TierState(CacheState):
                         self.tier_model.orphan(name, flight.op)
 
     def go_on(self, name: str, load: Load) -> None:
-        """A request ends while it is loaded; the operation goes on without it."""
+        """End a request while it is loaded; the operation continues without it."""
         heir = f"op {load.copy}"
         self.loads[heir] = load
         self.tier_model.bequeath(name, heir)
@@ -145,7 +145,7 @@ class TierState(CacheState):
                 flight.owner = heir
 
     def begin_lift(self, flight: Flight, *, fenced: bool) -> None:
-        """Tell the model that a result or a fence comes."""
+        """Prepare the model for a result or a fence."""
         model = self.tier_model
         model.lifted = flight.op if fenced else ""
         if flight.copy.kind in ("out", "fetch") and not flight.given_up:
@@ -161,7 +161,7 @@ class TierState(CacheState):
             model.holdings[flight.owner].computed = come * self.block_size
 
     def end_lift(self, flight: Flight, *, fenced: bool) -> None:
-        """Tell the model that it was heard."""
+        """Update the model after a result or a fence."""
         model = self.tier_model
         model.lifted, model.ending = "", False
         if fenced:
@@ -172,7 +172,7 @@ class TierState(CacheState):
     # Prefixes
 
     def root_of(self, namespace: bytes) -> Tag:
-        """The tag of the empty prefix; it changes with what computes the KV of a namespace."""
+        """Tag of the empty prefix; it changes with the weights of a namespace."""
         number = self._generation.get(namespace, 0)
         return first_tag(namespace + bytes([number]) if number else namespace)
 
@@ -186,7 +186,7 @@ class TierState(CacheState):
         return self._tags[namespace, tokens]
 
     def retag(self, request: Request) -> None:
-        """Tag the tokens of a request anew."""
+        """Recompute the tags of a request."""
         request.root, request.tags = self.root_of(request.namespace), []
         request.extend_tags()
         self.learn(request)
@@ -200,7 +200,7 @@ class TierState(CacheState):
         self.prefixes.learn(request.root, request.tags, self.block_size, keys)
 
     def renew(self, namespaces: list[bytes]) -> None:
-        """From here on, the KV of some namespaces is another one; storage of it is elsewhere."""
+        """Change the weights of some namespaces: their prefixes and storage keys are new."""
         self.target.has_acted = True  # the same blocks hold other prefixes
         for name in namespaces:
             self._generation[name] += 1
@@ -218,5 +218,5 @@ class TierState(CacheState):
                     del self.executor.storage[key]
 
     def depth_of(self, tag: Tag) -> int:
-        """How many blocks come before that of a prefix."""
+        """Number of blocks before the last block of a prefix."""
         return self.prefixes.depth[tag]

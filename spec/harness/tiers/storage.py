@@ -1,4 +1,4 @@
-"""Operations of storage, of the cache as a whole, and of the law."""
+"""Operations of storage (prefetch, cancel), of the whole cache, and of the two-tier law."""
 
 from __future__ import annotations
 

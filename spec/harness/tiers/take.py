@@ -1,4 +1,4 @@
-"""Operations are taken: what each of them must be when it begins."""
+"""The operation `take`: checks of each copy that the manager hands out."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from .state import TierState
 from .storage import settle
 
 RELIEF: Final = ("finish", "preempt", "unpark", "result", "fence", "reset", "cancel")
-"""What may leave room for a request that had none."""
+"""Operations that may free room for a request."""
 
 
 class TierWorld(TierState):
@@ -42,7 +42,7 @@ class TierWorld(TierState):
         self.num_steps += 1
         if word in RELIEF:
             self.in_vain.clear()
-        if word in ("submit", "elsewhere"):  # which call nothing: all is as the last check left it
+        if word in ("submit", "elsewhere"):  # they call nothing, so nothing has changed
             return True
         if self.config["at_once"]:
             settle(self)
