@@ -1,39 +1,37 @@
-"""Print the cost of the cache manager as one Markdown table.
+"""Measure the CPU cost of the cache manager and print a Markdown table.
 
 Run:
     python benchmarks/control_plane.py TRACE [--requests N] [--rounds R]
 
-Each figure comes from `radixkv bench`, in a process of its own; the rounds take turns, so that a
-slow moment of the machine does not fall on one row alone. Printed are the median over the rounds
-and, in brackets, their range.
+Each figure comes from `radixkv bench` in a new process. Every round measures all rows, so that a
+slow moment of the machine does not affect one row alone. The table has the median over the rounds
+and their range in brackets.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from machine import describe_machine, installed
 
 CLI = [sys.executable, "-m", "radixkv.scheduler.cli.main"]
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: what, the command that measures it, and where the figure is."""
+    """A row of the table: its label, the command to show, and the function that measures it."""
 
-    what: str
+    label: str
     unit: str
     command: list[str]
     measure: Callable[[], float]
@@ -43,21 +41,26 @@ def main() -> None:
     """Measure every row, round by round, and print the table."""
     arguments = parse_arguments()
     rows = make_rows(arguments.trace, arguments.requests)
-    figures: dict[str, list[float]] = {row.what: [] for row in rows}
+    figures: dict[str, list[float]] = {row.label: [] for row in rows}
     for round_number in range(1, arguments.rounds + 1):
         for row in rows:
-            print(f"round {round_number} of {arguments.rounds}: {row.what}", file=sys.stderr)
-            figures[row.what].append(row.measure())
-    print("\n".join(describe_run(arguments)))
+            print(f"round {round_number} of {arguments.rounds}: {row.label}", file=sys.stderr)
+            figures[row.label].append(row.measure())
+    words = ["python", "benchmarks/control_plane.py", arguments.trace.name]
+    for option in ("requests", "rounds"):
+        if getattr(arguments, option) is not None:
+            words += [f"--{option}", str(getattr(arguments, option))]
+    versions = [f"{name} {installed(name)}" for name in ("radixkv", "numpy")]
+    print(f"- Command: `{shlex.join(words)}`\n- Measured: {describe_machine(*versions)}")
     print("\n| Measured | Median over rounds [range] | Command |\n| --- | --- | --- |")
     for row in rows:
-        values = figures[row.what]
-        # The trace by its name: where it lies on this machine is nobody's business.
+        values = figures[row.label]
+        # Show the name of the trace without its directory on this machine.
         words = [
             arguments.trace.name if word == str(arguments.trace) else word for word in row.command
         ]
         print(
-            f"| {row.what} | {median(values):.4g} [{min(values):.4g} to {max(values):.4g}] "
+            f"| {row.label} | {median(values):.4g} [{min(values):.4g} to {max(values):.4g}] "
             f"{row.unit} | `{shlex.join(words)}` |"
         )
 
@@ -66,7 +69,7 @@ def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trace", type=Path, help="a Mooncake trace, .jsonl")
-    parser.add_argument("--requests", type=int, help="its first N requests only")
+    parser.add_argument("--requests", type=int, help="replay only the first N requests")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
     arguments = parser.parse_args()
     if arguments.rounds < 1:
@@ -75,7 +78,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_rows(trace: Path, requests: int | None) -> list[Row]:
-    """List what is measured."""
+    """Return the rows to measure."""
     first = [] if requests is None else ["--requests", str(requests)]
     rows = []
     for device_tokens in (3_000_000, 30_000_000):
@@ -128,9 +131,9 @@ def make_rows(trace: Path, requests: int | None) -> list[Row]:
 
 
 def bench_row(
-    what: str, unit: str, command: list[str], read: Callable[[Mapping[str, Any]], float]
+    label: str, unit: str, command: list[str], read: Callable[[Mapping[str, Any]], float]
 ) -> Row:
-    """Make a row out of a `radixkv bench` command and one figure of its JSON."""
+    """Make a row from a `radixkv bench` command and one figure of its JSON."""
 
     def measure() -> float:
         finished = subprocess.run(
@@ -138,51 +141,17 @@ def bench_row(
         )
         return read(json.loads(finished.stdout))
 
-    return Row(what, unit, ["radixkv", "bench", *command], measure)
+    return Row(label, unit, ["radixkv", "bench", *command], measure)
 
 
 def elapsed_ms(command: list[str], repeats: int = 5) -> float:
-    """Return the median time that a process takes from start to end."""
+    """Return the median duration of a process, from start to end."""
     times_s = []
     for _ in range(repeats):
         start_s = time.perf_counter()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         times_s.append(time.perf_counter() - start_s)
     return 1000 * median(times_s)
-
-
-def describe_run(arguments: argparse.Namespace) -> list[str]:
-    """Say where, when and with what the figures were measured."""
-    words = ["python", "benchmarks/control_plane.py", arguments.trace.name]
-    for option in ("requests", "rounds"):
-        if getattr(arguments, option) is not None:
-            words += [f"--{option}", str(getattr(arguments, option))]
-    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    return [
-        f"- Command: `{shlex.join(words)}`",
-        f"- Machine: {processor()}, {os.cpu_count()} cores, load average {load}",
-        f"- Date: {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        f"- Versions: radixkv {installed('radixkv')}, Python {platform.python_version()}, "
-        f"numpy {installed('numpy')}",
-    ]
-
-
-def processor() -> str:
-    """Name the CPU, from Linux where it says."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def installed(distribution: str) -> str:
-    """Return a distribution's version; of a source tree, that it is one."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "(source tree)"
 
 
 if __name__ == "__main__":

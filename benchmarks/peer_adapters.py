@@ -1,7 +1,7 @@
-"""The cache manager and its peers, each behind the same few calls, for `peers.py`.
+"""Adapters that give the cache manager and its peers one interface, for `peers.py`.
 
-Of a peer only its own classes run, on the CPU. Where that differs from its use on a GPU, the
-docstring of its adapter says how.
+Only the peer's own classes run, on the CPU. The docstring of each adapter lists the differences
+from its use on a GPU.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ BLOCK_SIZE = 16
 
 
 class Adapter(Protocol):
-    """One manager behind the calls of the benchmark."""
+    """Interface of a manager in the benchmark."""
 
     def __init__(self, num_blocks: int, max_tokens: int) -> None:
-        """Make a manager of so many blocks, for requests of up to so many tokens."""
+        """Make a manager of num_blocks blocks for requests of up to max_tokens tokens."""
 
     def load(self, tokens: Int32Array) -> Any:
-        """Return the tokens in the form that the manager takes; not timed."""
+        """Convert tokens to the form that the manager takes; not timed."""
 
     def run(self, prompt: Any, tokens: Any) -> int:
-        """Take one request through its whole life; return the hit tokens."""
+        """Pass one request through its whole life; return the number of hit tokens."""
 
     def available_tokens(self) -> int:
-        """Return the tokens' worth of blocks that are free or can be evicted."""
+        """Return the number of tokens in free and evictable blocks."""
 
 
 # ---------------------------------------------------------------------------------------- ours
@@ -51,14 +51,14 @@ class RadixKV:
         return tokens
 
     def run(self, prompt: Int32Array, tokens: Int32Array) -> int:
-        """Take one request through its whole life."""
+        """Pass one request through its whole life."""
         match = self._manager.match(prompt)
         lease = self._manager.admit(match)
         self._manager.publish(lease, prompt)
         self._manager.extend(lease, len(tokens) - len(prompt))
         self._manager.publish(lease, tokens)
         self._manager.release(lease)
-        # A hit of the whole prompt saves all but its last token, which the peers never match.
+        # A full hit computes the last token again; the peers never match that token.
         return min(match.num_tokens, len(prompt) - 1)
 
     def available_tokens(self) -> int:
@@ -70,10 +70,10 @@ class RadixKV:
 
 
 class MiniSGLang:
-    """mini-sglang's CacheManager over its radix cache, with its C++ comparison of keys.
+    """mini-sglang's CacheManager on its radix cache, with its key comparison in C++.
 
     Memory is not pinned without a GPU. The scheduler's copy of the tokens into its token pool is
-    left out, since the other managers keep none.
+    omitted, since the other managers have no such pool.
     """
 
     def __init__(self, num_blocks: int, max_tokens: int) -> None:
@@ -94,7 +94,7 @@ class MiniSGLang:
         return self._torch.from_numpy(tokens)
 
     def run(self, prompt: Any, tokens: Any) -> int:
-        """Take one request through its whole life."""
+        """Pass one request through its whole life."""
         manager = self._manager
         pending = SimpleNamespace(input_ids=prompt, input_len=len(prompt))
         handle = manager.match_req(pending).cuda_handle
@@ -122,12 +122,12 @@ class MiniSGLang:
 
 
 class SGLangRadix:
-    """SGLang's RadixCache over its paged allocator and its table of requests.
+    """SGLang's RadixCache on its paged allocator and its request table.
 
-    Pages come from `alloc`, because `alloc_extend` is a Triton kernel on a GPU and its fallback on
-    the CPU would be unfair. The request has only the fields that the cache reads. Five of
-    SGLang's packages that the cache imports but does not call are replaced, as they need a GPU's
-    libraries or load the models' configurations.
+    Pages come from `alloc`: `alloc_extend` is a Triton kernel, and its CPU fallback would be unfair
+    to SGLang. The request has only the fields that the cache reads. Stubs replace five packages of
+    SGLang that the cache imports but does not call; they need GPU libraries or load model
+    configurations.
     """
 
     STUBS = tuple(
@@ -164,7 +164,7 @@ class SGLangRadix:
         return array("q", tokens.astype("int64").tobytes())
 
     def run(self, prompt: array[int], tokens: array[int]) -> int:
-        """Take one request through its whole life."""
+        """Pass one request through its whole life."""
         cache = self._cache
         key = self._key(prompt, limit=len(prompt) - 1)
         match = cache.match_prefix(self._match_params(key=key))
@@ -190,7 +190,7 @@ class SGLangRadix:
         return num_hit_tokens
 
     def _allocate(self, row: int, start: int, end: int) -> None:
-        """Fill a row from a block's first token on, evicting what is needed."""
+        """Fill a row from the start of a block, evicting as needed."""
         end = whole_blocks(end)
         if start < end:
             self._allocator.evict_to_free_tokens(self._cache, end - start)
@@ -202,7 +202,7 @@ class SGLangRadix:
 
 
 class SGLangUnified(SGLangRadix):
-    """The same calls on SGLang's UnifiedRadixCache with its tree in Rust."""
+    """SGLang's UnifiedRadixCache with its tree in Rust, through the same calls."""
 
     def _make_cache(self, params: Any, **fields: Any) -> Any:
         components = importlib.import_module("sglang.srt.mem_cache.unified_cache.component_type")
@@ -212,11 +212,11 @@ class SGLangUnified(SGLangRadix):
             params(**fields, tree_components=full, tree_core_backend="rust")
         )
         if cache._tree_core_backend != "rust":
-            raise ImportError("SGLang's tree in Rust does not load here")
+            raise ImportError("SGLang's Rust tree does not load on this machine")
         return cache
 
 
-# --------------------------------------------------------------------------------- beneath them
+# ------------------------------------------------------------------------------------ helpers
 
 
 def whole_blocks(num_tokens: int) -> int:
@@ -225,14 +225,14 @@ def whole_blocks(num_tokens: int) -> int:
 
 
 def one_thread_torch() -> Any:
-    """Import torch and keep it on the thread that is timed."""
+    """Import torch and restrict it to the timed thread."""
     torch = importlib.import_module("torch")
     torch.set_num_threads(1)
     return torch
 
 
 class Anything(type):
-    """A class whose every public attribute is such a class."""
+    """A class whose every public attribute is another such class."""
 
     def __getattr__(cls, name: str) -> Anything:
         if name.startswith("__"):
@@ -241,9 +241,9 @@ class Anything(type):
 
 
 class StubModule(ModuleType):
-    """A package that holds whatever is imported from it."""
+    """A package that provides every name imported from it."""
 
-    __path__: MutableSequence[str] = []  # noqa: RUF012 - what makes a module a package
+    __path__: MutableSequence[str] = []  # noqa: RUF012 - makes the module a package
 
     def __getattr__(self, name: str) -> Anything:
         if name.startswith("__"):
@@ -252,13 +252,13 @@ class StubModule(ModuleType):
 
 
 class StubFinder(MetaPathFinder, Loader):
-    """Finds stubs for some packages and everything under them."""
+    """Import hook that returns stubs for some packages and their submodules."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
 
     def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
-        """Answer for the packages to replace, and for no other."""
+        """Return a spec for the replaced packages only."""
         if not any(f"{name}.".startswith(f"{stub}.") for stub in self._names):
             return None
         return ModuleSpec(name, self, is_package=True)
@@ -268,10 +268,10 @@ class StubFinder(MetaPathFinder, Loader):
         return StubModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leave it empty."""
+        """Leave the stub empty."""
 
 
 def stub_modules(names: Sequence[str]) -> None:
-    """Replace packages by stubs in what is imported from now on; again changes nothing."""
+    """Replace packages by stubs in later imports; a second call changes nothing."""
     if not any(isinstance(finder, StubFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, StubFinder(names))

@@ -1,16 +1,16 @@
-"""Print the cost of the cache manager beside that of its peers, as Markdown tables.
+"""Compare the CPU cost of the cache manager with its peers and print Markdown tables.
 
 Run:
     python benchmarks/peers.py TRACE [--requests N] [--pool-tokens M ...] [--rounds R]
 
-Every manager sees the same requests, one after the other: match the prompt, pin the hit, allocate
-the rest, publish the prompt, extend by the output, publish, release; blocks have 16 tokens. Each
-run is a process of its own, and the managers take turns in every round. Timed is the CPU time of
-the calling thread in a second pass, on a new manager; tokens are made, in the form that the
-manager takes, outside the spans. A ratio is the median of the rounds' ratios.
+Every manager handles the same requests one after the other: match the prompt, pin the hit,
+allocate the rest, publish the prompt, extend by the output, publish, release. Blocks have 16
+tokens. Each run is a new process, and the managers take turns in every round. The figure is the CPU
+time of the calling thread in a second pass on a new manager; converting the tokens to the form that
+the manager takes is not timed. A ratio is the median of the rounds' ratios.
 
-A peer takes part if it can be imported: install it, or put its folder on PYTHONPATH. One that
-cannot is named, with the reason and the way to get it.
+A peer takes part if it can be imported: install it, or put its folder on PYTHONPATH. The output
+lists the peers that are missing, with the reason and the way to get them.
 """
 
 from __future__ import annotations
@@ -18,18 +18,15 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
-import platform
 import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
-from control_plane import installed, processor
+from machine import describe_machine, installed
 from peer_adapters import BLOCK_SIZE, Adapter, MiniSGLang, RadixKV, SGLangRadix, SGLangUnified
 
 from radixkv.scheduler.bench.timing import (
@@ -48,23 +45,23 @@ MANAGERS: dict[str, tuple[type[Adapter], str, str]] = {
     "SGLang RadixCache": (SGLangRadix, "sglang", SGLANG),
     "SGLang UnifiedRadixCache (Rust)": (SGLangUnified, "sglang", SGLANG),
 }
-"""By the name in the table: the adapter, the distribution, and how to get that."""
+"""Name in the table -> adapter, distribution, and how to get the distribution."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one run of a manager measured."""
+    """Figures of one run of a manager."""
 
     us_per_request: float
     hit_tokens: int
 
 
 class MissingPeerError(Exception):
-    """A peer cannot be imported; says why."""
+    """A peer that cannot be imported, with the reason."""
 
 
 def main() -> None:
-    """Let the managers take turns, and print a table for each size of the pool."""
+    """Run the managers in turns and print a table for each pool size."""
     arguments = parse_arguments()
     if arguments.run is not None:
         run_here(arguments)
@@ -81,10 +78,10 @@ def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trace", type=Path, help="a Mooncake trace, .jsonl")
-    parser.add_argument("--requests", type=int, help="its first N requests only")
+    parser.add_argument("--requests", type=int, help="replay only the first N requests")
     parser.add_argument(
         "--pool-tokens", type=int, nargs="+", default=[3_000_000, 30_000_000],
-        help="tokens of the pool, one table each; default: 3 and 30 million",
+        help="pool sizes in tokens, one table each; default: 3 and 30 million",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--run", choices=MANAGERS, help=argparse.SUPPRESS)
@@ -97,7 +94,7 @@ def parse_arguments() -> argparse.Namespace:
 def compare(
     arguments: argparse.Namespace, pool_tokens: int, missing: dict[str, str]
 ) -> dict[str, list[Run]]:
-    """Return every manager's runs, one a round; note in `missing` which cannot run."""
+    """Return the runs of every manager, one per round; add those that cannot run to `missing`."""
     runs: dict[str, list[Run]] = {name: [] for name in MANAGERS if name not in missing}
     for round_number in range(1, arguments.rounds + 1):
         for name in list(runs):
@@ -112,17 +109,17 @@ def compare(
 
 
 def run_alone(arguments: argparse.Namespace, pool_tokens: int, name: str) -> Run:
-    """Run one manager in a process of its own.
+    """Run one manager in a new process.
 
     Raises:
-        MissingPeerError: It is a peer that cannot be imported.
+        MissingPeerError: The manager is a peer that cannot be imported.
     """
     command = [sys.executable, __file__, str(arguments.trace), "--run", name]
     command += ["--pool-tokens", str(pool_tokens)]
     if arguments.requests is not None:
         command += ["--requests", str(arguments.requests)]
     finished = subprocess.run(command, check=True, stdout=subprocess.PIPE)
-    # What a peer prints while it is imported comes before our one line.
+    # A peer may print while it is imported; the result is the last line.
     result = json.loads(finished.stdout.splitlines()[-1])
     if "missing" in result:
         raise MissingPeerError(result["missing"])
@@ -144,7 +141,7 @@ def run_here(arguments: argparse.Namespace) -> None:
 
 
 def replay(adapter: type[Adapter], requests: Sequence[TraceRequest], pool_tokens: int) -> Run:
-    """Take the requests through a new manager, each timed as one span."""
+    """Pass the requests through a new manager and time each of them."""
     num_blocks = pool_tokens // BLOCK_SIZE
     max_tokens = max(request.input_length + request.output_length for request in requests)
     manager = adapter(num_blocks, max_tokens)
@@ -159,13 +156,13 @@ def replay(adapter: type[Adapter], requests: Sequence[TraceRequest], pool_tokens
     available = manager.available_tokens()
     assert available == num_blocks * BLOCK_SIZE, (
         f"{adapter.__name__} has {available} tokens available after the last release, "
-        f"of {num_blocks * BLOCK_SIZE}: its calls are not made as it expects"
+        f"of {num_blocks * BLOCK_SIZE}: the adapter uses it wrongly"
     )
     return Run((spent_ns / len(requests) - clock_cost_ns()) / 1000, hit_tokens)
 
 
 def format_table(runs: dict[str, list[Run]]) -> list[str]:
-    """Make the lines of a Markdown table, a manager each."""
+    """Return the lines of a Markdown table with one row per manager."""
     ours = [run.us_per_request for run in runs["radixkv"]]
     lines = [
         "| Manager | us/request: median [range] | Ratio to radixkv | Hit tokens |",
@@ -184,30 +181,27 @@ def format_table(runs: dict[str, list[Run]]) -> list[str]:
 
 
 def describe_run(arguments: argparse.Namespace, missing: dict[str, str]) -> list[str]:
-    """Say where, when and with what the figures were measured, and what is missing."""
+    """Return the command, the machine, the versions and the missing peers."""
     words = ["python", "benchmarks/peers.py", arguments.trace.name]
     if arguments.requests is not None:
         words += ["--requests", str(arguments.requests)]
     words += ["--pool-tokens", *map(str, arguments.pool_tokens), "--rounds", str(arguments.rounds)]
-    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     names = dict.fromkeys(
         distribution for name, (_, distribution, _) in MANAGERS.items() if name not in missing
     )
-    versions = ", ".join(f"{name} {version_of(name)}" for name in [*names, "numpy", "torch"])
+    versions = [f"{name} {version_of(name)}" for name in [*names, "numpy", "torch"]]
     return [
         f"- Command: `{shlex.join(words)}`",
-        f"- Machine: {processor()}, {os.cpu_count()} cores, load average {load}",
-        f"- Date: {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        f"- Versions: Python {platform.python_version()}, {versions}",
+        f"- Measured: {describe_machine(*versions)}",
         *(
-            f"- Left out: {name} ({reason}). To get it: {MANAGERS[name][2]}."
+            f"- Missing: {name} ({reason}). To get it: {MANAGERS[name][2]}."
             for name, reason in missing.items()
         ),
     ]
 
 
 def version_of(package: str) -> str:
-    """Return an installed version or, of a source tree in git, its commit."""
+    """Return the installed version, or the commit of a source tree in git."""
     version = installed(package)
     spec = importlib.util.find_spec(package)
     folders = list(spec.submodule_search_locations or ()) if spec else []

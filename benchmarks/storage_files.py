@@ -1,28 +1,26 @@
-"""Print what the file backend costs beside a plain loop over the same values, as Markdown.
+"""Compare the file backend with a plain loop over the same values, as Markdown.
 
 Run:
     python benchmarks/storage_files.py [--directory DIR] [--mib 512] [--rounds 5] [--sync data]
         [--cold]
 
 The plain loop writes each value to a temporary name with `os.writev`, renames it, and reads it back
-with `os.readv`: no checksum, no index, no budget. The backend seals and verifies every value. Both
-name their files by key in 256 directories, which are there before, use the same buffers, 16 blocks
-of a `HostArrays`, and run on as many threads as `--threads` says. Reads come from the page cache,
-or with `--cold` from the disk: the page cache lets go of a round's files before they are read.
-Nothing is synced unless `--sync data` says so; then the plain loop calls `fdatasync` too, before
-the rename.
+with `os.readv`: no checksum, no index, no budget. The backend adds and verifies checksums. Both
+name their files by key in 256 existing directories, use the same buffers (16 blocks of a
+`HostArrays`), and run on `--threads` threads. Reads come from the page cache; with `--cold`, the
+files are dropped from the page cache first and reads come from the disk. With `--sync data`, both
+call `fdatasync` before the rename; by default neither does.
 
-A second ratio is to a plain loop that computes the digest too, with the same call of xxhash as the
-backend: of what it writes before that, of what it read after that.
+A second ratio compares with a plain loop that also computes the digest, with the same xxhash call
+as the backend, before each write and after each read.
 
-They take turns every 64 MiB, so that what else the machine does meets all. A rate is the median
-over all turns; a ratio is the median of the turns' ratios, in brackets their quartiles. On one
-thread, and without a sync, times are CPU times of that thread: neither the disk, which writes
-later, nor other processes are in them. Elsewhere, and with `--cold`, they are elapsed times, and
-mean something on a quiet machine alone.
+The sides take turns every 64 MiB, so that other load on the machine affects all of them. A rate is
+the median over all turns; a ratio is the median of the turns' ratios, with quartiles in brackets.
+On one thread without sync, times are CPU times of that thread: they include neither the disk, which
+writes later, nor other processes. Otherwise they are elapsed times; use a quiet machine for these.
 
-Rows of "storage" are what an engine has: `StorageWorkers` with its four threads, to which values
-are given in operations of 32 and which is polled every 0.1 ms, beside the plain loop on one thread.
+Rows "storage" measure the setup of an engine, `StorageWorkers` with four threads, operations of 32
+values and a poll every 0.1 ms, beside the plain loop on one thread.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
 from statistics import median, quantiles
@@ -44,6 +41,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from machine import describe_machine
 
 from radixkv.kvcache import HostArrays
 from radixkv.kvcache.storage import (
@@ -64,10 +62,10 @@ STORED, LOADED = (Status.STORED, ""), (Status.LOADED, "")
 
 
 class Values:
-    """Keys of one size of values, and buffers for them."""
+    """Keys and buffers for values of one size."""
 
     def __init__(self, size: int, count: int) -> None:
-        """Make count keys, and fill the buffers."""
+        """Make count keys and fill the buffers."""
         content = np.random.default_rng(0).integers(0, 256, (NUM_BUFFERS, size), np.uint8)
         self.size = size
         self.keys = [sha256(b"%d" % number).digest() for number in range(count)]
@@ -78,25 +76,25 @@ class Values:
 
 
 class Side(Protocol):
-    """One of those that take turns."""
+    """A participant of the comparison."""
 
     def store(self, turn: range) -> float:
-        """Write the values of a turn, and return how many seconds it took."""
+        """Write the values of a turn; return the seconds."""
 
     def load(self, turn: range) -> float:
-        """Read the values of a turn, and return how many seconds it took."""
+        """Read the values of a turn; return the seconds."""
 
     def close(self) -> None:
-        """Let go of files and threads."""
+        """Close files and threads."""
 
 
 class Loop:
-    """Values one by one, on some threads."""
+    """A side that stores and loads values one by one on several threads."""
 
     def __init__(
         self, values: Plain | Backend, num_threads: int, clock: Callable[[], float]
     ) -> None:
-        """Start the threads; clock is read on each of them."""
+        """Start the threads; each of them reads the clock."""
         self._values = values
         self._pool = ThreadPoolExecutor(num_threads)
         self._num_threads = num_threads
@@ -128,7 +126,7 @@ class Loop:
 
 
 class Plain:
-    """The least that could be done with a value; or that, and the digest of it."""
+    """The minimal file operations for a value, with or without its digest."""
 
     def __init__(self, directory: Path, sync: str, values: Values, *, digest: bool) -> None:
         """Make the directories."""
@@ -140,7 +138,7 @@ class Plain:
         self._digest = digest
 
     def store(self, number: int) -> None:
-        """Write to a temporary name, and rename."""
+        """Write to a temporary name and rename."""
         if self._digest:
             xxhash.xxh3_128_digest(self._values.payloads[number % NUM_BUFFERS])
         name = self._values.keys[number].hex()
@@ -153,7 +151,7 @@ class Plain:
         os.rename(temporary, f"{self._directory}/{name[:2]}/{name}")
 
     def load(self, number: int) -> None:
-        """Open, read and close."""
+        """Read the file."""
         name = self._values.keys[number].hex()
         file = os.open(f"{self._directory}/{name[:2]}/{name}", os.O_RDONLY)
         os.readv(file, [self._values.destinations[number % NUM_BUFFERS]])
@@ -162,38 +160,38 @@ class Plain:
             xxhash.xxh3_128_digest(self._values.destinations[number % NUM_BUFFERS])
 
     def close(self) -> None:
-        """Keep nothing open."""
+        """Do nothing: no file stays open."""
 
 
 class Backend:
-    """A value through the backend and its envelope."""
+    """The file backend with checksums."""
 
     def __init__(self, directory: Path, sync: str, values: Values) -> None:
         """Open the backend."""
         self._files = open_files(directory, sync)
-        self._sealed = ChecksummedBackend(self._files)
+        self._checksummed = ChecksummedBackend(self._files)
         self._values = values
 
     def store(self, number: int) -> None:
-        """Seal and write."""
+        """Add the checksum and write."""
         payload = [self._values.payloads[number % NUM_BUFFERS]]
-        assert self._sealed.store(self._values.keys[number], payload) == STORED
+        assert self._checksummed.store(self._values.keys[number], payload) == STORED
 
     def load(self, number: int) -> None:
         """Read and verify."""
         destination = [self._values.destinations[number % NUM_BUFFERS]]
-        assert self._sealed.load(self._values.keys[number], destination) == LOADED
+        assert self._checksummed.load(self._values.keys[number], destination) == LOADED
 
     def close(self) -> None:
-        """Let go of the directory."""
+        """Release the directory."""
         self._files.close()
 
 
 class Engine:
-    """What an engine has: operations, the driver's threads, and a poll now and then."""
+    """The setup of an engine: operations on the threads of `StorageWorkers`, and polling."""
 
     def __init__(self, directory: Path, sync: str, values: Values) -> None:
-        """Open the backend and start the driver."""
+        """Open the backend and start the workers."""
         self._values = values
         self._workers = StorageWorkers(
             open_files(directory, sync),
@@ -232,7 +230,7 @@ class Engine:
 
 
 def main() -> None:
-    """Measure each size on one and on several threads, and print the table."""
+    """Measure each size on one and on several threads and print the table."""
     arguments = parse_arguments()
     print("\n".join(describe_run(arguments)))
     print(
@@ -246,12 +244,12 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace, size: int, num_threads: int, *, engine: bool) -> None:
-    """Print the rows of one size: a plain loop on num_threads beside the backend or an engine."""
+    """Print the rows of one size: plain loops on num_threads, and the backend or an engine."""
     values = Values(size, arguments.mib * 2**20 // size)
     elapsed = num_threads > 1 or engine or arguments.sync == "data" or arguments.cold
     clock = time.perf_counter if elapsed else time.thread_time
     times: dict[str, list[list[float]]] = {"store": [], "load": []}
-    for round_number in range(arguments.rounds + 1):  # the first warms up
+    for round_number in range(arguments.rounds + 1):  # the first round warms up
         with ExitStack() as stack:
             places = [
                 Path(stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.directory)))
@@ -269,7 +267,7 @@ def measure(arguments: argparse.Namespace, size: int, num_threads: int, *, engin
                 stack.callback(side.close)
             stores = take_turns(values, [side.store for side in sides])
             if arguments.cold:
-                let_go(places)
+                drop_from_page_cache(places)
             loads = take_turns(values, [side.load for side in sides])
             if round_number:
                 times["store"] += stores
@@ -279,8 +277,8 @@ def measure(arguments: argparse.Namespace, size: int, num_threads: int, *, engin
         print(f"| {size // 1024} KiB | {threads} | {what} | {describe(turns)} |", flush=True)
 
 
-def let_go(places: Sequence[Path]) -> None:
-    """Write the files below some directories to the disk, and drop them from the page cache."""
+def drop_from_page_cache(places: Sequence[Path]) -> None:
+    """Write the files below these directories to the disk and drop them from the page cache."""
     os.sync()
     for path in (path for place in places for path in place.rglob("*") if path.is_file()):
         file = os.open(path, os.O_RDONLY)
@@ -289,7 +287,7 @@ def let_go(places: Sequence[Path]) -> None:
 
 
 def take_turns(values: Values, sides: Sequence[Callable[[range], float]]) -> list[list[float]]:
-    """Return seconds per MiB of each side for each turn; who goes first alternates."""
+    """Return the seconds per MiB of each side in each turn; the first side alternates."""
     times = []
     for number, turn in enumerate(values.turns):
         num_mib = len(turn) * values.size / 2**20
@@ -302,7 +300,7 @@ def take_turns(values: Values, sides: Sequence[Callable[[range], float]]) -> lis
 
 
 def describe(turns: Sequence[Sequence[float]]) -> str:
-    """Return four cells: the rates of the plain loop and of ours, and the ratios to both loops."""
+    """Return four cells: rates of the plain loop and our side, and our ratios to both loops."""
     plain_s, _, our_s = (median(column) for column in zip(*turns, strict=True))
     cells = [f"{1 / plain_s:,.0f}", f"{1 / our_s:,.0f}"]
     for other in (0, 1):
@@ -312,7 +310,7 @@ def describe(turns: Sequence[Sequence[float]]) -> str:
 
 
 def make_buffers(content: npt.NDArray[np.uint8]) -> list[memoryview]:
-    """Return the blocks of a host tier with these bytes."""
+    """Return blocks of a host tier with this content."""
     num_blocks, size = content.shape
     host = HostArrays(1, num_blocks, 1, 1, size // 2, np.uint8)
     host.memory[1:] = content
@@ -320,7 +318,7 @@ def make_buffers(content: npt.NDArray[np.uint8]) -> list[memoryview]:
 
 
 def open_files(directory: Path, sync: str) -> FileBackend:
-    """Open a backend, and make its directories."""
+    """Open a backend and create its directories."""
     files = FileBackend(directory, max_bytes=2**40, sync="data" if sync == "data" else "none")
     for number in range(256):
         first = bytes([number]) + bytes(31)
@@ -330,11 +328,13 @@ def open_files(directory: Path, sync: str) -> FileBackend:
 
 
 def describe_run(arguments: argparse.Namespace) -> list[str]:
-    """Return the machine, the date and the versions, as Markdown."""
+    """Return the machine, the versions and the settings as Markdown."""
     return [
-        f"{datetime.now(UTC):%Y-%m-%d}, {platform.machine()}, {os.cpu_count()} cores, "
-        f"load {os.getloadavg()[0]:.1f}; Linux {platform.release().split('-')[0]}, "
-        f"Python {platform.python_version()}, numpy {np.__version__}, xxhash {xxhash.VERSION}.",
+        describe_machine(
+            f"Linux {platform.release().split('-')[0]}",
+            f"numpy {np.__version__}",
+            f"xxhash {xxhash.VERSION}",
+        ),
         "",
         f"{arguments.mib} MiB of values per round, {arguments.rounds} rounds, "
         f'sync="{arguments.sync}", reads from the {"disk" if arguments.cold else "page cache"}, '
@@ -345,8 +345,10 @@ def describe_run(arguments: argparse.Namespace) -> list[str]:
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--directory", type=Path, help="on the disk to measure; default: temporary")
-    parser.add_argument("--mib", type=int, default=512, help="of values in each round")
+    parser.add_argument(
+        "--directory", type=Path, help="directory on the disk to measure; default: temporary"
+    )
+    parser.add_argument("--mib", type=int, default=512, help="MiB of values in each round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--sync", choices=["none", "data"], default="none")

@@ -1,35 +1,33 @@
-"""Print the throughput of the Redis backend beside that of a bare pipelined client.
+"""Compare the throughput of the Redis backend with a bare pipelined client, as Markdown.
 
 Run:
     python benchmarks/storage_redis.py [--values N] [--rounds R]
 
-Starts a redis-server of its own on loopback. All write and read the same values; the sides take
-turns in every round, and a ratio is the median of the rounds' ratios. The bare client sends
-batches of 32 commands on one connection, each waiting for its 32 answers, and keeps what it reads.
-Ours writes from two buffers and reads into two, as blocks are:
+The benchmark starts a redis-server on a Unix socket. All sides write and read the same values and
+take turns in every round; a ratio is the median of the rounds' ratios. The bare client sends
+batches of 32 commands on one connection, waits for the 32 answers, and keeps the values it reads.
+Our sides write from two buffers per value and read into two, as for blocks:
 
 - backend: one thread, one call per value, no checksums;
-- storage: batches of 32 through `StorageWorkers` on four threads, checksums and the question
-  whether the block exists already included.
+- storage: batches of 32 through `StorageWorkers` on four threads, with checksums and a check
+  whether the block exists already.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from hashlib import sha256
 from statistics import median
 
 import redis
-from control_plane import processor
+from machine import describe_machine
 
 from radixkv.kvcache.storage import StorageOpId, StorageWorkers
 from radixkv.kvcache.storage.redis.address import RedisAddress
@@ -42,10 +40,10 @@ SIDES = ("bare", "backend", "storage")
 
 
 class Run:
-    """One size: its values, and how each side writes and reads them. Returns seconds."""
+    """Values of one size, and the ways in which each side writes and reads them."""
 
     def __init__(self, path: str, num_bytes: int, num_values: int) -> None:
-        """Make the values, all different, and the buffers to read into."""
+        """Make distinct values, and buffers to read into."""
         self.client = redis.Redis(unix_socket_path=path, protocol=2)
         self.backend = RedisBackend(RedisAddress(unix_path=path), timeout_s=60.0)
         self.storage_backend = RedisBackend(RedisAddress(unix_path=path), timeout_s=60.0)
@@ -60,16 +58,16 @@ class Run:
         self.batches = [range(first, first + BATCH) for first in range(0, num_values, BATCH)]
 
     def put(self, side: str) -> float:
-        """Write all values to an empty server."""
+        """Return the seconds in which a side writes all values to an empty server."""
         self.client.flushall()
         return timed({"bare": self._put_bare, "backend": self._put, "storage": self._store}[side])
 
     def get(self, side: str) -> float:
-        """Read all values, which the same side has written."""
+        """Return the seconds in which a side reads the values that it wrote."""
         return timed({"bare": self._get_bare, "backend": self._get, "storage": self._load}[side])
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         self.client.close()
         self.backend.close()
         self.storage.close()
@@ -117,7 +115,7 @@ class Run:
 
 
 def main() -> None:
-    """Let the sides take turns, and print a table."""
+    """Run the sides in turns and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--values", type=int, default=128, help="of each size; a multiple of 32")
     parser.add_argument("--rounds", type=int, default=5)
@@ -127,9 +125,9 @@ def main() -> None:
     with server() as path:
         version = redis.Redis(unix_socket_path=path).info("server")["redis_version"]
         print(
-            f"{processor()}, {os.cpu_count()} cores, {datetime.now(UTC):%Y-%m-%d}, "
-            f"Python {platform.python_version()}, redis-server {version}, "
-            f"redis-py {redis.__version__}, {arguments.values} values, {arguments.rounds} rounds\n"
+            describe_machine(f"redis-server {version}", f"redis-py {redis.__version__}"),
+            f"{arguments.values} values, {arguments.rounds} rounds\n",
+            sep="\n\n",
         )
         print("| Values | Side | put MiB/s | ratio | get MiB/s | ratio |")
         print("| --- | --- | --- | --- | --- | --- |")
@@ -140,24 +138,24 @@ def main() -> None:
 
 
 def measure(run: Run, num_bytes: int, rounds: int) -> Iterator[str]:
-    """Yield the lines of one size."""
+    """Yield the rows of one size."""
     times: dict[tuple[str, str], list[float]] = {}
-    for _ in range(rounds + 1):  # the first one warms up
+    for _ in range(rounds + 1):  # the first round warms up
         for side in SIDES:
             times.setdefault((side, "put"), []).append(run.put(side))
             times.setdefault((side, "get"), []).append(run.get(side))
     total_mib = len(run.keys) * num_bytes / MIB
     for side in SIDES:
         cells = [f"{num_bytes >> 10} KiB", side]
-        for what in ("put", "get"):
-            seconds, bare = times[side, what][1:], times["bare", what][1:]
+        for call in ("put", "get"):
+            seconds, bare = times[side, call][1:], times["bare", call][1:]
             ratio = median(b / s for b, s in zip(bare, seconds, strict=True))
             cells += [f"{total_mib / median(seconds):,.0f}", f"{ratio:.2f}"]
         yield f"| {' | '.join(cells)} |"
 
 
 def timed(call: Callable[[], None]) -> float:
-    """Return how many seconds a call takes."""
+    """Return the seconds of a call."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
@@ -165,7 +163,7 @@ def timed(call: Callable[[], None]) -> float:
 
 @contextmanager
 def server() -> Iterator[str]:
-    """Run a redis-server, and give the path of its socket."""
+    """Run a redis-server and yield the path of its socket."""
     program = shutil.which("redis-server")
     if program is None:
         raise SystemExit("redis-server is missing: apt-get install redis-server")

@@ -1,27 +1,26 @@
-"""Print what it costs to tell storage of uses, as a Markdown table.
+"""Measure the CPU cost of recency reports to storage and print a Markdown table.
 
 Run:
     python benchmarks/storage_uses.py [--blocks 750] [--rounds 21]
 
-An admission hits a path of some blocks on the device, and then what storage is to be told is taken:
-without storage; when the path is due, as so many others were admitted since it was told; and when
-it is not, right after that. Then files are told of as many keys: once when they are new, which
-writes their order down, and once more. Times are CPU times of one thread, medians over rounds.
+An admission hits a path of blocks on the device and takes the recency report for storage, in three
+cases: without storage; with a report that is due because many other paths were admitted since the
+last one; and right after that, when none is due. Then the file backend takes a report of as many
+keys, once for new files, whose order it writes to disk, and once more. Times are CPU times of one
+thread, medians over the rounds.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
 import numpy as np
+from machine import describe_machine
 
 from radixkv.kvcache import (
     CacheManager,
@@ -38,9 +37,9 @@ OTHER = np.full(BLOCK_SIZE, -1, np.int32)
 
 
 def main() -> None:
-    """Measure both, and print the table."""
+    """Measure admissions and files, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=750, help="of the path")
+    parser.add_argument("--blocks", type=int, default=750, help="length of the path")
     parser.add_argument("--rounds", type=int, default=21)
     arguments = parser.parse_args()
     prompt = np.arange(arguments.blocks * BLOCK_SIZE, dtype=np.int32)
@@ -48,17 +47,13 @@ def main() -> None:
     for _ in range(arguments.rounds):
         for what, seconds in {**time_admissions(prompt), **time_files(prompt)}.items():
             times.setdefault(what, []).append(seconds)
-    print(
-        f"{datetime.now(UTC):%Y-%m-%d}, {platform.machine()}, {os.cpu_count()} cores, "
-        f"load {os.getloadavg()[0]:.1f}; Python {platform.python_version()}\n\n"
-        f"| {arguments.blocks} blocks | CPU time, us |\n| --- | ---: |"
-    )
+    print(f"{describe_machine()}\n\n| {arguments.blocks} blocks | CPU time, us |\n| --- | ---: |")
     for what, each_s in times.items():
         print(f"| {what} | {median(each_s) * 1e6:,.1f} |")
 
 
 def time_admissions(prompt: Int32Array) -> dict[str, float]:
-    """Return the seconds of an admission that hits all of a prompt."""
+    """Return the seconds of an admission that hits a whole prompt."""
     times = {}
     for storage in (None, NAMESPACE):
         num_blocks = len(prompt) // BLOCK_SIZE + 1
@@ -83,7 +78,7 @@ def time_admissions(prompt: Int32Array) -> dict[str, float]:
 
 
 def hit(manager: CacheManager, tiers: Tiers, tokens: Int32Array) -> float:
-    """Admit what is cached, and return how long that and the telling took."""
+    """Admit cached tokens; return the seconds of that and of taking the report."""
     match = manager.match(tokens)
     start = time.thread_time()
     lease = manager.admit(match)
@@ -94,21 +89,21 @@ def hit(manager: CacheManager, tiers: Tiers, tokens: Int32Array) -> float:
 
 
 def time_files(prompt: Int32Array) -> dict[str, float]:
-    """Return the seconds in which files take in the order of a prompt's keys."""
+    """Return the seconds in which the file backend records the recency of a prompt's keys."""
     keys = NAMESPACE.block_keys(prompt)
     with tempfile.TemporaryDirectory() as directory:
         files = FileBackend(Path(directory), max_bytes=2**30)
         for key in keys:
             files.put(key, [memoryview(b"a value")])
-        times = {"files, new": time_of(files.touch, keys), "files": time_of(files.touch, keys)}
+        times = {"files, new": timed(files.touch, keys), "files": timed(files.touch, keys)}
         files.close()
     return times
 
 
-def time_of(tell: Callable[[list[bytes]], None], keys: list[bytes]) -> float:
+def timed(touch: Callable[[list[bytes]], None], keys: list[bytes]) -> float:
     """Return the seconds of one call."""
     start = time.thread_time()
-    tell(keys)
+    touch(keys)
     return time.thread_time() - start
 
 

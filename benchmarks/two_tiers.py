@@ -1,11 +1,11 @@
-"""Print the hits and moves of two cache tiers beside what the law of LRU says, as a Markdown table.
+"""Compare the hits and moves of two cache tiers with the law of LRU, as a Markdown table.
 
 Run:
     python benchmarks/two_tiers.py TRACE [TRACE ...]
 
-Every row is one pass of a trace through the manager with an exclusive host tier. The law (see
-`radixkv.scheduler.replay.hits.tier_law`) is compared request by request; a row that departs from it
-says where, and the exit status is then 1. The counts do not depend on the machine.
+Every row is one pass of a trace through the manager with an exclusive host tier, compared with the
+law in `radixkv.scheduler.replay.hits.tier_law` for every request. A row that differs shows where,
+and the exit status is then 1. The counts do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ HEAD = ("Trace", "Device + host blocks", "Device hits", "Host hits", "Demoted", 
 
 
 def main() -> int:
-    """Print a row per trace and pair of sizes."""
+    """Print a row for each trace and pair of sizes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="Mooncake, .jsonl")
     print(f"| {' | '.join(HEAD)} |\n| --- | --- {'| ---: ' * 4}| --- |")
-    broken = False
+    differs = False
     for path in parser.parse_args().traces:
         trace = read_trace(path)
         paths = prefix_paths(trace)
@@ -41,8 +41,8 @@ def main() -> int:
                 f"| {path.name} | {device:,} + {host:,} "
                 f"| {' | '.join(f'{count:,}' for count in counts)} | {difference or 'equal'} |"
             )
-            broken |= difference is not None
-    return int(broken)
+            differs |= difference is not None
+    return int(differs)
 
 
 if __name__ == "__main__":

@@ -1,32 +1,30 @@
-"""Print what preempted blocks on their way out cost the steps, as Markdown.
+"""Measure how writing out preempted blocks slows the steps down, as Markdown.
 
 Run:
     python benchmarks/write_out.py [--rounds 5] [--steps 300] [--directory DIR]
 
-A step is a program that keeps one core busy for 5 ms and writes a token into every pool, which are
-donated; then its result is waited for. Every tenth step, 16 MiB of blocks are preempted. The rows:
+A step is a program that keeps one core busy for 5 ms and writes a token into every pool; the pools
+are donated, and the step waits for the result. Every tenth step, 16 MiB of blocks are preempted.
+The rows::
 
     nothing      no block is moved
-    gather       they are gathered on the device, and the result is thrown away
+    gather       the blocks are gathered on the device and the result is discarded
     host         a `TierDriver` copies them to the host tier
-    files        and then stores them through `StorageWorkers` in a directory, checksums on
-    in the step  gather, copy to the host tier and store, each waited for
+    files        it then stores them in a directory through `StorageWorkers`, with checksums
+    in the step  the step waits for the gather, the copy to the host tier and the store
 
-The time of a step is from before the preemption to after its end. All rows run in one process and
-take turns. At the end of each round every block is read back from the directory and compared.
+The time of a step includes the preemption before it. All rows run in one process and take turns. At
+the end of each round every block is read back from the directory and compared.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from hashlib import sha256
 from statistics import median
@@ -34,6 +32,7 @@ from statistics import median
 import jax
 import jax.numpy as jnp
 import numpy as np
+from machine import describe_machine
 
 from radixkv.kvcache import (
     BlockArrays,
@@ -81,7 +80,7 @@ def _step(pools: Pools, loops: jax.Array) -> tuple[Pools, jax.Array]:
 
 
 def make_machine() -> Machine:
-    """Fill block n with n, and find out how many loops take 5 ms."""
+    """Fill block n with n, and find the number of loops that takes 5 ms."""
     arrays = BlockArrays.zeros(**SIZES, dtype=jnp.dtype(jnp.float32))
     ids = jnp.arange(SIZES["num_blocks"] + 1, dtype=jnp.float32)[:, None, None, None]
     fill = jax.jit(lambda pool: pool + ids, donate_argnums=0)
@@ -96,14 +95,14 @@ def make_machine() -> Machine:
 
 
 def timed(call: Callable[[], None]) -> float:
-    """Return the seconds that a call takes."""
+    """Return the seconds of a call."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
 def preemptions(steps: int) -> dict[int, np.ndarray]:
-    """Say at which steps which device blocks are preempted; not block 1, which steps write."""
+    """Return the preempted blocks by step, without block 1, which the steps write."""
     slots = SIZES["num_blocks"] // PREEMPTED_BLOCKS
     ids = np.arange(1, SIZES["num_blocks"] + 1, dtype=np.int32).reshape(slots, -1)[1:]
     at = range(PREEMPT_EVERY - 1, steps, PREEMPT_EVERY)
@@ -111,17 +110,17 @@ def preemptions(steps: int) -> dict[int, np.ndarray]:
 
 
 def keys_of(step: int) -> tuple[bytes, ...]:
-    """Name the blocks that a step preempted."""
+    """Return the storage keys of the blocks that a step preempted."""
     return tuple(sha256(b"%d %d" % (step, block)).digest() for block in range(PREEMPTED_BLOCKS))
 
 
 def run_nothing(machine: Machine, steps: int) -> list[float]:
-    """Run steps, and no more."""
+    """Run the steps alone."""
     return [timed(machine.step) for _ in range(steps)]
 
 
 def run_gather(machine: Machine, steps: int) -> list[float]:
-    """Do what the device has to do for a snapshot, and no more."""
+    """Do only the work of the device: gather the preempted blocks."""
     copies = BlockCopies(machine.arrays, 32)
     wanted = preemptions(steps)
 
@@ -137,7 +136,7 @@ def run_gather(machine: Machine, steps: int) -> list[float]:
 def run_driver(
     machine: Machine, steps: int, host: HostArrays, directory: str | None
 ) -> list[float]:
-    """Let a driver move what is preempted, to the host tier and to a directory if there is one."""
+    """Let a driver move preempted blocks to the host tier, and to the directory if given."""
     storage = None
     if directory is not None:
         storage = StorageWorkers(open_files(directory), num_threads=2, max_bytes_in_flight=2**30)
@@ -147,7 +146,7 @@ def run_driver(
     stored: dict[OpId, Operation] = {}
     done = 0
 
-    def follow() -> None:
+    def poll() -> None:
         nonlocal done
         for result in driver.poll():
             assert all(result.ok), result
@@ -160,7 +159,7 @@ def run_driver(
                 driver.dispatch([operation], machine.arrays)
 
     def step(number: int) -> None:
-        follow()
+        poll()
         if number in wanted:
             ids, kind = wanted[number], OpKind.DEVICE_TO_HOST
             down = Operation(OpId(number), Epoch(1), kind, ids, ids, (), TIMEOUT_S)
@@ -171,7 +170,7 @@ def run_driver(
     times = [timed(partial(step, number)) for number in range(steps)]
     while done < len(wanted) * (1 if storage is None else 2):
         driver.wait(TIMEOUT_S)
-        follow()
+        poll()
     for ids in wanted.values():
         check(host, ids)
     assert driver.close()
@@ -180,7 +179,7 @@ def run_driver(
 
 
 def run_in_step(machine: Machine, steps: int, host: HostArrays, directory: str) -> list[float]:
-    """Wait in the step for each part of moving what is preempted."""
+    """Move preempted blocks within the step, and wait for each part."""
     files = open_files(directory)
     checksummed = ChecksummedBackend(files)
     copies = BlockCopies(machine.arrays, 32)
@@ -208,13 +207,13 @@ def open_files(directory: str) -> FileBackend:
 
 
 def check(host: HostArrays, ids: np.ndarray) -> None:
-    """Assert that blocks hold what the device held."""
+    """Assert that the host blocks have the content of the device blocks."""
     for pool in host.read(ids):
         assert (pool == ids[:, None, None, None]).all()
 
 
 def check_files(directory: str, steps: int, host: HostArrays) -> None:
-    """Assert that every preempted block comes back from a directory."""
+    """Assert that every preempted block can be read back from the directory."""
     files = open_files(directory)
     checksummed = ChecksummedBackend(files)
     for step, ids in preemptions(steps).items():
@@ -238,20 +237,20 @@ def run(
     if row == "host":
         return run_driver(machine, steps, host, None)
     with tempfile.TemporaryDirectory(dir=parent) as directory:
-        how = run_driver if row == "files" else run_in_step
-        times = how(machine, steps, host, directory)
+        run_row = run_driver if row == "files" else run_in_step
+        times = run_row(machine, steps, host, directory)
         check_files(directory, steps, host)
         return times
 
 
 def main() -> None:
-    """Measure each row in each round, and print the table."""
+    """Measure every row in each round and print the table."""
     arguments = parse_arguments()
     machine = make_machine()
     host = HostArrays.like(machine.arrays, SIZES["num_blocks"])
     rows = ["nothing", "gather", "host", "files", "in the step"]
     measured: dict[str, list[list[float]]] = {row: [] for row in rows}
-    for number in range(arguments.rounds + 1):  # the first warms up
+    for number in range(arguments.rounds + 1):  # the first round warms up
         for row in rows if number % 2 else reversed(rows):
             times = run(row, machine, arguments.steps, host, arguments.directory)
             if number:
@@ -274,22 +273,20 @@ def main() -> None:
 
 
 def quantile(rounds: list[list[float]], percent: int) -> str:
-    """Write the median over rounds of a percentile, and its range."""
+    """Format the median over rounds of a percentile, and its range."""
     return spread([float(np.percentile(times, percent)) for times in rounds])
 
 
 def spread(values: list[float]) -> str:
-    """Write median and range."""
+    """Format median and range."""
     return f"{median(values):.2f} [{min(values):.2f} to {max(values):.2f}]"
 
 
 def describe_run(arguments: argparse.Namespace) -> str:
-    """Return the machine, the date and the versions."""
-    device = jax.devices()[0]
+    """Return the machine, the versions and the settings."""
+    versions = f"JAX {jax.__version__} on {jax.devices()[0].device_kind}", f"numpy {np.__version__}"
     return (
-        f"{datetime.now(UTC):%Y-%m-%d}, {platform.machine()}, {os.cpu_count()} cores, "
-        f"load {os.getloadavg()[0]:.1f}; device {device.device_kind}; "
-        f"Python {platform.python_version()}, JAX {jax.__version__}, numpy {np.__version__}.\n\n"
+        f"{describe_machine(*versions)}\n\n"
         f"{arguments.steps} steps of 5 ms, 16 MiB preempted at every {PREEMPT_EVERY}th; "
         f"median of {arguments.rounds} rounds and range."
     )
@@ -298,7 +295,7 @@ def describe_run(arguments: argparse.Namespace) -> str:
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--directory", help="on the disk to measure; default: temporary")
+    parser.add_argument("--directory", help="directory on the disk to measure; default: temporary")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=300)
     return parser.parse_args()

@@ -85,7 +85,8 @@ class SimulationResult:
         evicted_blocks: Cached blocks evicted.
         simulated_s: Simulated time from the first arrival to the last token.
         latencies: Latency distributions and goodput.
-        scheduler_us_per_step: Real CPU time of schedule and update; differs from run to run.
+        scheduler_us_per_step: Real CPU time of schedule, update and tier operations; differs from
+            run to run.
         wall_s: Real time of the simulation; differs from run to run.
         tiers: Copies and hits below the device; None without a host tier.
         checks: Checks of the accounts.
@@ -194,16 +195,19 @@ class _Simulation:
         self._add_arrivals()
         if not self.scheduler.has_work:  # every arrival was refused
             return True
+        started = time.perf_counter()
         if self.links is not None:
             self.links.deliver(self.clock_s)
-        plan = self.node.schedule()
+        plan = self.scheduler.schedule()
         if self.links is not None:
             self.links.dispatch(self.clock_s)
+        scheduling_s = time.perf_counter() - started
         if not plan.chunks:
             self.accounts.record_step(plan, self.clock_s)
             self._wait_for_copies()
             return True
         step_s = self.costs.plan_s(plan)
+        self.node.scheduler_s += scheduling_s
         self.node.begin_step(step_s)
         self.clock_s += step_s
         self.accounts.record_step(plan, self.clock_s)
