@@ -1,6 +1,8 @@
-"""The hand-off of requests from a prefill node to a decode node: a protocol without I/O.
+"""The hand-off protocol between prefill and decode nodes, and the gateway, without I/O.
 
-Messages, ends of transfers and the clock go in; messages to send and transfers to start come out.
+`PrefillSide` and `DecodeSide` take messages, transfer events and the clock, and return actions:
+messages to send and transfers to start. The gateway's classes are in `gateway`, `network_gateway`
+and `node_reporter`.
 """
 
 from __future__ import annotations
@@ -42,18 +44,8 @@ from .messages import (
     Ticket,
 )
 from .prefill_side import Order, PrefillSide
-from .retries import (
-    Answer,
-    Begin,
-    Cancel,
-    RequestRetrier,
-)
-from .states import (
-    DECODE_MOVES,
-    PREFILL_MOVES,
-    DecodeState,
-    PrefillState,
-)
+from .retries import Answer, Begin, Cancel, RequestRetrier
+from .states import DECODE_MOVES, PREFILL_MOVES, DecodeState, PrefillState
 
 __all__ = [
     "DECODE_MOVES",

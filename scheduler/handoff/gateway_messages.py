@@ -1,16 +1,16 @@
-"""What a gateway and the nodes say to each other about whole requests.
+"""Messages between the gateway and the nodes about attempts.
 
 ::
 
-    gateway                       P                                D
+    gateway                          P                                D
       ── RunPrefill ──────────────►    ── NodeStatus ──────────────►    at their first hand-off
                                        ◄─────── the hand-off ───────►
       ◄───────────────────────────────────────────────────── Started ─
       ◄──────────────────────────────────────────────────── Finished ─
 
 If something fails, PrefillFailed or DecodeFailed comes instead. The sender repeats each of these
-five until a DeliveryAck answers it. The gateway sends CancelAttempt once, to all nodes, when nobody
-wants an attempt any more: a node that missed it reports on the attempt later and is told again.
+five until a DeliveryAck answers it. The gateway sends CancelAttempt once, to all nodes, when an
+attempt is no longer wanted: a node that missed it reports on the attempt later and is told again.
 Every node sends a NodeStatus at intervals to the gateway and to the nodes that it works with. It
 says that the node is alive, and its address. `RequestRetrier` makes the keys.
 """
@@ -23,25 +23,21 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 
 from ..request import Request, SamplingParams
-from .messages import (
-    AttemptKey,
-    Hits,
-    NodeId,
-)
+from .messages import AttemptKey, Hits, NodeId
 
 GATEWAY: Final[NodeId] = "gateway"
-"""The name of the gateway in every deployment."""
+"""Name of the gateway in every deployment."""
 
 Role: TypeAlias = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
 class RunPrefill:
-    """Gateway to P: begin an attempt, and hand it over to this node.
+    """The gateway asks P to begin an attempt and to hand it over to a decode node.
 
     Attributes:
-        epoch: of the life of P that is asked; another does nothing.
-        prompt: int32 tokens, little-endian.
+        epoch: P's epoch; in another epoch, P ignores the message.
+        prompt: little-endian int32 tokens.
     """
 
     key: AttemptKey
@@ -59,7 +55,7 @@ class RunPrefill:
     def of(
         cls, key: AttemptKey, epoch: int, request: Request, decode_node: str, decode_address: str
     ) -> RunPrefill:
-        """Ask a life of P for an attempt of a request."""
+        """Return the message for an attempt of a request, to one epoch of P."""
         return cls(
             key,
             epoch,
@@ -74,7 +70,7 @@ class RunPrefill:
         )
 
     def request(self) -> Request:
-        """Return what is asked for, under the key's name."""
+        """Return the request, named as the key."""
         return Request(
             self.key.request_id,
             np.frombuffer(self.prompt, "<i4").astype(np.int32),
@@ -88,7 +84,7 @@ class RunPrefill:
 
 @dataclass(frozen=True, slots=True)
 class CancelAttempt:
-    """Gateway to both nodes: end an attempt, where it is known."""
+    """The gateway asks all nodes to give up an attempt, if they know it."""
 
     key: AttemptKey
     reason: str
@@ -96,18 +92,18 @@ class CancelAttempt:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """D to gateway: an attempt is being decoded."""
+    """D reports that it decodes an attempt."""
 
     key: AttemptKey
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """D to gateway: all tokens of an attempt, P's first one included.
+    """D reports all tokens of an attempt, including P's first one.
 
     Attributes:
-        hits: of P, by tier.
-        num_preemptions: on D.
+        hits: P's hits, by tier.
+        num_preemptions: number of preemptions on D.
     """
 
     key: AttemptKey
@@ -118,7 +114,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class PrefillFailed:
-    """P to gateway: an attempt has come to nothing; see `handoff.Failed`."""
+    """P reports that an attempt has failed; see `handoff.Failed`."""
 
     key: AttemptKey
     reason: str
@@ -128,7 +124,7 @@ class PrefillFailed:
 
 @dataclass(frozen=True, slots=True)
 class DecodeFailed:
-    """D to gateway: an attempt that had started was stopped."""
+    """D reports that it has stopped an attempt that it had started."""
 
     key: AttemptKey
     reason: str
@@ -136,13 +132,13 @@ class DecodeFailed:
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """A node to whom it has to do with: it is alive; its name and epoch are those of the frame.
+    """A node says that it is alive. The frame carries its name and epoch.
 
     Attributes:
         address: of its channel.
-        transport: its name; both nodes of a hand-off must use the same.
+        transport: name of its transport; both nodes of a hand-off must use the same.
         block_size, num_blocks: of its cache.
-        model: the name of its model's configuration; which weights it has, nodes tell each other.
+        model: name of its model's configuration; nodes compare their weights among themselves.
     """
 
     role: Role
@@ -154,15 +150,15 @@ class NodeStatus:
 
 
 AttemptMessage: TypeAlias = RunPrefill | Started | Finished | PrefillFailed | DecodeFailed
-"""What is said until it is heard: each kind once of an attempt."""
+"""Messages that are repeated until they are acknowledged: at most one of a kind per attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeliveryAck:
-    """Who got a message of an attempt to who sent it: it has come.
+    """The receiver of an `AttemptMessage` acknowledges it.
 
     Attributes:
-        kind: the message's type, by name.
+        kind: class name of the message.
     """
 
     key: AttemptKey
@@ -170,7 +166,7 @@ class DeliveryAck:
 
     @classmethod
     def of(cls, message: AttemptMessage) -> DeliveryAck:
-        """Answer a message; each copy has the same answer."""
+        """Return the acknowledgement of a message; every copy has the same."""
         return cls(message.key, type(message).__name__)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
 from ..errors import RefusalReason
-from ..request import GREEDY, SamplingParams
+from ..request import GREEDY, Request, SamplingParams
 
 PROTOCOL_VERSION: Final = 2
 """Version of all messages: raise it with any change of a name, a field, a type or a limit."""
@@ -82,6 +82,13 @@ class Hits:
     device: int = 0
     host: int = 0
     storage: int = 0
+
+    @classmethod
+    def of(cls, request: Request) -> Hits:
+        """Return the hits of a computed request."""
+        return cls(
+            request.num_hit_tokens, request.num_host_hit_tokens, request.num_storage_hit_tokens
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The gateway of nodes in other processes: who is there, and what is said over a bad network."""
+"""A gateway whose nodes are other processes, reached over a lossy network."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from typing import Final
 
 from ..errors import NodesMissingError
 from ..request import Request
-from .gateway import (
-    Gateway,
-    RunAttempt,
-)
+from .gateway import Gateway, RunAttempt
 from .gateway_messages import (
     AttemptMessage,
     CancelAttempt,
@@ -34,7 +31,7 @@ _RETRIES_PER_SILENCE: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Send what is for a node to this address from now on."""
+    """Connect to a node at this address."""
 
     peer: NodeId
     address: str
@@ -42,29 +39,29 @@ class Connect:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """A node has gone; what was not sent to it yet is for nobody."""
+    """Drop the connection to a node that is gone, with its unsent messages."""
 
     peer: NodeId
 
 
 @dataclass(frozen=True, slots=True)
 class SendToNode:
-    """Send a message to a node that was connected."""
+    """Send a message to a connected node."""
 
     peer: NodeId
     message: GatewayMessage
 
 
 class NetworkGateway:
-    """A `Gateway` with nodes of which it knows only what they say, over a network that may lose it.
+    """A `Gateway` that learns of its nodes from their messages, over a lossy network.
 
-    Nodes come by saying so, and go by saying nothing for a while, or by coming back with another
-    epoch; what they had is tried again on others. It does no I/O: carry out `take_actions` after
-    every call.
+    A node joins with a `NodeStatus`. It is gone when it is silent for a while, or comes back with
+    another epoch; its attempts are retried on other nodes. This class does no I/O: carry out
+    `take_actions` after every call.
 
     Attributes:
-        nodes: those that were heard of and have not gone, by name.
-        gone: those that have gone and not come back.
+        nodes: nodes that have joined and are not gone, by name.
+        gone: nodes that are gone and have not come back, by name.
     """
 
     def __init__(
@@ -78,14 +75,14 @@ class NetworkGateway:
         request_s: float = inf,
         epoch: int = 0,
     ) -> None:
-        """Make a gateway that has heard of no node.
+        """Create a gateway without nodes.
 
         Args:
-            block_size: tokens per block; a node with another is refused.
-            model: the name of a configuration; without it, nodes must have that of the first.
-            silence_s: a node not heard of for so long is gone, and one that has not taken a request
-                in by then fails an attempt; it is asked five times.
-            max_attempts, backoff_s, request_s: of `RequestRetrier`; no limit of time by default.
+            block_size: tokens per block; a node with another block size is refused.
+            model: name of a model configuration; None: all nodes need the first node's.
+            silence_s: silence after which a node is gone. An attempt also fails if its prefill
+                node has not acknowledged it in this time; the gateway asks five times.
+            max_attempts, backoff_s, request_s: of `RequestRetrier`; no time limit by default.
             epoch: of `Gateway`.
         """
         self.nodes: dict[NodeId, RemoteNode] = {}
@@ -93,7 +90,7 @@ class NetworkGateway:
         self._block_size = block_size
         self._model = model
         self._silence_s = silence_s
-        self._outbox = ResendQueue(retry_s=silence_s / _RETRIES_PER_SILENCE, patience_s=silence_s)
+        self._unacked = ResendQueue(retry_s=silence_s / _RETRIES_PER_SILENCE, patience_s=silence_s)
         self._gateway = Gateway(
             block_size,
             max_attempts=max_attempts,
@@ -106,37 +103,37 @@ class NetworkGateway:
 
     @property
     def failures(self) -> dict[str, str]:
-        """Why requests came to nothing, by id; those have the status ABORTED."""
+        """Reasons of failed requests, by id; these requests have the status ABORTED."""
         return self._gateway.failures
 
     @property
     def num_open(self) -> int:
-        """Requests that have yet to end."""
+        """Number of requests that have not ended."""
         return self._gateway.num_open
 
     @property
     def num_unacked(self) -> int:
-        """What was said to nodes, and none of them has acknowledged."""
-        return len(self._outbox)
+        """Number of messages that no node has acknowledged."""
+        return len(self._unacked)
 
     @property
     def loads(self) -> dict[NodeId, int]:
-        """The blocks that are thought to be under way on each node; see `Router`."""
+        """Estimated number of blocks in progress on each node; see `Router`."""
         return self._gateway.loads
 
     def count(self, role: str) -> int:
-        """Count the nodes of a role that serve."""
+        """Return the number of serving nodes of a role."""
         return sum(node.status.role == role and not node.refusal for node in self.nodes.values())
 
     def check(self, timeout_s: float, now: float) -> None:
-        """Refuse to go on if no node of a role is left, and none has come for some time.
+        """Fail if all nodes of a role are gone and none has joined for some time.
 
         Args:
-            timeout_s: since the last of them was heard of; silence_s at least.
-            now: the time.
+            timeout_s: time since the last message of those nodes; at least silence_s.
+            now: current time.
 
         Raises:
-            NodesMissingError: with their names.
+            NodesMissingError: with the names of the nodes that are gone.
         """
         timeout_s = max(timeout_s, self._silence_s)
         for role in ("prefill", "decode"):
@@ -150,91 +147,89 @@ class NetworkGateway:
                 )
 
     def take_actions(self) -> list[Connect | Disconnect | SendToNode]:
-        """Hand out what is to be done since the last call, in order."""
+        """Return the actions since the last call, in order."""
         actions, self._actions = self._actions, []
         return actions
 
     def take_ended(self) -> list[Request]:
-        """Hand out the requests that have ended since the last call, but for those aborted."""
+        """Return the requests that have ended since the last call, except aborted ones."""
         return self._gateway.take_ended()
 
-    # What clients say
+    # Calls of clients
 
     def add_request(self, request: Request, now: float) -> None:
-        """Take a request in; it waits while there are no nodes.
+        """Add a request; it waits while there are no nodes.
 
         Raises:
-            RequestError: for one that was added before, or the id of a live request.
+            RequestError: if it was added before, or its id is live.
         """
         self._now = now
         self._gateway.add_request(request, now)
 
     def abort(self, request_id: str) -> bool:
-        """End a request in any state; False if no live one has this id."""
+        """End a request in any state; return False if no live request has this id."""
         is_live = self._gateway.abort(request_id)
         self._follow()
         return is_live
 
-    # What nodes, the network and the clock say
+    # Events of the network and the clock
 
     def receive(
         self, peer: NodeId, epoch: int, message: Message | GatewayMessage, now: float
     ) -> None:
-        """Take in what a node has said.
+        """Handle a message of a node.
 
         Args:
-            peer, epoch: of the node that said so.
-            message: what is for nodes alone changes nothing.
-            now: the time.
+            peer, epoch: of the sender.
+            message: ignored if it is one between nodes, or from an earlier epoch.
+            now: current time.
         """
         self._now = now
         known = self.nodes.get(peer)
         if isinstance(message, NodeStatus):
-            self._hear(peer, epoch, message)
+            self._update_node(peer, epoch, message)
         elif known is not None and known.epoch == epoch:
             self.nodes[peer] = RemoteNode(known.status, epoch, self._now, known.refusal)
             if not known.refusal:
                 self._take_in(peer, message)
-        # else it is of a life that is over; what it had is tried again
         self._follow()
 
-    def unsent(self, peer: NodeId, message: GatewayMessage, never: str = "") -> None:
-        """Take in that a message could not be sent, as too many wait for its node.
+    def unsent(self, peer: NodeId, message: GatewayMessage, error: str = "") -> None:
+        """Report that a message could not be sent, as too many wait for its node.
 
         Args:
             peer, message: of `SendToNode`.
-            never: why it never can be; its request comes to nothing then.
+            error: why it can never be sent; its request fails then.
         """
         if isinstance(message, RunPrefill):
-            self._outbox.forget(message.key)
-            reason = never or f"too many messages wait for {peer}"
-            final = never != ""
-            self._gateway.prefill_failed(message.key, reason, is_final=final, is_busy=not final)
+            self._unacked.forget(message.key)
+            reason = error or f"too many messages wait for {peer}"
+            is_final = error != ""
+            self._gateway.prefill_failed(
+                message.key, reason, is_final=is_final, is_busy=not is_final
+            )
             self._follow()
 
     def tick(self, now: float) -> None:
-        """Let time pass."""
+        """Advance the clock."""
         self._now = now
         for peer, node in list(self.nodes.items()):
             if now - node.heard_at >= self._silence_s:
                 self._lose(peer)
-        again, given_up = self._outbox.take_due(now)
-        self._actions += [SendToNode(said.peer, said.message) for said in again]
-        for said in given_up:
-            reason = f"{said.peer} does not take it in"
-            self._gateway.prefill_failed(said.message.key, reason)
+        resend, expired = self._unacked.take_due(now)
+        self._actions += [SendToNode(peer, message) for peer, message in resend]
+        for peer, message in expired:
+            self._gateway.prefill_failed(message.key, f"{peer} does not acknowledge the request")
         self._gateway.tick(now)
         self._follow()
 
-    # What follows
-
     def _take_in(self, peer: NodeId, message: Message | GatewayMessage) -> None:
         match message:
-            case DeliveryAck() as heard:
-                self._outbox.heard(peer, heard)
+            case DeliveryAck() as ack:
+                self._unacked.acknowledge(peer, ack)
             case PrefillFailed() | Started() | Finished() | DecodeFailed() as report:
                 self._actions.append(SendToNode(peer, DeliveryAck.of(report)))
-                self._outbox.forget(report.key)  # P has heard of it
+                self._unacked.forget(report.key)  # P has received RunPrefill
                 self._take_in_report(report)
 
     def _take_in_report(self, report: AttemptMessage) -> None:
@@ -248,10 +243,10 @@ class NetworkGateway:
             case DecodeFailed(key, reason):
                 self._gateway.decode_failed(key, reason)
 
-    def _hear(self, peer: NodeId, epoch: int, status: NodeStatus) -> None:
+    def _update_node(self, peer: NodeId, epoch: int, status: NodeStatus) -> None:
         known = self.nodes.get(peer)
         if known is not None and epoch < known.epoch:
-            return  # it was late, or a clock went back: that life serves when this one is silent
+            return  # late, or the node's clock went back: it serves when its old epoch is silent
         if known is not None and (known.epoch, known.status) != (epoch, status):
             self._lose(peer)
             known = None
@@ -274,11 +269,11 @@ class NetworkGateway:
         if not node.refusal:
             self.gone[peer] = node
             self._actions.append(Disconnect(peer))
-            self._outbox.forget_peer(peer)
-            self._gateway.lose(peer)
+            self._unacked.forget_peer(peer)
+            self._gateway.remove_node(peer)
 
     def _follow(self) -> None:
-        """Tell nodes what the gateway wants done."""
+        """Turn the gateway's actions into messages to nodes."""
         for action in self._gateway.take_actions():
             match action:
                 case RunAttempt(key, request, route):
@@ -286,9 +281,9 @@ class NetworkGateway:
                     address = decode.status.address
                     run = RunPrefill.of(key, prefill.epoch, request, route.decode, address)
                     self._actions.append(SendToNode(route.prefill, run))
-                    self._outbox.add(route.prefill, run, self._now)
+                    self._unacked.add(route.prefill, run, self._now)
                 case Cancel(key):
-                    self._outbox.forget(key)
+                    self._unacked.forget(key)
                     self._actions += [
                         SendToNode(peer, CancelAttempt(key, "cancelled"))
                         for peer, node in self.nodes.items()

@@ -1,4 +1,4 @@
-"""A node's end of what it and the gateway say to each other of attempts."""
+"""A node's end of its exchange with the gateway: begins attempts once, and reports on them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,9 @@ from collections.abc import Callable
 from ...kvcache import CountError, RequestTooLargeError
 from ..errors import RequestError
 from ..request import Request
-from .actions import (
-    Failed,
-    Stopped,
-    Timing,
-)
+from .actions import Failed, Stopped, Timing
 from .actions import Finished as DecodeFinished
 from .actions import Started as DecodeStarted
-from .gateway import hits_of
 from .gateway_messages import (
     GATEWAY,
     AttemptMessage,
@@ -25,27 +20,27 @@ from .gateway_messages import (
     RunPrefill,
     Started,
 )
-from .messages import AttemptKey, NodeId
+from .messages import AttemptKey, Hits, NodeId
 from .resend import ResendQueue
 
 
 class NodeReporter:
-    """Begins each attempt once, and reports until it is heard, over a network that may lose it.
+    """Begins each attempt once and repeats each report until acknowledged, over a lossy network.
 
     It does no I/O: send `take_messages` to the gateway after every call.
     """
 
     def __init__(self, epoch: int, timing: Timing) -> None:
-        """Make the end of a node that has just begun to live.
+        """Create the reporter of a node that has just started.
 
         Args:
-            epoch: of this life.
-            timing: what the gateway has not heard is said again after retry_s, for transfer_s; for
-                remember_s it is known what the gateway has asked for.
+            epoch: of the node.
+            timing: unacknowledged reports are repeated every retry_s, for transfer_s. RunPrefill
+                messages are remembered for remember_s.
 
         Raises:
-            CountError: unless remember_s is more than silence_s; the gateway repeats its
-                request for that long.
+            CountError: unless remember_s is more than silence_s; the gateway repeats RunPrefill
+                for that long.
         """
         if timing.remember_s <= timing.silence_s:
             raise CountError(
@@ -53,34 +48,34 @@ class NodeReporter:
                 f"is forgotten sooner may begin twice; got {timing.remember_s:g}"
             )
         self._epoch = epoch
-        self._outbox = ResendQueue(retry_s=timing.retry_s, patience_s=timing.transfer_s)
+        self._reports = ResendQueue(retry_s=timing.retry_s, patience_s=timing.transfer_s)
         self._remember_s = timing.remember_s
-        self._begun: dict[AttemptKey, float] = {}  # last request, oldest first
+        self._begun: dict[AttemptKey, float] = {}  # time of the last RunPrefill, oldest first
         self._messages: list[AttemptMessage | DeliveryAck] = []
 
     @property
     def num_unacked(self) -> int:
-        """Reports that the gateway has not acknowledged."""
-        return len(self._outbox)
+        """Number of reports that the gateway has not acknowledged."""
+        return len(self._reports)
 
     def take_messages(self) -> list[AttemptMessage | DeliveryAck]:
-        """Hand out what is to be said to the gateway since the last call, in order."""
+        """Return the messages to the gateway since the last call, in order."""
         messages, self._messages = self._messages, []
         return messages
 
     def is_new(self, run: RunPrefill) -> bool:
-        """Whether an attempt is to begin: it is for this life, which has not begun it yet."""
+        """Whether an attempt is to begin: the message is for this epoch, and no copy of one."""
         return run.epoch == self._epoch and run.key not in self._begun
 
     def begin(
         self, run: RunPrefill, begin: Callable[[Request, NodeId, int], None], now: float
     ) -> None:
-        """Begin an attempt, unless it was; the gateway is told in either case that it was heard.
+        """Acknowledge a RunPrefill, and begin its attempt if this is the first copy.
 
         Args:
-            run: what the gateway asks for; nothing happens if it asks another life.
-            begin: takes request, decode node and attempt; what it refuses is reported.
-            now: the time.
+            run: from the gateway; ignored if it is for another epoch.
+            begin: called with request, decode node and attempt. Its errors are reported.
+            now: current time.
         """
         if run.epoch != self._epoch:
             return
@@ -96,18 +91,18 @@ class NodeReporter:
             self.report(Failed(run.key, str(error), is_final=True), now)
 
     def report(self, report: Failed | DecodeStarted | DecodeFinished | Stopped, now: float) -> None:
-        """Tell the gateway what has become of an attempt, until it is heard."""
+        """Send a report on an attempt, until it is acknowledged."""
         message = _as_message(report)
-        self._outbox.add(GATEWAY, message, now)
+        self._reports.add(GATEWAY, message, now)
         self._messages.append(message)
 
-    def heard(self, peer: NodeId, heard: DeliveryAck) -> None:
-        """Take in that a peer has heard a report."""
-        self._outbox.heard(peer, heard)
+    def acknowledge(self, peer: NodeId, ack: DeliveryAck) -> None:
+        """Handle the acknowledgement of a report."""
+        self._reports.acknowledge(peer, ack)
 
     def tick(self, now: float) -> None:
-        """Let time pass."""
-        self._messages += [said.message for said in self._outbox.take_due(now).again]
+        """Advance the clock."""
+        self._messages += [message for _, message in self._reports.take_due(now).resend]
         while self._begun:
             key = next(iter(self._begun))
             if now - self._begun[key] < self._remember_s:
@@ -123,6 +118,6 @@ def _as_message(report: Failed | DecodeStarted | DecodeFinished | Stopped) -> At
             return Started(key)
         case DecodeFinished(key, request):
             tokens = tuple([int(token) for token in request.output_tokens])
-            return Finished(key, tokens, hits_of(request), request.num_preemptions)
+            return Finished(key, tokens, Hits.of(request), request.num_preemptions)
         case Stopped(key, reason):
             return DecodeFailed(key, reason)

@@ -1,4 +1,4 @@
-"""A node in another process as its gateway knows it."""
+"""The network gateway's record of a node, and the check of a node that joins."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from .gateway_messages import NodeStatus
 from .messages import NodeId
 
 _MAX_BLOCKS: Final = 1 << 26
-"""Of all nodes: the router follows their caches, for a dozen bytes a block."""
+"""Most blocks of all nodes together: the router's copies of their caches take bytes per block."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteNode:
-    """A node that was heard of.
+    """A node that has joined.
 
     Attributes:
-        epoch: of its life.
-        heard_at: when it said something last.
-        refusal: why nothing is sent to it; empty if it serves.
+        epoch: of the node.
+        heard_at: time of its last message.
+        refusal: why the gateway does not use it; empty if it does.
     """
 
     status: NodeStatus
@@ -32,7 +32,7 @@ class RemoteNode:
 def refusal_of(
     status: NodeStatus, nodes: Mapping[NodeId, RemoteNode], block_size: int, model: str | None
 ) -> str:
-    """Return why a node that has come is not to serve beside others; empty if it is."""
+    """Return why a node that joins cannot serve beside the others; empty if it can."""
     if model is not None and status.model != model:
         return f"its model is {_short(status.model)}, not {_short(model)}"
     if status.block_size != block_size:
@@ -55,6 +55,6 @@ def refusal_of(
 
 
 def _short(model: str) -> str:
-    """Leave of a model's name what is enough to tell it from another."""
+    """Shorten the digest in a model's name."""
     family, _, digest = model.partition(" ")
     return f"{family} {digest[:12]}"

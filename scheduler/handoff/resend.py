@@ -1,4 +1,4 @@
-"""What the gateway and a node say of attempts: again and again, until it was heard."""
+"""Queue of messages that are sent again until the peer acknowledges them."""
 
 from __future__ import annotations
 
@@ -10,88 +10,81 @@ from .gateway_messages import AttemptMessage, DeliveryAck
 from .messages import AttemptKey, NodeId
 
 
-class Said(NamedTuple):
-    """A message, and whom it is for."""
-
-    peer: NodeId
-    message: AttemptMessage
-
-
 class Due(NamedTuple):
-    """What has waited for an answer.
+    """Messages whose time has come, each with its receiver.
 
     Attributes:
-        again: to be sent now.
-        given_up: waited too long; it is forgotten.
+        resend: send these now.
+        expired: these had no answer for too long, and have left the queue.
     """
 
-    again: list[Said]
-    given_up: list[Said]
+    resend: list[tuple[NodeId, AttemptMessage]]
+    expired: list[tuple[NodeId, AttemptMessage]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     message: AttemptMessage
-    first_said_at: float
-    said_at: float
+    first_sent_at: float
+    sent_at: float
 
 
 class ResendQueue:
-    """Messages without an acknowledgement, at most one of an attempt for each peer.
+    """Messages without an acknowledgement, at most one per attempt and peer.
 
-    A connection may lose any of them, and any acknowledgement. Who hears one acknowledges every
-    copy; a second one changes nothing. This does no I/O: send what `add` is given, and what
-    `take_due` returns.
+    A connection may lose any message and any acknowledgement. The receiver acknowledges every copy
+    and ignores all but the first. The queue does no I/O: send what you `add`, and what `take_due`
+    returns.
     """
 
     def __init__(self, *, retry_s: float, patience_s: float) -> None:
-        """Make an empty one.
+        """Create an empty queue.
 
         Args:
-            retry_s: after so long without an answer a message is said again.
-            patience_s: for so long, then no more.
+            retry_s: interval between two copies of a message.
+            patience_s: time after which an unanswered message expires.
         """
         self._retry_s = retry_s
         self._patience_s = patience_s
-        self._waiting: dict[tuple[NodeId, AttemptKey], _Waiting] = {}  # said longest ago first
+        self._waiting: dict[tuple[NodeId, AttemptKey], _Waiting] = {}  # oldest sent_at first
 
     def __len__(self) -> int:
-        """Count the messages that wait."""
+        """Return the number of unacknowledged messages."""
         return len(self._waiting)
 
     def add(self, peer: NodeId, message: AttemptMessage, now: float) -> None:
-        """Take in what is said now; it replaces what was said of the attempt before."""
+        """Add a message that is sent now; it replaces the peer's last one of the attempt."""
         self._waiting.pop((peer, message.key), None)
         self._waiting[peer, message.key] = _Waiting(message, now, now)
 
-    def heard(self, peer: NodeId, heard: DeliveryAck) -> None:
-        """Say no more what a peer has heard; an acknowledgement of something earlier is none."""
-        waiting = self._waiting.get((peer, heard.key))
-        if waiting is not None and DeliveryAck.of(waiting.message) == heard:
-            del self._waiting[peer, heard.key]
+    def acknowledge(self, peer: NodeId, ack: DeliveryAck) -> None:
+        """Remove an acknowledged message; ignores the acknowledgement of an earlier one."""
+        waiting = self._waiting.get((peer, ack.key))
+        if waiting is not None and DeliveryAck.of(waiting.message) == ack:
+            del self._waiting[peer, ack.key]
 
     def forget_peer(self, peer: NodeId) -> None:
-        """Say no more to a peer that has gone."""
+        """Remove all messages to a peer that is gone."""
         for place in [place for place in self._waiting if place[0] == peer]:
             del self._waiting[place]
 
     def forget(self, key: AttemptKey) -> None:
-        """Say no more of an attempt that is over."""
+        """Remove all messages of an attempt that is over."""
         for place in [place for place in self._waiting if place[1] == key]:
             del self._waiting[place]
 
     def take_due(self, now: float) -> Due:
-        """Hand out what is to be said again, and what nobody has heard for too long."""
+        """Return the messages to send again, and remove those that have expired."""
         found = list(
-            takewhile(lambda item: now - item[1].said_at >= self._retry_s, self._waiting.items())
+            takewhile(lambda item: now - item[1].sent_at >= self._retry_s, self._waiting.items())
         )
         due = Due([], [])
         for place, waiting in found:
             del self._waiting[place]
-            said = Said(place[0], waiting.message)
-            if now - waiting.first_said_at >= self._patience_s:
-                due.given_up.append(said)
+            addressed = place[0], waiting.message
+            if now - waiting.first_sent_at >= self._patience_s:
+                due.expired.append(addressed)
             else:
-                self._waiting[place] = replace(waiting, said_at=now)
-                due.again.append(said)
+                self._waiting[place] = replace(waiting, sent_at=now)
+                due.resend.append(addressed)
         return due

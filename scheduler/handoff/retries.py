@@ -1,8 +1,7 @@
-"""Who takes requests in: tries the hand-off again where it failed, and answers each once."""
+"""Retries of failed attempts: each request gets exactly one answer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..errors import RequestError
@@ -11,24 +10,25 @@ from .messages import AttemptKey
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Have P begin an attempt."""
+    """Let P begin an attempt."""
 
     key: AttemptKey
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Have both nodes give up an attempt, where they know it."""
+    """Let all nodes give up an attempt, if they know it."""
 
     key: AttemptKey
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Tell the client how its request ended.
+    """The final answer to a request.
 
     Attributes:
-        tokens: what was generated; None: it failed, for the reason.
+        tokens: all generated tokens; None if the request failed.
+        reason: why it failed.
     """
 
     request_id: str
@@ -38,32 +38,41 @@ class Answer:
 
 @dataclass(slots=True)
 class _Request:
+    """A request without an answer.
+
+    Attributes:
+        begins_at: when the next attempt begins; None while one is in progress.
+        is_started: whether D decodes the attempt in progress.
+        reason: answer if the request fails now.
+    """
+
     deadline: float
     attempt: int = 0
     num_failed: int = 0
-    begins_at: float | None = 0.0  # None: an attempt is under way
+    begins_at: float | None = 0.0
     is_started: bool = False
     reason: str = "no attempt was begun"
 
     def is_trying(self, attempt: int) -> bool:
-        """Whether this attempt is the one under way."""
+        """Whether this attempt is in progress."""
         return self.begins_at is None and attempt == self.attempt
 
 
 class RequestRetrier:
-    """One final answer per request, whatever fails.
+    """Runs the attempts of requests one after another, and answers each request exactly once.
 
-    A request has one attempt at a time. What an older one reports is ignored, and its node told to
-    stop. Who says so that a node is lost passes on first what has come from it.
+    Reports on an older attempt are ignored, and its nodes are told to stop. Before you report a
+    node as lost, pass on all of its earlier reports.
     """
 
     def __init__(self, *, max_attempts: int, backoff_s: float, request_s: float) -> None:
-        """Make a gateway.
+        """Create one without requests.
 
         Args:
-            max_attempts: of a request, without those for which D had no room.
-            backoff_s: between two attempts.
-            request_s: after so long a request is answered as failed.
+            max_attempts: failed attempts of a request, without those that D refused for a
+                temporary reason.
+            backoff_s: pause between two attempts.
+            request_s: time limit of a request, after which it has failed.
         """
         self._max_attempts = max_attempts
         self._backoff_s = backoff_s
@@ -74,16 +83,16 @@ class RequestRetrier:
 
     @property
     def num_open(self) -> int:
-        """Requests without an answer."""
+        """Number of requests without an answer."""
         return len(self._requests)
 
     def take_actions(self) -> list[Begin | Cancel | Answer]:
-        """Hand out what is to be done since the last call, in order."""
+        """Return the actions since the last call, in order."""
         actions, self._actions = self._actions, []
         return actions
 
     def submit(self, request_id: str) -> None:
-        """Take a request in; its id is never used again.
+        """Add a request; never reuse its id.
 
         Raises:
             RequestError: if it is open.
@@ -98,7 +107,7 @@ class RequestRetrier:
             self._answer(request_id, None, reason)
 
     def started(self, key: AttemptKey) -> None:
-        """D decodes an attempt."""
+        """Note that D decodes an attempt."""
         request = self._requests.get(key.request_id)
         if request is not None and request.is_trying(key.attempt):
             request.is_started = True
@@ -106,7 +115,7 @@ class RequestRetrier:
             self._actions.append(Cancel(key))
 
     def finished(self, key: AttemptKey, tokens: tuple[int, ...]) -> None:
-        """D has generated all of an attempt's tokens."""
+        """Note that D has generated all tokens of an attempt."""
         request = self._requests.get(key.request_id)
         if request is not None and request.is_trying(key.attempt):
             self._answer(key.request_id, tokens, "")
@@ -114,30 +123,28 @@ class RequestRetrier:
     def prefill_failed(
         self, key: AttemptKey, reason: str, *, is_final: bool = False, is_busy: bool = False
     ) -> None:
-        """P has given an attempt up; D may have started it all the same. See `Failed`."""
+        """Note that P has given an attempt up. Ignored if D has started it; see `Failed`."""
         request = self._requests.get(key.request_id)
         if request is not None and request.is_trying(key.attempt) and not request.is_started:
             request.num_failed -= is_busy
             self._retry(key.request_id, request, reason, is_final)
 
     def decode_failed(self, key: AttemptKey, reason: str) -> None:
-        """D has stopped an attempt that it had started."""
+        """Note that D has stopped an attempt that it had started."""
         request = self._requests.get(key.request_id)
         if request is not None and request.is_trying(key.attempt):
             self._retry(key.request_id, request, reason)
 
-    def prefill_lost(self, keys: Iterable[AttemptKey]) -> None:
-        """A prefill node that had these attempts is gone, and with it what has not started."""
-        for key in keys:
-            self.prefill_failed(key, "the prefill node was lost")
+    def prefill_lost(self, key: AttemptKey) -> None:
+        """Note that the prefill node of an attempt is gone; a started attempt continues."""
+        self.prefill_failed(key, "the prefill node was lost")
 
-    def decode_lost(self, keys: Iterable[AttemptKey]) -> None:
-        """A decode node that had these is gone; what it has started, it may not have said."""
-        for key in keys:
-            self.decode_failed(key, "the decode node was lost")
+    def decode_lost(self, key: AttemptKey) -> None:
+        """Note that the decode node of an attempt is gone; it may have started unreported."""
+        self.decode_failed(key, "the decode node was lost")
 
     def tick(self, now: float) -> None:
-        """Let time pass: begin what has waited, and answer what has waited too long."""
+        """Advance the clock: begin the attempts that are due, and fail requests that are late."""
         self._now = now
         for request_id, request in list(self._requests.items()):
             if now >= request.deadline:

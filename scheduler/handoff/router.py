@@ -1,16 +1,15 @@
-"""Which prefill node computes a request and which decode node generates from it.
+"""Choice of the prefill node and the decode node of an attempt, by cached prefix and load.
 
-The cost of a node is what it has yet to do, in blocks, and what a request would add to it::
+A request goes to the node with the least cost::
 
-    cost = blocks of requests that are under way there + blocks of this one that it lacks
+    cost = blocks of requests in progress on the node + blocks of this request that it lacks
 
-and the request goes where that is least: to the nodes that have its prefix, until they are busier
-than others by more than the prefix is worth. Prefix alone would not do: where all requests begin
-with the same system prompt, all of them would go to one node.
+So it goes to a node that has its prefix, unless another node is less busy by more blocks than the
+prefix saves. The prefix alone is not enough: if all requests begin with the same system prompt,
+one node would get all of them.
 
-Source: the cost is that of NVIDIA Dynamo's KV router, ``max(prefill blocks - overlap, 0) + load``,
-with every weight 1. There a decode node has no overlap; here it keeps a tree, and is sent only
-what it lacks.
+Source: NVIDIA Dynamo's KV router, ``max(prefill blocks - overlap, 0) + load``, with all weights 1.
+There, a decode node has no overlap. Here it keeps a radix tree and is sent only what it lacks.
 """
 
 from __future__ import annotations
@@ -19,18 +18,13 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ...kvcache import (
-    CacheManager,
-    RequestTooLargeError,
-    Tokens,
-    as_tokens,
-)
+from ...kvcache import CacheManager, RequestTooLargeError, Tokens, as_tokens
 from ..errors import RequestError, RoutingError
-from . import AttemptKey, NodeId
+from .messages import AttemptKey, NodeId
 
 
 class Route(NamedTuple):
-    """Where a request goes."""
+    """The two nodes of an attempt."""
 
     prefill: NodeId
     decode: NodeId
@@ -38,14 +32,14 @@ class Route(NamedTuple):
 
 @dataclass(slots=True)
 class _Node:
-    """A node as the router sees it.
+    """The router's estimate of a node.
 
     Attributes:
-        shadow: what it has cached, as far as the router knows: a manager of the same size, in which
-            each routed request is published at once and released.
-        lacks: of each attempt under way there, how many blocks it had not.
-        load: the sum of them.
-        sent: the same of all attempts that ever were there.
+        shadow: a cache manager of the node's size. The router publishes each routed request in it
+            at once, to predict what the node has cached.
+        lacks: blocks that the node lacked of each attempt in progress.
+        load: sum of lacks.
+        sent: the same sum over all attempts so far.
     """
 
     shadow: CacheManager
@@ -69,10 +63,10 @@ class _Node:
 
 
 class Router:
-    """Weighs what nodes have cached against how busy they are. No I/O; one thread at a time.
+    """Chooses nodes by cached prefix and load. No I/O; not thread-safe.
 
-    What a node has cached is guessed from what was sent there: its cache is followed by a cache of
-    the same size and the same eviction order. A wrong guess costs time, never a wrong result.
+    The router predicts each node's cache from the requests it has sent there, with a cache manager
+    of the same size and eviction order. A wrong prediction costs time, never a wrong result.
 
     Example:
         >>> from radixkv.scheduler.handoff import AttemptKey
@@ -81,24 +75,24 @@ class Router:
         >>> router.route(AttemptKey("a", 1), [1, 2, 3, 4, 5, 6])
         Route(prefill='p0', decode='d0')
         >>> router.computed(AttemptKey("a", 1))
-        >>> router.route(AttemptKey("b", 1), [1, 2, 3, 4, 5, 6, 7])    # p0 has it, and is idle
+        >>> router.route(AttemptKey("b", 1), [1, 2, 3, 4, 5, 6, 7])  # p0 has the prefix
         Route(prefill='p0', decode='d0')
-        >>> router.route(AttemptKey("c", 1), [7, 8])                   # p0 has something to do
+        >>> router.route(AttemptKey("c", 1), [7, 8])  # p0 is busy
         Route(prefill='p1', decode='d0')
     """
 
     def __init__(
         self, block_size: int, *, prefill: Mapping[str, int], decode: Mapping[str, int]
     ) -> None:
-        """Make a router.
+        """Create a router.
 
         Args:
             block_size: tokens per block, of all nodes.
-            prefill, decode: the nodes by id, and how many blocks each has.
+            prefill, decode: number of blocks of each node, by id.
 
         Raises:
-            CountError: for a size below 1.
-            RoutingError: for an id that is in both.
+            CountError: if a size is below 1.
+            RoutingError: if an id is in both.
         """
         self._block_size = block_size
         self._prefill: dict[NodeId, _Node] = {}
@@ -109,16 +103,16 @@ class Router:
             self.add_decode(node_id, num_blocks)
 
     def add_prefill(self, node_id: NodeId, num_blocks: int) -> None:
-        """Send requests to a prefill node, too; of one that came back nothing is known.
+        """Add a prefill node, with an empty cache.
 
         Raises:
-            CountError: for a size below 1.
-            RoutingError: if it is there already.
+            CountError: if num_blocks is below 1.
+            RoutingError: if the node was added already.
         """
         self._add(self._prefill, node_id, num_blocks)
 
     def add_decode(self, node_id: NodeId, num_blocks: int) -> None:
-        """Send requests to a decode node, too; see `add_prefill`."""
+        """Add a decode node; see `add_prefill`."""
         self._add(self._decode, node_id, num_blocks)
 
     def _add(self, nodes: dict[NodeId, _Node], node_id: NodeId, num_blocks: int) -> None:
@@ -127,10 +121,10 @@ class Router:
         nodes[node_id] = _Node(CacheManager(num_blocks, self._block_size))
 
     def remove(self, node_id: NodeId) -> None:
-        """Send nothing to a node any more, and forget what it has.
+        """Remove a node.
 
         Raises:
-            RoutingError: if it is not there.
+            RoutingError: if there is no such node.
         """
         if self._prefill.pop(node_id, None) is None and self._decode.pop(node_id, None) is None:
             raise RoutingError(f"there is no node {node_id!r}")
@@ -138,21 +132,21 @@ class Router:
     def route(
         self, key: AttemptKey, prompt: Tokens, namespace: bytes = b"", avoid: Iterable[str] = ()
     ) -> Route:
-        """Choose the nodes of an attempt; it counts as their load from now on.
+        """Choose the nodes of an attempt, and add it to their load.
 
-        Among nodes of the same cost it is the one that was sent the least, then the first.
+        Ties go to the node that was sent the fewest blocks so far, then to the first one.
 
         Args:
-            key: of the attempt.
+            key: the attempt.
             prompt: its tokens.
-            namespace: requests share blocks only inside one.
-            avoid: nodes that have refused it, to be taken only if there is no other.
+            namespace: requests share blocks only within a namespace.
+            avoid: nodes that have refused it; chosen only if there is no other.
 
         Raises:
-            TokenError, NamespaceError: for arguments of the wrong kind.
-            RequestError: if the attempt is under way.
-            RoutingError: if there is no node of a kind.
-            RequestTooLargeError: if no node of a kind has as many blocks.
+            TokenError, NamespaceError: if prompt or namespace has the wrong type.
+            RequestError: if the attempt is in progress.
+            RoutingError: if there is no node of a role.
+            RequestTooLargeError: if no node of a role has enough blocks.
         """
         if any(key in node.lacks for node in (*self._prefill.values(), *self._decode.values())):
             raise RequestError(f"{key} is under way")
@@ -190,17 +184,17 @@ class Router:
         return best, lacking[best]
 
     def computed(self, key: AttemptKey) -> None:
-        """P has nothing more to compute for an attempt, or has given it up."""
+        """Remove an attempt from the load of its prefill node."""
         for node in self._prefill.values():
             node.end(key)
 
     def finished(self, key: AttemptKey, tokens: Tokens = (), namespace: bytes = b"") -> None:
-        """An attempt has ended on both nodes.
+        """Remove an attempt that has ended from the load of both nodes.
 
         Args:
-            key: of the attempt; one that is not under way is ignored.
-            tokens: those whose KV D has now, prompt and output; none if it failed.
-            namespace: theirs.
+            key: the attempt; ignored if it is not in progress.
+            tokens: prompt and output tokens whose KV D has now; empty if the attempt failed.
+            namespace: of the tokens.
         """
         self.computed(key)
         for node in self._decode.values():
@@ -210,11 +204,11 @@ class Router:
                     node.learn(tokens, namespace)
 
     def forget_cached(self, keep: Collection[bytes] = ()) -> None:
-        """Take no node to have anything cached, but in the namespaces that are kept."""
+        """Assume that all nodes have reset their caches, except for the namespaces in keep."""
         for node in (*self._prefill.values(), *self._decode.values()):
             node.shadow.reset(keep)
 
     def loads(self) -> dict[NodeId, int]:
-        """Return the blocks under way on each node."""
+        """Return the number of blocks in progress on each node."""
         nodes = {**self._prefill, **self._decode}
         return {name: node.load for name, node in nodes.items()}

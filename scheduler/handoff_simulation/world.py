@@ -207,7 +207,7 @@ class World(GatewayWorld):
                 self._begin(envelope.to, node, run)
             case DeliveryAck() as heard:
                 self._watch.hears((envelope.to, node.epoch), heard)
-                node.reporter.heard(envelope.source, heard)
+                node.reporter.acknowledge(envelope.source, heard)
             case CancelAttempt(key, reason):
                 node.scheduler.give_up(key, reason)
             case Message() as message:

@@ -110,7 +110,7 @@ class NodeEventLoop:
                     self._connect(run.decode_node, run.decode_address)
                 self._reporter.begin(run, self._engine.begin, now)
             case DeliveryAck() as ack:
-                self._reporter.heard(packet.sender, ack)
+                self._reporter.acknowledge(packet.sender, ack)
             case CancelAttempt(key, reason):
                 self._engine.give_up(key, reason)
             case Message() as message:

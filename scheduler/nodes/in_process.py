@@ -11,6 +11,7 @@ from ...kvcache import RequestTooLargeError
 from ..handoff import (
     Failed,
     Finished,
+    Hits,
     NodeId,
     Started,
     Stopped,
@@ -18,7 +19,6 @@ from ..handoff import (
 from ..handoff.gateway import (
     Gateway,
     RunAttempt,
-    hits_of,
 )
 from ..handoff.retries import Cancel
 from ..models import Params
@@ -168,7 +168,7 @@ class Disaggregated:
             self.prefill[peer] = node
         else:
             self.decode[peer] = node
-        self._gateway.lose(peer)
+        self._gateway.remove_node(peer)
         self._register(peer)
         self._act()
 
@@ -206,7 +206,7 @@ class Disaggregated:
                 case Started(key):
                     self._gateway.started(key)
                 case Finished(key, request):
-                    counts = hits_of(request), request.num_preemptions
+                    counts = Hits.of(request), request.num_preemptions
                     self._gateway.finished(key, request.output_tokens, *counts)
                 case Stopped(key, reason):
                     self._gateway.decode_failed(key, reason)

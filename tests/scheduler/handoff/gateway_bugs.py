@@ -11,26 +11,30 @@ LINK: Final = "handoff/node_reporter.py"
 REMOTE: Final = "handoff/network_gateway.py"
 GATEWAY: Final = "handoff/gateway.py"
 RETRIES: Final = "handoff/retries.py"
-_SAID_AGAIN: Final = "                self._waiting[place] = replace(waiting, said_at=now)\n"
+_SENT_AGAIN: Final = "                self._waiting[place] = replace(waiting, sent_at=now)\n"
 
 GATEWAY_BUGS: Final = [
-    bug("what is lost is not said again", OUTBOX, ("                due.again.append(said)\n", "")),
-    bug("what is lost is said again once", OUTBOX, (_SAID_AGAIN, "")),
+    bug(
+        "what is lost is not said again",
+        OUTBOX,
+        ("                due.resend.append(addressed)\n", ""),
+    ),
+    bug("what is lost is said again once", OUTBOX, (_SENT_AGAIN, "")),
     bug(
         "what was heard is said again",
         OUTBOX,
-        ("            del self._waiting[peer, heard.key]\n", "            pass\n"),
+        ("            del self._waiting[peer, ack.key]\n", "            pass\n"),
     ),
     bug(
         "what was heard before counts for what is said now",
         OUTBOX,
-        ("waiting is not None and DeliveryAck.of(waiting.message) == heard", "waiting is not None"),
+        ("waiting is not None and DeliveryAck.of(waiting.message) == ack", "waiting is not None"),
     ),
     bug(
         "what another has heard counts",
         OUTBOX,
-        ("self._waiting.get((peer, heard.key))", "next(iter(self._waiting.values()), None)"),
-        ("del self._waiting[peer, heard.key]", "self.forget(heard.key)"),
+        ("self._waiting.get((peer, ack.key))", "next(iter(self._waiting.values()), None)"),
+        ("del self._waiting[peer, ack.key]", "self.forget(ack.key)"),
     ),
     bug(
         "what is said first of an attempt is all that is said",
@@ -44,17 +48,20 @@ GATEWAY_BUGS: Final = [
     bug(
         "who has waited the longest is said again last",
         OUTBOX,
-        ("            del self._waiting[place]\n            said", "            said"),
+        (
+            "            del self._waiting[place]\n            addressed",
+            "            addressed",
+        ),
     ),
     bug(
         "what nobody hears is said for ever",
         OUTBOX,
-        ("if now - waiting.first_said_at >= self._patience_s:", "if False:"),
+        ("if now - waiting.first_sent_at >= self._patience_s:", "if False:"),
     ),
     bug(
         "it is given up at once",
         OUTBOX,
-        ("waiting.first_said_at >= self._patience_s", "waiting.first_said_at >= 0"),
+        ("waiting.first_sent_at >= self._patience_s", "waiting.first_sent_at >= 0"),
     ),
     bug(
         "it is said to nodes that have gone",
@@ -95,7 +102,7 @@ GATEWAY_BUGS: Final = [
             "            pass",
         ),
     ),
-    bug("a report is said once", LINK, ("        self._outbox.add(GATEWAY, message, now)\n", "")),
+    bug("a report is said once", LINK, ("        self._reports.add(GATEWAY, message, now)\n", "")),
     bug(
         "the gateway does not say what it has heard",
         REMOTE,
@@ -104,25 +111,28 @@ GATEWAY_BUGS: Final = [
     bug(
         "the gateway asks once",
         REMOTE,
-        ("                    self._outbox.add(route.prefill, run, self._now)\n", ""),
+        ("                    self._unacked.add(route.prefill, run, self._now)\n", ""),
     ),
     bug(
         "the gateway waits for ever for who does not take a request in",
         REMOTE,
-        ("        for said in given_up:\n", "        for said in given_up[:0]:\n"),
+        (
+            "        for peer, message in expired:\n",
+            "        for peer, message in expired[:0]:\n",
+        ),
     ),
     bug(
         "the gateway goes on asking for what nobody wants",
         REMOTE,
         (
-            "                    self._outbox.forget(key)\n                    self",
+            "                    self._unacked.forget(key)\n                    self",
             "                    self",
         ),
     ),
     bug(
         "the gateway goes on asking for what it has an answer to",
         REMOTE,
-        ("                self._outbox.forget(report.key)  # P has heard of it\n", ""),
+        ("                self._unacked.forget(report.key)  # P has received RunPrefill\n", ""),
     ),
     bug(
         "any life of a node is believed",
@@ -174,9 +184,9 @@ GATEWAY_BUGS: Final = [
         "what a lost decode node has not said, P will say",
         RETRIES,
         (
+            '        self.decode_failed(key, "the decode node was lost")\n',
+            "        if self._requests[key.request_id].is_started:\n"
             '            self.decode_failed(key, "the decode node was lost")\n',
-            "            if self._requests[key.request_id].is_started:\n"
-            '                self.decode_failed(key, "the decode node was lost")\n',
         ),
     ),
     bug(

@@ -128,7 +128,7 @@ def the_gateway_asks_for_what_is_wanted_until_it_is_heard(h: ModuleType) -> None
             office.alive(D, "decode")
             office.gateway.tick(office.now)
         office.gateway.tick(office.now + 0.1)
-    assert office.gateway.failures["b"] == "p0 does not take it in"
+    assert office.gateway.failures["b"] == "p0 does not acknowledge the request"
 
 
 def a_silent_node_has_gone(h: ModuleType) -> None:
@@ -181,47 +181,47 @@ def what_a_node_refuses_to_begin_has_failed(h: ModuleType) -> None:
 
 
 def what_is_said_is_said_again_until_it_is_heard(h: ModuleType) -> None:
-    outbox, key, say = (
+    queue, key, say = (
         h.resend.ResendQueue(retry_s=1.0, patience_s=3.0),
         h.AttemptKey("a", 1),
         h.gateway_messages,
     )
     started = say.Started(key)
-    outbox.add("gateway", started, 0.0)
-    assert outbox.take_due(0.9) == ([], [])
-    assert outbox.take_due(1.0) == ([("gateway", started)], [])
-    assert outbox.take_due(1.9) == ([], [])
-    outbox.heard("another", say.DeliveryAck(key, "Started"))
-    outbox.heard("gateway", say.DeliveryAck(h.AttemptKey("a", 2), "Started"))
-    assert outbox.take_due(2.0) == ([("gateway", started)], [])
-    assert outbox.take_due(3.0) == ([], [("gateway", started)])
-    assert len(outbox) == 0
+    queue.add("gateway", started, 0.0)
+    assert queue.take_due(0.9) == ([], [])
+    assert queue.take_due(1.0) == ([("gateway", started)], [])
+    assert queue.take_due(1.9) == ([], [])
+    queue.acknowledge("another", say.DeliveryAck(key, "Started"))
+    queue.acknowledge("gateway", say.DeliveryAck(h.AttemptKey("a", 2), "Started"))
+    assert queue.take_due(2.0) == ([("gateway", started)], [])
+    assert queue.take_due(3.0) == ([], [("gateway", started)])
+    assert len(queue) == 0
 
 
 def what_is_said_last_of_an_attempt_takes_the_place_of_the_rest(h: ModuleType) -> None:
-    outbox, key, say = (
+    queue, key, say = (
         h.resend.ResendQueue(retry_s=1.0, patience_s=9.0),
         h.AttemptKey("a", 1),
         h.gateway_messages,
     )
     failed = say.DecodeFailed(key, "why")
-    outbox.add("gateway", say.Started(key), 0.0)
-    outbox.add("gateway", failed, 0.5)
-    outbox.heard("gateway", say.DeliveryAck(key, "Started"))
-    assert outbox.take_due(1.2) == ([], [])
-    assert outbox.take_due(1.5) == ([("gateway", failed)], [])
-    outbox.heard("gateway", say.DeliveryAck(key, "DecodeFailed"))
-    assert len(outbox) == 0
+    queue.add("gateway", say.Started(key), 0.0)
+    queue.add("gateway", failed, 0.5)
+    queue.acknowledge("gateway", say.DeliveryAck(key, "Started"))
+    assert queue.take_due(1.2) == ([], [])
+    assert queue.take_due(1.5) == ([("gateway", failed)], [])
+    queue.acknowledge("gateway", say.DeliveryAck(key, "DecodeFailed"))
+    assert len(queue) == 0
 
 
 def nothing_is_said_to_who_has_gone_nor_of_what_is_over(h: ModuleType) -> None:
-    outbox, say = h.resend.ResendQueue(retry_s=1.0, patience_s=9.0), h.gateway_messages
+    queue, say = h.resend.ResendQueue(retry_s=1.0, patience_s=9.0), h.gateway_messages
     for peer in ("p0", "p1"):
         for key in (h.AttemptKey("a", 1), h.AttemptKey("b", 1)):
-            outbox.add(peer, say.Started(key), 0.0)
-    outbox.forget_peer("p0")
-    outbox.forget(h.AttemptKey("a", 1))
-    assert outbox.take_due(1.0) == ([("p1", say.Started(h.AttemptKey("b", 1)))], [])
+            queue.add(peer, say.Started(key), 0.0)
+    queue.forget_peer("p0")
+    queue.forget(h.AttemptKey("a", 1))
+    assert queue.take_due(1.0) == ([("p1", say.Started(h.AttemptKey("b", 1)))], [])
 
 
 GATEWAY_SCENARIOS: Final[list[Callable[[ModuleType], None]]] = [

@@ -60,12 +60,12 @@ def test_what_a_lost_node_had_is_tried_again() -> None:
     gateway.add_request(Request("a", [1, 2, 3], 2), 0.0)
     run = begin(gateway)
     gateway.started(run.key)
-    gateway.lose("d0")
+    gateway.remove_node("d0")
     assert gateway.take_actions() == [Cancel(run.key)]
     again = begin(gateway, now=1.0)
     assert (again.key, again.route.decode) == (("a #0.0", 2), "d1")
     with pytest.raises(RoutingError, match=r"^there is no node 'd0'$"):
-        gateway.lose("d0")
+        gateway.remove_node("d0")
 
 
 def test_requests_wait_for_nodes_to_come() -> None:

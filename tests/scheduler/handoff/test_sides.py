@@ -279,7 +279,7 @@ def test_a_request_is_tried_again_and_answered_once() -> None:
     )
     gateway.started(AttemptKey("a", 2))
     gateway.prefill_failed(AttemptKey("a", 2), "ACK was lost")
-    gateway.prefill_lost([AttemptKey("a", 2)])
+    gateway.prefill_lost(AttemptKey("a", 2))
     assert gateway.take_actions() == []
     gateway.finished(AttemptKey("a", 2), (3,))
     gateway.finished(AttemptKey("a", 2), (3,))
@@ -293,7 +293,7 @@ def test_a_request_has_a_last_attempt_and_a_deadline() -> None:
     gateway.tick(0)
     gateway.take_actions()
     gateway.started(AttemptKey("a", 1))
-    gateway.decode_lost([AttemptKey("a", 1)])
+    gateway.decode_lost(AttemptKey("a", 1))
     assert gateway.take_actions() == [
         Cancel(AttemptKey("a", 1)),
         Answer("a", None, "the decode node was lost"),

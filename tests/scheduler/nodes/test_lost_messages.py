@@ -65,7 +65,7 @@ def test_a_prefill_node_that_takes_nothing_in_fails_an_attempt() -> None:
     world = Deployment(lost(RunPrefill), max_attempts=2)
     request = Request("a", [1, 2, 3], 2)
     assert world.complete([request]) == [request]
-    assert world.nodes.failures == {"a": "prefill-0 does not take it in"}
+    assert world.nodes.failures == {"a": "prefill-0 does not acknowledge the request"}
     assert 2 * SILENCE_S <= world.now < 2 * SILENCE_S + 2
 
 
