@@ -12,11 +12,7 @@ import numpy as np
 from jax.stages import Compiled
 from jaxtyping import Array, Float, Int32, Shaped
 
-from ...kernels import (
-    copy_blocks,
-    gather_blocks,
-    scatter_blocks,
-)
+from ...kernels import copy_blocks, gather_blocks, scatter_blocks
 from ..tokens import Int32Array, as_count
 from .block_arrays import BlockArrays
 from .host_arrays import check_block_ids

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..storage.interface import (
-    Block,
-    Status,
-    Storage,
-    StorageOpId,
-)
+from ..storage.interface import Block, Status, Storage, StorageOpId
 from ..tiers.operations import OpKind
 from ..tokens import Int32Array
 from .host_arrays import HostArrays
-from .in_flight import (
-    InFlightOperation,
-    InFlightTable,
-    Outcome,
-)
+from .in_flight import InFlightOperation, InFlightTable, Outcome
 
 _GOOD = (Status.STORED, Status.EXISTS, Status.LOADED, Status.FOUND)
 _ANSWERED = (*_GOOD, Status.MISSING)  # a lookup succeeds if it finds that a block is missing

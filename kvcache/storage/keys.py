@@ -22,11 +22,7 @@ from typing import Final
 import numpy as np
 
 from ..ids import KEY_BYTES as KEY_BYTES
-from ..tokens import (
-    Tokens,
-    as_tokens,
-    make_namespace,
-)
+from ..tokens import Tokens, as_tokens, make_namespace
 from .errors import StorageKeyError
 
 SCHEMA: Final = 1

@@ -14,24 +14,10 @@ from os import listdir
 from os.path import exists, isdir, isfile
 from typing import Final
 
-from .errors import (
-    BackendError,
-    BackendIOError,
-    StorageError,
-    StorageUrlError,
-)
+from .errors import BackendError, BackendIOError, StorageError, StorageUrlError
 from .interface import Backend, StoredValue
-from .urls import (
-    BackendOptions,
-    directory_of,
-    open_backend,
-)
-from .value_format import (
-    HEADER_BYTES,
-    Corruption,
-    check_header,
-    payload_of,
-)
+from .urls import BackendOptions, directory_of, open_backend
+from .value_format import HEADER_BYTES, Corruption, check_header, payload_of
 
 _NO_LIMIT: Final = 2**63 - 1
 _MAX_FAILED_IN_A_ROW: Final = 3

@@ -18,12 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from .errors import OperationError
-from .interface import (
-    Completion,
-    Kind,
-    Status,
-    StorageOpId,
-)
+from .interface import Completion, Kind, Status, StorageOpId
 
 _MAX_LOADS_PER_TASK: Final = 8
 """Blocks that a thread loads per task; taking a task costs about as much as loading a block."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from threading import Lock
 from typing import Final
+
+from .errors import BackendError
 
 DEFAULT_PREFIX: Final = "radixkv:"
 """Prefix of every key in a server that has one flat set of names."""
@@ -19,15 +22,17 @@ class RequestCounts:
         self._requests = 0
         self._failed = 0
 
-    def ask(self) -> None:
-        """Count a request."""
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Count a request, and a failed one if the block raises BackendError."""
         with self._lock:
             self._requests += 1
-
-    def fail(self) -> None:
-        """Count a failed request."""
-        with self._lock:
-            self._failed += 1
+        try:
+            yield
+        except BackendError:
+            with self._lock:
+                self._failed += 1
+            raise
 
     def read(self) -> dict[str, int]:
         """Return the counts by name."""

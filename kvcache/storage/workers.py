@@ -19,16 +19,7 @@ from typing import Final
 from ..tokens import as_count
 from .checksummed import ChecksummedBackend
 from .errors import PayloadError, StorageClosedError
-from .interface import (
-    Backend,
-    Block,
-    Completion,
-    Kind,
-    Status,
-    StorageOpId,
-    StorageStats,
-    views,
-)
+from .interface import Backend, Block, Completion, Kind, Status, StorageOpId, StorageStats, views
 from .keys import check_key
 from .operation_table import OperationTable, Task
 

@@ -31,19 +31,11 @@ from threading import Lock
 from typing import Final, Literal, TypeAlias
 
 from ...tokens import as_count
-from ..errors import (
-    BackendFullError,
-    BackendIOError,
-    StorageInUseError,
-)
+from ..errors import BackendFullError, BackendIOError, StorageInUseError
 from ..interface import StoredValue
 from ..keys import KEY_BYTES, check_key
 from .lru_index import LruIndex, ScannedValue
-from .system_calls import (
-    FileApi,
-    OsFiles,
-    write_all,
-)
+from .system_calls import FileApi, OsFiles, write_all
 
 Sync: TypeAlias = Literal["none", "data"]
 

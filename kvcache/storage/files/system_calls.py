@@ -126,8 +126,9 @@ class OsFiles:
         """
         try:
             file = os.open(path, self._read_flags)
-        except PermissionError:
-            file = self._open_with_atime(path)
+        except PermissionError:  # another user's file, which O_NOATIME is refused for
+            file = os.open(path, _READ_FLAGS)
+            self._read_flags = _READ_FLAGS  # never use that flag again
         try:
             if len(into) >= _MAX_PARTS:
                 return _read_rest(file, into, 0)
@@ -165,16 +166,6 @@ class OsFiles:
     def unlink(self, path: str) -> None:
         """See FileApi."""
         os.unlink(path)
-
-    def _open_with_atime(self, path: str) -> int:
-        """Open another user's file, which O_NOATIME is refused for; never use that flag again.
-
-        Raises:
-            OSError: if it was refused for another reason.
-        """
-        file = os.open(path, _READ_FLAGS)
-        self._read_flags = _READ_FLAGS
-        return file
 
 
 def write_all(files: FileApi, file: int, parts: Sequence[memoryview]) -> None:

@@ -24,7 +24,6 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from ..errors import (
-    BackendError,
     BackendRefusedError,
     BackendUnreachableError,
     MissingLibraryError,
@@ -159,8 +158,7 @@ class MooncakeBackend:
     @contextmanager
     def _client(self, doing: str) -> Iterator[ClientProcess]:
         """Lend a connected client process; a process that failed is killed, not reused."""
-        self._counts.ask()
-        try:
+        with self._counts.request():
             with self._lock:
                 client = self._idle.pop() if self._idle else None
             client = client or self._start(doing)
@@ -176,9 +174,6 @@ class MooncakeBackend:
                 raise BackendUnreachableError(doing, _NO_CONNECTION) from None
             finally:
                 self._take_back(client)
-        except BackendError:
-            self._counts.fail()
-            raise
 
     def _start(self, doing: str) -> ClientProcess:
         """Start a client process if the master's port is open; else it would hang for minutes."""

@@ -175,17 +175,15 @@ class ObjectStorageBackend:
         """Count a request, and turn its error into a BackendError without its text: it has URLs."""
         from obstore import exceptions
 
-        self._counts.ask()
-        try:
-            yield
-        except FileNotFoundError:
-            raise
-        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-            self._counts.fail()
-            raise BackendRefusedError(doing, type(error).__name__) from None
-        except (exceptions.BaseError, OSError) as error:
-            self._counts.fail()
-            raise BackendError(f"{doing} failed: {type(error).__name__}") from None
+        with self._counts.request():
+            try:
+                yield
+            except FileNotFoundError:
+                raise
+            except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+                raise BackendRefusedError(doing, type(error).__name__) from None
+            except (exceptions.BaseError, OSError) as error:
+                raise BackendError(f"{doing} failed: {type(error).__name__}") from None
 
 
 def s3_store(bucket: str, *, timeout_s: float = 5.0, connect_timeout_s: float = 1.0) -> ObjectStore:

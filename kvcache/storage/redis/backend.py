@@ -28,11 +28,7 @@ from ..interface import StoredValue
 from ..keys import KEY_BYTES, NAMESPACE_DIGITS, check_key
 from ..remote import DEFAULT_PREFIX, RequestCounts, check_timeouts, scatter
 from .address import RedisAddress
-from .packer import (
-    Packer,
-    Value,
-    Word,
-)
+from .packer import Packer, Value, Word
 
 _NO_ORDER: Final = (
     "a Redis server does not report LRU order: let its maxmemory-policy evict values, or remove all"
@@ -218,15 +214,11 @@ class RedisBackend:
         """Count a request, and turn a client's error into a BackendError without its text."""
         from redis import exceptions
 
-        self._counts.ask()
-        try:
-            yield
-        except (exceptions.RedisError, OSError) as error:
-            self._counts.fail()
-            raise self._backend_error(doing, error) from None
-        except BackendError:
-            self._counts.fail()
-            raise
+        with self._counts.request():
+            try:
+                yield
+            except (exceptions.RedisError, OSError) as error:
+                raise self._backend_error(doing, error) from None
 
     def _backend_error(self, doing: str, error: Exception) -> BackendError:
         from redis import exceptions

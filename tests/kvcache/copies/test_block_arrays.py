@@ -6,12 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from radixkv.kvcache import (
-    BlockArrays,
-    CountError,
-    PoolDTypeError,
-    PoolShapeError,
-)
+from radixkv.kvcache import BlockArrays, CountError, PoolDTypeError, PoolShapeError
 
 SIZES = {"num_layers": 2, "num_blocks": 3, "kv_heads": 4, "block_size": 5, "head_dim": 6}
 

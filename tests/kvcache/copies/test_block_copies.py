@@ -5,12 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from radixkv.kvcache import (
-    BlockArrays,
-    HostArrays,
-    Outcome,
-    TierDriver,
-)
+from radixkv.kvcache import BlockArrays, HostArrays, Outcome, TierDriver
 from radixkv.kvcache.copies import block_copies as pinning
 from radixkv.kvcache.copies.block_copies import BlockCopies
 from radixkv.kvcache.tiers.operations import OpKind

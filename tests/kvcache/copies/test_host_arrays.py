@@ -4,11 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from radixkv.kvcache import (
-    BlockArrays,
-    CountError,
-    HostArrays,
-)
+from radixkv.kvcache import BlockArrays, CountError, HostArrays
 from radixkv.kvcache.storage.interface import views
 
 SIZES = {"num_layers": 2, "num_blocks": 3, "kv_heads": 4, "block_size": 5, "head_dim": 6}

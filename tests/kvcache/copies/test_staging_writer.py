@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 
 from radixkv.kvcache import HostArrays
-from radixkv.kvcache.copies.staging_writer import (
-    StagedBlocks,
-    StagingWriter,
-    WriteReport,
-)
+from radixkv.kvcache.copies.staging_writer import StagedBlocks, StagingWriter, WriteReport
 from radixkv.kvcache.ids import OpId
 
 from ..driving import LONG_S

@@ -3,16 +3,8 @@
 import jax.numpy as jnp
 import pytest
 
-from radixkv.kvcache import (
-    OperationResult,
-    Outcome,
-    StorageConfigError,
-)
-from radixkv.kvcache.storage import (
-    Status,
-    StorageWorkers,
-    open_backend,
-)
+from radixkv.kvcache import OperationResult, Outcome, StorageConfigError
+from radixkv.kvcache.storage import Status, StorageWorkers, open_backend
 from radixkv.kvcache.tiers.operations import OpKind
 
 from ..driving import Bench, FakeStorage

@@ -8,13 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from radixkv.kvcache import (
-    BlockArrays,
-    CountError,
-    OperationResult,
-    Outcome,
-    TierDriver,
-)
+from radixkv.kvcache import BlockArrays, CountError, OperationResult, Outcome, TierDriver
 from radixkv.kvcache.storage import Status
 from radixkv.kvcache.tiers.operations import OpKind
 

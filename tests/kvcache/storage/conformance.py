@@ -1,4 +1,4 @@
-"""What every backend must do: one class of tests, to be subclassed with a `backend` fixture."""
+"""Tests of the Backend interface: a class to subclass with a `backend` fixture."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 def value_of(number: int, num_bytes: int) -> bytes:
-    """Bytes that differ by number, of any length."""
+    """Return num_bytes bytes that differ by number."""
     digest = sha256(b"value %d" % number).digest()
     return (digest * (num_bytes // len(digest) + 1))[:num_bytes]
 
@@ -33,14 +33,14 @@ def put(backend: Backend, key: bytes, *parts: bytes) -> None:
 
 
 def get(backend: Backend, key: bytes, *sizes: int) -> tuple[int | None, list[bytes]]:
-    """What get returns, and what it filled buffers of these sizes with."""
+    """Return the result of get, and the contents of buffers of these sizes."""
     into = [bytearray(size) for size in sizes]
     length = backend.get(key, [memoryview(part) for part in into])
     return length, [bytes(part) for part in into]
 
 
 def keys_of(backend: Backend) -> list[bytes]:
-    """The keys that are there, in the order of the backend's list."""
+    """Return the keys in the order of the backend's list."""
     return [value.key for value in backend.list_values()]
 
 
@@ -54,32 +54,32 @@ def load(checksummed: ChecksummedBackend, key: bytes, num_bytes: int) -> tuple[S
 
 
 def check_namespaces(backend: Backend, inside: Backend, space: str) -> None:
-    """Check what two backends of one server list, both empty; the second is of the namespace."""
+    """Check the lists of two empty backends of one server; `inside` has the namespace `space`."""
     put(inside, KEYS[0], b"abc")
     put(inside, KEYS[1], b"")
     assert isinstance(backend, SharedBackend)
     in_namespace = [(space, StoredValue(KEYS[0], 3)), (space, StoredValue(KEYS[1], 0))]
     assert sorted(backend.list_namespaces()) == sorted(in_namespace)
     assert list(backend.list_values()) == []
-    put(backend, KEYS[0], b"abcd")  # the same key, outside
-    own = StoredValue(KEYS[0], 4)
-    assert sorted(backend.list_namespaces()) == sorted([("", own), *in_namespace])
-    assert list(backend.list_values()) == [own]
+    put(backend, KEYS[0], b"abcd")  # the same key, outside the namespace
+    outside = StoredValue(KEYS[0], 4)
+    assert sorted(backend.list_namespaces()) == sorted([("", outside), *in_namespace])
+    assert list(backend.list_values()) == [outside]
 
 
 class BackendConformance:
-    """Each test gets a backend that is open and empty."""
+    """Each test gets an open and empty backend."""
 
     list_refused: str | None = None
-    """What it says when it is asked for a list; None if it has one."""
+    """Error message of `list_values`; None if the backend can list."""
     order_refused: str | None = None
-    """What it says when it is asked for the order of use; None if it knows."""
+    """Error message of a list in LRU order; None if the backend supports it."""
 
     @pytest.fixture
     def backend(self) -> object:
         raise NotImplementedError("a subclass says which")
 
-    def test_parts_come_back_in_other_parts(self, backend: Backend) -> None:
+    def test_parts_may_be_read_into_other_parts(self, backend: Backend) -> None:
         put(backend, KEYS[0], b"abc", b"", b"defgh")
         assert get(backend, KEYS[0], 1, 0, 4, 3) == (8, [b"a", b"", b"bcde", b"fgh"])
 
@@ -95,7 +95,7 @@ class BackendConformance:
         put(backend, KEYS[1], b"one")
         put(backend, KEYS[3], b"three")
         assert backend.contains([KEYS[3], KEYS[1], KEYS[3], KEYS[0]]) == [True, True, True, False]
-        first, last = backend.contains([KEYS[0], KEYS[2]])  # what follows may be said to be missing
+        first, last = backend.contains([KEYS[0], KEYS[2]])  # the second may be reported missing
         assert not first and not last
         assert backend.contains([KEYS[1]]) == [True]
 
@@ -152,11 +152,11 @@ class BackendConformance:
         assert length == len(value)
         assert parts == [value[:64], value[64:]]
 
-    def test_a_key_that_is_none(self, backend: Backend) -> None:
+    def test_an_invalid_key(self, backend: Backend) -> None:
         with pytest.raises(StorageKeyError, match=r"^a key is 32 bytes, got 5 bytes$"):
             put(backend, b"short", b"x")
 
-    def test_a_list_has_what_is_there_and_how_long_it_is(self, backend: Backend) -> None:
+    def test_a_list_has_keys_and_sizes(self, backend: Backend) -> None:
         if self.list_refused is not None:
             with pytest.raises(UnsupportedError) as caught:
                 backend.list_values()
@@ -169,7 +169,7 @@ class BackendConformance:
         wanted = [StoredValue(KEYS[number], number) for number in (0, 2, 3)]
         assert sorted(backend.list_values()) == sorted(wanted)
 
-    def test_an_order_of_use_is_known_or_refused(self, backend: Backend) -> None:
+    def test_lru_order_is_supported_or_refused(self, backend: Backend) -> None:
         for key in KEYS[:4]:
             put(backend, key, b"x")
         backend.touch([KEYS[2], KEYS[4], KEYS[0]])
@@ -188,7 +188,7 @@ class BackendConformance:
         assert all(type(number) is int and number >= 0 for number in stats.values())
 
     def test_four_threads_at_once(self, backend: Backend) -> None:
-        """Each has keys of its own, and all write one: any of its values, but no mixture."""
+        """Each thread writes separate keys, and all write one key, which never holds a mixture."""
         shared = [value_of(number, 50_000 + number) for number in range(4)]
 
         def work(thread: int) -> list[bytes]:
@@ -208,7 +208,7 @@ class BackendConformance:
         assert set(seen) <= set(shared)
         assert backend.contains(KEYS) == [True] * 13
 
-    def test_sealed_round_trip(self, backend: Backend) -> None:
+    def test_checksummed_round_trip(self, backend: Backend) -> None:
         checksummed = ChecksummedBackend(backend)
         payload = value_of(2, 5_000)
         assert store(checksummed, KEYS[0], payload) is Status.STORED

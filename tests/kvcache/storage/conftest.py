@@ -1,4 +1,4 @@
-"""Servers that several files of tests share; one per test process."""
+"""Servers shared by several test files; one per test process."""
 
 from collections.abc import Iterator
 
@@ -12,35 +12,35 @@ from .redis_server import RedisServer, running
 
 @pytest.fixture(scope="session")
 def shared_redis() -> Iterator[RedisServer]:
-    """A server for tests that neither stop nor configure it, and have a prefix of their own."""
+    """A server for tests that use a separate prefix and do not stop or configure it."""
     with running() as server:
         yield server
 
 
 @pytest.fixture
 def server() -> Iterator[RedisServer]:
-    """A server of the test's own, to stop and to kill."""
+    """A server for one test, which may stop or kill it."""
     with running() as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def shared_mooncake() -> Iterator[MooncakeServer]:
-    """A store for tests that do not stop it, and have a namespace of their own."""
+    """A store for tests that use a separate namespace and do not stop it."""
     with mooncake_server.running() as store:
         yield store
 
 
 @pytest.fixture
 def mooncake() -> Iterator[MooncakeServer]:
-    """A store of the test's own, to stop and to kill."""
+    """A store for one test, which may stop or kill it."""
     with mooncake_server.running() as store:
         yield store
 
 
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
-    """A server with the environment set to find it."""
+    """A server, with the environment variables that point to it."""
     with serving() as server:
         environment = {
             "AWS_ACCESS_KEY_ID": "an-access-key",

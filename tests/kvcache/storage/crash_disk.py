@@ -1,14 +1,14 @@
-"""A simulated disk with a write-back cache: a power cut keeps any legal part of the unsynced.
+"""A simulated disk with a write-back cache. A power cut keeps any legal part of unsynced data.
 
 The model, after ALICE (Pillai et al., OSDI 2014):
 
 - A file's bytes reach the disk in sectors of 64 bytes, in any order, until the file is synced.
-- The names of one directory (made, renamed, removed) reach it in order, until the directory is
-  synced; those of different directories in any order between them.
-- A rename is one change. A failed sync drops what it did not write: syncing again does not help.
-- A process may also be killed with the disk left as it was seen: then nothing is lost, yet.
+- Changes of the names in a directory (create, rename, remove) reach the disk in order, until the
+  directory is synced; changes of different directories are not ordered.
+- A rename is one change. A failed sync drops unwritten data: syncing again does not help.
+- A process may also be killed without a power cut: then nothing is lost yet.
 
-It has the calls of `FileApi`. Each of them, and each sector, is a moment at which it may all end.
+It implements `FileApi`. Each call and each written sector is a moment at which a crash may happen.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from dataclasses import dataclass, field
 SECTOR = 64  # small, so that small values can be torn
 
 Below = Callable[[int], int]
-"""Chooses a number below another."""
+"""Draws a number below its argument."""
 
 
 class PowerCut(BaseException):
-    """It all ends here: no handler of errors may go on."""
+    """The crash. Error handlers must not catch it."""
 
 
 @dataclass(eq=False)
 class SimFile:
-    """Bytes as a reader sees them, as they are on the disk, and the sectors in between."""
+    """Bytes as a reader sees them, bytes on the disk, and the sectors not written yet."""
 
     seen: bytearray = field(default_factory=bytearray)
     on_disk: bytearray = field(default_factory=bytearray)
@@ -45,9 +45,9 @@ class SimFile:
 
 @dataclass(eq=False)
 class SimDirectory:
-    """Names as they are seen and as they are on the disk, and the changes in between.
+    """Names as a reader sees them, names on the disk, and the changes not written yet.
 
-    A change is the names that it sets, and to what; None where it removes one.
+    A change maps names to their new files; None removes a name.
     """
 
     seen: dict[str, SimFile | SimDirectory] = field(default_factory=dict)
@@ -71,7 +71,7 @@ def apply(
 
 @dataclass
 class Faults:
-    """What else goes wrong, besides power: one call in so many; 0: never."""
+    """Other faults: one call in this many fails; 0 means never."""
 
     short_write: int = 0
     no_space: int = 0
@@ -80,7 +80,7 @@ class Faults:
 
 
 class CrashDisk:
-    """A disk, and the process's view of it: until `restart`, one life."""
+    """A disk, and one process's view of it until `restart`."""
 
     def __init__(self, below: Below, faults: Faults | None = None) -> None:
         self.below = below
@@ -95,12 +95,12 @@ class CrashDisk:
         self.alive()
 
     def alive(self) -> None:
-        """Raise, if it has ended: what cleans up after the end changes nothing any more."""
+        """Raise after the crash, so that cleanup code changes nothing any more."""
         if self.cut_at is not None and self.moments >= self.cut_at:
             raise PowerCut
 
     def restart(self, *, power_cut: bool, cut_at: int | None) -> None:
-        """Begin the next life, which ends at its cut_at-th moment."""
+        """Start the next process, which crashes at its cut_at-th moment."""
         if power_cut:
             self._lose(self.root)
         self.handles = {}
@@ -122,7 +122,7 @@ class CrashDisk:
                 what.seen = bytearray(what.on_disk)
 
     def _tear(self, file: SimFile) -> None:
-        mode = self.below(4)  # nothing, everything, the first sectors, any of them
+        mode = self.below(4)  # no sector, all, the first ones, any subset
         first = self.below(len(file.pending) + 1)
         for number, (offset, data) in enumerate(file.pending):
             if (False, True, number < first, self.below(2))[mode]:
@@ -133,7 +133,7 @@ class CrashDisk:
     def _fails(self, one_in: int) -> bool:
         return one_in > 0 and self.below(one_in) == 0
 
-    # -- finding things; a path is /DIRECTORY/BUCKET/NAME
+    # -- path lookup; a path is /DIRECTORY/BUCKET/NAME
 
     def _directory(self, path: str) -> SimDirectory:
         directory = self.root
@@ -238,7 +238,7 @@ class CrashDisk:
         for offset, data in what.pending:
             if not failed or self.below(2):
                 what.reaches_disk(offset, data)
-        what.pending = []  # also what failed: the system thinks that it has nothing left to write
+        what.pending = []  # also after a failure: the system considers the data written
         if failed:
             raise OSError(errno.EIO, "sync failed")
         self.moment()

@@ -1,8 +1,8 @@
-"""Power cuts and kills by the hundred thousand: ``python -m tests.kvcache.storage.crashes``.
+"""Random power cuts and kills of a file backend: ``python -m tests.kvcache.storage.crashes``.
 
-A trial is three lives of one directory on a simulated disk. Each begins with a check of what the
-lives before were promised, and ends at a moment drawn at random: in the middle of a write, between
-any two calls, or in the recovery itself.
+A trial runs three processes in turn on one directory of a simulated disk. Each begins with a check
+of what the earlier ones were promised, and ends at a random moment: in the middle of a write,
+between any two calls, or during recovery.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ALL_FAULTS = Faults(short_write=4, no_space=60, sync_fails=12, unlink_fails=8)
 @cache
 def key_of(number: int) -> bytes:
     digest = sha256(b"%d" % number).digest()
-    return bytes([number % 2]) + digest[1:]  # in two directories
+    return bytes([number % 2]) + digest[1:]  # uses two subdirectories
 
 
 @cache
@@ -43,31 +43,31 @@ def payload_of(number: int) -> bytes:
 
 @dataclass
 class Promises:
-    """What storage owes: kept by the trial, beside it."""
+    """What the backend has promised, as the trial records it."""
 
-    attempted: set[int] = field(default_factory=set)  # a store was begun
+    attempted: set[int] = field(default_factory=set)  # a store started
     failed: set[int] = field(default_factory=set)  # a store failed
-    stored: set[int] = field(default_factory=set)  # a store returned, and nothing removed it since
-    deleted: set[int] = field(default_factory=set)  # a delete returned, and nothing stored it since
+    stored: set[int] = field(default_factory=set)  # stored, and not removed since
+    deleted: set[int] = field(default_factory=set)  # deleted, and not stored since
 
 
 class Trial:
-    """Three lives of a directory; `run` raises AssertionError at the first broken promise."""
+    """Three processes on one directory; `run` raises AssertionError at the first broken promise."""
 
     def __init__(self, seed: int, subject: Subject = REAL) -> None:
         self.below = random.Random(seed).randrange
         self.subject = subject
         self.durable = self.below(2) == 0
-        self.tight = self.below(4) == 0  # so that it evicts
+        self.tight = self.below(4) == 0  # small budget: it evicts
         self.faults = (NO_FAULTS, NO_FAULTS, SOME_FAULTS, ALL_FAULTS)[self.below(4)]
         self.faulty = self.faults is not NO_FAULTS
         self.disk = CrashDisk(self.below)
         self.promises = Promises()
-        self.backend = None  # of this life, when it has recovered
+        self.backend = None  # the current process's backend, after its recovery
         self.crashes = 0
 
     def run(self) -> int:
-        """Return in how many lives it crashed."""
+        """Return the number of crashes."""
         for _ in range(LIVES):
             power_cut = self.below(4) > 0
             try:
@@ -127,12 +127,12 @@ class Trial:
         return backend, checksummed
 
     def allow_evicted(self, here: set[bytes]) -> None:
-        """Where room is tight, a value may go without anybody being told."""
+        """With a small budget, a value may be evicted without notice."""
         if self.tight:
             self.promises.stored = {n for n in self.promises.stored if key_of(n) in here}
 
     def nothing_is_left_over(self, backend) -> None:
-        """All files are values that are known: others would take room for ever."""
+        """Every file is a known value; an unknown one would take space forever."""
         names = {
             name
             for bucket in ("00", "01")
@@ -142,7 +142,7 @@ class Trial:
         known = set(map(bytes.hex, keys_of(backend)))
         assert known <= names, "a value without a file"
         left = names - known
-        if self.disk.faults.unlink_fails:  # then what failed may stay until the next start
+        if self.disk.faults.unlink_fails:  # files may remain until the next start
             failed = {key_of(number).hex() for number in self.promises.failed}
             left = {name for name in left - failed if not name.startswith(".tmp-")}
         assert not left, "files that are no values"
@@ -183,8 +183,8 @@ class Trial:
 
 
 def hunt(subject: Subject, seeds: Iterator[int], crashes: int) -> tuple[int, int, str]:
-    """Run trials until so many crashes; return trials, crashes and the first broken promise."""
-    logging.disable()  # what fails here is meant to
+    """Run trials up to a number of crashes; return trials, crashes and the first broken promise."""
+    logging.disable()  # failures are expected
     try:
         return _hunt(subject, seeds, crashes)
     finally:

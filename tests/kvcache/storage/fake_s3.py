@@ -1,4 +1,4 @@
-"""As much of an S3 server as the backend uses, in this process, on loopback."""
+"""A fake S3 server for tests, in this process: the requests that the backend makes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ DATE = "Thu, 01 Jan 2026 00:00:00 GMT"
 
 
 class FakeS3(ThreadingHTTPServer):
-    """Objects in a dictionary; status is what it answers with instead, if it is not None."""
+    """Objects in a dictionary. If status is not None, the server answers every request with it."""
 
     daemon_threads = True
-    request_queue_size = 64  # of 5, one that connects at once with others waits for a second
+    request_queue_size = 64  # with the default of 5, simultaneous connections wait for a second
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -32,7 +32,7 @@ class FakeS3(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # head and body are two writes
+    disable_nagle_algorithm = True  # header and body are two writes
     server: FakeS3
 
     def do_PUT(self) -> None:
@@ -69,7 +69,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(206, body[first : last + 1], **headers)
 
     def do_POST(self) -> None:
-        """Delete objects, whether they are there or not; the one use of POST."""
+        """Delete objects, which need not exist; the only use of POST."""
         body = self.rfile.read(int(self.headers["Content-Length"])).decode()
         if self._refused():
             return
@@ -93,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _refused(self) -> bool:
         self.server.num_requests += 1
-        status = self.server.status  # once: the test may change it as soon as it has the answer
+        status = self.server.status  # read once: the test may change it after the answer
         if status is not None:
             self._answer(status, b"")
         return status is not None
@@ -117,7 +117,7 @@ def _etag(body: bytes) -> str:
 
 @contextmanager
 def serving() -> Iterator[FakeS3]:
-    """A server that runs now, and does not afterwards."""
+    """Run a server in the context."""
     with FakeS3() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

@@ -1,4 +1,4 @@
-"""Backends for tests: in memory, and ones that answer when the test says so, or never."""
+"""Backends for tests: in memory, under the test's control, or broken."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from radixkv.kvcache.storage.remote import scatter
 
 
 class MemoryBackend:
-    """Values in a dictionary; it counts the calls of each kind."""
+    """Values in a dictionary; records the calls."""
 
     def __init__(self) -> None:
         self.values: dict[bytes, bytes] = {}
@@ -54,19 +54,19 @@ class MemoryBackend:
 
 
 class HeldBackend(MemoryBackend):
-    """Answers `get` and `contains` and does `put` one by one, as the test lets it."""
+    """`get`, `put` and lookups wait until the test releases them one by one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.entered = Semaphore(0)  # a thread is inside
-        self.go = Semaphore(0)  # one thread may go on
+        self.entered = Semaphore(0)  # a thread entered a call
+        self.go = Semaphore(0)  # one thread may continue
 
     def hold(self) -> None:
         self.entered.release()
         self.go.acquire()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        if len(keys) > 1:  # a store asks for one, first
+        if len(keys) > 1:  # a store checks one key first
             self.hold()
         return super().contains(keys)
 
@@ -80,7 +80,7 @@ class HeldBackend(MemoryBackend):
 
 
 class BrokenBackend(MemoryBackend):
-    """Raises what it is told to, in everything."""
+    """Raises the given error in every call."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the tests of Mooncake share: times, ways to connect, and a look at its processes."""
+"""Helpers of the Mooncake tests: time limits, connections, client processes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from radixkv.kvcache.storage.mooncake.backend import MooncakeBackend
 
 from .mooncake_server import MooncakeServer
 
-SOON_S = 0.1  # for requests that are to end without an answer
-LONG_S = 120.0  # for those that are to end with one
+SOON_S = 0.1  # for requests that end without an answer
+LONG_S = 120.0  # for requests that get an answer
 LOST = "no connection, or it was lost"
 
 
@@ -25,12 +25,12 @@ def connected(
 
 
 def helpers_of(backend: MooncakeBackend) -> list[int]:
-    """The process ids of those that wait for a call."""
+    """Return the process ids of idle client processes."""
     return [helper._process.pid for helper in backend._idle]
 
 
 def runs(pid: int) -> bool:
-    """Whether a process is there, and has not ended without anybody asking how."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

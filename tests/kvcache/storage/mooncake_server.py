@@ -24,7 +24,7 @@ _A_WHILE_S = 60.0
 
 
 def program(name: str) -> str:
-    """The path of one of Mooncake's programs."""
+    """Return the path of a Mooncake program."""
     package = find_spec("mooncake")
     assert package is not None and package.submodule_search_locations, MISSING
     try:
@@ -35,7 +35,7 @@ def program(name: str) -> str:
 
 
 class MooncakeServer:
-    """A master that a test may pause, kill and start again, and memory that may be killed."""
+    """A master that a test can pause, kill and restart, and a memory process that it can kill."""
 
     def __init__(self, ports: Sequence[int]) -> None:
         self.port, self._metrics_port, self._memory_port = ports
@@ -43,7 +43,7 @@ class MooncakeServer:
         self._memory: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Return when the master serves, and knows of the memory."""
+        """Wait until the master serves and has the memory registered."""
         self._master = _start(
             "mooncake_master",
             "--rpc_address=127.0.0.1",
@@ -64,7 +64,7 @@ class MooncakeServer:
         self._wait("/get_all_segments", b"127.0.0.1")
 
     def pause(self) -> None:
-        """Stop the master from running; its sockets stay open, and nobody answers."""
+        """Stop the master; its sockets stay open without answers."""
         assert self._master is not None
         self._master.send_signal(signal.SIGSTOP)
         os.waitpid(self._master.pid, os.WUNTRACED)
@@ -84,7 +84,7 @@ class MooncakeServer:
             self._memory = None
 
     def _wait(self, path: str, wanted: bytes) -> None:
-        """Return when a page of the master has this in it."""
+        """Wait until a page of the master contains a text."""
         end = time.monotonic() + _A_WHILE_S
         url = f"http://127.0.0.1:{self._metrics_port}{path}"
         while time.monotonic() < end:
@@ -115,7 +115,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def running() -> Iterator[MooncakeServer]:
-    """A store that runs now, and does not afterwards."""
+    """Run a store in the context."""
     with reserved_ports(3) as ports:
         server = MooncakeServer(ports)
         try:

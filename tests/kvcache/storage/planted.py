@@ -1,4 +1,4 @@
-"""Bugs planted in the source of the storage package, each loaded as a copy in memory."""
+"""Planted bugs: copies of the storage package with one change, loaded in memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _numbers = count(1)
 
 @dataclass(frozen=True)
 class Bug:
-    """A bug, in plain words, and what stands in a file instead of what."""
+    """A bug: its description, and the text of a file that it replaces."""
 
     name: str
     file: str
@@ -31,7 +31,7 @@ class Bug:
 
 @dataclass(frozen=True)
 class Subject:
-    """What a crash trial exercises: the real thing, or a copy with a bug."""
+    """The modules under test: the real ones, or a copy with a bug."""
 
     files: ModuleType
     checksummed: ModuleType
@@ -156,7 +156,7 @@ BUGS = (
         "                    self._index.give_back(num_bytes)\n",
     ),
     Bug(
-        "a write that failed half-way is not deleted",  # ours, until a trial found it
+        "a write that failed half-way is not deleted",  # a real bug that a trial found
         "files/backend.py",
         "            num_bytes = self._index.take(key)  # forget first, then unlink\n",
         "            num_bytes = self._index.take(key)  # forget first, then unlink\n"
@@ -176,12 +176,12 @@ BUGS = (
     ),
 )
 
-# The bytes are synced too late only if they are not synced before.
+# This bug needs another one: the bytes must not be synced before either.
 _ALSO = {"the name comes before the bytes are synced": BUGS[0]}
 
 
 def load(bug: Bug | None) -> Subject:
-    """Load a copy of the package with a bug; without one, the package itself."""
+    """Load a copy of the package with a bug, or return the package itself without one."""
     if bug is None:
         return REAL
     bugs = [bug, _ALSO[bug.name]] if bug.name in _ALSO else [bug]
@@ -214,7 +214,7 @@ def _sources(bugs: Sequence[Bug]) -> dict[str, str]:
 
 
 class _Copy(MetaPathFinder, InspectLoader):
-    """Finds the modules of one copy, and nothing else."""
+    """Import finder for the modules of one copy."""
 
     def __init__(self, package: str, sources: Mapping[str, str]) -> None:
         self.package = package

@@ -1,4 +1,4 @@
-"""What the tests of Redis share: times, ways to connect, and every call of a backend."""
+"""Helpers of the Redis tests: time limits, connections, every call of a backend."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ from contextlib import closing, contextmanager
 import pytest
 import redis
 
-from radixkv.kvcache.storage import (
-    BackendError,
-    Completion,
-    StorageWorkers,
-)
+from radixkv.kvcache.storage import BackendError, Completion, StorageWorkers
 from radixkv.kvcache.storage.interface import StorageOpId
 from radixkv.kvcache.storage.redis.address import RedisAddress
 from radixkv.kvcache.storage.redis.backend import RedisBackend
@@ -20,8 +16,8 @@ from radixkv.kvcache.storage.redis.backend import RedisBackend
 from .conformance import KEYS, get, put
 from .redis_server import RedisServer
 
-SOON_S = 0.1  # for calls that are to end without an answer
-LONG_S = 60.0  # for calls that are to end with one
+SOON_S = 0.1  # for calls that end without an answer
+LONG_S = 60.0  # for calls that get an answer
 
 
 @contextmanager
@@ -40,7 +36,7 @@ def raw(server: RedisServer, **options) -> Iterator[redis.Redis]:
 
 
 def every_call(backend: RedisBackend) -> Iterator[BackendError]:
-    """What each method raises, with a server that is not well."""
+    """Yield the error of each method while the server is broken."""
     calls = [
         lambda: backend.contains(KEYS[:2]),
         lambda: get(backend, KEYS[0], 3),
@@ -56,7 +52,7 @@ def every_call(backend: RedisBackend) -> Iterator[BackendError]:
 
 
 def wait_at_most(backend: RedisBackend, timeout_s: float) -> None:
-    """Have calls wait for an answer for so long from now on, over open connections, too."""
+    """Set the time limit of calls, also for open connections."""
     pool = backend._client.connection_pool
     pool.connection_kwargs["socket_timeout"] = timeout_s
     for connection in pool._available_connections:
@@ -76,7 +72,7 @@ DOING = [
 
 
 def finish(storage: StorageWorkers, operation: StorageOpId) -> Completion:
-    """The completion of an operation that ends without its deadline."""
+    """Return the completion of an operation that ends before its deadline."""
     with storage._lock:
         storage._reported.wait_for(lambda: storage._table.ended(operation))
     (completion,) = storage.poll()

@@ -1,4 +1,4 @@
-"""A real redis-server for tests: on loopback, in a temporary directory, keeping nothing."""
+"""A real redis-server for tests, on loopback, in a temporary directory, without persistence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MISSING = "these tests start a redis-server: apt-get install redis-server"
 
 
 class RedisServer:
-    """A server that a test may pause, kill and start again at the same place."""
+    """A server that a test can pause, kill and restart at the same address."""
 
     def __init__(
         self, directory: str, port: int, settings: Sequence[str] = (), *, tls: bool = False
@@ -32,7 +32,7 @@ class RedisServer:
         self.port = port
 
     def start(self) -> None:
-        """Return when it answers."""
+        """Wait until the server answers."""
         settings = [
             "bind 127.0.0.1",
             f"{'tls-port' if self._tls else 'port'} {self.port}",
@@ -46,7 +46,7 @@ class RedisServer:
             *self._settings,
         ]
         self._process = subprocess.Popen(
-            [self._program, "-"],  # settings from stdin: passwords show in no list of processes
+            [self._program, "-"],  # settings from stdin keep passwords out of the process list
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -64,7 +64,7 @@ class RedisServer:
         raise AssertionError(f"redis-server does not start: {''.join(said)}")
 
     def pause(self) -> None:
-        """Stop it from running; its sockets stay open, and nobody answers."""
+        """Stop the process; its sockets stay open without answers."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
         os.waitpid(self._process.pid, os.WUNTRACED)
@@ -74,7 +74,7 @@ class RedisServer:
         self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """End it at once, if it runs; a paused one, too."""
+        """Kill the process, if it runs or is paused."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -85,8 +85,8 @@ class RedisServer:
 
 @contextmanager
 def running(settings: Sequence[str] = (), *, tls: bool = False) -> Iterator[RedisServer]:
-    """A server that runs now, and does not afterwards."""
-    # Not pytest's directory: the path of a socket has at most 107 bytes.
+    """Run a server in the context."""
+    # Not pytest's directory: the path of a socket is limited to 107 bytes.
     with tempfile.TemporaryDirectory(prefix="radixkv-redis-") as directory, reserved_port() as port:
         server = RedisServer(directory, port, settings, tls=tls)
         try:

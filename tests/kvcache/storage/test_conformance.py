@@ -1,4 +1,4 @@
-"""The same tests on every backend."""
+"""The conformance tests on every backend."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class TestMooncake(BackendConformance):
     def backend(
         self, shared_mooncake: MooncakeServer, monkeypatch: pytest.MonkeyPatch
     ) -> Iterator[Backend]:
-        # For another writer of the same key, as long as it takes: it may have to wait itself.
+        # Wait for another writer of the same key for as long as it takes.
         monkeypatch.setattr(mooncake, "_BUSY_S", 30.0)
         namespace = f"{os.getpid():08x}{next(_numbers):08x}"
         options = BackendOptions(timeout_s=30.0, connect_timeout_s=30.0, namespace=namespace)

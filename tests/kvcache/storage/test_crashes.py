@@ -4,7 +4,7 @@ from .crashes import Trial, hunt
 from .planted import BUGS, REAL, Bug, load
 
 SHARES = 4
-CRASHES = 20_000  # of all shares; the volume is `python -m tests.kvcache.storage.crashes`
+CRASHES = 20_000  # over all shares; run `python -m tests.kvcache.storage.crashes` for more
 
 
 @pytest.mark.parametrize("share", range(SHARES))
@@ -13,7 +13,7 @@ def test_no_crash_breaks_a_promise(share: int) -> None:
     trials, crashes, broken = hunt(REAL, seeds, CRASHES // SHARES)
     assert not broken
     assert crashes >= CRASHES // SHARES
-    assert trials <= crashes * 2  # most lives do end in a crash
+    assert trials <= crashes * 2  # most trials do crash
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)

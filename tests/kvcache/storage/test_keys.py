@@ -7,16 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.kvcache import (
-    NamespaceError,
-    TokenError,
-    make_namespace,
-)
-from radixkv.kvcache.storage import (
-    StorageKeyError,
-    StorageNamespace,
-    block_keys,
-)
+from radixkv.kvcache import NamespaceError, TokenError, make_namespace
+from radixkv.kvcache.storage import StorageKeyError, StorageNamespace, block_keys
 
 NAMESPACE = StorageNamespace(
     model="m", weights_revision="r1", kv_dtype="bfloat16", block_size=4, layers=(0, 2), heads=(0, 8)
@@ -37,7 +29,7 @@ OTHERS: dict[str, Any] = {
 
 
 def test_the_keys_of_a_known_input_never_change() -> None:
-    # Values in a store outlive a release: if this fails, SCHEMA must change.
+    # Stored values outlive a release: if this fails, change SCHEMA.
     assert NAMESPACE.digest().hex()[:16] == "f01102e48efae428"
     assert [key.hex()[:16] for key in block_keys(NAMESPACE, range(8))] == [
         "48d7590926bec75a",
@@ -51,7 +43,7 @@ def test_every_field_changes_the_digest(name: str) -> None:
     assert replace(base, **{name: OTHERS[name]}).digest() != base.digest()
 
 
-def test_the_fields_above_are_all() -> None:
+def test_every_field_is_covered() -> None:
     assert set(OTHERS) == {field.name for field in fields(StorageNamespace)}
 
 
@@ -117,7 +109,7 @@ def test_extras_change_every_key() -> None:
         ({"tp_size": True}, "tp_size must be an integer, got True"),
     ],
 )
-def test_a_namespace_that_cannot_be_is_refused(changes: dict, message: str) -> None:
+def test_an_invalid_namespace_is_refused(changes: dict, message: str) -> None:
     with pytest.raises(StorageKeyError, match=rf"^{re.escape(message)}$"):
         replace(NAMESPACE, **changes)
 
@@ -129,7 +121,7 @@ def test_a_dtype_in_place_of_its_name_is_refused() -> None:
         replace(NAMESPACE, kv_dtype=kind)
 
 
-def test_what_makes_no_keys_is_refused() -> None:
+def test_invalid_input_is_refused() -> None:
     with pytest.raises(StorageKeyError, match=r"^a key is 32 bytes, got 3 bytes$"):
         block_keys(NAMESPACE, [1], parent=b"abc")
     with pytest.raises(StorageKeyError, match=r"^extras must be bytes, got str$"):

@@ -1,23 +1,18 @@
-"""A real process, killed in the middle of its work: what it said that it stored is there."""
+"""Kill a real process during its writes: every acknowledged value is still there."""
 
 import random
 import subprocess
 import sys
 from pathlib import Path
 
-from radixkv.kvcache.storage import (
-    ChecksummedBackend,
-    FileBackend,
-    Status,
-    StorageWorkers,
-)
+from radixkv.kvcache.storage import ChecksummedBackend, FileBackend, Status, StorageWorkers
 
 from .crashes import key_of
 
 KILLS = 10
 VALUE_BYTES = 100_000
 
-# It stores one value after the other and says so, until it is killed; of so many, none is evicted.
+# Stores one value after the other and prints each, until it is killed; the budget fits all.
 CHILD = """
 import sys
 from hashlib import sha256
@@ -30,7 +25,7 @@ for number in range(int(sys.argv[2]), int(sys.argv[2]) + 500):
 """
 
 
-def test_what_was_acknowledged_before_a_kill_is_there(tmp_path: Path) -> None:
+def test_values_acknowledged_before_a_kill_are_there(tmp_path: Path) -> None:
     rng = random.Random(0)
     directory = tmp_path / "cache"
     begin = end = 0
@@ -46,7 +41,7 @@ def test_what_was_acknowledged_before_a_kill_is_there(tmp_path: Path) -> None:
             assert said == "STORED"
             end = int(number) + 1
         child.kill()
-        for line in child.stdout:  # what it still said before it died
+        for line in child.stdout:  # the rest of its output
             if line.endswith("\n"):
                 end = int(line.split()[1]) + 1
         child.stdout.close()
@@ -55,15 +50,15 @@ def test_what_was_acknowledged_before_a_kill_is_there(tmp_path: Path) -> None:
 
 
 def check(directory: Path, begin: int, end: int) -> int:
-    """Load what was stored since begin; return the first number that is not there."""
-    backend = FileBackend(directory, max_bytes=10**9)  # the lock went with the process
+    """Load the values stored since begin; return the first missing number."""
+    backend = FileBackend(directory, max_bytes=10**9)  # the lock ended with the process
     checksummed = ChecksummedBackend(backend)
     into = memoryview(bytearray(VALUE_BYTES))
     for number in range(begin, end + 2):
         status, _ = checksummed.load(key_of(number), [into])
         if number < end:
             assert status is Status.LOADED, (number, status)
-        else:  # it may be there, but then it is whole
+        else:  # it may exist, but must be whole
             assert status in (Status.LOADED, Status.MISSING)
     backend.check()
     first_missing = next(n for n in range(end, end + 3) if not backend.contains([key_of(n)])[0])
@@ -72,7 +67,7 @@ def check(directory: Path, begin: int, end: int) -> int:
 
 
 def test_files_under_threads(tmp_path: Path) -> None:
-    """The whole way down: more than there is room for, on all threads, and nothing is corrupt."""
+    """Store more than the budget on all threads: no value is corrupt."""
     backend = FileBackend(tmp_path / "cache", max_bytes=50_000)
     storage = StorageWorkers(backend, max_bytes_in_flight=10**7)
     rng = random.Random(0)

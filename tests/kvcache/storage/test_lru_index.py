@@ -1,15 +1,11 @@
-"""The index beside a list in the order of use, and beside what a restart would find."""
+"""The LRU index against a model: a list in LRU order, and the use times in the files."""
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from radixkv.kvcache.storage.files.lru_index import (
-    STAMP_EVERY_NS,
-    LruIndex,
-    ScannedValue,
-)
+from radixkv.kvcache.storage.files.lru_index import STAMP_EVERY_NS, LruIndex, ScannedValue
 
 MAX_BYTES = 10
 KEYS = [bytes([number]) * 32 for number in range(3)]
@@ -17,20 +13,20 @@ A_KEY = st.sampled_from(KEYS)
 
 
 class Index(RuleBasedStateMachine):
-    """What the file backend does with it, without files; the clock may go back."""
+    """Calls as the file backend makes them, without files; the clock may go back."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now_ns = 100 * STAMP_EVERY_NS
         self.index = LruIndex(MAX_BYTES, lambda: self.now_ns)
-        self.sizes: dict[bytes, int] = {}  # the least recently used first
-        self.in_files: dict[bytes, int] = {}  # the times that are written down
-        self.known: dict[bytes, int] = {}  # when that was; not of what nobody knows it of
-        self.new: set[bytes] = set()  # written, and not used since
+        self.sizes: dict[bytes, int] = {}  # coldest first
+        self.in_files: dict[bytes, int] = {}  # use times in the files
+        self.known: dict[bytes, int] = {}  # when these were written, if known
+        self.new: set[bytes] = set()  # written and not used since
         self.last_ns = 0
 
     def is_later(self, stamp_ns: int) -> int:
-        """Every time that is written down is the clock's, or later than all before it."""
+        """Check that a use time is the clock's, or later than all before it."""
         assert stamp_ns == max(self.now_ns, self.last_ns + 1)
         self.last_ns = stamp_ns
         return stamp_ns
@@ -51,7 +47,7 @@ class Index(RuleBasedStateMachine):
             assert coldest == next(iter(self.sizes))
             assert sum(self.sizes.values()) + num_bytes > MAX_BYTES
             assert self.index.take(coldest) == self.sizes[coldest]
-            assert self.index.used_bytes == sum(self.sizes.values()) + num_bytes  # still there
+            assert self.index.used_bytes == sum(self.sizes.values()) + num_bytes  # still counted
             self.index.give_back(self.sizes[coldest])
             self.drop(coldest)
         assert self.index.fits()
@@ -82,7 +78,7 @@ class Index(RuleBasedStateMachine):
         self.new.discard(key)
 
     @rule(key=A_KEY)
-    def remove_in_vain(self, key: bytes) -> None:
+    def fail_to_remove(self, key: bytes) -> None:
         num_bytes = self.index.take(key)
         assert num_bytes == self.sizes.get(key)
         if num_bytes is not None:
@@ -123,7 +119,7 @@ TestIndex.settings = settings(max_examples=150, stateful_step_count=40)
 
 @pytest.mark.parametrize("less_ns", [-1, 0, 1])
 @pytest.mark.parametrize("sign", [-1, 1])
-def test_a_use_is_written_down_from_a_minute_on(sign: int, less_ns: int) -> None:
+def test_a_use_time_is_due_after_a_minute(sign: int, less_ns: int) -> None:
     index = LruIndex(MAX_BYTES, lambda: sign * (STAMP_EVERY_NS - less_ns))
     index.fill([ScannedValue(0, KEYS[0], 1)])
     assert (index.use(KEYS[0]) == 0) == (less_ns > 0)
@@ -135,4 +131,4 @@ def test_more_than_the_budget_does_not_fit() -> None:
     assert index.fits()
     index.reserve(1)
     assert not index.fits()
-    assert index.coldest_over_budget() is None  # there is nothing to evict
+    assert index.coldest_over_budget() is None  # nothing to evict

@@ -8,11 +8,7 @@ from typing import Any
 
 import pytest
 
-from radixkv.kvcache.storage import (
-    BackendError,
-    BackendRefusedError,
-    BackendUnreachableError,
-)
+from radixkv.kvcache.storage import BackendError, BackendRefusedError, BackendUnreachableError
 from radixkv.kvcache.storage.mooncake import backend as module
 from radixkv.kvcache.storage.mooncake import client_main
 from radixkv.kvcache.storage.mooncake.backend import MooncakeBackend

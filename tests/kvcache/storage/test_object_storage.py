@@ -13,11 +13,7 @@ from pathlib import Path
 import pytest
 from obstore.store import LocalStore, MemoryStore, S3Store
 
-from radixkv.kvcache.storage import (
-    BackendError,
-    Status,
-    StorageWorkers,
-)
+from radixkv.kvcache.storage import BackendError, Status, StorageWorkers
 from radixkv.kvcache.storage.errors import BackendRefusedError, MissingPackageError
 from radixkv.kvcache.storage.object_storage.backend import (
     ObjectStorageBackend,

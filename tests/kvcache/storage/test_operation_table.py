@@ -1,4 +1,4 @@
-"""All orders of submit, take, report, cancel and expire, without a thread or a clock."""
+"""The operation table in any order of submit, take, report, cancel and expire."""
 
 from collections import Counter
 
@@ -6,12 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from radixkv.kvcache.storage import (
-    Completion,
-    Kind,
-    Status,
-    StorageOpId,
-)
+from radixkv.kvcache.storage import Completion, Kind, Status, StorageOpId
 from radixkv.kvcache.storage.operation_table import OperationTable, Task
 
 BUDGET = 100
@@ -28,7 +23,7 @@ ONE_CALL = (Kind.LOOKUP, Kind.TOUCH)
 
 
 class Expected:
-    """What is known of an operation from outside."""
+    """The expected state of an operation."""
 
     def __init__(
         self, kind: Kind, epoch: int, deadline: int, sizes: list[int], quiet: bool
@@ -37,9 +32,9 @@ class Expected:
         self.epoch = epoch
         self.deadline = deadline
         self.sizes = sizes
-        self.quiet = quiet  # and not yet claimed
+        self.quiet = quiet  # and not claimed yet
         self.reported: dict[int, Status] = {}
-        self.end: Status | None = None  # what ended it, if it was no report
+        self.end: Status | None = None  # status of the unfinished blocks, if it was ended early
         self.tasks: list[Task] = []
         self.completions = 0
 
@@ -53,14 +48,14 @@ class Expected:
 
 
 class Operations(RuleBasedStateMachine):
-    """The table, beside what the rules of `Storage` say of each operation."""
+    """The table against the expected state of each operation."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table = OperationTable(BUDGET, NUM_THREADS)
         self.expected: dict[StorageOpId, Expected] = {}
         self.tasks: list[Task] = []
-        self.undelivered: dict[Task, dict[int, Status]] = {}  # done, and not yet known elsewhere
+        self.undelivered: dict[Task, dict[int, Status]] = {}  # results not reported yet
         self.late_in: dict[Task, int] = {}
         self.now = 0
         self.late = 0
@@ -109,7 +104,7 @@ class Operations(RuleBasedStateMachine):
         self.do_one(task, data.draw(st.sampled_from(RESULTS[task.kind])))
 
     def do_one(self, task: Task, status: Status) -> None:
-        """Do the next block of a task; lookups and touches are one call."""
+        """Process the next block of a task, or all blocks of a lookup or touch."""
         expected, done = self.expected[task.operation.id], len(task.results)
         statuses = [status] * (len(task.keys) if task.kind in ONE_CALL else 1)
         if done == len(task.keys):
@@ -128,7 +123,7 @@ class Operations(RuleBasedStateMachine):
         self.report_one(task, data.draw(st.sampled_from(RESULTS[task.kind])))
 
     def report_one(self, task: Task, status: Status) -> None:
-        """Report a task, as a thread does: whole, or what was done when it saw the end."""
+        """Report a task like a thread: completely, or up to the end of its operation."""
         expected = self.expected[task.operation.id]
         while not expected.over and len(task.results) < len(task.keys):
             self.do_one(task, status)
@@ -139,7 +134,7 @@ class Operations(RuleBasedStateMachine):
         self.table.report(task, ["OSError"] if Status.FAILED in task.results else [])
 
     def ends(self, expected: Expected, status: Status) -> None:
-        """An operation ends: what its threads have done until now counts."""
+        """End an operation; the results so far count."""
         expected.end = status
         for task in expected.tasks:
             expected.reported |= self.undelivered.pop(task, {})
@@ -210,7 +205,7 @@ class Operations(RuleBasedStateMachine):
             assert self.table.ended_bytes[status] == wanted
 
     def teardown(self) -> None:
-        """Whatever happened: when all threads have come back, nothing is left."""
+        """After all tasks are reported, nothing is left."""
         self.table.cancel_all()
         for expected in self.expected.values():
             if not expected.over:
@@ -243,7 +238,7 @@ def test_lookups_go_first_then_loads_then_the_others_in_order() -> None:
     assert order == [Kind.LOOKUP, Kind.LOAD, Kind.STORE, Kind.DELETE]
 
 
-def test_a_thread_is_back_for_a_lookup_after_a_few_loads() -> None:
+def test_a_lookup_waits_for_a_few_loads_at_most() -> None:
     table = OperationTable(BUDGET, NUM_THREADS)
     keys = [bytes([number]) * 32 for number in range(50)]
     table.submit(Kind.LOAD, keys, [[memoryview(b"a")]] * len(keys), deadline=1)
@@ -255,7 +250,7 @@ def test_a_thread_is_back_for_a_lookup_after_a_few_loads() -> None:
 
 
 def test_a_prefix_ends_at_the_first_gap() -> None:
-    """FastDeploy's file store counted all that it had (fastdeploy.md, B48)."""
+    """FastDeploy's file store counted all blocks instead of the prefix (fastdeploy.md, B48)."""
     found, missing = Status.FOUND, Status.MISSING
 
     def prefix(*statuses: Status) -> int:

@@ -12,11 +12,7 @@ from radixkv.kvcache.storage import FileBackend, StorageNamespace
 from radixkv.kvcache.storage.errors import StorageUrlError
 from radixkv.kvcache.storage.object_storage.backend import ObjectStorageBackend
 from radixkv.kvcache.storage.redis.backend import RedisBackend
-from radixkv.kvcache.storage.urls import (
-    BackendOptions,
-    is_server_url,
-    open_backend,
-)
+from radixkv.kvcache.storage.urls import BackendOptions, is_server_url, open_backend
 
 from .conformance import KEYS, get, keys_of, put
 from .fake_s3 import FakeS3

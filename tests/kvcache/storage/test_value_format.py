@@ -2,17 +2,8 @@ import random
 
 import pytest
 
-from radixkv.kvcache.storage import (
-    ChecksummedBackend,
-    Status,
-    StorageKeyError,
-)
-from radixkv.kvcache.storage.value_format import (
-    HEADER_BYTES,
-    Corruption,
-    make_header,
-    payload_of,
-)
+from radixkv.kvcache.storage import ChecksummedBackend, Status, StorageKeyError
+from radixkv.kvcache.storage.value_format import HEADER_BYTES, Corruption, make_header, payload_of
 
 from .memory import MemoryBackend
 
@@ -24,25 +15,25 @@ def checksummed(payload: bytes, key: bytes = KEY) -> bytes:
     return make_header(key, [memoryview(payload)]) + payload
 
 
-def test_what_is_sealed_opens() -> None:
+def test_a_payload_comes_back() -> None:
     for payload in (b"some bytes", b""):
         opened = payload_of(KEY, checksummed(payload))
         assert isinstance(opened, memoryview)
         assert opened.tobytes() == payload
 
 
-def test_the_parts_make_no_difference() -> None:
+def test_parts_and_whole_have_the_same_header() -> None:
     parts = [memoryview(b"some "), memoryview(b""), memoryview(b"bytes")]
     assert make_header(KEY, parts) == checksummed(b"some bytes")[:HEADER_BYTES]
 
 
-def test_the_envelope_of_a_known_value_never_changes() -> None:
+def test_the_header_of_a_known_value_never_changes() -> None:
     assert checksummed(b"abc")[:16].hex() == "52584b56020000000300000000000000"
     assert len(checksummed(b"")) == HEADER_BYTES == 64
 
 
 @pytest.mark.parametrize(
-    ("value", "fault"),
+    ("value", "corruption"),
     [
         (b"", Corruption.SHORT),
         (checksummed(b"abc")[:63], Corruption.SHORT),
@@ -57,8 +48,8 @@ def test_the_envelope_of_a_known_value_never_changes() -> None:
         (checksummed(b"abc")[:16] + b"\0" + checksummed(b"abc")[17:], Corruption.CHECKSUM),
     ],
 )
-def test_each_fault_has_its_reason(value: bytes, fault: Corruption) -> None:
-    assert payload_of(KEY, value) is fault
+def test_each_corruption_has_its_reason(value: bytes, corruption: Corruption) -> None:
+    assert payload_of(KEY, value) is corruption
 
 
 def test_a_length_in_a_header_allocates_nothing() -> None:
@@ -68,7 +59,7 @@ def test_a_length_in_a_header_allocates_nothing() -> None:
 
 
 def corrupted(values: dict[bytes, bytes], key: bytes, rng: random.Random) -> bytes:
-    """The value of key after one accident: a flip, a cut, an exchange, or more at its end."""
+    """Return a corrupted value: a flipped bit, a cut, an exchange, or appended bytes."""
     value = values[key]
     match rng.randrange(5):
         case 0:
@@ -81,7 +72,7 @@ def corrupted(values: dict[bytes, bytes], key: bytes, rng: random.Random) -> byt
             return values[rng.choice([other for other in values if other != key])]
         case 3:
             return value + rng.randbytes(rng.randrange(1, 80))
-        case _:  # a sector of another value, or of zeros: as after a power cut
+        case _:  # a sector of another value or of zeros, as after a power cut
             start = rng.randrange(0, len(value), 64)
             sector = rng.choice([bytes(64), *(v[start : start + 64] for v in values.values())])
             size = len(value[start : start + 64])
@@ -109,7 +100,7 @@ def test_ten_thousand_corruptions_are_all_misses() -> None:
         assert key not in backend.values  # the next store repairs it
 
 
-def test_a_key_must_be_one() -> None:
+def test_an_invalid_key() -> None:
     with pytest.raises(StorageKeyError, match=r"^a key is 32 bytes, got 2 bytes$"):
         make_header(b"ab", [])
 
@@ -121,6 +112,6 @@ def test_a_destination_of_another_size_is_not_loaded(
     backend = MemoryBackend()
     backend.values[KEY] = checksummed(b"abc")
     status, reason = ChecksummedBackend(backend).load(KEY, [memoryview(bytearray(size))])
-    fault = Corruption.LONG if size < 3 else Corruption.SHORT
-    assert (status, reason) == (Status.CORRUPT, fault.name)
-    assert caplog.messages == [f"block {KEY.hex()} is corrupt: {fault.value}"]
+    corruption = Corruption.LONG if size < 3 else Corruption.SHORT
+    assert (status, reason) == (Status.CORRUPT, corruption.name)
+    assert caplog.messages == [f"block {KEY.hex()} is corrupt: {corruption.value}"]
