@@ -1,6 +1,7 @@
-"""Requests, schedulers, the engine and trace replay.
+"""Schedulers for LLM inference over a paged KV cache, and the engines that run them.
 
-Names are imported when they are first used: the command line must start without JAX and numpy.
+The modules of this folder are state machines without I/O; the packages below drive them. Names
+are imported on first use, because the command line must start without JAX and numpy.
 """
 
 from __future__ import annotations
@@ -21,56 +22,11 @@ if TYPE_CHECKING:
         StepOrderError,
     )
     from .mixed import MixedScheduler
-    from .nodes import (
-        DecodeEngine,
-        Disaggregated,
-        PrefillEngine,
-    )
-    from .policy import (
-        Fcfs,
-        Policy,
-        Priority,
-    )
+    from .nodes import DecodeEngine, Disaggregated, PrefillEngine
+    from .policy import Fcfs, Policy, Priority
     from .prefill import PrefillScheduler
-    from .request import (
-        Request,
-        RequestStatus,
-        SamplingParams,
-    )
-    from .step_plan import (
-        Chunk,
-        SchedulerStats,
-        StepPlan,
-    )
-
-_HOME = {
-    "Chunk": "step_plan",
-    "ConfigError": "errors",
-    "CopyStats": "engine",
-    "DecodeEngine": "nodes",
-    "DecodeScheduler": "decode",
-    "Disaggregated": "nodes",
-    "Engine": "engine",
-    "EngineClosedError": "errors",
-    "EngineStats": "engine",
-    "Fcfs": "policy",
-    "HandoffsOpenError": "errors",
-    "MixedScheduler": "mixed",
-    "Policy": "policy",
-    "PrefillEngine": "nodes",
-    "PrefillScheduler": "prefill",
-    "Priority": "policy",
-    "RefusedError": "errors",
-    "Request": "request",
-    "RequestError": "errors",
-    "RequestStatus": "request",
-    "SamplingParams": "request",
-    "SchedulerError": "errors",
-    "SchedulerStats": "step_plan",
-    "StepOrderError": "errors",
-    "StepPlan": "step_plan",
-    "make_storage_namespace": "engine",
-}
+    from .request import Request, RequestStatus, SamplingParams
+    from .step_plan import Chunk, SchedulerStats, StepPlan
 
 __all__ = [
     "Chunk",
@@ -101,8 +57,21 @@ __all__ = [
     "make_storage_namespace",
 ]
 
+_NAMES = {
+    "decode": ["DecodeScheduler"],
+    "engine": ["CopyStats", "Engine", "EngineStats", "make_storage_namespace"],
+    "errors": [name for name in __all__ if name.endswith("Error")],
+    "mixed": ["MixedScheduler"],
+    "nodes": ["DecodeEngine", "Disaggregated", "PrefillEngine"],
+    "policy": ["Fcfs", "Policy", "Priority"],
+    "prefill": ["PrefillScheduler"],
+    "request": ["Request", "RequestStatus", "SamplingParams"],
+    "step_plan": ["Chunk", "SchedulerStats", "StepPlan"],
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+
 
 def __getattr__(name: str) -> object:
-    if name in _HOME:
-        return getattr(import_module(f".{_HOME[name]}", __name__), name)
+    if name in _MODULES:
+        return getattr(import_module(f".{_MODULES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

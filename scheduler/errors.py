@@ -1,22 +1,22 @@
-"""What the scheduler and the engine refuse.
+"""Errors of the schedulers, the engine and the nodes.
 
 ::
 
     RadixKVError
     └── SchedulerError
-        ├── RequestError        a request that is malformed, or a twin of a live one
-        ├── ConfigError         options that cannot be, or sizes that cannot work together
-        ├── RoutingError        no node to send a request to, or two of one name
-        ├── StepOrderError      schedule and update called out of turn
-        ├── EngineClosedError   an engine with a host tier is used after close
-        ├── RefusedError        a decode node has no room for a request now
-        ├── NodesFailedError    prefill and decode nodes did not do what they were asked
-        │   ├── NodesMissingError   too few of them serve
-        │   ├── NodeProcessError    the process of one has ended by itself
-        │   └── HandoffFailedError  a request came to nothing on those that it was tried on
-        └── HandoffsOpenError   the cache is reset while hand-offs hold blocks
+        ├── RequestError
+        ├── ConfigError
+        ├── RoutingError
+        ├── StepOrderError
+        ├── EngineClosedError
+        ├── RefusedError
+        ├── NodesFailedError
+        │   ├── NodesMissingError
+        │   ├── NodeProcessError
+        │   └── HandoffFailedError
+        └── HandoffsOpenError
 
-A request that could never fit gets `radixkv.kvcache.RequestTooLargeError`.
+A request that could never fit raises `radixkv.kvcache.RequestTooLargeError`.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ RefusalReason: TypeAlias = Literal[
     "malformed",
     "version",
 ]
-"""Why a decode node takes a request not over; see `radixkv.scheduler.handoff.Refuse`."""
+"""Why a decode node refuses a request; see `radixkv.scheduler.handoff.Refuse`."""
 
 
 class SchedulerError(RadixKVError):
-    """Base of what the scheduler and the engine refuse."""
+    """Base of the errors of the schedulers, the engine and the nodes."""
 
 
 class RequestError(SchedulerError, ValueError):
-    """A request is malformed, or has the id of a live one."""
+    """A request is malformed, or has the id of a live request."""
 
 
 class ConfigError(SchedulerError, ValueError):
-    """An option cannot be, or sizes cannot work together."""
+    """An option is invalid, or sizes do not fit together."""
 
 
 class RoutingError(SchedulerError):
-    """There is no node to send a request to, or no such node, or two of one name."""
+    """No node can take a request, a node is unknown, or two nodes have the same name."""
 
 
 class StepOrderError(SchedulerError):
-    """`schedule` and `update` were called out of turn."""
+    """`schedule` and `update` were called in the wrong order."""
 
 
 class EngineClosedError(SchedulerError):
@@ -63,7 +63,7 @@ class EngineClosedError(SchedulerError):
 
 
 class RefusedError(SchedulerError):
-    """A decode node takes a request not now; nothing was changed."""
+    """A decode node refuses a request for now; nothing was changed."""
 
     def __init__(self, reason: RefusalReason, needed: int, available: int) -> None:
         super().__init__(f"{reason}: {needed} needed, {available} available")
@@ -73,23 +73,26 @@ class RefusedError(SchedulerError):
 
 
 class NodesFailedError(SchedulerError):
-    """Prefill and decode nodes did not do what they were asked; the same may work another time."""
+    """Prefill and decode nodes failed to serve a request; a retry may succeed."""
 
 
 class NodesMissingError(NodesFailedError):
-    """Too few nodes serve: they did not come, or have gone and did not come back."""
+    """Too few nodes are connected."""
 
 
 class NodeProcessError(NodesFailedError):
-    """The process of a node has ended by itself."""
+    """The process of a node has exited by itself."""
 
 
 class HandoffFailedError(NodesFailedError):
-    """A request came to nothing on all nodes that it was tried on."""
+    """A request failed on all nodes that it was tried on."""
 
 
 class HandoffsOpenError(SchedulerError):
-    """Hand-offs hold blocks that the cache is to forget: drain first; nothing was changed."""
+    """Hand-offs hold blocks of the cache that is to be reset; nothing was changed.
+
+    Call `drain` first.
+    """
 
     def __init__(self, num_open: int) -> None:
         super().__init__(f"{num_open} hand-offs hold blocks: drain, and wait until none does")

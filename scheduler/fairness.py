@@ -1,4 +1,4 @@
-"""Who was refused, and how often others went before: so that nobody is passed over for ever."""
+"""Admission fairness: a starvation guard for large requests on a decode node."""
 
 from __future__ import annotations
 
@@ -6,54 +6,56 @@ from dataclasses import dataclass
 from typing import Final
 
 MAX_OVERTAKEN: Final = 256
-"""A request that was refused lets so many others pass.
+"""Number of admissions after which a refused request is not overtaken any more.
 
-While one stops the rest, D fills up with nobody. With 16 instead, a tenth of the requests of
-Mooncake's synthetic trace had their first token after 134 s or more, not 10 (2 prefill nodes, and a
-decode node of 15,000 blocks, simulated).
+While it blocks the others, D empties. A limit of 16 delayed a tenth of the first tokens of
+Mooncake's synthetic trace by 134 s or more instead of 10 s (simulated: 2 prefill nodes and a decode
+node of 15,000 blocks).
 """
 
 
 @dataclass(slots=True)
-class _Place:
-    heard_at: float
+class _Refused:
+    asked_at: float
     num_overtaken: int = 0
 
 
 class AdmissionFairness:
-    """The requests that a decode node has refused for want of room, in the order they came.
+    """Limits how often a request that was refused for lack of room is overtaken by others.
 
-    A small request fits where a large one does not, and small ones come for ever. So, when enough
-    have passed, nobody does before the one they passed, as long as it goes on asking.
+    A small request fits where a large one does not, so a stream of small ones could starve it.
+    After `MAX_OVERTAKEN` admissions no later request is admitted before the large one, as long as
+    that keeps asking.
     """
 
     def __init__(self, patience_s: float) -> None:
-        """Make a line; who has not asked for patience_s has gone."""
-        self._patience_s = patience_s
-        self._places: dict[str, _Place] = {}
+        self._patience_s = patience_s  # a request that has not asked for so long is forgotten
+        self._refused: dict[str, _Refused] = {}  # by request id, in order of the first refusal
 
     def num_before(self, request_id: str, now: float) -> int:
-        """Count those who go before a request, as too many have passed them."""
+        """Return how many starved requests must be admitted before this one."""
         gone = [
-            each for each, place in self._places.items() if now - place.heard_at >= self._patience_s
+            each
+            for each, refused in self._refused.items()
+            if now - refused.asked_at >= self._patience_s
         ]
         for each in gone:
-            del self._places[each]
+            del self._refused[each]
         count = 0
-        for each, place in self._places.items():
+        for each, refused in self._refused.items():
             if each == request_id:
-                return count
-            count += place.num_overtaken >= MAX_OVERTAKEN
+                break
+            count += refused.num_overtaken >= MAX_OVERTAKEN
         return count
 
     def refused(self, request_id: str, now: float) -> None:
-        """Give a request a place, or keep it in its own."""
-        self._places.setdefault(request_id, _Place(now)).heard_at = now
+        """Record that a request was refused."""
+        self._refused.setdefault(request_id, _Refused(now)).asked_at = now
 
     def admitted(self, request_id: str) -> None:
-        """Take a request out; it has passed those that came before it."""
-        for each, place in self._places.items():
+        """Record that a request was admitted: it overtakes all that were refused before it."""
+        for each, refused in self._refused.items():
             if each == request_id:
                 break
-            place.num_overtaken += 1
-        self._places.pop(request_id, None)
+            refused.num_overtaken += 1
+        self._refused.pop(request_id, None)

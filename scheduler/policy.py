@@ -1,4 +1,4 @@
-"""Who goes first, and so who is preempted first: small objects, as minds change on it."""
+"""Scheduling policies: the order in which requests are admitted and preempted."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from .request import Request
 
 
 class Policy(Protocol):
-    """An order of requests that does not change while they live.
+    """An order of requests; the key of a request must not change while it lives.
 
-    The least is admitted first; the greatest is the victim when blocks run out. So the least of
-    the running requests is never preempted for another, and always gets to its end.
+    The smallest request is admitted first, and the greatest is preempted when blocks run out.
+    Therefore the smallest running request always runs to its end.
     """
 
     def order(self, request: Request) -> tuple[int, ...]:
-        """Return the sort key; unique, as it ends with the request's arrival."""
+        """Return the sort key, which must be unique: end it with `Request.arrival`."""
 
 
 class Fcfs:
-    """First come, first served; the last to come is the first to be preempted."""
+    """First come, first served; the last to arrive is preempted first."""
 
     def order(self, request: Request) -> tuple[int, ...]:
         """Order by arrival."""
@@ -28,7 +28,7 @@ class Fcfs:
 
 
 class Priority:
-    """By `Request.priority`, a lower number first; equals by arrival."""
+    """By `Request.priority`, lower numbers first, then by arrival."""
 
     def order(self, request: Request) -> tuple[int, ...]:
         """Order by priority, then arrival."""
@@ -36,10 +36,10 @@ class Priority:
 
 
 def as_policy(policy: Policy | None) -> Policy:
-    """Return a policy as it is, and `Fcfs` for None.
+    """Return the policy, or `Fcfs` for None.
 
     Raises:
-        ConfigError: for what has no order of requests, such as a policy's name or its class.
+        ConfigError: for anything that has no method `order`, such as the name of a policy.
     """
     if policy is None:
         return Fcfs()

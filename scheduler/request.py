@@ -1,4 +1,4 @@
-"""A request: its prompt, its limits, and how far it has come."""
+"""A request: its prompt, its limits, its sampling parameters, and its progress."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ FinishReason = Literal["length", "stop", "abort"]
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is.
+    """State of a request.
 
     ::
 
-        WAITING ──┬──────────────► RUNNING ──► FINISHED      LOADING: holds blocks, into which KV
-                  └──► LOADING ──►   │  ▲                        is copied from the host
-                          ▲          ▼  │                    PREEMPTED: holds none; is resumed
-                          └────── PREEMPTED                      before new ones start
+        WAITING ──┬──────────────► RUNNING ──► FINISHED
+                  └──► LOADING ──►   │  ▲
+                          ▲          ▼  │
+                          └────── PREEMPTED
 
-    It may become ABORTED from any of the first four.
+    A LOADING request holds blocks into which KV is copied from the host. A PREEMPTED request holds
+    no blocks, and is resumed before new requests start. A live request in any state may become
+    ABORTED.
     """
 
     WAITING = "waiting"
@@ -51,17 +53,17 @@ def _is_integer(value: object) -> bool:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen.
+    """Parameters for sampling the next token.
 
-    The draw for a place in a sequence depends on `seed` and that place alone, so it is the same
-    in any batch, after a preemption, and on any engine.
+    The random draw at a position depends only on `seed` and the position. It is the same in any
+    batch, after a preemption, and on any engine.
 
     Attributes:
-        temperature: 0 takes the most likely token; else logits are divided by it.
-        top_k: keep this many most likely tokens; 0 keeps all.
-        top_p: of those, keep the smallest set of most likely tokens with at least this part of
-            their probability.
-        seed: of the draws, a uint32.
+        temperature: divisor of the logits; 0 takes the most likely token.
+        top_k: number of most likely tokens to keep; 0 keeps all.
+        top_p: keep the smallest set of the remaining most likely tokens whose probabilities sum to
+            at least this fraction.
+        seed: seed of the draws, a uint32.
 
     Raises:
         RequestError: for a value out of range.
@@ -92,22 +94,22 @@ class SamplingParams:
 GREEDY = SamplingParams()
 
 MAX_TOKENS: Final = 2**31 - 1
-"""Of prompt and output together: positions are int32."""
+"""Limit of prompt and output together, because positions are int32."""
 
 
 class Request:
-    """One prompt to be continued by up to `max_new_tokens` tokens.
+    """A prompt to continue by up to `max_new_tokens` tokens.
 
     Attributes:
         request_id: unique among live requests.
-        prompt: int32, never changed.
-        output_tokens: what was generated so far; a stop token is included.
-        status, finish_reason: see `RequestStatus`; the reason is None until the end.
-        num_computed: leading tokens whose KV is in the cache; 0 without a lease.
-        num_hit_tokens: prompt tokens found on the device when it was first admitted.
-        num_host_hit_tokens, num_storage_hit_tokens: those that came from the host then, and from
-            storage by way of the host.
-        num_preemptions: how often it lost its blocks.
+        prompt: read-only int32 array.
+        output_tokens: tokens generated so far, including a stop token.
+        status, finish_reason: see `RequestStatus`; the reason is None until the request ends.
+        num_computed: number of leading tokens whose KV is in the cache; 0 without a lease.
+        num_hit_tokens: prompt tokens found on the device at the first admission.
+        num_host_hit_tokens, num_storage_hit_tokens: prompt tokens that came from the host at the
+            first admission, and from storage by way of the host.
+        num_preemptions: number of times that the request lost its blocks.
     """
 
     def __init__(
@@ -121,16 +123,16 @@ class Request:
         stop_token_ids: Sequence[int] = (),
         namespace: bytes = b"",
     ) -> None:
-        """Make a request; the prompt is copied.
+        """Make a request from a copy of the prompt.
 
         Args:
             request_id: unique among live requests.
             prompt: token ids, at least one.
-            max_new_tokens: at least 1.
-            priority: for `Priority`: a lower number goes first.
-            sampling: how tokens are chosen.
-            stop_token_ids: any of these ends the request.
-            namespace: requests share blocks only inside one; see `make_namespace`.
+            max_new_tokens: limit of the output, at least 1.
+            priority: for the policy `Priority`; lower numbers go first.
+            sampling: sampling parameters; default: greedy.
+            stop_token_ids: tokens that end the request.
+            namespace: only requests of the same namespace share blocks; see `make_namespace`.
 
         Raises:
             RequestError: for an empty prompt, a limit below 1, or an argument of the wrong type.
@@ -159,9 +161,9 @@ class Request:
         self._read_only = self._tokens.view()
         self._read_only.flags.writeable = False
         self.prompt = self.tokens
-        # Set and read by the scheduler.
+        # State of the scheduler.
         self.arrival = 0
-        self.has_begun = False  # and its hits have been counted
+        self.has_begun = False  # set when the hits are counted
         self.num_prefill_tokens = 0
         self.num_lost_tokens = 0
         self.lease: Lease | None = None
@@ -178,16 +180,16 @@ class Request:
 
     @property
     def max_kv_tokens(self) -> int:
-        """How many tokens need KV if it runs to its limit: the last one generated does not."""
+        """Number of tokens that need KV at the limit; the last generated token does not."""
         return self.num_prompt_tokens + self.max_new_tokens - 1
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether tokens that it had at its admission have yet to be computed."""
+        """Whether tokens from before the last admission have yet to be computed."""
         return self.num_computed < self.num_prefill_tokens
 
     def append(self, token: int) -> FinishReason | None:
-        """Add a generated token; return the reason if the request ends with it."""
+        """Append a generated token; return the reason if the request ends with it."""
         self._tokens[self.num_tokens] = token
         self.num_tokens += 1
         self.output_tokens.append(token)
@@ -196,7 +198,6 @@ class Request:
         return "length" if len(self.output_tokens) == self.max_new_tokens else None
 
     def __repr__(self) -> str:
-        """Name it and say how far it is."""
         return (
             f"Request({self.request_id!r}, {self.status.value}, {self.num_prompt_tokens} prompt "
             f"and {len(self.output_tokens)} of {self.max_new_tokens} output tokens)"
@@ -204,13 +205,13 @@ class Request:
 
 
 def lease_of(request: Request) -> Lease:
-    """Return what a request holds, which must be something."""
+    """Return the lease of a request that has one."""
     assert request.lease is not None, f"{request!r} has no lease"
     return request.lease
 
 
 def _check_texts(request_id: object, namespace: object, sampling: object) -> None:
-    """Refuse what is no text, or no `SamplingParams`."""
+    """Check the types of the arguments that are not numbers."""
     if not isinstance(request_id, str):
         raise RequestError(f"request_id must be a str, got {request_id!r}")
     if not isinstance(namespace, bytes):
@@ -224,7 +225,7 @@ def _check_texts(request_id: object, namespace: object, sampling: object) -> Non
 def _check_numbers(
     request_id: str, num_prompt: int, max_new_tokens: int, priority: object, stop: object
 ) -> None:
-    """Refuse numbers that are none, and lengths that cannot be, before anything is allocated."""
+    """Reject non-numbers and impossible lengths before allocating anything."""
     name = f"request {request_id!r}"
     if num_prompt == 0:
         raise RequestError(f"{name} has an empty prompt")

@@ -1,28 +1,28 @@
-"""How many blocks to keep for what already runs, before somebody new is admitted.
+"""The reservation: how many blocks stay available for admitted requests when a new one asks.
 
-With `held` blocks, a request of n tokens that may come to need m at most grows, within a horizon
-of h more tokens, by::
+A request of n tokens that may need KV for at most m tokens, and holds `held` blocks, grows within a
+horizon of h more tokens by::
 
     growth(h) = ceil(min(n + h, m) / block_size) - held
 
 A request q is admitted if the blocks left after its own are at least
 
-* the growth of all running requests and of q within the horizon (`None`: to their ends, so that
-  nobody is ever preempted), and
-* what the neediest of them lacks to reach its end when all the others are preempted: one can
-  always finish.
+* the growth of q and of all running requests within the horizon (`None`: up to their limits, so
+  that none is ever preempted), and
+* the blocks that the neediest of them lacks to finish when all others are preempted: one request
+  can always finish.
 
-On a decode node, requests whose KV is being received have their blocks, too. They count as those
-that run do, with the token that is handed over. But nobody can preempt them, nor those that were
-given up and whose pulls may still write: the guard counts on no block of theirs.
+On a decode node, requests whose KV is being received hold blocks as well. They count as running,
+with the token that is handed over. But they cannot be preempted, nor can attempts that were given
+up and whose pulls may still write: the guard counts on none of their blocks.
 
-What comes free when a request is preempted is all that no other holds: blocks that it has published
-can be evicted then. On a decode node nearly all are published, so the guard counts there, block by
-block, what stays held (`needed_to_finish`); where nothing is received, it counts on private blocks
-alone, and may refuse what would fit.
+Preempting a request frees the blocks that no other request holds; its published blocks can be
+evicted then. On a decode node nearly all blocks are published, so there the guard counts block by
+block which ones stay held (`needed_to_finish`). Elsewhere it counts on private blocks only, and may
+refuse a request that would fit.
 
-Source: the rule of SGLang's decode side, with TensorRT-LLM's GUARANTEED_NO_EVICT as the case of no
-horizon; counted here in blocks.
+Source: the rule of SGLang's decode node, counted in blocks. Without a horizon it is TensorRT-LLM's
+GUARANTEED_NO_EVICT.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from ..kvcache.prefix.lease import count_held
 from .request import Request, lease_of
 
 HORIZON_CLIP_TOKENS = 4096
-"""A horizon is cut to this: limits are often far above what is generated (SGLang's value)."""
+"""Longest horizon, because requests often end far below their limits (SGLang's value)."""
 
 
 class Reservation:
-    """The sum and the guard over the running requests, for one round of admissions."""
+    """Growth and guard over the admitted requests, for one round of admissions."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Reservation:
         )
         self._growth = 0
         self._private = 0
-        # max over r of growth(r) + private(r); less all private blocks, this is the guard.
+        # Maximum over r of growth(r) + private(r). The guard is this minus all private blocks.
         self._neediest = 0
         for request in running:
             lease = lease_of(request)
@@ -76,7 +76,7 @@ class Reservation:
         return self._blocks(request.max_kv_tokens) - held + private
 
     def add(self, request: Request, held: int, private: int) -> None:
-        """Count a request that runs, or has just been admitted."""
+        """Count a request that runs or was just admitted."""
         self._growth += self._growth_of(request, held)
         self._private += private
         self._neediest = max(self._neediest, self._lack_of(request, held, private))
@@ -85,9 +85,9 @@ class Reservation:
         """Tell whether a request may be admitted.
 
         Args:
-            request: it; all of its tokens so far get blocks at once.
-            num_hit_blocks: how many of those blocks are shared from the cache.
-            available: blocks free or evictable once the hit is pinned.
+            request: a request that gets blocks for all of its tokens so far.
+            num_hit_blocks: number of those blocks that are shared from the cache.
+            available: blocks that are free or evictable once the hit is pinned.
         """
         held = self._blocks(request.num_tokens)
         private = held - num_hit_blocks
@@ -97,11 +97,11 @@ class Reservation:
         return left >= growth and left >= neediest - (self._private + private)
 
     def needed_to_receive(self, request: Request, num_hit_blocks: int) -> int:
-        """Return how many blocks must be available for a request to be received, but for the guard.
+        """Return the number of available blocks that receiving a request needs, without the guard.
 
         Args:
-            request: it; all of its prompt gets blocks at once.
-            num_hit_blocks: how many of those blocks are shared from the cache.
+            request: a request that gets blocks for its whole prompt.
+            num_hit_blocks: number of those blocks that are shared from the cache.
         """
         held = self._blocks(request.num_tokens)
         return held - num_hit_blocks + self._growth + self._growth_of(request, held, num_more=1)
@@ -112,28 +112,28 @@ def needed_to_finish(
     match: Match,
     running: Sequence[Request],
     receiving: Sequence[Request],
-    fenced_off: Sequence[Request],
+    quarantined: Sequence[Request],
     block_size: int,
 ) -> int:
-    """Return how many blocks must be available for a request to be received: the guard.
+    """Return the number of available blocks that the guard requires for receiving a request.
 
-    With as many, each request can reach its end when all others that run are preempted.
+    With so many, each request can finish when all other running requests are preempted.
 
     Args:
-        request: it; all of its prompt gets blocks at once.
+        request: a request that gets blocks for its whole prompt.
         match: its hit.
-        running: those that can be preempted.
-        receiving: those that hold blocks, cannot be preempted, and will run.
-        fenced_off: those that hold blocks, and will not run.
-        block_size: tokens of a block.
+        running: requests that can be preempted.
+        receiving: requests that hold blocks, cannot be preempted, and will run.
+        quarantined: requests that hold blocks and will not run.
+        block_size: tokens per block.
     """
 
     def blocks(num_tokens: int) -> int:
         return -(-num_tokens // block_size)
 
-    fixed = [lease_of(each) for each in (*receiving, *fenced_off)]
+    fixed = [lease_of(each) for each in (*receiving, *quarantined)]
     held = count_held([*fixed, *map(lease_of, running)], match)
-    freed = held - count_held(fixed, match)  # when all that run are preempted
+    freed = held - count_held(fixed, match)  # by preempting all running requests
     neediest = blocks(request.max_kv_tokens) - blocks(request.num_tokens) - freed
     for each in receiving:
         lack = blocks(each.max_kv_tokens) - lease_of(each).num_blocks
@@ -141,6 +141,6 @@ def needed_to_finish(
     for each in running:
         lease = lease_of(each)
         lack = blocks(each.max_kv_tokens) - lease.num_blocks
-        if lack - (freed - lease.num_blocks) > neediest:  # unless it shares blocks with those
+        if lack - (freed - lease.num_blocks) > neediest:  # a bound; exact without shared blocks
             neediest = max(neediest, lack - (held - count_held([*fixed, lease], match)))
     return blocks(request.num_tokens) - match.num_blocks + max(neediest, 0)

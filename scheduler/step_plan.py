@@ -1,4 +1,4 @@
-"""What a scheduler decides for one step, and what it counts."""
+"""The plan of a step, and the counts of a scheduler."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .request import Request
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens ``start .. start + length - 1`` of a request, to be computed in one step."""
+    """Tokens ``start .. start + length - 1`` of a request, computed in one step."""
 
     request: Request
     start: int
@@ -21,12 +21,12 @@ class StepPlan:
     """What one step computes.
 
     Attributes:
-        chunks: decode rows first (one token each), then prefill chunks. There may be none: then
-            everybody waits for copies, and the plan is not to be updated.
-        num_decode: how many of the chunks are decode rows.
-        num_tokens: the tokens of all chunks; at most the budget.
+        chunks: decode rows first (one token each), then prefill chunks. If there is none, all
+            requests wait; do not pass the plan to `update`.
+        num_decode: number of chunks that are decode rows.
+        num_tokens: number of tokens in all chunks; at most the budget.
         admitted: requests that got their blocks; they may have to wait for copies into them.
-        preempted: requests that lost theirs.
+        preempted: requests that lost their blocks.
     """
 
     chunks: list[Chunk] = field(default_factory=list)
@@ -43,28 +43,28 @@ class StepPlan:
 
 @dataclass
 class SchedulerStats:
-    """Counts of events.
+    """Counts of events since the scheduler was made.
 
-    When all requests ran to their ends and none was preempted, their prompts are `hit_tokens` +
-    `host_hit_tokens` + `storage_hit_tokens` + `prefill_tokens`.
+    If all requests have finished and none was preempted, the sum of `hit_tokens`,
+    `host_hit_tokens`, `storage_hit_tokens` and `prefill_tokens` is the length of all prompts.
 
     Attributes:
-        steps: plans made that were not empty.
-        admitted: requests that have begun to compute, each counted once. On a prefill node:
-            attempts, without those that no decode node has granted.
+        steps: non-empty plans.
+        admitted: requests that began to compute, each counted once. On a prefill node: attempts
+            that were granted.
         resumed: admissions after a preemption.
-        preemptions: requests that lost their blocks.
-        parked: those of them whose KV was to be kept; resumed_parked: admitted again with it.
-        hit_tokens: prompt tokens found on the device, counted once, as a request first computes.
-        host_hit_tokens: those that the host had besides, and that arrived from there.
-        storage_hit_tokens: those of them that the request's own prefetch had brought to the host.
-        resumed_hit_tokens: tokens that a resumed request had not to compute again.
+        preemptions: times that a request lost its blocks.
+        parked: preemptions that parked the KV; resumed_parked: admissions with parked KV.
+        hit_tokens: prompt tokens found on the device, counted when a request first computes.
+        host_hit_tokens: prompt tokens copied from the host, without `storage_hit_tokens`.
+        storage_hit_tokens: prompt tokens that the request's own prefetch brought from storage.
+        resumed_hit_tokens: tokens that a resumed request did not have to recompute.
         prefill_tokens: tokens computed in prefill chunks.
-        recomputed_tokens: those of them that had been computed before a preemption.
+        recomputed_tokens: prefill tokens that had been computed before a preemption.
         decode_tokens: tokens computed in decode rows.
-        waits_for_leader: times a request waited for another to compute the block it needs.
-        waits_for_blocks: times a request that decodes waited for blocks that are being copied.
-        prefetches_put_off: times a request did not ask storage, as the host had no room for more.
+        waits_for_leader: times that a request waited for another to compute a block it needs.
+        waits_for_blocks: times that a decoding request waited for copies to free a block.
+        prefetches_put_off: times that a prefetch was put off because the host had no room.
     """
 
     steps: int = 0

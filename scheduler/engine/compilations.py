@@ -1,4 +1,4 @@
-"""Counts what XLA compiles, so that "no compilation after warm-up" is a figure and not a hope."""
+"""A counter of XLA compilations: engines report those after the warm-up."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 class CompilationCounter:
-    """Compilations in this process since the counter was made first.
+    """Counts backend compilations in this process, by the event that JAX records for each.
 
-    Source: the event that JAX records around each backend compilation.
+    Attributes:
+        count: compilations since the counter was made.
     """
 
     def __init__(self) -> None:
@@ -20,11 +21,11 @@ class CompilationCounter:
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        del duration_secs, kwargs  # JAX names them
+        del duration_secs, kwargs  # JAX passes them by name
         self.count += event == _COMPILE_EVENT
 
 
 @cache
 def compilation_counter() -> CompilationCounter:
-    """Return the one counter of this process: JAX keeps its listeners for ever."""
+    """Return the only counter of this process, because JAX keeps listeners forever."""
     return CompilationCounter()

@@ -1,4 +1,4 @@
-"""The engine: a scheduler and a model, in steps."""
+"""The engine: serves requests with a model, step by step, on one node."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .stats import EngineStats
 class Engine:
     """Serves requests with a model over a paged KV cache.
 
-    All programs are compiled when it is made. It owns the arrays: one thread may use it. With a
-    host tier it has threads, too: `close` it.
+    All programs are compiled at construction. The engine owns the arrays, so use it from one thread
+    only. With a host tier it has threads of its own: `close` it.
 
     Attributes:
         manager: holds the block tables.
@@ -48,18 +48,18 @@ class Engine:
         Args:
             model: from `load_model`; KV has the dtype of its parameters.
             block_size: tokens per block.
-            num_blocks: usable blocks.
-            token_budget: tokens of a step; prefill chunks fill it.
-            max_running: requests that hold blocks at a time, at most token_budget.
-            max_model_len: longest prompt and output together, in tokens.
-            prefix_cache, policy, reserve_tokens, preempt: of `MixedScheduler`.
-            host: a tier in the memory of the host, under the device.
-            storage: under the host; it stays the caller's, but only the engine may poll it.
-            storage_namespace: whose blocks it keeps; see `make_storage_namespace`.
+            num_blocks: number of usable blocks.
+            token_budget: most tokens of a step; prefill chunks fill it.
+            max_running: most requests that hold blocks at a time; at most token_budget.
+            max_model_len: limit of prompt and output together, in tokens.
+            prefix_cache, policy, reserve_tokens, preempt: see `MixedScheduler`.
+            host: configuration of the host tier.
+            storage: storage tier below the host. The caller closes it, but only the engine polls.
+            storage_namespace: identity of the stored blocks; see `make_storage_namespace`.
 
         Raises:
-            ConfigError, CountError, StorageConfigError: for what cannot work; before anything is
-                allocated.
+            ConfigError, CountError, StorageConfigError: for options that cannot work, before
+                anything is allocated.
         """
         self.max_model_len = max_model_len
         self.manager = CacheManager(num_blocks, block_size, host=host, storage=storage_namespace)
@@ -85,8 +85,8 @@ class Engine:
         """Queue a request.
 
         Raises:
-            RequestError: for a token outside the vocabulary, a request longer than
-                `max_model_len`, or the id of a live request.
+            RequestError: for a token outside the vocabulary, more tokens than `max_model_len`, or
+                the id of a live request.
             RequestTooLargeError: if it could not run to its limit even alone.
             EngineClosedError: after close, with a host tier.
         """
@@ -94,7 +94,7 @@ class Engine:
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> bool:
-        """End a request in any state; False if no live one has this id."""
+        """End a request in any state; return False if no live request has this id."""
         return self.scheduler.abort(request_id)
 
     @property
@@ -105,7 +105,7 @@ class Engine:
     def step(self) -> list[Request]:
         """Run one step; return the requests that ended in it.
 
-        If all wait for copies, it waits until one has ended.
+        If all requests wait for copies, block until a copy has ended.
 
         Raises:
             EngineClosedError: after close, with a host tier.
@@ -122,7 +122,7 @@ class Engine:
         return []
 
     def run(self) -> list[Request]:
-        """Run until every request has ended; return those that did, in order of their ends."""
+        """Run until every request has ended; return them in the order in which they ended."""
         finished = []
         while self.has_work:
             finished += self.step()
@@ -135,21 +135,21 @@ class Engine:
         params: Params | None = None,
         weights_revision: str = "",
     ) -> None:
-        """Forget the KV of all tiers, and go on with other weights, if some are given.
+        """Drop the KV of all tiers, and optionally replace the weights.
 
-        Live requests keep their tokens and compute KV for them anew: from the next token on, the
-        new weights decide. Abort first those that shall not go on.
+        Live requests keep their tokens and recompute the KV; their next tokens come from the new
+        weights. Abort requests that should not continue before the reset.
 
         Args:
             keep: namespaces whose published KV stays.
-            params: other weights of the same shapes; None: those of now.
-            weights_revision: what they are called in storage. The name of earlier weights is
-                right for those same weights, whose KV is then found; with others the tokens are
-                wrong, and nothing here can see it.
+            params: new weights of the same shapes; None keeps the current ones.
+            weights_revision: name of the weights in storage. If you return to earlier weights, pass
+                their name to find their KV. The name of different weights gives wrong tokens, which
+                the engine cannot detect.
 
         Raises:
-            ConfigError: for weights of other shapes, or, where there is storage, without a name or
-                under that of those of now. Nothing is changed.
+            ConfigError: for weights of other shapes, or, with storage, for new weights under an
+                empty or the current name. Nothing is changed.
         """
         if params is not None:
             self._runner.check_params(params, weights_revision)
@@ -158,16 +158,16 @@ class Engine:
             self._runner.set_params(params)
 
     def close(self, *, timeout_s: float = 30.0) -> bool:
-        """Let copies end that are under way, such as what storage is to keep; stop the threads.
+        """Finish the copies in flight, such as write-backs to storage, and stop the threads.
 
-        Without a host tier the engine may be used afterwards; with one it takes no request and no
-        step any more. Storage stays open.
+        An engine with a host tier accepts no requests or steps afterwards; one without can still be
+        used. Storage stays open.
 
         Returns:
-            Whether the threads have stopped within timeout_s; if not, call it again.
+            Whether the threads stopped within timeout_s; if not, call `close` again.
         """
         return self._runner.close(timeout_s)
 
     def stats(self) -> EngineStats:
-        """Return what was done so far."""
+        """Return the counts so far."""
         return self._runner.stats(self.scheduler.stats())

@@ -1,4 +1,4 @@
-"""A model over the arrays of blocks: a compiled program per shape, and the copies between steps."""
+"""Runs a model over the block arrays: one compiled program per shape, and copies between steps."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ from .tier_copies import TierCopies
 
 
 class ModelRunner:
-    """Computes what a scheduler has planned: what every engine has, whatever its role.
+    """Computes the steps that a scheduler plans, in an engine of any role.
 
-    All programs are compiled when it is made. It owns the arrays: one thread may use it. With a
-    host tier it has threads, too: `close` it.
+    All programs are compiled at construction. The runner owns the arrays, so use it from one thread
+    only. With a host tier it has threads of its own: `close` it.
 
     Attributes:
-        model: whose parameters decide.
+        model: configuration and parameters.
         manager: holds the block tables.
-        arrays: the blocks; whoever replaces the pools does so on the one thread.
+        arrays: KV pools; replace them only on the thread that uses the runner.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class ModelRunner:
 
         Args:
             model: from `load_model`; KV has the dtype of its parameters.
-            manager: whose blocks the arrays hold.
-            token_budget, max_running: of the scheduler: most tokens and most rows of a step.
-            max_model_len: longest prompt and output together, in tokens.
-            storage: under the manager's host tier.
-            decode: whether it decodes; without, there are fewer programs.
+            manager: manager of the blocks.
+            token_budget, max_running: most tokens and most rows of a step; see `MixedScheduler`.
+            max_model_len: limit of prompt and output together, in tokens.
+            storage: storage tier below the manager's host tier.
+            decode: whether to compile the decode programs.
 
         Raises:
-            ConfigError, CountError: for what cannot work; before anything is allocated.
+            ConfigError, CountError: for options that cannot work, before anything is allocated.
         """
         config = model.config
         namespace = None if manager.tiers is None else manager.tiers.storage
@@ -109,7 +109,7 @@ class ModelRunner:
             self._tiers = None if tiers is None else TierCopies(tiers, self.arrays, storage)
 
     def _compile(self) -> dict[Shape, Compiled]:
-        """Compile every shape, the largest first: what does not fit in memory fails at once."""
+        """Compile every shape, the largest first, so that a lack of memory shows at once."""
         shapes = sorted((*self._shapes.decode, *self._shapes.extend), key=lambda s: -s.num_tokens)
         return {
             shape: _program.lower(
@@ -124,11 +124,10 @@ class ModelRunner:
         }
 
     def check_request(self, request: Request) -> None:
-        """Refuse a request that the model cannot take.
+        """Check that the model can take a request.
 
         Raises:
-            RequestError: for a token outside the vocabulary, or a request longer than
-                max_model_len.
+            RequestError: for a token outside the vocabulary, or more tokens than max_model_len.
             EngineClosedError: after close, with a host tier.
         """
         if self._tiers is not None:
@@ -137,8 +136,8 @@ class ModelRunner:
         bad = np.flatnonzero((request.prompt < 0) | (request.prompt >= vocab_size))
         if len(bad):
             raise RequestError(
-                f"request {request.request_id!r}: token {request.prompt[bad[0]]} at place {bad[0]} "
-                f"is outside the vocabulary of {vocab_size}"
+                f"request {request.request_id!r}: token {request.prompt[bad[0]]} at position "
+                f"{bad[0]} is outside the vocabulary of {vocab_size}"
             )
         length = request.num_prompt_tokens + request.max_new_tokens
         if length > self._max_model_len:
@@ -148,10 +147,10 @@ class ModelRunner:
                 f"{self._max_model_len}"
             )
 
-    # A step: collect, then the scheduler plans, then step or dispatch
+    # A step: `collect`, then the scheduler plans, then `step` or `dispatch`
 
     def collect(self) -> None:
-        """Tell the manager which copies between the tiers have ended.
+        """Report completed copies between the tiers to the manager.
 
         Raises:
             EngineClosedError: after close, with a host tier.
@@ -161,32 +160,32 @@ class ModelRunner:
             self._tiers.collect()
 
     def dispatch(self) -> None:
-        """Start the copies between the tiers that the manager has decided on."""
+        """Start the copies between the tiers that the manager has ordered."""
         if self._tiers is not None:
             self._tiers.dispatch(self.arrays)
 
     def step(self, chunks: Sequence[Chunk]) -> list[int]:
-        """Start those copies, compute some chunks, and return the token sampled after each."""
+        """Dispatch copies, compute chunks, and return the token sampled after each chunk."""
         with self.counting_compilations():
             self.dispatch()
             return self._run(chunks) if chunks else []
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
-        """Count what is compiled inside as it should be, before the first step."""
+        """Count compilations in this context as warm-up, before the first step."""
         before = self._counter.count
         yield
         self._warm_up_compilations += self._counter.count - before
 
     @contextmanager
     def counting_compilations(self) -> Iterator[None]:
-        """Count what is compiled inside, where nothing should be."""
+        """Count compilations in this context, where none is expected."""
         before = self._counter.count
         yield
         self._late_compilations += self._counter.count - before
 
     def wait(self) -> None:
-        """Wait until a copy between the tiers has ended, if there are tiers."""
+        """Wait until a copy between the tiers has ended, if there is a host tier."""
         if self._tiers is not None:
             self._tiers.wait()
 
@@ -202,13 +201,14 @@ class ModelRunner:
         return tokens[: len(chunks)]
 
     def check_params(self, params: Params, weights_revision: str) -> None:
-        """Refuse other weights that `set_params` must not be given.
+        """Check new weights before `set_params`.
+
+        With storage, new weights need a new name; under the current one they would hit the KV of
+        the current weights. A name from before the current weights is accepted: returning to
+        earlier weights is valid, and only a digest could tell others from them.
 
         Raises:
-            ConfigError: for weights of other shapes, or, where there is storage, without a name or
-                under that of those of now: what those stored would be found. Of earlier names
-                nothing is asked: to come back to their weights is right, and others cannot be told
-                from those without a digest of all.
+            ConfigError: for weights of other shapes, or an empty or current name with storage.
         """
         if _shapes_of(params) != _shapes_of(self.model.params):
             raise ConfigError("params must have the same shapes and dtypes as those of the model")
@@ -220,15 +220,15 @@ class ModelRunner:
             )
 
     def set_params(self, params: Params) -> None:
-        """Go on with other weights, that were checked; what is cached is the caller's to forget."""
+        """Replace the weights by checked ones; the caller resets the cache."""
         self.model = replace(self.model, params=params)
 
     def close(self, timeout_s: float) -> bool:
-        """End the copies between the tiers and their threads; see `Engine.close`."""
+        """Finish copies between the tiers and stop their threads; see `Engine.close`."""
         return self._tiers is None or self._tiers.close(self.arrays, timeout_s)
 
     def stats(self, scheduler: SchedulerStats) -> EngineStats:
-        """Return what was done so far, with what a scheduler has counted."""
+        """Return the counts so far, with those of the scheduler."""
         return EngineStats(
             steps=self._steps,
             padding_tokens=self._padding_tokens,
@@ -261,5 +261,5 @@ def _step(
     return sample(logits.astype(jnp.float32), sampling), k_pools, v_pools
 
 
-# One function for all engines, so that JAX finds the programs of an earlier one.
+# One function for all engines, so that JAX reuses the programs of earlier engines.
 _program = jax.jit(_step, static_argnums=(0, 1), donate_argnums=(4, 5))

@@ -1,4 +1,4 @@
-"""What an engine counts."""
+"""Counts of an engine: steps, compilations, and copies between the tiers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ..step_plan import SchedulerStats
 
 @dataclass(frozen=True)
 class CopyStats:
-    """What was copied between the tiers since the engine was made.
+    """Counts of copies between the tiers since the engine was made.
 
     Attributes:
-        copied_bytes: by where from and to, as "device to host".
-        operations: how many ended, by that and how, as "device to host: done".
-        dropped_blocks: not written out, because too much was on its way.
-        errors: what ended copies, by name of its type.
+        copied_bytes: bytes by direction, such as "device to host".
+        operations: ended operations by direction and result, such as "device to host: done".
+        dropped_blocks: blocks not written out because too many bytes were in flight.
+        errors: failed copies by name of the exception type.
     """
 
     copied_bytes: Mapping[str, int]
@@ -28,17 +28,17 @@ class CopyStats:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What an engine has done so far.
+    """Counts of an engine since it was made.
 
     Attributes:
-        steps: programs run.
-        padding_tokens: tokens that the programs computed only to fill their shapes.
-        prefill_tokens_computed: tokens of prefill chunks, recomputed ones included.
-        compilations_at_warm_up: what XLA compiled when the engine was made; programs that an
-            engine of the same sizes compiled before, in this process, are used again.
-        compilations_after_warm_up: what it compiled during steps: 0, unless something is wrong.
+        steps: number of model steps.
+        padding_tokens: padding tokens computed to fill the compiled shapes.
+        prefill_tokens_computed: tokens of prefill chunks, including recomputed ones.
+        compilations_at_warm_up: XLA compilations when the engine was made. Programs that an engine
+            of the same sizes compiled before in this process are reused.
+        compilations_after_warm_up: XLA compilations during steps; expected to be 0.
         scheduler, cache: see `SchedulerStats` and `CacheStats`.
-        copies: between the tiers; None without a host tier.
+        copies: copies between the tiers; None without a host tier.
     """
 
     steps: int

@@ -1,4 +1,4 @@
-"""From a step's plan to the arrays of a compiled program: buckets, padding, one packed transfer."""
+"""Arrays of a step: compiled shapes (buckets), padding, and one packed host-to-device transfer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SMALLEST_EXTEND_TOKENS = 16
 
 
 def power_of_two_buckets(smallest: int, largest: int) -> tuple[int, ...]:
-    """Return smallest, doubled until it would pass largest, and largest itself.
+    """Return smallest, its doubles below largest, and largest.
 
     Example:
         >>> power_of_two_buckets(4, 24)
@@ -38,10 +38,10 @@ class Shape:
     """The static shape of one compiled program.
 
     Attributes:
-        is_decode: one token per row, through `paged_decode`; else ragged rows.
-        num_tokens: T.
-        num_rows: B; equal to T for decode.
-        table_width: blocks of the widest row.
+        is_decode: whether each row has one token (`paged_decode`); otherwise rows are ragged.
+        num_tokens: number of tokens, T.
+        num_rows: number of rows, B; equal to T for decode.
+        table_width: blocks per row of the block table.
     """
 
     is_decode: bool
@@ -51,17 +51,17 @@ class Shape:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Lengths of the packed arrays: 3 per token, the tables, 4 + 5 per row."""
+        """Lengths of the packed arrays: 3 per token, the block tables, 4 + 5 per row."""
         return (*(self.num_tokens,) * 3, self.num_rows * self.table_width, *(self.num_rows,) * 9)
 
 
 class Shapes:
-    """Every shape an engine may run: decode by number of rows, extend by number of tokens."""
+    """The shapes of an engine: decode shapes by number of rows, extend shapes by tokens."""
 
     def __init__(
         self, *, token_budget: int, max_running: int, table_width: int, decode: bool = True
     ) -> None:
-        """List them; without decode, rows of one token are extended, too."""
+        """List the shapes. Without `decode`, rows of one token use the extend shapes."""
         if table_width < 1:
             raise ConfigError(f"table_width must be at least 1, got {table_width}")
         rows = power_of_two_buckets(1, max_running) if decode else ()
@@ -83,8 +83,8 @@ class Shapes:
 def pack(chunks: Sequence[Chunk], shape: Shape, tables: BlockTables, block_size: int) -> Int32Array:
     """Write the arrays of a step into one int32 vector, in the order of `Shape.sizes`.
 
-    Padding rows have no tokens; padding tokens write no KV. Neither do tokens in shared blocks,
-    which are immutable and hold that KV already.
+    Padding rows have no tokens, and padding tokens write no KV. Tokens in shared blocks write none
+    either: these blocks are immutable and already hold that KV.
     """
     packed = np.zeros(sum(shape.sizes), np.int32)
     parts = np.split(packed, np.cumsum(shape.sizes)[:-1])
@@ -116,7 +116,7 @@ def pack(chunks: Sequence[Chunk], shape: Shape, tables: BlockTables, block_size:
 
 
 def unpack(packed: Int32[Array, " packed"], shape: Shape) -> tuple[Batch, SamplingBatch]:
-    """Take the vector of `pack` apart again, inside the compiled step."""
+    """Split the vector of `pack` inside the compiled step."""
     ends = np.cumsum(shape.sizes)
     parts = [packed[end - size : end] for end, size in zip(ends, shape.sizes, strict=True)]
     tokens, positions, slots, flat_tables, *rows = parts

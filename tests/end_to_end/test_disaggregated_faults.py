@@ -234,7 +234,7 @@ def test_a_prompt_that_no_node_has_room_for_fails(llama):
     [
         (
             Request("a", [5, 1024], 1),
-            "request 'a': token 1024 at place 1 is outside the vocabulary of 1024",
+            "request 'a': token 1024 at position 1 is outside the vocabulary of 1024",
         ),
         (
             Request("a", [5] * 380, 5),

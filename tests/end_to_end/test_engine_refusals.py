@@ -41,13 +41,13 @@ def refused(error: type[RadixKVError], text: str):
             [5, 1024, 2000],
             1,
             RequestError,
-            "request 'a': token 1024 at place 1 is outside the vocabulary of 1024",
+            "request 'a': token 1024 at position 1 is outside the vocabulary of 1024",
         ),
         (
             [-1],
             1,
             RequestError,
-            "request 'a': token -1 at place 0 is outside the vocabulary of 1024",
+            "request 'a': token -1 at position 0 is outside the vocabulary of 1024",
         ),
         (
             [5] * 380,

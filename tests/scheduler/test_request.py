@@ -47,6 +47,17 @@ def test_appended_tokens_follow_the_prompt():
     assert request.prompt.tolist() == [1, 2] and request.output_tokens == [7, 8, 9]
 
 
+def test_the_tokens_of_a_request_are_a_read_only_view():
+    request = Request("a", [1, 2], 3)
+    request.append(7)
+    with pytest.raises(ValueError, match="read-only"):
+        request.tokens[0] = 9
+    with pytest.raises(ValueError, match="read-only"):
+        request.tokens[1:][-1] = 9
+    assert np.shares_memory(request.tokens, request.prompt), "a view, not a copy"
+    assert request.tokens.tolist() == [1, 2, 7]
+
+
 def test_a_stop_token_ends_it_even_at_the_limit():
     assert Request("a", [1], 5, stop_token_ids=[4, 6]).append(6) == "stop"
     assert Request("a", [1], 1, stop_token_ids=(6,)).append(6) == "stop"

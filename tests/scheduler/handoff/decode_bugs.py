@@ -70,7 +70,7 @@ DECODE_BUGS: Final = [
     bug(
         "the guard counts on blocks whose pulls may still write",
         RESERVATION,
-        ("for each in (*receiving, *fenced_off)]", "for each in receiving]"),
+        ("for each in (*receiving, *quarantined)]", "for each in receiving]"),
     ),
     bug(
         "the guard counts on no block that is published",
@@ -168,16 +168,16 @@ DECODE_BUGS: Final = [
     bug(
         "a large request starves",
         FAIRNESS,
-        ("count += place.num_overtaken >= MAX_OVERTAKEN", "count += 0"),
+        ("count += refused.num_overtaken >= MAX_OVERTAKEN", "count += 0"),
     ),
     bug(
         "who has gone holds others up",
         FAIRNESS,
-        ("            del self._places[each]\n", "            pass\n"),
+        ("            del self._refused[each]\n", "            pass\n"),
     ),
     bug(
         "a line of one's own: whoever was refused goes first",
         FAIRNESS,
-        ("        self._places.pop(request_id, None)\n", ""),
+        ("        self._refused.pop(request_id, None)\n", ""),
     ),
 ]
