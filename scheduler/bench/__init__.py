@@ -1,1 +1,4 @@
-"""Benchmarks of the cache manager: CPU time of the calling thread, per request and per block."""
+"""Benchmarks of the cache manager: whole requests, decode steps and evictions.
+
+`radixkv bench` runs them. All measure the CPU time of the calling thread.
+"""

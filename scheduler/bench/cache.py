@@ -1,10 +1,10 @@
-"""Cost of a request's whole life in the cache, over a trace.
+"""CPU time of whole requests of a trace in the cache manager.
 
-Each request, one after the other: match, admit, extend by its output, publish, release. Tokens
-are made outside the timed spans. The trace runs three times, each on a new manager that sees the
-same calls. The first pass grows the process to its size, so its times hold the kernel's page
-faults; it is reported apart. The second times each request as one span, the third each phase, so
-that the readings of the clock between phases are not part of a request's cost.
+The requests run one after the other: match, admit, extend by the output, publish, release. Tokens
+are made outside the timed spans. The trace runs three times, each time on a new manager that gets
+the same calls. The first pass grows the process, so its times include page faults; it is reported
+separately. The second pass times each request as one span. The third times each phase, because
+reading the clock between phases would add to the cost of a request.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ PHASES = ("match", "admit", "extend", "publish", "release")
 
 @dataclass(frozen=True, slots=True)
 class CacheBench:
-    """What one run of the benchmark measured."""
+    """Results of the benchmark."""
 
     block_size: int
     num_blocks: int
     prompt_tokens: int
     output_tokens: int
     blocks: int
-    """Blocks that the requests covered, each request's last partial one included."""
+    """Number of blocks of all requests, including partial ones."""
     hit_tokens: int
     evicted_blocks: int
     clock_ns: int
-    """Cost of one timed span, already subtracted from each."""
+    """Cost of the clock per timed span, already subtracted."""
     first_ns: Nanoseconds
-    """int64[requests]: each request as one span, in the pass that grows the process."""
+    """int64[requests]: CPU time of each request in the first pass."""
     spans_ns: Nanoseconds
-    """int64[requests]: the same in the second pass."""
+    """int64[requests]: CPU time of each request in the second pass."""
     phase_ns: Nanoseconds
-    """int64[requests, phases]: the phases, from the third pass."""
+    """int64[requests, phases]: CPU time of each phase in the third pass."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the figures; times are CPU time of the thread."""
+        """Return the results for JSON."""
         return {
             "requests": len(self.spans_ns),
             "block_size": self.block_size,
@@ -84,12 +84,12 @@ class CacheBench:
 def bench_cache(
     requests: Sequence[TraceRequest], *, block_size: int, num_blocks: int
 ) -> CacheBench:
-    """Run the requests through three new managers, and time it.
+    """Time the requests on three new managers.
 
     Args:
-        requests: At least one; each is alone in the cache while it runs.
+        requests: At least one request; no two run at the same time.
         block_size: Tokens per block.
-        num_blocks: Blocks of the pool.
+        num_blocks: Number of blocks in the pool.
 
     Raises:
         WorkloadError: There is no request, or one needs more blocks than the pool has.
@@ -99,9 +99,9 @@ def bench_cache(
     clock_ns = clock_cost_ns()
     first = _time(_run_whole, requests, num_blocks, block_size)
     second = _time(_run_whole, requests, num_blocks, block_size)
-    assert second.counts == first.counts, f"{second.counts} in the second pass, not {first.counts}"
+    assert second.counts == first.counts, f"expected {first.counts}, got {second.counts}"
     third = _time(_run_phases, requests, num_blocks, block_size)
-    assert third.counts == first.counts, f"{third.counts} in the third pass, not {first.counts}"
+    assert third.counts == first.counts, f"expected {first.counts}, got {third.counts}"
     return CacheBench(
         block_size=block_size,
         num_blocks=num_blocks,
@@ -130,14 +130,14 @@ def _check_sizes(lengths: Sequence[int], block_size: int, num_blocks: int) -> No
 
 
 class _Counts(NamedTuple):
-    """What a pass counted: the same in each."""
+    """Counts of a pass, equal in all passes."""
 
     hit_tokens: int
     evicted_blocks: int
 
 
 class _Pass(NamedTuple):
-    """What a pass showed; the cost of the clock is in its spans, int64[requests, n]."""
+    """Results of a pass; its spans, int64[requests, n], include the cost of the clock."""
 
     spans_ns: Nanoseconds
     counts: _Counts
@@ -149,7 +149,7 @@ def _time(
     num_blocks: int,
     block_size: int,
 ) -> _Pass:
-    """Run the requests through a new manager."""
+    """Run the requests on a new manager."""
     manager = CacheManager(num_blocks, block_size)
     hit_tokens = 0
     rows = []
@@ -164,7 +164,7 @@ def _time(
 
 
 def _run_whole(manager: CacheManager, work: Work) -> tuple[int, tuple[int, ...]]:
-    """Return the hit tokens and the clock before and after."""
+    """Run one request; return its hit tokens and the times before and after."""
     prompt, tokens = work
     num_output = len(tokens) - len(prompt)
     start = now_ns()
@@ -178,7 +178,7 @@ def _run_whole(manager: CacheManager, work: Work) -> tuple[int, tuple[int, ...]]
 
 
 def _run_phases(manager: CacheManager, work: Work) -> tuple[int, tuple[int, ...]]:
-    """Return the hit tokens and the clock before, between and after the phases."""
+    """Run one request; return its hit tokens and the times around each phase."""
     prompt, tokens = work
     num_output = len(tokens) - len(prompt)
     start = now_ns()

@@ -1,7 +1,7 @@
-"""Cost of growing a running batch by one token.
+"""CPU time of extending a running batch by one token.
 
-All prompts have one length, so all requests need a new block in the same step: the mean counts
-the allocations, the 99th percentile shows that step where `block_size` is below 100.
+All prompts have the same length, so all requests need a new block in the same step. The mean
+includes the allocations; the 99th percentile shows that step if `block_size` is below 100.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from .workload import TokenSupply
 
 @dataclass(frozen=True, slots=True)
 class DecodeBench:
-    """What one run of the benchmark measured."""
+    """Results of the benchmark."""
 
     batch: int
     prompt_tokens: int
     block_size: int
     spans_ns: Nanoseconds
-    """int64[steps]: CPU time of each step, the clock's own cost subtracted."""
+    """int64[steps]: CPU time of each step, without the cost of the clock."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the figures: per request and step, and per step."""
+        """Return the results for JSON, per request and step, and per step."""
         percentile_us = np.percentile(self.spans_ns, [50, 99]) / 1000
         return {
             "batch": self.batch,
@@ -51,13 +51,13 @@ class DecodeBench:
 
 
 def bench_decode(*, batch: int, steps: int, prompt_tokens: int, block_size: int) -> DecodeBench:
-    """Admit `batch` different prompts, then grow all by one token, `steps` times.
+    """Admit `batch` different prompts, then extend all by one token, `steps` times.
 
-    The same is run once before, on a manager that is thrown away.
+    The same runs once before on another manager, to warm up.
 
     Args:
-        batch: Running requests.
-        steps: Tokens that each grows by.
+        batch: Number of running requests.
+        steps: Number of steps.
         prompt_tokens: Length of each prompt.
         block_size: Tokens per block.
     """

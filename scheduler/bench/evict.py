@@ -1,8 +1,8 @@
-"""Cost of one eviction in a full cache.
+"""CPU time of one eviction from a full cache.
 
-The pool is full of published blocks that no lease holds, in leaves of `chain` blocks, each its own
-sequence below the root. One call evicts `evict` of them; then as many are filled in again, in
-leaves of `chain` blocks, so that every call meets a full pool.
+The pool is full of published blocks that no lease holds. They form leaves of `chain` blocks, each a
+sequence of its own below the root. One call evicts `evict` blocks; then new leaves refill the pool,
+so every call finds it full.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from .workload import TokenSupply, WorkloadError
 
 @dataclass(frozen=True, slots=True)
 class EvictBench:
-    """What one run of the benchmark measured."""
+    """Results of the benchmark."""
 
     num_blocks: int
     evict: int
     chain: int
     block_size: int
     spans_ns: Nanoseconds
-    """int64[calls]: CPU time of each call, the clock's own cost subtracted."""
+    """int64[calls]: CPU time of each call, without the cost of the clock."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the figures: medians over the calls."""
+        """Return the results for JSON: medians over the calls."""
         median_ns = float(np.median(self.spans_ns))
         return {
             "device_blocks": self.num_blocks,
@@ -48,23 +48,23 @@ class EvictBench:
 
 
 _UNTIMED_CALLS = 10
-"""CPython specialises the loop of a function after some calls, not in the first ones."""
+"""Warm-up calls: CPython specialises the loop of a function only after some calls."""
 
 
 def bench_evict(
     *, num_blocks: int, evict: int, chain: int, block_size: int, calls: int
 ) -> EvictBench:
-    """Fill a pool, then evict and refill `calls` times; untimed calls go first.
+    """Fill a pool, then evict and refill `calls` times, after some warm-up calls.
 
     Args:
-        num_blocks: Blocks of the pool.
+        num_blocks: Number of blocks in the pool.
         evict: Blocks to evict in one call.
-        chain: Blocks per leaf; the last leaf of a filling can be shorter.
+        chain: Blocks per leaf; the last leaf may be shorter.
         block_size: Tokens per block.
-        calls: Timed calls.
+        calls: Number of timed calls.
 
     Raises:
-        WorkloadError: More blocks are to be evicted, or chained, than the pool has.
+        WorkloadError: `evict` or `chain` is larger than the pool.
     """
     for name, value in (("evict", evict), ("chain", chain)):
         if value > num_blocks:
@@ -78,7 +78,7 @@ def bench_evict(
             start = now_ns()
             evicted = manager.evict(evict)
             spans.append(now_ns() - start)
-            assert evicted == evict, f"evicted {evicted} blocks, not {evict}"
+            assert evicted == evict, f"expected {evict} evicted blocks, got {evicted}"
             _fill(manager, supply, evict, chain)
     return EvictBench(
         num_blocks=num_blocks,
@@ -90,7 +90,7 @@ def bench_evict(
 
 
 def _fill(manager: CacheManager, supply: TokenSupply, num_blocks: int, chain: int) -> None:
-    """Publish and release new sequences of `chain` blocks, `num_blocks` in all."""
+    """Publish and release `num_blocks` blocks in new sequences of `chain` blocks."""
     while num_blocks > 0:
         length = min(chain, num_blocks)
         tokens = supply.take(length * manager.block_size)

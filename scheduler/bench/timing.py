@@ -1,8 +1,8 @@
-"""The clock of the benchmarks, what reading it costs, and a heap that is quiet.
+"""The clock of the benchmarks, its cost, and a heap without garbage.
 
-The clock is the CPU time of the calling thread: the manager runs on one thread, and neighbours
-on a shared machine do not count. Reading it is a system call of about the cost of a small phase,
-so each timed span is corrected by the median cost of an empty span.
+The clock is the CPU time of the calling thread, because the manager runs on one thread and other
+processes of a shared machine must not count. Reading it is a system call that costs about as much
+as a short phase, so the median cost of an empty span is subtracted from each timed span.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Nanoseconds = npt.NDArray[np.int64]
 
 
 def clock_cost_ns() -> int:
-    """Return what an empty timed span shows: the median over back-to-back readings."""
+    """Return the median of the time between two readings of the clock."""
     readings = [now_ns() for _ in range(_CLOCK_SAMPLES)]
     return int(np.median(np.diff(readings)))
 
 
 @contextmanager
 def quiet_heap() -> Iterator[None]:
-    """Collect garbage now and leave what exists alone; collection stays on for what follows."""
+    """Collect garbage, and exclude existing objects from collections within the block."""
     gc.collect()
     gc.freeze()
     try:
@@ -44,8 +44,8 @@ def us_summary(spans_ns: Nanoseconds, per: int = 1) -> dict[str, float]:
     """Return the median and mean of spans, in microseconds.
 
     Args:
-        spans_ns: int64[n], n >= 1, corrected spans; noise can make a short one negative.
-        per: What one span is divided by, as requests of a batch.
+        spans_ns: int64[n], n >= 1, without the cost of the clock; a short span may be negative.
+        per: Divisor of each span, such as the requests of a batch.
     """
     return {
         "median": round(float(np.median(spans_ns)) / per / 1000, 4),

@@ -1,4 +1,4 @@
-"""Tokens for the benchmarks: those of a trace, and ones that are all different."""
+"""Tokens for the benchmarks: of the requests of a trace, and unique ones."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _TOKEN_LIMIT = 2**31
 
 
 class WorkloadError(RadixKVError, ValueError):
-    """A benchmark's sizes do not fit together, or need more token ids than int32 has."""
+    """The sizes of a benchmark exceed each other, or need more token ids than int32 has."""
 
 
 class Work(NamedTuple):
-    """One request of a trace with its tokens."""
+    """The tokens of one request of a trace."""
 
     prompt: Int32Array
     tokens: Int32Array
-    """The prompt and the output after it; `prompt` is a view of its beginning."""
+    """The prompt followed by the output; `prompt` is a view of its beginning."""
 
 
 class TokenSupply:
-    """Hands out token ids that never occurred before."""
+    """Source of token ids, each of which it returns only once."""
 
     def __init__(self, first: int = 0) -> None:
         self._next = first
@@ -37,7 +37,7 @@ class TokenSupply:
         """Return int32[num_tokens] of new ids.
 
         Raises:
-            WorkloadError: All ids of int32 are used up.
+            WorkloadError: int32 has no more ids.
         """
         start, end = self._next, self._next + num_tokens
         if end > _TOKEN_LIMIT:
@@ -47,10 +47,10 @@ class TokenSupply:
 
 
 def expand(requests: Sequence[TraceRequest]) -> Iterator[Work]:
-    """Yield each request's tokens, made only when asked for: a trace can have 150M of them.
+    """Yield the tokens of each request one by one, because a trace can have 150M tokens.
 
-    Prompts are as `radixkv.scheduler.replay.trace.tokens` makes them; output tokens are larger
-    than any of theirs and occur once.
+    `radixkv.scheduler.replay.trace.tokens` makes the prompts. Output tokens are larger than all
+    tokens of prompts and unique.
 
     Raises:
         WorkloadError: The ids are too large for int32 tokens.

@@ -28,8 +28,8 @@ def _cache(arguments: argparse.Namespace) -> None:
     num_blocks = arguments.device_tokens // arguments.block_size
     if num_blocks == 0:
         raise BadInputError(
-            f"--device-tokens {arguments.device_tokens} is less than one block of "
-            f"{arguments.block_size}"
+            f"--device-tokens must be at least one block of {arguments.block_size} tokens, "
+            f"got {arguments.device_tokens}"
         )
     trace = read_trace(Path(arguments.trace), limit=arguments.requests)
     result = bench_cache(trace.requests, block_size=arguments.block_size, num_blocks=num_blocks)

@@ -43,7 +43,9 @@ def test_cache_text_and_first_requests_only(radixkv: Any, trace: Path) -> None:
 def test_cache_below_one_block_is_refused(radixkv: Any, trace: Path) -> None:
     outcome = radixkv("bench", "cache", trace, "--block-size", 16, "--device-tokens", 15)
     assert outcome.status == 2
-    assert outcome.stderr == "radixkv: --device-tokens 15 is less than one block of 16\n"
+    assert outcome.stderr == (
+        "radixkv: --device-tokens must be at least one block of 16 tokens, got 15\n"
+    )
 
 
 def test_cache_too_small_for_a_request_is_refused(radixkv: Any, trace: Path) -> None:
