@@ -29,7 +29,7 @@ from radixkv.kvcache import (
     Tiers,
 )
 from radixkv.kvcache.storage import FileBackend, StorageNamespace
-from radixkv.kvcache.tiers.storage_recency import TOLD_FOR
+from radixkv.kvcache.tiers.storage_recency import REPORT_INTERVAL
 
 BLOCK_SIZE = 16
 NAMESPACE = StorageNamespace("none", "", "none", BLOCK_SIZE, layers=(0, 1), heads=(0, 1))
@@ -67,7 +67,7 @@ def time_admissions(prompt: Int32Array) -> dict[str, float]:
         while operations := tiers.take_operations():
             for operation in operations:
                 tiers.complete(operation.id, [True] * operation.num_blocks)
-        for _ in range(TOLD_FOR):
+        for _ in range(REPORT_INTERVAL):
             hit(manager, tiers, OTHER)
         first, second = hit(manager, tiers, prompt), hit(manager, tiers, prompt)
         if storage is None:

@@ -1,4 +1,7 @@
-"""Paged KV cache with prefix sharing: the manager (no JAX), its tiers, and the arrays of blocks."""
+"""Paged KV cache with prefix sharing: manager, host and storage tiers, and block arrays.
+
+The names in `__all__` are public. Importing the package loads neither JAX nor storage backends.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +99,7 @@ __all__ = [
 ]
 
 
-# What moves arrays needs JAX; the manager does not, and must import without it.
+# These modules need JAX; the manager does not, and must import without it.
 _LAZY = {
     "BlockArrays": "copies.block_arrays",
     "HostArrays": "copies.host_arrays",

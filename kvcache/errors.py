@@ -1,4 +1,4 @@
-"""Everything the cache refuses, as a tree of types; each error carries its numbers.
+"""Exceptions of the cache, as a tree of types. Each error carries its numbers.
 
 ::
 
@@ -7,18 +7,18 @@
     ├── IdError               block ids, or rows, that are not one-dimensional int32
     ├── CountError            a count that is negative, or not an integer
     ├── NamespaceError        a namespace that is not bytes
-    ├── OutOfBlocksError      not now: fewer blocks are free or evictable than are needed
-    ├── RequestTooLargeError  never: more blocks than the pool has
+    ├── OutOfBlocksError      too few blocks are free or evictable now
+    ├── RequestTooLargeError  more blocks than the pool has: never possible
     ├── RecycleError          block ids that were not allocated; the others were recycled
     ├── LeaseError            a lease that was released, is of an older epoch, or is too small
-    ├── PoolDTypeError        pools of a dtype whose copies would lose something
-    ├── PoolShapeError        pools that are not alike, or not in pairs
-    ├── HostConfigError       a host tier that cannot be
-    ├── StorageConfigError    storage without a host tier, or asked for where there is none
+    ├── PoolDTypeError        pools of a dtype that block copies do not support
+    ├── PoolShapeError        pools of different shapes, or not in pairs
+    ├── HostConfigError       an invalid host tier
+    ├── StorageConfigError    storage without a host tier, or an invalid namespace
     └── OperationResultError  not one result per block of an operation
 
-After any of them, except RecycleError as it says, the cache is as it was before the call.
-A broken invariant is not in this tree: it is an AssertionError, and a bug of ours.
+After each of them, except RecycleError, the cache is as it was before the call. A broken invariant
+raises an AssertionError instead, and is a bug in radixkv.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Sequence
 
 
 class RadixKVError(Exception):
-    """Base of everything that radixkv raises on purpose."""
+    """Base of all errors that radixkv raises on purpose."""
 
 
 class TokenError(RadixKVError, ValueError):
@@ -47,7 +47,7 @@ class NamespaceError(RadixKVError, ValueError):
 
 
 class OutOfBlocksError(RadixKVError):
-    """More blocks are needed than are free or evictable now; nothing was changed."""
+    """More blocks are needed than are free or evictable now; nothing changed."""
 
     def __init__(self, needed: int, available: int) -> None:
         super().__init__(f"needs {needed} blocks, but only {available} are free or evictable")
@@ -56,7 +56,7 @@ class OutOfBlocksError(RadixKVError):
 
 
 class RequestTooLargeError(RadixKVError):
-    """A request needs more blocks than the whole pool has: it can never be admitted."""
+    """A request needs more blocks than the pool has; it can never be admitted."""
 
     def __init__(self, num_tokens: int, needed: int, num_blocks: int) -> None:
         super().__init__(f"{num_tokens} tokens need {needed} blocks, but the pool has {num_blocks}")
@@ -66,7 +66,7 @@ class RequestTooLargeError(RadixKVError):
 
 
 class RecycleError(RadixKVError):
-    """Some ids were not allocated (or came twice): they are refused, the others are recycled."""
+    """Some ids were not allocated, or repeated: they are refused, the others are recycled."""
 
     def __init__(self, refused: Sequence[int], recycled: int) -> None:
         super().__init__(
@@ -78,11 +78,11 @@ class RecycleError(RadixKVError):
 
 
 class LeaseError(RadixKVError):
-    """A lease cannot be used in this way; nothing was changed."""
+    """A lease cannot be used in this way; nothing changed."""
 
 
 class PoolDTypeError(RadixKVError, ValueError):
-    """Pools on the device cannot be of this dtype."""
+    """Device pools of an unsupported dtype."""
 
     def __init__(self, dtype: str) -> None:
         super().__init__(
@@ -93,7 +93,7 @@ class PoolDTypeError(RadixKVError, ValueError):
 
 
 class PoolShapeError(RadixKVError, ValueError):
-    """Pools on the device do not belong together."""
+    """Device pools of different shapes or dtypes, or not in pairs."""
 
     def __init__(self, num_keys: int, num_values: int, kinds: Sequence[str]) -> None:
         super().__init__(
@@ -104,15 +104,15 @@ class PoolShapeError(RadixKVError, ValueError):
 
 
 class HostConfigError(RadixKVError, ValueError):
-    """A host tier has no such policy."""
+    """The configuration of the host tier is invalid."""
 
 
 class StorageConfigError(RadixKVError, ValueError):
-    """A cache has no storage, or cannot have it as it is."""
+    """The cache has no storage, or storage does not fit the cache."""
 
 
 class OperationResultError(RadixKVError):
-    """An operation was completed with more or fewer results than it has blocks."""
+    """An operation was completed with a number of results other than its number of blocks."""
 
     def __init__(self, op_id: int, results: int, num_blocks: int) -> None:
         super().__init__(f"operation {op_id} copies {num_blocks} blocks, but got {results} results")

@@ -1,4 +1,4 @@
-"""What is always true: of a radix tree, and of tree, pool and leases together."""
+"""Invariants across the tree, the pool, the block tables and the leases of a manager."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .prefix.node import (
-    ITEM_BYTES,
-    Node,
-)
+from .prefix.node import ITEM_BYTES, Node
 
 if TYPE_CHECKING:
     from .prefix.block_pool import BlockPool
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_leases(leases: Mapping[int, Lease], tables: BlockTables, epoch: int) -> None:
-    """Assert that leases and rows of the tables belong together."""
+    """Assert that leases and live rows of the tables agree."""
     assert sorted(leases) == np.flatnonzero(tables.live).tolist(), "leases and live rows disagree"
     for lease in leases.values():
         assert lease.epoch == epoch, "a live lease is of an older epoch"
@@ -35,10 +32,10 @@ def check_ownership(
     private: list[int] = []
     for lease in leases:
         private += _check_lease(lease, tree, uses)
-    # A node's users are the leases with the node on their path, no more and no fewer.
+    # The reference count of a node is the number of leases with the node on their path.
     for node in [*nodes, *tree.roots.values()]:
         assert node.refs == uses[id(node)], f"{node.refs} refs, but {uses[id(node)]} users"
-    # Every block is free, in the tree, private to a lease or waits for an operation: one of them.
+    # Every block has one owner: the pool, the tree, a lease or an operation.
     cached = [b for node in nodes for b in np.frombuffer(node.device_blocks, np.int32).tolist()]
     owned = pool.free_ids().tolist() + cached + private + quarantined
     assert sorted(owned) == list(range(1, pool.num_blocks + 1)), (
@@ -48,11 +45,11 @@ def check_ownership(
 
 
 def _check_lease(lease: Lease, tree: RadixTree, uses: dict[int, int]) -> list[int]:
-    # Its blocks suffice for its tokens, and are no more than those need.
+    # It has exactly the blocks that its tokens need.
     assert lease.num_blocks == -(-lease.num_tokens // (tree.block_bytes // ITEM_BYTES)), (
         "wrong table length"
     )
-    # The shared part is the path of its node, block for block.
+    # Its shared blocks are the path of its node.
     shared = tree.path_blocks(lease.node)
     table = lease.block_table
     assert table[: lease.num_shared_blocks].tobytes() == shared, "shared blocks are not the path"

@@ -1,4 +1,4 @@
-"""The cache manager: what a request does with the cache. No I/O, no clock, no JAX."""
+"""CacheManager: match, admit, extend, publish, release, evict and reset. No I/O, clock or JAX."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .ids import Epoch
 from .invariants import check_leases, check_ownership
 from .prefix.block_pool import BlockPool
 from .prefix.block_tables import BlockTables
-from .prefix.deduplication import share_run
+from .prefix.deduplication import deduplicate
 from .prefix.lease import Lease, Match, NextBlock
 from .prefix.node import Walk
 from .prefix.radix_tree import RadixTree
@@ -44,11 +44,12 @@ if TYPE_CHECKING:
 
 
 class CacheManager:
-    """Paged KV cache bookkeeping with prefix sharing, on the device and in the tiers below it.
+    """Bookkeeping of a paged KV cache with prefix sharing, on the device and in slower tiers.
 
-    A request's life: `match` what is published, `admit` it (pins the hit and reserves the rest),
-    `publish` what has been computed, `extend` it while it decodes, `release`. Every call does all
-    of its work or, with an error, none. One thread at a time.
+    For each request: `match` its tokens, `admit` it (pins the hit and reserves the other blocks),
+    `publish` the blocks that have been computed, `extend` it while it decodes, and `release` it. To
+    preempt a request, `release` it or park it with `Tiers.park`; to abort it, `release` it. A call
+    that raises changes nothing. Use the manager from one thread at a time.
 
     Example:
         >>> manager = CacheManager(num_blocks=8, block_size=2)
@@ -66,11 +67,11 @@ class CacheManager:
                └──────────────────────────── evict ───────────────────────────────────┘
 
     Attributes:
-        num_blocks: usable blocks, with ids ``1 .. num_blocks``.
+        num_blocks: number of usable blocks, with ids ``1 .. num_blocks``.
         block_size: tokens per block.
-        epoch: how often it was reset.
-        tables: the block tables of the live leases.
-        tiers: what is below the device, or None.
+        epoch: number of resets.
+        tables: block tables of the live leases.
+        tiers: host and storage tiers, or None.
     """
 
     def __init__(
@@ -81,18 +82,20 @@ class CacheManager:
         host: HostConfig | None = None,
         storage: StorageNamespace | None = None,
     ) -> None:
-        """Make a manager with all of its blocks free.
+        """Create a manager with all blocks free.
 
         Args:
-            num_blocks: usable blocks, with ids ``1 .. num_blocks``; id 0 is the padding sink.
+            num_blocks: number of usable blocks, with ids ``1 .. num_blocks``; id 0 is the padding
+                sink.
             block_size: tokens per block.
-            host: the tier below the device; None: there is none, and `tiers` is None.
-            storage: whose blocks are kept in storage, under the host tier; None: none are.
+            host: host tier; None for none, then `tiers` is None.
+            storage: namespace of the blocks in storage, below the host tier; None for no storage.
 
         Raises:
             CountError: if either count is less than 1.
-            HostConfigError, StorageConfigError: for what is no host tier or namespace; for storage
-                without a host tier, or with other blocks.
+            HostConfigError: if host is not a HostConfig.
+            StorageConfigError: if storage is not a StorageNamespace, has another block size, or
+                there is no host tier.
         """
         self.num_blocks = as_count("num_blocks", num_blocks, minimum=1)
         self.block_size = as_count("block_size", block_size, minimum=1)
@@ -104,7 +107,9 @@ class CacheManager:
         self._leases: dict[int, Lease] = {}
         self._admitted = self._hit_blocks = self._evicted_blocks = self._duplicate_blocks = 0
         if storage is not None and host is None:
-            raise StorageConfigError("storage needs a host tier, through which its blocks pass")
+            raise StorageConfigError(
+                "storage needs a host tier, because its blocks pass through the host"
+            )
         if host is not None:
             if not isinstance(host, HostConfig):
                 raise HostConfigError(f"host must be a HostConfig, got {host!r}")
@@ -113,11 +118,11 @@ class CacheManager:
 
     @property
     def available(self) -> int:
-        """How many blocks are free or can be evicted now."""
+        """Number of blocks that are free or can be evicted now."""
         return self._pool.num_free + self._tree.num_idle
 
     def available_after(self, match: Match) -> int:
-        """How many blocks would be free or evictable once a match is pinned. Changes nothing."""
+        """Return the number of blocks free or evictable once a match is pinned. Changes nothing."""
         if match._version != self._tree.version:
             match = self._match(match._tokens, match._length, match._namespace)
         pinned = self._tree.idle_blocks_on(match._walk) if match._walk is not None else 0
@@ -128,7 +133,7 @@ class CacheManager:
     def match(self, tokens: Tokens, namespace: bytes = b"") -> Match:
         """Find the longest published prefix of tokens, in whole blocks. Changes nothing.
 
-        The tokens are not copied: leave them as they are until the match is admitted.
+        The tokens are not copied: do not change them until the match is admitted.
 
         Raises:
             TokenError, NamespaceError: for arguments of the wrong kind.
@@ -144,24 +149,24 @@ class CacheManager:
         walk = self._tree.walk(root, as_bytes(whole)) if root is not None else None
         match = Match(whole, length, namespace, walk, self._tree.version, self.block_size)
         if self.tiers is not None and walk is not None and walk.inside is None:
-            self.tiers.reader.match(match, walk)
+            self.tiers.loader.match(match, walk)
         return match
 
     def admit(self, match: Match, parked: Parked | None = None) -> Lease:
-        """Pin what was matched and reserve a block for every other token of the match.
+        """Pin the matched blocks and reserve blocks for the other tokens of the match.
 
-        The hit may be all of the tokens. Compute then from the last token on, for its logits, and
-        write no KV below the hit: those blocks are shared.
+        If the hit is all of the tokens, compute the last token again for its logits, but write no
+        KV: the blocks of the hit are shared.
 
-        What the host has beyond the hit, or keeps for a parked request, is copied into the lease
-        by one operation, `Lease.loading`. Compute when that has ended.
+        Blocks that the host has beyond the hit, or keeps for a parked request, are copied into the
+        lease by one operation, `Lease.loading`. Compute when it has ended.
 
         Args:
-            match: of the request's tokens.
-            parked: what the request left when it was preempted; this ends it.
+            match: match of the request's tokens.
+            parked: the parked request that resumes. This call ends it.
 
         Raises:
-            LeaseError: if parked was ended before, is still being copied, or has more tokens.
+            LeaseError: if parked has ended, is not saved yet, or has more tokens than the match.
             RequestTooLargeError: if the tokens need more blocks than the pool has.
             OutOfBlocksError: if too few blocks are free or evictable now.
         """
@@ -183,7 +188,7 @@ class CacheManager:
         if walk is None:
             walk = Walk(tree.add_root(match._namespace), 0)
         node = tree.pin(walk)
-        loads = tiers.reader.reserve(match, parked) if tiers is not None else None
+        loads = tiers.loader.reserve(match, parked) if tiers is not None else None
         tables = self.tables
         row = tables.take_row()
         tables.widen(num_blocks)
@@ -198,7 +203,7 @@ class CacheManager:
         self._admitted += 1
         self._hit_blocks += match.num_blocks
         if tiers is not None:
-            tiers.reader.admitted(lease, loads)
+            tiers.loader.admitted(lease, loads)
         return lease
 
     def extend(self, lease: Lease, num_tokens: int) -> None:
@@ -255,19 +260,21 @@ class CacheManager:
         tables.num_tokens[rows] = num_tokens
 
     def publish(self, lease: Lease, tokens: Tokens) -> None:
-        """Let others share the whole blocks of a lease that have been computed.
+        """Share the whole blocks of a lease that have been computed.
 
-        Where another request has published the same block first, that one stays: this lease's copy
-        is recycled and its block table repointed. So call it when no running step reads the table.
+        If another request has published the same block before, this lease's duplicate is recycled
+        and its block table points to the published one. Therefore call this only when no running
+        step reads the table.
 
         Args:
-            lease: the lease that computed them.
-            tokens: every token whose KV is written, from the first of the sequence on; may be
-                fewer than before, which does nothing.
+            lease: the lease that computed the blocks.
+            tokens: all tokens of the sequence whose KV is written. Fewer than in an earlier call
+                have no effect.
 
         Raises:
             TokenError: for tokens that are not int32.
-            LeaseError: if the lease is not live or has no room for so many tokens.
+            LeaseError: if the lease is not live, is loading or parking, or has no room for so many
+                tokens.
         """
         tokens = as_tokens(tokens)
         if self._leases.get(lease.row) is not lease:
@@ -277,7 +284,7 @@ class CacheManager:
                 f"{len(tokens)} tokens published on a lease with room for {lease.num_tokens}"
             )
         if lease.loading is not None or lease.parking:
-            raise LeaseError("a lease is published while it is loaded or parked")
+            raise LeaseError("the lease cannot be published while it is loading or parking")
         first, last = lease.num_shared_blocks, len(tokens) // self.block_size
         if last <= first:
             return
@@ -285,9 +292,9 @@ class CacheManager:
         self._publish_run(lease, run)
 
     def next_block(self, lease: Lease, tokens: Tokens) -> NextBlock | None:
-        """Identify the first block that a lease has yet to publish, if tokens fill it.
+        """Identify the next block that a lease will publish; None if tokens do not fill it.
 
-        Whoever waits for the same block (`Match.next_block` is equal) need not compute it too.
+        A request whose `Match.next_block` is equal can wait for it instead of computing it too.
         """
         if self._leases.get(lease.row) is not lease:
             raise self._not_live(lease)
@@ -296,24 +303,25 @@ class CacheManager:
         return (lease.node, block.tobytes()) if len(block) == self.block_size else None
 
     def release(self, lease: Lease) -> None:
-        """End a lease: its private blocks are free, its published ones evictable when unused.
+        """End a lease, when its request finishes, is aborted or preempted, or fails.
 
-        A lease of an older epoch ended with `reset`: releasing it changes nothing. What is still
-        being copied into it is free when that has ended; what was moved from the host for it is
-        published then.
+        Its private blocks become free, and its published blocks evictable when no lease uses them.
+        Blocks in flight become free when their operation ends; those that an "exclusive" host moved
+        to the device are published then. Releasing a lease of an older epoch changes nothing,
+        because `reset` has ended it.
 
         Raises:
-            LeaseError: if the lease was released before, or parked, and ends with that.
+            LeaseError: if the lease was released before, or is being parked.
         """
         if lease.epoch != self.epoch:
             return
         if self._leases.get(lease.row) is not lease:
             raise self._not_live(lease)
         if lease.parking:
-            raise LeaseError("a lease that is being parked ends when its copy does")
+            raise LeaseError("the lease is being parked: it ends with its copy")
         tables, row = self.tables, lease.row
         if lease.loading is not None and self.tiers is not None:
-            self.tiers.reader.abandon(lease)
+            self.tiers.loader.detach(lease)
         else:
             self._tree.unpin(lease.node)
             num_blocks = tables.num_blocks.item(row)
@@ -325,7 +333,7 @@ class CacheManager:
     # The cache as a whole
 
     def evict(self, num_blocks: int) -> int:
-        """Free up to num_blocks of the least recently used idle blocks; return how many.
+        """Evict up to num_blocks of the least recently used idle blocks and return how many.
 
         Raises:
             CountError: if num_blocks is negative.
@@ -335,14 +343,14 @@ class CacheManager:
         return len(victims)
 
     def reset(self, keep: Collection[bytes] = ()) -> Epoch:
-        """Forget everything (the weights have changed): every lease ends, every block is free.
+        """End every lease and free every block, for example because the weights have changed.
 
-        What operations of the old epoch still write is free when they have ended. Storage is not
-        cleared. New weights need new keys there: set `Tiers.storage` then, or what the old ones
-        stored is found again.
+        Blocks that operations of the old epoch still write become free when those have ended.
+        Storage is not cleared: set `Tiers.storage` to a namespace for the new weights, or the
+        blocks of the old weights are found again.
 
         Args:
-            keep: namespaces of which everything that is published stays.
+            keep: namespaces whose published blocks stay.
 
         Raises:
             NamespaceError: if keep is not a collection of bytes.
@@ -385,14 +393,14 @@ class CacheManager:
         )
 
     def check(self) -> None:
-        """Assert every invariant of the cache; costs a walk over all of it."""
+        """Assert every invariant of the cache, by a walk over all of it."""
         self._pool.check()
         self._tree.check()
         self.tables.check()
         check_leases(self._leases, self.tables, self.epoch)
         holders, quarantined = list(self._leases.values()), []
         if self.tiers is not None:
-            holders += self.tiers.reader.heirs.values()
+            holders += self.tiers.loader.detached.values()
             self.tiers.check(holders)
             quarantined = self.tiers.quarantined_device_blocks()
         check_ownership(self._pool, self._tree, holders, quarantined)
@@ -400,45 +408,47 @@ class CacheManager:
     # Shared steps
 
     def _not_live(self, lease: Lease) -> LeaseError:
-        """Return what to raise for a lease that is not live."""
+        """Return the error for a lease that is not live."""
         if lease.epoch != self.epoch:
-            return LeaseError(f"the lease is of epoch {lease.epoch}, the cache of {self.epoch}")
-        return LeaseError("the lease was released, or is of another manager")
+            return LeaseError(
+                f"the lease is of epoch {lease.epoch}, but the cache is at epoch {self.epoch}"
+            )
+        return LeaseError("the lease was released or belongs to another manager")
 
     def _require_available(self, needed: int) -> None:
         if needed > self.available:
             raise OutOfBlocksError(needed, self.available)
 
     def _fill(self, ids: Int32Array) -> None:
-        """Fill ids with blocks that are known to be available, evicting exactly what is short."""
+        """Fill ids with blocks that must be available, evicting exactly as many as needed."""
         short = len(ids) - self._pool.num_free
         if short <= 0:
             self._pool.fill(ids)
             return
-        # Evicted blocks go straight to their new owner, not through the pool.
+        # Evicted blocks go directly to their new owner, not through the pool.
         ids[-short:] = self._evict(short)
         if self._pool.num_free:
             self._pool.fill(ids[:-short])
 
     def _evict(self, num_blocks: int) -> Int32Array:
         tiers = self.tiers
-        victims = (self._tree if tiers is None else tiers.writer).evict(num_blocks)
+        victims = (self._tree if tiers is None else tiers.offloader).evict(num_blocks)
         self._evicted_blocks += len(victims)
         return victims
 
     def _publish_run(self, lease: Lease, run: bytes) -> None:
-        """Publish the blocks of a lease that follow its shared ones.
+        """Publish the first private blocks of a lease, without checks.
 
         Args:
-            lease: has the blocks.
-            run: their tokens, whole blocks, as bytes of int32.
+            lease: the lease.
+            run: tokens of the whole blocks to publish, as bytes of int32.
         """
         tree, tiers = self._tree, self.tiers
         first = lease.num_shared_blocks
         last = first + len(run) // tree.block_bytes
-        # Mostly nobody has published the same after its node, and there is nothing to share.
+        # Usually no other lease has published the same block, and there is no duplicate.
         if run[: tree.block_bytes] in lease.node.children:
-            self._duplicate_blocks += share_run(tree, self._pool, lease, run, tiers)
+            self._duplicate_blocks += deduplicate(tree, self._pool, lease, run, tiers)
             run = run[(lease.num_shared_blocks - first) * tree.block_bytes :]
             first = lease.num_shared_blocks
         if run:
@@ -446,4 +456,4 @@ class CacheManager:
             lease.node = tree.append(lease.node, run, blocks)
             lease.num_shared_blocks = last
         if tiers is not None:
-            tiers.writer.published(lease.node)
+            tiers.offloader.published(lease.node)

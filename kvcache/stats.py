@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TierStats:
-    """Counts below the device.
+    """Counts of the host and storage tiers.
 
-    Now: `host_blocks` in all, of which `host_free_blocks` are free and `host_cached_blocks` can be
-    matched; `parked` requests; `open_operations` without a result, and `quarantined_operations`
-    with one, whose blocks may still be written. Events: `promoted_blocks` (host hits that arrived
-    on the device), `demoted_blocks` (evicted towards the host), `dropped_blocks` (the host had them
-    alone, or should have, and had no room), `stored_blocks`, `fetched_blocks` (from storage), and
-    `late_completions`.
+    Current: `host_blocks` in total, of which `host_free_blocks` are free and `host_cached_blocks`
+    can be matched; `parked` requests; `open_operations` without a result; and
+    `quarantined_operations` with a result whose blocks may still be written. Events:
+    `promoted_blocks` (host hits loaded to the device), `demoted_blocks` (evicted towards the host),
+    `dropped_blocks` (that no other tier had, for lack of room), `stored_blocks`, `fetched_blocks`
+    (loaded from storage) and `late_completions`.
     """
 
     host_blocks: int
@@ -33,12 +33,12 @@ class TierStats:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Counts of blocks now, and of events since the manager was made.
+    """Current counts of blocks, and counts of events since the manager was created.
 
-    `num_blocks = free_blocks + cached_blocks + private_blocks`, and idle blocks are those of the
-    cached that no lease uses. Events: `hit_blocks` and `admitted` at admission, `evicted_blocks`,
-    and `duplicate_blocks` that two requests computed and one gave back. `tiers` is None without
-    a host tier.
+    `num_blocks = free_blocks + cached_blocks + private_blocks`. Idle blocks are cached blocks that
+    no lease uses. Events: `admitted` leases and their `hit_blocks`, `evicted_blocks`, and
+    `duplicate_blocks`, which two requests computed and one recycled. `tiers` is None without a
+    host tier.
     """
 
     num_blocks: int

@@ -1,4 +1,4 @@
-"""What comes in through the door: tokens, ids, counts and namespaces, checked once."""
+"""Validation and conversion of caller input (tokens, block ids, counts, namespaces)."""
 
 from __future__ import annotations
 
@@ -19,26 +19,30 @@ Int32Array: TypeAlias = npt.NDArray[np.int32]
 Tokens: TypeAlias = Int32Array | Sequence[int]
 
 INT32: Final = np.dtype(np.int32)
-"""What a call of numpy would make of the type, each time anew."""
+"""The dtype, created once instead of by every NumPy call."""
 
 
 def as_tokens(tokens: Tokens) -> Int32Array:
-    """Return tokens as a one-dimensional int32 array, without a copy where it is one already.
+    """Return tokens as a one-dimensional int32 array, without a copy if it is one already.
 
-    A token is any int32: the cache compares ids and gives them no meaning.
+    A token is any int32: the cache only compares them.
 
     Raises:
-        TokenError: for another dtype or shape, or an id outside int32; for an array of JAX too,
-            as to read one waits for the device.
+        TokenError: for another dtype or shape, a value outside int32, or a JAX array, because
+            reading one waits for the device.
     """
     return _as_int32("token", tokens, TokenError)
 
 
 def as_ids(name: str, ids: Int32Array | Sequence[int]) -> Int32Array:
-    """Return block ids, or rows, as such an array; name is what one of them is called.
+    """Return block ids, or rows, as a one-dimensional int32 array.
+
+    Args:
+        name: what one of them is called in an error.
+        ids: the ids.
 
     Raises:
-        IdError: for another dtype or shape, or an id outside int32.
+        IdError: for another dtype or shape, or a value outside int32.
     """
     return _as_int32(name, ids, IdError)
 
@@ -47,7 +51,7 @@ def _as_int32(
     name: str, values: Int32Array | Sequence[int], error: type[TokenError | IdError]
 ) -> Int32Array:
     if isinstance(values, np.ndarray):
-        if values.dtype is not INT32 and values.dtype != INT32:  # `is` is much the faster
+        if values.dtype is not INT32 and values.dtype != INT32:  # `is` is much faster
             remedy = ": convert it with astype(numpy.int32)" if values.dtype.kind in "iu" else ""
             raise error(f"{name}s must be int32, got {values.dtype}{remedy}")
         if values.ndim != 1:
@@ -69,17 +73,17 @@ def _as_int32(
 
 
 def as_bytes(tokens: Int32Array) -> memoryview:
-    """Return the bytes of tokens, without a copy where they lie side by side."""
+    """Return the bytes of tokens, without a copy if they are contiguous."""
     return np.ascontiguousarray(tokens).data.cast("B")
 
 
 def as_count(name: str, value: int, minimum: int = 0) -> int:
-    """Return value if it is an integer of at least minimum.
+    """Return value as an int.
 
     Raises:
-        CountError: if it is not.
+        CountError: if it is not an integer, or less than minimum.
     """
-    if type(value) is int and value >= minimum:  # nearly always
+    if type(value) is int and value >= minimum:  # the usual case
         return value
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise CountError(f"{name} must be an integer, got {value!r}")
@@ -89,10 +93,10 @@ def as_count(name: str, value: int, minimum: int = 0) -> int:
 
 
 def check_namespaces(name: str, namespaces: Collection[bytes]) -> None:
-    """Refuse a namespace in place of several: what is in it would be any part of it.
+    """Check that namespaces is a collection of bytes, and not one namespace.
 
     Raises:
-        NamespaceError: for what is no collection of bytes. It quotes none: there may be a salt.
+        NamespaceError: if it is not. The error quotes nothing: there may be a salt.
     """
     several = isinstance(namespaces, Collection) and not isinstance(namespaces, str | bytes)
     if not several or not all(isinstance(each, bytes) for each in namespaces):
@@ -100,20 +104,20 @@ def check_namespaces(name: str, namespaces: Collection[bytes]) -> None:
 
 
 def make_namespace(**fields: str | bytes | int) -> bytes:
-    """Encode named fields as a namespace: different fields never give equal bytes.
+    """Encode named fields as a namespace. Different fields never give equal bytes.
 
-    Requests share blocks only inside one namespace. Put into it all that changes the KV of equal
+    Requests share blocks only within a namespace. Include everything that changes the KV of equal
     tokens: model revision, LoRA adapter, tenant salt, content hashes of images.
 
-    Each field is name, type and value, each with its length in front, sorted by name; so
-    ``lora="a"`` and ``salt="a"`` differ, and so do ``a="bc"`` and ``ab="c"``.
+    The encoding is the name, type and value of each field, each prefixed by its length, sorted by
+    name. So ``lora="a"`` and ``salt="a"`` differ, and so do ``a="bc"`` and ``ab="c"``.
 
     Example:
         >>> make_namespace(lora="sql", salt="7") == make_namespace(salt="7", lora="sql")
         True
 
     Raises:
-        NamespaceError: for a value that is neither str, bytes nor int, or a str without UTF-8.
+        NamespaceError: for a value that is not str, bytes or int, or a str without UTF-8 encoding.
     """
     parts = []
     for name, value in sorted(fields.items()):

@@ -1,4 +1,5 @@
-"""The device tier: a radix tree of cached blocks, the block pool, block tables and leases.
+"""Device tier: radix tree of cached blocks, block pool, block tables and leases.
 
-Complete without the tiers below it. No JAX, no I/O, no clock.
+It is complete without the tiers below it, and has no JAX, I/O or clock. Public classes are
+exported by `radixkv.kvcache`.
 """

@@ -1,4 +1,4 @@
-"""Which block ids are free: a stack of ids, and the place of each on it."""
+"""Pool of free block ids: a stack, and the position of each id on it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _FEW: Final = 8  # ids: up to here a loop is faster than numpy
 
 
 class BlockPool:
-    """The free blocks of one tier.
+    """Free blocks of one tier.
 
-    Ids are ``1 .. num_blocks``. Id 0 is the padding sink of the arrays: it is never allocated, so
-    that a padded row may write there. Allocating and recycling k ids are slice copies: their cost
-    does not depend on how many blocks are free.
+    Ids are ``1 .. num_blocks``. Id 0 is the padding sink of the arrays and is never allocated, so
+    a padded row may write there. Allocating and recycling k ids are slice copies: their cost does
+    not depend on the number of free blocks.
 
     ::
 
@@ -34,14 +34,14 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        """Make a pool with all of its blocks free.
+        """Create a pool with all blocks free.
 
         Raises:
             CountError: if num_blocks is less than 1.
         """
         self.num_blocks = as_count("num_blocks", num_blocks, minimum=1)
-        self._stack = np.empty(num_blocks, np.intp)  # intp: as an index it needs no conversion
-        # By id: where it lies on the stack, counted from 1; 0 if it is allocated. The places of
+        self._stack = np.empty(num_blocks, np.intp)  # intp: an index without conversion
+        # Position of each id on the stack, counted from 1; 0 if it is allocated. The entries of
         # id 0 and of one id past the last are never 0: an id out of range clips to one of them.
         self._place = np.empty(num_blocks + 2, np.int32)
         self.num_free = 0
@@ -55,11 +55,11 @@ class BlockPool:
         self.num_free = self.num_blocks
 
     def allocate(self, num_blocks: int) -> Int32Array:
-        """Take num_blocks distinct free ids, or change nothing.
+        """Allocate num_blocks distinct ids.
 
         Raises:
             CountError: if num_blocks is negative.
-            OutOfBlocksError: if fewer are free.
+            OutOfBlocksError: if fewer are free. Nothing changes.
         """
         as_count("num_blocks", num_blocks)
         if num_blocks > self.num_free:
@@ -69,11 +69,11 @@ class BlockPool:
         return ids
 
     def fill(self, ids: Int32Array) -> None:
-        """Fill ids with free ids, as many as it has room for, which are then allocated."""
+        """Allocate as many ids as the array holds, into it."""
         num_blocks = len(ids)
         rest = self.num_free - num_blocks
         assert rest >= 0, f"{num_blocks} blocks wanted, {self.num_free} are free"
-        if num_blocks == 1:  # mostly: what the last release gave back
+        if num_blocks == 1:  # the usual case
             ids[0] = block = self._stack.item(rest)
             self._place[block] = 0
         else:
@@ -83,12 +83,12 @@ class BlockPool:
         self.num_free = rest
 
     def recycle(self, ids: Int32Array | Sequence[int]) -> None:
-        """Give allocated ids back, all in one go: the same as one by one, in any order.
+        """Free allocated ids, with the same result as one by one, in any order.
 
         Raises:
             IdError: if they are not int32.
-            RecycleError: if some ids were not allocated or came twice. Those are refused; the
-                others are free again.
+            RecycleError: if some ids were not allocated or are repeated. Those are refused; the
+                others are free.
         """
         ids = as_ids("block id", ids)
         if len(ids) <= _FEW or not self._recycle_at_once(ids.astype(np.intp)):
@@ -101,7 +101,7 @@ class BlockPool:
         places = np.arange(self.num_free + 1, num_free + 1, dtype=np.int32)
         self._place[ids] = places
         if np.count_nonzero(self._place.take(ids) == places) < len(ids):
-            self._place[ids] = 0  # some id came twice: it has only one of its two places
+            self._place[ids] = 0  # a repeated id has only one of its two positions
             return False
         self._stack[self.num_free : num_free] = ids
         self.num_free = num_free
@@ -120,11 +120,11 @@ class BlockPool:
             raise RecycleError(refused, len(ids) - len(refused))
 
     def free_ids(self) -> Int32Array:
-        """Return a copy of the free ids, the next to be allocated last."""
+        """Return a copy of the free ids. The last one is allocated next."""
         return self._stack[: self.num_free].astype(np.int32)
 
     def check(self) -> None:
-        """Assert that the stack and the places agree."""
+        """Assert that the stack and the positions agree."""
         free = self.free_ids()
         assert 0 <= self.num_free <= self.num_blocks, f"{self.num_free} of {self.num_blocks} free"
         # Every free id is in range and on the stack once.

@@ -1,4 +1,4 @@
-"""The block tables of all leases as one int32 matrix, so that a batch is read in one go."""
+"""Block tables of all leases, as one int32 matrix that a batch indexes at once."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ _FIRST_WIDTH = 64
 
 
 class BlockTables:
-    """A row of block ids per lease.
+    """Matrix with a row of block ids per lease.
 
     ::
 
         ids[row]  | shared: pinned in the tree | private to the lease | zeros |
                   0                                          num_blocks[row]
 
-    Rows and columns are added by doubling, so `ids` may become another array: read it anew after
-    each call. Entries past a row's blocks are 0, the padding sink.
+    Rows and columns grow by doubling, which replaces `ids`: read it again after each call. Entries
+    past a row's blocks are 0, the padding sink. Do not write to the arrays.
 
     Attributes:
-        ids: int32 ``[rows, width]``.
-        num_blocks: int32 ``[rows]``, the blocks a row holds.
-        num_tokens: int32 ``[rows]``, the tokens it has asked room for.
+        ids: int32 ``[rows, width]``, block ids.
+        num_blocks: int32 ``[rows]``, number of blocks of each row.
+        num_tokens: int32 ``[rows]``, number of tokens that each row has room for.
         live: bool ``[rows]``, whether a lease owns the row.
     """
 
@@ -36,7 +36,7 @@ class BlockTables:
         self._free_rows = list(range(_FIRST_ROWS - 1, -1, -1))
 
     def take_row(self) -> int:
-        """Take a row with no blocks."""
+        """Allocate an empty row."""
         if not self._free_rows:
             rows = len(self.live)
             self.ids = np.concatenate([self.ids, np.zeros_like(self.ids)])
@@ -49,7 +49,7 @@ class BlockTables:
         return row
 
     def give_row(self, row: int) -> None:
-        """Give a row back, emptied."""
+        """Empty a row and free it."""
         self.ids[row, : self.num_blocks.item(row)] = 0
         self.num_blocks[row] = 0
         self.num_tokens[row] = 0
@@ -57,14 +57,14 @@ class BlockTables:
         self._free_rows.append(row)
 
     def widen(self, width: int) -> None:
-        """Make sure that a row can hold width blocks."""
+        """Ensure that rows can hold width blocks."""
         if width > self.ids.shape[1]:
             wider = np.zeros((len(self.live), 1 << (width - 1).bit_length()), np.int32)
             wider[self.live, : self.ids.shape[1]] = self.ids[self.live]
             self.ids = wider
 
     def rows_are_live(self, rows: Int32Array) -> bool:
-        """Tell whether every entry of rows is a live row."""
+        """Return whether every entry of rows is a live row."""
         if len(rows) == 0:
             return True
         in_range = int(rows.min()) >= 0 and int(rows.max()) < len(self.live)
@@ -73,7 +73,7 @@ class BlockTables:
     def check(self) -> None:
         """Assert that rows, counts and padding agree."""
         columns = np.arange(self.ids.shape[1])
-        # Past its blocks a row holds only the padding sink; before, never.
+        # A row holds the padding sink past its blocks, and only there.
         assert ((self.ids == 0) == (columns >= self.num_blocks[:, None])).all(), (
             "a block table has a hole, or entries past its end"
         )

@@ -1,4 +1,4 @@
-"""Publish: where others had published a part of the same first, a lease shares theirs."""
+"""Deduplicate blocks that two requests computed: the first published one stays."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from .radix_tree import RadixTree
 
 
 class SlowerTiers(Protocol):
-    """What deduplication uses of the tiers below the device."""
+    """What deduplication needs of the tiers below the device."""
 
-    def adopt(self, node: Node, tokens: bytes, device_blocks: bytes) -> Node:
-        """Put on the device what a lease has of a node that only the host had."""
+    def add_device_blocks(self, node: Node, tokens: bytes, device_blocks: bytes) -> Node:
+        """Put a node that only the host had on the device, with the blocks of a lease."""
 
 
-def share_run(
+def deduplicate(
     tree: RadixTree, pool: BlockPool, lease: Lease, run: bytes, tiers: SlowerTiers | None
 ) -> int:
-    """Let a lease share the blocks that others have published of a run, from its start on.
+    """Replace the duplicate blocks of a lease by the published ones, and recycle them.
 
     Args:
-        tree, pool: of the manager.
-        lease: has the blocks; it knows then how many of them are shared.
-        run: the tokens of the blocks that follow its shared ones, as bytes of int32.
+        tree: the radix tree.
+        pool: the pool of device blocks.
+        lease: the lease; its number of shared blocks grows.
+        run: tokens of its first private blocks, as bytes of int32.
         tiers: the tiers below the device, or None.
 
     Returns:
-        How many blocks the device had already: the lease shares those, its own are free.
+        Number of duplicates.
     """
     block_bytes = tree.block_bytes
     ids = lease._tables.ids[lease.row]
@@ -48,12 +49,12 @@ def share_run(
             num_copies += len(copies)
             theirs = tree.path_blocks(lease.node)
             ids[first:published] = np.frombuffer(theirs, INT32)[first:]
-        else:  # the host has it; now the device has it, too
+        else:  # only the host had it; the lease's blocks stay
             assert tiers is not None, "a node is nowhere"
             own = ids[first : first + len(run) // block_bytes]
-            lease.node = tiers.adopt(child, run, own.tobytes())
+            lease.node = tiers.add_device_blocks(child, run, own.tobytes())
             published = first + lease.node.num_blocks
-        assert published > first, "what is published there is not found there"
+        assert published > first, "a published block is not found"
         lease.num_shared_blocks = published
         run = run[(published - first) * block_bytes :]
     return num_copies

@@ -1,4 +1,4 @@
-"""What a cache manager hands out: matches, leases and counts."""
+"""Match (the result of a lookup) and Lease (the blocks of one request)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .node import (
 )
 
 NextBlock: TypeAlias = tuple[Node, bytes]
-"""Identifies a block that is not published: the node it would follow, and its tokens."""
+"""Identifies an unpublished block: the node before it, and its tokens."""
 
 
 class Match:
-    """What of some tokens is published: the result of `CacheManager.match`. It holds no blocks.
+    """Published prefix of some tokens: the result of `CacheManager.match`. It holds no blocks.
 
     Attributes:
-        num_blocks: the whole blocks on the device that can be shared.
-        num_tokens: the tokens in them.
-        num_host_blocks: the blocks after those that the host has, and that can be promoted.
-        host_runs: the host's copies of those; only the tiers read them.
+        num_blocks: number of whole blocks on the device that can be shared.
+        num_tokens: number of tokens in them.
+        num_host_blocks: number of blocks after them that the host has and can load.
+        host_runs: the host's copies of those blocks. Only the tiers read them.
     """
 
     __slots__ = (
@@ -64,10 +64,10 @@ class Match:
 
     @property
     def next_block(self) -> NextBlock | None:
-        """Identifies the first block that is not published, by what it follows and its tokens.
+        """Identifies the first block that is not published.
 
-        Equal to `CacheManager.next_block` of a lease that is computing it; None if fewer than a
-        block's tokens follow, or if the match ends inside a run: then nobody is computing it.
+        It equals `CacheManager.next_block` of a lease that computes the block. None if fewer
+        tokens than a block follow, or if the match ends inside a run: then no lease computes it.
         """
         walk, first = self._walk, self.num_tokens
         if walk is None or walk.inside is not None or first == len(self._tokens):
@@ -77,21 +77,27 @@ class Match:
 
 
 class Lease:
-    """The blocks of one request, its only hold on the cache, until it is released.
+    """The blocks of one request: its only hold on the cache, until it is released.
 
     ::
 
         block_table  | hit at admission | published since | private |
                      0          num_hit_blocks   num_shared_blocks   num_blocks
 
-    The first `num_shared_blocks` are pinned in the tree and immutable; the rest are its own.
+    The first `num_shared_blocks` blocks are pinned in the tree and immutable. The others belong to
+    this lease alone.
 
     Attributes:
-        loading: the operation that copies blocks from the host into it; None when that has ended.
-        num_promoted_blocks: how many blocks came in that way, and are shared now.
-        num_ready_tokens: tokens whose KV it had when it was admitted, or when loading ended: what
-            to compute starts there.
-        parking: it ends when its KV has been copied; it cannot be used any more.
+        row: row in the block tables; -1 once released.
+        epoch: epoch of the manager at admission.
+        node: last node of its shared blocks in the tree.
+        num_hit_blocks: number of blocks hit on the device at admission.
+        num_shared_blocks: number of blocks pinned in the tree.
+        loading: operation that copies blocks into it; None when that has ended.
+        num_promoted_blocks: number of blocks that the operation loaded from the host.
+        num_ready_tokens: number of tokens with KV at admission, or after loading. Compute from
+            there on.
+        parking: whether it is being parked. It ends with that copy and cannot be used any more.
     """
 
     __slots__ = (
@@ -129,17 +135,17 @@ class Lease:
 
     @property
     def num_blocks(self) -> int:
-        """The blocks it holds; 0 once released."""
+        """Number of blocks it holds; 0 once released."""
         return self._tables.num_blocks.item(self.row) if self.row >= 0 else 0
 
     @property
     def num_tokens(self) -> int:
-        """The tokens it has asked room for; 0 once released."""
+        """Number of tokens it has room for; 0 once released."""
         return self._tables.num_tokens.item(self.row) if self.row >= 0 else 0
 
     @property
     def block_table(self) -> Int32Array:
-        """Its block ids in order, a read-only int32 view: read it anew after each call."""
+        """Block ids in order, a read-only int32 view. Read it again after each call."""
         view = self._tables.ids[self.row, : self.num_blocks]
         view.flags.writeable = False
         return view
@@ -149,14 +155,14 @@ def count_held(leases: Iterable[Lease], match: Match | None = None) -> int:
     """Count the blocks that some leases hold together, each once.
 
     Args:
-        leases: live ones.
-        match: counts as if it were pinned, too; there was no change to the cache since.
+        leases: live leases.
+        match: a match to count as if it were pinned. The cache must not have changed since.
     """
     held = 0
     seen: set[Node] = set()
 
     def add_path(node: Node) -> int:
-        """Count the blocks from a node up, until one that is counted: those above are, too."""
+        """Count the blocks from a node up to the first node that is counted already."""
         count = 0
         while node.parent is not None and node not in seen:
             seen.add(node)

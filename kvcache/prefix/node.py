@@ -1,35 +1,35 @@
-"""What a radix tree is made of: runs of blocks, and the place where a walk along them ended."""
+"""Node of the radix tree (a run of blocks), and the result of a walk."""
 
 from __future__ import annotations
 
 from typing import Any, Final, Protocol, Self
 
-ITEM_BYTES: Final = 4  # of an int32 token or block id
+ITEM_BYTES: Final = 4  # size of an int32 token or block id
 
 
 class Copy(Protocol):
-    """Copy of a node in a slower tier. The prefix tree needs to know only its length."""
+    """Copy of a node in a slower tier. The tree needs to know only its length."""
 
     @property
     def num_blocks(self) -> int:
-        """Length in blocks: that of the node."""
+        """Length in blocks."""
 
 
 class Node:
-    """A run of consecutive blocks on one path, all with the same users and the same last use.
+    """A run of consecutive blocks on one path, all with the same leases and the same last use.
 
     Token and block ids are kept as bytes of int32: they compare with one memcmp, and a path joins
-    without an object per block. All of a node is on the device, on the host, or on both; above a
-    node on the device, all are on the device.
+    without an object per block. The whole node is on the device, on the host, or on both. All nodes
+    above a node on the device are on the device.
 
     Attributes:
         parent: the node before; None for a root.
-        key: the tokens of the first block, under which the parent has it; a root's namespace.
-        tokens: the tokens of the run, and after a trim whatever followed them.
-        device_blocks: the block ids of the run on the device, in order; empty if it is not there.
-        host: its copy on the host, or None; only nodes of a `TieredTree` can have one.
-        children: the nodes that continue the run, by key; to be changed by `adopt` and `del` only.
-        refs: how many leases have the node on their path.
+        key: tokens of the first block, its key in the parent; of a root, the namespace.
+        tokens: tokens of the run; after a trim, followed by the tokens that were cut off.
+        device_blocks: block ids of the run on the device, in order; empty if it is not there.
+        host: copy on the host, or None. Only nodes of a `TieredTree` can have one.
+        children: nodes that continue the run, by key. Change it only by `add_child` and `del`.
+        refs: number of leases with the node on their path.
         colder, warmer: neighbours in the idle list.
     """
 
@@ -60,15 +60,15 @@ class Node:
 
     @property
     def num_blocks(self) -> int:
-        """The length of the run in blocks."""
+        """Length of the run in blocks."""
         if self.device_blocks or self.host is None:
             return len(self.device_blocks) // ITEM_BYTES
         return self.host.num_blocks
 
-    def adopt(self, child: Self) -> None:
-        """Make child a child of this node, under its key."""
+    def add_child(self, child: Self) -> None:
+        """Add a child under its key."""
         if not self.children:
-            self.children = {}  # it may be the one that all leaves share
+            self.children = {}  # not the dict that all leaves share
         self.children[child.key] = child
 
     def check(self, block_bytes: int) -> None:
@@ -87,24 +87,24 @@ class Node:
         # A node that is not in the idle list has no links to it.
         unlinked = self.colder is None and self.warmer is None
         assert unlinked or (self.refs == 0 and self.device_blocks), "a pinned idle node"
-        # A node on the device follows one on the device; leases use no other.
+        # Above a node on the device are nodes on the device; leases use no others.
         above = parent.parent is None or parent.device_blocks
         assert above or not self.device_blocks, "a node is on the device, its parent is not"
         assert self.device_blocks or (self.refs == 0 and self.host is not None), "a node is nowhere"
 
 
 NO_CHILDREN: Final[dict[bytes, Any]] = {}
-"""The children of every leaf that never had one: most nodes need no dict of their own."""
+"""Children of every node that never had one: most nodes need no dict of their own."""
 
 
 class Walk:
-    """Where a walk along tokens ended: after `node`, and `inside_blocks` further into `inside`.
+    """End of a walk along tokens: after `node`, and `inside_blocks` blocks into `inside`.
 
     Attributes:
-        node: the last node that matched whole.
-        num_bytes: token bytes matched, `inside` included.
-        inside: the child that matched in part, or None.
-        inside_blocks: how many of its blocks matched; 0 if `inside` is None.
+        node: last node that matched completely.
+        num_bytes: number of token bytes that matched, `inside` included.
+        inside: child that matched in part, or None.
+        inside_blocks: number of its blocks that matched; 0 if `inside` is None.
     """
 
     __slots__ = ("inside", "inside_blocks", "node", "num_bytes")

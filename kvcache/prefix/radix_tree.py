@@ -1,4 +1,4 @@
-"""The prefix cache: a path-compressed radix tree of blocks, evicted in exact leaf-LRU order."""
+"""Prefix cache: a path-compressed radix tree of blocks, evicted in exact leaf-LRU order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from ..tokens import INT32, Int32Array
-from .idle_list import (
+from .eviction_order import (
     coldest,
     cut_off,
     empty_list,
@@ -24,30 +24,31 @@ from .node import (
 )
 
 _FIRST_VERSIONS: Final = count(0, 2**40)
-_AT_ONCE: Final = 1024  # leaves: so many fit a processor's second-level cache
+_AT_ONCE: Final = 1024  # leaves that fit the second-level cache of a processor
 _FEW: Final = 16  # leaves: most evictions need fewer
 
 
 class RadixTree:
-    """Published blocks by the tokens that lead to them.
+    """Published blocks, indexed by the tokens of their paths.
 
     ::
 
         root --[blocks 4 9 2]--+--[blocks 7 1]      a node is a run; children differ in their
                                +--[blocks 5]        first block; a root per namespace
 
-    **The idle list** holds every node without users, coldest first. When a lease leaves a path,
-    its nodes are appended from the tail up, so a child always stands before its parent: the head
-    of the list is the least recently used *leaf*, with no heap and no search. A run is trimmed
-    from its tail, so the victims are those of a block-by-block leaf LRU.
+    **The idle list** contains every node that no lease uses, coldest first. When a lease leaves a
+    path, its nodes are appended from the tail up, so a child always comes before its parent: the
+    head of the list is the least recently used *leaf*, without a heap or a search. A run is
+    trimmed from its tail, so the victims are those of a block-by-block leaf LRU.
 
     Source: the order is that of vLLM's free queue (tail first), carried over to a tree of runs.
 
     Attributes:
-        block_bytes: the length of a block's tokens as bytes.
-        version: grows whenever a walk could end differently than before; no two trees share one.
-        num_cached: blocks in the tree.
-        num_idle: blocks of it that no lease uses: all of them can be evicted.
+        block_bytes: size of a block's tokens in bytes.
+        roots: root nodes, by namespace.
+        version: increases whenever a walk could end differently. No two trees share a version.
+        num_cached: number of blocks in the tree.
+        num_idle: number of those that no lease uses: all of them can be evicted.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -79,7 +80,7 @@ class RadixTree:
         return Walk(node, position)
 
     def _common_blocks(self, tokens: memoryview, run: bytes | bytearray) -> int:
-        # The first block is known to be equal (it was the key), the whole run is known not to be.
+        # The first block is equal (it was the key), the whole run is not.
         num_items = len(tokens) // ITEM_BYTES
         differs = np.frombuffer(tokens, INT32) != np.frombuffer(run, INT32, num_items)
         first = int(differs.argmax())
@@ -95,10 +96,12 @@ class RadixTree:
         return b"".join(runs)
 
     def idle_blocks_on(self, walk: Walk) -> int:
-        """Count the matched blocks that no lease uses: pinning takes them from the evictable."""
+        """Count the matched blocks that no lease uses: pinning makes them unevictable."""
         idle = walk.inside_blocks if walk.inside is not None and walk.inside.refs == 0 else 0
         node = walk.node
-        while node.refs == 0 and node.parent is not None:  # users of a node use its parents too
+        while (
+            node.refs == 0 and node.parent is not None
+        ):  # a lease that uses a node uses its parents
             idle += len(node.device_blocks) // ITEM_BYTES
             node = node.parent
         return idle
@@ -106,17 +109,17 @@ class RadixTree:
     # Pins
 
     def add_root(self, namespace: bytes) -> Node:
-        """Make the root of a namespace that has none."""
+        """Create the root of a namespace."""
         assert namespace not in self.roots, f"namespace {namespace!r} has a root"
         self.version += 1
         root = self.roots[namespace] = self._node_type(None, namespace, b"", b"")
         return root
 
     def pin(self, walk: Walk, above: Node | None = None) -> Node:
-        """Pin all that a walk matched and return its last node, split off where it ends inside.
+        """Pin the nodes that a walk matched and return the last one, split where the walk ends.
 
         Args:
-            walk: the result of `walk`, with no change to the tree since.
+            walk: result of `walk`. The tree must not have changed since.
             above: pin only the nodes below this one, which is pinned already; None for all.
         """
         last = walk.node if walk.inside is None else self.split(walk.inside, walk.inside_blocks)
@@ -131,7 +134,7 @@ class RadixTree:
         return last
 
     def unpin(self, node: Node) -> None:
-        """End one use of the path to node: what nobody else uses becomes evictable, tail first."""
+        """Unpin the path to node: nodes that no lease uses become evictable, tail first."""
         idle, place = self._idle, node
         warmest = idle.colder
         assert warmest is not None, "the idle list is not closed"
@@ -150,14 +153,14 @@ class RadixTree:
     # Changes
 
     def append(self, node: Node, tokens: bytes, device_blocks: bytes) -> Node:
-        """Publish a run of blocks after node, pinned by the one lease that computed them.
+        """Publish a run of blocks after node, pinned by the lease that computed them.
 
         Args:
-            node: the last node of that lease; no child of it begins with the same block.
+            node: last node of the lease. No child of it begins with the same block.
             tokens, device_blocks: the run, as bytes of int32.
 
         Returns:
-            The lease's last node now: the same one, grown, or a child of it.
+            The new last node of the lease: node itself, grown, or a child of it.
         """
         self.version += 1
         self.num_cached += len(device_blocks) // ITEM_BYTES
@@ -167,17 +170,17 @@ class RadixTree:
                 node.tokens += tokens
                 node.device_blocks += device_blocks
                 return node
-            # A prompt is long and is not copied to grow: what follows it is, and grows in place.
+            # A long prompt is not copied to grow it. The run after it is, and grows in place.
             run = bytearray(tokens)
         key = tokens[: self.block_bytes]
         assert key not in node.children, "a block is published twice under one parent"
         child = self._node_type(node, key, run, device_blocks)
         child.refs = 1
-        node.adopt(child)
+        node.add_child(child)
         return child
 
     def split(self, lower: Node, num_blocks: int) -> Node:
-        """Cut a run in two and return the upper part; the lower keeps its identity."""
+        """Cut a node in two. Return the upper part, a new node; lower stays the lower part."""
         self.version += 1
         assert lower.parent is not None, "a root cannot be split"
         cut = num_blocks * self.block_bytes
@@ -188,21 +191,21 @@ class RadixTree:
             lower.device_blocks[: num_blocks * ITEM_BYTES],
         )
         upper.refs = lower.refs
-        lower.parent.adopt(upper)
+        lower.parent.add_child(upper)
         lower.parent = upper
         lower.tokens = lower.tokens[cut : lower.num_blocks * self.block_bytes]
         lower.device_blocks = lower.device_blocks[num_blocks * ITEM_BYTES :]
         lower.key = bytes(lower.tokens[: self.block_bytes])
-        upper.adopt(lower)
+        upper.add_child(lower)
         if lower.warmer is not None:
             link_before(lower.warmer, upper)
         return upper
 
     def evict(self, num_blocks: int) -> Int32Array:
-        """Take the num_blocks least recently used leaf blocks (all idle ones, if fewer) out.
+        """Evict the num_blocks least recently used leaf blocks (all idle blocks, if fewer).
 
         Returns:
-            Their ids, for one batched recycle. The cost is per run, whatever the tree holds.
+            Their ids, for one batched recycle. The cost is per run, for a tree of any size.
         """
         if (num_blocks := min(num_blocks, self.num_idle)) <= 0:
             return np.empty(0, np.int32)
@@ -216,7 +219,7 @@ class RadixTree:
         return np.frombuffer(victims, INT32)
 
     def _evict_few(self, num_bytes: int) -> bytes:
-        """Take up to num_bytes of the coldest blocks out, leaf after leaf, of some leaves."""
+        """Evict up to num_bytes of the coldest block ids, leaf by leaf, from a few leaves."""
         victims: list[bytes] = []
         node = self._idle.warmer
         while num_bytes > 0 and len(victims) < _FEW:
@@ -240,10 +243,10 @@ class RadixTree:
         return b"".join(victims)
 
     def _evict_many(self, num_bytes: int) -> bytes:
-        """Do the same in phases, each over many leaves: twice as fast where memory is slow."""
+        """Evict from many leaves at a time, in phases: twice as fast on slow memory."""
         idle = self._idle
         assert idle.warmer is not None, "the idle list is not closed"
-        # So many would do if all were as long as the coldest; those too many are kept below.
+        # The number needed if all were as long as the coldest; the excess is kept below.
         guess = num_bytes // len(idle.warmer.device_blocks) or 1
         leaves, node = coldest(idle, min(guess, _AT_ONCE))
         run = b"".join([leaf.device_blocks for leaf in leaves])
@@ -251,7 +254,7 @@ class RadixTree:
         while excess > 0:
             node = leaves.pop()
             excess -= len(node.device_blocks)
-            if excess < 0:  # a part of its blocks is taken, from its tail
+            if excess < 0:  # evict only its tail
                 run = run[: num_bytes + excess] + node.device_blocks[excess:]
                 self._trim(node, -excess)
         idle.warmer, node.colder = node, idle
@@ -261,7 +264,7 @@ class RadixTree:
         return run[:num_bytes]
 
     def remove_root(self, namespace: bytes) -> Int32Array:
-        """Take a namespace out that no lease uses; return the device ids of its blocks."""
+        """Remove a namespace that no lease uses and return the device ids of its blocks."""
         root = self.roots.pop(namespace)
         self.version += 1
         runs: list[bytes] = []
@@ -273,19 +276,19 @@ class RadixTree:
             if dead.device_blocks:
                 unlink(dead)
                 runs.append(dead.device_blocks)
-            self._died(dead)
+            self._clear(dead)
         ids = np.frombuffer(b"".join(runs), np.int32)
         self.num_idle, self.num_cached = self.num_idle - len(ids), self.num_cached - len(ids)
         return ids
 
-    def _died(self, node: Node) -> None:
-        """Leave nothing behind in a node that was taken out with all that follows it."""
+    def _clear(self, node: Node) -> None:
+        """Clear a node that was removed with its children."""
         node.parent, node.children, node.device_blocks = None, NO_CHILDREN, b""
 
     def _trim(self, node: Node, num_bytes: int) -> None:
         node.device_blocks = node.device_blocks[:-num_bytes]
         kept = len(node.device_blocks) // ITEM_BYTES * self.block_bytes
-        # In place or not at all, because the coldest run is trimmed again and again.
+        # In place or not at all: the coldest run is trimmed many times in a row.
         if isinstance(node.tokens, bytearray):
             del node.tokens[kept:]
 
@@ -312,7 +315,7 @@ class RadixTree:
             node = node.warmer
 
     def check(self) -> None:
-        """Assert every invariant of the tree; costs a walk over all of it."""
+        """Assert every invariant of the tree, by a walk over all of it."""
         assert not NO_CHILDREN, "a child was put into the dict that all leaves share"
         nodes = list(self.nodes())
         for root in self.roots.values():
@@ -320,12 +323,12 @@ class RadixTree:
         for node in nodes:
             node.check(self.block_bytes)
         idle = list(self.idle_nodes())
-        # The idle list holds the nodes on the device without users, each once.
+        # The idle list contains the unused nodes on the device, each once.
         assert len(idle) == len(set(map(id, idle))), "a node is in the idle list twice"
         assert {id(n) for n in idle} == {id(n) for n in nodes if n.refs == 0 and n.device_blocks}, (
             "the idle list is not the set of unused nodes"
         )
-        # A child stands before its parent.
+        # A child comes before its parent.
         place = {id(node): index for index, node in enumerate(idle)}
         for colder, warmer in pairwise(idle):
             assert colder.warmer is warmer and warmer.colder is colder, "the idle list is torn"
@@ -334,7 +337,7 @@ class RadixTree:
             assert all(place[id(c)] < place[id(node)] for c in on_device), (
                 "a parent would be evicted before its child"
             )
-        # The counts are those of the nodes.
+        # The counts agree with the nodes.
         num_cached = sum(len(n.device_blocks) // ITEM_BYTES for n in nodes)
         assert self.num_cached == num_cached, "num_cached is wrong"
         assert self.num_idle == sum(n.num_blocks for n in idle), "num_idle is wrong"

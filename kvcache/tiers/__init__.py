@@ -1,4 +1,5 @@
-"""The host and storage tiers: offload, load, parking and prefetch, as operations without I/O.
+"""Host and storage tiers: offload, load, park and prefetch, as operations without I/O.
 
-The manager hands operations out and takes completions in; `kvcache/copies` executes them.
+`Tiers` (api.py) is the public face; `HostConfig`, `Operation`, `Parked` and `Prefetch` are its
+values. The driver in `kvcache/copies` executes the operations and reports their results.
 """

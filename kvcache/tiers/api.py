@@ -1,4 +1,4 @@
-"""The host and storage tiers of a cache manager: operations out, completions in."""
+"""Public interface of the host and storage tiers: operations out, completions in."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from ..stats import TierStats
 from ..tokens import Tokens
 from .checks import check_tiers
 from .host_tier import HostConfig
-from .load import HostReader, Loads
-from .offload import HostWriter
+from .load import Loader, LoadPlan
+from .offload import Offloader
 from .operations import Operation, OpKind
 from .parked import Parked, ParkedIn
 from .parking import park, unpark
-from .prefetch import Prefetch, prefetch
+from .prefetch import Prefetch, start_prefetch
 from .state import Cache, TierState
-from .storage_keys import NodeKeys
+from .storage_keys import StorageKeyCache
 
 if TYPE_CHECKING:
     from ..storage.keys import StorageNamespace
 
 
 class Tiers:
-    """What of a manager is below the device.
+    """Host and storage tiers of a cache manager.
 
     Take the operations after each round of calls, dispatch them before the next step of the model,
-    and report what became of each; `Operation` says in which order they may happen.
+    and report the result of each. `Operation` defines the order in which they may run.
 
     Example:
         >>> from radixkv.kvcache import CacheManager, HostConfig
@@ -52,9 +52,9 @@ class Tiers:
 
     Attributes:
         config: configuration of the host tier, with its write policy.
-        state: what the parts of the tiers share.
-        writer: copies blocks to the host.
-        reader: loads blocks from the host.
+        state: state that the parts of the tiers share.
+        offloader: copies blocks from the device to the host.
+        loader: copies blocks from the host to the device.
     """
 
     def __init__(
@@ -77,18 +77,18 @@ class Tiers:
         """
         self.config = config.with_policy(storage=storage is not None)
         self.state = TierState(self.config, cache, device_pool, publish_run)
-        self.writer = HostWriter(self.state)
-        self.reader = HostReader(self.state, self.writer)
+        self.offloader = Offloader(self.state)
+        self.loader = Loader(self.state, self.offloader)
         self.storage = storage
 
     @property
     def storage(self) -> StorageNamespace | None:
-        """Whose blocks storage keeps, from now on; None: there is no storage.
+        """Namespace of the blocks in storage, or None without storage.
 
-        After `CacheManager.reset` for new weights, set the same with another `weights_revision`.
+        After `CacheManager.reset` for new weights, set it to one with another `weights_revision`.
 
         Raises:
-            StorageConfigError: for what is no StorageNamespace, or has blocks of another size.
+            StorageConfigError: if it is not a StorageNamespace, or has another block size.
         """
         keys = self.state.tree.keys
         return None if keys is None else keys.namespace
@@ -97,46 +97,48 @@ class Tiers:
     def storage(self, namespace: StorageNamespace | None) -> None:
         if namespace is not None:
             block_size = getattr(namespace, "block_size", None)
-            if block_size is None:  # storage itself, perhaps, or its URL, with a password
+            if block_size is None:  # perhaps a storage URL with a password: do not quote it
                 kind = type(namespace).__name__
-                raise StorageConfigError(f"storage must be a StorageNamespace here, got {kind}")
+                raise StorageConfigError(f"storage must be a StorageNamespace, got {kind}")
             expected = self.state.cache.block_size
             if block_size != expected:
                 raise StorageConfigError(
-                    f"storage has blocks of {block_size} tokens, the cache of {expected}"
+                    f"storage has blocks of {block_size} tokens, but the cache of {expected}"
                 )
-        self.state.tree.keys = None if namespace is None else NodeKeys(namespace)
+        self.state.tree.keys = None if namespace is None else StorageKeyCache(namespace)
 
     # Operations out, completions in
 
     def take_operations(self) -> list[Operation]:
-        """Hand out what was decided since the last call, to be dispatched before the next step."""
-        self.writer.write_through()
+        """Return the operations queued since the last call. Dispatch them before the next step."""
+        self.offloader.write_through()
         return self.state.operations.take()
 
     def take_used(self) -> list[bytes]:
-        """Hand out the storage keys that were used since the last call, each after what follows it.
+        """Return the storage keys used since the last call, each after the blocks that follow it.
 
-        For `Storage.touch`, before the operations that are taken next. Whatever becomes of them,
-        only the order in which storage forgets depends on it.
+        Pass them to `Storage.touch` before the operations that you take next. Only the eviction
+        order of storage depends on them.
         """
-        return self.state.uses.take()
+        return self.state.recency.take()
 
     def take_cancelled(self) -> list[OpId]:
-        """Hand out which operations, of those taken, nobody wants any more.
+        """Return the dispatched operations that were cancelled since the last call.
 
-        Each must still be completed or fenced, when nobody writes its blocks any more.
+        Complete or fence each of them when nothing writes its blocks any more.
         """
         return self.state.operations.take_cancelled()
 
     def complete(self, op_id: OpId, ok: Sequence[bool], *, fenced: bool = True) -> bool:
-        """Say what became of an operation that was taken; False, and nothing is changed, if it had
-        ended, or was not taken.
+        """Report the result of a dispatched operation.
 
         Args:
-            op_id: of the operation.
-            ok: for each of its blocks, whether all of it is where it should be.
-            fenced: whether nobody uses its blocks any more; else `fence` is to say so.
+            op_id: the operation.
+            ok: for each block, whether it was copied completely.
+            fenced: whether nothing uses the blocks any more. If False, call `fence` later.
+
+        Returns:
+            False if the operation has a result already or was never taken; nothing changes then.
 
         Raises:
             OperationResultError: if there is not one result per block.
@@ -144,56 +146,56 @@ class Tiers:
         return self.state.operations.complete(op_id, ok, fenced=fenced)
 
     def fence(self, op_id: OpId) -> bool:
-        """Say that nobody uses the blocks of an ended operation any more; False if known."""
+        """Report that nothing uses the blocks of an ended operation any more; False if known."""
         return self.state.operations.fence(op_id)
 
     @property
     def num_open_operations(self) -> int:
-        """Operations that have not ended, or may still write."""
+        """Number of operations that have not ended or may still write."""
         operations = self.state.operations
         return operations.num_open + operations.num_quarantined
 
-    # Preemption that keeps its KV, and what storage has
+    # Preemption that keeps KV, fork and prefetch
 
     def park(self, lease: Lease, tokens: Tokens, where: ParkedIn = "host") -> Parked | None:
-        """Copy the KV of a lease to a slower tier; the lease ends when that has been done.
+        """Preempt a request and copy its KV to a slower tier; its lease ends with the copy.
 
-        Until then its blocks stay its own, but must not be written: what is being copied already,
-        for whomever, is waited for, too. If a copy fails, the lease ends as well, and the request
-        computes again what the cache has not.
+        The lease keeps its blocks until then, and also waits for earlier copies of the same blocks.
+        They must not be written. If a copy fails, the lease ends as well, and the request computes
+        the missing blocks again.
 
         Args:
-            lease: of a request that no running step reads.
-            tokens: all of its tokens whose KV has been computed; whole blocks are published.
-            where: "host", or "storage": then the host may drop them once they are stored.
+            lease: lease of a request that no running step reads.
+            tokens: all of its tokens whose KV has been computed. Whole blocks are published.
+            where: "host", or "storage": then the host may drop the blocks once they are stored.
 
         Returns:
-            What to resume from, by `CacheManager.admit`, or to `unpark`; None if the host has no
-            room, and then nothing has changed, but for what was published.
+            The parked request, to resume with `CacheManager.admit` or to `unpark`. None if the
+            host has no room; then nothing has changed, except that whole blocks are published.
 
         Raises:
             LeaseError: if the lease is not live, still loads, or has no room for so many tokens.
-            StorageConfigError: for "storage" without one, or another place.
+            StorageConfigError: for "storage" without storage, or another value of where.
         """
-        return park(self.state, self.writer, lease, tokens, where)
+        return park(self.state, self.offloader, lease, tokens, where)
 
     def unpark(self, parked: Parked) -> None:
-        """Let go of what a parked request keeps: it was aborted, or computes all again.
+        """Drop a parked request: it was aborted, or computes everything again.
 
         Raises:
-            LeaseError: if it was resumed or let go before.
+            LeaseError: if it was resumed or unparked before.
         """
         unpark(self.state, parked)
 
     def fork(self, lease: Lease, tokens: Tokens) -> Lease:
-        """Admit another request that goes on from where one is: one prompt, several samples.
+        """Admit a request that continues another one, as for several samples of one prompt.
 
-        Whole blocks are shared. The last one, if it is not whole, is copied, as both will write
-        into it: `Lease.loading` is that copy, and `Lease.num_ready_tokens` says how it ended.
+        They share whole blocks. A partial last block is copied, because both will write into it:
+        `Lease.loading` is that copy, and `Lease.num_ready_tokens` tells how it ended.
 
         Args:
-            lease: of the request, which no running step writes.
-            tokens: all of its tokens whose KV has been computed; whole blocks are published.
+            lease: lease of a request that no running step writes.
+            tokens: all of its tokens whose KV has been computed. Whole blocks are published.
 
         Raises:
             LeaseError: if the lease is not live, still loads, or has no room for so many tokens.
@@ -208,45 +210,45 @@ class Tiers:
         tail_tokens = len(tokens) - other.num_shared_blocks * cache.block_size
         if tail_tokens > 0:
             source = lease.block_table[other.num_shared_blocks]
-            loads = Loads(source.tobytes(), tail_tokens=tail_tokens)
-            self.reader.load(OpKind.DEVICE_TO_DEVICE, other, loads)
+            plan = LoadPlan(source.tobytes(), tail_tokens=tail_tokens)
+            self.loader.load(OpKind.DEVICE_TO_DEVICE, other, plan)
         return other
 
     def prefetch(self, tokens: Tokens, namespace: bytes = b"") -> Prefetch | None:
-        """Bring what storage has of tokens to the host, for a request that is yet to be admitted.
+        """Load the blocks that storage has of a request to the host, before it is admitted.
 
         Returns:
-            What to wait for, or to cancel; None if there is nothing to ask storage for.
+            The prefetch, to wait for or to `cancel`; None if there is nothing to look up.
 
         Raises:
             TokenError, NamespaceError: for arguments of the wrong kind.
         """
-        return prefetch(self.state, self.writer, tokens, namespace)
+        return start_prefetch(self.state, self.offloader, tokens, namespace)
 
     def cancel(self, prefetch: Prefetch) -> None:
-        """End a prefetch whose request has gone; nothing happens if it has ended."""
+        """Cancel a prefetch whose request was aborted; no effect if it has ended."""
         self.state.operations.cancel(prefetch.op_id)
 
     # For the manager
 
-    def adopt(self, node: Node, tokens: bytes, device_blocks: bytes) -> Node:
-        """Put on the device what a lease has of a node that only the host had; see the tree."""
-        adopted = self.state.tree.adopt(node, tokens, device_blocks)
-        assert adopted.host is not None, "what only the host had is not there"
-        self.state.host.gained(adopted.host)
-        self.state.keep_one(adopted.host)
+    def add_device_blocks(self, node: Node, tokens: bytes, device_blocks: bytes) -> Node:
+        """Put a node that only the host had on the device: see `TieredTree.add_device_blocks`."""
+        adopted = self.state.tree.add_device_blocks(node, tokens, device_blocks)
+        assert adopted.host is not None, "a node that only the host had has no copy"
+        self.state.host.relink(adopted.host)
+        self.state.drop_redundant(adopted.host)
         return adopted
 
     def cancel_all(self) -> None:
-        """Cancel every operation, as the cache is reset."""
+        """Cancel every operation and end every detached lease, for a reset."""
         self.state.operations.cancel_all()
-        self.reader.reset()
-        self.state.uses.reset()
+        self.loader.reset()
+        self.state.recency.reset()
 
     def quarantined_device_blocks(self) -> list[int]:
-        """Return the device blocks that released leases left while they were written."""
-        effects = self.state.operations.effects()
-        return [block for effect in effects for block in effect.own_device_blocks()]
+        """Return the device blocks of released leases that an operation may still write."""
+        handlers = self.state.operations.handlers()
+        return [block for handler in handlers for block in handler.owned_device_blocks()]
 
     def stats(self) -> TierStats:
         """Return the counts; O(1)."""
@@ -259,8 +261,8 @@ class Tiers:
             parked=len(state.parked),
             open_operations=operations.num_open,
             quarantined_operations=operations.num_quarantined,
-            promoted_blocks=self.reader.promoted_blocks,
-            demoted_blocks=self.writer.demoted_blocks,
+            promoted_blocks=self.loader.promoted_blocks,
+            demoted_blocks=self.offloader.demoted_blocks,
             dropped_blocks=state.tree.dropped_blocks,
             stored_blocks=state.stored_blocks,
             fetched_blocks=state.fetched_blocks,
@@ -269,4 +271,4 @@ class Tiers:
 
     def check(self, leases: Collection[Lease]) -> None:
         """Assert every invariant of the tiers; leases are the live and the detached ones."""
-        check_tiers(self.state, self.reader.loading, leases)
+        check_tiers(self.state, self.loader.loading, leases)

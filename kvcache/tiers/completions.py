@@ -1,4 +1,4 @@
-"""What the end of each kind of copy does to the cache."""
+"""Completion handlers of copies to the host and to storage: publish, store and release blocks."""
 
 from __future__ import annotations
 
@@ -6,107 +6,111 @@ from collections.abc import Sequence
 
 from ..prefix.node import Node
 from .host_tier import HostRun
-from .operations import Effect, OpKind
+from .operations import CompletionHandler, OpKind
 from .state import TierState
 
 
 def leading(ok: Sequence[bool]) -> int:
-    """Count the results before the first bad one."""
+    """Count the results before the first failure."""
     for place, good in enumerate(ok):
         if not good:
             return place
     return len(ok)
 
 
-class Landing(Effect):
-    """Blocks are copied to the host: a run that has been written can be matched, and stored.
+class OffloadCompletion(CompletionHandler):
+    """Handler of a copy to the host: runs that were written become valid, and are stored.
 
-    What was not written is held until nobody can write it any more.
+    Blocks that were not written stay quarantined until the fence.
     """
 
     def __init__(
-        self, tiers: TierState, runs: Sequence[HostRun], order: Sequence[HostRun] = ()
+        self, state: TierState, runs: Sequence[HostRun], order: Sequence[HostRun] = ()
     ) -> None:
-        """Hold some landing runs, in the order of the operation's blocks.
+        """Hold the runs of a copy.
 
         Args:
-            tiers: where they land.
-            runs: they.
-            order: they and others, in the order in which they are to be dropped when they have
-                landed; so what was evicted together is in one order, copied or not.
+            state: the tiers.
+            runs: the in-flight runs, in the order of the operation's blocks.
+            order: all runs evicted together, copied or not, in the order in which the host should
+                drop them.
         """
-        self._tiers = tiers
+        self._state = state
         self._order = order
-        self.runs = tiers.host.hold(runs)
+        self.runs = state.host.hold(runs)
 
-    def end(self, ok: Sequence[bool]) -> None:
-        """See Effect."""
-        tiers, runs = self._tiers, self.runs
+    def on_result(self, ok: Sequence[bool]) -> None:
+        """See CompletionHandler."""
+        state, runs = self._state, self.runs
         arrived = []
         place = 0
         for run in list(runs):
             after = place + run.num_blocks
-            arrived += take_in(tiers, run, leading(ok[place:after]))
+            arrived += complete_run(state, run, leading(ok[place:after]))
             place = after
-        store(tiers, [run for run in arrived if run.node is not None])
-        self.runs = tiers.host.hold([run for run in runs if run.landing])
-        tiers.let_go(runs)
-        tiers.let_go(tiers.host.hold([run for run in self._order if run.is_idle]))
-        tiers.settle_parked()
+        store_runs(state, [run for run in arrived if run.node is not None])
+        self.runs = state.host.hold([run for run in runs if run.in_flight])
+        state.release_hold(runs)
+        state.release_hold(state.host.hold([run for run in self._order if run.is_idle]))
+        state.release_saved()
 
-    def fenced(self) -> None:
-        """See Effect."""
-        self._tiers.let_go(self.runs)
+    def on_fence(self) -> None:
+        """See CompletionHandler."""
+        self._state.release_hold(self.runs)
 
 
-class Stored(Effect):
-    """Blocks are copied from the host to storage; the host keeps them until that has ended."""
+class StoreCompletion(CompletionHandler):
+    """Handler of a copy from the host to storage; the host keeps the blocks until it ends."""
 
-    def __init__(self, tiers: TierState, runs: Sequence[HostRun]) -> None:
+    def __init__(self, state: TierState, runs: Sequence[HostRun]) -> None:
         """Hold valid runs."""
-        self._tiers = tiers
-        self.runs = tiers.host.hold(runs)
+        self._state = state
+        self.runs = state.host.hold(runs)
 
-    def end(self, ok: Sequence[bool]) -> None:
-        """See Effect."""
+    def on_result(self, ok: Sequence[bool]) -> None:
+        """See CompletionHandler."""
         place = 0
         for run in self.runs:
             after = place + run.num_blocks
             run.stored = all(ok[place:after])
             place = after
-        self._tiers.stored_blocks += sum(ok)
+        self._state.stored_blocks += sum(ok)
         ends = [run.node for run in self.runs if run.node is not None]
-        self._tiers.uses.stored(ends, sum(ok))
+        self._state.recency.record_store(ends, sum(ok))
 
-    def fenced(self) -> None:
-        """See Effect."""
-        self._tiers.let_go(self.runs)
-        self._tiers.settle_parked()
+    def on_fence(self) -> None:
+        """See CompletionHandler."""
+        self._state.release_hold(self.runs)
+        self._state.release_saved()
 
 
-def take_in(tiers: TierState, run: HostRun, num_good: int) -> list[HostRun]:
-    """Take in that of a landing run num_good blocks have been written; return what is valid."""
+def complete_run(state: TierState, run: HostRun, num_good: int) -> list[HostRun]:
+    """Make the first num_good blocks of an in-flight run valid and drop the others.
+
+    Returns:
+        The valid part of the run: one run, or none.
+    """
     node = run.node
     if node is None:
         return []
     if 0 < num_good < run.num_blocks:
-        upper = tiers.tree.split(node, num_good).host
+        upper = state.tree.split(node, num_good).host
         assert upper is not None, "half of a copy is missing"
-        return [*take_in(tiers, upper, num_good), *take_in(tiers, run, 0)]
+        return [*complete_run(state, upper, num_good), *complete_run(state, run, 0)]
     if num_good:
-        tiers.tree.version += 1
-        tiers.host.settle(run)
+        state.tree.version += 1
+        state.host.mark_valid(run)
         return [run]
     if node.device_blocks:
-        tiers.host.drop(run)
+        state.host.drop(run)
     else:
-        tiers.tree.remove(node)
+        state.tree.remove(node)
     return []
 
 
-def store(tiers: TierState, runs: Sequence[HostRun]) -> None:
-    """Write copies that have just arrived on the host to storage, if there is one."""
-    tree = tiers.tree
+def store_runs(state: TierState, runs: Sequence[HostRun]) -> None:
+    """Queue a copy of valid host runs to storage, if there is storage."""
+    tree = state.tree
     if tree.keys is None or not runs:
         return
     blocks = b"".join([run.blocks for run in runs])
@@ -117,5 +121,6 @@ def store(tiers: TierState, runs: Sequence[HostRun]) -> None:
         assert node is not None and node.parent is not None, "a dropped copy is stored"
         keys += tree.keys.each(tree.path(node))
         parents.append(node.parent)
-    tiers.uses.note(parents)  # what they follow must not make room for them
-    tiers.submit(OpKind.HOST_TO_STORAGE, Stored(tiers, runs), sources=blocks, keys=keys)
+    # Storage must not evict the blocks before these to make room for them.
+    state.recency.record_use(parents)
+    state.submit(OpKind.HOST_TO_STORAGE, StoreCompletion(state, runs), sources=blocks, keys=keys)

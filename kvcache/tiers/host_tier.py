@@ -1,4 +1,4 @@
-"""The host tier: which blocks of host memory hold a copy of which node, coldest first."""
+"""Host tier: its configuration, its block pool, copies of nodes, and their eviction order."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ _POLICIES: Final = ("exclusive", "back", "through")
 
 @dataclass(frozen=True)
 class HostConfig:
-    """How large the host tier is, and when a block is copied to it.
+    """Size and write policy of the host tier.
 
     Attributes:
-        num_blocks: usable blocks, with ids ``1 .. num_blocks``.
-        write: "exclusive": when it is evicted from the device; a hit moves it back, so that it
-            is in one tier at a time. "back": the same, but a hit leaves the host its copy.
-            "through": while it is on the device; an eviction copies nothing. None: "through" where
-            there is storage, which then has for a later process what was never evicted, and "back"
-            where there is none, as the two tiers then hold the most.
-        hits: with "through", after how many hits on the device; 0: as soon as it is published.
+        num_blocks: number of usable blocks, with ids ``1 .. num_blocks``.
+        write: when a block is copied to the host. "exclusive" (write-back): when the device evicts
+            it; a hit moves it back, so it is in one tier at a time. "back" (write-back): the same,
+            but the host keeps its copy after a hit. "through" (write-through): while it is on the
+            device; an eviction copies nothing. None selects "through" with storage, so that a
+            later process finds blocks that were never evicted, and "back" without storage, because
+            the two tiers then hold the most.
+        hits: with "through", number of hits on the device before a block is copied; 0 copies it
+            when it is published.
 
     Raises:
-        CountError: if num_blocks is less than 1, or hits negative.
-        HostConfigError: for another policy, or hits with a policy that does not count them.
+        CountError: if num_blocks is less than 1 or hits is negative.
+        HostConfigError: for an unknown policy, or hits with a policy other than "through".
     """
 
     num_blocks: int
@@ -45,17 +47,17 @@ class HostConfig:
         if self.write not in (None, *_POLICIES):
             raise HostConfigError(f"write must be one of {_POLICIES}, got {self.write!r}")
         if self.hits and self.write != "through":
-            raise HostConfigError(f"hits are counted with write='through', not {self.write!r}")
+            raise HostConfigError(f"hits needs write='through', got write={self.write!r}")
 
     def with_policy(self, *, storage: bool) -> HostConfig:
-        """Return the same with a policy, if it has none: that of a tier with or without storage."""
+        """Return the configuration with the default policy if it has none."""
         if self.write is not None:
             return self
         return replace(self, write="through" if storage else "back")
 
 
 class TieredNode(Node):
-    """A node that can have a copy on the host: one more word than a `Node`."""
+    """A node that can have a copy on the host. It takes one word more than a `Node`."""
 
     __slots__ = ("host",)
 
@@ -67,39 +69,39 @@ class TieredNode(Node):
 
 
 class HostRun:
-    """A node's copy in the host tier, of the node's length.
+    """Copy of a node in the host tier, as long as the node.
 
     ::
 
-        landing ──► valid ──► leaving          landing: an operation is writing it
-           │          │          │             leaving: its blocks were given back, as an operation
-           └──────────┴──────────┴──► dropped           moves what was in them to the device
+        in flight ──► valid ──► promoting      in flight: an operation writes it
+            │           │           │          promoting: an operation moves its contents to the
+            └───────────┴───────────┴──► dropped          device; its blocks are recycled already
 
     Attributes:
-        node: whose copy it is; None once dropped.
-        blocks: host block ids, as bytes of int32; when leaving, those that were its own.
-        landing, leaving: see above; only what is neither can be matched.
-        stored: storage has had it.
-        holders: lists with this run in them, of those who need its blocks to stay.
-        colder, warmer: neighbours in the tier's list.
+        node: the node; None once dropped.
+        blocks: host block ids, as bytes of int32; of a promoting run, its former blocks.
+        in_flight, promoting: see above. A run in neither state is valid and can be matched.
+        stored: whether it was written to storage.
+        holders: lists that hold this run, so that its blocks stay.
+        colder, warmer: neighbours in an LRU list of the tier.
     """
 
     __slots__ = (
         "blocks",
         "colder",
         "holders",
-        "landing",
-        "leaving",
+        "in_flight",
         "node",
+        "promoting",
         "stored",
         "warmer",
     )
 
-    def __init__(self, node: TieredNode | None, blocks: bytes, *, landing: bool = False) -> None:
+    def __init__(self, node: TieredNode | None, blocks: bytes, *, in_flight: bool = False) -> None:
         self.node = node
         self.blocks = blocks
-        self.landing = landing
-        self.leaving = False
+        self.in_flight = in_flight
+        self.promoting = False
         self.stored = False
         self.holders: list[list[HostRun]] = []
         self.colder: HostRun | None = None
@@ -107,25 +109,25 @@ class HostRun:
 
     @property
     def num_blocks(self) -> int:
-        """The length of the run in blocks."""
+        """Length in blocks."""
         return len(self.blocks) // ITEM_BYTES
 
     @property
     def is_valid(self) -> bool:
         """Whether it holds its node's KV."""
-        return not (self.landing or self.leaving)
+        return not (self.in_flight or self.promoting)
 
     @property
     def is_idle(self) -> bool:
-        """Whether it can be dropped: it is in a list of the tier."""
+        """Whether it can be dropped: it is in an LRU list of the tier."""
         return self.warmer is not None
 
     def split(self, upper: TieredNode, num_blocks: int) -> HostRun:
-        """Cut the first num_blocks off, as the copy of upper: for the same holders."""
+        """Cut off the first num_blocks blocks as the copy of upper, with the same holders."""
         cut = num_blocks * ITEM_BYTES
         run = HostRun(upper, self.blocks[:cut])
         self.blocks = self.blocks[cut:]
-        run.landing, run.leaving = self.landing, self.leaving
+        run.in_flight, run.promoting = self.in_flight, self.promoting
         run.stored = self.stored
         for holder in self.holders:
             holder.insert(holder.index(self), run)
@@ -134,41 +136,41 @@ class HostRun:
 
 
 class HostTier:
-    """A pool of host blocks, and lists of the copies that can be dropped: valid, and not held.
+    """Pool of host blocks, and LRU lists of the copies that can be dropped (valid and not held).
 
     ::
 
-        the device has it too    coldest ◄─────────────────► warmest     dropped first, from here
-        the host alone has it    coldest ◄─────────────────► warmest
-                                 dropped next, from here
+        also on the device (redundant)   coldest ◄──────────► warmest    dropped first, from here
+        only on the host                 coldest ◄──────────► warmest
+                                         dropped next, from here
 
-    To drop a copy of what the device has loses nothing; the warmest is evicted, and copied again,
-    last. As on the device, a path is used from its tail up, so that a child stands before its
-    parent. Where an eviction copies nothing, there is one list of both, dropped from its cold end:
-    a copy of what the device has is then all that an eviction leaves of it.
+    Dropping a redundant copy loses nothing. The warmest goes first: the device evicts its blocks,
+    and copies them again, last. As on the device, a path is used from its tail up, so a child comes
+    before its parent. With write-through there is one list of both, dropped from its cold end: an
+    eviction copies nothing, so the copy is all that remains of an evicted block.
 
     Attributes:
-        pool: which host blocks are free.
-        num_idle: blocks of the runs in the list.
-        num_cached: blocks of all valid runs.
+        pool: pool of host blocks.
+        num_idle: number of blocks in the lists.
+        num_cached: number of blocks in valid runs.
     """
 
-    def __init__(self, num_blocks: int, *, spares_first: bool) -> None:
+    def __init__(self, num_blocks: int, *, redundant_first: bool) -> None:
         """Make an empty tier.
 
         Args:
-            num_blocks: of the pool.
-            spares_first: drop copies of what the device has before anything else.
+            num_blocks: size of the pool.
+            redundant_first: whether to drop redundant copies before the others.
         """
         self.pool = BlockPool(num_blocks)
         self._list = _sentinel()
-        self._spares = _sentinel() if spares_first else self._list
+        self._redundant = _sentinel() if redundant_first else self._list
         self.num_idle = 0
         self.num_cached = 0
 
     @property
     def available(self) -> int:
-        """How many blocks are free, or can be now."""
+        """Number of blocks that are free or can be dropped."""
         return self.pool.num_free + self.num_idle
 
     def next_to_drop(self) -> HostRun:
@@ -177,35 +179,35 @@ class HostTier:
         assert run is not None, "the host tier has nothing to drop"
         return run
 
-    def is_spare(self, run: HostRun) -> bool:
-        """Whether a run is dropped before what the host alone has, and from its head on."""
-        assert run.node is not None, "a dropped copy is looked at"
-        return self._spares is not self._list and len(run.node.device_blocks) > 0
+    def is_redundant(self, run: HostRun) -> bool:
+        """Return whether a run is in the list that is dropped first, from the head of the run."""
+        assert run.node is not None, "a dropped copy has no place in a list"
+        return self._redundant is not self._list and len(run.node.device_blocks) > 0
 
-    def land(self, node: TieredNode, ids: Int32Array) -> HostRun:
-        """Give a node a copy that is yet to be written, in blocks of the pool."""
+    def add_copy(self, node: TieredNode, ids: Int32Array) -> HostRun:
+        """Give a node an in-flight copy in allocated blocks."""
         assert node.host is None, "a node has two copies on the host"
-        run = HostRun(node, ids.tobytes(), landing=True)
+        run = HostRun(node, ids.tobytes(), in_flight=True)
         node.host = run
         return run
 
-    def settle(self, run: HostRun) -> None:
-        """Say that a landing run has been written."""
-        assert run.landing and run.node is not None, "a run that is not landing has arrived"
-        run.landing = False
+    def mark_valid(self, run: HostRun) -> None:
+        """Mark an in-flight run as written."""
+        assert run.in_flight and run.node is not None, "a run that is not in flight was written"
+        run.in_flight = False
         self.num_cached += run.num_blocks
         if not run.holders:
             self._link_path(run)
 
-    def leave(self, run: HostRun) -> None:
-        """Give the blocks of a valid run back; what was in them is on its way to the device."""
-        assert run.is_valid and not run.holders, "a run leaves that is not idle"
+    def start_promotion(self, run: HostRun) -> None:
+        """Recycle the blocks of a valid run whose contents move to the device."""
+        assert run.is_valid and not run.holders, "a run that is not idle is promoted"
         self._unlink(run)
         self._forget(run)
-        run.leaving = True
+        run.promoting = True
 
     def hold(self, runs: Sequence[HostRun]) -> list[HostRun]:
-        """Keep the blocks of some runs until `let_go` of the list that this returns."""
+        """Keep the blocks of some runs until `release_hold` of the returned list."""
         holder = list(runs)
         for run in runs:
             if run.is_idle:
@@ -213,33 +215,33 @@ class HostTier:
             run.holders.append(holder)
         return holder
 
-    def let_go(self, holder: list[HostRun]) -> None:
-        """End a hold: what nobody else holds can be dropped; what was dropped gives its blocks."""
-        for run in holder:  # in the order of an eviction, that is of last use
+    def release_hold(self, holder: list[HostRun]) -> None:
+        """End a hold: runs without another holder can be dropped, dropped ones are recycled."""
+        for run in holder:  # in LRU order, as they were evicted
             # By identity: two holders of the same runs are equal lists.
             place = next(i for i, each in enumerate(run.holders) if each is holder)
             del run.holders[place]
             if not run.holders:
                 if run.node is None:
                     self._recycle(run)
-                else:  # it is valid: who writes or moves it holds it for as long
+                else:  # valid: an operation that writes or moves a run holds it
                     self._link_path(run)
         holder.clear()
 
     def touch(self, run: HostRun) -> None:
-        """Make a run the warmest of its list, if it can be dropped."""
+        """Make a run the warmest of its list if it can be dropped."""
         if run.is_idle:
             self._unlink(run)
             self._link(run)
 
-    def gained(self, run: HostRun) -> None:
-        """Say that the device has what a run is a copy of, now too."""
+    def relink(self, run: HostRun) -> None:
+        """Move a run to the list of redundant copies: the device has its blocks now."""
         if run.is_idle:
             self._unlink(run)
             self._link_path(run)
 
     def drop(self, run: HostRun) -> None:
-        """Take a run from its node; its blocks are free when nobody holds them."""
+        """Take a run from its node. Its blocks are recycled when nothing holds them."""
         assert run.node is not None, "a run is dropped twice"
         if run.is_idle:
             self._unlink(run)
@@ -255,30 +257,30 @@ class HostTier:
         self.pool.recycle(np.frombuffer(run.blocks, np.int32))
 
     def _recycle(self, run: HostRun) -> None:
-        if not run.leaving:
+        if not run.promoting:
             self.pool.recycle(np.frombuffer(run.blocks, np.int32))
 
     def split(self, run: HostRun, upper: TieredNode, num_blocks: int) -> None:
-        """Give upper the first num_blocks of a run."""
+        """Give upper the first num_blocks blocks of a run."""
         part = run.split(upper, num_blocks)
         upper.host = part
-        if run.warmer is not None:  # next to it, as the warmer one
+        if run.warmer is not None:  # place the upper part next to it, as the warmer one
             self._link(part, before=run.warmer)
-            self.num_idle -= part.num_blocks  # counted with the whole
+            self.num_idle -= part.num_blocks  # counted already
 
     def _link_path(self, run: HostRun) -> None:
-        """Make a run the warmest of its list, but for what it follows."""
+        """Make a run the warmest of its list, except for the runs before it on its path."""
         self._link(run)
-        assert run.node is not None, "a dropped run goes into the host tier's list"
-        is_spare, above = self.is_spare(run), run.node.parent
+        assert run.node is not None, "a dropped run is put into the host tier's list"
+        is_redundant, above = self.is_redundant(run), run.node.parent
         while above is not None:
-            if above.host is not None and self.is_spare(above.host) == is_spare:
+            if above.host is not None and self.is_redundant(above.host) == is_redundant:
                 self.touch(above.host)
             above = above.parent
 
     def _link(self, run: HostRun, before: HostRun | None = None) -> None:
         if before is None:
-            before = self._spares if self.is_spare(run) else self._list
+            before = self._redundant if self.is_redundant(run) else self._list
         colder = before.colder
         assert colder is not None, "the list of the host tier is not closed"
         run.colder, run.warmer = colder, before
@@ -293,9 +295,9 @@ class HostTier:
         self.num_idle -= run.num_blocks
 
     def idle_runs(self) -> Iterator[HostRun]:
-        """Yield the runs that can be dropped, the next to be dropped first."""
-        run = self._spares.colder
-        while self._spares is not self._list and run is not None and run is not self._spares:
+        """Yield the runs that can be dropped, in the order in which they would be."""
+        run = self._redundant.colder
+        while self._redundant is not self._list and run is not None and run is not self._redundant:
             yield run
             run = run.colder
         run = self._list.warmer
@@ -305,7 +307,7 @@ class HostTier:
 
 
 def _sentinel() -> HostRun:
-    """Return an empty list: its .warmer is the coldest, its .colder the warmest."""
+    """Return an empty list: .warmer leads to the coldest run, .colder to the warmest."""
     sentinel = HostRun(None, b"")
     sentinel.warmer = sentinel.colder = sentinel
     return sentinel

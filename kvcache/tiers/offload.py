@@ -1,4 +1,4 @@
-"""From the device to the host: what is copied when, and what is dropped for it."""
+"""Offload: evict blocks from the device and copy them to the host, by the write policy."""
 
 from __future__ import annotations
 
@@ -6,40 +6,40 @@ import numpy as np
 
 from ..prefix.node import ITEM_BYTES, Node
 from ..tokens import Int32Array
-from .completions import Landing
+from .completions import OffloadCompletion
 from .host_tier import HostRun, TieredNode
 from .operations import OpKind
 from .state import TierState
 
 
-class HostWriter:
-    """Copies nodes to the host: when the device evicts them, or before, by the write policy.
+class Offloader:
+    """Copies nodes to the host, when the device evicts them or before.
 
     Attributes:
-        tree: the nodes that it copies.
-        demoted_blocks: blocks that the device evicted and the host was to take.
+        tree: the radix tree.
+        demoted_blocks: number of blocks evicted from the device towards the host.
     """
 
-    def __init__(self, tiers: TierState) -> None:
+    def __init__(self, state: TierState) -> None:
         self.demoted_blocks = 0
-        self._tiers = tiers
-        self._config = tiers.config
-        self._host = tiers.host
-        self.tree = tiers.tree
-        self._published: dict[Node, None] = {}  # where paths end that are to be written through
+        self._state = state
+        self._config = state.config
+        self._host = state.host
+        self.tree = state.tree
+        self._published: dict[Node, None] = {}  # ends of paths to write through
 
-    # When the device evicts
+    # Eviction from the device
 
     def evict(self, num_blocks: int) -> Int32Array:
-        """Take the least recently used leaf blocks off the device; return their device ids.
+        """Evict the least recently used leaf blocks from the device and return their ids.
 
-        They move to the host, or, with write-through, are dropped if they have no copy there. What
-        finds no room is dropped, the coldest first: that is always possible.
+        They move to the host. With write-through, blocks without a copy there are dropped instead.
+        Blocks that find no room are dropped, coldest first: that always succeeds.
         """
         victims = self.tree.take_coldest(num_blocks)
         for node in victims:
             if node in self._published and node.parent is not None:
-                # What is left of its path is still to be copied.
+                # The rest of its path must still be copied.
                 del self._published[node]
                 self._published[node.parent] = None
         ids = b"".join([node.device_blocks for node in victims])
@@ -54,10 +54,10 @@ class HostWriter:
         return np.frombuffer(ids, np.int32)
 
     def _demote(self, victims: list[TieredNode]) -> None:
-        """Move what the device evicts to the host, block for block as if one after the other.
+        """Move evicted nodes to the host, with the same result as block by block.
 
-        Each becomes the warmest that the host alone has, by the copy that it has or when it has
-        been copied, and none makes room for another that is warmer.
+        Each becomes the warmest block that only the host has, at once if it has a copy there, else
+        when it has been copied. Victims that fit are not dropped to make room for each other.
         """
         needed = sum([node.num_blocks for node in victims if node.host is None])
         idle = sum([node.num_blocks for node in victims if _is_idle(node)])
@@ -67,16 +67,17 @@ class HostWriter:
         for node in sources:
             node.device_blocks = b""
         if sources:
-            ids, landing = self.land(sources, _count(sources))
-            moved = {*copies, *landing}
+            ids, runs = self.allocate(sources, _count(sources))
+            moved = {*copies, *runs}
             order = [node.host for node in victims if node.host in moved]
-            self._submit(Landing(self._tiers, landing, order), sources, ids)
-        self._host.let_go(copies)
+            self._submit(OffloadCompletion(self._state, runs, order), sources, ids)
+        self._host.release_hold(copies)
 
     def _drop_coldest(self, nodes: list[TieredNode], num_blocks: int) -> list[TieredNode]:
-        """Drop the first num_blocks of nodes that leave the device; return what is left of them.
+        """Drop the first num_blocks blocks of evicted nodes and return the remaining nodes.
 
-        Those count that have no copy; and those whose copy can be dropped, if copies are moved.
+        Only nodes without a copy are dropped, and, unless the policy is "through", nodes whose
+        copy can be dropped.
         """
         kept = []
         for node in nodes:
@@ -98,12 +99,12 @@ class HostWriter:
     # Write-through
 
     def published(self, node: Node) -> None:
-        """Note that a lease has published the path to node."""
+        """Record that a lease has published the path to node."""
         if self._config.write == "through" and self._config.hits == 0:
             self._published[node] = None
 
     def hit(self, node: Node) -> None:
-        """Note that a request has hit the path to node."""
+        """Record that a request has hit the path to node."""
         hits = self.tree.hits
         for place in reversed(self.tree.path(node)):
             if place.host is not None:
@@ -114,7 +115,7 @@ class HostWriter:
             self._published[node] = None
 
     def write_through(self) -> None:
-        """Copy what was noted, as one operation; what finds no room stays without a copy."""
+        """Copy the recorded paths in one operation, as far as the host has room."""
         sources: dict[TieredNode, bytes] = {}
         paths = [self.tree.path(last) for last in self._published]
         room = self._host.available - self._keep(paths)
@@ -123,14 +124,14 @@ class HostWriter:
                 if not node.device_blocks or node.host is not None or node in sources:
                     continue
                 if self.tree.hits[node] < self._config.hits or node.num_blocks > room:
-                    break  # without this one, what follows it could not be found
+                    break  # without this node, the nodes after it could not be found
                 room -= node.num_blocks
                 sources[node] = node.device_blocks
         self._published.clear()
         self.copy(sources)
 
     def _keep(self, paths: list[list[TieredNode]]) -> int:
-        """Make the copies of some paths the last to be dropped; return how many blocks can be."""
+        """Make the copies of some paths the warmest; return how many of their blocks are idle."""
         runs = [node.host for path in paths for node in reversed(path) if node.host is not None]
         for run in runs:
             self._host.touch(run)
@@ -139,37 +140,43 @@ class HostWriter:
     # Shared steps
 
     def copy(self, sources: dict[TieredNode, bytes]) -> None:
-        """Copy nodes to the host, which has room for them."""
+        """Copy nodes to the host, which must have room for them."""
         if sources:
-            ids, runs = self.land(sources, _count(sources))
-            self._submit(Landing(self._tiers, runs), sources, ids)
+            ids, runs = self.allocate(sources, _count(sources))
+            self._submit(OffloadCompletion(self._state, runs), sources, ids)
 
-    def _submit(self, landing: Landing, sources: dict[TieredNode, bytes], ids: Int32Array) -> None:
-        read = b"".join(sources.values())
-        self._tiers.submit(OpKind.DEVICE_TO_HOST, landing, read, ids.tobytes())
+    def _submit(
+        self, handler: OffloadCompletion, sources: dict[TieredNode, bytes], ids: Int32Array
+    ) -> None:
+        blocks = b"".join(sources.values())
+        self._state.submit(OpKind.DEVICE_TO_HOST, handler, blocks, ids.tobytes())
 
-    def land(
+    def allocate(
         self, sources: dict[TieredNode, bytes], num_blocks: int
     ) -> tuple[Int32Array, list[HostRun]]:
-        """Take num_blocks host blocks, the first ones as copies of nodes; return both."""
+        """Allocate num_blocks host blocks and assign the first ones to nodes, as their copies.
+
+        Returns:
+            The ids of all blocks, and the copies.
+        """
         self.make_room(num_blocks)
         ids = self._host.pool.allocate(num_blocks)
         runs, place = [], 0
         for node, blocks in sources.items():
             after = place + len(blocks) // ITEM_BYTES
-            runs.append(self._host.land(node, ids[place:after]))
+            runs.append(self._host.add_copy(node, ids[place:after]))
             place = after
         return ids, runs
 
     def make_room(self, num_blocks: int) -> None:
-        """Drop copies until num_blocks host blocks are free, or none can be dropped."""
+        """Drop copies until num_blocks host blocks are free or no copy can be dropped."""
         host, tree = self._host, self.tree
         while host.num_idle and (short := num_blocks - host.pool.num_free) > 0:
             run = host.next_to_drop()
             node = run.node
             assert node is not None, "a dropped copy is in the host tier's lists"
             if run.num_blocks > short:
-                if host.is_spare(run):  # its head goes first
+                if host.is_redundant(run):  # dropped from its head
                     node = tree.split(node, short)
                 else:
                     tree.split(node, run.num_blocks - short)
@@ -181,7 +188,7 @@ class HostWriter:
 
 
 def _is_idle(node: TieredNode) -> bool:
-    """Whether a node has a copy that can be dropped."""
+    """Return whether a node has a copy that can be dropped."""
     return node.host is not None and node.host.is_idle
 
 

@@ -1,4 +1,4 @@
-"""What a manager wants copied, and how far each copy is: a state machine without I/O.
+"""Operations between tiers and their life cycle, as a state machine without I/O.
 
 ::
 
@@ -6,8 +6,8 @@
                  │                     ├── complete, not fenced ──┐
                  └── cancel ──► ended  └── cancel ──► quarantined ◄ ── fence ──► ended
 
-An operation has one result, whatever comes late or twice. Its blocks are given back when nobody
-can write them any more: with the result, or, where a thread may still be at it, with the fence.
+An operation has one result; late and repeated completions change nothing. Its blocks are returned
+when nothing can write them any more: with the result, or with the fence if a thread may still run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NO_BLOCKS: Final = np.empty(0, np.int32)
 
 
 class OpKind(enum.Enum):
-    """From where to where an operation copies."""
+    """Source and destination tier of an operation."""
 
     DEVICE_TO_HOST = "device to host"
     HOST_TO_DEVICE = "host to device"
@@ -38,27 +38,27 @@ class OpKind(enum.Enum):
     STORAGE_TO_HOST = "storage to host"
     DEVICE_TO_DEVICE = "device to device"
     LOOKUP = "look up in storage"
-    """Copies nothing: the result of a block is whether storage has its key."""
+    """Copies nothing: the result of each block tells whether storage has its key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Copy some blocks.
+    """A copy of blocks between tiers.
 
-    The operations of one `take` happen as if at once, after the step before and before the next:
-    all sources are read, then all destinations written. So two of them may exchange blocks, and a
-    block that was evicted is free at once. Only the host source of a copy to storage is read at any
-    time until the operation has ended, and is kept until then. Nobody reads a destination before
-    its operation has ended well.
+    All operations of one `take` run as if at once, between two steps of the model: all sources are
+    read, then all destinations written. Two of them may therefore exchange blocks, and an evicted
+    block is free at once. The exception is the host source of a copy to storage: it is read at any
+    time until the operation ends, and is kept until then. A destination may be read only after its
+    operation has succeeded.
 
     Attributes:
-        id: for `complete`, `fence` and `cancel`.
-        epoch: of the manager, when it was decided.
-        kind: from where to where.
-        sources: int32 ``[n]`` block ids in the source tier; empty if that is storage.
-        destinations: int32 ``[n]`` block ids in the destination tier; empty if that is storage.
-        keys: a storage key per block, if storage is one side; else empty.
-        timeout_s: how long it may take from its dispatch on.
+        id: identifies the operation in `complete`, `fence` and `cancel`.
+        epoch: epoch of the manager when the operation was queued.
+        kind: source and destination tier.
+        sources: int32 ``[n]``, block ids in the source tier; empty if that is storage.
+        destinations: int32 ``[n]``, block ids in the destination tier; empty if that is storage.
+        keys: one storage key per block if storage takes part, else empty.
+        timeout_s: deadline, in seconds from the dispatch.
     """
 
     id: OpId
@@ -71,65 +71,66 @@ class Operation:
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks it names; it has a result for each."""
+        """Number of blocks, and of results."""
         return max(len(self.sources), len(self.destinations), len(self.keys))
 
 
-class Effect:
-    """What the end of an operation does to the cache.
+class CompletionHandler:
+    """Applies the result of an operation to the cache.
 
     Attributes:
-        runs: host copies that it holds.
+        runs: host copies that the operation holds.
     """
 
     runs: list[HostRun]
 
-    def end(self, ok: Sequence[bool]) -> None:
-        """Take in the result of each block: once, first."""
+    def on_result(self, ok: Sequence[bool]) -> None:
+        """Apply the result of each block. Called once, before `on_fence`."""
         raise NotImplementedError
 
-    def fenced(self) -> None:
-        """Give back the blocks that came to nothing: once, after `end`."""
+    def on_fence(self) -> None:
+        """Return the blocks that were not written. Called once, after `on_result`."""
         raise NotImplementedError
 
-    def own_device_blocks(self) -> list[int]:
-        """Return the device blocks that are nobody else's until it is fenced."""
+    def owned_device_blocks(self) -> list[int]:
+        """Return the device blocks that only this operation owns, until its fence."""
         return []
 
-    def own_host_blocks(self) -> list[int]:
-        """Return the host blocks that are nobody else's until it is fenced."""
+    def owned_host_blocks(self) -> list[int]:
+        """Return the host blocks that only this operation owns, until its fence."""
         return []
 
 
 class Operations:
-    """The operations that have not ended, in the order in which they were decided.
+    """Operations that have not ended, oldest first.
 
     Attributes:
-        late_completions: results and fences of operations that had theirs, or were never taken.
+        late_completions: number of results and fences for operations that had theirs already, or
+            were never taken.
     """
 
     def __init__(self) -> None:
         self.late_completions = 0
         self._last_id = 0
         self._queued: dict[OpId, Operation] = {}
-        self._open: dict[OpId, tuple[Operation, Effect]] = {}
-        self._quarantined: dict[OpId, Effect] = {}
+        self._open: dict[OpId, tuple[Operation, CompletionHandler]] = {}
+        self._quarantined: dict[OpId, CompletionHandler] = {}
         self._cancelled: list[OpId] = []
 
     @property
     def num_open(self) -> int:
-        """Operations without a result."""
+        """Number of operations without a result."""
         return len(self._open)
 
     @property
     def num_quarantined(self) -> int:
-        """Operations with a result whose blocks may still be written."""
+        """Number of operations with a result whose blocks may still be written."""
         return len(self._quarantined)
 
     def submit(
         self,
         kind: OpKind,
-        effect: Effect,
+        handler: CompletionHandler,
         *,
         epoch: Epoch,
         sources: Int32Array = _NO_BLOCKS,
@@ -137,35 +138,35 @@ class Operations:
         keys: Sequence[bytes] = (),
         timeout_s: float,
     ) -> OpId:
-        """Decide an operation; `take` hands it out."""
+        """Queue an operation; `take` hands it out."""
         self._last_id += 1
         op_id = OpId(self._last_id)
         operation = Operation(op_id, epoch, kind, sources, destinations, tuple(keys), timeout_s)
         self._queued[op_id] = operation
-        self._open[op_id] = operation, effect
+        self._open[op_id] = operation, handler
         return op_id
 
     def take(self) -> list[Operation]:
-        """Hand out what was decided since the last call, in order."""
+        """Return the operations queued since the last call, oldest first."""
         taken = list(self._queued.values())
         self._queued.clear()
         return taken
 
     def take_cancelled(self) -> list[OpId]:
-        """Hand out which dispatched operations were cancelled since the last call."""
+        """Return the dispatched operations that were cancelled since the last call."""
         cancelled, self._cancelled = self._cancelled, []
         return cancelled
 
     def complete(self, op_id: OpId, ok: Sequence[bool], *, fenced: bool) -> bool:
-        """End an operation that was taken; False if it had ended, or was never taken.
+        """Report the result of a dispatched operation; False if it has one, or was never taken.
 
         Raises:
-            OperationResultError: if there is not one result per block; nothing is changed.
+            OperationResultError: if there is not one result per block. Nothing changes.
         """
         if op_id not in self._open or op_id in self._queued:
             self.late_completions += 1
             if fenced:
-                self._lift(op_id)
+                self._end_quarantine(op_id)
             return False
         operation, _ = self._open[op_id]
         if len(ok) != operation.num_blocks:
@@ -174,14 +175,14 @@ class Operations:
         return True
 
     def fence(self, op_id: OpId) -> bool:
-        """Say that nobody writes the blocks of an operation any more; False if it is known."""
-        if self._lift(op_id):
+        """Report that nothing writes the blocks of an operation any more; False if known."""
+        if self._end_quarantine(op_id):
             return True
         self.late_completions += 1
         return False
 
     def cancel(self, op_id: OpId) -> None:
-        """End an operation now, as failed, if it has not ended."""
+        """End an operation as failed, unless it has a result."""
         if op_id not in self._open:
             return
         operation, _ = self._open[op_id]
@@ -191,24 +192,24 @@ class Operations:
         self._end(op_id, [False] * operation.num_blocks, fenced=not dispatched)
 
     def cancel_all(self) -> None:
-        """Cancel every operation, the last first: what builds on others goes before them."""
+        """Cancel every operation, newest first, because new ones depend on older ones."""
         for op_id in reversed(list(self._open)):
             self.cancel(op_id)
 
     def _end(self, op_id: OpId, ok: Sequence[bool], *, fenced: bool) -> None:
-        _, effect = self._open.pop(op_id)
-        effect.end(ok)
+        _, handler = self._open.pop(op_id)
+        handler.on_result(ok)
         if fenced:
-            effect.fenced()
+            handler.on_fence()
         else:
-            self._quarantined[op_id] = effect
+            self._quarantined[op_id] = handler
 
-    def _lift(self, op_id: OpId) -> bool:
-        effect = self._quarantined.pop(op_id, None)
-        if effect is not None:
-            effect.fenced()
-        return effect is not None
+    def _end_quarantine(self, op_id: OpId) -> bool:
+        handler = self._quarantined.pop(op_id, None)
+        if handler is not None:
+            handler.on_fence()
+        return handler is not None
 
-    def effects(self) -> list[Effect]:
-        """Return what has not been fenced, for checks."""
-        return [*(effect for _, effect in self._open.values()), *self._quarantined.values()]
+    def handlers(self) -> list[CompletionHandler]:
+        """Return the handlers of all operations that are not fenced."""
+        return [*(handler for _, handler in self._open.values()), *self._quarantined.values()]

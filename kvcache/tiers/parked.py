@@ -13,19 +13,19 @@ ParkedIn: TypeAlias = Literal["host", "storage"]
 
 
 class Parked:
-    """A preempted request's KV.
+    """The KV of a preempted request.
 
     ::
 
-        tokens computed   | block | block | ... | block | tail |
-        on the host       | copies of nodes of the tree | own  |
+        tokens computed   | block | block | ... | block | tail  |
+        on the host       | copies of nodes of the tree | alone |
 
     Attributes:
-        num_tokens: all tokens that were computed.
-        where: "host", or "storage": then the host may drop what is stored.
-        saved: its device blocks are free, and it can be resumed. Until then some of it is being
-            copied: for it, or for whoever had begun to copy the same blocks before.
-        failed: a copy failed in part: what is missing is computed again.
+        num_tokens: number of tokens that were computed.
+        where: "host", or "storage": then the host may drop blocks that are stored.
+        saved: whether the request can be resumed and its device blocks are free. Until then an
+            operation still copies some of them: its own, or an earlier one of the same blocks.
+        failed: whether a copy failed in part. The missing blocks are computed again.
     """
 
     def __init__(self, lease: Lease, num_tokens: int, where: ParkedIn) -> None:
@@ -35,12 +35,12 @@ class Parked:
         self.failed = False
         self.lease = lease
         self.epoch = lease.epoch
-        self.op_id: OpId | None = None  # copies what nobody else does
+        self.op_id: OpId | None = None  # copies the blocks that no other operation copies
         self.runs: list[HostRun] = []  # held
         self.tail_block: int | None = None
 
     @property
-    def is_copied(self) -> bool:
-        """Whether an operation writes some of it, its own or another that had begun before."""
-        is_landing = any(run.landing and run.node is not None for run in self.runs)
-        return is_landing or self.op_id is not None
+    def is_saving(self) -> bool:
+        """Whether an operation writes some of it: its own, or an earlier one."""
+        is_in_flight = any(run.in_flight and run.node is not None for run in self.runs)
+        return is_in_flight or self.op_id is not None

@@ -1,4 +1,4 @@
-"""Preemption that keeps its KV: what a request leaves on the host, to go on from there."""
+"""Preemption that keeps the KV of a request: park on the host or in storage, resume, unpark."""
 
 from __future__ import annotations
 
@@ -10,53 +10,53 @@ from ..errors import LeaseError, StorageConfigError
 from ..prefix.lease import Lease
 from ..prefix.node import ITEM_BYTES
 from ..tokens import Tokens
-from .completions import Landing
+from .completions import OffloadCompletion
 from .host_tier import HostRun
-from .offload import HostWriter
+from .offload import Offloader
 from .operations import OpKind
 from .parked import Parked, ParkedIn
 from .state import TierState
 
 
-class _ParkLanding(Landing):
-    """The copy of what the host lacks of a request that is preempted."""
+class _ParkCompletion(OffloadCompletion):
+    """Handler of the copy of those blocks of a parked request that the host lacks."""
 
-    def __init__(self, tiers: TierState, runs: Sequence[HostRun], parked: Parked) -> None:
-        super().__init__(tiers, runs)
+    def __init__(self, state: TierState, runs: Sequence[HostRun], parked: Parked) -> None:
+        super().__init__(state, runs)
         self._parked = parked
         self._lost_tail: int | None = None
 
-    def end(self, ok: Sequence[bool]) -> None:
-        """See Effect."""
+    def on_result(self, ok: Sequence[bool]) -> None:
+        """See CompletionHandler."""
         parked = self._parked
         parked.op_id = None
         if parked.tail_block is not None and not ok[-1]:
-            # It may still be written: it is free with the fence.
+            # The block may still be written until the fence.
             self._lost_tail, parked.tail_block = parked.tail_block, None
             parked.failed = True
-        super().end(ok)
+        super().on_result(ok)
 
-    def fenced(self) -> None:
-        """See Effect."""
-        super().fenced()
-        self._tiers.host.pool.recycle(np.array(self.own_host_blocks(), np.int32))
+    def on_fence(self) -> None:
+        """See CompletionHandler."""
+        super().on_fence()
+        self._state.host.pool.recycle(np.array(self.owned_host_blocks(), np.int32))
 
-    def own_host_blocks(self) -> list[int]:
-        """See Effect."""
+    def owned_host_blocks(self) -> list[int]:
+        """See CompletionHandler."""
         return [] if self._lost_tail is None else [self._lost_tail]
 
 
 def park(
-    tiers: TierState, writer: HostWriter, lease: Lease, tokens: Tokens, where: ParkedIn
+    state: TierState, offloader: Offloader, lease: Lease, tokens: Tokens, where: ParkedIn
 ) -> Parked | None:
     """See `Tiers.park`."""
     if where not in ("host", "storage"):
-        raise StorageConfigError(f"a request is parked in 'host' or 'storage', not {where!r}")
-    if where == "storage" and tiers.tree.keys is None:
-        raise StorageConfigError("a request is parked in storage, but the cache has none")
-    cache, host = tiers.cache, tiers.host
+        raise StorageConfigError(f"where must be 'host' or 'storage', got {where!r}")
+    if where == "storage" and state.tree.keys is None:
+        raise StorageConfigError("where is 'storage', but the cache has no storage")
+    cache, host = state.cache, state.host
     cache.publish(lease, tokens)
-    path = tiers.tree.path(lease.node)
+    path = state.tree.path(lease.node)
     copies = [node.host for node in path if node.host is not None]
     missing = {node: node.device_blocks for node in path if node.host is None}
     sources = b"".join(missing.values())
@@ -66,74 +66,75 @@ def park(
     kept = sum([run.num_blocks for run in copies if run.is_idle])
     if len(sources) // ITEM_BYTES > host.available - kept:
         return None
-    held = host.hold(copies)  # so that they are not dropped to make room for the rest
-    ids, runs = writer.land(missing, len(sources) // ITEM_BYTES)
+    held = host.hold(copies)  # making room for the rest must not drop them
+    ids, runs = offloader.allocate(missing, len(sources) // ITEM_BYTES)
     parked = Parked(lease, len(tokens), where)
     if tail_tokens > 0:
         parked.tail_block = int(ids[-1])
     parked.runs = host.hold([node.host for node in path if node.host is not None])
-    tiers.let_go(held)
+    state.release_hold(held)
     lease.parking = True
-    tiers.parked[parked] = None
+    state.parked[parked] = None
     if sources:
-        landing = _ParkLanding(tiers, runs, parked)
-        parked.op_id = tiers.submit(OpKind.DEVICE_TO_HOST, landing, sources, ids.tobytes())
-    tiers.settle_parked()
+        handler = _ParkCompletion(state, runs, parked)
+        parked.op_id = state.submit(OpKind.DEVICE_TO_HOST, handler, sources, ids.tobytes())
+    state.release_saved()
     return parked
 
 
-def unpark(tiers: TierState, parked: Parked) -> None:
+def unpark(state: TierState, parked: Parked) -> None:
     """See `Tiers.unpark`."""
-    require_parked(tiers, parked)
-    _end(tiers, parked)
-    _recycle_tail(tiers, parked)
+    require_parked(state, parked)
+    _end(state, parked)
+    _recycle_tail(state, parked)
 
 
-def require_parked(tiers: TierState | None, parked: Parked) -> None:
-    """Refuse what was resumed or let go before."""
-    if tiers is None or parked not in tiers.parked:
-        raise LeaseError("the parked request was resumed or let go before, or is of another cache")
+def require_parked(state: TierState | None, parked: Parked) -> None:
+    """Raise LeaseError for a request that was resumed or unparked before."""
+    if state is None or parked not in state.parked:
+        raise LeaseError("the parked request was resumed or unparked, or is of another cache")
 
 
-def require_saved(tiers: TierState | None, parked: Parked, num_tokens: int) -> None:
-    """Refuse to resume what is not parked, or not yet, or with fewer tokens than were computed."""
-    require_parked(tiers, parked)
+def require_saved(state: TierState | None, parked: Parked, num_tokens: int) -> None:
+    """Raise LeaseError unless a parked request is saved and resumes with all of its tokens."""
+    require_parked(state, parked)
     if not parked.saved:
-        raise LeaseError("the parked request is still being copied")
+        raise LeaseError("the parked request is not saved yet: its copy is still in flight")
     if num_tokens < parked.num_tokens:
         raise LeaseError(
-            f"a request was parked with {parked.num_tokens} tokens, but resumes with {num_tokens}"
+            f"the request was parked with {parked.num_tokens} tokens, but resumes with {num_tokens}"
         )
 
 
-def resume(tiers: TierState, parked: Parked, num_blocks: int) -> tuple[int | None, int]:
-    """Let go of what is parked, as its request goes on; hand out its tail.
+def resume(state: TierState, parked: Parked, num_blocks: int) -> tuple[int | None, int]:
+    """End a saved parked request whose request resumes, and return its tail.
 
     Args:
-        tiers: where it is.
-        parked: it, saved.
-        num_blocks: how many blocks of it the cache has; if not all, the tail is of no use.
+        state: the tiers.
+        parked: the parked request.
+        num_blocks: number of its blocks that the cache still has. The tail is useful only if that
+            is all of them.
 
     Returns:
-        The host block of the tail, which is the caller's now, or None, and its tokens.
+        The host block of the tail, which the caller now owns, or None; and its number of tokens.
     """
-    _end(tiers, parked)
-    whole, tail_tokens = divmod(parked.num_tokens, tiers.cache.block_size)
-    if parked.tail_block is None or num_blocks != whole or parked.epoch != tiers.cache.epoch:
-        _recycle_tail(tiers, parked)
+    _end(state, parked)
+    whole, tail_tokens = divmod(parked.num_tokens, state.cache.block_size)
+    if parked.tail_block is None or num_blocks != whole or parked.epoch != state.cache.epoch:
+        _recycle_tail(state, parked)
         return None, 0
     return parked.tail_block, tail_tokens
 
 
-def _end(tiers: TierState, parked: Parked) -> None:
-    del tiers.parked[parked]
+def _end(state: TierState, parked: Parked) -> None:
+    del state.parked[parked]
     if parked.op_id is not None:
-        tiers.operations.cancel(parked.op_id)
+        state.operations.cancel(parked.op_id)
     if not parked.saved:
-        tiers.settle(parked)
-    tiers.let_go(parked.runs)
+        state.mark_saved(parked)
+    state.release_hold(parked.runs)
 
 
-def _recycle_tail(tiers: TierState, parked: Parked) -> None:
+def _recycle_tail(state: TierState, parked: Parked) -> None:
     if parked.tail_block is not None:
-        tiers.host.pool.recycle(np.array([parked.tail_block], np.int32))
+        state.host.pool.recycle(np.array([parked.tail_block], np.int32))

@@ -1,4 +1,4 @@
-"""Prefetch: what storage has of a request's tokens is brought to the host before it is admitted."""
+"""Prefetch: load blocks of a request from storage to the host before it is admitted."""
 
 from __future__ import annotations
 
@@ -14,102 +14,101 @@ from ..tokens import (
 )
 from .completions import leading
 from .host_tier import HostRun
-from .offload import HostWriter
-from .operations import Effect, OpKind
+from .offload import Offloader
+from .operations import CompletionHandler, OpKind
 from .state import TierState
 
 
 class Prefetch:
-    """A request's question to storage, and then its answer on the way to the host.
+    """A lookup in storage for a request, and then the load of the blocks that were found.
 
     ::
 
-        LOOKUP ── none there ─────────────────────────► done
-           └───── n leading keys ──► STORAGE_TO_HOST ──► done: the good ones are in the tree
+        LOOKUP ── none found ─────────────────────────► done
+           └───── n leading keys ──► STORAGE_TO_HOST ──► done: good blocks are in the tree
 
-    Its request waits for the answers, not for their fences: those of a storage that never lets go
-    never come.
+    The request waits for the results, not for the fences: storage that hangs never fences.
 
     Attributes:
-        done: it has ended, and the request can be matched.
-        first_block: the place of the first block that was asked for.
-        num_blocks: how many blocks came to the host, from that one on.
+        done: whether it has ended and the request can be matched.
+        first_block: index of the first block that was looked up.
+        num_blocks: number of blocks loaded to the host, from that one on.
     """
 
     def __init__(
         self,
-        tiers: TierState,
-        writer: HostWriter,
+        state: TierState,
+        offloader: Offloader,
         tokens: bytes,
         namespace: bytes,
         keys: list[bytes],
     ) -> None:
         self.done = False
-        self.first_block = len(tokens) // tiers.tree.block_bytes - len(keys)
+        self.first_block = len(tokens) // state.tree.block_bytes - len(keys)
         self.num_blocks = 0
         self.op_id: OpId
-        self.runs: list[HostRun] = []  # held: the blocks on the host that they follow
-        self._tiers = tiers
-        self._writer = writer
+        self.runs: list[HostRun] = []  # held: the host blocks before them
+        self._state = state
+        self._offloader = offloader
         self._tokens = tokens
         self._namespace = namespace
         self._keys = keys
 
     def load(self, num_blocks: int) -> None:
-        """Load the first num_blocks that were asked for, as far as the host has room."""
-        tiers = self._tiers
-        num_blocks = min(num_blocks, tiers.host.available)
+        """Load the first num_blocks blocks that were looked up, as far as the host has room."""
+        state = self._state
+        num_blocks = min(num_blocks, state.host.available)
         if num_blocks == 0:
             self.end(0)
             return
-        missing_bytes = (len(self._keys) - num_blocks) * tiers.tree.block_bytes
+        missing_bytes = (len(self._keys) - num_blocks) * state.tree.block_bytes
         tokens = self._tokens[: len(self._tokens) - missing_bytes]
-        ids, _ = self._writer.land({}, num_blocks)
+        ids, _ = self._offloader.allocate({}, num_blocks)
         keys = self._keys[:num_blocks]
-        fetch = _Fetch(tiers, self, tokens, self._namespace, ids, keys)
-        self.op_id = tiers.submit(
+        fetch = _FetchCompletion(state, self, tokens, self._namespace, ids, keys)
+        self.op_id = state.submit(
             OpKind.STORAGE_TO_HOST, fetch, destinations=ids.tobytes(), keys=keys
         )
 
     def end(self, num_blocks: int) -> None:
-        """Say how many blocks came."""
+        """End the prefetch: num_blocks blocks were loaded."""
         self.done = True
         self.num_blocks = num_blocks
-        self._tiers.let_go(self.runs)
+        self._state.release_hold(self.runs)
 
 
-class _Lookup(Effect):
-    """Storage says which keys it has."""
+class _LookupCompletion(CompletionHandler):
+    """Handler of the lookup: loads the keys that storage has."""
 
     def __init__(self, prefetch: Prefetch) -> None:
         self._prefetch = prefetch
         self.runs = prefetch.runs
 
-    def end(self, ok: Sequence[bool]) -> None:
-        """See Effect."""
+    def on_result(self, ok: Sequence[bool]) -> None:
+        """See CompletionHandler."""
         self.runs = []  # the load holds them now
         self._prefetch.load(leading(ok))
 
-    def fenced(self) -> None:
-        """See Effect: it has no blocks."""
+    def on_fence(self) -> None:
+        """See CompletionHandler. A lookup has no blocks."""
 
 
-class _Fetch(Effect):
-    """Blocks are copied from storage to the host, and enter the tree when they have arrived.
+class _FetchCompletion(CompletionHandler):
+    """Handler of a load from storage to the host: blocks that arrived enter the tree.
 
-    What has not arrived is held until nobody can write it any more.
+    Blocks that did not arrive stay quarantined until the fence.
     """
 
     def __init__(
         self,
-        tiers: TierState,
+        state: TierState,
         prefetch: Prefetch,
         tokens: bytes,
         namespace: bytes,
         ids: Int32Array,
         keys: list[bytes],
     ) -> None:
-        self._tiers = tiers
+        self._state = state
         self._prefetch = prefetch
         self.runs = prefetch.runs
         self._tokens = tokens
@@ -117,53 +116,53 @@ class _Fetch(Effect):
         self._ids = ids
         self._keys = keys
 
-    def end(self, ok: Sequence[bool]) -> None:
-        """See Effect."""
-        tiers, good = self._tiers, leading(ok)
-        come, self._ids = self._ids[:good], self._ids[good:]
+    def on_result(self, ok: Sequence[bool]) -> None:
+        """See CompletionHandler."""
+        state, good = self._state, leading(ok)
+        loaded, self._ids = self._ids[:good], self._ids[good:]
         if good:
-            lost_bytes = len(self._ids) * tiers.tree.block_bytes
+            lost_bytes = len(self._ids) * state.tree.block_bytes
             tokens = self._tokens[: len(self._tokens) - lost_bytes]
-            node = tiers.tree.attach(self._namespace, tokens, come, self._keys[:good])
+            node = state.tree.attach(self._namespace, tokens, loaded, self._keys[:good])
             attached = 0 if node is None else node.num_blocks
-            tiers.host.pool.recycle(come[: good - attached])
+            state.host.pool.recycle(loaded[: good - attached])
             if node is not None:
-                tiers.uses.note([node])
-            tiers.fetched_blocks += good
+                state.recency.record_use([node])
+            state.fetched_blocks += good
         self._prefetch.end(good)
 
-    def fenced(self) -> None:
-        """See Effect."""
-        self._tiers.host.pool.recycle(self._ids)
+    def on_fence(self) -> None:
+        """See CompletionHandler."""
+        self._state.host.pool.recycle(self._ids)
 
-    def own_host_blocks(self) -> list[int]:
-        """See Effect."""
+    def owned_host_blocks(self) -> list[int]:
+        """See CompletionHandler."""
         return [int(block) for block in self._ids]
 
 
-def prefetch(
-    tiers: TierState, writer: HostWriter, tokens: Tokens, namespace: bytes
+def start_prefetch(
+    state: TierState, offloader: Offloader, tokens: Tokens, namespace: bytes
 ) -> Prefetch | None:
     """See `Tiers.prefetch`."""
     tokens = as_tokens(tokens)
-    match = tiers.cache.match(tokens, namespace)
-    block_size = tiers.cache.block_size
+    match = state.cache.match(tokens, namespace)
+    block_size = state.cache.block_size
     have, whole = match.num_blocks + match.num_host_blocks, len(tokens) // block_size
-    storage_keys = tiers.tree.keys
+    storage_keys = state.tree.keys
     if storage_keys is None or have == whole:
         return None
-    parent = _last_key(tiers, match)
+    parent = _last_key(state, match)
     keys = storage_keys.namespace.block_keys(tokens[have * block_size :], namespace, parent)
     path = tokens[: whole * block_size].tobytes()
-    asked = Prefetch(tiers, writer, path, namespace, keys)
-    asked.runs = tiers.host.hold(match.host_runs)
-    asked.op_id = tiers.submit(OpKind.LOOKUP, _Lookup(asked), keys=keys)
-    return asked
+    prefetch = Prefetch(state, offloader, path, namespace, keys)
+    prefetch.runs = state.host.hold(match.host_runs)
+    prefetch.op_id = state.submit(OpKind.LOOKUP, _LookupCompletion(prefetch), keys=keys)
+    return prefetch
 
 
-def _last_key(tiers: TierState, match: Match) -> bytes | None:
+def _last_key(state: TierState, match: Match) -> bytes | None:
     """Return the key of the last block of a match; None if it has no block."""
-    walk, keys = match._walk, tiers.tree.keys
+    walk, keys = match._walk, state.tree.keys
     if walk is None or keys is None:
         return None
     node: Node | None
@@ -176,7 +175,7 @@ def _last_key(tiers: TierState, match: Match) -> bytes | None:
         node, num_blocks = walk.inside, walk.inside_blocks
     else:
         node, num_blocks = walk.node, walk.node.num_blocks
-    if num_blocks == 0:  # it is the root
+    if num_blocks == 0:  # the root
         return None
     end = num_blocks * KEY_BYTES
-    return keys.of(tiers.tree.path(node))[end - KEY_BYTES : end]
+    return keys.of(state.tree.path(node))[end - KEY_BYTES : end]

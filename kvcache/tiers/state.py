@@ -12,9 +12,9 @@ from ..prefix.block_pool import BlockPool
 from ..prefix.lease import Lease, Match
 from ..tokens import Tokens
 from .host_tier import HostConfig, HostRun, HostTier
-from .operations import Effect, Operations, OpKind
+from .operations import CompletionHandler, Operations, OpKind
 from .parked import Parked
-from .storage_recency import StorageUses
+from .storage_recency import StorageRecency
 from .tiered_tree import TieredTree
 
 COPY_TIMEOUT_S: Final = 60.0
@@ -54,7 +54,7 @@ class TierState:
         tree: the radix tree of all tiers.
         host: the host tier.
         operations: operations that have not ended.
-        uses: recency that storage is told of.
+        recency: recency reports to storage.
         parked: parked requests, oldest first.
         stored_blocks: number of blocks written to storage.
         fetched_blocks: number of blocks read from storage.
@@ -71,17 +71,17 @@ class TierState:
         self.cache = cache
         self.device_pool = device_pool
         self.publish_run = publish_run
-        self.host = HostTier(config.num_blocks, spares_first=config.write != "through")
+        self.host = HostTier(config.num_blocks, redundant_first=config.write != "through")
         self.tree = TieredTree(cache.block_size, self.host)
         self.operations = Operations()
-        self.uses = StorageUses(self.tree)
+        self.recency = StorageRecency(self.tree)
         self.parked: dict[Parked, None] = {}
         self.stored_blocks = self.fetched_blocks = 0
 
     def submit(
         self,
         kind: OpKind,
-        effect: Effect,
+        handler: CompletionHandler,
         sources: bytes = b"",
         destinations: bytes = b"",
         keys: Sequence[bytes] = (),
@@ -89,7 +89,7 @@ class TierState:
         """Queue an operation on blocks that are given as bytes of int32."""
         return self.operations.submit(
             kind,
-            effect,
+            handler,
             epoch=self.cache.epoch,
             sources=np.frombuffer(sources, np.int32),
             destinations=np.frombuffer(destinations, np.int32),
@@ -97,22 +97,22 @@ class TierState:
             timeout_s=STORAGE_TIMEOUT_S if keys else COPY_TIMEOUT_S,
         )
 
-    def let_go(self, holder: list[HostRun]) -> None:
+    def release_hold(self, holder: list[HostRun]) -> None:
         """End a hold; the "exclusive" policy then drops copies of blocks on the device."""
         runs = list(holder)
-        self.host.let_go(holder)
+        self.host.release_hold(holder)
         for run in runs:
             if run.node is not None:
-                self.keep_one(run)
+                self.drop_redundant(run)
 
-    def keep_one(self, run: HostRun) -> None:
+    def drop_redundant(self, run: HostRun) -> None:
         """Drop a copy of blocks on the device if the policy keeps each block in one tier."""
-        assert run.node is not None, "a dropped copy is looked at"
+        assert run.node is not None, "a dropped copy is kept"
         moved = self.config.write == "exclusive" and run.is_valid and not run.holders
-        if run.node.device_blocks and (moved or run.leaving):
+        if run.node.device_blocks and (moved or run.promoting):
             self.host.drop(run)
 
-    def settle_parked(self) -> None:
+    def release_saved(self) -> None:
         """Release the leases of parked requests that no operation copies any more.
 
         A lease keeps its blocks for every operation that reads them, not only for the request's
@@ -120,16 +120,16 @@ class TierState:
         host blocks once those are stored.
         """
         for parked in self.parked:
-            if not (parked.saved or parked.is_copied):
-                self.settle(parked)
+            if not (parked.saved or parked.is_saving):
+                self.mark_saved(parked)
             if parked.where == "storage" and parked.saved and all(r.stored for r in parked.runs):
-                self.let_go(parked.runs)
+                self.release_hold(parked.runs)
 
-    def settle(self, parked: Parked) -> None:
+    def mark_saved(self, parked: Parked) -> None:
         """Release the lease of a parked request, and keep only the copies that succeeded."""
         saved = self.host.hold([run for run in parked.runs if run.node is not None])
         parked.failed = parked.failed or len(saved) < len(parked.runs)
-        self.let_go(parked.runs)
+        self.release_hold(parked.runs)
         parked.runs = saved
         parked.saved, parked.lease.parking = True, False
         self.cache.release(parked.lease)

@@ -1,4 +1,4 @@
-"""The storage keys of what a tree holds: each is made once, when it is wanted, and kept."""
+"""Cache of the storage keys of nodes: each key is computed once, on demand."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ if TYPE_CHECKING:
     from ..storage.keys import StorageNamespace
 
 
-class NodeKeys:
-    """The keys of nodes, joined: 32 bytes per block, of those that were asked for.
+class StorageKeyCache:
+    """Storage keys of nodes, 32 bytes per block, as far as they were needed.
 
     ::
 
         tokens of a node   | block | block | block | block |
-        its keys, joined   | key   | key   |                  the rest when it is wanted
+        its keys, joined   | key   | key   |                  the rest on demand
 
     Attributes:
-        namespace: whose blocks they name.
-        known: what there is of the keys of a node, from its first block on.
-        told_at: when, and with what, storage was last told that a node is used: `StorageUses`.
+        namespace: namespace of the keys.
+        known: keys of a node's first blocks, joined.
+        reported_at: time and report in which a node was last reported: see `StorageRecency`.
     """
 
     def __init__(self, namespace: StorageNamespace) -> None:
         self.namespace = namespace
         self.known: dict[Node, bytes] = {}
-        self.told_at: dict[Node, tuple[int, int]] = {}
+        self.reported_at: dict[Node, tuple[int, int]] = {}
 
     def learn(self, node: Node, keys: Sequence[bytes]) -> None:
-        """Keep the keys of all blocks of a node, which were made before it was one."""
+        """Set the keys of all blocks of a node."""
         self.known[node] = b"".join(keys)
 
     def of(self, path: Sequence[Node]) -> bytes:
-        """Return the keys of the last node of a path from its root on."""
+        """Return the joined keys of the last node of a path that starts below the root."""
         root = path[0].parent
         assert root is not None, "a path without a root"
         parent: bytes | None = None
@@ -57,20 +57,20 @@ class NodeKeys:
         return keys
 
     def each(self, path: Sequence[Node]) -> list[bytes]:
-        """Return the same keys apart."""
+        """Return the keys of the last node of a path, one by one."""
         keys = self.of(path)
         return [keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES)]
 
     def split(self, lower: Node, upper: Node, num_blocks: int) -> None:
-        """Give the keys of the first num_blocks blocks to upper."""
+        """Move the keys of the first num_blocks blocks of lower to upper."""
         keys = self.known.get(lower)
         if keys is not None:
             cut = num_blocks * KEY_BYTES
             self.known[upper], self.known[lower] = keys[:cut], keys[cut:]
-        if lower in self.told_at:
-            self.told_at[upper] = self.told_at[lower]
+        if lower in self.reported_at:
+            self.reported_at[upper] = self.reported_at[lower]
 
     def forget(self, node: Node) -> None:
-        """Leave nothing of a node that has died."""
+        """Forget a node that left the tree."""
         self.known.pop(node, None)
-        self.told_at.pop(node, None)
+        self.reported_at.pop(node, None)

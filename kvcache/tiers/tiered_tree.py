@@ -1,4 +1,4 @@
-"""A radix tree whose nodes may be on the host instead of the device, or on both."""
+"""Radix tree whose nodes are on the device, on the host, or on both."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import cast
 
-from ..prefix.idle_list import unlink
+from ..prefix.eviction_order import unlink
 from ..prefix.node import (
     ITEM_BYTES,
     Node,
@@ -15,31 +15,31 @@ from ..prefix.node import (
 from ..prefix.radix_tree import RadixTree
 from ..tokens import Int32Array
 from .host_tier import HostRun, HostTier, TieredNode
-from .storage_keys import NodeKeys
+from .storage_keys import StorageKeyCache
 
 
 class TieredTree(RadixTree):
-    """A radix tree with a host tier under the device.
+    """Radix tree with a host tier below the device.
 
     ::
 
-        root --[device]--[both]--+--[host]--[host]       below what only the host has,
+        root --[device]--[both]--+--[host]--[host]       below a node that only the host has,
                                  +--[device]             nothing is on the device
 
-    A walk, a pin and the idle list know what is on the device; the host tier has its own list.
+    Walks, pins and the idle list concern nodes on the device; the host tier has its own lists.
 
     Attributes:
-        host: the blocks of the host tier.
-        keys: of its nodes in storage; None: there is no storage.
-        hits: how often nodes without a copy were hit, where that is counted.
-        dropped_blocks: blocks that left the host tier for good, or found no room in it.
+        host: the host tier.
+        keys: storage keys of the nodes; None without storage.
+        hits: number of hits of nodes without a copy, if the policy counts them.
+        dropped_blocks: number of blocks dropped from the host tier, or for lack of room in it.
     """
 
     def __init__(self, block_size: int, host: HostTier) -> None:
         super().__init__(block_size)
         self._node_type = TieredNode
         self.host = host
-        self.keys: NodeKeys | None = None
+        self.keys: StorageKeyCache | None = None
         self.hits: Counter[Node] = Counter()
         self.dropped_blocks = 0
 
@@ -58,10 +58,10 @@ class TieredTree(RadixTree):
         return [cast("TieredNode", node) for node in self.nodes()]
 
     def host_runs(self, node: Node, tokens: memoryview) -> tuple[list[HostRun], int]:
-        """Follow tokens on from where a walk ended, through what the host alone has.
+        """Follow tokens from the end of a walk through nodes that only the host has.
 
         Returns:
-            The copies that match, and how many blocks of them: the last may match in part.
+            The matching copies, and how many blocks match: the last copy may match in part.
         """
         runs: list[HostRun] = []
         place = cast("TieredNode", node)
@@ -80,7 +80,7 @@ class TieredTree(RadixTree):
         return runs, position // block_bytes
 
     def unpin(self, node: Node) -> None:
-        """End one use of the path to node, which is then the last used on the host, too."""
+        """Unpin the path to node, and make its host copies the warmest."""
         place: TieredNode | None = cast("TieredNode", node)
         while place is not None:
             if place.host is not None:
@@ -89,7 +89,7 @@ class TieredTree(RadixTree):
         super().unpin(node)
 
     def split(self, lower: Node, num_blocks: int) -> TieredNode:
-        """Cut a run in two, in every tier, and return the upper part."""
+        """Cut a node in two, in every tier, and return the upper part."""
         upper = super().split(lower, num_blocks)
         assert isinstance(lower, TieredNode) and isinstance(upper, TieredNode), "a bare node"
         if lower in self.hits:
@@ -100,16 +100,16 @@ class TieredTree(RadixTree):
             self.keys.split(lower, upper, num_blocks)
         return upper
 
-    def adopt(self, node: Node, tokens: bytes, device_blocks: bytes) -> TieredNode:
-        """Put on the device what only the host had, as a lease has computed or loaded it.
+    def add_device_blocks(self, node: Node, tokens: bytes, device_blocks: bytes) -> TieredNode:
+        """Put a node that only the host had on the device; a lease computed or loaded its blocks.
 
         Args:
-            node: not on the device, and below the last node of that lease.
-            tokens, device_blocks: of a run that begins with the first block of node; either may be
-                the longer one, and they may differ after some blocks.
+            node: a child of the lease's last node that is not on the device.
+            tokens, device_blocks: a run, as bytes of int32. Its first block is that of node; either
+                may be longer, and they may differ after some blocks.
 
         Returns:
-            The part of node that is on the device now, pinned by that lease.
+            The part of node that is on the device now, pinned by the lease.
         """
         adopted = cast("TieredNode", node)
         num_bytes = adopted.num_blocks * self.block_bytes
@@ -123,9 +123,9 @@ class TieredTree(RadixTree):
         return adopted
 
     def take_coldest(self, num_blocks: int) -> list[TieredNode]:
-        """Take the num_blocks least recently used leaf blocks out of the idle list, as whole nodes.
+        """Remove the num_blocks least recently used leaf blocks from the idle list, as whole nodes.
 
-        They still name their device blocks; the caller takes those away.
+        The nodes keep their device blocks; the caller clears them.
         """
         num_blocks = min(num_blocks, self.num_idle)
         self.version += 1
@@ -136,7 +136,7 @@ class TieredTree(RadixTree):
             node = cast("TieredNode", self._idle.warmer)
             assert node is not self._idle, "the idle list is too short"
             if node.num_blocks > num_blocks:
-                self.split(node, node.num_blocks - num_blocks)  # the lower part keeps its name
+                self.split(node, node.num_blocks - num_blocks)  # the lower part stays node
             unlink(node)
             self.hits.pop(node, None)
             num_blocks -= node.num_blocks
@@ -144,7 +144,7 @@ class TieredTree(RadixTree):
         return nodes
 
     def remove(self, node: TieredNode) -> None:
-        """Take a node that is not on the device out of the tree, and all that follows it."""
+        """Remove a node that is not on the device, and all nodes below it."""
         parent = node.parent
         assert parent is not None, "a dead node is removed again"
         del parent.children[node.key]
@@ -154,12 +154,12 @@ class TieredTree(RadixTree):
             dead = stack.pop()
             assert not dead.device_blocks, "a node on the device is removed"
             stack.extend(dead.children.values())
-            self._died(dead)
+            self._clear(dead)
         if parent.parent is None:
             self._drop_empty(parent)
 
-    def _died(self, node: Node) -> None:
-        """Leave nothing behind in a node, nor on the host."""
+    def _clear(self, node: Node) -> None:
+        """Clear a removed node and drop its copy."""
         assert isinstance(node, TieredNode), "a bare node"
         if node.host is not None:
             self.dropped_blocks += node.host.num_blocks
@@ -167,21 +167,21 @@ class TieredTree(RadixTree):
         self.hits.pop(node, None)
         if self.keys is not None:
             self.keys.forget(node)
-        super()._died(node)
+        super()._clear(node)
 
     def attach(
         self, namespace: bytes, tokens: bytes, host_blocks: Int32Array, keys: Sequence[bytes]
     ) -> TieredNode | None:
-        """Add the last blocks of a path, which storage had and the host has now.
+        """Add the last blocks of a path, which were loaded from storage to the host.
 
         Args:
-            namespace, tokens: the path from its root on, as bytes of int32.
+            namespace, tokens: the whole path; tokens as bytes of int32.
             host_blocks: host ids of its last blocks.
-            keys: of those.
+            keys: storage keys of those blocks.
 
         Returns:
-            The node of those that are in the tree now, from the last on. The others are there
-            already, or, if what they follow is no longer cached, none can be.
+            A new node with the last of those blocks; the tree had the others already. None if it
+            had all of them, or no longer has the blocks before them.
         """
         root = self.roots.get(namespace) or self.add_root(namespace)
         walk = self._find(root, memoryview(tokens))
@@ -195,17 +195,17 @@ class TieredTree(RadixTree):
             parent = self.split(walk.inside, walk.inside_blocks)
         rest = tokens[walk.num_bytes :]
         node = TieredNode(parent, rest[: self.block_bytes], rest, b"")
-        parent.adopt(node)
-        run = self.host.land(node, host_blocks[-missing:])
-        run.stored = True  # that is where it came from
-        assert self.keys is not None, "what there is no storage for came from it"
+        parent.add_child(node)
+        run = self.host.add_copy(node, host_blocks[-missing:])
+        run.stored = True  # it came from storage
+        assert self.keys is not None, "a block was loaded from storage, but the cache has none"
         self.keys.learn(node, keys[-missing:])
-        self.host.settle(run)
+        self.host.mark_valid(run)
         self.version += 1
         return node
 
     def _find(self, root: Node, tokens: memoryview) -> Walk:
-        """Follow tokens down as far as any tier has them, or is about to."""
+        """Follow tokens down as far as any tier has them, copies in flight included."""
         walk = self.walk(root, tokens)
         if walk.inside is not None:
             return walk

@@ -166,10 +166,11 @@ def _wrong_of(adapter: CacheUnderTest, lease: Any) -> Iterator[Call]:
 
 def _of_ended(adapter: CacheUnderTest, lease: Any) -> Iterator[Call]:
     manager = adapter.manager
-    rule, text = R4, "LeaseError: the lease was released, or is of another manager"
+    rule, text = R4, "LeaseError: the lease was released or belongs to another manager"
     if lease.epoch != manager.epoch:
         rule = R5
-        text = f"LeaseError: the lease is of epoch {lease.epoch}, the cache of {manager.epoch}"
+        text = f"LeaseError: the lease is of epoch {lease.epoch}, "
+        text += f"but the cache is at epoch {manager.epoch}"
         yield rule, "", lambda: manager.release(lease)  # it ended with the reset: harmless
     else:
         yield rule, text, lambda: manager.release(lease)

@@ -56,7 +56,7 @@ class TierAdapter(CacheAdapter):
             config["num_blocks"], size, host=host, storage=keys if config["storage"] else None
         )
         self.tiers = self.manager.tiers
-        kvcache.tiers.storage_recency.TOLD_FOR = window_of(config)
+        kvcache.tiers.storage_recency.REPORT_INTERVAL = window_of(config)
         self._keys = keys
         self.parked_requests: dict[str, Any] = {}
         self.parking: dict[str, Any] = {}  # their leases, until those have ended

@@ -36,28 +36,28 @@ def _wrong_configs(adapter: TiersUnderTest) -> Iterator[Call]:
         ((0,), "CountError: num_blocks must be at least 1, got 0"),
         ((1, "through", -1), "CountError: hits must be at least 0, got -1"),
         ((1, "never"), f"HostConfigError: write must be one of {policies}, got 'never'"),
-        ((1, "back", 1), "HostConfigError: hits are counted with write='through', not 'back'"),
+        ((1, "back", 1), "HostConfigError: hits needs write='through', got write='back'"),
     ):
         yield R3, text, partial(host, *arguments)
     yield R3, "HostConfigError: host must be a HostConfig, got 4", partial(manager, 1, 1, host=4)
-    text = "StorageConfigError: storage must be a StorageNamespace here, got str"
+    text = "StorageConfigError: storage must be a StorageNamespace, got str"
     yield R3, text, lambda: manager(1, 2, host=host(1), storage="s3://bucket")
-    text = "StorageConfigError: storage needs a host tier, through which its blocks pass"
+    text = "StorageConfigError: storage needs a host tier, because its blocks pass through the host"
     yield R3, text, partial(manager, 1, 1, storage=storage_of(1))
-    text = "StorageConfigError: storage has blocks of 3 tokens, the cache of 2"
+    text = "StorageConfigError: storage has blocks of 3 tokens, but the cache of 2"
     yield R3, text, lambda: manager(1, 2, host=host(1), storage=storage_of(3))
 
 
 def _wrong_of_lease(adapter: TiersUnderTest, name: str) -> Iterator[Call]:
     """Yield what cannot be done with a lease now."""
     lease, tiers, manager = adapter.leases[name], adapter.tiers, adapter.manager
-    text = "StorageConfigError: a request is parked in 'host' or 'storage', not 'disk'"
+    text = "StorageConfigError: where must be 'host' or 'storage', got 'disk'"
     yield R3, text, lambda: tiers.park(lease, [], "disk")
     if tiers.storage is None:
-        text = "StorageConfigError: a request is parked in storage, but the cache has none"
+        text = "StorageConfigError: where is 'storage', but the cache has no storage"
         yield R3, text, lambda: tiers.park(lease, [], "storage")
     if lease.loading is not None:
-        text = "LeaseError: a lease is published while it is loaded or parked"
+        text = "LeaseError: the lease cannot be published while it is loading or parking"
         for call in (manager.publish, tiers.fork, tiers.park):
             yield R3, text, partial(call, lease, [])
         text = "CountError: num_tokens must be at least 0, got -1"
@@ -70,15 +70,14 @@ def _wrong_of_parked(adapter: TiersUnderTest, name: str) -> Iterator[Call]:
     number = parked.num_tokens
     few = manager.match(np.zeros(number - 1, np.int32))
     if parked.saved:
-        text = (
-            f"LeaseError: a request was parked with {number} tokens, but resumes with {number - 1}"
-        )
+        text = f"LeaseError: the request was parked with {number} tokens, "
+        text += f"but resumes with {number - 1}"
         yield R3, text, lambda: manager.admit(few, parked)
         return
     lease = parked.lease
-    text = "LeaseError: the parked request is still being copied"
+    text = "LeaseError: the parked request is not saved yet: its copy is still in flight"
     yield R3, text, lambda: manager.admit(few, parked)
-    text = "LeaseError: a lease is published while it is loaded or parked"
+    text = "LeaseError: the lease cannot be published while it is loading or parking"
     yield R3, text, lambda: manager.publish(lease, [])
-    text = "LeaseError: a lease that is being parked ends when its copy does"
+    text = "LeaseError: the lease is being parked: it ends with its copy"
     yield R3, text, lambda: type(manager).release(manager, lease)

@@ -24,7 +24,7 @@ def snapshot_of(adapter: TiersUnderTest) -> TierSnapshot:
     idle: list[int] = []
     for run in tiers.state.host.idle_runs():
         blocks = memoryview(run.blocks).cast("i").tolist()
-        idle += blocks if tiers.state.host.is_spare(run) else reversed(blocks)
+        idle += blocks if tiers.state.host.is_redundant(run) else reversed(blocks)
     stats = tiers.stats()
     return TierSnapshot(
         tiers.state.host.pool.free_ids().tolist(),
@@ -62,7 +62,7 @@ def _see_node(
     tokens = (*before, *memoryview(node.tokens).cast("i").tolist())[:end]
     run = node.host
     if run is not None:
-        state = "landing" if run.landing else "leaving" if run.leaving else "host"
+        state = "landing" if run.in_flight else "leaving" if run.promoting else "host"
         if state != "leaving" or not node.device_blocks:
             ids = memoryview(run.blocks).cast("i").tolist()
             for index, block in enumerate(ids, 1):

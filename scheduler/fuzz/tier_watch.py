@@ -13,20 +13,20 @@ from .protocols import TiersUnderTest
 def watch(adapter: TiersUnderTest, told: TierEvents) -> None:
     """Report from now on what happens below the device, and to leases that end by themselves."""
     manager, tiers = adapter.manager, adapter.tiers
-    tree, pool, reader = tiers.state.tree, tiers.state.host.pool, tiers.reader
-    names: dict[Any, str] = {}  # of heirs of leases
+    tree, pool, loader = tiers.state.tree, tiers.state.host.pool, tiers.loader
+    names: dict[Any, str] = {}  # of detached leases
     del tree.evict  # of a tree without tiers
 
     def watched_evict(num_blocks: int) -> np.ndarray:
-        victims: np.ndarray = type(tiers.writer).evict(tiers.writer, num_blocks)
+        victims: np.ndarray = type(tiers.offloader).evict(tiers.offloader, num_blocks)
         told.evicted(victims.tolist())
         return victims
 
-    def watched_adopt(node: Any, tokens: bytes, device_blocks: bytes) -> Any:
-        adopted = type(tree).adopt(tree, node, tokens, device_blocks)
-        blocks = memoryview(adopted.device_blocks).cast("i").tolist()
+    def watched_add(node: Any, tokens: bytes, device_blocks: bytes) -> Any:
+        added = type(tree).add_device_blocks(tree, node, tokens, device_blocks)
+        blocks = memoryview(added.device_blocks).cast("i").tolist()
         told.published(adapter.publisher, blocks)
-        return adopted
+        return added
 
     def watched_allocate(num_blocks: int) -> np.ndarray:
         ids: np.ndarray = type(pool).allocate(pool, num_blocks)
@@ -48,25 +48,25 @@ def watch(adapter: TiersUnderTest, told: TierEvents) -> None:
         adapter.parking.pop(name, None)
         told.ended(name)
 
-    def watched_abandon(lease: Any) -> None:
-        type(reader).abandon(reader, lease)
-        names.update({heir: f"op {heir.loading}" for heir in reader.heirs.values()})
+    def watched_detach(lease: Any) -> None:
+        type(loader).detach(loader, lease)
+        names.update({lease: f"op {lease.loading}" for lease in loader.detached.values()})
 
-    def watched_end_heir(promotion: Any) -> None:
-        if promotion not in reader.heirs:
+    def watched_release_detached(completion: Any) -> None:
+        if completion not in loader.detached:
             return
-        name = names.pop(reader.heirs[promotion])
+        name = names.pop(loader.detached[completion])
         told.ends(name)
-        type(reader).end_heir(reader, promotion)
+        type(loader).release_detached(loader, completion)
         told.ended(name)
 
     def watched_reset() -> None:
-        for heir in reversed(reader.heirs.values()):
-            told.forgotten(names.pop(heir))
-        type(reader).reset(reader)
+        for lease in reversed(loader.detached.values()):
+            told.forgotten(names.pop(lease))
+        type(loader).reset(loader)
 
-    reader.abandon, reader.reset = watched_abandon, watched_reset
-    reader.end_heir = watched_end_heir
-    tiers.writer.evict, tree.adopt = watched_evict, watched_adopt
+    loader.detach, loader.reset = watched_detach, watched_reset
+    loader.release_detached = watched_release_detached
+    tiers.offloader.evict, tree.add_device_blocks = watched_evict, watched_add
     pool.allocate, pool.recycle = watched_allocate, watched_recycle
     manager.release = watched_release

@@ -123,7 +123,7 @@ def test_a_conversation_survives_its_engine_in_files(compiled, model, expected, 
 
 
 def test_the_parts_of_a_prompt_are_where_it_came_from(compiled, model, tmp_path, monkeypatch):
-    monkeypatch.setattr(storage_uses, "TOLD_FOR", 0)  # of each use, storage is told
+    monkeypatch.setattr(storage_uses, "REPORT_INTERVAL", 0)  # of each use, storage is told
     namespace = make_storage_namespace(model("llama"), "tiny", 4)
     prompt = PROMPTS[0]
     parts = []
@@ -298,7 +298,7 @@ def test_a_storage_that_does_not_fit_is_refused(model, tmp_path):
         with refused(ConfigError, text):
             wrong = replace(right, layers=(0, 5))
             make(host=HostConfig(8), storage=storage, storage_namespace=wrong)
-        text = "storage needs a host tier, through which its blocks pass"
+        text = "storage needs a host tier, because its blocks pass through the host"
         with refused(StorageConfigError, text):
             make(storage=storage, storage_namespace=right)
 

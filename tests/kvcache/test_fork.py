@@ -146,5 +146,5 @@ def test_refused():
     memory.manager.release(lease)
     with pytest.raises(LeaseError) as released:
         memory.tiers.fork(lease, TOKENS)
-    assert str(released.value) == "the lease was released, or is of another manager"
+    assert str(released.value) == "the lease was released or belongs to another manager"
     assert memory.take() == []

@@ -26,12 +26,12 @@ from .tier_memory import TierMemory
         (
             {"num_blocks": 1, "hits": 2},
             HostConfigError,
-            "hits are counted with write='through', not None",
+            "hits needs write='through', got write=None",
         ),
         (
             {"num_blocks": 1, "write": "back", "hits": 2},
             HostConfigError,
-            "hits are counted with write='through', not 'back'",
+            "hits needs write='through', got write='back'",
         ),
     ],
 )

@@ -11,12 +11,12 @@ from radixkv.kvcache import (
     OpId,
     OpKind,
 )
-from radixkv.kvcache.tiers.operations import Effect, Operations
+from radixkv.kvcache.tiers.operations import CompletionHandler, Operations
 
 from .tier_memory import TierMemory
 
 
-class Record(Effect):
+class Record(CompletionHandler):
     """Notes in a list, shared by some effects, what happens to it."""
 
     def __init__(self, name: str, events: list[str]) -> None:
@@ -24,10 +24,10 @@ class Record(Effect):
         self.name = name
         self.events = events
 
-    def end(self, ok: Sequence[bool]) -> None:
+    def on_result(self, ok: Sequence[bool]) -> None:
         self.events.append(f"{self.name} {''.join('+' if good else '-' for good in ok)}")
 
-    def fenced(self) -> None:
+    def on_fence(self) -> None:
         self.events.append(f"{self.name} fenced")
 
 

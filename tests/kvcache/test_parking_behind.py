@@ -40,7 +40,7 @@ def test_it_is_saved_when_the_other_copy_is():
     parked, through = park_behind(memory, WHOLE)
     assert memory.take() == []  # it needs none of its own
     assert memory.manager.evict(4) == 0
-    with pytest.raises(LeaseError, match="still being copied"):
+    with pytest.raises(LeaseError, match="still in flight"):
         memory.manager.admit(memory.manager.match(WHOLE), parked)
     assert memory.residency(WHOLE) == "dd"
     memory.finish(through)

@@ -11,7 +11,7 @@ from radixkv.kvcache import (
 
 from .test_parking import TOKENS, memory_of, park, resume
 
-ENDED = "the parked request was resumed or let go before, or is of another cache"
+ENDED = "the parked request was resumed or unparked, or is of another cache"
 
 
 def test_let_go_twice():
@@ -53,7 +53,9 @@ def test_resumed_while_it_is_saved():
     for _ in range(2):  # queued, and dispatched
         with pytest.raises(LeaseError) as caught:
             memory.manager.admit(memory.manager.match(TOKENS), parked)
-        assert str(caught.value) == "the parked request is still being copied"
+        assert (
+            str(caught.value) == "the parked request is not saved yet: its copy is still in flight"
+        )
         memory.take()
     memory.settle()
     assert resume(memory, parked, TOKENS) == 5
@@ -66,7 +68,7 @@ def test_resumed_with_fewer_tokens():
     before = memory.manager.stats()
     with pytest.raises(LeaseError) as caught:
         memory.manager.admit(memory.manager.match(TOKENS[:4]), parked)
-    assert str(caught.value) == "a request was parked with 5 tokens, but resumes with 4"
+    assert str(caught.value) == "the request was parked with 5 tokens, but resumes with 4"
     assert memory.manager.stats() == before
     assert resume(memory, parked, TOKENS) == 5
 
@@ -93,15 +95,15 @@ def test_a_lease_that_is_parked_is_used():
     for call in (memory.manager.publish, memory.tiers.park, memory.tiers.fork):
         with pytest.raises(LeaseError) as caught:
             call(parked.lease, TOKENS)
-        assert str(caught.value) == "a lease is published while it is loaded or parked"
+        assert str(caught.value) == "the lease cannot be published while it is loading or parking"
     with pytest.raises(LeaseError) as caught:
         memory.manager.release(parked.lease)
-    assert str(caught.value) == "a lease that is being parked ends when its copy does"
+    assert str(caught.value) == "the lease is being parked: it ends with its copy"
     memory.manager.check()
     memory.settle()
     with pytest.raises(LeaseError) as caught:
         memory.manager.release(parked.lease)
-    assert str(caught.value) == "the lease was released, or is of another manager"
+    assert str(caught.value) == "the lease was released or belongs to another manager"
 
 
 def test_a_lease_that_loads_is_used():
@@ -111,7 +113,7 @@ def test_a_lease_that_loads_is_used():
     for call in (memory.manager.publish, memory.tiers.park, memory.tiers.fork):
         with pytest.raises(LeaseError) as caught:
             call(lease, TOKENS)
-        assert str(caught.value) == "a lease is published while it is loaded or parked"
+        assert str(caught.value) == "the lease cannot be published while it is loading or parking"
     memory.manager.check()
     memory.settle()
     memory.compute(lease, TOKENS)
@@ -129,8 +131,8 @@ def test_parked_with_more_tokens_than_there_is_room_for():
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        ("storage", "a request is parked in storage, but the cache has none"),
-        ("disk", "a request is parked in 'host' or 'storage', not 'disk'"),
+        ("storage", "where is 'storage', but the cache has no storage"),
+        ("disk", "where must be 'host' or 'storage', got 'disk'"),
     ],
 )
 def test_parked_where_nothing_can_be(where, message):

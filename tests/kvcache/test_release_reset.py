@@ -15,7 +15,7 @@ from radixkv.kvcache import (
 from .helpers import hit, serve, start
 from .observe import observe
 
-RELEASED = "the lease was released, or is of another manager"
+RELEASED = "the lease was released or belongs to another manager"
 
 USES: list[Callable[[CacheManager, Lease], object]] = [
     lambda manager, lease: manager.publish(lease, []),
@@ -124,7 +124,7 @@ def test_a_lease_of_an_older_epoch_is_refused(use):
     before = observe(manager, [new], [(b"", [1, 2])])
     with pytest.raises(LeaseError) as caught:
         use(manager, old)
-    assert str(caught.value) == "the lease is of epoch 0, the cache of 1"
+    assert str(caught.value) == "the lease is of epoch 0, but the cache is at epoch 1"
     assert observe(manager, [new], [(b"", [1, 2])]) == before
     manager.check()
 

@@ -244,7 +244,7 @@ def test_a_lease_of_the_old_epoch_is_parked():
     for call in (memory.tiers.park, memory.tiers.fork):
         with pytest.raises(LeaseError) as caught:
             call(lease, [1])
-        assert str(caught.value) == "the lease is of epoch 0, the cache of 1"
+        assert str(caught.value) == "the lease is of epoch 0, but the cache is at epoch 1"
 
 
 # Without tiers

@@ -14,7 +14,7 @@ from .tier_memory import TierMemory
 @pytest.fixture
 def told_at_once(monkeypatch):
     """Of a path that is used again, storage is told again."""
-    monkeypatch.setattr(storage_uses, "TOLD_FOR", 0)
+    monkeypatch.setattr(storage_uses, "REPORT_INTERVAL", 0)
 
 
 def backwards(memory: TierMemory, tokens: Sequence[int], namespace: bytes = b"") -> list[bytes]:
@@ -87,7 +87,7 @@ class TestHowOften:
         return len(memory.tiers.take_used())
 
     def test_a_use_that_was_told_stands_for_the_next_ones(self, monkeypatch):
-        monkeypatch.setattr(storage_uses, "TOLD_FOR", 5)
+        monkeypatch.setattr(storage_uses, "REPORT_INTERVAL", 5)
         memory = TierMemory(8, 8, "through", storage=True)
         assert self.serve_and_count(memory, [1, 2]) == 2  # told when two blocks were stored
         assert [self.serve_and_count(memory, [1, 2]) for _ in range(6)] == [0, 0, 0, 0, 2, 0]
@@ -95,7 +95,7 @@ class TestHowOften:
         assert [self.serve_and_count(memory, [1, 2, last]) for last in (3, 4)] == [1, 3]
 
     def test_what_was_split_was_told(self, monkeypatch):
-        monkeypatch.setattr(storage_uses, "TOLD_FOR", 100)
+        monkeypatch.setattr(storage_uses, "REPORT_INTERVAL", 100)
         memory = TierMemory(8, 8, "through", storage=True)
         memory.serve([1, 2, 3])
         memory.tiers.take_used()
@@ -103,7 +103,7 @@ class TestHowOften:
 
     def test_what_nobody_takes_is_bounded(self, monkeypatch):
         monkeypatch.setattr(storage_uses, "_MOST_KEYS", 4)
-        monkeypatch.setattr(storage_uses, "TOLD_FOR", 1)
+        monkeypatch.setattr(storage_uses, "REPORT_INTERVAL", 1)
         memory = TierMemory(8, 8, "through", storage=True)
         for first in range(20):
             memory.serve([first, first])

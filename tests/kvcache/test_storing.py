@@ -193,14 +193,16 @@ def test_storage_that_a_cache_cannot_have():
     storage = StorageNamespace("m", "w", "float32", 2, (0, 1), (0, 1))
     with pytest.raises(StorageConfigError) as caught:
         CacheManager(4, 2, storage=storage)
-    assert str(caught.value) == "storage needs a host tier, through which its blocks pass"
+    assert (
+        str(caught.value) == "storage needs a host tier, because its blocks pass through the host"
+    )
     with pytest.raises(StorageConfigError) as other:
         CacheManager(4, 3, host=HostConfig(2), storage=storage)
-    assert str(other.value) == "storage has blocks of 2 tokens, the cache of 3"
+    assert str(other.value) == "storage has blocks of 2 tokens, but the cache of 3"
     url: Any = "redis://:hunter2@host"
     with pytest.raises(StorageConfigError) as third:
         CacheManager(4, 3, host=HostConfig(2), storage=url)
-    assert str(third.value) == "storage must be a StorageNamespace here, got str"
+    assert str(third.value) == "storage must be a StorageNamespace, got str"
     size: Any = 2
     with pytest.raises(HostConfigError) as fourth:
         CacheManager(4, 3, host=size)
@@ -212,5 +214,5 @@ def test_keys_of_another_cache_are_refused_later_too():
     assert memory.tiers.storage is not None
     with pytest.raises(StorageConfigError) as caught:
         memory.tiers.storage = replace(memory.namespace, block_size=2)
-    assert str(caught.value) == "storage has blocks of 2 tokens, the cache of 1"
+    assert str(caught.value) == "storage has blocks of 2 tokens, but the cache of 1"
     assert memory.tiers.storage == memory.namespace

@@ -243,7 +243,7 @@ class TierMemory:
         order: list[int] = []
         for run in runs:
             blocks = as_list(np.frombuffer(run.blocks, np.int32))
-            order += blocks if self.tiers.state.host.is_spare(run) else reversed(blocks)
+            order += blocks if self.tiers.state.host.is_redundant(run) else reversed(blocks)
         return [self.host[block] for block in order]
 
 

@@ -184,7 +184,7 @@ def parked_in_storage() -> tuple[TierHarness, Request]:
 def drop_all(harness: TierHarness) -> None:
     """Somebody else's blocks take the place of others on the host."""
     assert harness.manager.tiers is not None
-    harness.manager.tiers.writer.make_room(4)
+    harness.manager.tiers.offloader.make_room(4)
 
 
 def check_nothing_was_recomputed(harness: TierHarness, num_fetches: int) -> None:

@@ -44,7 +44,7 @@ ALL_WORLDS: Final[tuple[World, ...]] = ("cache", "pool", "tiers")
 HUNTED: Final[dict[str, tuple[World, ...]]] = {
     "prefix/radix_tree.py": ALL_WORLDS,
     "prefix/node.py": ALL_WORLDS,
-    "prefix/idle_list.py": ALL_WORLDS,
+    "prefix/eviction_order.py": ALL_WORLDS,
     "manager.py": ALL_WORLDS,
     "prefix/deduplication.py": ALL_WORLDS,
     "prefix/lease.py": ALL_WORLDS,

@@ -98,7 +98,7 @@ def test_what_was_moved_for_a_request_that_ends_is_not_lost(takes_first: bool) -
     world = subject().world(config)
     assert all([world.apply(operation) for operation in trace])
     assert world.situations["loaded for nobody"] == 1
-    publishes = "reader.promoted(self, self._num_good, self._tail_tokens)\n"
+    publishes = "loader.publish_loaded(self, self._num_good, self._tail_tokens)\n"
     lost = bug("lost", "tiers/load.py", (publishes, publishes.replace("self._num_good", "0")),
                world="tiers")  # fmt: skip
     violation = replay(subject_of(lost, "full"), config, trace)

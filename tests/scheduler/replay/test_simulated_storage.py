@@ -89,7 +89,7 @@ def test_a_touch_orders_what_is_there() -> None:
 def test_a_prefix_that_is_hit_on_the_device_stays_in_storage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(storage_uses, "TOLD_FOR", 2)  # less than storage has room for
+    monkeypatch.setattr(storage_uses, "REPORT_INTERVAL", 2)  # less than storage has room for
     manager = CacheManager(2, 1, host=HostConfig(4, "through"), storage=simulated_namespace(1))
     assert manager.tiers is not None
     links = TierLinks(manager.tiers, 1.0, 1e9, SimulatedStorage(3, COSTS))

@@ -62,7 +62,7 @@ ADMIT_BUGS = (
         "a match of before an eviction stays valid",
         MANAGER,
         (
-            "victims = (self._tree if tiers is None else tiers.writer).evict(num_blocks)",
+            "victims = (self._tree if tiers is None else tiers.offloader).evict(num_blocks)",
             "version = self._tree.version\n"
             "        victims = self._tree.evict(num_blocks)\n"
             "        self._tree.version = version",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .plant import bug
 
-TREE, IDLE = "prefix/radix_tree.py", "prefix/idle_list.py"
+TREE, IDLE = "prefix/radix_tree.py", "prefix/eviction_order.py"
 
 APPEND_BUGS = (
     bug(
@@ -78,7 +78,7 @@ SPLIT_BUGS = (
     bug(
         "a split is not told to the parent",
         TREE,
-        ("lower.parent.adopt(upper)", "pass"),
+        ("lower.parent.add_child(upper)", "pass"),
     ),
     bug(
         "a split keeps the lower part under its old key",
@@ -89,7 +89,7 @@ SPLIT_BUGS = (
     bug(
         "a split loses the lower part",
         TREE,
-        ("upper.adopt(lower)", "pass"),
+        ("upper.add_child(lower)", "pass"),
         seen_in="SGLang #16946",
     ),
 )

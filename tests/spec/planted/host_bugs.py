@@ -11,13 +11,14 @@ HOST_BUGS = (
         "a copy is valid when it is decided",
         HOST,
         (
-            "        run = HostRun(node, ids.tobytes(), landing=True)\n",
+            "        run = HostRun(node, ids.tobytes(), in_flight=True)\n",
             "        run = HostRun(node, ids.tobytes())\n"
             "        self.num_cached += run.num_blocks\n",
         ),
         (
-            '        assert run.landing and run.node is not None, "a run that is not landing has '
-            'arrived"\n        run.landing = False\n        self.num_cached += run.num_blocks\n',
+            '        assert run.in_flight and run.node is not None, "a run that is not in flight '
+            'was written"\n'
+            "        run.in_flight = False\n        self.num_cached += run.num_blocks\n",
             "",
         ),
         seen_in="FastDeploy v1",
@@ -36,14 +37,14 @@ HOST_BUGS = (
     bug(
         "a run that is landing can be matched",
         HOST,
-        ("return not (self.landing or self.leaving)", "return not self.leaving"),
+        ("return not (self.in_flight or self.promoting)", "return not self.promoting"),
         seen_in="FastDeploy v1, TensorRT-LLM #8813",
         world="tiers",
     ),
     bug(
         "a run that is leaving can be matched",
         HOST,
-        ("return not (self.landing or self.leaving)", "return not self.landing"),
+        ("return not (self.in_flight or self.promoting)", "return not self.in_flight"),
         world="tiers",
     ),
     bug(
@@ -69,14 +70,14 @@ HOST_BUGS = (
     bug(
         "half of a landing run can be matched after a split",
         HOST,
-        ("        run.landing, run.leaving = self.landing, self.leaving\n", ""),
+        ("        run.in_flight, run.promoting = self.in_flight, self.promoting\n", ""),
         seen_in="SGLang #16946",
         world="tiers",
     ),
     bug(
         "the halves of a split are counted twice",
         HOST,
-        ("            self.num_idle -= part.num_blocks  # counted with the whole\n", ""),
+        ("            self.num_idle -= part.num_blocks  # counted already\n", ""),
         seen_in="pymllm #656",
         world="tiers",
     ),
@@ -170,9 +171,9 @@ HOST_BUGS = (
         "what leaves the host keeps its blocks there",
         HOST,
         (
-            "        self._unlink(run)\n        self._forget(run)\n        run.leaving = True",
+            "        self._unlink(run)\n        self._forget(run)\n        run.promoting = True",
             "        self._unlink(run)\n        self.num_cached -= run.num_blocks\n"
-            "        run.leaving = True",
+            "        run.promoting = True",
         ),
         world="tiers",
     ),
@@ -216,7 +217,7 @@ HOST_BUGS = (
     bug(
         "copies of what the device has are dropped last",
         "tiers/state.py",
-        ('spares_first=config.write != "through"', "spares_first=False"),
+        ('redundant_first=config.write != "through"', "redundant_first=False"),
         world="tiers",
     ),
     bug(
@@ -232,7 +233,7 @@ HOST_BUGS = (
     bug(
         "a copy of what the device has now is dropped as if it had not",
         "tiers/api.py",
-        ("        self.state.host.gained(adopted.host)\n", ""),
+        ("        self.state.host.relink(adopted.host)\n", ""),
         world="tiers",
     ),
     bug(

@@ -13,15 +13,17 @@ OPERATION_BUGS = (
         (
             "        if op_id not in self._open or op_id in self._queued:\n"
             "            self.late_completions += 1\n"
-            "            if fenced:\n                self._lift(op_id)\n            return False\n"
+            "            if fenced:\n"
+            "                self._end_quarantine(op_id)\n            return False\n"
             "        operation, _ = self._open[op_id]\n",
             "        if op_id not in self._open or op_id in self._queued:\n"
             "            self.late_completions += 1\n"
             "            done = self.__dict__.setdefault('done', {})\n"
-            "            if op_id in done:\n                done[op_id].end(ok)\n"
-            "            if fenced:\n                self._lift(op_id)\n            return False\n"
-            "        operation, effect = self._open[op_id]\n"
-            "        self.__dict__.setdefault('done', {})[op_id] = effect\n",
+            "            if op_id in done:\n                done[op_id].on_result(ok)\n"
+            "            if fenced:\n"
+            "                self._end_quarantine(op_id)\n            return False\n"
+            "        operation, handler = self._open[op_id]\n"
+            "        self.__dict__.setdefault('done', {})[op_id] = handler\n",
         ),
         seen_in="vLLM #46014, FastDeploy PR 5338",
         world="tiers",
@@ -30,15 +32,15 @@ OPERATION_BUGS = (
         "a late completion is taken for the first",
         OPERATIONS,
         (
-            "                self._lift(op_id)\n            return False\n",
-            "                self._lift(op_id)\n            return True\n",
+            "                self._end_quarantine(op_id)\n            return False\n",
+            "                self._end_quarantine(op_id)\n            return True\n",
         ),
         world="tiers",
     ),
     bug(
         "the late completion of what was cancelled does not end its quarantine",
         OPERATIONS,
-        ("            if fenced:\n                self._lift(op_id)\n", ""),
+        ("            if fenced:\n                self._end_quarantine(op_id)\n", ""),
         seen_in="SGLang #9874, SGLang #30053",
         world="tiers",
     ),
@@ -53,8 +55,8 @@ OPERATION_BUGS = (
         "blocks of an operation are given back with its result, not with its fence",
         OPERATIONS,
         (
-            "        if fenced:\n            effect.fenced()\n",
-            "        if True:\n            effect.fenced()\n",
+            "        if fenced:\n            handler.on_fence()\n",
+            "        if True:\n            handler.on_fence()\n",
         ),
         seen_in="FastDeploy PR 7965",
         world="tiers",
@@ -62,7 +64,7 @@ OPERATION_BUGS = (
     bug(
         "a fence is heard of twice",
         OPERATIONS,
-        ("effect = self._quarantined.pop(op_id, None)", "effect = self._quarantined.get(op_id)"),
+        ("handler = self._quarantined.pop(op_id, None)", "handler = self._quarantined.get(op_id)"),
         world="tiers",
     ),
     bug(
@@ -116,9 +118,9 @@ OPERATION_BUGS = (
         "of a copy of two runs each has the result of the first",
         EFFECTS,
         (
-            "            arrived += take_in(tiers, run, leading(ok[place:after]))\n"
+            "            arrived += complete_run(state, run, leading(ok[place:after]))\n"
             "            place = after\n",
-            "            arrived += take_in(tiers, run, leading(ok[place:after]))\n",
+            "            arrived += complete_run(state, run, leading(ok[place:after]))\n",
         ),
         seen_in="SGLang #16946",
         world="tiers",
@@ -127,16 +129,16 @@ OPERATION_BUGS = (
         "landing blocks are let go with the result",
         EFFECTS,
         (
-            "        store(tiers, [run for run in arrived if run.node is not None])\n",
-            "        store(tiers, [run for run in arrived if run.node is not None])\n"
-            "        self._tiers.let_go(self.runs)\n",
+            "        store_runs(state, [run for run in arrived if run.node is not None])\n",
+            "        store_runs(state, [run for run in arrived if run.node is not None])\n"
+            "        self._state.release_hold(self.runs)\n",
         ),
         world="tiers",
     ),
     bug(
         "what has arrived on the host is not stored",
         EFFECTS,
-        ("        store(tiers, [run for run in arrived if run.node is not None])\n", ""),
+        ("        store_runs(state, [run for run in arrived if run.node is not None])\n", ""),
         seen_in="FastDeploy PR 7107",
         world="tiers",
     ),
@@ -144,10 +146,11 @@ OPERATION_BUGS = (
         "the host source of a store is let go when it is decided",
         EFFECTS,
         (
-            '"""Hold valid runs."""\n        self._tiers = tiers\n'
-            "        self.runs = tiers.host.hold(runs)\n",
-            '"""Hold valid runs."""\n        self._tiers = tiers\n'
-            "        self.runs = tiers.host.hold(runs)\n        tiers.host.let_go(self.runs)\n",
+            '"""Hold valid runs."""\n        self._state = state\n'
+            "        self.runs = state.host.hold(runs)\n",
+            '"""Hold valid runs."""\n        self._state = state\n'
+            "        self.runs = state.host.hold(runs)\n"
+            "        state.host.release_hold(self.runs)\n",
         ),
         seen_in="vLLM #52360, FastDeploy PR 7107 review",
         world="tiers",
@@ -156,8 +159,9 @@ OPERATION_BUGS = (
         "the host source of a store is let go with its result, not with its fence",
         EFFECTS,
         (
-            "        self._tiers.stored_blocks += sum(ok)\n",
-            "        self._tiers.stored_blocks += sum(ok)\n        self._tiers.let_go(self.runs)\n",
+            "        self._state.stored_blocks += sum(ok)\n",
+            "        self._state.stored_blocks += sum(ok)\n"
+            "        self._state.release_hold(self.runs)\n",
         ),
         world="tiers",
     ),
@@ -165,8 +169,8 @@ OPERATION_BUGS = (
         "the source of a store is never let go",
         EFFECTS,
         (
-            "        self._tiers.let_go(self.runs)\n        self._tiers.settle_parked()\n",
-            "        self._tiers.settle_parked()\n",
+            "        self._state.release_hold(self.runs)\n        self._state.release_saved()\n",
+            "        self._state.release_saved()\n",
         ),
         seen_in="Mooncake #849, LMCache #1898",
         world="tiers",
@@ -182,11 +186,11 @@ OPERATION_BUGS = (
         READER,
         (
             "            self._num_good -= 1\n"
-            "            self._tail_tokens = self.loads.tail_tokens\n",
+            "            self._tail_tokens = self.plan.tail_tokens\n",
             "            self._num_good -= 1\n"
-            "            self._tail_tokens = self.loads.tail_tokens\n"
+            "            self._tail_tokens = self.plan.tail_tokens\n"
             "        if self.lease is not None:\n"
-            "            self._reader.promoted(self, self._num_good, self._tail_tokens)\n"
+            "            self._loader.publish_loaded(self, self._num_good, self._tail_tokens)\n"
             "            self.lease = None\n",
         ),
         seen_in="TensorRT-LLM #8813",
@@ -196,11 +200,11 @@ OPERATION_BUGS = (
         "a promotion is published when it is decided",
         READER,
         (
-            "        self.loading[lease.loading] = promotion\n",
-            "        self.loading[lease.loading] = promotion\n"
-            "        whole = len(loads.tokens) // self.tiers.tree.block_bytes\n"
-            "        self.promoted(promotion, whole, loads.tail_tokens)\n"
-            "        promotion.lease = None\n",
+            "        self.loading[lease.loading] = completion\n",
+            "        self.loading[lease.loading] = completion\n"
+            "        whole = len(plan.tokens) // self.state.tree.block_bytes\n"
+            "        self.publish_loaded(completion, whole, plan.tail_tokens)\n"
+            "        completion.lease = None\n",
         ),
         seen_in="FastDeploy v1",
         world="tiers",
@@ -208,7 +212,7 @@ OPERATION_BUGS = (
     bug(
         "a tail is restored after a load that came in part",
         READER,
-        ("if self.loads.tail_tokens and self._num_good == len(ok):", "if self.loads.tail_tokens:"),
+        ("if self.plan.tail_tokens and self._num_good == len(ok):", "if self.plan.tail_tokens:"),
         elsewhere=(
             (
                 READER,
@@ -234,27 +238,30 @@ OPERATION_BUGS = (
     bug(
         "a promotion keeps the host copies that it read",
         READER,
-        ("        tiers.let_go(self.runs)\n        tiers.host.pool", "        tiers.host.pool"),
+        (
+            "        state.release_hold(self.runs)\n        state.host.pool",
+            "        state.host.pool",
+        ),
         seen_in="FastDeploy PR 7107",
         world="tiers",
     ),
     bug(
         "a load that fails leaves its copies marked as leaving",
         READER,
-        ("                tiers.tree.remove(run.node)\n", "                pass\n"),
+        ("                state.tree.remove(run.node)\n", "                pass\n"),
         seen_in="FastDeploy PR 7107",
         world="tiers",
     ),
     bug(
         "a tail that was loaded keeps its host block",
         READER,
-        ("        tiers.host.pool.recycle(np.array(self.own_host_blocks(), np.int32))\n", ""),
+        ("        state.host.pool.recycle(np.array(self.owned_host_blocks(), np.int32))\n", ""),
         world="tiers",
     ),
     bug(
         "the blocks of a request that ends while it is loaded are never given back",
         READER,
-        ("            tiers.device_pool.recycle(self.orphans)\n", "            pass\n"),
+        ("            state.device_pool.recycle(self.quarantined)\n", "            pass\n"),
         seen_in="FastDeploy PR 7965, SGLang #9874",
         world="tiers",
     ),
@@ -262,8 +269,8 @@ OPERATION_BUGS = (
         "the blocks of a request that ends while it is loaded are given back at once",
         "manager.py",
         (
-            "            self.tiers.reader.abandon(lease)\n",
-            "            self.tiers.reader.abandon(lease)\n"
+            "            self.tiers.loader.detach(lease)\n",
+            "            self.tiers.loader.detach(lease)\n"
             "            ids = self.tables.ids[row, lease.num_shared_blocks : lease.num_blocks]\n"
             "            self._pool.recycle(ids.copy())\n",
         ),
@@ -273,7 +280,7 @@ OPERATION_BUGS = (
     bug(
         "a load goes on when its request has ended",
         READER,
-        ("            self.tiers.operations.cancel(lease.loading)\n", ""),
+        ("            self.state.operations.cancel(lease.loading)\n", ""),
         world="tiers",
     ),
 )

@@ -12,8 +12,8 @@ PARKING_BUGS = (
         "a parked lease is released when its copy is decided",
         PARKING,
         (
-            "    tiers.parked[parked] = None\n    if sources:\n",
-            "    tiers.parked[parked] = None\n    if sources:\n        lease.parking = False\n"
+            "    state.parked[parked] = None\n    if sources:\n",
+            "    state.parked[parked] = None\n    if sources:\n        lease.parking = False\n"
             "        cache.release(lease)\n",
         ),
         elsewhere=(
@@ -37,29 +37,29 @@ PARKING_BUGS = (
         "a parked request counts as saved while another copy of its path is under way",
         PARKED,
         (
-            "is_landing = any(run.landing and run.node is not None for run in self.runs)",
-            "is_landing = False",
+            "is_in_flight = any(run.in_flight and run.node is not None for run in self.runs)",
+            "is_in_flight = False",
         ),
         world="tiers",
     ),
     bug(
         "a parked request counts as saved when its whole blocks are, before its unfinished one",
         PARKED,
-        ("return is_landing or self.op_id is not None", "return is_landing"),
+        ("return is_in_flight or self.op_id is not None", "return is_in_flight"),
         world="tiers",
     ),
     bug(
         "a parked request does not hear when another copy of its path has ended",
         EFFECTS,
         (
-            "        tiers.settle_parked()\n\n    def fenced",
-            "\n    def fenced",
+            "        state.release_saved()\n\n    def on_fence",
+            "\n    def on_fence",
         ),
         elsewhere=(
             (
                 PARKING,
-                "        super().end(ok)\n",
-                "        super().end(ok)\n        self._tiers.settle_parked()\n",
+                "        super().on_result(ok)\n",
+                "        super().on_result(ok)\n        self._state.release_saved()\n",
             ),
         ),
         world="tiers",
@@ -91,7 +91,7 @@ PARKING_BUGS = (
         PARKING,
         (
             "            self._lost_tail, parked.tail_block = parked.tail_block, None\n",
-            "            self._tiers.host.pool.recycle(np.array([parked.tail_block], np.int32))\n"
+            "            self._state.host.pool.recycle(np.array([parked.tail_block], np.int32))\n"
             "            parked.tail_block = None\n",
         ),
         world="tiers",
@@ -99,15 +99,19 @@ PARKING_BUGS = (
     bug(
         "a tail that was not saved is never free",
         PARKING,
-        ("        self._tiers.host.pool.recycle(np.array(self.own_host_blocks(), np.int32))\n", ""),
+        (
+            "        self._state.host.pool.recycle(np.array(self.owned_host_blocks(), np.int32))\n",
+            "",
+        ),
         world="tiers",
     ),
     bug(
         "what is parked may be dropped",
         PARKING,
         (
-            "    tiers.let_go(held)\n    lease.parking = True\n",
-            "    tiers.let_go(held)\n    tiers.let_go(parked.runs)\n    lease.parking = True\n",
+            "    state.release_hold(held)\n    lease.parking = True\n",
+            "    state.release_hold(held)\n"
+            "    state.release_hold(parked.runs)\n    lease.parking = True\n",
         ),
         world="tiers",
     ),
@@ -123,7 +127,10 @@ PARKING_BUGS = (
     bug(
         "a park that is refused refreshes what it would have kept",
         PARKING,
-        ("        return None\n", "        tiers.let_go(host.hold(copies))\n        return None\n"),
+        (
+            "        return None\n",
+            "        state.release_hold(host.hold(copies))\n        return None\n",
+        ),
         world="tiers",
     ),
     bug(
@@ -149,36 +156,36 @@ PARKING_BUGS = (
         "a resumed request lets go of nothing",
         PARKING,
         (
-            "        tiers.settle(parked)\n    tiers.let_go(parked.runs)",
-            "        tiers.settle(parked)",
+            "        state.mark_saved(parked)\n    state.release_hold(parked.runs)",
+            "        state.mark_saved(parked)",
         ),
         world="tiers",
     ),
     bug(
         "a parked request that is given up is saved all the same",
         PARKING,
-        ("        tiers.operations.cancel(parked.op_id)\n", "        pass\n"),
+        ("        state.operations.cancel(parked.op_id)\n", "        pass\n"),
         world="tiers",
     ),
     bug(
         "a parked request that is given up before it is saved keeps its blocks",
         PARKING,
-        ("    if not parked.saved:\n        tiers.settle(parked)\n", ""),
+        ("    if not parked.saved:\n        state.mark_saved(parked)\n", ""),
         seen_in="SGLang #9874",
         world="tiers",
     ),
     bug(
         "a tail that is of no use is never free",
         PARKING,
-        ("        _recycle_tail(tiers, parked)\n        return None, 0", "        return None, 0"),
+        ("        _recycle_tail(state, parked)\n        return None, 0", "        return None, 0"),
         world="tiers",
     ),
     bug(
         "a parked request that is given up keeps its tail",
         PARKING,
         (
-            "    _end(tiers, parked)\n    _recycle_tail(tiers, parked)\n",
-            "    _end(tiers, parked)\n",
+            "    _end(state, parked)\n    _recycle_tail(state, parked)\n",
+            "    _end(state, parked)\n",
         ),
         seen_in="SGLang #9874",
         world="tiers",
@@ -195,16 +202,16 @@ PARKING_BUGS = (
     bug(
         "a tail of before a reset is loaded",
         PARKING,
-        (" or parked.epoch != tiers.cache.epoch:", ":"),
+        (" or parked.epoch != state.cache.epoch:", ":"),
         seen_in="FastDeploy PR 6202",
         world="tiers",
     ),
     bug(
         "a parked request can be given up twice",
         PARKING,
-        ("if tiers is None or parked not in tiers.parked:", "if tiers is None:"),
+        ("if state is None or parked not in state.parked:", "if state is None:"),
         elsewhere=(
-            (PARKING, "    del tiers.parked[parked]\n", "    tiers.parked.pop(parked, None)\n"),
+            (PARKING, "    del state.parked[parked]\n", "    state.parked.pop(parked, None)\n"),
         ),
         world="tiers",
     ),

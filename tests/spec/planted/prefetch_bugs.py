@@ -11,14 +11,14 @@ PREFETCH_BUGS = (
     bug(
         "a fetch counts blocks behind the first bad one",
         PREFETCH,
-        ("good = self._tiers, leading(ok)", "good = self._tiers, sum(ok)"),
+        ("good = self._state, leading(ok)", "good = self._state, sum(ok)"),
         seen_in="FastDeploy file store",
         world="tiers",
     ),
     bug(
         "a prefetch inserts a block that failed",
         PREFETCH,
-        ("good = self._tiers, leading(ok)", "good = self._tiers, len(ok)"),
+        ("good = self._state, leading(ok)", "good = self._state, len(ok)"),
         seen_in="vLLM #19330, FastDeploy v1",
         world="tiers",
     ),
@@ -55,14 +55,14 @@ PREFETCH_BUGS = (
     bug(
         "a fetch of before a reset enters the tree",
         PREFETCH,
-        ("        self._ids = ids\n", "        self._ids, self._e = ids, tiers.cache.epoch\n"),
+        ("        self._ids = ids\n", "        self._ids, self._e = ids, state.cache.epoch\n"),
         (
-            "        self._tiers.host.pool.recycle(self._ids)\n",
-            "        if self._e != self._tiers.cache.epoch:\n"
+            "        self._state.host.pool.recycle(self._ids)\n",
+            "        if self._e != self._state.cache.epoch:\n"
             "            path = self._namespace, self._tokens\n"
-            "            self._tiers.tree.attach(*path, self._ids, self._keys)\n"
+            "            self._state.tree.attach(*path, self._ids, self._keys)\n"
             "            return\n"
-            "        self._tiers.host.pool.recycle(self._ids)\n",
+            "        self._state.host.pool.recycle(self._ids)\n",
         ),
         seen_in="FastDeploy PR 6202",
         world="tiers",
@@ -70,7 +70,7 @@ PREFETCH_BUGS = (
     bug(
         "the blocks of a failed fetch are never free",
         PREFETCH,
-        ("        self._tiers.host.pool.recycle(self._ids)\n", "        pass\n"),
+        ("        self._state.host.pool.recycle(self._ids)\n", "        pass\n"),
         seen_in="SGLang #9874",
         world="tiers",
     ),
@@ -80,7 +80,7 @@ PREFETCH_BUGS = (
         (
             "        self._prefetch.end(good)\n",
             "        self._prefetch.end(good)\n"
-            "        tiers.host.pool.recycle(self._ids)\n"
+            "        state.host.pool.recycle(self._ids)\n"
             "        self._ids = come[:0]\n",
         ),
         world="tiers",
@@ -88,7 +88,7 @@ PREFETCH_BUGS = (
     bug(
         "what was fetched twice is never free",
         PREFETCH,
-        ("            tiers.host.pool.recycle(come[: good - attached])\n", ""),
+        ("            state.host.pool.recycle(loaded[: good - attached])\n", ""),
         world="tiers",
     ),
     bug(
@@ -99,7 +99,7 @@ PREFETCH_BUGS = (
             "        self._num_found = leading(ok)\n",
         ),
         (
-            '        """See Effect: it has no blocks."""\n',
+            '        """See CompletionHandler. A lookup has no blocks."""\n',
             "        self._prefetch.load(self._num_found)\n",
         ),
         seen_in="FastDeploy storage",
@@ -108,7 +108,7 @@ PREFETCH_BUGS = (
     bug(
         "a prefetch keeps its hold",
         PREFETCH,
-        ("        self._tiers.let_go(self.runs)\n", ""),
+        ("        self._state.release_hold(self.runs)\n", ""),
         seen_in="SGLang #16369, SGLang #40262",
         world="tiers",
     ),
@@ -151,23 +151,23 @@ PREFETCH_BUGS = (
     bug(
         "what the host gave up for a request that ends while it is loaded is lost",
         READER,
-        ("        if is_left and not promotion.is_void:\n", "        if False:\n"),
+        ("        if is_left and not completion.ended_by_reset:\n", "        if False:\n"),
         world="tiers",
     ),
     bug(
         "what arrives for a request that has ended is freed, not published",
         READER,
         (
-            "            reader.promoted(self, self._num_good, self._tail_tokens)\n",
-            "            num_good = 0 if self in reader.heirs else self._num_good\n"
-            "            reader.promoted(self, num_good, self._tail_tokens)\n",
+            "            loader.publish_loaded(self, self._num_good, self._tail_tokens)\n",
+            "            num_good = 0 if self in loader.detached else self._num_good\n"
+            "            loader.publish_loaded(self, num_good, self._tail_tokens)\n",
         ),
         world="tiers",
     ),
     bug(
         "what was moved for a request that has ended stays pinned",
         READER,
-        ("            self.tiers.tree.unpin(heir.node)\n", ""),
+        ("            self.state.tree.unpin(detached.node)\n", ""),
         world="tiers",
     ),
 )

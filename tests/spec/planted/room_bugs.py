@@ -53,13 +53,13 @@ ROOM_BUGS = (
     bug(
         "blocks of storage come without what they follow",
         "tiers/prefetch.py",
-        ("    asked.runs = tiers.host.hold(match.host_runs)\n", ""),
+        ("    prefetch.runs = state.host.hold(match.host_runs)\n", ""),
         world="tiers",
     ),
     bug(
         "what comes from storage is thought not to be stored",
         TREE,
-        ("        run.stored = True  # that is where it came from\n", ""),
+        ("        run.stored = True  # it came from storage\n", ""),
         world="tiers",
     ),
     bug(
@@ -72,8 +72,8 @@ ROOM_BUGS = (
         elsewhere=(
             (
                 "tiers/operations.py",
-                "        _, effect = self._open.pop(op_id)\n",
-                "        _, effect = self._open.pop(op_id)\n"
+                "        _, handler = self._open.pop(op_id)\n",
+                "        _, handler = self._open.pop(op_id)\n"
                 "        self._queued.pop(op_id, None)\n",
             ),
         ),
@@ -92,14 +92,14 @@ ROOM_BUGS = (
     bug(
         "a request that is let go is copied on",
         "tiers/parking.py",
-        ("        tiers.operations.cancel(parked.op_id)\n", "        pass\n"),
+        ("        state.operations.cancel(parked.op_id)\n", "        pass\n"),
         world="tiers",
     ),
     bug(
         "a fork reads the last block of another request before it is copied",
         TIERS,
         (
-            "            self.reader.load(OpKind.DEVICE_TO_DEVICE, other, loads)\n",
+            "            self.loader.load(OpKind.DEVICE_TO_DEVICE, other, plan)\n",
             "            other.num_ready_tokens = len(tokens)\n",
         ),
         world="tiers",

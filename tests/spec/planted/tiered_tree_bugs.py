@@ -13,9 +13,10 @@ PREFETCH, TREE, STATE, KEYS = (
 )
 
 STORE_CALL = (
-    "    tiers.submit(OpKind.HOST_TO_STORAGE, Stored(tiers, runs), sources=blocks, keys=keys)\n"
+    "    state.submit(OpKind.HOST_TO_STORAGE, StoreCompletion(state, runs), "
+    "sources=blocks, keys=keys)\n"
 )
-STORE_OF_STATE = STORE_CALL, STORE_CALL + "\n\nTierState.store = store\n"
+STORE_OF_STATE = STORE_CALL, STORE_CALL + "\n\nTierState.store = store_runs\n"
 
 TIERED_TREE_BUGS = (
     bug(
@@ -98,31 +99,31 @@ TIERED_TREE_BUGS = (
         "what is fetched hangs below the wrong node",
         TREE,
         ("        node = TieredNode(parent, rest", "        node = TieredNode(root, rest"),
-        elsewhere=((TREE, "        parent.adopt(node)\n", "        root.adopt(node)\n"),),
+        elsewhere=((TREE, "        parent.add_child(node)\n", "        root.add_child(node)\n"),),
         seen_in="FastDeploy v1",
         world="tiers",
     ),
     bug(
         "what is fetched is written to storage again",
         TREE,
-        ("        run.stored = True  # that is where it came from\n", ""),
+        ("        run.stored = True  # it came from storage\n", ""),
         elsewhere=(
             (
                 TREE,
-                "        self.host.settle(run)\n        self.version += 1\n",
-                "        self.host.settle(run)\n        run.node.host and "
+                "        self.host.mark_valid(run)\n        self.version += 1\n",
+                "        self.host.mark_valid(run)\n        run.node.host and "
                 "self.__dict__.setdefault('fetched', []).append(run)\n        self.version += 1\n",
             ),
             (
                 "tiers/prefetch.py",
-                "            tiers.fetched_blocks += good\n",
-                "            tiers.fetched_blocks += good\n"
-                "            store(tiers, tiers.tree.__dict__.pop('fetched', []))\n",
+                "            state.fetched_blocks += good\n",
+                "            state.fetched_blocks += good\n"
+                "            store_runs(state, state.tree.__dict__.pop('fetched', []))\n",
             ),
             (
                 PREFETCH,
                 "from .completions import leading\n",
-                "from .completions import leading, store\n",
+                "from .completions import leading, store_runs\n",
             ),
         ),
         seen_in="FastDeploy storage, vLLM #45704",
@@ -132,8 +133,8 @@ TIERED_TREE_BUGS = (
         "a block that was fetched too late is found twice",
         TREE,
         (
-            "self.host.land(node, host_blocks[-missing:])",
-            "self.host.land(node, host_blocks[:missing])",
+            "self.host.add_copy(node, host_blocks[-missing:])",
+            "self.host.add_copy(node, host_blocks[:missing])",
         ),
         world="tiers",
     ),
@@ -141,8 +142,8 @@ TIERED_TREE_BUGS = (
         "exclusive tiers do not give back what has moved",
         STATE,
         (
-            "        if run.node.device_blocks and (moved or run.leaving):",
-            "        if run.node.device_blocks and run.leaving:",
+            "        if run.node.device_blocks and (moved or run.promoting):",
+            "        if run.node.device_blocks and run.promoting:",
         ),
         seen_in="FastDeploy hierarchical mode",
         world="tiers",
@@ -157,9 +158,9 @@ TIERED_TREE_BUGS = (
         "a copy that failed stays where it was to land",
         EFFECTS,
         (
-            "        tiers.host.drop(run)\n    else:\n"
-            "        tiers.tree.remove(node)\n    return []",
-            "        pass\n    else:\n        tiers.tree.remove(node)\n    return []",
+            "        state.host.drop(run)\n    else:\n"
+            "        state.tree.remove(node)\n    return []",
+            "        pass\n    else:\n        state.tree.remove(node)\n    return []",
         ),
         world="tiers",
     ),
@@ -167,8 +168,8 @@ TIERED_TREE_BUGS = (
         "what was stored is stored again",
         STATE,
         (
-            "        runs = list(holder)\n        self.host.let_go(holder)\n",
-            "        runs = list(holder)\n        self.host.let_go(holder)\n"
+            "        runs = list(holder)\n        self.host.release_hold(holder)\n",
+            "        runs = list(holder)\n        self.host.release_hold(holder)\n"
             "        self.store([r for r in runs if r.node and r.is_valid and r.stored])\n",
         ),
         elsewhere=((EFFECTS, *STORE_OF_STATE),),

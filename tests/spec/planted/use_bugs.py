@@ -27,13 +27,13 @@ USE_BUGS = (
     _bug(
         "storage is told of what it is written alone, and not of hits",
         READER,
-        "        self.tiers.uses.hit(end)\n",
-        "        self.tiers.uses._now += 1\n",
+        "        self.state.recency.record_hit(end)\n",
+        "        self.state.recency._now += 1\n",
     ),
     _bug(
         "storage is told of the hit on the device alone",
         READER,
-        "        end = loads.runs[-1].node if loads is not None and loads.runs else lease.node\n",
+        "        end = plan.runs[-1].node if plan is not None and plan.runs else lease.node\n",
         "        end = lease.node\n",
     ),
     _bug(
@@ -45,32 +45,32 @@ USE_BUGS = (
     _bug(
         "storage is not told of what was read from it",
         "tiers/prefetch.py",
-        "                tiers.uses.note([node])\n",
+        "                state.recency.record_use([node])\n",
         "                pass\n",
     ),
     _bug(
         "storage is not told of what was written, which has the order of the writes",
         EFFECTS,
-        "        self._tiers.uses.stored(ends, sum(ok))\n",
-        "        self._tiers.uses.stored([], sum(ok))\n",
+        "        self._state.recency.record_store(ends, sum(ok))\n",
+        "        self._state.recency.record_store([], sum(ok))\n",
         seen_in="own, at first",
     ),
     _bug(
         "what is written anew counts as told",
         USES,
-        "            keys.told_at.pop(node, None)\n",
+        "            keys.reported_at.pop(node, None)\n",
         "            pass\n",
     ),
     _bug(
         "storage is told once of a path, and never again",
         USES,
-        "now - told_at >= TOLD_FOR",
-        "told_at < 0",
+        "now - reported_at >= REPORT_INTERVAL",
+        "reported_at < 0",
     ),
     _bug(
         "storage is told of each use again",
         USES,
-        "now - told_at >= TOLD_FOR",
+        "now - reported_at >= REPORT_INTERVAL",
         "True",
     ),
     _bug(
@@ -82,13 +82,13 @@ USE_BUGS = (
     _bug(
         "storage is told of what two paths share with the first of them",
         USES,
-        "                    due.pop(node, None)  # it comes after all that follow it\n",
+        "                    due.pop(node, None)  # a node comes after all that follow it\n",
         "",
     ),
     _bug(
         "what was told in the same go stays where it was",
         USES,
-        "place == self._times_taken or ",
+        "place == self._num_reports or ",
         "",
     ),
     _bug(
@@ -112,7 +112,7 @@ USE_BUGS = (
     _bug(
         "the upper half of a run counts as never told",
         "tiers/storage_keys.py",
-        "            self.told_at[upper] = self.told_at[lower]\n",
+        "            self.reported_at[upper] = self.reported_at[lower]\n",
         "            pass\n",
     ),
     _bug(
@@ -124,19 +124,19 @@ USE_BUGS = (
     _bug(
         "what a reset has lost counts as told",
         USES,
-        "            self._tree.keys.told_at.clear()\n",
+        "            self._tree.keys.reported_at.clear()\n",
         "            pass\n",
     ),
     _bug(
         "what a block follows makes room for it in storage",
         EFFECTS,
-        "    tiers.uses.note(parents)  # what they follow must not make room for them\n",
+        "    state.recency.record_use(parents)\n",
         "",
     ),
     _bug(
         "a use keeps its path from eviction",
         USES,
-        "        keys.told_at.update(",
-        "        for node in due:\n            node.refs += 1\n        keys.told_at.update(",
+        "        keys.reported_at.update(",
+        "        for node in due:\n            node.refs += 1\n        keys.reported_at.update(",
     ),
 )

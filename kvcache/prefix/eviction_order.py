@@ -1,10 +1,10 @@
-"""The idle list: the nodes that no lease uses, linked from the coldest to the warmest.
+"""Eviction order: the idle list of nodes that no lease uses, coldest to warmest.
 
 ::
 
     sentinel ──warmer──► coldest ──► ... ──► warmest ──► sentinel       .colder leads back
 
-The links are the nodes' own, so that a node is taken out wherever it stands.
+The links are attributes of the nodes, so a node is removed from any position in O(1).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from .node import Node
 
 
 def empty_list() -> Node:
-    """Return the sentinel of an idle list without nodes."""
+    """Return the sentinel of an empty idle list."""
     sentinel = Node(None, b"", b"", b"")
     sentinel.warmer = sentinel.colder = sentinel
     return sentinel
 
 
 def link_before(warmer: Node, node: Node) -> None:
-    """Put a node into the list that warmer is in, as its colder neighbour."""
+    """Insert a node next to warmer, on its colder side."""
     colder = warmer.colder
     assert colder is not None, "the idle list is not closed"
     node.colder, node.warmer = colder, warmer
@@ -31,7 +31,7 @@ def link_before(warmer: Node, node: Node) -> None:
 
 
 def unlink(node: Node) -> None:
-    """Take a node out of the list that it is in."""
+    """Remove a node from its list."""
     colder, warmer = node.colder, node.warmer
     assert colder is not None and warmer is not None, "an unused node is not in the idle list"
     colder.warmer, warmer.colder = warmer, colder
@@ -39,7 +39,7 @@ def unlink(node: Node) -> None:
 
 
 def coldest(idle: Node, most: int) -> tuple[list[Node], Node]:
-    """Return the first nodes of an idle list, as many as there are up to most, and the next."""
+    """Return up to most of the coldest nodes of an idle list, and the node after them."""
     nodes = []
     node = idle.warmer
     for _ in repeat(None, most):
@@ -52,7 +52,7 @@ def coldest(idle: Node, most: int) -> tuple[list[Node], Node]:
 
 
 def cut_off(leaves: list[Node]) -> list[Node]:
-    """Take leaves from their parents and clear their links; return the parents left childless."""
+    """Remove leaves from their parents, clear their links, and return the childless parents."""
     first = leaves[0].parent if leaves else None
     if first is not None and _are_children(first, leaves):
         children = first.children
@@ -72,12 +72,12 @@ def cut_off(leaves: list[Node]) -> list[Node]:
 
 
 def _are_children(parent: Node, leaves: list[Node]) -> bool:
-    # Siblings can lie in a dict larger than any cache, and `del` would wait for each cache miss.
-    # In a loop as tight as this lookup of all of them, the processor waits for many together.
+    # The dict of siblings can be larger than any CPU cache, and `del` waits for each cache miss.
+    # A lookup of all of them in one tight loop overlaps these misses.
     keys = [leaf.key for leaf in leaves]
     try:
-        found = itemgetter(*keys, keys[0])(parent.children)  # of one key it would give no tuple
+        found = itemgetter(*keys, keys[0])(parent.children)  # a single key would give no tuple
     except KeyError:
         return False
-    # Tuples compare their nodes by identity: under another parent, another has the same key.
+    # Tuples compare nodes by identity: nodes under another parent can have the same keys.
     return bool(found == (*leaves, leaves[0]))
