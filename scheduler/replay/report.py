@@ -450,7 +450,7 @@ def _row(
 
 def _latency_rows(results: Sequence[Latencies]) -> Iterator[Sequence[str]]:
     yield _row("time to first token, s", lambda r: _percentiles(r.ttft_s, 1), results)
-    yield _row("time per further token, ms", lambda r: _percentiles(r.tpot_s, 1e3), results)
+    yield _row("time per output token, ms", lambda r: _percentiles(r.tpot_s, 1e3), results)
     yield _row("end to end, s", lambda r: _percentiles(r.end_to_end_s, 1), results)
     yield _row("goodput, requests/s", lambda r: f"{r.goodput_requests_per_s:.2f}", results)
     yield _row("requests within the SLO", lambda r: f"{r.slo_attainment:.1%}", results)
