@@ -1,4 +1,4 @@
-"""What the replay tests share."""
+"""Fixtures and traces for the replay tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from radixkv.scheduler.replay.trace import (
     read_trace,
 )
 
-# The least that is still under pressure: each engine compiles three programs.
+# The smallest run with preemption and eviction: each engine compiles three programs.
 SMALL_REAL_RUN = RealRunConfig(
     max_requests=8, max_model_len=160, tight_num_blocks=12, token_budget=16, max_running=2
 )

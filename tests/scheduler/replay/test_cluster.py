@@ -1,4 +1,4 @@
-"""Prefill and decode nodes in simulated time: by hand, on a trace, and all checks able to fail."""
+"""Cluster simulation: cases by hand, the bundled trace, and a failure of every check."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def verdicts(result: ClusterResult) -> list[str]:
 
 
 def test_one_request_by_hand() -> None:
-    # ASK and GRANT, two steps of prefill, each chunk sent when it is computed: the second part is
-    # announced at 2.2 s and takes 0.08 s. COMMIT was announced with it. Then two steps of decode.
+    # ASK and GRANT, then two steps of prefill. Each chunk is sent when it is computed: the second
+    # part is announced at 2.2 s, together with COMMIT, and takes 0.08 s. Then two decode steps.
     trace = make_trace([0, 1], output_length=3)
     result = simulate_cluster(trace, COSTS, ClusterConfig(1, 1, NODE))
     assert (result.finished, result.refused, result.sent_blocks) == (1, 0, 16)
@@ -85,7 +85,7 @@ def test_blocks_are_granted_after_the_prompt_is_computed() -> None:
     assert verdicts(result) == ["PASS"] * 3
 
 
-def test_what_each_node_has_is_neither_computed_nor_sent_again() -> None:
+def test_cached_blocks_are_neither_computed_nor_sent_again() -> None:
     trace = make_trace([0, 1], [0, 1], output_length=2, gap_ms=20_000.0)
     result = simulate_cluster(trace, COSTS, ClusterConfig(1, 1, NODE))
     assert result.hit_tokens == 1023  # the last token is computed for its logits
@@ -93,7 +93,7 @@ def test_what_each_node_has_is_neither_computed_nor_sent_again() -> None:
     assert result.prefill.steps == 3
 
 
-def test_two_transfers_of_a_node_follow_each_other() -> None:
+def test_transfers_of_one_node_are_serialized() -> None:
     trace = make_trace([0], [1])
     result = simulate_cluster(trace, COSTS, ClusterConfig(2, 1, NODE))
     # Each is computed on its own node at the same time; the second waits for D's network.
@@ -121,7 +121,7 @@ def test_a_tight_decode_node_makes_others_wait(
     assert all(check.ok for check in result.checks), result.checks
 
 
-def test_the_reservation_decides_who_is_preempted() -> None:
+def test_reservations_prevent_preemption() -> None:
     # Four prompts of 8 blocks, each of which grows by 8: a pool of 40 has room for all prompts.
     trace = make_trace([0], [1], [2], [3], output_length=512)
     node = dataclasses.replace(NODE, num_blocks=40)
@@ -169,7 +169,7 @@ def test_any_ratio_of_nodes_answers_everything(
     assert all(check.ok for check in result.checks), result.checks
 
 
-def test_the_trace_is_replayed_the_same_twice(bundled_trace: Trace) -> None:
+def test_two_replays_give_the_same_result(bundled_trace: Trace) -> None:
     trace, costs = first_requests(bundled_trace, 40), named_costs()
     calls: list[tuple[str, int, int]] = []
     config = ClusterConfig(2, 1)
@@ -244,7 +244,7 @@ def test_a_request_without_an_answer_is_found() -> None:
     assert answered.detail == "1 violations, the first: 0 answers to 1 requests, 1 pending"
 
 
-def test_a_block_that_was_sent_for_nothing_is_found() -> None:
+def test_an_unnecessary_transfer_is_found() -> None:
     request = Request("a", [1, 2, 3, 4, 5], 1)
     accounts = accounts_of(request)
     accounts.start(request, 4, 1.0)
@@ -262,6 +262,6 @@ def test_a_leak_on_one_node_is_found() -> None:
     assert (leaked.ok, leaked.detail) == (False, "3 free + 0 idle of 4 blocks, 1 leases")
 
 
-def test_a_preemption_where_there_must_be_none_is_found() -> None:
+def test_an_unexpected_preemption_is_found() -> None:
     preempted = checks(accounts_of(), 0, preemptions=2)[3]
     assert (preempted.ok, preempted.detail) == (False, "2 preemptions")

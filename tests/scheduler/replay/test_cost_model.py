@@ -1,4 +1,4 @@
-"""The roofline by hand, and every complaint about names and cost files."""
+"""Cost model: the roofline by hand, and every error about names and cost files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_memory_bound_step_by_hand() -> None:
     assert toy(1e9, 100.0).step_s(3, 5, 10.5) == pytest.approx(moved / 50 + 3)
 
 
-def test_the_pool_is_what_the_weights_leave() -> None:
+def test_the_pool_fills_the_memory_beside_the_weights() -> None:
     # 1000 bytes, half usable: 500 - 20 = 480 bytes are 30 tokens are 7 blocks of 4.
     assert toy(1, 1).num_blocks(4) == 7
     assert toy(1, 1, count=2).num_blocks(4) == 15
@@ -66,7 +66,7 @@ def test_llama3_8b_kv_is_128_kib_a_token() -> None:
     assert MODELS["llama3-70b"].kv_bytes_per_token == 327_680
 
 
-def test_every_gpu_has_a_link_to_the_host_of_its_own() -> None:
+def test_bandwidths_scale_with_the_number_of_gpus() -> None:
     assert named_costs(gpu="a100").host_bytes_per_s == pytest.approx(0.8 * 32e9)
     assert named_costs(gpu="h200x4").host_bytes_per_s == pytest.approx(4 * 0.8 * 64e9)
     assert named_costs(gpu="h200x4").storage_write_bytes_per_s == pytest.approx(4 * 0.8 * 3.5e9)

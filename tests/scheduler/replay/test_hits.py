@@ -36,7 +36,7 @@ def test_hits_of_the_bundled_trace(
     assert counts.hit_rate == hit_blocks / 27_305
 
 
-def test_what_is_not_resident_at_the_end_was_evicted(bundled_trace: Trace) -> None:
+def test_evictions_are_misses_minus_resident_blocks(bundled_trace: Trace) -> None:
     counts = count_hits(bundled_trace, 1_000)
     assert counts.evicted_blocks == counts.blocks - counts.hit_blocks - 1_000
 
@@ -77,7 +77,7 @@ def test_the_manager_equals_the_oracle_on_random_trees(seed: int) -> None:
 
 
 def touch_from_the_root(paths: Sequence[Sequence[int]], num_blocks: int) -> list[int]:
-    """The oracle with a bug: a path is touched from its first block, so it is eaten from there."""
+    """The oracle with a bug: it touches a path from its first block and evicts from there."""
     resident: OrderedDict[int, None] = OrderedDict()
     result = []
     for path in paths:
@@ -92,7 +92,7 @@ def touch_from_the_root(paths: Sequence[Sequence[int]], num_blocks: int) -> list
 
 
 def do_not_refresh(paths: Sequence[Sequence[int]], num_blocks: int) -> list[int]:
-    """The oracle with a bug: a hit does not make a block young again."""
+    """The oracle with a bug: a hit does not refresh a block."""
     resident: OrderedDict[int, None] = OrderedDict()
     result = []
     for path in paths:
@@ -128,7 +128,7 @@ def test_a_policy_better_than_belady_is_a_failure(
 
 
 def best_by_search(paths: Sequence[Sequence[int]], num_blocks: int) -> int:
-    """The most hits any leaf evictions can give, by trying them all."""
+    """The most hits that any leaf evictions give, by exhaustive search."""
 
     @cache
     def best(index: int, resident: frozenset[int]) -> int:
@@ -140,7 +140,7 @@ def best_by_search(paths: Sequence[Sequence[int]], num_blocks: int) -> int:
         hit = next((i for i, block in enumerate(path) if block not in resident), len(path))
         others = resident - set(path)
         room = min(len(others), num_blocks - len(path))
-        # Any subset may stay: one that leaves a block without its parent is only worse.
+        # Any subset may stay; a block without its parent only makes it worse.
         return hit + max(
             best(index + 1, frozenset(kept) | frozenset(path))
             for kept in combinations(sorted(others), room)
@@ -150,7 +150,7 @@ def best_by_search(paths: Sequence[Sequence[int]], num_blocks: int) -> int:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_belady_is_the_best_there_is(seed: int) -> None:
+def test_belady_equals_an_exhaustive_search(seed: int) -> None:
     paths = prefix_paths(random_trace(seed, requests=9))
     for num_blocks in (2, 4, 6):
         assert belady(paths, num_blocks) == best_by_search(paths, num_blocks)

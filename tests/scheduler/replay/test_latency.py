@@ -26,7 +26,7 @@ def test_latencies_by_hand() -> None:
     assert latencies.goodput_requests_per_s == 0.1
 
 
-def test_one_token_answers_have_no_time_per_further_token() -> None:
+def test_answers_of_one_token_have_no_time_per_output_token() -> None:
     latencies = summarize_latencies([RequestTimes(0.0, 1.0, 1.0, 1)], 0, 1.0, 30.0, 0.1)
     assert latencies.tpot_s is None
     assert latencies.slo_attainment == 1.0

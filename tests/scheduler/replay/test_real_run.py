@@ -1,4 +1,4 @@
-"""The real run: exact sharing after scaling, and each check able to fail."""
+"""The real run: exact sharing after scaling, and a failure of each check."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_conversations_of_several_turns_come_first(bundled_trace: Trace) -> None
     assert sum(heads.count(head) > 1 for head in heads) >= 39  # the last one may be cut off
 
 
-def test_single_turns_fill_up() -> None:
+def test_single_turns_come_last() -> None:
     trace = make_trace([0], [0, 1], [0], [0, 1, 2], [0, 3])
     chosen = select_requests(trace, 3, 512)
     assert [request.hash_ids for request in chosen] == [(0,), (0, 1), (0, 1, 2)]
@@ -142,7 +142,7 @@ def test_a_leak_of_any_pass_on_any_tier_is_found() -> None:
     assert check_no_leak([broken, run]) == Check(bad.name, False, "host tier: 1")
 
 
-def test_for_requests_of_one_token_no_pool_is_tight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_of_one_token_run_in_the_smallest_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     pools: list[int] = []
 
     def note(model: Model, requests: Any, config: Any, variant: Any, progress: Any) -> EnginePass:

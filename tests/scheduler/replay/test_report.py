@@ -1,4 +1,4 @@
-"""The report: the numbers are there, a failed check is seen, and JSON holds all of it."""
+"""The report: its text, its failed checks, and its JSON."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_the_text_has_every_section_check_and_skipped_line(report: ReplayReport)
     assert all(len(line) <= 100 for line in lines), [line for line in lines if len(line) > 100]
 
 
-def test_a_trace_that_is_not_sorted_is_said_to_be_so(report: ReplayReport) -> None:
+def test_the_report_mentions_an_unsorted_trace(report: ReplayReport) -> None:
     trace = report.trace
     assert report.to_json()["trace"]["out_of_order"] == 0
     first, *others = trace.requests
@@ -128,7 +128,7 @@ def test_a_trace_that_is_not_sorted_is_said_to_be_so(report: ReplayReport) -> No
     assert line not in words(report.text())
 
 
-def test_what_is_refused_is_told_why(report: ReplayReport) -> None:
+def test_the_report_explains_refused_requests(report: ReplayReport) -> None:
     assert "are refused" not in report.text()
     section = report.simulation
     config = dataclasses.replace(section.config, num_blocks=20)
@@ -300,7 +300,7 @@ def with_latencies(report: ReplayReport, **figures: tuple[float, float]) -> Repl
     return dataclasses.replace(report, simulation=dataclasses.replace(report.simulation, runs=runs))
 
 
-def test_the_text_begins_with_what_the_figures_mean(report: ReplayReport) -> None:
+def test_the_text_begins_with_a_summary(report: ReplayReport) -> None:
     cached = with_latencies(report, cache_off=(31.34, 1.19), cache_on=(22.2, 2.4))
     assert (
         "With the prefix cache, the median time to first token falls from 31.3 to 22.2 s and "
@@ -319,7 +319,7 @@ def test_the_text_begins_with_what_the_figures_mean(report: ReplayReport) -> Non
     ) in words(tiers.text())
 
 
-def test_the_text_begins_with_the_cache_that_suffices(
+def test_the_summary_names_a_sufficient_cache_size(
     bundled_trace: Trace, report: ReplayReport
 ) -> None:
     curve = dataclasses.replace(report, hits=measure_hit_curve(bundled_trace, (10_000, 20_000)))

@@ -1,4 +1,4 @@
-"""`run_replay` from end to end on a short trace, and what it refuses."""
+"""`run_replay` end to end on a short trace, and the input it rejects."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ WriteLines = Callable[..., Path]
 Calls = list[tuple[str, int, int]]
 
 ROOMY = 24
-"""Blocks of a pool in which nothing is preempted: a tighter one must be found."""
+"""Size of a pool without preemptions, so that the run must find a tighter one."""
 
 
 @pytest.fixture(scope="module")
 def replayed(tmp_path_factory: pytest.TempPathFactory) -> tuple[ReplayReport, Calls]:
-    """A replay of a malformed line and the first of the bundled trace, and what it told."""
+    """A replay of a malformed line and 150 requests, and its progress calls."""
     calls: Calls = []
     path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
     path.write_bytes(b"oops\n" + bundled_trace_path().read_bytes())
@@ -116,9 +116,7 @@ def test_every_stage_reports_progress_to_its_end(replayed: tuple[ReplayReport, C
     assert all(done == total for done, total in last.values())
 
 
-def test_what_cannot_work_is_refused_before_the_work(
-    write_lines: WriteLines, tmp_path: Path
-) -> None:
+def test_bad_input_is_rejected_before_the_work(write_lines: WriteLines, tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"trace\.jsonl, line 1: is not JSON: "):
         run_replay(write_lines(b"oops"))
     with pytest.raises(CostError, match="no model 'gpt-5'"):

@@ -1,4 +1,4 @@
-"""Storage in simulated time: the set of keys by hand, its queues, and simulations with it."""
+"""Simulated storage: its LRU order and queues by hand, and simulations with it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_least_recently_used_key_goes_first() -> None:
     assert (len(storage), storage.evicted_blocks) == (3, 4)
 
 
-def test_a_touch_orders_what_is_there() -> None:
+def test_touch_reorders_stored_keys_only() -> None:
     storage = SimulatedStorage(3, COSTS)
     storage.complete(STORE, keys("abc"))
     storage.touch(keys("cxba"))
@@ -102,7 +102,7 @@ def test_a_prefix_that_is_hit_on_the_device_stays_in_storage(
     assert prefetch is not None and prefetch.num_blocks == 2
 
 
-def test_what_moves_is_what_the_other_side_lacks() -> None:
+def test_only_missing_blocks_are_copied() -> None:
     storage = SimulatedStorage(3, COSTS)
     storage.complete(STORE, keys("ab"))
     assert storage.count_moved(STORE, keys("abc")) == 1
@@ -110,7 +110,7 @@ def test_what_moves_is_what_the_other_side_lacks() -> None:
     assert storage.count_moved(LOOKUP, keys("abc")) == 0
 
 
-def test_storage_of_nothing_and_without_a_host_is_refused() -> None:
+def test_storage_needs_blocks_and_a_host_tier() -> None:
     trace = make_trace([0])
     with pytest.raises(CountError, match=r"^num_blocks must be at least 1, got 0$"):
         simulate(trace, COSTS, dataclasses.replace(CONFIG, storage_blocks=0))
@@ -159,7 +159,7 @@ def test_a_block_passes_through_the_host_both_ways() -> None:
     assert counts.evicted_blocks == counts.late_blocks == 0
 
 
-def test_what_would_come_after_its_deadline_fails_at_it() -> None:
+def test_a_late_operation_fails_at_its_deadline() -> None:
     manager, links = linked()
     assert manager.tiers is not None
     demote(manager, [1, 2, 3, 4])
@@ -189,9 +189,9 @@ def add_up(result: SimulationResult) -> bool:
 
 
 def test_a_storage_hit_by_hand() -> None:
-    # [0] is on the device, [0] and [1] on the host when [2, 3] comes: it takes both tiers whole.
-    # At 60 s [0] is nowhere else than in storage: half a second to look it up, half a second to
-    # read 8 blocks, two to copy them to the device, and a step for the last token.
+    # When [2, 3] comes, [0] is on the device and [0] and [1] are on the host; [2, 3] fills both
+    # tiers. At 60 s [0] is only in storage: half a second for the lookup, half a second to read 8
+    # blocks, two seconds to copy them to the device, and a step for the last token.
     trace = make_trace([0], [1], [2, 3], [4, 5], [6, 7], [8], [0], gap_ms=10_000.0)
     result = simulate(trace, COSTS, CONFIG)
     assert result.prompt_tokens == 10 * 512
@@ -207,7 +207,7 @@ def test_a_storage_hit_by_hand() -> None:
     assert result.checks[1].detail == "5,120 = 0 + 0 + 511 + 4,609"
 
 
-def test_another_process_finds_what_one_has_left() -> None:
+def test_a_new_process_hits_the_blocks_left_in_storage() -> None:
     config = dataclasses.replace(CONFIG, host=HostConfig(16, "through"), storage_blocks=None)
     storage = SimulatedStorage(1_000, COSTS)
     first = simulate(make_trace([0], [1]), COSTS, config, storage=storage)
@@ -219,9 +219,9 @@ def test_another_process_finds_what_one_has_left() -> None:
     assert add_up(second)
 
 
-def test_storage_has_what_an_oracle_says() -> None:
-    # One after the other, with time for every copy. "through" stores all that is computed, and
-    # storage has room for all of it: whatever of a prompt came before is found in some tier.
+def test_stored_keys_equal_an_oracle() -> None:
+    # One request at a time, with time for every copy. "through" stores every computed block, and
+    # storage has room for all of them: every repeated prefix is found in some tier.
     paths = [[0], [0, 1], [2, 3], [4, 5], [0, 1], [6], [2, 3], [4, 7], [0, 1], [2, 8]]
     config = dataclasses.replace(CONFIG, host=HostConfig(16, "through"))
     seen: set[int] = set()
@@ -300,7 +300,7 @@ def test_any_small_simulation_with_storage_ends_and_adds_up(
     assert result.tiers.storage.used_blocks <= storage_blocks
 
 
-def test_a_lying_storage_hit_count_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_storage_hit_count_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = MixedScheduler.schedule
 
     def lie(self: MixedScheduler) -> StepPlan:

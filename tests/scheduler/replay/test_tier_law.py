@@ -1,4 +1,4 @@
-"""The law of two exclusive tiers: on the bundled trace, on random small ones, and broken."""
+"""The law of two exclusive tiers: on the bundled trace, on random traces, and broken."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_bundled_trace_obeys_the_law(bundled_trace: Trace, device: int, host
     law = two_tier_law(prefix_paths(bundled_trace), device, host)
     run = run_two_tiers(bundled_trace, device, host)
     assert (find_difference(run, law), run.refused) == (None, 0)
-    # The right side once more, from managers of one tier: the law does not hang on its oracle.
+    # The right side again, from managers with one tier: the law does not depend on its oracle.
     upper, both = count_hits(bundled_trace, device), count_hits(bundled_trace, device + host)
     assert sum(law.device_hits) == upper.hit_blocks
     assert sum(law.device_hits) + sum(law.host_hits) == both.hit_blocks
@@ -75,7 +75,7 @@ def test_written_back_copies_make_room_before_anything_is_lost(bundled_trace: Tr
     assert (counts.hit_blocks, counts.host_hit_blocks) == (1038, 4723 - 1038)
 
 
-# Each request follows an earlier one's first blocks: the tree stays small, and is used again.
+# Requests share first blocks: the tree stays small and is reused.
 requests = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=24)
 
 
@@ -95,7 +95,7 @@ def test_a_request_that_the_device_cannot_hold_is_refused_though_both_tiers_coul
     assert two_tier_law(prefix_paths(trace), 2, 8) == TwoTierCounts([0] * 4, [0, 0, 0, 2], 4, 0)
 
 
-# ------------------------------------------------------------------------------- what it finds
+# ---------------------------------------------------------------------- differences it finds
 
 
 def test_each_kind_of_difference_has_its_message() -> None:
@@ -114,7 +114,7 @@ def test_each_kind_of_difference_has_its_message() -> None:
     assert difference([0, 1], [0, 2], 5, 1_003) == "None"
 
 
-def test_the_check_passes_and_says_how_much_it_compared(bundled_trace: Trace) -> None:
+def test_the_check_passes_with_its_number_of_comparisons(bundled_trace: Trace) -> None:
     calls: list[tuple[str, int, int]] = []
     check = check_two_tier_law(
         bundled_trace,

@@ -1,4 +1,4 @@
-"""Copies in simulated time: the queue by hand, and simulations with a host tier."""
+"""Simulated links: their queues by hand, and simulations with a host tier."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .conftest import SMALL_TRACES, make_trace
 
 TO_HOST, TO_DEVICE = OpKind.DEVICE_TO_HOST, OpKind.HOST_TO_DEVICE
 
-# A step takes one second, whatever is in it; a block of 64 tokens is 256 bytes, and takes 1/4 s.
+# Every step takes one second. A block of 64 tokens has 256 bytes, and its copy takes 1/4 s.
 COSTS = CostModel(
     ModelCosts("toy", 1, layers=1, heads=1, kv_heads=1, head_dim=1),
     GpuCosts("toy", 1e29, 1e29, 1e9, host_bytes_per_s=1280.0),
@@ -50,7 +50,7 @@ def fill(manager: CacheManager, *prompts: list[int]) -> None:
         manager.release(lease)
 
 
-def test_a_direction_is_a_queue_of_its_own() -> None:
+def test_each_direction_has_its_own_queue() -> None:
     manager = CacheManager(num_blocks=4, block_size=1, host=HostConfig(8, "exclusive"))
     assert manager.tiers is not None
     link = TierLinks(manager.tiers, bytes_per_block=100, bytes_per_s=50)
@@ -80,7 +80,7 @@ def test_a_direction_is_a_queue_of_its_own() -> None:
     assert link.busy_s == {TO_HOST: 8.0, TO_DEVICE: 4.0}
 
 
-def test_at_the_end_everything_ends() -> None:
+def test_finish_completes_every_operation() -> None:
     manager = CacheManager(num_blocks=2, block_size=1, host=HostConfig(4, "back"))
     assert manager.tiers is not None
     link = TierLinks(manager.tiers, bytes_per_block=8, bytes_per_s=1)
@@ -203,7 +203,7 @@ def test_any_small_simulation_ends_and_holds_nothing(
 # -------------------------------------------------------------------------------- planted bugs
 
 
-def test_a_lying_host_hit_count_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_host_hit_count_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = MixedScheduler.schedule
 
     def lie(self: MixedScheduler) -> StepPlan:

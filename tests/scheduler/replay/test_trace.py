@@ -1,4 +1,4 @@
-"""Reading traces: every complaint by its text, and what the tokens are."""
+"""Traces: every error by its text, and the tokens of a prompt."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_good_line(write_lines: WriteLines) -> None:
     assert trace.requests == (TraceRequest(27482.0, 1100, 52, (46, 47, 2353)),)
 
 
-def test_blank_lines_are_no_requests_but_count_as_lines(write_lines: WriteLines) -> None:
+def test_blank_lines_are_skipped_but_counted(write_lines: WriteLines) -> None:
     path = write_lines(b"", GOOD, b"  ", b"{}")
     with pytest.raises(TraceError, match="line 4: has no input_length"):
         read_trace(path)
@@ -153,7 +153,7 @@ def test_tokens_refuse_an_id_that_would_overflow() -> None:
         tokens(TraceRequest(0.0, 512, 1, (MAX_HASH_ID + 1,)))
 
 
-def test_requests_share_exactly_the_blocks_their_ids_say(bundled_trace: Trace) -> None:
+def test_requests_share_exactly_the_blocks_of_equal_ids(bundled_trace: Trace) -> None:
     first, second = (tokens(request) for request in bundled_trace.requests[:2])
     assert (first[:512] == second[:512]).all()
     assert not set(first[512:].tolist()) & set(second[512:].tolist())

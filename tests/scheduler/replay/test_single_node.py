@@ -1,4 +1,4 @@
-"""The simulation: by hand on a small case, deterministic, and every check able to fail."""
+"""Single-node simulation: small cases by hand, determinism, and a failure of every check."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from radixkv.scheduler.step_plan import StepPlan
 
 from .conftest import make_trace
 
-# Every step takes one second, whatever is in it.
+# Every step takes one second, regardless of its chunks.
 ONE_SECOND = CostModel(
     ModelCosts("toy", 1, layers=1, heads=1, kv_heads=1, head_dim=1),
     GpuCosts("toy", 1e29, 1e29, 1e9),
@@ -78,7 +78,7 @@ def test_a_full_hit_computes_one_token() -> None:
     assert [check.verdict for check in result.checks] == ["PASS"] * 3
 
 
-def test_the_trace_is_replayed_the_same_twice(bundled_trace: Trace) -> None:
+def test_two_replays_give_the_same_result(bundled_trace: Trace) -> None:
     trace, costs = first_requests(bundled_trace, 60), named_costs()
     calls: list[tuple[str, int, int]] = []
     first = simulate(
@@ -141,7 +141,7 @@ def test_the_model_must_leave_room_for_blocks() -> None:
 # ------------------------------------------------------------------------------ planted bugs
 
 
-def test_a_lying_hit_count_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_hit_count_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = MixedScheduler.schedule
 
     def lie(self: MixedScheduler) -> StepPlan:
