@@ -11,29 +11,13 @@ Point it at your own manager through an adapter (see `Manager`)::
 It imports nothing else of this library, nor NumPy, nor JAX.
 """
 
-from .adapters.cache import (
-    AdapterError,
-    Events,
-    Factory,
-    Manager,
-    Promises,
-    Snapshot,
-)
+from .adapters.cache import AdapterError, Events, Factory, Manager, Promises, Snapshot
 from .harness.cache.world import CacheSubject
 from .harness.engine import Finding, replay
 from .harness.random_engine import Run, run
 from .harness.shrink import shrink
-from .model.ghost import (
-    ContentError,
-    GhostMemory,
-    Tag,
-    prefix_tags,
-)
-from .rules.rule import (
-    RULES,
-    Rule,
-    Violation,
-)
+from .model.ghost import ContentError, GhostMemory, Tag, prefix_tags
+from .rules.rule import RULES, Rule, Violation
 
 __all__ = [
     "RULES",

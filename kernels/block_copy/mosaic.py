@@ -107,12 +107,7 @@ def copy(
 
 @partial(jax.jit, static_argnames=("num_cores", "interpret"))
 def gather(
-    pools: Pools,
-    ids: jax.Array,
-    count: jax.Array,
-    *,
-    num_cores: int,
-    interpret: Interpret = None,
+    pools: Pools, ids: jax.Array, count: jax.Array, *, num_cores: int, interpret: Interpret = None
 ) -> Pools:
     """`gather_blocks` without its checks, in one launch."""
     chunks, num_blocks = Chunks.of(pools[0]), pools[0].shape[0]

@@ -4,13 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped
 
-from ..argument_checks import (
-    check_float,
-    check_int32,
-    check_pools,
-    check_scales,
-    check_shape,
-)
+from ..argument_checks import check_float, check_int32, check_pools, check_scales, check_shape
 from ..backends import Backend, choose_backend, target_device
 from .xla import write as write_xla
 

@@ -5,19 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, Literal, TypeAlias
 
-from ..rules.cache import (
-    C3,
-    S4,
-    W6,
-)
+from ..rules.cache import C3, S4, W6
 from ..rules.rule import Violation
-from .cache import (
-    AdapterError,
-    Events,
-    Factory,
-    Promises,
-    Snapshot,
-)
+from .cache import AdapterError, Events, Factory, Promises, Snapshot
 
 Depth: TypeAlias = Literal["api", "events", "full"]
 

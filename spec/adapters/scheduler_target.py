@@ -8,13 +8,7 @@ from typing import Any, Final
 from ..rules.rule import Violation
 from ..rules.scheduler import Q31
 from .cache import AdapterError
-from .scheduler import (
-    Chunk,
-    Reason,
-    SchedulerFactory,
-    SchedulerPromises,
-    Submission,
-)
+from .scheduler import Chunk, Reason, SchedulerFactory, SchedulerPromises, Submission
 
 REQUIRED: Final = {
     "add": "add(request: Submission) -> True, or False if it is too large",

@@ -8,11 +8,7 @@ from typing import Any, Final, TypeAlias
 from ..adapters.scheduler import Reason, SchedulerFactory
 from ..rules.rule import require
 from ..rules.scheduler import Q32
-from .engine import (
-    Below,
-    Config,
-    Operation,
-)
+from .engine import Below, Config, Operation
 from .scheduler.draw import draw_config, draw_submission
 from .scheduler.world import SchedulerWorld
 

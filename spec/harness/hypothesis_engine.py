@@ -11,11 +11,7 @@ from hypothesis import seed as with_seed
 from hypothesis import strategies as st
 
 from ..rules.rule import Violation
-from .engine import (
-    Finding,
-    Subject,
-    Trace,
-)
+from .engine import Finding, Subject, Trace
 from .random_engine import Run
 
 CASES_AT_ONCE: Final = 500

@@ -84,9 +84,7 @@ class CacheMachine(RuleBasedStateMachine, unittest.TestCase):
     runTest.is_hypothesis_test = True  # type: ignore[attr-defined]  # for its pytest plugin
 
     @initialize(
-        num_blocks=st.integers(2, 12),
-        block_size=st.integers(1, 4),
-        max_running=st.integers(2, 5),
+        num_blocks=st.integers(2, 12), block_size=st.integers(1, 4), max_running=st.integers(2, 5)
     )
     def start(self, num_blocks: int, block_size: int, max_running: int) -> None:
         """Start with an empty cache of random size."""

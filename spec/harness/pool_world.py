@@ -6,24 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, TypeAlias
 
-from ..rules.cache import (
-    F3,
-    F4,
-    F5,
-    S4,
-    W1,
-    W6,
-)
-from ..rules.rule import (
-    Rule,
-    Violation,
-    require,
-)
-from .engine import (
-    Below,
-    Config,
-    Operation,
-)
+from ..rules.cache import F3, F4, F5, S4, W1, W6
+from ..rules.rule import Rule, Violation, require
+from .engine import Below, Config, Operation
 
 
 class Pool(Protocol):

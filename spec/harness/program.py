@@ -6,12 +6,7 @@ import re
 from typing import Any, Final
 
 from ..rules.rule import RULES, Violation
-from .engine import (
-    Finding,
-    Operation,
-    Subject,
-    World,
-)
+from .engine import Finding, Operation, Subject, World
 
 _NAME: Final = re.compile(r"[a-z]\d+(\.\d+)?")
 

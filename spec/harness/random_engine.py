@@ -7,11 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ..rules.rule import Violation
-from .engine import (
-    Finding,
-    Subject,
-    Trace,
-)
+from .engine import Finding, Subject, Trace
 
 
 @dataclass(frozen=True)

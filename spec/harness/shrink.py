@@ -7,12 +7,7 @@ from copy import deepcopy
 from typing import Any, Final
 
 from ..rules.rule import Violation
-from .engine import (
-    Config,
-    Finding,
-    Subject,
-    Trace,
-)
+from .engine import Config, Finding, Subject, Trace
 
 MAX_REPLAYS: Final = 4_000
 _NUM_TOKENS: Final = 3

@@ -10,11 +10,7 @@ from typing import Any, Final
 
 from ..adapters.cache import AdapterError
 from ..rules.rule import Violation
-from .engine import (
-    Finding,
-    Subject,
-    replay,
-)
+from .engine import Finding, Subject, replay
 
 FORMAT: Final = 1
 

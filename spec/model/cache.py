@@ -16,13 +16,7 @@ from collections.abc import Sequence
 
 from ..rules import cache as rules
 from ..rules.rule import Violation, require
-from .blocks import (
-    EVICTED,
-    FREE,
-    Holding,
-    Owner,
-    Published,
-)
+from .blocks import EVICTED, FREE, Holding, Owner, Published
 from .ghost import Tag
 
 

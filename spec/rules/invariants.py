@@ -152,9 +152,7 @@ _REQUESTS: Final = {
         "tokens are the caller's", "The cache changes no token that it is given.", ("C3", "Q10")
     ),
     "I25": Invariant(
-        "no work without blocks",
-        "A step has blocks for all that it writes.",
-        ("A4", "Q4"),
+        "no work without blocks", "A step has blocks for all that it writes.", ("A4", "Q4")
     ),
     "I26": Invariant(
         "one state at a time",

@@ -5,12 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from radixkv.kernels import (
-    KernelArgumentError,
-    copy_blocks,
-    gather_blocks,
-    scatter_blocks,
-)
+from radixkv.kernels import KernelArgumentError, copy_blocks, gather_blocks, scatter_blocks
 
 from .problems import int32
 

@@ -7,21 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from radixkv.kernels import (
-    copy_blocks,
-    gather_blocks,
-    scatter_blocks,
-)
+from radixkv.kernels import copy_blocks, gather_blocks, scatter_blocks
 from radixkv.kernels.block_copy import mosaic as block_copy_mosaic
 
 from .interpret import PARAMS, SEES_ASYNC_RACES, assert_caught, races_detected
-from .lowering import (
-    SHARED_MEMORY_BYTES,
-    compile_for_h100,
-    lowered_for_h100,
-    on_h100,
-    shaped,
-)
+from .lowering import SHARED_MEMORY_BYTES, compile_for_h100, lowered_for_h100, on_h100, shaped
 from .planted import planted
 from .problems import int32
 

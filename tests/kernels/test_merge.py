@@ -7,11 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from radixkv.kernels import (
-    KernelArgumentError,
-    merge_attention_states,
-    paged_decode,
-)
+from radixkv.kernels import KernelArgumentError, merge_attention_states, paged_decode
 from radixkv.kernels.merge_states import merge_parts
 
 from . import oracle

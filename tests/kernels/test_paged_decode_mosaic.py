@@ -12,11 +12,7 @@ from radixkv.kernels import KernelArgumentError, paged_decode
 from radixkv.kernels.mosaic_limits import BLOCK_SIZES, HEAD_DIMS
 from radixkv.kernels.online_softmax import check_options
 from radixkv.kernels.paged_decode import mosaic as paged_decode_mosaic
-from radixkv.kernels.paged_decode.config import (
-    DecodeConfig,
-    blocks_per_sm,
-    choose_config,
-)
+from radixkv.kernels.paged_decode.config import DecodeConfig, blocks_per_sm, choose_config
 
 from .decode_checks import SM_SCALE, DecodeChecks
 from .interpret import PARAMS, SEES_ASYNC_RACES, RaceError, races_detected

@@ -205,10 +205,7 @@ SHAPES = [
     dict(head_dim=d, block_size=b, **beside)
     for (d, b), beside in zip(product((64, 128, 256), (16, 32, 64, 128)), BESIDE, strict=True)
 ]
-SHAPES += [
-    dict(pool_dtype="int8"),
-    dict(pool_dtype="float8_e4m3fn", head_dim=64, **EVERY_OPTION),
-]
+SHAPES += [dict(pool_dtype="int8"), dict(pool_dtype="float8_e4m3fn", head_dim=64, **EVERY_OPTION)]
 
 
 def split(case):

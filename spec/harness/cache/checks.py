@@ -45,12 +45,7 @@ def _check_table(world: CacheState, request: Request) -> None:
     )
     if world.promises.exact:
         require(
-            len(table) == needed,
-            rules.A5,
-            "{} has {} blocks, needs {}",
-            name,
-            len(table),
-            needed,
+            len(table) == needed, rules.A5, "{} has {} blocks, needs {}", name, len(table), needed
         )
     require(len(set(table)) == len(table), rules.A3, "the table of {} is {}", name, table)
     if world.model is not None:

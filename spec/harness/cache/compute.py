@@ -184,11 +184,7 @@ def _is_ready(request: Request) -> bool:
 
 
 def _grow(
-    world: CacheState,
-    requests: list[Request],
-    needed: int,
-    call: Callable[[], bool],
-    reason: Rule,
+    world: CacheState, requests: list[Request], needed: int, call: Callable[[], bool], reason: Rule
 ) -> bool:
     model, can = world.model, world.target.available()
     if model is not None:

@@ -6,12 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from ..engine import Below, Operation
-from .requests import (
-    MAX_WAITING,
-    NAMESPACES,
-    TOKENS,
-    draw_prompt,
-)
+from .requests import MAX_WAITING, NAMESPACES, TOKENS, draw_prompt
 from .state import CacheState
 
 WEIGHTS: Final = {

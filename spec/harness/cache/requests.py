@@ -6,11 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
-from ...model.ghost import (
-    Tag,
-    first_tag,
-    next_tag,
-)
+from ...model.ghost import Tag, first_tag, next_tag
 from ..engine import Below, Config
 
 State: TypeAlias = Literal["waiting", "running", "ended"]

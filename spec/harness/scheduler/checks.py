@@ -6,21 +6,7 @@ from dataclasses import asdict
 
 from ...model.ghost import ContentError
 from ...rules.rule import Violation, require
-from ...rules.scheduler import (
-    Q1,
-    Q2,
-    Q3,
-    Q4,
-    Q6,
-    Q10,
-    Q11,
-    Q12,
-    Q16,
-    Q21,
-    Q22,
-    Q24,
-    Q29,
-)
+from ...rules.scheduler import Q1, Q2, Q3, Q4, Q6, Q10, Q11, Q12, Q16, Q21, Q22, Q24, Q29
 from .requests import Step, Tracked
 from .state import SchedulerState
 

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from ..engine import (
-    Below,
-    Config,
-    Operation,
-)
+from ..engine import Below, Config, Operation
 from .state import SchedulerState
 
 NAMESPACES: Final = (b"", b"tenant")

@@ -6,19 +6,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from ...rules.rule import require
-from ...rules.scheduler import (
-    Q5,
-    Q6,
-    Q7,
-    Q8,
-    Q9,
-    Q17,
-    Q18,
-    Q25,
-    Q26,
-    Q27,
-    Q28,
-)
+from ...rules.scheduler import Q5, Q6, Q7, Q8, Q9, Q17, Q18, Q25, Q26, Q27, Q28
 from .requests import Step, Tracked
 from .state import SchedulerState
 

@@ -6,17 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ...adapters.scheduler import Chunk
 from ...rules.rule import require
-from ...rules.scheduler import (
-    Q1,
-    Q10,
-    Q13,
-    Q23,
-)
-from .checks import (
-    check_output,
-    check_plan,
-    read,
-)
+from ...rules.scheduler import Q1, Q10, Q13, Q23
+from .checks import check_output, check_plan, read
 from .policy import check_policy
 from .requests import Step, Tracked
 from .state import SchedulerState

@@ -7,26 +7,10 @@ from typing import Final
 
 from ...adapters.scheduler import SchedulerFactory, Submission
 from ...rules.rule import require
-from ...rules.scheduler import (
-    Q14,
-    Q15,
-    Q19,
-    Q20,
-    Q30,
-)
-from ..engine import (
-    Below,
-    Config,
-    Operation,
-)
+from ...rules.scheduler import Q14, Q15, Q19, Q20, Q30
+from ..engine import Below, Config, Operation
 from .checks import check_settled
-from .draw import (
-    MAX_WAITING,
-    NAMESPACES,
-    WEIGHTS,
-    draw,
-    draw_config,
-)
+from .draw import MAX_WAITING, NAMESPACES, WEIGHTS, draw, draw_config
 from .requests import Tracked
 from .state import SchedulerState
 from .step import end_by_abort, run_step

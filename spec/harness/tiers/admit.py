@@ -5,22 +5,12 @@ from __future__ import annotations
 from ...rules import tiers as rules
 from ...rules.cache import A8
 from ...rules.rule import require
-from ..cache import (
-    admit as cache_admit,
-)
-from ..cache import (
-    compute as cache_compute,
-)
-from ..cache import (
-    end as cache_end,
-)
+from ..cache import admit as cache_admit
+from ..cache import compute as cache_compute
+from ..cache import end as cache_end
 from ..cache.requests import NAMESPACES, Request
 from .checks import check_lost, check_order, see
-from .requests import (
-    Load,
-    Parked,
-    Seen,
-)
+from .requests import Load, Parked, Seen
 from .state import TierState
 from .take import take
 

@@ -7,11 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ..cache import draw as cache_draw
-from ..cache.requests import (
-    MAX_WAITING,
-    NAMESPACES,
-    draw_prompt,
-)
+from ..cache.requests import MAX_WAITING, NAMESPACES, draw_prompt
 from ..engine import Below, Operation
 from .executor import MOVES
 from .state import TierState

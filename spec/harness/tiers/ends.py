@@ -8,11 +8,7 @@ from ...model.ghost import Tag
 from ...rules import tiers as rules
 from ...rules.rule import require
 from .checks import check_lost, check_saving, see
-from .executor import (
-    TO_DEVICE,
-    Flight,
-    leading,
-)
+from .executor import TO_DEVICE, Flight, leading
 from .requests import Seen
 from .state import TierState
 

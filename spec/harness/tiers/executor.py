@@ -13,11 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from ...adapters.tiers import Copy
-from ...model.device import (
-    POISON,
-    UNWRITTEN,
-    Device,
-)
+from ...model.device import POISON, UNWRITTEN, Device
 from ...model.ghost import Tag
 from ...rules import tiers as rules
 from ...rules.rule import require

@@ -20,28 +20,9 @@ from .admit import (
     publish_again,
     submit,
 )
-from .copies import (
-    early,
-    fence,
-    late,
-    result,
-    second,
-    wrong_result,
-)
-from .preempt import (
-    finish,
-    park,
-    preempt,
-    unpark,
-)
-from .storage import (
-    cancel,
-    drain,
-    elsewhere,
-    prefetch,
-    reset,
-    serve,
-)
+from .copies import early, fence, late, result, second, wrong_result
+from .preempt import finish, park, preempt, unpark
+from .storage import cancel, drain, elsewhere, prefetch, reset, serve
 from .take import take
 
 OPERATIONS: Final[dict[str, Callable[..., bool]]] = {

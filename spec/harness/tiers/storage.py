@@ -7,12 +7,7 @@ from ...rules.cache import D1, R5
 from ...rules.rule import require
 from ..cache import end as cache_end
 from ..cache.requests import NAMESPACES
-from .admit import (
-    admit,
-    done,
-    forward,
-    submit,
-)
+from .admit import admit, done, forward, submit
 from .checks import check_lost, see
 from .copies import fence, result
 from .preempt import finish, unpark
