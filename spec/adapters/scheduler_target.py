@@ -27,11 +27,11 @@ REQUIRED: Final = {
 
 
 class SchedulerTarget:
-    """Calls the adapter; whatever it raises breaks a rule.
+    """Calls the adapter; its exceptions break a rule.
 
     Attributes:
-        promises: what the scheduler claims.
-        can: the optional methods that it has.
+        promises: the promises of the scheduler.
+        can: names of the optional methods that the adapter has.
     """
 
     def __init__(self, factory: SchedulerFactory, config: dict[str, Any]) -> None:
@@ -113,7 +113,7 @@ class SchedulerTarget:
         return int(self._call("available"))
 
     def counts(self) -> Mapping[str, int]:
-        """Return the counters it keeps."""
+        """Return the counters of the scheduler."""
         counts: Mapping[str, int] = self._call("counts")
         return counts
 
@@ -122,5 +122,5 @@ class SchedulerTarget:
         return bool(self._call("misuse", kind, name))
 
     def check(self) -> None:
-        """Let it check its own invariants."""
+        """Let the scheduler check its own invariants."""
         self._call("check")

@@ -41,7 +41,7 @@ CACHE_FLOORS: Final = {
     "resumed with a hit": 1_700,
     "too large": 1_200,
 }
-"""Per 200,000 random steps on a manager that has every optional method, at depth ``full``."""
+"""Per 200,000 random steps on a manager with all optional methods, at depth ``full``."""
 
 
 SCHEDULER_FLOORS: Final = {
@@ -152,12 +152,12 @@ TIER_FLOORS: Final = {
 def too_rare(
     situations: Mapping[str, int], floors: Mapping[str, int], num_steps: int
 ) -> dict[str, tuple[int, float]]:
-    """Return the situations that came up too rarely: how often, and how often they should.
+    """Return the situations that occurred too rarely, with actual and minimum frequency.
 
     Args:
-        situations: what a run counted.
-        floors: per `PER_STEPS` steps.
-        num_steps: the steps of the run.
+        situations: the counts of a run.
+        floors: minimum counts per `PER_STEPS` steps.
+        num_steps: number of steps of the run.
     """
     wanted = {name: floor * num_steps / PER_STEPS for name, floor in floors.items()}
     return {

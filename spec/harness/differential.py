@@ -13,7 +13,7 @@ from .scheduler.draw import draw_config, draw_submission
 from .scheduler.world import SchedulerWorld
 
 Outputs: TypeAlias = dict[str, tuple[list[int], Reason | None]]
-"""What each request generated, and why it ended."""
+"""Output and reason of each request."""
 
 WAYS: Final[tuple[dict[str, Any], ...]] = (
     {},
@@ -24,19 +24,19 @@ WAYS: Final[tuple[dict[str, Any], ...]] = (
     {"token_budget": 64, "max_running": 6},
     {"growth": "singles", "reserve_tokens": 0},
 )
-"""Changes of a configuration that must not be seen in any output."""
+"""Changes of a configuration that must not change any output."""
 
 
 def outputs(factory: SchedulerFactory, config: Config, requests: Sequence[Operation]) -> Outputs:
-    """Submit all requests at once, let them end, and return what they generated.
+    """Submit all requests at once, run until they end, and return their outputs.
 
     Args:
         factory: makes the scheduler.
-        config: its sizes and options.
+        config: sizes and options of the scheduler.
         requests: operations ``["submit", ...]``.
 
     Raises:
-        Violation: if a rule is broken on the way.
+        Violation: a rule is broken.
     """
     world = SchedulerWorld(config, factory)
     for operation in requests:
@@ -51,7 +51,7 @@ def check_same(factory: SchedulerFactory, config: Config, requests: Sequence[Ope
     """Check that requests get the same tokens in all of `WAYS`.
 
     Raises:
-        Violation: of Q32, or of any rule that is broken on the way.
+        Violation: Q32, or any other rule, is broken.
     """
     first = outputs(factory, config, requests)
     for way in WAYS:

@@ -15,15 +15,15 @@ from .engine import Finding, Subject, Trace
 from .random_engine import Run
 
 CASES_AT_ONCE: Final = 500
-"""Hypothesis remembers every choice of a test: so many cases, then a new test begins."""
+"""Cases per Hypothesis test; Hypothesis stores every choice, so tests must not grow too long."""
 
 
 class _Stop(BaseException):
-    """Ends a test of Hypothesis at once: it would run a failing case again, twice."""
+    """Ends a Hypothesis test at once; otherwise it would run a failing case twice more."""
 
 
 class _Hunt:
-    """What is added up over the cases, until a rule breaks or there were enough steps."""
+    """Totals over the cases, until a rule breaks or enough steps were applied."""
 
     def __init__(self, subject: Subject, num_steps: int, steps_per_case: int) -> None:
         self.subject = subject
@@ -35,7 +35,7 @@ class _Hunt:
 
     def case(self, random: Random) -> None:
         """Run one case, in a new world."""
-        randrange = random.randrange  # a draw by st.data() would cost twice the step
+        randrange = random.randrange  # st.data() would double the time of a step
 
         def below(bound: int) -> int:
             return randrange(bound) if bound > 1 else 0
@@ -61,12 +61,12 @@ class _Hunt:
 
 
 def run(subject: Subject, seed: int, num_steps: int, steps_per_case: int = 50) -> Run:
-    """Apply operations of Hypothesis' choice until a rule breaks or enough were applied.
+    """Apply operations chosen by Hypothesis until a rule breaks or enough were applied.
 
     Args:
-        subject: what to test.
+        subject: the subject to test.
         seed: the same seed gives the same run, with the same version of Hypothesis.
-        num_steps: operations in all, to the end of the last case.
+        num_steps: minimum number of operations; the last case is completed.
         steps_per_case: operations in one world; each case ends with ``drain``.
     """
     hunt = _Hunt(subject, num_steps, steps_per_case)
@@ -76,7 +76,7 @@ def run(subject: Subject, seed: int, num_steps: int, steps_per_case: int = 50) -
         _run_test(hunt, seed + (tests << 32))
         tests += 1
         if hunt.done == before:
-            break  # every choice there is has been tried
+            break  # all choices were tried
     return Run(hunt.done, hunt.finding, hunt.situations)
 
 

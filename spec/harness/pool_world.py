@@ -12,13 +12,13 @@ from .engine import Below, Config, Operation
 
 
 class Pool(Protocol):
-    """What is asked of a pool of ids ``1 .. num_blocks``."""
+    """Protocol of a pool of block ids ``1 .. num_blocks``."""
 
     def allocate(self, num_blocks: int) -> Sequence[int] | None:
-        """Take so many free ids; None if there are fewer, and then nothing is changed."""
+        """Allocate `num_blocks` free ids; None, without any change, if there are fewer."""
 
     def recycle(self, ids: Sequence[int]) -> Sequence[int]:
-        """Give ids back; returns those that are refused, the others are free again."""
+        """Free ids; return those that are refused, the others are free again."""
 
     def free_ids(self) -> Sequence[int]:
         """Return the free ids."""
@@ -28,11 +28,11 @@ class Pool(Protocol):
 
 
 PoolFactory: TypeAlias = Callable[[int], Any]
-"""Makes a `Pool` of so many blocks. If it has a method ``check``, that is called too."""
+"""Makes a `Pool` from a number of blocks; its method ``check``, if any, is called too."""
 
 
 class PoolWorld:
-    """One pool, its twin to which everything is done one by one, and the set of the free ids."""
+    """A pool, a second pool that does every call id by id, and the set of free ids."""
 
     def __init__(self, config: Config, factory: PoolFactory) -> None:
         self.config = config
@@ -43,7 +43,7 @@ class PoolWorld:
         self.situations: Counter[str] = Counter()
 
     def draw(self, below: Below) -> Operation:
-        """Draw an operation; one in four recycles is wrong."""
+        """Draw an operation; one in four recycles is invalid."""
         kind = below(20)
         if kind < 8:
             return ["allocate", below(self.num_blocks + 2)]
@@ -57,7 +57,7 @@ class PoolWorld:
         return ["recycle", ids]
 
     def apply(self, operation: Operation) -> bool:
-        """Do one operation to the pool and its twin, and compare."""
+        """Do one operation on both pools and compare them."""
         word, *arguments = operation
         do = OPERATIONS.get(word)
         if do is None:
@@ -81,7 +81,7 @@ class PoolWorld:
             raise Violation(rule, f"the pool raised {error!r}") from error
 
     def allocate(self, num_blocks: int) -> None:
-        """Take ids of both, and make the twin take the same."""
+        """Allocate from both pools, and make the second one take the same ids."""
         ids = self.pool.allocate(num_blocks)
         if ids is None:
             require(num_blocks > len(self.free), F5, "{} of {} refused", num_blocks, len(self.free))
@@ -96,14 +96,14 @@ class PoolWorld:
             list(ids),
         )
         self.free -= given
-        # The twin may choose other ids: it gives back all that it took beyond the same ones.
+        # The second pool may choose other ids; it frees the ids that the first did not take.
         everything = self.twin.allocate(len(self.free) + num_blocks) or []
         for block in everything:
             if block not in given:
                 self.twin.recycle([block])
 
     def recycle(self, ids: list[int]) -> None:
-        """Give ids back, in one call and one by one."""
+        """Free ids: in one call, and id by id."""
         refused = []
         for block in ids:
             if 1 <= block <= self.num_blocks and block not in self.free:
@@ -124,13 +124,13 @@ class PoolWorld:
         self.free = set(range(1, self.num_blocks + 1))
 
     def drain(self) -> None:
-        """Give everything back; then all can be allocated."""
+        """Free everything; then all ids can be allocated."""
         self.recycle(sorted(set(range(1, self.num_blocks + 1)) - self.free))
         self.allocate(self.num_blocks)
         self.reset()
 
     def picture(self) -> str:
-        """Draw which ids are free."""
+        """Draw the free ids as text."""
         signs = ("." if block in self.free else "x" for block in range(1, self.num_blocks + 1))
         return f"blocks |{''.join(signs)}|  . free  x allocated"
 
@@ -146,15 +146,15 @@ OPERATIONS: Final[dict[str, Callable[..., None]]] = {
 
 
 class PoolSubject:
-    """A pool to test, in all sizes."""
+    """A block pool to test, in all sizes."""
 
     def __init__(self, factory: PoolFactory) -> None:
         self.factory = factory
 
     def configure(self, below: Below) -> Config:
-        """Draw the size of a pool: some batches are long."""
+        """Draw the size of a pool; some allow long batches."""
         return {"num_blocks": 1 + below(24)}
 
     def world(self, config: Config) -> PoolWorld:
-        """Make a pool with all of its ids free."""
+        """Make a world with all ids free."""
         return PoolWorld(config, self.factory)

@@ -15,24 +15,23 @@ KEYWORDS: Final = {
     ("submit", 6): ("", "", "max_new_tokens", "priority", "stop", "namespace"),
     ("misuse", 2): ("kind", ""),
 }
-"""By word and number of arguments, what those are called whose values do not say it; then 0 and an
-empty list are left out."""
+"""Names of arguments, by word and number of arguments; named ones of 0 or [] are omitted."""
 
 
 UNSHOWN: Final = ("rare", "often", "alphabet", "faults", "fences")
-"""Parts of a configuration that only choose operations, and mean nothing to a trace."""
+"""Parts of a configuration that only affect the choice of operations, not a replay."""
 
 
 def to_program(finding: Finding, subject: Subject | None = None) -> str:
     """Write a finding as a program.
 
     Args:
-        finding: best a shrunk one.
-        subject: what it was found in, to draw the state before the step that fails.
+        finding: the finding, preferably shrunk.
+        subject: its subject, to draw the state before the failing step.
 
     Returns:
-        The rule with its sentence, the sizes, a call per operation with the failing one marked, and
-        the picture.
+        The rule with its sentence, the sizes, one call per operation with the failing one marked,
+        and the picture.
     """
     rule = RULES.get(finding.rule)
     lines = [f"{finding.rule}: {rule.sentence}" if rule else finding.rule, ""]
@@ -48,7 +47,7 @@ def to_program(finding: Finding, subject: Subject | None = None) -> str:
 
 
 def to_call(operation: Operation) -> str:
-    """Write an operation as a call, as ``submit(r1, [0, 0], more=3)``."""
+    """Write an operation as a call, such as ``submit(r1, [0, 0], more=3)``."""
     word, *arguments = operation
     keywords = KEYWORDS.get((word, len(arguments)), ())
     shown = []
@@ -62,13 +61,13 @@ def to_call(operation: Operation) -> str:
 
 
 def world_before(subject: Subject, finding: Finding) -> World:
-    """Make the world as it is before the last operation of a finding."""
+    """Return the world before the last operation of a finding."""
     world = subject.world(dict(finding.config))
     try:
         for operation in finding.trace[:-1]:
             world.apply(operation)
     except Violation:
-        pass  # it broke earlier this time: the target is not deterministic, and this is its state
+        pass  # it broke earlier this time, so the target is not deterministic; show this state
     return world
 
 

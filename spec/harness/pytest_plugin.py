@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 FUZZ_FILE: Final = "kvspec.toml"
 TRACE_ENDING: Final = ".trace.json"
 LARGEST_TRACE: Final = 1 << 20
-"""Bytes; traces of other tools may have the same ending, and are larger than any of ours."""
+"""In bytes. Larger files with this ending are traces of other tools."""
 
 DEFAULTS: Final = {"target": "", "what": "cache", "depth": "api", "steps": 20_000, "seed": 0}
 
 
 class KvSpecError(Exception):
-    """A file that cannot be used; the text is one line, and all that is shown."""
+    """A file cannot be used; only the message, one line, is shown."""
 
 
 class RuleBroken(Exception):
-    """A rule of the specification is broken; the text is the whole report."""
+    """A rule of the specification is broken; the message is the complete report."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options; each overrides what a kvspec.toml or a trace says."""
+    """Add the options; each overrides the value of a kvspec.toml or a trace."""
     group = parser.getgroup("radixkv", "cache managers against their specification (radixkv)")
     group.addoption("--kv-target", metavar="TARGET", help="package.module:factory or file.py:name")
     group.addoption("--kv-depth", choices=["api", "events", "full"], help="how deep it is tested")
@@ -85,10 +85,10 @@ class TraceTestFile(pytest.File):
 
 
 class _Item(pytest.Item):
-    """A test that reports in plain words, not with a traceback through the specification."""
+    """A test that reports a message instead of a traceback through the specification."""
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], *args: Any) -> Any:
-        """Show only the text of what was foreseen."""
+        """Show only the message of expected failures."""
         if isinstance(excinfo.value, KvSpecError | RuleBroken):
             return str(excinfo.value)
         return super().repr_failure(excinfo, *args)
@@ -98,16 +98,16 @@ class _Item(pytest.Item):
         return self.path, None, f"{self.path.name}: {self.name}"
 
     def option(self, name: str, otherwise: Any) -> Any:
-        """Return what the command line says, or else something."""
+        """Return the value on the command line, or else the given one."""
         given = self.config.getoption(f"kv_{name}")
         return otherwise if given is None else given
 
 
 class FuzzItem(_Item):
-    """Random operations until a rule breaks or they are enough."""
+    """Random operations until a rule breaks or the steps are used up."""
 
     def runtest(self) -> None:
-        """Hunt; if a rule breaks, shrink, write the trace, and fail with all of it."""
+        """Run; if a rule breaks, shrink, write the trace, and fail with the report."""
         options = self._options()
         with _in_one_line(self.path):
             from .random_engine import run
@@ -141,13 +141,13 @@ class FuzzItem(_Item):
             key: self.option(key, value) if key != "what" else value
             for key, value in {**DEFAULTS, **given}.items()
         }
-        if options["steps"] < 1:  # it would pass, and have tested nothing
+        if options["steps"] < 1:  # it would pass without testing anything
             raise KvSpecError(f"{self.path}: steps must be at least 1, got {options['steps']}")
         return options
 
 
 class TraceItem(_Item):
-    """A trace that broke a rule once, and must not again."""
+    """A trace that broke a rule once and must not do so again."""
 
     def runtest(self) -> None:
         """Replay; fail if any rule breaks."""
@@ -182,7 +182,7 @@ def _subject(item: _Item, what: Any, target: str, depth: Any) -> Subject:
 
 @contextmanager
 def _in_one_line(path: Path) -> Iterator[None]:
-    """Turn what is wrong with a file or a target into one line that names the file."""
+    """Turn an error in a file or target into one line that names the file."""
     from ..adapters.cache import AdapterError
     from ..adapters.load_target import TargetError
     from .trace_file import TraceFileError

@@ -15,9 +15,9 @@ class Run:
     """Result of a run.
 
     Attributes:
-        num_steps: the operations it applied.
-        finding: the rule that broke, if one did; the run ended there.
-        situations: how often each situation of interest came up.
+        num_steps: number of applied operations.
+        finding: the broken rule, with which the run ended, or None.
+        situations: how often each situation of interest occurred.
     """
 
     num_steps: int
@@ -29,9 +29,9 @@ def run(subject: Subject, seed: int, num_steps: int, steps_per_case: int = 100) 
     """Apply random operations until a rule breaks or enough were applied.
 
     Args:
-        subject: what to test.
+        subject: the subject to test.
         seed: the same seed gives the same run.
-        num_steps: operations in all, to the end of the last case.
+        num_steps: minimum number of operations; the last case is completed.
         steps_per_case: operations in one world; each case ends with ``drain``.
     """
     generator = random.Random(seed)

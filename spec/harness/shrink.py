@@ -14,14 +14,14 @@ _NUM_TOKENS: Final = 3
 
 SMALLEST: Final = {"num_blocks": 1, "block_size": 1, "max_running": 1, "alphabet": 1,
                    "host_blocks": 1}  # fmt: skip
-"""The sizes of a configuration that are made smaller where they can."""
+"""Sizes of a configuration that shrinking reduces."""
 
 
 class _Shrinker:
-    """Tries simpler candidates, and keeps those that break the same rule.
+    """Tries simpler candidates and keeps those that break the same rule.
 
-    Operations name requests, so that leaving one out changes the meaning of no other; what then
-    names nothing is skipped by the replay, and goes with it.
+    Operations name requests, so removing one does not change the meaning of the others. The replay
+    skips operations whose names no longer exist, and shrinking removes them too.
 
     Source: delta debugging (ddmin, Zeller and Hildebrandt 2002), to a fixpoint.
     """
@@ -33,10 +33,10 @@ class _Shrinker:
         self.trace: Trace = deepcopy(finding.trace)
         self.why = finding.why
         self.num_replays = 0
-        self._failed: set[str] = set()  # a round tries much that the round before has tried
+        self._failed: set[str] = set()  # rounds repeat many candidates
 
     def keeps(self, config: Config, trace: Trace) -> bool:
-        """Tell whether a candidate still breaks the rule; if so, go on from what of it applied."""
+        """Whether a candidate breaks the rule too; if so, continue from its applied operations."""
         candidate = repr((config, trace))
         if candidate in self._failed or self.num_replays >= MAX_REPLAYS:
             return False
@@ -62,14 +62,14 @@ class _Shrinker:
         self.rename()
 
     def leave_out_requests(self) -> None:
-        """Leave out whole requests, with all that names them."""
+        """Remove whole requests, with all operations that name them."""
         for operation in list(self.trace):
             if operation[0] == "submit":
                 name = operation[1]
                 self.keeps(self.config, [each for each in self.trace if not _names(each, name)])
 
     def leave_out_operations(self) -> None:
-        """Leave out runs of operations, long ones first."""
+        """Remove runs of operations, long ones first."""
         length = max(1, len(self.trace) // 2)
         while length:
             start = 0
@@ -83,7 +83,7 @@ class _Shrinker:
         """Make numbers smaller and lists shorter."""
         for index in range(len(self.trace)):
             place = 1
-            # The trace is shorter when an argument was what others needed to apply.
+            # The trace may be shorter now, if other operations depended on the argument.
             while index < len(self.trace) and place < len(self.trace[index]):
                 self._simplify(index, place)
                 place += 1
@@ -96,7 +96,7 @@ class _Shrinker:
                 break
 
     def simplify_tokens(self) -> None:
-        """Make a token smaller wherever it comes up: those of equal requests cannot one by one."""
+        """Make a token smaller everywhere at once, because equal prefixes must stay equal."""
         for token in sorted(_tokens(self.trace)):
             for simpler in range(min(token, _NUM_TOKENS)):
                 if self.keeps(self.config, _with_token(self.trace, token, simpler)):
@@ -110,7 +110,7 @@ class _Shrinker:
                     break
 
     def simplify_by_subject(self) -> None:
-        """Try what the subject knows to be simpler."""
+        """Try the simpler traces that the subject proposes."""
         simpler: Callable[[Trace], Iterator[Trace]] | None
         simpler = getattr(self.subject, "simpler", None)
         if simpler is not None:
@@ -119,18 +119,18 @@ class _Shrinker:
                     break
 
     def rename(self) -> None:
-        """Number the requests anew."""
+        """Renumber the requests."""
         submitted = [operation[1] for operation in self.trace if operation[0] == "submit"]
         names = {name: f"r{number}" for number, name in enumerate(submitted, 1)}
         self.keeps(self.config, [_renamed(operation, names) for operation in self.trace])
 
 
 def shrink(subject: Subject, finding: Finding) -> Finding:
-    """Return a finding of the same rule with a trace from which nothing can be left out.
+    """Return a finding of the same rule whose trace cannot be reduced further.
 
     Args:
-        subject: what the finding was found in.
-        finding: it must come up again when its trace is replayed; else it is returned as it is.
+        subject: the subject of the finding.
+        finding: the finding; it is returned unchanged if a replay does not reproduce it.
     """
     shrinker = _Shrinker(subject, finding)
     if not shrinker.keeps(shrinker.config, shrinker.trace):
@@ -140,7 +140,7 @@ def shrink(subject: Subject, finding: Finding) -> Finding:
 
 
 def _replay(subject: Subject, config: Config, trace: Trace) -> tuple[Violation | None, Trace]:
-    """Run a trace from the start; return what broke, and the operations that applied till then."""
+    """Run a trace from the start; return the violation and the operations applied before it."""
     world = subject.world(dict(config))
     applied: Trace = []
     for operation in trace:

@@ -36,13 +36,13 @@ STYLE: Final = (
 def to_svg(subject: Subject, finding: Finding, *, calls: bool = True) -> str:
     """Draw a finding as an SVG document.
 
-    The calls stand on top, the failing one in red; below, the state before it: the published
-    blocks as a tree and the pool as a strip where there is a model of them, else as text.
+    The calls are at the top, the failing one in red. Below is the state before it: the published
+    blocks as a tree and the pool as a strip if the world has a model, otherwise text.
 
     Args:
-        subject: what it was found in.
-        finding: best a shrunk one.
-        calls: whether to write the calls, too.
+        subject: the subject of the finding.
+        finding: the finding, preferably shrunk.
+        calls: whether to include the calls.
     """
     world = world_before(subject, finding)
     canvas = _Canvas()
@@ -54,7 +54,7 @@ def to_svg(subject: Subject, finding: Finding, *, calls: bool = True) -> str:
         for line in world.picture().split("\n"):
             canvas.text(line)
     else:
-        _Tree(canvas, world, model).draw()  # type: ignore[arg-type]  # only such a world has one
+        _Tree(canvas, world, model).draw()  # type: ignore[arg-type]  # only cache worlds have a model
         _strip(canvas, model)
         for line in world.picture().split("\n"):
             if " block " not in line and not line.startswith("blocks |"):
@@ -72,7 +72,7 @@ def _calls(canvas: _Canvas, finding: Finding) -> None:
 
 
 class _Canvas:
-    """Elements from top to bottom, and how far they reach."""
+    """SVG elements from top to bottom, and their extent."""
 
     def __init__(self) -> None:
         self.elements: list[str] = []
@@ -114,7 +114,7 @@ class _Canvas:
 
 
 class _Tree:
-    """The published prefixes: a leaf has a column, a parent stands over its children."""
+    """Layout of the published prefixes: one column per leaf, parents above their children."""
 
     def __init__(self, canvas: _Canvas, world: CacheWorld, model: CacheModel) -> None:
         self.canvas, self.model = canvas, model
@@ -174,7 +174,7 @@ def _strip(canvas: _Canvas, model: CacheModel) -> None:
 
 
 def _cells(model: CacheModel) -> Iterator[tuple[str, str]]:
-    """Yield a label and a kind per block, those that were never given out last, without a label."""
+    """Yield label and kind of each block; blocks never allocated come last, without label."""
     used = model.used()
     for block, owner in sorted(model.owner.items()):
         if owner == FREE:

@@ -15,22 +15,22 @@ from .engine import Finding, Subject, replay
 FORMAT: Final = 1
 
 PARTS: Final = {"rule": str, "why": str, "config": dict, "trace": list}
-"""What a trace file must hold besides its format."""
+"""Required fields of a trace file, besides its format."""
 
 
 class TraceFileError(ValueError):
-    """A file that is no trace, or a trace that fits no world; the text is one line."""
+    """A file is no trace, or a trace does not fit its target; the message is one line."""
 
 
 @dataclass(frozen=True)
 class TraceFile:
-    """A finding and where it comes from.
+    """A finding and its target.
 
     Attributes:
-        finding: the rule that broke, and how.
-        what: the kind of thing that was tested: ``"cache"``, ``"pool"`` or ``"scheduler"``.
-        target: how to import what was tested, as ``"package.module:factory"``; "" if not known.
-        depth: how deep it was looked into.
+        finding: the broken rule, with its trace.
+        what: the kind of system: ``"cache"``, ``"pool"``, ``"scheduler"`` or ``"tiers"``.
+        target: import path of the factory, as ``"package.module:factory"``; "" if not known.
+        depth: the depth of the checks.
     """
 
     finding: Finding
@@ -39,19 +39,19 @@ class TraceFile:
     depth: str = "api"
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the contents as plain data."""
         origin = {"what": self.what, "target": self.target, "depth": self.depth}
         return {**self.finding.to_json(), **origin}
 
     def text(self) -> str:
-        """Return what stands in the file: an operation per line, for people and for diffs."""
+        """Return the text of the file, with one operation per line for readers and diffs."""
         document = self.to_json()
         trace = ",\n".join(f"  {json.dumps(operation)}" for operation in document.pop("trace"))
         lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in document.items()]
         return "{\n" + ",\n".join([*lines, f' "trace": [\n{trace}\n ]']) + "\n}\n"
 
     def file_name(self) -> str:
-        """Return a name that is the same for the same trace, and for no other."""
+        """Return a file name derived from a digest of the trace."""
         content = json.dumps([self.finding.config, self.finding.trace], sort_keys=True)
         return f"{hashlib.sha256(content.encode()).hexdigest()[:12]}.trace.json"
 
@@ -60,8 +60,8 @@ def read_trace_file(path: Path) -> TraceFile:
     """Read a trace file.
 
     Raises:
-        OSError: it cannot be read.
-        TraceFileError: it is not a trace file.
+        OSError: the file cannot be read.
+        TraceFileError: the file is not a trace file.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -86,10 +86,10 @@ def read_trace_file(path: Path) -> TraceFile:
 
 
 def replay_file(subject: Subject, file: TraceFile) -> Finding | None:
-    """Run a trace from the start; returns what breaks now, with the trace up to there.
+    """Run a trace from the start; return the finding of this replay, with the trace up to it.
 
     Raises:
-        TraceFileError: the trace fits no world of the subject.
+        TraceFileError: the trace does not fit the subject.
     """
     finding = file.finding
     done: list[list[Any]] = []
@@ -109,6 +109,6 @@ def replay_file(subject: Subject, file: TraceFile) -> Finding | None:
 
 
 def breaks_again(subject: Subject, finding: Finding) -> bool:
-    """Tell whether a finding comes up again when its trace is replayed."""
+    """Whether a replay of the trace breaks the same rule again."""
     violation = replay(subject, finding.config, finding.trace)
     return violation is not None and violation.rule.name == finding.rule

@@ -45,7 +45,7 @@ class CacheModel:
         self.situations: Counter[str] = Counter()
         self.num_free = num_blocks
 
-    # What follows from who has what
+    # Derived state
 
     def longest_hit(self, path: Sequence[Tag]) -> int:
         """Number of leading blocks of a path that are published."""
@@ -82,7 +82,7 @@ class CacheModel:
             key=lambda tag: (self.published_at[tag].last_use, -self.published_at[tag].depth),
         )
 
-    # A request comes, and goes
+    # Requests
 
     def hit(self, name: str, holding: Holding, num_blocks: int, hits_all: bool) -> None:
         """Admit a request with the first `num_blocks` published blocks of its path."""
@@ -234,7 +234,7 @@ class CacheModel:
             entry = self.published_at[tag]
             victims.append((entry.last_use, -entry.depth, block, tag))
         parents = [self.published_at[tag].parent for *_, tag in victims]
-        # A batch is equal to singles in the right order, in whatever order it is reported.
+        # A batch equals single evictions in eviction order, in any order of the report.
         for _, _, block, tag in sorted(victims):
             require(
                 self.owner[block] == tag, rules.E1, "block {} is evicted twice in a call", block
@@ -288,6 +288,6 @@ class CacheModel:
     # After each call
 
     def settled(self) -> None:
-        """Assert what must be true of the blocks once a call has returned."""
+        """Check the blocks after a call has returned."""
         lost = [block for block, owner in self.owner.items() if owner == EVICTED]
         require(not lost, rules.S1, "blocks {} belong to nobody, and are not free", lost)

@@ -10,8 +10,8 @@ from ..rules.cache import C1
 from ..rules.rule import Violation
 from .ghost import Tag
 
-UNWRITTEN: Final = 0  # no prefix has it but by a chance of 2**-64
-POISON: Final = 1  # what a failed step leaves behind
+UNWRITTEN: Final = 0  # a prefix has this tag with probability 2**-64
+POISON: Final = 1  # the contents after a failed step
 
 
 @dataclass(slots=True)
@@ -19,14 +19,14 @@ class Job:
     """A step in flight: it reads and writes through the block table of its launch.
 
     Attributes:
-        name: the request's name and a number, as ``"r1.2"``.
-        request: whose tokens it computes.
-        admission: which of the request's admissions it belongs to; a completion of an older one is
-            late, and says nothing about the present one.
-        table: the block table it was launched with.
-        reads: the tags of the tokens before, which it reads when it runs.
-        tags: what it writes after them.
-        has_run: whether memory has its effect.
+        name: name of the request and a number, such as ``"r1.2"``.
+        request: the request whose tokens it computes.
+        admission: number of the request's admission; a completion of an older one is late and
+            does not concern the current one.
+        table: the block table at its launch.
+        reads: tags of the tokens before, which it reads when it runs.
+        tags: tags that it writes.
+        has_run: whether it has taken effect.
     """
 
     name: str
@@ -39,16 +39,16 @@ class Job:
 
     @property
     def end(self) -> int:
-        """The position after the last it writes."""
+        """Position after the last token that it writes."""
         return len(self.reads) + len(self.tags)
 
 
 class Device:
     """Ghost memory behind a queue, like an accelerator's stream.
 
-    Steps take effect in the order of their launch, at the latest when one after them is run. What
-    is chosen by the test is when, in which order, and how often their completions are heard of.
-    So a step reads and writes memory as it is when the step runs, not as it was at its launch.
+    Steps take effect in the order of their launch, at the latest when a later one runs. The test
+    decides when, in which order and how often completions are reported. A step reads and writes
+    memory as it is when the step runs, not as it was at the launch.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -61,7 +61,7 @@ class Device:
         self.queue.append(job)
 
     def run_through(self, job: Job, failing: bool = False) -> None:
-        """Let every step up to this one take effect; the last one fails if it is said to."""
+        """Let all steps up to `job` take effect; `job` itself may fail."""
         while self.queue and not job.has_run:
             first = self.queue.pop(0)
             fails = failing and first is job
@@ -79,10 +79,10 @@ class Device:
         self.memory[block][offset] = tag
 
     def read(self, name: str, table: Sequence[int], tags: Sequence[Tag]) -> None:
-        """Check that a request reads the KV of its own prefix, for all of tags.
+        """Check that a request reads the KV of its own prefix, for all `tags`.
 
         Raises:
-            Violation: C1, for the first token of which it does not.
+            Violation: C1, for the first token that holds other contents.
         """
         size = self.block_size
         for index in range(-(-len(tags) // size)):

@@ -17,16 +17,16 @@ _SHIFT: Final = 1 << 31  # makes an int32 token not negative: hash(-1) == hash(-
 
 def first_tag(namespace: bytes) -> Tag:
     """Return the tag of the empty prefix."""
-    return hash(tuple(namespace))  # the hash of bytes differs from process to process
+    return hash(tuple(namespace))  # the hash of bytes differs between processes
 
 
 def next_tag(tag: Tag, token: int) -> Tag:
-    """Return the tag of a prefix and one token more: 64 bits, so that chance makes no two equal."""
+    """Return the tag of a prefix and one more token, 64 bits, so that collisions are negligible."""
     return hash((tag, token + _SHIFT))
 
 
 def prefix_tags(namespace: bytes, tokens: Iterable[int]) -> list[Tag]:
-    """Return a tag per token: a chained hash of the namespace and every token up to that one.
+    """Return a tag per token: a chained hash of the namespace and all tokens up to it.
 
     Example:
         >>> one, two = prefix_tags(b"", [1, 2, 3]), prefix_tags(b"", [1, 2, 4])
@@ -44,13 +44,13 @@ def prefix_tags(namespace: bytes, tokens: Iterable[int]) -> list[Tag]:
 
 
 class ContentError(AssertionError):
-    """A request would read what is not the KV of its own prefix.
+    """A request would read KV that is not of its own prefix.
 
-    Raised, not asserted, so that it holds under ``python -O`` too.
+    It is raised explicitly, so that it works under ``python -O`` too.
 
     Attributes:
-        block: the block that was read.
-        position: the place of the token in its sequence.
+        block: the block.
+        position: position of the token in its sequence.
     """
 
     def __init__(self, block: int, position: int, found: str) -> None:
@@ -60,7 +60,7 @@ class ContentError(AssertionError):
 
 
 class GhostMemory:
-    """The tag last written to each slot of each block; nothing is ever erased, as on a device.
+    """The tag last written to each slot of each block; as on a device, nothing is erased.
 
     ::
 
@@ -83,15 +83,15 @@ class GhostMemory:
         self._slots: dict[tuple[int, int], Tag] = {}
 
     def write(self, block: int, offset: int, tag: Tag) -> None:
-        """Remember tag as the content of one slot."""
+        """Write `tag` to a slot."""
         assert 0 <= offset < self.block_size, f"offset {offset} in a block of {self.block_size}"
         self._slots[block, offset] = tag
 
     def read(self, block: int, offset: int, tag: Tag, position: int) -> None:
-        """Check that one slot holds tag, the prefix of whoever reads it for position.
+        """Check that a slot holds `tag`, the prefix of the token at `position`.
 
         Raises:
-            ContentError: if it was never written, or last written with another prefix.
+            ContentError: the slot was never written, or last written with another prefix.
         """
         found = self._slots.get((block, offset))
         if found != tag:
@@ -101,16 +101,16 @@ class GhostMemory:
     def write_sequence(
         self, block_table: Sequence[int], tags: Sequence[Tag], start: int = 0
     ) -> None:
-        """Write the tags of a sequence from position start on, through its block table."""
+        """Write the tags of a sequence from position `start` on, through its block table."""
         for position in range(start, len(tags)):
             index, offset = divmod(position, self.block_size)
             self.write(block_table[index], offset, tags[position])
 
     def read_sequence(self, block_table: Sequence[int], tags: Sequence[Tag]) -> None:
-        """Check that a sequence reads its own tags, all of them, through its block table.
+        """Check that a sequence reads all its own tags through its block table.
 
         Raises:
-            ContentError: for the first position that does not.
+            ContentError: for the first position with other contents.
         """
         for position, tag in enumerate(tags):
             index, offset = divmod(position, self.block_size)

@@ -31,7 +31,7 @@ class TierModel(CacheModel):
         self.host, self.read = {}, {}
         self.lifted, self.resetting = "", False
 
-    # A lease ends where nobody asked for it
+    # Leases that end with an operation
 
     def ends(self, name: str) -> None:
         """The lease of a request begins to end; blocks freed until `ended` belong to it."""
@@ -128,6 +128,6 @@ class TierModel(CacheModel):
                 self.host[block] = "cache"
 
     def fenced(self, op: str) -> None:
-        """Nobody uses the host blocks of an operation any more."""
+        """An operation is fenced: it can no longer touch its host blocks."""
         self.written(op, list(self.host))
         self.read = {block: reader for block, reader in self.read.items() if reader != op}

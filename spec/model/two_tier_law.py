@@ -10,7 +10,7 @@ from .ghost import Tag
 
 
 class _Lru:
-    """So many blocks; the one that was used longest ago goes, the last of a path first."""
+    """A tier of fixed size with LRU eviction; of one path, the last block goes first."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -27,40 +27,39 @@ class _Lru:
 
 
 class TwoTierLaw:
-    """What requests hit that come one after the other, in g blocks and in g + h blocks."""
+    """Hits of consecutive requests in two LRU tiers, of g and of g + h blocks."""
 
     def __init__(self, device: int, host: int) -> None:
         self._device, self._both = _Lru(device), _Lru(device + host)
         self._now = self._on_device = self._in_both = 0
 
     def use(self, path: Sequence[Tag]) -> None:
-        """A request of some whole blocks comes and ends."""
+        """Run a request of whole blocks."""
         self._now += 1
         self._on_device = self._device.use(path, self._now)
         self._in_both = self._both.use(path, self._now)
 
     def wanted(self) -> tuple[int, int, int, int]:
-        """What the last one hits on the device and on the host; all that was demoted, dropped."""
+        """Hits of the last request on device and host; total demoted and dropped blocks."""
         on_host = self._in_both - self._on_device
         return self._on_device, on_host, self._device.num_evicted, self._both.num_evicted
 
 
 class StorageLaw:
-    """Storage of so many blocks, that forgets what was used longest ago.
+    """Storage of a fixed number of blocks with LRU eviction.
 
-    What is written or read counts as used block for block, from the first on, until it is told
-    otherwise.
+    Writes and reads use the blocks in order, from the first on; reported uses change that.
 
     Attributes:
-        num_forgotten: blocks.
+        num_forgotten: number of evicted blocks.
     """
 
     def __init__(self, size: int, *, is_told: bool) -> None:
-        """Make an empty storage; is_told: it hears of all uses at once, and in order."""
+        """Make an empty storage; with `is_told`, all uses are reported at once and in order."""
         self._size = size
         self._is_told = is_told
         self.num_forgotten = 0
-        self._keys: dict[bytes, None] = {}  # what was used longest ago is first
+        self._keys: dict[bytes, None] = {}  # in LRU order
         self._parent: dict[bytes, bytes] = {}
 
     def learn(self, chain: Sequence[bytes]) -> None:
@@ -68,7 +67,7 @@ class StorageLaw:
         self._parent.update(zip(chain[1:], chain, strict=False))
 
     def store(self, keys: Iterable[bytes]) -> None:
-        """Some blocks are written."""
+        """Write some blocks."""
         for key in keys:
             self._keys.pop(key, None)
             self._keys[key] = None
@@ -76,7 +75,7 @@ class StorageLaw:
                 self._forget(next(iter(self._keys)))
 
     def use(self, keys: Iterable[bytes]) -> None:
-        """Some blocks are used, as far as they are there."""
+        """Use some blocks, if stored."""
         for key in keys:
             if key in self._keys:
                 del self._keys[key]

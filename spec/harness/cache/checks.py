@@ -59,7 +59,7 @@ def _check_available(world: CacheState, num_held: int) -> None:
     require(
         0 <= found <= most, rules.S2, "{} available, with {} of the blocks held", found, num_held
     )
-    if world.promises.exact:  # then it is just that: what no request holds is free or unused
+    if world.promises.exact:  # all blocks that no request holds are free or unused
         require(found == most, rules.S2, "{} available, should be {}", found, most)
 
 

@@ -1,4 +1,4 @@
-"""The world of a scheduler: requests, steps on a made-up model, and the rules of both.
+"""The world of a scheduler: requests, steps of a simulated model, and the checks of both.
 
 `SchedulerSubject` makes its worlds; `state` is below the operations, `world` above them.
 """

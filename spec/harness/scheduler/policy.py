@@ -12,7 +12,7 @@ from .state import SchedulerState
 
 
 def check_policy(world: SchedulerState, step: Step) -> None:
-    """Check a step by all that is promised."""
+    """Check a step against all promises."""
     promises = world.target.promises
     if promises.running_first:
         check_progress(world, step)
@@ -29,7 +29,7 @@ def check_policy(world: SchedulerState, step: Step) -> None:
 
 
 def check_progress(world: SchedulerState, step: Step) -> None:
-    """Q5: everybody gets further, those that decode first, and only the budget cuts a chunk."""
+    """Q5: every running request progresses, decoding ones first; only the budget cuts a chunk."""
     planned = [request for request, _, _ in step.chunks]
     wanted = [r for r in step.running if not r.prefilling] + [
         r for r in step.running if r.prefilling
@@ -48,7 +48,7 @@ def check_progress(world: SchedulerState, step: Step) -> None:
 
 
 def check_resumed_first(world: SchedulerState, step: Step) -> None:
-    """Q7, Q8: who was preempted comes first, and not in the same step."""
+    """Q7, Q8: preempted requests are admitted first, but not in the same step."""
     require(
         not (step.preempted and step.admitted),
         Q8, "{} are preempted and {} admitted", _names(step.preempted), _names(step.admitted),
@@ -63,7 +63,7 @@ def check_resumed_first(world: SchedulerState, step: Step) -> None:
 
 
 def check_preempted(world: SchedulerState, step: Step) -> None:
-    """Q9, Q18, Q25: the last in the order, only for want of blocks, and not if all is reserved."""
+    """Q9, Q18, Q25: preempt the last in the order, only for blocks, never if all is reserved."""
     promises, names = world.target.promises, _names(step.preempted)
     if promises.never_preempts:
         whole = world.config["reserve_tokens"] is None
@@ -80,7 +80,7 @@ def check_preempted(world: SchedulerState, step: Step) -> None:
 
 
 def check_order(world: SchedulerState, step: Step) -> None:
-    """Q6: nobody is overtaken who could have been admitted."""
+    """Q6: no request is overtaken that could have been admitted."""
     for first, second in pairwise(step.admitted):
         same = bool(first.num_preemptions) == bool(second.num_preemptions)
         require(
@@ -99,7 +99,7 @@ def check_order(world: SchedulerState, step: Step) -> None:
 
 
 def next_block(world: SchedulerState, request: Tracked) -> int:
-    """Where the first block ends that a prefilling request has yet to publish; 0 if none."""
+    """End of the first block that a prefilling request has not published; 0 if none."""
     if not (request.prefilling and world.config["prefix_cache"]):
         return 0
     end = (request.shared_blocks(world.block_size) + 1) * world.block_size
@@ -107,7 +107,7 @@ def next_block(world: SchedulerState, request: Tracked) -> int:
 
 
 def leader_of(world: SchedulerState, request: Tracked, running: Iterable[Tracked]) -> str:
-    """Name who is about to compute a block of a request; "" if nobody is."""
+    """Name of the request that is about to compute a block of another; "" if none."""
     for leader in running:
         end = next_block(world, leader)
         if end and end <= len(request.tokens) and leader.tags[end - 1] == request.tags[end - 1]:
@@ -116,7 +116,7 @@ def leader_of(world: SchedulerState, request: Tracked, running: Iterable[Tracked
 
 
 def check_leaders(world: SchedulerState, step: Step) -> None:
-    """Q17: no two compute the same block, when the second could have waited."""
+    """Q17: two requests do not compute the same block if the second could have waited."""
     for request in step.admitted:
         end = next_block(world, request)
         for leader in step.running[: step.running.index(request)] if end else ():
@@ -128,12 +128,13 @@ def check_leaders(world: SchedulerState, step: Step) -> None:
 
 
 class Reserve:
-    """What the requests that run may come to need.
+    """Blocks that the running requests may still need.
 
     Attributes:
-        growth: blocks, within the horizon.
-        lack: the most that one lacks to its end, and what it could not get back from others.
-        private: blocks that come free when all are preempted.
+        growth: blocks needed within the horizon.
+        lack: maximum over the requests of the blocks missing to the end, less those that
+            preempting the others frees.
+        private: blocks that become free if all are preempted.
     """
 
     def __init__(self, world: SchedulerState, running: Iterable[Tracked]) -> None:
@@ -148,7 +149,7 @@ class Reserve:
             self.private += held - shared
 
     def growth_of(self, request: Tracked, held: int) -> int:
-        """How many blocks it grows by within the horizon."""
+        """Number of blocks by which a request grows within the horizon."""
         most, horizon = request.max_kv_tokens, self.world.config["reserve_tokens"]
         if horizon is not None:
             most = min(most, len(request.tokens) + horizon)
@@ -156,7 +157,7 @@ class Reserve:
 
 
 def check_reserved(world: SchedulerState, step: Step) -> None:
-    """Q26, Q27, Q28: what is admitted leaves enough, and what fits is admitted."""
+    """Q26, Q27, Q28: an admission leaves the reserve, and a request that fits is admitted."""
     reserve, left = Reserve(world, step.running), step.available_now
     if step.admitted:
         names = _names(step.admitted)
@@ -178,7 +179,7 @@ def check_reserved(world: SchedulerState, step: Step) -> None:
     if world.target.promises.leaders and leader_of(world, head, step.running):
         world.situations["waited for a leader"] += 1
         return
-    # A hit can only help: what fits without one is admitted.
+    # A hit only reduces the need, so a request that fits without one must be admitted.
     held = world.blocks_for(len(head.tokens))
     lack = max(reserve.lack, world.blocks_for(head.max_kv_tokens) - held)
     after = left - held

@@ -117,12 +117,12 @@ def count_plan(world: SchedulerState, step: Step, prefilling: set[Tracked]) -> N
 
 
 def num_decode(step: Step) -> int:
-    """How many chunks are tokens that decode."""
+    """Number of chunks of decoding requests."""
     return sum(not request.prefilling for request, _, _ in step.chunks)
 
 
 def end_by_abort(world: SchedulerState, name: str, step: Step | None = None) -> bool:
-    """Abort a request, and check what that must do at once; False if it is not live."""
+    """Abort a request and check the immediate effects; False if it has ended."""
     request = world.live.get(name)
     if request is None:
         return False
@@ -156,18 +156,18 @@ def end_by_abort(world: SchedulerState, name: str, step: Step | None = None) -> 
 
 
 def compute(world: SchedulerState, step: Step) -> None:
-    """What the device does: everything before a chunk is there already, then it is written."""
+    """Simulate the device: read everything before each chunk, then write the chunk."""
     for request, start, _ in step.chunks:
         read(world, request, start, "in a step")
     for request, start, length in step.chunks:
-        # The last token of a whole hit is computed for its logits: its KV is there.
+        # The last token of a full hit is computed only for its logits; its KV is cached.
         first = max(start, request.hit)
         tags = request.tags[: start + length]
         world.ghost.write_sequence(world.tables[request.name], tags, first)
 
 
 def take_in(world: SchedulerState, step: Step) -> None:
-    """Let the scheduler know the results; check who ended, and how."""
+    """Report the results to the scheduler; check which requests ended, and why."""
     tokens = [
         request.outputs[request.num_output] if start + length == len(request.tokens) else -1
         for request, start, length in step.chunks
@@ -175,7 +175,7 @@ def take_in(world: SchedulerState, step: Step) -> None:
     ended = world.target.update(tokens)
     expected = []
     for request, start, length in step.chunks:
-        if not request.is_live:  # aborted while it was in flight
+        if not request.is_live:  # aborted while in flight
             continue
         request.computed = start + length
         if request.computed == len(request.tokens) and request.append_next() is not None:

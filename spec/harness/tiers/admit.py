@@ -16,7 +16,7 @@ from .take import take
 
 
 def submit(world: TierState, name: str, prompt: list[int], more: int, namespace: int) -> bool:
-    """A request comes, and waits; it may grow by `more` tokens."""
+    """Submit a request, which may grow by `more` tokens."""
     if not cache_admit.submit(world, name, prompt, more, namespace):
         return False
     world.retag(world.requests[name])
@@ -24,7 +24,7 @@ def submit(world: TierState, name: str, prompt: list[int], more: int, namespace:
 
 
 def match(world: TierState, name: str) -> bool:
-    """A request looks what is cached, to be admitted with that, now or later."""
+    """Match a waiting request, for an admission now or later."""
     request = world.get(name, "waiting")
     if request is None or not cache_admit.match(world, name):
         return False
@@ -33,7 +33,7 @@ def match(world: TierState, name: str) -> bool:
 
 
 def _host_hit(world: TierState, request: Request) -> tuple[int, int]:
-    """Check what a match says of both tiers, and return it."""
+    """Match both tiers, check the result and return it."""
     path = request.path(world.block_size)
     num_hit = world.tier_model.longest_hit(path)
     num_host = 0
@@ -48,7 +48,7 @@ def _host_hit(world: TierState, request: Request) -> tuple[int, int]:
 
 
 def admit(world: TierState, name: str) -> bool:
-    """A waiting request is admitted, or refused; one that was parked resumes."""
+    """Admit a waiting request, or resume a parked one, or check that the refusal is right."""
     request, parked = world.get(name, "waiting"), world.parked.get(name)
     if request is None or (parked is not None and parked.writers):
         return False
@@ -58,7 +58,7 @@ def admit(world: TierState, name: str) -> bool:
 
 
 def fork(world: TierState, name: str, new: str, more: int) -> bool:
-    """Another request goes on from where a running one is."""
+    """Fork: another request continues from the state of a running one."""
     request = world.get(name, "running")
     if request is None or request.job or not request.written:
         return False
@@ -72,7 +72,7 @@ def fork(world: TierState, name: str, new: str, more: int) -> bool:
 
 
 def _admit(world: TierState, request: Request, tail: int, parked: Parked | None) -> bool:
-    """Admit a request, to which a tail of some tokens is copied; False if it was refused."""
+    """Admit a request to which a tail of tokens is copied; False if refused."""
     before = see(world)
     num_hit, num_host = _host_hit(world, request)
     cache_admit.admit(world, request.name)
@@ -94,7 +94,7 @@ def _admit(world: TierState, request: Request, tail: int, parked: Parked | None)
 
 
 def _resume(world: TierState, parked: Parked, num_blocks: int) -> int:
-    """Check what a resumed request finds; return the tokens of the tail that it loads."""
+    """Check the hit of a resumed request; return the number of tail tokens that it loads."""
     num_whole, tail = divmod(parked.num_tokens, world.block_size)
     is_whole = not (parked.failed or parked.is_void) and parked.where == "host"
     if is_whole:
@@ -143,7 +143,7 @@ def _count_hits(world: TierState, request: Request, num_hit: int) -> None:
     world.to_copy.append(path)
 
 
-# They compute: what was decided is dispatched before a step
+# Steps: requested operations are dispatched before each
 
 
 def _can_step(world: TierState, name: str, num_tokens: int) -> bool:
@@ -157,13 +157,13 @@ def _can_step(world: TierState, name: str, num_tokens: int) -> bool:
 
 
 def forward(world: TierState, name: str, num_tokens: int) -> bool:
-    """A step runs: it reads what is written, writes on, and publishes."""
+    """Run a step: read the written KV, write more, publish."""
     job = f"{name}.now"
     return launch(world, name, num_tokens, job) and done(world, job)
 
 
 def launch(world: TierState, name: str, num_tokens: int, job: str) -> bool:
-    """A step is enqueued, after all operations that were decided."""
+    """Enqueue a step after all requested operations."""
     if not _can_step(world, name, num_tokens) or job in world.jobs:
         return False
     take(world)
@@ -171,11 +171,11 @@ def launch(world: TierState, name: str, num_tokens: int, job: str) -> bool:
 
 
 def done(world: TierState, name: str) -> bool:
-    """A step is done, and its request hears of it; or it is late, and nobody does."""
+    """Complete a step; a late completion changes nothing."""
     before, job = see(world), world.jobs.get(name)
     holding = world.tier_model.holdings.get(job.request) if job is not None else None
     num_shared = len(holding.shared) if holding is not None else 0
-    if job is not None and job.request in world.requests:  # it may find copies of what it publishes
+    if job is not None and job.request in world.requests:  # its blocks may be published already
         world.order.touch(world.requests[job.request].path(world.block_size))
     if not cache_compute.done(world, name):
         return False
@@ -188,17 +188,17 @@ def done(world: TierState, name: str) -> bool:
 
 
 def fail(world: TierState, name: str) -> bool:
-    """A step fails: what it wrote is worthless."""
+    """Let a step fail: its KV is garbage."""
     return cache_compute.fail(world, name)
 
 
 def publish_again(world: TierState, name: str, num_tokens: int) -> bool:
-    """A completion is heard of twice, an old one perhaps: its tokens are published again."""
+    """Publish again the tokens of an earlier completion."""
     return name not in world.loads and cache_compute.again(world, name, num_tokens)
 
 
 def append(world: TierState, name: str, tokens: list[int]) -> bool:
-    """A request that has computed all of its tokens comes to have more, if there is room."""
+    """Append tokens to a request that has computed all its tokens, if there is room."""
     before, request = see(world), world.get(name, "running")
     if request is None or not cache_compute.append(world, name, tokens):
         return False
@@ -207,7 +207,7 @@ def append(world: TierState, name: str, tokens: list[int]) -> bool:
 
 
 def append_batch(world: TierState, tokens: list[tuple[str, int]]) -> bool:
-    """One more token for each of some requests, all of them or none."""
+    """Append one token to each of several requests, to all or none."""
     before = see(world)
     if not cache_compute.append_batch(world, tokens):
         return False
@@ -223,7 +223,7 @@ def _grown(world: TierState, before: Seen) -> None:
 
 
 def evict(world: TierState, num_blocks: int) -> bool:
-    """The device is asked to give up some blocks."""
+    """Ask the device tier to evict some blocks."""
     before = see(world)
     cache_end.evict(world, num_blocks)
     see(world)

@@ -11,9 +11,9 @@ from .state import TierState
 
 
 def result(world: TierState, name: str, bad: list[int], fenced: int) -> bool:
-    """An operation is done, or fails in part; with 0 for fenced somebody may still write.
+    """Report a result: done or partly failed; with `fenced` 0, late writes are still possible.
 
-    One that was given up is heard of late: that is its fence.
+    The result of a cancelled operation is late; it counts as its fence.
     """
     flight = world.executor.find(name)
     if flight is None or (flight.has_result and not flight.given_up):
@@ -54,7 +54,7 @@ def _check_store(world: TierState, flight: Flight, ok: list[bool]) -> None:
 
 
 def _use_stored(world: TierState, flight: Flight, ok: list[bool]) -> None:
-    """What is stored now is used, and what it follows, if it is still on the host."""
+    """Record the use of stored prefixes and of those before them that are still on the host."""
     written = {read[-1]: good for read, good in zip(flight.read, ok, strict=True)}
     blocks = zip(written, flight.copy.sources, strict=True)
     left = [tag for tag, block in blocks if world.seen.host.get(tag) == block]
@@ -64,7 +64,7 @@ def _use_stored(world: TierState, flight: Flight, ok: list[bool]) -> None:
 
 
 def fence(world: TierState, name: str) -> bool:
-    """Nobody writes any more what an operation has left."""
+    """Report a fence: the operation can no longer touch its blocks."""
     flight = world.executor.find(name)
     if flight is None or not (flight.has_result or flight.given_up):
         return False
@@ -81,7 +81,7 @@ def fence(world: TierState, name: str) -> bool:
 
 
 def late(world: TierState, place: int, bad: list[int], fenced: int) -> bool:
-    """A result or a fence is heard of that was heard of before, or is of no operation."""
+    """Repeat a result or a fence of an ended operation, or report one of no operation."""
     ended_before = world.executor.ended
     if place >= len(ended_before):
         return False
@@ -102,7 +102,7 @@ def late(world: TierState, place: int, bad: list[int], fenced: int) -> bool:
 
 
 def early(world: TierState) -> bool:
-    """An operation that was not taken has a result: it is of no operation."""
+    """Report results of operations that were not taken; they must be ignored."""
     before = see(world)
     number, num_believed = world.target.ask("early")
     require(not num_believed, rules.T6, "{} operations ended that were not taken", num_believed)
@@ -113,7 +113,7 @@ def early(world: TierState) -> bool:
 
 
 def second(world: TierState, name: str, bad: list[int]) -> bool:
-    """An operation that has its result has another, before its fence."""
+    """Report a second result of an operation before its fence."""
     flight = world.executor.find(name)
     if flight is None or not flight.has_result or flight.given_up:
         return False
@@ -130,7 +130,7 @@ def second(world: TierState, name: str, bad: list[int]) -> bool:
 
 
 def wrong_result(world: TierState, name: str, number: int) -> bool:
-    """An operation has a result for another number of blocks than it has."""
+    """Report a result with a wrong number of blocks."""
     flight = world.executor.find(name)
     if flight is None or flight.has_result or flight.given_up:
         return False

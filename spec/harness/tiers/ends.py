@@ -15,14 +15,14 @@ from .state import TierState
 
 @dataclass
 class Change:
-    """A call about an operation: what was seen before it."""
+    """A call about an operation, with the prefixes seen before it."""
 
     before: Seen
     flight: Flight
 
 
 def ended(world: TierState, change: Change, *, result: bool, fenced: bool) -> None:
-    """Check what a call has changed: it was the result of an operation, its fence, or both."""
+    """Check the changes of a call that reported a result, a fence, or both."""
     flight = change.flight
     name = flight.copy.kind
     _touch(world, flight)
@@ -47,10 +47,10 @@ def ended(world: TierState, change: Change, *, result: bool, fenced: bool) -> No
 
 
 def _touch(world: TierState, flight: Flight) -> None:
-    """Who held copies lets them go: an operation, and parked requests that it may have saved."""
+    """Release the copies that an operation and the parked requests saved by it held."""
     for read in flight.read:
         world.order.touch(world.prefixes.path_to(read[-1]))
-    if flight.copy.kind == "out":  # what was evicted together stays in one order
+    if flight.copy.kind == "out":  # blocks evicted together keep their order
         world.order.touch(world.prefixes.paths_to(flight.evicted))
     for parked in world.parked.values():
         world.order.touch(parked.path)
@@ -79,7 +79,7 @@ def _out(world: TierState, change: Change) -> None:
     awaited = [
         (world.depth_of(tag), tag, flight.ok[place])
         for place, tag in enumerate(tags)
-        # others are a tail, or nobody waits for them any more
+        # the others are a tail, or no request waits for them
         if before.landing.get(tag) == flight.copy.destinations[place]
     ]
     for _, tag, ok in sorted(awaited):
@@ -103,7 +103,7 @@ def _out(world: TierState, change: Change) -> None:
 
 
 def _saved(world: TierState, flight: Flight) -> None:
-    """An operation has saved what it could of parked requests, its own and others."""
+    """Update the parked requests whose blocks the operation saved."""
     for name, parked in world.parked.items():
         if flight.copy.id not in parked.writers:
             continue
@@ -185,7 +185,7 @@ def _fetch(world: TierState, change: Change) -> None:
         new = [tag for tag in come if world.seen.host.get(tag) in places]
         world.uses.written([], new)
         world.use(prefetch.path[: first + good] if new else [])
-        # They need not be stored again.
+        # They are in storage already.
         world.stored.update(new)
     for tag, block in world.seen.host.items():
         if tag in before.host or block not in flight.copy.destinations:

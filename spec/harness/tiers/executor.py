@@ -19,7 +19,7 @@ from ...rules import tiers as rules
 from ...rules.rule import require
 
 Content: TypeAlias = list[Tag]
-"""The tags in a block."""
+"""Tags of the tokens in a block."""
 
 MOVES: Final = ("out", "in", "fork")
 FROM_DEVICE: Final = ("out", "fork")
@@ -27,23 +27,23 @@ TO_DEVICE: Final = ("in", "fork")
 
 
 def leading(ok: Sequence[bool]) -> int:
-    """How many results are good before the first bad one."""
+    """Number of good results before the first bad one."""
     return next((place for place, good in enumerate(ok) if not good), len(ok))
 
 
 @dataclass(slots=True)
 class Flight:
-    """An operation that was taken.
+    """An operation in flight.
 
     Attributes:
-        read: what was in its sources when it began.
-        has_result: whether it has had its result, or was given up.
-        given_up: whether it was; then nothing that it writes counts.
-        owner: the request that it is for, if there is one.
-        is_orphan: whether it loads a request that has ended.
-        old: whether there was a reset since.
+        read: contents of its sources when it began.
+        has_result: whether it has a result or was cancelled.
+        given_up: whether it was cancelled; then its writes do not count.
+        owner: its request, or "".
+        is_orphan: whether its request has ended.
+        old: whether there was a reset since it began.
         ok: its result.
-        evicted: what had left the device, copied by it or not, since operations were taken before.
+        evicted: prefixes that left the device since the previous `take`, copied by it or not.
     """
 
     copy: Copy
@@ -58,11 +58,11 @@ class Flight:
 
     @property
     def op(self) -> str:
-        """Its name in the model."""
+        """Name of the operation in the model."""
         return f"op {self.copy.id}"
 
     def bad_blocks(self) -> list[int]:
-        """The destinations that somebody may still write."""
+        """Destinations that may still be written."""
         return [
             block
             for place, block in enumerate(self.copy.destinations)
@@ -71,13 +71,13 @@ class Flight:
 
 
 class Executor:
-    """Runs the operations, on tags.
+    """Runs the operations on tags.
 
     Attributes:
-        host: what each host block holds.
-        storage: what is stored under each key.
-        flights: the operations that are not fenced, in the order in which they were taken.
-        ended: the last ids of those that are.
+        host: contents of each host block.
+        storage: contents stored under each key.
+        flights: operations without a fence, in the order in which they were taken.
+        ended: the latest ids of fenced operations.
     """
 
     def __init__(self, device: Device) -> None:
@@ -89,7 +89,7 @@ class Executor:
         self.seen: set[int] = set()
 
     def content(self, tier: str, block: int) -> Content:
-        """What a block holds."""
+        """Contents of a block."""
         memory = self.device.memory if tier == "device" else self.host
         return list(memory.get(block, [UNWRITTEN] * self.device.block_size))
 
@@ -128,14 +128,14 @@ class Executor:
             self._put(tier, block, [POISON] * self.device.block_size)
 
     def find(self, name: str) -> Flight | None:
-        """Return an operation by its kind and its place among those, as ``"out1"``."""
+        """Return an operation by kind and index among those of the kind, such as ``"out1"``."""
         kind, place = name.rstrip("0123456789"), name.lstrip("abcdefghijklmnopqrstuvwxyz")
         same = [flight for flight in self.flights if flight.copy.kind == kind]
         index = int(place) if place else 0
         return same[index - 1] if 0 < index <= len(same) else None
 
     def names(self) -> list[str]:
-        """Return the names of all."""
+        """Return the names of all operations in flight."""
         numbers: Counter[str] = Counter()
         found = []
         for flight in self.flights:
@@ -144,14 +144,14 @@ class Executor:
         return found
 
     def end(self, flight: Flight, bad: Sequence[int]) -> list[bool]:
-        """Let an operation take effect, but for some blocks; return its results."""
+        """Let an operation take effect except for some blocks; return its results."""
         copy = flight.copy
         ok = [place not in bad for place in range(copy.num_blocks)]
         if copy.kind in ("lookup", "fetch"):
             ok = [good and key in self.storage for good, key in zip(ok, copy.keys, strict=True)]
         flight.ok = ok
         if flight.given_up:
-            self.lift(flight)  # it writes now; nobody must mind
+            self.lift(flight)  # a late write, which must not matter
             return ok
         for place, good in enumerate(ok):
             if not good:
@@ -167,11 +167,11 @@ class Executor:
         return ok
 
     def lift(self, flight: Flight) -> None:
-        """Let whoever still writes do so now, for the last time."""
+        """Do the last late writes of an operation."""
         if flight.copy.destinations:
             self._spoil(flight.copy.kind, flight.bad_blocks())
 
     def fenced(self, flight: Flight) -> None:
-        """Forget an operation that is fenced."""
+        """Remove a fenced operation."""
         self.flights.remove(flight)
         self.ended = [*self.ended[-3:], flight.copy]

@@ -7,7 +7,7 @@ from .state import TierState
 
 
 def picture(world: TierState) -> str:
-    """Draw the present state: the device as ever, then the host, then what is under way."""
+    """Draw the current state: device, host, operations in flight."""
     lines = [cache_picture.picture(world)]
     seen, words = world.seen, _words(world)
     places = {

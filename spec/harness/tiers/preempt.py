@@ -17,12 +17,12 @@ from .take import take
 
 
 def finish(world: TierState, name: str) -> bool:
-    """A running request ends, wherever it stands: done or aborted."""
+    """End a running request at any point: finished or aborted."""
     return _release(world, name, ends=True)
 
 
 def preempt(world: TierState, name: str) -> bool:
-    """A running request loses its blocks and waits again, with all of its tokens."""
+    """Preempt a running request: it loses its blocks and waits with all its tokens."""
     return _release(world, name, ends=False)
 
 
@@ -47,13 +47,13 @@ def _release(world: TierState, name: str, *, ends: bool) -> bool:
 
 
 def park(world: TierState, name: str, where: str) -> bool:
-    """A running request is preempted, and its KV is kept."""
+    """Park a running request: preempt it and keep its KV."""
     request = world.get(name, "running")
     if request is None or name in world.loads or not (request.written or request.job):
         return False
     if where == "storage" and not world.config["storage"]:
         return False
-    take(world)  # the step before has run, and all that was decided before it
+    take(world)  # the previous step has run, with all operations before it
     before, model = see(world), world.tier_model
     num_shared = len(model.holdings[name].shared)
     if request.job:
@@ -77,7 +77,7 @@ def park(world: TierState, name: str, where: str) -> bool:
         return True
     if name in model.holdings:
         _published(world, name, path, num_shared)
-    elif len(path) > num_shared:  # its lease has ended, as the host had all copies before
+    elif len(path) > num_shared:  # the host had all copies already, so the lease has ended
         _write_through(world, path)
     world.parked[name] = _parked(world, name, Parked(where, path, request.written), before)
     check_saving(world)
@@ -88,7 +88,7 @@ def park(world: TierState, name: str, where: str) -> bool:
 
 
 def _compute(world: TierState, request: Request) -> None:
-    """The step of a request is done; what it wrote is not published yet."""
+    """Complete the step of a request without publishing its KV."""
     job = world.jobs.pop(request.job)
     world.device.run_through(job)
     request.job, request.written = "", job.end
@@ -99,7 +99,7 @@ def _compute(world: TierState, request: Request) -> None:
 
 
 def _published(world: TierState, name: str, path: list[Tag], num_shared: int) -> bool:
-    """Check that a path is published; return whether it was not yet."""
+    """Check that a path is published; return whether it was new."""
     shared = world.tier_model.holdings[name].shared
     require(len(shared) >= len(path), P4, "{} has {} blocks computed and {} shared", name,
             len(path), len(shared))  # fmt: skip
@@ -109,13 +109,13 @@ def _published(world: TierState, name: str, path: list[Tag], num_shared: int) ->
 
 
 def _write_through(world: TierState, path: Sequence[Tag]) -> None:
-    """Note that a path was published."""
+    """Record that a path was published."""
     if world.config["write"] == "through" and not world.config["hits"]:
         world.to_copy.append(list(path))
 
 
 def _parked(world: TierState, name: str, parked: Parked, before: Seen) -> Parked:
-    """Note where a request is saved, and by which operations."""
+    """Record where a request is saved, and by which operations."""
     parked.copy, _, _ = world.ask("parked", name)
     seen = see(world)
     parked.blocks = {seen.host.get(tag, seen.landing.get(tag, 0)) for tag in parked.path}
@@ -134,7 +134,7 @@ def _parked(world: TierState, name: str, parked: Parked, before: Seen) -> Parked
 
 
 def unpark(world: TierState, name: str) -> bool:
-    """What a parked request keeps is given up; it computes all again."""
+    """Drop the KV of a parked request, which computes everything again."""
     parked = world.parked.pop(name, None)
     if parked is None:
         return False

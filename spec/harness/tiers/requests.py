@@ -12,10 +12,10 @@ class Load:
     """A request that is being loaded: a hit on the device, then blocks of the host, then a tail.
 
     Attributes:
-        tail: the tokens of a last block that is not whole, and was parked; 0 if there is none.
-        path: of its whole blocks, those of the hit and those that are loaded.
-        tags: of the tokens that are loaded.
-        left: the prefixes that the host gave up for it, and that are nowhere yet.
+        tail: number of tokens in a parked last block that is not whole, or 0.
+        path: tags of the whole blocks that were hit or are loaded.
+        tags: tags of the loaded tokens.
+        left: prefixes moved off the host for it that are in no tier yet.
     """
 
     copy: int
@@ -29,16 +29,16 @@ class Load:
 
 @dataclass(slots=True)
 class Parked:
-    """What a parked request left.
+    """The saved KV of a parked request.
 
     Attributes:
-        num_tokens: those that were computed.
-        copy: the operation that saves what no other did, or None.
-        blocks: host blocks that it may need.
-        writers: the operations that still write some of them: that one, and others.
-        failed: whether some were not saved.
-        is_void: whether a reset has dropped its namespace.
-        keeps_tail: whether its last block can be loaded if that is not whole.
+        num_tokens: number of computed tokens.
+        copy: the operation that saves the remaining blocks, or None.
+        blocks: host blocks that the request may need.
+        writers: operations that still write some of them: `copy` and others.
+        failed: whether some blocks were not saved.
+        is_void: whether a reset dropped its namespace.
+        keeps_tail: whether a last block that is not whole can be loaded.
     """
 
     where: str
@@ -54,13 +54,13 @@ class Parked:
 
 @dataclass(slots=True)
 class Prefetch:
-    """A question to storage, and then its answer on the way to the host.
+    """A lookup in storage, then a fetch of the found blocks to the host.
 
     Attributes:
-        path: of all whole blocks of its tokens; the first num_known are cached.
-        stage: what comes next: "lookup", "found" (with num_found), "fetch" or "done".
+        path: tags of all whole blocks of its tokens; the first `num_known` are cached.
+        stage: the next event: "lookup", "found" (with `num_found`), "fetch" or "done".
         blocks: host blocks that it may need.
-        held: of the cached ones those that only the host had.
+        held: cached prefixes that only the host had.
     """
 
     path: list[Tag]
@@ -75,13 +75,13 @@ class Prefetch:
 
 @dataclass(frozen=True)
 class Seen:
-    """Where each prefix was, at one time.
+    """Location of each prefix at one time.
 
     Attributes:
-        device, host, landing: the block of each prefix.
-        leaving: the prefixes that were moved towards the device, and are not there yet.
-        num_free: free host blocks.
-        order: host blocks that can be dropped, the next one first.
+        device, host, landing: block of each prefix.
+        leaving: prefixes that were moved off the host and are in flight to the device.
+        num_free: number of free host blocks.
+        order: host blocks that can be dropped, in eviction order.
     """
 
     device: dict[Tag, int]
@@ -93,16 +93,16 @@ class Seen:
 
     @property
     def idle(self) -> set[int]:
-        """The host blocks that can be dropped."""
+        """Host blocks that can be dropped."""
         return set(self.order)
 
     @property
     def spare(self) -> set[Tag]:
-        """The prefixes whose copy on the host can be dropped, and the device has them too."""
+        """Prefixes on the device whose copy on the host can be dropped."""
         idle = self.idle
         return {tag for tag, block in self.host.items() if tag in self.device and block in idle}
 
     @property
     def anywhere(self) -> set[Tag]:
-        """The prefixes that are somewhere."""
+        """Prefixes in any tier or in flight."""
         return {*self.device, *self.host, *self.landing, *self.leaving}

@@ -17,7 +17,7 @@ from .take import take
 
 
 def prefetch(world: TierState, name: str) -> bool:
-    """What storage has of a waiting request is brought to the host."""
+    """Prefetch the blocks of a waiting request from storage to the host."""
     request = world.get(name, "waiting")
     if request is None or name in world.prefetches:
         return False
@@ -34,7 +34,7 @@ def prefetch(world: TierState, name: str) -> bool:
     require(asked == wanted, rules.T25, "{} of {} blocks are cached, and {} asks from {} on", known,
             len(path), name, asked)  # fmt: skip
     if asked is not None:
-        # A hold keeps whole runs, which may go on where the path does not.
+        # A pin keeps whole runs, which may be longer than the path.
         first = world.prefixes.first
         blocks = {block for tag, block in before.host.items() if first[tag] == path[0]}
         held = [tag for tag in path[:known] if tag not in before.device]
@@ -45,14 +45,14 @@ def prefetch(world: TierState, name: str) -> bool:
 
 
 def elsewhere(world: TierState, name: str, num_blocks: int) -> bool:
-    """Another process computes a waiting request, and stores its first blocks."""
+    """Another process computes a waiting request and stores its first blocks."""
     request = world.get(name, "waiting")
     if request is None or not world.config["storage"]:
         return False
     path = request.path(world.block_size)[:num_blocks]
     fits = path[: world.config["num_blocks"]]
     keys = [world.prefixes.key[tag] for tag in reversed(fits)]
-    world.storage_law.use(keys)  # that process tells storage, too
+    world.storage_law.use(keys)  # that process reports its uses, too
     world.storage_law.store(keys)
     for tag in path:
         world.executor.storage[world.prefixes.key[tag]] = list(world.prefixes.content[tag])
@@ -60,7 +60,7 @@ def elsewhere(world: TierState, name: str, num_blocks: int) -> bool:
 
 
 def cancel(world: TierState, name: str) -> bool:
-    """The request of a prefetch has gone."""
+    """Cancel a prefetch, as if its request had ended."""
     found = world.prefetches.get(name)
     if found is None or not found.is_wanted:
         return False
@@ -84,7 +84,7 @@ def cancel(world: TierState, name: str) -> bool:
 
 
 def reset(world: TierState, keep: list[int]) -> bool:
-    """The weights have changed, but for some namespaces: all that is cached of others is void."""
+    """Reset all namespaces but some, as after a change of their weights."""
     names = [NAMESPACES[number] for number in keep]
     before, model = see(world), world.tier_model
     running = world.running()
@@ -106,7 +106,7 @@ def reset(world: TierState, keep: list[int]) -> bool:
     see(world)
     _check_kept(world, before, kept_roots)
     _forget(world, names)
-    # Of what was in two tiers it may count either copy.
+    # For a prefix in two tiers, either copy may be counted.
     world.counted["dropped_blocks"] = world.tier_counts()["dropped_blocks"]
     for request in running:
         request.state, request.written, request.job, request.table = "waiting", 0, "", []
@@ -121,14 +121,14 @@ def _check_kept(world: TierState, was: Seen, roots: set[int]) -> None:
         require(of_kept, rules.T28, "a reset keeps a block of a namespace that is dropped")
     whole: set[int] = set(roots)
     for tag in sorted({*was.device, *was.host}, key=world.depth_of):
-        if prefixes.parent[tag] in whole:  # and what follows a copy that was under way goes, too
+        if prefixes.parent[tag] in whole:  # blocks after one in flight go, too
             whole.add(tag)
             kept = tag in seen.device or tag in seen.host
             require(kept, rules.T28, "a reset drops a block of a namespace that is kept")
 
 
 def _forget(world: TierState, keep: list[bytes]) -> None:
-    """Of what is not kept, the KV is another one from here on."""
+    """Change the KV of all namespaces that are not kept."""
     world.written.clear()
     world.loads.clear()
     world.to_store.clear()
@@ -162,7 +162,7 @@ def settle(world: TierState) -> None:
 
 
 def drain(world: TierState) -> bool:
-    """Everyone computes what it has and ends; then every block of every tier can be had."""
+    """Let all requests compute and end; then every block of every tier must be available."""
     settle(world)
     for name in list(world.parked):
         unpark(world, name)
@@ -196,7 +196,7 @@ def drain(world: TierState) -> bool:
 
 
 def serve(world: TierState, name: str, prompt: list[int], namespace: int) -> bool:
-    """A request comes, computes and ends alone, and all operations end at once: for the law."""
+    """Run one request alone, with all operations ending at once, to check the two-tier law."""
     size = world.block_size
     prompt = prompt[: min(len(prompt) // size, world.config["num_blocks"]) * size]
     if world.running() or not prompt or not submit(world, name, prompt, 0, namespace):

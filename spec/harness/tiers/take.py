@@ -11,7 +11,7 @@ from .state import TierState
 
 
 def take(world: TierState) -> bool:
-    """The driver takes what was decided, and begins it."""
+    """Take the requested operations and begin them."""
     before = see(world)
     world.order.touch(tag for path in world.to_copy for tag in path)
     used = world.ask("used")
