@@ -29,11 +29,7 @@ from statistics import median
 from machine import describe_machine, installed
 from peer_adapters import BLOCK_SIZE, Adapter, MiniSGLang, RadixKV, SGLangRadix, SGLangUnified
 
-from radixkv.scheduler.bench.timing import (
-    clock_cost_ns,
-    now_ns,
-    quiet_heap,
-)
+from radixkv.scheduler.bench.timing import clock_cost_ns, now_ns, quiet_heap
 from radixkv.scheduler.bench.workload import expand
 from radixkv.scheduler.replay.trace import TraceRequest, read_trace
 

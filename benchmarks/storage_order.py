@@ -19,12 +19,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from radixkv.kvcache import HostConfig
-from radixkv.scheduler.replay import (
-    Trace,
-    TraceRequest,
-    named_costs,
-    read_trace,
-)
+from radixkv.scheduler.replay import Trace, TraceRequest, named_costs, read_trace
 from radixkv.scheduler.replay.simulation.simulated_storage import (
     SimulatedStorage,
     simulated_namespace,

@@ -22,12 +22,7 @@ from statistics import median
 import numpy as np
 from machine import describe_machine
 
-from radixkv.kvcache import (
-    CacheManager,
-    HostConfig,
-    Int32Array,
-    Tiers,
-)
+from radixkv.kvcache import CacheManager, HostConfig, Int32Array, Tiers
 from radixkv.kvcache.storage import FileBackend, StorageNamespace
 from radixkv.kvcache.tiers.storage_recency import REPORT_INTERVAL
 

@@ -34,19 +34,10 @@ import jax.numpy as jnp
 import numpy as np
 from machine import describe_machine
 
-from radixkv.kvcache import (
-    BlockArrays,
-    HostArrays,
-    TierDriver,
-)
+from radixkv.kvcache import BlockArrays, HostArrays, TierDriver
 from radixkv.kvcache.copies.block_copies import BlockCopies, Pools
 from radixkv.kvcache.ids import Epoch, OpId
-from radixkv.kvcache.storage import (
-    ChecksummedBackend,
-    FileBackend,
-    Status,
-    StorageWorkers,
-)
+from radixkv.kvcache.storage import ChecksummedBackend, FileBackend, Status, StorageWorkers
 from radixkv.kvcache.tiers.operations import Operation, OpKind
 
 SIZES = {"num_layers": 8, "num_blocks": 512, "kv_heads": 4, "block_size": 16, "head_dim": 64}

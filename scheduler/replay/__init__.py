@@ -10,21 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from .hits.counts import HitCounts, count_hits
 from .progress import Progress, no_progress
-from .simulation.cost_model import (
-    GPUS,
-    MODELS,
-    CostError,
-    CostModel,
-    load_costs,
-    named_costs,
-)
-from .trace import (
-    Trace,
-    TraceError,
-    TraceRequest,
-    bundled_trace_path,
-    read_trace,
-)
+from .simulation.cost_model import GPUS, MODELS, CostError, CostModel, load_costs, named_costs
+from .trace import Trace, TraceError, TraceRequest, bundled_trace_path, read_trace
 
 if TYPE_CHECKING:
     from .report import ReplayReport

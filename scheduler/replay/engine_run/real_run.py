@@ -26,11 +26,7 @@ from ....kvcache.tiers.host_tier import HostConfig
 from ....kvcache.tiers.operations import OpKind
 from ...engine import Engine, EngineStats
 from ...mixed import MixedScheduler
-from ...models import (
-    Model,
-    load_model,
-    make_tiny_checkpoint,
-)
+from ...models import Model, load_model, make_tiny_checkpoint
 from ...preemption import PreemptMode
 from ...request import Request
 from ...step_plan import SchedulerStats
@@ -49,12 +45,7 @@ from .checks import (
     check_parked,
     check_tokens,
 )
-from .scaling import (
-    BLOCK_SIZE,
-    ScaledRequest,
-    scale_request,
-    select_requests,
-)
+from .scaling import BLOCK_SIZE, ScaledRequest, scale_request, select_requests
 
 
 @dataclass(frozen=True, slots=True)

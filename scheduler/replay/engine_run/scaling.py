@@ -14,11 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....kvcache.tokens import Int32Array
-from ..trace import (
-    TOKENS_PER_HASH_ID,
-    Trace,
-    TraceRequest,
-)
+from ..trace import TOKENS_PER_HASH_ID, Trace, TraceRequest
 
 PROMPT_SCALE = 32
 OUTPUT_SCALE = 8

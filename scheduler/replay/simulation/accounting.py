@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from ....kvcache.manager import CacheManager
 from ...request import Request
@@ -72,6 +73,7 @@ class AnswerLog:
         return check_violations("every request is answered once, in full", violations, detail)
 
 
+@dataclass(slots=True, eq=False)
 class _Entry:
     """Progress of one request.
 
@@ -87,28 +89,15 @@ class _Entry:
         lost: End of the positions that were computed before a preemption.
     """
 
-    __slots__ = (
-        "computed",
-        "cursor",
-        "end",
-        "first_token_s",
-        "hit_tokens",
-        "host_hit_tokens",
-        "lost",
-        "start",
-        "storage_hit_tokens",
-    )
-
-    def __init__(self) -> None:
-        self.first_token_s: float | None = None
-        self.hit_tokens: int | None = None
-        self.host_hit_tokens = 0
-        self.storage_hit_tokens = 0
-        self.start = 0
-        self.computed = 0
-        self.cursor: int | None = None
-        self.end = 0
-        self.lost = 0
+    first_token_s: float | None = None
+    hit_tokens: int | None = None
+    host_hit_tokens: int = 0
+    storage_hit_tokens: int = 0
+    start: int = 0
+    computed: int = 0
+    cursor: int | None = None
+    end: int = 0
+    lost: int = 0
 
 
 class NodeAccounts:

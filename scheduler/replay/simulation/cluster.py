@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
-from typing import TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ....kvcache.errors import RequestTooLargeError
 from ....kvcache.manager import CacheManager
@@ -153,8 +153,8 @@ class _Cluster:
         block_size = config.node.block_size
         self.bytes_per_block = costs.model.kv_bytes_per_token * block_size
         self.num_blocks = config.node.num_blocks or costs.num_blocks(block_size)
-        prefill = {f"p{i}": self._make_prefill() for i in range(config.num_prefill)}
-        decode = {f"d{i}": self._make_decode() for i in range(config.num_decode)}
+        prefill = {f"p{i}": self._make_node("prefill") for i in range(config.num_prefill)}
+        decode = {f"d{i}": self._make_node("decode") for i in range(config.num_decode)}
         self.nodes: dict[str, _Node] = {**prefill, **decode}
         self.router = Router(
             block_size,
@@ -179,29 +179,18 @@ class _Cluster:
         self._at(self.clock_s, self._arrive)
         self._at(self.clock_s, self._tick)
 
-    def _make_prefill(self) -> _Node:
+    def _make_node(self, role: Literal["prefill", "decode"]) -> _Node:
         node = self.config.node
-        scheduler = PrefillScheduler(
-            CacheManager(self.num_blocks, node.block_size),
-            epoch=1,
-            timing=_TIMING,
-            token_budget=node.token_budget,
-            max_running=node.max_running,
-            order=self.config.order,
-        )
-        return _Node(scheduler)
-
-    def _make_decode(self) -> _Node:
-        node = self.config.node
-        scheduler = DecodeScheduler(
-            CacheManager(self.num_blocks, node.block_size),
-            epoch=1,
-            timing=_TIMING,
-            token_budget=node.token_budget,
-            max_running=node.max_running,
-            reserve_tokens=node.reserve_tokens,
-        )
-        return _Node(scheduler)
+        manager = CacheManager(self.num_blocks, node.block_size)
+        options: dict[str, Any] = {
+            "epoch": 1,
+            "timing": _TIMING,
+            "token_budget": node.token_budget,
+            "max_running": node.max_running,
+        }
+        if role == "prefill":
+            return _Node(PrefillScheduler(manager, order=self.config.order, **options))
+        return _Node(DecodeScheduler(manager, reserve_tokens=node.reserve_tokens, **options))
 
     # The clock
 

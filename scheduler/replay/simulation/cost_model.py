@@ -236,7 +236,15 @@ def named_costs(model: str | None = None, gpu: str | None = None) -> CostModel:
     Raises:
         CostError: For an unknown name; the message lists the known ones.
     """
-    return CostModel(_named_model(model or DEFAULT_MODEL), _named_gpu(gpu or DEFAULT_GPU))
+    model, gpu = model or DEFAULT_MODEL, gpu or DEFAULT_GPU
+    if model not in MODELS:
+        raise CostError(f"no model {model!r}; known: {', '.join(MODELS)}")
+    match = re.fullmatch(r"(.+?)(?:x([1-9][0-9]{0,3}))?", gpu)
+    if match is None or match[1] not in GPUS:
+        known = ", ".join(GPUS)
+        raise CostError(f"no GPU {gpu!r}; known: {known}, each also as 'h100x2' for several")
+    gpu_costs = dataclasses.replace(GPUS[match[1]], name=gpu, count=int(match[2] or 1))
+    return CostModel(MODELS[model], gpu_costs)
 
 
 def load_costs(path: Path, model: str | None = None, gpu: str | None = None) -> CostModel:
@@ -268,20 +276,6 @@ def load_costs(path: Path, model: str | None = None, gpu: str | None = None) -> 
         _override(path, "gpu", named.gpu, sections),
         _override(path, "step", named.step, sections),
     )
-
-
-def _named_model(name: str) -> ModelCosts:
-    if name not in MODELS:
-        raise CostError(f"no model {name!r}; known: {', '.join(MODELS)}")
-    return MODELS[name]
-
-
-def _named_gpu(name: str) -> GpuCosts:
-    match = re.fullmatch(r"(.+?)(?:x([1-9][0-9]{0,3}))?", name)
-    if match is None or match[1] not in GPUS:
-        known = ", ".join(GPUS)
-        raise CostError(f"no GPU {name!r}; known: {known}, each also as 'h100x2' for several")
-    return dataclasses.replace(GPUS[match[1]], name=name, count=int(match[2] or 1))
 
 
 _Section = TypeVar("_Section", ModelCosts, GpuCosts, StepCosts)

@@ -10,12 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 from radixkv.scheduler.replay.engine_run.real_run import RealRunConfig
-from radixkv.scheduler.replay.trace import (
-    Trace,
-    TraceRequest,
-    bundled_trace_path,
-    read_trace,
-)
+from radixkv.scheduler.replay.trace import Trace, TraceRequest, bundled_trace_path, read_trace
 
 # The smallest run with preemption and eviction: each engine compiles three programs.
 SMALL_REAL_RUN = RealRunConfig(

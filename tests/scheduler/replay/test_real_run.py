@@ -21,11 +21,7 @@ from radixkv.scheduler.replay.engine_run.checks import (
     check_parked,
 )
 from radixkv.scheduler.replay.engine_run.real_run import RealRunConfig, run_real
-from radixkv.scheduler.replay.engine_run.scaling import (
-    BLOCK_SIZE,
-    scale_request,
-    select_requests,
-)
+from radixkv.scheduler.replay.engine_run.scaling import BLOCK_SIZE, scale_request, select_requests
 from radixkv.scheduler.replay.trace import Trace, TraceRequest
 from radixkv.scheduler.request import Request
 

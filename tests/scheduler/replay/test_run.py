@@ -13,12 +13,7 @@ import pytest
 
 from radixkv.kvcache.tiers.host_tier import HostConfig
 from radixkv.scheduler import replay
-from radixkv.scheduler.replay import (
-    CostError,
-    TraceError,
-    bundled_trace_path,
-    run_replay,
-)
+from radixkv.scheduler.replay import CostError, TraceError, bundled_trace_path, run_replay
 from radixkv.scheduler.replay.report import ReplayReport
 from radixkv.scheduler.replay.simulation.single_node import SimulationConfig
 
