@@ -161,7 +161,7 @@ class _Cluster:
             prefill=dict.fromkeys(prefill, self.num_blocks),
             decode=dict.fromkeys(decode, self.num_blocks),
         )
-        self.gateway = RequestRetrier(max_attempts=1, backoff_s=_BACKOFF_S, request_s=_NEVER_S)
+        self.retrier = RequestRetrier(max_attempts=1, backoff_s=_BACKOFF_S, request_s=_NEVER_S)
         self.accounts = ClusterAccounts(block_size)
         self.requests: dict[str, Request] = {}
         self.routes: dict[AttemptKey, Route] = {}
@@ -233,9 +233,9 @@ class _Cluster:
         request = Request(str(index), tokens(line), line.output_length)
         self.requests[request.request_id] = request
         self.accounts.answers.arrive(request, self.clock_s)
-        self.gateway.tick(self.clock_s)
-        self.gateway.submit(request.request_id)
-        self.gateway.tick(self.clock_s)
+        self.retrier.tick(self.clock_s)
+        self.retrier.submit(request.request_id)
+        self.retrier.tick(self.clock_s)
         self.next_arrival += 1
         if self.next_arrival < len(self.arrivals):
             self._at(self.arrivals[self.next_arrival][1].timestamp_ms / 1e3, self._arrive)
@@ -243,9 +243,9 @@ class _Cluster:
     # Effects of an event
 
     def _settle(self) -> None:
-        """Carry out the actions of gateway and schedulers, and begin every step that can begin."""
+        """Carry out the actions of retrier and schedulers, and begin every step that can begin."""
         while True:
-            for action in self.gateway.take_actions():
+            for action in self.retrier.take_actions():
                 match action:
                     case Begin(key):
                         self._begin(key)
@@ -285,7 +285,7 @@ class _Cluster:
             assert isinstance(scheduler, PrefillScheduler), f"{route.prefill} is not a prefill node"
             scheduler.begin(request, route.decode, key.attempt)
         except RequestTooLargeError as large:
-            self.gateway.prefill_failed(key, str(large), is_final=True)
+            self.retrier.prefill_failed(key, str(large), is_final=True)
             return
         self.routes[key] = route
         self.changed.add(route.prefill)
@@ -309,12 +309,12 @@ class _Cluster:
             case Started(key, request, num_cached_tokens):
                 self.router.computed(key)
                 self.accounts.start(request, num_cached_tokens, self.clock_s)
-                self.gateway.started(key)
+                self.retrier.started(key)
             case Finished(key, request):
                 self.router.finished(key, request.tokens[:-1])
                 del self.routes[key]
                 self.accounts.finish(request, self.clock_s)
-                self.gateway.finished(key, tuple(request.output_tokens))
+                self.retrier.finished(key, tuple(request.output_tokens))
 
     def _deliver(self, name: str, peer: str, message: Message) -> None:
         self.nodes[peer].scheduler.receive(name, message)
@@ -341,11 +341,11 @@ class _Cluster:
         self.router.finished(failed.key)
         self.busy_refusals += failed.is_busy
         self.refused_by[failed.key.request_id] = route.decode
-        self.gateway.tick(self.clock_s)
-        self.gateway.prefill_failed(
+        self.retrier.tick(self.clock_s)
+        self.retrier.prefill_failed(
             failed.key, failed.reason, is_final=failed.is_final, is_busy=failed.is_busy
         )
-        self._at(self.clock_s + _BACKOFF_S, lambda: self.gateway.tick(self.clock_s))
+        self._at(self.clock_s + _BACKOFF_S, lambda: self.retrier.tick(self.clock_s))
 
     # Result
 

@@ -14,7 +14,6 @@ from radixkv.kvcache.tiers.host_tier import HostConfig, WritePolicy
 from radixkv.kvcache.tiers.operations import OpKind
 from radixkv.scheduler.mixed import MixedScheduler
 from radixkv.scheduler.preemption import PreemptMode
-from radixkv.scheduler.replay.checks import check_all_host_blocks_returned
 from radixkv.scheduler.replay.simulation.cost_model import (
     CostModel,
     GpuCosts,
@@ -217,17 +216,3 @@ def test_a_wrong_host_hit_count_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     config = SimulationConfig(64, 16, token_budget=1024, host=HostConfig(16, "exclusive"))
     check = simulate(trace, COSTS, config).checks[1]
     assert check.detail == "1 violations, the first: request 2: 0 tokens hit, computed from 511"
-
-
-def test_a_parked_request_that_is_forgotten_is_found() -> None:
-    manager = CacheManager(num_blocks=4, block_size=2, host=HostConfig(4))
-    assert manager.tiers is not None
-    assert check_all_host_blocks_returned(manager.tiers.stats()).ok
-    manager.tiers.park(manager.admit(manager.match([1, 2, 3])), [1, 2, 3])
-    check = check_all_host_blocks_returned(manager.tiers.stats())
-    assert (check.name, check.ok) == ("no host block is leaked", False)
-    assert check.detail == "2 of 4 free or cached, 1 parked, 1 copies"
-    [operation] = manager.tiers.take_operations()
-    manager.tiers.complete(operation.id, [False, False], fenced=False)
-    check = check_all_host_blocks_returned(manager.tiers.stats())
-    assert check.detail.endswith(", 1 parked, 1 copies")
