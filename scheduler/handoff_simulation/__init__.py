@@ -1,28 +1,15 @@
-"""The simulation of the hand-off under every fault. Tests run it; nothing that ships uses it."""
+"""Simulation of the hand-off protocol under faults: loss, duplication, crashes and restarts.
+
+Tests and the documentation use it; nothing else in the package does.
+"""
 
 from __future__ import annotations
 
-from .drain import (
-    check,
-    fair_round,
-    finish,
-    is_done,
-    settle,
-)
-from .invariants import (
-    INVARIANTS,
-    Invariant,
-    SimulationError,
-)
+from .drain import check_managers, drain, drain_and_check, fair_round, is_drained
+from .invariants import INVARIANTS, Invariant, SimulationError
 from .nodes import SimulationConfig
-from .operations import Op, Simulation
-from .programs import (
-    Failure,
-    replay,
-    run,
-    run_random,
-    to_json,
-)
+from .programs import Failure, replay, run, run_random, to_json
+from .simulation import Op, Simulation
 
 __all__ = [
     "INVARIANTS",
@@ -32,13 +19,13 @@ __all__ = [
     "Simulation",
     "SimulationConfig",
     "SimulationError",
-    "check",
+    "check_managers",
+    "drain",
+    "drain_and_check",
     "fair_round",
-    "finish",
-    "is_done",
+    "is_drained",
     "replay",
     "run",
     "run_random",
-    "settle",
     "to_json",
 ]

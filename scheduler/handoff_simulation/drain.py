@@ -1,38 +1,33 @@
-"""How a simulation is brought to its end, without more faults, and what must be left then."""
+"""Runs a simulation to its end without further faults, and checks what is left."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Final
 
-from .invariants import (
-    ALL_END,
-    IDLE_NODES,
-    NO_LEAK,
-    SimulationError,
-)
+from .invariants import ALL_END, IDLE_NODES, NO_LEAK, SimulationError
 from .nodes import Node, PrefillNode
-from .operations import Op, Simulation
+from .simulation import Op, Simulation
 
 MAX_ROUNDS: Final = 400
-"""Rounds of a network without faults in which everything must have ended."""
+"""Rounds without faults after which everything must have ended."""
 
-STEPS_OF_A_ROUND: Final = 8
+STEPS_PER_ROUND: Final = 8
 
 
-def check(simulation: Simulation) -> None:
-    """Assert every invariant of all managers."""
-    for node in nodes(simulation):
+def check_managers(simulation: Simulation) -> None:
+    """Assert the invariants of all cache managers."""
+    for node in live_nodes(simulation):
         node.manager.check()
 
 
-def nodes(simulation: Simulation) -> list[Node]:
-    """The nodes that are up."""
+def live_nodes(simulation: Simulation) -> list[Node]:
+    """Return the nodes that have not crashed."""
     return [node for node in simulation.nodes.values() if node is not None]
 
 
-def finish(simulation: Simulation) -> None:
-    """Let everything end with no more faults.
+def drain(simulation: Simulation) -> None:
+    """Run rounds without faults until everything has ended.
 
     Raises:
         SimulationError: if something does not end, or a request has no answer.
@@ -40,7 +35,7 @@ def finish(simulation: Simulation) -> None:
     for _ in range(MAX_ROUNDS):
         for op in fair_round(simulation):
             simulation.apply(op)
-        if is_done(simulation):
+        if is_drained(simulation):
             break
     else:
         raise SimulationError(
@@ -51,15 +46,15 @@ def finish(simulation: Simulation) -> None:
         raise SimulationError(ALL_END, f"no answer to {sorted(missing)}")
 
 
-def settle(simulation: Simulation) -> None:
-    """Let everything end with no more faults, check that it has ended well, and empty the nodes.
+def drain_and_check(simulation: Simulation) -> None:
+    """Drain the simulation, check the final state, and empty the nodes.
 
     Raises:
         SimulationError: if something does not end, a request has no answer, a node still holds
-            blocks, or what is cached is not what its tokens say.
+            blocks, or a cached block has the wrong content.
     """
-    finish(simulation)
-    check(simulation)
+    drain(simulation)
+    check_managers(simulation)
     if any(simulation.gateway.loads.values()):
         raise SimulationError(IDLE_NODES, f"loads are {simulation.gateway.loads}")
     for node in simulation.nodes.values():
@@ -68,20 +63,20 @@ def settle(simulation: Simulation) -> None:
 
 
 def fair_round(simulation: Simulation) -> Iterator[Op]:
-    """Let everything that can happen once do so, without faults; then time passes."""
+    """Yield operations that let every pending event happen once, without faults, and a tick."""
     for place in range(len(simulation.names)):
         yield ["restart", place]
-    while simulation.network:  # an answer comes before anybody asks again
+    while simulation.network:  # answers arrive before messages are repeated
         yield ["deliver", 0]
     for transfer in simulation.pulls[:]:
-        yield ["land", 0]
-        yield ["pull_end", 0, transfer.landed, True]
-        if transfer in simulation.pulls:  # it had ended before, and was not fenced
+        yield ["pull_write", 0]
+        yield ["pull_end", 0, transfer.written, True]
+        if transfer in simulation.pulls:  # it had ended unfenced
             yield ["pull_fence", 0]
-    for node in nodes(simulation):
+    for node in live_nodes(simulation):
         for _ in node.withdrawn[:] if isinstance(node, PrefillNode) else ():
             yield ["offer_fence", 0]
-    for _ in range(sum(len(node.copies.flying) for node in nodes(simulation))):
+    for _ in range(sum(len(node.copies.in_flight) for node in live_nodes(simulation))):
         yield ["copy", 0, True]
     for word, names in (
         ("compute", simulation.prefill_names),
@@ -89,26 +84,26 @@ def fair_round(simulation: Simulation) -> Iterator[Op]:
     ):
         for place, name in enumerate(names):
             each = simulation.nodes[name]
-            for _ in range(STEPS_OF_A_ROUND):
+            for _ in range(STEPS_PER_ROUND):
                 if each is not None and (each.plan is not None or each.scheduler.has_work):
                     yield [word, place]
     yield ["tick", 1]
 
 
-def is_done(simulation: Simulation) -> bool:
-    """Whether nothing is left that could happen, but for signs of life."""
+def is_drained(simulation: Simulation) -> bool:
+    """Whether nothing is pending but signs of life."""
     return not any(_state(simulation).values())
 
 
 def _state(simulation: Simulation) -> dict[str, int]:
-    up = nodes(simulation)
+    up = live_nodes(simulation)
     return {
         "requests without answer": simulation.gateway.num_open,
         "nodes that are down": len(simulation.names) - len(up),
         "attempts": sum(node.scheduler.num_open for node in up),
         "work": sum(node.scheduler.has_work for node in up),
-        "copies": sum(len(node.copies.flying) for node in up),
-        "messages": sum(not envelope.is_alive for envelope in simulation.network),
+        "copies": sum(len(node.copies.in_flight) for node in up),
+        "messages": sum(not envelope.is_status for envelope in simulation.network),
         "messages without answer": simulation.gateway.num_unacked
         + sum(node.reporter.num_unacked for node in up),
         "pulls": len(simulation.pulls),
@@ -117,7 +112,7 @@ def _state(simulation: Simulation) -> dict[str, int]:
 
 
 def _check_drained(simulation: Simulation, node: Node) -> None:
-    """Check what a node has cached, then that all of its blocks come free."""
+    """Check the content of a node's cache, and that eviction frees all of its blocks."""
     manager, num_groups = node.manager, simulation.config.num_groups
     stats = manager.stats()
     if stats.live_leases or manager.available != stats.num_blocks:

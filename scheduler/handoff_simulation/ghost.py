@@ -1,12 +1,8 @@
-"""Simulated memory: each block remembers the prefix whose KV was written to it."""
+"""Ghost memory: each simulated block remembers the prefix whose KV was written to it."""
 
 from __future__ import annotations
 
-from ...kvcache import (
-    CacheManager,
-    Int32Array,
-    Lease,
-)
+from ...kvcache import CacheManager, Int32Array, Lease
 from ...kvcache.tiers.operations import Operation, OpKind
 from ..step_plan import StepPlan
 from .invariants import OWN_CONTENT, SimulationError
@@ -16,7 +12,7 @@ Place = tuple[int, int]
 
 
 class GhostMemory:
-    """What each block of a device holds: in each group of layers, the prefix written to it."""
+    """Memory of a device: the prefix written to each block, in each group of layers."""
 
     def __init__(self, num_groups: int, block_size: int) -> None:
         self.num_groups = num_groups
@@ -24,23 +20,25 @@ class GhostMemory:
         self.tags: dict[Place, bytes] = {}
 
     def write(self, lease: Lease, tokens: Int32Array, start: int, group: int) -> None:
-        """Write the KV of the tokens from start on; never into what is shared."""
+        """Write the KV of the tokens from start on, except into shared blocks."""
         size, table = self.block_size, lease.block_table
         first = max(start // size, lease.num_shared_blocks)
         for place in range(first, -(-len(tokens) // size)):
             self.tags[int(table[place]), group] = tokens[: (place + 1) * size].tobytes()
 
-    def read(self, lease: Lease, tokens: Int32Array, group: int, who: object) -> None:
-        """Read the KV of all of some tokens.
+    def read(self, lease: Lease, tokens: Int32Array, group: int, reader: object) -> None:
+        """Read the KV of some tokens.
 
         Raises:
-            SimulationError: if any of it is not that of their own prefix.
+            SimulationError: if a block holds the KV of another prefix.
         """
         size, table = self.block_size, lease.block_table
         for place in range(-(-len(tokens) // size)):
             tag = self.tags.get((int(table[place]), group), b"")
             if not tag.startswith(tokens[: (place + 1) * size].tobytes()):
-                raise SimulationError(OWN_CONTENT, f"{who} reads another's KV in block {place}")
+                raise SimulationError(
+                    OWN_CONTENT, f"{reader} reads the KV of another prefix in block {place}"
+                )
 
     def compute(self, plan: StepPlan, group: int) -> None:
         """Compute one group of layers of a step."""
@@ -52,25 +50,25 @@ class GhostMemory:
 
 
 class GhostCopies:
-    """What moves between a device and the host tier below it.
+    """Copies between a device and the host tier below it.
 
     Attributes:
-        host: what each block of the host holds.
-        flying: operations that may still write, with what they read.
+        host: prefix in each block of the host tier.
+        in_flight: operations that may still write, with the data that they have read.
     """
 
     def __init__(self, manager: CacheManager, device: GhostMemory) -> None:
         self.host: dict[Place, bytes] = {}
-        self.flying: list[tuple[Operation, dict[Place, bytes]]] = []
+        self.in_flight: list[tuple[Operation, dict[Place, bytes]]] = []
         self._manager = manager
         self._device = device
 
     def dispatch(self) -> None:
-        """Start what was decided: all sources are read."""
+        """Start new operations: read all sources."""
         tiers = self._manager.tiers
         if tiers is None:
             return
-        tiers.take_cancelled()  # it ends later all the same
+        tiers.take_cancelled()  # cancelled copies end later all the same
         for operation in tiers.take_operations():
             down = operation.kind is OpKind.DEVICE_TO_HOST
             source = self._device.tags if down else self.host
@@ -79,11 +77,11 @@ class GhostCopies:
                 for block, to in zip(operation.sources, operation.destinations, strict=True)
                 for group in range(self._device.num_groups)
             }
-            self.flying.append((operation, read))
+            self.in_flight.append((operation, read))
 
     def end(self, index: int, ok: bool) -> None:
-        """End an operation; its destinations are written if it ends well."""
-        operation, read = self.flying.pop(index % len(self.flying))
+        """End an operation; if ok, its destinations are written."""
+        operation, read = self.in_flight.pop(index % len(self.in_flight))
         down = operation.kind is OpKind.DEVICE_TO_HOST
         if ok:
             (self.host if down else self._device.tags).update(read)
@@ -92,6 +90,6 @@ class GhostCopies:
         tiers.complete(operation.id, [ok] * operation.num_blocks)
 
     def forget(self) -> None:
-        """All KV is void from now on."""
+        """Forget all KV."""
         self.host.clear()
         self._device.tags.clear()

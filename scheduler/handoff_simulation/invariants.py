@@ -1,4 +1,4 @@
-"""What must hold in the simulation, whatever fails: each rule has a name."""
+"""The named invariants that hold in the simulation under all faults."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Invariant:
-    """A rule.
+    """An invariant.
 
     Attributes:
-        name: stands in front of the message of what breaks it.
-        text: what must hold.
+        name: prefix of the error message of a violation.
+        text: statement of the invariant.
     """
 
     name: str
@@ -21,40 +21,42 @@ class Invariant:
 
 ONE_START: Final = Invariant("H1 one-start", "an attempt starts to decode at most once")
 ONE_ANSWER: Final = Invariant("H2 one-answer", "a request has exactly one final answer")
-SAME_TOKENS: Final = Invariant("H3 same-tokens", "its tokens are those that one node alone gives")
+SAME_TOKENS: Final = Invariant(
+    "H3 same-tokens", "its tokens are those that one node alone generates"
+)
 OWN_CONTENT: Final = Invariant(
     "H4 own-content",
-    "whoever reads a block, in any tier, finds the KV of its own prefix, in all groups of layers",
+    "each read of a block, in any tier, finds the KV of the reader's prefix, in all layer groups",
 )
 OFFERS_STAY: Final = Invariant(
-    "H5 offers-stay", "while a part is served, its blocks hold what was offered"
+    "H5 offers-stay", "while a part is served, its blocks keep the offered KV"
 )
 NO_LEAK: Final = Invariant("H6 no-leak", "when everything has ended, every block is free")
 ALL_END: Final = Invariant("H7 all-end", "when the faults stop, everything ends")
 NO_EVICT: Final = Invariant(
-    "H8 no-evict", "where D reserves to the end of each request, none is preempted"
+    "H8 no-evict", "no request is preempted on a D that reserves to the end of each request"
 )
 COUNTED_ONCE: Final = Invariant(
-    "H9 counted-once", "hits of all tiers and computed tokens are the prompt, counted once"
+    "H9 counted-once", "hits of all tiers and computed tokens add up to the prompt"
 )
 SENT_ONCE: Final = Invariant(
     "H10 sent-once",
-    "no block is granted for two prompts at a time on one decode node if half of them is the same",
+    "a decode node does not receive a block for two prompts at a time if they are half the same",
 )
 BEGUN_ONCE: Final = Invariant(
     "H11 begun-once",
-    "an attempt begins at most once, however often the gateway asks for it, and however late",
+    "an attempt begins at most once, however often and late RunPrefill arrives",
 )
-HEARD: Final = Invariant("H12 heard", "who is told that a message was heard does not say it again")
+NO_RESEND: Final = Invariant("H12 no-resend", "an acknowledged message is not sent again")
 ALL_ATTEMPTS: Final = Invariant(
     "H13 all-attempts",
-    "no request fails before all of its attempts have, but for what no attempt can mend",
+    "a request fails only after all attempts, or for a reason that no attempt can mend",
 )
-OLD_LIVES: Final = Invariant(
-    "H14 old-lives", "what an earlier life of a node has said changes nothing at the gateway"
+OLD_EPOCHS: Final = Invariant(
+    "H14 old-epochs", "a message from an earlier epoch of a node changes nothing at the gateway"
 )
 IDLE_NODES: Final = Invariant(
-    "H15 idle-nodes", "when everything has ended, the gateway takes no node for busy"
+    "H15 idle-nodes", "when everything has ended, the gateway counts no load on any node"
 )
 
 INVARIANTS: Final = (
@@ -69,15 +71,15 @@ INVARIANTS: Final = (
     COUNTED_ONCE,
     SENT_ONCE,
     BEGUN_ONCE,
-    HEARD,
+    NO_RESEND,
     ALL_ATTEMPTS,
-    OLD_LIVES,
+    OLD_EPOCHS,
     IDLE_NODES,
 )
 
 
 class SimulationError(AssertionError):
-    """The simulation has seen what must not happen."""
+    """An invariant is broken."""
 
     def __init__(self, broken: Invariant, what: str) -> None:
         super().__init__(f"[{broken.name}] {what}")

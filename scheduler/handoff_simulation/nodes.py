@@ -1,4 +1,4 @@
-"""Simulated prefill and decode nodes: real schedulers, and blocks that hold tags."""
+"""Simulated prefill and decode nodes: real schedulers over ghost memory."""
 
 from __future__ import annotations
 
@@ -6,35 +6,19 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from ...kvcache import (
-    CacheManager,
-    HostConfig,
-    Int32Array,
-)
+from ...kvcache import CacheManager, HostConfig, Int32Array
 from ..decode import DecodeScheduler
 from ..errors import HandoffsOpenError, StepOrderError
 from ..handoff.actions import Offer, Timing
 from ..handoff.gateway_messages import NodeStatus, Role
-from ..handoff.messages import (
-    Abort,
-    AttemptKey,
-    Commit,
-    Grant,
-    Ticket,
-)
+from ..handoff.messages import Abort, AttemptKey, Commit, Grant, Ticket
 from ..handoff.node_reporter import NodeReporter
 from ..handoff.prefill_side import Order
 from ..prefill import PrefillScheduler
 from ..request import Request
 from ..step_plan import StepPlan
 from .ghost import GhostCopies, GhostMemory
-from .invariants import (
-    COUNTED_ONCE,
-    NO_EVICT,
-    OFFERS_STAY,
-    SENT_ONCE,
-    SimulationError,
-)
+from .invariants import COUNTED_ONCE, NO_EVICT, OFFERS_STAY, SENT_ONCE, SimulationError
 
 VOCABULARY: Final = 50
 TIMING: Final = Timing(retry_s=1, silence_s=5, transfer_s=12, remember_s=20)
@@ -45,13 +29,14 @@ class SimulationConfig:
     """Sizes of a simulation.
 
     Attributes:
-        prefill_blocks, decode_blocks: of each node.
-        host_blocks: of the tier below each; 0: there is none.
-        block_size, num_groups: tokens of a block, groups of layers.
-        budget, max_running: of each step of each node: tokens, requests.
-        order: see `PrefillSide`.
-        reserve_tokens: of the decode nodes; see `DecodeScheduler`.
-        num_prefill, num_decode: how many nodes there are.
+        prefill_blocks, decode_blocks: device blocks of each node.
+        host_blocks: blocks of each node's host tier; 0: no host tier.
+        block_size: tokens per block.
+        num_groups: number of layer groups.
+        budget, max_running: most tokens and requests of a step.
+        order: of `PrefillSide`.
+        reserve_tokens: of `DecodeScheduler`.
+        num_prefill, num_decode: number of nodes.
         max_attempts, request_s: of each request; see `RequestRetrier`. With a long request_s, an
             abandoned request does not end.
         timing: in ticks of the simulated clock.
@@ -74,12 +59,12 @@ class SimulationConfig:
 
 
 def sample(seed: int, tokens: Int32Array) -> int:
-    """Choose the token after some; it depends on the seed, its position and what is before."""
+    """Choose the next token; it depends on the seed, the position and all earlier tokens."""
     return (seed * 31 + len(tokens) * 7 + int(tokens.sum())) % VOCABULARY
 
 
 def sampled(plan: StepPlan) -> list[int]:
-    """Choose the token after each chunk; the one after half a prompt must not be used."""
+    """Choose the token after each chunk; -1 after part of a prompt, which must not be used."""
     return [
         sample(chunk.request.sampling.seed, chunk.request.tokens)
         if chunk.start + chunk.length == chunk.request.num_tokens
@@ -88,8 +73,8 @@ def sampled(plan: StepPlan) -> list[int]:
     ]
 
 
-class _Life:
-    """What nodes of both roles have: a manager, what is in its blocks, a link to the gateway."""
+class _SimulatedNode:
+    """Parts that nodes of both roles have: manager, ghost memory, copies and reporter."""
 
     role: ClassVar[Role]
 
@@ -105,11 +90,13 @@ class _Life:
         self.copies = GhostCopies(self.manager, self.memory)
 
 
-class PrefillNode(_Life):
-    """P: computes prompts chunk by chunk, and serves what it has offered.
+class PrefillNode(_SimulatedNode):
+    """P: computes prompts chunk by chunk, and serves its offers.
 
     Attributes:
-        plan: of the step in flight, if there is one.
+        plan: of the step in flight.
+        offers: blocks of each part on offer, and their contents at that time.
+        withdrawn: attempts whose offers are still served and wait for the fence.
     """
 
     role = "prefill"
@@ -134,7 +121,7 @@ class PrefillNode(_Life):
         self._counted: dict[str, int] = {}
 
     def step(self) -> None:
-        """Plan a step, or go on with it: one group of layers."""
+        """Plan a step, or compute the next group of layers of the planned one."""
         if self.plan is None:
             plan = self.scheduler.schedule()
             self.plan = plan if plan.chunks else None
@@ -153,10 +140,10 @@ class PrefillNode(_Life):
                 self._counted[request.request_id] = self._computed.pop(request)
 
     def check_hits(self, commit: Commit) -> None:
-        """Compare what P says that it had with what it computed.
+        """Check that P's hits and computed tokens add up to the prompt.
 
         Raises:
-            SimulationError: if that is not the prompt.
+            SimulationError: if they do not.
         """
         hits, computed = commit.hits, self._counted[commit.header.key.request_id]
         if hits.device + hits.host + hits.storage + computed != commit.position:
@@ -164,16 +151,16 @@ class PrefillNode(_Life):
             raise SimulationError(COUNTED_ONCE, what)
 
     def offer(self, offer: Offer) -> None:
-        """Serve some blocks, in one group of layers, from now on."""
+        """Serve an offer from now on."""
         places = [(block, offer.group) for block in offer.blocks]
         tags = [self.memory.tags.get(place, b"") for place in places]
         self.offers[offer.ticket] = places, tags
 
     def serve(self, ticket: Ticket) -> list[bytes] | None:
-        """Return what is in the blocks of an offer; None if there is no such offer.
+        """Return the contents of an offer's blocks; None if there is no such offer.
 
         Raises:
-            SimulationError: if it is not what was offered: the blocks belong to others now.
+            SimulationError: if the contents have changed: the blocks were recycled.
         """
         if ticket not in self.offers:
             return None
@@ -184,19 +171,19 @@ class PrefillNode(_Life):
         return tags
 
     def fence(self, key: AttemptKey) -> None:
-        """Stop serving an attempt's offers, and say so."""
+        """Stop serving an attempt's offers, and report it."""
         self.withdrawn.remove(key)
         for ticket in [ticket for ticket in self.offers if ticket.key == key]:
             del self.offers[ticket]
         self.scheduler.fenced(key)
 
 
-class DecodeNode(_Life):
-    """D: decodes what has started, and computes again what it has preempted.
+class DecodeNode(_SimulatedNode):
+    """D: decodes started requests, and recomputes preempted ones.
 
     Attributes:
-        plan: of the step in flight, if there is one.
-        preemptions: how often a request lost its blocks.
+        plan: of the step in flight.
+        preemptions: number of preemptions.
     """
 
     role = "decode"
@@ -217,15 +204,15 @@ class DecodeNode(_Life):
         self.plan: StepPlan | None = None
         self.preemptions = 0
         self._may_preempt = config.reserve_tokens is not None
-        self._on_the_way: dict[AttemptKey, tuple[Grant, Int32Array]] = {}
+        self._granted: dict[AttemptKey, tuple[Grant, Int32Array]] = {}
 
     def granted(self, grant: Grant, prompt: Int32Array) -> None:
-        """Take in that the rest of a prompt is on its way.
+        """Record a grant, for which blocks are now in flight.
 
         Raises:
-            SimulationError: if a block of the same prefix is, for another.
+            SimulationError: if a block of the same prefix is in flight for another attempt.
         """
-        for other, tokens in self._on_the_way.values():
+        for other, tokens in self._granted.values():
             if other.header.key == grant.header.key:
                 continue
             first, size = max(grant.first_block, other.first_block), self.manager.block_size
@@ -233,23 +220,23 @@ class DecodeNode(_Life):
             stop = size * max(first + 1, half)
             if min(len(prompt), len(tokens)) >= stop and (prompt[:stop] == tokens[:stop]).all():
                 raise SimulationError(SENT_ONCE, f"block {first} for {other} and {grant}")
-        self._on_the_way[grant.header.key] = grant, prompt
+        self._granted[grant.header.key] = grant, prompt
 
     def started(self, key: AttemptKey) -> None:
-        """Take in that a prompt has arrived."""
-        self._on_the_way.pop(key, None)
+        """Record that a prompt has arrived."""
+        self._granted.pop(key, None)
 
     def gave_up(self, abort: Abort) -> None:
-        """Take in that a prompt is not waited for any more, if it is about that grant."""
-        other, _ = self._on_the_way.get(abort.header.key, (None, None))
+        """Record that a grant was given up."""
+        other, _ = self._granted.get(abort.header.key, (None, None))
         if other is not None and other.header.grant == abort.header.grant:
-            del self._on_the_way[abort.header.key]
+            del self._granted[abort.header.key]
 
     def step(self) -> None:
         """Plan a step, or compute it.
 
         Raises:
-            SimulationError: if a request is preempted whose blocks were reserved to its end.
+            SimulationError: if it preempts a request whose blocks were reserved to its end.
         """
         if self.plan is None:
             plan = self.scheduler.schedule()
@@ -268,7 +255,7 @@ Node = PrefillNode | DecodeNode
 
 
 def try_reset(node: Node) -> bool:
-    """Forget all KV if no hand-off is open; the blocks hold nothing from then on."""
+    """Reset a node's cache and its memory if no hand-off is open; return whether it was done."""
     try:
         node.scheduler.reset_cache()
     except (HandoffsOpenError, StepOrderError):

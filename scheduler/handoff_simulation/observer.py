@@ -1,4 +1,4 @@
-"""What an onlooker knows of the gateway and its nodes, and what must hold between them."""
+"""An observer of all messages between the gateway and its nodes, and the invariants on them."""
 
 from __future__ import annotations
 
@@ -11,42 +11,33 @@ from ..handoff.gateway_messages import (
     PrefillFailed,
     RunPrefill,
 )
-from ..handoff.messages import (
-    AttemptKey,
-    Message,
-    NodeId,
-)
-from .invariants import (
-    ALL_ATTEMPTS,
-    BEGUN_ONCE,
-    HEARD,
-    SimulationError,
-)
+from ..handoff.messages import AttemptKey, Message, NodeId
+from .invariants import ALL_ATTEMPTS, BEGUN_ONCE, NO_RESEND, SimulationError
 from .nodes import SimulationConfig
 
-Life: TypeAlias = tuple[NodeId, int]
-"""A node, or the gateway, and its epoch."""
+Sender: TypeAlias = tuple[NodeId, int]
+"""A node or the gateway, and its epoch."""
 
 
 def client_id(key: AttemptKey) -> str:
-    """Return what the client calls the request of an attempt: the gateway adds to it."""
+    """Return the client's id for the request of an attempt; the gateway adds a suffix to it."""
     return key.request_id.partition(" ")[0]
 
 
-class Watch:
-    """All messages between the gateway and its nodes, and their acknowledgements."""
+class Observer:
+    """Records messages, acknowledgements and failures, and checks them."""
 
     def __init__(self, config: SimulationConfig) -> None:
         self._config = config
-        self._begun: dict[AttemptKey, Life] = {}
-        self._said: set[tuple[Life, DeliveryAck]] = set()
-        self._heard: set[tuple[Life, DeliveryAck]] = set()
+        self._begun: dict[AttemptKey, Sender] = {}
+        self._sent: set[tuple[Sender, DeliveryAck]] = set()
+        self._acknowledged: set[tuple[Sender, DeliveryAck]] = set()
         self._attempts: dict[str, set[AttemptKey]] = {}
         self._deadlines: dict[str, int] = {}
         self._hopeless: set[str] = set()
 
-    def asks(self, request_id: str, num_tokens: int, now: int) -> None:
-        """Take in that a client asks a gateway, which knows nothing of the request."""
+    def submitted(self, request_id: str, num_tokens: int, now: int) -> None:
+        """Record a request to a gateway that does not know it."""
         config = self._config
         self._attempts[request_id] = set()
         self._deadlines[request_id] = now + config.request_s
@@ -54,21 +45,21 @@ class Watch:
         if num_tokens > config.block_size * min(config.prefill_blocks, config.decode_blocks):
             self._hopeless.add(request_id)
 
-    def begins(self, life: Life, key: AttemptKey) -> None:
-        """Take in that a prefill node begins an attempt.
+    def begun(self, node: Sender, key: AttemptKey) -> None:
+        """Record that a prefill node begins an attempt.
 
         Raises:
-            SimulationError: if it did so before.
+            SimulationError: if it was begun before.
         """
         if key in self._begun:
-            raise SimulationError(BEGUN_ONCE, f"{life} begins {key}, as {self._begun[key]} did")
-        self._begun[key] = life
+            raise SimulationError(BEGUN_ONCE, f"{node} begins {key}, as {self._begun[key]} did")
+        self._begun[key] = node
 
-    def says(self, life: Life, message: Message | GatewayMessage) -> None:
-        """Take in what is said to or by the gateway.
+    def sent(self, sender: Sender, message: Message | GatewayMessage) -> None:
+        """Record a message from or to the gateway.
 
         Raises:
-            SimulationError: if who says so knows that it was heard.
+            SimulationError: if its sender knows that it was delivered.
         """
         match message:
             case RunPrefill(key):
@@ -76,21 +67,21 @@ class Watch:
             case PrefillFailed(key, is_final=True):
                 self._hopeless.add(client_id(key))
         if isinstance(message, AttemptMessage):
-            said = life, DeliveryAck.of(message)
-            if said in self._heard:
-                raise SimulationError(HEARD, f"{life} says again {message}")
-            self._said.add(said)
+            entry = sender, DeliveryAck.of(message)
+            if entry in self._acknowledged:
+                raise SimulationError(NO_RESEND, f"{sender} sends again {message}")
+            self._sent.add(entry)
 
-    def hears(self, life: Life, heard: DeliveryAck) -> None:
-        """Take in that somebody is told that a message was heard; if it is its own, it counts."""
-        if (life, heard) in self._said:
-            self._heard.add((life, heard))
+    def acknowledged(self, sender: Sender, ack: DeliveryAck) -> None:
+        """Record the acknowledgement of one of the sender's own messages."""
+        if (sender, ack) in self._sent:
+            self._acknowledged.add((sender, ack))
 
-    def fails(self, request_id: str, reason: str, now: int) -> None:
-        """Take in that a client is told that its request has failed.
+    def failed(self, request_id: str, reason: str, now: int) -> None:
+        """Record the failure of a request.
 
         Raises:
-            SimulationError: if there were attempts left, time, and hope.
+            SimulationError: if another attempt was possible.
         """
         num_attempts = len(self._attempts[request_id])
         if request_id in self._hopeless or now >= self._deadlines[request_id]:

@@ -1,4 +1,4 @@
-"""Programs for the simulation: random ones, how each is run to its end, and replayed from JSON."""
+"""Programs of operations: random generation, execution, and replay from JSON."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Final
 
 from ..handoff.actions import Timing
 from ..handoff.prefill_side import ORDERS
-from .drain import check, settle
+from .drain import check_managers, drain_and_check
 from .nodes import SimulationConfig
-from .operations import Op, Simulation
+from .simulation import Op, Simulation
 
 WEIGHTS: Final = {
     "submit": 4,
@@ -25,7 +25,7 @@ WEIGHTS: Final = {
     "cut": 0.3,
     "compute": 20,
     "decode": 18,
-    "land": 22,
+    "pull_write": 22,
     "pull_end": 20,
     "pull_fence": 3,
     "offer_fence": 2,
@@ -41,7 +41,7 @@ _WORDS: Final = list(WEIGHTS)
 
 
 def random_config(random: Random) -> SimulationConfig:
-    """Draw sizes, from too small for two requests to comfortable; in some, D is crowded."""
+    """Draw sizes, from too small for two requests to ample; some overload D."""
     config = SimulationConfig(
         prefill_blocks=random.choice([5, 8, 14]),
         decode_blocks=random.choice([6, 9, 16]),
@@ -65,19 +65,19 @@ def random_config(random: Random) -> SimulationConfig:
 
 
 def random_prompt(random: Random) -> list[int]:
-    """Draw a prompt that often begins as others do."""
+    """Draw a prompt that often shares a prefix with others."""
     tokens = [random.choice((1, 1, 1, 2))] * random.randint(1, 4)
     return tokens + [random.choice((1, 2)) for _ in range(random.randint(0, 4))]
 
 
 def random_weights(random: Random) -> list[float]:
-    """Draw how often each operation comes: a program may be slow at one thing, rich in another."""
+    """Draw cumulative weights of the operations; each program favours some and neglects others."""
     factors = [random.choice((0.1, 1, 1, 1, 3)) for _ in _WORDS]
     return list(accumulate(map(mul, WEIGHTS.values(), factors)))
 
 
 def random_op(random: Random, weights: list[float]) -> Op:
-    """Draw an operation; the weights are summed up."""
+    """Draw an operation by cumulative weights."""
     word = random.choices(_WORDS, cum_weights=weights)[0]
     index = random.choice((0, 0, random.randrange(16)))
     match word:
@@ -104,7 +104,7 @@ def random_op(random: Random, weights: list[float]) -> Op:
 
 
 class Failure(Exception):
-    """A program that breaks a rule; `trace` replays it."""
+    """A program that breaks an invariant; `trace` replays it."""
 
     def __init__(self, error: Exception, config: SimulationConfig, ops: list[Op]) -> None:
         super().__init__(f"after {len(ops)} operations: {error}")
@@ -112,10 +112,10 @@ class Failure(Exception):
 
 
 def run(config: SimulationConfig, ops: Iterable[Op]) -> Simulation:
-    """Run a program to its end.
+    """Run a program, and drain the simulation.
 
     Raises:
-        Failure: if it breaks a rule; with the program so far.
+        Failure: if it breaks an invariant; with the program so far.
     """
     simulation = Simulation(config)
     done: list[Op] = []
@@ -124,8 +124,8 @@ def run(config: SimulationConfig, ops: Iterable[Op]) -> Simulation:
             done.append(op)
             simulation.apply(op)
             if len(done) % 16 == 0:
-                check(simulation)
-        settle(simulation)
+                check_managers(simulation)
+        drain_and_check(simulation)
     except Exception as error:
         raise Failure(error, config, done) from error
     return simulation
@@ -135,7 +135,7 @@ def run_random(seed: int, num_ops: int = 300) -> Simulation:
     """Run the random program of a seed.
 
     Raises:
-        Failure: if it breaks a rule.
+        Failure: if it breaks an invariant.
     """
     random = Random(seed)
     config, weights = random_config(random), random_weights(random)
@@ -143,15 +143,15 @@ def run_random(seed: int, num_ops: int = 300) -> Simulation:
 
 
 def to_json(config: SimulationConfig, ops: Iterable[Op]) -> str:
-    """Write a program down."""
+    """Return a program as JSON."""
     return json.dumps({"config": asdict(config), "ops": [list(op) for op in ops]})
 
 
 def replay(trace: str) -> Simulation:
-    """Run a program that was written down.
+    """Run a program from JSON.
 
     Raises:
-        Failure: if it breaks a rule.
+        Failure: if it breaks an invariant.
     """
     data = json.loads(trace)
     data["config"]["timing"] = Timing(**data["config"]["timing"])

@@ -200,7 +200,7 @@ def two_equal_prompts_are_sent_once(h: ModuleType) -> None:
             sent = []
             for _ in range(2):
                 simulation.apply(["submit", PROMPT, 1, 1])
-                simulation_of(h).finish(simulation)
+                simulation_of(h).drain(simulation)
                 sent.append(simulation.counts["blocks sent"])
             assert all(answer.tokens is not None for answer in simulation.answers.values())
             # Of 7 tokens in blocks of 2, the second request lacks the last, half a block.

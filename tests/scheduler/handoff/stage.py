@@ -48,7 +48,7 @@ def lossy(
     number, later = 0, []
     for _ in range(MANY):
         while simulation.network:
-            if simulation.network[0].is_alive:
+            if simulation.network[0].is_status:
                 simulation.apply(["deliver", 0])
                 continue
             if number == fault[0]:
@@ -63,13 +63,13 @@ def lossy(
             dropped = number in lost or number in postponed
             simulation.apply(["drop" if dropped else "deliver", 0])
             number += 1
-        if simulation_of(h).is_done(simulation) and not postponed:
+        if simulation_of(h).is_drained(simulation) and not postponed:
             break
         for op in simulation_of(h).fair_round(simulation):
             simulation.apply(op)
     assert number >= len(later)
     simulation.network += later
-    simulation_of(h).settle(simulation)
+    simulation_of(h).drain_and_check(simulation)
     return simulation, number
 
 

@@ -13,7 +13,7 @@ from radixkv.kvcache import RequestTooLargeError
 from radixkv.scheduler import Request
 from radixkv.scheduler.fairness import MAX_OVERTAKEN
 from radixkv.scheduler.handoff import AttemptKey, Grant
-from radixkv.scheduler.handoff_simulation import settle
+from radixkv.scheduler.handoff_simulation import drain_and_check
 
 from .decode_stage import ask, hand_over, refusal, scheduler, start, step
 from .theatre import Theatre
@@ -103,7 +103,7 @@ def test_d6_who_finds_no_room_on_the_host_is_computed_again() -> None:
     theatre.finish()
     stats = theatre.d().stats()
     assert stats.preemptions > stats.parked
-    settle(theatre)
+    drain_and_check(theatre)
 
 
 def test_d7_new_ones_do_not_starve_who_was_preempted() -> None:
@@ -176,7 +176,7 @@ def test_d9_prompts_that_wait_for_d_do_not_stop_p() -> None:
         theatre.submit([number] * 8, 6)
     theatre.finish()
     assert theatre.counts["Refuse"] > 0
-    settle(theatre)
+    drain_and_check(theatre)
 
 
 def test_d10_blocks_that_may_be_written_are_not_given_away() -> None:
@@ -192,11 +192,11 @@ def test_d10_blocks_that_may_be_written_are_not_given_away() -> None:
         theatre.step_p()
         theatre.report()
         theatre.tick()
-        theatre.apply(["land", 0])
+        theatre.apply(["pull_write", 0])
         assert theatre.counts["starts"] == 0
         theatre.d().manager.check()
     assert theatre.counts["Refuse"] > 0
     theatre.apply(["pull_fence", 0])
     theatre.until(lambda: len(theatre.answers) == 2)
     assert theatre.answers["r2"].tokens is not None
-    settle(theatre)
+    drain_and_check(theatre)

@@ -114,9 +114,9 @@ BITES: Final = {
     "H9 counted-once": "P forgets hits of the host",
     "H10 sent-once": "a block is granted to two at once",
     "H11 begun-once": "P begins an attempt as often as it is asked to",
-    "H12 heard": "what was heard is said again",
+    "H12 no-resend": "what was heard is said again",
     "H13 all-attempts": "a failure that is told twice counts twice",
-    "H14 old-lives": "any life of a node is believed",
+    "H14 old-epochs": "any life of a node is believed",
     "H15 idle-nodes": "a node is busy with what has ended",
 }
 

@@ -24,7 +24,7 @@ from radixkv.scheduler.handoff import (
     Refuse,
     Withdraw,
 )
-from radixkv.scheduler.handoff_simulation import settle
+from radixkv.scheduler.handoff_simulation import drain_and_check
 
 from .prefill_stage import PROMPT, actions, grant, posted, request, scheduler, step
 from .theatre import Theatre
@@ -192,4 +192,4 @@ def test_any_number_of_p_and_d(order: str, nodes: tuple[int, int]) -> None:
     for last in range(6):
         theatre.submit([*PROMPT, last])
     theatre.finish()
-    settle(theatre)
+    drain_and_check(theatre)

@@ -23,11 +23,11 @@ from radixkv.scheduler.handoff_simulation import (
     Failure,
     Simulation,
     SimulationConfig,
-    check,
+    check_managers,
+    drain_and_check,
     replay,
     run,
     run_random,
-    settle,
     to_json,
 )
 from radixkv.scheduler.request import GREEDY
@@ -84,11 +84,11 @@ def give_up_while_the_host_is_read() -> None:
     theatre.copy()
     theatre.submit([1] * 9, 1)
     node = theatre.nodes["d0"]
-    while not (node and node.copies.flying):
+    while not (node and node.copies.in_flight):
         theatre.step_p()
         theatre.deliver()
     theatre.apply(["cancel", 0])
-    settle(theatre)
+    drain_and_check(theatre)
 
 
 def test_a_run_is_the_same_again() -> None:
@@ -113,7 +113,16 @@ def test_a_failure_replays_from_json(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_operation_may_find_nothing() -> None:
-    words = ["cancel", "deliver", "duplicate", "drop", "compute", "decode", "land", "pull_fence"]
+    words = [
+        "cancel",
+        "deliver",
+        "duplicate",
+        "drop",
+        "compute",
+        "decode",
+        "pull_write",
+        "pull_fence",
+    ]
     ops: list[list] = [[word, 3] for word in [*words, "offer_fence"]]
     ops += [["new_gateway"], ["pull_end", 0, True, True], ["evict", 1, 2], ["restart", 0]]
     ops += [["copy", 0, True], ["drain", 1]]
@@ -124,7 +133,7 @@ def test_every_operation_may_find_nothing() -> None:
 
 
 WORDS = ["deliver", "deliver", "duplicate", "drop", "cancel"]
-WORDS += ["compute", "decode", "land", "pull_fence", "offer_fence"]
+WORDS += ["compute", "decode", "pull_write", "pull_fence", "offer_fence"]
 index = st.integers(0, 5)
 node = st.integers(0, 3)
 
@@ -158,7 +167,7 @@ class HandoffMachine(RuleBasedStateMachine):
         self.ops.append(list(op))
         try:
             self.simulation.apply(op)
-            check(self.simulation)
+            check_managers(self.simulation)
         except Exception as error:
             error.add_note(to_json(self.config, self.ops))
             raise
@@ -206,7 +215,7 @@ class HandoffMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "simulation"):
-            settle(self.simulation)
+            drain_and_check(self.simulation)
 
 
 TestHandoff = HandoffMachine.TestCase

@@ -13,7 +13,7 @@ from radixkv.scheduler.handoff_simulation import (
     Simulation,
     SimulationConfig,
 )
-from radixkv.scheduler.handoff_simulation.gateway_world import Envelope
+from radixkv.scheduler.handoff_simulation.gateway_side import Envelope
 from radixkv.scheduler.handoff_simulation.nodes import DecodeNode, PrefillNode
 
 MANY = 400
@@ -32,7 +32,7 @@ class Theatre(Simulation):
     def apply(self, op: Op) -> None:
         """Do an operation; what the gateway says to nodes, and signs of life, arrive at once."""
         super().apply(op)
-        self._deliver_all(lambda envelope: envelope.source == GATEWAY or envelope.is_alive)
+        self._deliver_all(lambda envelope: envelope.source == GATEWAY or envelope.is_status)
 
     def _deliver_all(self, is_meant: Callable[[Envelope], bool]) -> list[Message | GatewayMessage]:
         came = []
@@ -65,12 +65,12 @@ class Theatre(Simulation):
     def transfer(self) -> None:
         """Let all pulls end well."""
         while self.pulls:
-            self.apply(["land", 0])
+            self.apply(["pull_write", 0])
             self.apply(["pull_end", 0, True, True])
 
     def copy(self) -> None:
         """Let all copies between tiers end well."""
-        while any(node is not None and node.copies.flying for node in self.nodes.values()):
+        while any(node is not None and node.copies.in_flight for node in self.nodes.values()):
             self.apply(["copy", 0, True])
 
     def report(self) -> None:
