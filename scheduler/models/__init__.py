@@ -1,15 +1,10 @@
 """Llama and Qwen3 over a paged KV cache, loaded from a Hugging Face directory.
 
-The model code is small enough to copy: `transformer.py` is plain functions over arrays and the
-kernels of `radixkv.kernels`; `checkpoint.py` fills its parameters; `tiny.py` makes a checkpoint
-for tests without a download.
+`transformer.py` is the model, as plain functions over arrays and `radixkv.kernels`; it is small
+enough to copy. `checkpoint.py` loads its parameters, and `tiny.py` makes checkpoints for tests.
 """
 
-from .checkpoint import (
-    Model,
-    load_model,
-    load_tokenizer,
-)
+from .checkpoint import Model, load_model, load_tokenizer
 from .config import ModelConfig, load_config
 from .errors import (
     CheckpointError,
@@ -23,13 +18,7 @@ from .errors import (
 )
 from .rope import RopeConfig
 from .tiny import make_tiny_checkpoint
-from .transformer import (
-    Batch,
-    LayerParams,
-    Linear,
-    Params,
-    forward,
-)
+from .transformer import Batch, LayerParams, Linear, Params, forward
 
 __all__ = [
     "Batch",

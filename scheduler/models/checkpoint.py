@@ -1,4 +1,4 @@
-"""From a Hugging Face directory to parameters on the device: config.json, *.safetensors."""
+"""Loads a Hugging Face checkpoint: model parameters from *.safetensors, and the tokenizer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _INDEX_FILE = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Model:
-    """A loaded model: what `forward` takes as its first two arguments."""
+    """A loaded model: the first two arguments of `forward`."""
 
     config: ModelConfig
     params: Params
@@ -48,17 +48,17 @@ class Model:
 def load_model(directory: str | Path, dtype: DTypeLike = jnp.float32) -> Model:
     """Load a Llama or Qwen3 model from a Hugging Face directory.
 
-    Tensors are read one by one, converted to `dtype` on the host and put on the default device, so
-    that the host holds one tensor at a time.
+    Tensors are read one by one, converted to `dtype` on the host, and copied to the default device,
+    so that the host holds one tensor at a time.
 
     Args:
-        directory: holds config.json and either model.safetensors or shards with
-            model.safetensors.index.json; float32, float16 or bfloat16.
-        dtype: of the parameters, and so of the computation.
+        directory: holds config.json, and model.safetensors or shards with
+            model.safetensors.index.json, in float32, float16 or bfloat16.
+        dtype: dtype of the parameters and of the computation.
 
     Raises:
-        CheckpointError: see `radixkv.scheduler.models.errors` for the kinds. All names and shapes
-            are checked before the first tensor is read.
+        CheckpointError: see `radixkv.scheduler.models.errors`. All names and shapes are checked
+            before the first tensor is read.
     """
     directory = Path(directory)
     config = load_config(directory)
@@ -69,11 +69,11 @@ def load_model(directory: str | Path, dtype: DTypeLike = jnp.float32) -> Model:
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer | None:
-    """Load `tokenizer.json` of a Hugging Face directory, or None where there is no such file.
+    """Load `tokenizer.json` of a Hugging Face directory; return None if there is no such file.
 
     Raises:
-        MissingExtraError: the file is there, but the library `tokenizers` is not installed.
-        CheckpointFileError: the file is not a tokenizer.
+        MissingExtraError: if the file exists, but the library `tokenizers` is not installed.
+        CheckpointFileError: if the file is not a tokenizer.
     """
     path = Path(directory) / "tokenizer.json"
     if not path.exists():
@@ -84,12 +84,12 @@ def load_tokenizer(directory: str | Path) -> Tokenizer | None:
         raise MissingExtraError(path, "tokenizers", "text") from None
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for whatever it cannot parse
+    except Exception as error:  # tokenizers raises a bare Exception if it cannot parse
         raise CheckpointFileError(path, f"not a tokenizer: {error}") from error
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors that a checkpoint of this configuration holds, in order."""
+    """Return the names and shapes of the tensors of a checkpoint, in order."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q_width = config.num_heads * config.head_dim
     kv_width = config.num_kv_heads * config.head_dim
@@ -122,7 +122,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor that has not been read: its file, and the open handle on it."""
+    """A tensor in an open file, not read yet."""
 
     path: Path
     name: str
@@ -135,7 +135,7 @@ class _Tensor:
 
 
 def _open_tensors(directory: Path, stack: ExitStack) -> dict[str, _Tensor]:
-    """Open the single file or every shard; the handles live as long as `stack`."""
+    """Open the single file or every shard; `stack` closes the handles."""
     index_path = directory / _INDEX_FILE
     if (directory / _SINGLE_FILE).exists():
         paths = [directory / _SINGLE_FILE]
@@ -146,7 +146,7 @@ def _open_tensors(directory: Path, stack: ExitStack) -> dict[str, _Tensor]:
     tensors: dict[str, _Tensor] = {}
     for path in paths:
         try:
-            # "numpy" reads bfloat16 too, because importing jax registers that dtype with numpy.
+            # "numpy" reads bfloat16 as well, because jax registers that dtype with numpy.
             file = stack.enter_context(safe_open(path, framework="numpy"))
         except FileNotFoundError:
             raise CheckpointFileError(
@@ -154,7 +154,7 @@ def _open_tensors(directory: Path, stack: ExitStack) -> dict[str, _Tensor]:
             ) from None
         except SafetensorError as error:
             raise CheckpointFileError(path, f"not a safetensors file: {error}") from error
-        names = file.keys()  # the handle is no mapping: it cannot be iterated over itself
+        names = file.keys()  # the handle itself is not iterable
         tensors.update({name: _Tensor(path, name, file) for name in names})
     return tensors
 
@@ -185,7 +185,7 @@ def _check_tensors(directory: Path, config: ModelConfig, tensors: Mapping[str, _
 
 
 def _is_redundant(name: str) -> bool:
-    # Old checkpoints hold the rope frequencies, and some hold a tied output matrix twice.
+    # Old checkpoints store the rope frequencies, and some store a tied output matrix twice.
     return name.endswith(".rotary_emb.inv_freq") or name == "lm_head.weight"
 
 

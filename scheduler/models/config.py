@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says of the model, checked and in one spelling."""
+"""`ModelConfig`: the config.json of a checkpoint, validated and normalised."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _ARCHITECTURES: dict[Family, str] = {"llama": "LlamaForCausalLM", "qwen3": "Qwen
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shapes and switches of a decoder-only transformer; hashable, so static under `jax.jit`.
+    """Shapes and options of a decoder-only transformer; hashable, for static use in `jax.jit`.
 
     Attributes:
         family: "llama" or "qwen3".
-        vocab_size, hidden_size, intermediate_size: widths of the logits, the residual stream and
+        vocab_size, hidden_size, intermediate_size: widths of the logits, the residual stream, and
             the feed-forward layer.
-        num_layers, num_heads, num_kv_heads, head_dim: attention's shape. `num_heads * head_dim`
-            need not be `hidden_size`.
-        rms_norm_eps: added to the mean square before the root.
-        rope: the rotary embedding.
-        max_positions: the longest sequence the model was made for, in tokens.
-        tie_embeddings: the output matrix is the embedding matrix.
-        attention_bias, mlp_bias: the projections have biases.
-        qk_norm: queries and keys are normalised per head (Qwen3).
+        num_layers, num_heads, num_kv_heads, head_dim: shape of the attention. `num_heads *
+            head_dim` may differ from `hidden_size`.
+        rms_norm_eps: epsilon of the norms.
+        rope: rotary embedding.
+        max_positions: longest sequence that the model supports, in tokens.
+        tie_embeddings: whether the output matrix is the embedding matrix.
+        attention_bias, mlp_bias: whether the projections have biases.
+        qk_norm: whether queries and keys are normalised per head (Qwen3).
         eos_token_ids: tokens that end a text, for `Request.stop_token_ids`.
     """
 
@@ -60,18 +60,19 @@ class ModelConfig:
 
     @property
     def name(self) -> str:
-        """The family, and a digest of all that has a bearing on KV: not which tokens end a text."""
+        """Family, and a digest of all fields that affect KV: all but the end tokens."""
         config = replace(self, eos_token_ids=())
         return f"{self.family} {sha256(repr(config).encode()).hexdigest()}"
 
 
 def load_config(directory: str | Path) -> ModelConfig:
-    """Read `config.json` of a Hugging Face directory, and `generation_config.json` where present.
+    """Read `config.json`, and `generation_config.json` if present, of a Hugging Face directory.
 
     Raises:
-        CheckpointFileError: config.json is missing, or a file is not a JSON object.
-        UnsupportedModelError: another architecture, activation, rope type or quantised weights.
-        CheckpointError: an entry is missing or makes no sense.
+        CheckpointFileError: if config.json is missing, or a file is not a JSON object.
+        UnsupportedModelError: for other architectures, activations or rope types, and for quantised
+            weights.
+        CheckpointError: if an entry is missing or invalid.
     """
     path = Path(directory) / "config.json"
     config = parse_config(read_object(path), path)
@@ -84,7 +85,7 @@ def load_config(directory: str | Path) -> ModelConfig:
 
 
 def parse_config(config: Mapping[str, Any], path: Path) -> ModelConfig:
-    """Turn the entries of a config.json into a `ModelConfig`.
+    """Convert the entries of a config.json to a `ModelConfig`.
 
     Args:
         config: the parsed file.
@@ -102,11 +103,11 @@ def parse_config(config: Mapping[str, Any], path: Path) -> ModelConfig:
     head_dim = as_count(config, path, "head_dim", default_dim)
     if num_heads % num_kv_heads != 0:
         raise CheckpointError(
-            f"{path}: num_attention_heads {num_heads} is no multiple of "
-            f"num_key_value_heads {num_kv_heads}"
+            f"{path}: num_attention_heads must be a multiple of num_key_value_heads "
+            f"{num_kv_heads}, got {num_heads}"
         )
     if head_dim % 2 != 0:
-        raise CheckpointError(f"{path}: head_dim {head_dim} is odd; rope turns pairs")
+        raise CheckpointError(f"{path}: head_dim must be even, got {head_dim}")
     return ModelConfig(
         family=family,
         vocab_size=as_count(config, path, "vocab_size"),
@@ -131,7 +132,7 @@ def _family(config: Mapping[str, Any], path: Path) -> Family:
     model_type = config.get("model_type")
     for family, architecture in _ARCHITECTURES.items():
         if model_type == family:
-            # The body of a Llama also serves classifiers; their heads are not ours.
+            # Classifiers have the same model_type, but other heads.
             architectures = config.get("architectures") or [architecture]
             if not isinstance(architectures, list) or architecture not in architectures:
                 raise UnsupportedModelError(path, "architectures", architectures, architecture)
@@ -153,5 +154,5 @@ def _end_tokens(config: Mapping[str, Any], path: Path) -> tuple[int, ...]:
     value = config.get("eos_token_id")
     tokens = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(token, int) for token in tokens):
-        raise CheckpointError(f"{path}: eos_token_id is {value!r}, but token ids are needed")
+        raise CheckpointError(f"{path}: eos_token_id must be token ids, got {value!r}")
     return tuple(tokens)

@@ -1,16 +1,16 @@
-"""What loading a checkpoint refuses; each error names the file and carries the numbers.
+"""Errors of loading a checkpoint; each names the file and carries the values.
 
 ::
 
     RadixKVError
     └── CheckpointError
-        ├── CheckpointFileError     a file is missing or cannot be read
-        ├── UnsupportedModelError   a configuration that this model code does not compute
-        ├── TensorMissingError      a tensor that the configuration calls for is not there
-        ├── TensorShapeError        a tensor has another shape than the configuration calls for
-        ├── TensorDtypeError        a tensor is not float32, float16 or bfloat16
-        ├── TensorUnexpectedError   tensors that the configuration does not account for
-        └── MissingExtraError       an optional library is needed and not installed
+        ├── CheckpointFileError
+        ├── UnsupportedModelError
+        ├── TensorMissingError
+        ├── TensorShapeError
+        ├── TensorDtypeError
+        ├── TensorUnexpectedError
+        └── MissingExtraError
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...kvcache.errors import RadixKVError
 
 
 class CheckpointError(RadixKVError):
-    """Base of the errors of loading a checkpoint; also a config.json entry that makes no sense."""
+    """Base of these errors; raised itself for an invalid entry of config.json."""
 
 
 class CheckpointFileError(CheckpointError):
@@ -34,7 +34,7 @@ class CheckpointFileError(CheckpointError):
 
 
 class UnsupportedModelError(CheckpointError):
-    """The configuration asks for something that this model code does not compute."""
+    """The configuration needs a feature that the model code does not have."""
 
     def __init__(self, path: Path, key: str, value: object, supported: str) -> None:
         super().__init__(f"{path}: {key} is {value!r}, but only {supported} is supported")
@@ -44,7 +44,7 @@ class UnsupportedModelError(CheckpointError):
 
 
 class TensorMissingError(CheckpointError):
-    """A tensor that the configuration calls for is in none of the files."""
+    """A tensor that the configuration requires is in none of the files."""
 
     def __init__(self, path: Path, name: str) -> None:
         super().__init__(f"{path}: no tensor {name!r}")
@@ -53,7 +53,7 @@ class TensorMissingError(CheckpointError):
 
 
 class TensorShapeError(CheckpointError):
-    """A tensor has another shape than the configuration calls for."""
+    """A tensor does not have the shape that the configuration requires."""
 
     def __init__(
         self, path: Path, name: str, shape: Sequence[int], expected: Sequence[int]
@@ -69,7 +69,7 @@ class TensorShapeError(CheckpointError):
 
 
 class TensorDtypeError(CheckpointError):
-    """A tensor is not plain float32, float16 or bfloat16; quantised weights are not."""
+    """A tensor is not float32, float16 or bfloat16, such as quantised weights."""
 
     def __init__(self, path: Path, name: str, dtype: str) -> None:
         super().__init__(
@@ -81,7 +81,7 @@ class TensorDtypeError(CheckpointError):
 
 
 class TensorUnexpectedError(CheckpointError):
-    """The files hold tensors that the configuration does not account for (say, biases)."""
+    """The files hold tensors that the configuration does not explain, such as biases."""
 
     def __init__(self, path: Path, names: Sequence[str]) -> None:
         super().__init__(

@@ -1,4 +1,4 @@
-"""Entries of a checkpoint's JSON files, each checked as it is read."""
+"""Checked access to the fields of JSON files in a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def as_object(entries: Mapping[str, Any], path: Path, key: str) -> Mapping[str, Any]:
-    """Return an entry that is an object; an empty one if it is missing, or empty otherwise.
+    """Return an entry that must be an object; an empty one if it is missing or falsy.
 
     Raises:
         CheckpointError: if it is something else.
     """
     value = entries.get(key) or {}
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: {key} is {value!r}, but an object is needed")
+        raise CheckpointError(f"{path}: {key} must be an object, got {value!r}")
     return value
 
 
 def as_count(entries: Mapping[str, Any], path: Path, key: str, default: int | None = None) -> int:
-    """Return an entry that is an integer of at least 1.
+    """Return an entry that must be an integer of at least 1.
 
     Raises:
         CheckpointError: if it is not, or if it is missing and has no default.
@@ -52,12 +52,12 @@ def as_count(entries: Mapping[str, Any], path: Path, key: str, default: int | No
     if value is None:
         raise CheckpointError(f"{path}: no entry {key!r}")
     if type(value) is not int or value < 1:
-        raise CheckpointError(f"{path}: {key} is {value!r}, but a count of at least 1 is needed")
+        raise CheckpointError(f"{path}: {key} must be an integer of at least 1, got {value!r}")
     return value
 
 
 def as_positive(entries: Mapping[str, Any], path: Path, key: str, default: float) -> float:
-    """Return an entry that is a finite number above 0, or the default if it is missing.
+    """Return an entry that must be a finite number above 0, or the default if it is missing.
 
     Raises:
         CheckpointError: if it is not.
@@ -67,5 +67,5 @@ def as_positive(entries: Mapping[str, Any], path: Path, key: str, default: float
         value = default
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 < value <= sys.float_info.max:
-        raise CheckpointError(f"{path}: {key} is {value!r}, but a number above 0 is needed")
+        raise CheckpointError(f"{path}: {key} must be a number above 0, got {value!r}")
     return float(value)

@@ -1,4 +1,4 @@
-"""Rotary position embedding: its settings in config.json, its frequencies, its rotation.
+"""Rotary position embedding (RoPE): settings in config.json, frequencies, and rotation.
 
 Source: transformers' `modeling_rope_utils.py` (the settings and the llama3 formula), and
 Su et al., RoFormer, arXiv 2104.09864.
@@ -29,12 +29,12 @@ class RopeConfig:
 
     Attributes:
         theta: base of the geometric series of frequencies.
-        kind: "default" (unscaled), "linear" (all frequencies over `factor`) or "llama3"
-            (only the low frequencies over `factor`, with a smooth passage).
-        factor: by how much the context was stretched ("linear", "llama3").
-        low_freq_factor, high_freq_factor: bounds of the passage, in periods per original context
+        kind: "default" (unscaled), "linear" (all frequencies divided by `factor`) or "llama3"
+            (only the low frequencies divided by `factor`, with a smooth transition).
+        factor: factor by which the context was extended ("linear", "llama3").
+        low_freq_factor, high_freq_factor: bounds of the transition, in periods per original context
             ("llama3").
-        original_max_positions: the context before it was stretched, in tokens ("llama3").
+        original_max_positions: length of the context before extension, in tokens ("llama3").
     """
 
     theta: float = 10_000.0
@@ -46,15 +46,15 @@ class RopeConfig:
 
 
 def parse_rope(config: Mapping[str, Any], path: Path) -> RopeConfig:
-    """Read the rope settings of a config.json, in the spelling of transformers 5 or an older one.
+    """Read the rope settings of a config.json of transformers 5 or older.
 
     Args:
         config: the parsed file: `rope_parameters` (new), or `rope_theta` and `rope_scaling` (old).
         path: the file, for error messages.
 
     Raises:
-        UnsupportedModelError: another rope type, or a rotation of only a part of each head.
-        CheckpointError: a setting that the rope type needs is missing, or makes no sense.
+        UnsupportedModelError: for another rope type, or partial rotation of the heads.
+        CheckpointError: if a setting that the rope type needs is missing or invalid.
     """
     settings = as_object(config, path, "rope_parameters") or as_object(config, path, "rope_scaling")
     theta = as_positive(
@@ -78,7 +78,7 @@ def parse_rope(config: Mapping[str, Any], path: Path) -> RopeConfig:
         factor, low, high = map(setting, ("factor", "low_freq_factor", "high_freq_factor"))
         if low >= high:
             raise CheckpointError(
-                f"{path}: low_freq_factor {low} is not below {high}, the high one"
+                f"{path}: low_freq_factor must be below high_freq_factor {high}, got {low}"
             )
         original = int(setting("original_max_position_embeddings"))
         return RopeConfig(theta, "llama3", factor, low, high, original)
@@ -86,7 +86,7 @@ def parse_rope(config: Mapping[str, Any], path: Path) -> RopeConfig:
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> npt.NDArray[np.float32]:
-    """Angle per position of each pair of a head's dimensions.
+    """Return the angle per position of each pair of dimensions of a head.
 
     Returns:
         float32 `[head_dim // 2]`, in radians per token, highest frequency first.
@@ -96,11 +96,11 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> npt.NDArray[np.float
     if rope.kind == "linear":
         frequencies = frequencies / rope.factor
     elif rope.kind == "llama3":
-        # 0 where fewer than low_freq_factor periods fit the original context, 1 from
-        # high_freq_factor on: these were seen whole in training and need no stretching.
+        # `keep` is 0 below low_freq_factor periods per original context, and 1 from
+        # high_freq_factor on: training covered those periods, so they are not scaled.
         periods = rope.original_max_positions * frequencies / (2 * math.pi)
-        passage = (periods - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-        keep = np.clip(passage, 0.0, 1.0)
+        low, high = rope.low_freq_factor, rope.high_freq_factor
+        keep = np.clip((periods - low) / (high - low), 0.0, 1.0)
         frequencies = keep * frequencies + (1 - keep) * frequencies / rope.factor
     return frequencies.astype(np.float32)
 
@@ -108,7 +108,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> npt.NDArray[np.float
 def rope_tables(
     rope: RopeConfig, head_dim: int, positions: Int32[Array, " tokens"]
 ) -> tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]:
-    """Cosine and sine of each token's angles: two float32 arrays `[tokens, head_dim // 2]`."""
+    """Return cosine and sine of each token's angles, float32 `[tokens, head_dim // 2]`."""
     angles = positions[:, None].astype(jnp.float32) * inverse_frequencies(rope, head_dim)
     return jnp.cos(angles), jnp.sin(angles)
 
@@ -118,8 +118,8 @@ def rotate(
     cos: Float[Array, "tokens half"],
     sin: Float[Array, "tokens half"],
 ) -> Float[Array, "tokens heads head_dim"]:
-    """Turn each pair (i, i + head_dim / 2) of every head by its token's angle, in float32."""
+    """Rotate each pair (i, i + head_dim / 2) of every head by its token's angle, in float32."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, None, :], sin[:, None, :]
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints in the real layout, so that tests and examples need no download."""
+"""Tiny random checkpoints, for tests and examples without a download."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from safetensors.numpy import save_file
 from .checkpoint import tensor_shapes
 from .config import Family, parse_config
 
-# With the usual 0.02 a random model repeats one token for ever. At 0.2 it wanders, and the best
-# logit leads the second by far more than float32 rounding: "the same tokens" is then a real check.
+# At the usual 0.02, a random model repeats one token forever. At 0.2 its tokens vary, and the best
+# logit exceeds the second by far more than float32 rounding, so tests can compare tokens.
 _WEIGHT_STD = 0.2
 _NORM_SPREAD = 0.3
 
@@ -38,8 +38,8 @@ _COMMON: dict[str, Any] = {
     "use_cache": True,
 }
 
-# Llama: an own output matrix and a stretched context, of which 256 tokens are "original", so that
-# prompts of a few hundred tokens meet all three ranges of frequencies.
+# Llama: a separate output matrix, and a context extended from 256 tokens, so that prompts of a few
+# hundred tokens use all three frequency ranges.
 # Qwen3: tied embeddings, and heads that together are wider than the residual stream.
 _FAMILIES: dict[Family, dict[str, Any]] = {
     "llama": {
@@ -80,13 +80,13 @@ def make_tiny_checkpoint(
     The same arguments give the same bytes of every tensor, on every machine and numpy version.
 
     Args:
-        directory: where to; made if it does not exist, files of these names are overwritten.
+        directory: output directory; created if missing, and existing files are overwritten.
         family: "llama" (llama3 rope scaling) or "qwen3" (q/k-norm, tied embeddings).
-        seed: of the weights.
-        overrides: entries of config.json to replace; None as a value leaves the entry out.
+        seed: seed of the weights.
+        overrides: entries of config.json to replace; the value None removes an entry.
 
     Raises:
-        UnsupportedModelError, CheckpointError: the overrides make no model that can be loaded.
+        UnsupportedModelError, CheckpointError: if no model can be loaded with the overrides.
     """
     directory = Path(directory)
     entries = {**_COMMON, **_FAMILIES[family], **(overrides or {})}
@@ -95,7 +95,7 @@ def make_tiny_checkpoint(
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
     tensors = dict(_random_tensors(tensor_shapes(config), seed))
-    # transformers refuses files without this metadata.
+    # transformers rejects files without this metadata.
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -104,8 +104,8 @@ def _random_tensors(
 ) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
     bits = np.random.PCG64(seed)
     for name, shape in shapes.items():
-        # numpy promises never to change a bit generator's raw stream, but may change how `normal`
-        # uses it (NEP 19); a uniform variable of the same spread serves as well.
+        # numpy keeps the raw stream of a bit generator stable, but not `normal` (NEP 19). A uniform
+        # variable of the same standard deviation serves as well.
         raw = bits.random_raw(math.prod(shape))
         uniform = (raw >> np.uint64(40)).astype(np.float64) / 2**23 - 1.0
         if name.endswith("norm.weight"):

@@ -1,18 +1,18 @@
-"""Llama and Qwen3 as plain functions over a paged KV cache: what runs in one engine step.
+"""The Llama and Qwen3 forward pass over a paged KV cache, as plain functions.
 
-A step computes a flat run of T tokens, the chunks of up to B requests one after the other. A row is
-one request's chunk::
+A step computes T tokens: the chunks of up to B requests, concatenated. A row is the chunk of one
+request::
 
     tokens      [ 17 | 4 9 2 6 | 31 8 5 | 0 0 0 0 ]     T = 12: three rows, the rest is padding
-    positions   [ 40 | 0 1 2 3 | 16 17 18 | 0 0 0 0 ]   place in the request's own sequence
-    slots       [ 88 | 32 33 34 35 | -1 49 50 | -1 ... ] where KV goes: block * block_size + offset;
-                                                        negative: nowhere (padding, or a block that
-                                                        is shared and already holds it)
+    positions   [ 40 | 0 1 2 3 | 16 17 18 | 0 0 0 0 ]   position in the sequence of the request
+    slots       [ 88 | 32 33 34 35 | -1 49 50 | -1 ... ] where to write KV: block * block_size +
+                                                        offset; negative: do not write (padding, or
+                                                        a shared block that already holds it)
     q_starts    [ 0, 1, 5, 0 ]    q_lengths  [ 1, 4, 3, 0 ]     B = 4: the last row is padding
     kv_lengths  [ 41, 4, 19, 0 ]  logit_rows [ 0, 4, 7, 0 ]     index in `tokens` of each last token
 
-Each layer writes its KV before it attends, so a chunk sees its own tokens through the cache, and
-how a prompt is cut into chunks changes nothing but the order of the work.
+Each layer writes its KV before attention, so a chunk reads its own tokens from the cache. How a
+prompt is split into chunks does not change the result.
 """
 
 from __future__ import annotations
@@ -23,11 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from ...kernels import (
-    kv_write,
-    paged_decode,
-    paged_extend,
-)
+from ...kernels import kv_write, paged_decode, paged_extend
 from .config import ModelConfig
 from .rope import rope_tables, rotate
 
@@ -35,17 +31,17 @@ Pools = tuple[Float[Array, "blocks kv_heads block_size head_dim"], ...]
 
 
 class Batch(NamedTuple):
-    """The tokens of one step and where their KV lies; the module's docstring draws one.
+    """The tokens of one step and the places of their KV; see the diagram of the module.
 
     Attributes:
         tokens: `[T]` token ids.
-        positions: `[T]` place of each token in its request.
-        slots: `[T]` `block * block_size + offset` for its KV; negative writes nothing.
+        positions: `[T]` position of each token in its request.
+        slots: `[T]` `block * block_size + offset` of its KV; negative writes nothing.
         block_tables: `[B, P]` block ids of each row; entries past its length are not read.
-        kv_lengths: `[B]` tokens of the row after this step, the chunk's own included; 0 = no row.
+        kv_lengths: `[B]` tokens of the row after this step, including the chunk; 0 = padding row.
         q_lengths: `[B]` tokens of the row in this step.
-        q_starts: `[B]` index in `tokens` of the row's first token.
-        logit_rows: `[B]` index in `tokens` of the token whose logits are wanted.
+        q_starts: `[B]` index in `tokens` of the first token of the row.
+        logit_rows: `[B]` index in `tokens` of the token whose logits are returned.
 
     All are int32.
     """
@@ -61,14 +57,14 @@ class Batch(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """A matrix as checkpoints hold it, `[out, in]`, and a bias `[out]` or None."""
+    """A matrix `[out, in]`, as in checkpoints, and a bias `[out]` or None."""
 
     weight: Float[Array, "out in"]
     bias: Float[Array, " out"] | None = None
 
 
 class LayerParams(NamedTuple):
-    """Parameters of one layer; `q_norm` and `k_norm` are None where the family has none."""
+    """Parameters of one layer; `q_norm` and `k_norm` are None for families without them."""
 
     attention_norm: Float[Array, " hidden"]
     q_proj: Linear
@@ -101,22 +97,22 @@ def forward(
     *,
     decode: bool = False,
 ) -> tuple[Float[Array, "rows vocab"], Pools, Pools]:
-    """Run one step: write the KV of its tokens into the pools and return the wanted logits.
+    """Run one step: write the KV of its tokens into the pools, and return logits.
 
-    Pure; jit it with `config` and `decode` static and the pools donated, and the writes are in
-    place. Matrices are multiplied in the parameters' dtype (float32: at full precision, on GPUs
-    too); norms, softmax and rotation are float32.
+    The function is pure. If you jit it with static `config` and `decode` and donated pools, the
+    writes are in place. Matrix products use the dtype of the parameters (float32 at full precision,
+    on GPUs as well); norms, softmax and rotation use float32.
 
     Args:
-        config: the model's shapes.
-        params: its parameters, of one dtype.
-        batch: the step.
-        k_pools: one pool of keys per layer, `[num_blocks + 1, kv_heads, block_size, head_dim]`.
-        v_pools: the same of values.
-        decode: every row is one token (T = B, row i is token i): use the decode kernel.
+        config: shapes of the model.
+        params: parameters, all of one dtype.
+        batch: tokens of the step.
+        k_pools: key pool of each layer, `[num_blocks + 1, kv_heads, block_size, head_dim]`.
+        v_pools: value pool of each layer, of the same shape.
+        decode: use the decode kernel; every row must be one token (T = B, row i is token i).
 
     Returns:
-        float32 logits `[B, vocab]` (of a padding row: finite, without meaning) and the new pools.
+        float32 logits `[B, vocab]` (finite but meaningless for padding rows), and the new pools.
     """
     cos, sin = rope_tables(config.rope, config.head_dim, batch.positions)
     x = params.embedding[batch.tokens]
@@ -143,7 +139,7 @@ def forward(
 def rms_norm(
     x: Float[Array, "*rows width"], weight: Float[Array, " width"], eps: float
 ) -> Float[Array, "*rows width"]:
-    """Scale each row to a root mean square of one (in float32), then by `weight`."""
+    """Scale each row to a root mean square of 1 in float32, and multiply by `weight`."""
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * scale).astype(x.dtype) * weight
@@ -158,7 +154,7 @@ def linear(layer: Linear, x: Float[Array, "rows in"]) -> Float[Array, "rows out"
 
 
 def _matmul(weight: Float[Array, "out in"], x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
-    # Without HIGHEST a GPU multiplies float32 as TF32, with 10 bits of mantissa.
+    # Without HIGHEST, GPUs multiply float32 as TF32, with 10 bits of mantissa.
     return jnp.einsum(
         "ri,oi->ro",
         x,

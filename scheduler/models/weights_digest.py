@@ -1,4 +1,4 @@
-"""A name for the weights of a checkpoint, from what is in its files."""
+"""A digest of the weights of a checkpoint, to name them in storage."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def weights_digest(directory: str | Path) -> str:
-    """Return a digest of every byte of a checkpoint's weights, as a name for what they compute.
+    """Return a digest of all bytes of a checkpoint's weights.
 
-    It reads all of them: a second for each GB or two. The same weights in other files have another
-    digest, which costs no more than the hits.
+    It reads all files, in about a second per 1 to 2 GB. The same weights in other files have
+    another digest, which only costs cache hits.
 
     Raises:
         OSError: if a file cannot be read.

@@ -177,20 +177,20 @@ def test_what_is_not_computed_is_refused(entries, text):
         ({"max_position_embeddings": None}, "config.json: no entry 'max_position_embeddings'"),
         (
             {"vocab_size": 0},
-            "config.json: vocab_size is 0, but a count of at least 1 is needed",
+            "config.json: vocab_size must be an integer of at least 1, got 0",
         ),
         (
             {"num_hidden_layers": "16"},
-            "config.json: num_hidden_layers is '16', but a count of at least 1 is needed",
+            "config.json: num_hidden_layers must be an integer of at least 1, got '16'",
         ),
         (
             {"num_key_value_heads": 5},
-            "config.json: num_attention_heads 32 is no multiple of num_key_value_heads 5",
+            "config.json: num_attention_heads must be a multiple of num_key_value_heads 5, got 32",
         ),
-        ({"head_dim": 63}, "config.json: head_dim 63 is odd; rope turns pairs"),
+        ({"head_dim": 63}, "config.json: head_dim must be even, got 63"),
         (
             {"eos_token_id": "</s>"},
-            "config.json: eos_token_id is '</s>', but token ids are needed",
+            "config.json: eos_token_id must be token ids, got '</s>'",
         ),
         (
             {"rope_scaling": {"rope_type": "linear"}},
@@ -202,16 +202,16 @@ def test_what_is_not_computed_is_refused(entries, text):
         ),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": "x"}},
-            "config.json: factor is 'x', but a number above 0 is needed",
+            "config.json: factor must be a number above 0, got 'x'",
         ),
         (
             {"rope_parameters": {**LLAMA3_ROPE, "low_freq_factor": 4.0}},
-            "config.json: low_freq_factor 4.0 is not below 4.0, the high one",
+            "config.json: low_freq_factor must be below high_freq_factor 4.0, got 4.0",
         ),
-        ({"rope_parameters": [1]}, "config.json: rope_parameters is [1], but an object is needed"),
+        ({"rope_parameters": [1]}, "config.json: rope_parameters must be an object, got [1]"),
         (
             {"rms_norm_eps": float("inf")},
-            "config.json: rms_norm_eps is inf, but a number above 0 is needed",
+            "config.json: rms_norm_eps must be a number above 0, got inf",
         ),
     ],
 )
