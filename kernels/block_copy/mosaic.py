@@ -194,7 +194,8 @@ def _move(
     num_pools = len(transfer.sources)
     workers = _workers(num_pools, num_cores)
     program = lax.axis_index("program")
-    mine, worker = lax.rem(program, jnp.int32(num_pools)), lax.div(program, jnp.int32(num_pools))
+    pool_index = lax.rem(program, jnp.int32(num_pools))
+    worker = lax.div(program, jnp.int32(num_pools))
     num_items = transfer.num_entries * chunks.per_block
     num_steps = lax.div(num_items - worker + (workers - 1), jnp.int32(workers))
 
@@ -210,14 +211,14 @@ def _move(
             copy = partial(
                 plgpu.copy_gmem_to_smem, source.at[block, chunk], ring.at[stage], full.at[stage]
             )
-            pl.when(active & (mine == index))(copy)
+            pl.when(active & (pool_index == index))(copy)
 
     def store(step: jax.Array, content: Any, when: jax.Array) -> None:
         entry, chunk = entry_and_chunk(step)
         block = transfer.destination_of(entry)
         for index, destination in enumerate(transfer.destinations):
             copy = partial(plgpu.copy_smem_to_gmem, content, destination.at[block, chunk])
-            pl.when(when & (mine == index))(copy)
+            pl.when(when & (pool_index == index))(copy)
 
     def advance(step: jax.Array, _: None) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # frees the previous stage
