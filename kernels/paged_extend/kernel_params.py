@@ -1,4 +1,4 @@
-"""What the warpgroups of the Mosaic `paged_extend` share: references, parameters, scheduling."""
+"""References, static parameters and tile scheduling of the Mosaic `paged_extend`."""
 
 from dataclasses import dataclass
 from functools import partial

@@ -28,8 +28,8 @@ def _module():
 def races_detected() -> Iterator[mosaic.Interpret]:
     """Yield parameters that detect races; raise RaceError at the end if there was one.
 
-    0.10 and 0.11 print what they find and set a flag, 0.12 raises; a copy whose end nobody waits
-    for is a ValueError in all of them.
+    JAX 0.10 and 0.11 print a race and set a flag, 0.12 raises. A copy without a wait for its end is
+    a ValueError in all versions.
     """
     module = _module()
     module.gpu_callbacks.reset_gpu_interpret_mode_state()

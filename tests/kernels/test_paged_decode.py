@@ -23,7 +23,7 @@ def rows_of_every_length(block_size):
     return [0, 1, *edges, 511, 512, 513, 0, 1300, 2, *range(3, 40), 37 * block_size]
 
 
-# Each option and dtype at least twice, beside others.
+# Each option and dtype occurs at least twice.
 CASES: dict[str, dict[str, Any]] = {
     "blocks of 1, a window of 1": dict(block_size=1, heads=Heads(3, 1, 8), window=1),
     "a group of 7, soft cap, a wide window": dict(

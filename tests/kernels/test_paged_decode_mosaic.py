@@ -221,7 +221,7 @@ class TestForHopper:
         itemsize = jnp.dtype(case.pool_dtype).itemsize
         config = choose_config(case.batch, 8, case.head_dim, 64 * case.block_size, itemsize, 132)
         assert compiled.spill_bytes == 0
-        # What a multiprocessor has, less 1 KiB for each thread block. Source: CUDA guide, 9.0.
+        # Shared memory of a multiprocessor, less 1 KiB per thread block. Source: CUDA guide, 9.0.
         resident = blocks_per_sm(case.head_dim)
         assert compiled.shared_bytes <= min(228 * 1024 // resident - 1024, SHARED_MEMORY_BYTES)
         assert compiled.registers * 128 * resident <= 64 * 1024
@@ -232,8 +232,8 @@ class TestForHopper:
         boxes = max(1, config.tile_tokens // case.block_size)
         copies = compiled.count("cp.async.bulk.tensor") - compiled.count("cp.async.bulk.commit")
         assert copies == 2 * boxes * config.stages + 1
-        # One launch where one thread block attends to a whole row: no parts, no merge. A lse that
-        # is not returned is 256 bytes for each row and KV head, and two results have pointers.
+        # With one split there are no parts to merge. An lse that is not returned takes 256 bytes
+        # per row and KV head, and two results need pointers.
         unused_lse = 0 if case.head_dim < 256 or case.everything else 256 * (case.batch * 8 + 1)
         assert (compiled.temp_bytes <= unused_lse) == (config.splits == 1)
 

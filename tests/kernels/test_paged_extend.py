@@ -77,7 +77,7 @@ def check(
     assert padding.any() and not out[padding].any()  # exactly 0, sinks or not
 
 
-# Each option and dtype at least twice, beside others.
+# Each option and dtype occurs at least twice.
 CASES: dict[str, dict[str, Any]] = {
     "blocks of 1, a window of 1": dict(block_size=1, heads=Heads(3, 1, 8), window=1),
     "a group of 7, soft cap, a wide window": dict(

@@ -146,12 +146,12 @@ def test_no_race(soft_cap):
 BUGS = {
     "V is not waited for": "plgpu.barrier_wait(refs.v_full.at[stage])",
     "Q is not waited for": "plgpu.barrier_wait(refs.q_full.at[warpgroup])",
-    "K is loaded over what is read": (
+    "K is loaded over a tile that is read": (
         "pl.when(reused)(lambda: plgpu.barrier_wait(refs.k_empty.at[stage]))"
     ),
     "zeroed rows of V are not waited for": "plgpu.barrier_wait(refs.v_full.at[stages])",
     "the output is not fenced": "plgpu.commit_smem()  # of output",
-    "the output is written over what is copied": "plgpu.wait_smem_to_gmem(0, wait_read_only=True)",
+    "the output overwrites a part that is being copied": "plgpu.wait_smem_to_gmem(0, wait_read_only=True)",
     "the last copies are not waited for": "plgpu.wait_smem_to_gmem(0)\n",
 }
 if SEES_ASYNC_RACES:  # in 0.10, warpgroups also wait forever for a failed one
@@ -186,8 +186,8 @@ def attend(args, more, **options):
 
 
 EVERY_OPTION = dict(soft_cap=30.0, window=1000, return_lse=True, sinks=True)
-# Every head_dim and block size; beside them the other sizes, dtypes and options.
-BESIDE: list[dict[str, Any]] = [
+# Other sizes, dtypes and options, one for each head_dim and block size below.
+OTHERS: list[dict[str, Any]] = [
     {},
     dict(kv_heads=32, group=1),
     EVERY_OPTION,
@@ -202,8 +202,8 @@ BESIDE: list[dict[str, Any]] = [
     dict(kv_heads=8, group=5, return_lse=True),
 ]
 SHAPES = [
-    dict(head_dim=d, block_size=b, **beside)
-    for (d, b), beside in zip(product((64, 128, 256), (16, 32, 64, 128)), BESIDE, strict=True)
+    dict(head_dim=d, block_size=b, **others)
+    for (d, b), others in zip(product((64, 128, 256), (16, 32, 64, 128)), OTHERS, strict=True)
 ]
 SHAPES += [dict(pool_dtype="int8"), dict(pool_dtype="float8_e4m3fn", head_dim=64, **EVERY_OPTION)]
 
@@ -253,7 +253,9 @@ def test_compiles_for_an_h100(case):
     head_dim, block_size = shapes.get("head_dim", 128), shapes.get("block_size", 16)
     block_kv = 64 if head_dim == 256 else 128
     loops = 3 if "window" in options else 2
-    assert report.registers == 168  # what three warpgroups may start with; then they trade
+    assert (
+        report.registers == 168
+    )  # three warpgroups start with this number; `setmaxnreg` shifts them
     assert report.count("setmaxnreg.inc") == report.count("setmaxnreg.dec") == 1
     assert report.spill_bytes == 0
     assert report.shared_bytes <= SHARED_MEMORY_BYTES

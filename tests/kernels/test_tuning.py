@@ -44,7 +44,7 @@ def config(*args):
 
 @pytest.mark.usefixtures("one_entry")
 class TestWithATable:
-    # 64 rows of 8 KV heads, 256 blocks of 16 tokens; and what shares their buckets.
+    # 64 rows of 8 KV heads, 256 blocks of 16 tokens; and sizes in the same buckets.
     @pytest.mark.parametrize(("batch", "width"), [(64, 256), (33, 129)])
     def test_a_measured_shape(self, batch, width):
         assert config(*arguments(batch, width)) == DecodeConfig(**ENTRY["config"])
