@@ -151,7 +151,7 @@ BUGS = {
     ),
     "zeroed rows of V are not waited for": "plgpu.barrier_wait(refs.v_full.at[stages])",
     "the output is not fenced": "plgpu.commit_smem()  # of output",
-    "the output overwrites a part that is being copied": "plgpu.wait_smem_to_gmem(0, wait_read_only=True)",
+    "the output overwrites an unread part": "plgpu.wait_smem_to_gmem(0, wait_read_only=True)",
     "the last copies are not waited for": "plgpu.wait_smem_to_gmem(0)\n",
 }
 if SEES_ASYNC_RACES:  # in 0.10, warpgroups also wait forever for a failed one
