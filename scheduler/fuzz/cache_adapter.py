@@ -1,4 +1,4 @@
-"""Our cache manager as the specification sees it, at every depth."""
+"""Adapter of our cache manager for the specification, at every depth."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .misuse import misuse
 
 
 def make_factory(kvcache: ModuleType | None = None) -> Factory:
-    """Return a factory of adapters for a copy of `radixkv.kvcache`; without one, for our own."""
+    """Return a factory of adapters for `kvcache`, a copy of `radixkv.kvcache`, or for our own."""
     module = own_kvcache if kvcache is None else kvcache
 
     def make(num_blocks: int, block_size: int) -> CacheAdapter:
@@ -29,9 +29,9 @@ def make_factory(kvcache: ModuleType | None = None) -> Factory:
 
 
 def _set_sizes(kvcache: ModuleType, num_blocks: int) -> None:
-    """Let every other tiny cache do what a large one does: evict many, and outgrow its tables."""
+    """Lower thresholds for every other cache, so that tiny ones use the code of large ones."""
     large = num_blocks % 2 == 1
-    few = num_blocks // 2 % 2  # with none, all leaves are taken in phases
+    few = num_blocks // 2 % 2  # with 0, every eviction takes leaves in phases
     tree, tables = kvcache.prefix.radix_tree, kvcache.prefix.block_tables
     tree._FEW, tree._AT_ONCE = (few, 3) if large else (16, 1024)
     size = 2 if large else 64
@@ -41,8 +41,8 @@ def _set_sizes(kvcache: ModuleType, num_blocks: int) -> None:
 class CacheAdapter:
     """A `CacheManager` whose leases have names.
 
-    The tokens go in as arrays that are overwritten after the call: the cache must not lean on them.
-    Before that they are written back, so that a change by the cache is seen.
+    Tokens are passed as arrays. After the call they are written back, which reveals a change by the
+    cache, and then overwritten, because the cache must not keep a reference to them.
     """
 
     promises = Promises.all()
@@ -52,17 +52,17 @@ class CacheAdapter:
         _set_sizes(kvcache, num_blocks)
         self.manager = kvcache.CacheManager(num_blocks, block_size)
         self.leases: dict[str, Any] = {}
-        self.ended: list[Any] = []  # leases that were released, or ended by a reset
+        self.ended: list[Any] = []  # last leases that were released, or ended by a reset
         self.matches: dict[str, tuple[Any, np.ndarray]] = {}
         self._refusal = (0, 0)
         self._events: Events | None = None
         self.publisher = ""
-        self._tokens: dict[str, list[int]] = {}  # of those whose tokens are all known here
+        self._tokens: dict[str, list[int]] = {}  # of requests without append_batch
 
     # Depth api
 
     def match(self, name: str, tokens: list[int], namespace: bytes) -> int:
-        """Keep a match for the next admission of a name."""
+        """Match tokens, and keep the match for the next admission of the name."""
         array = np.array(tokens, np.int32)
         match = self.manager.match(array, namespace)
         tokens[:] = array.tolist()
@@ -71,7 +71,7 @@ class CacheAdapter:
         return hit
 
     def admit(self, name: str, tokens: Sequence[int], namespace: bytes) -> int | None:
-        """Admit with the match that was kept, however old, or a new one."""
+        """Admit with the kept match, which may be old, or with a new one."""
         match, array = self.matches.pop(name, (None, None))
         if array is None or array.tolist() != list(tokens):
             array = np.array(tokens, np.int32)
@@ -94,7 +94,7 @@ class CacheAdapter:
         return self.manager.admit(match)
 
     def append(self, name: str, tokens: Sequence[int]) -> bool:
-        """Make room for more tokens."""
+        """Extend a lease by tokens; return whether blocks sufficed."""
         lease = self.leases[name]
         done = self._grow([name], lambda: self.manager.extend(lease, len(tokens)))
         if done and name in self._tokens:
@@ -102,7 +102,7 @@ class CacheAdapter:
         return done
 
     def append_batch(self, names: Sequence[str]) -> bool:
-        """Make room for one more token of each, in one call."""
+        """Extend leases by one token each in one call; return whether blocks sufficed."""
         for name in names:
             self._tokens.pop(name, None)
         rows = np.array([self.leases[name].row for name in names], np.int32)
@@ -120,11 +120,11 @@ class CacheAdapter:
         return True
 
     def refusal(self) -> tuple[int, int]:
-        """Return the numbers of the last refusal."""
+        """Return the blocks needed and available at the last refusal."""
         return self._refusal
 
     def publish(self, name: str, tokens: list[int]) -> None:
-        """Publish what is computed; some lengths go in as a list."""
+        """Publish computed tokens; some lengths are passed as a list."""
         self.publisher = name
         if len(tokens) % 4 == 3:
             self.manager.publish(self.leases[name], tokens)
@@ -135,7 +135,7 @@ class CacheAdapter:
         array[:] = -7
 
     def release(self, name: str) -> None:
-        """End a lease."""
+        """Release a lease."""
         lease = self.leases.pop(name)
         self.manager.release(lease)
         self.ended = [*self.ended[-2:], lease]
@@ -146,17 +146,17 @@ class CacheAdapter:
         return table
 
     def available(self) -> int:
-        """Return how many blocks are free or can be evicted."""
+        """Return the number of blocks that are free or evictable."""
         number: int = self.manager.available
         return number
 
     def evict(self, num_blocks: int) -> int:
-        """Evict some of the idle blocks."""
+        """Evict idle blocks, and return how many."""
         number: int = self.manager.evict(num_blocks)
         return number
 
     def reset(self) -> None:
-        """Forget everything; the leases are void from here on."""
+        """Reset the cache, which ends all leases."""
         epoch = self.manager.epoch
         assert self.manager.reset() == epoch + 1 == self.manager.epoch, "a reset begins an epoch"
         self.ended = [*self.ended, *self.leases.values()][-3:]
@@ -165,7 +165,7 @@ class CacheAdapter:
             self.report_to(self._events)
 
     def misuse(self, kind: int, name: str) -> None:
-        """Make a wrong call and see it refused; see `misuse.py`."""
+        """Make wrong calls and check that they are refused; see `misuse.py`."""
         misuse(self, kind, name)
 
     def check(self) -> None:
@@ -175,11 +175,11 @@ class CacheAdapter:
     # Depth events
 
     def report_to(self, events: Events) -> None:
-        """Report from now on: pool and tree are watched where blocks pass through them."""
+        """Report events from now on, by wrapping methods of pool and tree."""
         self._events = events
         pool, tree = self.manager._pool, self.manager._tree
 
-        # Of the class, as they are unwatched: a reset keeps the pool, and this is called again.
+        # Call the methods of the class: after a reset, those of the pool are already wrapped.
         def watched_recycle(ids: np.ndarray) -> None:
             type(pool).recycle(pool, ids)
             events.freed(ids.tolist())
@@ -204,7 +204,7 @@ class CacheAdapter:
     # Depth full
 
     def snapshot(self) -> Snapshot:
-        """Return all that pool, tree, tables and leases hold."""
+        """Return the state of pool, tree, tables and leases."""
         manager = self.manager
         cached: dict[tuple[bytes, tuple[int, ...]], int] = {}
         users: dict[tuple[bytes, tuple[int, ...]], int] = {}

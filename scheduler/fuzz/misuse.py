@@ -1,4 +1,4 @@
-"""Calls to our cache manager that cannot be right, each with the refusal it must meet."""
+"""Wrong calls to our cache manager, each with the error that it must raise."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ...spec.rules.rule import Rule, require
 from .protocols import CacheUnderTest
 
 Call: TypeAlias = tuple[Rule, str, Callable[[], object]]
-"""The rule that is broken if it is not refused; type and text of the error, or "" if the call is
-harmless; the call."""
+"""The rule that breaks if the call is not refused; the type and text of the error, or "" for a
+harmless call; the call."""
 
 
 def misuse(adapter: CacheUnderTest, kind: int, name: str) -> None:
-    """Make some of the wrong calls; that they changed nothing is seen by the checks that follow.
+    """Make some wrong calls; later checks reveal whether they changed anything.
 
     Args:
-        adapter: what to call.
-        kind: which calls: one to the manager, one with a live lease, one with a lease that ended.
-        name: a request that holds blocks, or "" if there is none.
+        adapter: Adapter of the manager to call.
+        kind: Selects the calls: to the manager, with rows, with a live lease, with an ended lease.
+        name: A request that holds blocks, or "".
     """
     for lease in adapter.ended:
         if lease.epoch == adapter.manager.epoch:
@@ -35,19 +35,19 @@ def misuse(adapter: CacheUnderTest, kind: int, name: str) -> None:
             require(held == (0, 0, None), R4, "a released lease has {} blocks, tokens, loads", held)
     for lease in adapter.leases.values():
         require(not lease.block_table.flags.writeable, R3, "a block table can be written")
-    of_each = [list(_wrong(adapter)), list(_wrong_rows(adapter))]
+    of_each = [list(_wrong_arguments(adapter)), list(_wrong_rows(adapter))]
     if name:
         of_each.append(list(_wrong_of(adapter, adapter.leases[name])))
     if adapter.ended:
-        of_each.append(list(_of_ended(adapter, adapter.ended[kind % len(adapter.ended)])))
+        of_each.append(list(_wrong_of_ended(adapter, adapter.ended[kind % len(adapter.ended)])))
     for calls in of_each:
         make(adapter, calls[kind % len(calls)])
-    for call in _at_the_door(adapter):
+    for call in _independent_calls(adapter):
         make(adapter, call)
 
 
 def make(adapter: CacheUnderTest, wrong: Call) -> None:
-    """Make a wrong call, and see that it is refused as it must be."""
+    """Make a wrong call, and check its error."""
     rule, wanted, call = wrong
     try:
         call()
@@ -57,8 +57,8 @@ def make(adapter: CacheUnderTest, wrong: Call) -> None:
     require(found == wanted, rule, "refused with {!r}, should be {!r}", found, wanted)
 
 
-def _at_the_door(adapter: CacheUnderTest) -> Iterator[Call]:
-    """Yield calls that go by their arguments alone and change nothing: each is made every time."""
+def _independent_calls(adapter: CacheUnderTest) -> Iterator[Call]:
+    """Yield calls that depend only on their arguments; all of them are made each time."""
     manager, kvcache = adapter.manager, adapter.kvcache
     for name, sizes, message in (
         ("num_blocks", (0, 1), "must be at least 1, got 0"),
@@ -97,7 +97,7 @@ def _at_the_door(adapter: CacheUnderTest) -> Iterator[Call]:
         yield R3, "", partial(manager.match, tokens)
 
 
-def _wrong(adapter: CacheUnderTest) -> Iterator[Call]:
+def _wrong_arguments(adapter: CacheUnderTest) -> Iterator[Call]:
     manager = adapter.manager
     bad: Any = "tenant"
     yield R3, "CountError: num_blocks must be at least 0, got -1", lambda: manager.evict(-1)
@@ -164,14 +164,14 @@ def _wrong_of(adapter: CacheUnderTest, lease: Any) -> Iterator[Call]:
     )
 
 
-def _of_ended(adapter: CacheUnderTest, lease: Any) -> Iterator[Call]:
+def _wrong_of_ended(adapter: CacheUnderTest, lease: Any) -> Iterator[Call]:
     manager = adapter.manager
     rule, text = R4, "LeaseError: the lease was released or belongs to another manager"
     if lease.epoch != manager.epoch:
         rule = R5
         text = f"LeaseError: the lease is of epoch {lease.epoch}, "
         text += f"but the cache is at epoch {manager.epoch}"
-        yield rule, "", lambda: manager.release(lease)  # it ended with the reset: harmless
+        yield rule, "", lambda: manager.release(lease)  # harmless: the reset ended it
     else:
         yield rule, text, lambda: manager.release(lease)
     yield rule, text, lambda: manager.publish(lease, [])

@@ -1,4 +1,4 @@
-"""Our block pool as the specification sees it."""
+"""Adapter of our block pool for the specification."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...spec.rules.rule import require
 
 
 def make_factory(kvcache: ModuleType | None = None) -> PoolFactory:
-    """Return a factory of adapters for a copy of `radixkv.kvcache`; without one, for our own."""
+    """Return a factory of adapters for `kvcache`, a copy of `radixkv.kvcache`, or for our own."""
     module = own_kvcache if kvcache is None else kvcache
 
     def make(num_blocks: int) -> PoolAdapter:
@@ -31,7 +31,7 @@ class PoolAdapter:
         self.pool = kvcache.BlockPool(num_blocks)
 
     def allocate(self, num_blocks: int) -> list[int] | None:
-        """Allocate ids, or return None."""
+        """Return allocated ids, or None if too few are free."""
         try:
             ids: list[int] = self.pool.allocate(num_blocks).tolist()
         except self.kvcache.OutOfBlocksError:
@@ -39,12 +39,12 @@ class PoolAdapter:
         return ids
 
     def recycle(self, ids: Sequence[int]) -> list[int]:
-        """Recycle ids; returns the refused."""
+        """Recycle ids, and return those that were refused."""
         try:
             self.pool.recycle(np.array(ids, np.int32))
         except self.kvcache.RecycleError as error:
-            told = len(error.refused) + error.recycled
-            require(told == len(ids), F3, "{} ids are accounted for, of {}", told, len(ids))
+            number = len(error.refused) + error.recycled
+            require(number == len(ids), F3, "the error counts {} of {} ids", number, len(ids))
             return list(error.refused)
         return []
 

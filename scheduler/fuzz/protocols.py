@@ -1,4 +1,4 @@
-"""The attributes of our adapters that the modules below them use."""
+"""Protocols of our adapters, for the modules that the adapters import."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class CacheUnderTest(Protocol):
-    """A `CacheAdapter`, as the wrong calls see it."""
+    """The attributes of a `CacheAdapter` that wrong calls use."""
 
     kvcache: ModuleType
     manager: Any
@@ -16,7 +16,7 @@ class CacheUnderTest(Protocol):
 
 
 class TiersUnderTest(CacheUnderTest, Protocol):
-    """A `TierAdapter`, as its wrong calls, event reports and snapshots see it."""
+    """The attributes of a `TierAdapter` that wrong calls, events and snapshots use."""
 
     tiers: Any
     matches: dict[str, tuple[Any, Any]]

@@ -1,4 +1,4 @@
-"""Our mixed scheduler, as the specification drives it."""
+"""Adapter of our mixed scheduler for the specification."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from ...spec.harness.engine import Config
 IN_FLIGHT: Final = ("schedule again", "update another plan", "update with a token too few")
 """Wrong calls while a step is in flight."""
 
-BETWEEN: Final = ("add a twin", "update the last plan again", "abort a stranger")
+BETWEEN: Final = ("add a twin", "update the last plan again", "abort an unknown request")
 """Wrong calls between two steps."""
 
 
 class SinglesManager(CacheManager):
-    """Grows a batch one lease at a time: it must be the same."""
+    """A `CacheManager` that extends a batch one lease at a time, which must be equivalent."""
 
     def extend_batch(self, rows: Int32Array | Sequence[int]) -> None:
         """See `CacheManager.extend_batch`."""
@@ -48,10 +48,10 @@ class MixedAdapter:
     """A `MixedScheduler` and its `CacheManager`, with names for requests.
 
     Args:
-        config: as drawn by `radixkv.spec.harness.scheduler.draw`; ``"growth": "singles"`` grows
+        config: As drawn by `radixkv.spec.harness.scheduler.draw`; ``"growth": "singles"`` extends
             the decode batch one request at a time.
-        scheduler: the package, or a copy of it.
-        promises: what to claim; all of it by default.
+        scheduler: The package, or a copy of it.
+        promises: The promises that the specification checks.
     """
 
     def __init__(self, config: Config, scheduler: Any, promises: SchedulerPromises) -> None:
@@ -74,7 +74,7 @@ class MixedAdapter:
         self.last_plan: Any = None
 
     def add(self, request: Submission) -> bool:
-        """Queue a request; False if it is too large for the pool."""
+        """Add a request; False if it is too large for the pool."""
         made = self._make(request.name, request)
         try:
             self.scheduler.add(made)
@@ -100,7 +100,7 @@ class MixedAdapter:
         return [(chunk.request.request_id, chunk.start, chunk.length) for chunk in plan.chunks]
 
     def update(self, tokens: Sequence[int]) -> list[str]:
-        """Take in the token after each chunk; return who ended."""
+        """Report the token after each chunk; return the ids of the requests that ended."""
         plan, self.plan = self.plan, None
         self.last_plan = plan
         return [request.request_id for request in self.scheduler.update(plan, tokens)]
@@ -110,54 +110,54 @@ class MixedAdapter:
         return bool(self.scheduler.abort(name))
 
     def running(self) -> list[str]:
-        """Return who holds blocks, in order of admission."""
+        """Return the ids of running requests, in order of admission."""
         return [request.request_id for request in self.scheduler.running]
 
     def waiting(self) -> list[str]:
-        """Return who does not, in the order in which they are tried."""
+        """Return the ids of waiting requests, in the order in which they are tried."""
         return [request.request_id for request in self.scheduler.waiting]
 
     def num_computed(self, name: str) -> int:
-        """Return how many leading tokens have their KV in the cache."""
+        """Return the number of leading tokens whose KV is in the cache."""
         return int(self.requests[name].num_computed)
 
     def num_hit(self, name: str) -> int:
-        """Return how many tokens were found in the cache when it was last admitted."""
+        """Return the hit tokens of the last admission."""
         lease = self.requests[name].lease
         return lease.num_hit_blocks * self.manager.block_size if lease is not None else 0
 
     def block_table(self, name: str) -> list[int]:
-        """Return the ids of its blocks, in the order of its tokens."""
+        """Return the block table of a request."""
         lease = self.requests[name].lease
         return lease.block_table.tolist() if lease is not None else []
 
     def output(self, name: str) -> list[int]:
-        """Return the tokens generated so far, as the request's own array has them too."""
+        """Return the generated tokens, and check that the token array has the same."""
         request = self.requests[name]
         after_prompt = request.tokens[request.num_prompt_tokens :].tolist()
         assert after_prompt == request.output_tokens, f"{request!r} has two outputs"
         return list(request.output_tokens)
 
     def reason(self, name: str) -> Reason | None:
-        """Return why it ended, or None while it lives."""
+        """Return the finish reason of a request, None while it lives."""
         reason: Reason | None = self.requests[name].finish_reason
         return reason
 
     def available(self) -> int:
-        """Return how many blocks are free or could be evicted now."""
+        """Return the number of blocks that are free or evictable."""
         return self.manager.available
 
     def counts(self) -> dict[str, int]:
-        """Return the counters of events."""
+        """Return the statistics of the scheduler."""
         stats = self.scheduler.stats()
         return {name: getattr(stats, name) for name in stats.__dataclass_fields__}
 
     def check(self) -> None:
-        """Check the cache's own invariants."""
+        """Run the manager's own check."""
         self.manager.check()
 
     def misuse(self, kind: int, name: str) -> bool:
-        """Make a wrong call; return whether it was refused."""
+        """Make a wrong call, and return whether it was refused."""
         if self.plan is not None:
             return self._misuse_in_flight(IN_FLIGHT[kind % len(IN_FLIGHT)])
         return self._misuse_between(BETWEEN[kind % len(BETWEEN)], name)
@@ -183,8 +183,8 @@ class MixedAdapter:
                 if plan is None:
                     return True
                 scheduler.update(plan, np.zeros(len(plan.chunks), np.int32))
-            elif what == "abort a stranger":
-                return not scheduler.abort(f"{name}.stranger")
+            elif what == "abort an unknown request":
+                return not scheduler.abort(f"{name}.unknown")
             elif request is not None:
                 is_live = request.finish_reason is None
                 twin = Submission(name, [1], 1, 0, (), b"")
@@ -199,7 +199,7 @@ class MixedAdapter:
 def make_factory(
     scheduler: ModuleType | None = None, promises: SchedulerPromises | None = None
 ) -> SchedulerFactory:
-    """Return what makes adapters of a scheduler package: ours, or a copy with a planted bug."""
+    """Return a factory of adapters for a scheduler package: ours, or a copy with a planted bug."""
     package = own_scheduler if scheduler is None else scheduler
     claimed = SchedulerPromises.all() if promises is None else promises
     return lambda config: MixedAdapter(config, package, claimed)

@@ -1,4 +1,4 @@
-"""Our cache manager with its tiers, as the specification sees it."""
+"""Adapter of our cache manager with tiers for the specification."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ KINDS: Final[dict[str, CopyKind]] = {
     "look up in storage": "lookup",
     "device to device": "fork",
 }
-"""What the specification calls an operation, by the value of its kind."""
+"""Kinds of operations in the specification, by the value of ours."""
 
 
 def make_factory(kvcache: ModuleType | None = None) -> TierFactory:
-    """Return a factory of adapters for a copy of `radixkv.kvcache`; without one, for our own."""
+    """Return a factory of adapters for `kvcache`, a copy of `radixkv.kvcache`, or for our own."""
     module = own_kvcache if kvcache is None else kvcache
     return lambda config: TierAdapter(module, config)
 
@@ -59,7 +59,7 @@ class TierAdapter(CacheAdapter):
         kvcache.tiers.storage_recency.REPORT_INTERVAL = window_of(config)
         self._keys = keys
         self.parked_requests: dict[str, Any] = {}
-        self.parking: dict[str, Any] = {}  # their leases, until those have ended
+        self.parking: dict[str, Any] = {}  # leases of parked requests that have not ended
         self._given_up: dict[str, Any] = {}
         self._prefetches: dict[str, Any] = {}
         self._loading: dict[int, str] = {}
@@ -69,7 +69,7 @@ class TierAdapter(CacheAdapter):
     # Requests
 
     def tier_match(self, tokens: Sequence[int], namespace: bytes) -> tuple[int, int]:
-        """Return what a match says."""
+        """Return the device and host blocks of a match."""
         match = self.manager.match(np.array(tokens, np.int32), namespace)
         return match.num_blocks, match.num_host_blocks
 
@@ -86,24 +86,24 @@ class TierAdapter(CacheAdapter):
         return lease
 
     def fork(self, name: str, of: str, tokens: Sequence[int]) -> None:
-        """Admit it from the lease of another."""
+        """Admit a request from the lease of another; `admit` follows."""
         self._forks[name] = of, tokens
 
     def loading(self, name: str) -> int | None:
-        """Return the operation that loads a lease."""
+        """Return the operation that loads a lease, or None."""
         copy: int | None = self.leases[name].loading
         return copy
 
     def ready(self, name: str) -> int:
-        """Return how many tokens of a lease need not be computed."""
+        """Return the number of tokens of a lease that need not be computed."""
         return int(self.leases[name].num_ready_tokens)
 
     def promoted(self, name: str) -> int:
-        """Return how many blocks of a lease came from the host."""
+        """Return the number of blocks of a lease that came from the host."""
         return int(self.leases[name].num_promoted_blocks)
 
     def release(self, name: str) -> None:
-        """End a lease; an operation that it waits for may go on."""
+        """Release a lease; an operation that it waits for may continue."""
         copy = self.leases[name].loading
         if copy is not None:
             self._loading[copy] = f"op {copy}"
@@ -112,7 +112,7 @@ class TierAdapter(CacheAdapter):
         self.ends_as_asked = False
 
     def park(self, name: str, tokens: Sequence[int], where: str) -> bool:
-        """Park a lease."""
+        """Park a request; False if that was refused."""
         self.publisher = name
         lease = self.parking[name] = self.leases[name]
         parked = self.tiers.park(lease, np.array(tokens, np.int32), where)
@@ -124,24 +124,24 @@ class TierAdapter(CacheAdapter):
         return True
 
     def parked(self, name: str) -> tuple[int | None, bool, bool]:
-        """Return the operation that saves a parked request, whether it is saved, or failed."""
+        """Return the operation that saves a parked request, and whether it is saved or failed."""
         parked = self.parked_requests[name]
         return parked.op_id, parked.saved, parked.failed
 
     def unpark(self, name: str) -> None:
-        """Let go of a parked request."""
+        """Give up a parked request."""
         self._given_up[name] = self.parked_requests.pop(name)
         self.tiers.unpark(self._given_up[name])
 
     def misuse(self, kind: int, name: str) -> None:
-        """Make wrong calls; those about rows know no lease that is being parked."""
+        """Make wrong calls; those with rows do not know leases that are being parked."""
         if not self.parking:
             super().misuse(kind, name)
         for call in wrong_calls(self):
             make(self, call)
 
     def park_misuse(self, name: str) -> bool:
-        """Let go of it again, or resume from it again."""
+        """Give up or resume a parked request a second time; return whether both were refused."""
         parked = self._given_up[name]
         match = self.manager.match(np.zeros(parked.num_tokens, np.int32))
         for call in (lambda: self.tiers.unpark(parked), lambda: self.manager.admit(match, parked)):
@@ -159,11 +159,11 @@ class TierAdapter(CacheAdapter):
     # Storage
 
     def keys(self, tokens: Sequence[int], namespace: bytes) -> list[bytes]:
-        """Return the storage keys of whole blocks, from the first on."""
+        """Return the storage keys of the whole blocks."""
         return list(self._keys.block_keys(tokens, namespace))
 
     def prefetch(self, name: str, tokens: Sequence[int], namespace: bytes) -> int | None:
-        """Begin a prefetch; some tokens go in as a list."""
+        """Start a prefetch, and return its first block; some lengths are passed as a list."""
         array = list(tokens) if len(tokens) % 4 == 3 else np.array(tokens, np.int32)
         prefetch = self.tiers.prefetch(array, namespace)
         array[:] = [-7] * len(tokens)
@@ -173,23 +173,25 @@ class TierAdapter(CacheAdapter):
         return int(prefetch.first_block)
 
     def prefetched(self, name: str) -> int | None:
-        """Return how many blocks a prefetch has brought, once it has ended."""
+        """Return the number of prefetched blocks, or None before the prefetch has ended."""
         prefetch = self._prefetches[name]
-        require(prefetch.done or prefetch.num_blocks == 0, T26, "{} is not done, and brings", name)
+        require(
+            prefetch.done or prefetch.num_blocks == 0, T26, "{} has blocks before its end", name
+        )
         return prefetch.num_blocks if prefetch.done else None
 
     def asking(self, name: str) -> int:
-        """Return the last operation of a prefetch."""
+        """Return the id of the last operation of a prefetch."""
         return int(self._prefetches[name].op_id)
 
     def cancel(self, name: str) -> None:
-        """End a prefetch."""
+        """Cancel a prefetch."""
         self.tiers.cancel(self._prefetches[name])
 
     # Operations
 
     def take(self) -> list[Copy]:
-        """Take the operations."""
+        """Take the queued operations."""
         return [
             Copy(
                 int(each.id),
@@ -202,25 +204,25 @@ class TierAdapter(CacheAdapter):
         ]
 
     def used(self) -> list[bytes]:
-        """Take the keys that storage is to be told of."""
+        """Take the keys whose use is to be reported to storage."""
         return list(self.tiers.take_used())
 
     def take_cancelled(self) -> list[int]:
-        """Take which of them are not wanted any more."""
+        """Take the ids of operations that were cancelled."""
         return [int(copy) for copy in self.tiers.take_cancelled()]
 
     def complete(self, copy: int, ok: Sequence[bool], fenced: bool) -> bool:
-        """Report a result."""
+        """Report the result of an operation."""
         self.publisher = self._loading.get(copy, "")
         return bool(self.tiers.complete(copy, ok, fenced=fenced))
 
     def fence(self, copy: int) -> bool:
-        """Report a fence."""
+        """Report the fence of an operation."""
         self.publisher = self._loading.get(copy, "")
         return bool(self.tiers.fence(copy))
 
     def wrong_result(self, copy: int, num_results: int) -> bool:
-        """Report a result that has too few or too many blocks."""
+        """Report a result with a wrong number of blocks; return whether it was refused."""
         try:
             self.tiers.complete(copy, [True] * num_results)
         except self.kvcache.errors.OperationResultError as error:
@@ -228,7 +230,7 @@ class TierAdapter(CacheAdapter):
         return False
 
     def early(self) -> tuple[int, int]:
-        """Report results of the operations that were not taken: how many there are, and count."""
+        """Report results of queued operations; return how many there are, and how many count."""
         results = [
             self.tiers.complete(copy, [True] * operation.num_blocks)
             for copy, operation in list(self.tiers.state.operations._queued.items())
@@ -236,7 +238,7 @@ class TierAdapter(CacheAdapter):
         return len(results), sum(results)
 
     def reset_but(self, keep: Sequence[bytes]) -> None:
-        """Forget everything but some namespaces."""
+        """Reset all namespaces but some."""
         epoch = self.manager.epoch
         ended = [*self.leases.values(), *self.parking.values()]
         assert self.manager.reset(keep) == epoch + 1, "a reset begins an epoch"
@@ -247,10 +249,10 @@ class TierAdapter(CacheAdapter):
     # Events and snapshots
 
     def report_to(self, events: Events) -> None:
-        """Report from now on what happens on the device and on the host."""
+        """Report events of the device and the host from now on."""
         super().report_to(events)
         watch(self, cast(TierEvents, events))
 
     def tier_snapshot(self) -> TierSnapshot:
-        """Return all that the host tier holds."""
+        """Return the state of the host tier."""
         return snapshot_of(self)

@@ -1,4 +1,4 @@
-"""Calls to a cache with tiers that cannot be right, each with the refusal it must meet."""
+"""Wrong calls to a cache with tiers, each with the error that it must raise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .protocols import TiersUnderTest
 
 
 def wrong_calls(adapter: TiersUnderTest) -> Iterator[Call]:
-    """Yield every wrong call that can be made now."""
+    """Yield all wrong calls for the current state."""
     yield from _wrong_configs(adapter)
     for name in adapter.leases:
         yield from _wrong_of_lease(adapter, name)
@@ -23,12 +23,12 @@ def wrong_calls(adapter: TiersUnderTest) -> Iterator[Call]:
 
 
 def storage_of(block_size: int) -> StorageNamespace:
-    """Return a storage namespace of blocks of some tokens."""
+    """Return a storage namespace with blocks of `block_size` tokens."""
     return StorageNamespace("model", "weights", "float32", block_size, (0, 1), (0, 1))
 
 
 def _wrong_configs(adapter: TiersUnderTest) -> Iterator[Call]:
-    """Yield caches that cannot be made."""
+    """Yield wrong configurations."""
     kvcache = adapter.kvcache
     host, manager = kvcache.HostConfig, kvcache.CacheManager
     policies = "('exclusive', 'back', 'through')"
@@ -49,7 +49,7 @@ def _wrong_configs(adapter: TiersUnderTest) -> Iterator[Call]:
 
 
 def _wrong_of_lease(adapter: TiersUnderTest, name: str) -> Iterator[Call]:
-    """Yield what cannot be done with a lease now."""
+    """Yield wrong calls with a lease."""
     lease, tiers, manager = adapter.leases[name], adapter.tiers, adapter.manager
     text = "StorageConfigError: where must be 'host' or 'storage', got 'disk'"
     yield R3, text, lambda: tiers.park(lease, [], "disk")
@@ -65,7 +65,7 @@ def _wrong_of_lease(adapter: TiersUnderTest, name: str) -> Iterator[Call]:
 
 
 def _wrong_of_parked(adapter: TiersUnderTest, name: str) -> Iterator[Call]:
-    """Yield what cannot be done with a parked request now."""
+    """Yield wrong calls with a parked request."""
     manager, parked = adapter.manager, adapter.parked_requests[name]
     number = parked.num_tokens
     few = manager.match(np.zeros(number - 1, np.int32))

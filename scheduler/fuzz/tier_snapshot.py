@@ -1,4 +1,4 @@
-"""What the host tier of our cache holds, read from its tree, and what its matches say of it."""
+"""Snapshot of the host tier of our cache, read from its tree and its matches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .protocols import TiersUnderTest
 
 
 def snapshot_of(adapter: TiersUnderTest) -> TierSnapshot:
-    """Return all that the host tier holds."""
+    """Return the state of the host tier."""
     _check_matches(adapter)
     tiers = adapter.tiers
     found: dict[str, dict[Prefix, int]] = {"host": {}, "landing": {}, "leaving": {}}
@@ -19,7 +19,7 @@ def snapshot_of(adapter: TiersUnderTest) -> TierSnapshot:
         stack: list[tuple[Any, tuple[int, ...]]] = [(child, ()) for child in root.children.values()]
         while stack:
             node, before = stack.pop()
-            tokens = _see_node(adapter.manager.block_size, namespace, node, before, found)
+            tokens = _add_node(adapter.manager.block_size, namespace, node, before, found)
             stack += [(child, tokens) for child in node.children.values()]
     idle: list[int] = []
     for run in tiers.state.host.idle_runs():
@@ -40,24 +40,24 @@ def snapshot_of(adapter: TiersUnderTest) -> TierSnapshot:
 
 
 def _check_matches(adapter: TiersUnderTest) -> None:
-    """See that a match that is taken for current says what is there."""
+    """Check that a match which counts as current equals a new one."""
     for name, (match, array) in adapter.matches.items():
         if match._version == adapter.tiers.state.tree.version:
             now = adapter.manager.match(array, match._namespace)
             same = (match.num_blocks, match.num_host_blocks, match.host_runs) == (
                 now.num_blocks, now.num_host_blocks, now.host_runs
             )  # fmt: skip
-            require(same, T8, "the match of {} is old, and is not known to be", name)
+            require(same, T8, "the match of {} is outdated, but counts as current", name)
 
 
-def _see_node(
+def _add_node(
     block_size: int,
     namespace: bytes,
     node: Any,
     before: tuple[int, ...],
     found: dict[str, dict[Prefix, int]],
 ) -> tuple[int, ...]:
-    """Note the host blocks of a node, by state and prefix; return the tokens through its end."""
+    """Add the host blocks of a node by state and prefix; return the tokens up to its end."""
     end = len(before) + node.num_blocks * block_size
     tokens = (*before, *memoryview(node.tokens).cast("i").tolist())[:end]
     run = node.host

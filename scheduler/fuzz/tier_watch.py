@@ -1,4 +1,4 @@
-"""What a cache with tiers does is watched where blocks pass, and reported as it happens."""
+"""Events of a cache with tiers, reported by wrapping its methods."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ...spec.adapters.tiers import TierEvents
 from .protocols import TiersUnderTest
 
 
-def watch(adapter: TiersUnderTest, told: TierEvents) -> None:
-    """Report from now on what happens below the device, and to leases that end by themselves."""
+def watch(adapter: TiersUnderTest, events: TierEvents) -> None:
+    """Report events of the host tier, and of leases that end by themselves, from now on."""
     manager, tiers = adapter.manager, adapter.tiers
     tree, pool, loader = tiers.state.tree, tiers.state.host.pool, tiers.loader
     names: dict[Any, str] = {}  # of detached leases
@@ -19,23 +19,23 @@ def watch(adapter: TiersUnderTest, told: TierEvents) -> None:
 
     def watched_evict(num_blocks: int) -> np.ndarray:
         victims: np.ndarray = type(tiers.offloader).evict(tiers.offloader, num_blocks)
-        told.evicted(victims.tolist())
+        events.evicted(victims.tolist())
         return victims
 
     def watched_add(node: Any, tokens: bytes, device_blocks: bytes) -> Any:
         added = type(tree).add_device_blocks(tree, node, tokens, device_blocks)
         blocks = memoryview(added.device_blocks).cast("i").tolist()
-        told.published(adapter.publisher, blocks)
+        events.published(adapter.publisher, blocks)
         return added
 
     def watched_allocate(num_blocks: int) -> np.ndarray:
         ids: np.ndarray = type(pool).allocate(pool, num_blocks)
-        told.host_allocated(ids.tolist())
+        events.host_allocated(ids.tolist())
         return ids
 
     def watched_recycle(ids: np.ndarray) -> None:
         type(pool).recycle(pool, ids)
-        told.host_freed(ids.tolist())
+        events.host_freed(ids.tolist())
 
     def watched_release(lease: Any) -> None:
         leases = {**adapter.leases, **adapter.parking}
@@ -43,10 +43,10 @@ def watch(adapter: TiersUnderTest, told: TierEvents) -> None:
         if adapter.ends_as_asked or not name:
             type(manager).release(manager, lease)
             return
-        told.ends(name)
+        events.ends(name)
         type(manager).release(manager, lease)
         adapter.parking.pop(name, None)
-        told.ended(name)
+        events.ended(name)
 
     def watched_detach(lease: Any) -> None:
         type(loader).detach(loader, lease)
@@ -56,13 +56,13 @@ def watch(adapter: TiersUnderTest, told: TierEvents) -> None:
         if completion not in loader.detached:
             return
         name = names.pop(loader.detached[completion])
-        told.ends(name)
+        events.ends(name)
         type(loader).release_detached(loader, completion)
-        told.ended(name)
+        events.ended(name)
 
     def watched_reset() -> None:
         for lease in reversed(loader.detached.values()):
-            told.forgotten(names.pop(lease))
+            events.forgotten(names.pop(lease))
         type(loader).reset(loader)
 
     loader.detach, loader.reset = watched_detach, watched_reset
