@@ -1,4 +1,4 @@
-"""Random programs for as long as you like: ``python -m tests.scheduler.handoff --steps 10000000``.
+"""Run random programs of the simulation: ``python -m tests.scheduler.handoff --steps 10000000``.
 
 Run it from the root of a checkout. What fails is written as JSON, and ``--replay FILE`` runs that.
 """
@@ -10,11 +10,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from radixkv.scheduler.handoff_simulation import (
-    Failure,
-    replay,
-    run_random,
-)
+from radixkv.scheduler.handoff_simulation import Failure, replay, run_random
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Bugs that the hand-off could have, as substitutions in its source."""
+"""Planted bugs of the hand-off, as substitutions in its source."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ATTEMPTS: Final = "handoff/attempts.py"
 
 @dataclass(frozen=True)
 class Bug:
-    """What is wrong, the file that has it, and pairs of what stands there and what would."""
+    """A planted bug: its name, the file, and pairs of the original and the changed text."""
 
     name: str
     file: str
@@ -20,7 +20,7 @@ class Bug:
 
 
 def bug(name: str, file: str, *edits: tuple[str, str]) -> Bug:
-    """Write a bug with its edits in a row."""
+    """Return a bug."""
     return Bug(name, file, edits)
 
 

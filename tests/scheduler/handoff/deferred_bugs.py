@@ -1,4 +1,4 @@
-"""Bugs that a decode node could have where others wait for what one is sent."""
+"""Planted bugs of deferred ASKs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bugs that the gateway, or what it and its nodes say to each other, could have."""
+"""Planted bugs of the gateway and of its messages with nodes."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any, Final
 
-from .stage import ORDERS, PROMPT, D, P, lossy
+from .harness import ORDERS, PROMPT, D, P, lossy
 
 
 def is_answered(simulation: Any) -> None:
@@ -36,8 +36,8 @@ def another_gateway_may_be_asked_at_any_message(h: ModuleType) -> None:
         is_answered(lossy(h, fault=(number, [["new_gateway"], ["cut", 0], ["cut", 1]]))[0])
 
 
-class Office:
-    """A gateway, and what it says."""
+class GatewayHarness:
+    """A gateway and its messages."""
 
     def __init__(self, h: ModuleType, **options: Any) -> None:
         self.h, self.now = h, 0.0
@@ -62,81 +62,81 @@ class Office:
 
 
 def a_node_is_lost_once_when_it_comes_back(h: ModuleType) -> None:
-    office = Office(h, max_attempts=2)
-    run = office.run()
-    office.alive(D, "decode", 6)
-    assert office.gateway.nodes[D].epoch == 6
-    office.alive(D, "decode", 5)  # said before it ended
-    assert office.gateway.nodes[D].epoch == 6, "an old life is taken for a new one"
-    office.alive(D, "decode", 6)
-    assert office.gateway.failures == {}
+    harness = GatewayHarness(h, max_attempts=2)
+    run = harness.run()
+    harness.alive(D, "decode", 6)
+    assert harness.gateway.nodes[D].epoch == 6
+    harness.alive(D, "decode", 5)  # said before it ended
+    assert harness.gateway.nodes[D].epoch == 6, "an old life is taken for a new one"
+    harness.alive(D, "decode", 6)
+    assert harness.gateway.failures == {}
     say = h.gateway_messages
-    office.gateway.receive(D, 5, say.Started(run.key), 0.0)
-    assert [type(message) for _, message in office.said()] == [say.CancelAttempt] * 2
-    office.gateway.tick(1.0)
-    [(_, again)] = office.said()
+    harness.gateway.receive(D, 5, say.Started(run.key), 0.0)
+    assert [type(message) for _, message in harness.said()] == [say.CancelAttempt] * 2
+    harness.gateway.tick(1.0)
+    [(_, again)] = harness.said()
     assert again.key == (run.key.request_id, 2)
 
 
 def a_node_whose_clock_went_back_serves_when_its_old_life_is_silent(h: ModuleType) -> None:
-    office = Office(h, silence_s=5.0)
+    harness = GatewayHarness(h, silence_s=5.0)
     for now, epoch in ((1.0, 5), (4.0, 5), (5.0, 4)):
-        office.now = now
-        office.gateway.tick(now)
-        office.alive(D, "decode", 4)
-        assert office.gateway.nodes[D].epoch == epoch
+        harness.now = now
+        harness.gateway.tick(now)
+        harness.alive(D, "decode", 4)
+        assert harness.gateway.nodes[D].epoch == epoch
 
 
 def the_gateway_answers_each_copy_of_a_report(h: ModuleType) -> None:
-    office, say = Office(h), h.gateway_messages
-    run = office.run()
+    harness, say = GatewayHarness(h), h.gateway_messages
+    run = harness.run()
     for _ in range(2):
-        office.gateway.receive(D, 5, say.Finished(run.key, (1, 2), h.Hits(), 0), 0.0)
-        assert office.said() == [(D, say.DeliveryAck(run.key, "Finished"))]
-    office.gateway.tick(1.0)
-    assert office.said() == []
-    [request] = office.gateway.take_ended()
-    assert request.output_tokens == [1, 2] and office.gateway.take_ended() == []
+        harness.gateway.receive(D, 5, say.Finished(run.key, (1, 2), h.Hits(), 0), 0.0)
+        assert harness.said() == [(D, say.DeliveryAck(run.key, "Finished"))]
+    harness.gateway.tick(1.0)
+    assert harness.said() == []
+    [request] = harness.gateway.take_ended()
+    assert request.output_tokens == [1, 2] and harness.gateway.take_ended() == []
 
 
 def what_an_older_attempt_says_is_no_answer(h: ModuleType) -> None:
-    office, say = Office(h), h.gateway_messages
-    run = office.run()
-    office.gateway.receive(P, 5, say.PrefillFailed(run.key, "it was cold", False, False), 0.0)
-    office.gateway.tick(1.0)
-    assert (P, say.CancelAttempt(run.key, "cancelled")) in office.said()
-    office.gateway.receive(D, 5, say.Started(run.key), 1.0)
-    assert (D, say.CancelAttempt(run.key, "cancelled")) in office.said(), "nobody wants it"
-    office.gateway.receive(D, 5, say.Finished(run.key, (1, 2), h.Hits(), 0), 1.0)
-    assert office.gateway.num_open == 1
+    harness, say = GatewayHarness(h), h.gateway_messages
+    run = harness.run()
+    harness.gateway.receive(P, 5, say.PrefillFailed(run.key, "it was cold", False, False), 0.0)
+    harness.gateway.tick(1.0)
+    assert (P, say.CancelAttempt(run.key, "cancelled")) in harness.said()
+    harness.gateway.receive(D, 5, say.Started(run.key), 1.0)
+    assert (D, say.CancelAttempt(run.key, "cancelled")) in harness.said(), "nobody wants it"
+    harness.gateway.receive(D, 5, say.Finished(run.key, (1, 2), h.Hits(), 0), 1.0)
+    assert harness.gateway.num_open == 1
 
 
 def the_gateway_asks_for_what_is_wanted_until_it_is_heard(h: ModuleType) -> None:
-    office, say = Office(h, silence_s=5.0, max_attempts=2), h.gateway_messages
-    run = office.run()
+    harness, say = GatewayHarness(h, silence_s=5.0, max_attempts=2), h.gateway_messages
+    run = harness.run()
     for now in (1.0, 2.0):
-        office.gateway.tick(now)
-        assert office.said() == [(P, run)]
-    assert office.gateway.abort("a")
-    assert office.said() == [(peer, say.CancelAttempt(run.key, "cancelled")) for peer in (P, D)]
-    office.now = 3.0
-    run = office.run("b")
+        harness.gateway.tick(now)
+        assert harness.said() == [(P, run)]
+    assert harness.gateway.abort("a")
+    assert harness.said() == [(peer, say.CancelAttempt(run.key, "cancelled")) for peer in (P, D)]
+    harness.now = 3.0
+    run = harness.run("b")
     for _ in range(2):
         for _ in range(5):
-            office.now += 1.0
-            office.alive(P, "prefill")
-            office.alive(D, "decode")
-            office.gateway.tick(office.now)
-        office.gateway.tick(office.now + 0.1)
-    assert office.gateway.failures["b"] == "p0 does not acknowledge the request"
+            harness.now += 1.0
+            harness.alive(P, "prefill")
+            harness.alive(D, "decode")
+            harness.gateway.tick(harness.now)
+        harness.gateway.tick(harness.now + 0.1)
+    assert harness.gateway.failures["b"] == "p0 does not acknowledge the request"
 
 
 def a_silent_node_has_gone(h: ModuleType) -> None:
-    office = Office(h, silence_s=5.0)
-    office.gateway.tick(4.9)
-    assert set(office.gateway.nodes) == {P, D}
-    office.gateway.tick(5.0)
-    assert not office.gateway.nodes and set(office.gateway.gone) == {P, D}
+    harness = GatewayHarness(h, silence_s=5.0)
+    harness.gateway.tick(4.9)
+    assert set(harness.gateway.nodes) == {P, D}
+    harness.gateway.tick(5.0)
+    assert not harness.gateway.nodes and set(harness.gateway.gone) == {P, D}
 
 
 def link_of(h: ModuleType) -> Any:
@@ -146,7 +146,7 @@ def link_of(h: ModuleType) -> Any:
 
 
 def a_node_begins_once_and_says_so_each_time(h: ModuleType) -> None:
-    run = Office(h).run()
+    run = GatewayHarness(h).run()
     link = link_of(h)
     begun: list[Any] = []
     for now in range(4):
@@ -164,7 +164,7 @@ def a_node_begins_once_and_says_so_each_time(h: ModuleType) -> None:
 
 
 def what_a_node_refuses_to_begin_has_failed(h: ModuleType) -> None:
-    run, say = Office(h).run(), h.gateway_messages
+    run, say = GatewayHarness(h).run(), h.gateway_messages
     link = link_of(h)
 
     def refuse(*_: object) -> None:
@@ -240,4 +240,4 @@ GATEWAY_SCENARIOS: Final[list[Callable[[ModuleType], None]]] = [
     either_connection_may_break_at_any_message,
     another_gateway_may_be_asked_at_any_message,
 ]
-"""The quick ones first."""
+"""Scenarios of the gateway, quick ones first."""

@@ -23,29 +23,29 @@ _numbers = count(1)
 
 
 def simulation_of(handoff: ModuleType) -> ModuleType:
-    """Return the simulation of a copy of the hand-off, or of the hand-off itself."""
+    """Return the simulation package beside a handoff package or its copy."""
     return importlib.import_module(f"{handoff.__name__}_simulation")
 
 
 @contextmanager
-def recast(stories: ModuleType, package: ModuleType) -> Iterator[None]:
-    """Let the tests of a module play with the classes of a copy.
+def patched_classes(scenarios: ModuleType, package: ModuleType) -> Iterator[None]:
+    """Replace the classes that a test module has imported by those of a copy.
 
     Args:
-        stories: a module of tests that names classes of the scheduler.
+        scenarios: a module of tests that names classes of the scheduler.
         package: what `planted` has loaded.
     """
     copy = package.__name__.removesuffix(".handoff")
-    before = dict(vars(stories))
+    before = dict(vars(scenarios))
     for name, value in before.items():
         home = getattr(value, "__module__", None) or ""
         if isinstance(value, type) and home.startswith("radixkv.scheduler."):
             module = copy + home.removeprefix("radixkv.scheduler")
-            setattr(stories, name, getattr(importlib.import_module(module), name))
+            setattr(scenarios, name, getattr(importlib.import_module(module), name))
     try:
         yield
     finally:
-        vars(stories).update(before)
+        vars(scenarios).update(before)
 
 
 @contextmanager

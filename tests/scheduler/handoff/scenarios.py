@@ -1,4 +1,4 @@
-"""Short stories of a hand-off, each told to the package or to a copy of it with a planted bug."""
+"""Scenarios of the protocol, for the package or for a copy of it with a planted bug."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 
 from radixkv.kvcache import CacheManager
 
+from .harness import KEY, ORDERS, PROMPT, VOCABULARY, D, P, Pair, lossy
 from .planted import simulation_of
-from .stage import KEY, ORDERS, PROMPT, VOCABULARY, D, P, Pair, lossy
 
 
 def succeeds_at_once(h: ModuleType, simulation: Any) -> None:

@@ -1,4 +1,4 @@
-"""Ways to wait for each other, or for ever: each of the ten patterns that schedulers fall into.
+"""No deadlock and no starvation: ten patterns known from other schedulers.
 
 Source of the patterns: deadlocks and starvation seen in vLLM, SGLang, FastDeploy and TensorRT-LLM.
 """
@@ -15,8 +15,8 @@ from radixkv.scheduler.fairness import MAX_OVERTAKEN
 from radixkv.scheduler.handoff import AttemptKey, Grant
 from radixkv.scheduler.handoff_simulation import drain_and_check
 
-from .decode_stage import ask, hand_over, refusal, scheduler, start, step
-from .theatre import Theatre
+from .decode_harness import ask, hand_over, refusal, scheduler, start, step
+from .stepped_simulation import SteppedSimulation
 
 
 @given(
@@ -47,63 +47,63 @@ def test_d1_what_is_received_for_ever_stops_nobody_from_finishing(
 
 
 def test_d2_prompts_that_the_host_has_do_not_hold_half_of_what_they_need() -> None:
-    theatre = Theatre(prefill_blocks=8, host_blocks=40, num_decode=1)
+    simulation = SteppedSimulation(prefill_blocks=8, host_blocks=40, num_decode=1)
     prompts = [[number] * 9 for number in range(6)]
     for prompt in prompts:
-        theatre.submit(prompt, 1)
-    theatre.finish()
-    theatre.p().manager.evict(8)
-    theatre.copy()
+        simulation.submit(prompt, 1)
+    simulation.finish()
+    simulation.p().manager.evict(8)
+    simulation.copy()
     for prompt in prompts:
-        theatre.submit([*prompt, 7], 1)
-    theatre.finish()
-    assert theatre.p().stats().host_hit_tokens > 0
+        simulation.submit([*prompt, 7], 1)
+    simulation.finish()
+    assert simulation.p().stats().host_hit_tokens > 0
 
 
 def test_d3_a_prompt_has_all_of_its_blocks_before_its_first_chunk() -> None:
-    theatre = Theatre(prefill_blocks=7, budget=2, max_running=2)
+    simulation = SteppedSimulation(prefill_blocks=7, budget=2, max_running=2)
     for number in (1, 2):
-        theatre.submit([number] * 8, 1)
-    while not theatre.answers:
-        held = [each.lease.num_blocks for each in theatre.p().running if each.lease]
+        simulation.submit([number] * 8, 1)
+    while not simulation.answers:
+        held = [each.lease.num_blocks for each in simulation.p().running if each.lease]
         assert all(blocks == 4 for blocks in held)
-        theatre.round()
-        theatre.tick()
-    theatre.finish()
+        simulation.round()
+        simulation.tick()
+    simulation.finish()
 
 
 def test_d4_what_d_has_started_needs_no_p() -> None:
-    theatre = Theatre(decode_blocks=12, max_running=3)
+    simulation = SteppedSimulation(decode_blocks=12, max_running=3)
     for number in (1, 2, 3):
-        theatre.submit([number] * 4, 9)
-    theatre.until(lambda: theatre.counts["starts"] == 3)
-    theatre.apply(["crash", 0])
-    while theatre.d().has_work:
-        theatre.step_d()
-    theatre.report()
-    assert theatre.counts["preemptions"] > 0
-    assert theatre.counts["answers"] == 3
+        simulation.submit([number] * 4, 9)
+    simulation.until(lambda: simulation.counts["starts"] == 3)
+    simulation.apply(["crash", 0])
+    while simulation.d().has_work:
+        simulation.step_d()
+    simulation.report()
+    assert simulation.counts["preemptions"] > 0
+    assert simulation.counts["answers"] == 3
 
 
 def test_d5_what_can_never_fit_is_refused_at_once() -> None:
-    theatre = Theatre(prefill_blocks=4, decode_blocks=4)
+    simulation = SteppedSimulation(prefill_blocks=4, decode_blocks=4)
     with pytest.raises(RequestTooLargeError):
-        theatre.p().begin(Request("x", [1] * 9, 1), "d0")
-    theatre.submit([1] * 7, 3)
-    theatre.until(lambda: bool(theatre.answers))
-    [answer] = theatre.answers.values()
+        simulation.p().begin(Request("x", [1] * 9, 1), "d0")
+    simulation.submit([1] * 7, 3)
+    simulation.until(lambda: bool(simulation.answers))
+    [answer] = simulation.answers.values()
     assert answer.reason == "refused, too large: 5 needed, 4 available"
-    assert theatre.counts["attempts"] == 1
+    assert simulation.counts["attempts"] == 1
 
 
 def test_d6_who_finds_no_room_on_the_host_is_computed_again() -> None:
-    theatre = Theatre(decode_blocks=12, max_running=3, host_blocks=2)
+    simulation = SteppedSimulation(decode_blocks=12, max_running=3, host_blocks=2)
     for number in (1, 2, 3):
-        theatre.submit([number] * 4, 9)
-    theatre.finish()
-    stats = theatre.d().stats()
+        simulation.submit([number] * 4, 9)
+    simulation.finish()
+    stats = simulation.d().stats()
     assert stats.preemptions > stats.parked
-    drain_and_check(theatre)
+    drain_and_check(simulation)
 
 
 def test_d7_new_ones_do_not_starve_who_was_preempted() -> None:
@@ -169,34 +169,34 @@ def test_d8_who_asks_no_more_holds_nobody_up() -> None:
 
 
 def test_d9_prompts_that_wait_for_d_do_not_stop_p() -> None:
-    theatre = Theatre(
+    simulation = SteppedSimulation(
         order="prefill_complete", prefill_blocks=9, max_running=1, num_prefill=2, budget=4
     )
     for number in range(8):
-        theatre.submit([number] * 8, 6)
-    theatre.finish()
-    assert theatre.counts["Refuse"] > 0
-    drain_and_check(theatre)
+        simulation.submit([number] * 8, 6)
+    simulation.finish()
+    assert simulation.counts["Refuse"] > 0
+    drain_and_check(simulation)
 
 
 def test_d10_blocks_that_may_be_written_are_not_given_away() -> None:
-    theatre = Theatre(decode_blocks=5)
-    theatre.submit([1] * 8, 1)
-    while not theatre.pulls:
-        theatre.deliver()
-        theatre.step_p()
-    theatre.apply(["cancel", 0])
-    theatre.submit([2] * 8, 1)
+    simulation = SteppedSimulation(decode_blocks=5)
+    simulation.submit([1] * 8, 1)
+    while not simulation.pulls:
+        simulation.deliver()
+        simulation.step_p()
+    simulation.apply(["cancel", 0])
+    simulation.submit([2] * 8, 1)
     for _ in range(6):
-        theatre.deliver()
-        theatre.step_p()
-        theatre.report()
-        theatre.tick()
-        theatre.apply(["pull_write", 0])
-        assert theatre.counts["starts"] == 0
-        theatre.d().manager.check()
-    assert theatre.counts["Refuse"] > 0
-    theatre.apply(["pull_fence", 0])
-    theatre.until(lambda: len(theatre.answers) == 2)
-    assert theatre.answers["r2"].tokens is not None
-    drain_and_check(theatre)
+        simulation.deliver()
+        simulation.step_p()
+        simulation.report()
+        simulation.tick()
+        simulation.apply(["pull_write", 0])
+        assert simulation.counts["starts"] == 0
+        simulation.d().manager.check()
+    assert simulation.counts["Refuse"] > 0
+    simulation.apply(["pull_fence", 0])
+    simulation.until(lambda: len(simulation.answers) == 2)
+    assert simulation.answers["r2"].tokens is not None
+    drain_and_check(simulation)

@@ -1,20 +1,13 @@
-"""The decode scheduler, story by story: whom it lets in, and who waits."""
+"""Admission of the decode scheduler: grants, refusals and waiting requests."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from radixkv.scheduler.handoff import (
-    Abort,
-    AttemptKey,
-    Finished,
-    Grant,
-    Header,
-    Send,
-)
+from radixkv.scheduler.handoff import Abort, AttemptKey, Finished, Grant, Header, Send
 
-from .decode_stage import actions, ask, refusal, scheduler, start, step
+from .decode_harness import actions, ask, refusal, scheduler, start, step
 
 
 def test_what_is_received_takes_a_slot() -> None:

@@ -1,4 +1,4 @@
-"""The decode scheduler, story by story: how it goes on alone with what it was handed."""
+"""The decode scheduler after the hand-off: decoding, preemption and resumption."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.scheduler import (
-    DecodeScheduler,
-    HandoffsOpenError,
-    RequestStatus,
-    SamplingParams,
-)
+from radixkv.scheduler import DecodeScheduler, HandoffsOpenError, RequestStatus, SamplingParams
 from radixkv.scheduler.handoff import (
     Abort,
     AttemptKey,
@@ -29,8 +24,8 @@ from radixkv.scheduler.handoff import (
     Stopped,
 )
 
-from .decode_stage import actions, ask, refusal, scheduler, send, start, step
-from .theatre import Theatre
+from .decode_harness import actions, ask, refusal, scheduler, send, start, step
+from .stepped_simulation import SteppedSimulation
 
 # What it does with what has arrived
 
@@ -69,7 +64,7 @@ def test_the_first_token_may_be_the_last(more: dict, reason: str) -> None:
 
 
 def pressed(**options: Any) -> DecodeScheduler:
-    """Three that decode, and no room for all of them."""
+    """Three decoding requests, without room for all of them."""
     d = scheduler(num_blocks=12, **options)
     for name in "abc":
         start(d, name, 4, 9)
@@ -207,7 +202,7 @@ def test_without_overcommitment_none_is_preempted(
     shared: int,
     host_blocks: int,
 ) -> None:
-    theatre = Theatre(
+    simulation = SteppedSimulation(
         decode_blocks=num_blocks,
         block_size=block_size,
         max_running=max_running,
@@ -217,6 +212,6 @@ def test_without_overcommitment_none_is_preempted(
     )
     for number, (num_tokens, max_new_tokens) in enumerate(sizes):
         own = max(num_tokens - shared, 0)
-        theatre.submit([1] * (num_tokens - own) + [number] * own, max_new_tokens)
-    theatre.until(lambda: len(theatre.answers) == len(theatre.jobs))
-    assert theatre.counts["preemptions"] == theatre.d().stats().preemptions == 0
+        simulation.submit([1] * (num_tokens - own) + [number] * own, max_new_tokens)
+    simulation.until(lambda: len(simulation.answers) == len(simulation.jobs))
+    assert simulation.counts["preemptions"] == simulation.d().stats().preemptions == 0

@@ -1,4 +1,4 @@
-"""What D holds, how long, and whom it believes."""
+"""`DecodeSide`: quarantine, stale messages, and memory of ended attempts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from radixkv.scheduler.handoff import (
     Stop,
 )
 
-from .stage import KEY, PROMPT, P, Pair
+from .harness import KEY, PROMPT, P, Pair
 
 
 def pulling() -> tuple[Pair, list[Pull]]:
-    """Both groups of layers of the prompt are on their way."""
+    """A pair with a pull in flight for each of two layer groups."""
     pair = Pair(handoff, num_groups=2)
     pair.granted()
     for group in (0, 1):

@@ -1,4 +1,4 @@
-"""Who needs a block that is being received for another waits for it, and is never forgotten."""
+"""A request that needs a block in flight for another waits for it, and is not forgotten."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ from typing import Any
 import numpy as np
 
 from radixkv.kvcache import CacheManager
-from radixkv.scheduler import (
-    DecodeScheduler,
-    PrefillScheduler,
-    Request,
-)
+from radixkv.scheduler import DecodeScheduler, PrefillScheduler, Request
 from radixkv.scheduler.handoff import (
     Abort,
     Ask,
@@ -30,8 +26,8 @@ from radixkv.scheduler.handoff import (
 )
 from radixkv.scheduler.handoff.deferred_asks import MAX_DEFERRED
 
-from .decode_stage import actions, refusal, scheduler
-from .theatre import Theatre
+from .decode_harness import actions, refusal, scheduler
+from .stepped_simulation import SteppedSimulation
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -48,7 +44,7 @@ def ask(
     attempt: int = 1,
     namespace: bytes = b"",
 ) -> Any:
-    """Ask for a prompt; return the answer."""
+    """Send an ASK; return the answer."""
     tokens = np.array(prompt, "<i4").tobytes()
     d.receive("p0", Ask(Header(AttemptKey(name, attempt), 5), tokens, namespace, 2, 1, 1))
     [answer] = posted(d)
@@ -56,7 +52,7 @@ def ask(
 
 
 def arrive(d: DecodeScheduler, granted: Grant) -> list[Any]:
-    """Send all of a prompt; return what D says then."""
+    """Send a whole prompt; return D's messages."""
     header = Header(granted.header.key, 5, 1, granted.header.grant)
     d.receive("p0", Send(header, 0, granted.first_block, 3 - granted.first_block, 0))
     [pull] = [each for each in actions(d) if isinstance(each, Pull)]
@@ -66,7 +62,7 @@ def arrive(d: DecodeScheduler, granted: Grant) -> list[Any]:
 
 
 def held(d: DecodeScheduler, *names: str) -> Grant:
-    """The first is granted, and others are held; return the grant."""
+    """Ask for the first, which is granted, and the others, which are deferred; return the grant."""
     first, *others = names
     granted = ask(d, first)
     assert isinstance(granted, Grant)
@@ -222,10 +218,10 @@ def test_what_d_said_before_its_grant_may_come_after_it() -> None:
 
 def test_prompts_that_come_together_are_sent_once() -> None:
     for order in ("early", "prefill_complete"):
-        theatre = Theatre(order=order, num_prefill=2)
+        simulation = SteppedSimulation(order=order, num_prefill=2)
         for _ in range(4):
-            theatre.submit([*PROMPT, 1, 2], 2)
-        theatre.finish()
+            simulation.submit([*PROMPT, 1, 2], 2)
+        simulation.finish()
         # Of 7 tokens in blocks of 2, all but one lack only the last, half a block.
-        assert theatre.counts["blocks sent"] == 4 + 3
-        assert theatre.counts["attempts"] == 4
+        assert simulation.counts["blocks sent"] == 4 + 3
+        assert simulation.counts["attempts"] == 4

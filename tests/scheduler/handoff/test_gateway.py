@@ -1,4 +1,4 @@
-"""The gateway of a deployment, without nodes: where attempts go, and what becomes of requests."""
+"""`Gateway`: routes, retries, answers and failures."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import pytest
 
 from radixkv.scheduler.errors import RequestError, RoutingError
 from radixkv.scheduler.handoff import AttemptKey, Hits
-from radixkv.scheduler.handoff.gateway import (
-    Gateway,
-    RunAttempt,
-)
+from radixkv.scheduler.handoff.gateway import Gateway, RunAttempt
 from radixkv.scheduler.handoff.retries import Cancel
 from radixkv.scheduler.request import Request, RequestStatus
 
@@ -24,7 +21,7 @@ def make(*decode: str, now: float = 0.0) -> Gateway:
 
 
 def begin(gateway: Gateway, now: float = 0.0) -> RunAttempt:
-    """The one thing that is to be done."""
+    """Return the only attempt that the gateway runs."""
     gateway.tick(now)
     runs = [action for action in gateway.take_actions() if isinstance(action, RunAttempt)]
     assert len(runs) == 1

@@ -1,4 +1,4 @@
-"""What a peer says never crashes a node: any fields that the codec lets through."""
+"""No message of a peer crashes a node, whatever fields the codec lets through."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixkv.kvcache import CacheManager
-from radixkv.scheduler import (
-    DecodeScheduler,
-    Request,
-    RequestError,
-    handoff,
-)
+from radixkv.scheduler import DecodeScheduler, Request, RequestError, handoff
 from radixkv.scheduler.errors import RefusalReason
 from radixkv.scheduler.handoff import (
     Abort,
@@ -39,13 +34,9 @@ from radixkv.scheduler.handoff import (
     Timing,
 )
 from radixkv.scheduler.handoff.messages import MAX_MISSING, MAX_REASON_CHARS
-from radixkv.scheduler.nodes.channel.codec import (
-    Packet,
-    decode,
-    encode,
-)
+from radixkv.scheduler.nodes.channel.codec import Packet, decode, encode
 
-from .stage import KEY, PROMPT, D, P, Pair
+from .harness import KEY, PROMPT, D, P, Pair
 
 MOST = 2**31 - 1
 TOKENS = b"".join(token.to_bytes(4, "little") for token in PROMPT)
@@ -85,7 +76,7 @@ acts = st.lists(messages | st.just("go on") | st.floats(0.0, 4.0), max_size=30)
 
 
 def go_on(pair: Pair) -> None:
-    """One step of what honest nodes do."""
+    """Run one step of two honest nodes."""
     if pair.p.num_open == 0:
         for number in range(1, 9):
             if not pair.d.keys_of("r1"):

@@ -1,4 +1,4 @@
-"""Every planted bug of the hand-off is found: by a story, or by random programs."""
+"""A scenario or a random program finds every planted bug of the hand-off."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from radixkv.scheduler.handoff_simulation import INVARIANTS, Invariant
 
 from . import (
-    decode_stage,
-    prefill_stage,
+    decode_harness,
+    prefill_harness,
     test_deadlocks,
     test_decode_admission,
     test_decode_scheduler,
@@ -25,18 +25,20 @@ from . import (
 from .bugs import BUGS, Bug
 from .gateway_bugs import GATEWAY_BUGS
 from .gateway_scenarios import GATEWAY_SCENARIOS
-from .planted import planted, recast, simulation_of
+from .planted import patched_classes, planted, simulation_of
 from .scenarios import SCENARIOS
 from .scheduler_bugs import SCHEDULER_BUGS
 
-Story: TypeAlias = Callable[[ModuleType], None]
+Scenario: TypeAlias = Callable[[ModuleType], None]
 
 PROGRAMS = 400
 NUM_OPS = 300
 
 
-def found_by_stories(package: ModuleType, stories: Sequence[Story] = SCENARIOS) -> str | None:
-    for scenario in stories:
+def found_by_scenarios(
+    package: ModuleType, scenarios: Sequence[Scenario] = SCENARIOS
+) -> str | None:
+    for scenario in scenarios:
         try:
             scenario(package)
         except Exception:
@@ -44,8 +46,8 @@ def found_by_stories(package: ModuleType, stories: Sequence[Story] = SCENARIOS) 
     return None
 
 
-def found_by_scheduler_stories(package: ModuleType) -> str | None:
-    """Those without parameters and without a simulation: each is told in a moment."""
+def found_by_scheduler_tests(package: ModuleType) -> str | None:
+    """Run the quick tests of the schedulers: those without parameters and without a simulation."""
     modules = (
         test_prefill_scheduler,
         test_prefill_ends,
@@ -55,24 +57,27 @@ def found_by_scheduler_stories(package: ModuleType) -> str | None:
         test_deadlocks,
     )
     with ExitStack() as stack:
-        for module in (*modules, decode_stage, prefill_stage):
-            stack.enter_context(recast(module, package))
-        for story in [story for module in modules for story in vars(module).values()]:
-            if is_short(story):
+        for module in (*modules, decode_harness, prefill_harness):
+            stack.enter_context(patched_classes(module, package))
+        for scenario in [scenario for module in modules for scenario in vars(module).values()]:
+            if is_quick(scenario):
                 try:
-                    story()
+                    scenario()
                 except (Exception, pytest.fail.Exception):
-                    return str(story.__name__)
+                    return str(scenario.__name__)
     return None
 
 
-def is_short(story: object) -> bool:
-    if not (inspect.isfunction(story) and story.__name__.startswith("test_")):
+def is_quick(scenario: object) -> bool:
+    if not (inspect.isfunction(scenario) and scenario.__name__.startswith("test_")):
         return False
-    return not inspect.signature(story).parameters and "Theatre" not in story.__code__.co_names
+    return (
+        not inspect.signature(scenario).parameters
+        and "SteppedSimulation" not in scenario.__code__.co_names
+    )
 
 
-def found_by_hunt(package: ModuleType) -> str | None:
+def found_by_random_programs(package: ModuleType) -> str | None:
     for seed in range(PROGRAMS):
         try:
             simulation_of(package).run_random(seed, NUM_OPS)
@@ -83,8 +88,8 @@ def found_by_hunt(package: ModuleType) -> str | None:
 
 def test_a_copy_without_a_bug_passes() -> None:
     with planted(None) as package:
-        assert found_by_stories(package, (*SCENARIOS, *GATEWAY_SCENARIOS)) is None
-        assert found_by_scheduler_stories(package) is None
+        assert found_by_scenarios(package, (*SCENARIOS, *GATEWAY_SCENARIOS)) is None
+        assert found_by_scheduler_tests(package) is None
         for seed in range(20):
             simulation_of(package).run_random(seed, NUM_OPS)
 
@@ -92,14 +97,14 @@ def test_a_copy_without_a_bug_passes() -> None:
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug: Bug) -> None:
     with planted(bug) as package:
-        assert found_by_stories(package) or found_by_hunt(package), "nothing finds it"
+        assert found_by_scenarios(package) or found_by_random_programs(package), "nothing finds it"
 
 
 @pytest.mark.parametrize("bug", GATEWAY_BUGS, ids=lambda bug: bug.name)
 def test_a_bug_of_the_gateway_is_found(bug: Bug) -> None:
     with planted(bug) as package:
-        found = found_by_stories(package, GATEWAY_SCENARIOS) or found_by_stories(package)
-        assert found or found_by_hunt(package), "nothing finds it"
+        found = found_by_scenarios(package, GATEWAY_SCENARIOS) or found_by_scenarios(package)
+        assert found or found_by_random_programs(package), "nothing finds it"
 
 
 BITES: Final = {
@@ -139,5 +144,5 @@ def test_every_invariant_bites(invariant: Invariant) -> None:
 @pytest.mark.parametrize("bug", SCHEDULER_BUGS, ids=lambda bug: bug.name)
 def test_a_bug_of_a_scheduler_is_found(bug: Bug) -> None:
     with planted(bug) as package:
-        found = found_by_scheduler_stories(package) or found_by_stories(package)
+        found = found_by_scheduler_tests(package) or found_by_scenarios(package)
         assert found, "nothing finds it"

@@ -1,4 +1,4 @@
-"""The prefill scheduler, story by story: what it keeps, and what leaves nothing behind."""
+"""The prefill scheduler when attempts end: pins, aborts, draining and resets."""
 
 from __future__ import annotations
 
@@ -7,12 +7,7 @@ import re
 import pytest
 
 from radixkv.kvcache import RequestTooLargeError
-from radixkv.scheduler import (
-    ConfigError,
-    HandoffsOpenError,
-    RequestError,
-    StepOrderError,
-)
+from radixkv.scheduler import ConfigError, HandoffsOpenError, RequestError, StepOrderError
 from radixkv.scheduler.handoff import (
     Ask,
     AttemptKey,
@@ -26,8 +21,8 @@ from radixkv.scheduler.handoff import (
 )
 from radixkv.scheduler.handoff_simulation import drain_and_check
 
-from .prefill_stage import PROMPT, actions, grant, posted, request, scheduler, step
-from .theatre import Theatre
+from .prefill_harness import PROMPT, actions, grant, posted, request, scheduler, step
+from .stepped_simulation import SteppedSimulation
 
 # What leaves nothing behind
 
@@ -188,8 +183,8 @@ def test_one_p_speaks_with_several_d() -> None:
 @pytest.mark.parametrize("order", ["early", "prefill_complete"])
 @pytest.mark.parametrize("nodes", [(1, 1), (1, 3), (3, 1), (2, 2)])
 def test_any_number_of_p_and_d(order: str, nodes: tuple[int, int]) -> None:
-    theatre = Theatre(order=order, num_prefill=nodes[0], num_decode=nodes[1])
+    simulation = SteppedSimulation(order=order, num_prefill=nodes[0], num_decode=nodes[1])
     for last in range(6):
-        theatre.submit([*PROMPT, last])
-    theatre.finish()
-    drain_and_check(theatre)
+        simulation.submit([*PROMPT, last])
+    simulation.finish()
+    drain_and_check(simulation)

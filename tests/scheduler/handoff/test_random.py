@@ -1,4 +1,4 @@
-"""A million random operations with faults, a Hypothesis machine over the same, and replays."""
+"""A million random operations with faults, a Hypothesis state machine, and replays."""
 
 from __future__ import annotations
 
@@ -10,13 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from radixkv.scheduler.handoff import (
-    DECODE_MOVES,
-    PREFILL_MOVES,
-    Commit,
-    DecodeSide,
-    PrefillSide,
-)
+from radixkv.scheduler.handoff import DECODE_MOVES, PREFILL_MOVES, Commit, DecodeSide, PrefillSide
 from radixkv.scheduler.handoff import attempts as attempts_module
 from radixkv.scheduler.handoff.prefill_side import ORDERS
 from radixkv.scheduler.handoff_simulation import (
@@ -32,11 +26,11 @@ from radixkv.scheduler.handoff_simulation import (
 )
 from radixkv.scheduler.request import GREEDY
 
-from .theatre import Theatre
+from .stepped_simulation import SteppedSimulation
 
 NUM_OPS = 500
 PROGRAMS = 250
-"""Of each of eight tests: a million operations in all, and what brings each program to its end."""
+"""Programs per test; eight tests run a million operations in all, and drain each program."""
 
 
 @pytest.mark.parametrize("part", range(8))
@@ -77,18 +71,18 @@ def test_the_programs_use_every_move(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def give_up_while_the_host_is_read() -> None:
-    theatre = Theatre(host_blocks=40)
-    theatre.submit([1] * 8, 1)
-    theatre.finish()
-    theatre.apply(["evict", 1, 40])
-    theatre.copy()
-    theatre.submit([1] * 9, 1)
-    node = theatre.nodes["d0"]
+    simulation = SteppedSimulation(host_blocks=40)
+    simulation.submit([1] * 8, 1)
+    simulation.finish()
+    simulation.apply(["evict", 1, 40])
+    simulation.copy()
+    simulation.submit([1] * 9, 1)
+    node = simulation.nodes["d0"]
     while not (node and node.copies.in_flight):
-        theatre.step_p()
-        theatre.deliver()
-    theatre.apply(["cancel", 0])
-    drain_and_check(theatre)
+        simulation.step_p()
+        simulation.deliver()
+    simulation.apply(["cancel", 0])
+    drain_and_check(simulation)
 
 
 def test_a_run_is_the_same_again() -> None:
@@ -139,7 +133,7 @@ node = st.integers(0, 3)
 
 
 class HandoffMachine(RuleBasedStateMachine):
-    """The operations of the simulation as rules; what breaks is printed as a trace."""
+    """The operations of the simulation as rules; a failure prints its trace."""
 
     @initialize(
         sizes=st.fixed_dictionaries(

@@ -1,4 +1,4 @@
-"""The router: the trap of a prefix that all share, by hand, and as properties."""
+"""The router: cost, a prefix shared by all requests, and properties."""
 
 from collections import Counter, deque
 from collections.abc import Callable
@@ -8,21 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.kvcache import (
-    CacheManager,
-    CountError,
-    Int32Array,
-    RequestTooLargeError,
-    TokenError,
-)
+from radixkv.kvcache import CacheManager, CountError, Int32Array, RequestTooLargeError, TokenError
 from radixkv.scheduler.errors import RequestError, RoutingError
 from radixkv.scheduler.handoff import AttemptKey
 from radixkv.scheduler.handoff.router import Route, Router
-from radixkv.scheduler.replay.trace import (
-    bundled_trace_path,
-    read_trace,
-    tokens,
-)
+from radixkv.scheduler.replay.trace import bundled_trace_path, read_trace, tokens
 
 NODES = {"p0": 2000, "p1": 2000, "p2": 2000, "p3": 2000}
 BLOCK_SIZE = 512
@@ -30,7 +20,7 @@ SECONDS_PER_BLOCK = 0.02
 
 
 class Outcome:
-    """How a trace was spread over four prefill nodes, each computing one request at a time."""
+    """Distribution of a trace over four prefill nodes that compute one request at a time."""
 
     def __init__(self, choose: Callable[[str, Int32Array], str]) -> None:
         self.requests: Counter[str] = Counter()

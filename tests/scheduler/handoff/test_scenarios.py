@@ -1,4 +1,4 @@
-"""The protocol, story by story; every loss of one message and of two."""
+"""All scenarios of the protocol, and the loss of any two messages."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -11,16 +11,16 @@ from radixkv.scheduler.handoff import gateway_messages as gateway_messages
 from radixkv.scheduler.handoff import network_gateway as network_gateway
 
 from .gateway_scenarios import GATEWAY_SCENARIOS
+from .harness import ORDERS
 from .scenarios import SCENARIOS, any_two_messages_are_lost
-from .stage import ORDERS
 
-STORIES = [*SCENARIOS, *GATEWAY_SCENARIOS]
+ALL_SCENARIOS = [*SCENARIOS, *GATEWAY_SCENARIOS]
 assert gateway_messages and network_gateway and simulation  # attributes from here on
 
 
-@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
-def test_story(story: Callable[[ModuleType], None]) -> None:
-    story(handoff)
+@pytest.mark.parametrize("scenario", ALL_SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_scenario(scenario: Callable[[ModuleType], None]) -> None:
+    scenario(handoff)
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -1,4 +1,4 @@
-"""Both sides and the gateway, call by call: tiers, refusals and errors."""
+"""`PrefillSide`, `DecodeSide` and `RequestRetrier`: tiers, refusals and errors."""
 
 from __future__ import annotations
 
@@ -7,17 +7,8 @@ import re
 import numpy as np
 import pytest
 
-from radixkv.kvcache import (
-    CacheManager,
-    CountError,
-    HostConfig,
-    OutOfBlocksError,
-)
-from radixkv.scheduler import (
-    RequestError,
-    StepOrderError,
-    handoff,
-)
+from radixkv.kvcache import CacheManager, CountError, HostConfig, OutOfBlocksError
+from radixkv.scheduler import RequestError, StepOrderError, handoff
 from radixkv.scheduler.handoff import (
     Abort,
     Answer,
@@ -39,11 +30,11 @@ from radixkv.scheduler.handoff import (
 )
 from radixkv.scheduler.handoff.node_reporter import NodeReporter
 
-from .stage import KEY, PROMPT, D, P, Pair
+from .harness import KEY, PROMPT, D, P, Pair
 
 
 def with_host_copy(tokens: list[int]) -> CacheManager:
-    """A manager whose host has the whole blocks of some tokens, and whose device has nothing."""
+    """A manager with the whole blocks of some tokens in the host tier, and an empty device."""
     manager = CacheManager(8, 2, host=HostConfig(8))
     lease = manager.admit(manager.match(tokens))
     manager.publish(lease, tokens)

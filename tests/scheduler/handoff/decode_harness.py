@@ -1,4 +1,4 @@
-"""A decode scheduler, and what a prefill node says to it."""
+"""A decode scheduler, and the messages of a prefill node to it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def ask(
     attempt: int = 1,
     tokens: bytes | None = None,
 ) -> Any:
-    """Ask for a prompt of the name's letter; return the answer."""
+    """Send an ASK for a prompt of the name's letter; return the answer."""
     prompt = np.full(num_tokens, ord(name), "<i4").tobytes() if tokens is None else tokens
     d.receive(peer, Ask(Header(AttemptKey(name, attempt), 5), prompt, b"", 2, 1, max_new_tokens))
     messages = [each.message for each in actions(d) if isinstance(each, Post)]
@@ -57,7 +57,7 @@ def ask(
 
 
 def send(d: DecodeScheduler, granted: Grant, num_blocks: int, commit: Commit) -> None:
-    """Send all of a prompt that D lacks."""
+    """Send all blocks of a prompt that D lacks."""
     header = Header(granted.header.key, 5, 1, granted.header.grant)
     if num_blocks:
         d.receive("p0", Send(header, 0, granted.first_block, num_blocks, 0))

@@ -1,4 +1,4 @@
-"""A prefill scheduler, and what a decode node says to it."""
+"""A prefill scheduler, and the messages of a decode node to it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,7 @@ from typing import Any
 
 from radixkv.kvcache import CacheManager, HostConfig
 from radixkv.scheduler import PrefillScheduler, Request
-from radixkv.scheduler.handoff import (
-    AttemptKey,
-    Grant,
-    Header,
-    Post,
-    Timing,
-)
+from radixkv.scheduler.handoff import AttemptKey, Grant, Header, Post, Timing
 
 PROMPT = [5, 6, 7, 8, 9, 4, 3]
 

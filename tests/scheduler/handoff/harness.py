@@ -1,4 +1,4 @@
-"""Where the stories of a hand-off are played: a simulation with chosen faults, or bare sides."""
+"""Test harnesses: a simulation with chosen faults, and two sides without a network."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def lossy(
     fault: tuple[int, Sequence[Sequence[Any]]] = (-1, ()),
     order: str = "early",
 ) -> tuple[Any, int]:
-    """Run one request to its end; its messages are numbered as they come, but for signs of life.
+    """Run one request to its end. Messages are numbered in order, without signs of life.
 
     Args:
-        h: the package, or a copy of it.
-        lost, doubled, postponed: messages that do not come, come twice, or after the end.
-        fault: before which message what is done; a node that ends then is back when the others
-            have come.
+        h: the handoff package, or a copy of it.
+        lost, doubled, postponed: numbers of messages that are lost, arrive twice, or at the end.
+        fault: number of a message, and the operations to apply before it. A node that crashes
+            restarts when the other messages have arrived.
         order: of the prefill node.
 
     Returns:
-        The simulation, and how many messages came.
+        The simulation, and the number of messages.
     """
     simulation = simulation_of(h).Simulation(
         simulation_of(h).SimulationConfig(budget=3, max_running=3, order=order)
@@ -74,7 +74,7 @@ def lossy(
 
 
 class Pair:
-    """Both sides without a network: what they post is at hand."""
+    """Both sides without a network; the test passes the messages on."""
 
     def __init__(self, h: ModuleType, *, num_groups: int = 1, decode_epoch: int = 1) -> None:
         self.h, self.num_groups = h, num_groups
@@ -98,14 +98,14 @@ class Pair:
         return [each for each in side.take_actions() if isinstance(each, getattr(self.h, kind))]
 
     def granted(self) -> Any:
-        """Begin, ask and grant; return the GRANT."""
+        """Run up to GRANT, and return it."""
         self.d.receive(P, self.begin())
         [grant] = self.posted(self.d)
         self.p.receive(D, grant)
         return grant
 
     def committed(self) -> tuple[list[Any], Any]:
-        """Return all SENDs, and COMMIT."""
+        """Run up to COMMIT; return all SENDs, and COMMIT."""
         self.granted()
         self.p.computed(KEY, len(PROMPT))
         self.p.sampled(KEY, 1, self.h.Hits())
@@ -113,7 +113,7 @@ class Pair:
         return sends, commit
 
     def start(self) -> Any:
-        """Go on until D decodes; return what it starts."""
+        """Run until D decodes; return its `Start`."""
         sends, commit = self.committed()
         for message in (*sends, commit):
             self.d.receive(P, message)
