@@ -10,7 +10,6 @@ reading the clock between phases would add to the cost of a request.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,58 +32,10 @@ from .workload import (
 PHASES = ("match", "admit", "extend", "publish", "release")
 
 
-@dataclass(frozen=True, slots=True)
-class CacheBench:
-    """Results of the benchmark."""
-
-    block_size: int
-    num_blocks: int
-    prompt_tokens: int
-    output_tokens: int
-    blocks: int
-    """Number of blocks of all requests, including partial ones."""
-    hit_tokens: int
-    evicted_blocks: int
-    clock_ns: int
-    """Cost of the clock per timed span, already subtracted."""
-    first_ns: Nanoseconds
-    """int64[requests]: CPU time of each request in the first pass."""
-    spans_ns: Nanoseconds
-    """int64[requests]: CPU time of each request in the second pass."""
-    phase_ns: Nanoseconds
-    """int64[requests, phases]: CPU time of each phase in the third pass."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the results for JSON."""
-        return {
-            "requests": len(self.spans_ns),
-            "block_size": self.block_size,
-            "device_blocks": self.num_blocks,
-            "prompt_tokens": self.prompt_tokens,
-            "output_tokens": self.output_tokens,
-            "blocks": self.blocks,
-            "hit_tokens": self.hit_tokens,
-            "hit_rate": round(self.hit_tokens / self.prompt_tokens, 6),
-            "evicted_blocks": self.evicted_blocks,
-            "clock_ns": self.clock_ns,
-            **self._cost(self.spans_ns),
-            "first_pass_us_per_request": us_summary(self.first_ns),
-            "phases": {
-                name: self._cost(self.phase_ns[:, column]) for column, name in enumerate(PHASES)
-            },
-        }
-
-    def _cost(self, spans_ns: Nanoseconds) -> dict[str, Any]:
-        return {
-            "us_per_request": us_summary(spans_ns),
-            "ns_per_block": round(float(spans_ns.sum()) / self.blocks, 3),
-        }
-
-
 def bench_cache(
     requests: Sequence[TraceRequest], *, block_size: int, num_blocks: int
-) -> CacheBench:
-    """Time the requests on three new managers.
+) -> dict[str, Any]:
+    """Time the requests on three new managers, and return the results for JSON.
 
     Args:
         requests: At least one request; no two run at the same time.
@@ -102,19 +53,31 @@ def bench_cache(
     assert second.counts == first.counts, f"expected {first.counts}, got {second.counts}"
     third = _time(_run_phases, requests, num_blocks, block_size)
     assert third.counts == first.counts, f"expected {first.counts}, got {third.counts}"
-    return CacheBench(
-        block_size=block_size,
-        num_blocks=num_blocks,
-        prompt_tokens=sum(request.input_length for request in requests),
-        output_tokens=sum(request.output_length for request in requests),
-        blocks=sum(-(-length // block_size) for length in lengths),
-        hit_tokens=first.counts.hit_tokens,
-        evicted_blocks=first.counts.evicted_blocks,
-        clock_ns=clock_ns,
-        first_ns=first.spans_ns[:, 0] - clock_ns,
-        spans_ns=second.spans_ns[:, 0] - clock_ns,
-        phase_ns=third.spans_ns - clock_ns,
-    )
+    blocks = sum(-(-length // block_size) for length in lengths)
+    prompt_tokens = sum(request.input_length for request in requests)
+    phases = third.spans_ns - clock_ns
+    return {
+        "requests": len(requests),
+        "block_size": block_size,
+        "device_blocks": num_blocks,
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": sum(request.output_length for request in requests),
+        "blocks": blocks,
+        "hit_tokens": first.counts.hit_tokens,
+        "hit_rate": round(first.counts.hit_tokens / prompt_tokens, 6),
+        "evicted_blocks": first.counts.evicted_blocks,
+        "clock_ns": clock_ns,
+        **_cost(second.spans_ns[:, 0] - clock_ns, blocks),
+        "first_pass_us_per_request": us_summary(first.spans_ns[:, 0] - clock_ns),
+        "phases": {name: _cost(phases[:, column], blocks) for column, name in enumerate(PHASES)},
+    }
+
+
+def _cost(spans_ns: Nanoseconds, blocks: int) -> dict[str, Any]:
+    return {
+        "us_per_request": us_summary(spans_ns),
+        "ns_per_block": round(float(spans_ns.sum()) / blocks, 3),
+    }
 
 
 def _check_sizes(lengths: Sequence[int], block_size: int, num_blocks: int) -> None:

@@ -6,7 +6,6 @@ includes the allocations; the 99th percentile shows that step if `block_size` is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ import numpy as np
 from ...kvcache import CacheManager
 from ...kvcache.tokens import Int32Array
 from .timing import (
-    Nanoseconds,
     clock_cost_ns,
     now_ns,
     quiet_heap,
@@ -23,37 +21,11 @@ from .timing import (
 from .workload import TokenSupply
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeBench:
-    """Results of the benchmark."""
+def bench_decode(*, batch: int, steps: int, prompt_tokens: int, block_size: int) -> dict[str, Any]:
+    """Admit `batch` different prompts, extend all by one token `steps` times, and time the steps.
 
-    batch: int
-    prompt_tokens: int
-    block_size: int
-    spans_ns: Nanoseconds
-    """int64[steps]: CPU time of each step, without the cost of the clock."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the results for JSON, per request and step, and per step."""
-        percentile_us = np.percentile(self.spans_ns, [50, 99]) / 1000
-        return {
-            "batch": self.batch,
-            "steps": len(self.spans_ns),
-            "prompt_tokens": self.prompt_tokens,
-            "block_size": self.block_size,
-            "us_per_request": us_summary(self.spans_ns, per=self.batch),
-            "us_per_step": {
-                "mean": round(float(self.spans_ns.mean()) / 1000, 4),
-                "p50": round(float(percentile_us[0]), 4),
-                "p99": round(float(percentile_us[1]), 4),
-            },
-        }
-
-
-def bench_decode(*, batch: int, steps: int, prompt_tokens: int, block_size: int) -> DecodeBench:
-    """Admit `batch` different prompts, then extend all by one token, `steps` times.
-
-    The same runs once before on another manager, to warm up.
+    The same runs once before on another manager, to warm up. Returns the results for JSON, per
+    request and step, and per step.
 
     Args:
         batch: Number of running requests.
@@ -66,12 +38,20 @@ def bench_decode(*, batch: int, steps: int, prompt_tokens: int, block_size: int)
         manager = CacheManager(num_blocks, block_size)
         rows = _admit_batch(manager, batch, prompt_tokens)
         spans = _grow(manager, rows, steps)
-    return DecodeBench(
-        batch=batch,
-        prompt_tokens=prompt_tokens,
-        block_size=block_size,
-        spans_ns=np.array(spans, dtype=np.int64) - clock_cost_ns(),
-    )
+    spans_ns = np.array(spans, dtype=np.int64) - clock_cost_ns()
+    p50_us, p99_us = np.percentile(spans_ns, [50, 99]) / 1000
+    return {
+        "batch": batch,
+        "steps": len(spans_ns),
+        "prompt_tokens": prompt_tokens,
+        "block_size": block_size,
+        "us_per_request": us_summary(spans_ns, per=batch),
+        "us_per_step": {
+            "mean": round(float(spans_ns.mean()) / 1000, 4),
+            "p50": round(float(p50_us), 4),
+            "p99": round(float(p99_us), 4),
+        },
+    }
 
 
 def _admit_batch(manager: CacheManager, batch: int, prompt_tokens: int) -> Int32Array:

@@ -7,45 +7,17 @@ so every call finds it full.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ...kvcache import CacheManager
 from .timing import (
-    Nanoseconds,
     clock_cost_ns,
     now_ns,
     quiet_heap,
 )
 from .workload import TokenSupply, WorkloadError
-
-
-@dataclass(frozen=True, slots=True)
-class EvictBench:
-    """Results of the benchmark."""
-
-    num_blocks: int
-    evict: int
-    chain: int
-    block_size: int
-    spans_ns: Nanoseconds
-    """int64[calls]: CPU time of each call, without the cost of the clock."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the results for JSON: medians over the calls."""
-        median_ns = float(np.median(self.spans_ns))
-        return {
-            "device_blocks": self.num_blocks,
-            "evict": self.evict,
-            "chain": self.chain,
-            "block_size": self.block_size,
-            "calls": len(self.spans_ns),
-            "ms_per_call": round(median_ns / 1e6, 6),
-            "us_per_block": round(median_ns / 1e3 / self.evict, 6),
-        }
-
 
 _UNTIMED_CALLS = 10
 """Warm-up calls: CPython specialises the loop of a function only after some calls."""
@@ -53,8 +25,10 @@ _UNTIMED_CALLS = 10
 
 def bench_evict(
     *, num_blocks: int, evict: int, chain: int, block_size: int, calls: int
-) -> EvictBench:
-    """Fill a pool, then evict and refill `calls` times, after some warm-up calls.
+) -> dict[str, Any]:
+    """Fill a pool, evict and refill `calls` times after some warm-up calls, and time the evictions.
+
+    Returns the medians over the calls for JSON.
 
     Args:
         num_blocks: Number of blocks in the pool.
@@ -80,13 +54,17 @@ def bench_evict(
             spans.append(now_ns() - start)
             assert evicted == evict, f"expected {evict} evicted blocks, got {evicted}"
             _fill(manager, supply, evict, chain)
-    return EvictBench(
-        num_blocks=num_blocks,
-        evict=evict,
-        chain=chain,
-        block_size=block_size,
-        spans_ns=np.array(spans[_UNTIMED_CALLS:], dtype=np.int64) - clock_cost_ns(),
-    )
+    spans_ns = np.array(spans[_UNTIMED_CALLS:], dtype=np.int64) - clock_cost_ns()
+    median_ns = float(np.median(spans_ns))
+    return {
+        "device_blocks": num_blocks,
+        "evict": evict,
+        "chain": chain,
+        "block_size": block_size,
+        "calls": len(spans_ns),
+        "ms_per_call": round(median_ns / 1e6, 6),
+        "us_per_block": round(median_ns / 1e3 / evict, 6),
+    }
 
 
 def _fill(manager: CacheManager, supply: TokenSupply, num_blocks: int, chain: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from ..bench.cache import PHASES, bench_cache
 from ..bench.decode import bench_decode
@@ -32,8 +31,8 @@ def _cache(arguments: argparse.Namespace) -> None:
             f"got {arguments.device_tokens}"
         )
     trace = read_trace(Path(arguments.trace), limit=arguments.requests)
-    result = bench_cache(trace.requests, block_size=arguments.block_size, num_blocks=num_blocks)
-    results: dict[str, Any] = {"trace": trace.name} | result.to_json()
+    figures = bench_cache(trace.requests, block_size=arguments.block_size, num_blocks=num_blocks)
+    results = {"trace": trace.name, **figures}
     rows = []
     for name in ("whole request", *PHASES):
         cost = results if name == "whole request" else results["phases"][name]
@@ -63,7 +62,7 @@ def _evict(arguments: argparse.Namespace) -> None:
         chain=arguments.chain,
         block_size=arguments.block_size,
         calls=arguments.calls,
-    ).to_json()
+    )
     emit(
         arguments.json,
         results,
@@ -79,7 +78,7 @@ def _decode(arguments: argparse.Namespace) -> None:
         steps=arguments.steps,
         prompt_tokens=arguments.prompt_tokens,
         block_size=arguments.block_size,
-    ).to_json()
+    )
     request, step = results["us_per_request"], results["us_per_step"]
     emit(
         arguments.json,

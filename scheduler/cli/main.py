@@ -52,10 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if isinstance(error.__context__, KeyboardInterrupt):  # Hypothesis may replace an interrupt
             return _fail("interrupted", EXIT_INTERRUPTED)
-        message = _explain(error)
+        message, status = _explain(error)
         if message is None:
             raise  # a bug in radixkv: its traceback is the report
-        return _fail(message, _status_of(error))
+        return _fail(message, status)
     return status
 
 
@@ -99,36 +99,27 @@ class _VersionAction(argparse.Action):
         parser.exit()
 
 
-def _explain(error: Exception) -> str | None:
-    """Return one line for an error that the user can act on, None for any other."""
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    if isinstance(error, MemoryError):
-        return f"not enough memory on this machine: {error}"
-    if type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error):
-        return f"not enough memory on the device: {_one_line(error)}"
-    if isinstance(error, BadInputError | OSError):
-        return _one_line(error)
-    from ...kvcache.errors import RadixKVError  # here, because --help must not load numpy
-
-    return _one_line(error) if isinstance(error, RadixKVError) else None
-
-
-def _status_of(error: Exception) -> int:
-    """Return the exit status: failed nodes are not wrong input."""
+def _explain(error: Exception) -> tuple[str | None, int]:
+    """Return a message and the exit status; the message is None if the user cannot act on it."""
+    message = str(error)
     if isinstance(error, BadInputError):
-        return EXIT_BAD_INPUT
-    from ..errors import NodesFailedError  # here, because --help must not load numpy
+        return message, EXIT_BAD_INPUT
+    from ...kvcache.errors import RadixKVError  # here, because --help must not load numpy
+    from ..errors import NodesFailedError
 
-    return EXIT_FAILED if isinstance(error, NodesFailedError) else EXIT_BAD_INPUT
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    if isinstance(error, NodesFailedError):
+        return message, EXIT_FAILED
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}", EXIT_BAD_INPUT
+    if isinstance(error, MemoryError):
+        return f"not enough memory on this machine: {error}", EXIT_BAD_INPUT
+    if type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in message:
+        return f"not enough memory on the device: {message}", EXIT_BAD_INPUT
+    return message if isinstance(error, RadixKVError | OSError) else None, EXIT_BAD_INPUT
 
 
 def _fail(message: str, status: int) -> int:
-    print(f"radixkv: {message}", file=sys.stderr)
+    print(f"radixkv: {' '.join(message.split())}", file=sys.stderr)
     return status
 
 

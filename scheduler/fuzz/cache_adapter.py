@@ -21,11 +21,7 @@ from .misuse import misuse
 def make_factory(kvcache: ModuleType | None = None) -> Factory:
     """Return a factory of adapters for `kvcache`, a copy of `radixkv.kvcache`, or for our own."""
     module = own_kvcache if kvcache is None else kvcache
-
-    def make(num_blocks: int, block_size: int) -> CacheAdapter:
-        return CacheAdapter(module, num_blocks, block_size)
-
-    return make
+    return lambda num_blocks, block_size: CacheAdapter(module, num_blocks, block_size)
 
 
 def _set_sizes(kvcache: ModuleType, num_blocks: int) -> None:

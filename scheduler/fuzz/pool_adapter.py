@@ -16,11 +16,7 @@ from ...spec.rules.rule import require
 def make_factory(kvcache: ModuleType | None = None) -> PoolFactory:
     """Return a factory of adapters for `kvcache`, a copy of `radixkv.kvcache`, or for our own."""
     module = own_kvcache if kvcache is None else kvcache
-
-    def make(num_blocks: int) -> PoolAdapter:
-        return PoolAdapter(module, num_blocks)
-
-    return make
+    return lambda num_blocks: PoolAdapter(module, num_blocks)
 
 
 class PoolAdapter:

@@ -5,39 +5,17 @@ A trace file contains the import path of its target, so it can be replayed on an
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from ...spec.harness.subjects import What
+from . import cache_adapter, pool_adapter, scheduler_adapter, tier_adapter
+
+cache = cache_adapter.make_factory()
+pool = pool_adapter.make_factory()
+scheduler = scheduler_adapter.make_factory()
+tiers = tier_adapter.make_factory()
 
 DEFAULT_TARGETS: Final[dict[What, str]] = {
     what: f"{__name__}:{what}" for what in ("cache", "pool", "scheduler", "tiers")
 }
 """Import path of our target of each kind."""
-
-
-def cache(num_blocks: int, block_size: int) -> Any:
-    """Make an adapter of our cache manager."""
-    from .cache_adapter import make_factory
-
-    return make_factory()(num_blocks, block_size)
-
-
-def pool(num_blocks: int) -> Any:
-    """Make an adapter of our block pool."""
-    from .pool_adapter import make_factory
-
-    return make_factory()(num_blocks)
-
-
-def scheduler(config: dict[str, Any]) -> Any:
-    """Make an adapter of our scheduler."""
-    from .scheduler_adapter import make_factory
-
-    return make_factory()(config)
-
-
-def tiers(config: dict[str, Any]) -> Any:
-    """Make an adapter of our cache manager with its tiers."""
-    from .tier_adapter import make_factory
-
-    return make_factory()(config)
