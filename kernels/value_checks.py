@@ -93,7 +93,8 @@ def _check_lengths(name: str, lengths: jax.Array, block_tables: jax.Array, pool:
     capacity = block_tables.shape[1] * pool.shape[2]
     _fail_if(
         lengths > capacity,
-        f"{name}[{{row}}] must be at most {capacity}, what its block table holds, got {{length}}",
+        f"{name}[{{row}}] must be at most {capacity}, the capacity of its block table, "
+        "got {length}",
         length=lengths,
     )
 

@@ -184,8 +184,8 @@ class TestSeveralPools:
         short = make_pool(blocks=3)
         for call, message in (
             (lambda: gather_blocks((), ids, count), "blocks must be a pool or a tuple of at least one, got ()"),  # noqa: E501
-            (lambda: gather_blocks((make_pool(), short), ids, count), "blocks must have one shape and dtype, got float32[9, 2, 4, 8] and float32[3, 2, 4, 8]"),  # noqa: E501
-            (lambda: scatter_blocks(self.POOLS, (short,), ids, count), "staging must be an array for each pool of blocks, 2, got 1"),  # noqa: E501
+            (lambda: gather_blocks((make_pool(), short), ids, count), "blocks must have the same shape and dtype, got float32[9, 2, 4, 8] and float32[3, 2, 4, 8]"),  # noqa: E501
+            (lambda: scatter_blocks(self.POOLS, (short,), ids, count), "staging must have one array per pool, 2, got 1"),  # noqa: E501
         ):  # fmt: skip
             with pytest.raises(KernelArgumentError) as refusal:
                 call()

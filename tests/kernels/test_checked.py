@@ -100,11 +100,11 @@ def test_lets_through(case):
 
 REFUSED = (
     (lambda: decode([[1, 2]] * 2, [-3, 0]), "lengths[0] must be >= 0, got -3"),
-    (lambda: decode([[1, 2]] * 2, [8, 9]), "lengths[1] must be at most 8, what its block table holds, got 9"),  # noqa: E501
+    (lambda: decode([[1, 2]] * 2, [8, 9]), "lengths[1] must be at most 8, the capacity of its block table, got 9"),  # noqa: E501
     (lambda: decode([[1, 2], [3, 9]], [8, 5]), "block_tables[1, 1] must be in 0 .. 8, got 9"),
     (lambda: decode([[1, 1], [1, -1]], [5, 5], window=4), "block_tables[1, 1] must be in 0 .. 8, got -1"),  # noqa: E501
     (lambda: extend([[1, 2]], [-1], [0], [0]), "kv_lengths[0] must be >= 0, got -1"),
-    (lambda: extend([[1, 2]], [9], [1], [0]), "kv_lengths[0] must be at most 8, what its block table holds, got 9"),  # noqa: E501
+    (lambda: extend([[1, 2]], [9], [1], [0]), "kv_lengths[0] must be at most 8, the capacity of its block table, got 9"),  # noqa: E501
     (lambda: extend([[1, 2]], [2], [3], [0]), "q_lengths[0] must be in 0 .. 2 (its kv_lengths), got 3"),  # noqa: E501
     (lambda: extend([[1, 2]], [4], [4], [5]), "row 0 must lie within the 8 tokens of q, got 5 .. 9"),  # noqa: E501
     (lambda: extend([[1, 2]] * 2, [4, 4], [2, 3], [4, 2]), "rows must be disjoint in q, but row 1 ends after row 0 starts"),  # noqa: E501

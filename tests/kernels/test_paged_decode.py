@@ -149,7 +149,7 @@ class TestPagedDecodeRefusals:
         ({"q": jnp.zeros((3, 4, 8), jnp.int32)}, "q must have dtype bfloat16, float16 or float32, got int32"),  # noqa: E501
         ({"k_blocks": jnp.zeros((7, 2, 8))}, f"k_blocks must be [{POOL}] = [any, any, any, any], got [7, 2, 8]"),  # noqa: E501
         ({"v_blocks": jnp.zeros((7, 2, 0, 8))}, "v_blocks must have no empty axis, got [7, 2, 0, 8]"),  # noqa: E501
-        ({"v_blocks": jnp.zeros((6, 2, 4, 8))}, "k_blocks and v_blocks must have one shape and dtype, got float32[7, 2, 4, 8] and float32[6, 2, 4, 8]"),  # noqa: E501
+        ({"v_blocks": jnp.zeros((6, 2, 4, 8))}, "k_blocks and v_blocks must have the same shape and dtype, got float32[7, 2, 4, 8] and float32[6, 2, 4, 8]"),  # noqa: E501
         ({"v_blocks": jnp.zeros((7, 2, 4, 8), jnp.bfloat16)}, "got float32[7, 2, 4, 8] and bfloat16[7, 2, 4, 8]"),  # noqa: E501
         ({"block_tables": jnp.zeros((3, 5))}, "block_tables must have dtype int32, got float32"),
         ({"block_tables": int32([1, 2])}, "block_tables must be [batch, width] = [any, any], got [2]"),  # noqa: E501

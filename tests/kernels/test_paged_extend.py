@@ -209,7 +209,7 @@ class TestPagedExtendRefusals:
     CASES = (
         ({"q": jnp.zeros((6, 4, 9))}, "q must be [tokens, q_heads, head_dim] = [any, any, 8], got [6, 4, 9]"),  # noqa: E501
         ({"q": jnp.zeros((6, 3, 8))}, "q must have a positive multiple of kv_heads=2 query heads, got 3"),  # noqa: E501
-        ({"v_blocks": jnp.zeros((8, 2, 4, 8))}, "k_blocks and v_blocks must have one shape and dtype, got float32[7, 2, 4, 8] and float32[8, 2, 4, 8]"),  # noqa: E501
+        ({"v_blocks": jnp.zeros((8, 2, 4, 8))}, "k_blocks and v_blocks must have the same shape and dtype, got float32[7, 2, 4, 8] and float32[8, 2, 4, 8]"),  # noqa: E501
         ({"block_tables": jnp.zeros((3, 0), jnp.int32)}, "block_tables must have a width of at least 1, got [3, 0]"),  # noqa: E501
         ({"kv_lengths": int32([1])}, "kv_lengths must be [batch of block_tables] = [3], got [1]"),
         ({"q_lengths": jnp.zeros((3, 1), jnp.int32)}, "q_lengths must be [batch of block_tables] = [3], got [3, 1]"),  # noqa: E501
