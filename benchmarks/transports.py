@@ -39,8 +39,8 @@ import numpy as np
 from radixkv.scheduler.handoff import (
     AttemptKey,
     Header,
+    PartId,
     Send,
-    Ticket,
 )
 from radixkv.scheduler.nodes.channel.codec import (
     Packet,
@@ -83,8 +83,8 @@ def new_engine(name: str) -> TransferEngine:
 def offer(transport: Transport, part: int, num_arrays: int, num_bytes: int) -> PullInfo:
     """Offer some arrays and wait until they are served."""
     arrays = [jnp.full(num_bytes, part % 100 + 1, jnp.int8) for _ in range(num_arrays)]
-    ticket = Ticket(AttemptKey(f"r{part}", 1), 1, 1, 1, part)
-    transport.offer(ticket, arrays, describe(arrays, num_blocks=num_arrays), ttl_s=HOUR_S)
+    part_id = PartId(AttemptKey(f"r{part}", 1), 1, 1, 1, part)
+    transport.offer(part_id, arrays, describe(arrays, num_blocks=num_arrays), ttl_s=HOUR_S)
     while not (events := transport.poll()):
         time.sleep(1e-3)
     (event,) = events
@@ -102,8 +102,8 @@ def serve(name: str) -> None:
             while not transport.poll():
                 time.sleep(1e-3)
         info = offer(transport, *map(int, line.split()))
-        last = info.ticket.key
-        send = Send(Header(last, 1), info.ticket.part, 0, 1, 0)
+        last = info.part_id.key
+        send = Send(Header(last, 1), info.part_id.part, 0, 1, 0)
         print(encode(Packet("p", "d", 1, 1, send, info)).hex(), flush=True)
     transport.close()
 
@@ -133,15 +133,15 @@ def served(name: str) -> Iterator[Callable[[int, int, int], PullInfo]]:
 def pull_s(transport: Transport, info: PullInfo) -> float:
     """Seconds from `pull` to `Received`."""
     begun = time.perf_counter()
-    transport.pull(info.ticket, info, info.descriptor, timeout_s=60)
+    transport.pull(info.part_id, info, info.descriptor, timeout_s=60)
     while not (events := transport.poll()):
         time.sleep(_POLL_S)
     seconds = time.perf_counter() - begun
     (event,) = events
     assert isinstance(event, Received), event
-    expected = info.ticket.part % 100 + 1
+    expected = info.part_id.part % 100 + 1
     assert all((np.asarray(array) == expected).all() for array in event.arrays)
-    transport.release(info.ticket)
+    transport.release(info.part_id)
     return seconds
 
 

@@ -17,13 +17,13 @@ from .handoff import (
     Finished,
     Message,
     NodeId,
+    PartId,
     Post,
     Pull,
     Start,
     Started,
     Stop,
     Stopped,
-    Ticket,
     Timing,
 )
 from .policy import Policy
@@ -245,19 +245,19 @@ class DecodeScheduler(Scheduler):
         self._side.receive(peer, message)
         self._apply_actions()
 
-    def pulled(self, ticket: Ticket) -> None:
+    def pulled(self, part_id: PartId) -> None:
         """Report that a part is complete in its blocks, and nothing writes there any more."""
-        self._side.pulled(ticket)
+        self._side.pulled(part_id)
         self._apply_actions()
 
-    def pull_failed(self, ticket: Ticket, *, fenced: bool, reason: str) -> None:
+    def pull_failed(self, part_id: PartId, *, fenced: bool, reason: str) -> None:
         """Report that a part will not arrive; see `DecodeSide.pull_failed`."""
-        self._side.pull_failed(ticket, fenced=fenced, reason=reason)
+        self._side.pull_failed(part_id, fenced=fenced, reason=reason)
         self._apply_actions()
 
-    def pull_fenced(self, ticket: Ticket) -> None:
+    def pull_fenced(self, part_id: PartId) -> None:
         """Report that a failed or cancelled pull writes no more."""
-        self._side.pull_fenced(ticket)
+        self._side.pull_fenced(part_id)
         self._apply_actions()
 
     def tick(self, now: float) -> None:

@@ -38,10 +38,10 @@ from .messages import (
     Hits,
     Message,
     NodeId,
+    PartId,
     Refuse,
     Renew,
     Send,
-    Ticket,
 )
 from .prefill_side import Order, PrefillSide
 from .retries import Answer, Begin, Cancel, RequestRetrier
@@ -74,6 +74,7 @@ __all__ = [
     "NodeId",
     "Offer",
     "Order",
+    "PartId",
     "Post",
     "PrefillAction",
     "PrefillSide",
@@ -87,7 +88,6 @@ __all__ = [
     "Started",
     "Stop",
     "Stopped",
-    "Ticket",
     "Timing",
     "Withdraw",
 ]

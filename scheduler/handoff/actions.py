@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ...kvcache import CountError
 from ..request import Request
-from .messages import AttemptKey, Commit, Message, NodeId, Ticket
+from .messages import AttemptKey, Commit, Message, NodeId, PartId
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """P: let D read these blocks, in one group of layers, under this ticket."""
+    """P: offer these blocks, in one group of layers, to D under this part id."""
 
     peer: NodeId
-    ticket: Ticket
+    part_id: PartId
     blocks: tuple[int, ...]
     group: int
 
@@ -81,7 +81,7 @@ class Pull:
     """D: read a part from P into these blocks, in one group of layers."""
 
     peer: NodeId
-    ticket: Ticket
+    part_id: PartId
     blocks: tuple[int, ...]
     group: int
 
@@ -90,7 +90,7 @@ class Pull:
 class CancelPull:
     """D: cancel a pull that is no longer needed, and still report its end."""
 
-    ticket: Ticket
+    part_id: PartId
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from .messages import (
     Header,
     Hits,
     NodeId,
+    PartId,
     Send,
-    Ticket,
 )
 from .states import DecodeState, PrefillState
 
@@ -80,9 +80,9 @@ class PrefillAttempt:
         header, part = self.header, len(self.sends)
         assert header.peer_epoch is not None, "parts are offered before D has granted"
         blocks = tuple([int(block) for block in self.lease.block_table[first:last]])
-        ticket = Ticket(header.key, header.epoch, header.peer_epoch, header.grant, part)
+        part_id = PartId(header.key, header.epoch, header.peer_epoch, header.grant, part)
         self.sends.append(Send(header, part, first, last - first, group))
-        return Offer(self.peer, ticket, blocks, group), self.sends[-1]
+        return Offer(self.peer, part_id, blocks, group), self.sends[-1]
 
     def make_commit(self) -> Commit:
         """Return the COMMIT of an attempt whose parts were all sent."""
@@ -163,11 +163,11 @@ class DecodeAttempt:
         """The prompt."""
         return self.request.prompt
 
-    def ticket(self, part: int) -> Ticket:
+    def part_id(self, part: int) -> PartId:
         """Return the transport's name for a part."""
         header = self.header
         assert header.peer_epoch is not None, "D pulls from an unknown epoch of P"
-        return Ticket(header.key, header.peer_epoch, header.epoch, header.grant, part)
+        return PartId(header.key, header.peer_epoch, header.epoch, header.grant, part)
 
     def missing(self) -> tuple[int, ...]:
         """Return the first MAX_MISSING parts that COMMIT counts and D has not received."""

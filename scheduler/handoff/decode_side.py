@@ -23,10 +23,10 @@ from .messages import (
     Header,
     Message,
     NodeId,
+    PartId,
     Refuse,
     Renew,
     Send,
-    Ticket,
 )
 from .states import DECODE_MOVES, DecodeState
 
@@ -149,28 +149,28 @@ class DecodeSide:
 
     # Events of the transport and the clock
 
-    def pulled(self, ticket: Ticket) -> None:
+    def pulled(self, part_id: PartId) -> None:
         """Report that a part has arrived; nothing writes into its blocks any more."""
-        attempt = self._ended_pull(ticket)
+        attempt = self._ended_pull(part_id)
         if attempt is not None:
             self._start_if_complete(attempt)
 
-    def pull_failed(self, ticket: Ticket, *, fenced: bool, reason: str) -> None:
+    def pull_failed(self, part_id: PartId, *, fenced: bool, reason: str) -> None:
         """Report that a pull has failed.
 
         Args:
-            ticket: of the pull.
+            part_id: the pulled part.
             fenced: whether nothing writes into its blocks any more; if not, call `pull_fenced`
                 when that is so.
             reason: text for people.
         """
-        attempt = self._ended_pull(ticket) if fenced else self._pulling(ticket)
+        attempt = self._ended_pull(part_id) if fenced else self._pulling(part_id)
         if attempt is not None:
-            self._give_up(attempt, f"part {ticket.part} could not be pulled: {reason}")
+            self._give_up(attempt, f"part {part_id.part} could not be pulled: {reason}")
 
-    def pull_fenced(self, ticket: Ticket) -> None:
+    def pull_fenced(self, part_id: PartId) -> None:
         """Report that a failed or cancelled pull no longer writes."""
-        self._ended_pull(ticket)
+        self._ended_pull(part_id)
 
     def tick(self, now: float) -> None:
         """Advance the clock: grant blocks that were loaded, and give up attempts that are late."""
@@ -200,19 +200,19 @@ class DecodeSide:
             if now - deferred.heard_at >= timing.silence_s:
                 self._deferred.remove(deferred.key.request_id)
 
-    def _pulling(self, ticket: Ticket) -> DecodeAttempt | None:
+    def _pulling(self, part_id: PartId) -> DecodeAttempt | None:
         """Return the attempt of a pull that is not fenced."""
-        attempt = self._attempts.find(ticket.key)
-        if attempt is None or ticket.grant != attempt.header.grant:
+        attempt = self._attempts.find(part_id.key)
+        if attempt is None or part_id.grant != attempt.header.grant:
             return None
-        return attempt if ticket.part in attempt.pulls else None
+        return attempt if part_id.part in attempt.pulls else None
 
-    def _ended_pull(self, ticket: Ticket) -> DecodeAttempt | None:
+    def _ended_pull(self, part_id: PartId) -> DecodeAttempt | None:
         """Record that a pull is fenced; return its attempt if it is still receiving."""
-        attempt = self._pulling(ticket)
+        attempt = self._pulling(part_id)
         if attempt is None:
             return None
-        del attempt.pulls[ticket.part]
+        del attempt.pulls[part_id.part]
         if attempt.state is DecodeState.QUARANTINED and not attempt.pulls:
             self._end(attempt)
         return attempt if attempt.state is DecodeState.RECEIVING else None
@@ -261,8 +261,8 @@ class DecodeSide:
                 attempt.parts[message.part] = message
                 attempt.pulls[message.part] = self._now
                 blocks = tuple([int(block) for block in attempt.lease.block_table[first:stop]])
-                ticket = attempt.ticket(message.part)
-                self._actions.append(Pull(attempt.peer, ticket, blocks, message.group))
+                part_id = attempt.part_id(message.part)
+                self._actions.append(Pull(attempt.peer, part_id, blocks, message.group))
             case Commit() if message.num_parts > attempt.max_parts:
                 self._give_up(attempt, "the parts do not cover the prompt")
             case Commit() if not self._is_token(message.first_token):
@@ -402,7 +402,7 @@ class DecodeSide:
             return
         attempt.reason = reason
         for part in attempt.pulls:
-            self._actions.append(CancelPull(attempt.ticket(part)))
+            self._actions.append(CancelPull(attempt.part_id(part)))
         if attempt.pulls:
             self._move(attempt, DecodeState.QUARANTINED)
             self._post(attempt, Abort(attempt.header, reason, fenced=False))

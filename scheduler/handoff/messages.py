@@ -57,7 +57,7 @@ class AttemptKey(NamedTuple):
         return f"attempt {self.attempt} of request {self.request_id!r}"
 
 
-class Ticket(NamedTuple):
+class PartId(NamedTuple):
     """Identifies one part of one attempt to the transport; never reused.
 
     Attributes:

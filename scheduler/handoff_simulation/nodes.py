@@ -11,7 +11,7 @@ from ..decode import DecodeScheduler
 from ..errors import HandoffsOpenError, StepOrderError
 from ..handoff.actions import Offer, Timing
 from ..handoff.gateway_messages import NodeStatus, Role
-from ..handoff.messages import Abort, AttemptKey, Commit, Grant, Ticket
+from ..handoff.messages import Abort, AttemptKey, Commit, Grant, PartId
 from ..handoff.node_reporter import NodeReporter
 from ..handoff.prefill_side import Order
 from ..prefill import PrefillScheduler
@@ -114,7 +114,7 @@ class PrefillNode(_SimulatedNode):
         )
         self.scheduler.tick(now)
         self.plan: StepPlan | None = None
-        self.offers: dict[Ticket, tuple[list[tuple[int, int]], list[bytes]]] = {}
+        self.offers: dict[PartId, tuple[list[tuple[int, int]], list[bytes]]] = {}
         self.withdrawn: list[AttemptKey] = []
         self._num_written = 0
         self._computed: Counter[Request] = Counter()
@@ -154,27 +154,27 @@ class PrefillNode(_SimulatedNode):
         """Serve an offer from now on."""
         places = [(block, offer.group) for block in offer.blocks]
         tags = [self.memory.tags.get(place, b"") for place in places]
-        self.offers[offer.ticket] = places, tags
+        self.offers[offer.part_id] = places, tags
 
-    def serve(self, ticket: Ticket) -> list[bytes] | None:
+    def serve(self, part_id: PartId) -> list[bytes] | None:
         """Return the contents of an offer's blocks; None if there is no such offer.
 
         Raises:
             SimulationError: if the contents have changed: the blocks were recycled.
         """
-        if ticket not in self.offers:
+        if part_id not in self.offers:
             return None
-        places, offered = self.offers[ticket]
+        places, offered = self.offers[part_id]
         tags = [self.memory.tags.get(place, b"") for place in places]
         if tags != offered:
-            raise SimulationError(OFFERS_STAY, f"{ticket} serves other KV")
+            raise SimulationError(OFFERS_STAY, f"{part_id} serves other KV")
         return tags
 
     def fence(self, key: AttemptKey) -> None:
         """Stop serving an attempt's offers, and report it."""
         self.withdrawn.remove(key)
-        for ticket in [ticket for ticket in self.offers if ticket.key == key]:
-            del self.offers[ticket]
+        for part_id in [part_id for part_id in self.offers if part_id.key == key]:
+            del self.offers[part_id]
         self.scheduler.fenced(key)
 
 

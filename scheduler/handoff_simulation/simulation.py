@@ -266,17 +266,17 @@ class Simulation:
         if ok or fenced:
             self.pulls.remove(transfer)
         transfer.ended = transfer.may_fence = True
-        scheduler, ticket = self._puller(transfer).scheduler, transfer.pull.ticket
+        scheduler, part_id = self._puller(transfer).scheduler, transfer.pull.part_id
         if ok:
-            scheduler.pulled(ticket)
+            scheduler.pulled(part_id)
         else:
-            scheduler.pull_failed(ticket, fenced=fenced, reason="it was lost")
+            scheduler.pull_failed(part_id, fenced=fenced, reason="it was lost")
 
     def _op_pull_fence(self, index: int) -> None:
         transfer = self._transfer(index)
         if transfer is not None and transfer.may_fence:
             self.pulls.remove(transfer)
-            self._puller(transfer).scheduler.pull_fenced(transfer.pull.ticket)
+            self._puller(transfer).scheduler.pull_fenced(transfer.pull.part_id)
 
     def _op_offer_fence(self, index: int) -> None:
         waiting = [
@@ -302,7 +302,7 @@ class Simulation:
         node = self.prefill(transfer.pull.peer)
         if node is None or transfer.crashed_source is not None:
             return transfer.crashed_source
-        return node.serve(transfer.pull.ticket)
+        return node.serve(transfer.pull.part_id)
 
     # Actions of the nodes and the gateway
 
@@ -350,9 +350,9 @@ class Simulation:
             case Pull():
                 self.counts["blocks sent"] += len(action.blocks)
                 self.pulls.append(Transfer(name, action))
-            case CancelPull(ticket):
+            case CancelPull(part_id):
                 for transfer in self.pulls:
-                    transfer.may_fence |= transfer.pull.ticket == ticket
+                    transfer.may_fence |= transfer.pull.part_id == part_id
             case Started():
                 self._start(node, action)
                 node.reporter.report(action, self.now)

@@ -123,12 +123,12 @@ class DecodeEngine(NodeEngine[DecodeScheduler]):
 
     def _process(self, event: Event) -> None:
         match event:
-            case Received(ticket):
+            case Received(part_id):
                 self._receiver.received(event)
-                self.scheduler.pulled(ticket)
-            case PullFailed(ticket, _, reason):
+                self.scheduler.pulled(part_id)
+            case PullFailed(part_id, _, reason):
                 self._receiver.failed(event)
-                self.scheduler.pull_failed(ticket, fenced=True, reason=reason)
+                self.scheduler.pull_failed(part_id, fenced=True, reason=reason)
 
     def _act(self, pull_info: PullInfo | None = None) -> None:
         """Carry out the scheduler's actions.
@@ -143,9 +143,9 @@ class DecodeEngine(NodeEngine[DecodeScheduler]):
                     self._outbox.append(PeerMessage(peer, message))
                 case Pull() if pull_info is not None:
                     self._receiver.pull(action, pull_info)
-                case Pull(ticket=ticket):
+                case Pull(part_id=part_id):
                     self.scheduler.pull_failed(
-                        ticket, fenced=True, reason="SEND came without a PullInfo"
+                        part_id, fenced=True, reason="SEND came without a PullInfo"
                     )
                 case CancelPull():
                     self._receiver.cancel(action)

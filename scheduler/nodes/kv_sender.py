@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from ..handoff import AttemptKey, NodeId, Offer, Send, Ticket, Withdraw
+from ..handoff import AttemptKey, NodeId, Offer, PartId, Send, Withdraw
 from .node import PeerMessage
 from .transport import Descriptor, Offered, PayloadArray, PullInfo, Transport
 
@@ -48,14 +48,14 @@ class KVSender:
         self._transport = transport
         self._max_bytes = max_bytes
         # Attempts in order of their first offers; None: not served yet.
-        self._offers: dict[AttemptKey, dict[Ticket, PullInfo | None]] = {}
+        self._offers: dict[AttemptKey, dict[PartId, PullInfo | None]] = {}
         self._uncopied: list[Offer] = []
-        self._copy_bytes: dict[Ticket, int] = {}
-        self._waiting_sends: dict[Ticket, PeerMessage] = {}
+        self._copy_bytes: dict[PartId, int] = {}
+        self._waiting_sends: dict[PartId, PeerMessage] = {}
 
     def offer(self, offer: Offer) -> None:
         """Offer a copy of blocks, which must not change until `withdraw`."""
-        self._offers.setdefault(offer.ticket.key, {})[offer.ticket] = None
+        self._offers.setdefault(offer.part_id.key, {})[offer.part_id] = None
         self._uncopied.append(offer)
         self._copy()
 
@@ -63,37 +63,37 @@ class KVSender:
         """Add the `PullInfo` to SEND; return nothing if `offered` will return it later."""
         header = send.header
         assert header.peer_epoch is not None, "SEND needs the epoch of its receiver"
-        ticket = Ticket(header.key, header.epoch, header.peer_epoch, header.grant, send.part)
-        info = self._offers[header.key][ticket]
+        part_id = PartId(header.key, header.epoch, header.peer_epoch, header.grant, send.part)
+        info = self._offers[header.key][part_id]
         if info is not None:
             return [PeerMessage(peer, send, info)]
-        self._waiting_sends[ticket] = PeerMessage(peer, send)
+        self._waiting_sends[part_id] = PeerMessage(peer, send)
         return []
 
     def offered(self, event: Offered) -> list[PeerMessage]:
         """Record that a part is served; return the SEND that has waited for it, if any."""
         if self._transport.copies_offers:
-            self._free([event.ticket])
-        offers = self._offers.get(event.ticket.key)
+            self._free([event.part_id])
+        offers = self._offers.get(event.part_id.key)
         if offers is None:
             return []  # withdrawn meanwhile
-        offers[event.ticket] = event.info
-        send = self._waiting_sends.pop(event.ticket, None)
+        offers[event.part_id] = event.info
+        send = self._waiting_sends.pop(event.part_id, None)
         return [] if send is None else [send._replace(pull_info=event.info)]
 
     def withdraw(self, withdraw: Withdraw) -> None:
         """Stop serving all parts of an attempt."""
-        for ticket in self._offers.pop(withdraw.key, {}):
-            self._waiting_sends.pop(ticket, None)
-        self._uncopied = [each for each in self._uncopied if each.ticket.key != withdraw.key]
+        for part_id in self._offers.pop(withdraw.key, {}):
+            self._waiting_sends.pop(part_id, None)
+        self._uncopied = [each for each in self._uncopied if each.part_id.key != withdraw.key]
         self._transport.withdraw(withdraw.key, was_read=withdraw.was_read)
 
     def withdrawn(self, key: AttemptKey) -> None:
         """Record that the copies of an attempt are free."""
-        self._free([ticket for ticket in self._copy_bytes if ticket.key == key])
+        self._free([part_id for part_id in self._copy_bytes if part_id.key == key])
 
-    def _free(self, tickets: Sequence[Ticket]) -> None:
-        self.num_bytes -= sum([self._copy_bytes.pop(ticket, 0) for ticket in tickets])
+    def _free(self, part_ids: Sequence[PartId]) -> None:
+        self.num_bytes -= sum([self._copy_bytes.pop(part_id, 0) for part_id in part_ids])
         self._copy()
 
     def _copy(self) -> None:
@@ -103,10 +103,10 @@ class KVSender:
         for offer in uncopied:
             descriptor = self._kv.describe(len(offer.blocks))
             fits = self.num_bytes + descriptor.num_bytes <= self._max_bytes
-            if offer.ticket.key != oldest and (self._uncopied or not fits):
+            if offer.part_id.key != oldest and (self._uncopied or not fits):
                 self._uncopied.append(offer)
                 continue
             self.num_bytes += descriptor.num_bytes
-            self._copy_bytes[offer.ticket] = descriptor.num_bytes
+            self._copy_bytes[offer.part_id] = descriptor.num_bytes
             arrays = self._kv.read(offer.blocks)
-            self._transport.offer(offer.ticket, arrays, descriptor, ttl_s=_OFFER_TTL_S)
+            self._transport.offer(offer.part_id, arrays, descriptor, ttl_s=_OFFER_TTL_S)

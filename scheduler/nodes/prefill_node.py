@@ -138,8 +138,8 @@ class PrefillEngine(NodeEngine[PrefillScheduler]):
         match event:
             case Offered():
                 self._outbox += self._sender.offered(event)
-            case OfferFailed(ticket, reason):
-                self.give_up(ticket.key, f"part {ticket.part} could not be offered: {reason}")
+            case OfferFailed(part_id, reason):
+                self.give_up(part_id.key, f"part {part_id.part} could not be offered: {reason}")
             case Withdrawn(key):
                 self._sender.withdrawn(key)
                 self.scheduler.fenced(key)

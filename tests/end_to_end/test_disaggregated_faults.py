@@ -8,7 +8,7 @@ import pytest
 
 from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.errors import RequestError
-from radixkv.scheduler.handoff import Ticket, Timing
+from radixkv.scheduler.handoff import PartId, Timing
 from radixkv.scheduler.nodes import DecodeEngine, PrefillEngine
 from radixkv.scheduler.nodes.transport import (
     Descriptor,
@@ -94,9 +94,9 @@ class Unreliable(InProcessTransport):
             return event
         self.num_failures -= 1
         if isinstance(event, Offered):
-            return OfferFailed(event.ticket, "it was too cold")
-        self.release(event.ticket)
-        return PullFailed(event.ticket, Fault.CORRUPT, "it was too warm")
+            return OfferFailed(event.part_id, "it was too cold")
+        self.release(event.part_id)
+        return PullFailed(event.part_id, Fault.CORRUPT, "it was too warm")
 
 
 def replace_transport(node: PrefillEngine | DecodeEngine, transport: InProcessTransport) -> None:
@@ -136,12 +136,12 @@ class Stuck(InProcessTransport):
     """Pulls nothing, and ends a pull only when that is cancelled."""
 
     def pull(
-        self, ticket: Ticket, info: PullInfo, expected: Descriptor, *, timeout_s: float
+        self, part_id: PartId, info: PullInfo, expected: Descriptor, *, timeout_s: float
     ) -> None:
         pass
 
-    def cancel(self, ticket: Ticket) -> None:
-        self._events.append(PullFailed(ticket, Fault.CANCELLED, "cancelled"))
+    def cancel(self, part_id: PartId) -> None:
+        self._events.append(PullFailed(part_id, Fault.CANCELLED, "cancelled"))
 
 
 def test_a_pull_that_nobody_wants_is_cancelled(llama):

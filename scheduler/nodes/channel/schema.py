@@ -92,7 +92,7 @@ _LIMITS: Final[dict[str, Any]] = {
     "sender": _text(MAX_NAME_CHARS),
     "receiver": _text(MAX_NAME_CHARS),
     "sequence": _U64,
-    # AttemptKey, Ticket and Header
+    # AttemptKey, PartId and Header
     "request_id": _text(MAX_NAME_CHARS),
     "attempt": _int(),
     "epoch": _U64,

@@ -3,10 +3,10 @@
 ::
 
     P's loop                                D's loop
-    offer(ticket, arrays)
-    poll ──► Offered(info) ── with SEND ──► pull(ticket, info, expected)
+    offer(part_id, arrays)
+    poll ──► Offered(info) ── with SEND ──► pull(part_id, info, expected)
                                             poll ──► Received(arrays)     copy them, then
-                                                                          release(ticket)
+                                                                          release(part_id)
     withdraw(key)        ◄── ACK, or any end of the attempt
     poll ──► Withdrawn(key)
 
@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from ...handoff.messages import AttemptKey, Ticket
+from ...handoff.messages import AttemptKey, PartId
 from .descriptors import ArraySpec, Descriptor, PayloadArray, PullInfo, describe
 from .errors import TransportArgumentError
 
@@ -64,7 +64,7 @@ class Fault(enum.Enum):
 class Offered:
     """P: a part can be pulled. Send `info` with SEND."""
 
-    ticket: Ticket
+    part_id: PartId
     info: PullInfo
 
 
@@ -72,7 +72,7 @@ class Offered:
 class OfferFailed:
     """P: a part cannot be offered, so the attempt must end."""
 
-    ticket: Ticket
+    part_id: PartId
     reason: str
 
 
@@ -91,14 +91,14 @@ class Received:
     """D: a part has arrived completely and has the digests of the offer.
 
     Attributes:
-        ticket: id of the part.
+        part_id: id of the part.
         arrays: the arrays as described, read-only and valid until `release`. Some transports give
             views of staging memory, which `jax.device_put` does not copy on CPU. Release the part
             when all results computed from the arrays are ready (`block_until_ready`), or give
             `device_put` a copy.
     """
 
-    ticket: Ticket
+    part_id: PartId
     arrays: tuple[PayloadArray, ...]
 
 
@@ -106,7 +106,7 @@ class Received:
 class PullFailed:
     """D: a pull failed. Nothing of the part will arrive."""
 
-    ticket: Ticket
+    part_id: PartId
     fault: Fault
     reason: str
 
@@ -153,7 +153,7 @@ class Transport(ABC):
     @abstractmethod
     def offer(
         self,
-        ticket: Ticket,
+        part_id: PartId,
         arrays: Sequence[PayloadArray],
         descriptor: Descriptor,
         *,
@@ -162,7 +162,7 @@ class Transport(ABC):
         """P: let D read arrays until they are withdrawn.
 
         Args:
-            ticket: a new part id.
+            part_id: a new part id.
             arrays: NumPy arrays, which must not change until Offered, or JAX arrays, which may
                 still be in computation.
             descriptor: the description of the arrays; see `describe`.
@@ -189,12 +189,12 @@ class Transport(ABC):
 
     @abstractmethod
     def pull(
-        self, ticket: Ticket, info: PullInfo, expected: Descriptor, *, timeout_s: float
+        self, part_id: PartId, info: PullInfo, expected: Descriptor, *, timeout_s: float
     ) -> None:
         """D: read a part into staging memory. The pull ends with Received or PullFailed.
 
         Args:
-            ticket: the part that the protocol wants; `info` must be of the same part.
+            part_id: the part that the protocol wants; `info` must be of the same part.
             info: P's description of its offer, which is not trusted.
             expected: what the offer must be. Nothing is allocated for anything else.
             timeout_s: time after which the pull fails.
@@ -205,11 +205,11 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, part_id: PartId) -> None:
         """D: end a pull as CANCELLED. A pull that has ended is ignored."""
 
     @abstractmethod
-    def release(self, ticket: Ticket) -> None:
+    def release(self, part_id: PartId) -> None:
         """D: free the arrays of a received part. A part that was not received is ignored."""
 
     @abstractmethod
@@ -226,7 +226,7 @@ class Transport(ABC):
 
 
 def check_offer(
-    ticket: Ticket, arrays: Sequence[PayloadArray], descriptor: Descriptor, is_known: bool
+    part_id: PartId, arrays: Sequence[PayloadArray], descriptor: Descriptor, is_known: bool
 ) -> None:
     """Reject arrays that differ from their descriptor, and a part that is already offered.
 
@@ -234,7 +234,7 @@ def check_offer(
         TransportArgumentError: with the first difference.
     """
     if is_known:
-        raise TransportArgumentError(f"part {ticket.part} of {ticket.key} is already offered")
+        raise TransportArgumentError(f"part {part_id.part} of {part_id.key} is already offered")
     found = describe(arrays, num_blocks=descriptor.num_blocks, group=descriptor.group)
     difference = _first_difference(found.arrays, descriptor.arrays)
     if difference:
@@ -242,12 +242,12 @@ def check_offer(
 
 
 def check_pull(
-    ticket: Ticket, info: PullInfo, expected: Descriptor, transport: str
+    part_id: PartId, info: PullInfo, expected: Descriptor, transport: str
 ) -> PullFailed | None:
     """Compare P's offer with what D expects.
 
     Args:
-        ticket, expected: the part that D expects.
+        part_id, expected: the part that D expects.
         info: P's description of its offer.
         transport: name of D's transport.
 
@@ -255,7 +255,7 @@ def check_pull(
         The failure, or None if the part may be pulled.
     """
     reason, offered = "", info.descriptor
-    if info.ticket != ticket:
+    if info.part_id != part_id:
         reason = "the offer is of another part"
     elif info.transport != transport:
         reason = f"offered by {info.transport!r}, but this node uses {transport!r}"
@@ -269,9 +269,9 @@ def check_pull(
     else:
         reason = _first_difference(offered.arrays, expected.arrays)
     if reason:
-        return PullFailed(ticket, Fault.MISMATCH, reason)
+        return PullFailed(part_id, Fault.MISMATCH, reason)
     if info.expires_at <= time.time():
-        return PullFailed(ticket, Fault.EXPIRED, "the offer has expired")
+        return PullFailed(part_id, Fault.EXPIRED, "the offer has expired")
     return None
 
 

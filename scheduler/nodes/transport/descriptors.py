@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ...handoff.messages import Ticket
+from ...handoff.messages import PartId
 from .errors import TransportArgumentError
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class PullInfo:
     """All that D needs to pull and verify an offered part; it travels with SEND.
 
     Attributes:
-        ticket: id of the part.
+        part_id: id of the part.
         descriptor: layout of the arrays.
         digests: xxh3_128 of each array's bytes; empty if they never leave the process.
         expires_at: end of the offer by the wall clock, in seconds.
@@ -103,7 +103,7 @@ class PullInfo:
         route: location of the arrays, in the transport's own format.
     """
 
-    ticket: Ticket
+    part_id: PartId
     descriptor: Descriptor
     digests: tuple[bytes, ...]
     expires_at: float

@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from ...handoff.messages import AttemptKey, Ticket
+from ...handoff.messages import AttemptKey, PartId
 from .base import (
     Event,
     Fault,
@@ -39,7 +39,7 @@ class InProcessExchange:
     """
 
     def __init__(self) -> None:
-        self.offers: dict[Ticket, tuple[PayloadArray, ...]] = {}
+        self.offers: dict[PartId, tuple[PayloadArray, ...]] = {}
 
 
 class InProcessTransport(Transport):
@@ -54,17 +54,17 @@ class InProcessTransport(Transport):
 
     def __init__(self, exchange: InProcessExchange) -> None:
         self._exchange = exchange
-        self._expires_at: dict[Ticket, float] = {}
-        self._pulled: dict[Ticket, Received] = {}  # not returned by `poll` yet
-        self._received: set[Ticket] = set()
-        self._events: list[Event | Ticket] = []  # a part id stands for its Received
+        self._expires_at: dict[PartId, float] = {}
+        self._pulled: dict[PartId, Received] = {}  # not returned by `poll` yet
+        self._received: set[PartId] = set()
+        self._events: list[Event | PartId] = []  # a part id stands for its Received
         self._parts_received = self._bytes_received = self._offers_expired = 0
         self._faults: Counter[Fault] = Counter()
         self._is_closed = False
 
     def offer(
         self,
-        ticket: Ticket,
+        part_id: PartId,
         arrays: Sequence[PayloadArray],
         descriptor: Descriptor,
         *,
@@ -72,62 +72,62 @@ class InProcessTransport(Transport):
     ) -> None:
         """See `Transport.offer`."""
         self._check_open()
-        check_offer(ticket, arrays, descriptor, ticket in self._expires_at)
+        check_offer(part_id, arrays, descriptor, part_id in self._expires_at)
         expires_at = time.time() + ttl_s
-        self._expires_at[ticket] = expires_at
-        self._exchange.offers[ticket] = tuple(
+        self._expires_at[part_id] = expires_at
+        self._exchange.offers[part_id] = tuple(
             [array.copy() if isinstance(array, np.ndarray) else array for array in arrays]
         )
-        info = PullInfo(ticket, descriptor, (), expires_at, NAME, b"")
-        self._events.append(Offered(ticket, info))
+        info = PullInfo(part_id, descriptor, (), expires_at, NAME, b"")
+        self._events.append(Offered(part_id, info))
 
     def withdraw(self, key: AttemptKey, *, was_read: bool = False) -> None:
         """See `Transport.withdraw`."""
         self._check_open()
-        for ticket in [ticket for ticket in self._expires_at if ticket.key == key]:
-            self._forget(ticket)
+        for part_id in [part_id for part_id in self._expires_at if part_id.key == key]:
+            self._forget(part_id)
         self._events = [
             event
             for event in self._events
-            if not (isinstance(event, Offered) and event.ticket.key == key)
+            if not (isinstance(event, Offered) and event.part_id.key == key)
         ]
         self._events.append(Withdrawn(key))
 
     def pull(
-        self, ticket: Ticket, info: PullInfo, expected: Descriptor, *, timeout_s: float
+        self, part_id: PartId, info: PullInfo, expected: Descriptor, *, timeout_s: float
     ) -> None:
         """See `Transport.pull`; the pull ends at once."""
         self._check_open()
-        if ticket in self._pulled or ticket in self._received:
-            raise TransportArgumentError(f"part {ticket.part} of {ticket.key} is already pulled")
-        failed = check_pull(ticket, info, expected, NAME)
-        arrays = self._exchange.offers.get(ticket)
+        if part_id in self._pulled or part_id in self._received:
+            raise TransportArgumentError(f"part {part_id.part} of {part_id.key} is already pulled")
+        failed = check_pull(part_id, info, expected, NAME)
+        arrays = self._exchange.offers.get(part_id)
         if failed is not None:
             self._fail(failed)
         elif arrays is None:
-            self._fail(PullFailed(ticket, Fault.EXPIRED, "the part is not offered"))
+            self._fail(PullFailed(part_id, Fault.EXPIRED, "the part is not offered"))
         else:
-            self._pulled[ticket] = Received(ticket, arrays)
-            self._events.append(ticket)
+            self._pulled[part_id] = Received(part_id, arrays)
+            self._events.append(part_id)
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, part_id: PartId) -> None:
         """See `Transport.cancel`."""
-        if self._pulled.pop(ticket, None) is not None:
-            self._events.remove(ticket)
-            self._fail(PullFailed(ticket, Fault.CANCELLED, "cancelled"))
+        if self._pulled.pop(part_id, None) is not None:
+            self._events.remove(part_id)
+            self._fail(PullFailed(part_id, Fault.CANCELLED, "cancelled"))
 
-    def release(self, ticket: Ticket) -> None:
+    def release(self, part_id: PartId) -> None:
         """See `Transport.release`."""
-        self._received.discard(ticket)
+        self._received.discard(part_id)
 
     def poll(self) -> list[Event]:
         """See `Transport.poll`."""
         now = time.time()
-        for ticket in [each for each, end in self._expires_at.items() if end <= now]:
-            self._forget(ticket)
+        for part_id in [each for each, end in self._expires_at.items() if end <= now]:
+            self._forget(part_id)
             self._offers_expired += 1
         events, self._events = self._events, []
-        return [self._take(event) if isinstance(event, Ticket) else event for event in events]
+        return [self._take(event) if isinstance(event, PartId) else event for event in events]
 
     def stats(self) -> TransportStats:
         """See `Transport.stats`."""
@@ -144,16 +144,16 @@ class InProcessTransport(Transport):
     def close(self) -> None:
         """See `Transport.close`."""
         self._is_closed = True
-        for ticket in list(self._expires_at):
-            self._forget(ticket)
+        for part_id in list(self._expires_at):
+            self._forget(part_id)
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise TransportClosedError("the transport is closed")
 
-    def _take(self, ticket: Ticket) -> Received:
-        received = self._pulled.pop(ticket)
-        self._received.add(ticket)
+    def _take(self, part_id: PartId) -> Received:
+        received = self._pulled.pop(part_id)
+        self._received.add(part_id)
         self._parts_received += 1
         self._bytes_received += sum(array.nbytes for array in received.arrays)
         return received
@@ -162,6 +162,6 @@ class InProcessTransport(Transport):
         self._faults[failed.fault] += 1
         self._events.append(failed)
 
-    def _forget(self, ticket: Ticket) -> None:
-        del self._expires_at[ticket]
-        self._exchange.offers.pop(ticket, None)
+    def _forget(self, part_id: PartId) -> None:
+        del self._expires_at[part_id]
+        self._exchange.offers.pop(part_id, None)

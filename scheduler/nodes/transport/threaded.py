@@ -16,7 +16,7 @@ from functools import partial
 from threading import Condition, Thread
 from typing import Final
 
-from ...handoff.messages import AttemptKey, Ticket
+from ...handoff.messages import AttemptKey, PartId
 from .base import (
     Event,
     Fault,
@@ -47,9 +47,9 @@ class ThreadedTransport(Transport):
         """Start the thread, which owns the engine from now on."""
         self.name = engine.name
         self.copies_offers = engine.copies_offers
-        self._offered: set[Ticket] = set()
-        self._pulling: dict[Ticket, bool] = {}  # whether it was cancelled
-        self._received: set[Ticket] = set()
+        self._offered: set[PartId] = set()
+        self._pulling: dict[PartId, bool] = {}  # whether it was cancelled
+        self._received: set[PartId] = set()
         self._table = TransferTable(engine)
         self._changed = Condition()  # guards the next four
         self._commands: deque[Callable[[], None]] = deque()
@@ -62,7 +62,7 @@ class ThreadedTransport(Transport):
 
     def offer(
         self,
-        ticket: Ticket,
+        part_id: PartId,
         arrays: Sequence[PayloadArray],
         descriptor: Descriptor,
         *,
@@ -70,10 +70,10 @@ class ThreadedTransport(Transport):
     ) -> None:
         """See `Transport.offer`."""
         self._check_open()
-        check_offer(ticket, arrays, descriptor, ticket in self._offered)
-        self._offered.add(ticket)
+        check_offer(part_id, arrays, descriptor, part_id in self._offered)
+        self._offered.add(part_id)
         offer = OfferEntry(tuple(arrays), descriptor, time.time() + ttl_s)
-        self._do(partial(self._table.offer, ticket, offer))
+        self._do(partial(self._table.offer, part_id, offer))
 
     def withdraw(self, key: AttemptKey, *, was_read: bool = False) -> None:
         """See `Transport.withdraw`."""
@@ -81,31 +81,31 @@ class ThreadedTransport(Transport):
         self._do(partial(self._table.withdraw, key, was_read))
 
     def pull(
-        self, ticket: Ticket, info: PullInfo, expected: Descriptor, *, timeout_s: float
+        self, part_id: PartId, info: PullInfo, expected: Descriptor, *, timeout_s: float
     ) -> None:
         """See `Transport.pull`."""
         self._check_open()
-        if ticket in self._pulling or ticket in self._received:
-            raise TransportArgumentError(f"part {ticket.part} of {ticket.key} is already pulled")
-        self._pulling[ticket] = False
-        failed = check_pull(ticket, info, expected, self.name)
+        if part_id in self._pulling or part_id in self._received:
+            raise TransportArgumentError(f"part {part_id.part} of {part_id.key} is already pulled")
+        self._pulling[part_id] = False
+        failed = check_pull(part_id, info, expected, self.name)
         if failed is not None:
             self._do(partial(self._table.fail, failed))
         else:
             pull = PullEntry(info, expected, time.monotonic() + timeout_s)
-            self._do(partial(self._table.pull, ticket, pull))
+            self._do(partial(self._table.pull, part_id, pull))
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, part_id: PartId) -> None:
         """See `Transport.cancel`."""
-        if ticket in self._pulling:
-            self._pulling[ticket] = True
-            self._do(partial(self._table.cancel, ticket))
+        if part_id in self._pulling:
+            self._pulling[part_id] = True
+            self._do(partial(self._table.cancel, part_id))
 
-    def release(self, ticket: Ticket) -> None:
+    def release(self, part_id: PartId) -> None:
         """See `Transport.release`."""
-        if ticket in self._received:
-            self._received.remove(ticket)
-            self._do(partial(self._table.release, ticket))
+        if part_id in self._received:
+            self._received.remove(part_id)
+            self._do(partial(self._table.release, part_id))
 
     def poll(self) -> list[Event]:
         """See `Transport.poll`.
@@ -148,15 +148,15 @@ class ThreadedTransport(Transport):
     def _account(self, event: Event) -> Event:
         """Update the caller's side, and return the event for the caller."""
         match event:
-            case Received() if self._pulling.pop(event.ticket):
-                self._do(partial(self._table.release, event.ticket))
-                return PullFailed(event.ticket, Fault.CANCELLED, "cancelled")
+            case Received() if self._pulling.pop(event.part_id):
+                self._do(partial(self._table.release, event.part_id))
+                return PullFailed(event.part_id, Fault.CANCELLED, "cancelled")
             case Received():
-                self._received.add(event.ticket)
+                self._received.add(event.part_id)
             case PullFailed():
-                del self._pulling[event.ticket]
+                del self._pulling[event.part_id]
             case OfferFailed():
-                self._offered.discard(event.ticket)
+                self._offered.discard(event.part_id)
             case Withdrawn():
                 self._offered = {each for each in self._offered if each.key != event.key}
         return event

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from ...handoff.messages import AttemptKey, Ticket
+from ...handoff.messages import AttemptKey, PartId
 from .base import Event, Fault, Offered, OfferFailed, PullFailed, Received, Withdrawn
 from .descriptors import Descriptor, PayloadArray, PullInfo, digest_arrays, is_ready
 from .transfer_engine import EngineOffer, EnginePull, PullError, TooLargeError, TransferEngine
@@ -59,10 +59,10 @@ class TransferTable:
         self.engine = engine
         self.parts_received = self.bytes_received = self.offers_expired = 0
         self.faults: Counter[Fault] = Counter()
-        self._offers: dict[Ticket, OfferEntry] = {}
+        self._offers: dict[PartId, OfferEntry] = {}
         self._withdrawn: set[AttemptKey] = set()  # not reported yet
-        self._pulls: dict[Ticket, PullEntry] = {}
-        self._received: dict[Ticket, EnginePull] = {}
+        self._pulls: dict[PartId, PullEntry] = {}
+        self._received: dict[PartId, EnginePull] = {}
         self._events: list[Event] = []
         self._maintained_at = 0.0
 
@@ -88,36 +88,36 @@ class TransferTable:
 
     # Requests
 
-    def offer(self, ticket: Ticket, offer: OfferEntry) -> None:
+    def offer(self, part_id: PartId, offer: OfferEntry) -> None:
         """Begin to serve a part."""
-        self._offers[ticket] = offer
+        self._offers[part_id] = offer
 
     def withdraw(self, key: AttemptKey, was_read: bool) -> None:
         """Stop serving all parts of an attempt."""
         self._withdrawn.add(key)
-        for ticket in [ticket for ticket in self._offers if ticket.key == key]:
-            self._end_offer(ticket, was_read)
+        for part_id in [part_id for part_id in self._offers if part_id.key == key]:
+            self._end_offer(part_id, was_read)
 
-    def pull(self, ticket: Ticket, pull: PullEntry) -> None:
+    def pull(self, part_id: PartId, pull: PullEntry) -> None:
         """Begin to read a part."""
-        self._pulls[ticket] = pull
+        self._pulls[part_id] = pull
 
     def fail(self, failed: PullFailed) -> None:
         """End a pull as failed."""
-        pull = self._pulls.pop(failed.ticket, None)
+        pull = self._pulls.pop(failed.part_id, None)
         if pull is not None and pull.running is not None:
             pull.running.abandon()
         self.faults[failed.fault] += 1
         self._events.append(failed)
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, part_id: PartId) -> None:
         """End a pull as cancelled, unless it has ended."""
-        if ticket in self._pulls:
-            self.fail(PullFailed(ticket, Fault.CANCELLED, "cancelled"))
+        if part_id in self._pulls:
+            self.fail(PullFailed(part_id, Fault.CANCELLED, "cancelled"))
 
-    def release(self, ticket: Ticket) -> None:
+    def release(self, part_id: PartId) -> None:
         """Free the memory of a received part."""
-        self._received.pop(ticket).free()
+        self._received.pop(part_id).free()
 
     def close(self) -> None:
         """Abandon the pulls in flight, and close the engine."""
@@ -135,29 +135,29 @@ class TransferTable:
             self._maintained_at = time.monotonic()
             self.engine.maintain()
         now = time.time()
-        for ticket, offer in list(self._offers.items()):
+        for part_id, offer in list(self._offers.items()):
             if offer.is_ending:
                 assert offer.served is not None, "an offer that was never served ends at once"
                 if offer.served.is_withdrawn():
-                    del self._offers[ticket]
+                    del self._offers[part_id]
                 continue
             if offer.served is None:
-                self._serve(ticket, offer)
+                self._serve(part_id, offer)
             elif offer.served.was_read():
-                self._end_offer(ticket, was_read=True)
+                self._end_offer(part_id, was_read=True)
                 continue
-            if offer.expires_at <= now and ticket in self._offers:
+            if offer.expires_at <= now and part_id in self._offers:
                 self.offers_expired += 1
                 if offer.served is None:
-                    self._events.append(OfferFailed(ticket, "expired before it could be served"))
-                self._end_offer(ticket, was_read=False)
-        for key in self._withdrawn - {ticket.key for ticket in self._offers}:
+                    self._events.append(OfferFailed(part_id, "expired before it could be served"))
+                self._end_offer(part_id, was_read=False)
+        for key in self._withdrawn - {part_id.key for part_id in self._offers}:
             self._withdrawn.remove(key)
             self._events.append(Withdrawn(key))
         pulls = list(self._pulls.items())
-        return any([self._advance(ticket, pull) for ticket, pull in pulls]) or bool(self._events)
+        return any([self._advance(part_id, pull) for part_id, pull in pulls]) or bool(self._events)
 
-    def _serve(self, ticket: Ticket, offer: OfferEntry) -> None:
+    def _serve(self, part_id: PartId, offer: OfferEntry) -> None:
         """Serve a part if its arrays are computed and there is room."""
         if not all(is_ready(array) for array in offer.arrays):
             return
@@ -169,23 +169,23 @@ class TransferTable:
         except Exception as error:  # raised by the computation or the engine: the part is lost
             is_ours = isinstance(error, TooLargeError)
             reason = str(error) if is_ours else f"{type(error).__name__}: {error}"
-            del self._offers[ticket]
-            self._events.append(OfferFailed(ticket, reason))
+            del self._offers[part_id]
+            self._events.append(OfferFailed(part_id, reason))
             return
         offer.served, offer.arrays = served, ()
         name, expires_at = self.engine.name, offer.expires_at
-        info = PullInfo(ticket, offer.descriptor, digests, expires_at, name, served.route)
-        self._events.append(Offered(ticket, info))
+        info = PullInfo(part_id, offer.descriptor, digests, expires_at, name, served.route)
+        self._events.append(Offered(part_id, info))
 
-    def _end_offer(self, ticket: Ticket, was_read: bool) -> None:
-        offer = self._offers[ticket]
+    def _end_offer(self, part_id: PartId, was_read: bool) -> None:
+        offer = self._offers[part_id]
         if offer.served is None:
-            del self._offers[ticket]
+            del self._offers[part_id]
         elif not offer.is_ending:
             offer.is_ending = True
             offer.served.withdraw(was_read)
 
-    def _advance(self, ticket: Ticket, pull: PullEntry) -> bool:
+    def _advance(self, part_id: PartId, pull: PullEntry) -> bool:
         """Begin or continue a pull; return whether any array has arrived or the pull failed."""
         num_arrived = pull.num_arrived
         try:
@@ -194,20 +194,20 @@ class TransferTable:
             if pull.running is not None:
                 self._check_arrived(pull, pull.running)
         except PullError as error:
-            self.fail(PullFailed(ticket, error.fault, error.reason))
+            self.fail(PullFailed(part_id, error.fault, error.reason))
             return True
         except TooLargeError as error:
-            self.fail(PullFailed(ticket, Fault.TOO_LARGE, str(error)))
+            self.fail(PullFailed(part_id, Fault.TOO_LARGE, str(error)))
             return True
         if pull.running is not None and pull.num_arrived == len(pull.expected.arrays):
-            self._received[ticket] = pull.running
-            del self._pulls[ticket]
+            self._received[part_id] = pull.running
+            del self._pulls[part_id]
             self.parts_received += 1
             self.bytes_received += pull.expected.num_bytes
-            self._events.append(Received(ticket, pull.running.arrays))
+            self._events.append(Received(part_id, pull.running.arrays))
         elif time.monotonic() >= pull.deadline:
             what = "there was no room in staging memory" if pull.running is None else "it ran"
-            self.fail(PullFailed(ticket, Fault.TIMED_OUT, f"{what} until the deadline"))
+            self.fail(PullFailed(part_id, Fault.TIMED_OUT, f"{what} until the deadline"))
         return pull.num_arrived > num_arrived
 
     def _check_arrived(self, pull: PullEntry, running: EnginePull) -> None:

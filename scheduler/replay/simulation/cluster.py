@@ -331,7 +331,7 @@ class _Cluster:
         def arrived() -> None:
             scheduler = self.nodes[name].scheduler
             assert isinstance(scheduler, DecodeScheduler), f"{name} is not a decode node"
-            scheduler.pulled(pull.ticket)
+            scheduler.pulled(pull.part_id)
             self.changed.add(name)
 
         self._at(begins_s + seconds, arrived)

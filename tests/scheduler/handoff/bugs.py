@@ -164,15 +164,15 @@ BUGS: Final = [
         "a pull that failed is a pull that is fenced",
         D,
         (
-            "self._ended_pull(ticket) if fenced else self._pulling(ticket)",
-            "self._ended_pull(ticket)",
+            "self._ended_pull(part_id) if fenced else self._pulling(part_id)",
+            "self._ended_pull(part_id)",
         ),
     ),
     bug(
         "a pull that failed counts as arrived",
         D,
         (
-            'self._give_up(attempt, f"part {ticket.part} could not be pulled: {reason}")',
+            'self._give_up(attempt, f"part {part_id.part} could not be pulled: {reason}")',
             "self._start_if_complete(attempt)",
         ),
     ),

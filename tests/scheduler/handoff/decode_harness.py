@@ -62,7 +62,7 @@ def send(d: DecodeScheduler, granted: Grant, num_blocks: int, commit: Commit) ->
     if num_blocks:
         d.receive("p0", Send(header, 0, granted.first_block, num_blocks, 0))
         [pull] = [each for each in actions(d) if isinstance(each, Pull)]
-        d.pulled(pull.ticket)
+        d.pulled(pull.part_id)
     d.receive("p0", commit)
 
 

@@ -118,7 +118,7 @@ class Pair:
         for message in (*sends, commit):
             self.d.receive(P, message)
         for pull in self.actions(self.d, "Pull"):
-            self.d.pulled(pull.ticket)
+            self.d.pulled(pull.part_id)
         [start] = self.actions(self.d, "Start")
         return start
 

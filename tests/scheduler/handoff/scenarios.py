@@ -144,8 +144,8 @@ def a_pull_does_not_take_for_ever(h: ModuleType) -> None:
     cancel, post = pair.d.take_actions()
     assert isinstance(cancel, h.CancelPull)
     assert post.message.reason == "receiving took too long" and not post.message.fenced
-    assert cancel.ticket == pull.ticket and pair.d_manager.stats().live_leases == 1
-    pair.d.pull_fenced(pull.ticket)
+    assert cancel.part_id == pull.part_id and pair.d_manager.stats().live_leases == 1
+    pair.d.pull_fenced(pull.part_id)
     assert pair.d_manager.stats().live_leases == 0
 
 
@@ -180,7 +180,7 @@ def a_first_token_that_is_none_does_not_start(h: ModuleType) -> None:
         [pull] = pair.actions(pair.d, "Pull")
         pair.d.receive(P, replace(commit, first_token=token))
         assert leases(pair) == 1, "its pull may still write"
-        pair.d.pull_fenced(pull.ticket)
+        pair.d.pull_fenced(pull.part_id)
         abort = pair.posted(pair.d)[-1]
         assert abort.reason == f"first token {token} is outside the vocabulary of 50"
         assert abort.fenced and pair.d_manager.match(PROMPT).num_tokens == 0
@@ -225,7 +225,7 @@ def a_failed_pull_holds_its_blocks_until_it_is_fenced(h: ModuleType) -> None:
     for message in (*sends, commit):
         pair.d.receive(P, message)
     [pull] = pair.actions(pair.d, "Pull")
-    pair.d.pull_failed(pull.ticket, fenced=False, reason="it was lost")
+    pair.d.pull_failed(pull.part_id, fenced=False, reason="it was lost")
     [abort] = pair.posted(pair.d)
     assert isinstance(abort, h.Abort) and not abort.fenced
     assert abort.reason == "part 0 could not be pulled: it was lost"
@@ -233,7 +233,7 @@ def a_failed_pull_holds_its_blocks_until_it_is_fenced(h: ModuleType) -> None:
     # P may be read as long, whatever D says.
     pair.p.receive(D, abort)
     assert pair.p_manager.stats().live_leases == 1
-    pair.d.pull_fenced(pull.ticket)
+    pair.d.pull_fenced(pull.part_id)
     [abort] = pair.posted(pair.d)
     assert abort.fenced and pair.d_manager.match(PROMPT).num_tokens == 0
     pair.p.receive(D, abort)

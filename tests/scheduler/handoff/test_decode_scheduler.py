@@ -172,7 +172,7 @@ def test_the_cache_is_reset_when_nothing_is_received() -> None:
     assert refusal(ask(d, "c")) == ("draining", 0, 0)
     with pytest.raises(HandoffsOpenError):
         d.reset_cache()
-    d.pull_fenced(pull.ticket)
+    d.pull_fenced(pull.part_id)
     step(d)
     d.reset_cache()
     [running] = d.waiting

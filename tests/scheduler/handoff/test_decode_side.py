@@ -39,26 +39,26 @@ def leases(pair: Pair) -> int:
 def test_quarantine_ends_with_the_last_fence() -> None:
     pair, (first, second) = pulling()
     pair.d.abort(KEY, "cancelled")
-    pair.d.pull_fenced(first.ticket)
+    pair.d.pull_fenced(first.part_id)
     assert leases(pair) == 1, "the other pull may still write"
-    pair.d.pull_fenced(first.ticket)
+    pair.d.pull_fenced(first.part_id)
     assert leases(pair) == 1
-    pair.d.pulled(second.ticket)  # it ends well, too late
+    pair.d.pulled(second.part_id)  # it ends well, too late
     assert leases(pair) == 0 and pair.d_manager.match(PROMPT).num_tokens == 0
 
 
 def test_the_end_of_a_pull_that_is_not_open_changes_nothing() -> None:
     pair, (first, second) = pulling()
-    pair.d.pulled(first.ticket._replace(grant=9))
-    pair.d.pulled(first.ticket._replace(part=9))
-    pair.d.pulled(first.ticket._replace(key=AttemptKey("r9", 1)))
-    pair.d.pulled(first.ticket)
-    pair.d.pulled(first.ticket)
-    pair.d.pull_failed(first.ticket, fenced=True, reason="it was lost")
+    pair.d.pulled(first.part_id._replace(grant=9))
+    pair.d.pulled(first.part_id._replace(part=9))
+    pair.d.pulled(first.part_id._replace(key=AttemptKey("r9", 1)))
+    pair.d.pulled(first.part_id)
+    pair.d.pulled(first.part_id)
+    pair.d.pull_failed(first.part_id, fenced=True, reason="it was lost")
     assert pair.d.take_actions() == []
     pair.d.abort(KEY, "cancelled")
     assert leases(pair) == 1, "the second pull is open"
-    pair.d.pull_fenced(second.ticket)
+    pair.d.pull_fenced(second.part_id)
     assert leases(pair) == 0
 
 
@@ -102,7 +102,7 @@ def test_ack_is_said_when_decoding_starts_and_as_long_as_it_is_known() -> None:
     for message in (*sends, commit):
         pair.d.receive(P, message)
     [pull] = pair.actions(pair.d, "Pull")
-    pair.d.pulled(pull.ticket)
+    pair.d.pulled(pull.part_id)
     [ack] = pair.posted(pair.d)
     assert isinstance(ack, Ack)
     pair.d.finished(KEY)

@@ -56,7 +56,7 @@ def arrive(d: DecodeScheduler, granted: Grant) -> list[Any]:
     header = Header(granted.header.key, 5, 1, granted.header.grant)
     d.receive("p0", Send(header, 0, granted.first_block, 3 - granted.first_block, 0))
     [pull] = [each for each in actions(d) if isinstance(each, Pull)]
-    d.pulled(pull.ticket)
+    d.pulled(pull.part_id)
     d.receive("p0", Commit(header, 1, 9, len(PROMPT), Hits()))
     return posted(d)
 

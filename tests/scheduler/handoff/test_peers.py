@@ -94,7 +94,7 @@ def go_on(pair: Pair) -> None:
             case Post():
                 pair.p.receive(D, action.message)
             case Pull() | CancelPull():
-                pair.d.pulled(action.ticket)
+                pair.d.pulled(action.part_id)
             case Start():
                 assert action.request.lease is not None
                 pair.d_manager.release(action.request.lease)

@@ -218,7 +218,7 @@ def test_what_has_ended_is_ignored() -> None:
     pair.start()
     for _ in range(2):
         pair.d.finished(KEY)
-    pair.d.pull_fenced(handoff.Ticket(KEY, 1, 1, 1, 0))
+    pair.d.pull_fenced(handoff.PartId(KEY, 1, 1, 1, 0))
     pair.d.abort(handoff.AttemptKey("r9", 1), "unknown")
     pair.p.abort(KEY, "cancelled")
     pair.p.take_actions()

@@ -7,18 +7,18 @@ from typing import Any
 
 from radixkv.scheduler.handoff import (
     AttemptKey,
+    PartId,
     Pull,
-    Ticket,
 )
 from radixkv.scheduler.nodes.kv_receiver import KVReceiver
 from radixkv.scheduler.nodes.transport import Received
 
-TICKET = Ticket(AttemptKey("a", 1), 1, 1, 1, 0)
+TICKET = PartId(AttemptKey("a", 1), 1, 1, 1, 0)
 
 
 def test_staging_memory_is_given_back_when_its_copies_are_done() -> None:
     written: list[Any] = []
-    released: list[Ticket] = []
+    released: list[PartId] = []
     kv = SimpleNamespace(
         describe=lambda num_blocks: num_blocks,
         write=lambda blocks, arrays: written.append((blocks, arrays)),

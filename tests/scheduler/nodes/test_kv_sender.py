@@ -13,8 +13,8 @@ from radixkv.scheduler.handoff import (
     AttemptKey,
     Header,
     Offer,
+    PartId,
     Send,
-    Ticket,
     Withdraw,
 )
 from radixkv.scheduler.nodes.kv_sender import KVSender
@@ -54,10 +54,10 @@ class Node:
         self.sent: list[tuple[str, int]] = []  # whose, and which part
 
     def offer(self, name: str, part: int, blocks: Iterable[int]) -> None:
-        ticket = Ticket(AttemptKey(name, 1), 1, 1, 1, part)
+        part_id = PartId(AttemptKey(name, 1), 1, 1, 1, part)
         blocks = tuple(blocks)
-        self.sender.offer(Offer("d0", ticket, blocks, 0))
-        send = Send(Header(ticket.key, 1, 1, 1), part, 0, len(blocks), 0)
+        self.sender.offer(Offer("d0", part_id, blocks, 0))
+        send = Send(Header(part_id.key, 1, 1, 1), part, 0, len(blocks), 0)
         assert self.sender.send("d0", send) == []
         self.run()
 
@@ -72,7 +72,7 @@ class Node:
                     case Offered():
                         (message,) = self.sender.offered(event)
                         assert message.pull_info is event.info
-                        self.sent.append((event.ticket.key.request_id, event.ticket.part))
+                        self.sent.append((event.part_id.key.request_id, event.part_id.part))
                     case Withdrawn(key):
                         self.sender.withdrawn(key)
 
@@ -166,6 +166,6 @@ def test_what_is_offered_later_has_the_content_of_its_blocks(copies_offers: bool
     node.offer("a", 0, range(6))
     node.offer("b", 0, [7, 9])
     node.withdraw("a")
-    ticket = Ticket(AttemptKey("b", 1), 1, 1, 1, 0)
-    (array,) = node.transport._exchange.offers[ticket]
+    part_id = PartId(AttemptKey("b", 1), 1, 1, 1, 0)
+    (array,) = node.transport._exchange.offers[part_id]
     assert np.asarray(array)[:, 0].tolist() == [7, 9]

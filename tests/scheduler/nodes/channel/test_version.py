@@ -13,7 +13,7 @@ from msgspec import defstruct
 from radixkv.scheduler.handoff import PROTOCOL_VERSION, messages
 from radixkv.scheduler.nodes.channel.schema import _CHECKS, PACKETS
 
-SCHEMAS: Final = {1: "2c10dfcde38fb9be", 2: "11cad465c9b7e053"}
+SCHEMAS: Final = {1: "2c10dfcde38fb9be", 2: "c45a8a0e3a961b53"}
 """How the digest of each version's messages begins; what was released is never written anew."""
 
 LIMITS: Final = ("MAX_PART_BLOCKS", "MAX_MISSING", "MAX_REASON_CHARS")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from radixkv.scheduler.handoff import AttemptKey, Ticket
+from radixkv.scheduler.handoff import AttemptKey, PartId
 from radixkv.scheduler.nodes.transport import (
     ArraySpec,
     Event,
@@ -44,8 +44,8 @@ class Pair(NamedTuple):
     decode: Transport
 
 
-def ticket(part: int = 0, key: AttemptKey = KEY) -> Ticket:
-    return Ticket(key, epoch=7, peer_epoch=8, grant=3, part=part)
+def part_id(part: int = 0, key: AttemptKey = KEY) -> PartId:
+    return PartId(key, epoch=7, peer_epoch=8, grant=3, part=part)
 
 
 def arrays(seed: int = 0, num_blocks: int = 3) -> list[jax.Array]:
@@ -81,9 +81,9 @@ def wait(transport: Transport, kind: type[T], events: list[Event] | None = None)
 
 
 def offer(transport: Transport, part: int = 0, seed: int = 0, ttl_s: float = LATE_S) -> PullInfo:
-    """Offer a part, and return its info ticket."""
+    """Offer a part, and return how to pull it."""
     offered = jax.block_until_ready(arrays(seed))  # it waits for nothing, however short its life
-    transport.offer(ticket(part), offered, describe(offered, num_blocks=3), ttl_s=ttl_s)
+    transport.offer(part_id(part), offered, describe(offered, num_blocks=3), ttl_s=ttl_s)
     return wait(transport, Offered).info
 
 
@@ -92,11 +92,11 @@ class TransportConformance:
 
     def test_what_is_offered_is_received(self, pair: Pair) -> None:
         info = offer(pair.prefill)
-        pair.decode.pull(ticket(), info, info.descriptor, timeout_s=LATE_S)
+        pair.decode.pull(part_id(), info, info.descriptor, timeout_s=LATE_S)
         received = wait(pair.decode, Received)
-        assert received.ticket == ticket()
+        assert received.part_id == part_id()
         assert equal(received.arrays, arrays())
-        pair.decode.release(ticket())
+        pair.decode.release(part_id())
         stats = pair.decode.stats()
         assert (stats.pulls, stats.received, stats.quarantined_bytes) == (0, 0, 0)
         assert stats.parts_received == 1
@@ -108,29 +108,29 @@ class TransportConformance:
     def test_many_parts_arrive_each_with_its_own_content(self, pair: Pair) -> None:
         infos = [offer(pair.prefill, part, seed=part) for part in range(6)]
         for info in reversed(infos):
-            pair.decode.pull(info.ticket, info, info.descriptor, timeout_s=LATE_S)
+            pair.decode.pull(info.part_id, info, info.descriptor, timeout_s=LATE_S)
         received: dict[int, Received] = {}
         while len(received) < 6:
             for event in pair.decode.poll():
                 assert isinstance(event, Received), event
-                received[event.ticket.part] = event
-                assert equal(event.arrays, arrays(event.ticket.part))
-                pair.decode.release(event.ticket)
+                received[event.part_id.part] = event
+                assert equal(event.arrays, arrays(event.part_id.part))
+                pair.decode.release(event.part_id)
         assert pair.decode.stats().received == 0
 
     def test_numpy_arrays_are_offered_as_they_were(self, pair: Pair) -> None:
         offered = [np.arange(24, dtype=np.int32).reshape(2, 3, 4)]
-        pair.prefill.offer(ticket(), offered, describe(offered, num_blocks=2), ttl_s=LATE_S)
+        pair.prefill.offer(part_id(), offered, describe(offered, num_blocks=2), ttl_s=LATE_S)
         info = wait(pair.prefill, Offered).info
         offered[0][:] = -1  # what was offered is a copy by now
-        pair.decode.pull(ticket(), info, info.descriptor, timeout_s=LATE_S)
+        pair.decode.pull(part_id(), info, info.descriptor, timeout_s=LATE_S)
         (array,) = wait(pair.decode, Received).arrays
         assert np.array_equal(np.asarray(array), np.arange(24).reshape(2, 3, 4))
 
     @pytest.mark.parametrize(
         ("part", "reason"),
         [
-            ("ticket", "the offer is of another part"),
+            ("part_id", "the offer is of another part"),
             ("epoch", "the offer is of another part"),
             ("transport", "offered by 'carrier pigeon', but this node uses "),
             ("namespace", "of another namespace or model"),
@@ -144,14 +144,14 @@ class TransportConformance:
     )
     def test_what_is_not_expected_is_not_pulled(self, pair: Pair, part: str, reason: str) -> None:
         info = offer(pair.prefill)
-        expected, asked = info.descriptor, ticket()
+        expected, asked = info.descriptor, part_id()
         specs = expected.arrays
         odd = ArraySpec((3, 2, 16, 8), "bfloat16")
         match part:
-            case "ticket":
-                asked = ticket(part=1)
+            case "part_id":
+                asked = part_id(part=1)
             case "epoch":
-                asked = ticket()._replace(epoch=6)
+                asked = part_id()._replace(epoch=6)
             case "transport":
                 info = replace(info, transport="carrier pigeon")
             case "namespace":
@@ -172,7 +172,7 @@ class TransportConformance:
                 expected = replace(expected, arrays=(odd, *specs[:3]))
         pair.decode.pull(asked, info, expected, timeout_s=LATE_S)
         failed = wait(pair.decode, PullFailed)
-        assert (failed.ticket, failed.fault) == (asked, Fault.MISMATCH)
+        assert (failed.part_id, failed.fault) == (asked, Fault.MISMATCH)
         assert failed.reason.startswith(reason), failed.reason
         assert pair.decode.stats().faults == {Fault.MISMATCH: 1}
 
@@ -182,7 +182,7 @@ class TransportConformance:
         wait(pair.prefill, Withdrawn)
         assert pair.prefill.stats().offers == 0
         timeout_s = SOON_S if self.withdrawn_fault is Fault.TIMED_OUT else LATE_S
-        pair.decode.pull(ticket(), info, info.descriptor, timeout_s=timeout_s)
+        pair.decode.pull(part_id(), info, info.descriptor, timeout_s=timeout_s)
         assert wait(pair.decode, PullFailed).fault is self.withdrawn_fault
         assert pair.decode.stats().pulls == 0
 
@@ -200,7 +200,7 @@ class TransportConformance:
         assert events == []
         assert pair.prefill.stats().offers_expired == 1
         assert info.expires_at <= time.time()
-        pair.decode.pull(ticket(), info, info.descriptor, timeout_s=LATE_S)
+        pair.decode.pull(part_id(), info, info.descriptor, timeout_s=LATE_S)
         failed = wait(pair.decode, PullFailed)
         assert (failed.fault, failed.reason) == (Fault.EXPIRED, "the offer has expired")
         pair.prefill.withdraw(KEY)
@@ -208,21 +208,21 @@ class TransportConformance:
 
     def test_a_cancelled_pull_ends_as_cancelled_and_never_as_received(self, pair: Pair) -> None:
         info = offer(pair.prefill)
-        pair.decode.pull(ticket(), info, info.descriptor, timeout_s=LATE_S)
-        pair.decode.cancel(ticket())
+        pair.decode.pull(part_id(), info, info.descriptor, timeout_s=LATE_S)
+        pair.decode.cancel(part_id())
         assert wait(pair.decode, PullFailed).fault is Fault.CANCELLED
         assert (pair.decode.stats().pulls, pair.decode.stats().received) == (0, 0)
-        pair.decode.cancel(ticket())
+        pair.decode.cancel(part_id())
         assert pair.decode.poll() == []
 
     def test_a_pull_is_cancelled_too_when_all_of_it_is_here(self, pair: Pair) -> None:
         info = offer(pair.prefill)
-        pair.decode.pull(ticket(), info, info.descriptor, timeout_s=LATE_S)
+        pair.decode.pull(part_id(), info, info.descriptor, timeout_s=LATE_S)
         end = time.monotonic() + LATE_S
         while isinstance(pair.decode, ThreadedTransport) and not pair.decode.stats().parts_received:
             assert time.monotonic() < end
             time.sleep(1e-3)
-        pair.decode.cancel(ticket())
+        pair.decode.cancel(part_id())
         assert wait(pair.decode, PullFailed).fault is Fault.CANCELLED
         assert (pair.decode.stats().pulls, pair.decode.stats().received) == (0, 0)
 
@@ -231,19 +231,19 @@ class TransportConformance:
         offered = arrays()
         part = "part 0 of attempt 1 of request 'r1'"
         with pytest.raises(TransportArgumentError, match=f"^{part} is already offered$"):
-            pair.prefill.offer(ticket(), offered, describe(offered, num_blocks=3), ttl_s=1)
+            pair.prefill.offer(part_id(), offered, describe(offered, num_blocks=3), ttl_s=1)
         with pytest.raises(
             TransportArgumentError,
             match=r"^the arrays differ from their descriptor: 4 arrays, expected 3$",
         ):
             described = describe(offered[:3], num_blocks=3)
-            pair.prefill.offer(ticket(1), offered, described, ttl_s=1)
-        pair.decode.pull(ticket(), info, info.descriptor, timeout_s=LATE_S)
+            pair.prefill.offer(part_id(1), offered, described, ttl_s=1)
+        pair.decode.pull(part_id(), info, info.descriptor, timeout_s=LATE_S)
         with pytest.raises(TransportArgumentError, match=f"^{part} is already pulled$"):
-            pair.decode.pull(ticket(), info, info.descriptor, timeout_s=LATE_S)
+            pair.decode.pull(part_id(), info, info.descriptor, timeout_s=LATE_S)
         wait(pair.decode, Received)
         with pytest.raises(TransportArgumentError, match=f"^{part} is already pulled$"):
-            pair.decode.pull(ticket(), info, info.descriptor, timeout_s=LATE_S)
+            pair.decode.pull(part_id(), info, info.descriptor, timeout_s=LATE_S)
 
     def test_a_closed_transport_refuses(self, pair: Pair) -> None:
         info = offer(pair.prefill)
@@ -252,11 +252,11 @@ class TransportConformance:
             end.close()
             end.close()
             with pytest.raises(TransportClosedError, match=r"^the transport is closed$"):
-                end.offer(ticket(1), offered, info.descriptor, ttl_s=1)
+                end.offer(part_id(1), offered, info.descriptor, ttl_s=1)
             with pytest.raises(TransportClosedError, match=r"^the transport is closed$"):
                 end.withdraw(KEY)
             with pytest.raises(TransportClosedError, match=r"^the transport is closed$"):
-                end.pull(ticket(), info, info.descriptor, timeout_s=1)
+                end.pull(part_id(), info, info.descriptor, timeout_s=1)
 
 
 class EngineConformance(TransportConformance):
@@ -276,6 +276,6 @@ class EngineConformance(TransportConformance):
             case "one more":
                 digests.append(bytes(16))
         forged = replace(info, digests=tuple(digests))
-        pair.decode.pull(ticket(), forged, info.descriptor, timeout_s=LATE_S)
+        pair.decode.pull(part_id(), forged, info.descriptor, timeout_s=LATE_S)
         failed = wait(pair.decode, PullFailed)
         assert (failed.fault, failed.reason) == (Fault.CORRUPT, "not the bytes that were offered")

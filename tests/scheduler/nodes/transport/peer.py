@@ -24,8 +24,8 @@ import numpy.typing as npt
 from radixkv.scheduler.handoff import (
     AttemptKey,
     Header,
+    PartId,
     Send,
-    Ticket,
 )
 from radixkv.scheduler.nodes.channel.codec import (
     Packet,
@@ -106,7 +106,7 @@ class Peer:
 
 
 def packet_of(info: PullInfo) -> str:
-    send = Send(Header(info.ticket.key, info.ticket.epoch), info.ticket.part, 0, 1, 0)
+    send = Send(Header(info.part_id.key, info.part_id.epoch), info.part_id.part, 0, 1, 0)
     return encode(Packet("p", "d", 1, 1, send, info)).hex()
 
 
@@ -129,15 +129,15 @@ def main() -> None:
             case "offer":
                 part, num_arrays, num_bytes = map(int, words[1:])
                 arrays = content(part, num_arrays, num_bytes)
-                ticket = Ticket(KEY, 7, 8, 3, part)
-                transport.offer(ticket, arrays, describe(arrays, num_blocks=1), ttl_s=3600)
+                part_id = PartId(KEY, 7, 8, 3, part)
+                transport.offer(part_id, arrays, describe(arrays, num_blocks=1), ttl_s=3600)
                 offered = _next(transport)
                 assert isinstance(offered, Offered), offered
                 _say(packet_of(offered.info))
             case "pull":
                 info = decode(bytes.fromhex(words[1])).pull_info
                 assert info is not None
-                transport.pull(info.ticket, info, info.descriptor, timeout_s=60)
+                transport.pull(info.part_id, info, info.descriptor, timeout_s=60)
                 _say("begun")
                 event = _next(transport)
                 _say(event.fault.name if isinstance(event, PullFailed) else type(event).__name__)

@@ -21,7 +21,7 @@ from .conformance import (
     TransportConformance,
     arrays,
     offer,
-    ticket,
+    part_id,
     wait,
 )
 
@@ -38,23 +38,23 @@ class TestInProcess(TransportConformance):
 
 def test_jax_arrays_are_handed_over_as_they_are(pair: Pair) -> None:
     offered = arrays()
-    pair.prefill.offer(ticket(), offered, describe(offered, num_blocks=3), ttl_s=1e9)
+    pair.prefill.offer(part_id(), offered, describe(offered, num_blocks=3), ttl_s=1e9)
     info = wait(pair.prefill, Offered).info
-    pair.decode.pull(ticket(), info, info.descriptor, timeout_s=1)
+    pair.decode.pull(part_id(), info, info.descriptor, timeout_s=1)
     received = wait(pair.decode, Received).arrays
     assert all(one is other for one, other in zip(received, offered, strict=True))
 
 
 def test_what_was_pulled_outlives_the_offer(pair: Pair) -> None:
     info = offer(pair.prefill)
-    pair.decode.pull(ticket(), info, info.descriptor, timeout_s=1)
+    pair.decode.pull(part_id(), info, info.descriptor, timeout_s=1)
     pair.prefill.close()
     assert isinstance(wait(pair.decode, Received).arrays[0], jax.Array)
 
 
 def test_an_offer_that_was_withdrawn_before_it_was_polled_is_not_reported(pair: Pair) -> None:
     offered = arrays()
-    pair.prefill.offer(ticket(), offered, describe(offered, num_blocks=3), ttl_s=1e9)
+    pair.prefill.offer(part_id(), offered, describe(offered, num_blocks=3), ttl_s=1e9)
     pair.prefill.withdraw(KEY)
     assert [type(event).__name__ for event in pair.prefill.poll()] == ["Withdrawn"]
 
@@ -62,7 +62,7 @@ def test_an_offer_that_was_withdrawn_before_it_was_polled_is_not_reported(pair: 
 def test_another_exchange_serves_nothing(pair: Pair) -> None:
     info = offer(pair.prefill)
     stranger = InProcessTransport(InProcessExchange())
-    stranger.pull(ticket(), info, info.descriptor, timeout_s=1)
+    stranger.pull(part_id(), info, info.descriptor, timeout_s=1)
     failed = wait(stranger, PullFailed)
     assert failed.fault is Fault.EXPIRED
     assert failed.reason == "the part is not offered"

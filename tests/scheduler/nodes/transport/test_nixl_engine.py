@@ -22,7 +22,7 @@ from radixkv.scheduler.nodes.transport.nixl_agent import NixlAgent
 from radixkv.scheduler.nodes.transport.nixl_engine import NixlEngine
 from radixkv.scheduler.nodes.transport.threaded import ThreadedTransport
 
-from .conformance import KEY, LATE_S, EngineConformance, Pair, arrays, equal, offer, ticket, wait
+from .conformance import KEY, LATE_S, EngineConformance, Pair, arrays, equal, offer, part_id, wait
 
 STAGING_BYTES = 1 << 20
 
@@ -46,16 +46,16 @@ def test_a_prompt_may_be_larger_than_staging_memory(pair: Pair) -> None:
     size, num_parts = STAGING_BYTES // 3, 12
     for part in range(num_parts):
         offered = [np.full(size, part, np.uint8)]
-        pair.prefill.offer(ticket(part), offered, describe(offered, num_blocks=1), ttl_s=LATE_S)
+        pair.prefill.offer(part_id(part), offered, describe(offered, num_blocks=1), ttl_s=LATE_S)
     num_received = 0
     while num_received < num_parts:
         for event in pair.prefill.poll():
             assert isinstance(event, Offered), event
-            pair.decode.pull(event.ticket, event.info, event.info.descriptor, timeout_s=LATE_S)
+            pair.decode.pull(event.part_id, event.info, event.info.descriptor, timeout_s=LATE_S)
         for event in pair.decode.poll():
             assert isinstance(event, Received), event
-            assert (np.asarray(event.arrays[0]) == event.ticket.part).all()
-            pair.decode.release(event.ticket)
+            assert (np.asarray(event.arrays[0]) == event.part_id.part).all()
+            pair.decode.release(event.part_id)
             num_received += 1
     pair.prefill.withdraw(KEY, was_read=True)
     assert wait(pair.prefill, Withdrawn).key == KEY
@@ -65,16 +65,16 @@ def test_a_prompt_may_be_larger_than_staging_memory(pair: Pair) -> None:
 def test_a_part_that_is_larger_than_staging_memory_is_refused(pair: Pair) -> None:
     offered = [np.zeros(STAGING_BYTES + 1, np.uint8)]
     described = describe(offered, num_blocks=1)
-    pair.prefill.offer(ticket(), offered, described, ttl_s=LATE_S)
+    pair.prefill.offer(part_id(), offered, described, ttl_s=LATE_S)
     failed = wait(pair.prefill, OfferFailed)
     reason = "it has 1048577 bytes, and staging memory has 1048576 (staging_bytes)"
-    assert (failed.ticket, failed.reason) == (ticket(), reason)
+    assert (failed.part_id, failed.reason) == (part_id(), reason)
 
 
 def test_a_part_that_is_larger_than_d_s_staging_memory_is_not_pulled(pair: Pair) -> None:
     info = offer(pair.prefill)
     small = ThreadedTransport(NixlEngine(4096))
-    small.pull(ticket(), info, info.descriptor, timeout_s=LATE_S)
+    small.pull(part_id(), info, info.descriptor, timeout_s=LATE_S)
     failed = wait(small, PullFailed)
     num_bytes = sum(array.nbytes for array in arrays())
     reason = f"it has {num_bytes} bytes, and staging memory has 4096 (staging_bytes)"
@@ -102,11 +102,11 @@ def test_what_the_helper_reads_keeps_a_pull_that_was_given_up_in_quarantine(
 
     info, other = offer(pair.prefill), offer(pair.prefill, part=1, seed=1)
     monkeypatch.setattr(NixlAgent, "post", post_as_shared_memory_does)
-    pair.decode.pull(ticket(), info, info.descriptor, timeout_s=LATE_S)
+    pair.decode.pull(part_id(), info, info.descriptor, timeout_s=LATE_S)
     assert is_reading.wait(LATE_S)
-    pair.decode.cancel(ticket())
+    pair.decode.cancel(part_id())
     assert wait(pair.decode, PullFailed).fault is Fault.CANCELLED
-    pair.decode.pull(ticket(1), other, other.descriptor, timeout_s=LATE_S)
+    pair.decode.pull(part_id(1), other, other.descriptor, timeout_s=LATE_S)
     assert equal(wait(pair.decode, Received).arrays, arrays(seed=1))
     assert pair.decode.stats().quarantined_bytes == info.descriptor.num_bytes
     may_go_on.set()

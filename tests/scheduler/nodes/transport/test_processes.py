@@ -27,7 +27,7 @@ from radixkv.scheduler.nodes.transport.staging import Slot, StagingPool
 from radixkv.scheduler.nodes.transport.threaded import ThreadedTransport
 from radixkv.scheduler.nodes.transport.transfer_engine import TransferEngine
 
-from .conformance import KEY, LATE_S, equal, offer, ticket, wait
+from .conformance import KEY, LATE_S, equal, offer, part_id, wait
 from .peer import STAGING_BYTES, Peer, content, packet_of
 
 SOON_S = 1.0
@@ -45,20 +45,20 @@ class Node(NamedTuple):
     peer: Peer
 
     def begin(self, info: PullInfo, timeout_s: float) -> None:
-        self.transport.pull(info.ticket, info, info.descriptor, timeout_s=timeout_s)
+        self.transport.pull(info.part_id, info, info.descriptor, timeout_s=timeout_s)
 
     def receives(self, part: int, size: tuple[int, int]) -> None:
         """Pull a new part, which must arrive as the peer made it."""
         info = self.peer.offer(part, *size)
         self.begin(info, LATE_S)
         assert equal(wait(self.transport, Received).arrays, content(part, *size))
-        self.transport.release(info.ticket)
+        self.transport.release(info.part_id)
 
     def fails(self, info: PullInfo) -> Fault:
         """Pull what must fail, by its deadline at the latest."""
         self.begin(info, SOON_S)
         failed = wait(self.transport, PullFailed)
-        assert (failed.ticket, self.transport.stats().pulls) == (info.ticket, 0)
+        assert (failed.part_id, self.transport.stats().pulls) == (info.part_id, 0)
         return failed.fault
 
     def stop_midway(self) -> PullInfo:
@@ -79,17 +79,17 @@ class Node(NamedTuple):
                 return info
             self.peer.resume()
             wait(self.transport, Received)
-            self.transport.release(info.ticket)
+            self.transport.release(info.part_id)
             assert self.peer.ask("withdraw") == "Withdrawn"
         raise AssertionError("every part came at once")
 
     def reach_deadline(self, info: PullInfo) -> None:
         """Let the time for a pull be over."""
-        self.transport._table._pulls[info.ticket].deadline = 0.0
+        self.transport._table._pulls[info.part_id].deadline = 0.0
 
     def _arrived(self, info: PullInfo) -> float:
         """How much of a part has come, from 0 to 1, as far as can be seen."""
-        pull = self.transport._table._pulls.get(info.ticket)
+        pull = self.transport._table._pulls.get(info.part_id)
         match pull.running if pull is not None else None:
             case JaxPull() as running:
                 return sum(is_ready(array) for array in running.arrays) / BIG[0]
@@ -159,7 +159,7 @@ def test_a_peer_that_stops_midway_costs_a_pull_and_nothing_else(slow_node: Node)
     if late is not None:
         pool, slot, memory = late
         assert not np.array_equal(pool.memory[slot.start : sum(slot)], memory), "no late bytes"
-    node.transport.release(elsewhere.ticket)
+    node.transport.release(elsewhere.part_id)
     with_other.close()
     # JAX's server may serve nobody from then on; a peer that withdraws an offer finds that out.
     assert node.peer.ask("withdraw") == "Withdrawn"
@@ -196,7 +196,7 @@ def test_a_peer_that_is_killed_midway_is_found_out(slow_node: Node) -> None:
 def test_a_reader_that_stops_or_dies_takes_nothing_with_it(slow_node: Node) -> None:
     node, transport = slow_node, slow_node.transport
     arrays = content(0, *BIG)
-    transport.offer(ticket(), arrays, describe(arrays, num_blocks=1), ttl_s=LATE_S)
+    transport.offer(part_id(), arrays, describe(arrays, num_blocks=1), ttl_s=LATE_S)
     info = wait(transport, Offered).info
     assert node.peer.ask(f"pull {packet_of(info)}") == "begun"
     node.peer.stop()
