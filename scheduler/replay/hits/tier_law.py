@@ -77,7 +77,7 @@ def check_two_tier_law(
     progress: Progress = no_progress,
 ) -> Check:
     """Check the hits and moves of a manager with an exclusive host tier against the law."""
-    name = "two tiers hit, demote and drop what LRU caches of their sizes do"
+    name = "two tiers hit, demote and drop as LRU caches of their sizes do"
     paths = prefix_paths(trace)
     for done, (device, host) in enumerate(sizes):
         progress("two tiers", done * len(paths), len(sizes) * len(paths))

@@ -264,13 +264,13 @@ class ClusterAccounts:
         checks = [
             self.answers.check(num_requests),
             Check(
-                "D is sent what it lacks, nothing else",
+                "D receives exactly the blocks it lacks",
                 self.sent_blocks == self._lacked_blocks,
                 f"{self.sent_blocks:,} blocks sent, {self._lacked_blocks:,} lacked",
             ),
             Check(first.name, first.ok, detail),
         ]
         if preemptions is not None:
-            name = "nothing is preempted: all ends are reserved"
+            name = "nothing is preempted: all growth is reserved"
             checks.append(Check(name, preemptions == 0, f"{preemptions:,} preemptions"))
         return checks

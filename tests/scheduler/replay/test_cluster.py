@@ -251,7 +251,7 @@ def test_an_unnecessary_transfer_is_found() -> None:
     accounts.finish(ended(request, 1), 1.0)
     accounts.sent_blocks = 2
     sent = checks(accounts, 1)[1]
-    assert (sent.name, sent.ok) == ("D is sent what it lacks, nothing else", False)
+    assert (sent.name, sent.ok) == ("D receives exactly the blocks it lacks", False)
     assert sent.detail == "2 blocks sent, 1 lacked"
 
 

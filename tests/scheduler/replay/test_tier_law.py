@@ -122,7 +122,7 @@ def test_the_check_passes_with_its_number_of_comparisons(bundled_trace: Trace) -
         lambda stage, done, total: calls.append((stage, done, total)),
     )
     assert (check.verdict, check.detail) == ("PASS", "1,000 requests at 2 pairs of sizes")
-    assert check.name == "two tiers hit, demote and drop what LRU caches of their sizes do"
+    assert check.name == "two tiers hit, demote and drop as LRU caches of their sizes do"
     assert calls == [("two tiers", done, 2_000) for done in (0, 1_000, 2_000)]
 
 
