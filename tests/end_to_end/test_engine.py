@@ -1,4 +1,4 @@
-"""The engine on tiny models: the same tokens however they are scheduled, and nothing leaks."""
+"""The engine on tiny models: tokens do not depend on scheduling, and nothing leaks."""
 
 from dataclasses import replace
 from itertools import product
@@ -19,12 +19,12 @@ from radixkv.scheduler.request import (
 from .conftest import MAX_RUNNING, assert_nothing_leaked, complete, fresh
 
 ENGINES = [("llama", 4), ("qwen3", 4)]
-"""Each has five programs to compile, of a second or two."""
+"""Each engine compiles five programs, of a second or two."""
 
 
 @pytest.fixture(params=ENGINES, ids=lambda param: "-".join(map(str, param)))
 def compiled(engine, request):
-    """The engine whose programs a test uses."""
+    """Return the engine whose programs a test uses."""
     return engine(*request.param)
 
 
@@ -38,7 +38,7 @@ PROMPTS = [
     [*PREFIX, 500],
     [900, 901],
 ]
-"""Shared prefixes, a prompt twice, and whole hits for blocks of 4 and of 2."""
+"""Shared prefixes, a repeated prompt, and full hits for blocks of 4 and 2."""
 
 SAMPLED = (
     GREEDY,
@@ -57,7 +57,7 @@ def test_greedy_tokens_equal_those_of_transformers(engine, goldens, family, bloc
     prompts, expected = [c["prompt"] for c in cases], [c["tokens"] for c in cases]
     serving = fresh(engine(family, block_size))
     assert complete(serving, prompts, 64) == expected
-    # Once more, with the prompts and what was generated in the cache.
+    # Once more, with prompts and outputs in the cache.
     before = serving.stats().scheduler.hit_tokens
     assert complete(serving, prompts, 64) == expected
     whole_blocks = sum(len(prompt) // block_size * block_size for prompt in prompts)
@@ -108,7 +108,7 @@ def test_evictions_and_preemptions_do_not_change_a_token(compiled, samplings, po
 
 
 def test_block_sizes_and_a_real_small_engine_give_the_same_tokens(engine, model):
-    """Without `fresh`: an engine as a user makes it, with larger blocks in a small pool."""
+    """Use an engine as a user makes it (without `fresh`): larger blocks in a small pool."""
     expected = complete(fresh(engine("llama", 4)), PROMPTS, 24, SAMPLED)
     small = Engine(
         model("llama"),
@@ -231,7 +231,7 @@ def test_pools_are_donated_to_each_step(engine):
 
 
 def test_only_the_blocks_of_requests_are_written(engine):
-    """The pools start as NaN: what is finite afterwards was written."""
+    """Pools start as NaN: finite values were written."""
     serving = fresh(engine("llama", 4), prefix_cache=False)
     complete(serving, [PREFIX[:10]], 3)  # 12 tokens have KV: three whole blocks
     for pool in (*serving._runner.arrays.keys, *serving._runner.arrays.values):

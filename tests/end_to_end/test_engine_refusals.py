@@ -1,4 +1,4 @@
-"""What an engine refuses, by the text of the error, and that it goes on serving."""
+"""Errors of the engine by their text; the engine continues to serve."""
 
 import re
 from contextlib import closing

@@ -1,4 +1,4 @@
-"""The engine over host and storage tiers: the same tokens, wherever KV was meanwhile."""
+"""The engine over host and storage tiers: tokens do not depend on where KV was."""
 
 import re
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ WRITES = ("exclusive", "back", "through")
 
 @contextmanager
 def files(directory: Path) -> Iterator[StorageWorkers]:
-    """A directory as storage, until it is closed."""
+    """Open a directory as storage, and close it at the end."""
     backend = open_backend(f"file://{directory}", BackendOptions(max_bytes=2**30))
     storage = StorageWorkers(backend, max_bytes_in_flight=2**28)
     yield storage
@@ -52,12 +52,12 @@ def compiled(engine) -> Engine:
 
 @pytest.fixture
 def expected(compiled) -> list[list[int]]:
-    """What an engine without any cache generates."""
+    """Return the tokens of an engine without any cache."""
     return complete(fresh(compiled, prefix_cache=False), PROMPTS, 24, SAMPLED)
 
 
 def finish(engine: Engine) -> None:
-    """Close an engine; everything must have ended."""
+    """Close an engine; check that all copies have ended."""
     assert_nothing_leaked(engine)
     assert engine.close(timeout_s=LONG_S)
     engine.manager.check()
@@ -74,7 +74,7 @@ def test_a_host_tier_does_not_change_a_token_and_is_hit(compiled, expected, writ
     outputs = [complete(serving, [prompt], 24, [SAMPLED[i % 4]])[0]
                for i, prompt in enumerate(PROMPTS)]  # fmt: skip
     assert outputs == expected
-    # Others' blocks push the prompts' off the device; then they come back from the host.
+    # Other blocks evict the prompts from the device; then they are loaded from the host.
     complete(serving, [[i + 1, *range(200 + i, 270 + i)] for i in range(2)], 24)
     let_copies_end(serving._runner)
     assert complete(serving, PROMPTS, 24, SAMPLED) == expected
@@ -122,7 +122,7 @@ def test_a_conversation_survives_its_engine_in_files(compiled, model, expected, 
     assert prefill[1] < prefill[0]
 
 
-def test_the_parts_of_a_prompt_are_where_it_came_from(compiled, model, tmp_path, monkeypatch):
+def test_prompt_tokens_are_counted_by_source_tier(compiled, model, tmp_path, monkeypatch):
     monkeypatch.setattr(storage_uses, "REPORT_INTERVAL", 0)  # of each use, storage is told
     namespace = make_storage_namespace(model("llama"), "tiny", 4)
     prompt = PROMPTS[0]
@@ -169,7 +169,7 @@ def test_aborts_leave_nothing_and_do_not_disturb_the_others(compiled, expected, 
     finish(serving)
 
 
-def test_what_a_request_asked_of_storage_is_cancelled_when_it_goes(compiled, model):
+def test_prefetches_of_an_aborted_request_are_cancelled(compiled, model):
     storage: Any = FakeStorage()
     namespace = make_storage_namespace(model("llama"), "tiny", 4)
     host = HostConfig(64, "back")  # nothing is stored
@@ -220,7 +220,7 @@ def test_after_a_reset_the_new_weights_decide(compiled, model):
     serving.reset_cache(params=new.params)
     serving.run()
     finish(serving)
-    # From where each was, an engine that always had the new weights goes on in the same way.
+    # An engine that always had the new weights continues in the same way from each state.
     other = fresh(compiled)
     other._runner.model = new
     for request, outputs in zip(requests, before, strict=True):
@@ -278,7 +278,7 @@ def test_weights_that_come_back_under_their_name_find_what_they_stored(compiled,
     assert hits == [0, 40, 80]
 
 
-# What cannot be
+# Invalid options
 
 
 def test_a_storage_that_does_not_fit_is_refused(model, tmp_path):

@@ -1,4 +1,4 @@
-"""What tests of several folders of the scheduler share."""
+"""Fixtures for the tests of several folders."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import pytest
 
 @pytest.fixture
 def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let benchmarks collect no garbage: a test process has so much that it takes seconds."""
+    """Disable garbage collection in benchmarks, which takes seconds in a test process."""
     monkeypatch.setattr(gc, "collect", lambda: 0)

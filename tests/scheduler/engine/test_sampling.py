@@ -1,4 +1,4 @@
-"""Sampling: which tokens may be drawn, and that a draw depends on its own row alone."""
+"""Sampling: which tokens may be drawn, and independence of rows."""
 
 from collections import Counter
 
@@ -18,7 +18,7 @@ _sample = jax.jit(sample)
 
 
 def batch(rows: int = ROWS, **fields) -> SamplingBatch:
-    """Parameters of some rows; a scalar stands for all rows, and the position counts them."""
+    """Return the parameters of rows; a scalar applies to all rows, positions count up."""
     values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "seed": 0} | fields
     values.setdefault("position", np.arange(rows))
     dtypes = {"temperature": np.float32, "top_p": np.float32, "seed": np.uint32}
@@ -37,7 +37,7 @@ def draws(logits, rows: int = ROWS, **fields) -> list[int]:
 
 
 def kept(logits, temperature: float, top_k: int, top_p: float) -> set[int]:
-    """The oracle: which tokens may be drawn, in float64 and one after the other."""
+    """Oracle: return the tokens that may be drawn, computed one by one in float64."""
     scaled = np.asarray(logits, np.float64) / temperature
     probabilities = np.exp(scaled - scaled.max())
     probabilities /= probabilities.sum()
@@ -72,7 +72,7 @@ def test_of_equals_greedy_takes_the_lowest_token():
 @pytest.mark.parametrize(
     ("top_k", "top_p"), [(0, 1.0), (1, 1.0), (3, 1.0), (0, 0.5), (0, 0.85), (2, 0.9), (6, 0.3)]
 )
-def test_what_is_drawn_is_what_the_oracle_keeps(temperature, top_k, top_p):
+def test_drawn_tokens_are_those_that_the_oracle_keeps(temperature, top_k, top_p):
     fields = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     drawn = set()
     for seed in range(32):
@@ -148,7 +148,7 @@ def test_a_draw_depends_on_the_seed_and_the_position():
 
 
 def test_more_of_the_vocabulary_kept_changes_only_draws_that_were_cut():
-    """The noise belongs to the token: a draw that the cut allows is the draw without the cut."""
+    """Noise belongs to the token: a draw that the cut allows is the same without the cut."""
     allowed = kept(LOGITS, 1.0, 3, 1.0)
     whole, cut = draws(LOGITS), draws(LOGITS, top_k=3)
     same = [token for token in whole if token in allowed]
@@ -157,7 +157,7 @@ def test_more_of_the_vocabulary_kept_changes_only_draws_that_were_cut():
 
 
 def test_rounding_that_changes_the_ranks_does_not_change_the_draws():
-    """Two programs may round equal logits differently: a draw must not hang on the last bit."""
+    """Programs may round equal logits differently; a draw must not depend on the last bit."""
     rising = np.arange(VOCABULARY) * 1e-6
     assert len(set(draws(rising))) == VOCABULARY
     assert draws(rising) == draws(rising[::-1]) == draws(rising, top_k=VOCABULARY)

@@ -1,4 +1,4 @@
-"""From a plan to the arrays of a program, and back."""
+"""Buckets, and packing a plan into arrays and back."""
 
 import doctest
 
@@ -35,7 +35,7 @@ def test_examples_in_the_docstrings():
 def running(
     manager: CacheManager, prompt: list[int], sampling: SamplingParams = GREEDY, publish: int = 0
 ) -> Request:
-    """A request with blocks, the first `publish` tokens of which are shared."""
+    """Return a request with blocks, of which the first `publish` tokens are shared."""
     request = Request("a", prompt, 4, sampling=sampling)
     request.lease = manager.admit(manager.match(request.tokens))
     manager.publish(request.lease, request.tokens[:publish])
@@ -205,7 +205,7 @@ def test_sampling_parameters_are_carried_bit_for_bit():
     spare=st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 2)),
     data=st.data(),
 )
-def test_what_is_packed_comes_out(lengths, spare, data):
+def test_unpack_returns_what_pack_wrote(lengths, spare, data):
     manager = CacheManager(64, BLOCK_SIZE)
     chunks = []
     for index, length in enumerate(lengths):
@@ -215,7 +215,7 @@ def test_what_is_packed_comes_out(lengths, spare, data):
         chunks.append(Chunk(running(manager, prompt, publish=publish), start, length))
     shape = Shape(False, sum(lengths) + spare[0], len(lengths) + spare[1], 4 + spare[2])
     packed = pack(chunks, shape, manager.tables, BLOCK_SIZE)
-    # Not jitted, as every example has a shape of its own.
+    # Not jitted, because every example has another shape.
     batch, _ = jax.tree.map(np.asarray, unpack(packed, shape))  # type: ignore[arg-type]
     for row, chunk in enumerate(chunks):
         lease = chunk.request.lease

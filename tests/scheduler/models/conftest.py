@@ -30,7 +30,7 @@ _step = jax.jit(forward, static_argnums=0, static_argnames="decode", donate_argn
 
 
 class Runner:
-    """The least engine that can run `forward`: fixed rows, each with blocks of its own."""
+    """A minimal engine for `forward`: fixed rows, each with its own blocks."""
 
     def __init__(self, model: Model, *, num_rows: int = 1) -> None:
         config = model.config
@@ -39,7 +39,7 @@ class Runner:
         dtype = model.params.embedding.dtype
         self.model = model
         self.num_rows = num_rows
-        # Garbage, and finite: what is read before it is written must show in the logits.
+        # Finite garbage: reads before writes must show in the logits.
         self.k_pools = tuple(jnp.full(shape, 7.0, dtype) for _ in range(config.num_layers))
         self.v_pools = tuple(jnp.full(shape, 7.0, dtype) for _ in range(config.num_layers))
         blocks = np.random.RandomState(0).permutation(num_blocks).astype(np.int32) + 1
@@ -49,7 +49,7 @@ class Runner:
     def step(
         self, chunks: dict[int, list[int]], *, decode: bool = False, masked: int = 0
     ) -> np.ndarray:
-        """Append one chunk to each of some rows; return logits `[num_rows, vocab]`.
+        """Append a chunk to each given row; return logits `[num_rows, vocab]`.
 
         The first `masked` positions of a row keep the KV that they have.
         """

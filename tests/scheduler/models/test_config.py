@@ -163,7 +163,7 @@ def test_generation_config_gives_the_end_tokens(tmp_path):
         ),
     ],
 )
-def test_what_is_not_computed_is_refused(entries, text):
+def test_unsupported_models_are_refused(entries, text):
     with pytest.raises(UnsupportedModelError) as caught:
         parse_config({**LLAMA, **entries}, PATH)
     assert str(caught.value) == text
@@ -215,7 +215,7 @@ def test_what_is_not_computed_is_refused(entries, text):
         ),
     ],
 )
-def test_entries_that_make_no_sense_are_refused(entries, text):
+def test_invalid_entries_are_refused(entries, text):
     with pytest.raises(CheckpointError) as caught:
         parse_config({**LLAMA, **entries}, PATH)
     assert str(caught.value) == text

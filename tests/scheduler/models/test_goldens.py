@@ -1,4 +1,4 @@
-"""Our forward beside transformers', through a paged cache whose blocks lie scattered."""
+"""Our forward pass against transformers, through a paged cache with scattered blocks."""
 
 from __future__ import annotations
 

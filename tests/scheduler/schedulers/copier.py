@@ -1,8 +1,8 @@
-"""Copies between ghost memories of all tiers, as a test scripts them.
+"""Simulated copies between ghost memories of all tiers, scripted by a test.
 
-A copy does what its `Fate` says: when it ends, which of its blocks are good, whether somebody may
-still be writing then, and whether its end is told twice. What is not good is garbage, and whoever
-was not fenced writes garbage once more before the fence.
+The `Fate` of a copy says when it completes, which of its blocks are good, whether it is fenced, and
+whether its completion is reported twice. Blocks that are not good hold garbage, and a copy that is
+not fenced writes garbage once more before its fence.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from radixkv.kvcache.tiers.operations import Operation, OpKind
 GARBAGE = -1
 
 Content = tuple[int, ...]
-"""Of a block: the tag in each slot."""
+"""Content of a block: the tag in each slot."""
 
 
 @dataclass
 class Fate:
-    """How a copy ends: `steps` deliveries after its dispatch; None: when the test says so."""
+    """Result of a copy, `steps` deliveries after its dispatch; None: when the test ends it."""
 
     steps: int | None = 0
     good: float | Callable[[int], bool] = 1.0
@@ -30,13 +30,13 @@ class Fate:
     twice: bool = False
 
     def is_good(self, place: int, count: int) -> bool:
-        """A number is the part of the blocks that is good, from the first on."""
+        """Tell whether a block is good; a number is the fraction of leading good blocks."""
         return self.good(place) if callable(self.good) else place < self.good * count
 
 
 @dataclass
 class Flight:
-    """A copy that was dispatched and may still write."""
+    """A copy in flight."""
 
     operation: Operation
     content: list[Content]
@@ -48,7 +48,7 @@ class Flight:
 
 @dataclass
 class Memories:
-    """What is in each block of each tier; a block that nobody wrote holds garbage."""
+    """Contents of the blocks of each tier; a block that was not written holds garbage."""
 
     block_size: int
     device: dict[int, Content] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Memories:
 
 
 class Copier:
-    """Executes operations as their fates say."""
+    """Executes operations according to their fates."""
 
     def __init__(self, manager: CacheManager, memories: Memories) -> None:
         assert manager.tiers is not None
@@ -75,7 +75,7 @@ class Copier:
         self.seen: Counter[OpKind] = Counter()
 
     def dispatch(self) -> None:
-        """Start what was decided: all sources are read before any destination is written."""
+        """Start pending operations: read all sources before writing any destination."""
         cancelled = self.tiers.take_cancelled()
         for flight in self.flights:
             flight.cancelled |= flight.operation.id in cancelled
@@ -92,7 +92,7 @@ class Copier:
         self.flights += new
 
     def spoil(self, flight: Flight, good: Sequence[bool] = ()) -> None:
-        """A destination holds garbage while it is written, and where the copy failed."""
+        """Fill destinations with garbage: during the copy, and where it failed."""
         operation = flight.operation
         to_device = operation.kind is OpKind.HOST_TO_DEVICE
         memory = self.memories.device if to_device else self.memories.host
@@ -101,14 +101,14 @@ class Copier:
                 memory[int(block)] = (GARBAGE,) * self.memories.block_size
 
     def deliver(self) -> None:
-        """Let the ends come that are due."""
+        """Complete the copies that are due."""
         for flight in list(self.flights):
             flight.age += 1
             if flight.fate.steps is not None and flight.age > flight.fate.steps:
                 self.end(flight)
 
     def end(self, flight: Flight) -> None:
-        """End a copy, or fence it if it has ended."""
+        """Complete a copy, or fence it if it has completed."""
         operation, fate = flight.operation, flight.fate
         if flight.ended or flight.cancelled:
             if operation.kind is OpKind.HOST_TO_STORAGE:
@@ -136,7 +136,7 @@ class Copier:
         return good
 
     def move(self, flight: Flight) -> list[bool]:
-        """Write what is good, garbage for the rest; return which is."""
+        """Write good blocks, and garbage for the rest; return which blocks are good."""
         operation, memories, good = flight.operation, self.memories, self.good(flight)
         self.spoil(flight, good)
         if operation.kind is OpKind.HOST_TO_STORAGE:
@@ -155,16 +155,16 @@ class Copier:
         return good
 
     def check_source(self, flight: Flight) -> None:
-        """A thread reads the host blocks of a store whenever it likes."""
+        """Check that a store's source is unchanged, because a thread may read it at any time."""
         for block, content in zip(flight.operation.sources, flight.content, strict=True):
             assert self.memories.host[int(block)] == content, "a stored block was written"
 
     def held(self, kind: OpKind) -> Flight:
-        """The one copy of a kind that is under way."""
+        """Return the only copy of a kind in flight."""
         [flight] = [each for each in self.flights if each.operation.kind is kind]
         return flight
 
 
 def held_when(*kinds: OpKind) -> Callable[[Operation], Fate]:
-    """Copies of these kinds end when the test says so, the others at once."""
+    """Return fates by which copies of these kinds wait for the test, and others end at once."""
     return lambda operation: Fate(None if operation.kind in kinds else 0)

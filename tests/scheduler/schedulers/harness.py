@@ -1,7 +1,7 @@
-"""Drives a `MixedScheduler` with a made-up model, and checks every step from outside.
+"""Drives a `MixedScheduler` with a fake model, and checks every step from outside.
 
-The model's next token is a function of the namespace and of all tokens before it, so that what a
-request must produce is known without any scheduler. A ghost memory stands for the arrays of blocks.
+The next token of the model is a function of the namespace and all earlier tokens, so the expected
+output is known without a scheduler. A ghost memory stands for the block arrays.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from radixkv.scheduler.step_plan import Chunk, StepPlan
 from radixkv.spec import GhostMemory, prefix_tags
 
 VOCABULARY = 3
-"""Few tokens, so that generated text is shared too."""
+"""A small vocabulary, so that requests share generated text as well."""
 
 
 def next_token(namespace: bytes, tokens: Sequence[int]) -> int:
-    """The model: the token that follows."""
+    """The model: return the next token."""
     return prefix_tags(namespace, tokens)[-1] % VOCABULARY
 
 
 def alone(request: Request) -> tuple[list[int], FinishReason]:
-    """What the model alone makes of a request, and why it ends."""
+    """Return the expected output of a request and its finish reason."""
     tokens = request.prompt.tolist()
     outputs: list[int] = []
     while len(outputs) < request.max_new_tokens:
@@ -44,7 +44,7 @@ def alone(request: Request) -> tuple[list[int], FinishReason]:
 
 
 class Harness:
-    """A scheduler, a ghost memory, and a second set of books."""
+    """A scheduler, a ghost memory, and independent counts."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Harness:
         self.decoded: dict[Request, int] = {}
         self.reached: dict[Request, int] = {}
 
-    # What a caller does
+    # Calls
 
     def add(self, request: Request) -> Request:
         """Submit a request."""
@@ -89,12 +89,12 @@ class Harness:
     def submit(
         self, prompt: Sequence[int], max_new_tokens: int = 1, *, name: str = "", priority: int = 0
     ) -> Request:
-        """Submit a request with a name of its own."""
+        """Submit a request with a unique name."""
         name = name or str(len(self.requests))
         return self.add(Request(name, prompt, max_new_tokens, priority=priority))
 
     def abort(self, request: Request) -> bool:
-        """Abort a request, and check what that must do at once."""
+        """Abort a request, and check the immediate effects."""
         was_live = request.status not in (RequestStatus.FINISHED, RequestStatus.ABORTED)
         assert self.scheduler.abort(request.request_id) == was_live
         if was_live:
@@ -131,7 +131,7 @@ class Harness:
 
     def drain(self) -> None:
         """Run to the end within a bound, then check results, counts and that nothing leaked."""
-        # The first in the policy's order is never preempted: at worst they go one by one.
+        # The first in policy order is never preempted: at worst requests run one by one.
         live = [r for r in self.requests if r.finish_reason is None]
         work = sum(r.num_prompt_tokens + r.max_new_tokens for r in live)
         self.run(max_steps=(len(live) + 1) * work)
@@ -159,7 +159,7 @@ class Harness:
         chunks = plan.chunks
         assert bool(chunks) == scheduler.has_work
         assert plan.num_tokens == sum(chunk.length for chunk in chunks) <= scheduler.token_budget
-        # Whoever holds blocks gets further in every step: none waits for another's memory.
+        # Every request that holds blocks advances in every step.
         in_plan = {chunk.request for chunk in chunks}
         assert in_plan == set(scheduler.running)
         assert len(in_plan) == len(chunks) <= scheduler.max_running
@@ -215,7 +215,7 @@ class Harness:
             self.reached[chunk.request] = max(reached, end)
 
     def _compute(self, chunks: Sequence[Chunk]) -> None:
-        """What the device does: everything before a chunk is there already, then it is written."""
+        """Simulate the device: check the KV before each chunk, then write the chunk."""
         for chunk in chunks:
             table, tags = self._table_and_tags(chunk.request, chunk.start)
             self.ghost.read_sequence(table, tags)
@@ -238,7 +238,7 @@ class Harness:
         tokens = [
             next_token(chunk.request.namespace, chunk.request.tokens.tolist())
             if chunk.start + chunk.length == chunk.request.num_tokens
-            else -1  # the token after half a prompt: must not be used
+            else -1  # after a partial prompt: must not be used
             for chunk in plan.chunks
         ]
         finished = self.scheduler.update(plan, tokens)
@@ -246,7 +246,7 @@ class Harness:
         self.finished += finished
 
     def settle(self) -> None:
-        """Check what must be true between any two calls."""
+        """Check invariants between calls."""
         self.manager.check()
         running, waiting = self.scheduler.running, self.scheduler.waiting
         order = self.scheduler.policy.order
@@ -267,24 +267,24 @@ class Harness:
         assert self.manager.stats().live_leases == len(running)
 
 
-# What the tests of the mixed scheduler share
+# Helpers
 
 PREFIX = list(range(100, 112))
 """Three blocks of 4."""
 
 
 def chunks(plan: StepPlan) -> list[tuple[str, int, int]]:
-    """Who is computed: id, start and length."""
+    """Return id, start and length of each chunk."""
     return [(chunk.request.request_id, chunk.start, chunk.length) for chunk in plan.chunks]
 
 
 def names(requests: Iterable[Request]) -> list[str]:
-    """The ids of some requests."""
+    """Return the ids of requests."""
     return [request.request_id for request in requests]
 
 
 def pressed(**options: Any) -> Harness:
-    """Six blocks for three requests that come to need three each; nothing is reserved."""
+    """Return a harness with six blocks for three requests that need three each in the end."""
     sizes: dict[str, Any] = {"num_blocks": 6, "block_size": 2, "token_budget": 8}
     harness = Harness(**{**sizes, **options})
     for name in "abc":

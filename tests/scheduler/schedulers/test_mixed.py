@@ -1,4 +1,4 @@
-"""What the mixed scheduler does, one behaviour a test."""
+"""The mixed scheduler: one behaviour per test."""
 
 import re
 
@@ -102,7 +102,7 @@ def test_a_stop_token_ends_a_request_and_is_kept(stop):
     harness.drain()
 
 
-def test_update_returns_what_ended_in_that_step():
+def test_update_returns_the_requests_that_ended_in_the_step():
     harness = Harness()
     short, long = harness.submit([1], 1), harness.submit([2], 3)
     ended = []

@@ -1,4 +1,4 @@
-"""Aborts in the mixed scheduler: in every state, and in the middle of a step."""
+"""Aborts in the mixed scheduler: in every state, and during a step."""
 
 import pytest
 
@@ -81,7 +81,7 @@ def test_abort_of_a_request_in_the_step_that_preempted_it():
     assert victim.status is RequestStatus.ABORTED
 
 
-def test_abort_of_what_has_ended_or_never_was():
+def test_abort_of_an_ended_or_unknown_request():
     harness = Harness()
     request = harness.submit([1])
     harness.run()

@@ -1,4 +1,4 @@
-"""Preemption that keeps its KV: parked, resumed first, on other blocks, without recompute."""
+"""Parking: preempted requests keep their KV in a tier and resume without recomputation."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def check_tokens(harness: TierHarness) -> None:
 
 @pytest.mark.parametrize("preempt", ["host", "storage"])
 @pytest.mark.parametrize("write", ["exclusive", "back", "through"])
-def test_what_was_parked_is_not_computed_again(preempt, write):
+def test_parked_kv_is_not_recomputed(preempt, write):
     harness = pressed(preempt=preempt, host=HostConfig(32, write), storage=preempt == "storage")
     victim = preempted(harness)
     assert victim.request_id == "c" and victim.status is RequestStatus.PREEMPTED
@@ -38,7 +38,7 @@ def test_what_was_parked_is_not_computed_again(preempt, write):
     assert stats.resumed_hit_tokens == 3
 
 
-def test_who_needs_a_block_waits_until_the_copy_is_acknowledged_and_the_others_decode():
+def test_a_request_that_needs_a_block_waits_for_the_copy_while_others_decode():
     harness = TierHarness(7, 2, preempt="host")
     harness.copier.fate = held_when(OpKind.DEVICE_TO_HOST)
     for name, prompt in (("a", 3), ("b", 4), ("c", 3)):
@@ -60,8 +60,8 @@ def test_who_needs_a_block_waits_until_the_copy_is_acknowledged_and_the_others_d
     check_tokens(harness)
 
 
-def test_nobody_else_is_preempted_while_what_is_on_its_way_will_do():
-    """The victim gives three blocks back: enough for the two that need one."""
+def test_no_other_request_is_preempted_if_blocks_in_flight_suffice():
+    """The victim releases three blocks; two requests need one each."""
     harness = pressed()
     preempted(harness)
     for _ in range(10):
@@ -71,14 +71,14 @@ def test_nobody_else_is_preempted_while_what_is_on_its_way_will_do():
     assert harness.scheduler.stats().preemptions == 1
 
 
-def test_another_is_preempted_when_what_is_on_its_way_will_not_do():
+def test_another_request_is_preempted_if_blocks_in_flight_do_not_suffice():
     harness = TierHarness(8, 1, preempt="host", max_running=8)
     harness.copier.fate = held_when(OpKind.DEVICE_TO_HOST)
     for name in "abcd":
         harness.submit([ord(name), 1], 5, name=name)
     while not harness.scheduler.stats().preemptions:
         harness.step()
-    # Four of two blocks each: to grow the first two, two blocks are needed, one victim has them.
+    # Four requests of two blocks each. The first two need two blocks, which one victim has.
     assert harness.scheduler.stats().preemptions == 2
     assert names(harness.scheduler.running) == ["a", "b"]
     end_all(harness)
@@ -86,7 +86,7 @@ def test_another_is_preempted_when_what_is_on_its_way_will_not_do():
     check_tokens(harness)
 
 
-def test_the_first_in_the_policys_order_gets_the_block_there_is():
+def test_the_first_in_policy_order_gets_the_last_block():
     harness = TierHarness(5, 1, preempt="host", policy=Priority(), token_budget=4, max_running=3)
     harness.copier.fate = held_when(OpKind.DEVICE_TO_HOST)
     harness.add(Request("late", [1, 2], 3, priority=5))
@@ -102,8 +102,8 @@ def test_the_first_in_the_policys_order_gets_the_block_there_is():
     check_tokens(harness)
 
 
-def test_what_is_parked_is_resumed_before_anybody_new():
-    """D7: as long as one is parked, or is being parked, nobody new gets in, however small."""
+def test_parked_requests_resume_before_new_ones_start():
+    """D7: while a request is parked or being parked, no new one is admitted, however small."""
     harness = pressed()
     victim = preempted(harness)
     late = harness.submit([9], name="late")
@@ -118,7 +118,7 @@ def test_what_is_parked_is_resumed_before_anybody_new():
 
 
 @pytest.mark.parametrize("good", [0.0, 0.5])
-def test_what_was_not_written_out_is_computed_again(good):
+def test_kv_that_was_not_written_out_is_recomputed(good):
     harness = pressed()
     victim = preempted(harness)
     flight = harness.copier.held(OpKind.DEVICE_TO_HOST)
@@ -129,12 +129,12 @@ def test_what_was_not_written_out_is_computed_again(good):
     harness.drain()
     check_tokens(harness)
     stats = harness.scheduler.stats()
-    # The device still has its first block; the token after that is lost.
+    # The device still holds its first block; the token after that is lost.
     assert (stats.resumed_parked, stats.recomputed_tokens) == (1, 1)
 
 
-def test_without_room_on_the_host_it_is_computed_again():
-    """D6: room there is taken before the victim's blocks are given up, or not at all."""
+def test_without_room_on_the_host_the_victim_is_recomputed():
+    """D6: room is reserved there before the blocks of the victim are released, or not at all."""
     harness = pressed(host=HostConfig(1))
     victim = preempted(harness)
     assert victim.parked is None
@@ -145,8 +145,8 @@ def test_without_room_on_the_host_it_is_computed_again():
     assert (stats.preemptions, stats.parked, stats.resumed_parked) == (1, 0, 0)
 
 
-def test_a_request_that_is_loaded_is_preempted_without_a_copy():
-    """D1: what a copy fills is not preemptible elsewhere; here it is cancelled and fenced."""
+def test_a_loading_request_is_preempted_without_a_copy():
+    """D1: other engines cannot preempt a block in flight; here the copy is cancelled and fenced."""
     harness = TierHarness(8, 2, preempt="host")
     harness.submit(range(10, 17), name="seed")
     harness.run()
@@ -170,7 +170,7 @@ def test_a_request_that_is_loaded_is_preempted_without_a_copy():
 
 
 def parked_in_storage() -> tuple[TierHarness, Request]:
-    """One is parked, and storage alone has it."""
+    """Return a harness with a request whose KV is in storage only."""
     harness = pressed(num_blocks=6, preempt="storage", storage=True, host=HostConfig(4, "back"))
     victim = preempted(harness)
     end_all(harness)
@@ -182,7 +182,7 @@ def parked_in_storage() -> tuple[TierHarness, Request]:
 
 
 def drop_all(harness: TierHarness) -> None:
-    """Somebody else's blocks take the place of others on the host."""
+    """Fill the host with blocks of other requests."""
     assert harness.manager.tiers is not None
     harness.manager.tiers.offloader.make_room(4)
 
@@ -201,7 +201,7 @@ def test_a_request_parked_in_storage_comes_back_from_there():
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_what_the_host_drops_again_is_fetched_again(times):
+def test_blocks_that_the_host_drops_again_are_fetched_again(times):
     harness, victim = parked_in_storage()
     harness.copier.fate = held_when(OpKind.STORAGE_TO_HOST)
     for number in range(times):
@@ -215,7 +215,7 @@ def test_what_the_host_drops_again_is_fetched_again(times):
     check_nothing_was_recomputed(harness, num_fetches=times + 1)
 
 
-def test_what_storage_lost_is_asked_for_once_and_computed():
+def test_blocks_lost_by_storage_are_requested_once_and_recomputed():
     harness, _ = parked_in_storage()
     harness.memories.storage.clear()
     lookups = harness.copier.seen[OpKind.LOOKUP]
@@ -225,7 +225,7 @@ def test_what_storage_lost_is_asked_for_once_and_computed():
     assert harness.scheduler.stats().recomputed_tokens > 0
 
 
-def test_what_new_requests_have_asked_for_does_not_put_off_a_parked_one():
+def test_prefetches_of_new_requests_do_not_delay_a_parked_one():
     harness, _ = parked_in_storage()
     harness.submit([9] * 9, 1, name="new")  # as many blocks as the host has
     harness.drain()
@@ -241,7 +241,7 @@ def test_a_victim_that_has_computed_nothing_is_not_parked():
 
 
 def test_blocks_that_running_requests_share_are_counted_once():
-    """Else more would be preempted than need be."""
+    """Otherwise too many requests would be preempted."""
     harness = TierHarness(8, 1, preempt="host")
     for name, last in (("a", 1), ("b", 2)):
         harness.submit([9, 8, last], 4, name=name)

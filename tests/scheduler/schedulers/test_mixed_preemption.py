@@ -1,4 +1,4 @@
-"""Preemption in the mixed scheduler, and the deadlocks and starvations it must not have."""
+"""Preemption in the mixed scheduler, and known deadlock and starvation patterns."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from radixkv.scheduler.request import RequestStatus
 from .harness import PREFIX, Harness, names, pressed
 
 
-def test_the_last_to_come_is_preempted_and_resumed_before_anybody_new():
+def test_the_last_arrival_is_preempted_and_resumes_before_new_requests():
     harness = pressed()
     harness.step()
     assert names(harness.scheduler.running) == ["a", "b", "c"]
@@ -31,19 +31,19 @@ def test_the_last_to_come_is_preempted_and_resumed_before_anybody_new():
     assert (stats.preemptions, stats.resumed, stats.admitted) == (1, 1, 4)
 
 
-def test_a_resumed_request_finds_what_it_published():
+def test_a_resumed_request_hits_its_published_blocks():
     harness = pressed(num_blocks=7)
     harness.drain()
     c = harness.requests[2]
     assert c.num_preemptions == 1
     stats = harness.scheduler.stats()
-    # Its first block was not needed by the others: it is found, and does not count as a first hit.
+    # The others did not need its first block: it is a hit, but not a first hit.
     assert c.num_hit_tokens == 0 and stats.hit_tokens == 0
     assert stats.resumed_hit_tokens == 2
     assert stats.recomputed_tokens == 1
 
 
-def test_a_resumed_request_computes_what_the_cache_lost_and_that_is_counted():
+def test_a_resumed_request_recomputes_evicted_blocks_and_counts_them():
     harness = pressed(prefix_cache=False)
     harness.drain()
     stats = harness.scheduler.stats()
@@ -54,7 +54,7 @@ def test_a_resumed_request_computes_what_the_cache_lost_and_that_is_counted():
     assert stats.decode_tokens == 3 * 3 - 1
 
 
-def test_priority_decides_who_goes_first_and_who_is_preempted():
+def test_priority_decides_admission_and_preemption():
     harness = Harness(num_blocks=6, block_size=2, token_budget=8, max_running=3, policy=Priority())
     harness.submit([1, 1, 2], 4, name="low", priority=5)
     harness.submit([2, 1, 2], 4, name="middle", priority=3)
@@ -76,7 +76,7 @@ def test_equal_priorities_go_in_order_of_arrival():
     assert names(harness.finished) == ["a", "b", "c"]
 
 
-def test_with_no_horizon_nobody_is_preempted():
+def test_without_a_horizon_no_request_is_preempted():
     harness = pressed(reserve_tokens=None)
     harness.step()
     assert names(harness.scheduler.running) == ["a", "b"]  # 2 of 3 may grow to 3 blocks each
@@ -95,11 +95,11 @@ def test_a_token_lost_twice_counts_as_recomputed_twice():
     assert (stats.preemptions, stats.recomputed_tokens) == (3, 10)
 
 
-# Patterns known from other engines, as far as a scheduler without transfers can meet them
+# Patterns of other engines that can occur without transfers
 
 
 def test_no_deadlock_of_two_prompts_that_each_hold_a_part():
-    """D3: both need 3 of 5 blocks; in chunks of a block, both could hold two."""
+    """D3: each needs 3 of 5 blocks; if admitted block by block, each could hold two."""
     harness = Harness(num_blocks=5, block_size=4, token_budget=4, max_running=2)
     harness.submit(range(12), name="a")
     harness.submit(range(20, 32), name="b")
@@ -111,7 +111,7 @@ def test_no_deadlock_of_two_prompts_that_each_hold_a_part():
 
 
 def test_no_deadlock_of_a_request_larger_than_the_pool():
-    """D5: it is refused at the door, and not when it has waited for ever."""
+    """D5: it is refused at once, and does not wait forever."""
     harness = Harness(num_blocks=4, block_size=4)
     harness.submit(range(4))
     with pytest.raises(
@@ -119,14 +119,14 @@ def test_no_deadlock_of_a_request_larger_than_the_pool():
     ):
         harness.submit(range(10), 8)
     assert len(harness.scheduler.waiting) == 1
-    # The last token generated needs no KV: one less fits exactly.
+    # The last generated token needs no KV: one less fits exactly.
     largest = harness.submit(range(50, 60), 7)
     harness.drain()
     assert len(largest.output_tokens) == 7
 
 
 def test_no_starvation_of_preempted_requests_behind_small_new_ones():
-    """D7: as long as one is parked, nobody new gets in, however small."""
+    """D7: while a request is preempted, no new one is admitted, however small."""
     harness = pressed()
     while not harness.scheduler.stats().preemptions:
         harness.step()
@@ -142,7 +142,7 @@ def test_no_starvation_of_preempted_requests_behind_small_new_ones():
 
 
 def test_no_starvation_of_a_cold_request_behind_hits():
-    """D8: a stream of requests that hit does not overtake one that does not."""
+    """D8: a stream of requests with hits does not overtake one without."""
     harness = Harness(num_blocks=8, block_size=4, token_budget=8, max_running=2)
     harness.submit(PREFIX, name="seed")
     harness.run()

@@ -1,4 +1,4 @@
-"""Requests over storage: what it has is fetched before they are admitted."""
+"""Prefetches from storage before admission."""
 
 import pytest
 
@@ -11,12 +11,12 @@ from .harness import chunks
 from .tier_harness import TierHarness, alone
 
 PROMPT = list(range(10, 19))
-"""Four blocks of 2 and a token."""
+"""Four blocks of 2, and a token."""
 KINDS = (OpKind.HOST_TO_DEVICE, OpKind.LOOKUP, OpKind.STORAGE_TO_HOST)
 
 
 def stored() -> Memories:
-    """What a life before left in storage: the blocks of PROMPT."""
+    """Return memories whose storage holds the blocks of PROMPT, from an earlier process."""
     harness = TierHarness(8, 2, host=HostConfig(16, "through"), storage=True)
     harness.submit(PROMPT, name="seed")
     harness.drain()
@@ -24,7 +24,7 @@ def stored() -> Memories:
     return Memories(2, storage=harness.memories.storage)
 
 
-def test_what_storage_has_is_fetched_before_a_request_is_admitted():
+def test_stored_blocks_are_prefetched_before_admission():
     harness = TierHarness(8, 2, storage=True, memories=stored())
     harness.copier.fate = held_when(*KINDS)
     again = harness.submit([*PROMPT, 1], 2, name="again")
@@ -45,7 +45,7 @@ def test_what_storage_has_is_fetched_before_a_request_is_admitted():
     assert again.num_storage_hit_tokens == 8
 
 
-def test_hits_in_storage_and_on_the_host_are_told_apart():
+def test_storage_hits_and_host_hits_are_counted_apart():
     harness = TierHarness(8, 2, storage=True, memories=stored())
     harness.submit(PROMPT[:5], name="first")
     harness.run()
@@ -59,7 +59,7 @@ def test_hits_in_storage_and_on_the_host_are_told_apart():
     assert stats.prefill_tokens == 1 + 2
 
 
-def test_a_block_that_storage_lost_meanwhile_is_computed():
+def test_a_block_that_storage_loses_during_the_prefetch_is_computed():
     memories = stored()
     harness = TierHarness(8, 2, storage=True, memories=memories)
     harness.copier.fate = held_when(OpKind.STORAGE_TO_HOST)
@@ -76,7 +76,7 @@ def test_a_block_that_storage_lost_meanwhile_is_computed():
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3])
-def test_a_prefetch_is_cancelled_when_its_request_goes(num_steps):
+def test_a_prefetch_is_cancelled_when_its_request_is_aborted(num_steps):
     harness = TierHarness(8, 2, storage=True, memories=stored())
     again = harness.submit([*PROMPT, 1], name="again")
     for _ in range(num_steps):
@@ -94,7 +94,7 @@ def test_without_prefix_cache_nothing_is_fetched():
     assert harness.scheduler.stats().prefill_tokens == 10
 
 
-def test_what_another_computed_while_it_was_fetched_is_a_hit_on_the_device():
+def test_a_block_computed_by_another_request_during_the_prefetch_is_a_device_hit():
     harness = TierHarness(16, 2, storage=True, token_budget=3, max_running=2)
     leader = harness.submit(PROMPT, name="leader")
     while leader.lease is None:  # storage says that it has nothing
@@ -113,7 +113,7 @@ def test_what_another_computed_while_it_was_fetched_is_a_hit_on_the_device():
 
 
 @pytest.mark.parametrize("abort", [False, True])
-def test_what_many_requests_share_is_fetched_once(abort):
+def test_a_shared_prefix_is_fetched_once(abort):
     harness = TierHarness(16, 2, storage=True, memories=stored())
     leader, *others = (harness.submit([*PROMPT, i], name=str(i)) for i in range(3))
     if abort:  # the next one leads
@@ -128,7 +128,7 @@ def test_what_many_requests_share_is_fetched_once(abort):
     assert all(request.num_hit_tokens == 8 for request in others)
 
 
-def test_a_request_fetches_what_follows_the_part_that_it_shares():
+def test_a_request_fetches_the_blocks_after_a_shared_prefix():
     memories = stored()
     other = TierHarness(8, 2, host=HostConfig(16, "through"), storage=True, memories=memories)
     other.submit([*PROMPT[:4], 1, 2, 3, 4, 5], name="seed")
@@ -143,7 +143,7 @@ def test_a_request_fetches_what_follows_the_part_that_it_shares():
     assert stats.tiers is not None and stats.tiers.fetched_blocks == 6
 
 
-def test_what_is_fetched_ahead_is_no_more_than_the_host_holds():
+def test_prefetches_ahead_do_not_exceed_the_host_tier():
     harness = TierHarness(8, 2, host=HostConfig(6), storage=True, memories=stored())
     harness.copier.fate = held_when(*KINDS)
     first = harness.submit([*PROMPT, 1], 2, name="first")
@@ -161,7 +161,7 @@ def test_what_is_fetched_ahead_is_no_more_than_the_host_holds():
         assert request.output_tokens == alone(harness, request)
 
 
-def test_one_whose_prefetch_was_put_off_asks_when_there_is_room():
+def test_a_prefetch_that_was_put_off_starts_when_there_is_room():
     harness = TierHarness(8, 2, host=HostConfig(6), storage=True, memories=stored())
     first = harness.submit([7, *PROMPT], 1, name="first")
     second = harness.submit([*PROMPT, 1], 2, name="second")
@@ -171,7 +171,7 @@ def test_one_whose_prefetch_was_put_off_asks_when_there_is_room():
     assert second.num_storage_hit_tokens == 8
 
 
-def test_one_that_needs_more_than_the_host_holds_asks_if_nobody_is_ahead():
+def test_a_prefetch_larger_than_the_host_starts_if_none_is_ahead():
     harness = TierHarness(8, 2, host=HostConfig(2), storage=True, memories=stored())
     request = harness.submit([*PROMPT, 1], 2, name="large")
     harness.drain()

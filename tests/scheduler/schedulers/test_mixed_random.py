@@ -43,7 +43,7 @@ prompts = st.lists(tokens, min_size=1, max_size=14)
 
 
 def submit(harness: Harness, request: Request) -> None:
-    """Add a request, or see it refused if and only if it can never fit."""
+    """Add a request; check that it is refused if and only if it can never fit."""
     manager = harness.manager
     needed = -(-request.max_kv_tokens // manager.block_size)
     try:
@@ -57,13 +57,13 @@ def submit(harness: Harness, request: Request) -> None:
 
 
 def pick(harness: Harness, who: int) -> Request:
-    """Choose one of the live requests, or any if there is none."""
+    """Choose a live request, or any if none is live."""
     live = [*harness.scheduler.running, *harness.scheduler.waiting] or harness.requests
     return live[who % len(live)]
 
 
 class MixedSchedulerMachine(RuleBasedStateMachine):
-    """Submit, step and abort in any order; at the end everything must finish, rightly."""
+    """Submits, steps and aborts in any order; in the end all requests finish correctly."""
 
     harness: Harness
 
@@ -182,8 +182,8 @@ def abort_random(harness: Harness, rng: random.Random, plan: StepPlan | None = N
         harness.seen["aborted in prefill"] += prefilling
 
 
-def test_random_runs_meet_every_situation():
-    """What the tests above check is of use only if these things happen; here they are counted."""
+def test_random_runs_cover_every_situation():
+    """Count the situations that the tests above rely on."""
     seen: Counter[str] = Counter()
     for seed in range(150):
         rng = random.Random(seed)
@@ -218,6 +218,6 @@ def test_random_runs_meet_every_situation():
     assert min(seen.values()) >= 5, seen
 
 
-def test_the_model_of_these_tests_says_every_token():
+def test_the_fake_model_generates_every_token():
     outputs = alone(Request("a", [0, 1], 60))[0]
     assert set(outputs) == set(range(VOCABULARY))

@@ -1,4 +1,4 @@
-"""The weights change under load: KV is forgotten in every tier, and requests go on."""
+"""Cache resets under load: KV is dropped in every tier, and requests continue."""
 
 import re
 from typing import Any
@@ -18,7 +18,7 @@ from .tier_harness import VOCABULARY, TierHarness, end_all, preempted, pressed
 
 
 def check_after(harness: TierHarness, before: dict[Request, list[int]]) -> None:
-    """What was generated since the reset is what the new weights make of all before it."""
+    """Check that tokens since the reset are those of the new weights."""
     for request, outputs in before.items():
         assert request.output_tokens[: len(outputs)] == outputs
         tokens = [*request.prompt.tolist(), *outputs]
@@ -46,7 +46,7 @@ def test_a_reset_at_any_time_goes_on_with_the_new_weights(num_steps, preempt, ki
     check_after(harness, before)
 
 
-def test_what_is_being_parked_loses_its_kv_and_is_computed_again():
+def test_a_request_being_parked_loses_its_kv_and_is_recomputed():
     harness = pressed()
     victim = preempted(harness)
     before = {request: list(request.output_tokens) for request in harness.requests}
@@ -58,7 +58,7 @@ def test_what_is_being_parked_loses_its_kv_and_is_computed_again():
     assert harness.scheduler.stats().resumed_parked == 0
 
 
-def test_what_other_weights_stored_is_not_read():
+def test_kv_stored_by_other_weights_is_not_read():
     harness = TierHarness(8, 2, host=HostConfig(16, "through"), storage=True)
     harness.submit(range(10, 19), name="seed")
     harness.drain()
@@ -67,7 +67,7 @@ def test_what_other_weights_stored_is_not_read():
     harness.drain()
     check_after(harness, {again: []})
     assert again.num_storage_hit_tokens == 0
-    # What the new weights have stored is.
+    # KV stored by the new weights is read.
     harness.reset(b"1")
     third = harness.submit(range(10, 19), 2, name="third")
     harness.drain()
@@ -75,7 +75,7 @@ def test_what_other_weights_stored_is_not_read():
     check_after(harness, {third: []})
 
 
-def test_who_waits_fetches_what_the_new_weights_have_stored():
+def test_waiting_requests_fetch_kv_stored_by_the_new_weights():
     before = TierHarness(8, 2, host=HostConfig(16, "through"), storage=True)
     before.reset(b"1")
     before.submit(range(10, 19), name="seed")
@@ -106,7 +106,7 @@ def test_a_namespace_may_be_kept():
     assert hits == [8, 0]
 
 
-def test_without_tiers_a_reset_preempts_and_all_is_computed_again():
+def test_without_tiers_a_reset_preempts_and_recomputes():
     harness = Harness(token_budget=8)
     first = harness.submit(range(6), 4, name="first")
     second = harness.submit(range(20, 40), 2, name="second")

@@ -1,4 +1,4 @@
-"""Who shares whose blocks in the mixed scheduler: leaders, followers, hits."""
+"""Shared prefixes in the mixed scheduler: leaders, followers, and hits."""
 
 from radixkv.scheduler.request import Request
 
@@ -32,7 +32,7 @@ def test_followers_wait_only_for_the_block_they_need_next():
     harness.drain()
 
 
-def test_a_request_shorter_than_a_block_waits_for_nobody():
+def test_a_request_shorter_than_a_block_does_not_wait():
     harness = Harness(num_blocks=64, token_budget=32)
     harness.submit(PREFIX, name="a")
     harness.submit(PREFIX[:3], name="b")
@@ -54,7 +54,7 @@ def test_when_the_leader_is_aborted_a_follower_leads():
     a, b, c = (harness.submit([*PREFIX, i], name="abc"[i]) for i in range(3))
     harness.step()
     harness.abort(a)
-    # Two blocks were published, the third is now b's to compute.
+    # Two blocks were published; b computes the third.
     assert chunks(harness.step()) == [("b", 8, 5)]
     assert chunks(harness.step()) == [("c", 12, 1)]
     assert (b.num_hit_tokens, c.num_hit_tokens) == (8, 12)
@@ -105,7 +105,7 @@ def test_generated_tokens_are_found_by_the_next_turn():
     harness.drain()
 
 
-def test_without_prefix_cache_nothing_is_shared_and_nobody_waits():
+def test_without_prefix_cache_requests_neither_share_nor_wait():
     harness = Harness(num_blocks=64, token_budget=64, prefix_cache=False)
     for name in "abc":
         harness.submit([*PREFIX, 1], 5, name=name)

@@ -1,4 +1,4 @@
-"""Aborts of requests whose KV is being copied: everything comes free, when it may."""
+"""Aborts of requests whose KV is being copied: all blocks are released in the end."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from .tier_harness import TierHarness, end_all, preempted, pressed
 
 
 def aborted(harness: TierHarness, request: Request) -> None:
-    """Abort a request; it holds nothing at once, and nothing is left at the end."""
+    """Abort a request; it holds nothing at once, and nothing leaks."""
     assert harness.scheduler.abort(request.request_id)
     assert request.lease is None and request.parked is None
     assert request.prefetch is None and request.fetches_after is None
@@ -20,7 +20,7 @@ def aborted(harness: TierHarness, request: Request) -> None:
     harness.drain()
 
 
-def test_abort_while_it_is_being_parked_frees_its_blocks():
+def test_abort_of_a_request_being_parked_frees_its_blocks():
     harness = pressed()
     victim = preempted(harness)
     assert victim.parked is not None and not victim.parked.saved
@@ -43,7 +43,7 @@ def test_abort_in_the_step_that_preempts_it():
     assert seen == [True]
 
 
-def test_abort_of_what_is_parked_frees_the_host():
+def test_abort_of_a_parked_request_frees_the_host():
     harness = pressed(storage=True, preempt="storage")
     victim = preempted(harness)
     harness.copier.end(harness.copier.held(OpKind.DEVICE_TO_HOST))
@@ -53,8 +53,8 @@ def test_abort_of_what_is_parked_frees_the_host():
 
 
 @pytest.mark.parametrize("cancelled_twice", [False, True])
-def test_abort_while_it_is_loaded_keeps_its_blocks_until_the_copy_is_over(cancelled_twice):
-    """D10: a block that somebody may still write is nobody else's."""
+def test_abort_of_a_loading_request_keeps_its_blocks_until_the_copy_ends(cancelled_twice):
+    """D10: a block that a copy may still write is not reused."""
     harness = pressed(num_blocks=6)
     victim = preempted(harness)
     end_all(harness)

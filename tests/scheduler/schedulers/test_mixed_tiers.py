@@ -1,4 +1,4 @@
-"""Requests over a host tier: admission, loading, and what is counted."""
+"""Requests over a host tier: admission, loading, and counts."""
 
 import re
 
@@ -16,11 +16,11 @@ from .harness import chunks, names
 from .tier_harness import TierHarness, alone
 
 PROMPT = list(range(10, 19))
-"""Four blocks of 2 and a token."""
+"""Four blocks of 2, and a token."""
 
 
 def on_host(**options) -> TierHarness:
-    """A harness whose host has the four blocks of PROMPT, and whose device has none."""
+    """Return a harness whose host holds the four blocks of PROMPT, and whose device holds none."""
     harness = TierHarness(**{"num_blocks": 8, **options})
     harness.submit(PROMPT, name="seed")
     harness.run()
@@ -31,7 +31,7 @@ def on_host(**options) -> TierHarness:
 
 
 def check_parts(harness: TierHarness) -> None:
-    """Every prompt is what its tiers had, and what was computed."""
+    """Check that hits and computed tokens add up to every prompt."""
     stats = harness.scheduler.stats()
     assert stats.preemptions == 0
     hits = stats.hit_tokens + stats.host_hit_tokens + stats.storage_hit_tokens
@@ -42,7 +42,7 @@ def check_parts(harness: TierHarness) -> None:
 # From the host
 
 
-def test_what_the_host_has_is_loaded_and_not_computed():
+def test_host_hits_are_loaded_and_not_computed():
     harness = on_host()
     harness.copier.fate = held_when(OpKind.HOST_TO_DEVICE)
     again = harness.submit([*PROMPT[:8], 1, 2], 2, name="again")
@@ -62,7 +62,7 @@ def test_what_the_host_has_is_loaded_and_not_computed():
     check_parts(harness)
 
 
-def test_others_go_on_while_one_is_loaded():
+def test_other_requests_continue_while_one_is_loading():
     harness = on_host()
     harness.copier.fate = held_when(OpKind.HOST_TO_DEVICE)
     harness.submit(PROMPT, 2, name="loads")
@@ -86,7 +86,7 @@ def test_a_whole_hit_on_the_host_computes_its_last_token(write):
 
 
 @pytest.mark.parametrize("good", [0.0, 0.25, 0.5, 0.75])
-def test_what_does_not_arrive_is_computed(good):
+def test_blocks_that_fail_to_load_are_computed(good):
     harness = on_host()
     harness.copier.fate = lambda operation: Fate(0, good)
     again = harness.submit([*PROMPT, 1], 2, name="again")
@@ -99,7 +99,7 @@ def test_what_does_not_arrive_is_computed(good):
     check_parts(harness)
 
 
-def test_a_copy_that_is_not_fenced_is_waited_for():
+def test_a_request_waits_for_the_fence_of_a_failed_copy():
     harness = on_host()
     harness.copier.fate = lambda operation: Fate(None, 0.5, fenced=False)
     again = harness.submit([*PROMPT, 1], 2, name="again")
@@ -114,7 +114,7 @@ def test_a_copy_that_is_not_fenced_is_waited_for():
 
 
 @pytest.mark.parametrize("write", ["exclusive", "back", "through"])
-def test_followers_of_a_leader_that_is_loaded_wait_for_it(write):
+def test_followers_wait_for_a_loading_leader(write):
     harness = on_host(num_blocks=16, host=HostConfig(16, write))
     harness.copier.fate = held_when(OpKind.HOST_TO_DEVICE)
     leader = harness.submit([*PROMPT, 1], name="leader")
@@ -132,7 +132,7 @@ def test_followers_of_a_leader_that_is_loaded_wait_for_it(write):
     check_parts(harness)
 
 
-def test_device_and_host_hits_are_told_apart():
+def test_device_hits_and_host_hits_are_counted_apart():
     harness = on_host()
     harness.submit(PROMPT[:5], name="first")  # brings two blocks back
     harness.run()
@@ -143,8 +143,8 @@ def test_device_and_host_hits_are_told_apart():
     check_parts(harness)
 
 
-def test_a_request_that_is_loaded_counts_as_running():
-    """D1, D2: it holds all of its blocks, and what it will need is kept for it."""
+def test_a_loading_request_counts_as_running():
+    """D1, D2: it holds all of its blocks, and its growth is reserved."""
     harness = on_host(num_blocks=8, reserve_tokens=None)
     harness.copier.fate = held_when(OpKind.HOST_TO_DEVICE)
     harness.submit([*PROMPT, 1], 5, name="loads")  # 5 blocks, 7 at its end
@@ -157,7 +157,7 @@ def test_a_request_that_is_loaded_counts_as_running():
     assert harness.scheduler.stats().preemptions == 0
 
 
-def test_max_running_counts_who_is_loaded():
+def test_max_running_counts_loading_requests():
     harness = on_host(max_running=1, num_blocks=12)
     harness.copier.fate = held_when(OpKind.HOST_TO_DEVICE)
     harness.submit(PROMPT, name="loads")
@@ -168,7 +168,7 @@ def test_max_running_counts_who_is_loaded():
 
 
 def test_no_deadlock_of_requests_that_each_load_a_part():
-    """D2: each needs 5 of 8 blocks, of which the host has 4: one gets all, the other waits."""
+    """D2: each needs 5 of 8 blocks, 4 of them on the host: one gets all, the other waits."""
     harness = TierHarness(8, 2, host=HostConfig(16), max_running=2)
     for first in (10, 30):
         harness.submit(range(first, first + 9), name=f"seed {first}")
@@ -188,7 +188,7 @@ def test_no_deadlock_of_requests_that_each_load_a_part():
     assert harness.scheduler.stats().host_hit_tokens == 16
 
 
-# What cannot be
+# Invalid options
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_no_deadlock_of_requests_that_each_load_a_part():
         ("host", True, False, "preempt='host' keeps KV in the prefix cache, which is off"),
     ],
 )
-def test_a_policy_that_cannot_be_followed_is_refused(preempt, host, prefix_cache, text):
+def test_a_preempt_mode_without_its_tier_is_refused(preempt, host, prefix_cache, text):
     manager = CacheManager(8, 2, host=HostConfig(8) if host else None)
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
         MixedScheduler(
@@ -213,7 +213,7 @@ def test_a_policy_that_cannot_be_followed_is_refused(preempt, host, prefix_cache
         )
 
 
-def test_hits_are_counted_of_a_request_that_is_preempted_before_it_began():
+def test_hits_of_a_request_preempted_before_it_began_are_counted():
     manager = CacheManager(6, 1, host=HostConfig(20))
     tiers = manager.tiers
     assert tiers is not None

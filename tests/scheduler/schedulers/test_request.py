@@ -1,4 +1,4 @@
-"""Requests and sampling parameters: what they accept, hold and refuse."""
+"""Requests and sampling parameters: arguments, state, and errors."""
 
 import re
 from typing import Any

@@ -1,10 +1,10 @@
-"""Preempt, abort, finish and reset race with copies in every state; nothing leaks or goes wrong.
+"""Races of preempt, abort, finish and reset with copies in every state: no leaks, no wrong tokens.
 
-Each world is a scheduler over small pools, a few requests with shared prefixes, and copies whose
-fates are drawn: done, failed, in part, late, told twice, not fenced until later, or never, until
-everybody waits for them. A race is an event of a request while some copy has not ended. They are
-counted by what the request does, and by the copy that it waits for, in every state of that: decided
-and not dispatched (queued), dispatched, or ended and not fenced (quarantined).
+A world is a scheduler over small pools, a few requests with shared prefixes, and copies with random
+fates: done, failed, partial, late, reported twice, or not fenced until later or until all requests
+wait. A race is an event of a request while a copy is in flight. Races are counted by the event and
+by the state of the copy that the request waits for: queued (not dispatched), dispatched, or
+quarantined (completed and not fenced).
 """
 
 import random
@@ -33,7 +33,7 @@ PREFIX = [0, 1, 2, 1, 0, 2, 2, 1, 1, 0]
 
 
 class World:
-    """One scheduler, its requests and its copies, all drawn from a seed."""
+    """A scheduler, its requests and its copies, all drawn from a seed."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -59,7 +59,7 @@ class World:
         self.finished: set[Request] = set()
 
     def fate(self, operation: Operation) -> Fate:
-        """Draw how a copy ends."""
+        """Draw the fate of a copy."""
         rng = self.rng
         steps = rng.choice([0, 1, 2, 4, 8, None])
         bad = rng.random()
@@ -74,7 +74,7 @@ class World:
         return Fate(steps, good, fenced, twice and fenced)  # type: ignore[arg-type]
 
     def store_prefix(self) -> None:
-        """Another process has computed and stored what the prompts have in common."""
+        """Store the common prefix of the prompts, as another process would."""
         harness = self.harness
         manager, tags = harness.manager, prefix_tags(harness.weights, PREFIX)
         if manager.tiers is not None and manager.tiers.storage is not None:
@@ -95,7 +95,7 @@ class World:
             harness.add(request)
 
     def state(self, request: Request) -> str:
-        """Say where a request is, in more words than its status."""
+        """Describe the state of a request, in more detail than its status."""
         if request.parked is not None:
             fetching = request.prefetch is not None and not request.prefetch.done
             return "fetched" if fetching else "parked" if request.parked.saved else "being parked"
@@ -104,7 +104,7 @@ class World:
         return request.status.value
 
     def waits_for(self, request: Request) -> str:
-        """Say which copy a request waits for, if it does, and how far that is."""
+        """Describe the copy that a request waits for, if any, and its state."""
         tiers = self.harness.manager.tiers
         assert tiers is not None
         op_id: OpId | None = None
@@ -123,7 +123,7 @@ class World:
         return f"{tiers.state.operations._queued[op_id].kind.value}, queued"
 
     def race(self, what: str, request: Request) -> None:
-        """Count an event, with what the copies are doing."""
+        """Count an event with the states of the copies."""
         tiers = self.harness.manager.tiers
         assert tiers is not None
         if tiers.num_open_operations:
@@ -132,10 +132,10 @@ class World:
                 self.copies[f"{what}: {copy}"] += 1
 
     def abort(self, plan: StepPlan | None = None) -> None:
-        """Abort some request; with a plan, in the middle of its step."""
+        """Abort a request; with a plan, during its step."""
         live = [r for r in self.harness.requests if r.finish_reason is None]
         if live:
-            # Most are waiting or running; the copies of the others are what this is about.
+            # Prefer requests with copies; most are waiting or running.
             weights = [
                 20
                 if self.waits_for(r).startswith(RARE_COPIES)
@@ -151,13 +151,13 @@ class World:
             assert self.harness.scheduler.abort(request.request_id)
 
     def weight(self, request: Request) -> int:
-        """How likely a request is to be aborted."""
+        """Return the weight of a request in the draw of aborts."""
         if self.waits_for(request).startswith(RARE_COPIES):
             return 20
         return 8 if self.state(request) in RARE else 1
 
     def step(self) -> None:
-        """Do one round of what may happen."""
+        """Do one round of random events."""
         rng, harness = self.rng, self.harness
         live = sum(request.finish_reason is None for request in harness.requests)
         if live < 6 and rng.random() < 0.6:
@@ -186,7 +186,7 @@ class World:
             harness.manager.check()
 
     def play(self) -> None:
-        """Some rounds, then to the end: all requests end with the right tokens, nothing is left."""
+        """Run rounds, then drain: all requests end with the right tokens, and nothing leaks."""
         for _ in range(STEPS_PER_WORLD):
             self.step()
         self.harness.drain()

@@ -1,4 +1,4 @@
-"""Drives a `MixedScheduler` over tiers with a made-up model, and checks every step from outside."""
+"""Drives a `MixedScheduler` over tiers with a fake model, and checks every step from outside."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def storage_namespace(block_size: int, revision: str = "0") -> StorageNamespace:
 
 
 class TierHarness:
-    """A scheduler over tiers whose every step is checked against the memories."""
+    """A scheduler over tiers; each step is checked against the memories."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class TierHarness:
         self.weights = b""
         self._tags: dict[Request, tuple[bytes, list[int]]] = {}
 
-    # What a caller does
+    # Calls
 
     def add(self, request: Request) -> Request:
         self.scheduler.add(request)
@@ -69,8 +69,8 @@ class TierHarness:
         during: Callable[[StepPlan], object] = lambda plan: None,
         before: Callable[[StepPlan], object] = lambda plan: None,
     ) -> StepPlan:
-        """Deliver, schedule, dispatch, compute, update; something may happen before the dispatch,
-        or during the computation.
+        """Deliver, schedule, dispatch, compute, update; with hooks before the dispatch and during
+        the computation.
         """
         self.copier.deliver()
         plan = self.scheduler.schedule()
@@ -84,7 +84,7 @@ class TierHarness:
         return plan
 
     def run(self, max_steps: int = 2000) -> None:
-        """Run until every request has ended; what never ends does so when all wait for it."""
+        """Run until every request has ended; complete a held copy when all requests wait."""
         for _ in range(max_steps):
             if not self.scheduler.has_work:
                 return
@@ -95,7 +95,7 @@ class TierHarness:
         raise AssertionError(f"work is left after {max_steps} steps: {self.requests}")
 
     def drain(self) -> None:
-        """Run to the end; every copy ends; nothing may be left."""
+        """Run to the end, complete every copy, and check for leaks."""
         self.run()
         for _ in range(100):
             self.copier.dispatch()
@@ -131,7 +131,7 @@ class TierHarness:
             assert self.manager.tiers is not None and self.manager.tiers.num_open_operations
 
     def tags(self, request: Request) -> list[int]:
-        """The tags of its tokens under the weights of now."""
+        """Return the tags of its tokens under the current weights."""
         weights, tags = self._tags.get(request, (self.weights, []))
         if weights != self.weights or len(tags) != request.num_tokens:
             tags = prefix_tags(self.weights + request.namespace, request.tokens.tolist())
@@ -139,7 +139,7 @@ class TierHarness:
         return tags
 
     def compute(self, chunk: Chunk) -> int:
-        """Write the KV of a chunk, read all up to its end; return the token after it."""
+        """Write the KV of a chunk, check all KV up to its end, and return the next token."""
         request, end, size = chunk.request, chunk.start + chunk.length, self.manager.block_size
         assert request.lease is not None, "a step computes a request without blocks"
         table, tags = request.lease.block_table.tolist(), self.tags(request)
@@ -154,18 +154,21 @@ class TierHarness:
 
 
 def alone(harness: TierHarness, request: Request) -> list[int]:
-    """What the model alone makes of a request that has no stop tokens."""
+    """Return the expected output of a request without stop tokens."""
     tokens = request.prompt.tolist()
     for _ in range(request.max_new_tokens):
         tokens.append(prefix_tags(harness.weights + request.namespace, tokens)[-1] % VOCABULARY)
     return tokens[request.num_prompt_tokens :]
 
 
-# What the tests of parking share
+# Helpers
 
 
 def pressed(num_blocks: int = 6, **options) -> TierHarness:
-    """Six blocks for three requests that come to need three each; what is parked stays so."""
+    """Return a harness with six blocks for three requests that need three each in the end.
+
+    Copies to the host end when the test says so.
+    """
     harness = TierHarness(num_blocks, **{"preempt": "host", **options})
     harness.copier.fate = held_when(OpKind.DEVICE_TO_HOST)
     for name in "abc":
@@ -174,7 +177,7 @@ def pressed(num_blocks: int = 6, **options) -> TierHarness:
 
 
 def preempted(harness: TierHarness) -> Request:
-    """Run until one is preempted."""
+    """Run until a request is preempted, and return it."""
     while not (plan := harness.step()).preempted:
         pass
     [victim] = plan.preempted
@@ -182,7 +185,7 @@ def preempted(harness: TierHarness) -> Request:
 
 
 def end_all(harness: TierHarness) -> None:
-    """Let every copy end that is under way, and those to come."""
+    """Complete all copies in flight and all later ones."""
     for flight in list(harness.copier.flights):
         harness.copier.end(flight)
     harness.copier.fate = lambda operation: Fate()
