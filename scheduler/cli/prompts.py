@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,7 @@ def read_prompts(
     except (ValueError, RecursionError) as error:
         raise BadInputError(f"{path}: is not JSON: {error}") from error
     if not isinstance(prompts, list):
-        raise BadInputError(f"{path}: expected a list of prompts, got {_kind(prompts)}")
+        raise BadInputError(f"{path}: expected a list of prompts, got {reprlib.repr(prompts)}")
     if not prompts:
         raise BadInputError(f"{path}: expected at least one prompt, got an empty list")
     return [
@@ -105,13 +106,15 @@ def _check_prompt(
     token_ids = _encode(place, prompt, encode) if isinstance(prompt, str) else prompt
     if not isinstance(token_ids, list):
         raise BadInputError(
-            f"{place}: expected a list of token ids or a string, got {_kind(prompt)}"
+            f"{place}: expected a list of token ids or a string, got {reprlib.repr(prompt)}"
         )
     if not token_ids:
         raise BadInputError(f"{place}: expected at least one token, got none")
     for position, token in enumerate(token_ids):
         if isinstance(token, bool) or not isinstance(token, int):
-            raise BadInputError(f"{place}: token {position} must be an integer, got {_kind(token)}")
+            raise BadInputError(
+                f"{place}: token {position} must be an integer, got {reprlib.repr(token)}"
+            )
         if not 0 <= token < vocab_size:
             raise BadInputError(
                 f"{place}: token {position} must be in the vocabulary, 0 to {vocab_size - 1}, "
@@ -126,19 +129,3 @@ def _encode(place: str, prompt: str, encode: Callable[[str], list[int]]) -> list
     except UnicodeEncodeError as error:
         raise BadInputError(f"{place}: is not text: {error}") from error
     return encode(prompt)
-
-
-_KINDS: dict[type, str] = {
-    bool: "a boolean",
-    int: "an integer",
-    float: "a fraction",
-    str: "a string",
-    list: "a list",
-    dict: "an object",
-    type(None): "null",
-}
-
-
-def _kind(value: object) -> str:
-    """Return the name of the JSON type of a parsed value."""
-    return _KINDS[type(value)]
