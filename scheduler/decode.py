@@ -13,6 +13,7 @@ from .handoff import (
     AttemptKey,
     CancelPull,
     DecodeAction,
+    DecodeFailed,
     DecodeSide,
     Finished,
     Message,
@@ -23,7 +24,6 @@ from .handoff import (
     Start,
     Started,
     Stop,
-    Stopped,
     Timing,
 )
 from .policy import Policy
@@ -98,7 +98,7 @@ class DecodeScheduler(Scheduler):
         # has ended, possibly beside a newer attempt.
         self._keys: dict[Request, AttemptKey] = {}
         self._reasons: dict[Request, str] = {}
-        self._actions: list[Post | Pull | CancelPull | Started | Finished | Stopped] = []
+        self._actions: list[Post | Pull | CancelPull | Started | Finished | DecodeFailed] = []
         self._is_draining = False
         self._check_request = check_request
         self._now = 0.0
@@ -203,7 +203,7 @@ class DecodeScheduler(Scheduler):
         reason = self._reasons.pop(request, "")
         self._side.finished(key)
         if request.finish_reason == "abort":
-            self._actions.append(Stopped(key, reason))
+            self._actions.append(DecodeFailed(key, reason))
         else:
             self._actions.append(Finished(key, request))
 
@@ -266,7 +266,7 @@ class DecodeScheduler(Scheduler):
         self._side.tick(now)
         self._apply_actions()
 
-    def take_actions(self) -> list[Post | Pull | CancelPull | Started | Finished | Stopped]:
+    def take_actions(self) -> list[Post | Pull | CancelPull | Started | Finished | DecodeFailed]:
         """Return the actions since the last call, in the order in which to carry them out."""
         self._apply_actions()
         actions, self._actions = self._actions, []

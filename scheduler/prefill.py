@@ -11,13 +11,13 @@ from .errors import HandoffsOpenError, RequestError, StepOrderError
 from .handoff import (
     AttemptKey,
     Compute,
-    Failed,
     Hits,
     Message,
     NodeId,
     Offer,
     Order,
     Post,
+    PrefillFailed,
     PrefillSide,
     Timing,
     Withdraw,
@@ -137,7 +137,7 @@ class PrefillScheduler(Scheduler):
         self._num_written = 0  # groups of layers that the step in flight has written
         self._newest: dict[str, _Prompt] = {}  # by request id, until computed
         self._deferred: list[Callable[[], None]] = []  # calls during the step in flight
-        self._actions: list[Post | Offer | Withdraw | Failed] = []
+        self._actions: list[Post | Offer | Withdraw | PrefillFailed] = []
 
     @property
     def num_open(self) -> int:
@@ -182,14 +182,14 @@ class PrefillScheduler(Scheduler):
         return bool(keys)
 
     def give_up(self, key: AttemptKey, reason: str) -> None:
-        """End an attempt in any state, with the action `Failed`; ignored if it has ended."""
+        """End an attempt in any state, with the action `PrefillFailed`; ignored if it has ended."""
         self._call(lambda: self._give_up(key, reason))
 
     def _give_up(self, key: AttemptKey, reason: str) -> None:
         request = self._queues.find(key.request_id)
         if request is not None and request.lease is None and _as_prompt(request).key == key:
             self._drop(key)
-            self._actions.append(Failed(key, reason))
+            self._actions.append(PrefillFailed(key, reason))
         else:
             self._side.abort(key, reason)
 
@@ -227,7 +227,7 @@ class PrefillScheduler(Scheduler):
         """Advance the clock."""
         self._call(lambda: self._side.tick(now))
 
-    def take_actions(self) -> list[Post | Offer | Withdraw | Failed]:
+    def take_actions(self) -> list[Post | Offer | Withdraw | PrefillFailed]:
         """Return the actions since the last call, in the order in which to carry them out."""
         self._apply_actions()
         actions, self._actions = self._actions, []
@@ -244,7 +244,7 @@ class PrefillScheduler(Scheduler):
     def _apply_actions(self) -> None:
         """Drop requests whose attempts have ended, and keep the actions for the caller."""
         for action in self._side.take_actions():
-            if isinstance(action, Failed):
+            if isinstance(action, PrefillFailed):
                 self._drop(action.key)
             if not isinstance(action, Compute):  # `_HandoffLeases.is_ready` checks for it
                 self._actions.append(action)

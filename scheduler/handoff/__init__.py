@@ -11,7 +11,6 @@ from .actions import (
     CancelPull,
     Compute,
     DecodeAction,
-    Failed,
     Finished,
     Offer,
     Post,
@@ -20,11 +19,11 @@ from .actions import (
     Start,
     Started,
     Stop,
-    Stopped,
     Timing,
     Withdraw,
 )
 from .decode_side import DecodeSide
+from .gateway_messages import DecodeFailed, PrefillFailed
 from .messages import (
     MAX_PART_BLOCKS,
     PROTOCOL_VERSION,
@@ -63,9 +62,9 @@ __all__ = [
     "Commit",
     "Compute",
     "DecodeAction",
+    "DecodeFailed",
     "DecodeSide",
     "DecodeState",
-    "Failed",
     "Finished",
     "Grant",
     "Header",
@@ -77,6 +76,7 @@ __all__ = [
     "PartId",
     "Post",
     "PrefillAction",
+    "PrefillFailed",
     "PrefillSide",
     "PrefillState",
     "Pull",
@@ -87,7 +87,6 @@ __all__ = [
     "Start",
     "Started",
     "Stop",
-    "Stopped",
     "Timing",
     "Withdraw",
 ]

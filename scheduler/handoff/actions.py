@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ...kvcache import CountError
 from ..request import Request
+from .gateway_messages import PrefillFailed
 from .messages import AttemptKey, Commit, Message, NodeId, PartId
 
 
@@ -118,21 +119,6 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
-    """P reports that an attempt has failed, as far as P knows.
-
-    Attributes:
-        is_final: whether every other attempt would fail, too.
-        is_busy: whether D refused it for a temporary reason.
-    """
-
-    key: AttemptKey
-    reason: str
-    is_final: bool = False
-    is_busy: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Started:
     """D reports that an attempt decodes; its request's output grows from now on.
 
@@ -153,13 +139,5 @@ class Finished:
     request: Request
 
 
-@dataclass(frozen=True, slots=True)
-class Stopped:
-    """D reports that an attempt was stopped after it had started."""
-
-    key: AttemptKey
-    reason: str
-
-
-PrefillAction = Post | Compute | Offer | Withdraw | Failed
+PrefillAction = Post | Compute | Offer | Withdraw | PrefillFailed
 DecodeAction = Post | Pull | CancelPull | Start | Stop

@@ -114,12 +114,17 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class PrefillFailed:
-    """P reports that an attempt has failed; see `handoff.Failed`."""
+    """P reports that an attempt has failed, as far as P knows.
+
+    Attributes:
+        is_final: whether every other attempt would fail, too.
+        is_busy: whether D refused it for a temporary reason.
+    """
 
     key: AttemptKey
     reason: str
-    is_final: bool
-    is_busy: bool
+    is_final: bool = False
+    is_busy: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 from ...kvcache import CountError, RequestTooLargeError
 from ..errors import RequestError
 from ..request import Request
-from .actions import Failed, Stopped, Timing
 from .actions import Finished as DecodeFinished
 from .actions import Started as DecodeStarted
+from .actions import Timing
 from .gateway_messages import (
     GATEWAY,
     AttemptMessage,
@@ -22,6 +23,9 @@ from .gateway_messages import (
 )
 from .messages import AttemptKey, Hits, NodeId
 from .resend import ResendQueue
+
+Report: TypeAlias = PrefillFailed | DecodeStarted | DecodeFinished | DecodeFailed
+"""What a node reports on an attempt, as its scheduler hands it out."""
 
 
 class NodeReporter:
@@ -88,9 +92,9 @@ class NodeReporter:
         try:
             begin(run.request(), run.decode_node, run.key.attempt)
         except (RequestError, RequestTooLargeError) as error:
-            self.report(Failed(run.key, str(error), is_final=True), now)
+            self.report(PrefillFailed(run.key, str(error), is_final=True), now)
 
-    def report(self, report: Failed | DecodeStarted | DecodeFinished | Stopped, now: float) -> None:
+    def report(self, report: Report, now: float) -> None:
         """Send a report on an attempt, until it is acknowledged."""
         message = _as_message(report)
         self._reports.add(GATEWAY, message, now)
@@ -110,14 +114,12 @@ class NodeReporter:
             del self._begun[key]
 
 
-def _as_message(report: Failed | DecodeStarted | DecodeFinished | Stopped) -> AttemptMessage:
+def _as_message(report: Report) -> AttemptMessage:
     match report:
-        case Failed(key, reason, is_final, is_busy):
-            return PrefillFailed(key, reason, is_final, is_busy)
         case DecodeStarted(key):
             return Started(key)
         case DecodeFinished(key, request):
             tokens = tuple([int(token) for token in request.output_tokens])
             return Finished(key, tokens, Hits.of(request), request.num_preemptions)
-        case Stopped(key, reason):
-            return DecodeFailed(key, reason)
+        case _:
+            return report

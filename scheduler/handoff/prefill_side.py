@@ -8,8 +8,9 @@ from typing import Final, Literal, TypeAlias, get_args
 from ...kvcache import CacheManager, Lease
 from ..errors import ConfigError, RequestError, StepOrderError
 from ..request import Request
-from .actions import Compute, Failed, Post, PrefillAction, Timing, Withdraw
+from .actions import Compute, Post, PrefillAction, Timing, Withdraw
 from .attempts import PrefillAttempt, make_ask
+from .gateway_messages import PrefillFailed
 from .messages import (
     BUSY,
     PROTOCOL_VERSION,
@@ -184,7 +185,7 @@ class PrefillSide:
         self._post(attempt, attempt.ask)
 
     def abort(self, key: AttemptKey, reason: str) -> None:
-        """Give an attempt up and report `Failed`; ignored if it has ended."""
+        """Give an attempt up and report `PrefillFailed`; ignored if it has ended."""
         attempt = self._attempts.get(key)
         if attempt is not None and attempt.state is not PrefillState.WITHDRAWN:
             if attempt.state is not PrefillState.PREPARING:
@@ -348,7 +349,7 @@ class PrefillSide:
         """End an attempt; if it has offered blocks, they wait for the fence."""
         if attempt.state is PrefillState.WITHDRAWN:
             return
-        self._actions.append(Failed(attempt.header.key, reason, is_final, is_busy))
+        self._actions.append(PrefillFailed(attempt.header.key, reason, is_final, is_busy))
         if attempt.sends:
             self._move(attempt, PrefillState.WITHDRAWN)
             self._actions.append(Withdraw(attempt.header.key))

@@ -123,7 +123,7 @@ class RequestRetrier:
     def prefill_failed(
         self, key: AttemptKey, reason: str, *, is_final: bool = False, is_busy: bool = False
     ) -> None:
-        """Note that P has given an attempt up. Ignored if D has started it; see `Failed`."""
+        """Note that P has given an attempt up. Ignored if D has started it; see `PrefillFailed`."""
         request = self._requests.get(key.request_id)
         if request is not None and request.is_trying(key.attempt) and not request.is_started:
             request.num_failed -= is_busy

@@ -35,16 +35,21 @@ import numpy as np
 
 from ..handoff.actions import (
     CancelPull,
-    Failed,
     Finished,
     Offer,
     Post,
     Pull,
     Started,
-    Stopped,
     Withdraw,
 )
-from ..handoff.gateway_messages import GATEWAY, CancelAttempt, DeliveryAck, RunPrefill
+from ..handoff.gateway_messages import (
+    GATEWAY,
+    CancelAttempt,
+    DecodeFailed,
+    DeliveryAck,
+    PrefillFailed,
+    RunPrefill,
+)
 from ..handoff.messages import Abort, AttemptKey, Commit, Grant, Message, NodeId
 from ..handoff.network_gateway import NetworkGateway
 from ..request import Request
@@ -335,7 +340,7 @@ class Simulation:
                 node.offer(action)
             case Withdraw(key):
                 node.withdrawn.append(key)
-            case Failed():
+            case PrefillFailed():
                 self.counts["refusals"] += action.is_busy
                 node.reporter.report(action, self.now)
 
@@ -356,7 +361,7 @@ class Simulation:
             case Started():
                 self._start(node, action)
                 node.reporter.report(action, self.now)
-            case Finished() | Stopped():
+            case Finished() | DecodeFailed():
                 node.reporter.report(action, self.now)
 
     def _start(self, node: DecodeNode, started: Started) -> None:

@@ -10,11 +10,11 @@ from ..decode import DecodeScheduler
 from ..engine import ModelRunner
 from ..handoff import (
     CancelPull,
+    DecodeFailed,
     Finished,
     Post,
     Pull,
     Started,
-    Stopped,
     Timing,
 )
 from ..models import Model
@@ -35,7 +35,7 @@ from .transport import (
     Transport,
 )
 
-DecodeReport: TypeAlias = Started | Finished | Stopped
+DecodeReport: TypeAlias = Started | Finished | DecodeFailed
 
 
 class DecodeEngine(NodeEngine[DecodeScheduler]):

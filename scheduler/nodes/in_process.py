@@ -9,12 +9,12 @@ from typing import Final
 
 from ...kvcache import RequestTooLargeError
 from ..handoff import (
-    Failed,
+    DecodeFailed,
     Finished,
     Hits,
     NodeId,
+    PrefillFailed,
     Started,
-    Stopped,
 )
 from ..handoff.gateway import (
     Gateway,
@@ -200,7 +200,7 @@ class Disaggregated:
             self._node(message.peer).receive(message._replace(peer=peer))
         for report in node.take_reports():
             match report:
-                case Failed(key, reason, is_final, is_busy):
+                case PrefillFailed(key, reason, is_final, is_busy):
                     is_busy |= self._is_resetting
                     self._gateway.prefill_failed(key, reason, is_final=is_final, is_busy=is_busy)
                 case Started(key):
@@ -208,7 +208,7 @@ class Disaggregated:
                 case Finished(key, request):
                     counts = Hits.of(request), request.num_preemptions
                     self._gateway.finished(key, request.output_tokens, *counts)
-                case Stopped(key, reason):
+                case DecodeFailed(key, reason):
                     self._gateway.decode_failed(key, reason)
         self._act()
 

@@ -7,11 +7,11 @@ from ...kvcache.storage import Storage, StorageNamespace
 from ...kvcache.tokens import as_count
 from ..engine import ModelRunner
 from ..handoff import (
-    Failed,
     NodeId,
     Offer,
     Order,
     Post,
+    PrefillFailed,
     Send,
     Timing,
     Withdraw,
@@ -107,7 +107,7 @@ class PrefillEngine(NodeEngine[PrefillScheduler]):
         kv = KVParts(runner, "gather", weights_revision)
         super().__init__(manager, scheduler, runner, transport, kv, now=now)
         self._sender = KVSender(kv, transport, max_bytes=max_offered_bytes)
-        self._reports: list[Failed] = []
+        self._reports: list[PrefillFailed] = []
 
     def begin(self, request: Request, peer: NodeId, attempt: int = 1) -> None:
         """Compute a prompt, and hand it to a decode node; see `PrefillScheduler.begin`.
@@ -125,7 +125,7 @@ class PrefillEngine(NodeEngine[PrefillScheduler]):
         """Number of hand-offs that hold blocks."""
         return self.scheduler.num_open
 
-    def take_reports(self) -> list[Failed]:
+    def take_reports(self) -> list[PrefillFailed]:
         """Return the reports to the gateway since the last call, in order."""
         reports, self._reports = self._reports, []
         return reports
@@ -155,5 +155,5 @@ class PrefillEngine(NodeEngine[PrefillScheduler]):
                     self._sender.offer(action)
                 case Withdraw():
                     self._sender.withdraw(action)
-                case Failed():
+                case PrefillFailed():
                     self._reports.append(action)

@@ -28,11 +28,11 @@ from ...handoff import (
     Answer,
     AttemptKey,
     Begin,
-    Failed,
     Finished,
     Message,
     Order,
     Post,
+    PrefillFailed,
     Pull,
     RequestRetrier,
     Started,
@@ -304,7 +304,7 @@ class _Cluster:
                 assert isinstance(scheduler, PrefillScheduler), f"{name} is not a prefill node"
                 scheduler.fenced(key)
                 self.changed.add(name)
-            case Failed():
+            case PrefillFailed():
                 self._fail(action)
             case Started(key, request, num_cached_tokens):
                 self.router.computed(key)
@@ -336,7 +336,7 @@ class _Cluster:
 
         self._at(begins_s + seconds, arrived)
 
-    def _fail(self, failed: Failed) -> None:
+    def _fail(self, failed: PrefillFailed) -> None:
         route = self.routes.pop(failed.key)
         self.router.finished(failed.key)
         self.busy_refusals += failed.is_busy

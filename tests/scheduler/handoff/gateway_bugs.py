@@ -98,7 +98,7 @@ GATEWAY_BUGS: Final = [
         "what P refuses to begin is not reported",
         LINK,
         (
-            "            self.report(Failed(run.key, str(error), is_final=True), now)",
+            "            self.report(PrefillFailed(run.key, str(error), is_final=True), now)",
             "            pass",
         ),
     ),

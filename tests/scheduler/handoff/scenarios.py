@@ -120,12 +120,12 @@ def p_does_not_wait_for_ever(h: ModuleType) -> None:
     pair = Pair(h)
     pair.begin()
     pair.p.tick(5.0)
-    [failed] = pair.actions(pair.p, "Failed")
+    [failed] = pair.actions(pair.p, "PrefillFailed")
     assert failed.reason == "no answer from the decode node while asking"
     assert pair.are_empty()
     pair.committed()
     pair.p.tick(10.0)
-    [failed] = pair.actions(pair.p, "Failed")
+    [failed] = pair.actions(pair.p, "PrefillFailed")
     assert failed.reason == "no answer from the decode node while committed"
     pair.p.fenced(KEY)
     assert pair.p_manager.stats().live_leases == 0
@@ -265,7 +265,7 @@ def what_is_refused_is_not_matchable(h: ModuleType) -> None:
     assert isinstance(refusal, h.Refuse)
     assert (refusal.reason, refusal.needed, refusal.available) == ("out of blocks", 4, 3)
     pair.p.receive(D, refusal)
-    [failed] = pair.actions(pair.p, "Failed")
+    [failed] = pair.actions(pair.p, "PrefillFailed")
     assert failed.reason == "refused, out of blocks: 4 needed, 3 available"
     assert not failed.is_final
     pair.d_manager.release(held)

@@ -82,7 +82,8 @@ PREFILL_BUGS: Final = [
         "one who waits cannot be given up",
         PREFILL,
         (
-            "            self._drop(key)\n            self._actions.append(Failed(key, reason))",
+            "            self._drop(key)\n"
+            "            self._actions.append(PrefillFailed(key, reason))",
             "            pass",
         ),
     ),

@@ -13,6 +13,7 @@ from radixkv.scheduler.handoff import (
     Abort,
     AttemptKey,
     Commit,
+    DecodeFailed,
     Finished,
     Grant,
     Header,
@@ -21,7 +22,6 @@ from radixkv.scheduler.handoff import (
     Pull,
     Send,
     Started,
-    Stopped,
 )
 
 from .decode_harness import actions, ask, refusal, scheduler, send, start, step
@@ -129,7 +129,7 @@ def test_an_abort_in_any_state(state: str) -> None:
         assert d.num_open == 3, "the step uses its blocks"
         d.update(plan, [1] * len(plan.chunks))
     ended = [each for each in actions(d) if not isinstance(each, Post)]
-    assert ended == ([] if state == "receiving" else [Stopped(AttemptKey(name, 1), "aborted")])
+    assert ended == ([] if state == "receiving" else [DecodeFailed(AttemptKey(name, 1), "aborted")])
     assert not d.abort(name)
     while d.has_work:
         step(d)
@@ -148,7 +148,7 @@ def test_a_newer_attempt_may_start_while_the_step_of_an_older_one_runs() -> None
     d.give_up(AttemptKey("a", 1), "again")
     d.update(plan, [1])
     reports = [each for each in actions(d) if not isinstance(each, Post)]
-    assert [(type(each), each.key.attempt) for each in reports] == [(Started, 2), (Stopped, 1)]
+    assert [(type(each), each.key.attempt) for each in reports] == [(Started, 2), (DecodeFailed, 1)]
     while d.has_work:
         step(d)
     assert [each.key.attempt for each in actions(d) if isinstance(each, Finished)] == [2]

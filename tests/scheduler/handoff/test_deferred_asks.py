@@ -13,12 +13,12 @@ from radixkv.scheduler.handoff import (
     Ask,
     AttemptKey,
     Commit,
-    Failed,
     Grant,
     Header,
     Hits,
     Message,
     Post,
+    PrefillFailed,
     Pull,
     Renew,
     Send,
@@ -201,7 +201,7 @@ def test_one_who_is_held_for_too_long_was_refused_for_now() -> None:
     p.tick(30.0)
     [_, failed] = p.take_actions()
     text = "the decode node receives the same blocks for another request"
-    assert failed == Failed(AttemptKey("a", 1), text, is_busy=True)
+    assert failed == PrefillFailed(AttemptKey("a", 1), text, is_busy=True)
 
 
 def test_what_d_said_before_its_grant_may_come_after_it() -> None:

@@ -11,11 +11,11 @@ from radixkv.scheduler import ConfigError, HandoffsOpenError, RequestError, Step
 from radixkv.scheduler.handoff import (
     Ask,
     AttemptKey,
-    Failed,
     Grant,
     Header,
     Offer,
     Post,
+    PrefillFailed,
     Refuse,
     Withdraw,
 )
@@ -43,7 +43,7 @@ def test_what_ends_before_it_is_computed_is_not_matchable(how: str) -> None:
         case _:
             grant(p)
             p.receive("d0", Grant(Header(AttemptKey("a", 1), 8, 1, 1), 0))
-    [failed] = [each for each in actions(p) if isinstance(each, Failed)]
+    [failed] = [each for each in actions(p) if isinstance(each, PrefillFailed)]
     assert failed.is_busy == (how == "refused")
     assert p.num_open == 0 and not p.has_work
     assert p.manager.match(PROMPT).num_tokens == 0
@@ -57,7 +57,7 @@ def test_one_who_waits_can_be_given_up() -> None:
     step(p)
     actions(p)
     assert p.abort("b") and not p.abort("b")
-    assert actions(p) == [Failed(AttemptKey("b", 1), "aborted")]
+    assert actions(p) == [PrefillFailed(AttemptKey("b", 1), "aborted")]
     assert p.num_open == 1
 
 
@@ -79,7 +79,7 @@ def test_what_it_is_told_within_a_step_counts_after_it() -> None:
         p.begin(request(), "d1", attempt=2)
     p.update(plan, [1])
     kinds = [type(each.message if isinstance(each, Post) else each) for each in actions(p)]
-    assert kinds[-2:] == [Failed, Withdraw]
+    assert kinds[-2:] == [PrefillFailed, Withdraw]
     assert step(p) == []
     [ask] = posted(p, Ask)
     assert ask.header.key == ("a", 2)
@@ -120,7 +120,7 @@ def test_an_attempt_is_begun_once_and_a_newer_one_ends_it() -> None:
         p.begin(request(), "d0", attempt=1)
     actions(p)
     p.begin(request(), "d1", attempt=3)
-    assert [each.key for each in actions(p) if isinstance(each, Failed)] == [("a", 2)]
+    assert [each.key for each in actions(p) if isinstance(each, PrefillFailed)] == [("a", 2)]
 
 
 def test_a_prompt_larger_than_the_pool_is_refused_and_changes_nothing() -> None:
@@ -152,7 +152,7 @@ def test_the_cache_is_reset_when_nobody_reads_it() -> None:
         p.reset_cache()
     p.begin(request("b"), "d0")
     p.drain("other weights")
-    assert [each.key for each in actions(p) if isinstance(each, Failed)] == [("a", 1)]
+    assert [each.key for each in actions(p) if isinstance(each, PrefillFailed)] == [("a", 1)]
     with pytest.raises(HandoffsOpenError):
         p.reset_cache()
     assert step(p) == [] and posted(p, Ask) == [], "b waits for the new weights"

@@ -7,11 +7,11 @@ from radixkv.scheduler.handoff import (
     Ask,
     AttemptKey,
     Commit,
-    Failed,
     Grant,
     Header,
     Message,
     Offer,
+    PrefillFailed,
     Refuse,
     Send,
 )
@@ -64,7 +64,7 @@ def test_d_hears_nothing_of_what_ends_before_it_is_asked() -> None:
     p.tick(100.0)
     assert p.num_open == 1, "nobody is waited for"
     p.abort("a")
-    assert actions(p) == [Failed(AttemptKey("a", 1), "aborted")]
+    assert actions(p) == [PrefillFailed(AttemptKey("a", 1), "aborted")]
     assert p.num_open == 0 and p.manager.match(PROMPT).num_tokens == 4, "it is computed"
 
 
@@ -82,7 +82,7 @@ def test_one_who_was_refused_after_computing_asks_again_and_keeps_its_blocks() -
     p.tick(30.0)
     [_, failed] = actions(p)
     text = "refused, out of blocks: 9 needed, 3 available"
-    assert failed == Failed(AttemptKey("a", 1), text, is_busy=True)
+    assert failed == PrefillFailed(AttemptKey("a", 1), text, is_busy=True)
     assert p.num_open == 0 and p.manager.match(PROMPT).num_tokens == 6
 
 
@@ -126,7 +126,9 @@ def test_what_can_never_be_granted_fails_for_good_in_either_order() -> None:
         actions(p)
         p.receive("d0", Refuse(Header(AttemptKey("a", 1), 7, 1), "too large", 9, 3))
         assert actions(p) == [
-            Failed(AttemptKey("a", 1), "refused, too large: 9 needed, 3 available", is_final=True)
+            PrefillFailed(
+                AttemptKey("a", 1), "refused, too large: 9 needed, 3 available", is_final=True
+            )
         ]
         assert p.num_open == 0 and not p.has_work
 

@@ -124,7 +124,7 @@ def test_what_can_never_be_is_refused_for_good(message: Ask, reason: str) -> Non
     [refusal] = pair.posted(pair.d)
     assert isinstance(refusal, Refuse)
     pair.p.receive(D, refusal)
-    [failed] = pair.actions(pair.p, "Failed")
+    [failed] = pair.actions(pair.p, "PrefillFailed")
     assert (failed.reason, failed.is_final) == (reason, True)
     assert pair.are_empty()
 

@@ -10,11 +10,11 @@ from typing import Any, Final, TypeAlias
 from radixkv.kvcache import CacheManager
 from radixkv.scheduler.handoff import (
     AttemptKey,
-    Failed,
+    DecodeFailed,
     Finished,
     Header,
+    PrefillFailed,
     Started,
-    Stopped,
     Timing,
 )
 from radixkv.scheduler.handoff.attempts import make_ask
@@ -89,7 +89,7 @@ class Prefill(PrefillEngine):
         key = AttemptKey(request.request_id, attempt)
         self.begun[key] += 1
         if self.failures:
-            self._reports.append(Failed(key, self.failures.pop()))
+            self._reports.append(PrefillFailed(key, self.failures.pop()))
         else:
             self._outbox.append(PeerMessage(peer, make_ask(Header(key, 1, None, 0), request, 4, 1)))
 
@@ -124,7 +124,7 @@ class Decode(DecodeEngine):
             request = Request(key.request_id, [1], 2)
             self._reports.append(Started(key, request, 0))
             if self.failures:
-                self._reports.append(Stopped(key, self.failures.pop()))
+                self._reports.append(DecodeFailed(key, self.failures.pop()))
             else:
                 request.output_tokens.extend(tokens_of(key.request_id))
                 self._reports.append(Finished(key, request))
