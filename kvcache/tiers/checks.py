@@ -22,7 +22,8 @@ def check_tiers(state: TierState, loading: Collection[OpId], leases: Collection[
         loading: operations that load a lease.
         leases: live and detached leases.
     """
-    host, nodes = state.host, state.tree.tiered_nodes()
+    host = state.host
+    nodes = [node for node in state.tree.nodes() if isinstance(node, TieredNode)]
     host.pool.check()
     runs = [node.host for node in nodes if node.host is not None]
     for node in nodes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import cast
 
 from ..prefix.eviction_order import unlink
 from ..prefix.node import (
@@ -45,17 +44,13 @@ class TieredTree(RadixTree):
 
     def path(self, node: Node) -> list[TieredNode]:
         """Return the nodes from below the root through node."""
+        assert isinstance(node, TieredNode), "a bare node"
         path = []
-        place = cast("TieredNode", node)
-        while place.parent is not None:
-            path.append(place)
-            place = place.parent
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
         path.reverse()
         return path
-
-    def tiered_nodes(self) -> list[TieredNode]:
-        """Return every node that is not a root, parents first."""
-        return [cast("TieredNode", node) for node in self.nodes()]
 
     def host_runs(self, node: Node, tokens: memoryview) -> tuple[list[HostRun], int]:
         """Follow tokens from the end of a walk through nodes that only the host has.
@@ -63,11 +58,11 @@ class TieredTree(RadixTree):
         Returns:
             The matching copies, and how many blocks match: the last copy may match in part.
         """
+        assert isinstance(node, TieredNode), "a bare node"
         runs: list[HostRun] = []
-        place = cast("TieredNode", node)
         position, end, block_bytes = 0, len(tokens), self.block_bytes
         while position < end:
-            child = place.children.get(tokens[position : position + block_bytes].tobytes())
+            child = node.children.get(tokens[position : position + block_bytes].tobytes())
             if child is None or child.host is None or not child.host.is_valid:
                 break
             assert not child.device_blocks, "a walk ended above a node on the device"
@@ -76,12 +71,13 @@ class TieredTree(RadixTree):
             if after > end or not child.tokens.startswith(tokens[position:after]):
                 inside_blocks = self._common_blocks(tokens[position:after], child.tokens)
                 return runs, position // block_bytes + inside_blocks
-            position, place = after, child
+            position, node = after, child
         return runs, position // block_bytes
 
     def unpin(self, node: Node) -> None:
         """Unpin the path to node, and make its host copies the warmest."""
-        place: TieredNode | None = cast("TieredNode", node)
+        assert isinstance(node, TieredNode), "a bare node"
+        place: TieredNode | None = node
         while place is not None:
             if place.host is not None:
                 self.host.touch(place.host)
@@ -111,16 +107,16 @@ class TieredTree(RadixTree):
         Returns:
             The part of node that is on the device now, pinned by the lease.
         """
-        adopted = cast("TieredNode", node)
-        num_bytes = adopted.num_blocks * self.block_bytes
-        if not tokens.startswith(adopted.tokens):
-            common = self._common_blocks(memoryview(tokens)[:num_bytes], adopted.tokens)
-            adopted = self.split(adopted, common)
+        assert isinstance(node, TieredNode), "a bare node"
+        num_bytes = node.num_blocks * self.block_bytes
+        if not tokens.startswith(node.tokens):
+            common = self._common_blocks(memoryview(tokens)[:num_bytes], node.tokens)
+            node = self.split(node, common)
         self.version += 1
-        adopted.device_blocks = device_blocks[: adopted.num_blocks * ITEM_BYTES]
-        adopted.refs = 1
-        self.num_cached += adopted.num_blocks
-        return adopted
+        node.device_blocks = device_blocks[: node.num_blocks * ITEM_BYTES]
+        node.refs = 1
+        self.num_cached += node.num_blocks
+        return node
 
     def take_coldest(self, num_blocks: int) -> list[TieredNode]:
         """Remove the num_blocks least recently used leaf blocks from the idle list, as whole nodes.
@@ -133,8 +129,8 @@ class TieredTree(RadixTree):
         self.num_cached -= num_blocks
         nodes = []
         while num_blocks > 0:
-            node = cast("TieredNode", self._idle.warmer)
-            assert node is not self._idle, "the idle list is too short"
+            node = self._idle.warmer
+            assert isinstance(node, TieredNode), "the idle list is too short"
             if node.num_blocks > num_blocks:
                 self.split(node, node.num_blocks - num_blocks)  # the lower part stays node
             unlink(node)
@@ -190,7 +186,8 @@ class TieredTree(RadixTree):
         if missing == 0 or walk.num_bytes // self.block_bytes < first:
             self._drop_empty(root)
             return None
-        parent = cast("TieredNode", walk.node)
+        parent = walk.node
+        assert isinstance(parent, TieredNode), "a bare node"
         if walk.inside is not None:
             parent = self.split(walk.inside, walk.inside_blocks)
         rest = tokens[walk.num_bytes :]

@@ -20,7 +20,6 @@ LEFT_ALONE = {
     "check": "it is there to check",
     "nodes": "only `check` needs it",
     "idle_nodes": "only checks need it",
-    "tiered_nodes": "only checks need it",
     "make_namespace": "no operation of the cache calls it: tests/kvcache/test_tokens.py",
     "_encode": "a part of make_namespace",
     "count_held": "no operation of the cache calls it: tests/kvcache/test_count_held.py",

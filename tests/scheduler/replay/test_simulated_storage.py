@@ -114,7 +114,7 @@ def test_storage_needs_blocks_and_a_host_tier() -> None:
     trace = make_trace([0])
     with pytest.raises(CountError, match=r"^num_blocks must be at least 1, got 0$"):
         simulate(trace, COSTS, dataclasses.replace(CONFIG, storage_blocks=0))
-    with pytest.raises(StorageConfigError, match=r"^storage needs a host tier, through which its"):
+    with pytest.raises(StorageConfigError, match=r"^storage needs a host tier, because its"):
         simulate(trace, COSTS, dataclasses.replace(CONFIG, host=None))
 
 

@@ -33,9 +33,9 @@ TIERED_TREE_BUGS = (
         "a match on the host ends at the first run",
         TREE,
         (
-            "            position, place = after, child\n"
+            "            position, node = after, child\n"
             "        return runs, position // block_bytes",
-            "            position, place = after, child\n            break\n"
+            "            position, node = after, child\n            break\n"
             "        return runs, position // block_bytes",
         ),
         world="tiers",
@@ -80,8 +80,8 @@ TIERED_TREE_BUGS = (
         "what was computed twice is on the device of nobody",
         TREE,
         (
-            "        self.num_cached += adopted.num_blocks\n        return adopted",
-            "        return adopted",
+            "        self.num_cached += node.num_blocks\n        return node",
+            "        return node",
         ),
         world="tiers",
     ),
