@@ -1,4 +1,4 @@
-"""Short ways to bring a manager into a state."""
+"""Helpers that bring a manager into a state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything a caller can see of a cache manager, and would see next, as a value to compare."""
+"""All observable state of a cache manager, and what it does next, as a value to compare."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Probe: TypeAlias = tuple[bytes, Sequence[int]]
 
 
 def eviction_order(manager: CacheManager, probes: Iterable[Probe]) -> list[list[int]]:
-    """The hits of each probe as block after block is evicted from a copy."""
+    """Return the hits of each probe after each single-block eviction from a copy."""
     twin, probes = copy.deepcopy(manager), list(probes)
     order = []
     while twin.evict(1):
@@ -23,7 +23,7 @@ def eviction_order(manager: CacheManager, probes: Iterable[Probe]) -> list[list[
 
 
 def allocation_order(manager: CacheManager) -> list[int]:
-    """The ids that a copy hands out next, until nothing is free or evictable."""
+    """Return the ids that a copy allocates next, until nothing is free or evictable."""
     twin = copy.deepcopy(manager)
     lease = twin.admit(
         twin.match([0] * (twin.available * twin.block_size), b"a namespace of nobody")
@@ -34,7 +34,7 @@ def allocation_order(manager: CacheManager) -> list[int]:
 def observe(
     manager: CacheManager, leases: Iterable[Lease] = (), probes: Iterable[Probe] = ()
 ) -> dict[str, Any]:
-    """Everything observable of a manager and of some live leases; equal before and after a no-op.
+    """Return the observable state of a manager and some live leases; a no-op does not change it.
 
     Args:
         manager: is not changed.

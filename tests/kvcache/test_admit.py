@@ -1,4 +1,4 @@
-"""Admission: the hit is pinned, the rest is reserved; or it is refused, and nothing has changed."""
+"""Admission: pins the hit and reserves the other blocks, or refuses and changes nothing."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Which blocks are free: allocating and recycling many ids is the same as one by one."""
+"""Block pool: allocating and recycling many ids has the same result as one by one."""
 
 import numpy as np
 import pytest

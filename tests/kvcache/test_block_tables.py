@@ -1,4 +1,4 @@
-"""The matrix of block tables: rows come and go, and grow, and unused entries stay 0."""
+"""Block tables: rows are allocated, freed and grown; unused entries stay 0."""
 
 import numpy as np
 

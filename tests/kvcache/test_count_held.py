@@ -1,4 +1,4 @@
-"""How many blocks some leases hold together: as many as their block tables name."""
+"""count_held: leases hold as many blocks as their block tables name."""
 
 from __future__ import annotations
 

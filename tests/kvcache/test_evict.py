@@ -1,4 +1,4 @@
-"""Eviction: the least recently used leaf, never one in use, exactly as many as asked."""
+"""Eviction: exactly the requested number of least recently used leaves, never one in use."""
 
 from typing import Any
 

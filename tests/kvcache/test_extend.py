@@ -1,4 +1,4 @@
-"""Growing leases: one by one or many at once, the same; all or nothing."""
+"""Growing leases: all or nothing, with the same result one by one and in a batch."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Fork: another request goes on from where one is, and nobody writes what both read."""
+"""Fork: a request continues another one, and neither writes the blocks that both read."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The ghost memory: a reader sees its own prefix or an error that says where."""
+"""Ghost memory: a reader sees its own prefix, or an error that names the position."""
 
 import doctest
 

@@ -1,4 +1,4 @@
-"""One eviction of many blocks is many evictions of one, in every tier."""
+"""Evicting many blocks at once has the same result as one by one, in every tier."""
 
 import numpy as np
 from hypothesis import given, settings

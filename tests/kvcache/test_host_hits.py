@@ -1,4 +1,4 @@
-"""What a request hits on the host: copied into its lease, published, shared with others."""
+"""Host hits: loaded into the lease, published and shared with other requests."""
 
 import pytest
 

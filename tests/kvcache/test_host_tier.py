@@ -1,4 +1,4 @@
-"""The host tier: what is copied there and when, and what is dropped for it."""
+"""Host tier: when blocks are copied to it, and which blocks it drops."""
 
 import pytest
 

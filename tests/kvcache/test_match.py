@@ -1,4 +1,4 @@
-"""What is found: the longest published prefix in whole blocks, in its own namespace."""
+"""Match: the longest published prefix in whole blocks, within one namespace."""
 
 import numpy as np
 import pytest

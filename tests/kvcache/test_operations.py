@@ -1,4 +1,4 @@
-"""Each operation has one result, and gives its blocks back once, whatever comes late or twice."""
+"""Operations: one result each; late and repeated completions change nothing."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from .tier_memory import TierMemory
 
 
 class Record(CompletionHandler):
-    """Notes in a list, shared by some effects, what happens to it."""
+    """Records its calls in a list that several handlers share."""
 
     def __init__(self, name: str, events: list[str]) -> None:
         self.runs = []
@@ -32,7 +32,7 @@ class Record(CompletionHandler):
 
 
 class Bench:
-    """Operations of two blocks, and what became of them."""
+    """Operations of two blocks, and their results."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -55,7 +55,7 @@ class Bench:
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Open, quarantined, late."""
+        """Return the numbers of open and quarantined operations and of late completions."""
         now = self.operations
         return now.num_open, now.num_quarantined, now.late_completions
 

@@ -1,4 +1,4 @@
-"""A preempted request leaves its KV on the host, and goes on from there on other blocks."""
+"""Parking: a preempted request keeps its KV on the host and resumes on other blocks."""
 
 import pytest
 

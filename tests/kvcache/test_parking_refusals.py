@@ -1,4 +1,4 @@
-"""What cannot be done with a request that is parked, or on its way; nothing has changed then."""
+"""Parking: refused calls change nothing."""
 
 import pytest
 

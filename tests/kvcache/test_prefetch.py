@@ -1,4 +1,4 @@
-"""Prefetch: what storage has of a request comes to the host before the request is admitted."""
+"""Prefetch: blocks in storage are loaded to the host before their request is admitted."""
 
 from typing import cast
 

@@ -1,4 +1,4 @@
-"""Publishing: first publisher wins, copies are recycled, tables repointed, runs grow or fork."""
+"""Publish: the first publisher wins, duplicates are recycled, runs grow or fork."""
 
 import pytest
 

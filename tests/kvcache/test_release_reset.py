@@ -1,4 +1,4 @@
-"""The end of a lease, once; and the end of all of them, when the weights change."""
+"""Release ends a lease once; reset ends all leases."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Reset: the weights have changed while copies are under way and requests are parked."""
+"""Reset while copies are in flight and requests are parked."""
 
 import pytest
 

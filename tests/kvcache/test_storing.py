@@ -1,4 +1,4 @@
-"""What the host has a copy of is written to storage: once, under the keys of its path."""
+"""Storing: host copies are written to storage once, under the keys of their path."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""The door: tokens, counts and namespaces are checked, and refused with a text that says which."""
+"""Validation of tokens, counts and namespaces, and the text of each error."""
 
 from typing import Any
 

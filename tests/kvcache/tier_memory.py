@@ -1,4 +1,4 @@
-"""Blocks of all tiers as tags, and copies between them that end when and how a test says."""
+"""Simulated memory of all tiers, whose copies end when and how a test decides."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def as_list(array: np.ndarray) -> list[int]:
 
 
 class TierMemory:
-    """A manager with tiers, and the memory that it rules.
+    """A manager with tiers, and simulated memory for its blocks.
 
     Its operations are executed as `Operation` says, and as unkindly as that allows: all sources of
     one `take` are read before anything is written; a destination is garbage from then on until its
@@ -71,7 +71,7 @@ class TierMemory:
     # Operations
 
     def take(self) -> list[Operation]:
-        """Dispatch what was decided."""
+        """Dispatch the queued operations."""
         taken = self.tiers.take_operations()
         reads = [self._read_sources(operation) for operation in taken]
         for operation, tags in zip(taken, reads, strict=True):
@@ -81,7 +81,7 @@ class TierMemory:
         return taken
 
     def finish(self, operation: Operation, ok: Results = True, *, fenced: bool = True) -> bool:
-        """End a dispatched operation, late or not; storage has no more than what it has."""
+        """Report the result of a dispatched operation; a key that storage lacks fails."""
         operation, tags = self.flight.pop(operation.id)
         results = [ok] * operation.num_blocks if isinstance(ok, bool) else list(ok)
         if operation.kind in (OpKind.LOOKUP, OpKind.STORAGE_TO_HOST):
@@ -100,7 +100,7 @@ class TierMemory:
         return self.tiers.complete(operation.id, results, fenced=fenced)
 
     def fence(self, operation: Operation) -> bool:
-        """End the writes of an operation that had its result before: the last one is now."""
+        """Fence an operation that has its result; it writes one last time."""
         operation, results = self.unfenced.pop(operation.id)
         lost = [place for place, good in enumerate(results) if not good]
         if len(operation.destinations):
@@ -109,7 +109,7 @@ class TierMemory:
         return self.tiers.fence(operation.id)
 
     def settle(self) -> None:
-        """Dispatch and end everything well, and what follows from that."""
+        """Dispatch and complete all operations, and those that follow from them."""
         while self.take() or self.flight or self.unfenced:
             for operation, _ in list(self.flight.values()):
                 self.finish(operation)
@@ -118,13 +118,13 @@ class TierMemory:
         self.manager.check()
 
     def one(self, kind: OpKind) -> Operation:
-        """Dispatch what was decided, which is one operation of this kind."""
+        """Dispatch the queued operations: exactly one, of this kind."""
         [operation] = self.take()
         assert operation.kind is kind
         return operation
 
     def one_of(self, kind: OpKind) -> Operation:
-        """Dispatch what was decided; return the one operation of this kind."""
+        """Dispatch the queued operations and return the one of this kind."""
         [operation] = [each for each in self.take() if each.kind is kind]
         return operation
 
@@ -149,7 +149,7 @@ class TierMemory:
     def compute(
         self, lease: Lease, tokens: Sequence[int], namespace: bytes = b"", *, publish: bool = True
     ) -> None:
-        """Run a step of the model on what is not ready, and publish it."""
+        """Run a step of the model on the tokens that are not ready, and publish them."""
         self.write(lease, tokens, lease.num_ready_tokens, namespace)
         if publish:
             self.manager.publish(lease, tokens)
@@ -157,7 +157,7 @@ class TierMemory:
     def write(
         self, lease: Lease, tokens: Sequence[int], first: int, namespace: bytes = b""
     ) -> None:
-        """Read the KV of the tokens before first, and write that of the others."""
+        """Read the KV of the tokens before first, and write the KV of the others."""
         self.read(lease, tokens[:first], namespace)
         table, size = as_list(lease.block_table), self.manager.block_size
         for block in range(first // size, -(-len(tokens) // size)):
@@ -180,7 +180,7 @@ class TierMemory:
         return namespace + b"'" * changes, tuple(tokens)
 
     def reset(self, keep: Collection[bytes] = ()) -> None:
-        """Change the weights, of what is not kept: what was computed with the old ones is wrong."""
+        """Change the weights of all namespaces that are not kept, which makes their KV wrong."""
         self.manager.reset(keep)
         changed = {b"", *self.weights} - set(keep)
         self.weights.update(changed)
@@ -189,7 +189,7 @@ class TierMemory:
             self.tiers.storage = replace(self.namespace, weights_revision=revision)
 
     def serve(self, tokens: Sequence[int], namespace: bytes = b"") -> None:
-        """Run a whole request, with every copy it needs: its whole blocks stay cached."""
+        """Run a whole request with every copy it needs. Its whole blocks stay cached."""
         lease = self.start(tokens, namespace)
         self.settle()
         self.compute(lease, tokens, namespace)
@@ -197,14 +197,14 @@ class TierMemory:
         self.settle()
 
     def serve_without_copies(self, tokens: Sequence[int]) -> None:
-        """Run a whole request that hits nothing on the host, while other copies go on."""
+        """Run a whole request without host hits, while other copies are in flight."""
         lease = self.start(tokens)
         assert lease.loading is None
         self.compute(lease, tokens)
         self.manager.release(lease)
 
     def demote(self, tokens: Sequence[int], namespace: bytes = b"") -> None:
-        """Bring the blocks of a request to the host, and off the device, with all that is idle."""
+        """Run a request, then evict all idle blocks to the host."""
         self.serve(tokens, namespace)
         self.manager.evict(self.manager.num_blocks)
         self.settle()
@@ -213,18 +213,18 @@ class TierMemory:
 
     @property
     def stats(self) -> TierStats:
-        """The counts below the device."""
+        """Counts of the tiers below the device."""
         stats = self.manager.stats().tiers
         assert stats is not None
         return stats
 
     def hit(self, tokens: Sequence[int], namespace: bytes = b"") -> tuple[int, int]:
-        """How many blocks of tokens the device has, and how many more the host."""
+        """Return how many blocks of tokens the device has, and how many more the host has."""
         match = self.manager.match(tokens, namespace)
         return match.num_blocks, match.num_host_blocks
 
     def residency(self, tokens: Sequence[int], namespace: bytes = b"") -> str:
-        """A letter per cached block: d(evice), h(ost), b(oth), w(ritten now, or leaving)."""
+        """Return a letter per block: d(evice), h(ost), b(oth), w (in flight or promoting)."""
         letters = ""
         node: Node | None = self.tiers.state.tree.roots.get(namespace)
         wanted, size = np.array(tokens, np.int32).tobytes(), self.tiers.state.tree.block_bytes
@@ -238,7 +238,7 @@ class TierMemory:
         return letters
 
     def drop_order(self) -> list[Tag]:
-        """What the host would drop, block for block, the next first."""
+        """Return the blocks in the order in which the host would drop them."""
         runs: list[HostRun] = list(self.tiers.state.host.idle_runs())
         order: list[int] = []
         for run in runs:

@@ -1,4 +1,4 @@
-"""Every bug that is planted into `kvcache/`."""
+"""All bugs to plant into `kvcache/`, without its tiers."""
 
 from __future__ import annotations
 

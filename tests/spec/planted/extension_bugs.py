@@ -1,4 +1,4 @@
-"""Bugs to plant into the manager: extend, extend_batch and how blocks are found."""
+"""Bugs to plant into the manager: extend, extend_batch and the allocation of blocks."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Bugs to plant into the host tier: its list, its copies, and what is demoted and promoted."""
+"""Bugs to plant into the host tier: its LRU lists and copies, offload and promotion."""
 
 from __future__ import annotations
 
 from .plant import bug
 
-HOST, WRITER, TREE = "tiers/host_tier.py", "tiers/offload.py", "tiers/tiered_tree.py"
+HOST, OFFLOADER, TREE = "tiers/host_tier.py", "tiers/offload.py", "tiers/tiered_tree.py"
 
 HOST_BUGS = (
     bug(
@@ -179,7 +179,7 @@ HOST_BUGS = (
     ),
     bug(
         "an eviction copies nothing to the host",
-        WRITER,
+        OFFLOADER,
         (
             "needed + idle - self._host.available)",
             "needed + idle)",
@@ -188,7 +188,7 @@ HOST_BUGS = (
     ),
     bug(
         "an eviction fails when the host is full",
-        WRITER,
+        OFFLOADER,
         (
             "        victims = self._drop_coldest(victims, needed + idle - self._host.available)\n",
             "        assert needed + idle <= self._host.available, 'the host is full'\n",
@@ -198,7 +198,7 @@ HOST_BUGS = (
     ),
     bug(
         "an eviction drops the warmest when the host is full",
-        WRITER,
+        OFFLOADER,
         (
             "        for node in nodes:\n            stays",
             "        for node in reversed(nodes):\n            stays",
@@ -207,7 +207,7 @@ HOST_BUGS = (
     ),
     bug(
         "an eviction with write-through copies all the same",
-        WRITER,
+        OFFLOADER,
         (
             '        if self._config.write == "through":\n            self._drop_coldest',
             "        if False:\n            self._drop_coldest",
@@ -222,7 +222,7 @@ HOST_BUGS = (
     ),
     bug(
         "a copy of what left the device is still one to drop first",
-        WRITER,
+        OFFLOADER,
         (
             "        copies = self._host.hold([n.host for n in victims if n.host is not None and "
             "_is_idle(n)])\n",
@@ -238,13 +238,13 @@ HOST_BUGS = (
     ),
     bug(
         "the copies of what is evicted do not count as room that is taken",
-        WRITER,
+        OFFLOADER,
         ("needed + idle - self._host.available", "needed - self._host.available"),
         world="tiers",
     ),
     bug(
         "making room drops one block too many",
-        WRITER,
+        OFFLOADER,
         (
             "                else:\n                    tree.split(node, run.num_blocks - short)\n",
             "",
@@ -253,7 +253,7 @@ HOST_BUGS = (
     ),
     bug(
         "making room drops the device's block with the copy",
-        WRITER,
+        OFFLOADER,
         (
             "            if not node.device_blocks:\n                tree.remove(node)\n",
             '            if True:\n                node.device_blocks = b""\n'
@@ -264,7 +264,7 @@ HOST_BUGS = (
     ),
     bug(
         "what is written through is copied on its first hit, whatever was asked for",
-        WRITER,
+        OFFLOADER,
         (
             "self.tree.hits[node] < self._config.hits or node.num_blocks > room",
             "node.num_blocks > room",
@@ -273,7 +273,7 @@ HOST_BUGS = (
     ),
     bug(
         "what is published is not written through",
-        WRITER,
+        OFFLOADER,
         (
             "            self._published[node] = None\n\n    def hit",
             "            pass\n\n    def hit",
@@ -282,7 +282,7 @@ HOST_BUGS = (
     ),
     bug(
         "hits are not counted",
-        WRITER,
+        OFFLOADER,
         ("                hits[place] += 1\n", "                pass\n"),
         world="tiers",
     ),
@@ -294,7 +294,7 @@ HOST_BUGS = (
     ),
     bug(
         "what is left of a path after an eviction is not written through",
-        WRITER,
+        OFFLOADER,
         ("                self._published[node.parent] = None\n", "                pass\n"),
         world="tiers",
     ),

@@ -1,10 +1,10 @@
-"""Bugs to plant into operations and their ends: late, twice, failed, cancelled, not fenced."""
+"""Bugs to plant into operations: late, repeated, failed, cancelled and unfenced results."""
 
 from __future__ import annotations
 
 from .plant import bug
 
-OPERATIONS, EFFECTS, READER = "tiers/operations.py", "tiers/completions.py", "tiers/load.py"
+OPERATIONS, COMPLETIONS, LOADER = "tiers/operations.py", "tiers/completions.py", "tiers/load.py"
 
 OPERATION_BUGS = (
     bug(
@@ -102,21 +102,21 @@ OPERATION_BUGS = (
     ),
     bug(
         "a result is counted by its good blocks, not by those before the first bad one",
-        EFFECTS,
+        COMPLETIONS,
         ("            return place\n", "            return sum(ok)\n"),
         seen_in="FastDeploy file store, SGLang #27108",
         world="tiers",
     ),
     bug(
         "a failed write-back counts as done",
-        EFFECTS,
+        COMPLETIONS,
         ("leading(ok[place:after]))", "run.num_blocks)"),
         seen_in="SGLang #27108",
         world="tiers",
     ),
     bug(
         "of a copy of two runs each has the result of the first",
-        EFFECTS,
+        COMPLETIONS,
         (
             "            arrived += complete_run(state, run, leading(ok[place:after]))\n"
             "            place = after\n",
@@ -127,7 +127,7 @@ OPERATION_BUGS = (
     ),
     bug(
         "landing blocks are let go with the result",
-        EFFECTS,
+        COMPLETIONS,
         (
             "        store_runs(state, [run for run in arrived if run.node is not None])\n",
             "        store_runs(state, [run for run in arrived if run.node is not None])\n"
@@ -137,14 +137,14 @@ OPERATION_BUGS = (
     ),
     bug(
         "what has arrived on the host is not stored",
-        EFFECTS,
+        COMPLETIONS,
         ("        store_runs(state, [run for run in arrived if run.node is not None])\n", ""),
         seen_in="FastDeploy PR 7107",
         world="tiers",
     ),
     bug(
         "the host source of a store is let go when it is decided",
-        EFFECTS,
+        COMPLETIONS,
         (
             '"""Hold valid runs."""\n        self._state = state\n'
             "        self.runs = state.host.hold(runs)\n",
@@ -157,7 +157,7 @@ OPERATION_BUGS = (
     ),
     bug(
         "the host source of a store is let go with its result, not with its fence",
-        EFFECTS,
+        COMPLETIONS,
         (
             "        self._state.stored_blocks += sum(ok)\n",
             "        self._state.stored_blocks += sum(ok)\n"
@@ -167,7 +167,7 @@ OPERATION_BUGS = (
     ),
     bug(
         "the source of a store is never let go",
-        EFFECTS,
+        COMPLETIONS,
         (
             "        self._state.release_hold(self.runs)\n        self._state.release_saved()\n",
             "        self._state.release_saved()\n",
@@ -177,13 +177,13 @@ OPERATION_BUGS = (
     ),
     bug(
         "a store that failed in part counts as stored",
-        EFFECTS,
+        COMPLETIONS,
         ("all(ok[place:after])", "any(ok[place:after])"),
         world="tiers",
     ),
     bug(
         "a promotion is published with its result, before its fence",
-        READER,
+        LOADER,
         (
             "            self._num_good -= 1\n"
             "            self._tail_tokens = self.plan.tail_tokens\n",
@@ -198,7 +198,7 @@ OPERATION_BUGS = (
     ),
     bug(
         "a promotion is published when it is decided",
-        READER,
+        LOADER,
         (
             "        self.loading[lease.loading] = completion\n",
             "        self.loading[lease.loading] = completion\n"
@@ -211,11 +211,11 @@ OPERATION_BUGS = (
     ),
     bug(
         "a tail is restored after a load that came in part",
-        READER,
+        LOADER,
         ("if self.plan.tail_tokens and self._num_good == len(ok):", "if self.plan.tail_tokens:"),
         elsewhere=(
             (
-                READER,
+                LOADER,
                 "            self._num_good -= 1\n",
                 "            self._num_good -= self._num_good == len(ok)\n",
             ),
@@ -224,20 +224,20 @@ OPERATION_BUGS = (
     ),
     bug(
         "all blocks of a load count as arrived",
-        READER,
+        LOADER,
         ("        self._num_good = leading(ok)\n", "        self._num_good = len(ok)\n"),
         seen_in="FastDeploy v1",
         world="tiers",
     ),
     bug(
         "a load leaves out the first block that it is to write",
-        READER,
+        LOADER,
         ("ids = lease.block_table[first : first", "ids = lease.block_table[first + 1 : first"),
         world="tiers",
     ),
     bug(
         "a promotion keeps the host copies that it read",
-        READER,
+        LOADER,
         (
             "        state.release_hold(self.runs)\n        state.host.pool",
             "        state.host.pool",
@@ -247,20 +247,20 @@ OPERATION_BUGS = (
     ),
     bug(
         "a load that fails leaves its copies marked as leaving",
-        READER,
+        LOADER,
         ("                state.tree.remove(run.node)\n", "                pass\n"),
         seen_in="FastDeploy PR 7107",
         world="tiers",
     ),
     bug(
         "a tail that was loaded keeps its host block",
-        READER,
+        LOADER,
         ("        state.host.pool.recycle(np.array(self.owned_host_blocks(), np.int32))\n", ""),
         world="tiers",
     ),
     bug(
         "the blocks of a request that ends while it is loaded are never given back",
-        READER,
+        LOADER,
         ("            state.device_pool.recycle(self.quarantined)\n", "            pass\n"),
         seen_in="FastDeploy PR 7965, SGLang #9874",
         world="tiers",
@@ -279,7 +279,7 @@ OPERATION_BUGS = (
     ),
     bug(
         "a load goes on when its request has ended",
-        READER,
+        LOADER,
         ("            self.state.operations.cancel(lease.loading)\n", ""),
         world="tiers",
     ),

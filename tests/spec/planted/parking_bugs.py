@@ -1,11 +1,11 @@
-"""Bugs to plant into parking: a request that is preempted, and keeps its KV."""
+"""Bugs to plant into parking: preemption that keeps the KV of a request."""
 
 from __future__ import annotations
 
 from .plant import bug
 
 PARKING, PARKED, STATE = "tiers/parking.py", "tiers/parked.py", "tiers/state.py"
-EFFECTS = "tiers/completions.py"
+COMPLETIONS = "tiers/completions.py"
 
 PARKING_BUGS = (
     bug(
@@ -50,7 +50,7 @@ PARKING_BUGS = (
     ),
     bug(
         "a parked request does not hear when another copy of its path has ended",
-        EFFECTS,
+        COMPLETIONS,
         (
             "        state.release_saved()\n\n    def on_fence",
             "\n    def on_fence",

@@ -1,4 +1,4 @@
-"""Bugs to plant into the block pool, the block tables and what comes in through the door."""
+"""Bugs to plant into the block pool, the block tables and the validation of input."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .plant import bug
 
 PREFETCH, TIERS, MANAGER = "tiers/prefetch.py", "tiers/api.py", "manager.py"
-READER = "tiers/load.py"
+LOADER = "tiers/load.py"
 
 PREFETCH_BUGS = (
     bug(
@@ -150,13 +150,13 @@ PREFETCH_BUGS = (
     ),
     bug(
         "what the host gave up for a request that ends while it is loaded is lost",
-        READER,
+        LOADER,
         ("        if is_left and not completion.ended_by_reset:\n", "        if False:\n"),
         world="tiers",
     ),
     bug(
         "what arrives for a request that has ended is freed, not published",
-        READER,
+        LOADER,
         (
             "            loader.publish_loaded(self, self._num_good, self._tail_tokens)\n",
             "            num_good = 0 if self in loader.detached else self._num_good\n"
@@ -166,7 +166,7 @@ PREFETCH_BUGS = (
     ),
     bug(
         "what was moved for a request that has ended stays pinned",
-        READER,
+        LOADER,
         ("            self.state.tree.unpin(detached.node)\n", ""),
         world="tiers",
     ),

@@ -1,10 +1,10 @@
-"""Bugs to plant into what goes for room and when, and into the fork of a request."""
+"""Bugs to plant into eviction and dropping on the host, and into the fork of a request."""
 
 from __future__ import annotations
 
 from .plant import bug
 
-WRITER, TREE, TIERS = "tiers/offload.py", "tiers/tiered_tree.py", "tiers/api.py"
+OFFLOADER, TREE, TIERS = "tiers/offload.py", "tiers/tiered_tree.py", "tiers/api.py"
 
 ROOM_BUGS = (
     bug(
@@ -15,7 +15,7 @@ ROOM_BUGS = (
     ),
     bug(
         "a hit is no use of the copies",
-        WRITER,
+        OFFLOADER,
         (
             "                self._host.touch(place.host)\n            elif",
             "                pass\n            elif",
@@ -24,7 +24,7 @@ ROOM_BUGS = (
     ),
     bug(
         "what is evicted takes the place of no older copy",
-        WRITER,
+        OFFLOADER,
         (
             "needed + idle - self._host.available",
             "needed + idle - self._host.pool.num_free",
@@ -33,14 +33,14 @@ ROOM_BUGS = (
     ),
     bug(
         "a block is written through in the place of what it follows",
-        WRITER,
+        OFFLOADER,
         ("self._host.available - self._keep(paths)", "self._host.available"),
         seen_in="ours, 2026-11",
         world="tiers",
     ),
     bug(
         "what found no room is written through when there is some",
-        WRITER,
+        OFFLOADER,
         ("        self._published.clear()\n", ""),
         world="tiers",
     ),

@@ -1,4 +1,4 @@
-"""Every bug to plant into the tiers below the device."""
+"""All bugs to plant into the tiers below the device."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from .host_bugs import HOST_BUGS
 from .operation_bugs import OPERATION_BUGS
 from .parking_bugs import PARKING_BUGS
 from .prefetch_bugs import PREFETCH_BUGS
+from .recency_bugs import RECENCY_BUGS
 from .room_bugs import ROOM_BUGS
 from .tiered_tree_bugs import TIERED_TREE_BUGS
-from .use_bugs import USE_BUGS
 
 TIER_BUGS = (
     *OPERATION_BUGS,
@@ -17,5 +17,5 @@ TIER_BUGS = (
     *PARKING_BUGS,
     *PREFETCH_BUGS,
     *ROOM_BUGS,
-    *USE_BUGS,
+    *RECENCY_BUGS,
 )

@@ -1,10 +1,10 @@
-"""Bugs to plant into the tree of tiers: matches on the host, keys, what is fetched or dropped."""
+"""Bugs to plant into the tiered tree: host hits, storage keys, blocks fetched and dropped."""
 
 from __future__ import annotations
 
 from .plant import bug
 
-EFFECTS = "tiers/completions.py"
+COMPLETIONS = "tiers/completions.py"
 PREFETCH, TREE, STATE, KEYS = (
     "tiers/prefetch.py",
     "tiers/tiered_tree.py",
@@ -156,7 +156,7 @@ TIERED_TREE_BUGS = (
     ),
     bug(
         "a copy that failed stays where it was to land",
-        EFFECTS,
+        COMPLETIONS,
         (
             "        state.host.drop(run)\n    else:\n"
             "        state.tree.remove(node)\n    return []",
@@ -172,7 +172,7 @@ TIERED_TREE_BUGS = (
             "        runs = list(holder)\n        self.host.release_hold(holder)\n"
             "        self.store([r for r in runs if r.node and r.is_valid and r.stored])\n",
         ),
-        elsewhere=((EFFECTS, *STORE_OF_STATE),),
+        elsewhere=((COMPLETIONS, *STORE_OF_STATE),),
         seen_in="vLLM #45704, FastDeploy storage",
         world="tiers",
     ),

@@ -1,4 +1,4 @@
-"""Bugs to plant into the radix tree: walk, pin and the order of the idle."""
+"""Bugs to plant into the radix tree: walk, pin and eviction order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What storage is told of uses: whole paths, from their ends up, and no more often than it pays."""
+"""Recency reports to storage: whole paths, last block first, at most once per interval."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request is parked while another operation copies the same blocks: it waits for that, too."""
+"""A parked request also waits for an earlier operation that copies the same blocks."""
 
 import pytest
 

@@ -1,10 +1,10 @@
-"""Bugs to plant into what storage is told of uses."""
+"""Bugs to plant into recency reports to storage."""
 
 from __future__ import annotations
 
 from .plant import Bug, bug
 
-USES, TIERS, READER, EFFECTS = (
+RECENCY, TIERS, LOADER, COMPLETIONS = (
     "tiers/storage_recency.py",
     "tiers/api.py",
     "tiers/load.py",
@@ -16,29 +16,29 @@ def _bug(name: str, file: str, old: str, new: str, seen_in: str = "own") -> Bug:
     return bug(name, file, (old, new), seen_in=seen_in, world="tiers")
 
 
-USE_BUGS = (
+RECENCY_BUGS = (
     _bug(
         "storage is told nothing",
-        USES,
+        RECENCY,
         "        return list(dict.fromkeys(reversed(taken)))[::-1]",
         "        return []",
         seen_in="own, at first",
     ),
     _bug(
         "storage is told of what it is written alone, and not of hits",
-        READER,
+        LOADER,
         "        self.state.recency.record_hit(end)\n",
         "        self.state.recency._now += 1\n",
     ),
     _bug(
         "storage is told of the hit on the device alone",
-        READER,
+        LOADER,
         "        end = plan.runs[-1].node if plan is not None and plan.runs else lease.node\n",
         "        end = lease.node\n",
     ),
     _bug(
         "storage is told of the end of a path alone",
-        USES,
+        RECENCY,
         "                node = parent\n",
         "                break\n",
     ),
@@ -50,62 +50,62 @@ USE_BUGS = (
     ),
     _bug(
         "storage is not told of what was written, which has the order of the writes",
-        EFFECTS,
+        COMPLETIONS,
         "        self._state.recency.record_store(ends, sum(ok))\n",
         "        self._state.recency.record_store([], sum(ok))\n",
         seen_in="own, at first",
     ),
     _bug(
         "what is written anew counts as told",
-        USES,
+        RECENCY,
         "            keys.reported_at.pop(node, None)\n",
         "            pass\n",
     ),
     _bug(
         "storage is told once of a path, and never again",
-        USES,
+        RECENCY,
         "now - reported_at >= REPORT_INTERVAL",
         "reported_at < 0",
     ),
     _bug(
         "storage is told of each use again",
-        USES,
+        RECENCY,
         "now - reported_at >= REPORT_INTERVAL",
         "True",
     ),
     _bug(
         "storage is told from the beginning of a run to its end",
-        USES,
+        RECENCY,
         "range(len(known) - KEY_BYTES, -1, -KEY_BYTES)",
         "range(0, len(known), KEY_BYTES)",
     ),
     _bug(
         "storage is told of what two paths share with the first of them",
-        USES,
+        RECENCY,
         "                    due.pop(node, None)  # a node comes after all that follow it\n",
         "",
     ),
     _bug(
         "what was told in the same go stays where it was",
-        USES,
+        RECENCY,
         "place == self._num_reports or ",
         "",
     ),
     _bug(
         "of what is told twice in one go, the first counts",
-        USES,
+        RECENCY,
         "list(dict.fromkeys(reversed(taken)))[::-1]",
         "list(dict.fromkeys(taken))",
     ),
     _bug(
         "a block is told of twice in one go",
-        USES,
+        RECENCY,
         "list(dict.fromkeys(reversed(taken)))[::-1]",
         "taken",
     ),
     _bug(
         "what was told is told again",
-        USES,
+        RECENCY,
         "        taken, self._keys = self._keys, []\n",
         "        taken = self._keys\n",
     ),
@@ -117,25 +117,25 @@ USE_BUGS = (
     ),
     _bug(
         "what was to be told outlives a reset",
-        USES,
+        RECENCY,
         "        self._keys.clear()\n",
         "",
     ),
     _bug(
         "what a reset has lost counts as told",
-        USES,
+        RECENCY,
         "            self._tree.keys.reported_at.clear()\n",
         "            pass\n",
     ),
     _bug(
         "what a block follows makes room for it in storage",
-        EFFECTS,
+        COMPLETIONS,
         "    state.recency.record_use(parents)\n",
         "",
     ),
     _bug(
         "a use keeps its path from eviction",
-        USES,
+        RECENCY,
         "        keys.reported_at.update(",
         "        for node in due:\n            node.refs += 1\n        keys.reported_at.update(",
     ),
