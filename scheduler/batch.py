@@ -18,10 +18,6 @@ from .reservation import Reservation
 from .step_plan import Chunk, SchedulerStats, StepPlan
 
 
-def _no_requests() -> Sequence[Request]:
-    return ()
-
-
 class BatchScheduler:
     """Decides, step by step, which tokens of which requests are computed.
 
@@ -45,8 +41,8 @@ class BatchScheduler:
         prefix_cache: bool = True,
         preempt: PreemptMode = "recompute",
         leases: Leases | None = None,
-        receiving: Callable[[], Sequence[Request]] = _no_requests,
-        quarantined: Callable[[], Sequence[Request]] = _no_requests,
+        receiving: Callable[[], Sequence[Request]] = lambda: (),
+        quarantined: Callable[[], Sequence[Request]] = lambda: (),
         has_handoffs: Callable[[], bool] = lambda: False,
     ) -> None:
         """Check the options; see `MixedScheduler` for those that are not described here.

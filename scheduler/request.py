@@ -10,15 +10,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from ..kvcache import (
-    Int32Array,
-    Lease,
-    Match,
-    Parked,
-    Prefetch,
-    Tokens,
-    as_tokens,
-)
+from ..kvcache import Int32Array, Lease, Match, Parked, Prefetch, Tokens, as_tokens
 from .errors import RequestError
 
 FinishReason = Literal["length", "stop", "abort"]

@@ -16,24 +16,14 @@ from ...kvcache import BlockArrays, CacheManager
 from ...kvcache.storage import Storage
 from ...kvcache.tokens import as_count
 from ..errors import ConfigError, RequestError
-from ..models import (
-    Model,
-    ModelConfig,
-    Params,
-    forward,
-)
+from ..models import Model, ModelConfig, Params, forward
 from ..models.transformer import Pools
 from ..request import Request
 from ..step_plan import Chunk, SchedulerStats
 from .compilations import compilation_counter
 from .sampling import sample
 from .stats import EngineStats
-from .step_arrays import (
-    Shape,
-    Shapes,
-    pack,
-    unpack,
-)
+from .step_arrays import Shape, Shapes, pack, unpack
 from .storage_namespace import check_namespace
 from .tier_copies import TierCopies
 

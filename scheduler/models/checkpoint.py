@@ -24,11 +24,7 @@ from .errors import (
     TensorShapeError,
     TensorUnexpectedError,
 )
-from .transformer import (
-    LayerParams,
-    Linear,
-    Params,
-)
+from .transformer import LayerParams, Linear, Params
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

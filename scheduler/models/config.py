@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .errors import CheckpointError, UnsupportedModelError
-from .json_fields import (
-    as_count,
-    as_object,
-    as_positive,
-    read_object,
-)
+from .json_fields import as_count, as_object, as_positive, read_object
 from .rope import RopeConfig, parse_rope
 
 Family = Literal["llama", "qwen3"]

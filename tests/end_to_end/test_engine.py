@@ -9,12 +9,7 @@ import pytest
 
 from radixkv.scheduler.engine import Engine, EngineStats
 from radixkv.scheduler.policy import Priority
-from radixkv.scheduler.request import (
-    GREEDY,
-    Request,
-    RequestStatus,
-    SamplingParams,
-)
+from radixkv.scheduler.request import GREEDY, Request, RequestStatus, SamplingParams
 
 from .conftest import MAX_RUNNING, assert_nothing_leaked, complete, fresh
 

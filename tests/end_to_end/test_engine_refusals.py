@@ -5,11 +5,7 @@ from contextlib import closing
 
 import pytest
 
-from radixkv.kvcache import (
-    CountError,
-    RadixKVError,
-    RequestTooLargeError,
-)
+from radixkv.kvcache import CountError, RadixKVError, RequestTooLargeError
 from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.errors import ConfigError, RequestError
 from radixkv.scheduler.handoff import Timing

@@ -11,18 +11,8 @@ from typing import Any
 import jax
 import pytest
 
-from radixkv.kvcache import (
-    HostConfig,
-    RadixKVError,
-    StorageConfigError,
-)
-from radixkv.kvcache.storage import (
-    BackendOptions,
-    Kind,
-    Status,
-    StorageWorkers,
-    open_backend,
-)
+from radixkv.kvcache import HostConfig, RadixKVError, StorageConfigError
+from radixkv.kvcache.storage import BackendOptions, Kind, Status, StorageWorkers, open_backend
 from radixkv.kvcache.tiers import storage_recency as storage_uses
 from radixkv.scheduler.engine import Engine, make_storage_namespace
 from radixkv.scheduler.errors import ConfigError, EngineClosedError

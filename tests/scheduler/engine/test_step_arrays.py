@@ -10,19 +10,9 @@ from hypothesis import strategies as st
 
 from radixkv.kvcache import CacheManager
 from radixkv.scheduler.engine import step_arrays as batching
-from radixkv.scheduler.engine.step_arrays import (
-    Shape,
-    Shapes,
-    pack,
-    power_of_two_buckets,
-    unpack,
-)
+from radixkv.scheduler.engine.step_arrays import Shape, Shapes, pack, power_of_two_buckets, unpack
 from radixkv.scheduler.errors import ConfigError
-from radixkv.scheduler.request import (
-    GREEDY,
-    Request,
-    SamplingParams,
-)
+from radixkv.scheduler.request import GREEDY, Request, SamplingParams
 from radixkv.scheduler.step_plan import Chunk
 
 BLOCK_SIZE = 4

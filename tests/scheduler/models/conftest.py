@@ -11,13 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from radixkv.scheduler.models import (
-    Batch,
-    Model,
-    forward,
-    load_model,
-    make_tiny_checkpoint,
-)
+from radixkv.scheduler.models import Batch, Model, forward, load_model, make_tiny_checkpoint
 
 BLOCK_SIZE = 16
 TABLE_WIDTH = 24  # blocks of a request: 384 tokens

@@ -15,11 +15,7 @@ from typing import Any
 from radixkv.kvcache import CacheManager
 from radixkv.scheduler.mixed import MixedScheduler
 from radixkv.scheduler.policy import Policy
-from radixkv.scheduler.request import (
-    FinishReason,
-    Request,
-    RequestStatus,
-)
+from radixkv.scheduler.request import FinishReason, Request, RequestStatus
 from radixkv.scheduler.step_plan import Chunk, StepPlan
 from radixkv.spec import GhostMemory, prefix_tags
 

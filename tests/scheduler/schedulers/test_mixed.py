@@ -4,17 +4,8 @@ import re
 
 import pytest
 
-from radixkv.kvcache import (
-    CacheManager,
-    CountError,
-    RadixKVError,
-)
-from radixkv.scheduler.errors import (
-    ConfigError,
-    RequestError,
-    SchedulerError,
-    StepOrderError,
-)
+from radixkv.kvcache import CacheManager, CountError, RadixKVError
+from radixkv.scheduler.errors import ConfigError, RequestError, SchedulerError, StepOrderError
 from radixkv.scheduler.mixed import MixedScheduler
 from radixkv.scheduler.policy import Fcfs
 from radixkv.scheduler.request import Request, RequestStatus

@@ -10,11 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from radixkv.kvcache import RequestTooLargeError
-from radixkv.scheduler.policy import (
-    Fcfs,
-    Policy,
-    Priority,
-)
+from radixkv.scheduler.policy import Fcfs, Policy, Priority
 from radixkv.scheduler.request import Request
 from radixkv.scheduler.step_plan import StepPlan
 

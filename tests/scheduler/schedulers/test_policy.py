@@ -4,11 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.scheduler.policy import (
-    Fcfs,
-    Policy,
-    Priority,
-)
+from radixkv.scheduler.policy import Fcfs, Policy, Priority
 from radixkv.scheduler.request import Request
 
 

@@ -8,12 +8,7 @@ import pytest
 
 from radixkv.kvcache import RadixKVError, TokenError
 from radixkv.scheduler.errors import RequestError
-from radixkv.scheduler.request import (
-    GREEDY,
-    Request,
-    RequestStatus,
-    SamplingParams,
-)
+from radixkv.scheduler.request import GREEDY, Request, RequestStatus, SamplingParams
 
 
 def refused(error: type[RadixKVError], text: str):

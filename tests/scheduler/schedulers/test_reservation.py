@@ -8,11 +8,7 @@ from hypothesis import strategies as st
 
 from radixkv.kvcache import CacheManager
 from radixkv.scheduler.request import Request, lease_of
-from radixkv.scheduler.reservation import (
-    HORIZON_CLIP_TOKENS,
-    Reservation,
-    needed_to_finish,
-)
+from radixkv.scheduler.reservation import HORIZON_CLIP_TOKENS, Reservation, needed_to_finish
 
 
 def request(num_prompt: int, max_new_tokens: int = 1, num_outputs: int = 0) -> Request:
