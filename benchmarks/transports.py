@@ -36,17 +36,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from radixkv.scheduler.handoff import (
-    AttemptKey,
-    Header,
-    PartId,
-    Send,
-)
-from radixkv.scheduler.nodes.channel.codec import (
-    Packet,
-    decode,
-    encode,
-)
+from radixkv.scheduler.handoff import AttemptKey, Header, PartId, Send
+from radixkv.scheduler.nodes.channel.codec import Packet, decode, encode
 from radixkv.scheduler.nodes.transport import (
     InProcessExchange,
     InProcessTransport,

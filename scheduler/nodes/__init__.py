@@ -8,11 +8,7 @@ from __future__ import annotations
 
 from .decode_node import DecodeEngine, DecodeReport
 from .in_process import Disaggregated
-from .node import (
-    NodeEngine,
-    NodeStats,
-    PeerMessage,
-)
+from .node import NodeEngine, NodeStats, PeerMessage
 from .prefill_node import PrefillEngine
 
 __all__ = [

@@ -8,32 +8,14 @@ from ...kvcache import CacheManager, HostConfig
 from ...kvcache.storage import Storage, StorageNamespace
 from ..decode import DecodeScheduler
 from ..engine import ModelRunner
-from ..handoff import (
-    CancelPull,
-    DecodeFailed,
-    Finished,
-    Post,
-    Pull,
-    Started,
-    Timing,
-)
+from ..handoff import CancelPull, DecodeFailed, Finished, Post, Pull, Started, Timing
 from ..models import Model
 from ..policy import Policy
 from ..preemption import PreemptMode
 from .kv_parts import KVParts
 from .kv_receiver import KVReceiver
-from .node import (
-    NodeEngine,
-    PeerMessage,
-    check_revision,
-)
-from .transport import (
-    Event,
-    PullFailed,
-    PullInfo,
-    Received,
-    Transport,
-)
+from .node import NodeEngine, PeerMessage, check_revision
+from .transport import Event, PullFailed, PullInfo, Received, Transport
 
 DecodeReport: TypeAlias = Started | Finished | DecodeFailed
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Final
 
 from ..handoff import NodeId, Timing
-from ..handoff.gateway_messages import GATEWAY
+from ..handoff.gateway_messages import GATEWAY, CancelAttempt, DeliveryAck, NodeStatus, RunPrefill
 from ..handoff.messages import Message
 from ..handoff.node_reporter import NodeReporter
-from .channel import CancelAttempt, DeliveryAck, NodeStatus, Packet, RunPrefill, ZmqChannel
+from .channel import Packet, ZmqChannel
 from .decode_node import DecodeEngine
 from .node import PeerMessage
 from .prefill_node import PrefillEngine

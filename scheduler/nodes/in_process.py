@@ -8,18 +8,8 @@ from math import inf
 from typing import Final
 
 from ...kvcache import RequestTooLargeError
-from ..handoff import (
-    DecodeFailed,
-    Finished,
-    Hits,
-    NodeId,
-    PrefillFailed,
-    Started,
-)
-from ..handoff.gateway import (
-    Gateway,
-    RunAttempt,
-)
+from ..handoff import DecodeFailed, Finished, Hits, NodeId, PrefillFailed, Started
+from ..handoff.gateway import Gateway, RunAttempt
 from ..handoff.retries import Cancel
 from ..models import Params
 from ..request import Request

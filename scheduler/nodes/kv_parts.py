@@ -10,11 +10,7 @@ import numpy as np
 from ...kvcache.copies.block_copies import BlockCopies, CopyKind
 from ..engine import ModelRunner, make_storage_namespace
 from ..handoff import MAX_PART_BLOCKS
-from .transport import (
-    ArraySpec,
-    Descriptor,
-    PayloadArray,
-)
+from .transport import ArraySpec, Descriptor, PayloadArray
 from .transport.descriptors import digest_namespace, is_ready
 
 

@@ -12,21 +12,12 @@ from ...kvcache.storage import StorageNamespace
 from ..decode import DecodeScheduler
 from ..engine import EngineStats, ModelRunner
 from ..errors import ConfigError
-from ..handoff import (
-    AttemptKey,
-    Message,
-    NodeId,
-)
+from ..handoff import AttemptKey, Message, NodeId
 from ..models import Params
 from ..prefill import PrefillScheduler
 from ..request import Request
 from .kv_parts import KVParts
-from .transport import (
-    Event,
-    PullInfo,
-    Transport,
-    TransportStats,
-)
+from .transport import Event, PullInfo, Transport, TransportStats
 
 
 class PeerMessage(NamedTuple):

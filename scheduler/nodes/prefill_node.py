@@ -6,34 +6,15 @@ from ...kvcache import CacheManager, HostConfig
 from ...kvcache.storage import Storage, StorageNamespace
 from ...kvcache.tokens import as_count
 from ..engine import ModelRunner
-from ..handoff import (
-    NodeId,
-    Offer,
-    Order,
-    Post,
-    PrefillFailed,
-    Send,
-    Timing,
-    Withdraw,
-)
+from ..handoff import NodeId, Offer, Order, Post, PrefillFailed, Send, Timing, Withdraw
 from ..models import Model
 from ..policy import Policy
 from ..prefill import PrefillScheduler
 from ..request import Request
 from .kv_parts import KVParts
 from .kv_sender import KVSender
-from .node import (
-    NodeEngine,
-    PeerMessage,
-    check_revision,
-)
-from .transport import (
-    Event,
-    Offered,
-    OfferFailed,
-    Transport,
-    Withdrawn,
-)
+from .node import NodeEngine, PeerMessage, check_revision
+from .transport import Event, Offered, OfferFailed, Transport, Withdrawn
 
 
 class PrefillEngine(NodeEngine[PrefillScheduler]):

@@ -9,19 +9,10 @@ from typing import Final
 
 from ..errors import NodesMissingError
 from ..handoff import NodeId
-from ..handoff.network_gateway import (
-    Connect,
-    Disconnect,
-    NetworkGateway,
-    SendToNode,
-)
+from ..handoff.network_gateway import Connect, Disconnect, NetworkGateway, SendToNode
 from ..handoff.remote_node import RemoteNode
 from ..request import Request
-from .channel import (
-    EncodeError,
-    RefusedConnection,
-    ZmqChannel,
-)
+from .channel import EncodeError, RefusedConnection, ZmqChannel
 
 _WAIT_S: Final = 0.02
 

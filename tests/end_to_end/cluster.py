@@ -11,32 +11,14 @@ from unittest.mock import patch
 
 from radixkv.scheduler.engine import Engine
 from radixkv.scheduler.handoff import Timing
-from radixkv.scheduler.nodes import (
-    DecodeEngine,
-    Disaggregated,
-    PrefillEngine,
-    kv_parts,
-)
-from radixkv.scheduler.nodes import (
-    decode_node as decode_engine,
-)
-from radixkv.scheduler.nodes import (
-    prefill_node as prefill_engine,
-)
-from radixkv.scheduler.nodes.transport import (
-    InProcessExchange,
-    InProcessTransport,
-    Transport,
-)
+from radixkv.scheduler.nodes import DecodeEngine, Disaggregated, PrefillEngine, kv_parts
+from radixkv.scheduler.nodes import decode_node as decode_engine
+from radixkv.scheduler.nodes import prefill_node as prefill_engine
+from radixkv.scheduler.nodes.transport import InProcessExchange, InProcessTransport, Transport
 from radixkv.scheduler.nodes.transport.jax_engine import JaxEngine
 from radixkv.scheduler.nodes.transport.nixl_engine import NixlEngine
 from radixkv.scheduler.nodes.transport.threaded import ThreadedTransport
-from radixkv.scheduler.request import (
-    GREEDY,
-    Request,
-    RequestStatus,
-    SamplingParams,
-)
+from radixkv.scheduler.request import GREEDY, Request, RequestStatus, SamplingParams
 
 from .conftest import MAX_MODEL_LEN, MAX_RUNNING, TOKEN_BUDGET, fresh_runner
 

@@ -13,25 +13,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from radixkv.kvcache import (
-    BlockArrays,
-    CacheManager,
-    HostConfig,
-)
+from radixkv.kvcache import BlockArrays, CacheManager, HostConfig
 from radixkv.kvcache.storage import Storage, StorageNamespace
 from radixkv.scheduler.engine import Engine, ModelRunner
 from radixkv.scheduler.engine.tier_copies import TierCopies
 from radixkv.scheduler.mixed import MixedScheduler
-from radixkv.scheduler.models import (
-    Model,
-    load_model,
-    make_tiny_checkpoint,
-)
-from radixkv.scheduler.request import (
-    GREEDY,
-    Request,
-    SamplingParams,
-)
+from radixkv.scheduler.models import Model, load_model, make_tiny_checkpoint
+from radixkv.scheduler.request import GREEDY, Request, SamplingParams
 
 from .small import make_engine, make_requests
 

@@ -16,13 +16,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from radixkv.scheduler.engine import Engine
-from radixkv.scheduler.handoff import (
-    Ask,
-    Commit,
-    Grant,
-    Send,
-    Timing,
-)
+from radixkv.scheduler.handoff import Ask, Commit, Grant, Send, Timing
 from radixkv.scheduler.handoff.gateway_messages import GATEWAY
 from radixkv.scheduler.models import load_model, make_tiny_checkpoint
 from radixkv.scheduler.models.weights_digest import weights_digest

@@ -12,11 +12,7 @@ from hypothesis import strategies as st
 from radixkv.kvcache import HostConfig, TierStats
 from radixkv.kvcache.copies.block_copies import BlockCopies
 from radixkv.scheduler.engine import Engine
-from radixkv.scheduler.nodes import (
-    DecodeEngine,
-    Disaggregated,
-    PrefillEngine,
-)
+from radixkv.scheduler.nodes import DecodeEngine, Disaggregated, PrefillEngine
 from radixkv.scheduler.nodes.transport import InProcessExchange, InProcessTransport
 from radixkv.scheduler.request import GREEDY, Request
 

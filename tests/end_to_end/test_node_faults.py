@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from radixkv.scheduler.nodes.channel import Finished, Started
+from radixkv.scheduler.handoff.gateway_messages import Finished, Started
 
 from .node_faults import MOMENTS, TRANSFER_S, pair
 

@@ -12,17 +12,9 @@ import jax
 import pytest
 
 from radixkv.kvcache import HostConfig
-from radixkv.kvcache.storage import (
-    BackendOptions,
-    StorageWorkers,
-    open_backend,
-)
+from radixkv.kvcache.storage import BackendOptions, StorageWorkers, open_backend
 from radixkv.scheduler.engine import Engine, make_storage_namespace
-from radixkv.scheduler.errors import (
-    ConfigError,
-    EngineClosedError,
-    HandoffsOpenError,
-)
+from radixkv.scheduler.errors import ConfigError, EngineClosedError, HandoffsOpenError
 from radixkv.scheduler.models import Params
 from radixkv.scheduler.request import Request
 

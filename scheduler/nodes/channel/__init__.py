@@ -1,6 +1,6 @@
 """The control channel: messages of hand-offs and of the gateway between processes.
 
-Public are `ZmqChannel`, its messages, statistics and errors, and `load_secret`. The channel needs
+Public are `ZmqChannel`, its packets, statistics and errors, and `load_secret`. The channel needs
 the extra `nodes` (ZeroMQ and msgspec), so its modules are imported on first use.
 """
 
@@ -9,16 +9,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ...handoff.gateway_messages import (
-    CancelAttempt,
-    DecodeFailed,
-    DeliveryAck,
-    Finished,
-    NodeStatus,
-    PrefillFailed,
-    RunPrefill,
-    Started,
-)
 from .errors import (
     ChannelAddressError,
     ChannelClosedError,
@@ -36,25 +26,17 @@ if TYPE_CHECKING:
     from .zmq_channel import ChannelStats, ZmqChannel
 
 __all__ = [
-    "CancelAttempt",
     "ChannelAddressError",
     "ChannelClosedError",
     "ChannelError",
     "ChannelStats",
     "DecodeError",
-    "DecodeFailed",
-    "DeliveryAck",
     "DroppedFrame",
     "EncodeError",
-    "Finished",
-    "NodeStatus",
     "Packet",
-    "PrefillFailed",
     "RefusedConnection",
-    "RunPrefill",
     "Secret",
     "SecretError",
-    "Started",
     "UnknownPeerError",
     "ZmqChannel",
     "load_secret",

@@ -17,13 +17,7 @@ from .base import (
     TransportStats,
     Withdrawn,
 )
-from .descriptors import (
-    ArraySpec,
-    Descriptor,
-    PayloadArray,
-    PullInfo,
-    describe,
-)
+from .descriptors import ArraySpec, Descriptor, PayloadArray, PullInfo, describe
 from .errors import (
     TransportArgumentError,
     TransportClosedError,

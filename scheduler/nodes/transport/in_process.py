@@ -22,11 +22,7 @@ from .base import (
     check_offer,
     check_pull,
 )
-from .descriptors import (
-    Descriptor,
-    PayloadArray,
-    PullInfo,
-)
+from .descriptors import Descriptor, PayloadArray, PullInfo
 from .errors import TransportArgumentError, TransportClosedError
 
 NAME: Final = "inprocess"

@@ -32,28 +32,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 from .base import Fault
-from .descriptors import (
-    ArraySpec,
-    Descriptor,
-    PayloadArray,
-    digest_arrays,
-)
-from .nixl_agent import (
-    NUM_READERS,
-    NixlAgent,
-    PreparedReads,
-)
-from .staging import (
-    Slot,
-    slot_bytes,
-    split_slot,
-)
-from .transfer_engine import (
-    EngineOffer,
-    EnginePull,
-    PullError,
-    TransferEngine,
-)
+from .descriptors import ArraySpec, Descriptor, PayloadArray, digest_arrays
+from .nixl_agent import NUM_READERS, NixlAgent, PreparedReads
+from .staging import Slot, slot_bytes, split_slot
+from .transfer_engine import EngineOffer, EnginePull, PullError, TransferEngine
 
 NAME: Final = "nixl"
 

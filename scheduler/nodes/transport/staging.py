@@ -9,11 +9,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .descriptors import (
-    ArraySpec,
-    PayloadArray,
-    array_bytes,
-)
+from .descriptors import ArraySpec, PayloadArray, array_bytes
 from .transfer_engine import TooLargeError
 
 _ALIGNMENT: Final = 64

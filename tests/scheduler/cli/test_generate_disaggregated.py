@@ -17,14 +17,10 @@ from radixkv.scheduler.cli import generate_on_nodes
 from radixkv.scheduler.cli.errors import BadInputError
 from radixkv.scheduler.cli.nodes import make_timing
 from radixkv.scheduler.errors import NodesMissingError
-from radixkv.scheduler.handoff.gateway_messages import GATEWAY
+from radixkv.scheduler.handoff.gateway_messages import GATEWAY, NodeStatus
 from radixkv.scheduler.handoff.node_reporter import NodeReporter
 from radixkv.scheduler.models import load_config
-from radixkv.scheduler.nodes.channel import (
-    NodeStatus,
-    Secret,
-    codec,
-)
+from radixkv.scheduler.nodes.channel import Secret, codec
 from radixkv.scheduler.nodes.channel.zmq_channel import ZmqChannel
 from radixkv.scheduler.nodes.remote_nodes import RemoteNodes
 

@@ -18,15 +18,10 @@ from radixkv.scheduler.handoff import (
     Timing,
 )
 from radixkv.scheduler.handoff.attempts import make_ask
-from radixkv.scheduler.handoff.gateway_messages import GATEWAY
+from radixkv.scheduler.handoff.gateway_messages import GATEWAY, NodeStatus
 from radixkv.scheduler.handoff.messages import Ask
 from radixkv.scheduler.nodes import DecodeEngine, PrefillEngine
-from radixkv.scheduler.nodes.channel import (
-    ChannelStats,
-    NodeStatus,
-    Packet,
-    ZmqChannel,
-)
+from radixkv.scheduler.nodes.channel import ChannelStats, Packet, ZmqChannel
 from radixkv.scheduler.nodes.event_loop import NodeEventLoop
 from radixkv.scheduler.nodes.node import PeerMessage
 from radixkv.scheduler.nodes.remote_nodes import RemoteNodes

@@ -5,11 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from radixkv.scheduler.handoff import (
-    AttemptKey,
-    PartId,
-    Pull,
-)
+from radixkv.scheduler.handoff import AttemptKey, PartId, Pull
 from radixkv.scheduler.nodes.kv_receiver import KVReceiver
 from radixkv.scheduler.nodes.transport import Received
 

@@ -9,14 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.scheduler.handoff import (
-    AttemptKey,
-    Header,
-    Offer,
-    PartId,
-    Send,
-    Withdraw,
-)
+from radixkv.scheduler.handoff import AttemptKey, Header, Offer, PartId, Send, Withdraw
 from radixkv.scheduler.nodes.kv_sender import KVSender
 from radixkv.scheduler.nodes.transport import (
     ArraySpec,

@@ -7,11 +7,7 @@ from typing import Any
 
 import pytest
 
-from radixkv.scheduler.nodes.channel import (
-    DeliveryAck,
-    Finished,
-    RunPrefill,
-)
+from radixkv.scheduler.handoff.gateway_messages import DeliveryAck, Finished, RunPrefill
 from radixkv.scheduler.request import Request, RequestStatus
 
 from .fake_channel import SILENCE_S, TIMING, Deployment, is_of_request, tokens_of

@@ -9,15 +9,9 @@ import pytest
 
 from radixkv.scheduler.errors import NodesMissingError
 from radixkv.scheduler.handoff import Hits
-from radixkv.scheduler.handoff.gateway_messages import GATEWAY
+from radixkv.scheduler.handoff.gateway_messages import GATEWAY, Finished, NodeStatus, RunPrefill
 from radixkv.scheduler.handoff.network_gateway import NetworkGateway
-from radixkv.scheduler.nodes.channel import (
-    DroppedFrame,
-    Finished,
-    NodeStatus,
-    RefusedConnection,
-    RunPrefill,
-)
+from radixkv.scheduler.nodes.channel import DroppedFrame, RefusedConnection
 from radixkv.scheduler.nodes.channel.zmq_channel import ZmqChannel
 from radixkv.scheduler.nodes.remote_nodes import RemoteNodes
 from radixkv.scheduler.request import Request

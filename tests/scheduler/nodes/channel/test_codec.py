@@ -23,12 +23,8 @@ from radixkv.scheduler.handoff import (
     Send,
     messages,
 )
-from radixkv.scheduler.handoff.gateway_messages import GatewayMessage
-from radixkv.scheduler.nodes.channel import (
-    DecodeError,
-    EncodeError,
-    RunPrefill,
-)
+from radixkv.scheduler.handoff.gateway_messages import GatewayMessage, RunPrefill
+from radixkv.scheduler.nodes.channel import DecodeError, EncodeError
 from radixkv.scheduler.nodes.channel.codec import MAX_PACKET_BYTES, Packet, decode, encode
 from radixkv.scheduler.nodes.channel.schema import MAX_PROMPT_TOKENS, MESSAGES
 from radixkv.scheduler.request import GREEDY

@@ -12,12 +12,7 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from radixkv.scheduler.handoff import (
-    Abort,
-    Ack,
-    AttemptKey,
-    Header,
-)
+from radixkv.scheduler.handoff import Abort, Ack, AttemptKey, Header
 from radixkv.scheduler.nodes.channel import (
     Packet,
     RefusedConnection,

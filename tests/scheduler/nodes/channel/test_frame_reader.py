@@ -12,16 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.scheduler.handoff import (
-    Ack,
-    AttemptKey,
-    Header,
-)
-from radixkv.scheduler.nodes.channel import (
-    Secret,
-    SecretError,
-    load_secret,
-)
+from radixkv.scheduler.handoff import Ack, AttemptKey, Header
+from radixkv.scheduler.nodes.channel import Secret, SecretError, load_secret
 from radixkv.scheduler.nodes.channel.codec import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,

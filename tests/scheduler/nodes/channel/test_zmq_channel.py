@@ -9,19 +9,14 @@ from typing import TypeAlias
 import pytest
 import zmq
 
-from radixkv.scheduler.handoff import (
-    Abort,
-    Ack,
-    AttemptKey,
-    Header,
-)
+from radixkv.scheduler.handoff import Abort, Ack, AttemptKey, Header
+from radixkv.scheduler.handoff.gateway_messages import Started
 from radixkv.scheduler.nodes.channel import (
     ChannelAddressError,
     ChannelClosedError,
     DroppedFrame,
     Packet,
     Secret,
-    Started,
     UnknownPeerError,
     ZmqChannel,
 )

@@ -21,17 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from radixkv.scheduler.handoff import (
-    AttemptKey,
-    Header,
-    PartId,
-    Send,
-)
-from radixkv.scheduler.nodes.channel.codec import (
-    Packet,
-    decode,
-    encode,
-)
+from radixkv.scheduler.handoff import AttemptKey, Header, PartId, Send
+from radixkv.scheduler.nodes.channel.codec import Packet, decode, encode
 from radixkv.scheduler.nodes.transport import (
     Event,
     Offered,

@@ -6,16 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from radixkv.scheduler.nodes.transport import (
-    Descriptor,
-    TransportArgumentError,
-    describe,
-)
-from radixkv.scheduler.nodes.transport.descriptors import (
-    _ITEM_BYTES,
-    ArraySpec,
-    digest_arrays,
-)
+from radixkv.scheduler.nodes.transport import Descriptor, TransportArgumentError, describe
+from radixkv.scheduler.nodes.transport.descriptors import _ITEM_BYTES, ArraySpec, digest_arrays
 
 
 def test_a_descriptor_says_what_the_arrays_are() -> None:

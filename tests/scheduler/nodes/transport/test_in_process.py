@@ -15,15 +15,7 @@ from radixkv.scheduler.nodes.transport import (
     describe,
 )
 
-from .conformance import (
-    KEY,
-    Pair,
-    TransportConformance,
-    arrays,
-    offer,
-    part_id,
-    wait,
-)
+from .conformance import KEY, Pair, TransportConformance, arrays, offer, part_id, wait
 
 
 @pytest.fixture
