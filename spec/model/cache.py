@@ -178,12 +178,12 @@ class CacheModel:
             return
         # A running request may only free a block that duplicates one already published.
         position = len(holding.shared)
-        spare = (
+        is_duplicate = (
             position < len(holding.path)
             and holding.path[position] in self.published_at
             and holding.private[:1] == [block]
         )
-        require(spare, rules.F2, "{} runs, and gives back its block {}", self.actor, block)
+        require(is_duplicate, rules.F2, "{} runs, and gives back its block {}", self.actor, block)
         holding.shared.append(holding.path[position])
         del holding.private[0]
         self.counts["duplicate_blocks"] += 1

@@ -17,19 +17,19 @@ class TierModel(CacheModel):
         host: owner of each host block that is not free: ``"new"`` until the operation that writes
             it is taken, then ``"op 5"`` until that is fenced, then ``"cache"``.
         read: host blocks that an operation still reads, with the operation.
-        lifted: the operation that the current call fences.
+        fenced_op: the operation that the current call fences.
         resetting: whether the current call is a reset.
     """
 
     host: dict[int, str]
     read: dict[int, str]
-    lifted: str
+    fenced_op: str
     resetting: bool
 
     def __init__(self, num_blocks: int, block_size: int, lru: bool, exactly: bool) -> None:
         super().__init__(num_blocks, block_size, lru, exactly)
         self.host, self.read = {}, {}
-        self.lifted, self.resetting = "", False
+        self.fenced_op, self.resetting = "", False
 
     # Leases that end with an operation
 
@@ -42,20 +42,20 @@ class TierModel(CacheModel):
         self.release(name)
         self.ending = False
 
-    def orphan(self, name: str, heir: str) -> None:
+    def detach_private(self, name: str, op: str) -> None:
         """A request ends while its private blocks are written; the operation owns them now."""
         holding = self.holdings[name]
         held = type(holding)([], holding.root, private=holding.private)
         for block in held.private:
-            self.owner[block] = heir
+            self.owner[block] = op
         holding.private = []
-        self.holdings[heir] = held
+        self.holdings[op] = held
 
-    def bequeath(self, name: str, heir: str) -> None:
+    def detach_all(self, name: str, op: str) -> None:
         """A request ends while it is loaded; the operation owns all its blocks now."""
-        holding = self.holdings[heir] = self.holdings[name]
+        holding = self.holdings[op] = self.holdings[name]
         for block in holding.private:
-            self.owner[block] = heir
+            self.owner[block] = op
         self.holdings[name] = type(holding)([], holding.root)
 
     def forgotten(self, name: str) -> None:
@@ -95,15 +95,15 @@ class TierModel(CacheModel):
             owner = self.host.get(block)
             require(owner is not None, rules.T31, "host block {} is freed, and was free", block)
             require(
-                not str(owner).startswith("op ") or owner == self.lifted,
+                not str(owner).startswith("op ") or owner == self.fenced_op,
                 rules.T3,
                 "host block {} is freed, and {} writes it",
                 block,
                 owner,
             )
-            reader = self.read.get(block, self.lifted)
+            reader = self.read.get(block, self.fenced_op)
             require(
-                reader == self.lifted,
+                reader == self.fenced_op,
                 rules.T2,
                 "host block {} is freed, and {} reads it",
                 block,

@@ -79,7 +79,7 @@ def _admit(world: TierState, request: Request, tail: int, parked: Parked | None)
     see(world)
     if request.state != "running":
         require(world.seen == before, A8, "{} was refused, and tiers changed", request.name)
-        world.in_vain.add(request.name)
+        world.without_room.add(request.name)
         return False
     path = request.path(world.block_size)
     world.order.use(path[:num_hit])

@@ -103,7 +103,7 @@ def _check_content(world: TierState) -> None:
 def _check_spares(world: TierState) -> None:
     if world.config["write"] == "through":
         return
-    on_device = {world.seen.host[tag] for tag in world.seen.spare}
+    on_device = {world.seen.host[tag] for tag in world.seen.duplicates}
     order = [block not in on_device for block in world.seen.order]
     require(
         order == sorted(order), rules.T36, "of {}, the first to be dropped are not those of what "
@@ -151,11 +151,11 @@ def _check_counts(world: TierState, shot: TierSnapshot) -> None:
         "host_free_blocks": world.config["host_blocks"] - len(world.tier_model.host),
         "host_cached_blocks": len(world.seen.host),
         "parked": len(world.parked),
-        "quarantined_operations": sum(f.has_result or f.given_up for f in flights),
+        "quarantined_operations": sum(f.has_result or f.cancelled for f in flights),
     }
     if not world.target.may_have_decided:
         known["operations"] = len(flights)
-        known["open_operations"] = sum(not (f.has_result or f.given_up) for f in flights)
+        known["open_operations"] = sum(not (f.has_result or f.cancelled) for f in flights)
     if world.config["write"] != "through":
         known["demoted_blocks"] = world.tier_model.counts["evicted_blocks"]
     for word, number in shot.counts.items():
@@ -203,9 +203,9 @@ def check_lost(
         )
         if nowhere:
             world.situations["dropped for room"] += 1
-            spare = world.seen.spare if world.config["write"] != "through" else ()
-            require(not spare, rules.T36, "{} blocks are lost, and {} copies of what the device "
-                    "has are kept", len(nowhere), len(spare))  # fmt: skip
+            copies = world.seen.duplicates if world.config["write"] != "through" else ()
+            require(not copies, rules.T36, "{} blocks are lost, and {} copies of what the device "
+                    "has are kept", len(nowhere), len(copies))  # fmt: skip
         _check_demoted(world, before)
     else:
         require(not lost, rules.T14, "{} cached blocks are gone", len(lost))

@@ -16,23 +16,23 @@ def result(world: TierState, name: str, bad: list[int], fenced: int) -> bool:
     The result of a cancelled operation is late; it counts as its fence.
     """
     flight = world.executor.find(name)
-    if flight is None or (flight.has_result and not flight.given_up):
+    if flight is None or (flight.has_result and not flight.cancelled):
         return False
-    was_given_up = flight.given_up
+    was_cancelled = flight.cancelled
     change = Change(see(world), flight)
     ok = world.executor.end(flight, bad)
-    fenced = fenced or was_given_up
-    if flight.copy.kind == "store" and not was_given_up:
+    fenced = fenced or was_cancelled
+    if flight.copy.kind == "store" and not was_cancelled:
         _check_store(world, flight, ok)
-    world.begin_lift(flight, fenced=bool(fenced))
+    world.begin_report(flight, fenced=bool(fenced))
     told = world.ask("complete", flight.copy.id, ok, bool(fenced))
-    require(told != was_given_up, rules.T6, "{} has ended: {}, told {}", flight.op,
-            was_given_up, not told)  # fmt: skip
-    world.counted["late_completions"] += was_given_up
+    require(told != was_cancelled, rules.T6, "{} has ended: {}, told {}", flight.op,
+            was_cancelled, not told)  # fmt: skip
+    world.counted["late_completions"] += was_cancelled
     if not all(ok):
         world.situations[f"failed: {flight.copy.kind}"] += 1
     world.situations[f"done: {flight.copy.kind}"] += all(ok)
-    ended(world, change, result=not was_given_up, fenced=bool(fenced))
+    ended(world, change, result=not was_cancelled, fenced=bool(fenced))
     return True
 
 
@@ -66,13 +66,13 @@ def _use_stored(world: TierState, flight: Flight, ok: list[bool]) -> None:
 def fence(world: TierState, name: str) -> bool:
     """Report a fence: the operation can no longer touch its blocks."""
     flight = world.executor.find(name)
-    if flight is None or not (flight.has_result or flight.given_up):
+    if flight is None or not (flight.has_result or flight.cancelled):
         return False
     change = Change(see(world), flight)
-    world.executor.lift(flight)
-    if flight.copy.kind == "store" and flight.has_result and not flight.given_up:
+    world.executor.finish_late_writes(flight)
+    if flight.copy.kind == "store" and flight.has_result and not flight.cancelled:
         _check_store(world, flight, [])
-    world.begin_lift(flight, fenced=True)
+    world.begin_report(flight, fenced=True)
     told = world.ask("fence", flight.copy.id)
     require(told, rules.T6, "the fence of {} is not heard", flight.op)
     ended(world, change, result=False, fenced=True)
@@ -115,7 +115,7 @@ def early(world: TierState) -> bool:
 def second(world: TierState, name: str, bad: list[int]) -> bool:
     """Report a second result of an operation before its fence."""
     flight = world.executor.find(name)
-    if flight is None or not flight.has_result or flight.given_up:
+    if flight is None or not flight.has_result or flight.cancelled:
         return False
     before, taken = see(world), dict(world.tier_model.host)
     ok = [place not in bad for place in range(flight.copy.num_blocks)]
@@ -132,7 +132,7 @@ def second(world: TierState, name: str, bad: list[int]) -> bool:
 def wrong_result(world: TierState, name: str, number: int) -> bool:
     """Report a result with a wrong number of blocks."""
     flight = world.executor.find(name)
-    if flight is None or flight.has_result or flight.given_up:
+    if flight is None or flight.has_result or flight.cancelled:
         return False
     number += number >= flight.copy.num_blocks
     before = see(world)

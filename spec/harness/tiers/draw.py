@@ -163,16 +163,16 @@ def enabled(world: TierState) -> dict[str, list[str]]:
     fitting = [name for name in waiting if _fits(world, name)]
     running = [request for request in world.running() if not request.job and request.written]
     flights = dict(zip(world.executor.names(), world.executor.flights, strict=True))
-    ended = [name for name, flight in flights.items() if flight.has_result or flight.given_up]
+    ended = [name for name, flight in flights.items() if flight.has_result or flight.cancelled]
     more = {
         "submit": [""] if len(fitting) < MAX_WAITING else [],
         "admit": [name for name in choices.get("admit", [])
-                  if name not in saving and name not in world.in_vain
+                  if name not in saving and name not in world.without_room
                   and (name in fitting or not fitting)],
         "again": [name for name in choices.get("again", []) if name not in world.loads],
         "park": [request.name for request in world.running()
                  if (request.written or request.job) and request.name not in world.loads
-                 and request.name not in world.in_vain],
+                 and request.name not in world.without_room],
         "unpark": list(world.parked),
         "fork": [request.name for request in running]
         if len(world.running()) < world.config["max_running"]
@@ -185,11 +185,11 @@ def enabled(world: TierState) -> dict[str, list[str]]:
         "evict": [""] if world.tier_model.num_unused() else [],
         "take": [""] if _is_decided(world) else [],
         "result": [name for name, flight in flights.items()
-                   if flight.given_up or not flight.has_result],
+                   if flight.cancelled or not flight.has_result],
         "fence": ended,
         "early": [""] if world.target.may_have_decided else [],
         "late": [""] if world.executor.ended else [],
-        "second": [name for name in ended if not flights[name].given_up],
+        "second": [name for name in ended if not flights[name].cancelled],
         "wrong_result": [name for name in flights if name not in ended],
     }  # fmt: skip
     return {word: names for word, names in {**choices, **more}.items() if names}

@@ -26,9 +26,9 @@ def ended(world: TierState, change: Change, *, result: bool, fenced: bool) -> No
     flight = change.flight
     name = flight.copy.kind
     _touch(world, flight)
-    world.end_lift(flight, fenced=fenced)
+    world.end_report(flight, fenced=fenced)
     see(world)
-    if flight.given_up or flight.old or flight.is_orphan:
+    if flight.cancelled or flight.old or flight.is_detached:
         _given_up(world, change)
     elif name == "out" and result:
         _out(world, change)
@@ -42,7 +42,7 @@ def ended(world: TierState, change: Change, *, result: bool, fenced: bool) -> No
         check_lost(world, change.before)
     if fenced:
         world.executor.fenced(flight)
-    if name in ("lookup", "fetch") and (result or flight.given_up):
+    if name in ("lookup", "fetch") and (result or flight.cancelled):
         _check_prefetch(world, flight)
 
 
@@ -201,7 +201,7 @@ def _check_prefetch(world: TierState, flight: Flight) -> None:
     if prefetch is None:
         return
     found = world.ask("prefetched", flight.owner)
-    if flight.given_up:
+    if flight.cancelled:
         prefetch.stage, prefetch.num_found = "done", 0
     wanted = prefetch.num_found if prefetch.stage == "done" else None
     require(found == wanted, rules.T26, "a prefetch has brought {}, told {}", wanted, found)

@@ -38,9 +38,9 @@ class Flight:
     Attributes:
         read: contents of its sources when it began.
         has_result: whether it has a result or was cancelled.
-        given_up: whether it was cancelled; then its writes do not count.
+        cancelled: whether it was cancelled; then its writes do not count.
         owner: its request, or "".
-        is_orphan: whether its request has ended.
+        is_detached: whether its request has ended.
         old: whether there was a reset since it began.
         ok: its result.
         evicted: prefixes that left the device since the previous `take`, copied by it or not.
@@ -49,9 +49,9 @@ class Flight:
     copy: Copy
     read: list[Content]
     has_result: bool = False
-    given_up: bool = False
+    cancelled: bool = False
     owner: str = ""
-    is_orphan: bool = False
+    is_detached: bool = False
     old: bool = False
     ok: list[bool] = field(default_factory=list)
     evicted: set[Tag] = field(default_factory=set)
@@ -66,7 +66,7 @@ class Flight:
         return [
             block
             for place, block in enumerate(self.copy.destinations)
-            if self.given_up or not (self.has_result and self.ok[place])
+            if self.cancelled or not (self.has_result and self.ok[place])
         ]
 
 
@@ -150,8 +150,8 @@ class Executor:
         if copy.kind in ("lookup", "fetch"):
             ok = [good and key in self.storage for good, key in zip(ok, copy.keys, strict=True)]
         flight.ok = ok
-        if flight.given_up:
-            self.lift(flight)  # a late write, which must not matter
+        if flight.cancelled:
+            self.finish_late_writes(flight)  # a late write, which must not matter
             return ok
         for place, good in enumerate(ok):
             if not good:
@@ -166,7 +166,7 @@ class Executor:
         flight.has_result = True
         return ok
 
-    def lift(self, flight: Flight) -> None:
+    def finish_late_writes(self, flight: Flight) -> None:
         """Do the last late writes of an operation."""
         if flight.copy.destinations:
             self._spoil(flight.copy.kind, flight.bad_blocks())

@@ -19,7 +19,7 @@ def picture(world: TierState) -> str:
         lines.append(f"host {block}: {places.get(block, owner)}")
     for name, flight in zip(world.executor.names(), world.executor.flights, strict=True):
         copy = flight.copy
-        state = "given up" if flight.given_up else "not fenced" if flight.has_result else "open"
+        state = "given up" if flight.cancelled else "not fenced" if flight.has_result else "open"
         lines.append(
             f"{name} {list(copy.sources)} -> {list(copy.destinations)}, "
             f"{len(copy.keys)} keys, {state}"

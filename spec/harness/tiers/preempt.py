@@ -35,9 +35,9 @@ def _release(world: TierState, name: str, *, ends: bool) -> bool:
     if name in world.loads:
         load = world.loads.pop(name)
         if load.left:
-            world.go_on(name, load)
+            world.continue_load(name, load)
         else:
-            world.give_up(load.copy, name)
+            world.cancel_copy(load.copy, name)
         world.situations["released while loading"] += 1
         world.situations["loaded on, for nobody"] += bool(load.left)
     (cache_end.finish if ends else cache_end.preempt)(world, name)
@@ -73,7 +73,7 @@ def park(world: TierState, name: str, where: str) -> bool:
         needed = len(missing) + bool(tail)
         require(needed > room, rules.T21, "{} needs {} of {} host blocks", name, needed, room)
         world.situations["not parked"] += 1
-        world.in_vain.add(name)
+        world.without_room.add(name)
         return True
     if name in model.holdings:
         _published(world, name, path, num_shared)
@@ -124,7 +124,7 @@ def _parked(world: TierState, name: str, parked: Parked, before: Seen) -> Parked
         flight.copy.id
         for flight in world.executor.flights
         if flight.copy.kind == "out"
-        and not (flight.has_result or flight.given_up)
+        and not (flight.has_result or flight.cancelled)
         and not awaited.isdisjoint(flight.copy.destinations)
     }
     world.situations["parked behind another copy"] += bool(parked.writers)
@@ -142,7 +142,7 @@ def unpark(world: TierState, name: str) -> bool:
     world.order.touch(parked.path)
     world.situations["unparked while it is saved"] += bool(parked.writers)
     if parked.copy in parked.writers:
-        world.give_up(parked.copy, "")
+        world.cancel_copy(parked.copy, "")
     world.ask("unpark", name)
     see(world)
     require(

@@ -97,7 +97,7 @@ class Seen:
         return set(self.order)
 
     @property
-    def spare(self) -> set[Tag]:
+    def duplicates(self) -> set[Tag]:
         """Prefixes on the device whose copy on the host can be dropped."""
         idle = self.idle
         return {tag for tag, block in self.host.items() if tag in self.device and block in idle}

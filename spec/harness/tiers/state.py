@@ -37,7 +37,7 @@ class TierState(CacheState):
         order: recency of each prefix on the host.
         uses: uses that must be reported to storage.
         evicted: prefixes that left the device since the last `take`.
-        in_vain: requests that found no room, while nothing has ended since.
+        without_room: requests that found no room, while nothing has ended since.
     """
 
     target_type = TierTarget
@@ -65,7 +65,7 @@ class TierState(CacheState):
         self.order = HostOrder()
         self.evicted: set[Tag] = set()
         self.uses = StorageUses(window_of(config))
-        self.in_vain: set[str] = set()
+        self.without_room: set[str] = set()
         self.law = TwoTierLaw(config["num_blocks"], config["host_blocks"])
         self.storage_law = StorageLaw(
             config["num_blocks"], is_told=bool(config["at_once"] or config["law"])
@@ -78,8 +78,8 @@ class TierState(CacheState):
     def counts(self) -> dict[str, int]:
         """Expected counters of the device; loads without a request are no leases."""
         assert self.model is not None, "there is a model in a world of tiers"
-        heirs = sum(name.startswith("op ") for name in self.model.holdings)
-        return {**super().counts(), "live_leases": len(self.model.holdings) - heirs}
+        detached = sum(name.startswith("op ") for name in self.model.holdings)
+        return {**super().counts(), "live_leases": len(self.model.holdings) - detached}
 
     # Calls, and what they change
 
@@ -119,54 +119,54 @@ class TierState(CacheState):
                     return name
         return ""
 
-    def give_up(self, copy: int, name: str) -> None:
+    def cancel_copy(self, copy: int, name: str) -> None:
         """Cancel an operation; a request that it loads ends."""
         for parked in self.parked.values():
             if copy in parked.writers:
                 parked.writers.remove(copy)
                 parked.failed = True
         for flight in self.executor.flights:
-            if flight.copy.id == copy and not flight.given_up:
+            if flight.copy.id == copy and not flight.cancelled:
                 if not flight.has_result:
-                    flight.given_up = True
+                    flight.cancelled = True
                     self.cancelled.append(flight)
                 if name:
-                    flight.is_orphan = True
+                    flight.is_detached = True
                     if name != flight.op:
-                        self.tier_model.orphan(name, flight.op)
+                        self.tier_model.detach_private(name, flight.op)
 
-    def go_on(self, name: str, load: Load) -> None:
+    def continue_load(self, name: str, load: Load) -> None:
         """End a request while it is loaded; the operation continues without it."""
-        heir = f"op {load.copy}"
-        self.loads[heir] = load
-        self.tier_model.bequeath(name, heir)
+        op = f"op {load.copy}"
+        self.loads[op] = load
+        self.tier_model.detach_all(name, op)
         for flight in self.executor.flights:
-            if flight.op == heir:
-                flight.owner = heir
+            if flight.op == op:
+                flight.owner = op
 
-    def begin_lift(self, flight: Flight, *, fenced: bool) -> None:
+    def begin_report(self, flight: Flight, *, fenced: bool) -> None:
         """Prepare the model for a result or a fence."""
         model = self.tier_model
-        model.lifted = flight.op if fenced else ""
-        if flight.copy.kind in ("out", "fetch") and not flight.given_up:
+        model.fenced_op = flight.op if fenced else ""
+        if flight.copy.kind in ("out", "fetch") and not flight.cancelled:
             results = zip(flight.copy.destinations, flight.ok, strict=True)
             model.written(flight.op, [block for block, ok in results if ok])
         if flight.copy.kind not in TO_DEVICE or not fenced:
             return
-        model.actor, model.needed = flight.op if flight.is_orphan else flight.owner, 0
-        model.ending = flight.is_orphan
-        if not flight.is_orphan:
+        model.actor, model.needed = flight.op if flight.is_detached else flight.owner, 0
+        model.ending = flight.is_detached
+        if not flight.is_detached:
             load = self.loads[flight.owner]
             come = load.num_hit + min(leading(flight.ok), load.num_host)
             model.holdings[flight.owner].computed = come * self.block_size
 
-    def end_lift(self, flight: Flight, *, fenced: bool) -> None:
+    def end_report(self, flight: Flight, *, fenced: bool) -> None:
         """Update the model after a result or a fence."""
         model = self.tier_model
-        model.lifted, model.ending = "", False
+        model.fenced_op, model.ending = "", False
         if fenced:
             model.fenced(flight.op)
-            if flight.is_orphan:
+            if flight.is_detached:
                 model.abandoned(flight.op)
 
     # Prefixes

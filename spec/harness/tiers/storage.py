@@ -71,7 +71,7 @@ def cancel(world: TierState, name: str) -> bool:
     found.held.clear()
     world.touch_all(found.path)
     if flight is not None:
-        world.give_up(flight.copy.id, "")
+        world.cancel_copy(flight.copy.id, "")
     world.ask("cancel", name)
     see(world)
     check_lost(world, before)
@@ -91,10 +91,10 @@ def reset(world: TierState, keep: list[int]) -> bool:
     world.situations["reset with live leases"] += bool(running)
     world.situations["reset with operations"] += bool(world.executor.flights)
     for name, load in list(world.loads.items()):
-        world.give_up(load.copy, name)
+        world.cancel_copy(load.copy, name)
     for flight in world.executor.flights:
-        if not flight.has_result and not flight.given_up:
-            world.give_up(flight.copy.id, "")
+        if not flight.has_result and not flight.cancelled:
+            world.cancel_copy(flight.copy.id, "")
         flight.old = True
     world.order.touch(world.seen.anywhere)
     model.resetting, model.actor = True, "a reset"
@@ -143,7 +143,7 @@ def _forget(world: TierState, keep: list[bytes]) -> None:
     for name, found in list(world.prefetches.items()):
         found.is_old = True
         found.held.clear()
-        if not any(f.owner == name and f.given_up for f in world.executor.flights):
+        if not any(f.owner == name and f.cancelled for f in world.executor.flights):
             del world.prefetches[name]
     world.renew([name for name in NAMESPACES if name not in keep])
 

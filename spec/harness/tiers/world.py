@@ -41,7 +41,7 @@ class TierWorld(TierState):
             return False
         self.num_steps += 1
         if word in RELIEF:
-            self.in_vain.clear()
+            self.without_room.clear()
         if word in ("submit", "elsewhere"):  # they call nothing, so nothing has changed
             return True
         if self.config["at_once"]:
