@@ -35,13 +35,13 @@ def make_console(*, stderr: bool = False) -> Console:
     """
     stream = sys.stderr if stderr else sys.stdout
     is_terminal = stream is not None and stream.isatty()
-    return _plain(stderr=stderr, width=None if is_terminal else PIPE_WIDTH)
+    return _plain(is_terminal, stderr=stderr, width=None if is_terminal else PIPE_WIDTH)
 
 
 def to_text(renderable: RenderableType) -> str:
     """Return what a file or a pipe gets of `renderable`, without the last newline."""
     text = io.StringIO()
-    _plain(file=text, width=PIPE_WIDTH, color_system=None).print(renderable)
+    _plain(False, file=text, width=PIPE_WIDTH).print(renderable)
     return text.getvalue().removesuffix("\n")
 
 
@@ -73,5 +73,11 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     return made
 
 
-def _plain(**options: Any) -> Console:
-    return _Console(markup=False, emoji=False, highlight=False, **options)
+def _plain(is_terminal: bool, **options: Any) -> Console:
+    return _Console(
+        force_terminal=is_terminal,  # not FORCE_COLOR, which would change what a pipe gets
+        markup=False,
+        emoji=False,
+        highlight=False,
+        **options,
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -78,15 +77,16 @@ class ProgressBar:
     """
 
     def __init__(self, quiet: bool) -> None:
+        console = make_console(stderr=True)
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
             TextColumn("{task.percentage:.0f}% ({task.completed:,.0f} of {task.total:,.0f})"),
             TimeRemainingColumn(),
-            console=make_console(stderr=True),
+            console=console,
             transient=True,
             redirect_stdout=False,  # Rich would print it on stderr
-            disable=quiet or bool(os.environ.get("CI")) or not sys.stderr.isatty(),
+            disable=quiet or bool(os.environ.get("CI")) or not console.is_interactive,
         )
         self._task = self._progress.add_task("", visible=False)
         self._stage = ""

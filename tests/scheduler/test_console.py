@@ -36,6 +36,7 @@ def test_a_pipe_gets_text_of_a_fixed_width(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, stderr: bool
 ) -> None:
     monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setenv("FORCE_COLOR", "1")
     console = make_console(stderr=stderr)
     assert console.width == PIPE_WIDTH
     console.print(table(["a head"], [["[red]1"], [":cat:"]]))

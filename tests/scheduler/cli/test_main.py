@@ -52,7 +52,7 @@ def test_help_loads_neither_numpy_nor_jax() -> None:
         "from radixkv.scheduler.cli.main import main\n"
         "assert main(['--help']) == 0\n"
         "assert main(['no-such-command']) == 2\n"
-        "loaded = {'numpy', 'jax', 'radixkv.kvcache'} & set(sys.modules)\n"
+        "loaded = {'numpy', 'jax', 'rich', 'radixkv.kvcache'} & set(sys.modules)\n"
         "assert not loaded, loaded\n"
     )
     finished = _python("-c", script)
