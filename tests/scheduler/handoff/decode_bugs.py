@@ -1,4 +1,4 @@
-"""Bugs that the decode scheduler could have, as substitutions in its source."""
+"""Bugs of the decode scheduler, as substitutions in its source."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ BATCH: Final = "batch.py"
 
 DECODE_BUGS: Final = [
     bug(
-        "D lets others in while one waits to be resumed",
+        "D grants while a preempted request waits",
         DECODE,
         ("num_before = len(queues.preempted) or self", "num_before = self"),
     ),
     bug(
-        "what is received takes no slot",
+        "requests being received take no slot",
         DECODE,
         (
             "num_taken = len(queues.running) + len(receiving)",
@@ -26,7 +26,7 @@ DECODE_BUGS: Final = [
         ),
     ),
     bug(
-        "nothing is kept for what is received",
+        "nothing is reserved for requests being received",
         DECODE,
         ("receiving=lambda: side.receiving,", "receiving=lambda: (),"),
     ),
@@ -49,7 +49,7 @@ DECODE_BUGS: Final = [
         ),
     ),
     bug(
-        "the guard counts on what the new one holds",
+        "the guard counts on blocks of the new request",
         RESERVATION,
         (
             "    neediest = blocks(request.max_kv_tokens) - blocks(request.num_tokens) - freed\n",
@@ -63,7 +63,7 @@ DECODE_BUGS: Final = [
         ("match.num_blocks + max(neediest, 0)", "match.num_blocks"),
     ),
     bug(
-        "the guard forgets who is received",
+        "the guard ignores requests being received",
         RESERVATION,
         ("    for each in receiving:\n", "    for each in receiving[:0]:\n"),
     ),
@@ -73,7 +73,7 @@ DECODE_BUGS: Final = [
         ("for each in (*receiving, *quarantined)]", "for each in receiving]"),
     ),
     bug(
-        "the guard counts on no block that is published",
+        "the guard counts on no published block",
         RESERVATION,
         (
             "freed = held - count_held(fixed, match)",
@@ -90,7 +90,7 @@ DECODE_BUGS: Final = [
         ("if request is None or self._keys[request] != key:", "if request is None:"),
     ),
     bug(
-        "a stop is not heeded",
+        "a stop is ignored",
         DECODE,
         (
             "        self._batch.abort(key.request_id)\n        if request.lease is None:",
@@ -98,7 +98,7 @@ DECODE_BUGS: Final = [
         ),
     ),
     bug(
-        "the side is not told that an attempt has ended",
+        "the end of an attempt is not reported to the side",
         DECODE,
         ("        self._side.finished(key)\n", ""),
     ),
@@ -118,17 +118,17 @@ DECODE_BUGS: Final = [
         ("            tuple(sorted(request.stop_token_ids)),\n", "            (),\n"),
     ),
     bug(
-        "stop tokens are not heeded after the hand-off",
+        "stop tokens are ignored after the hand-off",
         DECODE,
         ("        request.stop_token_ids = frozenset(commit.stop_token_ids)\n", ""),
     ),
     bug(
-        "D samples in its own way",
+        "D ignores the sampling parameters",
         DECODE,
         ("        request.sampling = commit.sampling\n", ""),
     ),
     bug(
-        "a start is told twice",
+        "a start is reported twice",
         DECODE,
         (
             "        self._actions.append(Started(start.key, request, start.num_cached_tokens))\n",
@@ -151,12 +151,12 @@ DECODE_BUGS: Final = [
         ),
     ),
     bug(
-        "D counts hits once more",
+        "D counts hits again",
         BATCH,
         ("        request.has_begun = True  # the prefill node counted its hits\n", ""),
     ),
     bug(
-        "D takes hand-offs on while it drains",
+        "D grants while it drains",
         DECODE,
         ("        if self._is_draining:\n", "        if False:\n"),
     ),
@@ -171,12 +171,12 @@ DECODE_BUGS: Final = [
         ("count += refused.num_overtaken >= MAX_OVERTAKEN", "count += 0"),
     ),
     bug(
-        "who has gone holds others up",
+        "a request that has gone still blocks others",
         FAIRNESS,
         ("            del self._refused[each]\n", "            pass\n"),
     ),
     bug(
-        "a line of one's own: whoever was refused goes first",
+        "an admitted request stays among the refused ones",
         FAIRNESS,
         ("        self._refused.pop(request_id, None)\n", ""),
     ),

@@ -1,4 +1,4 @@
-"""Bugs that the schedulers of both roles could have, as substitutions in their source."""
+"""Bugs of the prefill and decode schedulers, as substitutions in their source."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PREFILL_BUGS: Final = [
         ),
     ),
     bug(
-        "what P is told within a step counts at once",
+        "calls during a step of P take effect at once",
         PREFILL,
         (
             "        if self._batch.in_flight is not None:\n            self._deferred",
@@ -28,12 +28,12 @@ PREFILL_BUGS: Final = [
         ),
     ),
     bug(
-        "what P is told within a step is forgotten",
+        "calls during a step of P are lost",
         PREFILL,
         ("        for call in deferred:\n", "        for call in deferred[:0]:\n"),
     ),
     bug(
-        "P gives the lease of a hand-off back itself",
+        "P releases the lease of a hand-off itself",
         PREFILL,
         (
             "        request.lease = None\n",
@@ -43,7 +43,7 @@ PREFILL_BUGS: Final = [
         ),
     ),
     bug(
-        "P does not say what it has sampled",
+        "P does not report the sampled token",
         PREFILL,
         (
             "            self._side.sampled(prompt.key, request.output_tokens[0], hits)",
@@ -51,7 +51,7 @@ PREFILL_BUGS: Final = [
         ),
     ),
     bug(
-        "P counts hits of the host as its device's",
+        "P counts host hits as device hits",
         PREFILL,
         (
             "Hits(device, request.num_host_hit_tokens, ",
@@ -59,12 +59,12 @@ PREFILL_BUGS: Final = [
         ),
     ),
     bug(
-        "P forgets hits of the host",
+        "P forgets host hits",
         PREFILL,
         ("Hits(device, request.num_host_hit_tokens, ", "Hits(device, 0, "),
     ),
     bug(
-        "P begins hand-offs while it drains",
+        "P admits prompts while it drains",
         PREFILL,
         ("        self._batch.is_paused = True\n", ""),
     ),
@@ -74,12 +74,12 @@ PREFILL_BUGS: Final = [
         ("        if self._side.num_open:\n", "        if False:\n"),
     ),
     bug(
-        "an older attempt goes on waiting beside a newer one on P",
+        "an older attempt stays queued beside a newer one on P",
         PREFILL,
         ("            if open_key >= key:", "            if False:"),
     ),
     bug(
-        "one who waits cannot be given up",
+        "a waiting attempt cannot be given up",
         PREFILL,
         (
             "            self._drop(key)\n"
@@ -106,7 +106,7 @@ PREFILL_BUGS: Final = [
         ),
     ),
     bug(
-        "groups of layers may be left out",
+        "groups of layers may be skipped",
         PREFILL,
         (
             "if plan is not self._batch.in_flight or group != self._num_written:",
@@ -125,12 +125,12 @@ ORDER_BUGS: Final = [
         ),
     ),
     bug(
-        "P asks first in either order",
+        "P asks before computing in either order",
         P,
         ('        if self.order == "early":', "        if True:"),
     ),
     bug(
-        "a computed prompt that is refused is given up",
+        "a computed prompt is given up when it is refused",
         P,
         ("        if is_busy and attempt.sampled is not None:", "        if False:"),
     ),
@@ -143,27 +143,27 @@ ORDER_BUGS: Final = [
         ),
     ),
     bug(
-        "P tells D of an attempt that D knows nothing of",
+        "P aborts at D an attempt that D does not know",
         P,
         ("            if attempt.state is not PrefillState.PREPARING:", "            if True:"),
     ),
     bug(
-        "P believes any D",
+        "P accepts messages of any D",
         P,
         ("if attempt is None or attempt.peer != peer or", "if attempt is None or"),
     ),
     bug(
-        "D believes any P",
+        "D accepts messages of any P",
         D,
         ("            attempt.peer == peer and header.grant in", "            header.grant in"),
     ),
     bug(
-        "a twin of another P gets the grant",
+        "the same attempt of another P gets the grant",
         D,
         ("if peer != attempt.peer or header.epoch != ", "if header.epoch != "),
     ),
     bug(
-        "a refusal for now is for good",
+        "a temporary refusal is final",
         P,
         ("is_final=not is_busy, is_busy=is_busy)", "is_final=True)"),
     ),

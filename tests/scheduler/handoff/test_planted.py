@@ -108,15 +108,15 @@ def test_a_bug_of_the_gateway_is_found(bug: Bug) -> None:
 
 
 BITES: Final = {
-    "H1 one-start": "a start is told twice",
+    "H1 one-start": "a start is reported twice",
     "H2 one-answer": "the end of a request is handed out twice",
     "H3 same-tokens": "the seed is lost on the way",
     "H4 own-content": "D publishes at the grant",
     "H5 offers-stay": "what was offered is released before it is fenced",
     "H6 no-leak": "D forgets the lease of an attempt that it gives up",
-    "H7 all-end": "the side is not told that an attempt has ended",
-    "H8 no-evict": "nothing is kept for what is received",
-    "H9 counted-once": "P forgets hits of the host",
+    "H7 all-end": "the end of an attempt is not reported to the side",
+    "H8 no-evict": "nothing is reserved for requests being received",
+    "H9 counted-once": "P forgets host hits",
     "H10 sent-once": "a block is granted to two at once",
     "H11 begun-once": "P begins an attempt as often as it is asked to",
     "H12 no-resend": "what was heard is said again",

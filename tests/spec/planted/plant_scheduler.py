@@ -1,4 +1,4 @@
-"""Copies of the scheduler with a planted bug: `plant` does the same for the cache."""
+"""Copies of the scheduler with a planted bug; `plant` does the same for the cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .plant import Bug
 FOLDER = Path(radixkv.scheduler.mixed.__file__).parent
 FILES = ("errors", "request", "step_plan", "policy", "reservation", "leases", "request_transfers",
          "request_queues", "preemption", "batch", "base", "mixed")  # fmt: skip
-"""What a copy has, each after what it imports."""
+"""Files of a copy, each after the files that it imports."""
 NAMES = ("Fcfs", "MixedScheduler", "Priority", "Request", "RequestError", "StepOrderError",
          "StepPlan")  # fmt: skip
 _numbers = count(1)
@@ -77,7 +77,7 @@ def load_scheduler(bug: Bug | None) -> ModuleType:
 
 
 def subject_with(bug: Bug | None) -> SchedulerSubject:
-    """Return the scheduler with a bug as a thing to test, with what is claimed in its hunt."""
+    """Return the scheduler with a bug as a test subject, with the promises that its hunt checks."""
     claims = vars(SchedulerPromises.all())
     unclaimed = bug.unclaimed if bug is not None else ()
     promises = SchedulerPromises(**{**claims, **dict.fromkeys(unclaimed, False)})

@@ -1,4 +1,4 @@
-"""Every bug that is planted into `scheduler/`."""
+"""All bugs to plant into `scheduler/`."""
 
 from __future__ import annotations
 
