@@ -1,4 +1,4 @@
-"""The arrays that hold the blocks: one more block than the pool has, for padding."""
+"""Shapes and dtypes of the block arrays."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +39,7 @@ def test_quantised_pools_are_refused(dtype):
     assert str(refusal.value) == REFUSED.format(dtype) and refusal.value.dtype == dtype
 
 
-def test_quantised_pools_of_others_are_refused():
+def test_quantised_pools_from_a_caller_are_refused():
     pool, fine = (jnp.zeros((4, 4, 5, 6), each) for each in ("float8_e4m3fn", "float32"))
     with pytest.raises(PoolDTypeError) as refusal:
         BlockArrays((fine,), (pool,))
@@ -47,7 +47,7 @@ def test_quantised_pools_of_others_are_refused():
 
 
 def make(keys, values):
-    """Do what `BlockArrays` does without jaxtyping's checks, which these tests run with."""
+    """Make BlockArrays without jaxtyping's checks, which are active in these tests."""
     arrays: Any = SimpleNamespace(keys=keys, values=values)
     BlockArrays.__post_init__(arrays)
 
@@ -61,7 +61,7 @@ def make(keys, values):
         ([(4, 4, 30)], [(4, 4, 30)], "1 and 1, float32[4, 4, 30]"),
     ],
 )
-def test_pools_that_do_not_belong_together_are_refused(keys, values, got):
+def test_pools_that_do_not_match_are_refused(keys, values, got):
     with pytest.raises(PoolShapeError) as refusal:
         make(tuple(map(jnp.zeros, keys)), tuple(map(jnp.zeros, values)))
     assert str(refusal.value) == (

@@ -1,4 +1,4 @@
-"""Compiled copies: all of them at warm-up; and what passes through pinned memory."""
+"""Compiled copies: compilation at warm-up, and pinned memory."""
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,13 @@ DOWN, UP, ACROSS = OpKind.DEVICE_TO_HOST, OpKind.HOST_TO_DEVICE, OpKind.DEVICE_T
 
 @pytest.fixture(params=[False, True], ids=["plain", "pinned"])
 def is_pinned(request, monkeypatch):
-    """As on CPU, and as on a device with memory of its own, which CPU can play."""
+    """Once as on CPU, and once as on a device with separate memory, which CPU can simulate."""
     if request.param:
         monkeypatch.setattr(pinning, "_HOST_PLATFORMS", frozenset())
     return request.param
 
 
-def test_what_leaves_the_device_is_pinned_where_that_is_not_the_host(is_pinned):
+def test_copies_to_the_host_are_pinned_if_the_device_has_separate_memory(is_pinned):
     bench = Bench()
     copies = BlockCopies(bench.arrays, 4)
     bench.fill()
@@ -38,7 +38,7 @@ def test_what_leaves_the_device_is_pinned_where_that_is_not_the_host(is_pinned):
 
 
 @pytest.mark.parametrize("fault", ["refused", "other bytes"])
-def test_memory_that_is_not_as_it_should_be_is_not_used(monkeypatch, fault):
+def test_broken_pinned_memory_is_not_used(monkeypatch, fault):
     monkeypatch.setattr(pinning, "_HOST_PLATFORMS", frozenset())
     [device] = jnp.zeros(1).devices()
     pinned = pinning.pinned_host(device)

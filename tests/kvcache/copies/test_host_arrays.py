@@ -1,4 +1,4 @@
-"""The host tier's memory: whole blocks in and out, of any dtype, and as bytes for storage."""
+"""The memory of the host tier: reads and writes of any dtype, and bytes for storage."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +24,7 @@ def as_bytes(array: np.ndarray) -> bytes:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 class TestAnyDtype:
-    def test_what_is_written_is_read(self, dtype):
+    def test_written_blocks_come_back(self, dtype):
         host = HostArrays(**SIZES, dtype=dtype)
         new = random_pools(dtype, 2)
         host.write(np.array([3, 1], np.int32), new)
@@ -54,8 +54,8 @@ def test_a_block_is_a_value_that_storage_reads_and_writes_in_place():
 
 
 @pytest.mark.parametrize("num_blocks", [1, 300])
-def test_blocks_lie_as_storage_reads_them_fastest(num_blocks):
-    """From the start of a page: then blocks of whole pages begin there too."""
+def test_blocks_are_aligned_to_pages(num_blocks):
+    """The memory starts at a page, so blocks of whole pages do too."""
     host = HostArrays(1, num_blocks, 1, 1, 2048, np.uint8)
     assert {host.memory[block].ctypes.data % 4096 for block in range(num_blocks + 1)} == {0}
 
@@ -69,14 +69,14 @@ def test_padding_is_not_written():
     assert all((pool == 1).all() for pool in host.read(np.array([2], np.int32)))
 
 
-def test_what_was_read_does_not_change():
+def test_read_blocks_do_not_change_later():
     host = HostArrays(**SIZES, dtype=np.float32)
     read = host.read(np.array([1], np.int32))
     host.memory[:] = 255
     assert not any(pool.any() for pool in read)
 
 
-def test_like_the_pools():
+def test_like_copies_the_shape_of_the_pools():
     arrays = BlockArrays.zeros(**SIZES, dtype=jnp.dtype(jnp.bfloat16))
     host = HostArrays.like(arrays, 7)
     assert (host.num_blocks, host.num_layers, host.block_shape) == (7, 2, (4, 5, 6))
@@ -91,6 +91,6 @@ def test_every_size_is_at_least_one(name):
 
 
 @pytest.mark.parametrize("block_id", [-1, 0, 4])
-def test_there_is_no_other_block(block_id):
+def test_unusable_blocks_are_refused(block_id):
     with pytest.raises(IndexError, match=f"^host block {block_id} is not in 1 to 3$"):
         HostArrays(**SIZES, dtype=np.float32).blocks(np.array([1, block_id], np.int32))

@@ -1,4 +1,4 @@
-"""The threads that write to the host tier: what they keep, and what they do not keep alive."""
+"""The threads that write to the host tier: the memory they hold, and their end."""
 
 import threading
 import weakref
@@ -21,7 +21,7 @@ def writer():
     assert writer.close(LONG_S)
 
 
-def test_what_was_staged_is_free_when_its_end_is_reported(writer):
+def test_staging_is_freed_before_its_write_is_reported(writer):
     pools: Any = [np.ones((1, 1, 2, 4), np.float32) for _ in range(2)]
     held = [weakref.ref(pool) for pool in pools]
     writer.submit(StagedBlocks(OpId(1), slice(0, 1), np.array([1], np.int32), pools, 64))
@@ -32,6 +32,6 @@ def test_what_was_staged_is_free_when_its_end_is_reported(writer):
 
 
 @pytest.mark.usefixtures("writer")
-def test_a_device_that_never_answers_does_not_keep_the_process():
+def test_a_hung_device_does_not_keep_the_process_alive():
     threads = [each for each in threading.enumerate() if each.name.startswith("radixkv-host-")]
     assert threads and all(each.daemon for each in threads)

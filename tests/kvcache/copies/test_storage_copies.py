@@ -1,4 +1,4 @@
-"""The tier driver and storage: what it makes of statuses, deadlines and fences."""
+"""The tier driver with storage: statuses, deadlines, fences and a hanging storage."""
 
 import jax.numpy as jnp
 import pytest
@@ -15,7 +15,7 @@ KEYS = [bytes([number]) * 32 for number in range(8)]
 
 
 class TestStorage:
-    """With storage that ends operations when the test says so."""
+    """With storage whose operations end when the test says so."""
 
     @pytest.fixture
     def storage(self):
@@ -42,7 +42,7 @@ class TestStorage:
 
     def test_look_up(self, bench, storage):
         op_id, _ = [bench.start(OpKind.LOOKUP, keys=KEYS[:3]) for _ in range(2)]
-        assert len(storage.asked) == 2  # it is not known to hang
+        assert len(storage.asked) == 2  # storage is not known to hang
         storage.end(storage.asked[0], [Status.FOUND, Status.FOUND, Status.MISSING], fenced=True)
         assert bench.driver.poll() == [OperationResult(op_id, (True, True, False), fenced=True)]
 
@@ -50,11 +50,11 @@ class TestStorage:
         ("kind", "status"),
         [
             (OpKind.LOOKUP, Status.TIMED_OUT),
-            (OpKind.LOOKUP, Status.FAILED),  # a client's own limit may come before the deadline
+            (OpKind.LOOKUP, Status.FAILED),  # a backend's time limit may be below the deadline
             (IN, Status.TIMED_OUT),
         ],
     )
-    def test_while_it_hangs_one_at_a_time_waits_for_it(self, bench, storage, kind, status):
+    def test_while_storage_hangs_one_lookup_at_a_time_waits(self, bench, storage, kind, status):
         into = {} if kind is OpKind.LOOKUP else {"destinations": [1]}
         bench.start(kind, **into, keys=KEYS[:1])
         storage.end(storage.asked[0], [status], fenced=True)
@@ -66,10 +66,12 @@ class TestStorage:
         nothing = [OperationResult(other, (False, False), fenced=True) for other in others]
         assert bench.driver.poll() == nothing
         assert bench.driver.stats().operations[OpKind.LOOKUP, Outcome.NOT_ASKED] == 2
-        storage.end(storage.asked[2], [Status.TIMED_OUT], fenced=True)  # a write: nobody waited
+        storage.end(
+            storage.asked[2], [Status.TIMED_OUT], fenced=True
+        )  # no request waited for this store
         storage.end(storage.asked[1], [Status.TIMED_OUT, Status.FAILED], fenced=False)
         assert {result.op_id for result in bench.driver.poll()} == {asks, stores}
-        bench.start(OpKind.LOOKUP, keys=KEYS[:2])  # it may be back
+        bench.start(OpKind.LOOKUP, keys=KEYS[:2])  # storage may work again
         bench.start(OpKind.LOOKUP, keys=KEYS[:2])
         assert len(storage.asked) == 4
         storage.end(storage.asked[3], [Status.MISSING] * 2, fenced=True)
@@ -78,7 +80,7 @@ class TestStorage:
             bench.start(OpKind.LOOKUP, keys=KEYS[:1])
         assert len(storage.asked) == 6
 
-    def test_what_was_cancelled_or_dropped_does_not_say_whether_it_hangs(self, bench, storage):
+    def test_cancelled_or_dropped_operations_do_not_show_a_hang(self, bench, storage):
         bench.start(OpKind.LOOKUP, keys=KEYS[:1])
         storage.end(storage.asked[0], [Status.TIMED_OUT], fenced=True)
         bench.driver.poll()
@@ -102,7 +104,7 @@ class TestStorage:
             (Status.MISSING, Outcome.FAILED),
         ],
     )
-    def test_it_is_fenced_when_storage_says_so(self, bench, storage, kind, status, outcome):
+    def test_an_operation_is_fenced_with_storage(self, bench, storage, kind, status, outcome):
         ids = {"sources": [1]} if kind is OUT else {"destinations": [1]}
         op_id = bench.start(kind, **ids, keys=KEYS[:1])
         storage.end(storage.asked[0], [status], fenced=False)
@@ -121,7 +123,7 @@ class TestStorage:
         storage.asked[0].fenced = True
         assert (bench.driver.poll(), bench.driver.fenced()) == ([], [] if fenced else [op_id])
 
-    def test_what_storage_refuses_fails_alone(self, bench, monkeypatch, storage):
+    def test_an_operation_refused_by_storage_fails_alone(self, bench, monkeypatch, storage):
         def closed(*args, **kwargs):
             raise RuntimeError
 
@@ -130,12 +132,12 @@ class TestStorage:
         assert bench.driver.poll() == [OperationResult(op_id, (False,), fenced=True)]
         assert bench.driver.stats().errors == {"RuntimeError": 1}
 
-    def test_what_is_used_is_told_and_nobody_hears_of_it(self, bench, storage):
+    def test_a_touch_reaches_storage_and_has_no_result(self, bench, storage):
         bench.driver.touch([])
         assert not storage.asked and not bench.driver.is_touching
         for _ in range(20):
             bench.driver.touch(KEYS[:2])
-        assert len(storage.asked) == 16  # more is lost while storage is behind
+        assert len(storage.asked) == 16  # more touches are dropped while storage is behind
         assert storage.asked[0].keys == KEYS[:2]
         assert bench.driver.is_touching and bench.driver.stats().open_operations == 0
         for number, asked in enumerate(storage.asked):
@@ -146,7 +148,7 @@ class TestStorage:
         bench.driver.touch(KEYS[2:4])
         assert storage.asked[-1].keys == KEYS[2:4]
 
-    def test_a_closed_storage_is_told_nothing(self):
+    def test_a_touch_of_a_closed_storage_is_an_error(self):
         storage = StorageWorkers(open_backend("memory://"), max_bytes_in_flight=1)
         with Bench(storage=storage) as bench:
             assert storage.close()
@@ -154,7 +156,7 @@ class TestStorage:
             assert bench.driver.stats().errors == {"StorageClosedError": 1}
             assert not bench.driver.is_touching
 
-    def test_one_that_has_no_storage(self):
+    def test_a_driver_without_storage(self):
         text = "^the manager uses storage, but the driver has none$"
         with Bench() as bench:
             operations = [bench.operation(DOWN, [1], [1]), bench.operation(OUT, [1], keys=KEYS[:1])]

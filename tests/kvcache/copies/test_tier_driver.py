@@ -1,4 +1,4 @@
-"""The tier driver: each kind of copy, its ends, and what protects blocks that are overwritten."""
+"""The tier driver: each kind of copy, its ends, and blocks that are overwritten meanwhile."""
 
 from itertools import permutations
 from typing import Any
@@ -27,14 +27,14 @@ def bench():
 
 @jax.jit
 def _after_long_work(pool: jax.Array) -> jax.Array:
-    """The same pool, some tenths of a second later."""
+    """Return the same pool, some tenths of a second later."""
     work = jax.lax.fori_loop(0, 20_000, lambda _, m: jnp.tanh(m @ m), jnp.ones((64, 64)))
     return pool + 0 * work[0, 0].astype(pool.dtype)
 
 
 @pytest.mark.parametrize("kind", [DOWN, UP, ACROSS])
-def test_dispatch_waits_for_nothing(bench, kind):
-    """A machine that stands still may finish the work meanwhile, but not ten times in a row."""
+def test_dispatch_does_not_wait(bench, kind):
+    """A stalled machine may finish the work meanwhile, but not ten times in a row."""
     for _ in range(10):
         bench.arrays.keys = tuple(_after_long_work(pool) for pool in bench.arrays.keys)
         bench.start(kind, [1], [2])
@@ -60,7 +60,7 @@ class TestDeviceToHost:
         bench.host.held = True
         op_id = bench.start(DOWN, [1], [1])
         bench.host.entered.acquire()
-        assert not bench.driver._table.get(op_id).staged  # its memory is the writer's alone
+        assert not bench.driver._table.get(op_id).staged  # only the writer holds its memory
         bench.step(1, bench.content(77))
         assert bench.driver.poll() == []
         bench.finish_write()
@@ -78,7 +78,7 @@ class TestDeviceToHost:
         assert bench.driver.poll() == []
         assert bench.driver.fenced() == [op_id]
         assert bench.driver.fenced() == []
-        assert not bench.host.memory[3].any()  # the second piece was not begun
+        assert not bench.host.memory[3].any()  # the second piece was not started
 
     def test_it_is_fenced_when_all_threads_are_done(self):
         with Bench(num_threads=2) as bench:
@@ -103,7 +103,7 @@ class TestDeviceToHost:
         bench.clock.now = 5
         assert bench.driver.poll() == [OperationResult(op_id, (True, True, False), fenced=False)]
 
-    def test_one_that_no_thread_has_begun_ends_fenced(self, bench):
+    def test_an_offload_that_no_thread_started_ends_fenced(self, bench):
         bench.host.held = True
         bench.start(DOWN, [1], [1])
         bench.host.entered.acquire()
@@ -112,17 +112,17 @@ class TestDeviceToHost:
         assert bench.driver.poll() == [OperationResult(op_id, (False,), fenced=True)]
         assert bench.driver.stats().operations == {(DOWN, Outcome.TIMED_OUT): 1}
 
-    def test_a_fence_that_comes_before_the_result_was_taken_is_part_of_it(self, bench):
+    def test_a_fence_before_the_result_is_read_is_part_of_it(self, bench):
         bench.host.held = True
         op_id = bench.start(DOWN, [1], [1], timeout_s=5)
         bench.host.entered.acquire()
         bench.clock.now = 5
-        assert bench.driver.fenced() == []  # sees the deadline too
+        assert bench.driver.fenced() == []  # checks the deadline too
         bench.finish_write()
         assert bench.driver.fenced() == []
         assert bench.driver.poll() == [OperationResult(op_id, (False,), fenced=True)]
 
-    def test_an_error_ends_its_blocks_and_no_others(self, bench):
+    def test_an_error_fails_only_its_blocks(self, bench):
         bench.host.held = True
         op_id = bench.start(DOWN, [1, 2, 3], [1, 2, 3])
         bench.finish_write(MemoryError())
@@ -132,7 +132,7 @@ class TestDeviceToHost:
         assert stats.errors == {"MemoryError": 1}
         assert stats.operations == {(DOWN, Outcome.FAILED): 1}
 
-    def test_what_goes_over_the_budget_is_dropped(self):
+    def test_blocks_over_the_budget_are_dropped(self):
         num_bytes = BlockArrays.zeros(**SIZES, dtype=jnp.dtype(jnp.float32)).keys[0][0].nbytes * 4
         with Bench(max_bytes_in_flight=3 * num_bytes) as bench:
             bench.host.held = True
@@ -157,7 +157,7 @@ class TestDeviceToHost:
 
 
 class TestToTheDevice:
-    def test_promoted_blocks_are_there_at_once(self, bench):
+    def test_loaded_blocks_are_visible_at_once(self, bench):
         bench.fill_host()
         op_id = bench.start(UP, [5, 1, 4], [2, 6, 1])
         assert bench.driver.poll() == [OperationResult(op_id, (True,) * 3, fenced=True)]
@@ -181,8 +181,8 @@ class TestToTheDevice:
             assert (device[block] == bench.content(source)).all()
 
     @pytest.mark.parametrize("order", list(permutations(range(4))))
-    def test_operations_of_one_dispatch_happen_at_once(self, bench, order):
-        """Blocks are exchanged: every source is read before any destination is written."""
+    def test_operations_of_one_dispatch_are_simultaneous(self, bench, order):
+        """To exchange blocks, every source is read before any destination is written."""
         bench.fill()
         bench.fill_host()
         operations = [
@@ -203,7 +203,7 @@ class TestToTheDevice:
             assert (device[block] == bench.content(content)).all()
 
     def test_pools_are_replaced_in_place(self, bench):
-        """Also while their blocks are on the way to the host: nothing keeps a view of them."""
+        """Also during an offload: nothing keeps a view of the pools."""
         bench.host.held = True
         pools = (*bench.arrays.keys, *bench.arrays.values)
         pointers = [pool.unsafe_buffer_pointer() for pool in pools]
@@ -218,7 +218,7 @@ class TestToTheDevice:
 
 
 class TestCancel:
-    def test_a_copy_that_runs_is_fenced_later_and_has_no_result(self, bench):
+    def test_a_cancelled_running_copy_is_fenced_later_without_a_result(self, bench):
         bench.host.held = True
         op_id = bench.start(DOWN, [1, 2, 3], [1, 2, 3])
         bench.host.entered.acquire()
@@ -228,12 +228,12 @@ class TestCancel:
         assert (bench.driver.poll(), bench.driver.fenced()) == ([], [op_id])
         assert bench.driver.stats().operations == {(DOWN, Outcome.CANCELLED): 1}
 
-    def test_a_result_that_was_not_taken_becomes_a_fence(self, bench):
+    def test_cancelling_an_unread_result_leaves_a_fence(self, bench):
         op_id = bench.start(UP, [1], [1])
         bench.driver.cancel([op_id])
         assert (bench.driver.poll(), bench.driver.fenced()) == ([], [op_id])
 
-    def test_an_operation_that_is_over_stays_so(self, bench):
+    def test_cancelling_an_ended_operation_changes_nothing(self, bench):
         op_id = bench.start(UP, [1], [1])
         bench.driver.poll()
         bench.driver.cancel([op_id, op_id])
@@ -259,8 +259,8 @@ class TestRefused:
             (IN, [], [6], "host block 6 is not in 1 to 5"),
         ],
     )
-    def test_blocks_that_are_not_there(self, kind, sources, destinations, error):
-        """Nothing is started, of the operations beside it neither."""
+    def test_invalid_blocks_are_refused(self, kind, sources, destinations, error):
+        """Nothing is started, not even the other operations of the dispatch."""
         with Bench(storage=FakeStorage()) as bench:
             bench.fill()
             before = bench.device()
@@ -271,7 +271,7 @@ class TestRefused:
             assert bench.results() == [] and bench.driver.stats().open_operations == 0
             assert (bench.device() == before).all()
 
-    def test_lost_pools_are_not_a_failed_operation(self, bench, monkeypatch):
+    def test_losing_the_pools_raises(self, bench, monkeypatch):
         def lose(arrays, *args):
             for pool in arrays.keys:
                 pool.delete()
@@ -281,7 +281,7 @@ class TestRefused:
         with pytest.raises(MemoryError):
             bench.start(UP, [1], [1])
 
-    def test_other_pools(self, bench):
+    def test_pools_of_another_shape_are_refused(self, bench):
         arrays = BlockArrays.zeros(**{**SIZES, "head_dim": 5}, dtype=jnp.dtype(jnp.float32))
         with pytest.raises(ValueError, match="layers, block and dtype"):
             bench.driver.warm_up(arrays)
@@ -293,12 +293,12 @@ class TestRefused:
         assert TierDriver(bench.host, **dict[str, Any]({name: 1})).close(timeout_s=LONG_S)
 
 
-def test_wait_does_not_wait_for_nothing(bench):
+def test_wait_returns_at_once_if_nothing_is_in_flight(bench):
     bench.driver.wait(LONG_S)
     assert bench.driver.poll() == []
 
 
-def test_wait_ends_at_its_time(bench):
+def test_wait_ends_at_its_timeout(bench):
     bench.host.held = True
     bench.start(DOWN, [1], [1])
     bench.driver.wait(0.0)
@@ -306,7 +306,7 @@ def test_wait_ends_at_its_time(bench):
     assert bench.driver.poll() == []
 
 
-def test_wait_ends_with_the_first_news(bench):
+def test_wait_ends_with_the_first_result(bench):
     bench.host.held = True
     bench.start(DOWN, [1], [1])
     bench.host.entered.acquire()
@@ -318,7 +318,7 @@ def test_wait_ends_with_the_first_news(bench):
     assert bench.driver.fenced() == [cancelled]
 
 
-def test_what_has_arrived_is_there_when_the_driver_is_closed(bench):
+def test_results_can_be_read_after_close(bench):
     bench.host.held = True
     op_id = bench.start(DOWN, [1], [1])
     bench.finish_write()
@@ -326,7 +326,7 @@ def test_what_has_arrived_is_there_when_the_driver_is_closed(bench):
     assert bench.driver.poll() == [OperationResult(op_id, (True,), fenced=True)]
 
 
-def test_close_ends_what_is_open(bench):
+def test_close_ends_open_operations(bench):
     bench.host.held = True
     first = bench.start(DOWN, [1], [1])
     bench.host.entered.acquire()
@@ -349,12 +349,12 @@ class TestLookup:
     @pytest.mark.parametrize(
         ("statuses", "outcome"),
         [
-            ([Status.FOUND, Status.MISSING], Outcome.DONE),  # an answer, if not the one hoped for
+            ([Status.FOUND, Status.MISSING], Outcome.DONE),  # a missing block is an answer too
             ([Status.FOUND, Status.FAILED], Outcome.FAILED),
             ([Status.TIMED_OUT, Status.TIMED_OUT], Outcome.TIMED_OUT),
         ],
     )
-    def test_what_is_there_is_asked_and_nothing_copied(self, statuses, outcome):
+    def test_a_lookup_copies_nothing(self, statuses, outcome):
         storage = FakeStorage()
         with Bench(storage=storage) as bench:
             op_id = bench.start(OpKind.LOOKUP, keys=[b"0" * 32, b"1" * 32])

@@ -1,7 +1,7 @@
-"""Random operations against a model in NumPy that does each at its defined time.
+"""Random operations of a tier driver against a NumPy model.
 
-The model keeps to what a manager promises: a host block that is being filled is neither read nor
-written by others, and one that storage reads is not written, until the operation is fenced. Device
+The machine obeys the rules of a manager: until its operation is fenced, a host block that is being
+filled is neither read nor written by others, and one that storage reads is not written. Device
 blocks are overwritten at any time.
 """
 
@@ -27,20 +27,20 @@ from ..driving import HOST_BLOCKS, SIZES, Asked, Bench, FakeStorage
 
 KEYS = [bytes([number]) * 32 for number in range(4)]
 DEVICE_BLOCKS = range(1, SIZES["num_blocks"] + 1)
-PIECE = 4  # so that three blocks are padded, and five are two pieces
+PIECE = 4  # three blocks are padded, five are two pieces
 TIMEOUT_S = 10
 
 
 @dataclass(eq=False)
 class Open:
-    """An operation that the driver has not both ended and fenced."""
+    """An operation that has not ended or is not fenced."""
 
     operation: Operation
     deadline: float
-    blocks: set[int]  # of the host, that nobody may write
+    blocks: set[int]  # host blocks in use
     ok: list[bool] = field(default_factory=list)
-    arrived: dict[int, np.ndarray] = field(default_factory=dict)  # known, if it ends well
-    pieces: int = 0  # submitted and neither written nor withdrawn
+    arrived: dict[int, np.ndarray] = field(default_factory=dict)  # contents after success
+    pieces: int = 0  # submitted, not written or withdrawn
     ended: bool = False
 
 
@@ -54,15 +54,15 @@ class DriverMachine(RuleBasedStateMachine):
         self.bench.host.held = True
         self.bench.fill()
         self.device = self.bench.device()
-        self.host: dict[int, np.ndarray] = {}  # what is known of host blocks
+        self.host: dict[int, np.ndarray] = {}  # known contents of host blocks
         self.open: dict[OpId, Open] = {}
-        self.writes: deque[tuple[Open, slice, np.ndarray]] = deque()  # the first one runs
+        self.writes: deque[tuple[Open, slice, np.ndarray]] = deque()  # the first one is running
         self.asked: dict[OpId, Asked] = {}
         self.results: list[OperationResult] = []
         self.fenced: list[OpId] = []
         self.tags = len(DEVICE_BLOCKS)
 
-    # -- what a manager may do
+    # -- actions of a manager
 
     def free_host_blocks(self) -> list[int]:
         used = {block for each in self.open.values() for block in each.blocks}
@@ -165,7 +165,7 @@ class DriverMachine(RuleBasedStateMachine):
     def asker(self, asked: Asked) -> Open:
         return next(e for e in self.open.values() if self.asked.get(e.operation.id) is asked)
 
-    # -- what threads, storage and time do
+    # -- actions of threads, storage and time
 
     @precondition(lambda self: self.writes)
     @rule(fails=st.booleans())
@@ -224,7 +224,7 @@ class DriverMachine(RuleBasedStateMachine):
         asked.fenced = True
         self.fence(self.asker(asked))
 
-    # -- the model's ends
+    # -- ends in the model
 
     def withdraw(self, entry: Open) -> None:
         running, *waiting = self.writes or [None]
@@ -244,7 +244,7 @@ class DriverMachine(RuleBasedStateMachine):
         del self.open[entry.operation.id]
         self.fenced.append(entry.operation.id)
 
-    # -- what must be so after each step
+    # -- invariants
 
     @invariant()
     def it_reports_what_ended(self) -> None:

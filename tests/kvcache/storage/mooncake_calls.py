@@ -24,9 +24,9 @@ def connected(
     )
 
 
-def helpers_of(backend: MooncakeBackend) -> list[int]:
+def clients_of(backend: MooncakeBackend) -> list[int]:
     """Return the process ids of idle client processes."""
-    return [helper._process.pid for helper in backend._idle]
+    return [client._process.pid for client in backend._idle]
 
 
 def runs(pid: int) -> bool:

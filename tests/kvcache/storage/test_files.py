@@ -53,7 +53,7 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def open_files(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """The files that were opened since, and not closed."""
+    """Return the files opened in the test and not closed."""
     opened: set[int] = set()
     os_open, os_close = os.open, os.close
 
@@ -71,14 +71,14 @@ def open_files(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     return opened
 
 
-def test_what_is_put_is_there_until_it_is_deleted(directory: Path, open_files: set[int]) -> None:
+def test_a_value_stays_until_it_is_deleted(directory: Path, open_files: set[int]) -> None:
     backend = FileBackend(directory, max_bytes=100, sync="data")
     backend.put(KEYS[1], [memoryview(b"a"), memoryview(b""), memoryview(b"bc")])
     first, second = bytearray(2), bytearray(2)
     assert backend.get(KEYS[1], [memoryview(first), memoryview(second)]) == 3
     assert bytes(first + second) == b"abc\0"
     assert backend.contains(KEYS[:3]) == [False, True, False]
-    assert get(backend, KEYS[1], room=1) == b"a"  # and it says that there is more
+    assert get(backend, KEYS[1], room=1) == b"a"  # and the length shows that there is more
     assert backend.get(KEYS[1], [memoryview(bytearray(1))]) == 3
     put(backend, KEYS[1], b"other")
     assert get(backend, KEYS[1]) == b"other"
@@ -90,10 +90,10 @@ def test_what_is_put_is_there_until_it_is_deleted(directory: Path, open_files: s
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_only_what_is_promised_waits_for_the_disk(
+def test_only_promised_durability_waits_for_the_disk(
     directory: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
 ) -> None:
-    """In the order that the simulated disk shows to be right."""
+    """The order of the syncs is the one that the simulated disk requires."""
     synced: list[str] = []
 
     def noted(file: int) -> None:
@@ -124,7 +124,7 @@ def test_only_what_is_promised_waits_for_the_disk(
         assert waited() == ["01", "01/.tmp-0", "01"] * durable
 
 
-def test_nobody_else_can_read_it(directory: Path) -> None:
+def test_no_other_user_can_read_the_files(directory: Path) -> None:
     backend = FileBackend(directory, max_bytes=100)
     put(backend, KEYS[1], b"abc")
     modes = {
@@ -136,7 +136,7 @@ def test_nobody_else_can_read_it(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o701, 0o702, 0o704, 0o710, 0o720, 0o740])
-def test_a_directory_that_others_may_use_is_refused(directory: Path, mode: int) -> None:
+def test_a_directory_open_to_others_is_refused(directory: Path, mode: int) -> None:
     directory.mkdir()
     directory.chmod(mode)
     with pytest.raises(OpenToOthersError) as error:
@@ -160,7 +160,7 @@ def test_a_directory_of_another_owner_is_refused(
         FileBackend(directory, max_bytes=100)
 
 
-def test_a_file_is_no_directory(directory: Path) -> None:
+def test_a_file_in_place_of_the_directory_is_refused(directory: Path) -> None:
     directory.write_bytes(b"something else")
     text = f"opening the directory {directory} failed: ENOTDIR (Not a directory)"
     with pytest.raises(BackendIOError, match=f"^{re.escape(text)}$"):
@@ -175,7 +175,7 @@ def test_a_file_is_no_directory(directory: Path) -> None:
         ({"max_bytes": 9, "sync": "full"}, "sync must be one of ('none', 'data'), got 'full'"),
     ],
 )
-def test_wrong_options_are_refused_before_anything_is_made(
+def test_invalid_options_are_refused_before_anything_is_created(
     directory: Path, options: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
@@ -217,7 +217,7 @@ def test_a_start_finds_values_and_sweeps_temporaries(directory: Path) -> None:
     backend.close()
 
 
-def test_the_least_recently_used_goes_first_also_after_a_restart(directory: Path) -> None:
+def test_the_coldest_value_is_evicted_first_also_after_a_restart(directory: Path) -> None:
     clock = Clock()
     backend = FileBackend(directory, max_bytes=9, clock_ns=clock)
     for key in KEYS[:3]:
@@ -233,7 +233,7 @@ def test_the_least_recently_used_goes_first_also_after_a_restart(directory: Path
     put(backend, KEYS[3], b"abcd")
     assert keys_of(backend) == [KEYS[1], KEYS[3]]
     backend.close()
-    backend = FileBackend(directory, max_bytes=4, clock_ns=clock)  # less room than before
+    backend = FileBackend(directory, max_bytes=4, clock_ns=clock)  # a smaller budget than before
     assert keys_of(backend) == [KEYS[3]]
     assert backend.stats()["evicted_values"] == 1
     backend.check()
@@ -241,7 +241,7 @@ def test_the_least_recently_used_goes_first_also_after_a_restart(directory: Path
 
 
 @pytest.mark.parametrize("reopened", [False, True])
-def test_uses_are_written_down_though_the_clock_went_back(directory: Path, reopened: bool) -> None:
+def test_use_times_are_written_even_if_the_clock_went_back(directory: Path, reopened: bool) -> None:
     clock = Clock()
     clock.now = 1_000 * MINUTE_NS
     backend = FileBackend(directory, max_bytes=100, clock_ns=clock)
@@ -254,7 +254,7 @@ def test_uses_are_written_down_though_the_clock_went_back(directory: Path, reope
     get(backend, KEYS[1])
     get(backend, KEYS[0])
     stamped = os.stat(directory / "00" / KEYS[0].hex()).st_mtime_ns
-    get(backend, KEYS[0])  # not a minute after the first time
+    get(backend, KEYS[0])  # less than a minute after the first use
     assert os.stat(directory / "00" / KEYS[0].hex()).st_mtime_ns == stamped
     put(backend, KEYS[3], b"abc")
     backend.close()
@@ -263,19 +263,19 @@ def test_uses_are_written_down_though_the_clock_went_back(directory: Path, reope
     backend.close()
 
 
-def test_an_order_that_was_told_outlives_a_restart_exactly(directory: Path) -> None:
+def test_the_order_of_a_touch_survives_a_restart_exactly(directory: Path) -> None:
     clock = Clock()
     backend = FileBackend(directory, max_bytes=100, clock_ns=clock)
     for key in KEYS[:3]:
         put(backend, key, b"abc")
-    backend.touch([KEYS[2], KEYS[1], KEYS[0]])  # not a minute after they were written
+    backend.touch([KEYS[2], KEYS[1], KEYS[0]])  # less than a minute after their writes
     clock.now += MINUTE_NS // 2
     put(backend, KEYS[3], b"abc")
-    backend.touch([KEYS[3], KEYS[0]])  # nor is this a minute after the first time
+    backend.touch([KEYS[3], KEYS[0]])  # also less than a minute after the first touch
     order = [KEYS[2], KEYS[1], KEYS[3], KEYS[0]]
     assert keys_of(backend) == order
     stamped = [path.stat().st_mtime_ns for path in sorted(directory.glob("??/*"))]
-    backend.touch([KEYS[0]])  # it is where it was told to be
+    backend.touch([KEYS[0]])  # its use time is already written
     assert [path.stat().st_mtime_ns for path in sorted(directory.glob("??/*"))] == stamped
     backend.close()
     backend = FileBackend(directory, max_bytes=100, clock_ns=clock)
@@ -297,7 +297,7 @@ def test_a_value_over_the_budget_evicts_nothing(directory: Path) -> None:
     backend.close()
 
 
-def test_what_others_are_writing_has_its_room(directory: Path) -> None:
+def test_values_being_written_count_against_the_budget(directory: Path) -> None:
     backend = FileBackend(directory, max_bytes=4)
     backend._index.reserve(2)
     with pytest.raises(
@@ -311,7 +311,7 @@ def test_what_others_are_writing_has_its_room(directory: Path) -> None:
     backend.close()
 
 
-def test_a_file_that_somebody_removed_or_added_is_a_miss(directory: Path) -> None:
+def test_a_file_removed_or_added_by_somebody_else_is_a_miss(directory: Path) -> None:
     backend = FileBackend(directory, max_bytes=100)
     put(backend, KEYS[0], b"abc")
     put(backend, KEYS[1], b"abc")
@@ -337,8 +337,8 @@ def test_a_link_is_not_followed(directory: Path, tmp_path: Path) -> None:
     backend.close()
 
 
-def test_the_lock_is_no_link(directory: Path, tmp_path: Path) -> None:
-    """Who could put one there had a file made, or locked, anywhere."""
+def test_a_link_in_place_of_the_lock_is_refused(directory: Path, tmp_path: Path) -> None:
+    """Somebody who plants a link could have a file created or locked anywhere."""
     directory.mkdir(mode=0o700)
     (directory / "lock").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(BackendIOError, match=r": ELOOP "):
@@ -347,7 +347,7 @@ def test_the_lock_is_no_link(directory: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "stays"), [(errno.EIO, False), (errno.EMFILE, True)])
-def test_what_the_disk_does_not_give_is_stored_again(
+def test_an_unreadable_value_is_stored_again(
     directory: Path, monkeypatch: pytest.MonkeyPatch, number: int, stays: bool
 ) -> None:
     def broken(files: OsFiles, path: str, into: Any) -> int:
@@ -363,7 +363,7 @@ def test_what_the_disk_does_not_give_is_stored_again(
         assert load(checksummed, KEYS[0], 3) == (Status.LOADED, b"abc")
 
 
-def test_a_start_passes_over_what_is_no_file(directory: Path, tmp_path: Path) -> None:
+def test_a_start_skips_everything_but_files(directory: Path, tmp_path: Path) -> None:
     with closing(FileBackend(directory, max_bytes=100)) as backend:
         put(backend, KEYS[0], b"abc")
     names = [directory / "00" / f"00{key.hex()[2:]}" for key in KEYS[1:5]]
@@ -375,7 +375,7 @@ def test_a_start_passes_over_what_is_no_file(directory: Path, tmp_path: Path) ->
     with closing(FileBackend(directory, max_bytes=6)) as backend:
         assert keys_of(backend) == [KEYS[0]]
         for name in names[:2]:
-            put(backend, bytes.fromhex(name.name), b"def")  # takes its place
+            put(backend, bytes.fromhex(name.name), b"def")  # replaces it
             assert get(backend, bytes.fromhex(name.name)) == b"def"
         with pytest.raises(BackendIOError, match=r"^writing failed: EISDIR "):
             put(backend, bytes.fromhex(names[2].name), b"def")
@@ -404,7 +404,7 @@ def test_a_write_that_fails_leaves_nothing(faults: Faults, message: str) -> None
     assert (status, error) == (Status.FAILED, "BackendIOError")
 
 
-def test_a_name_that_may_not_last_is_taken_back(
+def test_a_name_whose_sync_fails_is_removed(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(files: OsFiles, path: str) -> None:
@@ -429,9 +429,7 @@ def test_a_start_on_a_broken_disk_is_refused() -> None:
     assert disk.handles == {}
 
 
-def test_a_load_costs_three_calls_of_the_system(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_makes_three_system_calls(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = FileBackend(directory, max_bytes=100)
     put(backend, KEYS[0], b"abcdef")
     calls: list[str] = []
@@ -450,52 +448,54 @@ def test_a_load_costs_three_calls_of_the_system(
     assert get(backend, KEYS[0], room=6) == b"abcdef"
     assert calls == ["open", "preadv", "close"]
     calls.clear()
-    assert backend.get(KEYS[0], [memoryview(bytearray(5))]) == 6  # longer: how long?
+    assert (
+        backend.get(KEYS[0], [memoryview(bytearray(5))]) == 6
+    )  # a fourth call asks for the length
     assert calls == ["open", "preadv", "fstat", "close"]
     backend.close()
 
 
-def test_what_may_not_be_read_unnoted_is_read_all_the_same(
+def test_a_file_that_refuses_o_noatime_is_read_without_it(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a network file system, or where another user owns the files; asked for once."""
+    """As on a network file system, or with files of another user; the flag is tried once."""
     backend = FileBackend(directory, max_bytes=100)
     put(backend, KEYS[0], b"abc")
-    original, unnoted = os.open, []
+    original, no_atime = os.open, []
 
     def refuses(path: str, flags: int, *mode: int) -> int:
-        unnoted.append(flags & os.O_NOATIME != 0)
-        if unnoted[-1]:
+        no_atime.append(flags & os.O_NOATIME != 0)
+        if no_atime[-1]:
             raise PermissionError(errno.EPERM, "Operation not permitted")
         return original(path, flags, *mode)
 
     monkeypatch.setattr(os, "open", refuses)
     assert get(backend, KEYS[0]) == b"abc"
     assert get(backend, KEYS[0]) == b"abc"
-    assert unnoted == [True, False, False]
+    assert no_atime == [True, False, False]
     backend.close()
 
 
-def test_what_may_not_be_read_at_all_fails(
+def test_a_file_that_cannot_be_opened_fails(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = FileBackend(directory, max_bytes=100)
     put(backend, KEYS[0], b"abc")
-    unnoted = []
+    no_atime = []
 
     def refuses(path: str, flags: int) -> int:
-        unnoted.append(flags & os.O_NOATIME != 0)
+        no_atime.append(flags & os.O_NOATIME != 0)
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(os, "open", refuses)
     for _ in range(2):
         with pytest.raises(BackendIOError, match=r"^reading failed: EACCES "):
             get(backend, KEYS[0])
-    assert unnoted == [True, False] * 2  # it is no reason to read others in another way
+    assert no_atime == [True, False] * 2  # other files are still opened with the flag
     backend.close()
 
 
-def test_a_value_in_more_parts_than_the_system_takes_at_once(directory: Path) -> None:
+def test_a_value_in_more_parts_than_one_system_call_takes(directory: Path) -> None:
     backend = FileBackend(directory, max_bytes=10_000)
     value = bytes(range(1, 251)) * 9
     backend.put(KEYS[0], [memoryview(value)[n : n + 1] for n in range(len(value))])
@@ -506,7 +506,7 @@ def test_a_value_in_more_parts_than_the_system_takes_at_once(directory: Path) ->
     backend.close()
 
 
-def test_a_value_that_is_longer_by_one_byte_is_not_taken_for_whole(directory: Path) -> None:
+def test_a_value_longer_by_one_byte_is_corrupt(directory: Path) -> None:
     backend = FileBackend(directory, max_bytes=1000)
     checksummed = ChecksummedBackend(backend)
     assert checksummed.store(KEYS[0], [memoryview(b"abc")]) == (Status.STORED, "")
@@ -516,7 +516,7 @@ def test_a_value_that_is_longer_by_one_byte_is_not_taken_for_whole(directory: Pa
     backend.close()
 
 
-def test_a_disk_that_takes_nothing_does_not_hold_a_writer_for_ever() -> None:
+def test_a_disk_that_writes_nothing_does_not_block_a_writer_forever() -> None:
     class Full(OsFiles):
         def write(self, file: int, parts: object) -> int:
             return 0
@@ -526,7 +526,7 @@ def test_a_disk_that_takes_nothing_does_not_hold_a_writer_for_ever() -> None:
     assert error.value.errno == errno.EIO
 
 
-def test_short_reads_and_writes_go_on(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_reads_and_writes_continue(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preadv, writev = os.preadv, os.writev
     monkeypatch.setattr(os, "preadv", lambda file, into, at: preadv(file, [into[0][:1]], at))
     monkeypatch.setattr(os, "writev", lambda file, parts: writev(file, [parts[0][:1]]))
@@ -535,14 +535,14 @@ def test_short_reads_and_writes_go_on(directory: Path, monkeypatch: pytest.Monke
     assert get(backend, KEYS[0]) == b"abcdef"
     assert get(backend, KEYS[0], room=6) == b"abcdef"
     assert backend.get(KEYS[0], [memoryview(bytearray(4))]) == 6
-    monkeypatch.setattr(os, "writev", lambda file, parts: 0)  # and at last nothing
+    monkeypatch.setattr(os, "writev", lambda file, parts: 0)  # finally, nothing is written
     with pytest.raises(BackendIOError, match=r"^writing failed: EIO "):
         put(backend, KEYS[1], b"abc")
     assert os.listdir(directory / "01") == []
     backend.close()
 
 
-def test_a_value_that_is_cut_while_it_is_read_is_as_long_as_it_was_found(
+def test_a_value_truncated_during_a_read_has_the_length_that_was_read(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = FileBackend(directory, max_bytes=100)

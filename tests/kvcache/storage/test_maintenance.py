@@ -1,4 +1,4 @@
-"""What an operator does to the values of a backend."""
+"""Verifying and removing the values of a backend."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from radixkv.kvcache.storage.value_format import make_header
 from .conformance import KEYS, keys_of, put, store
 from .memory import BrokenBackend, MemoryBackend
 
-PAYLOAD = b"x" * 36  # 100 bytes with the envelope
+PAYLOAD = b"x" * 36  # 100 bytes with the header
 
 
 def filled(backend: MemoryBackend | FileBackend, num_values: int = 3) -> None:
@@ -54,7 +54,7 @@ def filled(backend: MemoryBackend | FileBackend, num_values: int = 3) -> None:
     ],
     ids=["cut", "grown", "changed", "another key", "empty", "foreign"],
 )
-def test_a_corrupt_value_is_counted_and_kept_until_it_is_to_go(damage) -> None:
+def test_a_corrupt_value_is_counted_and_removed_only_on_request(damage) -> None:
     backend = MemoryBackend()
     filled(backend)
     backend.values[KEYS[0]] = damage(backend.values[KEYS[0]])
@@ -67,7 +67,7 @@ def test_a_corrupt_value_is_counted_and_kept_until_it_is_to_go(damage) -> None:
 
 
 class Changing(MemoryBackend):
-    """Something happens between the list and each read."""
+    """Runs a function between the list and each read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,14 +83,14 @@ class Changing(MemoryBackend):
         return super().get(key, into)
 
 
-def test_a_value_that_goes_after_it_was_listed_is_missing() -> None:
+def test_a_value_removed_after_it_was_listed_is_missing() -> None:
     backend = Changing()
     filled(backend)
     backend.later = {KEYS[0]: None, KEYS[2]: None}
     assert verify_values(backend) == Verified(good=1, missing=2, good_bytes=100)
 
 
-def test_a_value_that_is_repaired_after_it_was_listed_is_good() -> None:
+def test_a_value_repaired_after_it_was_listed_is_good() -> None:
     backend = Changing()
     filled(backend)
     whole = backend.values[KEYS[0]]
@@ -100,7 +100,7 @@ def test_a_value_that_is_repaired_after_it_was_listed_is_good() -> None:
 
 
 class Scripted(MemoryBackend):
-    """Values change in the middle of a read: before the n-th one, counted from 1."""
+    """Changes values before the n-th read, counted from 1."""
 
     def __init__(self, changes: dict[int, bytes | None]) -> None:
         super().__init__()
@@ -129,13 +129,13 @@ LONGER = make_header(KEYS[1], [memoryview(bytes(50))]) + bytes(50)
         ({3: LONGER, 5: None}, Verified(good=2, missing=1, good_bytes=200)),
     ],
 )
-def test_a_value_that_is_longer_than_it_was_listed_is_read_again(changes, expected) -> None:
-    backend = Scripted(changes)  # header and whole of the first, then the second
+def test_a_value_that_grew_after_it_was_listed_is_read_again(changes, expected) -> None:
+    backend = Scripted(changes)  # header and whole of the first value, then the second
     filled(backend)
     assert verify_values(backend) == expected
 
 
-def test_no_memory_is_taken_for_a_length_that_the_header_denies(tmp_path: Path) -> None:
+def test_no_memory_is_allocated_for_a_length_that_the_header_denies(tmp_path: Path) -> None:
     with closing(FileBackend(tmp_path / "blocks", max_bytes=1 << 60)) as backend:
         filled(backend)
         long = tmp_path / "blocks" / KEYS[1].hex()[:2] / KEYS[1].hex()
@@ -158,14 +158,14 @@ class Failing(MemoryBackend):
 
 
 @pytest.mark.parametrize("error", [MemoryError(), BackendError("reading failed: GenericError")])
-def test_a_value_that_does_not_come_is_unreadable(error: Exception) -> None:
+def test_a_value_whose_read_fails_is_unreadable(error: Exception) -> None:
     backend = Failing({KEYS[1]: error})
     filled(backend)
     assert verify_values(backend) == Verified(good=2, unreadable=1, good_bytes=200)
 
 
-def test_a_length_that_no_buffer_has_is_unreadable() -> None:
-    """And the header agrees with it."""
+def test_a_length_beyond_any_buffer_is_unreadable() -> None:
+    """Even if the header has the same length."""
     length = 2**63
 
     class Huge(MemoryBackend):
@@ -198,7 +198,7 @@ SERVER, MEMORY = BackendError("reading failed: GenericError"), MemoryError()
         ([None, SERVER, SERVER, None, SERVER, SERVER, None], False),
     ],
 )
-def test_a_server_that_gives_no_more_ends_it(reads: list[Exception | None], ends: bool) -> None:
+def test_repeated_failures_end_the_verification(reads: list[Exception | None], ends: bool) -> None:
     errors = {key: error for key, error in zip(KEYS, reads, strict=False) if error is not None}
     backend = Failing(errors)
     filled(backend, num_values=len(reads))
@@ -212,7 +212,7 @@ def test_a_server_that_gives_no_more_ends_it(reads: list[Exception | None], ends
         assert verify_values(backend) == expected
 
 
-def test_what_the_disk_does_not_give_is_counted(tmp_path: Path) -> None:
+def test_a_value_that_the_disk_cannot_read_is_counted(tmp_path: Path) -> None:
     with closing(FileBackend(tmp_path / "blocks", max_bytes=1000)) as backend:
         filled(backend)
         path = tmp_path / "blocks" / KEYS[1].hex()[:2] / KEYS[1].hex()
@@ -223,10 +223,10 @@ def test_what_the_disk_does_not_give_is_counted(tmp_path: Path) -> None:
         backend.delete(KEYS[1])
         store(ChecksummedBackend(backend), KEYS[1], PAYLOAD)
         assert verify_values(backend).good == 3
-        assert keys_of(backend) == [KEYS[0], KEYS[2], KEYS[1]]  # in the order that it had
+        assert keys_of(backend) == [KEYS[0], KEYS[2], KEYS[1]]  # in the same order as before
 
 
-def test_a_server_that_is_gone_ends_it() -> None:
+def test_an_unreachable_server_ends_the_verification() -> None:
     class Gone(BrokenBackend):
         def list_values(self, *, coldest_first: bool = False):
             return iter([StoredValue(KEYS[0], 100)])
@@ -259,7 +259,7 @@ def test_the_least_recently_used_are_removed(
         backend.check()
 
 
-def test_all_can_be_removed_without_an_order() -> None:
+def test_all_can_be_removed_without_lru_order() -> None:
     backend = MemoryBackend()
     filled(backend)
     backend.values[KEYS[4]] = b""
@@ -270,7 +270,7 @@ def test_all_can_be_removed_without_an_order() -> None:
     assert backend.values == {}
 
 
-def test_what_somebody_else_removes_is_not_counted() -> None:
+def test_values_removed_by_somebody_else_are_not_counted() -> None:
     class Losing(MemoryBackend):
         def delete(self, key: bytes) -> bool:
             self.values.pop(KEYS[1], None)
@@ -281,7 +281,7 @@ def test_what_somebody_else_removes_is_not_counted() -> None:
     assert remove_values(backend, 0) == Removed(2, 200, 0, 0)
 
 
-def test_a_directory_of_several_nodes_is_told_by_its_storages(tmp_path: Path) -> None:
+def test_a_directory_of_several_nodes_is_refused_with_their_names(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     for node in ("prefill-0", "decode-0"):
         FileBackend(tmp_path / node, max_bytes=1000).close()
@@ -290,7 +290,7 @@ def test_a_directory_of_several_nodes_is_told_by_its_storages(tmp_path: Path) ->
         open_existing(tmp_path.as_uri())
 
 
-def test_opening_a_directory_neither_makes_nor_evicts(tmp_path: Path) -> None:
+def test_open_existing_neither_creates_nor_evicts(tmp_path: Path) -> None:
     directory = tmp_path / "blocks"
     url = directory.as_uri()
     with pytest.raises(BackendIOError) as caught:
@@ -319,14 +319,14 @@ def test_opening_a_directory_neither_makes_nor_evicts(tmp_path: Path) -> None:
         assert keys_of(backend) == [KEYS[1], KEYS[2], KEYS[3]]
 
 
-def test_a_namespace_of_a_directory_would_be_all_of_it(tmp_path: Path) -> None:
+def test_a_namespace_with_a_directory_is_refused(tmp_path: Path) -> None:
     FileBackend(tmp_path / "blocks", max_bytes=1000).close()
     text = "a directory does not separate namespaces: leave out namespace"
     with pytest.raises(StorageUrlError, match=f"^{text}$"):
         open_existing((tmp_path / "blocks").as_uri(), BackendOptions(namespace="0" * 16))
 
 
-def test_other_urls_are_opened_as_ever() -> None:
+def test_other_urls_open_as_in_open_backend() -> None:
     with closing(open_existing("memory://")) as backend:
         assert keys_of(backend) == []
     with pytest.raises(StorageUrlError, match=r"^a storage URL starts with one of "):

@@ -1,4 +1,4 @@
-"""A Mooncake store that is stopped, is killed, or never answers."""
+"""A Mooncake store that is stopped or killed, or that never answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from radixkv.kvcache.storage import (
 from radixkv.kvcache.storage.mooncake.backend import MooncakeBackend
 
 from .conformance import KEYS, MIB, get, put
-from .mooncake_calls import LONG_S, LOST, SOON_S, connected, helpers_of, runs
+from .mooncake_calls import LONG_S, LOST, SOON_S, clients_of, connected, runs
 from .mooncake_server import MooncakeServer
 from .redis_calls import finish
 
@@ -26,7 +26,7 @@ DOING = ["looking up", "reading", "writing", "deleting", "looking up"]
 
 
 def every_call(backend: MooncakeBackend) -> Iterator[BackendError]:
-    """What each method raises, with a store that is not well."""
+    """Yield the error of each method while the store is broken."""
     calls: list[Callable[[], object]] = [
         lambda: backend.contains(KEYS[:2]),
         lambda: get(backend, KEYS[0], 3),
@@ -60,17 +60,17 @@ def test_a_stopped_master_fails_every_call_and_is_used_again_when_it_goes_on(
         assert get(backend, KEYS[1], 5) == (5, [b"after"])
 
 
-def test_a_connection_that_takes_long_is_made_in_the_end(mooncake: MooncakeServer) -> None:
-    """What was started for a call that gave up serves one that comes later."""
+def test_a_slow_connection_succeeds_in_the_end(mooncake: MooncakeServer) -> None:
+    """A client started for a call that gave up serves a later call."""
     with connected(mooncake, LONG_S, SOON_S) as backend:
         mooncake.pause()
         with pytest.raises(BackendUnreachableError, match=r"no connection within 0\.1 s$"):
             put(backend, KEYS[0], b"abc")
-        (helper,) = helpers_of(backend)
+        (client,) = clients_of(backend)
         mooncake.go_on()
         backend._connect_timeout_s = LONG_S
         put(backend, KEYS[0], b"abc")
-        assert helpers_of(backend) == [helper]
+        assert clients_of(backend) == [client]
 
 
 def test_a_killed_master_fails_every_call_and_is_used_again_when_it_is_back(
@@ -82,31 +82,31 @@ def test_a_killed_master_fails_every_call_and_is_used_again_when_it_is_back(
         for doing, error in zip(DOING, every_call(backend), strict=True):
             assert str(error) == f"{doing} failed: {LOST}"
             assert type(error) is BackendUnreachableError
-        assert helpers_of(backend) == []
+        assert clients_of(backend) == []
         mooncake.start()
-        assert get(backend, KEYS[0], 3) == (None, [bytes(3)])  # it forgot where everything is
+        assert get(backend, KEYS[0], 3) == (None, [bytes(3)])  # it lost its metadata
         put(backend, KEYS[0], b"xyz")
         assert get(backend, KEYS[0], 3) == (3, [b"xyz"])
 
 
-def test_memory_that_is_gone(mooncake: MooncakeServer) -> None:
+def test_a_killed_memory_process(mooncake: MooncakeServer) -> None:
     with connected(mooncake) as backend:
         put(backend, KEYS[0], b"abc")
         mooncake.kill_memory()
         with pytest.raises(BackendUnreachableError) as caught:
             get(backend, KEYS[0], 3)
         assert str(caught.value) == "reading failed: the machine that has the value is gone"
-        assert len(helpers_of(backend)) == 1
+        assert len(clients_of(backend)) == 1
 
 
-def test_a_value_that_has_no_room_is_refused(mooncake: MooncakeServer) -> None:
+def test_a_value_without_room_is_refused(mooncake: MooncakeServer) -> None:
     with connected(mooncake) as backend:
         put(backend, KEYS[0], b"abc")
         with pytest.raises(BackendRefusedError) as caught:
-            put(backend, KEYS[1], bytes(300 * MIB))  # the memory has 256
+            put(backend, KEYS[1], bytes(300 * MIB))  # the memory has 256 MiB
         assert str(caught.value) == f"writing was refused by the server: {caught.value.reply}"
         assert caught.value.reply.startswith("code -")
-        # To make room, the master forgets some of what it has, in its own time.
+        # The master evicts values to make room, which takes a while.
         assert get(backend, KEYS[0], 3) in ((3, [b"abc"]), (None, [bytes(3)]))
 
 
@@ -116,16 +116,16 @@ def test_a_server_that_never_answers() -> None:
         with closing(MooncakeBackend("127.0.0.1", port, connect_timeout_s=SOON_S)) as backend:
             for doing, error in zip(DOING, every_call(backend), strict=True):
                 assert str(error) == f"{doing} failed: no connection within 0.1 s"
-            (helper,) = helpers_of(backend)
-        assert not runs(helper)
+            (client,) = clients_of(backend)
+        assert not runs(client)
 
 
-# -- under the driver: an operation ends, whatever the store does
+# -- under StorageWorkers: every operation ends
 
 
 @pytest.mark.parametrize("how", ["stopped", "killed"])
 def test_deadlines_are_kept_without_an_answer(mooncake: MooncakeServer, how: str) -> None:
-    """The clock is the test's: no thread has come back, and the operations end all the same."""
+    """The test controls the clock: the operations end although no thread has returned."""
     now = 0.0
     backend = MooncakeBackend("127.0.0.1", mooncake.port, timeout_s=SOON_S)
     storage = StorageWorkers(backend, max_bytes_in_flight=100, clock=lambda: now)

@@ -1,4 +1,4 @@
-"""The processes that talk to Mooncake: how they end, and what they leave."""
+"""Mooncake client processes: how they end and what they leave behind."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from radixkv.kvcache.storage.mooncake import client_main
 from radixkv.kvcache.storage.mooncake.client_process import ClientProcess
 
 from .conformance import KEYS, MIB, get, put, value_of
-from .mooncake_calls import LONG_S, LOST, connected, helpers_of, runs
+from .mooncake_calls import LONG_S, LOST, clients_of, connected, runs
 from .mooncake_server import MooncakeServer
 
 
-def test_a_helper_that_dies_fails_one_call(shared_mooncake: MooncakeServer) -> None:
+def test_a_client_that_dies_fails_one_call(shared_mooncake: MooncakeServer) -> None:
     with connected(shared_mooncake) as backend:
         put(backend, KEYS[2], b"abc")
         backend._idle[0]._process.kill()
@@ -32,7 +32,7 @@ def test_a_helper_that_dies_fails_one_call(shared_mooncake: MooncakeServer) -> N
         assert get(backend, KEYS[2], 3) == (3, [b"abc"])
 
 
-def test_a_helper_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: set[int] = set()
     pipe, memory, close = os.pipe, os.memfd_create, os.close
 
@@ -55,35 +55,35 @@ def test_a_helper_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
         ("close", noted_close),
     ):
         monkeypatch.setattr(os, name, noted)
-    helper = ClientProcess("127.0.0.1", "127.0.0.1:1")
+    client = ClientProcess("127.0.0.1", "127.0.0.1:1")
     assert opened
     for _ in range(2):
-        helper.kill()
+        client.kill()
     assert opened == set()
-    assert helper._control.fileno() == -1
+    assert client._control.fileno() == -1
 
 
 @pytest.mark.parametrize("why", ["it was killed", "it found no master"])
-def test_a_helper_that_is_gone_before_it_is_connected(
+def test_a_client_that_exits_before_it_is_connected(
     monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    helper = ClientProcess("127.0.0.1", "127.0.0.1:1")
+    client = ClientProcess("127.0.0.1", "127.0.0.1:1")
     if why == "it was killed":
-        helper._process.kill()
-        helper._process.wait()
+        client._process.kill()
+        client._process.wait()
     else:
-        monkeypatch.setattr(helper, "_receive", lambda timeout_s: {"code": -1})
+        monkeypatch.setattr(client, "_receive", lambda timeout_s: {"code": -1})
     with pytest.raises(EOFError):
-        helper.wait_connected(LONG_S)
-    assert not helper.alive
+        client.wait_connected(LONG_S)
+    assert not client.alive
 
 
 def test_values_outlive_the_backend_and_its_processes(shared_mooncake: MooncakeServer) -> None:
     value = value_of(5, 2 * MIB)
     with connected(shared_mooncake) as backend:
         put(backend, KEYS[5], value[:1000], value[1000:])
-        (helper,) = helpers_of(backend)
-    assert not runs(helper)
+        (client,) = clients_of(backend)
+    assert not runs(client)
     with connected(shared_mooncake) as backend:
         assert get(backend, KEYS[5], len(value)) == (len(value), [value])
         assert backend.delete(KEYS[5])
@@ -103,26 +103,26 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_no_process_outlives_the_engine(shared_mooncake: MooncakeServer, answers: bool) -> None:
-    """Not even one that waits for a master, and so runs no Python."""
+def test_no_client_outlives_the_engine(shared_mooncake: MooncakeServer, answers: bool) -> None:
+    """Not even a client that waits for a master and runs no Python."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = shared_mooncake.port if answers else listener.getsockname()[1]
         engine = subprocess.Popen(
             [sys.executable, "-c", ENGINE, f"mooncake://127.0.0.1:{port}"], stdout=subprocess.PIPE
         )
         assert engine.stdout is not None
-        helper = int(engine.stdout.readline())
-        assert runs(helper)
+        client = int(engine.stdout.readline())
+        assert runs(client)
         engine.send_signal(signal.SIGKILL)
         engine.wait()
         engine.stdout.close()
         end = time.monotonic() + LONG_S
-        while runs(helper):
+        while runs(client):
             assert time.monotonic() < end, "the process is still there"
             time.sleep(0.01)
 
 
-def test_a_helper_that_starts_after_the_engine_has_died_ends() -> None:
+def test_a_client_that_starts_after_the_engine_died_ends() -> None:
     life, engines_end = os.pipe()
     os.close(engines_end)
     command = [sys.executable, "-P", client_main.__file__, "0", "0", str(life)]
@@ -134,10 +134,10 @@ def test_a_helper_that_starts_after_the_engine_has_died_ends() -> None:
 
 
 def open_ports(pid: int) -> list[int]:
-    """The TCP ports at which a process listens."""
+    """Return the TCP ports on which a process listens."""
     links = []
     for path in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # it was closed meanwhile
+        with suppress(FileNotFoundError):  # closed meanwhile
             links.append(os.readlink(path))
     lines = [
         line.split()
@@ -151,11 +151,11 @@ def open_ports(pid: int) -> list[int]:
     ]
 
 
-def test_nobody_can_connect_to_a_helper(shared_mooncake: MooncakeServer) -> None:
-    """Mooncake's client listens to the whole network; what comes is dropped."""
+def test_nobody_can_connect_to_a_client(shared_mooncake: MooncakeServer) -> None:
+    """Mooncake's client listens on the whole network; the filter drops all packets."""
     with connected(shared_mooncake) as backend:
         assert backend.contains(KEYS[:1]) == [False]
-        ports = open_ports(helpers_of(backend)[0])
+        ports = open_ports(clients_of(backend)[0])
         assert ports
         for port in ports:
             with pytest.raises(TimeoutError):

@@ -1,4 +1,4 @@
-"""What a Mooncake store answers by number, told by a helper that answers as the test says."""
+"""Return codes of a Mooncake store, from a client process that the test scripts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .conformance import KEYS, get, put
 from .mooncake_calls import LOST
 
 NAME = f"radixkv:{KEYS[0].hex()}"
-STEP_S = 0.125  # what a request takes
+STEP_S = 0.125  # duration of a request
 
 
 class Clock:
-    """A time that passes in requests and pauses only."""
+    """A clock that advances only in requests and pauses."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -35,8 +35,8 @@ class Clock:
         self.pauses_s.append(time_s)
 
 
-class ScriptedHelper:
-    """In place of a `ClientProcess`; the last answer is given again and again."""
+class ScriptedClient:
+    """Replaces a `ClientProcess`; the last answer repeats."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -73,17 +73,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def helper(clock: Clock) -> ScriptedHelper:
-    return ScriptedHelper(clock)
+def client(clock: Clock) -> ScriptedClient:
+    return ScriptedClient(clock)
 
 
 @pytest.fixture
-def backend(helper: ScriptedHelper, monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeBackend]:
+def backend(client: ScriptedClient, monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeBackend]:
     backend = MooncakeBackend("127.0.0.1", 1)
-    monkeypatch.setattr(backend, "_start", lambda doing: helper)
+    monkeypatch.setattr(backend, "_start", lambda doing: client)
     yield backend
     backend.close()
-    assert not helper.alive
+    assert not client.alive
 
 
 def idle(backend: MooncakeBackend) -> list[Any]:
@@ -93,28 +93,28 @@ def idle(backend: MooncakeBackend) -> list[Any]:
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
-        (4, (3, [b"abc"])),  # the value, and a byte of no meaning
-        (7, (6, [b"abc"])),  # longer: so long
+        (4, (3, [b"abc"])),  # the value and the padding byte
+        (7, (6, [b"abc"])),  # longer: its length is returned
         (1, (0, [bytes(3)])),
-        (0, (0, [bytes(3)])),  # not written by us
+        (0, (0, [bytes(3)])),  # not written by radixkv
         (-704, (None, [bytes(3)])),
-        (-703, (None, [bytes(3)])),  # somebody writes it for longer than we wait
+        (-703, (None, [bytes(3)])),  # another writer takes longer than we wait
     ],
 )
-def test_what_a_read_tells(
-    backend: MooncakeBackend, helper: ScriptedHelper, code: int, expected: tuple
+def test_codes_of_a_read(
+    backend: MooncakeBackend, client: ScriptedClient, code: int, expected: tuple
 ) -> None:
-    helper.answers = [code]
+    client.answers = [code]
     assert get(backend, KEYS[0], 3) == expected
-    assert helper.asked[0] == ("get", NAME, 4, 1.0)
-    assert idle(backend) == [helper]
+    assert client.asked[0] == ("get", NAME, 4, 1.0)
+    assert idle(backend) == [client]
     assert backend.stats() == {"requests": 1, "failed_requests": 0}
 
 
-def test_what_a_delete_tells(backend: MooncakeBackend, helper: ScriptedHelper) -> None:
-    helper.answers = [0, -704]
+def test_codes_of_a_delete(backend: MooncakeBackend, client: ScriptedClient) -> None:
+    client.answers = [0, -704]
     assert [backend.delete(KEYS[0]), backend.delete(KEYS[0])] == [True, False]
-    assert helper.asked == [("remove", NAME, 0, 1.0)] * 2
+    assert client.asked == [("remove", NAME, 0, 1.0)] * 2
 
 
 GONE = "the machine that has the value is gone"
@@ -135,75 +135,75 @@ GONE = "the machine that has the value is gone"
         (EOFError(), BackendUnreachableError, f"failed: {LOST}", False),
     ],
 )
-def test_what_goes_wrong(
+def test_codes_of_errors(
     backend: MooncakeBackend,
-    helper: ScriptedHelper,
+    client: ScriptedClient,
     answer: object,
     type_: type[BackendError],
     text: str,
     stays: bool,
 ) -> None:
-    helper.answers = [answer]
+    client.answers = [answer]
     for doing, call in {
         "looking up": lambda: backend.contains(KEYS[:1]),
         "reading": lambda: get(backend, KEYS[0], 3),
         "writing": lambda: put(backend, KEYS[0], b"abc"),
         "deleting": lambda: backend.delete(KEYS[0]),
     }.items():
-        helper.alive = True
+        client.alive = True
         with pytest.raises(type_) as caught:
             call()
         assert str(caught.value) == f"{doing} {text}"
-        assert idle(backend) == [helper] * stays
-        assert helper.alive == stays
+        assert idle(backend) == [client] * stays
+        assert client.alive == stays
     assert backend.stats() == {"requests": 4, "failed_requests": 4}
-    helper.alive = False
+    client.alive = False
 
 
 @pytest.mark.parametrize("code", [-703, -601, -704])
-def test_another_writer_is_waited_for_a_moment(
-    backend: MooncakeBackend, helper: ScriptedHelper, clock: Clock, code: int
+def test_a_call_waits_a_moment_for_another_writer(
+    backend: MooncakeBackend, client: ScriptedClient, clock: Clock, code: int
 ) -> None:
-    """For a quarter of a second; a put that finds its own key gone was not alone, either."""
-    helper.answers = [code, 0]
+    """For a quarter of a second. A put whose key disappears also had another writer."""
+    client.answers = [code, 0]
     put(backend, KEYS[0], b"abc")
-    assert helper.asked == [("put", NAME, 4, 1.0), ("put", NAME, 4, 1.0 - STEP_S)]
-    helper.asked = []
-    helper.answers = [code]
+    assert client.asked == [("put", NAME, 4, 1.0), ("put", NAME, 4, 1.0 - STEP_S)]
+    client.asked = []
+    client.answers = [code]
     with pytest.raises(BackendRefusedError, match=rf"^writing .*: code {code}$"):
         put(backend, KEYS[0], b"abc")
-    times_s = [timeout_s for *_, timeout_s in helper.asked]
+    times_s = [timeout_s for *_, timeout_s in client.asked]
     assert times_s == [1.0, 1.0 - STEP_S, 1.0 - 2 * STEP_S]
     assert clock.pauses_s == [0.001] * 3
 
 
-def test_another_writer_is_waited_for_no_longer_than_the_request_may_take(
-    backend: MooncakeBackend, helper: ScriptedHelper
+def test_a_call_waits_for_another_writer_within_its_time_limit(
+    backend: MooncakeBackend, client: ScriptedClient
 ) -> None:
     backend._timeout_s = STEP_S
-    helper.answers = [-703]
+    client.answers = [-703]
     with pytest.raises(BackendRefusedError):
         put(backend, KEYS[0], b"abc")
-    assert len(helper.asked) == 1
+    assert len(client.asked) == 1
 
 
-def test_a_call_after_close_ends_its_own_process(
-    backend: MooncakeBackend, helper: ScriptedHelper
+def test_a_call_after_close_kills_its_process(
+    backend: MooncakeBackend, client: ScriptedClient
 ) -> None:
-    helper.answers = [0]
+    client.answers = [0]
     put(backend, KEYS[0], b"abc")
     backend.close()
-    assert not helper.alive
-    helper.alive = True
+    assert not client.alive
+    client.alive = True
     put(backend, KEYS[0], b"abc")
-    assert not helper.alive and idle(backend) == []
+    assert not client.alive and idle(backend) == []
 
 
-# -- in the process that talks to Mooncake
+# -- in the client process
 
 
 class ScriptedStore:
-    """In place of Mooncake's client: it answers what it may be asked, and notes buffers."""
+    """Replaces Mooncake's client: scripted answers, and a record of the buffers."""
 
     def __init__(self, get_into: int = 0, size: int | None = None, ranges: int | None = None):
         self.codes = [code for code in (get_into, size, ranges) if code is not None]
@@ -231,22 +231,22 @@ class ScriptedStore:
     [
         ((8,), 8),
         ((-704,), -704),
-        ((TOO_SMALL, -704), -704),  # gone since
+        ((TOO_SMALL, -704), -704),  # removed meanwhile
         ((TOO_SMALL, -1), -1),
-        ((TOO_SMALL, 0), TOO_SMALL),  # shorter since
+        ((TOO_SMALL, 0), TOO_SMALL),  # shorter meanwhile
         ((TOO_SMALL, 8), TOO_SMALL),
         ((TOO_SMALL, 9, 8), 9),
         ((TOO_SMALL, 9, 0), 9),
         ((TOO_SMALL, 9, -1), -1),
     ],
 )
-def test_of_a_longer_value_its_start_is_read(codes: tuple[int, ...], expected: int) -> None:
+def test_the_start_of_a_longer_value_is_read(codes: tuple[int, ...], expected: int) -> None:
     store = ScriptedStore(*codes)
     assert client_main._get(store, _Memory(store, -1), NAME, 8) == expected
     assert store.codes == []
 
 
-def test_memory_that_grows_is_registered_anew() -> None:
+def test_enlarged_memory_is_registered_again() -> None:
     store, file = ScriptedStore(), os.memfd_create("memory")
     memory = _Memory(store, file)
     memory.grow(0)

@@ -1,4 +1,4 @@
-"""The URL of a Mooncake store, and what has to be installed for it."""
+"""URLs, options and requirements of the Mooncake backend."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .mooncake_calls import LONG_S
 from .mooncake_server import MooncakeServer
 
 
-def test_namespaces_are_apart(shared_mooncake: MooncakeServer) -> None:
+def test_namespaces_are_separate(shared_mooncake: MooncakeServer) -> None:
     url = f"mooncake://127.0.0.1:{shared_mooncake.port}"
     one = BackendOptions(timeout_s=LONG_S, connect_timeout_s=LONG_S, namespace="1" * 16)
     two = BackendOptions(timeout_s=LONG_S, connect_timeout_s=LONG_S, namespace="2" * 16)
@@ -89,7 +89,7 @@ def test_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
         (BackendOptions(connect_timeout_s=0.0), "connect_timeout_s"),
     ],
 )
-def test_times_that_are_none(options: BackendOptions, name: str) -> None:
+def test_invalid_time_limits(options: BackendOptions, name: str) -> None:
     with pytest.raises(ValueError) as caught:
         open_backend("mooncake://host", options)
     assert str(caught.value) == f"{name} must be positive, got 0.0"

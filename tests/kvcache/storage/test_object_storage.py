@@ -1,4 +1,4 @@
-"""What is object storage's own: a bucket that refuses, fails, or never answers."""
+"""Object storage that refuses, fails or never answers; lists and requirements."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ DOING = ["looking up", "looking up", "reading", "writing", "looking up", "listin
 
 
 def patient(prefix: str = "") -> ObjectStorageBackend:
-    """A bucket of a server that answers, however long that takes."""
+    """Return a backend with time limits that are never reached."""
     return ObjectStorageBackend(
         s3_store("bucket", timeout_s=LONG_S, connect_timeout_s=LONG_S), prefix=prefix
     )
 
 
 def every_call(backend: ObjectStorageBackend) -> Iterator[BackendError]:
-    """What each method raises, with a server that is not well."""
+    """Yield the error of each method while the server is broken."""
     calls: list[Callable[[], object]] = [
         lambda: backend.contains(KEYS[:1]),
         lambda: backend.contains(KEYS),
@@ -69,26 +69,26 @@ def test_a_bucket_that_refuses(s3: FakeS3, status: int, name: str) -> None:
             assert isinstance(error, BackendRefusedError)
             assert (error.doing, error.reply) == (doing, name)
             check_nothing_is_shown(error, s3)
-        assert str(listing) == "listing failed: GenericError"  # obstore tells no more
+        assert str(listing) == "listing failed: GenericError"  # obstore reports no details
         assert backend.stats()["failed_requests"] >= len(DOING)
         s3.status = None
         assert backend.contains(KEYS[:2]) == [False, False]
 
 
-def test_a_bucket_that_fails_is_asked_once(s3: FakeS3) -> None:
+def test_a_failed_request_is_not_retried(s3: FakeS3) -> None:
     with closing(patient()) as backend:
         s3.status = 500
         for doing, error in zip(DOING, every_call(backend), strict=True):
             assert str(error) == f"{doing} failed: GenericError"
             check_nothing_is_shown(error, s3)
-        assert s3.num_requests <= len(DOING) - 1 + len(KEYS)  # the lookup of all asks for each
+        assert s3.num_requests <= len(DOING) - 1 + len(KEYS)  # one request per key
         s3.status, before = None, s3.num_requests
         put(backend, KEYS[0], b"abc")
         assert get(backend, KEYS[0], 3) == (3, [b"abc"])
         assert s3.num_requests == before + 2
 
 
-def test_a_lookup_that_fails_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_lookup_leaves_no_request_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     slow_one_runs, ended = threading.Event(), threading.Event()
 
     def exists(path: str) -> bool:
@@ -96,7 +96,7 @@ def test_a_lookup_that_fails_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
             assert slow_one_runs.wait(60)
             raise BackendError("looking up failed")
         slow_one_runs.set()
-        threading.Event().wait(0.2)  # an answer that takes its time
+        threading.Event().wait(0.2)  # a slow answer
         ended.set()
         return True
 
@@ -129,7 +129,7 @@ def test_a_server_that_never_answers(s3: FakeS3, monkeypatch: pytest.MonkeyPatch
 
 
 def test_deadlines_are_kept_without_an_answer(s3: FakeS3, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock is the test's: no thread has come back, and the operations end all the same."""
+    """The test controls the clock: the operations end although no thread has returned."""
     now = 0.0
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
         port = listener.getsockname()[1]
@@ -150,14 +150,14 @@ def test_deadlines_are_kept_without_an_answer(s3: FakeS3, monkeypatch: pytest.Mo
         assert all(storage.fenced(operation) for operation in operations)
 
 
-def test_where_objects_are(s3: FakeS3) -> None:
+def test_paths_of_objects(s3: FakeS3) -> None:
     with closing(patient("kv/one")) as backend:
         put(backend, KEYS[0], b"abc")
         name = KEYS[0].hex()
         assert s3.objects == {f"bucket/kv/one/{name[:2]}/{name}": b"abc"}
 
 
-def test_keys_passes_over_what_is_not_ours() -> None:
+def test_a_list_skips_foreign_objects() -> None:
     asked = []
 
     class Watched(MemoryStore):
@@ -173,12 +173,12 @@ def test_keys_passes_over_what_is_not_ours() -> None:
         assert keys_of(backend) == []
         put(backend, KEYS[0], b"x")
         assert keys_of(backend) == [KEYS[0]]
-    assert asked == ["kv/"] * 2  # others' objects are not even listed
+    assert asked == ["kv/"] * 2  # the prefix excludes foreign objects
 
 
 @pytest.mark.parametrize("prefix", ["", "kv", "k.v/+"])
 @pytest.mark.parametrize("where", ["memory", "directory"])
-def test_namespaces_are_listed_and_others_names_are_not(
+def test_namespaces_are_listed_without_foreign_names(
     tmp_path: Path, where: str, prefix: str
 ) -> None:
     store = MemoryStore() if where == "memory" else LocalStore(prefix=tmp_path)
@@ -201,7 +201,7 @@ def test_namespaces_are_listed_and_others_names_are_not(
         check_namespaces(backend, inside, space)
 
 
-def test_a_delete_that_comes_second() -> None:
+def test_a_delete_that_loses_a_race() -> None:
     class Racing(MemoryStore):
         def delete(self, paths) -> None:
             raise FileNotFoundError
@@ -223,11 +223,11 @@ def test_requests_are_counted() -> None:
         with pytest.raises(BackendError) as caught:
             backend.contains(KEYS[:1])
         assert str(caught.value) == "looking up failed: OSError"
-        backend.touch(KEYS)  # asks nobody: there is no order of use
+        backend.touch(KEYS)  # sends no request: there is no LRU order
         assert backend.stats() == {"requests": 3, "failed_requests": 1}
 
 
-def test_a_lookup_ends_soon_after_the_first_that_is_missing() -> None:
+def test_a_lookup_ends_soon_after_the_first_missing_key() -> None:
     keys = [bytes([number]) * 32 for number in range(64)]
     with closing(ObjectStorageBackend(MemoryStore())) as backend:
         for key in (*keys[:30], *keys[31:]):
@@ -236,10 +236,10 @@ def test_a_lookup_ends_soon_after_the_first_that_is_missing() -> None:
         asked = backend.stats()["requests"] - 63
         assert 31 <= asked <= 30 + 16, f"{asked} requests"
     for thread in backend._heads._threads:
-        thread.join()  # they end with it
+        thread.join()  # close ends the threads
 
 
-def test_times_are_told_in_whole_milliseconds(s3: FakeS3) -> None:
+def test_time_limits_are_whole_milliseconds(s3: FakeS3) -> None:
     store = s3_store("bucket", timeout_s=5.0, connect_timeout_s=0.0001)
     assert isinstance(store, S3Store) and store.client_options is not None
     times = {"timeout": "5000ms", "connect_timeout": "1ms"}
@@ -263,7 +263,7 @@ def test_a_missing_package(monkeypatch: pytest.MonkeyPatch, make: Callable[[], o
         ({"connect_timeout_s": 0}, "connect_timeout_s must be positive, got 0"),
     ],
 )
-def test_times_that_are_none(options: dict, message: str) -> None:
+def test_invalid_time_limits(options: dict, message: str) -> None:
     with pytest.raises(ValueError) as caught:
         s3_store("bucket", **options)
     assert str(caught.value) == message

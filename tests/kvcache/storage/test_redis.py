@@ -1,4 +1,4 @@
-"""A Redis server that is stopped, is killed, or never answers."""
+"""A Redis server that is stopped or killed, or that never answers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def test_a_stopped_server_fails_every_call_and_is_used_again_when_it_goes_on(
             assert str(error) == f"{doing} failed: no answer within 0.1 s"
             assert (error.doing, error.reason) == (doing, "no answer within 0.1 s")
         server.go_on()
-    # Late answers to the calls above must not be taken for answers to these.
+    # Late answers to the calls above must not count as answers to these.
     with connected(server) as backend:
         put(backend, KEYS[1], b"after")
         assert get(backend, KEYS[1], 5) == (5, [b"after"])
         assert backend.contains(KEYS[1:3]) == [True, False]
 
 
-def test_nothing_is_tried_twice() -> None:
+def test_there_are_no_retries() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = RedisAddress("127.0.0.1", listener.getsockname()[1])
         with closing(RedisBackend(address, timeout_s=SOON_S)) as backend:
@@ -47,7 +47,7 @@ def test_nothing_is_tried_twice() -> None:
                 listener.accept()
 
 
-def test_one_backend_lives_through_stop_and_go(server: RedisServer) -> None:
+def test_one_backend_survives_stops_of_the_server(server: RedisServer) -> None:
     with connected(server) as backend:
         for number in range(3):
             put(backend, KEYS[number], b"%d" % number)
@@ -91,7 +91,7 @@ def test_a_server_that_never_answers() -> None:
                 assert str(error) == f"{doing} failed: no answer within 0.05 s"
 
 
-# -- under the driver: an operation ends, whatever the server does
+# -- under StorageWorkers: every operation ends
 
 
 def submit_all(storage: StorageWorkers, timeout_s: float) -> list[StorageOpId]:
@@ -107,7 +107,7 @@ def submit_all(storage: StorageWorkers, timeout_s: float) -> list[StorageOpId]:
 
 @pytest.mark.parametrize("how", ["stopped", "killed"])
 def test_deadlines_are_kept_without_an_answer(server: RedisServer, how: str) -> None:
-    """The clock is the test's: no thread has come back, and the operations end all the same."""
+    """The test controls the clock: the operations end although no thread has returned."""
     now = 0.0
     backend = RedisBackend(RedisAddress(unix_path=server.socket), timeout_s=SOON_S)
     storage = StorageWorkers(backend, max_bytes_in_flight=100, clock=lambda: now)
@@ -116,7 +116,10 @@ def test_deadlines_are_kept_without_an_answer(server: RedisServer, how: str) -> 
     now = 2.0
     ended = storage.poll()
     assert sorted(completion.operation for completion in ended) == operations
-    allowed = {Status.TIMED_OUT, Status.FAILED}  # by the deadline, or by the client before it
+    allowed = {
+        Status.TIMED_OUT,
+        Status.FAILED,
+    }  # the client's limit may come first
     assert {status for completion in ended for status in completion.statuses} <= allowed
     assert storage.close(timeout_s=LONG_S)
     assert all(storage.fenced(operation) for operation in operations)

@@ -1,4 +1,4 @@
-"""Passwords, TLS and URLs of Redis; and that nothing secret is ever shown."""
+"""Passwords, TLS and URLs of Redis; no secret is ever shown."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def guarded() -> Iterator[RedisServer]:
 
 
 def text_of(error: BaseException) -> str:
-    """All that a log could show of an error, its causes included."""
+    """Return everything that a log could show of an error, including its causes."""
     parts = [str(error), repr(error), repr(error.args), repr(vars(error))]
     return "\n".join([*parts, *traceback.format_exception(error)])
 
@@ -69,9 +69,7 @@ def test_a_wrong_login_is_refused_and_not_shown(
     )
 
 
-def test_a_password_is_shown_by_no_error_of_a_dead_server(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_password_is_shown_by_no_error_of_a_dead_server(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
     with running([f'requirepass "{PASSWORD}"']) as server:
         url = f"redis://mallory:{IN_URL}@127.0.0.1:{server.port}"
@@ -95,7 +93,7 @@ def test_a_password_is_shown_by_no_error_of_a_dead_server(
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """The file of an authority, and the settings of a server that it vouches for."""
+    """Return the file of a CA, and the settings of a server with its certificate."""
     folder = tmp_path_factory.mktemp("tls")
     authority = trustme.CA()
     leaf = authority.issue_cert("127.0.0.1")
@@ -118,7 +116,7 @@ def test_tls(certificates: tuple[Path, list[str]]) -> None:
         with closing(open_backend(f"rediss://{url}", options)) as backend:
             put(backend, KEYS[0], bytes(MIB))
             assert get(backend, KEYS[0], MIB) == (MIB, [bytes(MIB)])
-        # Another name than the certificate's, an authority that nobody trusts, and no TLS at all.
+        # A name that the certificate lacks, an untrusted CA, and no TLS.
         elsewhere = f"rediss://localhost:{server.port}"
         for backend in (
             open_backend(elsewhere, options),

@@ -1,4 +1,4 @@
-"""What a Redis server answers is not trusted; names, expiry and figures."""
+"""Unexpected answers of a Redis server; key names, expiry and stats."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from .redis_server import MISSING, RedisServer, running
 
 @contextmanager
 def answering(reply: bytes) -> Iterator[int]:
-    """The port of a server that knows no command but GETRANGE, and answers that with reply."""
+    """Yield the port of a server that answers GETRANGE with reply and knows no other command."""
 
     def serve() -> None:
         connection, _ = listener.accept()
-        with connection, suppress(ConnectionError):  # it may have gone without an answer
+        with connection, suppress(ConnectionError):  # the client may have left
             while request := connection.recv(1 << 16):
                 connection.sendall(reply if b"GETRANGE" in request else b"-ERR\r\n")
 
@@ -43,10 +43,10 @@ def answering(reply: bytes) -> Iterator[int]:
         thread = threading.Thread(target=serve)
         thread.start()
         yield listener.getsockname()[1]
-        thread.join()  # it ends when the client closes its connection
+        thread.join()  # ends when the client closes its connection
 
 
-def test_no_more_is_read_than_there_is_room_for(server: RedisServer) -> None:
+def test_no_more_is_read_than_fits(server: RedisServer) -> None:
     with connected(server) as backend, raw(server) as client:
         put(backend, KEYS[0], bytes(4 * MIB))
         before = client.info("stats")["total_net_output_bytes"]
@@ -65,7 +65,7 @@ def test_no_more_is_read_than_there_is_room_for(server: RedisServer) -> None:
         (b"$400000000\r\nand no more", SOON_S, "reading failed: no answer within 0.1 s"),
     ],
 )
-def test_nonsense_for_an_answer(reply: bytes, timeout_s: float, message: str) -> None:
+def test_invalid_answers(reply: bytes, timeout_s: float, message: str) -> None:
     with answering(reply) as port:
         address = RedisAddress("127.0.0.1", port)
         with closing(RedisBackend(address, timeout_s=timeout_s)) as backend:
@@ -75,7 +75,7 @@ def test_nonsense_for_an_answer(reply: bytes, timeout_s: float, message: str) ->
             assert backend.stats() == {"requests": 1, "failed_requests": 1}
 
 
-def test_a_value_that_fits_is_one_command(
+def test_a_value_that_fits_takes_one_command(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with connected(server) as backend:
@@ -95,7 +95,7 @@ def test_a_value_that_fits_is_one_command(
         assert commands[1:] == ["GETRANGE", "STRLEN", "GETRANGE", "EXISTS"]
 
 
-def test_a_key_that_a_scan_names_twice_is_listed_once(
+def test_a_key_scanned_twice_is_listed_once(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = [f"radixkv:{key.hex()}".encode() for key in KEYS[:2]]
@@ -107,7 +107,7 @@ def test_a_key_that_a_scan_names_twice_is_listed_once(
         assert list(backend.list_values()) == [StoredValue(KEYS[0], 3), StoredValue(KEYS[1], 2)]
 
 
-def test_namespaces_are_listed_and_others_names_are_not(
+def test_namespaces_are_listed_without_foreign_names(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     space, key = "0123456789abcdef", KEYS[0].hex()
@@ -134,7 +134,7 @@ def test_namespaces_are_listed_and_others_names_are_not(
         assert list(backend.list_namespaces()) == [(space, StoredValue(KEYS[0], 3))]
 
 
-def test_a_refused_length_is_no_length(server: RedisServer) -> None:
+def test_a_refused_length_is_an_error(server: RedisServer) -> None:
     login = "+@all -strlen allkeys on nopass"
     with connected(server) as backend, raw(server) as client:
         put(backend, KEYS[0], b"abc")
@@ -147,7 +147,7 @@ def test_a_refused_length_is_no_length(server: RedisServer) -> None:
             list(limited.list_values())
 
 
-def test_what_is_no_string_is_corrupt_and_repaired(server: RedisServer) -> None:
+def test_a_key_of_another_type_is_corrupt_and_repaired(server: RedisServer) -> None:
     with connected(server) as backend, raw(server) as client:
         client.rpush(f"radixkv:{KEYS[0].hex()}", "an item of a list")
         assert get(backend, KEYS[0], 4) == (0, [bytes(4)])
@@ -163,7 +163,7 @@ def test_what_is_no_string_is_corrupt_and_repaired(server: RedisServer) -> None:
         assert client.dbsize() == 0
 
 
-def test_a_full_server_refuses_and_keeps_what_it_has() -> None:
+def test_a_full_server_refuses_and_keeps_its_values() -> None:
     settings = ["maxmemory 4mb", "maxmemory-policy noeviction"]
     with running(settings) as server, connected(server) as backend:
         put(backend, KEYS[0], b"abc")
@@ -173,10 +173,10 @@ def test_a_full_server_refuses_and_keeps_what_it_has() -> None:
         assert get(backend, KEYS[0], 3) == (3, [b"abc"])
 
 
-# -- names, expiry, figures
+# -- names, expiry, stats
 
 
-def test_prefixes_keep_backends_apart(server: RedisServer) -> None:
+def test_prefixes_separate_backends(server: RedisServer) -> None:
     with connected(server, prefix="a*") as a, connected(server, prefix="ab") as b:
         put(a, KEYS[0], b"a")
         put(b, KEYS[1], b"b")
@@ -185,7 +185,7 @@ def test_prefixes_keep_backends_apart(server: RedisServer) -> None:
         assert keys_of(b) == [KEYS[1]]
 
 
-def test_the_time_to_live_starts_again_with_a_touch(server: RedisServer) -> None:
+def test_a_touch_restarts_the_time_to_live(server: RedisServer) -> None:
     name = f"radixkv:{KEYS[0].hex()}"
     with connected(server, ttl_s=600) as backend, raw(server) as client:
         put(backend, KEYS[0], b"x")
@@ -216,13 +216,13 @@ def test_requests_are_counted_and_need_no_server(server: RedisServer) -> None:
         ({"ttl_s": 0}, "ttl_s must be at least 1, got 0"),
     ],
 )
-def test_times_that_are_none(options: dict, message: str) -> None:
+def test_invalid_time_limits(options: dict, message: str) -> None:
     with pytest.raises(ValueError) as caught:
         RedisBackend(RedisAddress(), **options)
     assert str(caught.value) == message
 
 
-def test_a_second_is_a_time_to_live(server: RedisServer) -> None:
+def test_the_shortest_time_to_live(server: RedisServer) -> None:
     with connected(server, ttl_s=1) as backend:
         put(backend, KEYS[0], b"x")
 

@@ -44,7 +44,7 @@ def test_which_urls_name_a_server() -> None:
     assert not any(map(is_server_url, ["file:///d", "memory://", "http://h", ""]))
 
 
-def test_memory_is_each_backends_own() -> None:
+def test_each_memory_backend_is_separate() -> None:
     with closing(open_backend("memory://")) as first, closing(open_backend("memory://")) as second:
         assert isinstance(first, ObjectStorageBackend)
         put(first, KEYS[0], b"abc")
@@ -52,7 +52,7 @@ def test_memory_is_each_backends_own() -> None:
         assert second.contains(KEYS[:1]) == [False]
 
 
-def test_namespaces_are_apart_in_a_server(shared_redis: RedisServer) -> None:
+def test_namespaces_are_separate_in_a_server(shared_redis: RedisServer) -> None:
     url = f"redis://127.0.0.1:{shared_redis.port}/7"
     options = BackendOptions(ttl_s=60, timeout_s=30.0, connect_timeout_s=30.0, namespace=NAMESPACE)
     with (

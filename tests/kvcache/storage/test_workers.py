@@ -25,11 +25,11 @@ from radixkv.kvcache.storage.workers import AdaptiveParallelism
 from .memory import BrokenBackend, HeldBackend, MemoryBackend
 
 KEYS = [bytes([number]) * 32 for number in range(8)]
-LONG_S = 1_000.0  # nothing ends by it
+LONG_S = 1_000.0  # no test reaches this deadline
 
 
 class Clock:
-    """A time that passes when the test says so."""
+    """A clock that the test sets."""
 
     now = 0.0
 
@@ -61,7 +61,7 @@ def wait_fenced(storage: StorageWorkers, operation: StorageOpId) -> None:
 
 
 def wait(storage: StorageWorkers, operation: StorageOpId) -> Completion:
-    """The completion of an operation that does end, and is the only one."""
+    """Return the completion of the only operation."""
     wait_ended(storage, operation)
     (completion,) = storage.poll()
     assert completion.operation == operation
@@ -70,7 +70,7 @@ def wait(storage: StorageWorkers, operation: StorageOpId) -> Completion:
 
 def test_a_round_trip() -> None:
     with workers(MemoryBackend()) as storage:
-        # Of a type without a buffer, as bfloat16 is.
+        # A dtype without a buffer interface, like bfloat16.
         k, v = np.arange(6.0), np.arange(4).reshape(2, 2).astype("M8[s]")
         stored = wait(storage, storage.store(KEYS[:2], [[k, v], [b"abc"]], timeout_s=LONG_S))
         assert stored.statuses == (Status.STORED, Status.STORED)
@@ -94,8 +94,8 @@ def test_a_round_trip() -> None:
         assert stats.backend == {"values": 1}
 
 
-def test_what_exists_is_not_written_again() -> None:
-    """FastDeploy's check for it was always false (fastdeploy.md, B47)."""
+def test_existing_values_are_not_written_again() -> None:
+    """FastDeploy's check for this was always false (fastdeploy.md, B47)."""
     backend = MemoryBackend()
     with workers(backend) as storage:
         for status in (Status.STORED, Status.EXISTS):
@@ -123,8 +123,8 @@ def test_a_touch_is_one_call_in_the_order_of_its_keys() -> None:
 @pytest.mark.parametrize(
     "error", [BackendIOError("reading", 5), OSError(28, "full"), KeyError("?")]
 )
-def test_an_error_is_a_status_and_the_threads_live_on(error: Exception) -> None:
-    """In FastDeploy a backend that raised hung the engine (fastdeploy.md, B46)."""
+def test_an_error_becomes_a_status_and_the_threads_survive(error: Exception) -> None:
+    """In FastDeploy, a backend that raised hung the engine (fastdeploy.md, B46)."""
     backend = BrokenBackend(error)
     with workers(backend, num_threads=1) as storage:
         for operation in (
@@ -147,7 +147,7 @@ def test_an_error_is_a_status_and_the_threads_live_on(error: Exception) -> None:
         (BackendIOError("reading", 5), "BackendIOError: reading failed: EIO (Input/output error)"),
     ],
 )
-def test_an_error_is_logged_with_its_text_only_if_that_is_ours(
+def test_only_a_backend_error_is_logged_with_its_text(
     error: Exception, logged: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with workers(BrokenBackend(error)) as storage:
@@ -156,13 +156,11 @@ def test_an_error_is_logged_with_its_text_only_if_that_is_ours(
     assert [record.message for record in caplog.records] == [text]
 
 
-def test_an_error_is_logged_again_only_after_a_call_that_ended_well(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_error_is_logged_again_only_after_a_success(caplog: pytest.LogCaptureFixture) -> None:
     backend = MemoryBackend()
     checksummed = ChecksummedBackend(backend)
     broken = BrokenBackend(OSError())
-    for now in (broken, broken, backend, broken, backend, broken):  # at last, what is there
+    for now in (broken, broken, backend, broken, backend, broken):
         checksummed.backend = now
         checksummed.lookup(KEYS[:1])
         checksummed.touch(KEYS[:1])
@@ -182,7 +180,7 @@ def test_a_lookup_with_too_few_answers_fails(
     assert "BackendError: 1 answers for 2 keys;" in caplog.text
 
 
-def test_a_backend_that_never_answers_is_given_up_at_the_deadline() -> None:
+def test_operations_on_a_hung_backend_end_at_the_deadline() -> None:
     backend, clock = HeldBackend(), Clock()
     backend.values[KEYS[0]] = b"not sealed"
     with workers(backend, num_threads=1, clock=clock) as storage:
@@ -195,20 +193,20 @@ def test_a_backend_that_never_answers_is_given_up_at_the_deadline() -> None:
         clock.now = 2.0
         (completion,) = storage.poll()
         assert (completion.operation, set(completion.statuses)) == (stuck, {Status.TIMED_OUT})
-        assert not storage.fenced(stuck)  # its thread may still write there
+        assert not storage.fenced(stuck)  # its thread may still write to the buffer
         clock.now = 3.0
         (completion,) = storage.poll()
         assert (completion.operation, set(completion.statuses)) == (behind, {Status.TIMED_OUT})
-        assert storage.fenced(behind)  # no thread ever had it
+        assert storage.fenced(behind)  # no thread took it
         assert storage.stats().unfenced_operations == 1
         backend.go.release()
         wait_fenced(storage, stuck)
-        assert storage.poll() == []  # what came late changes nothing
+        assert storage.poll() == []  # late results change nothing
         assert storage.stats().late_blocks == 1
         assert storage.stats().load_bytes_in_flight == 0
 
 
-def test_a_poll_sends_another_thread_where_the_first_is_stuck() -> None:
+def test_a_poll_wakes_another_thread_if_the_first_is_stuck() -> None:
     backend = HeldBackend()
     with workers(backend, num_threads=2) as storage:
         backend.go.release()
@@ -225,7 +223,7 @@ def test_a_poll_sends_another_thread_where_the_first_is_stuck() -> None:
             wait_ended(storage, load)
 
 
-def test_a_poll_wakes_a_thread_only_if_nothing_was_done_since_the_last(
+def test_a_poll_wakes_a_thread_only_without_progress_since_the_last_poll(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backend = HeldBackend()
@@ -233,7 +231,7 @@ def test_a_poll_wakes_a_thread_only_if_nothing_was_done_since_the_last(
         storage.load(KEYS[:2], [[bytearray(1)]] * 2, timeout_s=LONG_S)
         backend.entered.acquire()
         backend.go.release()
-        backend.entered.acquire()  # the first is done
+        backend.entered.acquire()  # the first block is done
         storage.load(KEYS[:1], [[bytearray(1)]], timeout_s=LONG_S)
         woken: list[None] = []
         with monkeypatch.context() as patched:
@@ -256,10 +254,10 @@ def test_threads_are_woken_when_one_finds_that_it_pays(monkeypatch: pytest.Monke
     backend = HeldBackend()
     with workers(backend, num_threads=2) as storage:
         load = storage.load(KEYS[:3], [[bytearray(1)]] * 3, timeout_s=LONG_S)
-        backend.entered.acquire()  # one thread has two of them
+        backend.entered.acquire()  # one thread has two blocks
         backend.go.release()
         for _ in range(2):
-            backend.entered.acquire()  # each has one
+            backend.entered.acquire()  # each thread has one block
         assert observed == [(True, True)]
         for _ in range(2):
             backend.go.release()
@@ -267,7 +265,7 @@ def test_threads_are_woken_when_one_finds_that_it_pays(monkeypatch: pytest.Monke
         assert observed[1] == (True, False)
 
 
-def test_a_lookup_waits_for_nothing_that_is_stuck() -> None:
+def test_a_lookup_does_not_wait_for_a_stuck_thread() -> None:
     backend = HeldBackend()
     with workers(backend, num_threads=3) as storage:
         storage.load(KEYS[:1], [[bytearray(1)]], timeout_s=LONG_S)
@@ -284,26 +282,26 @@ def test_submitted_operations_wake_all_threads_if_that_pays() -> None:
         storage.load(KEYS[:2], [[bytearray(1)]] * 2, timeout_s=LONG_S)
         storage.store(KEYS[2:3], [[b"a"]], timeout_s=LONG_S)
         for _ in range(3):
-            backend.entered.acquire()  # no poll was needed
+            backend.entered.acquire()  # without a poll
 
 
 @pytest.mark.parametrize(
     ("times_us", "alone", "wakes"),
     [
-        ([20, 300, 20, 300], True, [False] * 4),  # it was interrupted, now and then
+        ([20, 300, 20, 300], True, [False] * 4),  # occasional interruptions
         ([300, 300, 300, 20, 300, 300], True, [False, True, False, False, False, True]),
         ([999, 999, 999], False, [False] * 3),  # it may have waited for another thread
         ([1001, 1001, 1001], False, [False, True, False]),
     ],
 )
-def test_several_threads_pay_where_one_waits_for_the_backend(
+def test_several_threads_start_when_one_waits_for_the_backend(
     times_us: list[int], alone: bool, wakes: list[bool]
 ) -> None:
     parallelism = AdaptiveParallelism()
     assert [parallelism.observe(us / 1e6, alone=alone) for us in times_us] == wakes
 
 
-def test_a_synchronous_lookup_gives_up_too() -> None:
+def test_a_synchronous_lookup_times_out() -> None:
     backend = HeldBackend()
     with workers(backend, num_threads=1) as storage:
         assert storage.lookup_prefix(KEYS, timeout_s=0.0) == 0
@@ -321,14 +319,14 @@ def test_cancel_before_and_during() -> None:
         assert not storage.cancel(running)
         assert [c.operation for c in storage.poll()] == [waiting, running]
         assert storage.fenced(waiting) and not storage.fenced(running)
-        assert storage.stats().store_bytes_in_flight == 2  # the block in the thread
+        assert storage.stats().store_bytes_in_flight == 2  # the block that the thread has
         backend.go.release()
         wait_fenced(storage, running)
         assert storage.stats().store_bytes_in_flight == 0
-    assert set(backend.values) == {KEYS[0]}  # it had begun, and is whole
+    assert set(backend.values) == {KEYS[0]}  # it had started, and is complete
 
 
-def test_what_was_loaded_before_the_deadline_counts_and_what_follows_is_not_begun() -> None:
+def test_blocks_loaded_before_the_deadline_count_and_later_ones_do_not_start() -> None:
     backend, clock = HeldBackend(), Clock()
     with workers(backend, num_threads=1, clock=clock) as storage:
         stored = storage.store(KEYS[:3], [[b"a"], [b"b"], [b"c"]], timeout_s=LONG_S)
@@ -341,7 +339,7 @@ def test_what_was_loaded_before_the_deadline_counts_and_what_follows_is_not_begu
         for _ in range(3 + 1):  # three stores and the first load
             backend.entered.acquire()
         backend.go.release()
-        backend.entered.acquire()  # it is at the second block
+        backend.entered.acquire()  # the thread is at the second block
         clock.now = 2.0
         (completion,) = storage.poll()
         assert completion.statuses == (Status.LOADED, Status.TIMED_OUT, Status.TIMED_OUT)
@@ -353,14 +351,14 @@ def test_what_was_loaded_before_the_deadline_counts_and_what_follows_is_not_begu
         assert backend.calls.count("get") == 2
 
 
-def test_what_has_no_room_is_dropped_and_counted() -> None:
+def test_blocks_over_the_budget_are_dropped_and_counted() -> None:
     backend = HeldBackend()
     with workers(backend, num_threads=1, max_bytes_in_flight=10) as storage:
         first = storage.store(KEYS[:3], [[bytes(4)]] * 3, timeout_s=LONG_S)
         second = storage.store(KEYS[3:4], [[bytes(4)]], timeout_s=LONG_S)
         (dropped,) = storage.poll()
         assert (dropped.operation, dropped.statuses) == (second, (Status.DROPPED,))
-        load = storage.load(KEYS[:1], [[bytearray(10)]], timeout_s=LONG_S)  # room of its own
+        load = storage.load(KEYS[:1], [[bytearray(10)]], timeout_s=LONG_S)  # separate budget
         assert storage.poll() == []
         storage.cancel(load)
         for _ in range(3):
@@ -371,7 +369,7 @@ def test_what_has_no_room_is_dropped_and_counted() -> None:
         assert storage.stats().dropped_bytes == 8
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_input_is_refused() -> None:
     with workers(MemoryBackend()) as storage:
         with pytest.raises(StorageKeyError, match=r"^a key is 32 bytes, got str$"):
             storage.lookup(["a" * 32], timeout_s=1)  # type: ignore[list-item]
@@ -401,7 +399,7 @@ def test_close_cancels_and_waits_for_the_threads() -> None:
     storage = StorageWorkers(backend, num_threads=1, max_bytes_in_flight=10)
     operation = storage.store(KEYS[:1], [[b"a"]], timeout_s=LONG_S)
     backend.entered.acquire()
-    assert not storage.close(timeout_s=0.0)  # a thread is stuck in it
+    assert not storage.close(timeout_s=0.0)  # a thread is stuck in the backend
     assert not backend.closed
     assert storage.poll()[0].statuses == (Status.CANCELLED,)
     with pytest.raises(StorageClosedError, match=r"^storage is closed$"):
@@ -411,10 +409,10 @@ def test_close_cancels_and_waits_for_the_threads() -> None:
     assert backend.closed and storage.fenced(operation)
     backend.closed = False
     assert storage.close()
-    assert not backend.closed  # once was enough
+    assert not backend.closed  # it was closed only once
 
 
-def test_close_ends_a_lookup_that_waits() -> None:
+def test_close_ends_a_waiting_lookup() -> None:
     backend = HeldBackend()
     with workers(backend, num_threads=1) as storage, ThreadPoolExecutor(1) as caller:
         prefix = caller.submit(storage.lookup_prefix, KEYS, timeout_s=LONG_S)
@@ -423,10 +421,10 @@ def test_close_ends_a_lookup_that_waits() -> None:
         assert prefix.result() == 0
 
 
-def test_close_ends_threads_that_come_back_one_after_the_other() -> None:
+def test_close_ends_threads_that_return_one_by_one() -> None:
     backend = HeldBackend()
     storage = StorageWorkers(backend, num_threads=2, max_bytes_in_flight=10)
-    assert all(thread.daemon for thread in storage._threads)  # a stuck one keeps no process
+    assert all(thread.daemon for thread in storage._threads)  # they do not keep the process alive
     for key in KEYS[:2]:
         storage.load([key], [[bytearray(1)]], timeout_s=LONG_S)
         storage.poll()
@@ -438,7 +436,7 @@ def test_close_ends_threads_that_come_back_one_after_the_other() -> None:
 
 
 def test_races_leak_nothing() -> None:
-    """Ten thousand operations on real threads, some cancelled, some with no time."""
+    """Ten thousand operations on real threads, some cancelled, some already expired."""
     rng = random.Random(1)
     backend = MemoryBackend()
     with workers(backend, max_bytes_in_flight=400) as storage:
