@@ -16,18 +16,8 @@ import numpy as np
 
 from ...kvcache import CacheManager
 from ..replay.trace import TraceRequest
-from .timing import (
-    Nanoseconds,
-    clock_cost_ns,
-    now_ns,
-    quiet_heap,
-    us_summary,
-)
-from .workload import (
-    Work,
-    WorkloadError,
-    expand,
-)
+from .timing import Nanoseconds, clock_cost_ns, now_ns, quiet_heap, us_summary
+from .workload import Work, WorkloadError, expand
 
 PHASES = ("match", "admit", "extend", "publish", "release")
 

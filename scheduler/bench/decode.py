@@ -12,12 +12,7 @@ import numpy as np
 
 from ...kvcache import CacheManager
 from ...kvcache.tokens import Int32Array
-from .timing import (
-    clock_cost_ns,
-    now_ns,
-    quiet_heap,
-    us_summary,
-)
+from .timing import clock_cost_ns, now_ns, quiet_heap, us_summary
 from .workload import TokenSupply
 
 

@@ -12,11 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...kvcache import CacheManager
-from .timing import (
-    clock_cost_ns,
-    now_ns,
-    quiet_heap,
-)
+from .timing import clock_cost_ns, now_ns, quiet_heap
 from .workload import TokenSupply, WorkloadError
 
 _UNTIMED_CALLS = 10

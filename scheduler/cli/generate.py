@@ -40,9 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     model_dir = Path(arguments.model_dir)
     config = load_config(model_dir)
     prompts = read_prompts(
-        Path(arguments.prompts),
-        vocab_size=config.vocab_size,
-        encode=_make_encoder(model_dir),
+        Path(arguments.prompts), vocab_size=config.vocab_size, encode=_make_encoder(model_dir)
     )
     sizes = choose_sizes(arguments, prompts, config)
     requests = [

@@ -57,11 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         timing = make_timing(arguments.silence_s)
         engine, storage = _make_engine(arguments, transport, channel.epoch, timing, stack)
         loop = NodeEventLoop(
-            engine,
-            channel,
-            gateway=arguments.gateway,
-            transport=arguments.transport,
-            timing=timing,
+            engine, channel, gateway=arguments.gateway, transport=arguments.transport, timing=timing
         )
         with _stop_signals(arguments.parent_pid) as is_stopped:
             ready = f"radixkv: {arguments.name} serves at {channel.address}"

@@ -9,13 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ...kvcache.storage import (
-    Backend,
-    BackendOptions,
-    open_existing,
-    remove_values,
-    verify_values,
-)
+from ...kvcache.storage import Backend, BackendOptions, open_existing, remove_values, verify_values
 from ...kvcache.storage.interface import SharedBackend
 from ...kvcache.storage.urls import is_server_url
 from ..console import table

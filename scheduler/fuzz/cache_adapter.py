@@ -9,12 +9,7 @@ from typing import Any
 import numpy as np
 
 from ... import kvcache as own_kvcache
-from ...spec.adapters.cache import (
-    Events,
-    Factory,
-    Promises,
-    Snapshot,
-)
+from ...spec.adapters.cache import Events, Factory, Promises, Snapshot
 from .misuse import misuse
 
 

@@ -8,11 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ...spec.rules.cache import (
-    R3,
-    R4,
-    R5,
-)
+from ...spec.rules.cache import R3, R4, R5
 from ...spec.rules.rule import Rule, require
 from .protocols import CacheUnderTest
 

@@ -9,12 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from ... import scheduler as own_scheduler
-from ...kvcache import (
-    CacheManager,
-    Int32Array,
-    OutOfBlocksError,
-    RequestTooLargeError,
-)
+from ...kvcache import CacheManager, Int32Array, OutOfBlocksError, RequestTooLargeError
 from ...spec.adapters.scheduler import (
     Chunk,
     Reason,

@@ -10,13 +10,7 @@ import numpy as np
 
 from ... import kvcache as own_kvcache
 from ...spec.adapters.cache import Events
-from ...spec.adapters.tiers import (
-    Copy,
-    CopyKind,
-    TierEvents,
-    TierFactory,
-    TierSnapshot,
-)
+from ...spec.adapters.tiers import Copy, CopyKind, TierEvents, TierFactory, TierSnapshot
 from ...spec.harness.engine import Config
 from ...spec.model.storage_recency import window_of
 from ...spec.rules.rule import require

@@ -91,7 +91,7 @@ def test_jobs_do_the_same_as_one(fuzz: Any, tmp_path: Path) -> None:
 def test_a_finding(fuzz: Any, tmp_path: Path, engine: str) -> None:
     json_path, svg_path = tmp_path / "found.json", tmp_path / "found.svg"
     outcome = fuzz(
-        *("--target", leaky(), "--engine", engine, "--json", json_path, "--svg", svg_path),
+        *("--target", leaky(), "--engine", engine, "--json", json_path, "--svg", svg_path)
     )
     assert (outcome.status, outcome.stderr) == (1, "")
     lines = outcome.stdout.splitlines()

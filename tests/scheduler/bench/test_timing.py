@@ -6,11 +6,7 @@ import gc
 
 import numpy as np
 
-from radixkv.scheduler.bench.timing import (
-    clock_cost_ns,
-    quiet_heap,
-    us_summary,
-)
+from radixkv.scheduler.bench.timing import clock_cost_ns, quiet_heap, us_summary
 
 
 def test_summary_is_in_microseconds() -> None:

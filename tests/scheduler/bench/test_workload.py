@@ -5,11 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from radixkv.scheduler.bench.workload import (
-    TokenSupply,
-    WorkloadError,
-    expand,
-)
+from radixkv.scheduler.bench.workload import TokenSupply, WorkloadError, expand
 from radixkv.scheduler.replay.trace import MAX_HASH_ID, TraceRequest
 
 

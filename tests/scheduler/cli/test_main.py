@@ -216,20 +216,12 @@ def _while_interrupted() -> AssertionError:
             "allocating 99 bytes.\n",
         ),
         (PermissionError(13, "Permission denied", "f"), 2, "radixkv: f: Permission denied\n"),
-        (
-            OutOfBlocksError(3, 2),
-            2,
-            "radixkv: needs 3 blocks, but only 2 are free or evictable\n",
-        ),
+        (OutOfBlocksError(3, 2), 2, "radixkv: needs 3 blocks, but only 2 are free or evictable\n"),
     ],
     ids=["interrupt", "interrupted", "memory", "device memory", "file", "refusal"],
 )
 def test_errors_of_a_command_are_one_line(
-    radixkv: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    error: BaseException,
-    status: int,
-    message: str,
+    radixkv: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int, message: str
 ) -> None:
     monkeypatch.setattr(hits, "run", _raise(error))
     outcome = radixkv("hits", "t", "--device-blocks", 1)

@@ -323,10 +323,7 @@ def test_a_missing_extra(
             ["gc", "file:///x", "--all", "--namespace", NAMESPACE],
             "a directory does not separate namespaces",
         ),
-        (
-            ["ls", "memory://", "--json", "/none/x"],
-            "the directory /none does not exist",
-        ),
+        (["ls", "memory://", "--json", "/none/x"], "the directory /none does not exist"),
     ],
 )
 def test_wrong_usage_is_one_line_without_secrets(
