@@ -75,8 +75,8 @@ class GhostMemory:
         >>> ghost.read_sequence([4, 1], prefix_tags(b"", [7, 8, 5]))
         Traceback (most recent call last):
             ...
-        ...ContentError: content: block 1, read for position 2, holds another prefix
-    """
+        radixkv.spec.model.ghost.ContentError: content: block 1, read for position 2, holds another prefix
+    """  # noqa: E501
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
