@@ -145,7 +145,7 @@ def test_too_little_room_when_the_hit_is_not_counted_as_evictable():
     manager.check()
 
 
-def test_a_request_larger_than_the_pool_is_told_so():
+def test_a_request_larger_than_the_pool_is_refused():
     manager = CacheManager(4, 2)
     serve(manager, [1, 2, 3, 4])
     before = observe(manager, probes=[(b"", [1, 2, 3, 4])])

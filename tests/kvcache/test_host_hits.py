@@ -12,7 +12,7 @@ from .tier_memory import TierMemory
 
 
 @pytest.mark.parametrize(("write", "after"), [("back", "bbb"), ("exclusive", "ddd")])
-def test_a_hit_on_the_host_is_copied_into_the_lease(write, after):
+def test_a_host_hit_is_loaded_into_the_lease(write, after):
     memory = TierMemory(4, 4, write)
     memory.demote([1, 2, 3])
     lease = memory.start([1, 2, 3, 4])
@@ -33,7 +33,7 @@ def test_a_hit_on_the_host_is_copied_into_the_lease(write, after):
 
 @pytest.mark.parametrize("write", ["back", "exclusive"])
 @pytest.mark.parametrize(("ok", "num_good"), [([True, False, True], 1), ([False] * 3, 0)])
-def test_what_does_not_arrive_is_computed(write, ok, num_good):
+def test_blocks_that_do_not_arrive_are_computed(write, ok, num_good):
     memory = TierMemory(3, 3, write)
     memory.demote([1, 2, 3])
     lease = memory.start([1, 2, 3])
@@ -61,7 +61,7 @@ def test_a_loading_lease_waits_for_the_fence():
     memory.manager.check()
 
 
-def test_a_match_of_half_of_what_the_host_has():
+def test_a_match_of_half_of_a_host_run():
     memory = TierMemory(8, 8, block_size=2)
     memory.demote([1, 2, 3, 4, 5, 6])
     assert memory.hit([1, 2, 3, 4, 9, 9]) == (0, 2)
@@ -74,7 +74,7 @@ def test_a_match_of_half_of_what_the_host_has():
     memory.manager.check()
 
 
-def test_released_while_it_loads():
+def test_release_while_loading():
     memory = TierMemory(2, 2)
     memory.demote([1, 2])
     lease = memory.start([1, 2])
@@ -90,7 +90,7 @@ def test_released_while_it_loads():
     memory.manager.check()
 
 
-def test_released_before_its_copy_was_dispatched():
+def test_release_before_the_load_is_dispatched():
     memory = TierMemory(2, 2)
     memory.demote([1, 2])
     lease = memory.start([1, 2])
@@ -120,7 +120,7 @@ def test_a_refused_admission_changes_nothing(write):
     memory.manager.release(taken)
 
 
-def test_in_exclusive_mode_what_is_evicted_takes_the_place_of_what_comes():
+def test_exclusive_tiers_swap_evicted_and_loaded_blocks():
     memory = TierMemory(2, 2, "exclusive")
     memory.demote([1, 2])
     memory.serve([3, 4])
@@ -137,7 +137,7 @@ def test_in_exclusive_mode_what_is_evicted_takes_the_place_of_what_comes():
     memory.manager.check()
 
 
-def test_a_match_from_before_others_took_it_from_the_host():
+def test_an_old_match_after_another_request_moved_its_blocks():
     memory = TierMemory(4, 2, "exclusive")
     memory.demote([1, 2])
     match = memory.manager.match([1, 2])
@@ -154,7 +154,7 @@ def test_a_match_from_before_others_took_it_from_the_host():
 # Others publish, or wait
 
 
-def test_a_follower_waits_for_what_a_leader_loads():
+def test_a_follower_waits_for_the_load_of_a_leader():
     memory = TierMemory(8, 4)
     memory.serve([1])
     memory.demote([1, 2, 3])
@@ -170,7 +170,7 @@ def test_a_follower_waits_for_what_a_leader_loads():
     assert after.next_block != memory.manager.next_block(leader, [1, 2, 3, 4])
 
 
-def test_without_waiting_both_load_and_one_copy_stays():
+def test_two_loads_of_the_same_blocks_leave_one_copy():
     memory = TierMemory(4, 4)
     memory.demote([1, 2])
     first, second = memory.start([1, 2]), memory.start([1, 2])
@@ -182,7 +182,7 @@ def test_without_waiting_both_load_and_one_copy_stays():
 
 
 @pytest.mark.parametrize("write", ["back", "exclusive"])
-def test_published_while_another_copy_is_on_the_host(write):
+def test_publish_while_the_host_has_a_copy(write):
     memory = TierMemory(6, 4, write, block_size=2)
     slow = memory.start([1, 2, 3, 4, 9, 9])
     memory.demote([1, 2, 3, 4, 5, 6])
@@ -196,7 +196,7 @@ def test_published_while_another_copy_is_on_the_host(write):
 
 
 @pytest.mark.parametrize(("write", "ok"), [("back", True), ("back", False), ("exclusive", True)])
-def test_published_while_the_host_copy_lands(write, ok):
+def test_publish_while_the_host_copy_is_in_flight(write, ok):
     memory = TierMemory(6, 4, write)
     slow = memory.start([1, 2, 3])
     memory.serve([1, 2])
@@ -210,7 +210,7 @@ def test_published_while_the_host_copy_lands(write, ok):
     memory.manager.check()
 
 
-def test_published_while_the_host_copy_leaves():
+def test_publish_while_the_host_copy_is_promoted():
     memory = TierMemory(6, 2, "exclusive")
     slow = memory.start([1, 2, 3])
     memory.demote([1, 2])
@@ -245,7 +245,7 @@ def _left(tokens=(1, 2, 3)):
 @pytest.mark.parametrize(
     ("ok", "left"), [(True, "ddd"), ([True, True, False], "dd"), (False, "")], ids=str
 )
-def test_what_was_moved_for_a_request_that_ends_is_published(ok, left, fenced):
+def test_blocks_moved_for_a_released_lease_are_published(ok, left, fenced):
     memory, operation = _left()
     assert memory.tiers.take_cancelled() == []
     stats = memory.manager.stats()
@@ -266,7 +266,7 @@ def test_what_was_moved_for_a_request_that_ends_is_published(ok, left, fenced):
     memory.manager.check()
 
 
-def test_what_is_to_be_moved_is_moved_though_its_request_ends_before():
+def test_a_queued_move_continues_after_its_lease_is_released():
     memory = TierMemory(6, 3, "exclusive")
     memory.demote([1, 2, 3])
     memory.manager.release(memory.start([1, 2, 3]))
@@ -275,7 +275,7 @@ def test_what_is_to_be_moved_is_moved_though_its_request_ends_before():
     assert memory.residency([1, 2, 3]) == "ddd"
 
 
-def test_what_was_moved_for_a_request_that_ends_keeps_what_it_follows():
+def test_a_detached_lease_keeps_the_blocks_before_it():
     memory = TierMemory(4, 4, "exclusive")
     memory.demote([1, 2, 3])
     memory.serve([1])
@@ -290,7 +290,7 @@ def test_what_was_moved_for_a_request_that_ends_keeps_what_it_follows():
     assert memory.residency([1, 2, 3]) == "ddh"  # last used as one path: the tail goes first
 
 
-def test_what_another_has_computed_meanwhile_stays():
+def test_blocks_that_another_request_computed_meanwhile_stay():
     memory, operation = _left(tokens=(1, 2))
     other = memory.start([1, 2])
     memory.compute(other, [1, 2])
@@ -305,7 +305,7 @@ def test_what_another_has_computed_meanwhile_stays():
 
 @pytest.mark.parametrize("keep", [[], [b""]])
 @pytest.mark.parametrize("taken", [True, False])
-def test_a_reset_ends_what_was_moved_for_a_request_that_has_ended(keep, taken):
+def test_a_reset_ends_detached_leases(keep, taken):
     memory = TierMemory(6, 3, "exclusive")
     memory.demote([1, 2, 3])
     memory.serve([1])

@@ -35,7 +35,7 @@ from .tier_memory import TierMemory
         ),
     ],
 )
-def test_a_host_tier_that_cannot_be(arguments, error, message):
+def test_an_invalid_host_config_is_refused(arguments, error, message):
     with pytest.raises(error) as caught:
         HostConfig(**arguments)
     assert str(caught.value) == message
@@ -51,7 +51,7 @@ def test_without_a_host_tier_there_are_no_tiers():
 
 
 @pytest.mark.parametrize("write", ["exclusive", "back"])
-def test_what_the_device_evicts_goes_to_the_host(write):
+def test_evicted_blocks_move_to_the_host(write):
     memory = TierMemory(3, 3, write)
     memory.serve([1, 2, 3])
     assert memory.residency([1, 2, 3]) == "ddd"
@@ -68,7 +68,7 @@ def test_what_the_device_evicts_goes_to_the_host(write):
     memory.manager.check()
 
 
-def test_written_through_when_published():
+def test_write_through_when_published():
     memory = TierMemory(4, 4, "through")
     lease = memory.start([1, 2, 3])
     memory.compute(lease, [1, 2])
@@ -84,7 +84,7 @@ def test_written_through_when_published():
     assert memory.stats.demoted_blocks == 0
 
 
-def test_written_through_after_some_hits():
+def test_write_through_after_some_hits():
     memory = TierMemory(6, 6, "through", hits=2)
     memory.serve([1, 2, 3])
     memory.serve([1, 2, 4])
@@ -96,7 +96,7 @@ def test_written_through_after_some_hits():
     assert memory.residency([1, 2, 3]) == "bbb"
 
 
-def test_the_hits_of_a_run_are_those_of_its_parts():
+def test_a_split_keeps_the_hits_of_both_parts():
     memory = TierMemory(6, 6, "through", hits=2)
     memory.serve([1, 2, 3])
     memory.serve([1, 2, 3])
@@ -104,7 +104,7 @@ def test_the_hits_of_a_run_are_those_of_its_parts():
     assert memory.residency([1, 2, 3]) == "bbd"
 
 
-def test_what_was_not_hit_often_enough_is_dropped_by_its_eviction():
+def test_eviction_drops_blocks_with_too_few_hits():
     memory = TierMemory(3, 3, "through", hits=1)
     memory.serve([1, 2, 3])
     memory.serve([1, 2])
@@ -115,7 +115,7 @@ def test_what_was_not_hit_often_enough_is_dropped_by_its_eviction():
     memory.manager.check()
 
 
-def test_what_is_left_of_a_path_is_still_written_through():
+def test_the_rest_of_an_evicted_path_is_written_through():
     memory = TierMemory(4, 4, "through")
     lease = memory.start([1, 2, 3])
     memory.compute(lease, [1, 2, 3])
@@ -125,7 +125,7 @@ def test_what_is_left_of_a_path_is_still_written_through():
     assert memory.residency([1, 2, 3]) == "bb"
 
 
-def test_written_through_as_far_as_there_is_room():
+def test_write_through_as_far_as_there_is_room():
     memory = TierMemory(8, 3, "through")
     lease = memory.start([1, 2])
     memory.compute(lease, [1, 2])
@@ -138,7 +138,7 @@ def test_written_through_as_far_as_there_is_room():
     memory.manager.check()
 
 
-def test_what_it_follows_is_not_dropped_to_write_a_block_through():
+def test_write_through_does_not_drop_the_blocks_before():
     memory = TierMemory(4, 2, "through")
     lease = memory.start([1, 2, 3])
     memory.compute(lease, [1])
@@ -152,7 +152,7 @@ def test_what_it_follows_is_not_dropped_to_write_a_block_through():
     memory.manager.check()
 
 
-def test_what_it_follows_is_not_dropped_to_demote_a_block():
+def test_demotion_does_not_drop_the_blocks_before():
     memory = TierMemory(2, 1)
     memory.serve([1])
     memory.manager.evict(1)
@@ -167,7 +167,7 @@ def test_what_it_follows_is_not_dropped_to_demote_a_block():
     memory.manager.check()
 
 
-def test_a_copy_that_fails_in_part_is_kept_as_far_as_it_is_good():
+def test_a_copy_that_fails_in_part_keeps_its_good_blocks():
     memory = TierMemory(4, 4)
     memory.serve([1, 2, 3, 4])
     memory.manager.evict(4)
@@ -188,7 +188,7 @@ def test_a_copy_that_fails_while_the_device_has_the_block():
     memory.manager.check()
 
 
-def test_an_unfenced_copy_is_hit_where_it_is_good_and_its_lost_blocks_wait():
+def test_good_blocks_of_an_unfenced_copy_are_hit_and_lost_ones_quarantined():
     memory = TierMemory(3, 3)
     memory.serve([1, 2, 3])
     memory.manager.evict(3)
@@ -220,7 +220,7 @@ def test_the_host_drops_the_coldest_first():
     assert memory.drop_order() == [(b"", (1,)), (b"", (5, 6)), (b"", (5,)), (b"", (1, 2))]
 
 
-def test_a_copy_of_what_the_device_has_makes_room_first():
+def test_redundant_copies_are_dropped_first():
     memory = TierMemory(3, 3)
     memory.demote([1, 2])
     memory.serve([1, 2])
@@ -232,7 +232,7 @@ def test_a_copy_of_what_the_device_has_makes_room_first():
     assert memory.residency([3, 4]) == "hh"
 
 
-def test_of_a_copy_of_what_the_device_has_the_head_makes_room():
+def test_a_redundant_copy_is_dropped_from_its_head():
     memory = TierMemory(5, 4)
     memory.demote([1, 2, 3])
     memory.serve([1, 2, 3])
@@ -244,7 +244,7 @@ def test_of_a_copy_of_what_the_device_has_the_head_makes_room():
     assert (memory.residency([1, 2, 3]), memory.residency([4, 5])) == ("dbb", "hh")
 
 
-def test_room_for_a_block_is_not_made_of_what_it_follows():
+def test_the_blocks_before_a_block_are_not_dropped_for_it():
     memory = TierMemory(3, 2)
     memory.demote([1])
     memory.serve([1, 2])
@@ -256,7 +256,7 @@ def test_room_for_a_block_is_not_made_of_what_it_follows():
     assert memory.stats.dropped_blocks == 1
 
 
-def test_a_copy_of_what_is_computed_again_is_colder_than_what_it_follows():
+def test_a_copy_of_recomputed_blocks_is_colder_than_the_blocks_before():
     memory = TierMemory(2, 2, "through")
     memory.serve([1, 2])
     memory.manager.evict(1)
@@ -267,7 +267,7 @@ def test_a_copy_of_what_is_computed_again_is_colder_than_what_it_follows():
     assert memory.drop_order() == [(b"", (1, 2)), (b"", (1,))]
 
 
-def test_with_write_through_a_copy_of_what_the_device_has_goes_last():
+def test_with_write_through_redundant_copies_are_dropped_last():
     memory = TierMemory(2, 2, "through")
     memory.demote([1])
     memory.serve([2])
@@ -276,7 +276,7 @@ def test_with_write_through_a_copy_of_what_the_device_has_goes_last():
     assert (memory.residency([1]), memory.residency([2])) == ("", "b")
 
 
-def test_what_was_released_last_is_dropped_last():
+def test_the_host_drops_the_last_released_blocks_last():
     memory = TierMemory(4, 4, "through")
     lease = memory.start([1, 2])
     memory.compute(lease, [1, 2])
@@ -317,7 +317,7 @@ def test_an_eviction_drops_when_everything_on_the_host_is_held():
     memory.manager.check()
 
 
-def test_an_eviction_while_the_host_lands():
+def test_an_eviction_while_a_copy_is_in_flight():
     memory = TierMemory(2, 2)
     memory.serve([1, 2])
     memory.manager.evict(2)

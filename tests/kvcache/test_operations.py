@@ -121,7 +121,7 @@ def test_a_second_result_changes_nothing_but_a_count(bench, fenced):
     assert bench.counts == (0, 0, 2)
 
 
-def test_a_result_of_nobody(bench):
+def test_a_result_of_an_unknown_operation(bench):
     assert not bench.operations.complete(OpId(7), [], fenced=True)
     assert not bench.operations.fence(OpId(7))
     bench.operations.cancel(OpId(7))

@@ -42,7 +42,7 @@ def memory_of(num_blocks: int = 4, host_blocks: int = 4, write="back", **options
 @pytest.mark.parametrize("write", ["exclusive", "back", "through"])
 @pytest.mark.parametrize("tokens", [TOKENS, WHOLE, [1]])
 @pytest.mark.parametrize("evicted", [0, 1, 4])
-def test_parked_and_resumed_without_recompute(write, tokens, evicted):
+def test_park_and_resume_without_recompute(write, tokens, evicted):
     memory = memory_of(write=write)
     before = list(tokens)
     parked = park(memory, tokens)
@@ -57,7 +57,7 @@ def test_parked_and_resumed_without_recompute(write, tokens, evicted):
     assert memory.manager.available == 4
 
 
-def test_its_device_blocks_are_free_exactly_when_the_copy_is_acknowledged():
+def test_device_blocks_are_free_exactly_when_the_copy_is_acknowledged():
     memory = memory_of()
     parked = park(memory, TOKENS, room=2)  # four blocks
     assert memory.manager.available == 0
@@ -72,7 +72,7 @@ def test_its_device_blocks_are_free_exactly_when_the_copy_is_acknowledged():
     memory.manager.check()
 
 
-def test_what_the_host_has_is_not_copied_again():
+def test_blocks_on_the_host_are_not_copied_again():
     memory = memory_of(write="through")
     memory.serve(WHOLE)
     parked = park(memory, TOKENS)
@@ -82,7 +82,7 @@ def test_what_the_host_has_is_not_copied_again():
     assert parked.saved
 
 
-def test_nothing_to_copy_is_saved_at_once():
+def test_a_request_with_nothing_to_copy_is_saved_at_once():
     memory = memory_of(write="through")
     memory.serve(WHOLE)
     parked = park(memory, WHOLE)
@@ -92,7 +92,7 @@ def test_nothing_to_copy_is_saved_at_once():
     assert resume(memory, parked, TOKENS) == 4
 
 
-def test_what_is_parked_is_not_dropped():
+def test_parked_blocks_are_not_dropped():
     memory = memory_of()
     parked = park(memory, TOKENS)
     memory.settle()
@@ -112,7 +112,7 @@ def test_what_is_parked_is_not_dropped():
     ],
 )
 @pytest.mark.parametrize("fenced", [True, False])
-def test_what_was_not_saved_is_computed(ok, ready, fenced):
+def test_blocks_that_were_not_saved_are_computed(ok, ready, fenced):
     memory = memory_of()
     parked = park(memory, TOKENS)
     operation = memory.one(OpKind.DEVICE_TO_HOST)
@@ -127,7 +127,7 @@ def test_what_was_not_saved_is_computed(ok, ready, fenced):
     assert memory.stats.host_free_blocks == 4 - memory.tiers.state.host.num_cached
 
 
-def test_what_was_not_saved_takes_no_room():
+def test_blocks_that_were_not_saved_take_no_room():
     memory = memory_of()
     parked = park(memory, TOKENS)
     operation = memory.one(OpKind.DEVICE_TO_HOST)
@@ -146,7 +146,7 @@ def test_a_failed_copy_costs_nothing_while_the_device_has_the_blocks():
     assert resume(memory, parked, TOKENS) == 4
 
 
-def test_without_room_on_the_host_nothing_changes():
+def test_park_without_room_on_the_host_changes_nothing():
     memory = memory_of(host_blocks=2)
     lease = memory.start(TOKENS)
     memory.compute(lease, TOKENS)
@@ -159,7 +159,7 @@ def test_without_room_on_the_host_nothing_changes():
     memory.manager.check()
 
 
-def test_without_room_because_what_is_there_is_needed():
+def test_park_does_not_make_room_of_the_request_itself():
     memory = memory_of(host_blocks=2, write="through")
     lease = memory.start(TOKENS)
     memory.compute(lease, TOKENS)
@@ -174,7 +174,7 @@ def test_without_room_because_what_is_there_is_needed():
 # Let go
 
 
-def test_let_go_before_its_copy_was_dispatched():
+def test_unpark_before_the_copy_is_dispatched():
     memory = memory_of()
     parked = park(memory, TOKENS)
     memory.tiers.unpark(parked)
@@ -184,7 +184,7 @@ def test_let_go_before_its_copy_was_dispatched():
     memory.manager.check()
 
 
-def test_let_go_while_it_is_copied():
+def test_unpark_while_the_copy_is_in_flight():
     memory = memory_of()
     parked = park(memory, TOKENS)
     operation = memory.one(OpKind.DEVICE_TO_HOST)
@@ -199,7 +199,7 @@ def test_let_go_while_it_is_copied():
 
 
 @pytest.mark.parametrize(("write", "left"), [("back", "bb"), ("exclusive", "dd")])
-def test_let_go_when_it_was_saved(write, left):
+def test_unpark_after_it_is_saved(write, left):
     memory = memory_of(write=write)
     parked = park(memory, TOKENS)
     memory.settle()
@@ -209,7 +209,7 @@ def test_let_go_when_it_was_saved(write, left):
     memory.manager.check()
 
 
-def test_let_go_after_a_failure_that_is_not_fenced():
+def test_unpark_after_an_unfenced_failure():
     memory = memory_of()
     parked = park(memory, TOKENS)
     operation = memory.one(OpKind.DEVICE_TO_HOST)
@@ -242,7 +242,7 @@ def test_two_parked_requests_share_their_prefix(write):
     assert memory.stats.host_free_blocks == (4 if write == "back" else 6)
 
 
-def test_in_exclusive_mode_one_copy_is_left_after_a_resume():
+def test_exclusive_tiers_have_one_copy_after_a_resume():
     memory = memory_of(write="exclusive")
     parked = park(memory, WHOLE)
     memory.settle()
@@ -257,7 +257,7 @@ def test_in_exclusive_mode_one_copy_is_left_after_a_resume():
     assert memory.residency(WHOLE) == "dd"
 
 
-def test_the_tail_is_of_no_use_without_what_it_follows_or_with_more():
+def test_a_tail_is_loaded_only_behind_exactly_its_blocks():
     memory = memory_of(num_blocks=5, host_blocks=5)
     longer = [*TOKENS, 6]
     parked = park(memory, TOKENS)
@@ -270,7 +270,7 @@ def test_the_tail_is_of_no_use_without_what_it_follows_or_with_more():
 # In storage
 
 
-def test_parked_in_storage_the_host_may_drop_it():
+def test_the_host_may_drop_blocks_parked_in_storage():
     memory = memory_of(storage=True)
     parked = park(memory, TOKENS, "storage")
     memory.finish(memory.one(OpKind.DEVICE_TO_HOST))
@@ -287,7 +287,7 @@ def test_parked_in_storage_the_host_may_drop_it():
     assert resume(memory, parked, TOKENS) == 5
 
 
-def test_what_storage_did_not_take_stays_on_the_host():
+def test_blocks_that_storage_did_not_take_stay_on_the_host():
     memory = memory_of(storage=True)
     parked = park(memory, WHOLE, "storage")
     memory.finish(memory.one(OpKind.DEVICE_TO_HOST))

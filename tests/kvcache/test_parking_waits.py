@@ -52,7 +52,7 @@ def test_it_is_saved_when_the_other_copy_is():
 
 @pytest.mark.parametrize(("ok", "ready"), [([True, False], 2), ([False, True], 0), (False, 0)])
 @pytest.mark.parametrize("fenced", [True, False])
-def test_it_is_told_that_the_other_copy_failed(ok, ready, fenced):
+def test_a_failure_of_the_other_copy_is_reported(ok, ready, fenced):
     memory = memory_of(write="through")
     parked, through = park_behind(memory, WHOLE)
     memory.finish(through, ok, fenced=fenced)

@@ -32,7 +32,7 @@ def ask(memory: TierMemory, tokens: list[int] = TOKENS) -> Prefetch:
     return prefetch
 
 
-def test_asked_then_loaded_then_hit():
+def test_lookup_then_load_then_hit():
     memory, tokens = memory_with([1, 2, 3]), list(TOKENS)
     prefetch = ask(memory, tokens)
     lookup = memory.one(OpKind.LOOKUP)
@@ -52,7 +52,7 @@ def test_asked_then_loaded_then_hit():
     assert tokens == TOKENS
 
 
-def test_only_what_neither_device_nor_host_has_is_asked_for():
+def test_only_blocks_on_neither_device_nor_host_are_looked_up():
     memory = memory_with(TOKENS)
     memory.serve([1, 2])
     memory.manager.evict(1)
@@ -81,7 +81,7 @@ def test_the_keys_have_the_namespace_of_the_request():
     ("there", "num_blocks"),
     [([True, False, True, True], 1), ([False, True, True, True], 0), ([False] * 4, 0)],
 )
-def test_only_the_first_blocks_are_of_use(there, num_blocks):
+def test_only_the_leading_blocks_are_loaded(there, num_blocks):
     memory = memory_with(TOKENS)
     prefetch = ask(memory)
     memory.finish(memory.one(OpKind.LOOKUP), there)
@@ -94,7 +94,7 @@ def test_only_the_first_blocks_are_of_use(there, num_blocks):
 
 @pytest.mark.parametrize(("ok", "num_blocks"), [([True, False, True, True], 1), ([False] * 4, 0)])
 @pytest.mark.parametrize("fenced", [True, False])
-def test_storage_had_it_and_lost_it(ok, num_blocks, fenced):
+def test_storage_loses_a_block_after_the_lookup(ok, num_blocks, fenced):
     memory = memory_with(TOKENS)
     prefetch = ask(memory)
     memory.finish(memory.one(OpKind.LOOKUP))
@@ -110,7 +110,7 @@ def test_storage_had_it_and_lost_it(ok, num_blocks, fenced):
     memory.manager.check()
 
 
-def test_an_answer_is_loaded_before_its_fence():
+def test_a_lookup_is_used_before_its_fence():
     memory = memory_with([1, 2, 3])
     prefetch = ask(memory)
     lookup = memory.one(OpKind.LOOKUP)

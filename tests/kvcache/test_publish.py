@@ -23,7 +23,7 @@ def test_whole_blocks_become_shared():
 
 
 @pytest.mark.parametrize("computed", [[], [1], [1, 2, 3]])
-def test_publishing_no_new_whole_block_does_nothing(computed):
+def test_publishing_no_new_whole_block_changes_nothing(computed):
     manager = CacheManager(8, 2)
     lease = start(manager, [1, 2, 3, 4])
     manager.publish(lease, [1, 2])
@@ -32,7 +32,7 @@ def test_publishing_no_new_whole_block_does_nothing(computed):
     assert observe(manager, [lease], [(b"", [1, 2, 3, 4])]) == before
 
 
-def test_publishing_more_than_there_is_room_for():
+def test_publishing_more_than_the_lease_has_room_for_is_refused():
     manager = CacheManager(8, 2)
     lease = start(manager, [1, 2, 3])
     before = observe(manager, [lease], [(b"", [1, 2, 3, 4])])
@@ -56,7 +56,7 @@ def test_the_first_publisher_wins():
     manager.check()
 
 
-def test_the_copy_of_a_part_is_recycled_and_the_rest_stays():
+def test_duplicate_blocks_are_recycled_and_the_others_stay():
     manager = CacheManager(8, 2)
     first, second = start(manager, [1, 2, 3, 4]), start(manager, [1, 2, 5, 6])
     kept = second.block_table.tolist()[1]
@@ -68,7 +68,7 @@ def test_the_copy_of_a_part_is_recycled_and_the_rest_stays():
     manager.check()
 
 
-def test_onto_a_copy_that_nobody_holds():
+def test_a_duplicate_of_an_idle_run():
     manager = CacheManager(8, 2)
     slow = start(manager, [1, 2, 3, 4])
     table = serve(manager, [1, 2, 3, 4])
@@ -83,7 +83,7 @@ def test_onto_a_copy_that_nobody_holds():
     manager.check()
 
 
-def test_into_the_middle_of_a_run_nobody_holds():
+def test_a_duplicate_of_a_part_of_an_idle_run():
     manager = CacheManager(12, 1)
     slow = start(manager, [1, 2, 9, 9])
     table = serve(manager, [1, 2, 3, 4])
@@ -96,7 +96,7 @@ def test_into_the_middle_of_a_run_nobody_holds():
     manager.check()
 
 
-def test_into_the_middle_of_a_run_in_use():
+def test_a_duplicate_of_a_part_of_a_run_in_use():
     manager = CacheManager(12, 1)
     fast, slow = start(manager, [1, 2, 3, 4]), start(manager, [1, 2, 9])
     manager.publish(fast, [1, 2, 3, 4])

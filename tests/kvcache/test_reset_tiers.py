@@ -13,7 +13,7 @@ from .helpers import hit, serve, start
 from .tier_memory import TierMemory
 
 
-def test_everything_is_forgotten_in_every_tier():
+def test_a_reset_clears_every_tier():
     memory = TierMemory(4, 4)
     memory.demote([1, 2])
     memory.serve([3])
@@ -42,7 +42,7 @@ def test_namespaces_are_kept_in_every_tier():
 
 
 @pytest.mark.parametrize("keep", [b"kept", "kept", 1, ["kept"]])
-def test_one_namespace_in_place_of_several_is_refused(keep):
+def test_a_single_namespace_instead_of_a_list_is_refused(keep):
     memory = TierMemory(4, 4)
     lease = memory.start([1], b"kept")
     memory.serve([2])
@@ -103,7 +103,7 @@ def test_a_promotion_of_the_old_epoch(write, keep):
     memory.serve([1, 2, 3])
 
 
-def test_what_was_not_dispatched_never_happens():
+def test_queued_operations_are_never_dispatched():
     memory = TierMemory(3, 3)
     memory.demote([1, 2])
     memory.start([1, 2])
@@ -114,7 +114,7 @@ def test_what_was_not_dispatched_never_happens():
     memory.manager.check()
 
 
-def test_what_was_to_be_written_through_is_not():
+def test_a_pending_write_through_is_cancelled():
     memory = TierMemory(3, 3, "through")
     lease = memory.start([1, 2])
     memory.compute(lease, [1, 2])
@@ -184,7 +184,7 @@ def test_a_fork_of_the_old_epoch():
 
 
 @pytest.mark.parametrize(("keep", "ready"), [([], 0), ([b""], 4)])
-def test_a_parked_request_of_the_old_epoch_goes_on(keep, ready):
+def test_a_parked_request_of_the_old_epoch_resumes(keep, ready):
     tokens = [1, 2, 3, 4, 5]
     memory = TierMemory(4, 4, block_size=2)
     lease = memory.start(tokens)
@@ -223,7 +223,7 @@ def test_a_request_is_being_parked(dispatched):
     assert memory.stats.host_free_blocks == 4
 
 
-def test_a_parked_request_is_let_go_after_a_reset():
+def test_unpark_after_a_reset():
     memory = TierMemory(4, 4, block_size=2)
     lease = memory.start([1, 2, 3])
     memory.compute(lease, [1, 2, 3])

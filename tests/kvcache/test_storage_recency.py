@@ -23,7 +23,7 @@ def backwards(memory: TierMemory, tokens: Sequence[int], namespace: bytes = b"")
 
 @pytest.mark.usefixtures("told_at_once")
 class TestWhat:
-    def test_a_hit_on_the_device_and_on_the_host_is_a_use_of_the_whole_path(self):
+    def test_hits_on_device_and_host_report_the_whole_path(self):
         memory = TierMemory(4, 4, storage=True)
         memory.demote([1, 2, 3])
         memory.serve([1])  # on the device, too
@@ -32,14 +32,14 @@ class TestWhat:
         assert memory.tiers.take_used() == backwards(memory, [1, 2])
         assert memory.tiers.take_used() == []
 
-    def test_what_was_stored_is_used_after_what_follows_it(self):
+    def test_stored_blocks_are_reported_last_block_first(self):
         memory = TierMemory(4, 4, "through", storage=True)
         memory.serve([1, 2, 3])
         assert memory.tiers.take_used() == backwards(memory, [1, 2, 3])
         memory.serve([1, 5, 6])
         assert memory.tiers.take_used() == backwards(memory, [1, 5, 6])
 
-    def test_what_was_read_is_used_with_what_it_follows(self):
+    def test_blocks_read_from_storage_are_reported_with_their_path(self):
         memory = TierMemory(4, 4, storage=True)
         memory.demote([1, 2, 3])
         memory.manager.reset()
@@ -50,7 +50,7 @@ class TestWhat:
         memory.settle()
         assert memory.tiers.take_used() == backwards(memory, [1, 2, 3])
 
-    def test_two_paths_share_what_is_used_last(self):
+    def test_the_shared_part_of_two_paths_is_reported_last(self):
         memory = TierMemory(6, 6, "through", storage=True)
         memory.serve([1, 2, 3], b"lora")
         memory.serve([1, 2, 4], b"lora")
@@ -61,20 +61,20 @@ class TestWhat:
         other = backwards(memory, [1, 2, 4], b"lora")
         assert memory.tiers.take_used() == [other[0], *path]
 
-    def test_what_storage_never_had_is_not_told(self):
+    def test_blocks_that_storage_never_had_are_not_reported(self):
         memory = TierMemory(4, 4, storage=True)
         memory.serve([1, 2, 3])
         memory.start([1, 2, 3])
         assert memory.tiers.take_used() == []
 
-    def test_with_new_weights_old_keys_are_not_told(self):
+    def test_keys_of_old_weights_are_not_reported(self):
         memory = TierMemory(4, 4, "through", storage=True)
         memory.serve([1, 2], b"kept")
         memory.reset([b"kept"])
         memory.start([1, 2], b"kept")
         assert memory.tiers.take_used() == []
 
-    def test_without_storage_there_is_nothing_to_tell(self):
+    def test_nothing_is_reported_without_storage(self):
         memory = TierMemory(4, 4, "through")
         memory.serve([1, 2])
         memory.start([1, 2])
@@ -86,7 +86,7 @@ class TestHowOften:
         memory.serve(tokens)
         return len(memory.tiers.take_used())
 
-    def test_a_use_that_was_told_stands_for_the_next_ones(self, monkeypatch):
+    def test_a_path_is_reported_once_per_interval(self, monkeypatch):
         monkeypatch.setattr(storage_uses, "REPORT_INTERVAL", 5)
         memory = TierMemory(8, 8, "through", storage=True)
         assert self.serve_and_count(memory, [1, 2]) == 2  # told when two blocks were stored
@@ -94,14 +94,14 @@ class TestHowOften:
         # A block that is stored is told at once, what it follows when that is due.
         assert [self.serve_and_count(memory, [1, 2, last]) for last in (3, 4)] == [1, 3]
 
-    def test_what_was_split_was_told(self, monkeypatch):
+    def test_a_split_node_counts_as_reported(self, monkeypatch):
         monkeypatch.setattr(storage_uses, "REPORT_INTERVAL", 100)
         memory = TierMemory(8, 8, "through", storage=True)
         memory.serve([1, 2, 3])
         memory.tiers.take_used()
         assert self.serve_and_count(memory, [1, 4]) == 1
 
-    def test_what_nobody_takes_is_bounded(self, monkeypatch):
+    def test_the_number_of_waiting_keys_is_bounded(self, monkeypatch):
         monkeypatch.setattr(storage_uses, "_MOST_KEYS", 4)
         monkeypatch.setattr(storage_uses, "REPORT_INTERVAL", 1)
         memory = TierMemory(8, 8, "through", storage=True)

@@ -18,7 +18,7 @@ from radixkv.kvcache.tiers.state import COPY_TIMEOUT_S, STORAGE_TIMEOUT_S
 from .tier_memory import TierMemory, as_list
 
 
-def test_what_is_stored_has_the_keys_that_are_asked_for():
+def test_store_and_lookup_use_the_same_keys():
     memory = TierMemory(6, 6, "through", storage=True)
     memory.serve([1, 2, 3], b"lora")
     memory.serve([1, 2, 4, 5], b"lora")  # splits the run
@@ -46,7 +46,7 @@ def test_a_copy_is_stored_once(write):
 
 
 @pytest.mark.parametrize("storage", [False, True])
-def test_by_default_storage_has_what_was_never_evicted(storage):
+def test_by_default_storage_has_blocks_that_were_never_evicted(storage):
     memory = TierMemory(4, 4, None, storage=storage)
     memory.serve([1, 2, 3])
     memory.settle()
@@ -57,7 +57,7 @@ def test_by_default_storage_has_what_was_never_evicted(storage):
     assert memory.residency([1, 2, 3]) == "hhh"
 
 
-def test_what_came_from_storage_is_not_stored():
+def test_blocks_from_storage_are_not_stored_again():
     memory = TierMemory(2, 2, storage=True)
     memory.demote([1, 2])
     memory.manager.reset()
@@ -68,7 +68,7 @@ def test_what_came_from_storage_is_not_stored():
     assert memory.stats.stored_blocks == 2
 
 
-def test_the_host_keeps_what_is_being_stored():
+def test_the_host_keeps_blocks_while_they_are_stored():
     memory = TierMemory(2, 2, storage=True)
     memory.serve([1, 2])
     memory.manager.evict(2)
@@ -88,7 +88,7 @@ def test_the_host_keeps_what_is_being_stored():
     assert memory.stats.stored_blocks == 1
 
 
-def test_of_what_is_stored_together_each_copy_counts_for_itself():
+def test_each_copy_of_a_store_has_its_own_result():
     memory = TierMemory(4, 4, storage=True)
     for tokens in ([1], [2, 3], [4]):
         memory.serve(tokens)
@@ -99,7 +99,7 @@ def test_of_what_is_stored_together_each_copy_counts_for_itself():
     assert [run.stored for run in memory.tiers.state.host.idle_runs()] == [False, True, False]
 
 
-def test_what_follows_what_the_host_has_no_room_for_goes_with_it():
+def test_blocks_after_a_dropped_block_are_dropped():
     memory = TierMemory(2, 1, storage=True)
     memory.serve([1, 2])
     memory.manager.evict(1)
@@ -118,7 +118,7 @@ def test_what_follows_what_the_host_has_no_room_for_goes_with_it():
 
 
 @pytest.mark.parametrize("fetched", [True, False])
-def test_what_storage_has_is_parked_there_at_once(fetched):
+def test_blocks_in_storage_are_parked_there_at_once(fetched):
     memory = TierMemory(5, 5, "through", storage=True)
     memory.serve([1, 2, 3])
     if fetched:
@@ -136,7 +136,7 @@ def test_what_storage_has_is_parked_there_at_once(fetched):
     memory.manager.check()
 
 
-def test_a_key_is_made_once(monkeypatch):
+def test_a_key_is_computed_once(monkeypatch):
     made, make = [], StorageNamespace.block_keys
 
     def count(namespace, tokens, extras=b"", parent=None):
@@ -178,7 +178,7 @@ def test_a_run_that_has_keys_grows():
         manager.check()
 
 
-def test_what_outlives_new_weights_has_new_keys():
+def test_blocks_kept_over_new_weights_have_new_keys():
     memory = TierMemory(2, 2, storage=True)
     memory.demote([1], b"kept")
     memory.reset(keep=[b"kept"])
@@ -189,7 +189,7 @@ def test_what_outlives_new_weights_has_new_keys():
     assert memory.one(OpKind.LOOKUP).keys == tuple(keys[1:])
 
 
-def test_storage_that_a_cache_cannot_have():
+def test_invalid_storage_is_refused():
     storage = StorageNamespace("m", "w", "float32", 2, (0, 1), (0, 1))
     with pytest.raises(StorageConfigError) as caught:
         CacheManager(4, 2, storage=storage)
