@@ -23,4 +23,4 @@ class TiersUnderTest(CacheUnderTest, Protocol):
     parked_requests: dict[str, Any]
     parking: dict[str, Any]
     publisher: str
-    ends_as_asked: bool
+    is_releasing: bool

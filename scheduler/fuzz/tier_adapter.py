@@ -17,9 +17,9 @@ from ...spec.rules.rule import require
 from ...spec.rules.tiers import T26
 from .cache_adapter import CacheAdapter
 from .misuse import make
+from .tier_events import report_events
 from .tier_misuse import storage_of, wrong_calls
 from .tier_snapshot import snapshot_of
-from .tier_watch import watch
 
 KINDS: Final[dict[str, CopyKind]] = {
     "device to host": "out",
@@ -57,7 +57,7 @@ class TierAdapter(CacheAdapter):
         self._given_up: dict[str, Any] = {}
         self._prefetches: dict[str, Any] = {}
         self._loading: dict[int, str] = {}
-        self.ends_as_asked = False
+        self.is_releasing = False
         self._forks: dict[str, tuple[str, Sequence[int]]] = {}
 
     # Requests
@@ -101,9 +101,9 @@ class TierAdapter(CacheAdapter):
         copy = self.leases[name].loading
         if copy is not None:
             self._loading[copy] = f"op {copy}"
-        self.ends_as_asked = True
+        self.is_releasing = True
         super().release(name)
-        self.ends_as_asked = False
+        self.is_releasing = False
 
     def park(self, name: str, tokens: Sequence[int], where: str) -> bool:
         """Park a request; False if that was refused."""
@@ -245,7 +245,7 @@ class TierAdapter(CacheAdapter):
     def report_to(self, events: Events) -> None:
         """Report events of the device and the host from now on."""
         super().report_to(events)
-        watch(self, cast(TierEvents, events))
+        report_events(self, cast(TierEvents, events))
 
     def tier_snapshot(self) -> TierSnapshot:
         """Return the state of the host tier."""

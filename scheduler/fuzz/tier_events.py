@@ -10,7 +10,7 @@ from ...spec.adapters.tiers import TierEvents
 from .protocols import TiersUnderTest
 
 
-def watch(adapter: TiersUnderTest, events: TierEvents) -> None:
+def report_events(adapter: TiersUnderTest, events: TierEvents) -> None:
     """Report events of the host tier, and of leases that end by themselves, from now on."""
     manager, tiers = adapter.manager, adapter.tiers
     tree, pool, loader = tiers.state.tree, tiers.state.host.pool, tiers.loader
@@ -40,7 +40,7 @@ def watch(adapter: TiersUnderTest, events: TierEvents) -> None:
     def watched_release(lease: Any) -> None:
         leases = {**adapter.leases, **adapter.parking}
         name = next((name for name, each in leases.items() if each is lease), "")
-        if adapter.ends_as_asked or not name:
+        if adapter.is_releasing or not name:
             type(manager).release(manager, lease)
             return
         events.ends(name)
