@@ -314,7 +314,7 @@ class TierDriver:
             self._table.end(entry, entry.outcome or Outcome.DONE, fenced=True)
 
     def _withdraw(self, entry: InFlightOperation) -> bool:
-        """Stop the writes of an operation that have not started; return whether it is fenced."""
+        """Cancel an operation in storage, or its unstarted writes; return whether it is fenced."""
         if entry.storage_id is not None and self._storage is not None:
             self._storage.withdraw(entry.storage_id)
             return False
