@@ -1,4 +1,4 @@
-"""Print how fast parts of a prompt go from one process to another, beside the bare engine.
+"""Measure transfers of prompt parts between processes, against the bare engine.
 
 Run:
     python benchmarks/transports.py [--rounds 15] [--transports inprocess jax nixl nixl-tcp]
@@ -84,7 +84,7 @@ def offer(transport: Transport, part: int, num_arrays: int, num_bytes: int) -> P
 
 
 def serve(name: str) -> None:
-    """Offer what is asked for on stdin, and withdraw what was offered before; the other process."""
+    """Offer the parts that stdin asks for, and withdraw earlier ones; runs in the other process."""
     transport = ThreadedTransport(new_engine(name))
     last = None
     for line in sys.stdin:
@@ -101,7 +101,7 @@ def serve(name: str) -> None:
 
 @contextmanager
 def served(name: str) -> Iterator[Callable[[int, int, int], PullInfo]]:
-    """Start the other process; what is given has it offer arrays."""
+    """Start the other process; yield a function that lets it offer arrays."""
     if name == "inprocess":
         yield lambda *_: None  # type: ignore[arg-type,return-value]  # not used
         return
@@ -137,7 +137,7 @@ def pull_s(transport: Transport, info: PullInfo) -> float:
 
 
 def bare_jax_s(engine: Any, info: PullInfo) -> float:
-    """Seconds of a pull by a connection that is used again, as in JAX's documentation."""
+    """Seconds of a pull over a reused connection, as in JAX's documentation."""
     number, address = int.from_bytes(info.route[:8], "little"), info.route[8:].decode()
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     specs = [
@@ -152,7 +152,7 @@ def bare_jax_s(engine: Any, info: PullInfo) -> float:
 
 
 def bare_nixl_s(engine: Any, info: PullInfo) -> float:
-    """Seconds of a read of one piece per array."""
+    """Seconds of a read with one request per array."""
     agent, specs = engine._agent.nixl, info.descriptor.arrays
     remote = int.from_bytes(info.route[:8], "little")
     peer = engine._agent.add_peer(info.route[16:])
@@ -174,7 +174,7 @@ def bare_nixl_s(engine: Any, info: PullInfo) -> float:
 
 
 def measure(name: str, rounds: int) -> list[str]:
-    """The row of one transport."""
+    """Measure one transport."""
     if name == "inprocess":
         return measure_in_process(rounds)
     if name == "nixl-tcp":
@@ -207,7 +207,7 @@ def measure(name: str, rounds: int) -> list[str]:
 
 
 def measure_in_process(rounds: int) -> list[str]:
-    """The row of the transport that moves nothing."""
+    """Measure the transport inside a process."""
     exchange = InProcessExchange()
     p, d = InProcessTransport(exchange), InProcessTransport(exchange)
     big, small = [], []
@@ -219,7 +219,7 @@ def measure_in_process(rounds: int) -> list[str]:
 
 
 def measure_over_tcp(rounds: int) -> list[str]:
-    """The row of NIXL where it may use TCP only: of a process that has not loaded it yet."""
+    """Measure NIXL over TCP in a new process, which has not loaded it yet."""
     command = [sys.executable, __file__, "--transports", "nixl", "--rounds", str(rounds)]
     environment = os.environ | {"UCX_TLS": "tcp"}
     ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)

@@ -29,7 +29,7 @@ TIMING = Timing(retry_s=1.0, silence_s=5.0, transfer_s=30.0, remember_s=60.0)
 
 @contextmanager
 def programs_of(engine: Engine) -> Iterator[None]:
-    """Let nodes use compiled programs, pools full of NaN, and copies of few blocks."""
+    """Give nodes compiled programs, pools full of NaN, and small copies."""
 
     def runner(model: Any, manager: Any, *, storage: Any = None, **_: Any) -> Any:
         return fresh_runner(engine._runner, manager, storage)
@@ -43,7 +43,7 @@ def programs_of(engine: Engine) -> Iterator[None]:
 
 
 class Cluster:
-    """A `Disaggregated` whose clock is its steps, and nodes to put into it."""
+    """A `Disaggregated` whose clock counts its steps, with nodes to replace."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Cluster:
         max_new_tokens: int,
         samplings: Sequence[SamplingParams] = (GREEDY,),
     ) -> list[Request]:
-        """Add requests named 0, 1, ..."""
+        """Add requests with the ids 0, 1, ..."""
         requests = [
             Request(str(i), prompt, max_new_tokens, sampling=samplings[i % len(samplings)])
             for i, prompt in enumerate(prompts)
@@ -175,7 +175,7 @@ class Cluster:
         return ended
 
     def assert_nothing_leaked(self) -> None:
-        """No request and no offer is left, every block is free or evictable, nothing compiled."""
+        """Assert that nothing is open, all blocks are free or evictable, and nothing was compiled."""
         assert not self.front.has_work
         for node in self.front._nodes():
             self._settle(node)
@@ -189,7 +189,7 @@ class Cluster:
         assert self.exchange.offers == {}
 
     def _settle(self, node: PrefillEngine | DecodeEngine) -> None:
-        """Let a transport free what nobody needs any more."""
+        """Let a transport free what it no longer serves."""
         end = time.monotonic() + SETTLE_S
         while True:
             node.poll(self.now)
@@ -198,7 +198,7 @@ class Cluster:
                 return
 
     def bytes_on_the_wire(self) -> int:
-        """Count what decode nodes have pulled."""
+        """Number of bytes that decode nodes have pulled."""
         nodes = self.front.decode.values()
         return sum(node.stats().transport.bytes_received for node in nodes)
 

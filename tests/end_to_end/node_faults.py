@@ -1,4 +1,4 @@
-"""A node here, its peer in another process that is killed or stopped at a moment of our choice.
+"""A node in this process whose peer process is killed or stopped at a chosen moment.
 
 ``python -m tests.end_to_end.node_faults`` prints how long the node here took to end what it had.
 """
@@ -45,7 +45,7 @@ MOMENTS: Final[dict[str, tuple[tuple[str, type], ...]]] = {
 
 
 class WatchedChannel(ZmqChannel):
-    """Calls something when a message of a type is sent or received for the first time."""
+    """Calls a function when a message of a class is first sent or received."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -77,7 +77,7 @@ class WatchedChannel(ZmqChannel):
 
 
 class Fault(NamedTuple):
-    """What was done to the peer, and how long the node here took to end the attempt."""
+    """A fault of the peer, and the time until this node ended the attempt."""
 
     moment: str
     sign: signal.Signals
@@ -85,7 +85,7 @@ class Fault(NamedTuple):
 
 
 class Pair:
-    """The node here, its peer and their gateway; all that is here is driven by `turn`."""
+    """This process's node, its peer and their gateway; `turn` drives the node and the gateway."""
 
     def __init__(self, model_dir: Path, role: str, transport: str, stack: ExitStack) -> None:
         self.role, self.model_dir, self.transport_name = role, model_dir, transport
@@ -136,7 +136,7 @@ class Pair:
         return engine
 
     def start_peer(self) -> None:
-        """Start the other process, again if it was killed."""
+        """Start or restart the other process."""
         self.processes.start(
             self.peer,
             f"{self.peer.split('-')[0]}-node",
@@ -148,7 +148,7 @@ class Pair:
         )
 
     def turn(self) -> None:
-        """Let both ends that are here do what there is to do."""
+        """Run the node and the gateway once."""
         self.loop.run_once()
         self.nodes.step()
 
@@ -160,7 +160,7 @@ class Pair:
         return self.nodes.count("prefill") == self.nodes.count("decode") == 1
 
     def submit(self) -> Request:
-        """Ask for something that no node has."""
+        """Add a request with a new prompt."""
         self.num_requests += 1
         prompt = prompt_of(self.num_requests)
         request = Request(str(self.num_requests), prompt, NEW_TOKENS)
@@ -168,7 +168,7 @@ class Pair:
         return request
 
     def lose_peer(self, moment: tuple[str, type], sign: signal.Signals) -> Fault:
-        """Do something to the peer at a moment of an attempt; everything must go on after it."""
+        """Disturb the peer at a moment of an attempt; later requests must succeed."""
         for _ in range(_TRIES):
             seconds = self._strike(moment, sign)
             if seconds is not None:
@@ -176,7 +176,7 @@ class Pair:
         raise AssertionError(f"no attempt was under way when {moment} came, {_TRIES} times")
 
     def _strike(self, moment: tuple[str, type], sign: signal.Signals) -> float | None:
-        """Return how long the node here took to end the attempts that it had.
+        """Return the time until this node has ended its attempts.
 
         None if it had none: on a slow machine it may have given up who was late to speak.
         """
@@ -203,13 +203,13 @@ class Pair:
         return seconds if struck else None
 
     def lose_report(self, kind: type) -> None:
-        """Lose what the node here says to the gateway, once; the request must end with no other."""
+        """Lose one message of this node to the gateway; the request must still end."""
         request, self.channel.loses = self.submit(), kind
         self._finish(request)
         assert self.channel.loses is None
 
     def _finish(self, request: Request) -> None:
-        """Let a request end as it should; the node here must hold nothing then."""
+        """Complete a request; afterwards this node must hold nothing."""
         self.wait_for(lambda: request.finish_reason is not None)
         assert self.nodes.failures == {}, self.nodes.failures
         assert request.output_tokens == expected(self.model_dir, request.prompt.tolist())
@@ -229,7 +229,7 @@ _ENGINES: dict[Path, Engine] = {}
 
 
 def expected(model_dir: Path, prompt: Sequence[int]) -> list[int]:
-    """What one engine generates."""
+    """The output of one engine."""
     if model_dir not in _ENGINES:
         _ENGINES[model_dir] = make_engine(load_model(model_dir))
     request = Request("a", prompt, NEW_TOKENS)
@@ -240,7 +240,7 @@ def expected(model_dir: Path, prompt: Sequence[int]) -> list[int]:
 
 @contextmanager
 def pair(model_dir: Path, role: str, transport: str = "jax") -> Iterator[Pair]:
-    """A node of a role here, and its peer."""
+    """A node of a role in this process, and its peer."""
     with ExitStack() as stack:
         yield Pair(model_dir, role, transport, stack)
 

@@ -1,4 +1,4 @@
-"""What the tests with processes run: prompts, and sizes so small that few programs are compiled.
+"""Prompts of the tests with processes, and sizes for which few programs are compiled.
 
 All have the same sizes, so that each program is compiled once: JAX's cache, which the processes
 share with the one that runs the tests, has it for the next.
@@ -26,14 +26,14 @@ SIZES: Final[dict[str, Any]] = {
     "max_model_len": len(PROMPTS[0]) + NEW_TOKENS,
 }
 NUM_BLOCKS: Final = 14
-"""So few that what one request had is soon used again by others."""
+"""So few that blocks are soon reused by other requests."""
 
 NODE_OPTIONS: Final = (
     "--device-blocks",
     NUM_BLOCKS,
     *(word for name, size in SIZES.items() for word in (f"--{name.replace('_', '-')}", size)),
 )
-"""Of the commands of nodes."""
+"""Options of the node commands."""
 
 
 def make_engine(model: Model) -> Engine:
@@ -46,7 +46,7 @@ def make_requests() -> list[Request]:
 
 
 def generate(model_dir: Path, tmp_path: Path, *options: object) -> dict[str, Any]:
-    """Complete the prompts as a user does, in a process of its own."""
+    """Complete the prompts with the command, in a process of its own."""
     prompts, results = tmp_path / "prompts.json", tmp_path / "results.json"
     prompts.write_text(json.dumps(PROMPTS))
     command = [sys.executable, "-m", "radixkv.scheduler.cli.main", "generate", model_dir]

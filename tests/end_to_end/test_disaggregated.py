@@ -23,7 +23,7 @@ from .test_engine import PREFIX, PROMPTS, SAMPLED
 
 @pytest.fixture
 def expected(llama: Engine) -> list[list[int]]:
-    """What one engine generates."""
+    """The output of one engine."""
     return complete(fresh(llama), PROMPTS, 24, SAMPLED)
 
 
@@ -74,7 +74,7 @@ def test_over_transports_between_processes(llama, expected, transport):
     assert cluster.front.close()
 
 
-def test_copies_for_one_hand_off_at_a_time_are_enough(llama, expected):
+def test_memory_for_the_copies_of_one_hand_off_is_enough(llama, expected):
     cluster = Cluster(llama, prefill={"max_offered_bytes": 1, "token_budget": 16})
     assert cluster.complete(PROMPTS, 24, SAMPLED) == expected
     assert cluster.p._sender.num_bytes == 0
@@ -84,7 +84,7 @@ def test_copies_for_one_hand_off_at_a_time_are_enough(llama, expected):
 
 
 @pytest.mark.parametrize(("p_has", "d_has"), list(product([False, True], repeat=2)))
-def test_only_what_d_lacks_is_sent_and_only_what_p_lacks_is_computed(llama, p_has, d_has):
+def test_p_sends_what_d_lacks_and_computes_what_p_lacks(llama, p_has, d_has):
     prompt = PROMPTS[0]  # 10 whole blocks and a token
     (expected,) = complete(fresh(llama), [prompt], 8, SAMPLED[1:])
     cluster = Cluster(llama)
@@ -196,7 +196,7 @@ def test_a_late_compilation_of_a_copy_would_be_counted(llama):
 
 
 def test_nothing_is_compiled_after_warm_up(model):
-    """Without `fresh_runner`: nodes as a user makes them, with parts of 1 to 37 blocks."""
+    """Nodes as a user creates them, without `fresh_runner`, with parts of 1 to 37 blocks."""
     exchange = InProcessExchange()
     sizes: dict[str, Any] = {
         "block_size": 4,

@@ -1,4 +1,4 @@
-"""Prefill and decode nodes over tiny models when something fails, or cannot be."""
+"""Prefill and decode nodes over tiny models: faults, aborts and refusals."""
 
 import re
 from itertools import product
@@ -31,7 +31,7 @@ from .test_engine import PREFIX, PROMPTS, SAMPLED
 
 @pytest.fixture
 def expected(llama: Engine) -> list[list[int]]:
-    """What one engine generates."""
+    """The output of one engine."""
     return complete(fresh(llama), PROMPTS, 24, SAMPLED)
 
 
@@ -80,7 +80,7 @@ def test_a_node_that_ends_and_comes_back_changes_no_token(llama, expected, role,
 
 
 class Unreliable(InProcessTransport):
-    """Fails the first pulls or offers, as a network would."""
+    """Fails the first pulls or offers."""
 
     def __init__(self, exchange: InProcessExchange, num_failures: int) -> None:
         super().__init__(exchange)
@@ -133,7 +133,7 @@ def test_after_some_attempts_a_request_fails_with_the_reason(llama, role, reason
 
 
 class Stuck(InProcessTransport):
-    """Pulls nothing, and ends a pull only when that is cancelled."""
+    """Pulls nothing, and ends a pull only when it is cancelled."""
 
     def pull(
         self, part_id: PartId, info: PullInfo, expected: Descriptor, *, timeout_s: float
@@ -144,7 +144,7 @@ class Stuck(InProcessTransport):
         self._events.append(PullFailed(part_id, Fault.CANCELLED, "cancelled"))
 
 
-def test_a_pull_that_nobody_wants_is_cancelled(llama):
+def test_the_pull_of_an_aborted_request_is_cancelled(llama):
     cluster = Cluster(llama)
     replace_transport(cluster.d, Stuck(cluster.exchange))
     cluster.add([PREFIX], 4)
@@ -165,7 +165,7 @@ def test_the_transport_knows_whether_all_was_read(llama):
 
 @pytest.mark.parametrize("transport", [over_jax, over_nixl])
 def test_faults_over_transports_between_processes(llama, expected, transport):
-    """Aborts, then the end of each node, while threads are at work."""
+    """Aborts requests, then ends each node, while threads transfer."""
     options = {"timing": Timing(retry_s=0.2, silence_s=5.0, transfer_s=10.0, remember_s=10.0)}
     for num_steps, fault in product((1, 2, 4), ("abort", "prefill", "decode")):
         cluster = Cluster(llama, transport=transport, prefill=options, decode=options)
@@ -199,7 +199,7 @@ def test_faults_over_transports_between_processes(llama, expected, transport):
         ),
     ],
 )
-def test_nodes_that_do_not_fit_say_why(llama, options, reason):
+def test_nodes_that_do_not_match_are_refused(llama, options, reason):
     cluster = Cluster(llama, decode=options)
     [refused] = cluster.add([PREFIX[:8]], 4)
     cluster.finish()

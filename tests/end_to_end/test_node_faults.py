@@ -1,4 +1,4 @@
-"""Whatever happens to the other process, at each move of the protocol: the node here ends."""
+"""Faults of the peer process at each message of the protocol: this node ends the attempt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LATE_S = 60.0
 @pytest.mark.parametrize(
     ("role", "transport"), [("prefill", "jax"), ("decode", "jax"), ("decode", "nixl")]
 )
-def test_a_lost_peer_costs_an_attempt_and_nothing_else(
+def test_a_lost_peer_costs_only_an_attempt(
     model_dir: Callable[[str], Path], role: str, transport: str
 ) -> None:
     with pair(model_dir("qwen3"), role, transport) as both:

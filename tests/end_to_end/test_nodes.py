@@ -1,4 +1,4 @@
-"""Prefill and decode nodes as processes: over each transport, by hand, and when one is killed."""
+"""Node processes: over each transport, started by hand, and when one is killed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SILENCE_S = 1.0
 
 
 def check_node(stats: dict[str, Any]) -> None:
-    """Nothing is held, nothing was compiled late."""
+    """Assert that nodes hold nothing and compiled nothing late."""
     assert stats["engine"]["compilations_after_warm_up"] == 0
     cache, transport = stats["engine"]["cache"], stats["transport"]
     assert cache["live_leases"] == cache["private_blocks"] == 0
@@ -60,7 +60,7 @@ def test_two_processes_give_the_tokens_of_one_engine(
 def cluster(
     model_dir: Path, *names: str
 ) -> Iterator[tuple[RemoteNodes, NodeProcesses, Callable[[str], None]]]:
-    """Nodes by name, their gateway, and how to start one more."""
+    """Node processes and their gateway."""
     with NodeProcesses() as processes:
         channel = ZmqChannel(GATEWAY, epoch=1, secret=processes.secret)
         with closing(channel):
@@ -90,7 +90,7 @@ def submit(nodes: RemoteNodes) -> list[Request]:
 
 
 def run(nodes: RemoteNodes, disturb: Callable[[], object] = int) -> list[list[int]]:
-    """Complete all prompts; disturb when they have been sent to nodes."""
+    """Complete all prompts; call disturb when they have been sent to nodes."""
     requests = submit(nodes)
     nodes.step()
     disturb()
@@ -99,7 +99,7 @@ def run(nodes: RemoteNodes, disturb: Callable[[], object] = int) -> list[list[in
     return [list(request.output_tokens) for request in requests]
 
 
-def test_what_a_lost_node_had_is_done_by_another_while_there_is_one(
+def test_another_node_takes_over_the_requests_of_a_lost_node(
     model_dir: Callable[[str], Path], small_outputs: list[list[int]]
 ) -> None:
     expected = small_outputs
@@ -157,7 +157,7 @@ def test_what_a_lost_node_had_is_done_by_another_while_there_is_one(
 
 @pytest.fixture
 def gateway() -> Iterator[str]:
-    """The address of a gateway that comes later."""
+    """The address of a gateway that starts later."""
     with reserved_port() as port:
         yield f"127.0.0.1:{port}"
 
@@ -215,7 +215,7 @@ with NodeProcesses() as processes:
 """
 
 
-def test_nodes_end_with_who_started_them(model_dir: Callable[[str], Path]) -> None:
+def test_nodes_end_with_the_process_that_started_them(model_dir: Callable[[str], Path]) -> None:
     options = [model_dir("qwen3"), "--gateway", "127.0.0.1:9", *NODE_OPTIONS]
     with subprocess.Popen(
         [sys.executable, "-c", STARTER, *map(str, options)], stdout=subprocess.PIPE, text=True

@@ -48,7 +48,7 @@ def over_files(llama: Engine, directory: Path, **decode: Any) -> Iterator[Cluste
 
 
 def let_prefill_read_at_once(cluster: Cluster) -> None:
-    """Let no time pass while P waits for storage: on a slow disk, D had one request at a time."""
+    """Stop the clock while P waits for storage, so that a slow disk does not serialise requests."""
     clock = cluster.front._clock
 
     def pause() -> float:
@@ -74,7 +74,7 @@ def test_kv_survives_its_nodes_in_files(llama: Engine, tmp_path: Path) -> None:
     assert computed[1] < computed[0]
 
 
-def test_storage_is_of_the_weights_that_the_parts_are_of(llama: Engine) -> None:
+def test_storage_must_have_the_weights_of_the_node(llama: Engine) -> None:
     namespace = make_storage_namespace(llama._runner.model, "tiny", 4)
     text = r"^storage_namespace must have weights_revision '' as the node, got 'tiny'$"
     options = {"host": HostConfig(8), "storage_namespace": namespace}
@@ -105,7 +105,7 @@ def test_nodes_with_a_host_tier_serve_nothing_after_close(llama: Engine) -> None
 
 @pytest.fixture
 def other(llama: Engine) -> Engine:
-    """An engine that always had the other weights."""
+    """An engine with the other weights from the start."""
     model = llama._runner.model
     engine = fresh(llama)
     params = jax.tree.map(lambda leaf: leaf * 1.01, model.params)
@@ -114,7 +114,7 @@ def other(llama: Engine) -> Engine:
 
 
 def reset(cluster: Cluster, params: Params, *roles: str) -> None:
-    """Give nodes other weights as soon as they hold no block for a hand-off."""
+    """Give nodes other weights when no hand-off holds blocks."""
     nodes = [cluster.p if role == "prefill" else cluster.d for role in roles]
     for node in nodes:
         node.scheduler.drain("other weights come")
@@ -128,7 +128,9 @@ def reset(cluster: Cluster, params: Params, *roles: str) -> None:
 
 
 @pytest.mark.parametrize("num_steps", [0, 3, 6])
-def test_after_a_reset_the_new_weights_decide(llama: Engine, other: Engine, num_steps: int) -> None:
+def test_after_a_reset_nodes_use_the_new_weights(
+    llama: Engine, other: Engine, num_steps: int
+) -> None:
     host = {"host": HostConfig(64, "through")}
     cluster = Cluster(llama, prefill={"token_budget": 16, **host}, decode=host)
     before = cluster.complete(PROMPTS, 24, SAMPLED)
@@ -170,7 +172,7 @@ def test_all_nodes_are_reset_by_one_call(llama: Engine, other: Engine) -> None:
     assert cluster.front.close()
 
 
-def test_a_reset_of_all_nodes_that_cannot_be_changes_nothing(llama: Engine, model: Any) -> None:
+def test_an_invalid_reset_of_all_nodes_changes_nothing(llama: Engine, model: Any) -> None:
     cluster = Cluster(llama)
     expected = cluster.complete([PREFIX], 4)
     sent = cluster.bytes_on_the_wire()
@@ -196,7 +198,7 @@ def test_parts_of_other_weights_are_not_taken(llama: Engine, other: Engine) -> N
     assert cluster.complete([PREFIX], 4) == complete(other, [PREFIX], 4)
 
 
-def test_a_reset_that_cannot_be_changes_nothing(llama: Engine, other: Engine, model: Any) -> None:
+def test_an_invalid_reset_changes_nothing(llama: Engine, other: Engine, model: Any) -> None:
     cluster, params = Cluster(llama), other._runner.model.params
     expected = complete(fresh(llama), [PREFIX], 4)
     for node in (cluster.p, cluster.d):

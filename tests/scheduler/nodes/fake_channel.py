@@ -1,4 +1,4 @@
-"""A gateway and nodes that have no model, joined by a network in memory that loses messages."""
+"""A gateway and nodes without a model, over channels in memory that lose messages."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ SILENCE_S: Final = 5.0
 TIMING: Final = Timing(retry_s=1.0, silence_s=SILENCE_S, transfer_s=30.0, remember_s=60.0)
 
 IsLost: TypeAlias = Callable[[str, str, Any], bool]
-"""Says of sender, receiver and message whether the network loses it."""
+"""Whether to lose a message, by sender, receiver and message."""
 
 
-class Air(ZmqChannel):
-    """One end of the network."""
+class FakeChannel(ZmqChannel):
+    """A node's end of a channel in memory."""
 
-    def __init__(self, ends: dict[str, Air], name: str, is_lost: IsLost, epoch: int = 1) -> None:
+    def __init__(
+        self, ends: dict[str, FakeChannel], name: str, is_lost: IsLost, epoch: int = 1
+    ) -> None:
         self.name, self.epoch, self.address = name, epoch, f"127.0.0.1:{len(ends) + 1}"
         self.done = ChannelStats()
         self._ends, self._is_lost = ends, is_lost
@@ -70,7 +72,7 @@ class Air(ZmqChannel):
 
 
 class Prefill(PrefillEngine):
-    """Hands prompts over as soon as it gets them, unless there is a reason not to."""
+    """A prefill engine that sends ASK at once, unless it has a failure to report."""
 
     def __init__(self) -> None:
         self.manager, self.model_name = CacheManager(8, 4), "m"
@@ -96,7 +98,7 @@ class Prefill(PrefillEngine):
 
 
 class Decode(DecodeEngine):
-    """Starts what it is asked for, and ends it one turn later."""
+    """A decode engine that starts each ASK, and ends it one turn later."""
 
     def __init__(self) -> None:
         self.manager, self.model_name = CacheManager(8, 4), "m"
@@ -128,23 +130,23 @@ class Decode(DecodeEngine):
 
 
 def tokens_of(request_id: str) -> tuple[int, int]:
-    """What is generated for a request."""
+    """The output tokens of a request."""
     return len(request_id.split(" ")[0]), 7
 
 
 class Deployment:
-    """A gateway with a node of each role, whose clock is its turns."""
+    """A gateway with a node of each role; each turn advances the clock."""
 
     def __init__(self, is_lost: IsLost = lambda *_: False, **options: Any) -> None:
         self.now = 0.0
-        self.ends: dict[str, Air] = {}
+        self.ends: dict[str, FakeChannel] = {}
         self._is_lost = is_lost
         self.nodes = self.new_gateway(1, **options)
         self.prefill, self.decode = Prefill(), Decode()
         self.loops = {
             name: NodeEventLoop(
                 engine,
-                Air(self.ends, name, is_lost),
+                FakeChannel(self.ends, name, is_lost),
                 gateway=self.ends[GATEWAY].address,
                 transport="jax",
                 timing=TIMING,
@@ -154,8 +156,8 @@ class Deployment:
         }
 
     def new_gateway(self, epoch: int, **options: Any) -> RemoteNodes:
-        """Put a gateway, which knows nothing, in the place of what there was."""
-        channel = Air(self.ends, GATEWAY, self._is_lost, epoch)
+        """Replace the gateway by a new one."""
+        channel = FakeChannel(self.ends, GATEWAY, self._is_lost, epoch)
         self.nodes = RemoteNodes(
             channel, block_size=4, silence_s=SILENCE_S, clock=lambda: self.now, **options
         )
@@ -171,7 +173,7 @@ class Deployment:
         return ended
 
     def complete(self, requests: Sequence[Request], *, num_turns: int = 400) -> list[Request]:
-        """Let requests end, and everything that was said be heard."""
+        """Run until the requests have ended and every message was acknowledged."""
         ended = []
         for request in requests:
             self.nodes.add_request(request)
@@ -188,5 +190,5 @@ class Deployment:
 
 
 def is_of_request(message: Any) -> bool:
-    """Whether a message is not one of those that are said all the time."""
+    """Whether a message is neither a periodic status nor an ASK."""
     return not isinstance(message, NodeStatus | Ask)

@@ -1,4 +1,4 @@
-"""What a decode node receives: into its blocks, and out of staging memory when that is done."""
+"""KVReceiver: copies received parts into blocks, then releases staging memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from radixkv.scheduler.nodes.transport import Received
 TICKET = PartId(AttemptKey("a", 1), 1, 1, 1, 0)
 
 
-def test_staging_memory_is_given_back_when_its_copies_are_done() -> None:
+def test_staging_memory_is_released_after_its_copies() -> None:
     written: list[Any] = []
     released: list[PartId] = []
     kv = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""What a prefill node offers: copies of so many bytes, and the rest later."""
+"""KVSender: copies up to a limit, and the rest later."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_BYTES = 6 * BLOCK_BYTES
 
 
 class Blocks:
-    """Gathers blocks that have their numbers as content."""
+    """Gathers blocks whose content is their id."""
 
     def describe(self, num_blocks: int) -> Descriptor:
         return Descriptor(
@@ -38,7 +38,7 @@ class Blocks:
 
 
 class Node:
-    """The parts of a node with its transport, and which are served."""
+    """A KVSender with its transport, and the parts that were sent."""
 
     def __init__(self, copies_offers: bool = False) -> None:
         self.transport = InProcessTransport(InProcessExchange())
@@ -70,7 +70,7 @@ class Node:
                         self.sender.withdrawn(key)
 
 
-def test_what_would_be_too_much_is_copied_when_others_are_gone() -> None:
+def test_copies_beyond_the_limit_wait_for_withdrawals() -> None:
     node = Node()
     node.offer("a", 0, range(4))
     node.offer("b", 0, range(2))
@@ -83,7 +83,7 @@ def test_what_would_be_too_much_is_copied_when_others_are_gone() -> None:
     assert node.sender.num_bytes == 6 * BLOCK_BYTES
 
 
-def test_the_oldest_does_not_wait_for_those_that_wait_for_it() -> None:
+def test_the_oldest_attempt_ignores_the_limit() -> None:
     node = Node()
     node.offer("a", 0, range(1))
     node.offer("b", 0, range(5))
@@ -94,7 +94,7 @@ def test_the_oldest_does_not_wait_for_those_that_wait_for_it() -> None:
     assert node.sent[3:] == [("b", 1)]
 
 
-def test_a_part_that_was_withdrawn_while_it_waited_is_not_copied() -> None:
+def test_a_part_withdrawn_while_waiting_is_not_copied() -> None:
     node = Node()
     node.offer("a", 0, range(6))
     node.offer("b", 0, range(6))
@@ -105,7 +105,7 @@ def test_a_part_that_was_withdrawn_while_it_waited_is_not_copied() -> None:
     assert node.transport.stats().offers == 0
 
 
-def test_where_the_transport_copies_nothing_is_held_after_that() -> None:
+def test_copies_are_freed_when_a_copying_transport_serves_them() -> None:
     node = Node(copies_offers=True)
     for part in range(3):
         node.offer("a", part, range(5))
@@ -120,7 +120,7 @@ def test_where_the_transport_copies_nothing_is_held_after_that() -> None:
         max_size=40,
     )
 )
-def test_everything_is_offered_in_the_end_and_never_too_much(moves: list) -> None:
+def test_random_offers_stay_in_the_limit_and_all_are_served(moves: list) -> None:
     node = Node()
     parts: dict[AttemptKey, list[int]] = {}  # blocks of each part, if not withdrawn
     lives = dict.fromkeys("abcd", 0)
@@ -154,7 +154,7 @@ def test_everything_is_offered_in_the_end_and_never_too_much(moves: list) -> Non
 
 
 @pytest.mark.parametrize("copies_offers", [False, True])
-def test_what_is_offered_later_has_the_content_of_its_blocks(copies_offers: bool) -> None:
+def test_late_copies_have_the_content_of_their_blocks(copies_offers: bool) -> None:
     node = Node(copies_offers)
     node.offer("a", 0, range(6))
     node.offer("b", 0, [7, 9])

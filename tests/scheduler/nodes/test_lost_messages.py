@@ -1,4 +1,4 @@
-"""Whatever is lost between the gateway and the nodes, each request has its one answer."""
+"""Lost messages between the gateway and nodes: each request ends exactly once."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .fake_channel import SILENCE_S, TIMING, Deployment, is_of_request, tokens_o
 
 MOST_LOST = 3
 NUM_MESSAGES = {"nowhere": 6, "prefill": 12, "decode": 14}
-"""What is said of a request when nothing is lost, by where its first attempt fails."""
+"""Number of messages per request without losses, by the role whose first attempt fails."""
 
 
 class Loses:
-    """Loses the messages at some places; what is always said does not count."""
+    """Loses the messages at some positions; periodic messages do not count."""
 
     def __init__(self, places: tuple[int, ...] = ()) -> None:
         self.places = places
@@ -32,7 +32,7 @@ class Loses:
 
 
 @pytest.mark.parametrize("fails", NUM_MESSAGES)
-def test_any_three_losses_cost_time_alone(fails: str) -> None:
+def test_any_three_losses_only_cost_time(fails: str) -> None:
     for num_lost in range(MOST_LOST + 1):
         for places in combinations(range(NUM_MESSAGES[fails] + 2), num_lost):
             loses = Loses(places)
@@ -53,11 +53,11 @@ def test_any_three_losses_cost_time_alone(fails: str) -> None:
 
 
 def lost(*kinds: type) -> Any:
-    """A network that loses all of some kinds."""
+    """Loses all messages of some classes."""
     return lambda sender, receiver, message: isinstance(message, kinds)
 
 
-def test_a_prefill_node_that_takes_nothing_in_fails_an_attempt() -> None:
+def test_an_attempt_fails_if_the_prefill_node_does_not_answer() -> None:
     world = Deployment(lost(RunPrefill), max_attempts=2)
     request = Request("a", [1, 2, 3], 2)
     assert world.complete([request]) == [request]
@@ -65,7 +65,7 @@ def test_a_prefill_node_that_takes_nothing_in_fails_an_attempt() -> None:
     assert 2 * SILENCE_S <= world.now < 2 * SILENCE_S + 2
 
 
-def test_a_request_that_nobody_wants_any_more_is_not_asked_for_again() -> None:
+def test_an_aborted_request_is_not_repeated() -> None:
     world = Deployment(lost(RunPrefill))
     world.nodes.add_request(Request("a", [1, 2, 3], 2))
     world.turn()
@@ -74,7 +74,7 @@ def test_a_request_that_nobody_wants_any_more_is_not_asked_for_again() -> None:
     assert world.num_unacked == 0
 
 
-def test_all_nodes_give_up_what_is_aborted() -> None:
+def test_all_nodes_cancel_an_aborted_request() -> None:
     world = Deployment()
     world.turn(2)
     world.nodes.add_request(Request("a", [1, 2, 3], 2))
@@ -84,7 +84,7 @@ def test_all_nodes_give_up_what_is_aborted() -> None:
     assert world.prefill.given_up == world.decode.given_up == [("a #1.0", 1)]
 
 
-def test_a_report_is_given_up_when_nobody_hears_it() -> None:
+def test_a_report_without_answer_expires() -> None:
     world = Deployment(lost(DeliveryAck))
     request = Request("a", [1, 2, 3], 2)
     assert world.complete([request]) == [request]
@@ -93,7 +93,7 @@ def test_a_report_is_given_up_when_nobody_hears_it() -> None:
     assert world.prefill.begun == {("a #1.0", 1): 1}
 
 
-def test_the_next_gateway_hears_what_an_earlier_one_has_not_and_ends_it() -> None:
+def test_a_new_gateway_receives_old_reports_and_ends_them() -> None:
     world = Deployment(lost(Finished, DeliveryAck))
     world.nodes.add_request(Request("a", [1, 2, 3], 2))
     while not world.loops["decode-0"]._reporter.num_unacked:
@@ -108,7 +108,7 @@ def test_the_next_gateway_hears_what_an_earlier_one_has_not_and_ends_it() -> Non
     assert world.complete([request]) == [request]
 
 
-def test_a_node_that_is_told_to_stop_takes_in_what_has_come() -> None:
+def test_a_stopping_node_processes_received_messages() -> None:
     world = Deployment()
     world.turn(3)
     world.nodes.add_request(Request("abc", [1, 2, 3], 2))

@@ -1,4 +1,4 @@
-"""A gateway for nodes elsewhere: what it does when messages do not get through."""
+"""RemoteNodes when messages are lost, refused or dropped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LATE_S = 60.0  # nothing ends by it
 NUM_REQUESTS = 1100  # more than the queue of 1000 holds
 
 
-def test_what_a_full_queue_refuses_is_sent_again() -> None:
+def test_messages_dropped_by_a_full_queue_are_repeated() -> None:
     ticks = count()
     with (
         reserved_port() as port,
@@ -57,7 +57,7 @@ def test_what_a_full_queue_refuses_is_sent_again() -> None:
     assert sorted(int(request.request_id) for request in ended) == list(range(NUM_REQUESTS))
 
 
-def test_a_request_that_no_message_can_carry_fails_alone() -> None:
+def test_a_request_that_cannot_be_encoded_fails_alone() -> None:
     ticks = count()
     with (
         closing(ZmqChannel(GATEWAY, epoch=1)) as gateway,
@@ -116,7 +116,7 @@ def test_nodes_have_the_model_of_the_gateway_or_one_model() -> None:
         }
 
 
-def test_what_an_earlier_gateway_asked_for_is_no_answer() -> None:
+def test_answers_to_an_earlier_gateway_are_ignored() -> None:
     keys = []
     with closing(ZmqChannel("p", epoch=1)) as p, closing(ZmqChannel("d", epoch=1)) as d:
         for epoch in (1, 2):
@@ -166,7 +166,7 @@ def test_nodes_that_went_for_good_are_named() -> None:
         world.nodes.check(0.0)  # no sooner than after the silence that a node may have
 
 
-def test_what_was_not_heard_of_nodes_that_went_is_said() -> None:
+def test_the_error_for_missing_nodes_names_dropped_messages() -> None:
     silent: set[str] = set()
     world = Deployment(lambda sender, *_: sender in silent)
     world.turn(2)

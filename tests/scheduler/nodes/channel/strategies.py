@@ -32,7 +32,7 @@ SPECIAL = {  # what their classes allow of their fields
 
 
 def values(kind: types.Type, name: str = "") -> st.SearchStrategy[Any]:
-    """Any value of a type, for a field; long ones are rare, as they are slow."""
+    """Values of a field's type; only short ones, because long ones are slow."""
     match kind:
         case types.IntType():
             return st.integers(kind.ge, 2**64 - 1 if kind.le is None else kind.le)

@@ -1,4 +1,4 @@
-"""Every message comes back as it went; nothing else does."""
+"""The codec: round trips, limits of fields, and hostile bytes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_message_has_an_encoding() -> None:
 
 
 @pytest.mark.parametrize("message", MESSAGES)
-def test_every_message_comes_back_as_it_went(message: type) -> None:
+def test_every_message_survives_a_round_trip(message: type) -> None:
     @given(packets(message))
     def check(sent: Packet) -> None:
         assert decode(encode(sent)) == sent
@@ -133,14 +133,14 @@ def test_the_longest_prompt_fits() -> None:
         ("hello", "str is not a message"),
     ],
 )
-def test_what_has_no_encoding_is_refused(message: Any, error: str) -> None:
+def test_invalid_fields_are_not_encoded(message: Any, error: str) -> None:
     with pytest.raises(EncodeError) as caught:
         encode(packet(message))
     assert str(caught.value) == error
 
 
 @given(st.binary(max_size=9), st.binary(max_size=9))
-def test_a_packet_of_our_own_is_checked_as_one_of_a_peer(prompt: bytes, namespace: bytes) -> None:
+def test_encode_checks_what_decode_checks(prompt: bytes, namespace: bytes) -> None:
     ask = Ask(HEAD, prompt, namespace, 16, 1, 4)
     try:
         data = encode(packet(ask))
@@ -150,19 +150,19 @@ def test_a_packet_of_our_own_is_checked_as_one_of_a_peer(prompt: bytes, namespac
         assert decode(data).message == ask
 
 
-def test_a_reason_is_cut_to_what_can_be_sent() -> None:
+def test_a_long_reason_is_cut() -> None:
     sent = packet(Abort(HEAD, "\ud800" + "x" * 5000, True))
     assert decode(encode(sent)) == packet(Abort(HEAD, "?" + "x" * 4095, True))
 
 
 @given(st.binary(max_size=300))
-def test_random_bytes_are_no_message(data: bytes) -> None:
+def test_random_bytes_are_not_a_message(data: bytes) -> None:
     with pytest.raises(DecodeError):
         decode(data)
 
 
 @given(any_packet, st.data())
-def test_what_was_cut_or_grew_is_no_message(sent: Packet, data: st.DataObject) -> None:
+def test_truncated_or_extended_bytes_are_not_a_message(sent: Packet, data: st.DataObject) -> None:
     encoded = encode(sent)
     with pytest.raises(DecodeError):
         decode(encoded[: data.draw(st.integers(0, len(encoded) - 1))])
@@ -208,7 +208,7 @@ def test_values_of_other_types_are_refused_or_another_message(
 
 
 def accepted_or_refused(data: bytes) -> None:
-    """Bytes are a message, which can be sent again, or a DecodeError: nothing else is raised."""
+    """Decode bytes to a message that can be encoded again, or raise only a DecodeError."""
     try:
         found = decode(data)
     except DecodeError as error:
@@ -233,7 +233,7 @@ def accepted_or_refused(data: bytes) -> None:
         (b"\x91\x05", "Expected `array` of at least length 7, got 1"),
     ],
 )
-def test_what_would_take_much_memory_is_refused_first(data: bytes, error: str) -> None:
+def test_malformed_bytes_are_refused(data: bytes, error: str) -> None:
     with pytest.raises(DecodeError) as caught:
         decode(data)
     assert str(caught.value).startswith(error)
@@ -249,7 +249,7 @@ def test_what_would_take_much_memory_is_refused_first(data: bytes, error: str) -
         b"\xc6\xff\xff\xff\xff",
     ],
 )
-def test_a_length_that_is_not_there_allocates_nothing(place: int, lie: bytes) -> None:
+def test_a_false_length_allocates_nothing(place: int, lie: bytes) -> None:
     fields = msgspec.msgpack.decode(encode(packet(Renew(HEAD, (1, 2)))))
     message = [msgspec.Raw(msgspec.msgpack.encode(each)) for each in fields[5]]
     message[1] = msgspec.Raw(lie)
@@ -282,7 +282,7 @@ def test_an_unknown_field_is_refused() -> None:
         decode(msgspec.msgpack.encode(fields))
 
 
-def test_what_a_class_refuses_is_refused() -> None:
+def test_a_value_that_its_class_refuses_is_refused() -> None:
     sent = packet(run_prefill())
     fields = msgspec.msgpack.decode(encode(sent))
     fields[5][5][2] = 0.0  # top_p
@@ -290,7 +290,7 @@ def test_what_a_class_refuses_is_refused() -> None:
         decode(msgspec.msgpack.encode(fields))
 
 
-def test_pull_info_comes_with_send_alone() -> None:
+def test_only_send_has_pull_info() -> None:
     fields = msgspec.msgpack.decode(encode(packet(Ack(HEAD))))
     assert decode(msgspec.msgpack.encode(fields)) == packet(Ack(HEAD))
     fields[6] = []

@@ -1,4 +1,4 @@
-"""What nodes with a secret let in, keep and show: of and to those who do not have it."""
+"""CURVE: refused connections, memory that strangers can occupy, and secrecy on the wire."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ ACK: Final = Ack(Header(AttemptKey("r", 1), 2))
 PLAIN: Final = b"words to look for on the wire"
 
 FLOOD_BYTES: Final = 64 << 20
-"""More than what the system holds for a connection; all of it would fit into one open message."""
+"""More than the system buffers for a connection, and less than one message may have."""
 _CHUNK: Final = 1 << 20
 MORE: Final = b"\x03" + _CHUNK.to_bytes(8, "big") + bytes(_CHUNK)
-"""A frame of a message that has not ended, as all versions of ZeroMQ write it."""
+"""A frame of an incomplete message, the same in all versions of ZeroMQ."""
 READY: Final = b"\x04\x1a\x05READY\x0bSocket-Type\x00\x00\x00\x04PUSH"
 
 GREETING_BYTES: Final = 64
@@ -45,7 +45,7 @@ WELCOME_BYTES: Final = 2 + 168
 
 
 def greeting(mechanism: bytes) -> bytes:
-    """Of today's ZeroMQ."""
+    """The greeting of the current ZeroMQ."""
     return b"\xff" + bytes(8) + b"\x7f\x03\x01" + mechanism.ljust(20, b"\0") + bytes(32)
 
 
@@ -77,9 +77,9 @@ def wait_for_packet(channel: ZmqChannel) -> Packet:
 
 
 def send_until_refused(sender: ZmqChannel, receiver: ZmqChannel, reason: RefusedConnection) -> None:
-    """Send until a connection is refused for a reason, and see to it that no message comes.
+    """Send until a connection is refused for a reason; no message may arrive.
 
-    Where one of two has no secret, both end the connection, and who is late knows no reason.
+    If only one side has a secret, both close the connection, and the later one sees no reason.
     """
     for _ in range(ATTEMPTS):
         sender.send(receiver.name, ACK)
@@ -114,7 +114,7 @@ MISMATCHES: Final = pytest.mark.parametrize(
 
 
 @MISMATCHES
-def test_who_has_another_secret_or_none_is_refused_and_counted(
+def test_connections_with_another_secret_or_none_are_refused_and_counted(
     nodes: ExitStack, ours: Secret | None, theirs: Secret | None, reason: RefusedConnection
 ) -> None:
     d, stranger, p = (
@@ -129,10 +129,10 @@ def test_who_has_another_secret_or_none_is_refused_and_counted(
 
 
 @MISMATCHES
-def test_a_node_reaches_the_next_at_an_address_when_the_first_had_another_secret(
+def test_a_node_reconnects_when_a_peer_with_its_secret_takes_the_address(
     nodes: ExitStack, ours: Secret | None, theirs: Secret | None, reason: RefusedConnection
 ) -> None:
-    """Where one of two has none, ZeroMQ itself gives up for good."""
+    """If only one side has a secret, ZeroMQ itself never reconnects."""
     p = opened(nodes, "p", theirs)
     with reserved_port() as port:
         address = f"127.0.0.1:{port}"
@@ -147,8 +147,8 @@ def test_a_node_reaches_the_next_at_an_address_when_the_first_had_another_secret
         assert d.receive()[0].message == ACK
 
 
-def test_a_node_does_not_give_up_as_zeromq_does(nodes: ExitStack) -> None:
-    """Whose peer has no secret, and so does not even end the connection."""
+def test_a_node_reconnects_where_zeromq_gives_up(nodes: ExitStack) -> None:
+    """The peer has no secret and does not close the connection."""
     p = opened(nodes, "p", SECRET)
     listener = listening(nodes)
     p.connect("d", f"127.0.0.1:{listener.getsockname()[1]}")
@@ -167,8 +167,8 @@ def test_a_node_does_not_give_up_as_zeromq_does(nodes: ExitStack) -> None:
 
 
 @pytest.mark.parametrize("says", STRANGERS.values(), ids=STRANGERS.keys())
-def test_what_a_stranger_sends_is_not_kept(nodes: ExitStack, says: bytes) -> None:
-    """Without CURVE all of the flood is kept: it is one message that has not ended."""
+def test_frames_of_a_stranger_are_not_kept(nodes: ExitStack, says: bytes) -> None:
+    """Without CURVE, ZeroMQ would keep the whole flood as one incomplete message."""
     d, p = opened(nodes, "d", SECRET), opened(nodes, "p", SECRET)
     with raw_connection(d) as stranger, pytest.raises((ConnectionResetError, BrokenPipeError)):
         stranger.sendall(says)
@@ -181,7 +181,7 @@ def test_what_a_stranger_sends_is_not_kept(nodes: ExitStack, says: bytes) -> Non
 
 
 def recorded(nodes: ExitStack, secret: Secret | None) -> tuple[ZmqChannel, bytes, bytes]:
-    """A node that was sent a message, and what both sent to each other meanwhile."""
+    """A node that received a message, and the bytes of both directions."""
     d, p = opened(nodes, "d", secret), opened(nodes, "p", secret)
     listener = listening(nodes)
     p.connect("d", f"127.0.0.1:{listener.getsockname()[1]}")
@@ -214,7 +214,7 @@ def test_the_wire_shows_neither_messages_nor_keys(nodes: ExitStack) -> None:
 
 
 def test_a_recorded_connection_cannot_be_played_back(nodes: ExitStack) -> None:
-    """It begins as the one that was recorded, and the answer to that is for somebody else."""
+    """The replay starts like the recording, but the answer is encrypted for another key."""
     d, sent, answered = recorded(nodes, SECRET)
     with raw_connection(d) as stranger, stranger.makefile("rb") as said:
         stranger.sendall(sent[: GREETING_BYTES + HELLO_BYTES])
@@ -230,7 +230,7 @@ def test_a_recorded_connection_cannot_be_played_back(nodes: ExitStack) -> None:
     assert (d.stats().received, d.stats().refused) == (1, {RefusedConnection.OTHER_SECRET: 1})
 
 
-def test_a_secret_needs_a_zeromq_that_can_keep_it(
+def test_a_secret_needs_a_zeromq_with_curve(
     nodes: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(zmq, "has", lambda capability: capability != "curve")

@@ -1,4 +1,4 @@
-"""Which frames a node takes in, and which it does not."""
+"""FrameReader and secrets: accepted and dropped frames."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def dropped(reader: FrameReader, frame: bytes) -> DroppedFrame:
     return caught.value.reason
 
 
-def test_a_frame_is_taken_in_once() -> None:
+def test_a_frame_is_accepted_once() -> None:
     reader = FrameReader("d")
     frame = encode_frame(ACK)
     assert reader.read(frame) == ACK
@@ -43,7 +43,7 @@ def test_a_frame_is_taken_in_once() -> None:
     assert dropped(reader, frame) is DroppedFrame.OLD
 
 
-def test_a_restarted_sender_starts_anew_and_its_earlier_life_is_over() -> None:
+def test_frames_of_an_earlier_epoch_are_dropped() -> None:
     reader = FrameReader("d")
     reader.read(encode_frame(ACK))
     reader.read(encode_frame(replace(ACK, epoch=6, sequence=0)))
@@ -52,7 +52,7 @@ def test_a_restarted_sender_starts_anew_and_its_earlier_life_is_over() -> None:
     assert reader.read(encode_frame(other)) == other
 
 
-def test_a_frame_for_another_node_is_not_for_us() -> None:
+def test_a_frame_for_another_node_is_dropped() -> None:
     assert dropped(FrameReader("p"), encode_frame(ACK)) is DroppedFrame.OTHER_RECEIVER
 
 
@@ -63,7 +63,7 @@ def test_random_bytes_are_dropped(data: bytes, is_framed: bool) -> None:
     assert reason is (DroppedFrame.NOT_A_MESSAGE if is_framed else DroppedFrame.NOT_A_FRAME)
 
 
-def test_what_is_too_long_is_not_looked_at() -> None:
+def test_a_frame_that_is_too_long_is_dropped() -> None:
     frame = encode_frame(ACK).ljust(MAX_FRAME_BYTES + 1, b"\0")
     assert dropped(FrameReader("d"), frame) is DroppedFrame.NOT_A_FRAME
 
@@ -76,7 +76,7 @@ def test_the_number_of_senders_is_limited() -> None:
     assert reader.read(encode_frame(replace(ACK, sender="0", sequence=7))).sender == "0"
 
 
-def test_a_secret_shows_itself_nowhere() -> None:
+def test_a_secret_is_neither_printed_nor_copied() -> None:
     assert repr(SECRET) == str(SECRET) == "Secret(...)"
     for leave in (pickle.dumps, copy.deepcopy):
         with pytest.raises(TypeError, match=r"^a secret stays in its process$"):
@@ -85,7 +85,7 @@ def test_a_secret_shows_itself_nowhere() -> None:
         Secret(b"secret")
 
 
-def test_a_secret_comes_from_a_file_of_its_owner(tmp_path: Path) -> None:
+def test_a_secret_is_read_from_a_private_file(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_bytes(b"a secret that is long enough\n")
     path.chmod(0o600)
@@ -101,7 +101,7 @@ def test_a_secret_comes_from_a_file_of_its_owner(tmp_path: Path) -> None:
         load_secret(tmp_path)
 
 
-def test_a_secret_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RADIXKV_SECRET", raising=False)
     assert load_secret() is None
     monkeypatch.setenv("RADIXKV_SECRET", "a secret that is long enough")

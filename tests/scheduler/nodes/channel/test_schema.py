@@ -1,4 +1,4 @@
-"""Limits of every kind of field, and what a field refuses, in msgspec's words."""
+"""Limits of every kind of field, with the errors of msgspec."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from radixkv.scheduler.nodes.channel.schema import wire_type
         (schema._tuple(schema._int(), 2), [1, 2, 3], "Expected `array` of length <= 2"),
     ],
 )
-def test_what_a_field_is_not(field: Any, packed: Any, text: str) -> None:
+def test_a_field_refuses_other_values(field: Any, packed: Any, text: str) -> None:
     with pytest.raises(msgspec.ValidationError) as error:
         msgspec.msgpack.decode(msgspec.msgpack.encode(packed), type=field)
     assert str(error.value) == text

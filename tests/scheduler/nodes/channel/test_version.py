@@ -14,13 +14,13 @@ from radixkv.scheduler.handoff import PROTOCOL_VERSION, messages
 from radixkv.scheduler.nodes.channel.schema import _CHECKS, PACKETS
 
 SCHEMAS: Final = {1: "2c10dfcde38fb9be", 2: "c45a8a0e3a961b53"}
-"""How the digest of each version's messages begins; what was released is never written anew."""
+"""Start of the digest of each version's wire types. Released versions never change."""
 
 LIMITS: Final = ("MAX_PART_BLOCKS", "MAX_MISSING", "MAX_REASON_CHARS")
 
 
 def described(kind: Any) -> Any:
-    """Type, limits and fields of a wire type, in order, as JSON has them."""
+    """A wire type's fields, types and limits as JSON values."""
     if isinstance(kind, types.StructType):
         fields = [[field.name, described(field.type)] for field in kind.fields]
         checks = [name for name, _ in fields if name in _CHECKS]

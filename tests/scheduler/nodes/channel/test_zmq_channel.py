@@ -1,4 +1,4 @@
-"""Channels on loopback."""
+"""ZmqChannel on loopback."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def ack(attempt: int = 1) -> Ack:
 
 
 def next_packets(channel: ZmqChannel, number: int = 1) -> list[Packet]:
-    """The next packets; fails if they do not come."""
+    """Receive the next packets; fail if they do not arrive."""
     packets: list[Packet] = []
     while len(packets) < number:
         assert channel.wait(LATE_S), f"{len(packets)} packets, {channel.stats()}"
@@ -58,7 +58,7 @@ def next_packets(channel: ZmqChannel, number: int = 1) -> list[Packet]:
 
 
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["open", "secret"])
-def test_messages_come_in_order_with_their_sender(opened: Open, secret: Secret | None) -> None:
+def test_messages_arrive_in_order_with_their_sender(opened: Open, secret: Secret | None) -> None:
     p, d = opened("p", 7, secret=secret), opened("d", secret=secret)
     p.connect("d", d.address)
     d.connect("p", p.address)
@@ -83,7 +83,7 @@ def test_messages_wait_for_a_peer_that_is_not_there_yet(opened: Open) -> None:
         assert next_packets(d)[0].message == ack()
 
 
-def test_a_full_queue_drops_and_says_so(opened: Open) -> None:
+def test_a_full_queue_drops_and_counts_messages(opened: Open) -> None:
     p = opened("p")
     with reserved_port() as port:  # nobody listens there
         p.connect("d", f"127.0.0.1:{port}")
@@ -135,7 +135,7 @@ def test_hostile_bytes_are_counted_and_dropped(opened: Open) -> None:
 
 
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["open", "secret"])
-def test_a_frame_that_is_too_long_ends_its_connection_and_nothing_else(
+def test_a_frame_that_is_too_long_ends_only_its_connection(
     opened: Open, secret: Secret | None
 ) -> None:
     d, p = opened("d", secret=secret), opened("p", secret=secret)

@@ -1,4 +1,4 @@
-"""What every transport must do: one class of tests, to be subclassed with a `pair` fixture."""
+"""Tests that every transport must pass; subclasses provide the fixture `pair`."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from radixkv.scheduler.nodes.transport.threaded import ThreadedTransport
 
 KEY = AttemptKey("r1", 1)
 SOON_S = 0.4
-"""The deadline of a pull that must not succeed."""
+"""Timeout of pulls that must fail."""
 LATE_S = 60.0
-"""Of all else; no test waits for it."""
+"""Timeout of everything else, which no test reaches."""
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ def part_id(part: int = 0, key: AttemptKey = KEY) -> PartId:
 
 
 def arrays(seed: int = 0, num_blocks: int = 3) -> list[jax.Array]:
-    """A part as an engine has it: K and V of two layers, of some blocks."""
+    """A part like an engine's: K and V of two layers."""
     draw = np.random.default_rng(seed)
     shape = (num_blocks, 2, 8, 16)
     return [jnp.asarray(draw.normal(size=shape), jnp.bfloat16) for _ in range(4)]
@@ -63,7 +63,7 @@ def equal(one: Sequence[PayloadArray], other: Sequence[PayloadArray]) -> bool:
 
 
 def wait(transport: Transport, kind: type[T], events: list[Event] | None = None) -> T:
-    """Poll until there is an event of a kind; the others go into events."""
+    """Poll until an event of a class; append other events to events."""
     end = time.monotonic() + LATE_S
     while time.monotonic() < end:
         polled = transport.poll()
@@ -81,16 +81,16 @@ def wait(transport: Transport, kind: type[T], events: list[Event] | None = None)
 
 
 def offer(transport: Transport, part: int = 0, seed: int = 0, ttl_s: float = LATE_S) -> PullInfo:
-    """Offer a part, and return how to pull it."""
+    """Offer a part, and return its PullInfo."""
     offered = jax.block_until_ready(arrays(seed))  # it waits for nothing, however short its life
     transport.offer(part_id(part), offered, describe(offered, num_blocks=3), ttl_s=ttl_s)
     return wait(transport, Offered).info
 
 
 class TransportConformance:
-    """Each test gets both ends, new."""
+    """Each test gets two new transports."""
 
-    def test_what_is_offered_is_received(self, pair: Pair) -> None:
+    def test_an_offered_part_is_received(self, pair: Pair) -> None:
         info = offer(pair.prefill)
         pair.decode.pull(part_id(), info, info.descriptor, timeout_s=LATE_S)
         received = wait(pair.decode, Received)
@@ -142,7 +142,7 @@ class TransportConformance:
             ("order", "array 0 is ArraySpec"),
         ],
     )
-    def test_what_is_not_expected_is_not_pulled(self, pair: Pair, part: str, reason: str) -> None:
+    def test_an_unexpected_part_is_not_pulled(self, pair: Pair, part: str, reason: str) -> None:
         info = offer(pair.prefill)
         expected, asked = info.descriptor, part_id()
         specs = expected.arrays
@@ -176,7 +176,7 @@ class TransportConformance:
         assert failed.reason.startswith(reason), failed.reason
         assert pair.decode.stats().faults == {Fault.MISMATCH: 1}
 
-    def test_what_was_withdrawn_is_not_received(self, pair: Pair) -> None:
+    def test_a_withdrawn_part_is_not_received(self, pair: Pair) -> None:
         info = offer(pair.prefill)
         pair.prefill.withdraw(KEY)
         wait(pair.prefill, Withdrawn)
@@ -188,7 +188,7 @@ class TransportConformance:
 
     withdrawn_fault = Fault.EXPIRED
 
-    def test_withdrawing_nothing_is_reported_all_the_same(self, pair: Pair) -> None:
+    def test_withdrawing_nothing_is_reported(self, pair: Pair) -> None:
         pair.prefill.withdraw(AttemptKey("r2", 5))
         assert wait(pair.prefill, Withdrawn).key == ("r2", 5)
 
@@ -215,7 +215,7 @@ class TransportConformance:
         pair.decode.cancel(part_id())
         assert pair.decode.poll() == []
 
-    def test_a_pull_is_cancelled_too_when_all_of_it_is_here(self, pair: Pair) -> None:
+    def test_a_pull_is_cancelled_even_after_all_arrived(self, pair: Pair) -> None:
         info = offer(pair.prefill)
         pair.decode.pull(part_id(), info, info.descriptor, timeout_s=LATE_S)
         end = time.monotonic() + LATE_S
@@ -260,7 +260,7 @@ class TransportConformance:
 
 
 class EngineConformance(TransportConformance):
-    """Of transports whose bytes leave the process, and so have digests."""
+    """Tests of transports between processes, which use digests."""
 
     @pytest.mark.parametrize("change", ["first", "last", "one less", "one more"])
     def test_each_array_must_have_its_digest(self, pair: Pair, change: str) -> None:

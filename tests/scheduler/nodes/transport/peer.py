@@ -1,4 +1,4 @@
-"""Another process with a transport, which a test stops, continues and kills.
+"""A process with a transport that tests stop, continue and kill.
 
 Segment by path. It does what the lines of its input say, and answers each with a line:
 
@@ -38,13 +38,13 @@ STAGING_BYTES = 160 << 20
 
 
 def content(part: int, num_arrays: int, num_bytes: int) -> list[npt.NDArray[np.uint8]]:
-    """What a peer offers as a part; no byte is 0."""
+    """The arrays that a peer offers as a part; no byte is 0."""
     draw = np.random.default_rng(part)
     return [draw.integers(1, 256, num_bytes, np.uint8) for _ in range(num_arrays)]
 
 
 class Peer:
-    """The process, from the side of a test."""
+    """The test's handle of the process."""
 
     def __init__(self, transport: str, environment: dict[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -57,13 +57,13 @@ class Peer:
         self._said = b""
 
     def ask(self, line: str) -> str:
-        """Have it do something, and return its answer."""
+        """Send a command, and return the answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{line}\n".encode())
         return self.answer()
 
     def answer(self) -> str:
-        """Return the next line that it says."""
+        """Return the next line of its output."""
         assert self._process.stdout is not None
         while b"\n" not in self._said:
             assert select.select([self._process.stdout], [], [], 300)[0], "the peer says nothing"
@@ -74,13 +74,13 @@ class Peer:
         return answer.decode()
 
     def offer(self, part: int, num_arrays: int, num_bytes: int) -> PullInfo:
-        """Have it offer `content`."""
+        """Let the peer offer `content`."""
         info = decode(bytes.fromhex(self.ask(f"offer {part} {num_arrays} {num_bytes}"))).pull_info
         assert info is not None
         return info
 
     def stop(self) -> None:
-        """Stop it; returns when it stands still."""
+        """Stop the process, and wait until it has stopped."""
         self._process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
 
@@ -88,7 +88,7 @@ class Peer:
         self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """End it, if it has not ended."""
+        """Kill the process, unless it has ended."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):

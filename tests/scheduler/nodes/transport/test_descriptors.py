@@ -1,4 +1,4 @@
-"""Descriptors: what can be sent, and what tells one part from another."""
+"""Descriptors: supported arrays, comparison and digests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from radixkv.scheduler.nodes.transport import Descriptor, TransportArgumentError
 from radixkv.scheduler.nodes.transport.descriptors import _ITEM_BYTES, ArraySpec, digest_arrays
 
 
-def test_a_descriptor_says_what_the_arrays_are() -> None:
+def test_a_descriptor_describes_the_arrays() -> None:
     described = describe(
         [jnp.zeros((3, 4), jnp.bfloat16), np.zeros((2,), np.int8)],
         num_blocks=3,
@@ -41,7 +41,7 @@ def test_item_sizes_are_those_of_the_dtypes(name: str) -> None:
         (np.zeros(2, np.complex64), "^arrays of complex64 cannot be sent$"),
     ],
 )
-def test_what_cannot_be_sent_is_refused(array: np.ndarray, message: str) -> None:
+def test_unsupported_arrays_are_refused(array: np.ndarray, message: str) -> None:
     with pytest.raises(TransportArgumentError, match=message):
         describe([array], num_blocks=1)
 

@@ -37,7 +37,7 @@ def test_jax_arrays_are_handed_over_as_they_are(pair: Pair) -> None:
     assert all(one is other for one, other in zip(received, offered, strict=True))
 
 
-def test_what_was_pulled_outlives_the_offer(pair: Pair) -> None:
+def test_a_pulled_part_outlives_the_offer(pair: Pair) -> None:
     info = offer(pair.prefill)
     pair.decode.pull(part_id(), info, info.descriptor, timeout_s=1)
     pair.prefill.close()

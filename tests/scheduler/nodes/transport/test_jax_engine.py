@@ -1,4 +1,4 @@
-"""Transfers of JAX between two servers."""
+"""JaxEngine: transfers between two servers."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class TestJax(EngineConformance):
 
 
 def never(engine: JaxEngine) -> JaxPull:
-    """A pull of what nobody offers: that is how one from a server that serves nobody looks."""
+    """A pull that never ends, as from a server that serves nobody."""
     return engine.begin(engine.address, secrets.randbits(63), [ArraySpec((1,), "int8")])
 
 
 def withdraw_what_is_pulled(engine: JaxEngine, *, serves: bool) -> None:
-    """Withdraw an offer that cannot be pulled any more, as D has begun to.
+    """Withdraw an offer that D has begun to pull, so that P cannot pull it.
 
     Its time is over when the engine has had all the time that it needs to serve its own node.
     """
@@ -104,7 +104,7 @@ def ends_at_once(pull: JaxPull) -> bool:
 
 
 def breaks_nothing(pull: JaxPull) -> None:
-    """As of a version of JAX whose connections cannot be broken."""
+    """Like a version of JAX whose connections cannot be broken."""
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def breaks_nothing(pull: JaxPull) -> None:
         ("abandon", breaks_nothing, "a broken pull did not end within 0 s"),
     ],
 )
-def test_a_server_that_does_not_pass_its_test_is_refused(
+def test_a_server_that_fails_its_self_test_is_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, value: object, text: str
 ) -> None:
     monkeypatch.setattr(jax_engine, "_SELF_TEST_S", 0.0)

@@ -1,4 +1,4 @@
-"""Reads of NIXL between two agents."""
+"""NixlEngine: reads between two agents."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STAGING_BYTES = 1 << 20
 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    """Two agents that read each array by a request of its own, so that both threads read."""
+    """Two agents with one read per array, so that both threads read."""
     monkeypatch.setattr(nixl_engine, "_READ_BYTES", 1)
     ends = Pair(*[ThreadedTransport(NixlEngine(STAGING_BYTES)) for _ in range(2)])
     yield ends
@@ -42,7 +42,7 @@ class TestNixl(EngineConformance):
 
 
 def test_a_prompt_may_be_larger_than_staging_memory(pair: Pair) -> None:
-    """What D has read makes room for what waits on P, long before the prompt is withdrawn."""
+    """P frees the parts that D has read, long before the prompt is withdrawn."""
     size, num_parts = STAGING_BYTES // 3, 12
     for part in range(num_parts):
         offered = [np.full(size, part, np.uint8)]
@@ -82,10 +82,10 @@ def test_a_part_that_is_larger_than_d_s_staging_memory_is_not_pulled(pair: Pair)
     small.close()
 
 
-def test_what_the_helper_reads_keeps_a_pull_that_was_given_up_in_quarantine(
+def test_a_cancelled_pull_stays_quarantined_while_the_helper_reads(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other parts are read without it meanwhile; its slot is not used until it has ended."""
+    """Other parts are read meanwhile; the slot is free only after the helper's read."""
     is_reading, may_go_on, post = Event(), Event(), NixlAgent.post
     is_first = iter([True])  # the helper begins after a read of the transport's thread
 

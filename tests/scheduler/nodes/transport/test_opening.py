@@ -1,4 +1,4 @@
-"""What is refused when a transport is opened, and which routes an engine does not follow."""
+"""Arguments that opening a transport refuses, and routes that an engine refuses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from radixkv.scheduler.nodes.transport.transfer_engine import PullError
 from .conformance import arrays
 
 
-def test_an_unknown_name_and_no_address_are_refused() -> None:
+def test_an_unknown_name_and_an_invalid_address_are_refused() -> None:
     with pytest.raises(
         TransportArgumentError,
         match=r"^transport must be one of jax, nixl, got 'pigeon'$",
@@ -38,7 +38,7 @@ def test_jax_listens_at_one_address() -> None:
         open_transport("jax", host="192.0.2.77")
 
 
-def test_nixl_that_is_not_installed_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_nixl_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_agent, "_PACKAGES", ("radixkv_no_such_package",))
     with pytest.raises(
         TransportUnavailableError,
@@ -48,14 +48,14 @@ def test_nixl_that_is_not_installed_is_said_so(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("route", [b"", b"12345678", b"12345678nowhere", b"12345678host:1"])
-def test_jax_does_not_connect_to_what_is_no_address(route: bytes) -> None:
+def test_jax_refuses_an_invalid_address(route: bytes) -> None:
     with pytest.raises(PullError, match=r"^no address of a transfer server$") as caught:
         JaxEngine().pull(route, describe(arrays(), num_blocks=3))
     assert caught.value.fault is Fault.MISMATCH
 
 
 @pytest.mark.parametrize("route", [b"", bytes(16), bytes(100_000)])
-def test_nixl_does_not_read_metadata_that_is_none(route: bytes) -> None:
+def test_nixl_refuses_invalid_metadata(route: bytes) -> None:
     engine = NixlEngine(1 << 20)
     with pytest.raises(PullError, match=r"^no metadata of a NIXL agent$"):
         engine.pull(route, describe(arrays(), num_blocks=3))

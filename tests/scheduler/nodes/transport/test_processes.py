@@ -1,4 +1,4 @@
-"""Two real processes, one of which is stopped, continued or killed at the worst moment."""
+"""Transports between two processes, one of which is stopped, continued or killed."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from .peer import STAGING_BYTES, Peer, content, packet_of
 SOON_S = 1.0
 MIB = 1 << 20
 BIG = (48, 2 * MIB)
-"""Arrays of a part that takes a while, and the bytes of each."""
+"""Number of arrays of a slow part, and the bytes of each."""
 SMALL = (4, 64 << 10)
 
 
 class Node(NamedTuple):
-    """This process's node, and the other process."""
+    """A node in this process, and its peer in the other."""
 
     transport: ThreadedTransport
     engine: TransferEngine
@@ -48,23 +48,23 @@ class Node(NamedTuple):
         self.transport.pull(info.part_id, info, info.descriptor, timeout_s=timeout_s)
 
     def receives(self, part: int, size: tuple[int, int]) -> None:
-        """Pull a new part, which must arrive as the peer made it."""
+        """Pull a new part, and compare it with the offer."""
         info = self.peer.offer(part, *size)
         self.begin(info, LATE_S)
         assert equal(wait(self.transport, Received).arrays, content(part, *size))
         self.transport.release(info.part_id)
 
     def fails(self, info: PullInfo) -> Fault:
-        """Pull what must fail, by its deadline at the latest."""
+        """Pull a part that must fail, and return the fault."""
         self.begin(info, SOON_S)
         failed = wait(self.transport, PullFailed)
         assert (failed.part_id, self.transport.stats().pulls) == (info.part_id, 0)
         return failed.fault
 
     def stop_midway(self) -> PullInfo:
-        """Stop the peer while it sends, and return what is pulled from it, with a late deadline.
+        """Stop the peer while it sends a part; return the part, whose deadline is far away.
 
-        Where more than half had come, the rest may be on its way; then another part is tried.
+        If more than half has arrived, the rest may be in flight; then another part is tried.
         """
         for part in range(100, 200):
             info = self.peer.offer(part, *BIG)
@@ -84,11 +84,11 @@ class Node(NamedTuple):
         raise AssertionError("every part came at once")
 
     def reach_deadline(self, info: PullInfo) -> None:
-        """Let the time for a pull be over."""
+        """Move the deadline of a pull into the past."""
         self.transport._table._pulls[info.part_id].deadline = 0.0
 
     def _arrived(self, info: PullInfo) -> float:
-        """How much of a part has come, from 0 to 1, as far as can be seen."""
+        """Fraction of a part that has visibly arrived."""
         pull = self.transport._table._pulls.get(info.part_id)
         match pull.running if pull is not None else None:
             case JaxPull() as running:
@@ -129,7 +129,7 @@ def node(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @pytest.fixture(params=["jax", "nixl over tcp"])
 def slow_node(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    """Not NIXL over shared memory: that reads the memory of a process that stands still."""
+    """Without NIXL over shared memory, which can read the memory of a stopped process."""
     with opened(request.param, monkeypatch) as node:
         yield node
 
@@ -142,7 +142,7 @@ def test_parts_come_from_another_process_until_it_is_killed(node: Node) -> None:
     assert node.fails(left) in (Fault.PEER_LOST, Fault.TIMED_OUT)
 
 
-def test_a_peer_that_stops_midway_costs_a_pull_and_nothing_else(slow_node: Node) -> None:
+def test_a_peer_that_stops_midway_costs_only_a_pull(slow_node: Node) -> None:
     node = slow_node
     node.reach_deadline(node.stop_midway())
     assert wait(node.transport, PullFailed).fault is Fault.TIMED_OUT
@@ -167,7 +167,7 @@ def test_a_peer_that_stops_midway_costs_a_pull_and_nothing_else(slow_node: Node)
 
 
 def quarantined(node: Node) -> tuple[StagingPool, Slot, npt.NDArray[np.uint8]] | None:
-    """The slot in quarantine, and what is in it; None if the engine has no staging memory."""
+    """The quarantined slot and its content; None if the engine has no staging memory."""
     if not isinstance(node.engine, NixlEngine):
         return None
     assert node.transport.stats().quarantined_bytes == BIG[0] * BIG[1]
@@ -184,7 +184,7 @@ def await_no_quarantine(node: Node) -> None:
         time.sleep(1e-3)
 
 
-def test_a_peer_that_is_killed_midway_is_found_out(slow_node: Node) -> None:
+def test_a_peer_that_is_killed_midway_is_noticed(slow_node: Node) -> None:
     node = slow_node
     node.stop_midway()
     node.peer.kill()
@@ -193,7 +193,7 @@ def test_a_peer_that_is_killed_midway_is_found_out(slow_node: Node) -> None:
     await_no_quarantine(node)
 
 
-def test_a_reader_that_stops_or_dies_takes_nothing_with_it(slow_node: Node) -> None:
+def test_a_reader_that_stops_or_dies_leaves_its_peer_working(slow_node: Node) -> None:
     node, transport = slow_node, slow_node.transport
     arrays = content(0, *BIG)
     transport.offer(part_id(), arrays, describe(arrays, num_blocks=1), ttl_s=LATE_S)

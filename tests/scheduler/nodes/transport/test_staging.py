@@ -1,4 +1,4 @@
-"""Staging memory: slots do not overlap, and come back whole."""
+"""StagingPool: slots do not overlap, and all memory is recycled."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_slots_do_not_overlap_and_come_back_whole(sizes: list[int], random) -> N
     assert pool.allocate(POOL_BYTES) == Slot(0, POOL_BYTES)
 
 
-def test_what_never_fits_is_refused_and_what_does_not_fit_now_waits() -> None:
+def test_a_part_larger_than_the_pool_is_refused() -> None:
     pool = StagingPool(POOL_BYTES)
     with pytest.raises(
         TooLargeError, match=r"^it has 1001 bytes, and staging memory has 1000 \(staging_bytes\)$"
