@@ -97,7 +97,7 @@ class BatchScheduler:
     def add(self, request: Request) -> None:
         """See `MixedScheduler.add`."""
         if self.queues.find(request.request_id) is not None:
-            raise RequestError(f"request {request.request_id!r} is live already")
+            raise RequestError(f"request {request.request_id!r} is already active")
         if request.status is not RequestStatus.WAITING or request.output_tokens:
             raise RequestError(f"request {request.request_id!r} was added before")
         self.check_fits(request)

@@ -43,7 +43,7 @@ class SchedulerError(RadixKVError):
 
 
 class RequestError(SchedulerError, ValueError):
-    """A request is malformed, or has the id of a live request."""
+    """A request is malformed, or has the id of an active request."""
 
 
 class ConfigError(SchedulerError, ValueError):

@@ -22,7 +22,7 @@ class Leases(Protocol):
         """Tell whether a request that holds blocks can be computed."""
 
     def publish(self, request: Request) -> None:
-        """Publish the blocks that a request has computed, if it is this owner's task."""
+        """Publish the blocks that a request has computed, unless the hand-off publishes them."""
 
     def release(self, request: Request) -> None:
         """Release the blocks of a request, if it holds any."""

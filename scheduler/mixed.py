@@ -79,7 +79,7 @@ class MixedScheduler(Scheduler):
         """Queue a request; its prompt is prefetched from storage while it waits.
 
         Raises:
-            RequestError: if it was added before, or a live request has its id.
+            RequestError: if it was added before, or an active request has its id.
             RequestTooLargeError: if it could not run to its limit even alone.
         """
         self._batch.add(request)
@@ -101,7 +101,7 @@ class MixedScheduler(Scheduler):
         return self._batch.update(plan, next_tokens)
 
     def abort(self, request_id: str) -> bool:
-        """End a request in any state; return False if no live request has this id.
+        """End a request in any state; return False if no active request has this id.
 
         During a step, its blocks are released by the `update` of that step. Blocks that are being
         copied for it are released when the copy has ended.
@@ -109,7 +109,7 @@ class MixedScheduler(Scheduler):
         return self._batch.abort(request_id)
 
     def reset_cache(self, keep: Collection[bytes] = (), weights_revision: str = "") -> None:
-        """Drop all KV because the weights have changed; requests live on and recompute theirs.
+        """Drop all KV because the weights have changed; requests continue and recompute theirs.
 
         Running requests are preempted. Before the reset, abort requests that should not continue
         with other weights.

@@ -1,4 +1,4 @@
-"""Preemption: which requests lose their blocks when blocks run out, and what their KV becomes."""
+"""Preemption: which requests lose their blocks when blocks run out, and where their KV goes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Preemption:
     """Reserves the next token of decoding requests, and preempts when blocks run out.
 
     The victim is the running request that comes last in the policy's order. It gives up its blocks
-    and is resumed later. Its KV is parked in a tier, or what the cache loses of it is recomputed.
+    and is resumed later. Its KV is parked in a tier, or recomputed as far as the cache has lost it.
     """
 
     def __init__(

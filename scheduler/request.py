@@ -27,7 +27,7 @@ class RequestStatus(enum.Enum):
                           └────── PREEMPTED
 
     A LOADING request holds blocks into which KV is copied from the host. A PREEMPTED request holds
-    no blocks, and is resumed before new requests start. A live request in any state may become
+    no blocks, and is resumed before new requests start. An active request in any state may become
     ABORTED.
     """
 
@@ -93,7 +93,7 @@ class Request:
     """A prompt to continue by up to `max_new_tokens` tokens.
 
     Attributes:
-        request_id: unique among live requests.
+        request_id: unique among active requests.
         prompt: read-only int32 array.
         output_tokens: tokens generated so far, including a stop token.
         status, finish_reason: see `RequestStatus`; the reason is None until the request ends.
@@ -118,7 +118,7 @@ class Request:
         """Make a request from a copy of the prompt.
 
         Args:
-            request_id: unique among live requests.
+            request_id: unique among active requests.
             prompt: token ids, at least one.
             max_new_tokens: limit of the output, at least 1.
             priority: for the policy `Priority`; lower numbers go first.

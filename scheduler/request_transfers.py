@@ -1,4 +1,4 @@
-"""What requests have in the host and storage tiers: prefetches, copies in flight and parked KV."""
+"""Transfers of requests in the host and storage tiers: prefetches, copies in flight, parked KV."""
 
 from __future__ import annotations
 

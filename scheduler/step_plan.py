@@ -18,7 +18,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class StepPlan:
-    """What one step computes.
+    """The chunks that one step computes.
 
     Attributes:
         chunks: decode rows first (one token each), then prefill chunks. If there is none, all

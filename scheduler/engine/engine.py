@@ -86,7 +86,7 @@ class Engine:
 
         Raises:
             RequestError: for a token outside the vocabulary, more tokens than `max_model_len`, or
-                the id of a live request.
+                the id of an active request.
             RequestTooLargeError: if it could not run to its limit even alone.
             EngineClosedError: after close, with a host tier.
         """
@@ -94,7 +94,7 @@ class Engine:
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> bool:
-        """End a request in any state; return False if no live request has this id."""
+        """End a request in any state; return False if no active request has this id."""
         return self.scheduler.abort(request_id)
 
     @property
@@ -137,7 +137,7 @@ class Engine:
     ) -> None:
         """Drop the KV of all tiers, and optionally replace the weights.
 
-        Live requests keep their tokens and recompute the KV; their next tokens come from the new
+        Active requests keep their tokens and recompute the KV; their next tokens come from the new
         weights. Abort requests that should not continue before the reset.
 
         Args:

@@ -102,7 +102,7 @@ class Gateway:
         """
         request_id = request.request_id
         if request_id in self._names:
-            raise RequestError(f"request {request_id!r} is live already")
+            raise RequestError(f"request {request_id!r} is already active")
         if request.status is not RequestStatus.WAITING or request.output_tokens:
             raise RequestError(f"request {request_id!r} was added before")
         name = self._names[request_id] = f"{request_id} #{self._epoch:x}.{next(self._serials)}"

@@ -240,7 +240,7 @@ def test_a_prompt_that_no_node_has_room_for_fails(llama):
             Request("a", [5] * 380, 5),
             "request 'a': 380 prompt tokens and 5 new ones are more than max_model_len 384",
         ),
-        (Request("live", [5], 1), "request 'live' is live already"),
+        (Request("live", [5], 1), "request 'live' is already active"),
     ],
 )
 def test_requests_that_cannot_run_are_refused(llama, request_, text):

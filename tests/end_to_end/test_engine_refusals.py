@@ -70,7 +70,7 @@ def test_a_request_of_the_greatest_length_runs(engine):
 def test_a_live_id_is_refused(engine):
     serving = fresh(engine("llama", 4))
     serving.add_request(Request("a", [1], 1))
-    with refused(RequestError, "request 'a' is live already"):
+    with refused(RequestError, "request 'a' is already active"):
         serving.add_request(Request("a", [2], 1))
     assert len(serving.run()) == 1
 

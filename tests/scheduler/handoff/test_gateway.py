@@ -103,7 +103,7 @@ def test_a_failure_has_the_name_that_the_client_gave() -> None:
 def test_a_request_is_taken_in_once() -> None:
     gateway, request = make("d0"), Request("a", [1], 1)
     gateway.add_request(request, 0.0)
-    with pytest.raises(RequestError, match=r"^request 'a' is live already$"):
+    with pytest.raises(RequestError, match=r"^request 'a' is already active$"):
         gateway.add_request(Request("a", [2], 1), 0.0)
     assert gateway.abort("a")
     assert not gateway.abort("a")

@@ -110,7 +110,7 @@ def test_update_returns_the_requests_that_ended_in_the_step():
 def test_a_live_id_is_refused():
     harness = Harness()
     harness.submit([1], name="a")
-    with refused(RequestError, "request 'a' is live already"):
+    with refused(RequestError, "request 'a' is already active"):
         harness.submit([2], name="a")
     harness.drain()
     assert harness.submit([2], name="a").status is RequestStatus.WAITING

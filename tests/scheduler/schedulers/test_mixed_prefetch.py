@@ -155,7 +155,7 @@ def test_prefetches_ahead_do_not_exceed_the_host_tier():
     harness.drain()
     assert first.num_storage_hit_tokens == 8
     third = harness.submit([6, *PROMPT], 2, name="third")
-    assert third.prefetch is not None  # nobody is ahead any more
+    assert third.prefetch is not None  # no other request is ahead any more
     harness.drain()
     for request in (first, second, third):
         assert request.output_tokens == alone(harness, request)

@@ -187,7 +187,7 @@ def test_a_longer_horizon_admits_no_more(running, new, block_size):
 
 @given(st.lists(loads(), min_size=1, max_size=8), block_sizes, st.integers(1, 40))
 def test_with_no_horizon_all_that_are_admitted_can_grow_to_their_ends(queue, block_size, pool):
-    """Whatever is admitted, the blocks of all at their ends fit the pool: nobody is preempted."""
+    """The blocks of all admitted requests at their limits fit the pool: none is preempted."""
     reservation = Reservation([], block_size, None)
     available, at_their_ends = pool, 0
     for load in queue:
