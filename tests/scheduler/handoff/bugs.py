@@ -26,7 +26,7 @@ def bug(name: str, file: str, *edits: tuple[str, str]) -> Bug:
 
 BUGS: Final = [
     bug(
-        "a grant is given back before its pulls are fenced",
+        "D releases a grant before its pulls are fenced",
         D,
         (
             "        if attempt.pulls:\n            self._move",
@@ -34,7 +34,7 @@ BUGS: Final = [
         ),
     ),
     bug(
-        "what was offered is released before it is fenced",
+        "P releases offered blocks before the fence",
         P,
         (
             "        if attempt.sends:\n            self._move",
@@ -50,7 +50,7 @@ BUGS: Final = [
         ),
     ),
     bug(
-        "ASK that comes twice is admitted twice",
+        "a repeated ASK is admitted twice",
         D,
         (
             "        if attempt is not None:\n            self._asked_again",
@@ -58,7 +58,7 @@ BUGS: Final = [
         ),
     ),
     bug(
-        "GRANT that comes twice is taken twice",
+        "a repeated GRANT is accepted twice",
         P,
         ("case Grant() if asking:", "case Grant():"),
     ),
@@ -77,7 +77,7 @@ BUGS: Final = [
         ("if commit is None or attempt.pulls or len(", "if commit is None or len("),
     ),
     bug(
-        "COMMIT that comes twice starts twice",
+        "a repeated COMMIT starts twice",
         D,
         (
             "            self._post_end(attempt)\n        elif isinstance(message, Abort)",
@@ -105,7 +105,7 @@ BUGS: Final = [
         ("or header.peer_epoch not in (None, self.epoch)", ""),
     ),
     bug(
-        "a newer life of D speaks for the older",
+        "a newer epoch of D speaks for the older",
         P,
         ("if known.peer_epoch is not None and header.epoch != known.peer_epoch:", "if False:"),
     ),
@@ -124,7 +124,7 @@ BUGS: Final = [
         ("        self._manager.publish(attempt.lease, attempt.tokens)\n", ""),
     ),
     bug(
-        "P publishes at admission: what is refused stays matchable",
+        "P publishes at admission: a refused prompt stays matchable",
         P,
         (
             "        ask = make_ask(",
@@ -140,7 +140,7 @@ BUGS: Final = [
         ),
     ),
     bug(
-        "P recycles what it offered when others have published the same",
+        "P recycles offered blocks that another request has published",
         P,
         (
             "if self._num_groups == 1 or not attempt.sends or match.num_tokens <= published:",
@@ -161,7 +161,7 @@ BUGS: Final = [
         ),
     ),
     bug(
-        "a pull that failed is a pull that is fenced",
+        "a failed pull counts as fenced",
         D,
         (
             "self._ended_pull(part_id) if fenced else self._pulling(part_id)",
@@ -169,7 +169,7 @@ BUGS: Final = [
         ),
     ),
     bug(
-        "a pull that failed counts as arrived",
+        "a failed pull counts as arrived",
         D,
         (
             'self._give_up(attempt, f"part {part_id.part} could not be pulled: {reason}")',
@@ -177,12 +177,12 @@ BUGS: Final = [
         ),
     ),
     bug(
-        "D waits for ever for a P that is gone",
+        "D never gives up a silent P",
         D,
         ("elif now - attempt.heard_at >= timing.silence_s:", "elif False:"),
     ),
     bug(
-        "P asks for ever",
+        "P never stops asking",
         P,
         (
             "if attempt.state is not PrefillState.COMPUTING and (is_silent",
@@ -190,17 +190,17 @@ BUGS: Final = [
         ),
     ),
     bug(
-        "a pull may take for ever",
+        "a pull never times out",
         D,
         ("if any(now - each >= timing.transfer_s for each in started):", "if False:"),
     ),
     bug(
-        "ASK is said once",
+        "ASK is not repeated",
         P,
         ("                    self._post(attempt, attempt.ask)", "                    pass"),
     ),
     bug(
-        "COMMIT is said once",
+        "COMMIT is not repeated",
         P,
         (
             "self._post(attempt, attempt.commit or Renew(attempt.header))",
@@ -208,17 +208,17 @@ BUGS: Final = [
         ),
     ),
     bug(
-        "a part that was lost is not sent again",
+        "a lost part is not sent again",
         P,
         ("self._post(attempt, attempt.sends[part])", "pass"),
     ),
     bug(
-        "D does not say what it lacks",
+        "D does not name missing parts",
         ATTEMPTS,
         ("return tuple(islice(missing, MAX_MISSING))", "return ()"),
     ),
     bug(
-        "the last block, which is not full, is not sent",
+        "a partial last block is not sent",
         ATTEMPTS,
         (
             "last = -(-num_tokens // block_size) if is_all else num_tokens // block_size",
@@ -226,32 +226,32 @@ BUGS: Final = [
         ),
     ),
     bug(
-        "a part may be written into what is shared",
+        "a part may be written into shared blocks",
         ATTEMPTS,
         ("is_granted = self.first_block <= first < stop", "is_granted = 0 <= first < stop"),
     ),
     bug(
-        "D starts a prompt that is not whole",
+        "D starts an incomplete prompt",
         D,
         ("if not attempt.is_complete() or commit", "if commit"),
     ),
     bug(
-        "D decodes from a token that is none",
+        "D decodes from a token outside the vocabulary",
         D,
         ("self._vocab_size is None or 0 <= token < self._vocab_size", "True"),
     ),
     bug(
-        "the seed is lost on the way",
+        "the seed is lost in COMMIT",
         ATTEMPTS,
         ("            request.sampling,\n", "            type(request.sampling)(),\n"),
     ),
     bug(
-        "D forgets the lease of an attempt that it gives up",
+        "D leaks the lease of an aborted attempt",
         D,
         ("        self._manager.release(attempt.lease)\n", ""),
     ),
     bug(
-        "P forgets the lease of an attempt that ends",
+        "P leaks the lease of an ended attempt",
         P,
         ("        self._manager.release(attempt.lease)\n", ""),
     ),
@@ -261,7 +261,7 @@ BUGS: Final = [
         ("request = self._requests.pop(request_id)", "request = self._requests[request_id]"),
     ),
     bug(
-        "a request is not answered when its attempts are used up",
+        "a request without attempts left is not answered",
         "handoff/retries.py",
         (
             "            self._answer(request_id, None, reason)\n            return",

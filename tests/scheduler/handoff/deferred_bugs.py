@@ -10,17 +10,17 @@ DEFERRED: Final = "handoff/deferred_asks.py"
 
 DEFERRED_BUGS: Final = [
     bug(
-        "a block is granted to two at once",
+        "a block is granted for two prompts at once",
         D,
         ("if self._is_in_flight(request) and self._deferred.has_room:", "if False:"),
     ),
     bug(
-        "who is held is not answered when it may go on",
+        "deferred ASKs are not answered",
         D,
         ("        for deferred in self._deferred.all():\n            self._asked(deferred)\n", ""),
     ),
     bug(
-        "who asks again loses its place",
+        "a repeated ASK loses its place",
         DEFERRED,
         (
             "        self._by_request[deferred.key.request_id] = deferred",
@@ -29,27 +29,27 @@ DEFERRED_BUGS: Final = [
         ),
     ),
     bug(
-        "an ASK is held after its P has given it up",
+        "an ASK stays deferred after its P has aborted",
         D,
         ("            self._deferred.abort(peer, header.key)\n", "            pass\n"),
     ),
     bug(
-        "any node may give up what another asks for",
+        "any node may abort another node's ASK",
         DEFERRED,
         ("(deferred.peer, deferred.key) == (peer, key)", "deferred.key == key"),
     ),
     bug(
-        "an ASK is held for a P that is silent",
+        "an ASK stays deferred for a silent P",
         D,
         ("if now - deferred.heard_at >= timing.silence_s:", "if False:"),
     ),
     bug(
-        "an ASK is held though the gateway has given it up",
+        "an ASK stays deferred after a cancel",
         D,
         ("        if deferred is not None and deferred.key == key:\n", "        if False:\n"),
     ),
     bug(
-        "an older attempt is held in the place of a newer one",
+        "an older attempt replaces a newer deferred one",
         D,
         (
             "        if deferred is not None:\n            others",
@@ -57,27 +57,27 @@ DEFERRED_BUGS: Final = [
         ),
     ),
     bug(
-        "prompts of two namespaces are one",
+        "prompts of two namespaces count as the same",
         D,
         (" if each.namespace == request.namespace]", "]"),
     ),
     bug(
-        "one waits for much that is of no use to it",
+        "a prompt waits for one that shares little",
         DEFERRED,
         (" if 2 * num_shared * block_size >= max(len(one), len(other)) else 0", ""),
     ),
     bug(
-        "any number of prompts is held",
+        "any number of ASKs is deferred",
         DEFERRED,
         ("return len(self._by_request) < MAX_DEFERRED", "return True"),
     ),
     bug(
-        "P ends what was granted for what D said before",
+        "P aborts a grant because of an earlier RENEW",
         P,
         ("Grant | Renew) and header.grant:", "Grant | Renew):"),
     ),
     bug(
-        "who was held for too long has failed",
+        "a long deferred ASK counts as a failure",
         P,
         ("case Renew() if asking:", "case Renew() if False:"),
     ),

@@ -15,29 +15,29 @@ _SENT_AGAIN: Final = "                self._waiting[place] = replace(waiting, se
 
 GATEWAY_BUGS: Final = [
     bug(
-        "what is lost is not said again",
+        "a lost message is not resent",
         OUTBOX,
         ("                due.resend.append(addressed)\n", ""),
     ),
-    bug("what is lost is said again once", OUTBOX, (_SENT_AGAIN, "")),
+    bug("a lost message is resent once", OUTBOX, (_SENT_AGAIN, "")),
     bug(
-        "what was heard is said again",
+        "an acknowledged message is resent",
         OUTBOX,
         ("            del self._waiting[peer, ack.key]\n", "            pass\n"),
     ),
     bug(
-        "what was heard before counts for what is said now",
+        "the acknowledgement of an earlier message counts",
         OUTBOX,
         ("waiting is not None and DeliveryAck.of(waiting.message) == ack", "waiting is not None"),
     ),
     bug(
-        "what another has heard counts",
+        "the acknowledgement of another peer counts",
         OUTBOX,
         ("self._waiting.get((peer, ack.key))", "next(iter(self._waiting.values()), None)"),
         ("del self._waiting[peer, ack.key]", "self.forget(ack.key)"),
     ),
     bug(
-        "what is said first of an attempt is all that is said",
+        "the first message of an attempt is not replaced",
         OUTBOX,
         ("        self._waiting.pop((peer, message.key), None)\n", ""),
         (
@@ -46,7 +46,7 @@ GATEWAY_BUGS: Final = [
         ),
     ),
     bug(
-        "who has waited the longest is said again last",
+        "a resent message keeps its old place",
         OUTBOX,
         (
             "            del self._waiting[place]\n            addressed",
@@ -54,38 +54,38 @@ GATEWAY_BUGS: Final = [
         ),
     ),
     bug(
-        "what nobody hears is said for ever",
+        "an unacknowledged message never expires",
         OUTBOX,
         ("if now - waiting.first_sent_at >= self._patience_s:", "if False:"),
     ),
     bug(
-        "it is given up at once",
+        "a message expires at once",
         OUTBOX,
         ("waiting.first_sent_at >= self._patience_s", "waiting.first_sent_at >= 0"),
     ),
     bug(
-        "it is said to nodes that have gone",
+        "messages to gone nodes are resent",
         OUTBOX,
         ("if place[0] == peer]", "if False]"),
     ),
     bug(
-        "P begins an attempt as often as it is asked to",
+        "P begins an attempt at each copy of RunPrefill",
         LINK,
         ("        if not is_new:\n", "        if False:\n"),
     ),
     bug(
-        "P begins what an earlier life was asked for",
+        "P begins attempts of an earlier epoch",
         LINK,
         ("run.epoch == self._epoch and ", ""),
         ("        if run.epoch != self._epoch:\n", "        if False:\n"),
     ),
     bug(
-        "P forgets at once what it was asked to begin",
+        "P forgets RunPrefill at once",
         LINK,
         ("if now - self._begun[key] < self._remember_s:", "if False:"),
     ),
     bug(
-        "P answers the first copy alone",
+        "P acknowledges only the first copy",
         LINK,
         (
             "        self._messages.append(DeliveryAck.of(run))\n"
@@ -95,26 +95,26 @@ GATEWAY_BUGS: Final = [
         ),
     ),
     bug(
-        "what P refuses to begin is not reported",
+        "P does not report a rejected request",
         LINK,
         (
             "            self.report(PrefillFailed(run.key, str(error), is_final=True), now)",
             "            pass",
         ),
     ),
-    bug("a report is said once", LINK, ("        self._reports.add(GATEWAY, message, now)\n", "")),
+    bug("a report is not resent", LINK, ("        self._reports.add(GATEWAY, message, now)\n", "")),
     bug(
-        "the gateway does not say what it has heard",
+        "the gateway does not acknowledge reports",
         REMOTE,
         ("                self._actions.append(SendToNode(peer, DeliveryAck.of(report)))\n", ""),
     ),
     bug(
-        "the gateway asks once",
+        "RunPrefill is not resent",
         REMOTE,
         ("                    self._unacked.add(route.prefill, run, self._now)\n", ""),
     ),
     bug(
-        "the gateway waits for ever for who does not take a request in",
+        "an expired RunPrefill is ignored",
         REMOTE,
         (
             "        for peer, message in expired:\n",
@@ -122,7 +122,7 @@ GATEWAY_BUGS: Final = [
         ),
     ),
     bug(
-        "the gateway goes on asking for what nobody wants",
+        "RunPrefill is resent after a cancel",
         REMOTE,
         (
             "                    self._unacked.forget(key)\n                    self",
@@ -130,32 +130,32 @@ GATEWAY_BUGS: Final = [
         ),
     ),
     bug(
-        "the gateway goes on asking for what it has an answer to",
+        "RunPrefill is resent after a report",
         REMOTE,
         ("                self._unacked.forget(report.key)  # P has received RunPrefill\n", ""),
     ),
     bug(
-        "any life of a node is believed",
+        "messages of any epoch are accepted",
         REMOTE,
         ("elif known is not None and known.epoch == epoch:", "elif known is not None:"),
     ),
     bug(
-        "a node that was is taken for a new one",
+        "a status of an earlier epoch replaces the node",
         REMOTE,
         ("if known is not None and epoch < known.epoch:", "if False:"),
     ),
     bug(
-        "a node that has come back has lost nothing",
+        "a restarted node keeps its attempts",
         REMOTE,
         ("(known.epoch, known.status) != (epoch, status)", "known.status != status"),
     ),
     bug(
-        "a silent node is waited for",
+        "a silent node is never gone",
         REMOTE,
         ("if now - node.heard_at >= self._silence_s:", "if False:"),
     ),
     bug(
-        "nobody is told that an attempt is given up",
+        "cancelled attempts are not sent to nodes",
         REMOTE,
         (
             'SendToNode(peer, CancelAttempt(key, "cancelled"))\n',
@@ -163,12 +163,12 @@ GATEWAY_BUGS: Final = [
         ),
     ),
     bug(
-        "the end of a request is handed out twice",
+        "the end of a request is returned twice",
         GATEWAY,
         ("        ended, self._ended = self._ended, []\n", "        ended = list(self._ended)\n"),
     ),
     bug(
-        "a node is busy with what has ended",
+        "ended attempts stay in the load",
         GATEWAY,
         (
             "        self._routes.pop(key, None)\n        self._router.finished(key)\n",
@@ -176,12 +176,12 @@ GATEWAY_BUGS: Final = [
         ),
     ),
     bug(
-        "another gateway gives attempts the names of an earlier one's",
+        "a new gateway reuses the names of attempts",
         GATEWAY,
         ("#{self._epoch:x}.", "#"),
     ),
     bug(
-        "what a lost decode node has not said, P will say",
+        "a lost decode node counts only after a reported start",
         RETRIES,
         (
             '        self.decode_failed(key, "the decode node was lost")\n',
@@ -190,7 +190,7 @@ GATEWAY_BUGS: Final = [
         ),
     ),
     bug(
-        "a failure that is told twice counts twice",
+        "a failure that is reported twice counts twice",
         RETRIES,
         (
             "return self.begins_at is None and attempt == self.attempt",
@@ -198,7 +198,7 @@ GATEWAY_BUGS: Final = [
         ),
     ),
     bug(
-        "what an older attempt says counts",
+        "reports of an older attempt count",
         RETRIES,
         (
             "return self.begins_at is None and attempt == self.attempt",

@@ -33,13 +33,13 @@ def any_message_is_lost(h: ModuleType) -> None:
             succeeds_at_once(h, lossy(h, [number], order=order)[0])
 
 
-def any_message_comes_twice(h: ModuleType) -> None:
+def any_message_is_duplicated(h: ModuleType) -> None:
     for order in ORDERS:
         for number in range(lossy(h, order=order)[1]):
             succeeds_at_once(h, lossy(h, doubled=[number], order=order)[0])
 
 
-def any_message_comes_after_the_end(h: ModuleType) -> None:
+def any_message_is_late(h: ModuleType) -> None:
     for order in ORDERS:
         for number in range(lossy(h, order=order)[1]):
             succeeds_at_once(h, lossy(h, postponed=[number], order=order)[0])
@@ -83,7 +83,7 @@ def a_newer_attempt_ends_an_older_one(h: ModuleType) -> None:
     assert stop.key == start.key
 
 
-def what_was_meant_for_an_older_epoch_of_d_is_declined(h: ModuleType) -> None:
+def a_message_to_an_older_epoch_of_d_is_declined(h: ModuleType) -> None:
     pair = Pair(h)
     ask = pair.begin()
     pair.d.receive(P, ask)
@@ -106,7 +106,7 @@ def what_was_meant_for_an_older_epoch_of_d_is_declined(h: ModuleType) -> None:
     assert pair.p_manager.stats().live_leases == 0
 
 
-def d_does_not_wait_for_ever(h: ModuleType) -> None:
+def d_gives_up_a_silent_p(h: ModuleType) -> None:
     pair = Pair(h)
     pair.granted()
     pair.d.tick(4.9)
@@ -116,7 +116,7 @@ def d_does_not_wait_for_ever(h: ModuleType) -> None:
     assert pair.d.num_open == 0 and pair.d_manager.stats().live_leases == 0
 
 
-def p_does_not_wait_for_ever(h: ModuleType) -> None:
+def p_gives_up_a_silent_d(h: ModuleType) -> None:
     pair = Pair(h)
     pair.begin()
     pair.p.tick(5.0)
@@ -131,7 +131,7 @@ def p_does_not_wait_for_ever(h: ModuleType) -> None:
     assert pair.p_manager.stats().live_leases == 0
 
 
-def a_pull_does_not_take_for_ever(h: ModuleType) -> None:
+def a_pull_times_out(h: ModuleType) -> None:
     pair = Pair(h)
     sends, _ = pair.committed()
     pair.d.receive(P, sends[0])
@@ -163,7 +163,7 @@ def a_part_outside_the_grant_is_not_pulled(h: ModuleType) -> None:
     assert pair.d.num_open == 0
 
 
-def a_prompt_that_is_not_whole_does_not_start(h: ModuleType) -> None:
+def an_incomplete_prompt_does_not_start(h: ModuleType) -> None:
     pair = Pair(h)
     grant = pair.granted()
     header = h.Header(KEY, 1, 1, grant.header.grant)
@@ -172,7 +172,7 @@ def a_prompt_that_is_not_whole_does_not_start(h: ModuleType) -> None:
     assert abort.reason == "the parts do not cover the prompt" and pair.d.num_open == 0
 
 
-def a_first_token_that_is_none_does_not_start(h: ModuleType) -> None:
+def a_first_token_outside_the_vocabulary_does_not_start(h: ModuleType) -> None:
     for token in (-(2**31), -1, VOCABULARY, 2**31 - 1):
         pair = Pair(h)
         sends, commit = pair.committed()
@@ -208,7 +208,7 @@ def two_equal_prompts_are_sent_once(h: ModuleType) -> None:
             assert simulation.counts["cached tokens"] == simulation.counts["hit tokens"] == 6
 
 
-def what_has_arrived_is_matchable_when_decoding_starts(h: ModuleType) -> None:
+def a_prompt_is_matchable_when_decoding_starts(h: ModuleType) -> None:
     pair = Pair(h)
     pair.granted()
     assert pair.d_manager.match(PROMPT).num_tokens == 0, "it is promised, not there"
@@ -240,7 +240,7 @@ def a_failed_pull_holds_its_blocks_until_it_is_fenced(h: ModuleType) -> None:
     assert pair.are_empty()
 
 
-def what_was_offered_stays_when_others_publish_the_same(h: ModuleType) -> None:
+def offered_blocks_stay_when_another_request_publishes_the_same(h: ModuleType) -> None:
     pair = Pair(h, num_groups=2)
     pair.granted()
     pair.p.computed(KEY, len(PROMPT), 0)
@@ -257,7 +257,7 @@ def what_was_offered_stays_when_others_publish_the_same(h: ModuleType) -> None:
     assert pair.p_manager.stats().private_blocks == 0
 
 
-def what_is_refused_is_not_matchable(h: ModuleType) -> None:
+def a_refused_prompt_is_not_matchable(h: ModuleType) -> None:
     pair = Pair(h)
     held = pair.d_manager.admit(pair.d_manager.match([1] * 10))
     pair.d.receive(P, pair.begin())
@@ -274,7 +274,7 @@ def what_is_refused_is_not_matchable(h: ModuleType) -> None:
         assert manager.stats().free_blocks == 8
 
 
-def refusals_are_no_failures(h: ModuleType) -> None:
+def temporary_refusals_are_no_failures(h: ModuleType) -> None:
     gateway = h.RequestRetrier(max_attempts=1, backoff_s=1, request_s=100)
     gateway.submit("a")
     for attempt in range(1, 5):
@@ -290,22 +290,22 @@ def refusals_are_no_failures(h: ModuleType) -> None:
 SCENARIOS: Final[list[Callable[[ModuleType], None]]] = [
     one_request,
     any_message_is_lost,
-    any_message_comes_twice,
-    any_message_comes_after_the_end,
+    any_message_is_duplicated,
+    any_message_is_late,
     either_node_may_crash_at_any_message,
     an_older_attempt_does_not_end_a_newer_one,
     a_newer_attempt_ends_an_older_one,
-    what_was_meant_for_an_older_epoch_of_d_is_declined,
-    d_does_not_wait_for_ever,
-    p_does_not_wait_for_ever,
-    a_pull_does_not_take_for_ever,
+    a_message_to_an_older_epoch_of_d_is_declined,
+    d_gives_up_a_silent_p,
+    p_gives_up_a_silent_d,
+    a_pull_times_out,
     a_part_outside_the_grant_is_not_pulled,
-    a_prompt_that_is_not_whole_does_not_start,
-    a_first_token_that_is_none_does_not_start,
+    an_incomplete_prompt_does_not_start,
+    a_first_token_outside_the_vocabulary_does_not_start,
     two_equal_prompts_are_sent_once,
-    what_has_arrived_is_matchable_when_decoding_starts,
+    a_prompt_is_matchable_when_decoding_starts,
     a_failed_pull_holds_its_blocks_until_it_is_fenced,
-    what_was_offered_stays_when_others_publish_the_same,
-    what_is_refused_is_not_matchable,
-    refusals_are_no_failures,
+    offered_blocks_stay_when_another_request_publishes_the_same,
+    a_refused_prompt_is_not_matchable,
+    temporary_refusals_are_no_failures,
 ]

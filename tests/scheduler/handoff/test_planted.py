@@ -109,20 +109,20 @@ def test_a_bug_of_the_gateway_is_found(bug: Bug) -> None:
 
 BITES: Final = {
     "H1 one-start": "a start is reported twice",
-    "H2 one-answer": "the end of a request is handed out twice",
-    "H3 same-tokens": "the seed is lost on the way",
+    "H2 one-answer": "the end of a request is returned twice",
+    "H3 same-tokens": "the seed is lost in COMMIT",
     "H4 own-content": "D publishes at the grant",
-    "H5 offers-stay": "what was offered is released before it is fenced",
-    "H6 no-leak": "D forgets the lease of an attempt that it gives up",
+    "H5 offers-stay": "P releases offered blocks before the fence",
+    "H6 no-leak": "D leaks the lease of an aborted attempt",
     "H7 all-end": "the end of an attempt is not reported to the side",
     "H8 no-evict": "nothing is reserved for requests being received",
     "H9 counted-once": "P forgets host hits",
-    "H10 sent-once": "a block is granted to two at once",
-    "H11 begun-once": "P begins an attempt as often as it is asked to",
-    "H12 no-resend": "what was heard is said again",
-    "H13 all-attempts": "a failure that is told twice counts twice",
-    "H14 old-epochs": "any life of a node is believed",
-    "H15 idle-nodes": "a node is busy with what has ended",
+    "H10 sent-once": "a block is granted for two prompts at once",
+    "H11 begun-once": "P begins an attempt at each copy of RunPrefill",
+    "H12 no-resend": "an acknowledged message is resent",
+    "H13 all-attempts": "a failure that is reported twice counts twice",
+    "H14 old-epochs": "messages of any epoch are accepted",
+    "H15 idle-nodes": "ended attempts stay in the load",
 }
 
 
