@@ -188,7 +188,7 @@ class CacheManager:
         if walk is None:
             walk = Walk(tree.add_root(match._namespace), 0)
         node = tree.pin(walk)
-        loads = tiers.loader.reserve(match, parked) if tiers is not None else None
+        plan = tiers.loader.reserve(match, parked) if tiers is not None else None
         tables = self.tables
         row = tables.take_row()
         tables.widen(num_blocks)
@@ -203,7 +203,7 @@ class CacheManager:
         self._admitted += 1
         self._hit_blocks += match.num_blocks
         if tiers is not None:
-            tiers.loader.admitted(lease, loads)
+            tiers.loader.start_load(lease, plan)
         return lease
 
     def extend(self, lease: Lease, num_tokens: int) -> None:
@@ -456,4 +456,4 @@ class CacheManager:
             lease.node = tree.append(lease.node, run, blocks)
             lease.num_shared_blocks = last
         if tiers is not None:
-            tiers.offloader.published(lease.node)
+            tiers.offloader.record_publish(lease.node)

@@ -125,7 +125,7 @@ class Loader:
             tail_block, tail_tokens = resume(state, parked, match.num_blocks + num_blocks)
         if num_blocks == tail_tokens == 0:
             return None
-        runs = self._exactly(match.host_runs, num_blocks)
+        runs = self._cut(match.host_runs, num_blocks)
         sources = b"".join([run.blocks for run in runs])
         if tail_block is not None:
             sources += np.int32(tail_block).tobytes()
@@ -138,7 +138,7 @@ class Loader:
         tokens = match._tokens[first : first + num_blocks * state.cache.block_size].tobytes()
         return LoadPlan(sources, state.host.hold(runs), tokens, tail_tokens, tail_block)
 
-    def _exactly(self, runs: Sequence[HostRun], num_blocks: int) -> list[HostRun]:
+    def _cut(self, runs: Sequence[HostRun], num_blocks: int) -> list[HostRun]:
         """Cut the runs to num_blocks blocks, by splitting the last one."""
         excess = sum([run.num_blocks for run in runs]) - num_blocks
         if excess == 0:
@@ -149,9 +149,9 @@ class Loader:
         assert upper is not None, "half of a copy is missing"
         return [*runs[:-1], upper]
 
-    def admitted(self, lease: Lease, plan: LoadPlan | None) -> None:
+    def start_load(self, lease: Lease, plan: LoadPlan | None) -> None:
         """Record the hit of a new lease, and load the blocks that were reserved for it."""
-        self._offloader.hit(lease.node)
+        self._offloader.record_hit(lease.node)
         end = plan.runs[-1].node if plan is not None and plan.runs else lease.node
         assert end is not None, "a copy to load was dropped"
         self.state.recency.record_hit(end)

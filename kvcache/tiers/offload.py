@@ -98,12 +98,12 @@ class Offloader:
 
     # Write-through
 
-    def published(self, node: Node) -> None:
+    def record_publish(self, node: Node) -> None:
         """Record that a lease has published the path to node."""
         if self._config.write == "through" and self._config.hits == 0:
             self._published[node] = None
 
-    def hit(self, node: Node) -> None:
+    def record_hit(self, node: Node) -> None:
         """Record that a request has hit the path to node."""
         hits = self.tree.hits
         for place in reversed(self.tree.path(node)):
@@ -128,7 +128,9 @@ class Offloader:
                 room -= node.num_blocks
                 sources[node] = node.device_blocks
         self._published.clear()
-        self.copy(sources)
+        if sources:
+            ids, runs = self.allocate(sources, _count(sources))
+            self._submit(OffloadCompletion(self._state, runs), sources, ids)
 
     def _keep(self, paths: list[list[TieredNode]]) -> int:
         """Make the copies of some paths the warmest; return how many of their blocks are idle."""
@@ -138,12 +140,6 @@ class Offloader:
         return sum([run.num_blocks for run in {*runs} if run.is_idle])
 
     # Shared steps
-
-    def copy(self, sources: dict[TieredNode, bytes]) -> None:
-        """Copy nodes to the host, which must have room for them."""
-        if sources:
-            ids, runs = self.allocate(sources, _count(sources))
-            self._submit(OffloadCompletion(self._state, runs), sources, ids)
 
     def _submit(
         self, handler: OffloadCompletion, sources: dict[TieredNode, bytes], ids: Int32Array

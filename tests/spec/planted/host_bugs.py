@@ -275,8 +275,8 @@ HOST_BUGS = (
         "what is published is not written through",
         OFFLOADER,
         (
-            "            self._published[node] = None\n\n    def hit",
-            "            pass\n\n    def hit",
+            "            self._published[node] = None\n\n    def record_hit",
+            "            pass\n\n    def record_hit",
         ),
         world="tiers",
     ),
