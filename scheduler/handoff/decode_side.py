@@ -61,7 +61,7 @@ class DecodeSide:
 
         Args:
             manager: owner of D's blocks.
-            epoch: higher than in any earlier life of the node.
+            epoch: higher than in any earlier run of the node.
             timing: timeouts.
             admit: admission; default: admit every request for which there are blocks.
             vocab_size: upper bound of first tokens; None: no bound.

@@ -53,8 +53,8 @@ class Gateway:
         Args:
             block_size: tokens per block, of all nodes.
             max_attempts, backoff_s, request_s: of `RequestRetrier`; no time limit by default.
-            epoch: a different number in each life of a gateway whose nodes outlive it, so that it
-                ignores reports on attempts of an earlier life.
+            epoch: a different number in each run of a gateway whose nodes outlive it, so that it
+                ignores reports on attempts of an earlier run.
         """
         self.failures: dict[str, str] = {}
         self._retrier = RequestRetrier(

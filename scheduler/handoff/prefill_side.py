@@ -61,7 +61,7 @@ class PrefillSide:
 
         Args:
             manager: owner of P's blocks.
-            epoch: higher than in any earlier life of the node.
+            epoch: higher than in any earlier run of the node.
             timing: timeouts.
             num_groups: number of layer groups that are sent separately.
             order: "early": D grants before P computes, and P sends parts as it computes them.

@@ -1,4 +1,4 @@
-"""The simulated gateway in each of its lives, and its clients."""
+"""The simulated gateway, which may restart, and its clients."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class GatewaySide:
     """A gateway that can lose its memory, and clients that then ask the next one.
 
     Attributes:
-        gateway: the gateway in its present life.
+        gateway: the gateway since its last restart.
         jobs: requests of clients, by id.
         answers: answers to clients, by request id.
     """

@@ -69,7 +69,7 @@ class Transfer:
         node: the decode node.
         pull: its action.
         written: whether its bytes were written.
-        ended: whether D was told how it ended.
+        ended: whether its end was reported to D.
         may_fence: whether it has ended or was cancelled.
         crashed_source: P's blocks when it crashed, which may still be written.
     """
@@ -121,7 +121,7 @@ class Simulation:
 
     @property
     def gateway(self) -> NetworkGateway:
-        """The gateway in its present life."""
+        """The gateway since its last restart."""
         return self._front.gateway
 
     def _new_node(self, name: NodeId) -> Node:

@@ -62,7 +62,7 @@ def test_the_end_of_a_pull_that_is_not_open_changes_nothing() -> None:
     assert leases(pair) == 0
 
 
-def test_what_is_about_another_grant_is_declined() -> None:
+def test_a_message_about_another_grant_is_declined() -> None:
     pair = Pair(handoff)
     grant = pair.granted()
     stale = Header(KEY, 1, 1, grant.header.grant + 1)
@@ -72,7 +72,7 @@ def test_what_is_about_another_grant_is_declined() -> None:
     assert leases(pair) == 1
 
 
-def test_a_restarted_p_has_forgotten_what_it_asked_for() -> None:
+def test_d_gives_up_attempts_of_a_restarted_p() -> None:
     pair = Pair(handoff)
     grant = pair.granted().header.grant
     pair.d.receive(P, Renew(Header(KEY, 0, 1, grant)))
@@ -82,7 +82,7 @@ def test_a_restarted_p_has_forgotten_what_it_asked_for() -> None:
     assert abort.reason == "the prefill node restarted" and leases(pair) == 0
 
 
-def test_what_has_started_goes_on_without_p() -> None:
+def test_a_started_attempt_continues_without_p() -> None:
     pair = Pair(handoff)
     start = pair.start()
     header = Header(KEY, 1, 1, start.commit.header.grant)
@@ -96,7 +96,7 @@ def test_what_has_started_goes_on_without_p() -> None:
     assert pair.d.take_actions() == [Stop(KEY, "cancelled")]
 
 
-def test_ack_is_said_when_decoding_starts_and_as_long_as_it_is_known() -> None:
+def test_ack_is_sent_when_decoding_starts_and_repeated_while_remembered() -> None:
     pair = Pair(handoff)
     sends, commit = pair.committed()
     for message in (*sends, commit):

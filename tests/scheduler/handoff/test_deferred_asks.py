@@ -61,7 +61,7 @@ def arrive(d: DecodeScheduler, granted: Grant) -> list[Any]:
     return posted(d)
 
 
-def held(d: DecodeScheduler, *names: str) -> Grant:
+def deferred(d: DecodeScheduler, *names: str) -> Grant:
     """Ask for the first, which is granted, and the others, which are deferred; return the grant."""
     first, *others = names
     granted = ask(d, first)
@@ -72,9 +72,9 @@ def held(d: DecodeScheduler, *names: str) -> Grant:
     return granted
 
 
-def test_one_who_needs_the_same_block_is_granted_the_rest_when_it_has_arrived() -> None:
+def test_deferred_asks_are_granted_the_rest_when_the_block_has_arrived() -> None:
     d = scheduler()
-    granted = held(d, "a", "b", "c")
+    granted = deferred(d, "a", "b", "c")
     assert d.num_open == d.manager.stats().live_leases == 1, "who is held holds nothing"
     ack, *grants = arrive(d, granted)
     assert ack.header.key == ("a", 1)
@@ -84,9 +84,9 @@ def test_one_who_needs_the_same_block_is_granted_the_rest_when_it_has_arrived() 
     ]
 
 
-def test_one_who_waits_is_sent_the_block_if_the_other_comes_to_nothing() -> None:
+def test_a_deferred_ask_is_granted_if_the_other_attempt_fails() -> None:
     d = scheduler()
-    granted = held(d, "a", "b", "c")
+    granted = deferred(d, "a", "b", "c")
     d.give_up(AttemptKey("a", 1), "cancelled")
     abort, grant, renew = posted(d)
     assert (abort.header.key, grant.header.key, grant.first_block) == (("a", 1), ("b", 1), 0)
@@ -94,39 +94,39 @@ def test_one_who_waits_is_sent_the_block_if_the_other_comes_to_nothing() -> None
     assert grant.header.grant > granted.header.grant
 
 
-def test_one_who_asks_again_keeps_its_place() -> None:
+def test_a_repeated_ask_keeps_its_place() -> None:
     d = scheduler()
-    held(d, "a", "b", "c")
+    deferred(d, "a", "b", "c")
     assert isinstance(ask(d, "b"), Renew)
     d.give_up(AttemptKey("a", 1), "cancelled")
     assert [each.header.key.request_id for each in posted(d)] == ["a", "b", "c"]
 
 
-def test_what_has_no_whole_block_in_common_is_not_held() -> None:
+def test_a_prompt_without_a_shared_block_is_not_deferred() -> None:
     d = scheduler()
-    held(d, "a")
+    deferred(d, "a")
     assert isinstance(ask(d, "b", [5, 1, 7]), Grant)
     assert isinstance(ask(d, "c", [5]), Grant)
     assert isinstance(ask(d, "d", namespace=b"n"), Grant)
 
 
-def test_what_is_little_like_the_other_is_not_held() -> None:
+def test_a_prompt_that_shares_little_is_not_deferred() -> None:
     d = scheduler()
-    held(d, "a")
+    deferred(d, "a")
     assert isinstance(ask(d, "b", [5, 6, 7, 8, 1]), Renew)
     assert isinstance(ask(d, "c", [5, 6, 7, 8, 1, 2, 3, 4]), Renew)
     assert isinstance(ask(d, "d", [5, 6, 7, 8, 1, 2, 3, 4, 5]), Grant)
     assert isinstance(ask(d, "e", [5, 6, 1, 2, 3]), Grant)
 
 
-def test_one_who_has_ended_is_not_granted() -> None:
+def test_an_ended_attempt_is_not_granted() -> None:
     for how in ("aborted by P", "given up", "aborted", "silence", "a newer attempt"):
         check_ended(how)
 
 
 def check_ended(how: str) -> None:
     d = scheduler()
-    granted = held(d, "a", "b")
+    granted = deferred(d, "a", "b")
     match how:
         case "aborted by P":
             d.receive("p0", Abort(Header(AttemptKey("b", 1), 5), "cancelled", fenced=False))
@@ -150,32 +150,32 @@ def check_ended(how: str) -> None:
     assert [each.header.key.request_id for each in arrive(d, granted)] == ["a"], how
 
 
-def test_one_node_does_not_give_up_what_another_asks_for() -> None:
+def test_a_node_cannot_abort_the_ask_of_another() -> None:
     d = scheduler()
-    granted = held(d, "a", "b")
+    granted = deferred(d, "a", "b")
     d.receive("p1", Abort(Header(AttemptKey("b", 1), 5), "no", fenced=False))
     actions(d)
     assert [each.header.key.request_id for each in arrive(d, granted)] == ["a", "b"]
 
 
-def test_an_older_attempt_is_not_held_beside_a_newer_one() -> None:
+def test_an_older_attempt_is_not_deferred_beside_a_newer_one() -> None:
     d = scheduler()
-    held(d, "a")
+    deferred(d, "a")
     assert isinstance(ask(d, "b", attempt=2), Renew)
     assert ask(d, "b").reason == "a newer attempt has begun"
 
 
-def test_one_who_is_held_is_refused_when_d_drains() -> None:
+def test_a_deferred_ask_is_refused_when_d_drains() -> None:
     d = scheduler()
-    held(d, "a", "b")
+    deferred(d, "a", "b")
     d.drain("other weights")
     _, refused = posted(d)
     assert refusal(refused) == ("draining", 0, 0)
 
 
-def test_no_more_than_some_are_held() -> None:
+def test_the_number_of_deferred_asks_is_limited() -> None:
     d = scheduler(max_running=200, token_budget=200, num_blocks=16)
-    held(d, *[f"r{number}" for number in range(1 + MAX_DEFERRED)])
+    deferred(d, *[f"r{number}" for number in range(1 + MAX_DEFERRED)])
     assert isinstance(ask(d, "one more"), Grant)
 
 
@@ -191,7 +191,7 @@ def asking() -> PrefillScheduler:
     return p
 
 
-def test_one_who_is_held_for_too_long_was_refused_for_now() -> None:
+def test_an_ask_deferred_for_too_long_counts_as_busy() -> None:
     p = asking()
     for now in range(1, 30):
         p.receive("d0", Renew(Header(AttemptKey("a", 1), 1, 5)))
@@ -204,7 +204,7 @@ def test_one_who_is_held_for_too_long_was_refused_for_now() -> None:
     assert failed == PrefillFailed(AttemptKey("a", 1), text, is_busy=True)
 
 
-def test_what_d_said_before_its_grant_may_come_after_it() -> None:
+def test_a_renew_from_before_the_grant_may_arrive_after_it() -> None:
     p = asking()
     p.receive("d0", Grant(Header(AttemptKey("a", 1), 1, 5, 1), 0))
     p.take_actions()
@@ -216,7 +216,7 @@ def test_what_d_said_before_its_grant_may_come_after_it() -> None:
     assert isinstance(messages[-1], Commit)
 
 
-def test_prompts_that_come_together_are_sent_once() -> None:
+def test_equal_prompts_at_the_same_time_are_sent_once() -> None:
     for order in ("early", "prefill_complete"):
         simulation = SteppedSimulation(order=order, num_prefill=2)
         for _ in range(4):

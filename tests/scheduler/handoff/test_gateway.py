@@ -43,7 +43,7 @@ def test_a_request_ends_with_its_tokens_and_counts() -> None:
     assert gateway.num_open == 0
 
 
-def test_who_had_no_room_is_not_asked_again_while_there_are_others() -> None:
+def test_a_busy_decode_node_is_avoided_in_the_next_attempt() -> None:
     gateway = make("d0", "d1")
     gateway.add_request(Request("a", [1, 2, 3], 2), 0.0)
     run = begin(gateway)
@@ -52,7 +52,7 @@ def test_who_had_no_room_is_not_asked_again_while_there_are_others() -> None:
     assert begin(gateway, now=1.0).route.decode == "d1"
 
 
-def test_what_a_lost_node_had_is_tried_again() -> None:
+def test_attempts_of_a_lost_node_are_retried() -> None:
     gateway = make("d0", "d1")
     gateway.add_request(Request("a", [1, 2, 3], 2), 0.0)
     run = begin(gateway)
@@ -65,7 +65,7 @@ def test_what_a_lost_node_had_is_tried_again() -> None:
         gateway.remove_node("d0")
 
 
-def test_requests_wait_for_nodes_to_come() -> None:
+def test_requests_wait_for_nodes_to_join() -> None:
     gateway = make()
     gateway.add_request(Request("a", [1, 2, 3], 2), 0.0)
     gateway.tick(0.0)
@@ -89,7 +89,7 @@ def test_failures_have_their_reasons() -> None:
     assert (late.status, late.finish_reason) == (RequestStatus.ABORTED, "abort")
 
 
-def test_a_failure_has_the_name_that_the_client_gave() -> None:
+def test_a_failure_names_the_request_as_the_client_does() -> None:
     gateway = make("d0")
     gateway.add_request(Request("a", [1, 2, 3], 2), 0.0)
     key = begin(gateway).key
@@ -100,7 +100,7 @@ def test_a_failure_has_the_name_that_the_client_gave() -> None:
     assert gateway.failures == {"a": f"request 'a': {reason}"}
 
 
-def test_a_request_is_taken_in_once() -> None:
+def test_a_request_is_added_once() -> None:
     gateway, request = make("d0"), Request("a", [1], 1)
     gateway.add_request(request, 0.0)
     with pytest.raises(RequestError, match=r"^request 'a' is already active$"):
@@ -111,7 +111,7 @@ def test_a_request_is_taken_in_once() -> None:
         gateway.add_request(request, 0.0)
 
 
-def test_a_request_may_wait_for_its_turn_as_long_as_it_takes() -> None:
+def test_a_request_has_no_deadline_by_default() -> None:
     gateway = Gateway(4)
     gateway.add_request(Request("a", [1], 1), 0.0)
     gateway.tick(1e9)

@@ -123,7 +123,7 @@ def test_no_message_crashes_a_node(acts: list[Any], num_groups: int) -> None:
         pair.d_manager.check()
 
 
-def test_what_is_missing_names_parts_that_were_never_sent() -> None:
+def test_a_renew_may_name_parts_that_were_never_sent() -> None:
     pair = Pair(handoff)
     sends, commit = pair.committed()
     header = replace(commit.header, epoch=1, peer_epoch=1)
@@ -157,7 +157,7 @@ def test_a_grant_beyond_the_prompt_is_given_back(first_block: int) -> None:
         {"part": 1, "first_block": 3, "num_blocks": 1},
     ],
 )
-def test_a_part_that_was_not_granted_ends_the_attempt(fields: dict[str, Any]) -> None:
+def test_a_part_outside_the_grant_ends_the_attempt(fields: dict[str, Any]) -> None:
     pair = Pair(handoff, num_groups=2)
     header = Header(KEY, 1, 1, pair.granted().header.grant)
     known = Send(header, 0, 0, 4, 0)
@@ -177,7 +177,7 @@ def test_the_parts_of_two_groups_may_be_of_the_same_blocks() -> None:
     assert len(pair.actions(pair.d, "Pull")) == 3
 
 
-def test_more_parts_than_blocks_are_no_prompt() -> None:
+def test_a_commit_of_more_parts_than_blocks_is_rejected() -> None:
     pair = Pair(handoff)
     header = Header(KEY, 1, 1, pair.granted().header.grant)
     pair.d.receive(P, Commit(header, MOST, 1, len(PROMPT), Hits()))
@@ -199,7 +199,7 @@ def test_d_names_a_limited_number_of_parts() -> None:
     assert last.message == Renew(Header(KEY, 1, 1, 1), tuple(range(MAX_MISSING)))
 
 
-def test_a_request_without_end_is_refused_before_it_is_allocated() -> None:
+def test_a_huge_request_is_refused_before_it_is_allocated() -> None:
     pair = Pair(handoff)
     pair.d.receive(P, replace(pair.begin(), max_new_tokens=MOST))
     [refusal] = pair.posted(pair.d)
@@ -207,7 +207,7 @@ def test_a_request_without_end_is_refused_before_it_is_allocated() -> None:
 
 
 @given(st.text(st.characters(codec="utf-8"), max_size=2000))
-def test_what_the_model_cannot_take_is_refused_in_its_words(words: str) -> None:
+def test_a_refusal_by_the_model_carries_its_message(words: str) -> None:
     def refuse(request: Request) -> None:
         raise RequestError(words)
 

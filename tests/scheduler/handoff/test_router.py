@@ -75,7 +75,7 @@ def longest_prefix() -> Outcome:
     return Outcome(choose)
 
 
-def test_a_prefix_that_all_share_is_no_trap():
+def test_a_prefix_shared_by_all_requests_does_not_overload_one_node():
     # Each request of the trace begins with the same block.
     trap = longest_prefix()
     assert len(trap.requests) == 1, "pure longest prefix spreads this trace: it is no trap"
@@ -95,7 +95,7 @@ def make(**options: dict[str, int]) -> Router:
     return Router(2, **{"prefill": {"p0": 10, "p1": 10}, "decode": {"d0": 10, "d1": 20}, **options})
 
 
-def test_what_a_node_has_weighs_as_much_as_what_it_has_to_do():
+def test_a_cached_block_weighs_as_much_as_a_block_of_load():
     router = make()
     prefix = [1, 2, 3, 4, 5, 6]
     assert router.route(AttemptKey("a", 1), prefix) == route("p0", "d0")
@@ -107,14 +107,14 @@ def test_what_a_node_has_weighs_as_much_as_what_it_has_to_do():
     assert router.loads() == {"p0": 1, "p1": 4, "d0": 4, "d1": 4}
 
 
-def test_the_same_cost_goes_where_less_was_sent():
+def test_ties_go_to_the_node_that_was_sent_less():
     router = make(decode={"d0": 10})
     for name, node in (("a", "p0"), ("b", "p1"), ("c", "p0"), ("d", "p1")):
         assert router.route(AttemptKey(name, 1), np.array([ord(name), 0], np.int32)).prefill == node
         router.finished(AttemptKey(name, 1))
 
 
-def test_a_decode_node_keeps_what_it_has_generated():
+def test_a_decode_node_caches_generated_tokens():
     router = make()
     router.route(AttemptKey("a", 1), [1, 2, 3, 4])
     router.finished(AttemptKey("a", 1), [1, 2, 3, 4, 5, 6, 7, 8])
@@ -129,7 +129,7 @@ def test_namespaces_share_nothing():
     assert router.route(AttemptKey("b", 1), [1, 2, 3, 4], b"y") == route("p1", "d1")
 
 
-def test_who_has_refused_is_avoided_while_there_are_others():
+def test_a_node_that_refused_is_avoided_if_possible():
     router = make()
     assert router.route(AttemptKey("a", 1), [1], avoid=["d0"]) == route("p0", "d1")
     assert router.route(AttemptKey("a", 2), [1], avoid=["p0", "p1", "d0", "d1"]).decode == "d0"
@@ -184,7 +184,7 @@ def test_refusals_change_nothing():
         max_size=40,
     )
 )
-def test_load_is_the_sum_of_what_is_under_way(steps):
+def test_load_is_the_sum_of_attempts_in_progress(steps):
     router = make()
     lacking: dict[AttemptKey, tuple[Route, int, int]] = {}
     for attempt, (name, prompt, ends) in enumerate(steps):

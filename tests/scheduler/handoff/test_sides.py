@@ -63,7 +63,7 @@ def ask(block_size: int = 2, version: int = 2, prompt: list[int] = PROMPT) -> As
 
 
 @pytest.mark.parametrize(("ok", "first_block"), [(True, 2), (False, 0)])
-def test_d_grants_what_it_lacks_when_the_host_has_had_its_turn(ok: bool, first_block: int) -> None:
+def test_d_grants_what_it_lacks_after_the_load_from_the_host(ok: bool, first_block: int) -> None:
     side = DecodeSide(with_host_copy(PROMPT[:4]), epoch=1, timing=Timing())
     side.receive(P, ask())
     side.receive(P, ask())
@@ -91,7 +91,7 @@ def test_d_gives_up_while_the_host_loads() -> None:
     assert manager.stats().private_blocks == 0
 
 
-def test_p_sends_what_its_host_had_with_what_it_computes() -> None:
+def test_p_sends_loaded_and_computed_blocks_together() -> None:
     pair = Pair(handoff)
     pair.p_manager = with_host_copy(PROMPT[:4])
     pair.p = PrefillSide(pair.p_manager, epoch=1, timing=Timing())
@@ -117,7 +117,7 @@ def test_p_sends_what_its_host_had_with_what_it_computes() -> None:
         (ask(prompt=[1] * 17), "refused, too large: 10 needed, 8 available"),
     ],
 )
-def test_what_can_never_be_is_refused_for_good(message: Ask, reason: str) -> None:
+def test_an_impossible_ask_is_refused_for_good(message: Ask, reason: str) -> None:
     pair = Pair(handoff)
     pair.begin()
     pair.d.receive(P, message)
@@ -141,7 +141,7 @@ def test_messages_of_another_version_change_nothing() -> None:
     assert pair.actions(pair.p, "Compute")
 
 
-def test_a_grant_that_nobody_asks_for_is_declined() -> None:
+def test_an_unwanted_grant_is_declined() -> None:
     pair = Pair(handoff)
     grant = pair.granted()
     other = Grant(Header(KEY, 1, 1, grant.header.grant + 1), 0)
@@ -153,7 +153,7 @@ def test_a_grant_that_nobody_asks_for_is_declined() -> None:
     ]
 
 
-def test_an_attempt_of_another_life_of_p_is_not_taken_for_this_one() -> None:
+def test_an_attempt_of_another_epoch_of_p_is_declined() -> None:
     pair = Pair(handoff)
     pair.granted()
     later = Ask(Header(KEY, 2), ask().prompt, b"", 2, 1, 4)
@@ -213,7 +213,7 @@ def test_chunks_and_groups_come_in_order() -> None:
     assert pair.p_manager.match(PROMPT).num_tokens == 4
 
 
-def test_what_has_ended_is_ignored() -> None:
+def test_calls_about_ended_attempts_are_ignored() -> None:
     pair = Pair(handoff)
     pair.start()
     for _ in range(2):
@@ -230,7 +230,7 @@ def test_what_has_ended_is_ignored() -> None:
     assert pair.p.take_actions() == pair.d.take_actions() == []
 
 
-def test_timing_that_cannot_work() -> None:
+def test_impossible_timing_is_rejected() -> None:
     text = (
         "needs 0 < retry_s < silence_s <= transfer_s and remember_s >= 0, got 5, 5.0, 30.0 and 60.0"
     )
@@ -241,7 +241,7 @@ def test_timing_that_cannot_work() -> None:
 # The gateway
 
 
-def test_a_node_remembers_attempts_for_longer_than_the_gateway_asks_for_them() -> None:
+def test_remember_s_must_exceed_silence_s() -> None:
     text = (
         "remember_s must be more than silence_s 5, as an attempt that is forgotten sooner may "
         "begin twice; got 5"
@@ -250,7 +250,7 @@ def test_a_node_remembers_attempts_for_longer_than_the_gateway_asks_for_them() -
         NodeReporter(1, Timing(remember_s=5.0))
 
 
-def test_a_request_is_tried_again_and_answered_once() -> None:
+def test_a_request_is_retried_and_answered_once() -> None:
     gateway = RequestRetrier(max_attempts=2, backoff_s=1, request_s=100)
     gateway.submit("a")
     with pytest.raises(RequestError, match="request 'a' is open"):
