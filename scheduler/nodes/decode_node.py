@@ -20,7 +20,7 @@ from .transport import Event, PullFailed, PullInfo, Received, Transport
 DecodeReport: TypeAlias = Started | Finished | DecodeFailed
 
 
-class DecodeEngine(NodeEngine[DecodeScheduler]):
+class DecodeEngine(NodeEngine[DecodeScheduler, DecodeReport]):
     """A decode node; see `NodeEngine` for the loop that drives it."""
 
     def __init__(
@@ -47,12 +47,8 @@ class DecodeEngine(NodeEngine[DecodeScheduler]):
         """Allocate the arrays and compile every program.
 
         Args:
-            model: result of `load_model`; all nodes need the same model.
-            transport: polled and closed only by this node.
-            epoch: higher than the epoch of every earlier process of this node.
-            now: current time; see `poll`.
+            model, transport, epoch, now, block_size: see `PrefillEngine`.
             timing: see `DecodeScheduler`.
-            block_size: tokens per block; all nodes need the same.
             num_blocks, token_budget, max_running, max_model_len: see `Engine`.
             weights_revision: name of the weights; the node refuses parts of other weights.
             policy, reserve_tokens, preempt, host, storage, storage_namespace: see `Engine`.
@@ -86,17 +82,11 @@ class DecodeEngine(NodeEngine[DecodeScheduler]):
         kv = KVParts(runner, "scatter", weights_revision)
         super().__init__(manager, scheduler, runner, transport, kv, now=now)
         self._receiver = KVReceiver(kv, transport, timeout_s=timing.transfer_s)
-        self._reports: list[DecodeReport] = []
 
     @property
     def num_open_handoffs(self) -> int:
         """Number of hand-offs that hold blocks."""
         return self.scheduler.num_receiving
-
-    def take_reports(self) -> list[DecodeReport]:
-        """Return the reports to the gateway since the last call, in order."""
-        reports, self._reports = self._reports, []
-        return reports
 
     def receive(self, message: PeerMessage) -> None:
         """Process a message of a prefill node."""

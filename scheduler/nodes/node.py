@@ -43,6 +43,7 @@ class NodeStats:
 
 
 SchedulerT = TypeVar("SchedulerT", bound=PrefillScheduler | DecodeScheduler)
+ReportT = TypeVar("ReportT")
 
 
 def check_revision(weights_revision: str, namespace: StorageNamespace | None) -> None:
@@ -58,7 +59,7 @@ def check_revision(weights_revision: str, namespace: StorageNamespace | None) ->
         )
 
 
-class NodeEngine(ABC, Generic[SchedulerT]):
+class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
     """A node without network and clock, which a loop outside provides.
 
     ::
@@ -105,6 +106,7 @@ class NodeEngine(ABC, Generic[SchedulerT]):
         self._transport = transport
         self._kv = kv
         self._outbox: list[PeerMessage] = []
+        self._reports: list[ReportT] = []
 
     def check_request(self, request: Request) -> None:
         """Reject a request that the model cannot serve.
@@ -200,6 +202,11 @@ class NodeEngine(ABC, Generic[SchedulerT]):
         """Return the messages to send since the last call, in order."""
         messages, self._outbox = self._outbox, []
         return messages
+
+    def take_reports(self) -> list[ReportT]:
+        """Return the reports to the gateway since the last call, in order."""
+        reports, self._reports = self._reports, []
+        return reports
 
     def stats(self) -> NodeStats:
         """Return the statistics so far."""

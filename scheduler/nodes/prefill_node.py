@@ -17,7 +17,7 @@ from .node import NodeEngine, PeerMessage, check_revision
 from .transport import Event, Offered, OfferFailed, Transport, Withdrawn
 
 
-class PrefillEngine(NodeEngine[PrefillScheduler]):
+class PrefillEngine(NodeEngine[PrefillScheduler, PrefillFailed]):
     """A prefill node; see `NodeEngine` for the loop that drives it.
 
     The node offers copies of blocks, because each step donates the arrays of blocks, so that no
@@ -88,7 +88,6 @@ class PrefillEngine(NodeEngine[PrefillScheduler]):
         kv = KVParts(runner, "gather", weights_revision)
         super().__init__(manager, scheduler, runner, transport, kv, now=now)
         self._sender = KVSender(kv, transport, max_bytes=max_offered_bytes)
-        self._reports: list[PrefillFailed] = []
 
     def begin(self, request: Request, peer: NodeId, attempt: int = 1) -> None:
         """Compute a prompt, and hand it to a decode node; see `PrefillScheduler.begin`.
@@ -105,11 +104,6 @@ class PrefillEngine(NodeEngine[PrefillScheduler]):
     def num_open_handoffs(self) -> int:
         """Number of hand-offs that hold blocks."""
         return self.scheduler.num_open
-
-    def take_reports(self) -> list[PrefillFailed]:
-        """Return the reports to the gateway since the last call, in order."""
-        reports, self._reports = self._reports, []
-        return reports
 
     def receive(self, message: PeerMessage) -> None:
         """Process a message of a decode node."""
