@@ -1,6 +1,6 @@
-"""Writes the tables of the hand-off's protocol from the code that asserts them.
+"""Generate the tables of the hand-off protocol from the code that asserts them.
 
-Called by conf.py; writes into ``docs/_generated/``, which is not in git.
+conf.py calls `write_pages`, which writes into ``docs/_generated/``, which is not in git.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OUTPUT: Final = Path(__file__).parents[1] / "_generated"
 
 
 def write_pages() -> None:
-    """Write states and invariants, each to be included by protocol.md."""
+    """Write the tables of states and invariants, which protocol.md includes."""
     OUTPUT.mkdir(exist_ok=True)
     _write("prefill_states", ("From", "To", "When"), _rows(PREFILL_MOVES))
     _write("decode_states", ("From", "To", "When"), _rows(DECODE_MOVES))

@@ -34,17 +34,17 @@ DOCS: Final = Path(__file__).parents[1]
 OUTPUT: Final = DOCS / "_generated"
 
 CHAPTERS: Final = {
-    "A": "A request gets blocks",
-    "F": "Blocks go back",
-    "H": "A request finds what is cached",
-    "P": "A request shares what it computed",
-    "E": "The cache gives blocks up",
-    "C": "Content",
-    "R": "Requests and their leases",
-    "D": "Drained",
+    "A": "Allocation",
+    "F": "Freeing",
+    "H": "Hits",
+    "P": "Publishing",
+    "E": "Eviction",
+    "C": "Content of blocks",
+    "R": "Requests and leases",
+    "D": "After all requests have ended",
     "S": "After each call",
-    "W": "Inside",
-    "Q": "The scheduler",
+    "W": "Internal state",
+    "Q": "Scheduler",
     "T": "Tiers below the device",
 }
 
@@ -52,7 +52,7 @@ Row = dict[str, Any]
 
 
 def write_pages() -> None:
-    """Write rules, bugs and invariants, each to be included by specification.md."""
+    """Write rules, bugs, invariants and situations, which specification.md includes."""
     OUTPUT.mkdir(exist_ok=True)
     root = str(DOCS.parent)
     if root not in sys.path:
@@ -71,7 +71,7 @@ def write_pages() -> None:
 
 
 def _is_main(document: dict[str, Any]) -> bool:
-    """Tell the hunts by the random engine: their traces are those that are shown."""
+    """Whether the random engine made the table. The page shows the traces of that engine."""
     return str(document["summary"]["engine"]) == "random"
 
 
@@ -100,7 +100,7 @@ def _proof(rule: str, proof: dict[str, Any], seen_in: str, subject: Subject) -> 
     yield f"*Broken by:* {_sentence(proof['bug'])}{origin}.\n"
     keys = ("rule", "why", "config", "trace")
     finding = Finding(**{key: proof["finding"][key] for key in keys})
-    program = to_program(finding).split("\n", 2)[2]  # the rule and its sentence stand above
+    program = to_program(finding).split("\n", 2)[2]  # without the rule and its sentence
     yield f"```text\n{program}\n```\n"
     name = rule.replace(" ", "-")
     (OUTPUT / f"{name}.svg").write_text(to_svg(subject, finding, calls=False), encoding="utf-8")
@@ -153,7 +153,7 @@ def _summary(summary: dict[str, Any]) -> str:
 
 
 def _table(rows: list[Row], by_engine: dict[str, dict[str, Row]]) -> Iterator[str]:
-    """Yield a line per bug; of the other engines, the steps at their greatest depth."""
+    """Yield a row per bug. The columns of other engines have the steps at their greatest depth."""
     bugs = _planted()
     depths = list(dict.fromkeys(depth for row in rows for depth in row["depths"]))
     heads = [f"`{depth}`: median (worst)" for depth in depths]
@@ -181,8 +181,8 @@ def _steps(steps: dict[str, Any] | None) -> str:
 def _ruled_out() -> Iterator[str]:
     from tests.spec.planted.ruled_out import RULED_OUT
 
-    yield "### Bugs of others that cannot be here\n"
-    yield _line(["Bug", "Seen in", "Ruled out, because"])
+    yield "### Bugs of other projects that the design rules out\n"
+    yield _line(["Bug", "Seen in", "Reason"])
     yield _line(["---"] * 3)
     for bug in RULED_OUT:
         yield _line([_sentence(bug.what), bug.seen_in, bug.why])
@@ -213,7 +213,7 @@ def _line(cells: list[str]) -> str:
 
 
 def _invariants() -> Iterator[str]:
-    yield _line(["", "What must hold", "Rules", "Not here"])
+    yield _line(["", "What must hold", "Rules", "Checked elsewhere"])
     yield _line(["---"] * 4)
     for number, invariant in INVARIANTS.items():
         what = f"**{_sentence(invariant.title)}.** {invariant.sentence}"

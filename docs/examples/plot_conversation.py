@@ -98,7 +98,7 @@ print("both answers equal those of an engine without a cache")
 #
 # A row is a block of the conversation, a column a step of the engine. The colour shows the fastest
 # tier in which the block is published; white means not published, or not computed yet. While the
-# conversation is parked, its blocks leave the device only as others need them.
+# conversation is parked, its blocks leave the device only when other requests need them.
 
 NOWHERE, STORAGE, HOST, DEVICE = range(4)
 colours = ["#ffffff", "#e0a94a", "#8d6cab", "#3f7fb5"]

@@ -57,8 +57,8 @@ manager.publish(lease, first)
 note("publish A")
 
 # %%
-# The request ends. Its private block is free again. Its published blocks are idle: still cached,
-# and the first to be evicted when blocks run short.
+# The request ends. Its private block is free again. Its published blocks are idle: they stay
+# cached, and can be evicted when blocks run short.
 
 manager.release(lease)
 note("release A")

@@ -206,9 +206,9 @@ directory = TemporaryDirectory()
 
 
 def open_tiers() -> tuple[CacheManager, BlockArrays, TierDriver, StorageWorkers]:
-    """Make the parts of a process; the files still have the blocks of an earlier process."""
-    names = StorageNamespace("one layer", weights_revision="0", kv_dtype="float32", **SIZES)
-    manager = CacheManager(NUM_BLOCKS, BLOCK_SIZE, host=HostConfig(64), storage=names)
+    """Make the cache of a process; the files keep the blocks of earlier processes."""
+    namespace = StorageNamespace("one layer", weights_revision="0", kv_dtype="float32", **SIZES)
+    manager = CacheManager(NUM_BLOCKS, BLOCK_SIZE, host=HostConfig(64), storage=namespace)
     arrays = BlockArrays.zeros(1, NUM_BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM, jnp.float32)
     backend = open_backend(Path(directory.name, "kv").as_uri(), BackendOptions(max_bytes=2**20))
     storage = StorageWorkers(backend, max_bytes_in_flight=2**20)
@@ -227,24 +227,24 @@ def exchange() -> None:
     driver.dispatch(manager.tiers.take_operations(), arrays)
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
-    """Exchange operations until a condition holds."""
-    while not is_so():
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Call `exchange` until a condition holds."""
+    while not condition():
         exchange()
         driver.wait(timeout_s=1.0)
 
 
 def start(tokens: list[int], parked: Parked | None = None) -> Lease:
     """Admit a sequence, with all of its KV that any tier has."""
-    asked = manager.tiers.prefetch(tokens)  # asks storage for the missing blocks
-    if asked is not None:
-        wait_until(lambda: asked.done)
+    fetched = manager.tiers.prefetch(tokens)  # asks storage for the missing blocks
+    if fetched is not None:
+        wait_until(lambda: fetched.done)
     lease = manager.admit(manager.match(tokens), parked)
     wait_until(lambda: lease.loading is None)  # a copy from the host
     return lease
 
 
-def go_on(lease: Lease, tokens: list[int], number: int) -> None:
+def generate(lease: Lease, tokens: list[int], number: int) -> None:
     """Generate a number of tokens; the first step computes the missing ones."""
     first = min(lease.num_ready_tokens, len(tokens) - 1)
     for _ in range(number):
@@ -262,14 +262,14 @@ def go_on(lease: Lease, tokens: list[int], number: int) -> None:
 manager, arrays, driver, storage = open_tiers()
 rollout = list(prompts[0])
 lease = start(rollout)
-go_on(lease, rollout, 3)
+generate(lease, rollout, 3)
 parked = manager.tiers.park(lease, rollout[:-1])  # the last token has no KV yet
 wait_until(lambda: parked.saved)
 other = start(list(range(NUM_BLOCKS * BLOCK_SIZE)))  # takes the whole device
 manager.release(other)
 lease = start(rollout, parked)
 print("resumed with", lease.num_ready_tokens, "of", len(rollout), "tokens computed")
-go_on(lease, rollout, 3)
+generate(lease, rollout, 3)
 manager.release(lease)
 wait_until(lambda: manager.tiers.num_open_operations == 0)
 assert driver.close() and storage.close()
@@ -283,7 +283,7 @@ manager, arrays, driver, storage = open_tiers()
 again = list(prompts[0])
 lease = start(again)
 print("after a restart,", lease.num_ready_tokens, "of", len(again), "tokens are cached")
-go_on(lease, again, 6)
+generate(lease, again, 6)
 assert again == rollout == sequences[0]
 
 manager.reset()  # ends the lease, too

@@ -1,17 +1,18 @@
-r"""mini-sglang's `CacheManager` over its radix cache, as the specification drives it.
+r"""Adapter for mini-sglang's `CacheManager` over its radix cache.
 
-It needs mini-sglang's sources, on any CPU, and some of its dependencies::
+It needs mini-sglang's sources and some of its dependencies. It runs on any CPU::
 
     pip install torch transformers apache-tvm-ffi msgpack pyzmq
     git clone https://github.com/sgl-project/mini-sglang
     PYTHONPATH=mini-sglang/python radixkv fuzz --target \
         docs/examples/adapters/mini_sglang_adapter.py:make
 
-Its pages are token slots; block b is the slots from b * block_size on. As its scheduler does, this
+Block b is the token slots from b * block_size on. Like mini-sglang's scheduler, the adapter
 publishes when the prompt is computed, with ``cache_req(finished=False)``, and when a request ends.
-`make_repointed` repairs what is found, to see whether there is more. `make_uncounted` says that
-no block is available while a request runs: then the rules about counts are silent, and what is
-found is what comes of it.
+
+`make_repointed` repairs the mistake that is found, to search for others. `make_uncounted` reports
+no available block while a request runs. This silences the rules about counts, so that the search
+finds a consequence of the mistake instead.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ except ModuleNotFoundError as error:
         " mini-sglang and put its folder python on PYTHONPATH"
     ) from error
 
-VERSION = "mini-sglang 20fcd7f"  # the commit it was tried with; it makes no releases
-NUM_ROWS = 16  # more than ever run at once
+VERSION = "mini-sglang 20fcd7f"  # the tested commit; mini-sglang has no releases
+NUM_ROWS = 16  # more requests than ever run at once
 
 torch.set_num_threads(1)
 _empty = torch.empty
-torch.empty = lambda *size, pin_memory=False, **options: _empty(*size, **options)  # no GPU, no pin
+torch.empty = lambda *size, pin_memory=False, **options: _empty(*size, **options)  # no GPU
 
 
 class MiniSGLang:
-    """A request is a row of the page table. It has no namespaces: a token says its tenant."""
+    """A request is a row of the page table. An offset of its tokens stands for the namespace."""
 
     promises = Promises(exact=True)
 
     def __init__(self, num_blocks: int, block_size: int, repoint: bool = False) -> None:
-        minisgl.core._GLOBAL_CTX = None  # each manager takes its page size from a global
+        minisgl.core._GLOBAL_CTX = None  # the manager reads its page size from a global
         minisgl.core.set_global_ctx(minisgl.core.Context(block_size))
         self.block_size = block_size
         self.repoint = repoint
@@ -105,7 +106,7 @@ class MiniSGLang:
         computed = self._num_blocks(request.cached_len) * self.block_size
         held = self._num_blocks(request.device_len) * self.block_size
         self.manager.cache_req(request, finished=True)
-        # It allocates a chunk when it schedules it, so that it never ends one with more than this.
+        # mini-sglang allocates per chunk, so its requests never end with more blocks than computed.
         self.manager._free(self.table[request.table_idx, computed:held])
         self.rows.append(request.table_idx)
 
@@ -121,7 +122,7 @@ class MiniSGLang:
         return num_blocks * self.block_size <= self.manager.available_size
 
     def check(self) -> None:
-        if not self.requests:  # it holds, and is asked, only then
+        if not self.requests:  # it holds only while no request runs
             self.manager.check_integrity()
 
     def _num_blocks(self, num_tokens: int) -> int:
@@ -134,7 +135,7 @@ def make(num_blocks: int, block_size: int) -> MiniSGLang:
 
 
 class Uncounted(MiniSGLang):
-    """One whose count says nothing while a request runs."""
+    """Reports no available block while a request runs."""
 
     promises = Promises()
 
@@ -143,10 +144,10 @@ class Uncounted(MiniSGLang):
 
 
 def make_uncounted(num_blocks: int, block_size: int) -> MiniSGLang:
-    """Make one whose count says nothing while a request runs."""
+    """Make a manager that reports no available block while a request runs."""
     return Uncounted(num_blocks, block_size)
 
 
 def make_repointed(num_blocks: int, block_size: int) -> MiniSGLang:
-    """Make one whose page table is pointed to what is in the tree after each publication."""
+    """Make a manager whose page table points to the tree's blocks after each publication."""
     return MiniSGLang(num_blocks, block_size, repoint=True)

@@ -1,13 +1,13 @@
-"""SGLang's `RadixCache` over its allocator of pages, as the specification drives it.
+"""Adapter for SGLang's `RadixCache` over its page allocator.
 
-It needs SGLang's sources, on any CPU, and those of its dependencies that are for one::
+It needs SGLang's sources and those of its dependencies that run on a CPU::
 
-    pip install torch transformers compressed-tensors gguf  # and what it then says is missing
+    pip install torch transformers compressed-tensors gguf  # and what the error then names
     pip download --no-deps sglang && unzip sglang-*.whl -d sglang-unpacked
     PYTHONPATH=sglang-unpacked radixkv fuzz --target docs/examples/adapters/sglang_adapter.py:make
 
-``sglang_adapter:make_unified`` is its newer `UnifiedRadixCache`. Pages come from `alloc`, because
-`alloc_extend` is a kernel for a GPU. The request has only the fields that the cache reads.
+``sglang_adapter.py:make_unified`` tests the newer `UnifiedRadixCache`. Pages come from `alloc`,
+because `alloc_extend` is a GPU kernel. Requests have only the fields that the cache reads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stubs import stub_modules
 
 from radixkv.spec.adapters.cache import Promises
 
-# Imported by what is tested, and not called by it. Some need a GPU's libraries.
+# The cache imports these but does not call them. Some need GPU libraries.
 stub_modules(
     *(f"sglang.srt.{name}" for name in (
         "configs", "constrained", "entrypoints", "multimodal", "parser",
@@ -42,18 +42,18 @@ try:
     from sglang.version import __version__
 except ModuleNotFoundError as error:
     raise ImportError(
-        f"{error}: `pip install torch` and what is named here; for sglang itself"
+        f"{error}: `pip install torch` and the module named here; for sglang itself"
         " `pip download --no-deps sglang`, unzip the wheel and put that folder on PYTHONPATH"
     ) from error
 
 VERSION = f"sglang {__version__}"
-NUM_ROWS = 16  # more than ever run at once
+NUM_ROWS = 16  # more requests than ever run at once
 
 torch.set_num_threads(1)
 
 
 class SGLang:
-    """A request is a row of token slots; block b is the slots from b * block_size on."""
+    """A request is a row of token slots. Block b is the slots from b * block_size on."""
 
     promises = Promises(hits_all=True, exact=True)
 
@@ -133,7 +133,7 @@ class SGLang:
         return self._available_slots() // self.block_size
 
     def reset(self) -> None:
-        # As its scheduler does: whoever runs is retracted, then tree and pools are emptied.
+        # Like SGLang's scheduler: retract running requests, then clear the tree and the pools.
         for name in list(self.requests):
             self.release(name)
         self.cache.reset()
@@ -147,7 +147,7 @@ class SGLang:
         return -(-num_tokens // self.block_size) * self.block_size
 
     def _allocate(self, row: int, start: int, end: int) -> None:
-        """Fill a row from a block's first slot on, evicting what is short."""
+        """Allocate the slots of a row from the start of a block on, and evict if necessary."""
         end = self._whole(end)
         if start < end:
             self.pool.evict_to_free_tokens(self.cache, end - start)

@@ -1,4 +1,4 @@
-"""Stands in for packages that another package imports but that its cache manager never calls."""
+"""Stubs for packages that a tested package imports but its cache manager never calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 
 
 class Anything(type):
-    """A class whose every public attribute is such a class; calling one makes None."""
+    """A class whose public attributes are classes of the same kind. A call returns None."""
 
     def __getattr__(cls, name: str) -> Anything:
         if name.startswith("__"):
@@ -18,13 +18,13 @@ class Anything(type):
         return Anything(name, (), {})
 
     def __call__(cls, *_: object, **__: object) -> None:
-        """Make nothing."""
+        """Return None."""
 
 
 class StubModule(ModuleType):
-    """A package that holds whatever is imported from it."""
+    """A package from which any name can be imported."""
 
-    __path__: MutableSequence[str] = []  # noqa: RUF012 - what makes a module a package
+    __path__: MutableSequence[str] = []  # noqa: RUF012 - makes the module a package
 
     def __getattr__(self, name: str) -> Anything:
         if name.startswith("__"):
@@ -33,13 +33,13 @@ class StubModule(ModuleType):
 
 
 class StubFinder(MetaPathFinder, Loader):
-    """Finds stubs for some packages and everything under them."""
+    """Import finder that returns stubs for some packages and their submodules."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
 
     def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
-        """Answer for the packages to replace, and for no other."""
+        """Return a spec for the packages to replace, and None for others."""
         if not any(f"{name}.".startswith(f"{stub}.") for stub in self.names):
             return None
         return ModuleSpec(name, self, is_package=True)
@@ -49,9 +49,9 @@ class StubFinder(MetaPathFinder, Loader):
         return StubModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leave it empty."""
+        """Do nothing: the stub has no code."""
 
 
 def stub_modules(*names: str) -> None:
-    """Replace packages by stubs in what is imported from now on."""
+    """Replace packages by stubs in all later imports."""
     sys.meta_path.insert(0, StubFinder(names))

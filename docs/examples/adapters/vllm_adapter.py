@@ -1,13 +1,14 @@
-"""vLLM's `KVCacheManager`, one group of full-attention layers, as the specification drives it.
+"""Adapter for vLLM's `KVCacheManager`, with one group of full-attention layers.
 
-It needs torch and vLLM's sources, on any CPU, and few of vLLM's dependencies::
+It needs torch, vLLM's sources and a few of vLLM's dependencies. It runs on any CPU::
 
     pip install torch numpy msgspec packaging psutil pyzmq regex urllib3 uvloop
     pip download --no-deps vllm && unzip vllm-*.whl -d vllm-unpacked
     PYTHONPATH=vllm-unpacked radixkv fuzz --target docs/examples/adapters/vllm_adapter.py:make
 
-vLLM caches the blocks of a step when it schedules the step. Here they are cached when the step has
-run, by ``delay_cache_blocks`` and `cache_blocks`: its own way where blocks are filled later.
+vLLM caches the blocks of a step when it schedules the step. The adapter caches them after the step
+has run, with ``delay_cache_blocks`` and `cache_blocks`, as vLLM does for blocks that are filled
+later.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from stubs import stub_modules
 
 from radixkv.spec.adapters.cache import Promises
 
-# Imported by what is tested, and not called by it. Some need a GPU's libraries.
+# The manager imports these but does not call them. Some need GPU libraries.
 stub_modules(
     "cbor2", "cpuinfo", "vllm.config", "vllm.distributed", "vllm.multimodal", "vllm.pooling_params",
     "vllm.sampling_params", "vllm.usage", "vllm.v1.attention", "vllm.v1.engine",
@@ -42,14 +43,14 @@ except ModuleNotFoundError as error:
     ) from error
 
 VERSION = f"vllm {__version__}"
-ENDLESS = 1 << 20  # tokens, as the longest sequence: the pool is the only limit
-POOLING = SimpleNamespace(skip_reading_prefix_cache=False)  # the shortest way to make a Request
+ENDLESS = 1 << 20  # maximum sequence length in tokens: the pool is the only limit
+POOLING = SimpleNamespace(skip_reading_prefix_cache=False)  # the least that a Request needs
 
 init_none_hash(sha256)
 
 
 class VLLM:
-    """A request is vLLM's `Request`; its hashes grow with its tokens."""
+    """A request is vLLM's `Request`, which hashes its own blocks."""
 
     promises = Promises(hits_all=True, exact=True)
 
@@ -110,7 +111,7 @@ class VLLM:
         return int(self.manager.block_pool.get_num_free_blocks())
 
     def reset(self) -> None:
-        # As its scheduler does: whoever runs is preempted first.
+        # Like vLLM's scheduler: preempt running requests first.
         for name in list(self.requests):
             self.release(name)
         assert self.manager.reset_prefix_cache(), "the cache was not reset"

@@ -1,4 +1,4 @@
-"""One turn of a conversation, in a process of its own: prompt in, answer and block places out.
+"""One turn of a conversation as a process: reads a prompt; writes the answer and block places.
 
 python turn.py CHECKPOINT STORAGE_DIRECTORY < turn.json > result.json
 """
@@ -27,7 +27,7 @@ BLOCK_SIZE, NUM_BLOCKS, HOST_BLOCKS = 8, 14, 20
 
 
 def main(checkpoint: Path, directory: Path) -> None:
-    """Answer the prompt of the conversation, while others want the memory, too."""
+    """Answer the prompt of the conversation while other requests compete for memory."""
     turn = json.load(sys.stdin)
     model = load_model(checkpoint)
     namespace = make_storage_namespace(model, "first", BLOCK_SIZE)

@@ -1,9 +1,10 @@
-"""A manager with a radix tree of blocks, in the shape of mini-sglang's, and its adapter.
+"""A manager with a radix tree of blocks, in the style of mini-sglang, and its adapter.
 
-A request holds a lock on a node of the tree, which keeps its path, and after each step puts what
-it computed into the tree. Where another request was first, its own blocks are copies: they are
-freed, and its block table must then point to the blocks in the tree. With ``repoint=False`` it is
-not changed, so that the request goes on to read blocks that soon belong to somebody else.
+A request locks a node of the tree, which keeps the path to it. After each step, its computed blocks
+are inserted into the tree. If another request has inserted the same blocks before, its own are
+duplicates: they are freed, and its block table must then point to the blocks in the tree. With
+``repoint=False`` the table stays unchanged, so the request reads blocks that may soon belong to
+another one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Tokens: TypeAlias = tuple[int, ...]
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A run of whole blocks; `locks` counts the requests that use it or a node below."""
+    """A run of full blocks; `locks` counts the requests that use it or a node below it."""
 
     tokens: Tokens
     blocks: list[int]
@@ -37,7 +38,7 @@ class Node:
 
 
 class RadixTree:
-    """Which blocks hold which prefixes."""
+    """Index from prefixes to blocks."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -63,26 +64,26 @@ class RadixTree:
         return tokens[start:end] == others[start:end]
 
     def _split(self, node: Node, num_blocks: int) -> Node:
-        """Cut a node in two; returns the upper one."""
+        """Split a node; return the upper part."""
         size = num_blocks * self.block_size
         upper = Node(node.tokens[:size], node.blocks[:num_blocks], node.parent)
         upper.locks, upper.last_use = node.locks, node.last_use
-        self._hang(upper)
+        self._attach(upper)
         node.tokens, node.blocks, node.parent = node.tokens[size:], node.blocks[num_blocks:], upper
-        self._hang(node)
+        self._attach(node)
         return upper
 
-    def _hang(self, node: Node) -> None:
-        assert node.parent is not None, "a root hangs nowhere"
+    def _attach(self, node: Node) -> None:
+        assert node.parent is not None, "a root has no parent"
         node.parent.children[node.tokens[: self.block_size]] = node
 
     def insert(self, namespace: bytes, tokens: Tokens, blocks: Sequence[int]) -> list[int]:
-        """Put whole blocks into the tree; returns those that were there, for the same prefix."""
+        """Insert full blocks; return the blocks that the tree already had for the same prefix."""
         node, found = self.walk(namespace, tokens)
         if len(found) < len(blocks):
             start = len(found) * self.block_size
             new = Node(tokens[start:], list(blocks[len(found) :]), node, last_use=next(self.clock))
-            self._hang(new)
+            self._attach(new)
         return found
 
     def lock(self, node: Node | None, change: int) -> None:
@@ -92,12 +93,12 @@ class RadixTree:
             node = node.parent
 
     def unlocked(self) -> list[Node]:
-        """Return the nodes that can be evicted, or could after those below them."""
+        """Return the nodes that can be evicted once those below them are."""
         nodes = itertools.chain.from_iterable(root.below() for root in self.roots.values())
         return [node for node in nodes if node.parent and not node.locks]
 
     def evict(self, num_blocks: int) -> list[int]:
-        """Take the coldest leaves out; returns their blocks, at least so many."""
+        """Remove LRU leaves with at least `num_blocks` blocks together; return the blocks."""
         evicted: list[int] = []
         while len(evicted) < num_blocks:
             leaves = [node for node in self.unlocked() if not node.children]
@@ -112,7 +113,7 @@ class RadixTree:
 class Request:
     """A running request: its tokens, its blocks, and the node that it has locked.
 
-    `num_cached` of its blocks are the tree's; `computed` tokens have their KV written.
+    The first `num_cached` blocks belong to the tree. The KV of `computed` tokens is written.
     """
 
     namespace: bytes
@@ -124,7 +125,7 @@ class Request:
 
 
 class CacheManager:
-    """Hands out blocks, and keeps what was computed."""
+    """Allocates blocks, and caches computed ones."""
 
     def __init__(self, num_blocks: int, block_size: int, repoint: bool = True) -> None:
         self.block_size = block_size
@@ -133,11 +134,11 @@ class CacheManager:
         self.tree = RadixTree(block_size)
 
     def available(self) -> int:
-        """Count free blocks and those that can be evicted."""
+        """Return the number of blocks that are free or can be evicted."""
         return len(self.free) + sum(len(node.blocks) for node in self.tree.unlocked())
 
     def allocate(self, num_blocks: int) -> list[int] | None:
-        """Take blocks, evicting what is short; None if there are too few."""
+        """Allocate blocks, and evict if necessary; None if there are too few."""
         if num_blocks > self.available():
             return None
         self.free += self.tree.evict(num_blocks - len(self.free))
@@ -145,7 +146,7 @@ class CacheManager:
         return taken
 
     def start(self, namespace: bytes, tokens: Tokens) -> Request | None:
-        """Begin a request with what is cached of all but its last token."""
+        """Start a request. The last token is never taken from the cache."""
         node, found = self.tree.walk(namespace, tokens[:-1])
         self.tree.lock(node, 1)
         new = self.allocate(-(-len(tokens) // self.block_size) - len(found))
@@ -156,13 +157,13 @@ class CacheManager:
         return Request(namespace, tokens, found + new, node, len(found), hit)
 
     def cache_request(self, request: Request, finished: bool) -> None:
-        """Keep what a request has computed. If it is finished, free the rest of its blocks."""
+        """Cache the computed blocks of a request. If it is finished, free the rest."""
         num_whole = request.computed // self.block_size
         tokens = request.tokens[: num_whole * self.block_size]
         found = self.tree.insert(request.namespace, tokens, request.table[:num_whole])
         node, blocks = self.tree.walk(request.namespace, tokens)
         self.tree.lock(request.node, -1)
-        self.free += request.table[request.num_cached : len(found)]  # copies of what was there
+        self.free += request.table[request.num_cached : len(found)]  # duplicates
         if finished:
             self.free += request.table[num_whole:]
             return
@@ -173,7 +174,7 @@ class CacheManager:
 
 
 class MiniStyle:
-    """The manager, as the specification drives it."""
+    """The adapter: the methods that the specification calls."""
 
     promises = Promises(hits_all=True, exact=True)
 
@@ -220,5 +221,5 @@ def make(num_blocks: int, block_size: int) -> MiniStyle:
 
 
 def make_without_repointing(num_blocks: int, block_size: int) -> MiniStyle:
-    """Make one whose requests keep pointing to the copies that it frees."""
+    """Make a manager whose requests keep pointing to freed duplicates."""
     return MiniStyle(num_blocks, block_size, repoint=False)

@@ -1,7 +1,7 @@
-"""A manager of hashed blocks, in the shape of nano-vllm's, and its adapter.
+"""A manager of hashed blocks, in the style of nano-vllm, and its adapter.
 
-A block that nobody uses any more goes to the end of the free queue and keeps its hash: it can be
-found until it is handed out again. So there is no eviction, and no tree.
+A block without users goes to the end of the free queue and keeps its hash, so it can be found until
+it is allocated again. There is no tree, and no separate eviction.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from radixkv.spec.adapters.cache import Promises
 
 @dataclass(slots=True)
 class Block:
-    """A block, how many requests use it, and its hash if it can be found by it."""
+    """A block, the number of requests that use it, and its hash; empty if it is not cached."""
 
     number: int
     users: int = 0
@@ -24,12 +24,12 @@ class Block:
 
 
 def hash_block(before: bytes, tokens: Sequence[int]) -> bytes:
-    """Hash a block's tokens, and by the hash of the block before it all tokens before them."""
+    """Hash a block's tokens together with the hash of the block before it."""
     return blake2b(before + repr(tuple(tokens)).encode(), digest_size=16).digest()
 
 
 class BlockManager:
-    """Hands out blocks, cached ones where there are some."""
+    """Allocates blocks, cached ones if possible."""
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks = [Block(number) for number in range(num_blocks)]
@@ -46,7 +46,7 @@ class BlockManager:
         return found
 
     def take(self, found: Sequence[int], num_new: int) -> list[int] | None:
-        """Use found blocks and new ones; None, and nothing is changed, if too few are free."""
+        """Allocate found and new blocks; return None and change nothing if too few are free."""
         unused = [number for number in found if not self.blocks[number].users]
         if num_new > len(self.free) - len(unused):
             return None
@@ -64,14 +64,14 @@ class BlockManager:
         return table
 
     def share(self, table: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Let blocks be found by their hashes; a second copy of one stays private."""
+        """Enter blocks under their hashes; a duplicate stays private."""
         for number, each in zip(table, hashes, strict=False):
             if each not in self.by_hash:
                 self.by_hash[each] = number
                 self.blocks[number].hash = each
 
     def give_back(self, table: Sequence[int]) -> None:
-        """Stop using blocks: the last ones are to be reused first."""
+        """Free blocks, the last ones first, so that they are reused first."""
         for number in reversed(table):
             block = self.blocks[number]
             block.users -= 1
@@ -82,7 +82,7 @@ class BlockManager:
 # [adapter]
 @dataclass(slots=True)
 class Request:
-    """What a scheduler knows of a request."""
+    """The state of a request that a scheduler would keep."""
 
     namespace: bytes
     table: list[int]
@@ -90,7 +90,7 @@ class Request:
 
 
 class NanoStyle:
-    """The manager, as the specification drives it."""
+    """The adapter: the methods that the specification calls."""
 
     promises = Promises(hits_all=True, exact=True)
 

@@ -19,7 +19,7 @@ class ToyCache:
         self.block_size = block_size
         self.free = list(range(num_blocks))
         self.cached: dict[Prefix, int] = {}
-        self.users: dict[int, int] = {}  # of each cached block
+        self.users: dict[int, int] = {}  # by cached block
         self.running: dict[str, tuple[bytes, list[int], int]] = {}  # namespace, table, tokens
 
     def prefixes(self, namespace: bytes, tokens: Sequence[int]) -> list[Prefix]:
@@ -61,7 +61,7 @@ class ToyCache:
         for index, prefix in enumerate(self.prefixes(namespace, tokens)):
             block = self.cached.setdefault(prefix, table[index])
             if block != table[index]:
-                # Somebody else was first, so use theirs. And the copy? Nobody has it any more.
+                # Another request was first: use its block. The duplicate is lost here.
                 table[index] = block
                 self.users[block] += 1
             elif block not in self.users:
