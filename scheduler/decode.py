@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ..kvcache import CacheManager, Lease, OutOfBlocksError
-from .base import Scheduler
-from .batch import BatchScheduler
+from .batching.batch import BatchScheduler
+from .batching.preemption import PreemptMode
 from .errors import HandoffsOpenError, RefusedError
 from .fairness import AdmissionFairness
 from .handoff import (
@@ -26,8 +26,8 @@ from .handoff import (
     Stop,
     Timing,
 )
+from .interface import Scheduler
 from .policy import Policy
-from .preemption import PreemptMode
 from .request import Request
 from .reservation import needed_to_finish
 from .step_plan import StepPlan

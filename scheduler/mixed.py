@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from ..kvcache import CacheManager
-from .base import Scheduler
-from .batch import BatchScheduler
+from .batching.batch import BatchScheduler
+from .batching.preemption import PreemptMode
+from .interface import Scheduler
 from .policy import Policy
-from .preemption import PreemptMode
 from .request import Request
 from .step_plan import StepPlan
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from ..kvcache import CacheManager, Lease, Match
-from .base import Scheduler
-from .batch import BatchScheduler
+from .batching.batch import BatchScheduler
 from .errors import HandoffsOpenError, RequestError, StepOrderError
 from .handoff import (
     AttemptKey,
@@ -22,6 +21,7 @@ from .handoff import (
     Timing,
     Withdraw,
 )
+from .interface import Scheduler
 from .policy import Policy
 from .request import Request, lease_of
 from .step_plan import StepPlan

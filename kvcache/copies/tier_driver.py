@@ -3,7 +3,7 @@
 ::
 
     the engine's loop                              elsewhere
-    dispatch ──┬─ gather ──► staging ────────────► StagingWriter: threads write host blocks
+    dispatch ──┬─ gather ──► staging ────────────► BackgroundWriter: threads write host blocks
                ├─ host blocks ──► staging ──► scatter
                ├─ copy within the pools
                └─ Storage.store, load ───────────► its threads read and write host blocks
@@ -26,6 +26,7 @@ from ..storage.errors import StorageError
 from ..storage.interface import Storage
 from ..tiers.operations import Operation, OpKind
 from ..tokens import Int32Array, as_count
+from .background_writer import BackgroundWriter, StagedBlocks
 from .block_arrays import BlockArrays
 from .block_copies import BlockCopies
 from .host_arrays import HostArrays
@@ -37,7 +38,6 @@ from .in_flight import (
     StagedPiece,
     TierDriverStats,
 )
-from .staging_writer import StagedBlocks, StagingWriter
 from .storage_copies import StorageCopies
 
 _Part: TypeAlias = Callable[[InFlightOperation, BlockArrays], None]
@@ -87,7 +87,7 @@ class TierDriver:
         self._max_blocks = as_count("max_blocks_per_copy", max_blocks_per_copy, minimum=1)
         self._host = host
         self._clock = clock
-        self._writer = StagingWriter(host, as_count("num_threads", num_threads, minimum=1))
+        self._writer = BackgroundWriter(host, as_count("num_threads", num_threads, minimum=1))
         self._copies: BlockCopies | None = None
         self._table = InFlightTable(host.bytes_per_block)
         self._storage = None if storage is None else StorageCopies(storage, host, self._table)

@@ -21,7 +21,7 @@ from .parked import Parked, ParkedIn
 from .parking import park, unpark
 from .prefetch import Prefetch, start_prefetch
 from .state import Cache, TierState
-from .storage_keys import StorageKeyCache
+from .storage_key_cache import StorageKeyCache
 
 if TYPE_CHECKING:
     from ..storage.keys import StorageNamespace

@@ -11,7 +11,7 @@ from ..prefix.lease import Lease
 from ..prefix.node import Node
 from .host_tier import HostRun, TieredNode
 from .state import TierState
-from .storage_keys import StorageKeyCache
+from .storage_key_cache import StorageKeyCache
 
 
 def check_tiers(state: TierState, loading: Collection[OpId], leases: Collection[Lease]) -> None:

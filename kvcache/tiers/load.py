@@ -12,7 +12,7 @@ from ..prefix.block_tables import BlockTables
 from ..prefix.lease import Lease, Match
 from ..prefix.node import ITEM_BYTES, Walk
 from ..tokens import Int32Array, as_bytes
-from .completions import leading
+from .completion_handlers import leading
 from .host_tier import HostRun
 from .offload import Offloader
 from .operations import (

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..prefix.node import ITEM_BYTES, Node
 from ..tokens import Int32Array
-from .completions import OffloadCompletion
+from .completion_handlers import OffloadCompletion
 from .host_tier import HostRun, TieredNode
 from .operations import OpKind
 from .state import TierState

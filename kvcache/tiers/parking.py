@@ -10,7 +10,7 @@ from ..errors import LeaseError, StorageConfigError
 from ..prefix.lease import Lease
 from ..prefix.node import ITEM_BYTES
 from ..tokens import Tokens
-from .completions import OffloadCompletion
+from .completion_handlers import OffloadCompletion
 from .host_tier import HostRun
 from .offload import Offloader
 from .operations import OpKind

@@ -12,7 +12,7 @@ from ..tokens import (
     Tokens,
     as_tokens,
 )
-from .completions import leading
+from .completion_handlers import leading
 from .host_tier import HostRun
 from .offload import Offloader
 from .operations import CompletionHandler, OpKind

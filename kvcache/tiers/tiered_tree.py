@@ -14,7 +14,7 @@ from ..prefix.node import (
 from ..prefix.radix_tree import RadixTree
 from ..tokens import Int32Array
 from .host_tier import HostRun, HostTier, TieredNode
-from .storage_keys import StorageKeyCache
+from .storage_key_cache import StorageKeyCache
 
 
 class TieredTree(RadixTree):

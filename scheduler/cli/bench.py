@@ -8,8 +8,8 @@ from pathlib import Path
 from ..bench.cache import PHASES, bench_cache
 from ..bench.decode import bench_decode
 from ..bench.evict import bench_evict
-from ..console import table
 from ..replay.trace import read_trace
+from ..terminal.console import table
 from .errors import BadInputError
 from .options.common import check_memory
 from .output import check_destination, emit

@@ -14,7 +14,6 @@ from typing import Any
 
 from ...kvcache.storage import Storage
 from ...kvcache.storage.urls import namespace_digits
-from ..console import table
 from ..engine import Engine, make_storage_namespace
 from ..errors import HandoffFailedError
 from ..handoff import Timing
@@ -23,6 +22,7 @@ from ..models.weights_digest import weights_digest
 from ..nodes import DecodeEngine, Disaggregated, PrefillEngine
 from ..nodes.transport import InProcessExchange, InProcessTransport
 from ..request import Request
+from ..terminal.console import table
 from .errors import BadInputError
 from .options.common import check_memory, host_tier, reserve_tokens
 from .options.generate import check

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
-from ..interrupts import hold_interrupts
+from ..terminal.interrupts import hold_interrupts
 from .errors import BadInputError
 from .options import bench, fuzz, generate, hits, nodes, replay, storage
 

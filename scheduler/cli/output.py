@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..console import make_console
+from ..terminal.console import make_console
 from .errors import BadInputError
 
 if TYPE_CHECKING:

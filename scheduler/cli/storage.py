@@ -12,7 +12,7 @@ from typing import Any
 from ...kvcache.storage import Backend, BackendOptions, open_existing, remove_values, verify_values
 from ...kvcache.storage.interface import SharedBackend
 from ...kvcache.storage.urls import is_server_url
-from ..console import table
+from ..terminal.console import table
 from .errors import BadInputError
 from .output import check_destination, emit
 

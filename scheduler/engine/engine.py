@@ -6,10 +6,10 @@ from collections.abc import Collection
 
 from ...kvcache import CacheManager, HostConfig
 from ...kvcache.storage import Storage, StorageNamespace
+from ..batching.preemption import PreemptMode
 from ..mixed import MixedScheduler
 from ..models import Model, Params
 from ..policy import Policy
-from ..preemption import PreemptMode
 from ..request import Request
 from .model_runner import ModelRunner
 from .stats import EngineStats

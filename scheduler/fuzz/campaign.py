@@ -22,7 +22,7 @@ from ...spec.adapters.load_target import load_target
 from ...spec.harness.engine import Finding, Subject
 from ...spec.harness.random_engine import Run
 from ...spec.harness.subjects import What, make_subject
-from ..interrupts import hold_interrupts
+from ..terminal.interrupts import hold_interrupts
 from .targets import DEFAULT_TARGETS
 
 EngineName: TypeAlias = Literal["random", "hypothesis"]

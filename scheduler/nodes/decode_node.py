@@ -6,12 +6,12 @@ from typing import TypeAlias
 
 from ...kvcache import CacheManager, HostConfig
 from ...kvcache.storage import Storage, StorageNamespace
+from ..batching.preemption import PreemptMode
 from ..decode import DecodeScheduler
 from ..engine import ModelRunner
 from ..handoff import CancelPull, DecodeFailed, Finished, Post, Pull, Started, Timing
 from ..models import Model
 from ..policy import Policy
-from ..preemption import PreemptMode
 from .kv_parts import KVParts
 from .kv_receiver import KVReceiver
 from .node import NodeEngine, PeerMessage, check_revision

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from ..console import table, to_text
+from ..terminal.console import table, to_text
 from .checks import Check
 from .engine_run.checks import PassResult
 from .engine_run.real_run import RealRun, RealRunConfig

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..preemption import PreemptMode
+from ..batching.preemption import PreemptMode
 from .engine_run.real_run import RealRunConfig, run_real
 from .hits.hit_curve import measure_hit_curve
 from .hits.tier_law import check_two_tier_law

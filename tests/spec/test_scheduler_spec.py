@@ -84,7 +84,7 @@ def test_every_rule_names_a_planted_bug():
 
 
 def test_a_bug_that_does_not_fit_is_told():
-    gone = bug("gone", "batch.py", ("no such text", ""))
+    gone = bug("gone", "batching/batch.py", ("no such text", ""))
     message = r"has 'no such text' 0 times: write the bug 'gone' anew"
     with pytest.raises(AssertionError, match=message):
         load_scheduler(gone)
@@ -183,7 +183,7 @@ def test_the_model_says_every_token_and_the_same_in_every_process():
 
 OLD_MATCH = bug(
     "an older match is kept while another computes what seems to follow it",
-    "batch.py",
+    "batching/batch.py",
     (
         "        match = request.match = self.manager.match(request.tokens, request.namespace)\n",
         "        match = request.match\n"

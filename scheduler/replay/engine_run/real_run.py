@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from ....kvcache.manager import CacheManager
 from ....kvcache.tiers.host_tier import HostConfig
 from ....kvcache.tiers.operations import OpKind
+from ...batching.preemption import PreemptMode
 from ...engine import Engine, EngineStats
 from ...mixed import MixedScheduler
 from ...models import Model, load_model, make_tiny_checkpoint
-from ...preemption import PreemptMode
 from ...request import Request
 from ...step_plan import SchedulerStats
 from ..checks import Check, check_all_blocks_returned, check_all_host_blocks_returned

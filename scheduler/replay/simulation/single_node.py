@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from ....kvcache.errors import RequestTooLargeError
 from ....kvcache.manager import CacheManager
 from ....kvcache.tiers.host_tier import HostConfig
+from ...batching.preemption import PreemptMode
 from ...mixed import MixedScheduler
-from ...preemption import PreemptMode
 from ...request import Request
 from ..checks import Check, check_all_blocks_returned, check_all_host_blocks_returned
 from ..progress import Progress, no_progress

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from radixkv.scheduler.cli.output import ProgressBar, emit
-from radixkv.scheduler.console import table
+from radixkv.scheduler.terminal.console import table
 
 
 class _Terminal(io.StringIO):

@@ -9,7 +9,7 @@ from .bugs import ATTEMPTS, D, bug
 DECODE: Final = "decode.py"
 RESERVATION: Final = "reservation.py"
 FAIRNESS: Final = "fairness.py"
-BATCH: Final = "batch.py"
+BATCH: Final = "batching/batch.py"
 
 DECODE_BUGS: Final = [
     bug(

@@ -18,7 +18,7 @@ from radixkv import scheduler
 from .bugs import Bug
 
 SOURCE: Final = Path(scheduler.__file__).parent
-PACKAGES: Final = ("handoff", "handoff_simulation")
+PACKAGES: Final = ("batching", "handoff", "handoff_simulation")
 _numbers = count(1)
 
 

@@ -97,7 +97,7 @@ PREFILL_BUGS: Final = [
     ),
     bug(
         "an attempt that D refuses counts as admitted",
-        "batch.py",
+        "batching/batch.py",
         ("            self._stats.admitted += 1\n", ""),
         (
             "        lease = request.lease = self._leases.reserve(request, match)\n",

@@ -13,8 +13,8 @@ from radixkv.kvcache.errors import CountError, StorageConfigError
 from radixkv.kvcache.tiers import storage_recency as storage_uses
 from radixkv.kvcache.tiers.host_tier import HostConfig
 from radixkv.kvcache.tiers.operations import OpKind
+from radixkv.scheduler.batching.preemption import PreemptMode
 from radixkv.scheduler.mixed import MixedScheduler
-from radixkv.scheduler.preemption import PreemptMode
 from radixkv.scheduler.replay.simulation.cost_model import (
     CostModel,
     GpuCosts,

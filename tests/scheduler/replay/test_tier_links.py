@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from radixkv.kvcache import CacheManager
 from radixkv.kvcache.tiers.host_tier import HostConfig, WritePolicy
 from radixkv.kvcache.tiers.operations import OpKind
+from radixkv.scheduler.batching.preemption import PreemptMode
 from radixkv.scheduler.mixed import MixedScheduler
-from radixkv.scheduler.preemption import PreemptMode
 from radixkv.scheduler.replay.simulation.cost_model import (
     CostModel,
     GpuCosts,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from .plant import bug
 
-OPERATIONS, COMPLETIONS, LOADER = "tiers/operations.py", "tiers/completions.py", "tiers/load.py"
+OPERATIONS, LOADER = "tiers/operations.py", "tiers/load.py"
+COMPLETIONS = "tiers/completion_handlers.py"
 
 OPERATION_BUGS = (
     bug(

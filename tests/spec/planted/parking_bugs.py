@@ -5,7 +5,7 @@ from __future__ import annotations
 from .plant import bug
 
 PARKING, PARKED, STATE = "tiers/parking.py", "tiers/parked.py", "tiers/state.py"
-COMPLETIONS = "tiers/completions.py"
+COMPLETIONS = "tiers/completion_handlers.py"
 
 PARKING_BUGS = (
     bug(

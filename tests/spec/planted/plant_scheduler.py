@@ -16,8 +16,9 @@ from radixkv.spec.harness.scheduler.world import SchedulerSubject
 from .plant import Bug
 
 FOLDER = Path(radixkv.scheduler.mixed.__file__).parent
-FILES = ("errors", "request", "step_plan", "policy", "reservation", "leases", "request_transfers",
-         "request_queues", "preemption", "batch", "base", "mixed")  # fmt: skip
+FILES = ("errors", "request", "step_plan", "policy", "reservation",
+         "batching/__init__", "batching/leases", "batching/transfers", "batching/queues",
+         "batching/preemption", "batching/batch", "interface", "mixed")  # fmt: skip
 """Files of a copy, each after the files that it imports."""
 NAMES = ("Fcfs", "MixedScheduler", "Priority", "Request", "RequestError", "StepOrderError",
          "StepPlan")  # fmt: skip
@@ -63,8 +64,11 @@ def load_scheduler(bug: Bug | None) -> ModuleType:
     try:
         for stem in FILES:
             file = f"{stem}.py"
-            module = modules[f"{name}.{stem}"] = ModuleType(f"{name}.{stem}")
-            module.__package__ = name
+            path = [name, *stem.removesuffix("/__init__").split("/")]
+            module = modules[".".join(path)] = ModuleType(".".join(path))
+            if file.endswith("__init__.py"):
+                module.__path__ = []
+            module.__package__ = ".".join(path if file.endswith("__init__.py") else path[:-1])
             sys.modules[module.__name__] = module
             exec(changed.get(file) or _code(file), module.__dict__)
             for public in NAMES:

@@ -8,7 +8,7 @@ RECENCY, TIERS, LOADER, COMPLETIONS = (
     "tiers/storage_recency.py",
     "tiers/api.py",
     "tiers/load.py",
-    "tiers/completions.py",
+    "tiers/completion_handlers.py",
 )
 
 
@@ -111,7 +111,7 @@ RECENCY_BUGS = (
     ),
     _bug(
         "the upper half of a run counts as never told",
-        "tiers/storage_keys.py",
+        "tiers/storage_key_cache.py",
         "            self.reported_at[upper] = self.reported_at[lower]\n",
         "            pass\n",
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .plant import bug
 
-BATCH, LEASES, PREEMPTION = "batch.py", "leases.py", "preemption.py"
+BATCH, LEASES, PREEMPTION = "batching/batch.py", "batching/leases.py", "batching/preemption.py"
 REQUEST, RESERVATION = "request.py", "reservation.py"
 
 PREEMPTION_BUGS = (

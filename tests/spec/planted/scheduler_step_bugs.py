@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from .plant import bug
 
-BATCH, LEASES, POLICY = "batch.py", "leases.py", "policy.py"
-PREEMPTION, QUEUES, REQUEST = "preemption.py", "request_queues.py", "request.py"
+BATCH, LEASES, POLICY = "batching/batch.py", "batching/leases.py", "policy.py"
+PREEMPTION, QUEUES, REQUEST = "batching/preemption.py", "batching/queues.py", "request.py"
 
 STEP_BUGS = (
     bug(

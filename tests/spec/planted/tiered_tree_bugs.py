@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from .plant import bug
 
-COMPLETIONS = "tiers/completions.py"
+COMPLETIONS = "tiers/completion_handlers.py"
 PREFETCH, TREE, STATE, KEYS = (
     "tiers/prefetch.py",
     "tiers/tiered_tree.py",
     "tiers/state.py",
-    "tiers/storage_keys.py",
+    "tiers/storage_key_cache.py",
 )
 
 STORE_CALL = (
@@ -122,8 +122,8 @@ TIERED_TREE_BUGS = (
             ),
             (
                 PREFETCH,
-                "from .completions import leading\n",
-                "from .completions import leading, store_runs\n",
+                "from .completion_handlers import leading\n",
+                "from .completion_handlers import leading, store_runs\n",
             ),
         ),
         seen_in="FastDeploy storage, vLLM #45704",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ..kvcache import CacheManager, Lease, Match
-from .request import Request, lease_of
+from ...kvcache import CacheManager, Lease, Match
+from ..request import Request, lease_of
 
 
 class Leases(Protocol):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import insort
 
-from .policy import Policy
-from .request import Request, RequestStatus
+from ..policy import Policy
+from ..request import Request, RequestStatus
 
 
 class RequestQueues:

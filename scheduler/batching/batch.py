@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from ..kvcache import CacheManager, Lease, Match, NextBlock, RequestTooLargeError
-from ..kvcache.tokens import as_count, check_namespaces
-from .errors import ConfigError, RequestError, StepOrderError
+from ...kvcache import CacheManager, Lease, Match, NextBlock, RequestTooLargeError
+from ...kvcache.tokens import as_count, check_namespaces
+from ..errors import ConfigError, RequestError, StepOrderError
+from ..policy import Policy, as_policy
+from ..request import FinishReason, Request, RequestStatus, lease_of
+from ..reservation import Reservation
+from ..step_plan import Chunk, SchedulerStats, StepPlan
 from .leases import Leases, ManagerLeases
-from .policy import Policy, as_policy
 from .preemption import Preemption, PreemptMode, check_preempt_mode
-from .request import FinishReason, Request, RequestStatus, lease_of
-from .request_queues import RequestQueues
-from .request_transfers import RequestTransfers
-from .reservation import Reservation
-from .step_plan import Chunk, SchedulerStats, StepPlan
+from .queues import RequestQueues
+from .transfers import RequestTransfers
 
 
 class BatchScheduler:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..kvcache import CacheManager, Prefetch, Tiers
-from .request import Request, lease_of
-from .step_plan import SchedulerStats
+from ...kvcache import CacheManager, Prefetch, Tiers
+from ..request import Request, lease_of
+from ..step_plan import SchedulerStats
 
 
 class RequestTransfers:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from radixkv.scheduler.console import PIPE_WIDTH, make_console, table, to_text
+from radixkv.scheduler.terminal.console import PIPE_WIDTH, make_console, table, to_text
 
 
 class _Terminal(io.StringIO):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from radixkv.kvcache import HostArrays
-from radixkv.kvcache.copies.staging_writer import StagedBlocks, StagingWriter, WriteReport
+from radixkv.kvcache.copies.background_writer import BackgroundWriter, StagedBlocks, WriteReport
 from radixkv.kvcache.ids import OpId
 
 from ..driving import LONG_S
@@ -16,7 +16,7 @@ from ..driving import LONG_S
 
 @pytest.fixture
 def writer():
-    writer = StagingWriter(HostArrays(1, 1, 1, 2, 4, np.float32), 1)
+    writer = BackgroundWriter(HostArrays(1, 1, 1, 2, 4, np.float32), 1)
     yield writer
     assert writer.close(LONG_S)
 

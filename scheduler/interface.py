@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .batch import BatchScheduler
+from .batching.batch import BatchScheduler
 from .request import Request
 from .step_plan import SchedulerStats, StepPlan
 

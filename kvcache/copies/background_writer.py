@@ -45,7 +45,7 @@ class WriteReport:
     error: str
 
 
-class StagingWriter:
+class BackgroundWriter:
     """Writes staged blocks in the order of submission, one per thread at a time."""
 
     def __init__(self, host: HostArrays, num_threads: int) -> None:

@@ -7,14 +7,14 @@ from typing import Final, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from ..kvcache import CacheManager, OutOfBlocksError
-from ..kvcache.prefix.lease import count_held
-from .errors import ConfigError
+from ...kvcache import CacheManager, OutOfBlocksError
+from ...kvcache.prefix.lease import count_held
+from ..errors import ConfigError
+from ..request import Request, lease_of
+from ..step_plan import SchedulerStats, StepPlan
 from .leases import Leases
-from .request import Request, lease_of
-from .request_queues import RequestQueues
-from .request_transfers import RequestTransfers
-from .step_plan import SchedulerStats, StepPlan
+from .queues import RequestQueues
+from .transfers import RequestTransfers
 
 PreemptMode: TypeAlias = Literal["recompute", "host", "storage"]
 """What happens to the KV of a preempted request: it is dropped, or parked in a tier."""

@@ -1,0 +1,1 @@
+"""What commands share about the terminal: Rich consoles, tables, and ctrl-C."""
