@@ -36,21 +36,12 @@ from .tiers.host_tier import HostConfig
 from .tiers.operations import Operation, OpKind
 from .tiers.parked import Parked, ParkedIn
 from .tiers.prefetch import Prefetch
-from .tokens import (
-    Int32Array,
-    Tokens,
-    as_tokens,
-    make_namespace,
-)
+from .tokens import Int32Array, Tokens, as_tokens, make_namespace
 
 if TYPE_CHECKING:
     from .copies.block_arrays import BlockArrays
     from .copies.host_arrays import HostArrays
-    from .copies.in_flight import (
-        OperationResult,
-        Outcome,
-        TierDriverStats,
-    )
+    from .copies.in_flight import OperationResult, Outcome, TierDriverStats
     from .copies.tier_driver import TierDriver
 
 __all__ = [

@@ -8,12 +8,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from .errors import (
-    CountError,
-    IdError,
-    NamespaceError,
-    TokenError,
-)
+from .errors import CountError, IdError, NamespaceError, TokenError
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Tokens: TypeAlias = Int32Array | Sequence[int]

@@ -15,12 +15,7 @@ import radixkv.spec.rules.cache
 import radixkv.spec.rules.scheduler
 import radixkv.spec.rules.tiers  # noqa: F401 - all of them enter their rules in RULES
 from radixkv.spec.adapters.cache_target import DEPTHS, Depth
-from radixkv.spec.harness.coverage import (
-    CACHE_FLOORS,
-    PER_STEPS,
-    SCHEDULER_FLOORS,
-    TIER_FLOORS,
-)
+from radixkv.spec.harness.coverage import CACHE_FLOORS, PER_STEPS, SCHEDULER_FLOORS, TIER_FLOORS
 from radixkv.spec.harness.engine import Finding, Subject
 from radixkv.spec.harness.program import to_program
 from radixkv.spec.harness.svg import to_svg

@@ -15,13 +15,7 @@ from tempfile import TemporaryDirectory
 import matplotlib.pyplot as plt
 import numpy as np
 
-from radixkv.scheduler import (
-    DecodeEngine,
-    Disaggregated,
-    Engine,
-    PrefillEngine,
-    Request,
-)
+from radixkv.scheduler import DecodeEngine, Disaggregated, Engine, PrefillEngine, Request
 from radixkv.scheduler.handoff import Timing
 from radixkv.scheduler.handoff.gateway_messages import GATEWAY
 from radixkv.scheduler.models import load_model, make_tiny_checkpoint

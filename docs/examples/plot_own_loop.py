@@ -31,12 +31,7 @@ from radixkv.kvcache import (
     Parked,
     TierDriver,
 )
-from radixkv.kvcache.storage import (
-    BackendOptions,
-    StorageNamespace,
-    StorageWorkers,
-    open_backend,
-)
+from radixkv.kvcache.storage import BackendOptions, StorageNamespace, StorageWorkers, open_backend
 
 VOCAB, WIDTH, Q_HEADS, KV_HEADS, HEAD_DIM = 50, 32, 4, 2, 16
 BLOCK_SIZE, NUM_BLOCKS = 4, 32

@@ -9,11 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import OutOfBlocksError, RecycleError
-from ..tokens import (
-    Int32Array,
-    as_count,
-    as_ids,
-)
+from ..tokens import Int32Array, as_count, as_ids
 
 _OUT_OF_RANGE: Final = -1
 _FEW: Final = 8  # ids: up to here a loop is faster than numpy

@@ -8,11 +8,7 @@ from typing import Any, TypeAlias
 from ..ids import Epoch, OpId
 from ..tokens import Int32Array
 from .block_tables import BlockTables
-from .node import (
-    ITEM_BYTES,
-    Node,
-    Walk,
-)
+from .node import ITEM_BYTES, Node, Walk
 
 NextBlock: TypeAlias = tuple[Node, bytes]
 """Identifies an unpublished block: the node before it, and its tokens."""

@@ -9,19 +9,8 @@ from typing import Final
 import numpy as np
 
 from ..tokens import INT32, Int32Array
-from .eviction_order import (
-    coldest,
-    cut_off,
-    empty_list,
-    link_before,
-    unlink,
-)
-from .node import (
-    ITEM_BYTES,
-    NO_CHILDREN,
-    Node,
-    Walk,
-)
+from .eviction_order import coldest, cut_off, empty_list, link_before, unlink
+from .node import ITEM_BYTES, NO_CHILDREN, Node, Walk
 
 _FIRST_VERSIONS: Final = count(0, 2**40)
 _AT_ONCE: Final = 1024  # leaves that fit the second-level cache of a processor

@@ -15,10 +15,7 @@ from ..tokens import Int32Array, as_bytes
 from .completion_handlers import leading
 from .host_tier import HostRun
 from .offload import Offloader
-from .operations import (
-    CompletionHandler,
-    OpKind,
-)
+from .operations import CompletionHandler, OpKind
 from .parked import Parked
 from .parking import resume
 from .state import TierState

@@ -7,11 +7,7 @@ from collections.abc import Sequence
 from ..ids import KEY_BYTES, OpId
 from ..prefix.lease import Match
 from ..prefix.node import Node
-from ..tokens import (
-    Int32Array,
-    Tokens,
-    as_tokens,
-)
+from ..tokens import Int32Array, Tokens, as_tokens
 from .completion_handlers import leading
 from .host_tier import HostRun
 from .offload import Offloader

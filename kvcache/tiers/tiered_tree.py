@@ -6,11 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ..prefix.eviction_order import unlink
-from ..prefix.node import (
-    ITEM_BYTES,
-    Node,
-    Walk,
-)
+from ..prefix.node import ITEM_BYTES, Node, Walk
 from ..prefix.radix_tree import RadixTree
 from ..tokens import Int32Array
 from .host_tier import HostRun, HostTier, TieredNode

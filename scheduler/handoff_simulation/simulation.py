@@ -33,15 +33,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..handoff.actions import (
-    CancelPull,
-    Finished,
-    Offer,
-    Post,
-    Pull,
-    Started,
-    Withdraw,
-)
+from ..handoff.actions import CancelPull, Finished, Offer, Post, Pull, Started, Withdraw
 from ..handoff.gateway_messages import (
     GATEWAY,
     CancelAttempt,

@@ -13,19 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from radixkv.kvcache import (
-    BlockArrays,
-    HostArrays,
-    OperationResult,
-    TierDriver,
-)
+from radixkv.kvcache import BlockArrays, HostArrays, OperationResult, TierDriver
 from radixkv.kvcache.ids import Epoch, OpId
-from radixkv.kvcache.storage import (
-    Completion,
-    Kind,
-    Status,
-    StorageOpId,
-)
+from radixkv.kvcache.storage import Completion, Kind, Status, StorageOpId
 from radixkv.kvcache.storage.interface import views
 from radixkv.kvcache.tiers.operations import Operation, OpKind
 

@@ -4,12 +4,7 @@ import copy
 
 import pytest
 
-from radixkv.kvcache import (
-    CacheManager,
-    OutOfBlocksError,
-    RadixKVError,
-    RequestTooLargeError,
-)
+from radixkv.kvcache import CacheManager, OutOfBlocksError, RadixKVError, RequestTooLargeError
 
 from .helpers import hit, serve, start
 from .observe import observe

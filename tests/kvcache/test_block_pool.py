@@ -5,13 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.kvcache import (
-    BlockPool,
-    CountError,
-    OutOfBlocksError,
-    RadixKVError,
-    RecycleError,
-)
+from radixkv.kvcache import BlockPool, CountError, OutOfBlocksError, RadixKVError, RecycleError
 
 
 def ids(*blocks: int) -> np.ndarray:

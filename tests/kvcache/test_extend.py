@@ -7,13 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.kvcache import (
-    CacheManager,
-    CountError,
-    Lease,
-    LeaseError,
-    OutOfBlocksError,
-)
+from radixkv.kvcache import CacheManager, CountError, Lease, LeaseError, OutOfBlocksError
 
 from .helpers import hit, serve, start
 from .observe import observe

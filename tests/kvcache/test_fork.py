@@ -2,11 +2,7 @@
 
 import pytest
 
-from radixkv.kvcache import (
-    LeaseError,
-    OpKind,
-    OutOfBlocksError,
-)
+from radixkv.kvcache import LeaseError, OpKind, OutOfBlocksError
 
 from .tier_memory import TierMemory
 

@@ -6,11 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.spec import (
-    ContentError,
-    GhostMemory,
-    prefix_tags,
-)
+from radixkv.spec import ContentError, GhostMemory, prefix_tags
 from radixkv.spec.model import ghost
 
 TOKENS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=8)

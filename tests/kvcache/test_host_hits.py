@@ -2,11 +2,7 @@
 
 import pytest
 
-from radixkv.kvcache import (
-    OpKind,
-    OutOfBlocksError,
-    RequestTooLargeError,
-)
+from radixkv.kvcache import OpKind, OutOfBlocksError, RequestTooLargeError
 
 from .tier_memory import TierMemory
 

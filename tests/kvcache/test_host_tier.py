@@ -2,13 +2,7 @@
 
 import pytest
 
-from radixkv.kvcache import (
-    CacheManager,
-    CountError,
-    HostConfig,
-    HostConfigError,
-    OpKind,
-)
+from radixkv.kvcache import CacheManager, CountError, HostConfig, HostConfigError, OpKind
 
 from .tier_memory import TierMemory
 

@@ -5,12 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from radixkv.kvcache import (
-    Epoch,
-    OperationResultError,
-    OpId,
-    OpKind,
-)
+from radixkv.kvcache import Epoch, OperationResultError, OpId, OpKind
 from radixkv.kvcache.tiers.operations import CompletionHandler, Operations
 
 from .tier_memory import TierMemory

@@ -2,12 +2,7 @@
 
 import pytest
 
-from radixkv.kvcache import (
-    CacheManager,
-    LeaseError,
-    OutOfBlocksError,
-    StorageConfigError,
-)
+from radixkv.kvcache import CacheManager, LeaseError, OutOfBlocksError, StorageConfigError
 
 from .test_parking import TOKENS, memory_of, park, resume
 

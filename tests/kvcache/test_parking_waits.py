@@ -2,12 +2,7 @@
 
 import pytest
 
-from radixkv.kvcache import (
-    LeaseError,
-    Operation,
-    OpKind,
-    Parked,
-)
+from radixkv.kvcache import LeaseError, Operation, OpKind, Parked
 from radixkv.kvcache.tiers.parked import ParkedIn
 
 from .test_parking import TOKENS, WHOLE, memory_of, park, resume

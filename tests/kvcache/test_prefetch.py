@@ -5,12 +5,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from radixkv.kvcache import (
-    NamespaceError,
-    OpKind,
-    Prefetch,
-    TokenError,
-)
+from radixkv.kvcache import NamespaceError, OpKind, Prefetch, TokenError
 
 from .tier_memory import TierMemory
 

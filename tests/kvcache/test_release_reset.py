@@ -5,12 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from radixkv.kvcache import (
-    CacheManager,
-    Lease,
-    LeaseError,
-    RadixKVError,
-)
+from radixkv.kvcache import CacheManager, Lease, LeaseError, RadixKVError
 
 from .helpers import hit, serve, start
 from .observe import observe

@@ -2,12 +2,7 @@
 
 import pytest
 
-from radixkv.kvcache import (
-    CacheManager,
-    LeaseError,
-    NamespaceError,
-    OpKind,
-)
+from radixkv.kvcache import CacheManager, LeaseError, NamespaceError, OpKind
 
 from .helpers import hit, serve, start
 from .tier_memory import TierMemory

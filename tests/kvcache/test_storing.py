@@ -5,13 +5,7 @@ from typing import Any
 
 import pytest
 
-from radixkv.kvcache import (
-    CacheManager,
-    HostConfig,
-    HostConfigError,
-    OpKind,
-    StorageConfigError,
-)
+from radixkv.kvcache import CacheManager, HostConfig, HostConfigError, OpKind, StorageConfigError
 from radixkv.kvcache.storage.keys import StorageNamespace
 from radixkv.kvcache.tiers.state import COPY_TIMEOUT_S, STORAGE_TIMEOUT_S
 

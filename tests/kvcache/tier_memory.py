@@ -9,15 +9,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from radixkv.kvcache import (
-    CacheManager,
-    HostConfig,
-    Lease,
-    Operation,
-    OpId,
-    OpKind,
-    TierStats,
-)
+from radixkv.kvcache import CacheManager, HostConfig, Lease, Operation, OpId, OpKind, TierStats
 from radixkv.kvcache.prefix.node import Node
 from radixkv.kvcache.storage.keys import StorageNamespace
 from radixkv.kvcache.tiers.host_tier import HostRun, TieredNode, WritePolicy

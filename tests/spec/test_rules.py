@@ -12,13 +12,7 @@ import radixkv.spec.rules.scheduler  # enters its rules
 import radixkv.spec.rules.tiers  # enters its rules
 from radixkv.spec.rules.cache import A1, CACHE_RULES
 from radixkv.spec.rules.invariants import INVARIANTS
-from radixkv.spec.rules.rule import (
-    RULES,
-    Rule,
-    Violation,
-    require,
-    rule,
-)
+from radixkv.spec.rules.rule import RULES, Rule, Violation, require, rule
 
 CODES = {each.code for each in RULES.values()}
 

@@ -10,11 +10,7 @@ import pytest
 
 from radixkv.scheduler.fuzz.cache_adapter import make_factory
 from radixkv.spec.harness.cache.world import CacheSubject
-from radixkv.spec.harness.engine import (
-    Finding,
-    Operation,
-    replay,
-)
+from radixkv.spec.harness.engine import Finding, Operation, replay
 from radixkv.spec.harness.random_engine import run
 from radixkv.spec.harness.shrink import shrink
 from radixkv.spec.harness.trace_file import (

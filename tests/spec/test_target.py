@@ -7,12 +7,7 @@ from typing import Any
 import pytest
 
 from radixkv.spec.adapters.cache import AdapterError, Promises
-from radixkv.spec.adapters.cache_target import (
-    BY_DEPTH,
-    REQUIRED,
-    Depth,
-    Target,
-)
+from radixkv.spec.adapters.cache_target import BY_DEPTH, REQUIRED, Depth, Target
 from radixkv.spec.harness.cache.world import CacheSubject
 from radixkv.spec.rules.rule import Violation
 

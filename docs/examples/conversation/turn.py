@@ -10,17 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from radixkv.kvcache import HostConfig
-from radixkv.kvcache.storage import (
-    BackendOptions,
-    StorageWorkers,
-    open_backend,
-)
-from radixkv.scheduler import (
-    Engine,
-    Priority,
-    Request,
-    make_storage_namespace,
-)
+from radixkv.kvcache.storage import BackendOptions, StorageWorkers, open_backend
+from radixkv.scheduler import Engine, Priority, Request, make_storage_namespace
 from radixkv.scheduler.models import load_model
 
 BLOCK_SIZE, NUM_BLOCKS, HOST_BLOCKS = 8, 14, 20
