@@ -4,6 +4,7 @@ import os
 import sys
 import tomllib
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 # The examples run on CPU, wherever the docs are built.
@@ -44,10 +45,11 @@ doctest_global_setup = "from radixkv.kvcache import *"
 
 # Other projects' objects are named, not linked: their inventories would have to be fetched.
 nitpick_ignore_regex = [
-    ("py:.*", r"(jax|jaxlib|jaxtyping|numpy|np|jnp|collections|pathlib|typing|argparse|os)\..*"),
+    ("py:.*", r"(jax|jaxlib|jaxtyping|numpy|np|jnp|rich)\..*"),
+    ("py:.*", r"(collections|pathlib|typing|argparse|os)\..*"),
     ("py:class", r"'.*'|ndarray"),  # shapes and types in jaxtyping annotations
     ("py:class", r"radixkv\.scheduler\.models\.transformer\.Params"),  # a tree of arrays
-    ("py:class", r"~?(radixkv\.kernels\..*)?(Kernel|PoolOrPools)"),  # type variables
+    ("py:class", r"~?(radixkv\..*)?(Kernel|PoolOrPools|ReportT)"),  # type variables
     ("py:class", r"RefusalReason"),  # words, which `Refuse` lists
 ]
 
@@ -85,6 +87,13 @@ def _show_colons(*event: Any) -> None:
     event[-1][:] = [line.replace(_COLON, ":") for line in event[-1]]
 
 
+def _skip_inherited(*event: Any) -> bool | None:
+    """Leave out constructors that a class inherits from `object`, `Exception` or `Protocol`."""
+    name, member = event[2], event[3]
+    is_written = isinstance(member, FunctionType) and "no_init" not in member.__name__
+    return True if name in ("__init__", "__new__") and not is_written else None
+
+
 def _write_pages(app: Any) -> None:
     """Generate the pages about the specification's rules and bugs and the hand-off's states."""
     sys.path.insert(0, str(Path(__file__).parent / "_generate"))
@@ -98,5 +107,6 @@ def _write_pages(app: Any) -> None:
 def setup(app: Any) -> None:
     """Generate pages, and run before and after napoleon, whose priority is the default of 500."""
     app.connect("builder-inited", _write_pages)
+    app.connect("autodoc-skip-member", _skip_inherited)
     app.connect("autodoc-process-docstring", _hide_colons, priority=100)
     app.connect("autodoc-process-docstring", _show_colons, priority=900)

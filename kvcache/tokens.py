@@ -12,6 +12,7 @@ from .errors import CountError, IdError, NamespaceError, TokenError
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Tokens: TypeAlias = Int32Array | Sequence[int]
+"""Token ids: int32 ``[n]``, or a sequence of int."""
 
 INT32: Final = np.dtype(np.int32)
 """The dtype, created once instead of by every NumPy call."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import jax
 
 PayloadArray: TypeAlias = "jax.Array | npt.NDArray[Any]"
+"""An array of an offer: gathered blocks of one pool."""
 
 DIGEST_BYTES: Final = 16
 
