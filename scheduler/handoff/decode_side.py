@@ -45,7 +45,7 @@ class DecodeSide:
     Carry out `take_actions` after every call. Not thread-safe.
 
     Attributes:
-        epoch: of this node.
+        epoch: epoch of this node.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ class Gateway:
 
         Args:
             block_size: tokens per block, of all nodes.
-            max_attempts, backoff_s, request_s: of `RequestRetrier`; no time limit by default.
+            max_attempts, backoff_s, request_s: see `RequestRetrier`; no time limit by default.
             epoch: a different number in each run of a gateway whose nodes outlive it, so that it
                 ignores reports on attempts of an earlier run.
         """

@@ -153,7 +153,7 @@ class Refuse(Message):
     ================  ==============================================================================
     "out of blocks"   blocks, including the reserve of the requests admitted before
     "out of slots"    running and receiving requests
-    "others wait"     number of requests that wait for room and go first, and 0
+    "others wait"     number of requests that wait for room ahead of it, and 0
     "draining"        0 and 0: D admits nothing
     "too large"       blocks of the request at its full length, and blocks of the pool
     "block size"      block sizes of P and D

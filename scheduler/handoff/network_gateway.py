@@ -82,8 +82,8 @@ class NetworkGateway:
             model: name of a model configuration; None: all nodes need the first node's.
             silence_s: silence after which a node is gone. An attempt also fails if its prefill
                 node has not acknowledged it in this time; the gateway asks five times.
-            max_attempts, backoff_s, request_s: of `RequestRetrier`; no time limit by default.
-            epoch: of `Gateway`.
+            max_attempts, backoff_s, request_s: see `RequestRetrier`; no time limit by default.
+            epoch: epoch of the gateway; see `Gateway`.
         """
         self.nodes: dict[NodeId, RemoteNode] = {}
         self.gone: dict[NodeId, RemoteNode] = {}
@@ -180,7 +180,7 @@ class NetworkGateway:
         """Handle a message of a node.
 
         Args:
-            peer, epoch: of the sender.
+            peer, epoch: name and epoch of the sender.
             message: ignored if it is one between nodes, or from an earlier epoch.
             now: current time.
         """
@@ -198,7 +198,7 @@ class NetworkGateway:
         """Report that a message could not be sent, as too many wait for its node.
 
         Args:
-            peer, message: of `SendToNode`.
+            peer, message: the fields of the `SendToNode`.
             error: why it can never be sent; its request fails then.
         """
         if isinstance(message, RunPrefill):

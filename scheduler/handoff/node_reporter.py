@@ -38,7 +38,7 @@ class NodeReporter:
         """Create the reporter of a node that has just started.
 
         Args:
-            epoch: of the node.
+            epoch: epoch of the node.
             timing: unacknowledged reports are repeated every retry_s, for transfer_s. RunPrefill
                 messages are remembered for remember_s.
 
@@ -68,7 +68,7 @@ class NodeReporter:
         return messages
 
     def is_new(self, run: RunPrefill) -> bool:
-        """Whether an attempt is to begin: the message is for this epoch, and no copy of one."""
+        """Return whether a message begins an attempt: it is for this epoch and no repetition."""
         return run.epoch == self._epoch and run.key not in self._begun
 
     def begin(
@@ -77,7 +77,7 @@ class NodeReporter:
         """Acknowledge a RunPrefill, and begin its attempt if this is the first copy.
 
         Args:
-            run: from the gateway; ignored if it is for another epoch.
+            run: message of the gateway; ignored if it is for another epoch.
             begin: called with request, decode node and attempt. Its errors are reported.
             now: current time.
         """

@@ -44,7 +44,7 @@ class PrefillSide:
     Carry out `take_actions` after every call. Not thread-safe.
 
     Attributes:
-        epoch: of this node.
+        epoch: epoch of this node.
         order: when D is asked for blocks.
     """
 

@@ -18,7 +18,7 @@ class RemoteNode:
     """A node that has joined.
 
     Attributes:
-        epoch: of the node.
+        epoch: epoch of the node.
         heard_at: time of its last message.
         refusal: why the gateway does not use it; empty if it does.
     """

@@ -14,8 +14,8 @@ class Due(NamedTuple):
     """Messages whose time has come, each with its receiver.
 
     Attributes:
-        resend: send these now.
-        expired: these had no answer for too long, and have left the queue.
+        resend: messages to send now.
+        expired: messages without an answer for too long, which have left the queue.
     """
 
     resend: list[tuple[NodeId, AttemptMessage]]
