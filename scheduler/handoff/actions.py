@@ -15,7 +15,7 @@ class Timing:
     """Timeouts, in seconds of the driver's clock.
 
     Attributes:
-        retry_s: interval at which an unanswered message, or a sign of life, is sent again.
+        retry_s: interval at which an unanswered message, or a heartbeat, is sent again.
         silence_s: silence after which a peer counts as gone.
         transfer_s: longest duration of asking, of a pull, and from COMMIT to ACK.
         remember_s: how long D remembers an attempt that has ended. A later copy of its messages

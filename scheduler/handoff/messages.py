@@ -8,7 +8,7 @@
       ── COMMIT (first token) ─────────►        D has every part: it publishes and decodes
       ◄──────────────────────────── ACK ─       D no longer reads P's blocks
 
-Until ACK, either node may send ABORT, or RENEW as a sign of life. Messages may arrive late, twice,
+Until ACK, either node may send ABORT, or RENEW as a heartbeat. Messages may arrive late, twice,
 out of order or never. The content of a message is true whenever it is read.
 """
 
