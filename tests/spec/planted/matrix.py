@@ -95,7 +95,8 @@ def _hunt_at_depth(one: Hunt, *, max_steps: int, engine: Engine) -> Kill:
     # At less than full depth some bugs cannot be seen: few steps are enough to say so.
     deep = one.depth == "full"
     steps = max_steps if deep else max_steps // 25
-    return hunt(one, max_steps=steps, engine=engine, shrinks=deep and one.seed == 0)
+    shrinks = deep and one.seed == 0 and engine == "random"  # only these traces are shown
+    return hunt(one, max_steps=steps, engine=engine, shrinks=shrinks)
 
 
 class Hunters:
