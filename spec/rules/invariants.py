@@ -27,7 +27,7 @@ class Invariant:
     elsewhere: str = ""
 
 
-_HAND_OFF: Final = "between nodes: the simulation of the hand-off checks it, under every fault"
+_HAND_OFF: Final = "between nodes: the simulation of the hand-off checks it under every fault"
 
 _BLOCKS: Final = {
     "I1": Invariant(
@@ -37,12 +37,12 @@ _BLOCKS: Final = {
     ),
     "I2": Invariant(
         "nothing is lost",
-        "The blocks of all owners add up to the pool, and the counters say so.",
+        "The blocks of all owners add up to the pool, and the counters agree.",
         ("S1", "S2", "S3", "D1", "T30", "T32"),
     ),
     "I3": Invariant(
         "ids of their tier",
-        "Whatever names a block names one that exists, in the tier that it is used in.",
+        "Every block id refers to an existing block of the tier in which it is used.",
         ("A2", "F3", "W1", "T9", "T31"),
     ),
     "I4": Invariant(
@@ -52,38 +52,38 @@ _BLOCKS: Final = {
     ),
     "I5": Invariant(
         "exact allocation",
-        "An allocation gives as many different blocks as were asked for, or changes nothing.",
+        "An allocation returns the requested number of distinct blocks, or changes nothing.",
         ("A3", "A8", "F5"),
     ),
     "I6": Invariant(
         "a batch is its singles",
-        "Blocks that go back in one call, and requests that grow in one, are as one by one.",
+        "Recycling blocks or growing requests in one call has the same result as one by one.",
         ("F4", "A10"),
     ),
     "I7": Invariant(
-        "errors stay local", "One wrong id among many does not make the others disappear.", ("F3",)
+        "errors stay local", "One wrong id among many does not affect the others.", ("F3",)
     ),
 }
 
 _TREE: Final = {
     "I8": Invariant(
         "the tree is a tree",
-        "Links up and down agree, and a prefix has one place.",
+        "Links up and down agree, and each prefix has one place.",
         ("P2", "W2", "W6"),
     ),
     "I9": Invariant(
-        "what is removed is meant",
-        "Removing a cached prefix removes that one, not another in its place.",
+        "removal is exact",
+        "Removing a cached prefix removes that prefix, and no other.",
         ("W2", "E1"),
     ),
     "I10": Invariant(
         "no gap in a path",
-        "What can be found can be found from its beginning: leaves go first.",
+        "A block can be found only if all blocks before it can: leaves are evicted first.",
         ("E3", "H1", "T8", "T14", "T16"),
     ),
     "I11": Invariant(
         "found means computed",
-        "A prefix can be found only when its KV is written, and a step that failed leaves none.",
+        "A prefix can be found only after its KV is written, and a failed step leaves none.",
         ("P3", "C1", "H1", "T1", "T10", "T12"),
     ),
     "I12": Invariant(
@@ -92,10 +92,12 @@ _TREE: Final = {
         ("C1", "Q12", "T4", "T5"),
     ),
     "I13": Invariant(
-        "published is final", "What others may read is not written any more.", ("C2", "C1", "T2")
+        "published is final",
+        "Blocks that others may read are not written any more.",
+        ("C2", "C1", "T2"),
     ),
     "I14": Invariant(
-        "whole blocks", "Only whole blocks of computed tokens are shared.", ("P3", "P4", "H3")
+        "full blocks", "Only full blocks of computed tokens are shared.", ("P3", "P4", "H3")
     ),
     "I15": Invariant(
         "the longest hit",
@@ -103,8 +105,8 @@ _TREE: Final = {
         ("H2", "H3", "H5", "H6", "R1"),
     ),
     "I16": Invariant(
-        "dead is dead",
-        "What was evicted is found, kept in order and evicted no more.",
+        "evicted is gone",
+        "An evicted block is not found, ordered or evicted again.",
         ("E1", "W2", "W4"),
     ),
 }
@@ -112,27 +114,27 @@ _TREE: Final = {
 _COUNTS: Final = {
     "I17": Invariant(
         "users are counted",
-        "The users of a block are the requests that hold it; what has users stays.",
+        "The users of a block are the requests that hold it; a block with users stays.",
         ("W3", "E2"),
     ),
     "I18": Invariant(
         "users of a child use its parent",
-        "A block has no fewer users than all that follow it have.",
+        "A block has at least as many users as each block that follows it.",
         ("W3",),
     ),
     "I19": Invariant(
         "evictable is unused",
-        "Whatever nobody uses waits to be evicted, once; nothing else does.",
+        "The eviction order contains every unused published block once, and nothing else.",
         ("W4", "S2"),
     ),
     "I20": Invariant(
         "no block is stranded",
-        "If so many blocks are cached and unused, so many can be had.",
+        "All blocks that are cached and unused can be allocated.",
         ("E6", "A6", "D2", "T13", "T30"),
     ),
     "I21": Invariant(
-        "the coldest goes first",
-        "The leaf that was used longest ago is evicted; a use counts for its whole path.",
+        "least recently used first",
+        "The least recently used leaf is evicted first; a use counts for its whole path.",
         ("E4", "W5", "T16"),
     ),
 }
@@ -140,7 +142,7 @@ _COUNTS: Final = {
 _REQUESTS: Final = {
     "I22": Invariant(
         "shared, then private",
-        "A table begins with the blocks that are shared, in the order of their tokens.",
+        "A block table begins with the shared blocks, in the order of their tokens.",
         ("R1", "P5"),
     ),
     "I23": Invariant(
@@ -152,7 +154,7 @@ _REQUESTS: Final = {
         "tokens are the caller's", "The cache changes no token that it is given.", ("C3", "Q10")
     ),
     "I25": Invariant(
-        "no work without blocks", "A step has blocks for all that it writes.", ("A4", "Q4")
+        "no work without blocks", "A step has blocks for all tokens that it writes.", ("A4", "Q4")
     ),
     "I26": Invariant(
         "one state at a time",
@@ -161,99 +163,101 @@ _REQUESTS: Final = {
     ),
     "I27": Invariant(
         "released once",
-        "What a request took it gives back, once, however it ends.",
+        "A request returns everything that it holds, once, however it ends.",
         ("F1", "R4", "D1", "Q20", "T20", "T23", "T27"),
     ),
     "I28": Invariant(
-        "refused changes nothing",
-        "What fails or is refused leaves all as it was.",
-        ("A8", "R3", "Q30"),
+        "refused changes nothing", "A failed or refused call changes nothing.", ("A8", "R3", "Q30")
     ),
     "I29": Invariant(
         "preemption is invisible",
-        "A request that was preempted has the output it would have had.",
+        "A preempted request has the output that it would have had without preemption.",
         ("Q10", "Q32", "C1", "T22", "T24"),
     ),
     "I30": Invariant(
-        "no late actor",
-        "What is said for a request that ended or begins again changes nothing.",
+        "late calls have no effect",
+        "A report on a request that has ended or starts again changes nothing.",
         ("R4", "R5", "P6"),
     ),
 }
 
 _TRANSFERS: Final = {
     "I31": Invariant(
-        "one copy per tier", "A prefix has at most one block in a tier, and all are equal.",
+        "one copy per tier", "A prefix has at most one block in a tier, and all copies are equal.",
         ("P2", "T4", "T15"),
     ),
     "I32": Invariant(
         "pinned while it moves",
-        "A block that an operation reads or writes is not given away until it ends.",
+        "A block that an operation reads or writes gets no other owner until the operation ends.",
         ("Q23", "T2", "T3", "T20"),
     ),
     "I33": Invariant(
-        "every operation ends", "It is done, fails or times out, and gives back its blocks.",
+        "every operation ends", "An operation is done, fails or times out, and returns its blocks.",
         ("T6", "T7", "T26", "T30", "T33", "T39"),
-        "that storage and copies end in time is tested where they are driven",
+        "the tests of the tier driver and of storage check that operations end in time",
     ),
     "I34": Invariant(
-        "late is harmless", "A result of before a reset or an end changes nothing.",
+        "late is harmless",
+        "A result from before a reset, or for something that has ended, changes nothing.",
         ("R5", "P6", "T6", "T27", "T29"),
     ),
     "I35": Invariant(
-        "ranks agree", "Only what all ranks have counts as loaded.",
+        "ranks agree", "Only blocks that all ranks have count as loaded.",
         ("T10", "T26"),
-        "block ids are one decision for all ranks; their results are joined by the driver",
+        "all ranks have the same block ids; the driver combines their results",
     ),
     "I36": Invariant(
-        "storage is whole or absent", "A key that is seen has all of its data.", ("T5", "T19"),
-        "that a value is whole is the storage's, and tested there",
+        "storage is whole or absent", "A visible key has all of its data.", ("T5", "T19"),
+        "the tests of storage check that a value is complete",
     ),
     "I37": Invariant(
-        "a reset is complete", "After it all is free, and nothing of before has an effect.",
+        "a reset is complete",
+        "After a reset every block is free, and nothing from before has an effect.",
         ("R5", "D1", "T28", "T29"),
     ),
 }  # fmt: skip
 
 _HAND_OFFS: Final = {
     "I38": Invariant(
-        "promised blocks wait", "A block promised to another node is not reused before it is told.",
+        "promised blocks wait",
+        "A block promised to another node is not reused before that node knows.",
         elsewhere=_HAND_OFF,
     ),
     "I39": Invariant(
-        "exactly once", "Messages that are lost, late or repeated neither leak nor repeat.",
+        "exactly once", "Lost, late and repeated messages cause no leak and no repetition.",
         elsewhere=_HAND_OFF,
     ),
     "I40": Invariant(
-        "all of it, then go", "Decoding begins when all of the prompt's KV has arrived.",
+        "complete before decoding", "Decoding begins when all of the prompt's KV has arrived.",
         elsewhere=_HAND_OFF,
     ),
     "I41": Invariant(
-        "both sides give up", "If one side fails, the other learns of it, and both free all.",
+        "both sides give up",
+        "If one side fails, the other learns of it, and both free everything.",
         elsewhere=_HAND_OFF,
     ),
 }  # fmt: skip
 
 _PROGRESS: Final = {
     "I42": Invariant(
-        "everyone gets on", "What fits the pool alone is admitted, and ends, within bounded steps.",
+        "every request progresses",
+        "A request that fits the pool alone is admitted, and ends, within bounded steps.",
         ("A6", "A9", "D2", "Q14", "Q15", "Q24", "Q27", "Q28"),
     ),
     "I43": Invariant(
-        "sizes make sense", "A request that can never fit is told so at once.",
+        "sizes make sense", "A request that can never fit is refused at once as too large.",
         ("A9", "Q19"),
-        "bytes are counted where the arrays are made, and tested there",
+        "the tests of the arrays check the counts of bytes",
     ),
     "I44": Invariant(
-        "figures are true", "Hits, evictions and requests are counted once, as they happened.",
+        "figures are true", "Hits, evictions and requests are counted once, as they happen.",
         ("S3", "Q16", "Q29"),
     ),
     "I45": Invariant(
         "what is kept can be found",
-        "Storage counts no block as used before one that follows it, and forgets the latter first.",
+        "In storage, a block counts as used after those that follow it, so they are evicted first.",
         ("T40", "T41", "T42", "T43"),
-        "give or take the while after which it is told again; a server that draws what it forgets "
-        "keeps to it roughly",
+        "within the report interval; a server that samples what it evicts keeps to it roughly",
     ),
 }  # fmt: skip
 

@@ -30,7 +30,7 @@ TRACE: list[Operation] = [
 FOUND = Finding("H1 hit-is-published", "seen <here> & there", SIZES, TRACE)
 
 PROGRAM = """\
-H1 hit-is-published: What a request hits is published, in its namespace.
+H1 hit-is-published: A hit contains only blocks that are published in the namespace of the request.
 
 with num_blocks=6, block_size=2, max_running=3
     submit(r1, [0, 0, 0, 0, 3], more=2)

@@ -95,7 +95,8 @@ def test_a_finding(fuzz: Any, tmp_path: Path, engine: str) -> None:
     )
     assert (outcome.status, outcome.stderr) == (1, "")
     lines = outcome.stdout.splitlines()
-    assert lines[0] == "D1 drained-is-whole: When all requests have ended, all blocks can be had."
+    sentence = "When all requests have ended, all blocks are available."
+    assert lines[0] == f"D1 drained-is-whole: {sentence}"
     assert lines[2].startswith("with num_blocks=3, block_size=")
     assert any(line.endswith("# breaks D1 drained-is-whole: 2 of 3 blocks can be had")
                for line in lines)  # fmt: skip

@@ -51,7 +51,7 @@ def test_a_wrong_one_fails_and_leaves_a_trace_that_fails_until_it_is_repaired(
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         [
-            "D1 drained-is-whole: When all requests have ended, all blocks can be had.",
+            "D1 drained-is-whole: When all requests have ended, all blocks are available.",
             "with num_blocks=3, *",
             "*drain()    # breaks D1 drained-is-whole: 2 of 3 blocks can be had",
             "before the last call:",
