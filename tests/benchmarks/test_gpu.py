@@ -15,6 +15,8 @@ from radixkv.kernels.paged_decode.config import DecodeConfig, choose_config
 
 from ..kernels.lowering import H100, lowered_for_h100, on_h100
 
+pytestmark = pytest.mark.slow
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 sys.path.insert(0, str(BENCHMARKS))

@@ -6,6 +6,7 @@ from pathlib import Path
 from .small import NUM_BLOCKS, PROMPTS, generate
 
 
+@pytest.mark.slow
 def test_one_process_gives_the_tokens_of_the_engine(
     model_dir: Callable[[str], Path], tmp_path: Path, small_outputs: list[list[int]]
 ) -> None:

@@ -64,6 +64,7 @@ def test_stop_tokens_and_single_tokens(llama):
     assert [each.finish_reason for each in requests] == ["stop", "stop", "length"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", [over_jax, over_nixl])
 def test_over_transports_between_processes(llama, expected, transport):
     cluster = Cluster(llama, transport=transport)
@@ -195,6 +196,7 @@ def test_a_late_compilation_of_a_copy_would_be_counted(llama):
     assert all(each.engine.compilations_after_warm_up > 0 for each in stats)
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_after_warm_up(model):
     """Nodes as a user creates them, without `fresh_runner`, with parts of 1 to 37 blocks."""
     exchange = InProcessExchange()

@@ -15,6 +15,7 @@ from .node_faults import MOMENTS, TRANSFER_S, pair
 LATE_S = 60.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("role", "transport"), [("prefill", "jax"), ("decode", "jax"), ("decode", "nixl")]
 )

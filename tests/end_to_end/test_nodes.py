@@ -99,6 +99,7 @@ def run(nodes: RemoteNodes, disturb: Callable[[], object] = int) -> list[list[in
     return [list(request.output_tokens) for request in requests]
 
 
+@pytest.mark.slow
 def test_another_node_takes_over_the_requests_of_a_lost_node(
     model_dir: Callable[[str], Path], small_outputs: list[list[int]]
 ) -> None:

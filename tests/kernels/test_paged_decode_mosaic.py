@@ -86,6 +86,7 @@ class TestSimulated(DecodeChecks):
         ),
     }  # fmt: skip
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", CASES)
     def test_equals_the_oracle(self, name):
         case = {"heads": Heads(1, 4, 64), "block_size": 16, "dtype": "bfloat16", **self.CASES[name]}
@@ -197,6 +198,7 @@ OTHERS = [
 
 
 class TestForHopper:
+    @pytest.mark.slow
     @pytest.mark.parametrize("case", CASES + OTHERS, ids=str)
     def test_lowers(self, case):
         assert "mosaic_gpu_v2" in lowered_for_h100(*case.function_and_arguments())

@@ -137,6 +137,7 @@ if SEES_ASYNC_RACES:  # 0.10 simulates 15 times slower: `test_no_race` alone, wh
 BUSY = dict(kv_lengths=[150], q_lengths=[40], config=ExtendConfig(1, 64, 2), num_tokens=40)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("soft_cap", [None, 5.0] if SEES_ASYNC_RACES else [None])
 def test_no_race(soft_cap):
     with races_detected() as params:
@@ -214,6 +215,7 @@ def split(case):
     return {key: case[key] for key in case if key not in options}, options
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SHAPES, ids=str)
 def test_lowers_for_an_h100(case):
     shapes, options = split(case)

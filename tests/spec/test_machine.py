@@ -122,6 +122,7 @@ def test_make_may_be_a_function_and_rules_may_be_added() -> None:
     assert len(seen) > 20
 
 
+@pytest.mark.slow
 def test_every_rule_of_the_machine_does_something() -> None:
     words: Counter[str] = Counter()
     situations: Counter[str] = Counter()

@@ -39,6 +39,7 @@ def kills() -> dict:
     return read_table(KILLS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", CACHE_BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug: Bug) -> None:
     for seed in range(3):
@@ -155,6 +156,7 @@ def test_every_rule_has_its_bug(kills: dict) -> None:
     assert not without, f"no bug proves that these rules bite: {without}"
 
 
+@pytest.mark.slow
 def test_the_traces_break_their_rule(kills: dict) -> None:
     by_name = {bug.name: bug for bug in ALL_BUGS}
     shown: list[tuple[str, Depth, dict]]

@@ -52,6 +52,7 @@ def test_our_scheduler_keeps_to_every_rule_and_meets_every_situation():
     assert not rare, "the generator does not come to these any more"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planted", SCHEDULER_BUGS, ids=lambda planted: planted.name)
 def test_a_planted_bug_is_found_and_shrunk(planted: Bug):
     subject = subject_with(planted)
@@ -67,6 +68,7 @@ def test_a_planted_bug_is_found_and_shrunk(planted: Bug):
     assert replay(subject_with(None), shown["config"], shown["trace"]) is None
 
 
+@pytest.mark.slow
 def test_every_rule_names_a_planted_bug():
     named: Counter[str] = Counter()
     for planted in SCHEDULER_BUGS:

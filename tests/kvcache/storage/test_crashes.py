@@ -7,6 +7,7 @@ SHARES = 4
 CRASHES = 20_000  # over all shares; run `python -m tests.kvcache.storage.crashes` for more
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", range(SHARES))
 def test_no_crash_breaks_a_promise(share: int) -> None:
     seeds = iter(range(share, 10**9, SHARES))

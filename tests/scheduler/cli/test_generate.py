@@ -40,6 +40,7 @@ def test_json_has_the_outputs_in_order(radixkv: Any, model_dir: Path, prompts: P
     assert isinstance(results["stats"], dict)
 
 
+@pytest.mark.slow
 def test_sizes_do_not_change_the_outputs(radixkv: Any, model_dir: Path, prompts: Path) -> None:
     arguments = ["generate", model_dir, "--prompts", prompts, "--max-new-tokens", 6, "--json", "-"]
     outputs = json.loads(radixkv(*arguments).stdout)["outputs"]

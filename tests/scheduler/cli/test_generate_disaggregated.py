@@ -32,6 +32,7 @@ SIZE = ["--device-blocks", 10]
 """The same wherever something is generated, so that each program is compiled once."""
 
 
+@pytest.mark.slow
 def test_nodes_in_one_process_give_the_same_outputs(radixkv: Any, arguments: list[object]) -> None:
     arguments += SIZE
     expected = run(radixkv, *arguments)["outputs"]

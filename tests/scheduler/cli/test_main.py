@@ -185,7 +185,7 @@ def _raise(error: BaseException) -> Any:
 def test_an_interrupt_waits_until_a_command_is_loaded() -> None:
     program = """
 import signal
-from radixkv.scheduler.interrupts import hold_interrupts
+from radixkv.scheduler.terminal.interrupts import hold_interrupts
 signal.signal(signal.SIGINT, signal.default_int_handler)
 try:
     with hold_interrupts():

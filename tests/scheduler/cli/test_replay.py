@@ -30,6 +30,7 @@ class FakeReport:
         return {"ok": self.ok}
 
 
+@pytest.mark.slow
 def test_a_real_replay_that_skips_a_malformed_line(
     radixkv: Any, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

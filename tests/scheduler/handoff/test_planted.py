@@ -94,12 +94,14 @@ def test_a_copy_without_a_bug_passes() -> None:
             simulation_of(package).run_random(seed, NUM_OPS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug: Bug) -> None:
     with planted(bug) as package:
         assert found_by_scenarios(package) or found_by_random_programs(package), "nothing finds it"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", GATEWAY_BUGS, ids=lambda bug: bug.name)
 def test_a_bug_of_the_gateway_is_found(bug: Bug) -> None:
     with planted(bug) as package:
@@ -126,6 +128,7 @@ BITES: Final = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("invariant", INVARIANTS, ids=lambda invariant: invariant.name)
 def test_every_invariant_bites(invariant: Invariant) -> None:
     [bug] = [
@@ -141,6 +144,7 @@ def test_every_invariant_bites(invariant: Invariant) -> None:
     raise AssertionError(f"{bug.name}: no program says {invariant.name}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", SCHEDULER_BUGS, ids=lambda bug: bug.name)
 def test_a_bug_of_a_scheduler_is_found(bug: Bug) -> None:
     with planted(bug) as package:

@@ -33,7 +33,10 @@ PROGRAMS = 250
 """Programs per test; eight tests run a million operations in all, and drain each program."""
 
 
-@pytest.mark.parametrize("part", range(8))
+PARTS = [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 8))]
+
+
+@pytest.mark.parametrize("part", PARTS)
 def test_random_programs_with_faults_end_well(part: int) -> None:
     counts: Counter[str] = Counter()
     for seed in range(part * PROGRAMS, (part + 1) * PROGRAMS):

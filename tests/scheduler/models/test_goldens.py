@@ -27,6 +27,7 @@ def test_checkpoint_is_the_one_of_the_goldens(goldens, golden_directory, case):
     assert digest.hexdigest() == goldens["cases"][case]["sha256"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [384, 23, 1])
 def test_greedy_tokens_equal_transformers(goldens, golden_model, make_runner, case, chunk):
     for golden in goldens["cases"][case]["prompts"]:
@@ -58,6 +59,7 @@ def test_decode_and_extend_give_the_same_logits(goldens, golden_model, make_runn
     np.testing.assert_allclose(decoded, extended, atol=MAX_LOGIT_DIFFERENCE, rtol=0)
 
 
+@pytest.mark.slow
 def test_requests_in_one_batch_do_not_meet(goldens, golden_model, make_runner, case):
     prompts = goldens["cases"][case]["prompts"][:3]
     runner = make_runner(golden_model(case), num_rows=5)
@@ -90,6 +92,7 @@ def test_masked_write_recomputes_a_token_and_leaves_its_block(goldens, golden_mo
         np.testing.assert_array_equal(old[1:], new[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "change"),
     [

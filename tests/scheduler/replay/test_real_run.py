@@ -66,6 +66,7 @@ def test_single_turns_come_last() -> None:
     assert select_requests(trace, 3, 16) == []
 
 
+@pytest.mark.slow
 def test_a_wrong_token_is_found(bundled_trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Engine.step
 

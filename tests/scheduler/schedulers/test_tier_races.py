@@ -207,6 +207,7 @@ def _nothing(plan: StepPlan) -> None:
     pass
 
 
+@pytest.mark.slow
 def test_ten_thousand_races_leak_no_block_and_change_no_token():
     races: Counter[str] = Counter()
     copies: Counter[str] = Counter()

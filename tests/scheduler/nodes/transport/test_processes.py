@@ -134,6 +134,7 @@ def slow_node(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         yield node
 
 
+@pytest.mark.slow
 def test_parts_come_from_another_process_until_it_is_killed(node: Node) -> None:
     node.receives(0, SMALL)
     node.receives(1, BIG)
