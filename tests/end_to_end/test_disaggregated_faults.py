@@ -163,6 +163,7 @@ def test_the_transport_knows_whether_all_was_read(llama):
         spy.assert_called_once_with(("0 #0.0", 1), was_read=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", [over_jax, over_nixl])
 def test_faults_over_transports_between_processes(llama, expected, transport):
     """Aborts requests, then ends each node, while threads transfer."""

@@ -102,6 +102,7 @@ def test_evictions_and_preemptions_do_not_change_a_token(compiled, samplings, po
         assert bool(stats.cache.evicted_blocks) == prefix_cache
 
 
+@pytest.mark.slow
 def test_block_sizes_and_a_real_small_engine_give_the_same_tokens(engine, model):
     """Use an engine as a user makes it (without `fresh`): larger blocks in a small pool."""
     expected = complete(fresh(engine("llama", 4)), PROMPTS, 24, SAMPLED)

@@ -89,6 +89,7 @@ SMALL_CHUNKS = {"CHUNK_BYTES = 16 * 1024": "CHUNK_BYTES = 512"}
 @pytest.mark.parametrize("name", RUNS)
 class TestInterpreted:
     # Of each size; and more programs than work.
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("dtype", "cores"), [("float32", 7), ("bfloat16", 1), ("float8_e4m3fn", 1)]
     )

@@ -51,6 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
 class TestPagedDecode(DecodeChecks):
     attend = staticmethod(paged_decode)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("case", CASES)
     def test_rows_of_every_length(self, case):
         options = CASES[case]

@@ -136,6 +136,7 @@ class TestOneProgram:
         attend = partial(paged_extend, sm_scale=SM_SCALE, window=window, return_lse=True)
         return attend(q, *pools, *map(int32, rows))
 
+    @pytest.mark.slow
     @settings(deadline=None, max_examples=40)
     @given(
         rows=st.lists(

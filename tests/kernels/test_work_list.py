@@ -53,6 +53,7 @@ def visible(position, window):
     return range(first, position + 1)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(
     rows=rows,

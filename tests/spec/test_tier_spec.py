@@ -38,6 +38,7 @@ def test_hypothesis_finds_nothing_either() -> None:
     assert hypothesis_engine.run(subject(), 0, 1_500, 50).finding is None
 
 
+@pytest.mark.slow
 def test_every_situation_comes_up_often_enough() -> None:
     result = run(subject(), 8, 25_000)
     assert result.finding is None, result.finding

@@ -21,6 +21,7 @@ def expected(radixkv: Any, arguments: list[object]) -> list[list[int]]:
     return run(radixkv, *arguments, "--no-prefix-cache")["outputs"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", ["exclusive", "back", "through"])
 def test_parked_requests_have_the_same_outputs(
     radixkv: Any, arguments: list[object], expected: list[list[int]], write: str
