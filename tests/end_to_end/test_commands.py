@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from .small import NUM_BLOCKS, PROMPTS, generate
 
 

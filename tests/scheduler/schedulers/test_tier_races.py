@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
 
+import pytest
+
 from radixkv.kvcache.ids import OpId
 from radixkv.kvcache.tiers.host_tier import HostConfig, WritePolicy
 from radixkv.kvcache.tiers.operations import Operation
