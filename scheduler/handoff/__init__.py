@@ -1,8 +1,7 @@
-"""The hand-off protocol between prefill and decode nodes, and the gateway, without I/O.
+"""The hand-off protocol between prefill and decode nodes, without I/O.
 
 `PrefillSide` and `DecodeSide` take messages, transfer events and the clock, and return actions:
-messages to send and transfers to start. The gateway's classes are in `gateway`, `network_gateway`
-and `node_reporter`.
+messages to send and transfers to start.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ from .messages import (
     Send,
 )
 from .prefill_side import Order, PrefillSide
-from .retries import Answer, Begin, Cancel, RequestRetrier
 from .states import DECODE_MOVES, PREFILL_MOVES, DecodeState, PrefillState
 
 __all__ = [
@@ -53,11 +51,8 @@ __all__ = [
     "PROTOCOL_VERSION",
     "Abort",
     "Ack",
-    "Answer",
     "Ask",
     "AttemptKey",
-    "Begin",
-    "Cancel",
     "CancelPull",
     "Commit",
     "Compute",
@@ -82,7 +77,6 @@ __all__ = [
     "Pull",
     "Refuse",
     "Renew",
-    "RequestRetrier",
     "Send",
     "Start",
     "Started",

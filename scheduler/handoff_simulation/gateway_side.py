@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ...kvcache import Int32Array
+from ..gateway.network_gateway import Connect, Disconnect, NetworkGateway, SendToNode
+from ..gateway.retries import Answer
 from ..handoff.gateway_messages import GATEWAY, DeliveryAck, GatewayMessage, NodeStatus
 from ..handoff.messages import AttemptKey, Message, NodeId
-from ..handoff.network_gateway import Connect, Disconnect, NetworkGateway, SendToNode
-from ..handoff.retries import Answer
 from ..request import Request, RequestStatus, SamplingParams
 from .invariants import OLD_EPOCHS, ONE_ANSWER, SAME_TOKENS, SimulationError
 from .nodes import SimulationConfig, sample

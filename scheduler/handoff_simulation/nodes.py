@@ -9,10 +9,10 @@ from typing import ClassVar, Final
 from ...kvcache import CacheManager, HostConfig, Int32Array
 from ..decode import DecodeScheduler
 from ..errors import HandoffsOpenError, StepOrderError
+from ..gateway.node_reporter import NodeReporter
 from ..handoff.actions import Offer, Timing
 from ..handoff.gateway_messages import NodeStatus, Role
 from ..handoff.messages import Abort, AttemptKey, Commit, Grant, PartId
-from ..handoff.node_reporter import NodeReporter
 from ..handoff.prefill_side import Order
 from ..prefill import PrefillScheduler
 from ..request import Request

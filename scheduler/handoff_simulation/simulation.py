@@ -33,6 +33,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from ..gateway.network_gateway import NetworkGateway
 from ..handoff.actions import CancelPull, Finished, Offer, Post, Pull, Started, Withdraw
 from ..handoff.gateway_messages import (
     GATEWAY,
@@ -43,7 +44,6 @@ from ..handoff.gateway_messages import (
     RunPrefill,
 )
 from ..handoff.messages import Abort, AttemptKey, Commit, Grant, Message, NodeId
-from ..handoff.network_gateway import NetworkGateway
 from ..request import Request
 from .gateway_side import Envelope, GatewaySide, Job
 from .invariants import ONE_START, SimulationError

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from ..gateway.node_reporter import NodeReporter
 from ..handoff import NodeId, Timing
 from ..handoff.gateway_messages import GATEWAY, CancelAttempt, DeliveryAck, NodeStatus, RunPrefill
 from ..handoff.messages import Message
-from ..handoff.node_reporter import NodeReporter
 from .channel import Packet, ZmqChannel
 from .decode_node import DecodeEngine
 from .node import PeerMessage

@@ -8,9 +8,9 @@ from math import inf
 from typing import Final
 
 from ...kvcache import RequestTooLargeError
+from ..gateway.gateway import Gateway, RunAttempt
+from ..gateway.retries import Cancel
 from ..handoff import DecodeFailed, Finished, Hits, NodeId, PrefillFailed, Started
-from ..handoff.gateway import Gateway, RunAttempt
-from ..handoff.retries import Cancel
 from ..models import Params
 from ..request import Request
 from .decode_node import DecodeEngine

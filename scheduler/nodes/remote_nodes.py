@@ -8,9 +8,9 @@ from math import inf
 from typing import Final
 
 from ..errors import NodesMissingError
+from ..gateway.network_gateway import Connect, Disconnect, NetworkGateway, SendToNode
+from ..gateway.remote_node import RemoteNode
 from ..handoff import NodeId
-from ..handoff.network_gateway import Connect, Disconnect, NetworkGateway, SendToNode
-from ..handoff.remote_node import RemoteNode
 from ..request import Request
 from .channel import EncodeError, RefusedConnection, ZmqChannel
 

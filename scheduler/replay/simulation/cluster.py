@@ -24,22 +24,20 @@ from typing import Any, Literal, TypeAlias
 from ....kvcache.errors import RequestTooLargeError
 from ....kvcache.manager import CacheManager
 from ...decode import DecodeScheduler
+from ...gateway.retries import Answer, Begin, RequestRetrier
+from ...gateway.router import Route, Router
 from ...handoff import (
-    Answer,
     AttemptKey,
-    Begin,
     Finished,
     Message,
     Order,
     Post,
     PrefillFailed,
     Pull,
-    RequestRetrier,
     Started,
     Timing,
     Withdraw,
 )
-from ...handoff.router import Route, Router
 from ...prefill import PrefillScheduler
 from ...request import Request
 from ..checks import Check

@@ -17,8 +17,8 @@ from radixkv.scheduler.cli import generate_on_nodes
 from radixkv.scheduler.cli.errors import BadInputError
 from radixkv.scheduler.cli.nodes import make_timing
 from radixkv.scheduler.errors import NodesMissingError
+from radixkv.scheduler.gateway.node_reporter import NodeReporter
 from radixkv.scheduler.handoff.gateway_messages import GATEWAY, NodeStatus
-from radixkv.scheduler.handoff.node_reporter import NodeReporter
 from radixkv.scheduler.models import load_config
 from radixkv.scheduler.nodes.channel import Secret, codec
 from radixkv.scheduler.nodes.channel.zmq_channel import ZmqChannel

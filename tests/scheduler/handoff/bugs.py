@@ -257,12 +257,12 @@ BUGS: Final = [
     ),
     bug(
         "a request is answered twice",
-        "handoff/retries.py",
+        "gateway/retries.py",
         ("request = self._requests.pop(request_id)", "request = self._requests[request_id]"),
     ),
     bug(
         "a request without attempts left is not answered",
-        "handoff/retries.py",
+        "gateway/retries.py",
         (
             "            self._answer(request_id, None, reason)\n            return",
             "            del self._requests[request_id]\n            return",

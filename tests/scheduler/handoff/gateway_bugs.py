@@ -6,11 +6,11 @@ from typing import Final
 
 from .bugs import bug
 
-OUTBOX: Final = "handoff/resend.py"
-LINK: Final = "handoff/node_reporter.py"
-REMOTE: Final = "handoff/network_gateway.py"
-GATEWAY: Final = "handoff/gateway.py"
-RETRIES: Final = "handoff/retries.py"
+OUTBOX: Final = "gateway/resend.py"
+LINK: Final = "gateway/node_reporter.py"
+REMOTE: Final = "gateway/network_gateway.py"
+GATEWAY: Final = "gateway/gateway.py"
+RETRIES: Final = "gateway/retries.py"
 _SENT_AGAIN: Final = "                self._waiting[place] = replace(waiting, sent_at=now)\n"
 
 GATEWAY_BUGS: Final = [

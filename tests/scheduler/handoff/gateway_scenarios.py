@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from .harness import ORDERS, PROMPT, D, P, lossy
+from .planted import gateway_of
 
 
 def is_answered(simulation: Any) -> None:
@@ -41,7 +42,7 @@ class GatewayHarness:
 
     def __init__(self, h: ModuleType, **options: Any) -> None:
         self.h, self.now = h, 0.0
-        self.gateway = h.network_gateway.NetworkGateway(2, **options)
+        self.gateway = gateway_of(h).network_gateway.NetworkGateway(2, **options)
         for name, role in ((P, "prefill"), (D, "decode")):
             self.send_status(name, role)
         self.sent()
@@ -55,7 +56,9 @@ class GatewayHarness:
         return [(each.peer, each.message) for each in says]
 
     def run(self, request_id: str = "a") -> Any:
-        self.gateway.add_request(self.h.network_gateway.Request(request_id, PROMPT, 2), self.now)
+        self.gateway.add_request(
+            gateway_of(self.h).network_gateway.Request(request_id, PROMPT, 2), self.now
+        )
         self.gateway.tick(self.now)
         [(_, run)] = self.sent()
         return run
@@ -142,7 +145,7 @@ def a_silent_node_is_gone(h: ModuleType) -> None:
 
 
 def reporter_of(h: ModuleType) -> Any:
-    return h.node_reporter.NodeReporter(
+    return gateway_of(h).node_reporter.NodeReporter(
         5, h.Timing(1.0, silence_s=2.0, transfer_s=3.0, remember_s=9.0)
     )
 
@@ -170,7 +173,7 @@ def an_attempt_that_a_node_rejects_has_failed(h: ModuleType) -> None:
     reporter = reporter_of(h)
 
     def refuse(*_: object) -> None:
-        raise h.node_reporter.RequestError("it is open")
+        raise gateway_of(h).node_reporter.RequestError("it is open")
 
     reporter.begin(run, refuse, 0.0)
     failed = messages.PrefillFailed(run.key, "it is open", True, False)
@@ -184,7 +187,7 @@ def an_attempt_that_a_node_rejects_has_failed(h: ModuleType) -> None:
 
 def a_message_is_resent_until_it_is_acknowledged(h: ModuleType) -> None:
     queue, key, messages = (
-        h.resend.ResendQueue(retry_s=1.0, patience_s=3.0),
+        gateway_of(h).resend.ResendQueue(retry_s=1.0, patience_s=3.0),
         h.AttemptKey("a", 1),
         h.gateway_messages,
     )
@@ -202,7 +205,7 @@ def a_message_is_resent_until_it_is_acknowledged(h: ModuleType) -> None:
 
 def the_last_message_of_an_attempt_replaces_earlier_ones(h: ModuleType) -> None:
     queue, key, messages = (
-        h.resend.ResendQueue(retry_s=1.0, patience_s=9.0),
+        gateway_of(h).resend.ResendQueue(retry_s=1.0, patience_s=9.0),
         h.AttemptKey("a", 1),
         h.gateway_messages,
     )
@@ -217,7 +220,10 @@ def the_last_message_of_an_attempt_replaces_earlier_ones(h: ModuleType) -> None:
 
 
 def no_message_is_resent_to_a_gone_node_or_about_an_ended_attempt(h: ModuleType) -> None:
-    queue, messages = h.resend.ResendQueue(retry_s=1.0, patience_s=9.0), h.gateway_messages
+    queue, messages = (
+        gateway_of(h).resend.ResendQueue(retry_s=1.0, patience_s=9.0),
+        h.gateway_messages,
+    )
     for peer in ("p0", "p1"):
         for key in (h.AttemptKey("a", 1), h.AttemptKey("b", 1)):
             queue.add(peer, messages.Started(key), 0.0)

@@ -18,8 +18,13 @@ from radixkv import scheduler
 from .bugs import Bug
 
 SOURCE: Final = Path(scheduler.__file__).parent
-PACKAGES: Final = ("batching", "handoff", "handoff_simulation")
+PACKAGES: Final = ("batching", "handoff", "gateway", "handoff_simulation")
 _numbers = count(1)
+
+
+def gateway_of(handoff: ModuleType) -> ModuleType:
+    """Return the gateway beside a copy of the hand-off, or beside the hand-off itself."""
+    return importlib.import_module(f"{handoff.__name__.removesuffix('handoff')}gateway")
 
 
 def simulation_of(handoff: ModuleType) -> ModuleType:

@@ -13,7 +13,7 @@ import numpy as np
 from radixkv.kvcache import CacheManager
 
 from .harness import KEY, ORDERS, PROMPT, VOCABULARY, D, P, Pair, lossy
-from .planted import simulation_of
+from .planted import gateway_of, simulation_of
 
 
 def succeeds_at_once(h: ModuleType, simulation: Any) -> None:
@@ -275,16 +275,18 @@ def a_refused_prompt_is_not_matchable(h: ModuleType) -> None:
 
 
 def temporary_refusals_are_no_failures(h: ModuleType) -> None:
-    gateway = h.RequestRetrier(max_attempts=1, backoff_s=1, request_s=100)
+    retries = gateway_of(h).retries
+    gateway = retries.RequestRetrier(max_attempts=1, backoff_s=1, request_s=100)
     gateway.submit("a")
     for attempt in range(1, 5):
         gateway.tick(2.0 * attempt)
-        assert gateway.take_actions()[-1] == h.Begin(h.AttemptKey("a", attempt))
+        assert gateway.take_actions()[-1] == retries.Begin(h.AttemptKey("a", attempt))
         gateway.prefill_failed(h.AttemptKey("a", attempt), "refused", is_busy=True)
     gateway.tick(10.0)
     gateway.take_actions()
     gateway.prefill_failed(h.AttemptKey("a", 5), "broken")
-    assert gateway.take_actions() == [h.Cancel(h.AttemptKey("a", 5)), h.Answer("a", None, "broken")]
+    expected = [retries.Cancel(h.AttemptKey("a", 5)), retries.Answer("a", None, "broken")]
+    assert gateway.take_actions() == expected
 
 
 SCENARIOS: Final[list[Callable[[ModuleType], None]]] = [

@@ -169,7 +169,7 @@ ORDER_BUGS: Final = [
     ),
     bug(
         "refusals count as failures",
-        "handoff/retries.py",
+        "gateway/retries.py",
         ("            request.num_failed -= is_busy\n", ""),
     ),
 ]

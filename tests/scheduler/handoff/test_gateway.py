@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from radixkv.scheduler.errors import RequestError, RoutingError
+from radixkv.scheduler.gateway.gateway import Gateway, RunAttempt
+from radixkv.scheduler.gateway.retries import Cancel
 from radixkv.scheduler.handoff import AttemptKey, Hits
-from radixkv.scheduler.handoff.gateway import Gateway, RunAttempt
-from radixkv.scheduler.handoff.retries import Cancel
 from radixkv.scheduler.request import Request, RequestStatus
 
 

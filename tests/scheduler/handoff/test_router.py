@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from radixkv.kvcache import CacheManager, CountError, Int32Array, RequestTooLargeError, TokenError
 from radixkv.scheduler.errors import RequestError, RoutingError
+from radixkv.scheduler.gateway.router import Route, Router
 from radixkv.scheduler.handoff import AttemptKey
-from radixkv.scheduler.handoff.router import Route, Router
 from radixkv.scheduler.replay.trace import bundled_trace_path, read_trace, tokens
 
 NODES = {"p0": 2000, "p1": 2000, "p2": 2000, "p3": 2000}

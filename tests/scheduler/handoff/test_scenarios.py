@@ -7,8 +7,8 @@ import pytest
 
 from radixkv.scheduler import handoff
 from radixkv.scheduler import handoff_simulation as simulation
+from radixkv.scheduler.gateway import network_gateway as network_gateway
 from radixkv.scheduler.handoff import gateway_messages as gateway_messages
-from radixkv.scheduler.handoff import network_gateway as network_gateway
 
 from .gateway_scenarios import GATEWAY_SCENARIOS
 from .harness import ORDERS

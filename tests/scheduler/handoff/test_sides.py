@@ -9,13 +9,12 @@ import pytest
 
 from radixkv.kvcache import CacheManager, CountError, HostConfig, OutOfBlocksError
 from radixkv.scheduler import RequestError, StepOrderError, handoff
+from radixkv.scheduler.gateway.node_reporter import NodeReporter
+from radixkv.scheduler.gateway.retries import Answer, Begin, Cancel, RequestRetrier
 from radixkv.scheduler.handoff import (
     Abort,
-    Answer,
     Ask,
     AttemptKey,
-    Begin,
-    Cancel,
     DecodeSide,
     Grant,
     Header,
@@ -25,10 +24,8 @@ from radixkv.scheduler.handoff import (
     PrefillSide,
     Refuse,
     Renew,
-    RequestRetrier,
     Timing,
 )
-from radixkv.scheduler.handoff.node_reporter import NodeReporter
 
 from .harness import KEY, PROMPT, D, P, Pair
 

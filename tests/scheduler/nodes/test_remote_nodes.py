@@ -8,9 +8,9 @@ from itertools import count
 import pytest
 
 from radixkv.scheduler.errors import NodesMissingError
+from radixkv.scheduler.gateway.network_gateway import NetworkGateway
 from radixkv.scheduler.handoff import Hits
 from radixkv.scheduler.handoff.gateway_messages import GATEWAY, Finished, NodeStatus, RunPrefill
-from radixkv.scheduler.handoff.network_gateway import NetworkGateway
 from radixkv.scheduler.nodes.channel import DroppedFrame, RefusedConnection
 from radixkv.scheduler.nodes.channel.zmq_channel import ZmqChannel
 from radixkv.scheduler.nodes.remote_nodes import RemoteNodes

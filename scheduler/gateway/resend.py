@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import NamedTuple
 
-from .gateway_messages import AttemptMessage, DeliveryAck
-from .messages import AttemptKey, NodeId
+from ..handoff.gateway_messages import AttemptMessage, DeliveryAck
+from ..handoff.messages import AttemptKey, NodeId
 
 
 class Due(NamedTuple):

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from .gateway_messages import NodeStatus
-from .messages import NodeId
+from ..handoff.gateway_messages import NodeStatus
+from ..handoff.messages import NodeId
 
 _MAX_BLOCKS: Final = 1 << 26
 """Most blocks of all nodes together: the router's copies of their caches take bytes per block."""

@@ -7,11 +7,10 @@ from typing import TypeAlias
 
 from ...kvcache import CountError, RequestTooLargeError
 from ..errors import RequestError
-from ..request import Request
-from .actions import Finished as DecodeFinished
-from .actions import Started as DecodeStarted
-from .actions import Timing
-from .gateway_messages import (
+from ..handoff.actions import Finished as DecodeFinished
+from ..handoff.actions import Started as DecodeStarted
+from ..handoff.actions import Timing
+from ..handoff.gateway_messages import (
     GATEWAY,
     AttemptMessage,
     DecodeFailed,
@@ -21,7 +20,8 @@ from .gateway_messages import (
     RunPrefill,
     Started,
 )
-from .messages import AttemptKey, Hits, NodeId
+from ..handoff.messages import AttemptKey, Hits, NodeId
+from ..request import Request
 from .resend import ResendQueue
 
 Report: TypeAlias = PrefillFailed | DecodeStarted | DecodeFinished | DecodeFailed

@@ -9,8 +9,8 @@ from math import inf
 
 from ...kvcache import RequestTooLargeError
 from ..errors import RequestError, RoutingError
+from ..handoff.messages import AttemptKey, Hits, NodeId
 from ..request import Request, RequestStatus
-from .messages import AttemptKey, Hits, NodeId
 from .retries import Answer, Begin, Cancel, RequestRetrier
 from .router import Route, Router
 

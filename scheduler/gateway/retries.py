@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import RequestError
-from .messages import AttemptKey
+from ..handoff.messages import AttemptKey
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,7 @@ from math import inf
 from typing import Final
 
 from ..errors import NodesMissingError
-from ..request import Request
-from .gateway import Gateway, RunAttempt
-from .gateway_messages import (
+from ..handoff.gateway_messages import (
     AttemptMessage,
     CancelAttempt,
     DecodeFailed,
@@ -21,7 +19,9 @@ from .gateway_messages import (
     RunPrefill,
     Started,
 )
-from .messages import Message, NodeId
+from ..handoff.messages import Message, NodeId
+from ..request import Request
+from .gateway import Gateway, RunAttempt
 from .remote_node import RemoteNode, refusal_of
 from .resend import ResendQueue
 from .retries import Cancel

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from ...kvcache import CacheManager, RequestTooLargeError, Tokens, as_tokens
 from ..errors import RequestError, RoutingError
-from .messages import AttemptKey, NodeId
+from ..handoff.messages import AttemptKey, NodeId
 
 
 class Route(NamedTuple):
@@ -70,7 +70,7 @@ class Router:
 
     Example:
         >>> from radixkv.scheduler.handoff import AttemptKey
-        >>> from radixkv.scheduler.handoff.router import Router
+        >>> from radixkv.scheduler.gateway.router import Router
         >>> router = Router(2, prefill={"p0": 100, "p1": 100}, decode={"d0": 100})
         >>> router.route(AttemptKey("a", 1), [1, 2, 3, 4, 5, 6])
         Route(prefill='p0', decode='d0')
