@@ -1,7 +1,8 @@
-"""The rules of a KV cache, chapter by chapter. Read them in order: they are the specification.
+"""The rules of a KV cache, chapter by chapter, in the order of a request's life.
 
 A block is *free*, *private* to one request, or *published*: the cache owns it, and requests find it
-by its prefix and share it. The rules say when a block may pass from one owner to another.
+by its prefix and share it. The rules say when a block may pass from one owner to another. Those
+about a policy apply only to a manager that promises it (`Promises`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,30 @@ from typing import Final
 
 from .rule import Rule, rule
 
-# A: allocation
+# H: hits
+
+H1: Final = rule(
+    "H1 hit-is-published",
+    "A hit contains only blocks that are published in the namespace of the request.",
+)
+H2: Final = rule("H2 hit-is-longest", "A hit is the longest published prefix of the request.")
+H3: Final = rule(
+    "H3 hit-is-whole-blocks", "A hit is a whole number of blocks, and no longer than the tokens."
+)
+H4: Final = rule(
+    "H4 hit-leaves-one", "A hit leaves the last token of a request to compute, for its logits."
+)
+H5: Final = rule(
+    "H5 no-pressure-no-miss",
+    "Every written block is hit, as long as no eviction can have been necessary.",
+)
+H6: Final = rule("H6 match-is-admission", "A match predicts the hit of the admission.")
+H7: Final = rule(
+    "H7 same-next-block",
+    "Two requests name the same next block if, and only if, that block would hold the same prefix.",
+)
+
+# A: admission, allocation and growth
 
 A1: Final = rule("A1 allocate-only-free", "Only free blocks are allocated to a request.")
 A2: Final = rule("A2 allocate-in-range", "No block outside the pool is ever allocated.")
@@ -34,46 +58,17 @@ A9: Final = rule(
 )
 A10: Final = rule(
     "A10 batch-is-singles",
-    "Growing a batch of requests has the same result as growing each of them; all grow or none.",
+    "A call that grows several requests has the result of growing each of them: all grow, or none.",
 )
 
-# F: freeing
+# C: content, while a request computes
 
-F1: Final = rule("F1 free-only-own", "A block is freed only by its owner, and only once.")
-F2: Final = rule(
-    "F2 free-only-spare", "A running request frees only blocks that duplicate published ones."
+C1: Final = rule("C1 read-own-prefix", "Every read of a request finds the KV of its own prefix.")
+C2: Final = rule(
+    "C2 write-own-blocks", "A request writes only to blocks that no other request reads."
 )
-F3: Final = rule(
-    "F3 wrong-ids-are-refused",
-    "Recycling refuses wrong ids by id and recycles the others of the call.",
-)
-F4: Final = rule(
-    "F4 recycling-is-singles",
-    "Recycling ids in one call has the same result as recycling them one by one.",
-)
-F5: Final = rule(
-    "F5 allocate-exactly", "Allocating n blocks returns n distinct free ids, or changes nothing."
-)
-
-# H: hits
-
-H1: Final = rule(
-    "H1 hit-is-published",
-    "A hit contains only blocks that are published in the namespace of the request.",
-)
-H2: Final = rule("H2 hit-is-longest", "A hit is the longest published prefix of the request.")
-H3: Final = rule(
-    "H3 hit-is-whole-blocks", "A hit is a whole number of blocks, and no longer than the tokens."
-)
-H4: Final = rule("H4 hit-leaves-one", "A hit leaves the last token to compute, for its logits.")
-H5: Final = rule(
-    "H5 no-pressure-no-miss",
-    "As long as no eviction can have been necessary, every written block is hit.",
-)
-H6: Final = rule("H6 match-is-admission", "A match predicts the hit of the admission.")
-H7: Final = rule(
-    "H7 same-next-block",
-    "Two requests name the same next block if, and only if, it would hold the same prefix.",
+C3: Final = rule(
+    "C3 inputs-are-the-callers", "The cache never changes the tokens that it is given."
 )
 
 # P: publishing
@@ -84,11 +79,9 @@ P3: Final = rule("P3 publish-computed", "A block is published only after all of 
 P4: Final = rule("P4 publish-promptly", "Every full block that was computed is published.")
 P5: Final = rule(
     "P5 first-publisher-wins",
-    "Of two copies of a block the published one stays, and the table of the other points to it.",
+    "The first published copy of a block stays, and the table of the other request points to it.",
 )
-P6: Final = rule(
-    "P6 publish-again-is-nothing", "Publishing a published block again changes nothing."
-)
+P6: Final = rule("P6 publish-again-is-nothing", "A second publication of a block changes nothing.")
 
 # E: eviction
 
@@ -101,17 +94,26 @@ E6: Final = rule(
     "E6 evict-as-asked", "A call to evict n blocks evicts n, or all unused ones if there are fewer."
 )
 
-# C: content
+# F: freeing
 
-C1: Final = rule("C1 read-own-prefix", "Every read of a request finds the KV of its own prefix.")
-C2: Final = rule(
-    "C2 write-own-blocks", "A request writes only to blocks that no other request reads."
+F1: Final = rule("F1 free-only-own", "A block is freed only by its owner, and only once.")
+F2: Final = rule(
+    "F2 free-only-spare", "A running request frees only blocks that duplicate published ones."
 )
-C3: Final = rule(
-    "C3 inputs-are-the-callers", "The cache never changes the tokens that it is given."
+F3: Final = rule(
+    "F3 wrong-ids-are-refused",
+    "A call that recycles ids refuses wrong ids by id, and recycles the others.",
+)
+F4: Final = rule(
+    "F4 recycling-is-singles",
+    "A call that recycles several ids has the result of recycling each of them.",
+)
+F5: Final = rule(
+    "F5 allocate-exactly",
+    "An allocation of n blocks returns n distinct free ids, or changes nothing.",
 )
 
-# R: requests and their leases
+# R: leases, their end, resets and misuse
 
 R1: Final = rule(
     "R1 table-is-its-blocks", "A block table lists the shared blocks first, then the private ones."
@@ -120,27 +122,20 @@ R2: Final = rule(
     "R2 tables-lie-apart",
     "Each request has its own row in the matrix of block tables, padded with zeros.",
 )
-R3: Final = rule(
-    "R3 misuse-is-refused", "A wrong call is refused with a typed error that carries numbers."
-)
 R4: Final = rule(
     "R4 release-ends-it", "A released request holds no block and has no further effect."
 )
 R5: Final = rule(
     "R5 reset-forgets",
-    "After a reset every block is free, nothing is hit, and old leases have no effect.",
+    "A reset frees every block, ends every hit, and leaves old leases without effect.",
 )
-
-# D: after all requests have ended
-
-D1: Final = rule("D1 drained-is-whole", "When all requests have ended, all blocks are available.")
-D2: Final = rule(
-    "D2 whole-pool-is-usable", "An idle cache admits a request that needs the whole pool."
+R3: Final = rule(
+    "R3 misuse-is-refused", "A wrong call is refused with a typed error that carries numbers."
 )
 
 # S: after each call
 
-S1: Final = rule("S1 no-leak", "After each call, every block is free, published or private.")
+S1: Final = rule("S1 no-leak", "Every block is free, published or private after each call.")
 S2: Final = rule(
     "S2 available-is-counted", "The available blocks are the free ones and the unused ones."
 )
@@ -163,6 +158,13 @@ W5: Final = rule(
     "W5 idle-in-order", "The idle list is in order of last use, and within one path from its tail."
 )
 W6: Final = rule("W6 own-check-passes", "The invariants that the manager asserts itself hold.")
+
+# D: after all requests have ended
+
+D1: Final = rule("D1 drained-is-whole", "When all requests have ended, all blocks are available.")
+D2: Final = rule(
+    "D2 whole-pool-is-usable", "An idle cache admits a request that needs the whole pool."
+)
 
 CACHE_RULES: Final = tuple(value for value in list(globals().values()) if isinstance(value, Rule))
 """Every rule above, in order."""
