@@ -135,14 +135,17 @@ def hunt(mutants: Sequence[Mutant], num_steps: int, num_jobs: int) -> Iterator[s
         yield from pool.map(partial(kill, num_steps=num_steps), mutants, chunksize=4)
 
 
-def explained() -> dict[Key, str]:
+def explained(path: Path | None = None) -> dict[Key, str]:
     """Return the reasons by file, function and change.
+
+    Args:
+        path: the file that lists them; None for `EQUIVALENT`.
 
     Raises:
         ValueError: if a change is explained twice.
     """
     reasons: dict[Key, str] = {}
-    for entry in tomllib.loads(EQUIVALENT.read_text("utf-8"))["equivalent"]:
+    for entry in tomllib.loads((path or EQUIVALENT).read_text("utf-8"))["equivalent"]:
         for change in entry["changes"]:
             key = entry["file"], entry["function"], change
             if key in reasons:

@@ -1,4 +1,4 @@
-"""All small mutants of a file of `kvcache/`: one change of its syntax tree each."""
+"""All small mutants of a source file: one change of its syntax tree each."""
 
 from __future__ import annotations
 
@@ -159,11 +159,17 @@ def sites(tree: ast.Module) -> Iterator[tuple[str, Place, ast.AST]]:
         yield from ((function, place, new) for new in changes(place.node))
 
 
-def all_mutants(file: str) -> list[Mutant]:
-    """Return every mutant of a file, without the code. Of equal changes the second ends in [2]."""
+def all_mutants(file: str, source: str | None = None) -> list[Mutant]:
+    """Return every mutant of a file, without the code. Of equal changes the second ends in [2].
+
+    Args:
+        file: its path, which names it.
+        source: its text; None for that of a file of `kvcache/`.
+    """
     found: list[Mutant] = []
     seen: Counter[tuple[str, str]] = Counter()
-    for number, (function, place, new) in enumerate(sites(ast.parse(sources()[file]))):
+    tree = ast.parse(sources()[file] if source is None else source)
+    for number, (function, place, new) in enumerate(sites(tree)):
         change = place.change_to(new)
         seen[function, change] += 1
         if seen[function, change] > 1:
@@ -172,9 +178,15 @@ def all_mutants(file: str) -> list[Mutant]:
     return found
 
 
-def code_of(mutant: Mutant) -> CodeType:
-    """Compile the file of a mutant, changed."""
-    tree = ast.parse(sources()[mutant.file])
+def tree_of(mutant: Mutant, source: str) -> ast.Module:
+    """Return the syntax tree of a source file, changed."""
+    tree = ast.parse(source)
     _, place, new = next(islice(sites(tree), mutant.number, None))
     place.put(ast.copy_location(new, place.node))
-    return compile(ast.fix_missing_locations(tree), str(FOLDER / mutant.file), "exec")
+    return ast.fix_missing_locations(tree)
+
+
+def code_of(mutant: Mutant) -> CodeType:
+    """Compile the file of a mutant of `kvcache/`, changed."""
+    tree = tree_of(mutant, sources()[mutant.file])
+    return compile(tree, str(FOLDER / mutant.file), "exec")

@@ -1,0 +1,230 @@
+"""Mutants of the files that no world replaces, hunted by their unit tests.
+
+``python -m tests.spec.unit_mutants``, from the checkout root, draws some mutants of each file below,
+and runs the file's tests on each in a new process, with a copy of the package. `tests.spec.mutants`
+hunts the others. Survivors are in `equivalent_unit_mutants.toml`, with the reason why they are no
+bugs, or stand for a test that is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from .mutants import explained
+from .mutations import Key, Mutant, all_mutants, tree_of
+
+ROOT: Final = Path(__file__).parents[2]
+EQUIVALENT: Final = Path(__file__).with_name("equivalent_unit_mutants.toml")
+
+_COPIES, _STORAGE, _KERNELS = "tests/kvcache/copies/", "tests/kvcache/storage/", "tests/kernels/"
+_SCHEDULERS, _HANDOFF = "tests/scheduler/schedulers/", "tests/scheduler/handoff/"
+
+
+def _tests(folder: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{folder}test_{name}.py" for name in names)
+
+
+_MIXED: Final = _tests(
+    _SCHEDULERS, "mixed", "mixed_sharing", "mixed_preemption", "mixed_tiers", "mixed_prefetch",
+    "mixed_parking", "mixed_abort", "mixed_tier_aborts", "mixed_reset", "reservation",
+)  # fmt: skip
+_SIDES: Final = _tests(_HANDOFF, "sides", "decode_side", "deferred_asks", "prefill_ends",
+                       "decode_admission", "scenarios")  # fmt: skip
+
+HUNTED: Final[dict[str, tuple[str, ...]]] = {
+    "kvcache/copies/background_writer.py": _tests(_COPIES, "background_writer", "tier_driver"),
+    "kvcache/copies/block_arrays.py": _tests(_COPIES, "block_arrays"),
+    "kvcache/copies/block_copies.py": _tests(_COPIES, "block_copies"),
+    "kvcache/copies/host_arrays.py": _tests(_COPIES, "host_arrays", "tier_driver"),
+    "kvcache/copies/in_flight.py": _tests(_COPIES, "tier_driver", "tier_driver_machine"),
+    "kvcache/copies/storage_copies.py": _tests(_COPIES, "storage_copies", "tier_driver"),
+    "kvcache/copies/tier_driver.py": _tests(_COPIES, "tier_driver", "tier_driver_machine"),
+    "kvcache/storage/checksummed.py": _tests(_STORAGE, "value_format", "conformance"),
+    "kvcache/storage/files/backend.py": _tests(_STORAGE, "files", "crashes", "maintenance"),
+    "kvcache/storage/files/lru_index.py": _tests(_STORAGE, "lru_index", "files"),
+    "kvcache/storage/keys.py": _tests(_STORAGE, "keys"),
+    "kvcache/storage/maintenance.py": _tests(_STORAGE, "maintenance"),
+    "kvcache/storage/operation_table.py": _tests(_STORAGE, "operation_table", "workers"),
+    "kvcache/storage/urls.py": _tests(_STORAGE, "urls"),
+    "kvcache/storage/value_format.py": _tests(_STORAGE, "value_format"),
+    "kvcache/storage/workers.py": _tests(_STORAGE, "workers", "operation_table"),
+    "scheduler/batching/batch.py": _MIXED,
+    "scheduler/batching/leases.py": _MIXED,
+    "scheduler/batching/preemption.py": _MIXED,
+    "scheduler/batching/queues.py": _MIXED,
+    "scheduler/batching/transfers.py": _MIXED,
+    "scheduler/reservation.py": _tests(_SCHEDULERS, "reservation", "mixed"),
+    "scheduler/handoff/attempts.py": _SIDES,
+    "scheduler/handoff/decode_side.py": _SIDES,
+    "scheduler/handoff/prefill_side.py": _SIDES,
+    "scheduler/handoff/deferred_asks.py": _SIDES,
+    "kernels/block_copy/xla.py": _tests(_KERNELS, "block_copy"),
+    "kernels/kv_write/xla.py": _tests(_KERNELS, "kv_write"),
+    "kernels/merge_states.py": _tests(_KERNELS, "merge"),
+    "kernels/online_softmax.py": _tests(_KERNELS, "paged_decode", "paged_extend"),
+    "kernels/paged_decode/xla.py": _tests(_KERNELS, "paged_decode"),
+    "kernels/paged_extend/work_list.py": _tests(_KERNELS, "work_list"),
+    "kernels/paged_extend/xla.py": _tests(_KERNELS, "paged_extend"),
+}
+"""The tests that hunt the mutants of each file, the nearest first."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How the hunt for a mutant ended.
+
+    Attributes:
+        killed_by: the first test that fails, "no end" if the tests do not end, or "".
+    """
+
+    mutant: Mutant
+    killed_by: str
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as plain data."""
+        mutant = self.mutant
+        return {
+            "file": mutant.file,
+            "function": mutant.function,
+            "line": mutant.line,
+            "change": mutant.change,
+            "killed_by": self.killed_by,
+            "seconds": round(self.seconds, 1),
+        }
+
+
+class PackageCopy:
+    """A copy of the package in a temporary folder, which one mutant at a time changes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        package = folder / "radixkv"
+        for name in ("spec", "kernels", "kvcache", "scheduler"):
+            shutil.copytree(ROOT / name, package / name, ignore=shutil.ignore_patterns("*.pyc"))
+
+    def run_tests(self, file: str, source: str, tests: Sequence[str], limit_s: float) -> str:
+        """Run tests with another source of a file; return what fails, see `Result.killed_by`."""
+        path = self._folder / "radixkv" / file
+        original = path.read_bytes()
+        path.write_text(source, "utf-8")
+        try:
+            return self._run(tests, limit_s)
+        finally:
+            path.write_bytes(original)
+
+    def _run(self, tests: Sequence[str], limit_s: float) -> str:
+        # No .pyc of a mutant may be left: the next one can have its size and its second.
+        environment = {**os.environ, "PYTHONPATH": str(self._folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "--tb=no", "-p",
+                   "no:cacheprovider", *tests]  # fmt: skip
+        try:
+            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True,
+                                  text=True, timeout=limit_s, start_new_session=True,
+                                  check=False)  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return "no end"
+        if done.returncode == 0:
+            return ""
+        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        return failed[0].split(" - ")[0] if failed else f"pytest exits with {done.returncode}"
+
+
+def choose(files: Iterable[str], most: int, seed: int, only: str = "") -> Iterator[list[Mutant]]:
+    """Yield up to `most` mutants of each file, drawn by a seed; with `only`, those of that name."""
+    for file in files:
+        found = all_mutants(file, (ROOT / file).read_text("utf-8"))
+        found = [mutant for mutant in found if only in f"{mutant.function}: {mutant.change}"]
+        if len(found) > most:
+            found = random.Random(f"{seed} {file}").sample(found, most)
+        yield sorted(found, key=lambda mutant: mutant.number)
+
+
+def hunt(mutants: Sequence[Mutant], copy: PackageCopy) -> Iterator[Result]:
+    """Yield how the hunt for each mutant of a file ends.
+
+    Raises:
+        AssertionError: the tests fail without a mutant.
+    """
+    file = mutants[0].file
+    source, tests = (ROOT / file).read_text("utf-8"), HUNTED[file]
+    begin = time.perf_counter()
+    failed = copy.run_tests(file, source, tests, 600)
+    assert not failed, f"without a mutant of {file}: {failed}"
+    limit_s = 20 + 5 * (time.perf_counter() - begin)
+    for mutant in mutants:
+        begin = time.perf_counter()
+        changed = ast.unparse(tree_of(mutant, source))
+        killed_by = copy.run_tests(file, changed, tests, limit_s)
+        yield Result(mutant, killed_by, time.perf_counter() - begin)
+
+
+def report(results: Iterable[Result], reasons: Mapping[Key, str]) -> list[Result]:
+    """Print the survivors; return those without a reason."""
+    unexplained: list[Result] = []
+    number = num_killed = 0
+    for result in results:
+        number, num_killed = number + 1, num_killed + bool(result.killed_by)
+        mutant = result.mutant
+        why = reasons.get(mutant.key, "UNEXPLAINED")
+        if result.killed_by:
+            continue
+        if mutant.key not in reasons:
+            unexplained.append(result)
+        print(f"{mutant.file}:{mutant.line}: {mutant.function}: {mutant.change}\n    {why}",
+              flush=True)  # fmt: skip
+    explained_too = number - num_killed - len(unexplained)
+    print(f"{number} mutants, {num_killed} killed, {explained_too} explained, "
+          f"{len(unexplained)} unexplained", flush=True)  # fmt: skip
+    return unexplained
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Hunt a sample of the mutants; the exit status is 1 if a survivor has no reason.
+
+    Args:
+        arguments: of the command line; None for those of the process.
+    """
+    parser = argparse.ArgumentParser(prog="python -m tests.spec.unit_mutants", description=__doc__)
+    parser.add_argument("--files", default="", help="part of the paths of the files to change")
+    parser.add_argument("--only", default="", help="part of the function and change, as printed")
+    parser.add_argument("--sample", type=int, default=10, help="most mutants of a file")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write all results there")
+    chosen = parser.parse_args(arguments)
+    files = [file for file in HUNTED if chosen.files in file]
+    reasons, begin = explained(EQUIVALENT), time.perf_counter()
+    results: list[Result] = []
+    unexplained = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = PackageCopy(Path(folder))
+        for mutants in choose(files, chosen.sample, chosen.seed, chosen.only):
+            if not mutants:
+                continue
+            print(f"# {mutants[0].file}", flush=True)
+            found = list(hunt(mutants, copy))
+            unexplained += len(report(found, reasons))
+            results += found
+            if chosen.json:
+                rows = [result.to_json() for result in results]
+                chosen.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    print(f"{len(results)} mutants, {sum(bool(each.killed_by) for each in results)} killed, "
+          f"{unexplained} unexplained, {time.perf_counter() - begin:.0f} s")  # fmt: skip
+    return 1 if unexplained else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
