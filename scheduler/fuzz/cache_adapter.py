@@ -10,6 +10,9 @@ import numpy as np
 
 from ... import kvcache as own_kvcache
 from ...spec.adapters.cache import Events, Factory, Promises, Snapshot
+from ...spec.rules.cache import C3
+from ...spec.rules.rule import require
+from .lent_tokens import Lent, lend, listed, take_back
 from .misuse import misuse
 
 
@@ -32,8 +35,7 @@ def _set_sizes(kvcache: ModuleType, num_blocks: int) -> None:
 class CacheAdapter:
     """A `CacheManager` whose leases have names.
 
-    Tokens are passed as arrays. After the call they are written back, which reveals a change by the
-    cache, and then overwritten, because the cache must not keep a reference to them.
+    Tokens are passed as `lend` says. Those of a match stay with the cache until the admission.
     """
 
     promises = Promises.all()
@@ -44,7 +46,8 @@ class CacheAdapter:
         self.manager = kvcache.CacheManager(num_blocks, block_size)
         self.leases: dict[str, Any] = {}
         self.ended: list[Any] = []  # last leases that were released, or ended by a reset
-        self.matches: dict[str, tuple[Any, np.ndarray]] = {}
+        self.matches: dict[str, tuple[Any, Lent]] = {}
+        self._matched: dict[str, list[int]] = {}  # the tokens of these matches, as they must stay
         self._refusal = (0, 0)
         self._events: Events | None = None
         self.publisher = ""
@@ -54,34 +57,42 @@ class CacheAdapter:
 
     def match(self, name: str, tokens: list[int], namespace: bytes) -> int:
         """Match tokens, and keep the match for the next admission of the name."""
-        array = np.array(tokens, np.int32)
-        match = self.manager.match(array, namespace)
-        tokens[:] = array.tolist()
-        self.matches[name] = (match, array)
+        before, lent = tokens.copy(), lend(tokens)
+        match = self.manager.match(lent, namespace)
+        tokens[:] = listed(lent)
+        self.matches[name] = (match, lent)
+        self._matched[name] = before
         hit: int = match.num_tokens
         return hit
 
-    def admit(self, name: str, tokens: Sequence[int], namespace: bytes) -> int | None:
+    def admit(self, name: str, tokens: list[int], namespace: bytes) -> int | None:
         """Admit with the kept match, which may be old, or with a new one."""
-        match, array = self.matches.pop(name, (None, None))
-        if array is None or array.tolist() != list(tokens):
-            array = np.array(tokens, np.int32)
-            match = self.manager.match(array, namespace)
+        if self._matched.get(name) == tokens:
+            match, lent = self.matches[name]
+        else:
+            lent = lend(tokens)
+            match = self.manager.match(lent, namespace)
+        self.matches.pop(name, None)
+        self._matched.pop(name, None)
+        hit = self._admit(name, match, lent)
+        take_back(lent, tokens)
+        return hit
+
+    def _admit(self, name: str, match: Any, lent: Lent) -> int | None:
         try:
-            lease = self._lease(name, match)
+            lease = self._lease(name, match, lent)
         except self.kvcache.OutOfBlocksError as error:
             self._refusal = (error.needed, error.available)
             return None
         except self.kvcache.RequestTooLargeError as error:
             self._refusal = (error.needed, error.num_blocks)
             return None
-        array[:] = -7
         self.leases[name] = lease
-        self._tokens[name] = list(tokens)
+        self._tokens[name] = listed(lent).copy()
         self._report_new(name, lease.num_shared_blocks)
         return int(lease.num_hit_blocks * self.manager.block_size)
 
-    def _lease(self, name: str, match: Any) -> Any:
+    def _lease(self, name: str, match: Any, lent: Lent) -> Any:
         return self.manager.admit(match)
 
     def append(self, name: str, tokens: Sequence[int]) -> bool:
@@ -96,8 +107,12 @@ class CacheAdapter:
         """Extend leases by one token each in one call; return whether blocks sufficed."""
         for name in names:
             self._tokens.pop(name, None)
-        rows = np.array([self.leases[name].row for name in names], np.int32)
-        return self._grow(names, lambda: self.manager.extend_batch(rows))
+        rows = [self.leases[name].row for name in names]
+        lent = lend(given := rows.copy())
+        done = self._grow(names, lambda: self.manager.extend_batch(lent))
+        take_back(lent, given)
+        self._require_same("extend_batch", rows, given)
+        return done
 
     def _grow(self, names: Sequence[str], call: Callable[[], None]) -> bool:
         before = {name: self.leases[name].num_blocks for name in names}
@@ -115,15 +130,11 @@ class CacheAdapter:
         return self._refusal
 
     def publish(self, name: str, tokens: list[int]) -> None:
-        """Publish computed tokens; some lengths are passed as a list."""
+        """Publish computed tokens."""
         self.publisher = name
-        if len(tokens) % 4 == 3:
-            self.manager.publish(self.leases[name], tokens)
-            return
-        array = np.array(tokens, np.int32)
-        self.manager.publish(self.leases[name], array)
-        tokens[:] = array.tolist()
-        array[:] = -7
+        lent = lend(tokens)
+        self.manager.publish(self.leases[name], lent)
+        take_back(lent, tokens)
 
     def release(self, name: str) -> None:
         """Release a lease."""
@@ -197,6 +208,8 @@ class CacheAdapter:
     def snapshot(self) -> Snapshot:
         """Return the state of pool, tree, tables and leases."""
         manager = self.manager
+        for name, (_, lent) in self.matches.items():
+            self._require_same(f"the match of {name}", self._matched[name], listed(lent))
         cached: dict[tuple[bytes, tuple[int, ...]], int] = {}
         users: dict[tuple[bytes, tuple[int, ...]], int] = {}
         for namespace, root in manager._tree.roots.items():
@@ -214,13 +227,13 @@ class CacheAdapter:
             idle=idle,
             rows={name: tables.ids[lease.row].tolist() for name, lease in self.leases.items()},
             next_blocks={
-                name: manager.next_block(self.leases[name], tokens)
+                name: self._next_block(name, tokens)
                 for name, tokens in self._tokens.items()
                 if name in self.leases
             },
             waiting_blocks={
-                name: manager.match(array, match._namespace).next_block
-                for name, (match, array) in self.matches.items()
+                name: manager.match(lent, match._namespace).next_block
+                for name, (match, lent) in self.matches.items()
             },
             available_after={
                 name: manager.available_after(match) for name, (match, _) in self.matches.items()
@@ -229,6 +242,16 @@ class CacheAdapter:
                 name: getattr(stats, name) for name in stats.__dataclass_fields__ if name != "tiers"
             },
         )
+
+    def _next_block(self, name: str, tokens: list[int]) -> Any:
+        lent = lend(given := tokens.copy())
+        found = self.manager.next_block(self.leases[name], lent)
+        take_back(lent, given)
+        self._require_same("next_block", tokens, given)
+        return found
+
+    def _require_same(self, what: str, before: list[int], after: list[int]) -> None:
+        require(before == after, C3, "{} was given {}, and it is now {}", what, before, after)
 
     def _walk(
         self,

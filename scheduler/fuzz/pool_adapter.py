@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import ModuleType
-
-import numpy as np
 
 from ... import kvcache as own_kvcache
 from ...spec.harness.pool_world import PoolFactory
 from ...spec.rules.cache import F3
 from ...spec.rules.rule import require
+from .lent_tokens import lend, take_back
 
 
 def make_factory(kvcache: ModuleType | None = None) -> PoolFactory:
@@ -34,14 +32,17 @@ class PoolAdapter:
             return None
         return ids
 
-    def recycle(self, ids: Sequence[int]) -> list[int]:
+    def recycle(self, ids: list[int]) -> list[int]:
         """Recycle ids, and return those that were refused."""
+        lent = lend(ids)
         try:
-            self.pool.recycle(np.array(ids, np.int32))
+            self.pool.recycle(lent)
         except self.kvcache.RecycleError as error:
             number = len(error.refused) + error.recycled
             require(number == len(ids), F3, "the error counts {} of {} ids", number, len(ids))
             return list(error.refused)
+        finally:
+            take_back(lent, ids)
         return []
 
     def free_ids(self) -> list[int]:

@@ -16,6 +16,7 @@ from ...spec.model.storage_recency import window_of
 from ...spec.rules.rule import require
 from ...spec.rules.tiers import T26
 from .cache_adapter import CacheAdapter
+from .lent_tokens import Lent, lend, take_back
 from .misuse import make
 from .tier_events import report_events
 from .tier_misuse import storage_of, wrong_calls
@@ -58,19 +59,21 @@ class TierAdapter(CacheAdapter):
         self._prefetches: dict[str, Any] = {}
         self._loading: dict[int, str] = {}
         self.is_releasing = False
-        self._forks: dict[str, tuple[str, Sequence[int]]] = {}
+        self._forks: dict[str, str] = {}
 
     # Requests
 
-    def tier_match(self, tokens: Sequence[int], namespace: bytes) -> tuple[int, int]:
+    def tier_match(self, tokens: list[int], namespace: bytes) -> tuple[int, int]:
         """Return the device and host blocks of a match."""
-        match = self.manager.match(np.array(tokens, np.int32), namespace)
+        lent = lend(tokens)
+        match = self.manager.match(lent, namespace)
+        take_back(lent, tokens)
         return match.num_blocks, match.num_host_blocks
 
-    def _lease(self, name: str, match: Any) -> Any:
+    def _lease(self, name: str, match: Any, lent: Lent) -> Any:
         if name in self._forks:
-            self.publisher, tokens = self._forks.pop(name)
-            lease = self.tiers.fork(self.leases[self.publisher], tokens)
+            self.publisher = self._forks.pop(name)
+            lease = self.tiers.fork(self.leases[self.publisher], lent)
         else:
             lease = self.manager.admit(match, self.parked_requests.get(name))
         if name in self.parked_requests:
@@ -79,9 +82,9 @@ class TierAdapter(CacheAdapter):
             self._loading[lease.loading] = name
         return lease
 
-    def fork(self, name: str, of: str, tokens: Sequence[int]) -> None:
-        """Admit a request from the lease of another; `admit` follows."""
-        self._forks[name] = of, tokens
+    def fork(self, name: str, of: str, tokens: list[int]) -> None:
+        """Admit a request from the lease of another; `admit` follows, with the same tokens."""
+        self._forks[name] = of
 
     def loading(self, name: str) -> int | None:
         """Return the operation that loads a lease, or None."""
@@ -105,11 +108,13 @@ class TierAdapter(CacheAdapter):
         super().release(name)
         self.is_releasing = False
 
-    def park(self, name: str, tokens: Sequence[int], where: str) -> bool:
+    def park(self, name: str, tokens: list[int], where: str) -> bool:
         """Park a request; False if that was refused."""
         self.publisher = name
         lease = self.parking[name] = self.leases[name]
-        parked = self.tiers.park(lease, np.array(tokens, np.int32), where)
+        lent = lend(tokens)
+        parked = self.tiers.park(lease, lent, where)
+        take_back(lent, tokens)
         if parked is None:
             del self.parking[name]
             return False
@@ -152,15 +157,18 @@ class TierAdapter(CacheAdapter):
 
     # Storage
 
-    def keys(self, tokens: Sequence[int], namespace: bytes) -> list[bytes]:
+    def keys(self, tokens: list[int], namespace: bytes) -> list[bytes]:
         """Return the storage keys of the whole blocks."""
-        return list(self._keys.block_keys(tokens, namespace))
+        lent = lend(tokens)
+        keys = list(self._keys.block_keys(lent, namespace))
+        take_back(lent, tokens)
+        return keys
 
-    def prefetch(self, name: str, tokens: Sequence[int], namespace: bytes) -> int | None:
-        """Start a prefetch, and return its first block; some lengths are passed as a list."""
-        array = list(tokens) if len(tokens) % 4 == 3 else np.array(tokens, np.int32)
-        prefetch = self.tiers.prefetch(array, namespace)
-        array[:] = [-7] * len(tokens)
+    def prefetch(self, name: str, tokens: list[int], namespace: bytes) -> int | None:
+        """Start a prefetch, and return its first block."""
+        lent = lend(tokens)
+        prefetch = self.tiers.prefetch(lent, namespace)
+        take_back(lent, tokens)
         if prefetch is None:
             return None
         self._prefetches[name] = prefetch

@@ -52,25 +52,24 @@ class Target:
         self.can = {name for name in optional if callable(getattr(self._adapter, name, None))}
 
     def _call(self, method: str, *arguments: Any) -> Any:
+        """Call a method with copies of the lists among its arguments, which it must not change."""
+        given = [each.copy() if type(each) is list else each for each in arguments]
         try:
-            return getattr(self._adapter, method)(*arguments)
+            result = getattr(self._adapter, method)(*given)
         except (Violation, AdapterError):
             raise
         except (Exception, SystemExit) as error:
             shown = ", ".join(map(repr, arguments))
             rule = W6 if method == "check" else S4
             raise Violation(rule, f"{method}({shown}) raised {error!r}") from error
+        for before, after in zip(arguments, given, strict=True):
+            if before is not after and before != after:
+                raise Violation(C3, f"{method} was given {before}, and changed it to {after}")
+        return result
 
     def _expect(self, method: str, result: Any, kind: type, wanted: str) -> Any:
         if not isinstance(result, kind) or (kind is int and isinstance(result, bool)):
             raise AdapterError(f"{method} must return {wanted}, got {result!r}")
-        return result
-
-    def _with_tokens(self, method: str, name: str, tokens: Sequence[int], *more: Any) -> Any:
-        given = list(tokens)
-        result = self._call(method, name, given, *more)
-        if given != list(tokens):
-            raise Violation(C3, f"{method} changed the tokens of {name} from {tokens} to {given}")
         return result
 
     def report_to(self, events: Events) -> None:
@@ -79,7 +78,7 @@ class Target:
 
     def admit(self, name: str, tokens: Sequence[int], namespace: bytes) -> int | None:
         """See `Manager.admit`."""
-        hit = self._with_tokens("admit", name, tokens, namespace)
+        hit = self._call("admit", name, list(tokens), namespace)
         if hit is None:
             return None
         checked: int = self._expect("admit", hit, int, "the hit tokens as an int, or None")
@@ -88,14 +87,14 @@ class Target:
     def match(self, name: str, tokens: Sequence[int], namespace: bytes) -> int:
         """Match now, for a later admission; return the hit tokens."""
         hit: int = self._expect(
-            "match", self._with_tokens("match", name, tokens, namespace), int, "an int"
+            "match", self._call("match", name, list(tokens), namespace), int, "an int"
         )
         return hit
 
     def append(self, name: str, tokens: Sequence[int]) -> bool:
         """See `Manager.append`."""
         done: bool = self._expect(
-            "append", self._with_tokens("append", name, tokens), bool, "True or False"
+            "append", self._call("append", name, list(tokens)), bool, "True or False"
         )
         return done
 
@@ -108,7 +107,7 @@ class Target:
 
     def publish(self, name: str, tokens: Sequence[int]) -> None:
         """See `Manager.publish`."""
-        self._with_tokens("publish", name, tokens)
+        self._call("publish", name, list(tokens))
 
     def release(self, name: str) -> None:
         """See `Manager.release`."""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, TypeAlias
 
-from ..rules.cache import F3, F4, F5, S4, W1, W6
+from ..rules.cache import C3, F3, F4, F5, S4, W1, W6
 from ..rules.rule import Rule, Violation, require
 from .engine import Below, Config, Operation
 
@@ -110,7 +110,9 @@ class PoolWorld:
                 self.free.add(block)
             else:
                 refused.append(block)
-        found = list(self.pool.recycle(ids))
+        given = ids.copy()
+        found = list(self.pool.recycle(given))
+        require(given == ids, C3, "recycle was given {}, and changed it to {}", ids, given)
         require(found == refused, F3, "of {} refused are {}, not {}", ids, found, refused)
         alone = [block for block in ids if self.twin.recycle([block])]
         require(alone == refused, F4, "of {} refused one by one are {}", ids, alone)

@@ -68,7 +68,8 @@ C2: Final = rule(
     "C2 write-own-blocks", "A request writes only to blocks that no other request reads."
 )
 C3: Final = rule(
-    "C3 inputs-are-the-callers", "The cache never changes the tokens that it is given."
+    "C3 inputs-are-the-callers",
+    "A call changes nothing that it is given: neither tokens nor block ids, rows or results.",
 )
 
 # P: publishing

@@ -1,9 +1,9 @@
 """Mutants of the files that no world replaces, hunted by their unit tests.
 
-``python -m tests.spec.unit_mutants``, from the checkout root, draws some mutants of each file below,
-and runs the file's tests on each in a new process, with a copy of the package. `tests.spec.mutants`
-hunts the others. Survivors are in `equivalent_unit_mutants.toml`, with the reason why they are no
-bugs, or stand for a test that is missing.
+``python -m tests.spec.unit_mutants``, from the checkout root, draws some mutants of each file
+below, and runs the file's tests on each in a new process, with a copy of the package.
+`tests.spec.mutants` hunts the others. Survivors are in `equivalent_unit_mutants.toml`, with the
+reason why they are no bugs, or stand for a test that is missing.
 """
 
 from __future__ import annotations
@@ -128,12 +128,12 @@ class PackageCopy:
 
     def _run(self, tests: Sequence[str], limit_s: float) -> str:
         # No .pyc of a mutant may be left: the next one can have its size and its second.
-        environment = {**os.environ, "PYTHONPATH": str(self._folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        copy = {"PYTHONPATH": str(self._folder), "PYTHONDONTWRITEBYTECODE": "1"}
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "--tb=no", "-p",
                    "no:cacheprovider", *tests]  # fmt: skip
         try:
-            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True,
-                                  text=True, timeout=limit_s, start_new_session=True,
+            done = subprocess.run(command, cwd=ROOT, env={**os.environ, **copy}, text=True,
+                                  capture_output=True, timeout=limit_s, start_new_session=True,
                                   check=False)  # fmt: skip
         except subprocess.TimeoutExpired:
             return "no end"

@@ -21,8 +21,11 @@ from .cache_bugs import CACHE_BUGS
 from .matrix import Engine, Hunters, default_jobs, markdown, summarize
 from .plant import Bug
 from .scheduler_bugs import SCHEDULER_BUGS
-from .table import write_table
+from .table import read_table, write_table
 from .tier_bugs import TIER_BUGS
+
+COMMITTED: Final = Path(__file__).parents[3] / "docs" / "specification"
+"""Folder of the committed tables."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ def _arguments() -> Any:
     parser.add_argument("--table", action="append", choices=TABLES, help="this one alone")
     parser.add_argument("--depths", type=lambda text: text.split(","), help="these alone")
     parser.add_argument("--only", default="", help="part of the names of the bugs to hunt")
+    parser.add_argument("--missing", action="store_true", help="those that the file has no row of")
     parser.add_argument("--seeds", type=int, default=15)
     parser.add_argument("--jobs", type=int, default=default_jobs())
     parser.add_argument("--json", metavar="FOLDER", help="write a file for each table there")
@@ -78,6 +82,9 @@ def _hunt(name: str, table: Table, arguments: Any) -> dict[str, Any] | None:
     """Hunt the bugs of a table, print it, and return it as plain data; None if none is chosen."""
     depths = [depth for depth in table.depths if depth in (arguments.depths or DEPTHS)]
     bugs = [bug for bug in table.bugs if arguments.only in bug.name]
+    known = _known(name, table) if arguments.missing else {"bugs": [], "proofs": {}}
+    rows_of = {row["name"]: row for row in known["bugs"]}
+    bugs = [bug for bug in bugs if bug.name not in rows_of]
     if not (bugs and depths):
         return None
     hunters = Hunters(arguments.jobs, table.max_steps, table.engine)
@@ -85,13 +92,28 @@ def _hunt(name: str, table: Table, arguments: Any) -> dict[str, Any] | None:
     kills = list(hunters.hunt_all(bugs, depths, arguments.seeds))
     wall_s = time.perf_counter() - begin
     rows = summarize(bugs, kills)
-    summary = _summary(rows, table, depths[-1], arguments.seeds, wall_s)
     print(f"# {name}\n\n{markdown(rows, depths)}\n")
+    rows_of |= {row["name"]: row for row in rows}
+    rows = [rows_of[bug.name] for bug in table.bugs if bug.name in rows_of]
+    summary = _summary(rows, table, depths[-1], arguments.seeds, wall_s)
     print(*(f"{key}: {value}" for key, value in summary.items()), "", sep="\n")
-    proofs = hunters.prove(kills) if arguments.json and table.engine == "random" else {}
+    unproven = [kill for kill in kills if kill.rule not in known["proofs"]]
+    proofs = hunters.prove(unproven) if arguments.json and table.engine == "random" else {}
     proofs = {rule: proof for rule, proof in proofs.items() if rule.startswith(table.chapters)}
     hunters.close()
+    proofs = dict(sorted({**known["proofs"], **proofs}.items()))
     return {"summary": summary, "bugs": rows, "proofs": proofs}
+
+
+def _known(name: str, table: Table) -> dict[str, Any]:
+    """Read the committed table, without the rows and proofs of bugs that are gone."""
+    known = read_table(COMMITTED / f"{name}.jsonl")
+    names = {bug.name for bug in table.bugs}
+    known["bugs"] = [row for row in known["bugs"] if row["name"] in names]
+    known["proofs"] = {
+        rule: proof for rule, proof in known["proofs"].items() if proof["bug"] in names
+    }
+    return known
 
 
 def _summary(

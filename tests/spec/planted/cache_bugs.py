@@ -7,6 +7,7 @@ from typing import Final
 from .admission_bugs import ADMISSION_BUGS
 from .change_bugs import CHANGE_BUGS
 from .extension_bugs import EXTENSION_BUGS
+from .input_bugs import INPUT_BUGS
 from .plant import Bug
 from .pool_bugs import POOL_BUGS
 from .publish_bugs import PUBLISH_BUGS
@@ -21,4 +22,5 @@ CACHE_BUGS: Final[tuple[Bug, ...]] = (
     *PUBLISH_BUGS,
     *RELEASE_BUGS,
     *POOL_BUGS,
+    *INPUT_BUGS,
 )

@@ -1,0 +1,43 @@
+"""Tokens that our cache is given in a call, in each of the forms that it takes."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+
+from ...kvcache import Int32Array
+
+Lent: TypeAlias = list[int] | Int32Array
+"""A list, an array, or a read-only view of one."""
+
+
+def lend(tokens: list[int]) -> Lent:
+    """Return tokens in the form to pass to the cache, which depends on their number.
+
+    A list is the caller's own. Call `take_back` after an array.
+    """
+    form = len(tokens) % 4
+    if form == 3:
+        return tokens
+    array = np.array(tokens, np.int32)
+    if form == 0:
+        array = array[:]
+        array.flags.writeable = False
+    return array
+
+
+def listed(lent: Lent) -> list[int]:
+    """Return lent tokens as a list."""
+    return lent if isinstance(lent, list) else lent.tolist()
+
+
+def take_back(lent: Lent, tokens: list[int]) -> None:
+    """Write the tokens of an array back to the caller's list, which reveals a change by the cache.
+
+    Then overwrite the array, because the cache must not keep a reference to it.
+    """
+    if not isinstance(lent, list):
+        tokens[:] = lent.tolist()
+        array = lent if lent.base is None else lent.base
+        array[:] = -7
