@@ -43,8 +43,8 @@ class MixedAdapter:
     """A `MixedScheduler` and its `CacheManager`, with names for requests.
 
     Args:
-        config: As drawn by `radixkv.spec.harness.scheduler.draw`; ``"growth": "singles"`` extends
-            the decode batch one request at a time.
+        config: As drawn by `radixkv.spec.harness.scheduler.configuration`; ``"growth": "singles"``
+            extends the decode batch one request at a time.
         scheduler: The package, or a copy of it.
         promises: The promises that the specification checks.
     """

@@ -9,7 +9,7 @@ from ..adapters.scheduler import Reason, SchedulerFactory
 from ..rules.rule import require
 from ..rules.scheduler import Q32
 from .engine import Below, Config, Operation
-from .scheduler.draw import draw_config, draw_submission
+from .scheduler.configuration import draw_config
 from .scheduler.world import SchedulerWorld
 
 Outputs: TypeAlias = dict[str, tuple[list[int], Reason | None]]
@@ -67,11 +67,17 @@ def check_same(factory: SchedulerFactory, config: Config, requests: Sequence[Ope
             )  # fmt: skip
 
 
-def draw_requests(below: Below) -> tuple[Config, list[Operation]]:
-    """Draw sizes, and up to 6 requests."""
-    config = draw_config(below)
+def draw_requests(factory: SchedulerFactory, below: Below) -> tuple[Config, list[Operation]]:
+    """Draw sizes, and up to 6 requests.
+
+    Args:
+        factory: makes the scheduler.
+        below: the source of choices.
+    """
+    world = SchedulerWorld(draw_config(below), factory)
+    submit = world.table.by_word["submit"]
     requests: list[Operation] = []
     for _ in range(1 + below(6)):
-        prompts = [operation[2] for operation in requests]
-        requests.append(draw_submission(below, prompts, config))
-    return config, requests
+        requests.append(submit.draw(world, [""], below))
+        world.apply(requests[-1])
+    return world.config, requests

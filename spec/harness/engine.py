@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from ..rules.rule import Violation
+from . import operations
+from .operations import Table
 
 Operation: TypeAlias = list[Any]
 """Plain data: a word and its arguments, as ``["admit", "r1"]``, with names, not indices."""
@@ -18,12 +20,18 @@ Trace: TypeAlias = list[Operation]
 Config: TypeAlias = dict[str, Any]
 """The sizes and options of one world, as plain data."""
 
-Below: TypeAlias = Callable[[int], int]
+Below: TypeAlias = operations.Below
 """A source of choices: ``below(n)`` returns one of 0 .. n-1. Random, or from Hypothesis."""
 
 
 class World(Protocol):
     """A system under test with its requests, its simulated device and the specification."""
+
+    config: Config
+    """The configuration it was made from."""
+
+    table: Table[Any]
+    """The operations that its adapter allows."""
 
     situations: Counter[str]
     """How often each situation of interest occurred."""
@@ -47,6 +55,9 @@ class World(Protocol):
 
 class Subject(Protocol):
     """Makes worlds around a system under test; each case of a run has a new, tiny world."""
+
+    table: Table[Any]
+    """All operations."""
 
     def configure(self, below: Below) -> Config:
         """Draw the sizes and options of a world."""

@@ -8,7 +8,9 @@ from typing import Any, Final, Protocol, TypeAlias
 
 from ..rules.cache import C3, F3, F4, F5, S4, W1, W6
 from ..rules.rule import Rule, Violation, require
-from .engine import Below, Config, Operation
+from . import engine
+from .engine import Below, Config
+from .operations import ALWAYS, Operation, Table
 
 
 class Pool(Protocol):
@@ -41,28 +43,15 @@ class PoolWorld:
         self.twin: Pool = factory(self.num_blocks)
         self.free = set(range(1, self.num_blocks + 1))
         self.situations: Counter[str] = Counter()
+        self.table = POOL_TABLE
 
-    def draw(self, below: Below) -> Operation:
-        """Draw an operation; one in four recycles is invalid."""
-        kind = below(20)
-        if kind < 8:
-            return ["allocate", below(self.num_blocks + 2)]
-        if kind == 19:
-            return ["reset"]
-        taken = sorted(set(range(1, self.num_blocks + 1)) - self.free)
-        number = below(len(taken) + 1)
-        ids = [taken.pop(below(len(taken))) for _ in range(number)]
-        for _ in range(1 + below(2) if below(4) == 0 else 0):
-            ids.insert(below(len(ids) + 1), below(self.num_blocks + 3) - 1)
-        return ["recycle", ids]
+    def draw(self, below: Below) -> engine.Operation:
+        """Draw an operation."""
+        return POOL_TABLE.draw(self, POOL_TABLE.weights(), below)
 
-    def apply(self, operation: Operation) -> bool:
+    def apply(self, operation: engine.Operation) -> bool:
         """Do one operation on both pools and compare them."""
-        word, *arguments = operation
-        do = OPERATIONS.get(word)
-        if do is None:
-            return False
-        self._guarded(S4, lambda: do(self, *arguments))
+        self._guarded(S4, lambda: POOL_TABLE.apply(self, operation))
         for pool in (self.pool, self.twin):
             if check := getattr(pool, "check", None):
                 self._guarded(W6, check)
@@ -72,7 +61,7 @@ class PoolWorld:
         require(found == alone, F4, "free are {}, one by one {}", found, alone)
         return True
 
-    def _guarded(self, rule: Rule, call: Callable[[], None]) -> None:
+    def _guarded(self, rule: Rule, call: Callable[[], object]) -> None:
         try:
             call()
         except Violation:
@@ -80,13 +69,13 @@ class PoolWorld:
         except (Exception, SystemExit) as error:
             raise Violation(rule, f"the pool raised {error!r}") from error
 
-    def allocate(self, num_blocks: int) -> None:
+    def allocate(self, num_blocks: int) -> bool:
         """Allocate from both pools, and make the second one take the same ids."""
         ids = self.pool.allocate(num_blocks)
         if ids is None:
             require(num_blocks > len(self.free), F5, "{} of {} refused", num_blocks, len(self.free))
             self.situations["allocation refused"] += 1
-            return
+            return True
         given = set(ids)
         require(
             len(given) == len(ids) == num_blocks and given <= self.free,
@@ -101,8 +90,9 @@ class PoolWorld:
         for block in everything:
             if block not in given:
                 self.twin.recycle([block])
+        return True
 
-    def recycle(self, ids: list[int]) -> None:
+    def recycle(self, ids: list[int]) -> bool:
         """Free ids: in one call, and id by id."""
         refused = []
         for block in ids:
@@ -118,18 +108,20 @@ class PoolWorld:
         require(alone == refused, F4, "of {} refused one by one are {}", ids, alone)
         self.situations["wrong ids"] += bool(refused)
         self.situations["recycled many"] += len(ids) > MANY
+        return True
 
-    def reset(self) -> None:
+    def reset(self) -> bool:
         """Make every id free."""
         self.pool.reset()
         self.twin.reset()
         self.free = set(range(1, self.num_blocks + 1))
+        return True
 
-    def drain(self) -> None:
+    def drain(self) -> bool:
         """Free everything; then all ids can be allocated."""
         self.recycle(sorted(set(range(1, self.num_blocks + 1)) - self.free))
         self.allocate(self.num_blocks)
-        self.reset()
+        return self.reset()
 
     def picture(self) -> str:
         """Draw the free ids as text."""
@@ -139,16 +131,30 @@ class PoolWorld:
 
 MANY: Final = 8
 
-OPERATIONS: Final[dict[str, Callable[..., None]]] = {
-    "allocate": PoolWorld.allocate,
-    "recycle": PoolWorld.recycle,
-    "reset": PoolWorld.reset,
-    "drain": PoolWorld.drain,
-}
+
+def some_ids(world: PoolWorld, name: str, below: Below) -> list[int]:
+    """Ids that are taken, one time in four with some that are not."""
+    taken = sorted(set(range(1, world.num_blocks + 1)) - world.free)
+    number = below(len(taken) + 1)
+    ids = [taken.pop(below(len(taken))) for _ in range(number)]
+    for _ in range(1 + below(2) if below(4) == 0 else 0):
+        ids.insert(below(len(ids) + 1), below(world.num_blocks + 3) - 1)
+    return ids
+
+
+POOL_TABLE: Final[Table[PoolWorld]] = Table(lambda world: {ALWAYS: [""]}, [
+    Operation("allocate", PoolWorld.allocate, 8, arguments={
+        "num_blocks": lambda world, name, below: below(world.num_blocks + 2)}),
+    Operation("recycle", PoolWorld.recycle, 11, arguments={"ids": some_ids}),
+    Operation("reset", PoolWorld.reset, 1),
+    Operation("drain", PoolWorld.drain, 0),
+])  # fmt: skip
 
 
 class PoolSubject:
     """A block pool to test, in all sizes."""
+
+    table = POOL_TABLE
 
     def __init__(self, factory: PoolFactory) -> None:
         self.factory = factory

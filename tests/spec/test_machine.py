@@ -13,6 +13,7 @@ from hypothesis.stateful import rule
 from radixkv.scheduler.fuzz.cache_adapter import make_factory
 from radixkv.spec.adapters.cache import AdapterError
 from radixkv.spec.harness import hypothesis_engine
+from radixkv.spec.harness.cache.operations import CACHE_TABLE
 from radixkv.spec.harness.cache.world import CacheSubject
 from radixkv.spec.harness.machine import CacheMachine
 from radixkv.spec.harness.shrink import shrink
@@ -86,12 +87,18 @@ def test_a_leak_is_found_and_shown() -> None:
     assert "state.drain()" in notes, "Hypothesis writes the program that was shrunk"
 
 
-def test_explaining_is_off_unless_it_is_asked_for() -> None:
+def test_explaining_is_off_under_any_settings() -> None:
     class Machine(CacheMachine):
         make = Plain
 
-    assert Phase.explain not in Machine.TestCase.settings.phases
-    assert Phase.shrink in Machine.TestCase.settings.phases
+    @settings(max_examples=7)
+    class Set(CacheMachine):
+        make = Plain
+
+    for machine in (Machine, Set):
+        phases = machine.run_settings().phases
+        assert Phase.explain not in phases and Phase.shrink in phases
+    assert Set.run_settings().max_examples == 7
 
 
 def test_a_machine_without_a_manager_is_told_what_it_lacks() -> None:
@@ -140,9 +147,7 @@ def test_every_rule_of_the_machine_does_something() -> None:
         FEW, max_examples=500, derandomize=True, phases=[Phase.generate]
     )
     run(Machine)
-    from radixkv.spec.harness.cache.world import OPERATIONS
-
-    assert set(words) == set(OPERATIONS)
+    assert words.keys() == CACHE_TABLE.by_word.keys()
     wanted = {"hit", "refused", "late completion", "failed step", "preempted", "growth refused"}
     assert wanted <= set(+situations), situations
 
@@ -193,5 +198,6 @@ def test_the_engine_ends_when_there_is_nothing_to_choose() -> None:
         def world(self, config: dict) -> World:
             return World()
 
-    result = hypothesis_engine.run(Subject(), 0, 1_000, 10)
+    subject: Any = Subject()
+    result = hypothesis_engine.run(subject, 0, 1_000, 10)
     assert result.finding is None and result.num_steps >= 11

@@ -91,7 +91,7 @@ def test_a_bug_that_does_not_fit_is_told():
 def test_the_same_tokens_come_out_whatever_the_options():
     generator = random.Random(0)
     for _ in range(100):
-        check_same(make_factory(), *draw_requests(generator.randrange))
+        check_same(make_factory(), *draw_requests(make_factory(), generator.randrange))
 
 
 class Forgetful(MixedAdapter):

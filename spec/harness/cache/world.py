@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Final
+from collections.abc import Iterator
 
 from ...adapters.cache import Factory
 from ...adapters.cache_target import Depth
 from ..engine import Below, Config, Operation, Trace
-from .admit import admit, match, submit
 from .checks import check_all
-from .compute import again, append, append_batch, done, fail, forward, launch
-from .draw import draw, weights_of
-from .end import check, drain, evict, finish, misuse, preempt, reset
+from .operations import CACHE_TABLE, weights_of
 from .picture import picture
 from .requests import draw_config
 from .state import CacheState
-
-OPERATIONS: Final[dict[str, Callable[..., bool]]] = {
-    operation.__name__: operation
-    for operation in (
-        submit, match, admit, forward, launch, done, fail, again, append, append_batch,
-        finish, preempt, evict, reset, misuse, check, drain,
-    )
-}  # fmt: skip
-"""Operations by word. Each returns False and does nothing if a name does not exist."""
 
 
 class CacheWorld(CacheState):
@@ -32,19 +19,19 @@ class CacheWorld(CacheState):
 
     def __init__(self, config: Config, factory: Factory, depth: Depth) -> None:
         super().__init__(config, factory, depth)
-        self.weights = weights_of(config.get("rare", 0), config.get("often", 0))
+        self.table = CACHE_TABLE.for_adapter(self.target.can)
+        self.weights = weights_of(CACHE_TABLE, config.get("rare", 0), config.get("often", 0))
 
     def draw(self, below: Below) -> Operation:
         """Draw an operation that applies now."""
-        return draw(self, self.weights, below)
+        return self.table.draw(self, self.weights, below)
 
     def apply(self, operation: Operation) -> bool:
         """Do one operation and check every rule; False if it does not apply."""
-        word, *arguments = operation
-        if not OPERATIONS[word](self, *arguments):
+        if not CACHE_TABLE.apply(self, operation):
             return False
         self.num_steps += 1
-        if word != "submit":  # it calls nothing, so nothing has changed
+        if operation[0] != "submit":  # it calls nothing, so nothing has changed
             check_all(self)
         return True
 
@@ -60,6 +47,8 @@ class CacheSubject:
         factory: makes an adapter from ``(num_blocks, block_size)``.
         depth: which optional methods of the adapter are used.
     """
+
+    table = CACHE_TABLE
 
     def __init__(self, factory: Factory, depth: Depth = "api") -> None:
         self.factory = factory

@@ -1,11 +1,16 @@
-"""Table of the operations of a world with tiers, by word."""
+"""The operations of a world with tiers: its table, and weights that prefer some of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Final
 
 from ..cache import end as cache_end
+from ..cache import operations as cache_operations
+from ..cache.operations import CACHE_TABLE, new_name, num_more
+from ..cache.requests import MAX_WAITING, NAMESPACES, draw_prompt
+from ..engine import Below
+from ..operations import ALWAYS, Groups, Operation, Table, name_drawn, number
 from .admit import (
     admit,
     append,
@@ -20,18 +25,210 @@ from .admit import (
     publish_again,
     submit,
 )
+from .configuration import FEATURES, WORDS
 from .copies import early, fence, late, result, second, wrong_result
+from .executor import MOVES
 from .preempt import finish, park, preempt, unpark
+from .state import TierState
 from .storage import cancel, drain, elsewhere, prefetch, reset, serve
 from .take import take
 
-OPERATIONS: Final[dict[str, Callable[..., bool]]] = {
-    "submit": submit, "match": match, "admit": admit, "forward": forward, "launch": launch,
-    "done": done, "fail": fail, "again": publish_again, "append": append,
-    "append_batch": append_batch, "finish": finish, "preempt": preempt, "evict": evict,
-    "park": park, "unpark": unpark, "fork": fork, "prefetch": prefetch, "cancel": cancel,
-    "elsewhere": elsewhere, "take": take, "result": result, "fence": fence, "late": late,
-    "second": second, "early": early, "wrong_result": wrong_result, "reset": reset,
-    "misuse": cache_end.misuse, "check": cache_end.check, "drain": drain, "serve": serve,
-}  # fmt: skip
-"""Operations by word. Each returns False and does nothing if a name does not exist."""
+
+def weights_of(rare: int, often: int) -> dict[str, int]:
+    """Return the weights of a world.
+
+    Args:
+        rare: one bit per feature that makes it rare.
+        often: one bit per operation that makes it three times as frequent.
+    """
+    weights = TIER_TABLE.weights()
+    for bit, words in enumerate(FEATURES.values()):
+        if rare >> bit & 1:
+            weights.update((word, 1 if word != "reset" else 0) for word in words)
+    for bit, word in enumerate(WORDS):
+        if often >> bit & 1:
+            weights[word] *= 3
+    return weights
+
+
+def weights_now(world: TierState, weights: dict[str, int]) -> dict[str, int]:
+    """Return the weights of a world in its present state."""
+    if world.prefetches or world.to_copy:  # an eviction may drop what they need
+        weights = {**weights, "evict": 3 * weights["evict"]}
+    if any(flight.has_result for flight in world.executor.flights):  # and no fence
+        weights = {**weights, "reset": 5 * weights["reset"]}
+    return weights
+
+
+def groups(world: TierState) -> Groups:
+    """Return the names that operations apply to: of requests, of copies, or "" for none."""
+    if world.config["law"]:
+        return {"law": [""]}
+    cache = cache_operations.groups(world)
+    saving = [name for name, parked in world.parked.items() if parked.writers]
+    waiting, running = cache["waiting"], world.running()
+    fitting = [name for name in waiting if _fits(world, name)]
+    flights = dict(zip(world.executor.names(), world.executor.flights, strict=True))
+    ended = [name for name, flight in flights.items() if flight.has_result or flight.cancelled]
+    return {
+        **cache,
+        "submit": [""] if len(fitting) < MAX_WAITING else [],
+        "admissible": [name for name in cache["admissible"]
+                       if name not in saving and name not in world.without_room
+                       and (name in fitting or not fitting)],
+        "to repeat": [name for name in cache["running"] if name not in world.loads],
+        "to park": [request.name for request in running
+                    if (request.written or request.job) and request.name not in world.loads
+                    and request.name not in world.without_room],
+        "parked": list(world.parked),
+        "to fork": [request.name for request in running if not request.job and request.written]
+        if len(running) < world.config["max_running"]
+        else [],
+        "to prefetch": _to_prefetch(world, waiting),
+        "to store": [name for name in waiting if _lacks(world, name)]
+        if world.config["storage"]
+        else [],
+        "prefetching": [name for name, prefetch in world.prefetches.items() if prefetch.is_wanted],
+        "to evict": [""] if world.tier_model.num_unused() else [],
+        "to take": [""] if _is_decided(world) else [],
+        "without a result": [name for name, flight in flights.items()
+                             if flight.cancelled or not flight.has_result],
+        "to fence": ended,
+        "undecided": [""] if world.target.may_have_decided else [],
+        "fenced": [""] if world.executor.ended else [],
+        "with a result": [name for name in ended if not flights[name].cancelled],
+        "going on": [name for name in flights if name not in ended],
+    }  # fmt: skip
+
+
+def _to_prefetch(world: TierState, waiting: Sequence[str]) -> list[str]:
+    """Requests that may prefetch: those with blocks in storage, or all if there are none."""
+    if not world.config["storage"]:
+        return []
+    names = [name for name in waiting if name not in world.prefetches]
+    return [name for name in names if _finds(world, name)] or names
+
+
+def _finds(world: TierState, name: str) -> bool:
+    """Whether storage has the block after the cached blocks of a request."""
+    for tag in world.requests[name].path(world.block_size):
+        if tag not in world.seen.device and tag not in world.seen.host:
+            return world.prefixes.key[tag] in world.executor.storage
+    return False
+
+
+def _lacks(world: TierState, name: str) -> bool:
+    """Whether some block of a request is not in storage."""
+    path, key = world.requests[name].path(world.block_size), world.prefixes.key
+    return any(key[tag] not in world.executor.storage for tag in path)
+
+
+def _fits(world: TierState, name: str) -> bool:
+    num_blocks: int = world.config["num_blocks"]
+    return world.blocks_for(len(world.requests[name].tokens)) <= num_blocks
+
+
+def _is_decided(world: TierState) -> bool:
+    """Whether there may be operations to take."""
+    counts, num_flights = world.shot.counts, len(world.executor.flights)
+    return bool(counts.get("operations", 0) > num_flights or world.to_copy or world.cancelled)
+
+
+# How arguments are drawn
+
+
+def prompt(world: TierState, name: str, below: Below) -> list[int]:
+    """A prompt as for a cache, of which most fit: a request that is too large never runs."""
+    fits = below(5)
+    drawn = draw_prompt(below, world.past, world.config)
+    return drawn[: world.config["num_blocks"] * world.block_size] if fits else drawn
+
+
+def number_of_some(world: TierState, name: str, below: Below) -> int:
+    """A number of blocks, mostly one."""
+    return 1 + below(1 + below(4))
+
+
+def tier(world: TierState, name: str, below: Below) -> str:
+    """The tier that keeps a parked request."""
+    return "storage" if world.config["storage"] and below(2) else "host"
+
+
+def bad(world: TierState, name: str, below: Below) -> list[int]:
+    """The blocks of a copy that fail, if this world lets such a copy fail."""
+    flight = world.executor.find(name)
+    assert flight is not None, "an operation that is under way has a name"
+    kind = 1 if flight.copy.kind in MOVES else 2
+    if not world.config["faults"] & kind or below(3) == 0:
+        return []
+    return [place for place in range(flight.copy.num_blocks) if below(3) == 0] or [
+        below(flight.copy.num_blocks)
+    ]
+
+
+def is_fenced(world: TierState, name: str, below: Below) -> int:
+    """Whether the fence comes with the result."""
+    return int(below(5) >= (0, 1, 3)[world.config["fences"]])
+
+
+def past_copy(world: TierState, name: str, below: Below) -> int:
+    """One of the latest copies that were fenced."""
+    return below(len(world.executor.ended))
+
+
+def maybe_first(world: TierState, name: str, below: Below) -> list[int]:
+    """No block of a copy, or its first."""
+    return [0] if below(2) else []
+
+
+def some_namespaces(world: TierState, name: str, below: Below) -> list[int]:
+    """Some of the namespaces."""
+    return [place for place in range(len(NAMESPACES)) if below(2)]
+
+
+def namespace(world: TierState, name: str, below: Below) -> int:
+    """The first namespace, or sometimes any."""
+    return below(len(NAMESPACES)) if below(4) == 0 else 0
+
+
+_CACHE: Final = {each.word: each.arguments for each in CACHE_TABLE}
+_NAME: Final = {"name": name_drawn}
+
+TIER_TABLE: Final[Table[TierState]] = Table(groups, [
+    Operation("submit", submit, 30, "submit", {**_CACHE["submit"], "prompt": prompt}),
+    Operation("admit", admit, 40, "admissible", _NAME),
+    Operation("forward", forward, 80, "to compute", _CACHE["forward"]),
+    Operation("append", append, 15, "to grow", _CACHE["append"]),
+    Operation("finish", finish, 8, "running", _NAME),
+    Operation("match", match, 10, "waiting", _NAME, needs="match"),
+    Operation("append_batch", append_batch, 8, "to grow", _CACHE["append_batch"],
+              needs="append_batch"),
+    Operation("launch", launch, 12, "to compute", _CACHE["launch"]),
+    Operation("done", done, 30, "in flight", _CACHE["done"]),
+    Operation("fail", fail, 4, "in flight", _CACHE["fail"]),
+    Operation("again", publish_again, 4, "to repeat", _CACHE["again"]),
+    Operation("preempt", preempt, 4, "running", _NAME),
+    Operation("evict", evict, 12, "to evict", {"num_blocks": number_of_some}),
+    Operation("reset", reset, 3, ALWAYS, {"namespaces": some_namespaces}, needs="reset"),
+    Operation("misuse", cache_end.misuse, 2, "misuse", _CACHE["misuse"], needs="misuse"),
+    Operation("check", cache_end.check, 3, needs="check"),
+    Operation("drain", drain, 1),
+    Operation("park", park, 40, "to park", {**_NAME, "where": tier}),
+    Operation("unpark", unpark, 8, "parked", _NAME),
+    Operation("fork", fork, 10, "to fork", {**_NAME, "child": new_name, "more": num_more}),
+    Operation("prefetch", prefetch, 24, "to prefetch", _NAME),
+    Operation("cancel", cancel, 5, "prefetching", _NAME),
+    Operation("elsewhere", elsewhere, 24, "to store", {**_NAME, "num_blocks": number(6, 1)}),
+    Operation("take", take, 30, "to take"),
+    Operation("result", result, 150, "without a result",
+              {"copy": name_drawn, "bad": bad, "fenced": is_fenced}),
+    Operation("fence", fence, 30, "to fence", {"copy": name_drawn}),
+    Operation("late", late, 4, "fenced",
+              {"copy": past_copy, "bad": maybe_first, "kind": number(3)}),
+    Operation("second", second, 4, "with a result", {"copy": name_drawn, "bad": bad}),
+    Operation("early", early, 3, "undecided"),
+    Operation("wrong_result", wrong_result, 4, "going on",
+              {"copy": name_drawn, "kind": number(4)}),
+    Operation("serve", serve, 1, "law",
+              {"name": new_name, "prompt": cache_operations.prompt, "namespace": namespace}),
+])  # fmt: skip

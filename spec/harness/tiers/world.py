@@ -10,8 +10,8 @@ from ..cache.checks import check_all
 from ..cache.requests import draw_config
 from ..engine import Below, Config, Operation, Trace
 from .checks import check_tiers, look, see
-from .draw import draw, draw_tiers, weights_of
-from .operations import OPERATIONS
+from .configuration import draw_tiers
+from .operations import TIER_TABLE, weights_now, weights_of
 from .picture import picture
 from .state import TierState
 from .storage import settle
@@ -25,6 +25,7 @@ class TierWorld(TierState):
 
     def __init__(self, config: Config, factory: TierFactory) -> None:
         super().__init__(config, factory)
+        self.table = TIER_TABLE.for_adapter(self.target.can)
         self.weights = weights_of(config.get("rare", 0), config.get("often", 0))
         if config.get("fences") == 2:  # more operations come between a copy and its end
             self.weights["result"] //= 3
@@ -32,12 +33,12 @@ class TierWorld(TierState):
 
     def draw(self, below: Below) -> Operation:
         """Draw an operation that applies now."""
-        return draw(self, self.weights, below)
+        return self.table.draw(self, weights_now(self, self.weights), below)
 
     def apply(self, operation: Operation) -> bool:
         """Do one operation and check every rule; False if it does not apply."""
-        word, *arguments = operation
-        if not OPERATIONS[word](self, *arguments):
+        word = operation[0]
+        if not TIER_TABLE.apply(self, operation):
             return False
         self.num_steps += 1
         if word in RELIEF:
@@ -59,6 +60,8 @@ class TierWorld(TierState):
 
 class TierSubject:
     """A manager with tiers to test, in worlds of all sizes and policies."""
+
+    table = TIER_TABLE
 
     def __init__(self, factory: TierFactory) -> None:
         self.factory = factory
