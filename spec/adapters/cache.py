@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
+
+from ..model.promises import Promises as Promises
 
 
 class Manager(Protocol):
@@ -39,19 +41,31 @@ class Manager(Protocol):
 
 
 class Events(Protocol):
-    """Receives what a manager does, at depth ``events``, as it happens."""
+    """Receives what a manager does, at depth ``events``, as it happens.
+
+    A call may report its events in any order that passes a block from owner to owner: a block is
+    free, or evicted in this call, before it is allocated. `reset` may report any block as freed
+    once, whoever had it, or report nothing; afterwards all blocks are free.
+    """
 
     def allocated(self, name: str, blocks: Sequence[int]) -> None:
-        """Free blocks were allocated to a request."""
-
-    def freed(self, blocks: Sequence[int]) -> None:
-        """Blocks became free."""
+        """Free or evicted blocks were appended to the block table of a request."""
 
     def published(self, name: str, blocks: Sequence[int]) -> None:
-        """The next blocks of a request were published and can be shared."""
+        """Blocks in the table of a request were published: others can hit them from now on."""
+
+    def used(self, blocks: Sequence[int]) -> None:
+        """Published blocks were used; only for `lru` without `ages_from_release`."""
 
     def evicted(self, blocks: Sequence[int]) -> None:
-        """Blocks left the cache; the same call allocates or frees them."""
+        """Published blocks left the cache; the same call allocates or frees them."""
+
+    def freed(self, blocks: Sequence[int]) -> None:
+        """Evicted blocks became free, or blocks of a request that are not published.
+
+        A running request frees a block only if another block is published for its prefix; its
+        table points to that block afterwards.
+        """
 
 
 @dataclass(frozen=True)
@@ -81,36 +95,6 @@ class Snapshot:
     waiting_blocks: Mapping[str, Hashable] = field(default_factory=dict)
     available_after: Mapping[str, int] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Promises:
-    """Guarantees of a manager beyond safety. A rule about a promise applies only if it is made.
-
-    Attributes:
-        hits_all: a request hits all published blocks of its prefix, up to `hits_last`.
-        hits_last: a hit may cover the last token of a request; otherwise at least one is left.
-        lru: the eviction victim is the least recently used leaf, block by block.
-        evicts_exactly: an eviction takes only as many blocks as are missing.
-        exact: `available` counts every free and every unused block, and a request is refused only
-            if it needs more.
-        shares_duplicates: of two equal blocks, one is freed as soon as both are published.
-        ignores_late: publishing fewer tokens than before changes nothing; otherwise the
-            specification repeats a publication only with the same tokens.
-    """
-
-    hits_all: bool = False
-    hits_last: bool = False
-    lru: bool = False
-    evicts_exactly: bool = False
-    exact: bool = False
-    shares_duplicates: bool = False
-    ignores_late: bool = False
-
-    @classmethod
-    def all(cls) -> Promises:
-        """Make all promises."""
-        return cls(**{promise.name: True for promise in fields(cls)})
 
 
 Factory: TypeAlias = Callable[[int, int], Any]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import TYPE_CHECKING, Final
 
-from ..model.blocks import EVICTED, FREE
+from ..model.blocks import CACHED, EVICTED, FREE, LEFT
 from .engine import Finding, Subject
 from .program import to_call, world_before
 
@@ -49,8 +49,7 @@ def to_svg(subject: Subject, finding: Finding, *, calls: bool = True) -> str:
     if calls:
         _calls(canvas, finding)
     model: CacheModel | None = getattr(world, "model", None)
-    tree = getattr(model, "published_at", None)
-    if model is None or tree is None:
+    if getattr(model, "cached", None) is None or model is None:
         for line in world.picture().split("\n"):
             canvas.text(line)
     else:
@@ -125,21 +124,22 @@ class _Tree:
         for request in world.past:
             for index, tag in enumerate(request.path(size)):
                 self.words[tag] = " ".join(map(str, request.tokens[index * size :][:size]))
-        self.children: dict[Tag, list[Tag]] = {}
-        for tag, entry in model.published_at.items():
-            self.children.setdefault(entry.parent, []).append(tag)
+        self.children: dict[Tag, list[int]] = {}
+        for block, entry in model.cached.items():
+            self.children.setdefault(entry.parent, []).append(block)
 
     def draw(self) -> None:
         """Draw every tree of the forest: one per namespace."""
-        depth = max((entry.depth + 1 for entry in self.model.published_at.values()), default=0)
-        for root in [parent for parent in self.children if parent not in self.model.published_at]:
-            for tag in self.children[root]:
-                self._draw(tag, 0)
+        depth = max((entry.depth + 1 for entry in self.model.cached.values()), default=0)
+        for root in [parent for parent in self.children if parent not in self.model.copies]:
+            for block in self.children.pop(root):
+                self._draw(block, 0)
         self.canvas.skip(depth * (BOX[1] + GAP[1]))
 
-    def _draw(self, tag: Tag, depth: int) -> float:
+    def _draw(self, block: int, depth: int) -> float:
         y = self.top + depth * (BOX[1] + GAP[1])
-        below = [self._draw(child, depth + 1) for child in self.children.get(tag, [])]
+        tag = self.model.cached[block].tag  # of several copies, the first gets the children
+        below = [self._draw(child, depth + 1) for child in self.children.pop(tag, [])]
         if below:
             middle = (below[0] + below[-1]) / 2
         else:
@@ -147,14 +147,14 @@ class _Tree:
             self.columns += 1
         for child in below:
             self.canvas.line(middle, y + BOX[1], child, y + BOX[1] + GAP[1])
-        self._box(tag, middle - BOX[0] / 2, y)
+        self._box(block, middle - BOX[0] / 2, y)
         return middle
 
-    def _box(self, tag: Tag, x: float, y: float) -> None:
-        users = [name for name, held in self.model.holdings.items() if tag in held.shared]
+    def _box(self, block: int, x: float, y: float) -> None:
+        users = [name for name, held in self.model.holdings.items() if block in held.table]
         self.canvas.box(x, y, BOX, FILL["used" if users else "cached"])
-        block = self.model.published_at[tag].block
-        self.canvas.text_at(x + 5, y + 14, _cut(f"{block}: {self.words.get(tag, '?')}"))
+        word = self.words.get(self.model.cached[block].tag, "?")
+        self.canvas.text_at(x + 5, y + 14, _cut(f"{block}: {word}"))
         self.canvas.text_at(x + 5, y + 29, _cut(" ".join(users) or "unused"))
 
 
@@ -175,15 +175,12 @@ def _strip(canvas: _Canvas, model: CacheModel) -> None:
 
 def _cells(model: CacheModel) -> Iterator[tuple[str, str]]:
     """Yield label and kind of each block; blocks never allocated come last, without label."""
-    used = model.used()
+    used = model.in_use()
+    kinds = {FREE: "free", EVICTED: "evicted", LEFT: "evicted"}
     for block, owner in sorted(model.owner.items()):
-        if owner == FREE:
-            yield str(block), "free"
-        elif owner == EVICTED:
-            yield str(block), "evicted"
-        elif isinstance(owner, str):
-            yield str(block), "private"
+        if owner == CACHED:
+            yield str(block), "used" if block in used else "cached"
         else:
-            yield str(block), "used" if owner in used else "cached"
+            yield str(block), kinds.get(owner, "private")
     for _ in range(model.num_blocks - len(model.owner)):
         yield "", "free"

@@ -4,9 +4,16 @@ The model has no free list, reference count, heap or tree of nodes. It derives t
 so it cannot keep them wrongly::
 
     free blocks     = blocks whose owner is FREE
-    users           = the requests whose shared path holds the prefix
-    evictable       = published, without users, without a published continuation
+    users           = the requests whose block table names the block
+    leaf            = published, without users, without a published continuation
     available       = free + published without users
+
+A step of a block is an event that the manager reports, and its guards are the rules::
+
+               allocated            published              evicted
+        FREE -----------> a request ----------> the cache ----------> EVICTED
+          ^                   |                                          |
+          +------- freed -----+------------------------------------------+
 """
 
 from __future__ import annotations
@@ -15,30 +22,38 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ..rules import cache as rules
-from ..rules.rule import Violation, require
-from .blocks import EVICTED, FREE, Holding, Owner, Published
+from ..rules.rule import require
+from .blocks import CACHED, EVICTED, FREE, LEFT, RESET, Holding, Owner, Published
 from .ghost import Tag
+from .promises import Promises
 
 
 class CacheModel:
     """The model of a cache manager. It receives `Events` and raises if one breaks a rule.
 
     Attributes:
+        owner: the owner of each block that was ever allocated.
+        cached: the published blocks.
+        copies: the blocks of each published prefix; one, if the manager promises `one_copy`.
         situations: how often each situation of interest occurred.
-        needed: the blocks that the current call may need; it must not evict more.
         actor: the request of the current call.
+        ending: whether the current call ends the actor.
+        needed: the blocks that the current call may need; it must not evict more.
+        wanted: the prefixes that the current admission may hit, and must, if the manager promises
+            `hits_all`.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, lru: bool, exactly: bool) -> None:
+    def __init__(self, num_blocks: int, block_size: int, promises: Promises) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.lru = lru
-        self.exactly = exactly
+        self.promises = promises
         self.owner: dict[int, Owner] = {}
-        self.published_at: dict[Tag, Published] = {}
+        self.cached: dict[int, Published] = {}
+        self.copies: dict[Tag, list[int]] = {}
         self.holdings: dict[str, Holding] = {}
         self.clock = 0
         self.needed = 0
+        self.wanted: Sequence[Tag] = ()
         self.actor = ""
         self.ending = False
         self.counts: Counter[str] = Counter()
@@ -50,17 +65,26 @@ class CacheModel:
     def longest_hit(self, path: Sequence[Tag]) -> int:
         """Number of leading blocks of a path that are published."""
         for num_blocks, tag in enumerate(path):
-            if tag not in self.published_at:
+            if tag not in self.copies:
                 return num_blocks
         return len(path)
 
-    def used(self) -> set[Tag]:
-        """Prefixes that some request uses."""
-        return {tag for holding in self.holdings.values() for tag in holding.shared}
+    def in_use(self) -> set[int]:
+        """Blocks that some request holds, or that the current admission must hit."""
+        must = self.wanted if self.promises.hits_all else ()
+        hit = [self.copies[tag] for tag in must if len(self.copies.get(tag, ())) == 1]
+        return set().union(*hit, *(holding.table for holding in self.holdings.values()))
+
+    def unused(self) -> dict[int, Published]:
+        """Published blocks without users."""
+        used = self.in_use()
+        return {block: entry for block, entry in self.cached.items() if block not in used}
 
     def num_unused(self, without: Sequence[Tag] = ()) -> int:
-        """Number of published blocks without users, if `without` were used."""
-        return len(self.published_at) - len(self.used().union(without))
+        """Number of unused blocks, if the prefixes `without` were used too."""
+        unused = self.unused()
+        hit = sum(any(block in unused for block in self.copies[tag]) for tag in without)
+        return len(unused) - hit
 
     def available(self) -> int:
         """Number of free and unused blocks."""
@@ -68,63 +92,83 @@ class CacheModel:
 
     def table(self, name: str) -> list[int]:
         """The block table of a request."""
-        holding = self.holdings[name]
-        return [self.published_at[tag].block for tag in holding.shared] + holding.private
+        return list(self.holdings[name].table)
 
     def _is_followed(self, tag: Tag) -> bool:
-        return any(entry.parent == tag for entry in self.published_at.values())
+        return any(entry.parent == tag for entry in self.cached.values())
 
-    def coldest_leaf(self) -> Tag:
-        """The least recently used leaf without users; the deepest of equals."""
-        used, parents = self.used(), {entry.parent for entry in self.published_at.values()}
-        return min(
-            (tag for tag in self.published_at if tag not in used and tag not in parents),
-            key=lambda tag: (self.published_at[tag].last_use, -self.published_at[tag].depth),
-        )
+    def _coldest_leaf(self) -> int | None:
+        """The least recently used leaf that the current call cannot hit."""
+        parents = {entry.parent for entry in self.cached.values()}
+        leaves = {
+            block: entry.last_use
+            for block, entry in self.unused().items()
+            if (entry.tag not in parents or len(self.copies[entry.tag]) > 1)
+            and entry.tag not in self.wanted
+        }
+        return min(leaves, key=leaves.__getitem__, default=None)
 
     # Requests
 
-    def hit(self, name: str, holding: Holding, num_blocks: int, hits_all: bool) -> None:
-        """Admit a request with the first `num_blocks` published blocks of its path."""
-        longest = self.longest_hit(holding.path)
-        require(
-            num_blocks <= longest,
-            rules.H1,
-            "{} hit {} blocks, {} are published",
-            name,
-            num_blocks,
-            longest,
-        )
-        require(
-            num_blocks >= longest or not hits_all,
-            rules.H2,
-            "{} hit {} blocks, {} are published",
-            name,
-            num_blocks,
-            longest,
-        )
-        if num_blocks and self._is_followed(holding.path[num_blocks - 1]):
-            self.situations["hit that ends before a published block"] += 1
-        holding.shared = holding.path[:num_blocks]
-        holding.computed = num_blocks * self.block_size
+    def arrive(self, name: str, holding: Holding, wanted: Sequence[Tag], needed: int) -> None:
+        """A request is about to be admitted; it may hit some blocks, and needs new ones."""
         self.holdings[name] = holding
+        self.actor, self.wanted, self.needed = name, wanted, needed
+
+    def refuse(self, name: str) -> None:
+        """The request was not admitted."""
+        self.wanted = ()
+        held = self.holdings.pop(name).table
+        require(not held, rules.A8, "{} was refused, and has {}", name, held)
+
+    def hit(self, name: str, num_blocks: int) -> None:
+        """The request was admitted, with the first `num_blocks` published blocks of its path."""
+        holding, due = self.holdings[name], len(self.wanted) if self.promises.hits_all else 0
+        self.wanted = ()
+        longest = self.longest_hit(holding.path)
+        why = "{} hit {} blocks, {} are published"
+        require(num_blocks <= longest, rules.H1, why, name, num_blocks, longest)
+        require(num_blocks >= due, rules.H2, why, name, num_blocks, due)
+        path = holding.path[:num_blocks]
+        if path and self._is_followed(path[-1]):
+            self.situations["hit that ends before a published block"] += 1
+        holding.tags = {self.copies[tag][0]: tag for tag in path}
+        holding.table = [*holding.tags, *holding.table]
+        holding.computed = num_blocks * self.block_size
+
+    def look(self, name: str, table: Sequence[int]) -> None:
+        """Check a block table. Only the manager knows which copy of a prefix it uses."""
+        holding = self.holdings[name]
+        for position, (mine, theirs) in enumerate(zip(holding.table, table, strict=False)):
+            tag = holding.tags.get(mine)
+            if mine != theirs and tag is not None and theirs in self.copies[tag]:
+                holding.share(position, theirs, tag)
+        require(
+            list(table) == holding.table,
+            rules.R1,
+            "the table of {} is {}, not {}",
+            name,
+            table,
+            holding.table,
+        )
 
     def release(self, name: str) -> None:
-        """End a request; the last use of blocks without other users is now."""
+        """End a request; for blocks without other users this may be the last use."""
         self.clock += 1
         holding = self.holdings.pop(name)
-        require(
-            not holding.private, rules.S1, "{} has ended and still has {}", name, holding.private
-        )
-        used = self.used()
-        for tag in holding.shared:
-            if tag not in used:
-                self.published_at[tag].last_use = self.clock
+        if self.promises.frees_at_once:
+            held = holding.private
+            require(not held, rules.S1, "{} has ended and still has {}", name, held)
+        self.owner.update(dict.fromkeys(holding.private, LEFT))
+        if self.promises.ages_from_release:
+            for block in holding.tags.keys() - self.in_use():
+                self.cached[block].last_use = self.clock
 
     def reset(self) -> None:
         """Forget everything."""
         self.owner.clear()
-        self.published_at.clear()
+        self.cached.clear()
+        self.copies.clear()
         self.holdings.clear()
         self.num_free = self.num_blocks
 
@@ -152,15 +196,118 @@ class CacheModel:
                 block,
                 self.num_blocks,
             )
-        self.holdings[name].private += blocks
+        self.holdings[name].table += blocks
+
+    def published(self, name: str, blocks: Sequence[int]) -> None:
+        """Blocks of a request were published."""
+        holding = self.holdings[name]
+        self.clock += 1
+        for block in blocks:
+            require(
+                self.owner.get(block, FREE) == name and block in holding.table,
+                rules.P1,
+                "{} publishes block {}, which belongs to {}",
+                name,
+                block,
+                self.owner.get(block, FREE),
+            )
+            depth = holding.table.index(block)
+            require(
+                (depth + 1) * self.block_size <= holding.computed,
+                rules.P3,
+                "{} publishes its block {} with {} tokens computed",
+                name,
+                depth,
+                holding.computed,
+            )
+            tag = holding.path[depth]
+            copies = self.copies.setdefault(tag, [])
+            require(
+                not copies or not self.promises.one_copy,
+                rules.P2,
+                "{} publishes block {}, but block {} is published for its prefix",
+                name,
+                block,
+                copies,
+            )
+            parent = holding.path[depth - 1] if depth else holding.root
+            self.owner[block] = CACHED
+            self.cached[block] = Published(tag, parent, depth, self.clock)
+            copies.append(block)
+            holding.share(depth, block, tag)
+
+    def used(self, blocks: Sequence[int]) -> None:
+        """Published blocks were used; they are the most recently used ones now."""
+        self.clock += 1
+        for block in blocks:
+            require(block in self.cached, rules.H1, "block {} is used, but not published", block)
+            self.cached[block].last_use = self.clock
+
+    def evicted(self, blocks: Sequence[int]) -> None:
+        """Blocks left the cache; the same call allocates or frees them."""
+        for block in blocks:
+            owner = self.owner.get(block, FREE)
+            require(
+                owner == CACHED, rules.E1, "block {} is evicted, but belongs to {}", block, owner
+            )
+        entries = [(self.cached[block], block) for block in blocks]
+        # A batch equals single evictions in eviction order, in any order of the report.
+        for entry, block in sorted(entries, key=lambda each: (each[0].last_use, -each[0].depth)):
+            require(block in self.cached, rules.E1, "block {} is evicted twice in a call", block)
+            if self.actor != RESET:
+                self._check_victim(block, entry)
+            self._withdraw(block)
+            self.owner[block] = EVICTED
+        self.counts["evicted_blocks"] += len(entries)
+        if entries and self.actor != RESET:
+            self._see_eviction([entry.parent for entry, _ in entries])
+
+    def _check_victim(self, block: int, entry: Published) -> None:
+        is_last = self.copies[entry.tag] == [block]
+        users = [name for name, holding in self.holdings.items() if block in holding.table]
+        if self.promises.hits_all and is_last and entry.tag in self.wanted:
+            users.append(self.actor)
+        require(not users, rules.E2, "block {} is evicted, and {} use it", block, users)
+        if self.promises.leaves_first and is_last:
+            followed = self._is_followed(entry.tag)
+            require(not followed, rules.E3, "block {} is evicted before what follows it", block)
+        if self.promises.evicts_exactly:
+            in_hand = self.num_free + sum(owner == EVICTED for owner in self.owner.values())
+            require(
+                in_hand < self.needed,
+                rules.E5,
+                "block {} is evicted with {} at hand and {} needed",
+                block,
+                in_hand,
+                self.needed,
+            )
+        if self.promises.lru and entry.tag not in self.wanted:
+            coldest = self._coldest_leaf()
+            require(
+                coldest is None or entry.last_use <= self.cached[coldest].last_use,
+                rules.E4,
+                "block {} is evicted, but block {} was used longer ago",
+                block,
+                coldest,
+            )
+
+    def _see_eviction(self, parents: Sequence[Tag]) -> None:
+        used, situations = self.in_use(), self.situations
+        there = [block for tag in parents for block in self.copies.get(tag, ())]
+        situations["evicted under pressure" if self.actor else "evicted when asked"] += 1
+        situations["evicted several"] += len(parents) > 1
+        situations["evicted next to a used block"] += any(block in used for block in there)
+        situations["evicted the tail of a path"] += any(block not in used for block in there)
 
     def freed(self, blocks: Sequence[int]) -> None:
         """Blocks became free."""
         for block in blocks:
             owner = self.owner.get(block, FREE)
-            if owner != EVICTED:
+            if self.actor == RESET and owner == CACHED:
+                self._withdraw(block)
+            elif owner not in (EVICTED, LEFT) and (self.actor != RESET or owner == FREE):
                 require(
-                    owner == self.actor != FREE,
+                    owner == self.actor,
                     rules.F1,
                     "block {} is freed by {}, but belongs to {}",
                     block,
@@ -173,121 +320,37 @@ class CacheModel:
 
     def _give_back(self, block: int) -> None:
         holding = self.holdings[self.actor]
+        position = holding.table.index(block)
         if self.ending:
-            holding.private.remove(block)
+            del holding.table[position]
             return
         # A running request may only free a block that duplicates one already published.
-        position = len(holding.shared)
-        is_duplicate = (
-            position < len(holding.path)
-            and holding.path[position] in self.published_at
-            and holding.private[:1] == [block]
-        )
-        require(is_duplicate, rules.F2, "{} runs, and gives back its block {}", self.actor, block)
-        holding.shared.append(holding.path[position])
-        del holding.private[0]
+        tag = holding.path[position] if position < len(holding.path) else None
+        copies = self.copies.get(tag) if tag is not None else None
+        require(copies, rules.F2, "{} runs, and gives back its block {}", self.actor, block)
+        assert tag is not None and copies is not None, "F2 was checked"
+        holding.share(position, copies[0], tag)
         self.counts["duplicate_blocks"] += 1
 
-    def published(self, name: str, blocks: Sequence[int]) -> None:
-        """The next blocks of a request were published."""
-        holding = self.holdings[name]
-        for block in blocks:
-            depth = len(holding.shared)
-            require(
-                self.owner.get(block, FREE) == name and holding.private[:1] == [block],
-                rules.P1,
-                "{} publishes block {} as its block {}, which is not its own",
-                name,
-                block,
-                depth,
-            )
-            require(
-                (depth + 1) * self.block_size <= holding.computed,
-                rules.P3,
-                "{} publishes its block {} with {} tokens computed",
-                name,
-                depth,
-                holding.computed,
-            )
-            tag = holding.path[depth]
-            require(
-                tag not in self.published_at,
-                rules.P2,
-                "{} publishes block {}, but block {} is published for its prefix",
-                name,
-                block,
-                self.published_at[tag].block if tag in self.published_at else None,
-            )
-            parent = holding.shared[-1] if holding.shared else holding.root
-            self.owner[block] = tag
-            self.published_at[tag] = Published(block, parent, depth)
-            holding.shared.append(tag)
-            del holding.private[0]
-
-    def evicted(self, blocks: Sequence[int]) -> None:
-        """Blocks left the cache; the same call allocates or frees them."""
-        victims: list[tuple[int, int, int, Tag]] = []
-        for block in blocks:
-            tag = self.owner.get(block, FREE)
-            if isinstance(tag, str):
-                raise Violation(rules.E1, f"block {block} is evicted, but belongs to {tag}")
-            entry = self.published_at[tag]
-            victims.append((entry.last_use, -entry.depth, block, tag))
-        parents = [self.published_at[tag].parent for *_, tag in victims]
-        # A batch equals single evictions in eviction order, in any order of the report.
-        for _, _, block, tag in sorted(victims):
-            require(
-                self.owner[block] == tag, rules.E1, "block {} is evicted twice in a call", block
-            )
-            self._evict(block, tag)
-            self.owner[block] = EVICTED
-        self.counts["evicted_blocks"] += len(victims)
-        self._see_eviction([tag for *_, tag in victims], parents)
-
-    def _see_eviction(self, victims: Sequence[Tag], parents: Sequence[Tag]) -> None:
-        if not victims:
-            return
-        used, situations = self.used(), self.situations
-        situations["evicted under pressure" if self.actor else "evicted when asked"] += 1
-        situations["evicted several"] += len(victims) > 1
-        situations["evicted next to a used block"] += any(tag in used for tag in parents)
-        situations["evicted the tail of a path"] += any(
-            tag in self.published_at and tag not in used for tag in parents
-        )
-
-    def _evict(self, block: int, tag: Tag) -> None:
-        users = [name for name, holding in self.holdings.items() if tag in holding.shared]
-        require(not users, rules.E2, "block {} is evicted, and {} use it", block, users)
-        require(
-            not self._is_followed(tag),
-            rules.E3,
-            "block {} is evicted before what follows it",
-            block,
-        )
-        if self.exactly:
-            in_hand = self.num_free + sum(owner == EVICTED for owner in self.owner.values())
-            require(
-                in_hand < self.needed,
-                rules.E5,
-                "block {} is evicted with {} at hand and {} needed",
-                block,
-                in_hand,
-                self.needed,
-            )
-        if self.lru:
-            coldest = self.coldest_leaf()
-            require(
-                self.published_at[tag].last_use == self.published_at[coldest].last_use,
-                rules.E4,
-                "block {} is evicted, but block {} was used longer ago",
-                block,
-                self.published_at[coldest].block,
-            )
-        del self.published_at[tag]
+    def _withdraw(self, block: int) -> None:
+        """A published block is no longer found."""
+        tag = self.cached.pop(block).tag
+        self.copies[tag].remove(block)
+        if not self.copies[tag]:
+            del self.copies[tag]
 
     # After each call
 
     def settled(self) -> None:
         """Check the blocks after a call has returned."""
         lost = [block for block, owner in self.owner.items() if owner == EVICTED]
-        require(not lost, rules.S1, "blocks {} belong to nobody, and are not free", lost)
+        if self.promises.frees_at_once:
+            require(not lost, rules.S1, "blocks {} belong to nobody, and are not free", lost)
+        self.owner.update(dict.fromkeys(lost, LEFT))
+
+    def check_available(self, found: int) -> None:
+        """Check the available blocks; of those that are freed later, any number may be counted."""
+        least, later = self.available(), sum(owner == LEFT for owner in self.owner.values())
+        require(
+            least <= found <= least + later, rules.S2, "{} available, should be {}", found, least
+        )

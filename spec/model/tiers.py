@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from ..rules import tiers as rules
 from ..rules.rule import require
-from .blocks import EVICTED, FREE
+from .blocks import CACHED, EVICTED
 from .cache import CacheModel
+from .promises import Promises
 
 
 class TierModel(CacheModel):
@@ -26,8 +27,8 @@ class TierModel(CacheModel):
     fenced_op: str
     resetting: bool
 
-    def __init__(self, num_blocks: int, block_size: int, lru: bool, exactly: bool) -> None:
-        super().__init__(num_blocks, block_size, lru, exactly)
+    def __init__(self, num_blocks: int, block_size: int, promises: Promises) -> None:
+        super().__init__(num_blocks, block_size, promises)
         self.host, self.read = {}, {}
         self.fenced_op, self.resetting = "", False
 
@@ -45,10 +46,9 @@ class TierModel(CacheModel):
     def detach_private(self, name: str, op: str) -> None:
         """A request ends while its private blocks are written; the operation owns them now."""
         holding = self.holdings[name]
-        held = type(holding)([], holding.root, private=holding.private)
-        for block in held.private:
+        held = type(holding)([], holding.root, table=holding.take_private())
+        for block in held.table:
             self.owner[block] = op
-        holding.private = []
         self.holdings[op] = held
 
     def detach_all(self, name: str, op: str) -> None:
@@ -61,9 +61,9 @@ class TierModel(CacheModel):
     def forgotten(self, name: str) -> None:
         """A reset takes the shared blocks of an operation that continues without its request."""
         holding = self.holdings[name]
-        private, holding.private = holding.private, []
+        private = holding.take_private()
         self.release(name)
-        self.holdings[name] = type(holding)([], holding.root, private=private)
+        self.holdings[name] = type(holding)([], holding.root, table=private)
 
     def abandoned(self, op: str) -> None:
         """Free the blocks of an operation that continued without its request."""
@@ -74,9 +74,8 @@ class TierModel(CacheModel):
         """Blocks became free; in a reset also published ones."""
         if self.resetting:
             for block in blocks:
-                owner = self.owner.get(block, FREE)
-                if not isinstance(owner, str):
-                    del self.published_at[owner]
+                if self.owner.get(block) == CACHED:
+                    self._withdraw(block)
                     self.owner[block] = EVICTED
         super().freed(blocks)
 

@@ -44,7 +44,7 @@ torch.empty = lambda *size, pin_memory=False, **options: _empty(*size, **options
 class MiniSGLang:
     """A request is a row of the page table. An offset of its tokens stands for the namespace."""
 
-    promises = Promises(exact=True)
+    promises = Promises(refuses_only_short=True, holds_exactly=True, counts_available=True)
 
     def __init__(self, num_blocks: int, block_size: int, repoint: bool = False) -> None:
         minisgl.core._GLOBAL_CTX = None  # the manager reads its page size from a global

@@ -55,7 +55,9 @@ torch.set_num_threads(1)
 class SGLang:
     """A request is a row of token slots. Block b is the slots from b * block_size on."""
 
-    promises = Promises(hits_all=True, exact=True)
+    promises = Promises(
+        hits_all=True, refuses_only_short=True, holds_exactly=True, counts_available=True
+    )
 
     def __init__(self, num_blocks: int, block_size: int, unified: bool = False) -> None:
         self.block_size = block_size

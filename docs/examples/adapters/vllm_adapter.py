@@ -52,7 +52,9 @@ init_none_hash(sha256)
 class VLLM:
     """A request is vLLM's `Request`, which hashes its own blocks."""
 
-    promises = Promises(hits_all=True, exact=True)
+    promises = Promises(
+        hits_all=True, refuses_only_short=True, holds_exactly=True, counts_available=True
+    )
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         layers = FullAttentionSpec(

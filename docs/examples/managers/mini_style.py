@@ -176,7 +176,9 @@ class CacheManager:
 class MiniStyle:
     """The adapter: the methods that the specification calls."""
 
-    promises = Promises(hits_all=True, exact=True)
+    promises = Promises(
+        hits_all=True, refuses_only_short=True, holds_exactly=True, counts_available=True
+    )
 
     def __init__(self, num_blocks: int, block_size: int, repoint: bool = True) -> None:
         self.manager = CacheManager(num_blocks, block_size, repoint)

@@ -92,7 +92,9 @@ class Request:
 class NanoStyle:
     """The adapter: the methods that the specification calls."""
 
-    promises = Promises(hits_all=True, exact=True)
+    promises = Promises(
+        hits_all=True, refuses_only_short=True, holds_exactly=True, counts_available=True
+    )
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size

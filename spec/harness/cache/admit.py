@@ -27,7 +27,7 @@ def match(world: CacheState, name: str) -> bool:
         return False
     hit = world.target.match(name, request.tokens, request.namespace)
     if world.model is not None and world.promises.hits_all:
-        blocks = world.model.longest_hit(_hittable(world, request))
+        blocks = len(_published(world, world.model, request))
         require(
             hit == blocks * world.block_size,
             rules.H6,
@@ -46,6 +46,12 @@ def _hittable(world: CacheState, request: Request) -> list[Tag]:
     return request.path(world.block_size)[: end // world.block_size]
 
 
+def _published(world: CacheState, model: CacheModel, request: Request) -> list[Tag]:
+    """The published prefixes that an admission may hit."""
+    hittable = _hittable(world, request)
+    return hittable[: model.longest_hit(hittable)]
+
+
 def admit(world: CacheState, name: str) -> bool:
     """Admit a waiting request, or check that its refusal is right."""
     if not (request := world.get(name, "waiting")):
@@ -53,17 +59,14 @@ def admit(world: CacheState, name: str) -> bool:
     model, total = world.model, world.blocks_for(len(request.tokens))
     needed, can = total, world.target.available()
     before = can
-    hittable = _hittable(world, request)
     if model is not None:
-        longest = model.longest_hit(hittable)
-        needed -= longest
-        can = model.num_free + model.num_unused(hittable[:longest])
+        wanted = _published(world, model, request)
+        due = wanted if world.promises.hits_all else []
+        needed -= len(due)
+        can = model.num_free + model.num_unused(due)
         holding = Holding(request.path(world.block_size), request.root)
-        if world.promises.hits_all:
-            holding.shared = hittable[:longest]
-        model.holdings[name] = holding
-        model.actor, model.needed = name, needed
-        num_published = len(model.published_at)
+        model.arrive(name, holding, wanted, needed)
+        num_published = len(model.cached)
     if 0 < request.matched_at < world.num_steps:
         world.situations["admitted with an old match"] += 1
     request.matched_at = 0
@@ -71,14 +74,14 @@ def admit(world: CacheState, name: str) -> bool:
     if hit is None:
         _refused(world, name, model, needed, can, total)
         if model is not None:
-            evicted = num_published - len(model.published_at)
+            evicted = num_published - len(model.cached)
             require(not evicted, rules.A8, "{} was refused, and {} evicted", name, evicted)
         require(world.target.available() == before, rules.A8, "{} was refused, not unchanged", name)
         return True
     world.demand += total
     _check_hit(world, request, hit)
     if model is not None:
-        model.hit(name, holding, hit // world.block_size, world.promises.hits_all)
+        model.hit(name, hit // world.block_size)
     _begin(world, request, hit)
     return True
 
@@ -89,9 +92,8 @@ def _refused(
     world.situations["refused"] += 1
     size = world.config["num_blocks"]
     if model is not None:
-        held = model.holdings.pop(name)
-        require(not held.private, rules.A8, "{} was refused, and has {}", name, held.private)
-    if not world.promises.exact:
+        model.refuse(name)
+    if not world.promises.refuses_only_short:
         return
     require(
         needed > can,

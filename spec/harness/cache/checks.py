@@ -25,9 +25,8 @@ def check_all(world: CacheState) -> None:
         _check_available(world, len(held))
         return
     world.model.settled()
-    if world.promises.exact:
-        found, derived = world.target.available(), world.model.available()
-        require(found == derived, rules.S2, "{} available, should be {}", found, derived)
+    if world.promises.counts_available:
+        world.model.check_available(world.target.available())
     if world.depth == "full":
         _check_inside(world, world.model, world.target.snapshot())
 
@@ -43,14 +42,13 @@ def _check_table(world: CacheState, request: Request) -> None:
         len(table),
         len(request.tokens),
     )
-    if world.promises.exact:
+    if world.promises.holds_exactly:
         require(
             len(table) == needed, rules.A5, "{} has {} blocks, needs {}", name, len(table), needed
         )
     require(len(set(table)) == len(table), rules.A3, "the table of {} is {}", name, table)
     if world.model is not None:
-        wanted = world.model.table(name)
-        require(table == wanted, rules.R1, "the table of {} is {}, not {}", name, table, wanted)
+        world.model.look(name, table)
     world.device.read(name, table, request.tags[: request.written])
 
 
@@ -59,7 +57,7 @@ def _check_available(world: CacheState, num_held: int) -> None:
     require(
         0 <= found <= most, rules.S2, "{} available, with {} of the blocks held", found, num_held
     )
-    if world.promises.exact:  # all blocks that no request holds are free or unused
+    if world.promises.counts_available:  # all blocks that no request holds are free or unused
         require(found == most, rules.S2, "{} available, should be {}", found, most)
 
 
@@ -83,11 +81,13 @@ def _check_inside(world: CacheState, model: CacheModel, shot: Snapshot) -> None:
 def _check_cached(world: CacheState, model: CacheModel, shot: Snapshot) -> None:
     tags = {prefix: world.tag_of(*prefix) for prefix in shot.cached}
     found = {tags[prefix]: block for prefix, block in shot.cached.items()}
-    wanted = {tag: entry.block for tag, entry in model.published_at.items()}
-    if found != wanted:
-        cached, published = sorted(found.values()), sorted(wanted.values())
+    copies = model.copies
+    if found.keys() != copies.keys() or any(
+        block not in copies[tag] for tag, block in found.items()
+    ):
+        cached, published = sorted(found.values()), sorted(model.cached)
         raise Violation(rules.W2, f"cached are blocks {cached}, published {published}")
-    users = dict.fromkeys(wanted, 0)
+    users = dict.fromkeys(copies, 0)
     for holding in model.holdings.values():
         for tag in holding.shared:
             users[tag] += 1
@@ -100,13 +100,11 @@ def _check_cached(world: CacheState, model: CacheModel, shot: Snapshot) -> None:
 
 
 def _check_idle(model: CacheModel, shot: Snapshot) -> None:
-    used = model.used()
-    unused = {entry.block: tag for tag, entry in model.published_at.items() if tag not in used}
+    unused = model.unused()
     if sorted(shot.idle) != (wanted := sorted(unused)):
         raise Violation(rules.W4, f"idle are blocks {shot.idle}, unused {wanted}")
-    if model.lru:
-        order = [model.published_at[unused[block]] for block in shot.idle]
-        ages = [(entry.last_use, -entry.depth) for entry in order]
+    if model.promises.lru:
+        ages = [(unused[block].last_use, -unused[block].depth) for block in shot.idle]
         require(ages == sorted(ages), rules.W5, "the idle blocks {} are not in order", shot.idle)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from ...model.blocks import Holding
 from ...model.cache import CacheModel
 from ...model.device import Job
-from ...model.ghost import Tag
 from ...rules import cache as rules
 from ...rules.rule import Rule, require
 from .requests import Request
@@ -84,10 +83,15 @@ def again(world: CacheState, name: str, num_tokens: int) -> bool:
         return False
     if num_tokens < request.written and not world.promises.ignores_late:
         return False
-    before, table = _held(world, request), world.target.block_table(request.name)
+    holding = world.model.holdings[name] if world.model is not None else Holding([], 0)
+    before, table = dict(holding.tags), world.target.block_table(name)
     _publish(world, request, num_tokens)
+    # A private copy may be published now, if the other one was evicted in between.
+    more = holding.tags.keys() - before.keys() if world.promises.shares_duplicates else ()
     require(
-        _held(world, request) == before and world.target.block_table(request.name) == table,
+        not more
+        and before.items() <= holding.tags.items()
+        and world.target.block_table(name) == table,
         rules.P6,
         "{} published {} tokens again, and its blocks changed",
         name,
@@ -95,13 +99,6 @@ def again(world: CacheState, name: str, num_tokens: int) -> bool:
     )
     world.situations["completion heard twice"] += 1
     return True
-
-
-def _held(world: CacheState, request: Request) -> tuple[list[Tag], list[int]]:
-    if world.model is None:
-        return [], []
-    holding = world.model.holdings[request.name]
-    return list(holding.shared), list(holding.private)
 
 
 def _publish(world: CacheState, request: Request, num_tokens: int) -> None:
@@ -126,7 +123,7 @@ def _publish(world: CacheState, request: Request, num_tokens: int) -> None:
         len(holding.shared),
     )
     table = world.target.block_table(name)
-    wanted = [model.published_at[tag].block for tag in holding.shared]
+    wanted = [model.copies[tag][0] for tag in holding.shared]
     require(
         table[: len(wanted)] == wanted,
         rules.P5,
@@ -141,8 +138,8 @@ def _count_duplicates(world: CacheState, model: CacheModel, holding: Holding, la
     if last <= len(holding.shared):
         return
     tag = holding.path[len(holding.shared)]
-    if tag in model.published_at:
-        held = tag in model.used()
+    if tag in model.copies:
+        held = not model.in_use().isdisjoint(model.copies[tag])
         world.situations["duplicate of a held copy" if held else "duplicate of an unheld"] += 1
 
 
@@ -190,14 +187,14 @@ def _grow(
     if model is not None:
         can = model.available()
         model.actor, model.needed = "growth", needed
-        num_published = len(model.published_at)
+        num_published = len(model.cached)
     if call():
         world.demand += needed
         if needed > 0:
             world.situations["grown into a new block"] += 1
         return True
     world.situations["growth refused"] += 1
-    if world.promises.exact:
+    if world.promises.refuses_only_short:
         require(needed > can, reason, "{} blocks were refused, and {} can be had", needed, can)
         if "refusal" in world.target.can:
             told = world.target.refusal()
@@ -210,7 +207,7 @@ def _grow(
             request.name,
         )
     if model is not None:
-        evicted = num_published - len(model.published_at)
+        evicted = num_published - len(model.cached)
         require(not evicted, rules.A8, "growth was refused, and {} evicted", evicted)
         found = world.target.available()
         require(found == can, rules.A8, "{} available after a refusal, {} before", found, can)

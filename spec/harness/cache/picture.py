@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ...model.blocks import EVICTED, FREE
+from typing import Final
+
+from ...model.blocks import CACHED, EVICTED, FREE, LEFT
 from ...model.cache import CacheModel
 from ...model.ghost import Tag
 from .state import CacheState
@@ -29,27 +31,29 @@ def _tree(world: CacheState, model: CacheModel) -> list[str]:
     for request in world.past:
         for index, tag in enumerate(request.path(size)):
             words[tag] = " ".join(map(str, request.tokens[index * size : (index + 1) * size]))
-    children: dict[Tag, list[Tag]] = {}
-    for tag, entry in model.published_at.items():
-        children.setdefault(entry.parent, []).append(tag)
+    children: dict[Tag, list[int]] = {}
+    for block, entry in model.cached.items():
+        children.setdefault(entry.parent, []).append(block)
     lines: list[str] = []
 
     def draw(parent: Tag, depth: int) -> None:
-        for tag in children.get(parent, []):
-            entry = model.published_at[tag]
-            users = [name for name, held in model.holdings.items() if tag in held.shared]
+        for block in children.pop(parent, []):
+            entry = model.cached[block]
+            users = [name for name, held in model.holdings.items() if block in held.table]
             use = f"used by {', '.join(users)}" if users else f"unused since {entry.last_use}"
-            lines.append(f"{'   ' * depth}+- [{words.get(tag, '?')}] block {entry.block}, {use}")
-            draw(tag, depth + 1)
+            word = words.get(entry.tag, "?")
+            lines.append(f"{'   ' * depth}+- [{word}] block {block}, {use}")
+            draw(entry.tag, depth + 1)
 
-    for root in [parent for parent in children if parent not in model.published_at]:
+    for root in [parent for parent in children if parent not in model.copies]:
         draw(root, 0)
     return lines
 
 
+SIGNS: Final = {FREE: ".", CACHED: "c", EVICTED: "!", LEFT: "!"}
+
+
 def _pool(model: CacheModel, num_blocks: int) -> str:
-    signs = {FREE: ".", EVICTED: "!"}
-    owners = [signs.get(str(owner), "r" if isinstance(owner, str) else "c")
-              for _, owner in sorted(model.owner.items())]  # fmt: skip
+    owners = [SIGNS.get(owner, "r") for _, owner in sorted(model.owner.items())]
     owners += ["."] * (num_blocks - len(owners))
     return f"blocks |{''.join(owners)}|  . free  r private  c cached  ! belongs to nobody"

@@ -45,10 +45,7 @@ class CacheState:
         self._tags: dict[tuple[bytes, tuple[int, ...]], Tag] = {}
         self.model: CacheModel | None = None
         if depth != "api":
-            promises = self.promises
-            self.model = self.model_type(
-                config["num_blocks"], self.block_size, promises.lru, promises.evicts_exactly
-            )
+            self.model = self.model_type(config["num_blocks"], self.block_size, self.promises)
             self.model.situations = self.situations
             self.target.report_to(self.model)
 
@@ -85,7 +82,7 @@ class CacheState:
         return {
             "num_blocks": self.config["num_blocks"],
             "free_blocks": model.num_free,
-            "cached_blocks": len(model.published_at),
+            "cached_blocks": len(model.cached),
             "idle_blocks": model.num_unused(),
             "private_blocks": private,
             "live_leases": len(model.holdings),

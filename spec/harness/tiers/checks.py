@@ -18,7 +18,7 @@ def look(world: TierState, shot: TierSnapshot) -> Seen:
     """Return where each prefix is now."""
     tag_of = world.tag_of
     return Seen(
-        {tag: entry.block for tag, entry in world.tier_model.published_at.items()},
+        {entry.tag: block for block, entry in world.tier_model.cached.items()},
         {tag_of(*prefix): block for prefix, block in shot.host.items()},
         {tag_of(*prefix): block for prefix, block in shot.landing.items()},
         {tag_of(*prefix) for prefix in shot.leaving},

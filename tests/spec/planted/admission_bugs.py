@@ -243,7 +243,7 @@ ADMIT_BUGS = (
         MANAGER,
         ("if num_blocks > self.num_blocks:", "if num_blocks >= self.num_blocks:"),
         seen_in="vLLM #45388",
-        unclaimed=("exact",),
+        unclaimed=("refuses_only_short",),
     ),
     bug(
         "a refused admission evicts all the same",
