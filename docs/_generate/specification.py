@@ -1,140 +1,145 @@
-"""Generate the pages of the specification from its rules and the tables of planted bugs.
+"""Generate the tables and traces of the specification from its rules and the planted bugs.
 
-conf.py calls `write_pages`. It reads ``docs/specification/*.jsonl``, which ``python -m
-tests.spec.planted --json`` writes, and writes into ``docs/_generated/``, which is not in git.
+conf.py calls `write_pages`. It reads ``docs/specification/*.jsonl``, of which ``python -m
+tests.spec.planted --json`` writes the tables of bugs, and writes into ``docs/_generated/``, which
+is not in git.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+import json
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import Any, Final
 
-import radixkv.spec.rules.cache
-import radixkv.spec.rules.scheduler
-import radixkv.spec.rules.tiers  # noqa: F401 - all of them enter their rules in RULES
-from radixkv.spec.adapters.cache_target import DEPTHS, Depth
+import tables
+from drawings import write_drawings
+from sources import linked, num_links, others
+from tables import OUTPUT, TABLES, Row, Section
+
+from radixkv.spec.adapters.cache_target import DEPTHS
 from radixkv.spec.harness.coverage import CACHE_FLOORS, PER_STEPS, SCHEDULER_FLOORS, TIER_FLOORS
-from radixkv.spec.harness.engine import Finding, Subject
-from radixkv.spec.harness.program import to_program
-from radixkv.spec.harness.svg import to_svg
 from radixkv.spec.rules.invariants import INVARIANTS
-from radixkv.spec.rules.rule import RULES
+from radixkv.spec.rules.rule import RULES, Rule
 
-if TYPE_CHECKING:
-    from tests.spec.planted.plant import Bug
-
-DOCS: Final = Path(__file__).parents[1]
-OUTPUT: Final = DOCS / "_generated"
-
-CHAPTERS: Final = {
-    "A": "Allocation",
-    "F": "Freeing",
-    "H": "Hits",
-    "P": "Publishing",
-    "E": "Eviction",
-    "C": "Content of blocks",
-    "R": "Requests and leases",
-    "D": "After all requests have ended",
-    "S": "After each call",
-    "W": "Internal state",
-    "Q": "Scheduler",
-    "T": "Tiers below the device",
-}
-
-Row = dict[str, Any]
+MOST_LINKS: Final = 4
 
 
 def write_pages() -> None:
-    """Write rules, bugs, invariants and situations, which specification.md includes."""
+    """Write everything that the pages of the specification include."""
     OUTPUT.mkdir(exist_ok=True)
-    root = str(DOCS.parent)
-    if root not in sys.path:
-        sys.path.append(root)  # the planted bugs are tests
-    from tests.spec.planted.table import read_table
-
-    documents = [read_table(path) for path in sorted((DOCS / "specification").glob("*.jsonl"))]
-    pages = {
-        "rules": _rules(documents),
-        "bugs": _bugs(documents),
-        "invariants": _invariants(),
-        "situations": _situations(),
-    }
-    for name, lines in pages.items():
-        (OUTPUT / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for page, sections in tables.rule_pages().items():
+        _write(f"rules_{page}", _summary_table(sections))
+        _write(f"traces_{page}", _traces(page, sections))
+    _write("bugs", _bugs())
+    _write("ruled_out", _ruled_out())
+    _write("invariants", _invariants())
+    _write("situations", _situations())
+    _write("counts", [_counts()])
+    write_drawings()
 
 
-def _is_main(document: dict[str, Any]) -> bool:
-    """Whether the random engine made the table. The page shows the traces of that engine."""
-    return str(document["summary"]["engine"]) == "random"
+def _write(name: str, lines: Iterable[str]) -> None:
+    (OUTPUT / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 # The rules
 
 
-def _rules(documents: list[dict[str, Any]]) -> Iterator[str]:
-    main = [document for document in documents if _is_main(document)]
-    proofs = {rule: proof for document in main for rule, proof in document["proofs"].items()}
-    bugs = _planted()
-    chapter = ""
-    for rule in RULES.values():
-        if rule.code[0] != chapter:
-            chapter = rule.code[0]
-            yield f"### {chapter}: {CHAPTERS[chapter]}\n"
-        yield f"#### {rule.name}\n"
-        yield f"{rule.sentence}\n"
-        if rule.name in proofs:
-            proof = proofs[rule.name]
-            bug = bugs[proof["bug"]]
-            yield from _proof(rule.name, proof, bug.seen_in, _subject_of(bug, proof["depth"]))
+def _summary_table(sections: tuple[Section, ...]) -> Iterator[str]:
+    for section in sections:
+        if section.title:
+            yield f"**{section.title}**\n"
+        yield from _list_table(
+            ("Rule", "A bug that breaks it", "Seen in", "Trace"), (38, 30, 21, 11), "rules"
+        )
+        for rule in section.rules:
+            proof = tables.proofs().get(rule.name)
+            bug = _sentence(proof.bug) if proof else ""
+            calls = f"{{ref}}`{_calls(proof.num_calls)} <{_label(rule)}>`" if proof else ""
+            name = f"{{rule}}`{rule.name}`\n    <br>{rule.sentence}"
+            yield from _row((name, bug, _seen_in(rule), calls))
+        yield "```\n"
 
 
-def _proof(rule: str, proof: dict[str, Any], seen_in: str, subject: Subject) -> Iterator[str]:
-    origin = "" if seen_in == "own" else f" (seen in {seen_in})"
-    yield f"*Broken by:* {_sentence(proof['bug'])}{origin}.\n"
-    keys = ("rule", "why", "config", "trace")
-    finding = Finding(**{key: proof["finding"][key] for key in keys})
-    program = to_program(finding).split("\n", 2)[2]  # without the rule and its sentence
-    yield f"```text\n{program}\n```\n"
-    name = rule.replace(" ", "-")
-    (OUTPUT / f"{name}.svg").write_text(to_svg(subject, finding, calls=False), encoding="utf-8")
-    yield f"![The state before the last call of the trace](_generated/{name}.svg)\n"
+def _list_table(heads: Iterable[str], widths: Iterable[int], style: str) -> Iterator[str]:
+    yield "```{list-table}\n:header-rows: 1"
+    yield f":widths: {' '.join(map(str, widths))}\n:class: {style}\n"
+    yield from _row(heads)
 
 
-def _planted() -> dict[str, Bug]:
-    """Return the planted bugs by name."""
-    from tests.spec.planted.cache_bugs import CACHE_BUGS
-    from tests.spec.planted.scheduler_bugs import SCHEDULER_BUGS
-    from tests.spec.planted.tier_bugs import TIER_BUGS
-
-    return {bug.name: bug for bug in (*CACHE_BUGS, *TIER_BUGS, *SCHEDULER_BUGS)}
+def _row(cells: Iterable[str]) -> Iterator[str]:
+    for place, cell in enumerate(cells):
+        yield f"{'  ' if place else '* '}- {cell}"
 
 
-def _subject_of(bug: Bug, depth: Depth) -> Subject:
-    from tests.spec.planted.matrix import subject_of
+def _seen_in(rule: Rule) -> str:
+    """Return the places where somebody had a bug that this rule finds first."""
+    bugs = tables.planted_bugs()
+    names = [name for name, row in tables.rows().items() if row["rule"] == rule.name]
+    proof = tables.proofs().get(rule.name)
+    names = [proof.bug, *names] if proof else names
+    places = others(bugs[name].seen_in for name in names if name in bugs)
+    more = len(places) - MOST_LINKS
+    shown = ", ".join(places[:MOST_LINKS])
+    return (f"{shown}, {more} more" if more > 0 else shown) or "own"
 
-    return subject_of(bug, depth)
+
+def _traces(page: str, sections: tuple[Section, ...]) -> Iterator[str]:
+    bugs = tables.planted_bugs()
+    for section in sections:
+        if section.title:
+            yield f"## {section.title}\n"
+        for rule in section.rules:
+            yield f"({_label(rule)})=\n### {rule.name}\n"
+            yield f"{rule.sentence}\n"
+            proof = tables.proofs().get(rule.name)
+            if proof is None:
+                yield "*No planted bug breaks this rule before another one.*\n"
+                continue
+            places = ", ".join(others([bugs[proof.bug].seen_in]))
+            seen_in = f" (seen in {places})" if places else ""
+            yield f"*Broken by:* {_sentence(proof.bug)}{seen_in}.\n"
+            yield from tables.show_proof(proof, rule.name.replace(" ", "-"))
+
+
+def _label(rule: Rule) -> str:
+    return f"rule-{rule.code.lower()}"
+
+
+def _calls(number: int) -> str:
+    return f"{number} call{'s' * (number != 1)}"
 
 
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def _counts() -> str:
+    bugs = tables.planted_bugs().values()
+    entries = _ruled_out_entries()
+    links = num_links(linked(text) for text in [bug.seen_in for bug in bugs])
+    links_out = num_links(linked(entry["seen_in"]) for entry in entries)
+    return (
+        f"{len(RULES)} rules, {len(bugs)} planted bugs with links to {links} issues and pull "
+        f"requests of other projects, and {len(entries)} bugs that the design rules out, with "
+        f"links to {links_out}."
+    )
+
+
 # The bugs
 
 
-def _bugs(documents: list[dict[str, Any]]) -> Iterator[str]:
-    others = [document for document in documents if not _is_main(document)]
+def _bugs() -> Iterator[str]:
     by_engine = {
         document["summary"]["engine"]: {row["name"]: row for row in document["bugs"]}
-        for document in others
+        for document in tables.documents()
+        if not tables.is_main(document)
     }
-    for document in documents:
+    for document in tables.documents():
         yield f"{_summary(document['summary'])}\n"
-    for document in filter(_is_main, documents):
+    for document in filter(tables.is_main, tables.documents()):
         yield from _table(document["bugs"], by_engine)
-    yield from _ruled_out()
 
 
 def _summary(summary: dict[str, Any]) -> str:
@@ -149,21 +154,24 @@ def _summary(summary: dict[str, Any]) -> str:
 
 def _table(rows: list[Row], by_engine: dict[str, dict[str, Row]]) -> Iterator[str]:
     """Yield a row per bug. The columns of other engines have the steps at their greatest depth."""
-    bugs = _planted()
+    bugs = tables.planted_bugs()
     depths = list(dict.fromkeys(depth for row in rows for depth in row["depths"]))
-    heads = [f"`{depth}`: median (worst)" for depth in depths]
-    heads += [_sentence(engine) for engine in by_engine]
-    yield _line(["Bug", "Seen in", "Rule", *heads, "Calls"])
-    yield _line(["---"] * 3 + ["---:"] * (len(heads) + 1))
+    heads = [f"`{depth}`" for depth in depths] + [_sentence(engine) for engine in by_engine]
+    widths = [30, 17, 7, *[13] * len(heads), 6]
+    yield from _list_table(["Bug", "Seen in", "Rule", *heads, "Calls"], widths, "bugs")
     for row in rows:
         steps = [_steps(row["depths"].get(depth)) for depth in depths]
         for theirs in by_engine.values():
             found = theirs.get(row["name"], {"depths": {}})["depths"]
             steps.append(_steps(found[max(found, key=DEPTHS.index)] if found else None))
         calls = str(len(row["shortest"]["trace"])) if row["shortest"] else "-"
-        rule = row["rule"].split()[0] if row["rule"] else "survives"
-        yield _line([_sentence(row["name"]), bugs[row["name"]].seen_in, rule, *steps, calls])
-    yield ""
+        rule = RULES.get(row["rule"])
+        code = f"{{ref}}`{rule.code} <{_label(rule)}>`" if rule else row["rule"] or "survives"
+        seen_in = bugs[row["name"]].seen_in if row["name"] in bugs else ""
+        yield from _row(
+            [_sentence(row["name"]), ", ".join(others([seen_in])) or "own", code, *steps, calls]
+        )
+    yield "```\n"
 
 
 def _steps(steps: dict[str, Any] | None) -> str:
@@ -173,14 +181,26 @@ def _steps(steps: dict[str, Any] | None) -> str:
     return f"{steps['median']:,} ({steps['worst']:,}{survived})"
 
 
-def _ruled_out() -> Iterator[str]:
-    from tests.spec.planted.ruled_out import RULED_OUT
+# The bugs that the design rules out
 
-    yield "### Bugs of other projects that the design rules out\n"
-    yield _line(["Bug", "Seen in", "Reason"])
-    yield _line(["---"] * 3)
-    for bug in RULED_OUT:
-        yield _line([_sentence(bug.what), bug.seen_in, bug.why])
+
+def _ruled_out_entries() -> list[dict[str, str]]:
+    lines = (TABLES / "ruled_out.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def _ruled_out() -> Iterator[str]:
+    for group, entries in groupby(_ruled_out_entries(), lambda entry: entry["group"]):
+        yield f"## {group}\n"
+        yield from _list_table(
+            ("Bug", "Seen in", "Why it cannot happen here"), (34, 20, 46), "bugs"
+        )
+        for entry in entries:
+            why = _sentence(entry["why"]) + "."
+            if "rule" in entry:
+                why += f" See {{rule}}`{entry['rule']}`."
+            yield from _row((_sentence(entry["bug"]), ", ".join(others([entry["seen_in"]])), why))
+        yield "```\n"
 
 
 # The situations
@@ -208,8 +228,11 @@ def _line(cells: list[str]) -> str:
 
 
 def _invariants() -> Iterator[str]:
-    yield _line(["", "What must hold", "Rules", "Checked elsewhere"])
-    yield _line(["---"] * 4)
+    heads = ("", "What must hold", "Rules", "Checked elsewhere")
+    yield from _list_table(heads, (6, 50, 18, 26), "bugs")
+    by_code = {rule.code: rule for rule in RULES.values()}
     for number, invariant in INVARIANTS.items():
         what = f"**{_sentence(invariant.title)}.** {invariant.sentence}"
-        yield _line([number, what, ", ".join(invariant.rules) or "-", invariant.elsewhere])
+        codes = (f"{{ref}}`{code} <{_label(by_code[code])}>`" for code in invariant.rules)
+        yield from _row((number, what, ", ".join(codes) or "none", invariant.elsewhere or ""))
+    yield "```\n"
