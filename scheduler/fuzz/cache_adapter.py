@@ -10,6 +10,7 @@ import numpy as np
 
 from ... import kvcache as own_kvcache
 from ...spec.adapters.cache import Events, Factory, Promises, Snapshot
+from ...spec.adapters.references import count_references
 from ...spec.rules.cache import C3
 from ...spec.rules.rule import require
 from .lent_tokens import Lent, lend, listed, take_back
@@ -173,6 +174,10 @@ class CacheAdapter:
     def check(self) -> None:
         """Run the manager's own check."""
         self.manager.check()
+
+    def size(self) -> int:
+        """Return the number of references that the manager holds."""
+        return count_references(self.manager, self.manager.tables._free_rows)
 
     # Depth events
 

@@ -105,7 +105,8 @@ The adapter has the methods of `Manager`. It may also have ``evict(num_blocks) -
 uses), ``append_batch(names) -> bool`` (one token each), `promises`, ``report_to(events)`` for depth
 ``events``, ``snapshot()`` for depth ``full``, ``refusal() -> (needed, available)`` of the last
 refusal, ``misuse(kind, name)``, which makes a wrong call and checks that it is refused, and
-``check()`` for the manager's own invariants.
+``check()`` for the manager's own invariants, and ``size() -> int``, the number of references that
+the manager holds: see `radixkv.spec.adapters.references.count_references`.
 """
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, Literal, TypeAlias
 
-from ..rules.cache import C3, S4, W6
-from ..rules.rule import Violation
+from ..rules.cache import C3, D3, S4, W6
+from ..rules.rule import Violation, require
 from .cache import AdapterError, Events, Factory, Promises, Snapshot
 
 Depth: TypeAlias = Literal["api", "events", "full"]
@@ -48,8 +48,10 @@ class Target:
         self.promises = getattr(self._adapter, "promises", Promises())
         if not isinstance(self.promises, Promises):
             raise AdapterError(f"promises must be radixkv.spec.Promises, got {self.promises!r}")
-        optional = ("match", "append_batch", "evict", "reset", "misuse", "check", "refusal")
+        optional = ("match", "append_batch", "evict", "reset", "misuse", "check", "refusal",
+                    "size")  # fmt: skip
         self.can = {name for name in optional if callable(getattr(self._adapter, name, None))}
+        self._new_size = self._size() if depth == "api" else 0
 
     def _call(self, method: str, *arguments: Any) -> Any:
         """Call a method with copies of the lists among its arguments, which it must not change."""
@@ -75,6 +77,19 @@ class Target:
     def report_to(self, events: Events) -> None:
         """Let the manager report its events."""
         self._call("report_to", events)
+        self._new_size = self._size()
+
+    def _size(self) -> int:
+        if "size" not in self.can:
+            return 0
+        size: int = self._expect("size", self._call("size"), int, "an int")
+        return size
+
+    def check_empty(self) -> None:
+        """Check the size of the manager, which has nothing cached and no request or operation."""
+        size = self._size()
+        require(size <= self._new_size, D3, "an empty cache holds {} references, a new one {}",
+                size, self._new_size)  # fmt: skip
 
     def admit(self, name: str, tokens: Sequence[int], namespace: bytes) -> int | None:
         """See `Manager.admit`."""

@@ -166,6 +166,11 @@ D1: Final = rule("D1 drained-is-whole", "When all requests have ended, all block
 D2: Final = rule(
     "D2 whole-pool-is-usable", "An idle cache admits a request that needs the whole pool."
 )
+D3: Final = rule(
+    "D3 nothing-is-kept",
+    "An empty cache holds no more references than a new one, however many requests and operations"
+    " have ended.",
+)
 
 CACHE_RULES: Final = tuple(value for value in list(globals().values()) if isinstance(value, Rule))
 """Every rule above, in order."""

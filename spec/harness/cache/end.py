@@ -114,6 +114,7 @@ def drain(world: CacheState) -> bool:
     require(found == num_blocks, rules.D1, "{} of {} blocks can be had", found, num_blocks)
     check(world)
     use_all(world, num_blocks)
+    world.target.check_empty()
     return True
 
 

@@ -192,6 +192,8 @@ def drain(world: TierState) -> bool:
     cache_end.use_all(world, num_blocks)
     see(world)
     settle(world)
+    reset(world, [])
+    world.target.check_empty()
     return True
 
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 from radixkv.spec.adapters.cache_target import DEPTHS, Depth
 
 from .cache_bugs import CACHE_BUGS
-from .matrix import Engine, Hunters, default_jobs, markdown, summarize
+from .matrix import Engine, Hunters, breaks, default_jobs, markdown, summarize
 from .plant import Bug
 from .scheduler_bugs import SCHEDULER_BUGS
 from .table import read_table, write_table
@@ -71,7 +71,12 @@ def _arguments() -> Any:
     parser.add_argument("--table", action="append", choices=TABLES, help="this one alone")
     parser.add_argument("--depths", type=lambda text: text.split(","), help="these alone")
     parser.add_argument("--only", default="", help="part of the names of the bugs to hunt")
-    parser.add_argument("--missing", action="store_true", help="those that the file has no row of")
+    parser.add_argument(
+        "--missing",
+        action="store_true",
+        help="hunt only bugs whose row in the "
+        "committed table is missing or has a trace that breaks its rule no more",
+    )
     parser.add_argument("--seeds", type=int, default=15)
     parser.add_argument("--jobs", type=int, default=default_jobs())
     parser.add_argument("--json", metavar="FOLDER", help="write a file for each table there")
@@ -106,12 +111,20 @@ def _hunt(name: str, table: Table, arguments: Any) -> dict[str, Any] | None:
 
 
 def _known(name: str, table: Table) -> dict[str, Any]:
-    """Read the committed table, without the rows and proofs of bugs that are gone."""
+    """Read the committed table, without rows and proofs that are not those of a bug any more."""
     known = read_table(COMMITTED / f"{name}.jsonl")
-    names = {bug.name for bug in table.bugs}
-    known["bugs"] = [row for row in known["bugs"] if row["name"] in names]
+    by_name = {bug.name: bug for bug in table.bugs}
+
+    def holds(name: str, depth: Depth, finding: Any) -> bool:
+        return name in by_name and (finding is None or breaks(by_name[name], depth, finding))
+
+    known["bugs"] = [
+        row for row in known["bugs"] if holds(row["name"], table.depths[-1], row["shortest"])
+    ]
     known["proofs"] = {
-        rule: proof for rule, proof in known["proofs"].items() if proof["bug"] in names
+        rule: each
+        for rule, each in known["proofs"].items()
+        if holds(each["bug"], each["depth"], each["finding"])
     }
     return known
 

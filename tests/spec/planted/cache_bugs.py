@@ -8,6 +8,7 @@ from .admission_bugs import ADMISSION_BUGS
 from .change_bugs import CHANGE_BUGS
 from .extension_bugs import EXTENSION_BUGS
 from .input_bugs import INPUT_BUGS
+from .memory_bugs import MEMORY_BUGS
 from .plant import Bug
 from .pool_bugs import POOL_BUGS
 from .publish_bugs import PUBLISH_BUGS
@@ -23,4 +24,5 @@ CACHE_BUGS: Final[tuple[Bug, ...]] = (
     *RELEASE_BUGS,
     *POOL_BUGS,
     *INPUT_BUGS,
+    *MEMORY_BUGS,
 )

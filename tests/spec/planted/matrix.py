@@ -17,7 +17,7 @@ from radixkv.scheduler.fuzz import cache_adapter, pool_adapter, tier_adapter
 from radixkv.spec.adapters.cache_target import Depth
 from radixkv.spec.harness import hypothesis_engine, random_engine
 from radixkv.spec.harness.cache.world import CacheSubject
-from radixkv.spec.harness.engine import Subject
+from radixkv.spec.harness.engine import Subject, replay
 from radixkv.spec.harness.pool_world import PoolSubject
 from radixkv.spec.harness.shrink import shrink
 from radixkv.spec.harness.tiers.world import TierSubject
@@ -89,6 +89,18 @@ def hunt(hunt: Hunt, *, max_steps: int, engine: Engine = "random", shrinks: bool
         return Kill(hunt, result.num_steps, "")
     shrunk = shrink(subject, result.finding).to_json() if shrinks else None
     return Kill(hunt, result.num_steps, result.finding.rule, shrunk)
+
+
+def breaks(bug: Bug, depth: Depth, finding: dict[str, Any]) -> bool:
+    """Return whether the trace of a finding breaks its rule by the bug, and by the bug alone."""
+    good = replace(bug, edits=(), elsewhere=())
+    bad, none = (replay(subject_of(each, depth), finding["config"], finding["trace"])
+                 for each in (bug, good))  # fmt: skip
+    return (
+        bad is not None
+        and bad.rule.name == finding["rule"]
+        and (none is None or bool(bug.unclaimed))
+    )
 
 
 def _hunt_at_depth(one: Hunt, *, max_steps: int, engine: Engine) -> Kill:

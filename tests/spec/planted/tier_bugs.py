@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .host_bugs import HOST_BUGS
 from .input_bugs import TIER_INPUT_BUGS
+from .memory_bugs import TIER_MEMORY_BUGS
 from .operation_bugs import OPERATION_BUGS
 from .parking_bugs import PARKING_BUGS
 from .prefetch_bugs import PREFETCH_BUGS
@@ -20,4 +21,5 @@ TIER_BUGS = (
     *ROOM_BUGS,
     *RECENCY_BUGS,
     *TIER_INPUT_BUGS,
+    *TIER_MEMORY_BUGS,
 )
