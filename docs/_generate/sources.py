@@ -57,9 +57,18 @@ def _link(match: re.Match[str]) -> str:
 
 def others(seen_in: Iterable[str]) -> list[str]:
     """Return each place outside this project once, linked, in order."""
-    places = (place.strip() for text in seen_in for place in text.split(","))
-    linked_places = (linked(place) for place in places if not place.startswith(("own", "ours")))
-    return list(dict.fromkeys(filter(None, linked_places)))
+    theirs = (text for text in seen_in if text and not text.startswith(("own", "ours")))
+    places = (place.strip() for text in theirs for place in _with_projects(text).split(","))
+    return list(dict.fromkeys(map(linked, places)))
+
+
+def _with_projects(seen_in: str) -> str:
+    """Repeat the project before each number: of "FastDeploy PR 1, PR 2" both are FastDeploy's."""
+    places = seen_in.split(", ")
+    for i, place in enumerate(places):
+        if i and place.startswith("PR "):
+            places[i] = f"{places[i - 1].split()[0]} {place}"
+    return ", ".join(places)
 
 
 def num_links(texts: Iterable[str]) -> int:

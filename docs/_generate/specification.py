@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import tables
 from drawings import write_drawings
-from sources import linked, num_links, others
+from sources import num_links, others
 from tables import OUTPUT, TABLES, Row, Section
 
 from radixkv.spec.adapters.cache_target import DEPTHS
@@ -118,8 +118,8 @@ def _sentence(text: str) -> str:
 def _counts() -> str:
     bugs = tables.planted_bugs().values()
     entries = _ruled_out_entries()
-    links = num_links(linked(text) for text in [bug.seen_in for bug in bugs])
-    links_out = num_links(linked(entry["seen_in"]) for entry in entries)
+    links = num_links(others(bug.seen_in for bug in bugs))
+    links_out = num_links(others(entry["seen_in"] for entry in entries))
     return (
         f"{len(RULES)} rules, {len(bugs)} planted bugs with links to {links} issues and pull "
         f"requests of other projects, and {len(entries)} bugs that the design rules out, with "
@@ -157,7 +157,7 @@ def _table(rows: list[Row], by_engine: dict[str, dict[str, Row]]) -> Iterator[st
     bugs = tables.planted_bugs()
     depths = list(dict.fromkeys(depth for row in rows for depth in row["depths"]))
     heads = [f"`{depth}`" for depth in depths] + [_sentence(engine) for engine in by_engine]
-    widths = [30, 17, 7, *[13] * len(heads), 6]
+    widths = [26, 17, 8, *[12] * len(depths), *[15] * len(by_engine), 8]
     yield from _list_table(["Bug", "Seen in", "Rule", *heads, "Calls"], widths, "bugs")
     for row in rows:
         steps = [_steps(row["depths"].get(depth)) for depth in depths]

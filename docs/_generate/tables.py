@@ -8,6 +8,7 @@ import inspect
 import pkgutil
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 DOCS: Final = Path(__file__).parents[1]
 OUTPUT: Final = DOCS / "_generated"
 TABLES: Final = DOCS / "specification"
+
+WIDTH: Final = 84
+"""Characters of a line of code that fit on a page."""
 
 COMPOUND: Final = ("drain", "misuse", "flood", "step_misuse")
 """Operations of a trace that stand for several calls."""
@@ -176,8 +180,12 @@ def _diff(before: str, after: str) -> Iterator[str]:
 def show_proof(proof: Proof, stem: str) -> Iterator[str]:
     """Yield a trace as calls and as a drawing, which goes into a file named after `stem`."""
     program = to_program(proof.finding).split("\n", 2)[2]  # without the rule and its sentence
-    program = program.replace("    # breaks", "\n    # breaks")  # a long comment
-    yield f"```text\n{program.strip()}\n```\n"
+    program = program.replace("    # breaks", "\n    # breaks")
+    yield "```text"
+    for line in program.strip().split("\n"):
+        more = "    # " if line.startswith("    # ") else "     "
+        yield from textwrap.wrap(line, WIDTH, subsequent_indent=more, drop_whitespace=True)
+    yield "```\n"
     subject = _subject(proof)
     drawing = OUTPUT / f"{stem}.svg"
     drawing.write_text(to_svg(subject, proof.finding, calls=False), encoding="utf-8")
