@@ -87,15 +87,16 @@ def _hunt(name: str, table: Table, arguments: Any) -> dict[str, Any] | None:
     """Hunt the bugs of a table, print it, and return it as plain data; None if none is chosen."""
     depths = [depth for depth in table.depths if depth in (arguments.depths or DEPTHS)]
     bugs = [bug for bug in table.bugs if arguments.only in bug.name]
-    known = _known(name, table) if arguments.missing else {"bugs": [], "proofs": {}}
+    known = _known(name, table) if arguments.missing else {"bugs": [], "proofs": {},
+                                                                         "summary": {}}  # fmt: skip
     rows_of = {row["name"]: row for row in known["bugs"]}
     bugs = [bug for bug in bugs if bug.name not in rows_of]
-    if not (bugs and depths):
+    if not ((bugs or arguments.missing) and depths):
         return None
     hunters = Hunters(arguments.jobs, table.max_steps, table.engine)
     begin = time.perf_counter()
     kills = list(hunters.hunt_all(bugs, depths, arguments.seeds))
-    wall_s = time.perf_counter() - begin
+    wall_s = time.perf_counter() - begin + known["summary"].get("wall_s", 0)
     rows = summarize(bugs, kills)
     print(f"# {name}\n\n{markdown(rows, depths)}\n")
     rows_of |= {row["name"]: row for row in rows}
@@ -106,7 +107,12 @@ def _hunt(name: str, table: Table, arguments: Any) -> dict[str, Any] | None:
     proofs = hunters.prove(unproven) if arguments.json and table.engine == "random" else {}
     proofs = {rule: proof for rule, proof in proofs.items() if rule.startswith(table.chapters)}
     hunters.close()
-    proofs = dict(sorted({**known["proofs"], **proofs}.items()))
+    for row in sorted(rows, key=lambda row: len((row["shortest"] or {}).get("trace", ()))):
+        finding = row["shortest"]
+        if arguments.missing and finding and finding["rule"].startswith(table.chapters):
+            proof = {"bug": row["name"], "depth": depths[-1], "finding": finding}
+            proofs.setdefault(finding["rule"], proof)
+    proofs = dict(sorted({**proofs, **known["proofs"]}.items()))
     return {"summary": summary, "bugs": rows, "proofs": proofs}
 
 
