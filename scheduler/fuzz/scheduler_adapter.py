@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, Final
 
@@ -12,12 +13,12 @@ from ... import scheduler as own_scheduler
 from ...kvcache import CacheManager, Int32Array, OutOfBlocksError, RequestTooLargeError
 from ...spec.adapters.scheduler import (
     Chunk,
-    Reason,
     SchedulerFactory,
     SchedulerPromises,
     Submission,
 )
 from ...spec.harness.engine import Config
+from ...spec.model.scheduler import Reason
 
 IN_FLIGHT: Final = ("schedule again", "update another plan", "update with a token too few")
 """Wrong calls while a step is in flight."""
@@ -50,7 +51,9 @@ class MixedAdapter:
     """
 
     def __init__(self, config: Config, scheduler: Any, promises: SchedulerPromises) -> None:
-        self.promises = promises
+        # A request is overtaken while a leader computes its prefix, at least a token in each step.
+        longest = config["num_blocks"] * config["block_size"]
+        self.promises = replace(promises, max_overtaken=longest * config["max_running"])
         singles = config.get("growth") == "singles"
         kind = SinglesManager if singles else CacheManager
         self.manager = kind(config["num_blocks"], config["block_size"])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-Reason: TypeAlias = Literal["length", "stop", "abort"]
+from ..model.scheduler import Reason
 
 
 @dataclass(frozen=True)
@@ -76,19 +76,37 @@ class Scheduler(Protocol):
 
 @dataclass(frozen=True)
 class SchedulerPromises:
-    """Guarantees of a scheduler beyond safety. A rule about a promise applies only if it is made.
+    """Guarantees of a scheduler beyond safety: its design. By default it makes none.
+
+    A rule about a promise applies only if it is made. Leave out what your design does otherwise;
+    all other rules, and the check that nothing leaks when all requests have ended, apply to every
+    scheduler.
 
     Attributes:
-        running_first: Q5; each running request is in each step.
+        bounds_running: Q33; `max_running` bounds the requests that hold blocks, not only those of a
+            step.
+        running_first: Q5; each running request is in each step, unless it waits for copies.
         policy: Q6, Q9; admission and preemption follow the order of the configuration.
         resumed_first: Q7 and Q8.
-        whole: Q21; a request gets the blocks of all its tokens at once.
+        whole: Q21; a request gets the blocks of all its tokens at once, not chunk by chunk.
         leaders: Q17; a request that needs a block that another computes waits for it.
         reserves: Q26, Q27, Q28; growth is reserved as configured.
         never_preempts: Q18; no request is preempted if the configuration reserves all growth.
-        exact: Q22, Q23, Q25; `available` counts every block that no running request holds.
+        preempts_when_short: Q25; a request is preempted only if the blocks that running requests
+            need for the step, at most, are not available.
+        keeps_in_flight: Q23; an abort frees no block of a step in flight. Without it, blocks are
+            freed at once, which is safe if the device runs steps in order.
+        publish_on_compute: Q12 more strictly: a hit names only blocks that earlier steps have
+            computed. Without it, a request may hit what an earlier request computes in the same
+            step, which is safe if each layer writes the KV of all chunks before it reads.
+        hits: Q34; what was computed can be hit, as long as its blocks are not handed out again. A
+            hit may leave one token to compute.
+        hits_last: Q34; a hit may include the block of the last token.
+        exact: Q22; `available` counts every block that no running request holds, after each call.
+        max_overtaken: Q35; most later requests that are admitted while a request waits, or None.
     """
 
+    bounds_running: bool = False
     running_first: bool = False
     policy: bool = False
     resumed_first: bool = False
@@ -96,12 +114,22 @@ class SchedulerPromises:
     leaders: bool = False
     reserves: bool = False
     never_preempts: bool = False
+    preempts_when_short: bool = False
+    keeps_in_flight: bool = False
+    publish_on_compute: bool = False
+    hits: bool = False
+    hits_last: bool = False
     exact: bool = False
+    max_overtaken: int | None = None
 
     @classmethod
     def all(cls) -> SchedulerPromises:
-        """Make all promises."""
-        return cls(**{promise.name: True for promise in fields(cls)})
+        """Make all promises but `max_overtaken`, which needs a number."""
+        return cls(**{promise.name: True for promise in fields(cls) if promise.type == "bool"})
+
+    def names(self) -> frozenset[str]:
+        """Return the names of the promises that are made."""
+        return frozenset(name for name, made in vars(self).items() if made is True)
 
 
 SchedulerFactory: TypeAlias = Callable[[dict[str, Any]], Any]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from ..model.scheduler import Reason
 from ..rules.rule import Violation
 from ..rules.scheduler import Q31
 from .cache import AdapterError
-from .scheduler import Chunk, Reason, SchedulerFactory, SchedulerPromises, Submission
+from .scheduler import Chunk, SchedulerFactory, SchedulerPromises, Submission
 
 REQUIRED: Final = {
     "add": "add(request: Submission) -> True, or False if it is too large",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
-from ..adapters.scheduler import Reason, SchedulerFactory
+from ..adapters.scheduler import SchedulerFactory
+from ..model.scheduler import Reason
 from ..rules.rule import require
 from ..rules.scheduler import Q32
 from .engine import Below, Config, Operation

@@ -36,6 +36,11 @@ Q17: Final = rule(
     "No request is admitted to compute a block that another is about to compute: it waits.",
 )
 
+Q35: Final = rule(
+    "Q35 bounded-overtaking",
+    "A waiting request is overtaken by a bounded number of later requests.",
+)
+
 # Admission
 
 Q28: Final = rule(
@@ -55,6 +60,10 @@ Q11: Final = rule(
     "Q11 leave-one-to-compute",
     "An admitted request starts after its hit, but computes its last token, for the logits.",
 )
+Q34: Final = rule(
+    "Q34 hit-is-due",
+    "An admitted request hits every published block of its prefix that was not handed out again.",
+)
 Q16: Final = rule(
     "Q16 count-hits-once",
     "Hits are counted at the first admission; those of resumed requests are counted separately.",
@@ -63,9 +72,10 @@ Q16: Final = rule(
 # A step
 
 Q24: Final = rule("Q24 work-goes-on", "A step computes something if, and only if, there is work.")
-Q2: Final = rule(
-    "Q2 within-budget",
-    "A step keeps within its token budget and within the limit of running requests.",
+Q2: Final = rule("Q2 within-budget", "The chunks of a step keep within its token budget.")
+Q33: Final = rule(
+    "Q33 within-slots",
+    "A step computes at most `max_running` requests; if promised, no more than these run.",
 )
 Q5: Final = rule(
     "Q5 running-first",

@@ -15,9 +15,9 @@ from radixkv.spec.harness.coverage import SCHEDULER_FLOORS, too_rare
 from radixkv.spec.harness.differential import check_same, draw_requests
 from radixkv.spec.harness.engine import Trace, replay
 from radixkv.spec.harness.random_engine import run
-from radixkv.spec.harness.scheduler.requests import Books, next_token, root_tag
 from radixkv.spec.harness.scheduler.world import SchedulerSubject
 from radixkv.spec.harness.shrink import shrink
+from radixkv.spec.model.scheduler import Books, next_token, root_tag
 from radixkv.spec.rules.rule import Violation
 from radixkv.spec.rules.scheduler import Q32, SCHEDULER_RULES
 

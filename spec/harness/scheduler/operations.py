@@ -6,18 +6,20 @@ from collections.abc import Sequence
 from typing import Final
 
 from ...adapters.scheduler import Submission
+from ...model.scheduler import Request, root_tag
 from ...rules.rule import require
-from ...rules.scheduler import Q14, Q15, Q19, Q20, Q30
+from ...rules.scheduler import Q14, Q15, Q20, Q30
 from ..engine import Below
 from ..operations import ALWAYS, Groups, Operation, Table, name_drawn, number
-from .checks import check_settled
 from .configuration import MAX_WAITING, NAMESPACES, draw_prompt
-from .requests import Tracked
 from .state import SchedulerState
-from .step import end_by_abort, run_step
+from .step import end_by_abort, run_step, settle
 
 LAST_PRIORITY: Final = 3
 """Priority of requests that must not overtake others."""
+
+LATE_STEPS: Final = 3
+"""Steps after the last request in which blocks become available that are freed late."""
 
 
 def submit(
@@ -35,20 +37,13 @@ def submit(
     submission = Submission(
         name, tuple(prompt), max_new_tokens, priority, tuple(stop), NAMESPACES[namespace]
     )
-    request = Tracked(submission, namespace, len(world.past), world.config)
-    needed, there = world.blocks_for(request.max_kv_tokens), world.config["num_blocks"]
-    added = world.target.add(submission)
-    require(
-        added == (needed <= there),
-        Q19, "{} needs {} blocks of {}, and is {}",
-        name, needed, there, "accepted" if added else "refused",
+    order = (priority,) if world.config["policy"] == "priority" else ()
+    request = Request(
+        name, prompt, max_new_tokens, (*order, len(world.past)), root_tag(namespace),
+        world.config["alphabet"], stop,
     )  # fmt: skip
     world.past.append(request)
-    if added:
-        world.live[name] = request
-    else:
-        request.phase = "ended"
-        world.situations["too large"] += 1
+    world.model.submit(request, world.target.add(submission))
     return True
 
 
@@ -91,7 +86,7 @@ def flood(world: SchedulerState, name: str, prompt: Sequence[int], max_new_token
     if not old or not prompt or any(each.name == f"{name}.1" for each in world.past):
         return False
     work = len(prompt) + max_new_tokens
-    bound = world.bound() + (world.config["max_running"] + 1) * work
+    bound = world.model.bound() + (world.config["max_running"] + 1) * work
     number = 0
     while any(request.is_live for request in old):
         require(number < bound, Q15, "{} steps, and {} have not ended", bound, world.names(old))
@@ -100,7 +95,7 @@ def flood(world: SchedulerState, name: str, prompt: Sequence[int], max_new_token
             priority = LAST_PRIORITY
             submit(world, f"{name}.{number}", prompt, max_new_tokens, priority, [], 0)
         run_step(world)
-        check_settled(world)
+        settle(world)
     world.situations["flooded"] += 1
     return True
 
@@ -108,16 +103,18 @@ def flood(world: SchedulerState, name: str, prompt: Sequence[int], max_new_token
 def drain(world: SchedulerState) -> bool:
     """Run until all requests end, within the bound; then no block may be held."""
     world.situations["drained with work"] += bool(world.live)
-    bound = world.bound()
+    bound = world.model.bound()
     for _ in range(bound):
         if not world.live:
             break
         run_step(world)
-        check_settled(world)
+        settle(world)
     require(
         not world.live,
         Q14, "{} steps, and {} have not ended", bound, world.names(list(world.live.values())),
     )  # fmt: skip
+    for _ in range(0 if world.target.promises.exact else LATE_STEPS):
+        run_step(world)
     available = world.target.available()
     require(
         available == world.config["num_blocks"],

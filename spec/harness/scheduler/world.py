@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ...adapters.scheduler import SchedulerFactory
 from ..engine import Below, Config, Operation
-from .checks import check_settled
 from .configuration import draw_config
 from .operations import SCHEDULER_TABLE
 from .state import SchedulerState
+from .step import settle
 
 
 class SchedulerWorld(SchedulerState):
@@ -25,18 +25,18 @@ class SchedulerWorld(SchedulerState):
         """Do one operation and check every rule; False if it does not apply."""
         if not SCHEDULER_TABLE.apply(self, operation):
             return False
-        check_settled(self)
+        settle(self)
         return True
 
     def picture(self) -> str:
         """Draw the requests as text: running ones, then waiting ones, in order."""
         lines = []
-        waiting = [request for request in self.live.values() if request.phase != "running"]
-        for request in [*self.running, *sorted(waiting, key=lambda each: each.order)]:
+        waiting = sorted(self.model.waiting(), key=lambda each: each.order)
+        for request in [*self.running, *waiting]:
             done = f"{request.computed}/{len(request.tokens)} computed"
             line = f"{request.name} {request.phase}, {done}, {request.num_output} generated"
             if request.phase == "running":
-                line += f", table {self.tables[request.name]}"
+                line += f", table {self.model.tables[request.name]}"
             lines.append(line)
         return "\n".join(lines) or "no request lives"
 

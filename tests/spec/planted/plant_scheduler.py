@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -82,7 +83,6 @@ def load_scheduler(bug: Bug | None) -> ModuleType:
 
 def subject_with(bug: Bug | None) -> SchedulerSubject:
     """Return the scheduler with a bug as a test subject, with the promises that its hunt checks."""
-    claims = vars(SchedulerPromises.all())
-    unclaimed = bug.unclaimed if bug is not None else ()
-    promises = SchedulerPromises(**{**claims, **dict.fromkeys(unclaimed, False)})
+    unclaimed = dict.fromkeys(bug.unclaimed if bug is not None else (), False)
+    promises = replace(SchedulerPromises.all(), **unclaimed)
     return SchedulerSubject(make_factory(load_scheduler(bug), promises))

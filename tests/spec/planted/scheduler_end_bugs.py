@@ -35,8 +35,9 @@ PREEMPTION_BUGS = (
             "running_first",
             "exact",
             "never_preempts",
+            "preempts_when_short",
         ),
-        seen_in="vLLM #25538",
+        seen_in="schedulers.md D4, vLLM #25538",
     ),
     bug(
         "the victim is who was admitted last",
@@ -184,7 +185,7 @@ RESERVATION_BUGS = (
         "nobody is sure to finish",
         RESERVATION,
         (" and left >= neediest - (self._private + private)", ""),
-        seen_in="vLLM #45388",
+        seen_in="vLLM #45388, schedulers.md D1",
     ),
     bug(
         "shared blocks count as given back",

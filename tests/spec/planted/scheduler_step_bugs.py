@@ -15,6 +15,15 @@ STEP_BUGS = (
         seen_in="TensorRT-LLM #12665",
     ),
     bug(
+        "a step decodes more requests than it may",
+        BATCH,
+        (
+            "if num_taken == self.max_running or",
+            "if num_taken > self.max_running or",
+        ),
+        unclaimed=("bounds_running", "reserves"),
+    ),
+    bug(
         "one more than max_running may run",
         BATCH,
         (
@@ -116,6 +125,30 @@ STEP_BUGS = (
         seen_in="FastDeploy 7364",
     ),
     bug(
+        "what a request generates is not published",
+        LEASES,
+        (
+            "if self._prefix_cache and request.num_computed - published >= block_size:",
+            "if (\n            self._prefix_cache\n"
+            "            and request.num_computed <= request.num_prompt_tokens\n"
+            "            and request.num_computed - published >= block_size\n        ):",
+        ),
+        unclaimed=("policy", "reserves", "leaders"),
+        seen_in="FastDeploy 7364",
+    ),
+    bug(
+        "a prompt is published when it is complete",
+        LEASES,
+        (
+            "if self._prefix_cache and request.num_computed - published >= block_size:",
+            "if (\n            self._prefix_cache\n"
+            "            and not request.is_prefilling\n"
+            "            and request.num_computed - published >= block_size\n        ):",
+        ),
+        unclaimed=("policy", "reserves", "leaders"),
+        seen_in="FastDeploy 7364: P publishes nothing",
+    ),
+    bug(
         "a request is matched in no namespace",
         BATCH,
         (
@@ -142,7 +175,18 @@ ADMISSION_BUGS = (
             "match.num_blocks, available):\n                    place += 1\n"
             "                    continue",
         ),
-        seen_in="SGLang, which guards against it: small requests starve a large one",
+        seen_in="schedulers.md D8: small requests starve a large one",
+    ),
+    bug(
+        "small requests pass a large one for ever",
+        BATCH,
+        (
+            "match.num_blocks, available):\n                    return",
+            "match.num_blocks, available):\n                    place += 1\n"
+            "                    continue",
+        ),
+        unclaimed=("policy", "reserves"),
+        seen_in="schedulers.md D8",
     ),
     bug(
         "the last to come is tried first",
@@ -172,7 +216,7 @@ ADMISSION_BUGS = (
             "            if queue:\n                return",
             "            if False:\n                return",
         ),
-        seen_in="SGLang, which guards against it: small requests starve a parked one",
+        seen_in="schedulers.md D7",
     ),
     bug(
         "new ones are tried before preempted ones",
@@ -181,7 +225,7 @@ ADMISSION_BUGS = (
             "for queue in (queues.preempted, queues.waiting):",
             "for queue in (queues.waiting, queues.preempted):",
         ),
-        seen_in="SGLang, which guards against it: small requests starve a parked one",
+        seen_in="schedulers.md D7",
     ),
     bug(
         "a victim is admitted again in the same step",
