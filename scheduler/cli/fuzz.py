@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from ...spec.adapters.cache import AdapterError
 from ...spec.adapters.cache_target import DEPTHS
 from ...spec.adapters.load_target import TargetError
 from ...spec.harness.engine import Finding, Subject
+from ...spec.harness.known import MET
 from ...spec.harness.program import to_program
 from ...spec.harness.shrink import shrink
-from ...spec.harness.subjects import WHATS, What
+from ...spec.harness.subjects import WHATS, SubjectOptions, What
 from ...spec.harness.svg import to_svg
 from ...spec.harness.trace_file import (
     TraceFile,
@@ -73,8 +75,10 @@ def _run_campaign(arguments: argparse.Namespace) -> int:
         arguments.depth or ("api" if arguments.target else "full"),
         arguments.engine,
         arguments.seed,
+        _options(arguments),
     )
-    subject = load_subject(what, config.target, config.depth)  # here, to report errors at once
+    # Here, to report errors at once.
+    subject = load_subject(what, config.target, config.depth, config.options)
     seconds = 10.0 if arguments.seconds is None else arguments.seconds
     result = run_campaign(
         config,
@@ -87,8 +91,16 @@ def _run_campaign(arguments: argparse.Namespace) -> int:
         f"{result.num_steps:,} steps, {result.num_cases:,} cases, {rate:,.0f} steps/s, "
         f"seed {config.seed}"
     )
+    met = {
+        name.removeprefix(MET): times
+        for name, times in result.situations.items()
+        if name.startswith(MET)
+    }
+    if config.options.known:
+        told = ", ".join(f"{name} ({met[name]:,} times)" for name in sorted(met))
+        summary += f"\nknown findings met: {told or 'none'}"
     if result.finding is not None:
-        origin = (what, config.target, config.depth)
+        origin = (what, config.target, config.depth, config.options.known)
         return _emit_finding(arguments, subject, result.finding, origin, summary)
     _emit_success(arguments, result, summary)
     return EXIT_INTERRUPTED if result.interrupted else 0
@@ -99,7 +111,8 @@ def _replay(arguments: argparse.Namespace) -> int:
     what = _one_of(WHATS, arguments.what or file.what, f'{arguments.replay}: "what"')
     target = arguments.target or file.target or DEFAULT_TARGETS[what]
     depth = _one_of(DEPTHS, arguments.depth or file.depth, f'{arguments.replay}: "depth"')
-    subject = load_subject(what, target, depth)
+    known = tuple(arguments.known) or file.known
+    subject = load_subject(what, target, depth, replace(_options(arguments), known=known))
     try:
         finding = replay_file(subject, file)
     except TraceFileError as error:
@@ -107,10 +120,16 @@ def _replay(arguments: argparse.Namespace) -> int:
     num_steps = len((finding or file.finding).trace)
     summary = f"{num_steps:,} steps of {arguments.replay}"
     if finding is not None:
-        origin = (what, target, depth)
+        origin = (what, target, depth, known)
         return _emit_finding(arguments, subject, finding, origin, summary, shrinks=False)
     _emit_success(arguments, CampaignResult(num_steps, 1), summary)
     return 0
+
+
+def _options(arguments: argparse.Namespace) -> SubjectOptions:
+    return SubjectOptions(
+        tuple(arguments.block_sizes), tuple(arguments.pool_sizes), tuple(arguments.known)
+    )
 
 
 def _one_of(choices: tuple[Any, ...], value: str, place: str) -> Any:
@@ -123,7 +142,7 @@ def _emit_finding(
     arguments: argparse.Namespace,
     subject: Subject,
     finding: Finding,
-    origin: tuple[Any, Any, Any],
+    origin: tuple[Any, Any, Any, tuple[str, ...]],
     summary: str,
     *,
     shrinks: bool = True,

@@ -21,7 +21,7 @@ from ...spec.adapters.cache_target import Depth
 from ...spec.adapters.load_target import load_target
 from ...spec.harness.engine import Finding, Subject
 from ...spec.harness.random_engine import Run
-from ...spec.harness.subjects import What, make_subject
+from ...spec.harness.subjects import SubjectOptions, What, make_subject
 from ..terminal.interrupts import hold_interrupts
 from .targets import DEFAULT_TARGETS
 
@@ -43,6 +43,7 @@ class CampaignConfig:
         depth: How much of it is checked.
         engine: Generator of the operations.
         seed: Seed of the campaign.
+        options: Sizes, and known findings.
     """
 
     what: What = "cache"
@@ -50,6 +51,7 @@ class CampaignConfig:
     depth: Depth = "full"
     engine: EngineName = "random"
     seed: int = 0
+    options: SubjectOptions = field(default_factory=SubjectOptions)
 
 
 @dataclass
@@ -81,13 +83,13 @@ class CampaignResult:
 
 
 @cache
-def load_subject(what: What, target: str, depth: Depth) -> Subject:
+def load_subject(what: What, target: str, depth: Depth, options: SubjectOptions) -> Subject:
     """Import a target and wrap it for the harness.
 
     Raises:
         TargetError: The target cannot be imported.
     """
-    return make_subject(what, load_target(target), depth)
+    return make_subject(what, load_target(target), depth, options)
 
 
 def run_part(config: CampaignConfig, number: int, num_steps: int) -> Run:
@@ -97,7 +99,7 @@ def run_part(config: CampaignConfig, number: int, num_steps: int) -> Run:
         from ...spec.harness.random_engine import run
     else:
         from ...spec.harness.hypothesis_engine import run
-    subject = load_subject(config.what, config.target, config.depth)
+    subject = load_subject(config.what, config.target, config.depth, config.options)
     seed = random.Random(f"{config.seed} {number}").getrandbits(31)
     return run(subject, seed, num_steps, STEPS_PER_CASE[config.engine])
 

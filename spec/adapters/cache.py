@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from ..model.promises import Promises as Promises
 
@@ -107,8 +108,23 @@ uses), ``append_batch(names) -> bool`` (one token each), `promises`, ``report_to
 refusal, ``misuse(kind, name)``, which makes a wrong call and checks that it is refused, and
 ``check()`` for the manager's own invariants, and ``size() -> int``, the number of references that
 the manager holds: see `radixkv.spec.adapters.references.count_references`.
+
+The factory itself, a function or a class, may have `block_sizes` and `pool_sizes`: the block sizes
+and numbers of blocks to choose from, if the manager does not have all of them.
 """
 
 
 class AdapterError(TypeError):
     """The adapter lacks a method or returns a wrong type; the message says what is expected."""
+
+
+def sizes_of(factory: Factory, kind: Literal["block_sizes", "pool_sizes"]) -> Sequence[int]:
+    """Return the sizes that a factory is restricted to; empty if it is not.
+
+    Raises:
+        AdapterError: they are no positive integers.
+    """
+    sizes = getattr(inspect.unwrap(factory), kind, ())
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise AdapterError(f"{kind} must be positive integers, got {sizes!r}")
+    return tuple(sizes)

@@ -97,4 +97,5 @@ def _explained(factory: Make, name: str) -> Make:
             shown = ", ".join(map(repr, sizes))
             raise AdapterError(f"{name}({shown}) raised {type(error).__name__}: {error}") from error
 
+    make.__wrapped__ = factory  # type: ignore[attr-defined]  # it may restrict the sizes
     return make

@@ -35,7 +35,7 @@ def to_program(finding: Finding, subject: Subject | None = None) -> str:
     """
     rule = RULES.get(finding.rule)
     lines = [f"{finding.rule}: {rule.sentence}" if rule else finding.rule, ""]
-    lines.append(f"with {_describe(finding)}")
+    lines.append(f"with {_describe(finding, subject)}")
     calls = [f"    {to_call(operation)}" for operation in finding.trace]
     if calls:
         calls[-1] += f"    # breaks {finding.rule}: {finding.why}"
@@ -79,6 +79,7 @@ def _value(value: Any) -> str:
     return repr(value)
 
 
-def _describe(finding: Finding) -> str:
-    sizes = (f"{key}={value!r}" for key, value in finding.config.items() if key not in UNSHOWN)
+def _describe(finding: Finding, subject: Subject | None) -> str:
+    unshown = (*UNSHOWN, *getattr(subject, "only_drawn", ()))
+    sizes = (f"{key}={value!r}" for key, value in finding.config.items() if key not in unshown)
     return ", ".join(sizes)

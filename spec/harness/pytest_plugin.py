@@ -7,6 +7,8 @@ A ``kvspec.toml`` names the target and the number of steps::
     depth = "api"
     steps = 20_000
     seed = 0
+    block_sizes = [1, 2, 3, 4]       # and pool_sizes, the numbers of blocks
+    known = []         # rules that it is known to break: they are not judged, as ["Q15"]
 
 A broken rule is reported with the shrunk program, which is also written next to the file as a trace
 and fails as a regression test until it is fixed. The plugin imports only pytest until pytest
@@ -16,9 +18,10 @@ collects such a file.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 import pytest
@@ -32,7 +35,11 @@ TRACE_ENDING: Final = ".trace.json"
 LARGEST_TRACE: Final = 1 << 20
 """In bytes. Larger files with this ending are traces of other tools."""
 
-DEFAULTS: Final = {"target": "", "what": "cache", "depth": "api", "steps": 20_000, "seed": 0}
+DEFAULTS: Final[dict[str, Any]] = {
+    "target": "", "what": "cache", "depth": "api", "steps": 20_000, "seed": 0,
+    "block_sizes": [], "pool_sizes": [], "known": [],
+}  # fmt: skip
+LISTED: Final = {"block_sizes": int, "pool_sizes": int, "known": str}
 
 
 class KvSpecError(Exception):
@@ -114,13 +121,13 @@ class FuzzItem(_Item):
             from .shrink import shrink
             from .trace_file import TraceFile
 
-            subject = _subject(self, options["what"], options["target"], options["depth"])
+            subject = _subject(self, options["what"], options["target"], options["depth"], options)
             found = run(subject, options["seed"], options["steps"]).finding
             if found is None:
                 return
             finding = shrink(subject, found)
             origin = (options["what"], options["target"], options["depth"])
-            file = TraceFile(finding, *origin)
+            file = TraceFile(finding, *origin, known=tuple(options["known"]))
             path = self.path.with_name(file.file_name())
             path.write_text(file.text(), encoding="utf-8")
             raise RuleBroken(f"{_report(finding, subject)}\n\nwritten to {path}")
@@ -134,11 +141,13 @@ class FuzzItem(_Item):
             if key not in DEFAULTS:
                 raise KvSpecError(f"{self.path}: no such key: {key} (of {', '.join(DEFAULTS)})")
             kind = type(DEFAULTS[key])
-            if type(value) is not kind:
-                wanted = "a string" if kind is str else "an integer"
+            each = LISTED.get(key)
+            if type(value) is not kind or (each and not all(type(one) is each for one in value)):
+                names = {str: "a string", int: "an integer", list: "a list of "}
+                wanted = names[kind] + ({str: "strings", int: "integers"}[each] if each else "")
                 raise KvSpecError(f"{self.path}: {key} must be {wanted}, got {value!r}")
         options = {
-            key: self.option(key, value) if key != "what" else value
+            key: self.option(key, value) if key != "what" and key not in LISTED else value
             for key, value in {**DEFAULTS, **given}.items()
         }
         if options["steps"] < 1:  # it would pass without testing anything
@@ -156,16 +165,22 @@ class TraceItem(_Item):
 
             file: TraceFile = read_trace_file(self.path)
             target, depth = self.option("target", file.target), self.option("depth", file.depth)
-            subject = _subject(self, file.what, target, depth)
+            subject = _subject(self, file.what, target, depth, {"known": file.known})
             finding = replay_file(subject, file)
             if finding is not None:
                 raise RuleBroken(_report(finding, subject))
 
 
-def _subject(item: _Item, what: Any, target: str, depth: Any) -> Subject:
+def _subject(
+    item: _Item,
+    what: Any,
+    target: str,
+    depth: Any,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> Subject:
     from ..adapters.cache_target import Depth
     from ..adapters.load_target import load_target
-    from .subjects import WHATS, make_subject
+    from .subjects import WHATS, SubjectOptions, make_subject
 
     if what not in WHATS:
         raise KvSpecError(f"{item.path}: what must be one of {', '.join(WHATS)}, got {what!r}")
@@ -177,7 +192,8 @@ def _subject(item: _Item, what: Any, target: str, depth: Any) -> Subject:
     where, colon, name = target.rpartition(":")
     if where.endswith(".py") and (beside := item.path.parent / where).is_file():
         target = f"{beside}{colon}{name}"
-    return make_subject(what, load_target(target), depth)
+    listed = {key: tuple(options.get(key, ())) for key in LISTED}
+    return make_subject(what, load_target(target), depth, SubjectOptions(**listed))
 
 
 @contextmanager

@@ -104,9 +104,13 @@ class _Shrinker:
 
     def shrink_sizes(self) -> None:
         """Make the world smaller."""
+        only_drawn = getattr(self.subject, "only_drawn", ())
+        possible = getattr(self.subject, "sizes", {})
         for name, smallest in SMALLEST.items():
-            for size in range(smallest, self.config.get(name, 0)):
-                if self.keeps({**self.config, name: size}, self.trace):
+            size_now = self.config.get(name, 0)
+            for size in possible.get(name, range(smallest, size_now)):
+                is_smaller = size < size_now and name not in only_drawn
+                if is_smaller and self.keeps({**self.config, name: size}, self.trace):
                     break
 
     def simplify_by_subject(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 from ..adapters.cache_target import Depth
@@ -13,18 +14,53 @@ What: TypeAlias = Literal["cache", "pool", "scheduler", "tiers"]
 WHATS: Final[tuple[What, ...]] = ("cache", "pool", "scheduler", "tiers")
 
 
-def make_subject(what: What, factory: Callable[..., Any], depth: Depth) -> Subject:
+@dataclass(frozen=True)
+class SubjectOptions:
+    """What a user says of a system under test.
+
+    Attributes:
+        block_sizes: block sizes of a cache to test; empty for those of its factory.
+        pool_sizes: numbers of blocks, likewise.
+        known: codes or names of rules that are known to be broken, and are not judged.
+    """
+
+    block_sizes: tuple[int, ...] = ()
+    pool_sizes: tuple[int, ...] = ()
+    known: tuple[str, ...] = ()
+
+
+def make_subject(
+    what: What,
+    factory: Callable[..., Any],
+    depth: Depth,
+    options: SubjectOptions = SubjectOptions(),
+) -> Subject:
     """Return the subject for a kind of system and a factory of adapters.
 
     Args:
         what: the kind of system.
         factory: see `Factory`, `PoolFactory`, `SchedulerFactory` or `TierFactory`.
         depth: the depth at which a cache is checked; the other kinds have only one.
+        options: sizes, and known findings.
+
+    Raises:
+        AdapterError: there is no such size or rule.
     """
+    subject = _make_subject(what, factory, depth, options)
+    if not options.known:
+        return subject
+    from .known import KnownSubject
+
+    return KnownSubject(subject, options.known)
+
+
+def _make_subject(
+    what: What, factory: Callable[..., Any], depth: Depth, options: SubjectOptions
+) -> Subject:
     if what == "cache":
         from .cache.world import CacheSubject
 
-        return CacheSubject(factory, depth)
+        return CacheSubject(factory, depth, options.block_sizes, options.pool_sizes)
     if what == "pool":
         from .pool_world import PoolSubject
 

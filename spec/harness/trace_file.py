@@ -31,16 +31,20 @@ class TraceFile:
         what: the kind of system: ``"cache"``, ``"pool"``, ``"scheduler"`` or ``"tiers"``.
         target: import path of the factory, as ``"package.module:factory"``; "" if not known.
         depth: the depth of the checks.
+        known: rules that were not judged.
     """
 
     finding: Finding
     what: str = "cache"
     target: str = ""
     depth: str = "api"
+    known: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the contents as plain data."""
-        origin = {"what": self.what, "target": self.target, "depth": self.depth}
+        origin: dict[str, Any] = {"what": self.what, "target": self.target, "depth": self.depth}
+        if self.known:
+            origin["known"] = list(self.known)
         return {**self.finding.to_json(), **origin}
 
     def text(self) -> str:
@@ -82,7 +86,11 @@ def read_trace_file(path: Path) -> TraceFile:
     for part, value in origin.items():
         if not isinstance(value, str):
             raise TraceFileError(f'{path}: "{part}" must be a string')
-    return TraceFile(Finding(**{part: document[part] for part in PARTS}), **origin)
+    known = document.get("known", [])
+    if not isinstance(known, list) or not all(isinstance(word, str) for word in known):
+        raise TraceFileError(f'{path}: "known" must be a list of strings')
+    finding = Finding(**{part: document[part] for part in PARTS})
+    return TraceFile(finding, **origin, known=tuple(known))
 
 
 def replay_file(subject: Subject, file: TraceFile) -> Finding | None:

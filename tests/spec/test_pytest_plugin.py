@@ -81,6 +81,19 @@ def test_options_override_the_file(pytester: pytest.Pytester, folder: Path) -> N
     )
 
 
+def test_known_findings_and_sizes(pytester: pytest.Pytester, folder: Path) -> None:
+    text = 'target = "toys.py:Leaky"\nblock_sizes = [4]\npool_sizes = [2]\nsteps = 2000\n'
+    spec(folder, text)  # with two blocks, none is lost
+    run(pytester).assert_outcomes(passed=1)
+    spec(folder, text.replace("[2]", "[5]"))
+    result = run(pytester)
+    result.stdout.fnmatch_lines(["D1 *", "with num_blocks=5, block_size=4"])
+    (path,) = traces(folder)
+    path.unlink()
+    spec(folder, text.replace("[2]", "[5]") + 'known = ["D1", "D2", "A8"]\n')
+    run(pytester).assert_outcomes(passed=1)
+
+
 def test_a_module_is_found_in_the_working_directory(
     pytester: pytest.Pytester, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,7 +108,13 @@ def test_a_module_is_found_in_the_working_directory(
         ("target =", "kvspec.toml: not TOML: Invalid value (at end of document)"),
         ("", "kvspec.toml: no target: give one in the file, or --kv-target"),
         ('tarket = "a:b"',
-         "kvspec.toml: no such key: tarket (of target, what, depth, steps, seed)"),
+         "kvspec.toml: no such key: tarket (of target, what, depth, steps, seed, block_sizes, "
+         "pool_sizes, known)"),
+        ('target = "a:b"\nknown = "S2"',
+         "kvspec.toml: known must be a list of strings, got 'S2'"),
+        ('target = "a:b"\nblock_sizes = [1.5]',
+         "kvspec.toml: block_sizes must be a list of integers, got [[]1.5]"),
+        ('target = "toys.py:Plain"\nknown = ["S99"]', "kvspec.toml: known: there is no rule 'S99'"),
         ('target = "a:b"\nsteps = "1"', "kvspec.toml: steps must be an integer, got '1'"),
         ("target = 3", "kvspec.toml: target must be a string, got 3"),
         ('target = "a:b"\nseed = true', "kvspec.toml: seed must be an integer, got True"),

@@ -37,6 +37,22 @@ def add_parser(commands: Commands) -> None:
         help="how much of a cache is checked: api, its calls; events, also what happens inside; "
         "full, also its state (default: full for radixkv's own, else api)",
     )
+    for what, default in (("block", "1 to 4"), ("pool", "4 to 14 blocks")):
+        parser.add_argument(
+            f"--{what}-sizes",
+            type=integer(minimum=1),
+            nargs="+",
+            metavar="N",
+            default=[],
+            help=f"{what} sizes of a cache (default: those that the target names, or {default})",
+        )
+    parser.add_argument(
+        "--known",
+        nargs="+",
+        metavar="RULE",
+        default=[],
+        help="rules that the target is known to break: they are counted, and not judged",
+    )
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
         "--seconds",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
 from ...model.ghost import Tag, first_tag, next_tag
@@ -18,15 +19,21 @@ TOKENS: Final = (0, 1 << 16, 3)
 """Few tokens, so that prefixes are shared; two of them have equal low 16 bits."""
 
 
-def draw_config(below: Below) -> Config:
+BLOCK_SIZES: Final = range(1, 5)
+POOL_SIZES: Final = range(4, 15)
+
+
+def draw_config(below: Below, sizes: Mapping[str, Sequence[int]] = MappingProxyType({})) -> Config:
     """Draw the sizes of a world, and which operations are rare or frequent.
 
     Tiny pools and few different tokens reach all situations soon. Each case has other sizes,
     because no single size reaches all situations.
     """
+    pool_sizes = sizes.get("num_blocks", POOL_SIZES)
+    block_sizes = sizes.get("block_size", BLOCK_SIZES)
     return {
-        "num_blocks": 4 + below(11),
-        "block_size": 1 + below(4),
+        "num_blocks": pool_sizes[below(len(pool_sizes))],
+        "block_size": block_sizes[below(len(block_sizes))],
         "max_running": 2 + below(4),
         "alphabet": min(1 + below(4), len(TOKENS)),  # of one token, no two sequences differ
         "rare": below(1 << 13) & below(1 << 13) if below(3) else 0,

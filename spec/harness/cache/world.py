@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from ...adapters.cache import Factory
+from ...adapters.cache import Factory, sizes_of
 from ...adapters.cache_target import Depth
 from ..engine import Below, Config, Operation, Trace
 from .checks import check_all
@@ -46,17 +46,35 @@ class CacheSubject:
     Args:
         factory: makes an adapter from ``(num_blocks, block_size)``.
         depth: which optional methods of the adapter are used.
+        block_sizes: sizes to choose from; by default those that the factory names, or 1 to 4.
+        pool_sizes: numbers of blocks, likewise; by default 4 to 14.
+
+    Attributes:
+        sizes: the possible sizes of a world by name, where the manager has not all of them.
+        only_drawn: parts of a configuration that a replay does not read.
     """
 
     table = CACHE_TABLE
+    only_drawn = ("max_running", "alphabet", "rare", "often")
 
-    def __init__(self, factory: Factory, depth: Depth = "api") -> None:
+    def __init__(
+        self,
+        factory: Factory,
+        depth: Depth = "api",
+        block_sizes: Sequence[int] = (),
+        pool_sizes: Sequence[int] = (),
+    ) -> None:
         self.factory = factory
         self.depth = depth
+        sizes = {
+            "block_size": block_sizes or sizes_of(factory, "block_sizes"),
+            "num_blocks": pool_sizes or sizes_of(factory, "pool_sizes"),
+        }
+        self.sizes = {name: sorted(some) for name, some in sizes.items() if some}
 
     def configure(self, below: Below) -> Config:
         """Draw the sizes of a world."""
-        return draw_config(below)
+        return draw_config(below, self.sizes)
 
     def simpler(self, trace: Trace) -> Iterator[Trace]:
         """Yield traces where a launched step runs at once, or appended tokens join the prompt."""

@@ -61,6 +61,8 @@ class TierWorld(TierState):
 class TierSubject:
     """A manager with tiers to test, in worlds of all sizes and policies."""
 
+    only_drawn = ("max_running",)  # a replay does not read it
+
     table = TIER_TABLE
 
     def __init__(self, factory: TierFactory) -> None:

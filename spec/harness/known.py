@@ -1,0 +1,106 @@
+"""Known findings: rules that are broken, and that no longer hide what else is broken."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from ..adapters.cache import AdapterError
+from ..rules.rule import RULES, Violation, not_judging
+from .engine import Below, Config, Operation, Subject, Trace, World
+
+MET: Final = "known: "
+"""Situations whose names begin so count the findings that were met."""
+
+
+def rules_named(words: Sequence[str]) -> frozenset[str]:
+    """Return the names of the rules with these codes or names.
+
+    Raises:
+        AdapterError: there is no such rule.
+    """
+    found: set[str] = set()
+    for word in words:
+        same = {name for name in RULES if word in (name, *name.split(maxsplit=1))}
+        if not same:
+            raise AdapterError(f"known: there is no rule {word!r}")
+        found |= same
+    return frozenset(found)
+
+
+class KnownSubject:
+    """A subject with known findings.
+
+    A known rule is not judged: where it is broken, the world counts it and goes on as if it were
+    not. If the manager cannot be followed after that, because it has stopped with an exception or
+    the model has lost it, the world ends, and a new one of the same sizes begins.
+
+    Args:
+        subject: the subject.
+        known: codes or names of the rules.
+    """
+
+    def __init__(self, subject: Subject, known: Sequence[str]) -> None:
+        self._subject = subject
+        self.known = rules_named(known)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._subject, name)
+
+    def configure(self, below: Below) -> Config:
+        """Draw the sizes of a world."""
+        return self._subject.configure(below)
+
+    def simpler(self, trace: Trace) -> Iterator[Trace]:
+        """Yield simpler traces, if the subject knows some."""
+        simpler = getattr(self._subject, "simpler", None)
+        return iter(()) if simpler is None else simpler(trace)
+
+    def world(self, config: Config) -> World:
+        """Make an empty world."""
+        return _KnownWorld(self._subject, config, self.known)
+
+
+class _KnownWorld:
+    """A world, and the next one when it ends with a known finding."""
+
+    def __init__(self, subject: Subject, config: Config, known: frozenset[str]) -> None:
+        self._subject, self._config, self._known = subject, config, known
+        self._world = subject.world(dict(config))
+        self._earlier: Counter[str] = Counter()
+        self.situations: Counter[str] = Counter()
+        self._has_met = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._world, name)
+
+    def draw(self, below: Below) -> Operation:
+        return self._world.draw(below)
+
+    def picture(self) -> str:
+        return self._world.picture()
+
+    def apply(self, operation: Operation) -> bool:
+        with not_judging(self._known) as met:
+            applied = self._apply(operation, met)
+        self._has_met = self._has_met or bool(met)
+        self._earlier.update({f"{MET}{name}": times for name, times in met.items()})
+        self.situations = self._earlier + self._world.situations
+        return applied
+
+    def _apply(self, operation: Operation, met: Counter[str]) -> bool:
+        try:
+            return self._world.apply(operation)
+        except Violation as violation:
+            if violation.rule.name not in self._known:
+                raise
+            met[violation.rule.name] += 1
+        except AdapterError:
+            raise
+        except Exception:
+            if not (self._has_met or met):
+                raise
+        self._earlier.update(self._world.situations)
+        self._world = self._subject.world(dict(self._config))
+        return True

@@ -1,0 +1,102 @@
+"""Known findings are counted and hide nothing else; sizes that a manager lacks are not tested."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixkv.scheduler.cli.main import main
+from radixkv.spec.adapters.cache import AdapterError
+from radixkv.spec.harness.cache.world import CacheSubject
+from radixkv.spec.harness.engine import replay
+from radixkv.spec.harness.known import MET, KnownSubject, rules_named
+from radixkv.spec.harness.random_engine import run
+from radixkv.spec.harness.shrink import shrink
+from radixkv.spec.harness.subjects import SubjectOptions, make_subject
+from radixkv.spec.rules.rule import RULES, Violation, not_judging, require
+
+from .designs.bugs import DESIGN_BUGS, planted
+from .designs.radix import LightLLM, SGLang
+
+MANAGERS = Path(__file__).parents[2] / "docs/examples/managers"
+BROKEN = f"{MANAGERS}/mini_style.py:make_without_repointing"
+TWO_NAMES = ["S2", "A3", "C2"]
+
+
+def with_bug(name: str) -> CacheSubject:
+    bug = next(bug for bug in DESIGN_BUGS if bug.name == name and bug.design == "SGLang")
+    return CacheSubject(planted(bug), "events")
+
+
+def test_a_rule_that_is_not_judged_is_counted() -> None:
+    name = "S2 available-is-counted"
+    with not_judging([name]) as met:
+        require(False, RULES[name], "no {}", 1)
+        with pytest.raises(Violation):
+            require(False, RULES["A3 allocate-distinct"], "")
+    assert met == {name: 1}
+    with pytest.raises(Violation):
+        require(False, RULES[name], "")
+
+
+def test_a_known_finding_hides_no_other() -> None:
+    subject = with_bug("duplicates are lost")
+    first = run(subject, 0, 20_000).finding
+    assert first is not None and first.rule == "P4 publish-promptly"
+    known = KnownSubject(subject, ["P4"])
+    second = run(known, 0, 20_000).finding
+    assert second is not None and second.rule != first.rule
+    small = shrink(known, second)
+    assert small.rule == second.rule and replay(known, small.config, small.trace) is not None
+
+
+def test_the_world_begins_again_where_the_manager_cannot_be_followed() -> None:
+    subject = KnownSubject(with_bug("a match is not locked"), [rule.split()[0] for rule in RULES])
+    result = run(subject, 0, 5_000)
+    assert result.finding is None and result.num_steps >= 5_000
+    assert sum(times for name, times in result.situations.items() if name.startswith(MET)) > 50
+    assert result.situations["admitted"] > 500
+
+
+def test_rules_have_two_names() -> None:
+    assert rules_named(["S2", "no-leak", "A3 allocate-distinct"]) >= {
+        "S2 available-is-counted", "S1 no-leak", "A3 allocate-distinct"
+    }  # fmt: skip
+    with pytest.raises(AdapterError, match="known: there is no rule 'S99'"):
+        rules_named(["S99"])
+
+
+def test_the_command_reports_the_known_ones(capsys: Any, tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    options = ["--target", BROKEN, "--steps", "3000", "--json", str(found)]
+    assert main(["fuzz", *options, "--known", *TWO_NAMES]) == 1
+    text = capsys.readouterr().out
+    assert text.startswith("C1 ") and "\nknown findings met: S2 available-is-counted (" in text
+    assert main(["fuzz", "--replay", str(found)]) == 1  # the file names the known ones, too
+    assert capsys.readouterr().out.startswith("C1 ")
+    assert main(["fuzz", *options, "--known", *TWO_NAMES, "C1"]) == 0
+
+
+def test_the_generator_and_the_shrinker_keep_to_the_sizes() -> None:
+    below = random.Random(1).randrange
+    assert {CacheSubject(LightLLM).configure(below)["block_size"] for _ in range(40)} == {1}
+    subject = make_subject("cache", SGLang, "api", SubjectOptions((256,), (5, 9)))
+    drawn = [subject.configure(below) for _ in range(40)]
+    assert {each["block_size"] for each in drawn} == {256}
+    assert {each["num_blocks"] for each in drawn} == {5, 9}
+    assert run(subject, 0, 500).finding is None
+    broken = with_bug("duplicates are lost")
+    subject = CacheSubject(broken.factory, "api", [4, 8], [6, 7])
+    finding = run(subject, 0, 20_000).finding
+    assert finding is not None
+    small = shrink(subject, finding).config
+    assert small["block_size"] in (4, 8) and small["num_blocks"] in (6, 7)
+
+
+def test_sizes_are_positive() -> None:
+    broken = type("Broken", (SGLang,), {"block_sizes": (0,)})
+    with pytest.raises(AdapterError, match="block_sizes must be positive integers"):
+        CacheSubject(broken)
