@@ -17,7 +17,10 @@ author = "The radixkv authors"
 copyright = author
 version = release = _project["version"]
 
+sys.path.insert(0, str(Path(__file__).parent / "_generate"))
+
 extensions = [
+    "directives",  # in _generate/
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.doctest",
@@ -29,6 +32,7 @@ default_role = "code"  # single backticks in docstrings
 html_theme = "furo"
 html_title = f"radixkv {release}"
 html_static_path = ["_static"]
+html_css_files = ["specification.css"]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
@@ -96,7 +100,6 @@ def _skip_inherited(*event: Any) -> bool | None:
 
 def _write_pages(app: Any) -> None:
     """Generate the pages about the specification's rules and bugs and the hand-off's states."""
-    sys.path.insert(0, str(Path(__file__).parent / "_generate"))
     import handoff
     import specification
 

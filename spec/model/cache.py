@@ -19,7 +19,7 @@ A step of a block is an event that the manager reports, and its guards are the r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..rules import cache as rules
 from ..rules.rule import require
@@ -97,16 +97,15 @@ class CacheModel:
     def _is_followed(self, tag: Tag) -> bool:
         return any(entry.parent == tag for entry in self.cached.values())
 
-    def _coldest_leaf(self) -> int | None:
-        """The least recently used leaf that the current call cannot hit."""
-        parents = {entry.parent for entry in self.cached.values()}
-        leaves = {
-            block: entry.last_use
-            for block, entry in self.unused().items()
-            if (entry.tag not in parents or len(self.copies[entry.tag]) > 1)
-            and entry.tag not in self.wanted
-        }
-        return min(leaves, key=leaves.__getitem__, default=None)
+    def _coldest_of(self, blocks: Mapping[int, Published]) -> int:
+        """The least recently used of some blocks without followers among them; the deepest."""
+        parents = {entry.parent for entry in blocks.values()}
+        leaves = [
+            (entry.last_use, -entry.depth, block)
+            for block, entry in blocks.items()
+            if entry.tag not in parents or len(self.copies[entry.tag]) > 1
+        ]
+        return min(leaves)[2]
 
     # Requests
 
@@ -137,12 +136,22 @@ class CacheModel:
         holding.computed = num_blocks * self.block_size
 
     def look(self, name: str, table: Sequence[int]) -> None:
-        """Check a block table. Only the manager knows which copy of a prefix it uses."""
+        """Check a block table. Only the manager knows which copy of a prefix it uses.
+
+        A manager that frees lazily may replace a private block by one that is published.
+        """
         holding = self.holdings[name]
         for position, (mine, theirs) in enumerate(zip(holding.table, table, strict=False)):
-            tag = holding.tags.get(mine)
-            if mine != theirs and tag is not None and theirs in self.copies[tag]:
-                holding.share(position, theirs, tag)
+            if mine == theirs or position >= len(holding.path):
+                continue
+            is_private = mine not in holding.tags
+            if theirs not in self.copies.get(holding.path[position], ()) or (
+                is_private and self.promises.frees_at_once
+            ):
+                continue
+            if is_private:
+                self.owner[mine] = LEFT
+            holding.share(position, theirs, holding.path[position])
         require(
             list(table) == holding.table,
             rules.R1,
@@ -250,17 +259,22 @@ class CacheModel:
             require(
                 owner == CACHED, rules.E1, "block {} is evicted, but belongs to {}", block, owner
             )
-        entries = [(self.cached[block], block) for block in blocks]
-        # A batch equals single evictions in eviction order, in any order of the report.
-        for entry, block in sorted(entries, key=lambda each: (each[0].last_use, -each[0].depth)):
-            require(block in self.cached, rules.E1, "block {} is evicted twice in a call", block)
-            if self.actor != RESET:
-                self._check_victim(block, entry)
-            self._withdraw(block)
-            self.owner[block] = EVICTED
+        entries = {block: self.cached[block] for block in blocks}
+        require(
+            len(entries) == len(blocks), rules.E1, "blocks {} are evicted twice in a call", blocks
+        )
         self.counts["evicted_blocks"] += len(entries)
-        if entries and self.actor != RESET:
-            self._see_eviction([entry.parent for entry, _ in entries])
+        if self.actor == RESET:
+            self._withdraw(*entries)
+            return
+        # A batch equals single evictions in eviction order, in any order of the report.
+        left = dict(entries)
+        while left:
+            block = self._coldest_of(left)
+            self._check_victim(block, left.pop(block))
+            self._withdraw(block)
+        if entries:
+            self._see_eviction([entry.parent for entry in entries.values()])
 
     def _check_victim(self, block: int, entry: Published) -> None:
         is_last = self.copies[entry.tag] == [block]
@@ -282,9 +296,14 @@ class CacheModel:
                 self.needed,
             )
         if self.promises.lru and entry.tag not in self.wanted:
-            coldest = self._coldest_leaf()
+            leaves = {
+                other: each
+                for other, each in self.unused().items()
+                if each.tag not in self.wanted or other == block
+            }
+            coldest = self._coldest_of(leaves)
             require(
-                coldest is None or entry.last_use <= self.cached[coldest].last_use,
+                entry.last_use <= self.cached[coldest].last_use,
                 rules.E4,
                 "block {} is evicted, but block {} was used longer ago",
                 block,
@@ -332,12 +351,14 @@ class CacheModel:
         holding.share(position, copies[0], tag)
         self.counts["duplicate_blocks"] += 1
 
-    def _withdraw(self, block: int) -> None:
-        """A published block is no longer found."""
-        tag = self.cached.pop(block).tag
-        self.copies[tag].remove(block)
-        if not self.copies[tag]:
-            del self.copies[tag]
+    def _withdraw(self, *blocks: int) -> None:
+        """Published blocks are no longer found."""
+        for block in blocks:
+            tag = self.cached.pop(block).tag
+            self.copies[tag].remove(block)
+            if not self.copies[tag]:
+                del self.copies[tag]
+            self.owner[block] = EVICTED
 
     # After each call
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..rules import tiers as rules
 from ..rules.rule import require
-from .blocks import CACHED, EVICTED
+from .blocks import CACHED
 from .cache import CacheModel
 from .promises import Promises
 
@@ -76,7 +76,6 @@ class TierModel(CacheModel):
             for block in blocks:
                 if self.owner.get(block) == CACHED:
                     self._withdraw(block)
-                    self.owner[block] = EVICTED
         super().freed(blocks)
 
     # Host blocks

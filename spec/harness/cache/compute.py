@@ -183,7 +183,8 @@ def _is_ready(request: Request) -> bool:
 def _grow(
     world: CacheState, requests: list[Request], needed: int, call: Callable[[], bool], reason: Rule
 ) -> bool:
-    model, can = world.model, world.target.available()
+    model, before = world.model, world.target.available()
+    can = before
     if model is not None:
         can = model.available()
         model.actor, model.needed = "growth", needed
@@ -210,5 +211,5 @@ def _grow(
         evicted = num_published - len(model.cached)
         require(not evicted, rules.A8, "growth was refused, and {} evicted", evicted)
         found = world.target.available()
-        require(found == can, rules.A8, "{} available after a refusal, {} before", found, can)
+        require(found == before, rules.A8, "{} available after a refusal, {} before", found, before)
     return False

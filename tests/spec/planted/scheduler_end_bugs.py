@@ -37,7 +37,7 @@ PREEMPTION_BUGS = (
             "never_preempts",
             "preempts_when_short",
         ),
-        seen_in="schedulers.md D4, vLLM #25538",
+        seen_in="vLLM #25538",
     ),
     bug(
         "the victim is who was admitted last",
@@ -185,7 +185,7 @@ RESERVATION_BUGS = (
         "nobody is sure to finish",
         RESERVATION,
         (" and left >= neediest - (self._private + private)", ""),
-        seen_in="vLLM #45388, schedulers.md D1",
+        seen_in="vLLM #45388",
     ),
     bug(
         "shared blocks count as given back",

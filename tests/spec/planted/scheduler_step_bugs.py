@@ -175,7 +175,7 @@ ADMISSION_BUGS = (
             "match.num_blocks, available):\n                    place += 1\n"
             "                    continue",
         ),
-        seen_in="schedulers.md D8: small requests starve a large one",
+        seen_in="SGLang, which guards against it: small requests starve a large one",
     ),
     bug(
         "small requests pass a large one for ever",
@@ -216,7 +216,7 @@ ADMISSION_BUGS = (
             "            if queue:\n                return",
             "            if False:\n                return",
         ),
-        seen_in="schedulers.md D7",
+        seen_in="SGLang, which guards against it: small requests starve a parked one",
     ),
     bug(
         "new ones are tried before preempted ones",
@@ -225,7 +225,7 @@ ADMISSION_BUGS = (
             "for queue in (queues.preempted, queues.waiting):",
             "for queue in (queues.waiting, queues.preempted):",
         ),
-        seen_in="schedulers.md D7",
+        seen_in="SGLang, which guards against it: small requests starve a parked one",
     ),
     bug(
         "a victim is admitted again in the same step",
