@@ -12,9 +12,11 @@ It imports nothing else of this library, nor NumPy, nor JAX.
 """
 
 from .adapters.cache import AdapterError, Events, Factory, Manager, Promises, Snapshot
+from .adapters.recorder import recorded
 from .harness.cache.world import CacheSubject
 from .harness.engine import Finding, replay
 from .harness.random_engine import Run, run
+from .harness.script import to_script
 from .harness.shrink import shrink
 from .model.ghost import ContentError, GhostMemory, Tag, prefix_tags
 from .rules.rule import RULES, Rule, Violation
@@ -36,7 +38,9 @@ __all__ = [
     "Tag",
     "Violation",
     "prefix_tags",
+    "recorded",
     "replay",
     "run",
     "shrink",
+    "to_script",
 ]

@@ -16,6 +16,7 @@ from ...spec.adapters.load_target import TargetError
 from ...spec.harness.engine import Finding, Subject
 from ...spec.harness.known import MET
 from ...spec.harness.program import to_program
+from ...spec.harness.script import to_script
 from ...spec.harness.shrink import shrink
 from ...spec.harness.subjects import WHATS, SubjectOptions, What
 from ...spec.harness.svg import to_svg
@@ -37,7 +38,7 @@ EXIT_INTERRUPTED = 130
 
 def run(arguments: argparse.Namespace) -> int:
     """Run a campaign or replay a finding, and print the result."""
-    for option in ("json", "svg"):
+    for option in ("json", "svg", "script"):
         check_destination(getattr(arguments, option), f"--{option}")
     if arguments.engine == "hypothesis" and importlib.util.find_spec("hypothesis") is None:
         raise BadInputError("--engine hypothesis needs Hypothesis: pip install hypothesis")
@@ -154,6 +155,12 @@ def _emit_finding(
     if arguments.svg is not None:
         Path(arguments.svg).write_text(to_svg(subject, finding), encoding="utf-8")
     parts = [to_program(finding, subject)]
+    if arguments.script is not None:
+        script = to_script(finding, subject)
+        if script:
+            Path(arguments.script).write_text(script, encoding="utf-8")
+        else:
+            parts.append("\nno --script: the adapter makes nothing with radixkv.spec.recorded")
     if not is_reproducible:
         parts.append("\nA replay of this trace breaks no rule: the target is not deterministic.")
     parts.append(f"\nfailed: {finding.rule}: {summary}")

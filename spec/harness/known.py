@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from copy import copy
 from typing import Any, Final
 
 from ..adapters.cache import AdapterError
@@ -46,7 +47,15 @@ class KnownSubject:
         self.known = rules_named(known)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
         return getattr(self._subject, name)
+
+    def with_factory(self, factory: Any) -> KnownSubject:
+        """Return the same with adapters of another factory."""
+        subject: Any = copy(self._subject)
+        subject.factory = factory
+        return KnownSubject(subject, sorted(self.known))
 
     def configure(self, below: Below) -> Config:
         """Draw the sizes of a world."""

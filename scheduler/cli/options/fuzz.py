@@ -86,4 +86,9 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--svg", metavar="FILE", help="draw the state before the failing step to FILE"
     )
+    parser.add_argument(
+        "--script",
+        metavar="FILE.py",
+        help="write a finding as a plain script of calls on your manager, which needs no radixkv",
+    )
     parser.set_defaults(module="fuzz")

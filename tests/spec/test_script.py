@@ -1,0 +1,135 @@
+"""A finding as a script of calls on the manager, which runs and fails without radixkv."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixkv.scheduler.cli.main import main
+from radixkv.spec import CacheSubject, recorded, run, shrink, to_script
+from radixkv.spec.adapters.load_target import load_target
+from radixkv.spec.adapters.recorder import recording
+from radixkv.spec.harness.known import KnownSubject
+
+from .toys import Leaky
+
+MANAGERS = Path(__file__).parents[2] / "docs" / "examples" / "managers"
+BROKEN = f"{MANAGERS}/mini_style.py:make_without_repointing"
+
+
+def execute(path: Path, text: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in an interpreter that cannot import radixkv."""
+    path.write_text(f"import sys\nsys.modules['radixkv'] = None\n{text}")
+    return subprocess.run([sys.executable, "-I", path], capture_output=True, text=True)
+
+
+def script_of(subject: Any) -> str:
+    finding = run(subject, 0, 20_000).finding
+    assert finding is not None
+    return to_script(shrink(subject, finding), subject)
+
+
+def test_the_script_fails_as_long_as_the_manager_does(tmp_path: Path) -> None:
+    text = script_of(CacheSubject(load_target(BROKEN)))
+    assert "radixkv" not in text.replace(str(MANAGERS), "")
+    assert "\nfrom mini_radix import CacheManager\n\ncache_manager = CacheManager(2, " in text
+    assert "\navailable_1 = cache_manager.available()  # 1\n" in text
+    failed = execute(tmp_path / "script.py", text)
+    assert failed.returncode == 1
+    assert "AssertionError: S2 available-is-counted: 1 available, " in failed.stderr
+    repaired = execute(tmp_path / "script.py", text.replace(", False)", ", True)"))
+    assert repaired.returncode == 0, repaired.stderr
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("                del self.by_hash[block.hash]\n", ""),  # found under its old hash
+        ("blake2b(before + ", "blake2b("),  # a hash without the prefix
+        ("for number in unused:\n            self.free.remove(number)\n", "pass\n"),
+        ("if num_new > len(self.free) - len(unused):", "if False:"),  # it raises IndexError
+    ],
+)
+def test_a_script_of_each_kind_of_finding(tmp_path: Path, right: str, wrong: str) -> None:
+    (tmp_path / "nano_style.py").write_text((MANAGERS / "nano_style.py").read_text())
+    source = (MANAGERS / "nano_blocks.py").read_text()
+    assert source.count(right) == 1
+    (tmp_path / "nano_blocks.py").write_text(source.replace(right, wrong))
+    sys.modules.pop("nano_blocks", None)
+    before = list(sys.path)
+    try:
+        text = script_of(CacheSubject(load_target(f"{tmp_path}/nano_style.py:make")))
+    finally:
+        sys.path[:] = before
+        sys.modules.pop("nano_blocks", None)
+    failed = execute(tmp_path / "script.py", text)
+    assert failed.returncode == 1 and "Error" in failed.stderr, text
+    (tmp_path / "nano_blocks.py").write_text(source)
+    repaired = execute(tmp_path / "script.py", text)
+    assert repaired.returncode == 0, (text, repaired.stderr)
+
+
+def test_the_command_writes_a_script(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "script.py"
+    assert main(["fuzz", "--target", BROKEN, "--script", str(path)]) == 1
+    assert execute(tmp_path / "run.py", path.read_text()).returncode == 1
+    capsys.readouterr()
+    path.unlink()
+    target = f"{Path(__file__).with_name('toys.py')}:Leaky"
+    assert main(["fuzz", "--target", target, "--script", str(path)]) == 1
+    assert "no --script: " in capsys.readouterr().out and not path.exists()
+
+
+def test_known_findings_are_left_out_of_a_script_too() -> None:
+    known = KnownSubject(CacheSubject(load_target(BROKEN)), ["S2", "A3", "C2"])
+    finding = run(known, 0, 20_000).finding
+    assert finding is not None and finding.rule.startswith("C1")
+    assert "C1 read-own-prefix: " in to_script(shrink(known, finding), known)
+
+
+def test_nothing_is_recorded_without_need() -> None:
+    assert recorded(Leaky) is Leaky
+    finding = run(CacheSubject(Leaky), 0, 5_000).finding
+    assert finding is not None and to_script(finding, CacheSubject(Leaky)) == ""
+
+
+class Shelf:
+    """Returns and takes objects of all kinds."""
+
+    def __init__(self, size: int = 2) -> None:
+        self.size = size
+        self.books = [0]
+
+    def pair(self) -> tuple[Shelf, list[int]]:
+        return self, [1]
+
+    def same(self, other: Any) -> bool:
+        return other is self
+
+    def fail(self) -> None:
+        raise KeyError(self.size)
+
+
+def test_objects_have_names_and_plain_values_stay_plain() -> None:
+    with recording() as log:
+        shelf = recorded(Shelf)(size=3)
+        other, books = shelf.pair()
+        assert shelf.same(other) and books == [1] and shelf.size == 3
+        shelf.size = 4
+        shelf.books[0] += 1
+        with pytest.raises(KeyError):
+            shelf.fail()
+    shown = [(line.name, line.text, line.result, line.error) for line in log.lines]
+    assert shown == [
+        ("shelf", "Shelf(size=3)", "", ""),
+        ("tuple", "shelf.pair()", "", ""),
+        ("", "shelf.same(tuple[0])", "True", ""),
+        ("", "shelf.size", "3", ""),
+        ("", "shelf.size = 4", "", ""),
+        ("", "shelf.books", "[0]", ""),
+        ("", "shelf.fail()", "", "KeyError(4)"),
+    ]
