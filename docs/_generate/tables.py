@@ -187,6 +187,7 @@ def show_proof(proof: Proof, stem: str) -> Iterator[str]:
         yield from textwrap.wrap(line, WIDTH, subsequent_indent=more, drop_whitespace=True)
     yield "```\n"
     subject = _subject(proof)
+    OUTPUT.mkdir(exist_ok=True)
     drawing = OUTPUT / f"{stem}.svg"
     drawing.write_text(to_svg(subject, proof.finding, calls=False), encoding="utf-8")
     yield f"![The state before the last call of the trace](/_generated/{stem}.svg)\n"

@@ -148,7 +148,7 @@ def test_the_committed_table_is_that_of_the_bugs(kills: dict) -> None:
 
 
 def test_one_command_makes_every_committed_table() -> None:
-    assert {path.stem for path in KILLS.parent.glob("*.jsonl")} == set(TABLES)
+    assert {path.stem for path in KILLS.parent.glob("kills*.jsonl")} == set(TABLES)
     for name, table in TABLES.items():
         summary = read_table(KILLS.with_stem(name))["summary"]
         committed = summary["engine"], summary["bugs"], summary["max_steps"], summary["depth"]

@@ -64,8 +64,9 @@ def test_a_shrunk_trace_is_as_simple_as_can_be() -> None:
 def test_tokens_are_as_small_as_they_can_be_in_all_requests_at_once() -> None:
     """The last two tokens are equal, which a change of one request alone would end."""
     submits: list[Operation] = [["submit", "r1", [3, 65536], 0, 0], ["submit", "r2", [65536], 0, 0]]
-    finding = Finding("S4 no-surprise", "", {"num_blocks": 4, "block_size": 1, "max_running": 2},
-                      [*submits, ["admit", "r1"], ["admit", "r2"]])  # fmt: skip
+    sizes = {"num_blocks": 4, "block_size": 1, "max_running": 2}
+    calls = [*submits, ["admit", "r1"], ["admit", "r2"]]
+    finding = Finding("S4 no-surprise", "", sizes, calls)
     small = shrink(CacheSubject(Picky, "api"), finding)
     assert [operation[2] for operation in small.trace[:2]] == [[0, 1], [1]]
 
