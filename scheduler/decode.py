@@ -8,7 +8,7 @@ from ..kvcache import CacheManager, Lease, OutOfBlocksError
 from .batching.batch import BatchScheduler
 from .batching.preemption import PreemptMode
 from .errors import HandoffsOpenError, RefusedError
-from .fairness import AdmissionFairness
+from .fairness import MAX_OVERTAKEN, AdmissionFairness
 from .handoff import (
     AttemptKey,
     CancelPull,
@@ -61,6 +61,7 @@ class DecodeScheduler(Scheduler):
         preempt: PreemptMode = "recompute",
         check_request: Callable[[Request], None] | None = None,
         vocab_size: int | None = None,
+        max_overtaken: int = MAX_OVERTAKEN,
     ) -> None:
         """Make a scheduler. Nothing else may use its manager.
 
@@ -73,6 +74,8 @@ class DecodeScheduler(Scheduler):
             policy, reserve_tokens, preempt: see `MixedScheduler`.
             check_request: raises a RequestError for a request that the model cannot take.
             vocab_size: of the model; see `DecodeSide`.
+            max_overtaken: most later requests that are admitted before one that was refused for
+                lack of room and keeps asking.
 
         Raises:
             ConfigError, CountError: for an invalid policy, sizes that do not fit together, or a
@@ -102,7 +105,7 @@ class DecodeScheduler(Scheduler):
         self._is_draining = False
         self._check_request = check_request
         self._now = 0.0
-        self._fairness = AdmissionFairness(timing.silence_s)
+        self._fairness = AdmissionFairness(timing.silence_s, max_overtaken)
 
     @property
     def num_open(self) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 MAX_OVERTAKEN: Final = 256
-"""Number of admissions after which a refused request is not overtaken any more.
+"""Default number of admissions after which a refused request is not overtaken any more.
 
 While it blocks the others, D empties. A limit of 16 delayed a tenth of the first tokens of
 Mooncake's synthetic trace by 134 s or more instead of 10 s (simulated: 2 prefill nodes and a decode
@@ -24,12 +24,13 @@ class AdmissionFairness:
     """Limits how often a request that was refused for lack of room is overtaken by others.
 
     A small request fits where a large one does not, so a stream of small ones could starve it.
-    After `MAX_OVERTAKEN` admissions no later request is admitted before the large one, as long as
+    After `max_overtaken` admissions no later request is admitted before the large one, as long as
     that keeps asking.
     """
 
-    def __init__(self, patience_s: float) -> None:
+    def __init__(self, patience_s: float, max_overtaken: int = MAX_OVERTAKEN) -> None:
         self._patience_s = patience_s  # a request that has not asked for so long is forgotten
+        self._max_overtaken = max_overtaken
         self._refused: dict[str, _Refused] = {}  # by request id, in order of the first refusal
 
     def num_before(self, request_id: str, now: float) -> int:
@@ -45,7 +46,7 @@ class AdmissionFairness:
         for each, refused in self._refused.items():
             if each == request_id:
                 break
-            count += refused.num_overtaken >= MAX_OVERTAKEN
+            count += refused.num_overtaken >= self._max_overtaken
         return count
 
     def refused(self, request_id: str, now: float) -> None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 from typing import Final
 
 from ...spec.harness.subjects import What
-from . import cache_adapter, pool_adapter, scheduler_adapter, tier_adapter
+from . import cache_adapter, handoff_adapter, pool_adapter, scheduler_adapter, tier_adapter
 
 cache = cache_adapter.make_factory()
+handoff = handoff_adapter.make_factory()
 pool = pool_adapter.make_factory()
 scheduler = scheduler_adapter.make_factory()
 tiers = tier_adapter.make_factory()
 
 DEFAULT_TARGETS: Final[dict[What, str]] = {
-    what: f"{__name__}:{what}" for what in ("cache", "pool", "scheduler", "tiers")
+    what: f"{__name__}:{what}" for what in ("cache", "handoff", "pool", "scheduler", "tiers")
 }
 """Import path of our target of each kind."""

@@ -9,9 +9,9 @@ from typing import Any, Final, Literal, TypeAlias
 from ..adapters.cache_target import Depth
 from .engine import Subject
 
-What: TypeAlias = Literal["cache", "pool", "scheduler", "tiers"]
+What: TypeAlias = Literal["cache", "handoff", "pool", "scheduler", "tiers"]
 
-WHATS: Final[tuple[What, ...]] = ("cache", "pool", "scheduler", "tiers")
+WHATS: Final[tuple[What, ...]] = ("cache", "handoff", "pool", "scheduler", "tiers")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ def make_subject(
 
     Args:
         what: the kind of system.
-        factory: see `Factory`, `PoolFactory`, `SchedulerFactory` or `TierFactory`.
+        factory: see `Factory`, `HandoffFactory`, `PoolFactory`, `SchedulerFactory` or
+            `TierFactory`.
         depth: the depth at which a cache is checked; the other kinds have only one.
         options: sizes, and known findings.
 
@@ -65,6 +66,10 @@ def _make_subject(
         from .pool_world import PoolSubject
 
         return PoolSubject(factory)
+    if what == "handoff":
+        from .handoff.world import HandoffSubject
+
+        return HandoffSubject(factory)
     if what == "tiers":
         from .tiers.world import TierSubject
 

@@ -27,8 +27,6 @@ class Invariant:
     elsewhere: str = ""
 
 
-_HAND_OFF: Final = "between nodes: the simulation of the hand-off checks it under every fault"
-
 _BLOCKS: Final = {
     "I1": Invariant(
         "one owner",
@@ -221,20 +219,20 @@ _HAND_OFFS: Final = {
     "I38": Invariant(
         "promised blocks wait",
         "A block promised to another node is not reused before that node knows.",
-        elsewhere=_HAND_OFF,
+        ("X7", "X9"),
     ),
     "I39": Invariant(
         "exactly once", "Lost, late and repeated messages cause no leak and no repetition.",
-        elsewhere=_HAND_OFF,
+        ("X1", "X2", "X3", "X10", "X13", "X17"),
     ),
     "I40": Invariant(
         "complete before decoding", "Decoding begins when all of the prompt's KV has arrived.",
-        elsewhere=_HAND_OFF,
+        ("X7", "X12"),
     ),
     "I41": Invariant(
         "both sides give up",
         "If one side fails, the other learns of it, and both free everything.",
-        elsewhere=_HAND_OFF,
+        ("X16", "X17", "X18"),
     ),
 }  # fmt: skip
 

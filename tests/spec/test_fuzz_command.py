@@ -48,7 +48,7 @@ def leaky() -> str:
 # Ours
 
 
-@pytest.mark.parametrize("what", ["cache", "pool", "scheduler", "tiers"])
+@pytest.mark.parametrize("what", ["cache", "handoff", "pool", "scheduler", "tiers"])
 def test_ours_keeps_every_rule(fuzz: Any, what: str) -> None:
     outcome = fuzz("--what", what, "--steps", 2_000)
     assert (outcome.status, outcome.stderr) == (0, "")
@@ -268,7 +268,7 @@ GOOD = {"format": 1, "rule": "D1 x", "why": "", "config": SIZES, "trace": [["dra
         ({**GOOD, "trace": 1}, '"trace" must be a list'),
         (
             {**GOOD, "what": "disk"},
-            "\"what\" must be one of cache, pool, scheduler, tiers, got 'disk'",
+            "\"what\" must be one of cache, handoff, pool, scheduler, tiers, got 'disk'",
         ),
         ({**GOOD, "target": "no_such_module:x"}, "there is no module no_such_module"),
         ({**GOOD, "depth": "x"}, "\"depth\" must be one of api, events, full, got 'x'"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import radixkv.spec
+import radixkv.spec.rules.handoff  # enters its rules
 import radixkv.spec.rules.scheduler  # enters its rules
 import radixkv.spec.rules.tiers  # enters its rules
 from radixkv.spec.rules.cache import A1, CACHE_RULES

@@ -8,6 +8,9 @@ from typing import Final
 P: Final = "handoff/prefill_side.py"
 D: Final = "handoff/decode_side.py"
 ATTEMPTS: Final = "handoff/attempts.py"
+DECODE: Final = "decode.py"
+BATCH: Final = "batching/batch.py"
+GATEWAY: Final = "gateway/gateway.py"
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,67 @@ BUGS: Final = [
         "D publishes nothing",
         D,
         ("        self._manager.publish(attempt.lease, attempt.tokens)\n", ""),
+    ),
+    bug(
+        "P publishes nothing that it computed",
+        P,
+        ("            self._manager.publish(lease, tokens)\n", "            pass\n"),
+        (
+            "            self._manager.publish(attempt.lease, "
+            "attempt.tokens[: attempt.num_computed])\n",
+            "            pass\n",
+        ),
+    ),
+    bug(
+        "P publishes nothing before its hand-off has ended",
+        P,
+        ("            self._manager.publish(lease, tokens)\n", "            pass\n"),
+    ),
+    bug(
+        "P keeps each prompt to its request",
+        P,
+        (
+            "self._manager.admit(self._manager.match(request.prompt, request.namespace))",
+            "self._manager.admit(self._manager.match(request.prompt, request.request_id.encode()))",
+        ),
+    ),
+    bug(
+        "D keeps each prompt to its request",
+        DECODE,
+        (
+            "match = manager.match(request.prompt, request.namespace)",
+            "match = manager.match(request.prompt, request.request_id.encode())",
+        ),
+    ),
+    bug(
+        "D asks for blocks that it has",
+        D,
+        ("attempt.first_block = attempt.lease.num_shared_blocks", "attempt.first_block = 0"),
+    ),
+    bug(
+        "P computes again what it hits",
+        BATCH,
+        (
+            "        hit_tokens = min(lease.num_ready_tokens, request.num_tokens - 1)\n",
+            "        hit_tokens = 0\n",
+        ),
+    ),
+    bug(
+        "P counts the hits of refused attempts",
+        BATCH,
+        (
+            "        request.match = None\n"
+            "        if request.status is not RequestStatus.WAITING:\n",
+            "        request.match = None\n"
+            "        if not self._leases.is_ready(request):\n"
+            "            self._stats.hit_tokens += lease.num_hit_blocks\n"
+            "        if request.status is not RequestStatus.WAITING:\n",
+        ),
+    ),
+    bug(
+        "the answer has no hits",
+        GATEWAY,
+        ("            request.num_hit_tokens = hits.device\n", ""),
     ),
     bug(
         "P publishes at admission: a refused prompt stays matchable",

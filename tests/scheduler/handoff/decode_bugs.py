@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from .bugs import ATTEMPTS, D, bug
+from .bugs import ATTEMPTS, BATCH, DECODE, D, bug
 
-DECODE: Final = "decode.py"
 RESERVATION: Final = "reservation.py"
 FAIRNESS: Final = "fairness.py"
-BATCH: Final = "batching/batch.py"
 
 DECODE_BUGS: Final = [
     bug(
@@ -168,7 +166,7 @@ DECODE_BUGS: Final = [
     bug(
         "a large request starves",
         FAIRNESS,
-        ("count += refused.num_overtaken >= MAX_OVERTAKEN", "count += 0"),
+        ("count += refused.num_overtaken >= self._max_overtaken", "count += 0"),
     ),
     bug(
         "a request that has gone still blocks others",

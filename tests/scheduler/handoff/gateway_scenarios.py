@@ -7,19 +7,21 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any, Final
 
+from radixkv.spec.harness.handoff.world import HandoffWorld
+
 from .harness import ORDERS, PROMPT, D, P, lossy
 from .planted import gateway_of
 
 
-def is_answered(simulation: Any) -> None:
-    [answer] = simulation.answers.values()
+def is_answered(world: HandoffWorld) -> None:
+    [answer] = world.model.answers.values()
     assert answer.tokens is not None, answer.reason
 
 
 def either_node_may_crash_and_lose_its_messages(h: ModuleType) -> None:
     for order in ORDERS:
         for number in range(lossy(h, order=order)[1]):
-            for node in (0, 1):
+            for node in (P, D):
                 fault = number, [["crash", node], ["cut", node]]
                 is_answered(lossy(h, fault=fault, order=order)[0])
 
@@ -27,14 +29,14 @@ def either_node_may_crash_and_lose_its_messages(h: ModuleType) -> None:
 def either_connection_may_break_at_any_message(h: ModuleType) -> None:
     for order in ORDERS:
         for number in range(lossy(h, order=order)[1]):
-            for node in (0, 1):
+            for node in (P, D):
                 is_answered(lossy(h, fault=(number, [["cut", node]]), order=order)[0])
 
 
 def the_gateway_may_restart_at_any_message(h: ModuleType) -> None:
     for number in range(lossy(h)[1]):
         is_answered(lossy(h, fault=(number, [["new_gateway"]]))[0])
-        is_answered(lossy(h, fault=(number, [["new_gateway"], ["cut", 0], ["cut", 1]]))[0])
+        is_answered(lossy(h, fault=(number, [["new_gateway"], ["cut", P], ["cut", D]]))[0])
 
 
 class GatewayHarness:

@@ -1,4 +1,4 @@
-"""Test harnesses: a simulation with chosen faults, and two sides without a network."""
+"""Test harnesses: a world with chosen faults, and two sides without a network."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any, Final
 from radixkv.kvcache import CacheManager
 from radixkv.scheduler import Request, SamplingParams
 from radixkv.scheduler.handoff import AttemptKey
+from radixkv.spec.harness.handoff.drain import fair_round, is_drained
+from radixkv.spec.harness.handoff.world import HandoffWorld
 
-from .planted import simulation_of
+from .worlds import world_of
 
 PROMPT: Final = [5, 6, 7, 8, 9, 4, 3]
 KEY: Final = AttemptKey("r1", 1)
@@ -28,7 +30,7 @@ def lossy(
     postponed: Collection[int] = (),
     fault: tuple[int, Sequence[Sequence[Any]]] = (-1, ()),
     order: str = "early",
-) -> tuple[Any, int]:
+) -> tuple[HandoffWorld, int]:
     """Run one request to its end. Messages are numbered in order, without signs of life.
 
     Args:
@@ -39,38 +41,37 @@ def lossy(
         order: of the prefill node.
 
     Returns:
-        The simulation, and the number of messages.
+        The world, and the number of messages.
     """
-    simulation = simulation_of(h).Simulation(
-        simulation_of(h).SimulationConfig(budget=3, max_running=3, order=order)
-    )
-    simulation.apply(["submit", PROMPT, 3, 1])
+    world = world_of(h, budget=3, max_running=3, order=order)
+    world.apply(["submit", "r1", PROMPT, 3, 1])
     number, later = 0, []
     for _ in range(MANY):
-        while simulation.network:
-            if simulation.network[0].is_status:
-                simulation.apply(["deliver", 0])
+        while world.network:
+            first = world.network[0]
+            if first.is_status:
+                world.apply(["deliver", first.name])
                 continue
             if number == fault[0]:
                 fault = -1, fault[1]
-                for op in fault[1]:
-                    simulation.apply(op)
+                for operation in fault[1]:
+                    world.apply(list(operation))
                 continue
             if number in doubled:
-                simulation.apply(["duplicate", 0])
+                world.apply(["duplicate", first.name])
             if number in postponed:
-                later.append(simulation.network[0])
+                later.append(first)
             dropped = number in lost or number in postponed
-            simulation.apply(["drop" if dropped else "deliver", 0])
+            world.apply(["drop" if dropped else "deliver", first.name])
             number += 1
-        if simulation_of(h).is_drained(simulation) and not postponed:
+        if is_drained(world) and not postponed:
             break
-        for op in simulation_of(h).fair_round(simulation):
-            simulation.apply(op)
+        for operation in fair_round(world):
+            world.apply(operation)
     assert number >= len(later)
-    simulation.network += later
-    simulation_of(h).drain_and_check(simulation)
-    return simulation, number
+    world.network += later
+    world.apply(["drain"])
+    return world, number
 
 
 class Pair:

@@ -18,18 +18,13 @@ from radixkv import scheduler
 from .bugs import Bug
 
 SOURCE: Final = Path(scheduler.__file__).parent
-PACKAGES: Final = ("batching", "handoff", "gateway", "handoff_simulation")
+PACKAGES: Final = ("batching", "handoff", "gateway", "fuzz")
 _numbers = count(1)
 
 
 def gateway_of(handoff: ModuleType) -> ModuleType:
     """Return the gateway beside a copy of the hand-off, or beside the hand-off itself."""
     return importlib.import_module(f"{handoff.__name__.removesuffix('handoff')}gateway")
-
-
-def simulation_of(handoff: ModuleType) -> ModuleType:
-    """Return the simulation package beside a handoff package or its copy."""
-    return importlib.import_module(f"{handoff.__name__}_simulation")
 
 
 @contextmanager
@@ -81,7 +76,7 @@ def planted(bug: Bug | None) -> Iterator[ModuleType]:
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)
-            importlib.import_module(f"{name}.handoff_simulation")
+            importlib.import_module(f"{name}.fuzz.handoff_adapter")
             yield sys.modules[f"{name}.handoff"]
         finally:
             for each in [each for each in sys.modules if each.split(".")[:2] == name.split(".")]:

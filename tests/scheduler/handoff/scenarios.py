@@ -6,21 +6,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
 from types import ModuleType
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from radixkv.kvcache import CacheManager
+from radixkv.spec.harness.handoff.drain import run_rounds
+from radixkv.spec.harness.handoff.world import HandoffWorld
 
 from .harness import KEY, ORDERS, PROMPT, VOCABULARY, D, P, Pair, lossy
-from .planted import gateway_of, simulation_of
+from .planted import gateway_of
+from .worlds import world_of
 
 
-def succeeds_at_once(h: ModuleType, simulation: Any) -> None:
-    [answer] = simulation.answers.values()
+def succeeds_at_once(h: ModuleType, world: HandoffWorld) -> None:
+    [answer] = world.model.answers.values()
     assert answer.tokens is not None, answer.reason
-    assert simulation.gateway.num_open == 0
-    assert simulation.counts["starts"] == simulation.counts["attempts"] == 1
+    assert world.gateway.num_open() == 0
+    assert world.situations["starts"] == world.situations["attempts"] == 1
 
 
 def one_request(h: ModuleType) -> None:
@@ -48,9 +51,9 @@ def any_message_is_late(h: ModuleType) -> None:
 def either_node_may_crash_at_any_message(h: ModuleType) -> None:
     for order in ORDERS:
         for number in range(lossy(h, order=order)[1]):
-            for node in (0, 1):
-                simulation, _ = lossy(h, fault=(number, [["crash", node]]), order=order)
-                [answer] = simulation.answers.values()
+            for node in (P, D):
+                world, _ = lossy(h, fault=(number, [["crash", node]]), order=order)
+                [answer] = world.model.answers.values()
                 assert answer.tokens is not None, answer.reason
 
 
@@ -195,17 +198,16 @@ def leases(pair: Pair) -> int:
 def two_equal_prompts_are_sent_once(h: ModuleType) -> None:
     for order in ORDERS:
         for num_groups in (1, 2):
-            config = simulation_of(h).SimulationConfig(num_groups=num_groups, order=order)
-            simulation = simulation_of(h).Simulation(config)
+            world = world_of(h, num_groups=num_groups, order=order)
             sent = []
-            for _ in range(2):
-                simulation.apply(["submit", PROMPT, 1, 1])
-                simulation_of(h).drain(simulation)
-                sent.append(simulation.counts["blocks sent"])
-            assert all(answer.tokens is not None for answer in simulation.answers.values())
+            for name in ("r1", "r2"):
+                world.apply(["submit", name, PROMPT, 1, 1])
+                run_rounds(world, world.apply)
+                sent.append(world.situations["blocks sent"])
+            assert all(answer.tokens is not None for answer in world.model.answers.values())
             # Of 7 tokens in blocks of 2, the second request lacks the last, half a block.
             assert sent == [4 * num_groups, 5 * num_groups]
-            assert simulation.counts["cached tokens"] == simulation.counts["hit tokens"] == 6
+            assert world.situations["cached tokens"] == world.situations["hit tokens"] == 6
 
 
 def a_prompt_is_matchable_when_decoding_starts(h: ModuleType) -> None:

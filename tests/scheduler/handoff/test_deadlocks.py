@@ -13,10 +13,9 @@ from radixkv.kvcache import RequestTooLargeError
 from radixkv.scheduler import Request
 from radixkv.scheduler.fairness import MAX_OVERTAKEN
 from radixkv.scheduler.handoff import AttemptKey, Grant
-from radixkv.scheduler.handoff_simulation import drain_and_check
 
 from .decode_harness import ask, hand_over, refusal, scheduler, start, step
-from .stepped_simulation import SteppedSimulation
+from .worlds import SteppedWorld
 
 
 @given(
@@ -47,63 +46,63 @@ def test_d1_what_is_received_for_ever_stops_nobody_from_finishing(
 
 
 def test_d2_prompts_that_the_host_has_do_not_hold_half_of_what_they_need() -> None:
-    simulation = SteppedSimulation(prefill_blocks=8, host_blocks=40, num_decode=1)
+    world = SteppedWorld(prefill_blocks=8, host_blocks=40, num_decode=1)
     prompts = [[number] * 9 for number in range(6)]
     for prompt in prompts:
-        simulation.submit(prompt, 1)
-    simulation.finish()
-    simulation.p().manager.evict(8)
-    simulation.copy()
+        world.ask(prompt, 1)
+    world.finish()
+    world.p().manager.evict(8)
+    world.copy_all()
     for prompt in prompts:
-        simulation.submit([*prompt, 7], 1)
-    simulation.finish()
-    assert simulation.p().stats().host_hit_tokens > 0
+        world.ask([*prompt, 7], 1)
+    world.finish()
+    assert world.p().stats().host_hit_tokens > 0
 
 
 def test_d3_a_prompt_has_all_of_its_blocks_before_its_first_chunk() -> None:
-    simulation = SteppedSimulation(prefill_blocks=7, budget=2, max_running=2)
+    world = SteppedWorld(prefill_blocks=7, budget=2, max_running=2)
     for number in (1, 2):
-        simulation.submit([number] * 8, 1)
-    while not simulation.answers:
-        held = [each.lease.num_blocks for each in simulation.p().running if each.lease]
+        world.ask([number] * 8, 1)
+    while not world.model.answers:
+        held = [each.lease.num_blocks for each in world.p().running if each.lease]
         assert all(blocks == 4 for blocks in held)
-        simulation.round()
-        simulation.tick()
-    simulation.finish()
+        world.round()
+        world.wait()
+    world.finish()
 
 
 def test_d4_what_d_has_started_needs_no_p() -> None:
-    simulation = SteppedSimulation(decode_blocks=12, max_running=3)
+    world = SteppedWorld(decode_blocks=12, max_running=3)
     for number in (1, 2, 3):
-        simulation.submit([number] * 4, 9)
-    simulation.until(lambda: simulation.counts["starts"] == 3)
-    simulation.apply(["crash", 0])
-    while simulation.d().has_work:
-        simulation.step_d()
-    simulation.report()
-    assert simulation.counts["preemptions"] > 0
-    assert simulation.counts["answers"] == 3
+        world.ask([number] * 4, 9)
+    world.until(lambda: world.situations["starts"] == 3)
+    world.apply(["crash", "p0"])
+    while world.d().has_work:
+        world.step_d()
+    world.report()
+    assert world.situations["preemptions"] > 0
+    assert world.situations["answers"] == 3
 
 
 def test_d5_what_can_never_fit_is_refused_at_once() -> None:
-    simulation = SteppedSimulation(prefill_blocks=4, decode_blocks=4)
+    world = SteppedWorld(prefill_blocks=4, decode_blocks=4)
     with pytest.raises(RequestTooLargeError):
-        simulation.p().begin(Request("x", [1] * 9, 1), "d0")
-    simulation.submit([1] * 7, 3)
-    simulation.until(lambda: bool(simulation.answers))
-    [answer] = simulation.answers.values()
+        world.p().begin(Request("x", [1] * 9, 1), "d0")
+    world.ask([1] * 7, 3)
+    world.until(lambda: bool(world.model.answers))
+    [answer] = world.model.answers.values()
     assert answer.reason == "refused, too large: 5 needed, 4 available"
-    assert simulation.counts["attempts"] == 1
+    assert world.situations["attempts"] == 1
 
 
 def test_d6_who_finds_no_room_on_the_host_is_computed_again() -> None:
-    simulation = SteppedSimulation(decode_blocks=12, max_running=3, host_blocks=2)
+    world = SteppedWorld(decode_blocks=12, max_running=3, host_blocks=2)
     for number in (1, 2, 3):
-        simulation.submit([number] * 4, 9)
-    simulation.finish()
-    stats = simulation.d().stats()
+        world.ask([number] * 4, 9)
+    world.finish()
+    stats = world.d().stats()
     assert stats.preemptions > stats.parked
-    drain_and_check(simulation)
+    world.apply(["drain"])
 
 
 def test_d7_new_ones_do_not_starve_who_was_preempted() -> None:
@@ -169,34 +168,34 @@ def test_d8_who_asks_no_more_holds_nobody_up() -> None:
 
 
 def test_d9_prompts_that_wait_for_d_do_not_stop_p() -> None:
-    simulation = SteppedSimulation(
+    world = SteppedWorld(
         order="prefill_complete", prefill_blocks=9, max_running=1, num_prefill=2, budget=4
     )
     for number in range(8):
-        simulation.submit([number] * 8, 6)
-    simulation.finish()
-    assert simulation.counts["Refuse"] > 0
-    drain_and_check(simulation)
+        world.ask([number] * 8, 6)
+    world.finish()
+    assert world.situations["Refuse"] > 0
+    world.apply(["drain"])
 
 
 def test_d10_blocks_that_may_be_written_are_not_given_away() -> None:
-    simulation = SteppedSimulation(decode_blocks=5)
-    simulation.submit([1] * 8, 1)
-    while not simulation.pulls:
-        simulation.deliver()
-        simulation.step_p()
-    simulation.apply(["cancel", 0])
-    simulation.submit([2] * 8, 1)
+    world = SteppedWorld(decode_blocks=5)
+    world.ask([1] * 8, 1)
+    while not world.transfers:
+        world.arrive()
+        world.step_p()
+    world.apply(["cancel", "r1"])
+    world.ask([2] * 8, 1)
     for _ in range(6):
-        simulation.deliver()
-        simulation.step_p()
-        simulation.report()
-        simulation.tick()
-        simulation.apply(["pull_write", 0])
-        assert simulation.counts["starts"] == 0
-        simulation.d().manager.check()
-    assert simulation.counts["Refuse"] > 0
-    simulation.apply(["pull_fence", 0])
-    simulation.until(lambda: len(simulation.answers) == 2)
-    assert simulation.answers["r2"].tokens is not None
-    drain_and_check(simulation)
+        world.arrive()
+        world.step_p()
+        world.report()
+        world.wait()
+        world.apply(["pull_write", world.transfers[0].name])
+        assert world.situations["starts"] == 0
+        world.d().manager.check()
+    assert world.situations["Refuse"] > 0
+    world.apply(["pull_fence", world.transfers[0].name])
+    world.until(lambda: len(world.model.answers) == 2)
+    assert world.model.answers["r2"].tokens is not None
+    world.apply(["drain"])

@@ -25,7 +25,7 @@ from radixkv.scheduler.handoff import (
 )
 
 from .decode_harness import actions, ask, refusal, scheduler, send, start, step
-from .stepped_simulation import SteppedSimulation
+from .worlds import SteppedWorld
 
 # What it does with what has arrived
 
@@ -202,7 +202,7 @@ def test_without_overcommitment_none_is_preempted(
     shared: int,
     host_blocks: int,
 ) -> None:
-    simulation = SteppedSimulation(
+    world = SteppedWorld(
         decode_blocks=num_blocks,
         block_size=block_size,
         max_running=max_running,
@@ -212,6 +212,6 @@ def test_without_overcommitment_none_is_preempted(
     )
     for number, (num_tokens, max_new_tokens) in enumerate(sizes):
         own = max(num_tokens - shared, 0)
-        simulation.submit([1] * (num_tokens - own) + [number] * own, max_new_tokens)
-    simulation.until(lambda: len(simulation.answers) == len(simulation.jobs))
-    assert simulation.counts["preemptions"] == simulation.d().stats().preemptions == 0
+        world.ask([1] * (num_tokens - own) + [number] * own, max_new_tokens)
+    world.until(lambda: len(world.model.answers) == len(world.requests))
+    assert world.situations["preemptions"] == world.d().stats().preemptions == 0

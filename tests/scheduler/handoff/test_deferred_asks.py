@@ -27,7 +27,7 @@ from radixkv.scheduler.handoff import (
 from radixkv.scheduler.handoff.deferred_asks import MAX_DEFERRED
 
 from .decode_harness import actions, refusal, scheduler
-from .stepped_simulation import SteppedSimulation
+from .worlds import SteppedWorld
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -218,10 +218,10 @@ def test_a_renew_from_before_the_grant_may_arrive_after_it() -> None:
 
 def test_equal_prompts_at_the_same_time_are_sent_once() -> None:
     for order in ("early", "prefill_complete"):
-        simulation = SteppedSimulation(order=order, num_prefill=2)
+        world = SteppedWorld(order=order, num_prefill=2)
         for _ in range(4):
-            simulation.submit([*PROMPT, 1, 2], 2)
-        simulation.finish()
+            world.ask([*PROMPT, 1, 2], 2)
+        world.finish()
         # Of 7 tokens in blocks of 2, all but one lack only the last, half a block.
-        assert simulation.counts["blocks sent"] == 4 + 3
-        assert simulation.counts["attempts"] == 4
+        assert world.situations["blocks sent"] == 4 + 3
+        assert world.situations["attempts"] == 4

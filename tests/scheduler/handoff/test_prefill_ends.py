@@ -19,10 +19,9 @@ from radixkv.scheduler.handoff import (
     Refuse,
     Withdraw,
 )
-from radixkv.scheduler.handoff_simulation import drain_and_check
 
 from .prefill_harness import PROMPT, actions, grant, posted, request, scheduler, step
-from .stepped_simulation import SteppedSimulation
+from .worlds import SteppedWorld
 
 # What leaves nothing behind
 
@@ -183,8 +182,8 @@ def test_one_p_speaks_with_several_d() -> None:
 @pytest.mark.parametrize("order", ["early", "prefill_complete"])
 @pytest.mark.parametrize("nodes", [(1, 1), (1, 3), (3, 1), (2, 2)])
 def test_any_number_of_p_and_d(order: str, nodes: tuple[int, int]) -> None:
-    simulation = SteppedSimulation(order=order, num_prefill=nodes[0], num_decode=nodes[1])
+    world = SteppedWorld(order=order, num_prefill=nodes[0], num_decode=nodes[1])
     for last in range(6):
-        simulation.submit([*PROMPT, last])
-    simulation.finish()
-    drain_and_check(simulation)
+        world.ask([*PROMPT, last])
+    world.finish()
+    world.apply(["drain"])

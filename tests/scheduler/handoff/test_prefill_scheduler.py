@@ -17,7 +17,7 @@ from radixkv.scheduler.handoff import (
 )
 
 from .prefill_harness import PROMPT, actions, grant, posted, request, scheduler, step
-from .stepped_simulation import SteppedSimulation
+from .worlds import SteppedWorld
 
 # When a prompt is computed
 
@@ -106,16 +106,14 @@ def test_an_attempt_that_is_refused_is_not_admitted_and_has_no_hits() -> None:
 
 def test_requests_and_their_tokens_are_counted_once_however_often_d_refuses() -> None:
     for order in ("early", "prefill_complete"):
-        simulation = SteppedSimulation(
-            order=order, max_running=4, decode_blocks=8, reserve_tokens=None
-        )
+        world = SteppedWorld(order=order, max_running=4, decode_blocks=8, reserve_tokens=None)
         for last in range(4):
-            simulation.submit([*PROMPT, last], 4)
-        simulation.finish()
-        stats = simulation.p().stats()
-        assert stats.admitted == 4 and simulation.d().stats().admitted == 4
+            world.ask([*PROMPT, last], 4)
+        world.finish()
+        stats = world.p().stats()
+        assert stats.admitted == 4 and world.d().stats().admitted == 4
         assert stats.hit_tokens + stats.prefill_tokens == 4 * 8
-        assert order != "early" or simulation.counts["refusals"] > 0
+        assert order != "early" or world.situations["refusals"] > 0
 
 
 def test_what_can_never_be_granted_fails_for_good_in_either_order() -> None:
@@ -137,11 +135,11 @@ def test_what_can_never_be_granted_fails_for_good_in_either_order() -> None:
 
 
 def test_who_needs_a_block_that_another_computes_waits_for_it() -> None:
-    simulation = SteppedSimulation()
+    world = SteppedWorld()
     for last in (1, 2):
-        simulation.submit([*PROMPT, last])
-    simulation.finish()
-    stats = simulation.p().stats()
+        world.ask([*PROMPT, last])
+    world.finish()
+    stats = world.p().stats()
     assert stats.waits_for_leader > 0
     assert (stats.prefill_tokens, stats.hit_tokens) == (8 + 2, 6)
 

@@ -1,0 +1,499 @@
+"""Adapter of our prefill nodes, decode nodes and gateway for the specification."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from ...kvcache import CacheManager, HostConfig, Int32Array
+from ...kvcache.tiers.operations import Operation, OpKind
+from ...spec.adapters import handoff as spec
+from ..decode import DecodeScheduler
+from ..errors import HandoffsOpenError, StepOrderError
+from ..gateway.network_gateway import Connect, Disconnect, NetworkGateway, SendToNode
+from ..gateway.node_reporter import NodeReporter
+from ..handoff.actions import CancelPull, Finished, Offer, Post, Pull, Started, Timing, Withdraw
+from ..handoff.gateway_messages import (
+    CancelAttempt,
+    DecodeFailed,
+    DeliveryAck,
+    GatewayMessage,
+    NodeStatus,
+    PrefillFailed,
+    RunPrefill,
+)
+from ..handoff.gateway_messages import Finished as FinishedReport
+from ..handoff.gateway_messages import Started as StartedReport
+from ..handoff.messages import Abort, AttemptKey, Commit, Grant, Hits, Message, PartId, Refuse
+from ..prefill import PrefillScheduler
+from ..request import Request, RequestStatus, SamplingParams
+from ..step_plan import StepPlan
+
+TIMING: Final = Timing(
+    retry_s=spec.RETRY,
+    silence_s=spec.SILENCE,
+    transfer_s=spec.TRANSFER,
+    remember_s=spec.REMEMBER,
+)
+
+NO_ROOM: Final = ("out of blocks", "out of slots", "others wait")
+
+Config: TypeAlias = dict[str, Any]
+
+
+def attempt_name(key: AttemptKey) -> str:
+    """Return the specification's name of an attempt: client's name, gateway's epoch, number."""
+    client, _, rest = key.request_id.partition(" #")
+    return f"{client}.{rest.partition('.')[0] or 0}.{key.attempt}"
+
+
+def part_of(part_id: PartId) -> spec.Part:
+    """Return the specification's name of a part."""
+    return spec.Part(attempt_name(part_id.key), part_id.part, part_id)
+
+
+def _total(hits: Hits) -> int:
+    return hits.device + hits.host + hits.storage
+
+
+def message_of(body: Message | GatewayMessage) -> spec.Message:
+    """Return a message with what the rules need of it."""
+    kind = type(body).__name__
+    match body:
+        case NodeStatus():
+            return spec.Message(kind, "", body)
+        case DeliveryAck(key, of):
+            return spec.Message(kind, attempt_name(key), body, of=of)
+        case CancelAttempt(key):
+            return spec.Message(kind, attempt_name(key), body)
+        case PrefillFailed(key):
+            return spec.Message(
+                kind, attempt_name(key), body, is_repeated=True, is_final=body.is_final,
+                has_no_room=body.is_busy,
+            )  # fmt: skip
+        case RunPrefill() | StartedReport() | FinishedReport() | DecodeFailed():
+            return spec.Message(kind, attempt_name(body.key), body, is_repeated=True)
+    attempt, grant = attempt_name(body.header.key), body.header.grant
+    match body:
+        case Commit():
+            hits, position = _total(body.hits), body.position
+            return spec.Message(kind, attempt, body, hits=hits, position=position)
+        case Grant():
+            return spec.Message(kind, attempt, body, grant=grant, first_block=body.first_block)
+        case Refuse():
+            return spec.Message(kind, attempt, body, has_no_room=body.reason in NO_ROOM)
+        case Abort():
+            return spec.Message(kind, attempt, body, grant=grant)
+    return spec.Message(kind, attempt, body)
+
+
+class _Node(ABC):
+    """Parts that nodes of both roles have: scheduler, manager and reporter."""
+
+    scheduler: PrefillScheduler | DecodeScheduler
+
+    def __init__(self, config: Config, role: spec.Role, num_blocks: int, epoch: int) -> None:
+        host = HostConfig(config["host_blocks"]) if config["host_blocks"] else None
+        self.manager = CacheManager(num_blocks, config["block_size"], host=host)
+        self.reporter = NodeReporter(epoch, TIMING)
+        self.now = 0
+        self.plan: StepPlan | None = None
+        self._status = message_of(
+            NodeStatus(role, "", "simulated", config["block_size"], num_blocks, "simulated")
+        )
+
+    # Messages, the clock and reports
+
+    def status(self) -> spec.Message:
+        """See `spec.Node`, as for all public methods here."""
+        return self._status
+
+    def receive(self, source: str, message: spec.Message) -> None:
+        """Pass a message to the reporter or the scheduler."""
+        match message.body:
+            case DeliveryAck() as ack:
+                self.reporter.acknowledge(source, ack)
+            case CancelAttempt(key, reason):
+                self.scheduler.give_up(key, reason)
+            case Message() as body:
+                self.scheduler.receive(source, body)
+
+    def tick(self, now: int) -> None:
+        """Advance the clocks."""
+        self.now = now
+        self.scheduler.tick(now)
+        self.reporter.tick(now)
+
+    def take_actions(self) -> list[spec.Action]:
+        """Return the actions of the scheduler, then the messages of the reporter."""
+        actions = [
+            converted
+            for action in self.scheduler.take_actions()
+            if (converted := self._convert(action)) is not None
+        ]
+        messages = self.reporter.take_messages()
+        return [*actions, *(spec.Send(spec.GATEWAY, message_of(each)) for each in messages)]
+
+    @abstractmethod
+    def _convert(self, action: object) -> spec.Action | None:
+        """Convert an action, or report it to the gateway."""
+
+    # Steps
+
+    def schedule(self) -> spec.Plan:
+        """Plan a step."""
+        plan = self.scheduler.schedule()
+        self.plan = plan if plan.chunks else None
+        admitted = [
+            spec.Admitted(self._name(each), _tokens(each.tokens), self._num_hit(each))
+            for each in plan.admitted
+            if each.lease is not None
+        ]
+        return spec.Plan(len(plan.chunks), admitted, [each.request_id for each in plan.preempted])
+
+    def chunks(self) -> list[spec.Chunk]:
+        """Return the chunks of the step in flight."""
+        return [
+            self._chunk(each.request, each.start, each.start + each.length)
+            for each in (self.plan.chunks if self.plan is not None else ())
+        ]
+
+    def _chunk(self, request: Request, start: int, stop: int) -> spec.Chunk:
+        lease = request.lease
+        assert lease is not None, f"{request!r} is computed without blocks"
+        return spec.Chunk(
+            self._name(request),
+            start,
+            stop,
+            _tokens(request.tokens),
+            lease.block_table.tolist(),
+            lease.num_shared_blocks,
+            request.sampling.seed,
+            request.status is not RequestStatus.RUNNING,
+        )
+
+    def _num_hit(self, request: Request) -> int:
+        lease = request.lease
+        return lease.num_hit_blocks * self.manager.block_size if lease is not None else 0
+
+    @abstractmethod
+    def _name(self, request: Request) -> str:
+        """Return the name of an attempt on P, of a request on D."""
+
+    def update(self, tokens: Sequence[int]) -> None:
+        """End the step in flight."""
+        plan, self.plan = self.plan, None
+        assert plan is not None, "no step is in flight"
+        self.scheduler.update(plan, tokens)
+
+    # Tiers and the cache
+
+    def take_copies(self) -> list[spec.Copy]:
+        """Return the copies between device and host; cancelled ones end later all the same."""
+        tiers = self.manager.tiers
+        if tiers is None:
+            return []
+        tiers.take_cancelled()
+        return [
+            spec.Copy(
+                each,
+                each.kind is OpKind.DEVICE_TO_HOST,
+                each.sources.tolist(),
+                each.destinations.tolist(),
+            )
+            for each in tiers.take_operations()
+        ]
+
+    def copied(self, copy: Hashable, ok: bool) -> None:
+        """Report the end of a copy."""
+        tiers = self.manager.tiers
+        assert tiers is not None and isinstance(copy, Operation), "a copy without a host tier"
+        tiers.complete(copy.id, [ok] * copy.num_blocks)
+
+    def drain(self) -> None:
+        """Give hand-offs up."""
+        self.scheduler.drain("the weights change")
+
+    def reset(self) -> bool:
+        """Drop all KV, if no hand-off is open and no step is in flight."""
+        try:
+            self.scheduler.reset_cache()
+        except (HandoffsOpenError, StepOrderError):
+            return False
+        return True
+
+    def evict(self, num_blocks: int) -> None:
+        """Evict blocks."""
+        self.manager.evict(num_blocks)
+
+    def num_free(self) -> int:
+        """Return the number of free blocks."""
+        return self.manager.stats().free_blocks
+
+    def num_cached(self, tokens: spec.Tokens) -> int:
+        """Return the length of the match on the device."""
+        return self.manager.match(tokens).num_tokens
+
+    def num_evicted(self) -> int:
+        """Return the number of evicted blocks."""
+        return self.manager.stats().evicted_blocks
+
+    def cached_blocks(self, tokens: spec.Tokens) -> list[int]:
+        """Return the blocks of cached tokens."""
+        lease = self.manager.admit(self.manager.match(tokens))
+        table: list[int] = lease.block_table.tolist()
+        self.manager.release(lease)
+        return table
+
+    def has_work(self) -> bool:
+        """Whether the scheduler has work."""
+        return self.scheduler.has_work
+
+    def counts(self) -> spec.NodeCounts:
+        """Return the counts of cache, scheduler and reporter."""
+        stats, scheduler = self.manager.stats(), self.scheduler
+        done = scheduler.stats()
+        return spec.NodeCounts(
+            stats.num_blocks,
+            self.manager.available,
+            stats.live_leases + (stats.tiers.parked if stats.tiers is not None else 0),
+            scheduler.num_open,
+            self.reporter.num_unacked,
+            done.hit_tokens + done.host_hit_tokens + done.storage_hit_tokens,
+        )
+
+    def check(self) -> None:
+        """Run the manager's own check."""
+        self.manager.check()
+
+
+class PrefillNode(_Node):
+    """A `PrefillScheduler` and its `CacheManager`."""
+
+    def __init__(self, config: Config, epoch: int, now: int) -> None:
+        super().__init__(config, "prefill", config["prefill_blocks"], epoch)
+        self.scheduler: PrefillScheduler = PrefillScheduler(
+            self.manager,
+            epoch=epoch,
+            timing=TIMING,
+            token_budget=config["budget"],
+            max_running=min(config["max_running"], config["budget"]),
+            order=config["order"],
+            num_groups=config["num_groups"],
+        )
+        self._begun: list[spec.Action] = []
+        self._withdrawn: dict[str, AttemptKey] = {}
+        self.tick(now)
+
+    def receive(self, source: str, message: spec.Message) -> None:
+        """Begin an attempt, or pass a message on."""
+        if isinstance(message.body, RunPrefill):
+            self.reporter.begin(message.body, self._begin, self.now)
+        else:
+            super().receive(source, message)
+
+    def _begin(self, request: Request, peer: str, attempt: int) -> None:
+        self._begun.append(spec.Begun(attempt_name(AttemptKey(request.request_id, attempt))))
+        self.scheduler.begin(request, peer, attempt)
+
+    def take_actions(self) -> list[spec.Action]:
+        """Return the attempts that have begun, and all else."""
+        begun, self._begun = self._begun, []
+        return [*begun, *super().take_actions()]
+
+    def _convert(self, action: object) -> spec.Action | None:
+        match action:
+            case Post(peer, message):
+                return spec.Send(peer, message_of(message))
+            case Offer(_, part_id, blocks, group):
+                return spec.Offer(part_of(part_id), blocks, group)
+            case Withdraw(key):
+                self._withdrawn[attempt_name(key)] = key
+                return spec.Withdraw(attempt_name(key))
+            case PrefillFailed():
+                self.reporter.report(action, self.now)
+        return None
+
+    def _name(self, request: Request) -> str:
+        key: AttemptKey = request.key  # type: ignore[attr-defined]  # the prompt of an attempt
+        return attempt_name(key)
+
+    def wrote(self, group: int) -> None:
+        """Report that a group of layers is written."""
+        assert self.plan is not None, "no step is in flight"
+        self.scheduler.wrote(self.plan, group)
+
+    def fenced(self, attempt: str) -> None:
+        """Report that the offers of an attempt are no longer served."""
+        self.scheduler.fenced(self._withdrawn.pop(attempt))
+
+
+class DecodeNode(_Node):
+    """A `DecodeScheduler` and its `CacheManager`."""
+
+    def __init__(self, config: Config, epoch: int, now: int) -> None:
+        super().__init__(config, "decode", config["decode_blocks"], epoch)
+        self.scheduler: DecodeScheduler = DecodeScheduler(
+            self.manager,
+            epoch=epoch,
+            timing=TIMING,
+            token_budget=config["budget"],
+            max_running=min(config["max_running"], config["budget"]),
+            reserve_tokens=config["reserve_tokens"],
+            preempt="host" if config["host_blocks"] else "recompute",
+            vocab_size=spec.VOCABULARY,
+            max_overtaken=config["max_overtaken"],
+        )
+        self.tick(now)
+
+    def _convert(self, action: object) -> spec.Action | None:
+        match action:
+            case Post(peer, message):
+                return spec.Send(peer, message_of(message))
+            case Pull(peer, part_id, blocks, group):
+                return spec.Pull(peer, part_of(part_id), blocks, group)
+            case CancelPull(part_id):
+                return spec.CancelPull(part_of(part_id))
+            case Started(key, request, num_cached):
+                self.reporter.report(action, self.now)
+                table = [] if request.lease is None else request.lease.block_table.tolist()
+                return spec.Started(attempt_name(key), table, num_cached, request.num_hit_tokens)
+            case Finished() | DecodeFailed():
+                self.reporter.report(action, self.now)
+        return None
+
+    def _name(self, request: Request) -> str:
+        return request.request_id
+
+    def pulled(self, part: spec.Part) -> None:
+        """Report that a part has arrived."""
+        self.scheduler.pulled(_part_id(part))
+
+    def pull_failed(self, part: spec.Part, fenced: bool) -> None:
+        """Report that a pull has failed."""
+        self.scheduler.pull_failed(_part_id(part), fenced=fenced, reason="it was lost")
+
+    def pull_fenced(self, part: spec.Part) -> None:
+        """Report that a pull writes no more."""
+        self.scheduler.pull_fenced(_part_id(part))
+
+
+def _part_id(part: spec.Part) -> PartId:
+    assert isinstance(part.key, PartId), f"{part} is none of ours"
+    return part.key
+
+
+def _tokens(tokens: Int32Array) -> spec.Tokens:
+    return tuple(tokens.tolist())
+
+
+class GatewayAdapter:
+    """A `NetworkGateway`."""
+
+    def __init__(self, config: Config, epoch: int, now: int) -> None:
+        self.gateway = NetworkGateway(
+            config["block_size"],
+            silence_s=spec.SILENCE,
+            max_attempts=config["max_attempts"],
+            backoff_s=spec.BACKOFF,
+            request_s=config["request_s"],
+            epoch=epoch,
+        )
+        self._connected: set[str] = set()
+        self.tick(now)  # also sets `_now`
+
+    def submit(self, name: str, prompt: spec.Tokens, max_new_tokens: int, seed: int) -> None:
+        """Add a request; see `spec.Gateway`, as for all methods here."""
+        sampling = SamplingParams(seed=seed)
+        request = Request(name, np.array(prompt, np.int32), max_new_tokens, sampling=sampling)
+        self.gateway.add_request(request, self._now)
+
+    def cancel(self, name: str) -> None:
+        """Abort a request."""
+        self.gateway.abort(name)
+
+    def receive(self, source: str, epoch: int, message: spec.Message) -> None:
+        """Pass a message on."""
+        self.gateway.receive(source, epoch, message.body, self._now)
+
+    def tick(self, now: int) -> None:
+        """Advance the clock."""
+        self._now = now
+        self.gateway.tick(now)
+
+    def take_messages(self) -> list[spec.Send]:
+        """Return the messages to nodes, which must be connected."""
+        messages = []
+        for action in self.gateway.take_actions():
+            match action:
+                case SendToNode(peer, message):
+                    assert peer in self._connected, f"the gateway has no address of {peer}"
+                    messages.append(spec.Send(peer, message_of(message)))
+                case Connect(peer):
+                    self._connected.add(peer)
+                case Disconnect(peer):
+                    self._connected.remove(peer)
+        return messages
+
+    def take_answers(self) -> list[spec.Answer]:
+        """Return the requests that have ended."""
+        answers = []
+        for request in self.gateway.take_ended():
+            name, hits = request.request_id, _total(Hits.of(request))
+            if request.status is RequestStatus.FINISHED:
+                tokens = tuple(map(int, request.output_tokens))
+                answers.append(spec.Answer(name, tokens, "", hits))
+            else:
+                answers.append(spec.Answer(name, None, self.gateway.failures[name], hits))
+        return answers
+
+    def epoch_of(self, node: str) -> int | None:
+        """Return the epoch of a node."""
+        known = self.gateway.nodes.get(node)
+        return None if known is None else known.epoch
+
+    def state_of(self, node: str) -> Hashable:
+        """Return the record of a node, and the counts."""
+        return self.gateway.nodes.get(node), self.gateway.num_open, self.gateway.num_unacked
+
+    def num_open(self) -> int:
+        """Return the number of open requests."""
+        return self.gateway.num_open
+
+    def num_unacked(self) -> int:
+        """Return the number of messages without acknowledgement."""
+        return self.gateway.num_unacked
+
+    def loads(self) -> dict[str, int]:
+        """Return the router's loads."""
+        return self.gateway.loads
+
+
+class HandoffAdapter:
+    """Makes our nodes and gateways.
+
+    Args:
+        config: As drawn by `radixkv.spec.harness.handoff.draw`.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.max_overtaken: int = config["max_overtaken"]
+
+    def gateway(self, epoch: int, now: int) -> GatewayAdapter:
+        """Make a gateway without memory."""
+        return GatewayAdapter(self._config, epoch, now)
+
+    def node(self, name: str, role: spec.Role, epoch: int, now: int) -> PrefillNode | DecodeNode:
+        """Make a node without memory."""
+        kind: Callable[[Config, int, int], PrefillNode | DecodeNode]
+        kind = PrefillNode if role == "prefill" else DecodeNode
+        return kind(self._config, epoch, now)
+
+
+def make_factory() -> Callable[[Config], HandoffAdapter]:
+    """Return a factory of adapters of our hand-off."""
+    return HandoffAdapter

@@ -1,0 +1,126 @@
+"""The end of a hand-off's world without further faults, and the rules about what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final, TypeAlias
+
+from ...adapters.handoff import BACKOFF, SILENCE, TRANSFER
+from ...rules.handoff import X16, X17, X18
+from ...rules.rule import require
+from ..engine import Operation
+from .state import HandoffState, LiveNode
+
+Apply: TypeAlias = Callable[[Operation], bool]
+"""Applies an operation to the world."""
+
+STEPS_PER_ROUND: Final = 8
+"""Operations of each node on its steps in a round."""
+
+ROUNDS_PER_HANDOFF: Final = 4
+"""Rounds in which the messages of one attempt arrive."""
+
+
+def drain(world: HandoffState, apply: Apply) -> None:
+    """Run rounds without faults until everything has ended, and check what is left.
+
+    Raises:
+        Violation: something does not end within the bound, a request has no answer, a node still
+            holds blocks, or a cached block has the wrong content.
+    """
+    run_rounds(world, apply)
+    world.check_caches()
+    loads = world.gateway.loads()
+    require(not any(loads.values()), X18, "the loads are {}", loads)
+    for node in world.live():
+        _check_empty(world, node)
+
+
+def run_rounds(world: HandoffState, apply: Apply) -> None:
+    """Run rounds without faults until everything has ended, within the bound."""
+    bound = bound_of(world)
+    number = 0
+    while number == 0 or not is_drained(world):
+        require(number < bound, X16, "{} rounds, and there are {}", bound, pending(world))
+        number += 1
+        for operation in fair_round(world):
+            apply(operation)
+    require(not world.model.open(), X16, "{} have no answer", world.model.open())
+
+
+def bound_of(world: HandoffState) -> int:
+    """Return a number of rounds after which all has ended: at worst, requests run one by one.
+
+    Each may wait for its next attempt, needs some rounds for messages, and a node does
+    `STEPS_PER_ROUND` of its steps in a round. Before, the nodes give up what the faults left.
+    """
+    lost = SILENCE + TRANSFER + BACKOFF
+    requests = [world.requests[name] for name in world.model.open()]
+    tokens = [len(each.prompt) + each.max_new_tokens for each in requests]
+    steps = [-(-each * (1 + world.num_groups) // STEPS_PER_ROUND) for each in tokens]
+    return lost + sum(BACKOFF + ROUNDS_PER_HANDOFF + each for each in steps)
+
+
+def fair_round(world: HandoffState) -> Iterator[Operation]:
+    """Yield operations that let every pending event happen once, without faults, and a tick."""
+    for name, node in world.nodes.items():
+        if node is None:
+            yield ["restart", name]
+    while world.network:  # answers arrive before messages are repeated
+        yield ["deliver", world.network[0].name]
+    for transfer in world.transfers[:]:
+        yield ["pull_write", transfer.name]
+        yield ["pull_end", transfer.name, transfer.written, True]
+        if transfer in world.transfers:  # it had ended unfenced
+            yield ["pull_fence", transfer.name]
+    for attempt in [attempt for node in world.live() for attempt in node.withdrawn]:
+        yield ["offer_fence", attempt]
+    for name in [name for node in world.live() for name in node.copies]:
+        yield ["copy", name, True]
+    for word, names in (("compute", world.prefill_names), ("decode", world.decode_names)):
+        for name in names:
+            for _ in range(STEPS_PER_ROUND):
+                node = world.nodes[name]
+                if node is not None and (node.is_stepping or node.system.has_work()):
+                    yield [word, name]
+    yield ["tick", 1]
+
+
+def is_drained(world: HandoffState) -> bool:
+    """Whether nothing is pending but signs of life."""
+    return not pending(world)
+
+
+def pending(world: HandoffState) -> dict[str, int]:
+    """Return what has not ended, by kind."""
+    live = world.live()
+    counts = [node.system.counts() for node in live]
+    found = {
+        "requests without answer": world.gateway.num_open(),
+        "nodes that are down": len(world.names) - len(live),
+        "attempts": sum(each.num_open for each in counts),
+        "nodes with work": sum(node.system.has_work() for node in live),
+        "copies": sum(len(node.copies) for node in live),
+        "messages": sum(not envelope.is_status for envelope in world.network),
+        "messages without answer": world.gateway.num_unacked()
+        + sum(each.num_unacked for each in counts),
+        "pulls": len(world.transfers),
+        "resets": sum(node.is_draining for node in live),
+    }
+    return {name: number for name, number in found.items() if number}
+
+
+def _check_empty(world: HandoffState, node: LiveNode) -> None:
+    """Check the content of a node's cache, and that eviction frees all of its blocks."""
+    target, name = node.target, node.name
+    counts = target.counts()
+    is_free = counts.held == 0 and counts.available == counts.num_blocks
+    require(is_free, X17, "{} has {}", name, counts)
+    for request in world.requests.values():
+        hit = request.prompt[: target.num_cached(request.prompt)]
+        table = target.cached_blocks(hit)
+        for group in range(world.num_groups):
+            node.model.device.read(table, hit, group, f"the cache of {name}")
+    target.evict(counts.num_blocks)
+    free = target.num_free()
+    require(free == counts.num_blocks, X17, "{} has {} free blocks", name, free)

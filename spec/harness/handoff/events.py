@@ -1,0 +1,200 @@
+"""What nodes and the gateway do after each operation, and the rules about it."""
+
+from __future__ import annotations
+
+from ...adapters.handoff import (
+    GATEWAY,
+    REMEMBER,
+    SILENCE,
+    Action,
+    Begun,
+    CancelPull,
+    Message,
+    Offer,
+    Pull,
+    Send,
+    Started,
+    Withdraw,
+    request_of,
+)
+from ...model.handoff import DecodeModel, PrefillModel
+from ...rules.handoff import X3
+from ...rules.rule import require
+from .state import CopyInFlight, Envelope, HandoffState, LiveNode, Transfer
+
+
+def carry_out(world: HandoffState) -> None:
+    """Carry out the actions of all nodes until there are none, then the gateway's."""
+    while touched := [node for node in world.live() if node.is_touched]:
+        for node in touched:
+            node.is_touched = False
+            _begin_copies(node)  # before a step writes to their sources
+            settle(node)
+            for action in node.system.take_actions():
+                node.is_touched = True
+                _act(world, node, action)
+    for send in world.gateway.take_messages():
+        _send(world, GATEWAY, world.epochs[GATEWAY], send)
+    for answer in world.gateway.take_answers():
+        name, tokens, reason, hits = answer
+        world.model.answered(name, tokens, hits, reason, world.now)
+        world.situations["answers" if tokens is not None else "failures"] += 1
+
+
+def _begin_copies(node: LiveNode) -> None:
+    model = node.model
+    for copy in node.system.take_copies():
+        source = model.device if copy.is_down else model.host
+        content = {
+            (to, group): source.content.get((block, group), ())
+            for block, to in zip(copy.sources, copy.destinations, strict=True)
+            for group in range(model.device.num_groups)
+        }
+        node.num_copies += 1
+        node.copies[f"{node.name}.{node.epoch}.{node.num_copies}"] = CopyInFlight(copy, content)
+
+
+def _act(world: HandoffState, node: LiveNode, action: Action) -> None:
+    match action:
+        case Send():
+            _check_sent(world, node, action.to, action.message)
+            _send(world, node.name, node.epoch, action)
+        case Begun(attempt):
+            world.model.begun(node.name, attempt)
+            world.situations["attempts"] += 1
+        case Offer(part, blocks, group):
+            assert isinstance(node.model, PrefillModel), f"{node.name} offers"
+            node.model.offered(part.key, part.attempt, blocks, group)
+        case Withdraw(attempt):
+            node.withdrawn.append(attempt)
+        case Pull(peer, part, blocks, group):
+            world.situations["blocks sent"] += len(blocks)
+            name = world.unique(f"{part.attempt}.part{part.number}")
+            world.transfers.append(Transfer(name, node.name, peer, part, list(blocks), group))
+        case CancelPull(part):
+            for transfer in world.transfers:
+                transfer.may_fence |= transfer.node == node.name and transfer.part.key == part.key
+        case Started():
+            _start(world, node, action)
+
+
+def _check_sent(world: HandoffState, node: LiveNode, to: str, message: Message) -> None:
+    """Check a message of a node to another node."""
+    model, attempt = node.model, message.attempt
+    if isinstance(model, PrefillModel):
+        if message.kind == "Commit":
+            model.committed(attempt, message.position, message.hits)
+            world.model.hits[attempt] = message.hits
+        world.situations["refusals"] += message.kind == "PrefillFailed" and message.has_no_room
+        return
+    peer = world.nodes.get(to)
+    if peer is not None and message.kind in ("Grant", "Refuse"):
+        assert isinstance(peer.model, PrefillModel), f"{node.name} answers {to}"
+        peer.model.answered(attempt, message.kind == "Grant")
+    name = attempt.rpartition(".")[0]
+    if message.kind == "Grant":
+        _check_grant(world, node, model, message)
+    elif message.kind == "Abort":
+        model.gave_up(attempt, message.grant)
+    elif message.has_no_room and not world.config["host_blocks"]:
+        model.refused(name, world.now)
+
+
+def _check_grant(world: HandoffState, node: LiveNode, model: DecodeModel, message: Message) -> None:
+    attempt, first_block = message.attempt, message.first_block
+    prompt = world.requests[request_of(attempt)].prompt
+    if not model.is_granted(attempt, message.grant):
+        # With a host tier, D may have admitted it earlier, and grants when the blocks are loaded.
+        if not world.config["host_blocks"]:
+            model.admitted(attempt.rpartition(".")[0], world.now)
+        if not (world.in_tick and world.config["host_blocks"]):
+            model.published.hit(prompt, first_block * world.block_size, attempt)
+    model.granted(attempt, message.grant, first_block, prompt)
+
+
+def _start(world: HandoffState, node: LiveNode, started: Started) -> None:
+    attempt, table, num_cached, hits = started
+    world.model.started(attempt)
+    world.situations["starts"] += 1
+    world.situations["cached tokens"] += num_cached
+    world.situations["hit tokens"] += hits
+    model = node.model
+    assert isinstance(model, DecodeModel), f"{node.name} decodes"
+    model.started(attempt)
+    prompt = world.requests[request_of(attempt)].prompt
+    publish(node, prompt)
+    if table:
+        for group in range(world.num_groups):
+            model.device.read(table, prompt, group, attempt)
+
+
+def settle(node: LiveNode) -> None:
+    """Forget the published prefixes that a node has evicted."""
+    system = node.system
+    node.has_evicted |= node.model.published.settle(system.num_evicted(), system.num_cached)
+
+
+def publish(node: LiveNode, tokens: tuple[int, ...]) -> None:
+    """A node publishes the full blocks of tokens whose KV it has."""
+    settle(node)
+    num_cached = node.system.num_cached(tokens)
+    if node.has_evicted:  # perhaps these
+        tokens = tokens[:num_cached]
+    node.model.published.add(tokens, num_cached)
+
+
+# Messages
+
+
+def _send(world: HandoffState, source: str, epoch: int, send: Send) -> None:
+    to, message = send
+    attempt, kind = message.attempt, message.kind
+    if GATEWAY in (source, to):
+        sender = f"{source} in epoch {epoch}"
+        if message.is_repeated:
+            world.model.sent(sender, attempt, kind)
+        if kind == "RunPrefill":
+            world.requests[request_of(attempt)].attempts.add(attempt)
+        elif message.is_final:
+            world.requests[request_of(attempt)].is_hopeless = True
+    name = world.unique(f"{attempt}.{kind}.{source}")
+    world.network.append(Envelope(name, source, to, epoch, world.now, message))
+
+
+def send_status(world: HandoffState, node: LiveNode) -> None:
+    """Send a node's status to the gateway, unless one is in the network."""
+    if all(envelope.message is not node.status for envelope in world.network):
+        name = world.unique(f"{node.name}.{node.status.kind}")
+        world.network.append(Envelope(name, node.name, GATEWAY, node.epoch, world.now, node.status))
+
+
+def deliver(world: HandoffState, envelope: Envelope) -> None:
+    """Pass a message to its receiver."""
+    message, age = envelope.message, world.now - envelope.sent_at
+    if message.kind == "RunPrefill" and age >= REMEMBER - SILENCE:
+        return  # a connection does not hold it until P has forgotten the other copies
+    if envelope.to == GATEWAY:
+        _deliver_to_gateway(world, envelope)
+    else:
+        node = world.nodes.get(envelope.to)
+        if node is None:
+            return
+        if message.kind == "DeliveryAck":
+            sender = f"{node.name} in epoch {node.epoch}"
+            world.model.acknowledged(sender, message.attempt, message.of)
+        node.target.receive(envelope.source, message)
+    world.situations[message.kind] += 1
+
+
+def _deliver_to_gateway(world: HandoffState, envelope: Envelope) -> None:
+    gateway, source, message = world.gateway, envelope.source, envelope.message
+    known = gateway.epoch_of(source)
+    if message.kind == "DeliveryAck" and known == envelope.epoch:
+        sender = f"{GATEWAY} in epoch {world.epochs[GATEWAY]}"
+        world.model.acknowledged(sender, message.attempt, message.of)
+    is_old = known is not None and envelope.epoch < known
+    before = gateway.state_of(source)
+    gateway.receive(source, envelope.epoch, message)
+    if is_old:
+        is_same = gateway.state_of(source) == before and not gateway.take_messages()
+        require(is_same, X3, "{} of epoch {} of {}", message.kind, envelope.epoch, source)

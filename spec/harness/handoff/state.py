@@ -1,0 +1,211 @@
+"""The state of a hand-off's world: nodes, messages, pulls and copies, all with names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar, cast
+
+from ...adapters.cache import AdapterError
+from ...adapters.handoff import GATEWAY, SILENCE, Copy, Gateway, HandoffFactory, Message, Node, Part
+from ...model.handoff import DecodeModel, Place, PrefillModel, Request, Requests, Tokens
+from ...rules.handoff import X19
+from ...rules.rule import Violation
+from ..engine import Config
+
+System = TypeVar("System")
+
+
+class _Guard:
+    """Calls a node or a gateway; its exceptions break a rule."""
+
+    def __init__(self, guarded: Any) -> None:
+        self.guarded = guarded
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self.guarded, name)
+
+        def call(*arguments: Any) -> Any:
+            try:
+                return method(*arguments)
+            except (Violation, AdapterError):
+                raise
+            except (Exception, SystemExit) as error:
+                raise Violation(X19, f"{name} raised {error!r}") from error
+
+        setattr(self, name, call)
+        return call
+
+
+def guard(system: System) -> System:
+    """Return a node or gateway whose exceptions break X19."""
+    return cast(System, _Guard(system))
+
+
+def guarded(system: Any) -> Any:
+    """Return the node or gateway behind `guard`, for tests."""
+    return system.guarded
+
+
+@dataclass(eq=False)
+class Envelope:
+    """A message in the network.
+
+    Attributes:
+        epoch: of the sender.
+        sent_at: time at which it was sent.
+    """
+
+    name: str
+    source: str
+    to: str
+    epoch: int
+    sent_at: int
+    message: Message
+
+    @property
+    def is_status(self) -> bool:
+        """Whether it is only a sign of life."""
+        return self.message.kind == "NodeStatus"
+
+
+@dataclass(eq=False)
+class Transfer:
+    """A pull that is not fenced.
+
+    Attributes:
+        node, peer: D, and P.
+        written: whether its bytes were written.
+        ended: whether its end was reported to D.
+        may_fence: whether it has ended or was cancelled.
+        crashed_source: contents of P's blocks when it crashed, which may still be written.
+    """
+
+    name: str
+    node: str
+    peer: str
+    part: Part
+    blocks: list[int]
+    group: int
+    written: bool = False
+    ended: bool = False
+    may_fence: bool = False
+    crashed_source: list[Tokens] | None = None
+
+
+@dataclass(eq=False)
+class CopyInFlight:
+    """A copy between tiers, with the contents that it has read."""
+
+    copy: Copy
+    content: dict[Place, Tokens]
+
+
+@dataclass(eq=False)
+class LiveNode:
+    """A node since its last start.
+
+    Attributes:
+        system: the node under test, for questions; operations call `target`.
+        model: its memories, and what it has published.
+        status: its sign of life.
+        is_stepping: whether a step is in flight; num_written groups of its layers are written.
+        withdrawn: attempts whose offers are still served and wait for the fence.
+        copies: copies in flight, by name.
+        is_draining: whether it is to reset its cache.
+        has_evicted, is_touched: whether it has evicted blocks, and was called, in this operation.
+    """
+
+    name: str
+    epoch: int
+    system: Node
+    status: Message
+    model: PrefillModel | DecodeModel
+    is_stepping: bool = False
+    num_written: int = 0
+    withdrawn: list[str] = field(default_factory=list)
+    copies: dict[str, CopyInFlight] = field(default_factory=dict)
+    num_copies: int = 0
+    is_draining: bool = False
+    has_evicted: bool = False
+    is_touched: bool = True
+
+    @property
+    def target(self) -> Node:
+        """The node under test; what it wants to do is asked after the operation."""
+        self.is_touched = True
+        return self.system
+
+
+class HandoffState:
+    """The nodes, the gateway, the network and the clients.
+
+    Attributes:
+        now: the clock, in ticks.
+        network: messages in the network, oldest first.
+        prefill_names, decode_names: of all nodes: "p0", ..., "d0", ...
+        nodes: by name; None if a node has crashed.
+        gateway: the gateway since its last restart.
+        transfers: pulls that may still write.
+        model: requests and their attempts.
+        situations: number of events, by kind.
+        weights: cumulative weights of the operations to draw.
+    """
+
+    def __init__(self, config: Config, factory: HandoffFactory) -> None:
+        self.config = config
+        self.system = factory(config)
+        self.block_size: int = config["block_size"]
+        self.num_groups: int = config["num_groups"]
+        self.weights: list[int] = []
+        self.now = 0
+        self.in_tick = False
+        self.network: list[Envelope] = []
+        self.transfers: list[Transfer] = []
+        self.situations: Counter[str] = Counter()
+        self.model = Requests(config["max_attempts"])
+        self.prefill_names = [f"p{number}" for number in range(config["num_prefill"])]
+        self.decode_names = [f"d{number}" for number in range(config["num_decode"])]
+        self.names = [*self.prefill_names, *self.decode_names]
+        self.epochs = dict.fromkeys((*self.names, GATEWAY), 0)
+        self.nodes: dict[str, LiveNode | None] = {name: self.new_node(name) for name in self.names}
+        self.gateway = self.new_gateway_side()
+        self._num_named: Counter[str] = Counter()
+
+    @property
+    def requests(self) -> dict[str, Request]:
+        """The requests of clients, by name."""
+        return self.model.requests
+
+    def new_node(self, name: str) -> LiveNode:
+        """Make a node without memory."""
+        self.epochs[name] = epoch = self.epochs[name] + 1
+        role: Final = "prefill" if name in self.prefill_names else "decode"
+        target = guard(self.system.node(name, role, epoch, self.now))
+        model: PrefillModel | DecodeModel
+        if role == "prefill":
+            model = PrefillModel(name, self.num_groups, self.block_size)
+        else:
+            most = self.system.max_overtaken
+            model = DecodeModel(name, self.num_groups, self.block_size, most, SILENCE)
+        return LiveNode(name, epoch, target, target.status(), model)
+
+    def new_gateway_side(self) -> Gateway:
+        """Make a gateway without memory."""
+        self.epochs[GATEWAY] += 1
+        return guard(self.system.gateway(self.epochs[GATEWAY], self.now))
+
+    def live(self) -> list[LiveNode]:
+        """Return the nodes that have not crashed."""
+        return [node for node in self.nodes.values() if node is not None]
+
+    def check_caches(self) -> None:
+        """Let all caches check their invariants."""
+        for node in self.live():
+            node.system.check()
+
+    def unique(self, name: str) -> str:
+        """Return a name that was not given before: it depends only on events of the same name."""
+        self._num_named[name] += 1
+        return f"{name}.{self._num_named[name]}"

@@ -1,0 +1,423 @@
+"""The model of a hand-off: what requests, attempts, messages and memories may do.
+
+It knows nothing of queues, timeouts or states of a protocol. It keeps the little that the rules
+speak of: which attempts have begun and started, what was acknowledged, what each client is owed,
+the prefix whose KV each block holds, and which prefixes a node has published. Each method is an
+event, and asserts the rules about it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, TypeAlias
+
+from ..rules.handoff import (
+    X1,
+    X2,
+    X4,
+    X5,
+    X6,
+    X7,
+    X8,
+    X9,
+    X10,
+    X12,
+    X13,
+    X14,
+    X15,
+)
+from ..rules.rule import require
+
+Tokens: TypeAlias = tuple[int, ...]
+Place: TypeAlias = tuple[int, int]
+"""A block and a group of layers."""
+
+VOCABULARY: Final = 50
+
+
+# Clients
+
+
+def next_token(seed: int, tokens: Tokens) -> int:
+    """The language model: a token that depends on the seed, the position and all tokens before."""
+    return (seed * 31 + len(tokens) * 7 + sum(tokens)) % VOCABULARY
+
+
+@dataclass
+class Request:
+    """A client's request.
+
+    Attributes:
+        deadline: time until which it must be answered.
+        attempts: its attempts by the present gateway.
+        is_hopeless: whether no attempt can succeed.
+    """
+
+    prompt: Tokens
+    max_new_tokens: int
+    seed: int
+    deadline: int = 0
+    attempts: set[str] = field(default_factory=set)
+    is_hopeless: bool = False
+
+    def output(self) -> Tokens:
+        """Return the tokens that one node alone generates."""
+        tokens = self.prompt
+        for _ in range(self.max_new_tokens):
+            tokens += (next_token(self.seed, tokens),)
+        return tokens[len(self.prompt) :]
+
+
+class Outcome(NamedTuple):
+    """What a client got: tokens, or the reason of a failure."""
+
+    tokens: Tokens | None
+    reason: str
+
+
+class Requests:
+    """The requests, their attempts and answers, and the messages that must not be repeated.
+
+    Attributes:
+        requests: by name; answers: those that have ended.
+        hits: prompt tokens that P had cached, by computed attempt.
+    """
+
+    def __init__(self, max_attempts: int) -> None:
+        self.requests: dict[str, Request] = {}
+        self.answers: dict[str, Outcome] = {}
+        self.hits: dict[str, int] = {}
+        self._max_attempts = max_attempts
+        self._begun: dict[str, str] = {}
+        self._started: set[str] = set()
+        self._sent: set[Hashable] = set()
+        self._acknowledged: set[Hashable] = set()
+
+    def open(self) -> list[str]:
+        """Return the names of the requests without an answer."""
+        return [name for name in self.requests if name not in self.answers]
+
+    def submitted(self, name: str, deadline: int, is_hopeless: bool) -> None:
+        """A gateway that does not know a request takes it: its attempts count from here on."""
+        request = self.requests[name]
+        request.deadline, request.is_hopeless, request.attempts = deadline, is_hopeless, set()
+
+    def begun(self, node: str, attempt: str) -> None:
+        """P begins an attempt."""
+        first = self._begun.get(attempt)
+        self._begun[attempt] = node
+        require(first is None, X1, "{} begins {}, as {} did", node, attempt, first)
+
+    def started(self, attempt: str) -> None:
+        """D starts to decode an attempt."""
+        require(attempt not in self._started, X10, "{} starts twice", attempt)
+        self._started.add(attempt)
+
+    def sent(self, sender: str, attempt: str, kind: str) -> None:
+        """A node, or the gateway, sends a message that it repeats until it is acknowledged."""
+        known = (sender, attempt, kind) in self._acknowledged
+        require(not known, X2, "{} knows that {} of {} has arrived", sender, kind, attempt)
+        self._sent.add((sender, attempt, kind))
+
+    def acknowledged(self, sender: str, attempt: str, kind: str) -> None:
+        """The sender of a message hears that it has arrived."""
+        if (sender, attempt, kind) in self._sent:
+            self._acknowledged.add((sender, attempt, kind))
+
+    def answered(self, name: str, tokens: Tokens | None, hits: int, reason: str, now: int) -> None:
+        """A client gets its answer: tokens, or the reason of a failure."""
+        request = self.requests[name]
+        require(name not in self.answers, X13, "{} has two answers", name)
+        self.answers[name] = Outcome(tokens, reason)
+        if tokens is None:
+            tried = len(request.attempts)
+            is_over = request.is_hopeless or now >= request.deadline
+            require(
+                is_over or tried >= self._max_attempts,
+                X14, "{} fails after {} attempts: {}", name, tried, reason,
+            )  # fmt: skip
+            return
+        require(tokens == request.output(), X12, "{} gets {}", name, tokens)
+        found = {self.hits.get(each) for each in self._started & request.attempts}
+        require(hits in found, X5, "{} has {} hits, its attempts {}", name, hits, found)
+
+
+# Memories
+
+
+class Memory:
+    """The prefix whose KV each block of a tier holds, in each group of layers."""
+
+    def __init__(self, num_groups: int, block_size: int) -> None:
+        self.num_groups = num_groups
+        self.block_size = block_size
+        self.content: dict[Place, Tokens] = {}
+
+    def at(self, blocks: Sequence[int], group: int) -> list[Tokens]:
+        """Return the contents of some blocks; () for one that was never written."""
+        return [self.content.get((block, group), ()) for block in blocks]
+
+    def put(self, blocks: Sequence[int], group: int, content: Sequence[Tokens]) -> None:
+        """Overwrite some blocks."""
+        for block, each in zip(blocks, content, strict=True):
+            self.content[block, group] = each
+
+    def write(
+        self, table: Sequence[int], num_shared: int, tokens: Tokens, start: int, group: int
+    ) -> None:
+        """Compute the KV of the tokens from start on; shared blocks are not written."""
+        size = self.block_size
+        self._check_table(table, tokens)
+        for index in range(max(start // size, num_shared), -(-len(tokens) // size)):
+            self.content[table[index], group] = tokens[: (index + 1) * size]
+
+    def read(self, table: Sequence[int], tokens: Tokens, group: int, reader: str) -> None:
+        """Read the KV of some tokens."""
+        size = self.block_size
+        self._check_table(table, tokens)
+        for index in range(-(-len(tokens) // size)):
+            prefix = tokens[: (index + 1) * size]
+            found = self.content.get((table[index], group), ())
+            require(
+                found[: len(prefix)] == prefix,
+                X7, "{} reads {} in block {} for {}", reader, found, table[index], prefix,
+            )  # fmt: skip
+
+    def _check_table(self, table: Sequence[int], tokens: Tokens) -> None:
+        has_blocks = len(table) * self.block_size >= len(tokens)
+        require(has_blocks, X7, "{} tokens are in {} blocks", len(tokens), len(table))
+
+
+class Published:
+    """The prefixes that a node has published on its device and not evicted.
+
+    A node tells only how many blocks it has evicted, not which. A prefix may be missing if, and
+    only if, no more prefixes are missing than blocks were evicted.
+    """
+
+    def __init__(self, block_size: int, evicted: int = 0) -> None:
+        self._size = block_size
+        self._prefixes: set[Tokens] = set()
+        self._evicted = evicted
+
+    def _path(self, tokens: Tokens) -> list[Tokens]:
+        ends = range(self._size, len(tokens) + 1, self._size)
+        return [tokens[:end] for end in ends]
+
+    def num_tokens(self, tokens: Tokens) -> int:
+        """Return how many leading tokens are published."""
+        for prefix in self._path(tokens):
+            if prefix not in self._prefixes:
+                return len(prefix) - self._size
+        return len(tokens) // self._size * self._size
+
+    def add(self, tokens: Tokens, num_cached: int) -> None:
+        """A node publishes the full blocks of tokens whose KV it has, and finds num_cached."""
+        path = self._path(tokens)
+        full = len(path) * self._size
+        require(num_cached >= full, X4, "{} of {} are found: {}", num_cached, full, tokens)
+        self._prefixes.update(path)
+
+    def settle(self, evicted: int, num_cached: Callable[[Tokens], int]) -> bool:
+        """Forget what is evicted: at most as many prefixes as the node says, since the last time.
+
+        Args:
+            evicted: number of blocks that the node has evicted in all.
+            num_cached: how many leading tokens the node finds.
+
+        Returns:
+            Whether anything was evicted.
+        """
+        if evicted == self._evicted:
+            return False
+        gone = {each for each in self._prefixes if num_cached(each) < len(each)}
+        num_evicted, self._evicted = evicted - self._evicted, evicted
+        require(
+            len(gone) <= num_evicted,
+            X4, "{} published prefixes are gone, {} blocks were evicted", len(gone), num_evicted,
+        )  # fmt: skip
+        self._prefixes -= gone
+        return True
+
+    def hit(self, tokens: Tokens, num_hit: int, reader: str) -> None:
+        """A request is admitted with a hit."""
+        due = self.num_tokens(tokens)
+        require(num_hit >= due, X4, "{} hits {} of {} published tokens", reader, num_hit, due)
+
+
+# Nodes
+
+
+class NodeModel:
+    """What one life of a node has computed, offered, granted and published.
+
+    Attributes:
+        device, host: its memories.
+        published: prefixes that can be hit on the device.
+        computed: number of computed tokens by attempt.
+    """
+
+    def __init__(self, name: str, num_groups: int, block_size: int) -> None:
+        self.name = name
+        self.device = Memory(num_groups, block_size)
+        self.host = Memory(num_groups, block_size)
+        self.published = Published(block_size)
+        self.computed: Counter[str] = Counter()
+
+    def reset(self, evicted: int) -> None:
+        """All KV is dropped; the node has evicted so many blocks until now."""
+        self.device.content.clear()
+        self.host.content.clear()
+        self.published = Published(self.device.block_size, evicted)
+
+
+class PrefillModel(NodeModel):
+    """P: it computes prompts, offers their blocks, and counts its hits."""
+
+    def __init__(self, name: str, num_groups: int, block_size: int) -> None:
+        super().__init__(name, num_groups, block_size)
+        self.offers: dict[Hashable, tuple[str, list[int], int, list[Tokens]]] = {}
+        self._hits: dict[str, int] = {}  # of admitted attempts
+        self._refused: set[str] = set()
+        self._granted: set[str] = set()
+        self._begun: dict[str, int] = {}  # hits by attempt with a first chunk
+
+    def admitted(self, attempt: str, tokens: Tokens) -> None:
+        """An attempt gets its blocks; it may hit all but its last token."""
+        self._hits[attempt] = len(tokens) - 1
+
+    def answered(self, attempt: str, is_grant: bool) -> None:
+        """D answers an attempt that asked it."""
+        (self._granted if is_grant else self._refused).add(attempt)
+
+    def computes(self, attempt: str, start: int) -> None:
+        """An attempt computes a chunk; its first one starts after its hits."""
+        self._begun.setdefault(attempt, start)
+
+    def counted(self, hits: int) -> None:
+        """P says how many hits it has counted.
+
+        An attempt without a chunk may have been counted if D has granted, or P did not ask.
+        """
+        known = sum(self._begun.values())
+        may = sum(
+            most
+            for attempt, most in self._hits.items()
+            if attempt not in self._begun
+            and (attempt in self._granted or attempt not in self._refused)
+        )
+        require(
+            known <= hits <= known + may,
+            X6, "{} counts {} hits of {} to {}", self.name, hits, known, known + may,
+        )  # fmt: skip
+
+    def committed(self, attempt: str, position: int, hits: int) -> None:
+        """P has the first token of a prompt."""
+        computed = self.computed[attempt]
+        require(
+            hits + computed == position,
+            X5, "{} has {} hits, {} computed, of {}", attempt, hits, computed, position,
+        )  # fmt: skip
+
+    def offered(self, key: Hashable, attempt: str, blocks: Sequence[int], group: int) -> None:
+        """P serves a part from now on."""
+        content = self.device.at(blocks, group)
+        self.offers[key] = attempt, list(blocks), group, content
+
+    def served(self, key: Hashable) -> list[Tokens] | None:
+        """Return the contents of a part that somebody reads; None if it is not served."""
+        if key not in self.offers:
+            return None
+        attempt, blocks, group, offered = self.offers[key]
+        content = self.device.at(blocks, group)
+        require(content == offered, X9, "blocks {} of {} hold {}", blocks, attempt, content)
+        return content
+
+    def fenced(self, attempt: str) -> None:
+        """P serves an attempt no more."""
+        for key in [key for key, offer in self.offers.items() if offer[0] == attempt]:
+            del self.offers[key]
+
+
+@dataclass
+class _Grant:
+    number: int
+    first_block: int
+    prompt: Tokens
+
+
+@dataclass
+class _Refused:
+    asked_at: int
+    num_overtaken: int = 0
+
+
+class DecodeModel(NodeModel):
+    """D: it grants blocks, receives prompts, and admits in a fair order.
+
+    Args:
+        max_overtaken: largest number of later requests admitted before a refused one.
+        patience: time after which a refused request that does not ask again has left.
+    """
+
+    def __init__(
+        self, name: str, num_groups: int, block_size: int, max_overtaken: int, patience: int
+    ) -> None:
+        super().__init__(name, num_groups, block_size)
+        self._max_overtaken = max_overtaken
+        self._patience = patience
+        self._grants: dict[str, _Grant] = {}
+        self._refused: dict[str, _Refused] = {}
+
+    def is_granted(self, attempt: str, number: int) -> bool:
+        """Whether a grant is a copy of an earlier one."""
+        grant = self._grants.get(attempt)
+        return grant is not None and grant.number == number
+
+    def granted(self, attempt: str, number: int, first_block: int, prompt: Tokens) -> None:
+        """D reserves blocks for a prompt, and has those before first_block."""
+        size = self.device.block_size
+        for other, grant in self._grants.items():
+            if other == attempt:
+                continue
+            half = -(-max(len(prompt), len(grant.prompt)) // (2 * size))
+            first = max(first_block, grant.first_block)
+            stop = size * max(first + 1, half)
+            is_same = min(len(prompt), len(grant.prompt)) >= stop
+            is_same = is_same and prompt[:stop] == grant.prompt[:stop]
+            require(not is_same, X8, "block {} is sent for {} and {}", first, other, attempt)
+        self._grants[attempt] = _Grant(number, first_block, prompt)
+
+    def gave_up(self, attempt: str, number: int) -> None:
+        """D gives a grant up."""
+        if self.is_granted(attempt, number):
+            del self._grants[attempt]
+
+    def started(self, attempt: str) -> None:
+        """D has received all of a prompt."""
+        self._grants.pop(attempt, None)
+
+    # Fairness
+
+    def refused(self, name: str, now: int) -> None:
+        """D has no room for a request, which may ask again; if late, it has lost its place."""
+        if name in self._refused and now - self._refused[name].asked_at >= self._patience:
+            del self._refused[name]
+        self._refused.setdefault(name, _Refused(now)).asked_at = now
+
+    def admitted(self, name: str, now: int) -> None:
+        """D admits a request, before those that it refused earlier and that still ask."""
+        for other, each in list(self._refused.items()):
+            if other == name:
+                break
+            if now - each.asked_at >= self._patience:
+                del self._refused[other]
+                continue
+            each.num_overtaken += 1
+            require(
+                each.num_overtaken <= self._max_overtaken,
+                X15, "{} is the {}. admitted before {}", name, each.num_overtaken, other,
+            )  # fmt: skip
+        self._refused.pop(name, None)

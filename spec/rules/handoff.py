@@ -1,0 +1,97 @@
+"""The rules of a hand-off between prefill and decode nodes: chapter X of the specification.
+
+A client's *request* is served by *attempts*, one after another. In an attempt, the gateway lets a
+prefill node (P) compute the prompt, and P hands its KV over to a decode node (D), which generates
+the tokens. Messages may be lost, doubled, late or out of order, and nodes and gateways may lose
+their memory. The rules stand in the order of a request's life.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from .rule import Rule, rule
+
+# An attempt begins
+
+X1: Final = rule(
+    "X1 begun-once",
+    "An attempt begins at most once, however often and late the message that begins it arrives.",
+)
+X2: Final = rule(
+    "X2 not-sent-again", "A message is not sent again once its sender has the acknowledgement."
+)
+X3: Final = rule(
+    "X3 old-epochs", "A message from an earlier epoch of a node changes nothing at the gateway."
+)
+
+# P computes the prompt
+
+X4: Final = rule(
+    "X4 hit-is-due",
+    "A node publishes each full block that it has computed or received, and an attempt hits the "
+    "longest prefix that its node has published and not evicted.",
+)
+X5: Final = rule(
+    "X5 hits-and-computed",
+    "The prompt of a computed attempt is as long as its hits in all tiers and its computed tokens "
+    "together, and its hits are those of its answer.",
+)
+X6: Final = rule(
+    "X6 hits-counted-once",
+    "A prefill node counts the hits of each attempt once, and those of a refused one not at all.",
+)
+X7: Final = rule(
+    "X7 own-content",
+    "Each read of a block, in any tier, finds the KV of the reader's prefix, in all groups of "
+    "layers.",
+)
+
+# The KV moves from P to D
+
+X8: Final = rule(
+    "X8 sent-once",
+    "A block is not sent to a decode node for two prompts at a time if they are half the same.",
+)
+X9: Final = rule("X9 offers-stay", "The blocks of a part keep the offered KV while it is served.")
+X10: Final = rule("X10 one-start", "An attempt starts to decode at most once.")
+
+# D decodes
+
+X11: Final = rule(
+    "X11 not-preempted",
+    "No request is preempted on a decode node that reserves blocks to the end of each request.",
+)
+X12: Final = rule(
+    "X12 same-tokens", "The tokens of an answer are those that one node alone would generate."
+)
+
+# The request ends
+
+X13: Final = rule("X13 one-answer", "A request has exactly one final answer.")
+X14: Final = rule(
+    "X14 all-attempts",
+    "A request fails only after all of its attempts, after its time limit, or for a reason that no "
+    "attempt can mend.",
+)
+X15: Final = rule(
+    "X15 bounded-overtaking",
+    "A decode node admits at most a fixed number of later requests before one that it refused and "
+    "that keeps asking.",
+)
+X16: Final = rule(
+    "X16 bounded-rounds",
+    "All requests end, without new ones and without faults, within a number of rounds that their "
+    "work bounds.",
+)
+
+# Everything has ended
+
+X17: Final = rule("X17 no-leak", "Every block is free or can be evicted when all has ended.")
+X18: Final = rule(
+    "X18 idle-nodes", "The gateway counts no load on any node when all requests have ended."
+)
+X19: Final = rule("X19 no-surprise", "A valid call raises nothing.")
+
+HANDOFF_RULES: Final = tuple(value for value in list(globals().values()) if isinstance(value, Rule))
+"""Every rule above, in order."""
