@@ -11,18 +11,15 @@ from pathlib import Path
 from typing import Final
 
 from radixkv.scheduler.handoff import DECODE_MOVES, PREFILL_MOVES
-from radixkv.spec.rules.handoff import HANDOFF_RULES
 
 OUTPUT: Final = Path(__file__).parents[1] / "_generated"
 
 
 def write_pages() -> None:
-    """Write the tables of states and rules, which protocol.md includes."""
+    """Write the tables of states, which protocol.md includes."""
     OUTPUT.mkdir(exist_ok=True)
     _write("prefill_states", ("From", "To", "When"), _rows(PREFILL_MOVES))
     _write("decode_states", ("From", "To", "When"), _rows(DECODE_MOVES))
-    rules = [(f"**{each.name}**", each.sentence) for each in HANDOFF_RULES]
-    _write("handoff_rules", ("Rule", "Sentence"), rules)
 
 
 def _rows(moves: Mapping[tuple[Enum, Enum], str]) -> list[tuple[str, ...]]:

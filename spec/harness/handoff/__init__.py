@@ -1,5 +1,5 @@
 """The world of a hand-off: clients, a lossy network, transports, and nodes that may crash.
 
 `HandoffSubject` makes its worlds. `state` has the parts of a world, `events` what the nodes and the
-gateway do, `world` the operations, `draw` the choice among them, and `drain` an end without faults.
+gateway do, `operations` the table of operations, and `drain` an end without faults.
 """

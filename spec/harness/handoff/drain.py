@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Final, TypeAlias
+from collections.abc import Iterator
+from typing import Final
 
 from ...adapters.handoff import BACKOFF, SILENCE, TRANSFER
 from ...rules.handoff import X16, X17, X18
 from ...rules.rule import require
 from ..engine import Operation
 from .state import HandoffState, LiveNode
-
-Apply: TypeAlias = Callable[[Operation], bool]
-"""Applies an operation to the world."""
 
 STEPS_PER_ROUND: Final = 8
 """Operations of each node on its steps in a round."""
@@ -21,14 +18,14 @@ ROUNDS_PER_HANDOFF: Final = 4
 """Rounds in which the messages of one attempt arrive."""
 
 
-def drain(world: HandoffState, apply: Apply) -> None:
+def drain(world: HandoffState) -> None:
     """Run rounds without faults until everything has ended, and check what is left.
 
     Raises:
         Violation: something does not end within the bound, a request has no answer, a node still
             holds blocks, or a cached block has the wrong content.
     """
-    run_rounds(world, apply)
+    run_rounds(world)
     world.check_caches()
     loads = world.gateway.loads()
     require(not any(loads.values()), X18, "the loads are {}", loads)
@@ -36,7 +33,7 @@ def drain(world: HandoffState, apply: Apply) -> None:
         _check_empty(world, node)
 
 
-def run_rounds(world: HandoffState, apply: Apply) -> None:
+def run_rounds(world: HandoffState) -> None:
     """Run rounds without faults until everything has ended, within the bound."""
     bound = bound_of(world)
     number = 0
@@ -44,7 +41,7 @@ def run_rounds(world: HandoffState, apply: Apply) -> None:
         require(number < bound, X16, "{} rounds, and there are {}", bound, pending(world))
         number += 1
         for operation in fair_round(world):
-            apply(operation)
+            world.apply(operation)
     require(not world.model.open(), X16, "{} have no answer", world.model.open())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from ...adapters.handoff import GATEWAY, SILENCE, Copy, Gateway, HandoffFactory,
 from ...model.handoff import DecodeModel, Place, PrefillModel, Request, Requests, Tokens
 from ...rules.handoff import X19
 from ...rules.rule import Violation
-from ..engine import Config
+from ..engine import Config, Operation
 
 System = TypeVar("System")
 
@@ -138,7 +139,7 @@ class LiveNode:
         return self.system
 
 
-class HandoffState:
+class HandoffState(ABC):
     """The nodes, the gateway, the network and the clients.
 
     Attributes:
@@ -150,7 +151,6 @@ class HandoffState:
         transfers: pulls that may still write.
         model: requests and their attempts.
         situations: number of events, by kind.
-        weights: cumulative weights of the operations to draw.
     """
 
     def __init__(self, config: Config, factory: HandoffFactory) -> None:
@@ -158,7 +158,6 @@ class HandoffState:
         self.system = factory(config)
         self.block_size: int = config["block_size"]
         self.num_groups: int = config["num_groups"]
-        self.weights: list[int] = []
         self.now = 0
         self.in_tick = False
         self.network: list[Envelope] = []
@@ -172,6 +171,10 @@ class HandoffState:
         self.nodes: dict[str, LiveNode | None] = {name: self.new_node(name) for name in self.names}
         self.gateway = self.new_gateway_side()
         self._num_named: Counter[str] = Counter()
+
+    @abstractmethod
+    def apply(self, operation: Operation) -> bool:
+        """Do one operation and all that follows; False if it does not apply."""
 
     @property
     def requests(self) -> dict[str, Request]:

@@ -202,7 +202,7 @@ def two_equal_prompts_are_sent_once(h: ModuleType) -> None:
             sent = []
             for name in ("r1", "r2"):
                 world.apply(["submit", name, PROMPT, 1, 1])
-                run_rounds(world, world.apply)
+                run_rounds(world)
                 sent.append(world.situations["blocks sent"])
             assert all(answer.tokens is not None for answer in world.model.answers.values())
             # Of 7 tokens in blocks of 2, the second request lacks the last, half a block.

@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import invariant
 
 from radixkv.scheduler import handoff
 from radixkv.scheduler.handoff import DECODE_MOVES, PREFILL_MOVES, Commit, DecodeSide, PrefillSide
 from radixkv.scheduler.handoff import attempts as attempts_module
 from radixkv.scheduler.request import GREEDY
-from radixkv.spec.harness.engine import Finding
-from radixkv.spec.harness.handoff.draw import OPERATIONS, ORDERS
+from radixkv.spec.harness.handoff.operations import HANDOFF_TABLE
+from radixkv.spec.harness.handoff.world import HandoffSubject
+from radixkv.spec.harness.machine import SpecificationMachine, rules_of
 from radixkv.spec.harness.shrink import shrink
 from radixkv.spec.harness.trace_file import TraceFile, read_trace_file
-from radixkv.spec.rules.rule import Violation
 
 from .worlds import (
     SteppedWorld,
@@ -151,91 +149,20 @@ def test_every_operation_may_find_nothing() -> None:
     assert world.apply(["drain"]) and not world.model.answers
 
 
-GOES_ON = ["deliver", "deliver", "duplicate", "drop", "cancel"]
-GOES_ON += ["compute", "decode", "pull_write", "pull_fence", "offer_fence"]
-INDEX = st.integers(0, 5)
+class HandoffMachine(SpecificationMachine):
+    """The operations of the table as rules."""
 
+    vars().update(rules_of(HANDOFF_TABLE))
 
-class HandoffMachine(RuleBasedStateMachine):
-    """The operations of the table as rules; a failure prints its trace."""
+    @classmethod
+    def subject(cls) -> HandoffSubject:
+        return subject_of(handoff)
 
-    @initialize(
-        sizes=st.fixed_dictionaries(
-            {
-                "prefill_blocks": st.integers(4, 12),
-                "decode_blocks": st.integers(4, 12),
-                "host_blocks": st.sampled_from([0, 0, 3]),
-                "block_size": st.integers(1, 3),
-                "num_groups": st.integers(1, 3),
-                "budget": st.integers(1, 6),
-                "max_running": st.integers(1, 3),
-                "order": st.sampled_from(ORDERS),
-                "reserve_tokens": st.sampled_from([0, 2, None]),
-                "num_prefill": st.integers(1, 2),
-                "num_decode": st.integers(1, 2),
-                "max_overtaken": st.sampled_from([1, 256]),
-            }
-        )
-    )
-    def start(self, sizes: dict[str, Any]) -> None:
-        self.world = world_of(handoff, **sizes)
-        self.trace: list[list] = []
-
-    def do(self, word: str, *arguments: Any) -> None:
-        self.trace.append([word, *arguments])
-        try:
-            self.world.apply(self.trace[-1])
+    @invariant()
+    def caches_are_consistent(self) -> None:
+        if self.trace:
             self.world.check_caches()
-        except Violation as violation:
-            found = Finding(violation.rule.name, violation.why, self.world.config, self.trace)
-            violation.add_note(TraceFile(found, "handoff").text())
-            raise
-
-    def do_to_one(self, word: str, index: int, *arguments: Any) -> None:
-        names = OPERATIONS[word].names
-        if names is not None and (choices := names(self.world)):
-            self.do(word, choices[index % len(choices)], *arguments)
-
-    @rule(
-        prompt=st.lists(st.integers(1, 2), min_size=1, max_size=8),
-        max_new_tokens=st.integers(1, 6),
-        seed=st.integers(0, 3),
-    )
-    def submit(self, prompt: list[int], max_new_tokens: int, seed: int) -> None:
-        self.do_to_one("submit", 0, prompt, max_new_tokens, seed)
-
-    @rule(word=st.sampled_from(GOES_ON), index=INDEX, times=st.integers(1, 4))
-    def go_on(self, word: str, index: int, times: int) -> None:
-        for _ in range(times):
-            self.do_to_one(word, index)
-
-    @rule(index=INDEX, ok=st.booleans(), fenced=st.booleans())
-    def end_pull(self, index: int, ok: bool, fenced: bool) -> None:
-        self.do_to_one("pull_end", index, ok, fenced)
-
-    @rule(word=st.sampled_from(["crash", "restart", "reset", "cut"]), index=INDEX)
-    def at_a_node(self, word: str, index: int) -> None:
-        self.do_to_one(word, index)
-
-    @rule()
-    def open_another_gateway(self) -> None:
-        self.do("new_gateway")
-
-    @rule(index=INDEX, ok=st.booleans())
-    def copy(self, index: int, ok: bool) -> None:
-        self.do_to_one("copy", index, ok)
-
-    @rule(index=INDEX, num_blocks=st.integers(1, 3))
-    def evict(self, index: int, num_blocks: int) -> None:
-        self.do_to_one("evict", index, num_blocks)
-
-    @rule(ticks=st.integers(1, 6))
-    def tick(self, ticks: int) -> None:
-        self.do("tick", ticks)
-
-    def teardown(self) -> None:
-        if hasattr(self, "world"):
-            self.do("drain")
 
 
-TestHandoff = HandoffMachine.TestCase
+class TestHandoff(HandoffMachine):
+    __test__ = True

@@ -12,7 +12,7 @@ from radixkv.scheduler import DecodeScheduler, PrefillScheduler, handoff
 from radixkv.scheduler.handoff import Message
 from radixkv.scheduler.handoff.gateway_messages import GATEWAY, GatewayMessage
 from radixkv.spec.harness.engine import Finding, Operation, replay
-from radixkv.spec.harness.handoff.draw import ORDERS
+from radixkv.spec.harness.handoff.configuration import ORDERS
 from radixkv.spec.harness.handoff.state import Envelope, guarded
 from radixkv.spec.harness.handoff.world import HandoffSubject, HandoffWorld
 from radixkv.spec.harness.random_engine import Run

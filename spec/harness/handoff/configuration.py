@@ -1,0 +1,54 @@
+"""Random choice of a hand-off's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from ..engine import Below, Config
+
+ORDERS: Final = ("early", "prefill_complete")
+
+FAVOURED: Final = (
+    "submit", "deliver", "duplicate", "drop", "cut", "compute", "decode", "pull_write", "pull_end",
+    "pull_fence", "offer_fence", "copy", "tick", "evict", "cancel", "crash", "restart", "reset",
+)  # fmt: skip
+"""Operations that a world may favour or neglect."""
+
+
+def draw_config(below: Below) -> Config:
+    """Draw sizes, from too small for two requests to ample; some overload D.
+
+    Each world favours some operations, and neglects others.
+    """
+    config: Config = {
+        "prefill_blocks": (5, 8, 14)[below(3)],
+        "decode_blocks": (6, 9, 16)[below(3)],
+        "host_blocks": (0, 0, 4, 12)[below(4)],
+        "block_size": 1 + below(3),
+        "num_groups": 1 + below(2),
+        "budget": (2, 5, 16)[below(3)],
+        "max_running": (1, 2, 4)[below(3)],
+        "order": ORDERS[below(2)],
+        "reserve_tokens": (0, 0, 0, 2, None)[below(5)],
+        "num_prefill": (1, 1, 2)[below(3)],
+        "num_decode": (1, 1, 2)[below(3)],
+        "max_attempts": 3,
+        "request_s": (30, 5000, 5000)[below(3)],
+        "max_overtaken": (1, 3, 256)[below(3)],
+    }
+    if below(5) < 2:
+        config |= {
+            "prefill_blocks": 24, "decode_blocks": 20, "budget": 16, "num_decode": 1,
+            "max_running": (4, 6)[below(2)],
+        }  # fmt: skip
+    factors = [(1, 10, 10, 10, 30)[below(5)] for _ in FAVOURED]
+    config["rare"] = [word for word, each in zip(FAVOURED, factors, strict=True) if each == 1]
+    config["often"] = [word for word, each in zip(FAVOURED, factors, strict=True) if each == 30]
+    return config
+
+
+def weights_of(config: Config, weights: Mapping[str, int]) -> dict[str, int]:
+    """Return the weights of the operations in a world: some are favoured, some neglected."""
+    factor = dict.fromkeys(config.get("rare", ()), 1) | dict.fromkeys(config.get("often", ()), 30)
+    return {word: weight * factor.get(word, 10) for word, weight in weights.items()}

@@ -1,0 +1,364 @@
+"""The operations of a hand-off's world, each on a thing with a name, and their table.
+
+==============================================  ================================================
+``submit r1 prompt max_new_tokens seed``        a client submits a request
+``cancel r1``                                   a client cancels an unanswered request
+``deliver m``, ``duplicate m``, ``drop m``      a message in the network arrives, arrives and
+                                                stays, or is lost
+``cut p0``                                      all messages from and to a node are lost
+``compute p0``                                  P plans a step, or computes a group of its layers
+``decode d0``                                   D plans a step, or computes it
+``pull_write t``                                the bytes of a pull are written, maybe again
+``pull_end t ok fenced``                        a pull ends; well only if its bytes are written
+``pull_fence t``, ``offer_fence attempt``       a pull can no longer write; an offer is withdrawn
+``crash p0``, ``restart p0``                    a node loses its memory; it comes back
+``new_gateway``                                 the gateway loses its memory; clients ask again
+``copy c ok``                                   a copy from or to a host tier ends
+``evict p0 n``                                  a node evicts n blocks
+``reset p0``                                    a node gives hand-offs up and resets its cache
+``tick n``                                      n units of time pass
+``drain``                                       the faults stop until everything has ended
+==============================================  ================================================
+
+The world names a message, a pull or a copy after its attempt or node. If an operation is left out
+of a program, the names of the others therefore stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Protocol, TypeVar
+
+from ...model.handoff import Outcome, PrefillModel, Request, Tokens
+from ..engine import Below
+from ..operations import ALWAYS, Groups, Operation, Table, name_drawn, number
+from .drain import drain
+from .events import deliver as pass_on
+from .events import send_status
+from .state import Envelope, HandoffState, LiveNode, Transfer
+from .steps import compute, decode
+
+
+class _Named(Protocol):
+    name: str
+
+
+Thing = TypeVar("Thing", bound=_Named)
+
+
+# Clients, gateway and network
+
+
+def submit(
+    world: HandoffState, name: str, prompt: Sequence[int], max_new_tokens: int, seed: int
+) -> bool:
+    """A client submits a request."""
+    if name in world.requests or not prompt or max_new_tokens < 1:
+        return False
+    world.requests[name] = Request(tuple(prompt), max_new_tokens, seed)
+    _add_request(world, name)
+    world.gateway.tick(world.now)
+    return True
+
+
+def _add_request(world: HandoffState, name: str) -> None:
+    config, request = world.config, world.requests[name]
+    most = world.block_size * min(config["prefill_blocks"], config["decode_blocks"])
+    deadline = world.now + config["request_s"]
+    world.model.submitted(name, deadline, is_hopeless=len(request.prompt) > most)
+    world.gateway.submit(name, request.prompt, request.max_new_tokens, request.seed)
+
+
+def cancel(world: HandoffState, name: str) -> bool:
+    """A client cancels a request."""
+    if name not in world.model.open():
+        return False
+    world.gateway.cancel(name)
+    world.model.answers[name] = Outcome(None, "cancelled by the client")
+    return True
+
+
+def new_gateway(world: HandoffState) -> bool:
+    """A gateway without memory takes the place of the present one; clients ask again."""
+    world.gateway = world.new_gateway_side()
+    for name in world.model.open():
+        _add_request(world, name)
+    return True
+
+
+def deliver(world: HandoffState, name: str) -> bool:
+    """A message arrives."""
+    envelope = _find(world.network, name)
+    if envelope is not None:
+        world.network.remove(envelope)
+        pass_on(world, envelope)
+    return envelope is not None
+
+
+def duplicate(world: HandoffState, name: str) -> bool:
+    """A message arrives, and stays in the network."""
+    envelope = _find(world.network, name)
+    if envelope is not None:
+        pass_on(world, envelope)
+    return envelope is not None
+
+
+def drop(world: HandoffState, name: str) -> bool:
+    """A message is lost."""
+    envelope = _find(world.network, name)
+    if envelope is not None:
+        world.network.remove(envelope)
+    return envelope is not None
+
+
+def cut(world: HandoffState, name: str) -> bool:
+    """All messages from and to a node are lost."""
+    before: list[Envelope] = world.network
+    world.network = [each for each in before if name not in (each.source, each.to)]
+    return len(world.network) < len(before)
+
+
+# The life of nodes, and the clock
+
+
+def crash(world: HandoffState, name: str) -> bool:
+    """A node loses its memory."""
+    node = world.nodes.get(name)
+    if node is None:
+        return False
+    if isinstance(node.model, PrefillModel):
+        for transfer in world.transfers:
+            if transfer.peer == name:
+                transfer.crashed_source = _source(world, transfer)
+    else:  # its memory is no longer registered
+        world.transfers = [each for each in world.transfers if each.node != name]
+    world.nodes[name] = None
+    return True
+
+
+def restart(world: HandoffState, name: str) -> bool:
+    """A crashed node comes back."""
+    if world.nodes.get(name, ...) is not None:
+        return False
+    world.nodes[name] = node = world.new_node(name)
+    send_status(world, node)
+    return True
+
+
+def evict(world: HandoffState, name: str, num_blocks: int) -> bool:
+    """A node evicts blocks."""
+    node = world.nodes.get(name)
+    if node is not None:
+        node.target.evict(num_blocks)
+    return node is not None
+
+
+def reset(world: HandoffState, name: str) -> bool:
+    """A node gives hand-offs up, and resets its cache as soon as none is open."""
+    node = world.nodes.get(name)
+    if node is not None:
+        node.target.drain()
+        node.is_draining = True
+    return node is not None
+
+
+def tick(world: HandoffState, ticks: int) -> bool:
+    """Time passes."""
+    world.now += ticks
+    world.in_tick = True
+    world.gateway.tick(world.now)
+    for node in world.live():
+        node.target.tick(world.now)
+        send_status(world, node)
+        if node.is_draining and node.target.reset():
+            node.is_draining = False
+            node.model.reset(node.target.num_evicted())
+            world.situations["resets"] += 1
+    return True
+
+
+# Transfers
+
+
+def copy(world: HandoffState, name: str, ok: bool) -> bool:
+    """A copy between tiers ends; if ok, its destinations are written."""
+    node = next((each for each in world.live() if name in each.copies), None)
+    if node is None:
+        return False
+    copy, content = node.copies[name].copy, node.copies.pop(name).content
+    if ok:
+        memory = node.model.host if copy.is_down else node.model.device
+        memory.content.update(content)
+    node.target.copied(copy.id, ok)
+    world.situations["copies"] += 1
+    return True
+
+
+def pull_write(world: HandoffState, name: str) -> bool:
+    """The bytes of a pull are written."""
+    transfer = _find(world.transfers, name)
+    content = None if transfer is None else _source(world, transfer)
+    if transfer is None or content is None:
+        return False
+    device = _puller(world, transfer).model.device
+    device.put(transfer.blocks, transfer.group, content)
+    transfer.written = True
+    return True
+
+
+def pull_end(world: HandoffState, name: str, ok: bool, fenced: bool) -> bool:
+    """A pull ends; one that is not fenced may still write."""
+    transfer = _find(world.transfers, name)
+    if transfer is None or transfer.ended or (ok and not transfer.written):
+        return False
+    if ok or fenced:
+        world.transfers.remove(transfer)
+    transfer.ended = transfer.may_fence = True
+    target = _puller(world, transfer).target
+    if ok:
+        target.pulled(transfer.part)
+    else:
+        target.pull_failed(transfer.part, fenced)
+    return True
+
+
+def pull_fence(world: HandoffState, name: str) -> bool:
+    """A pull that has ended or was cancelled writes no more."""
+    transfer = _find(world.transfers, name)
+    if transfer is None or not transfer.may_fence:
+        return False
+    world.transfers.remove(transfer)
+    _puller(world, transfer).target.pull_fenced(transfer.part)
+    return True
+
+
+def offer_fence(world: HandoffState, attempt: str) -> bool:
+    """P serves the offers of a withdrawn attempt no more."""
+    node = next((each for each in world.live() if attempt in each.withdrawn), None)
+    if node is None:
+        return False
+    assert isinstance(node.model, PrefillModel), f"{node.name} withdraws offers"
+    node.withdrawn.remove(attempt)
+    node.model.fenced(attempt)
+    node.target.fenced(attempt)
+    return True
+
+
+def _puller(world: HandoffState, transfer: Transfer) -> LiveNode:
+    node = world.nodes[transfer.node]
+    assert node is not None, "a pull of a node that has crashed"
+    return node
+
+
+def _source(world: HandoffState, transfer: Transfer) -> list[Tokens] | None:
+    """Return the contents of P's blocks for a pull; None if P does not serve them."""
+    node = world.nodes[transfer.peer]
+    if node is None or transfer.crashed_source is not None:
+        return transfer.crashed_source
+    assert isinstance(node.model, PrefillModel), f"{node.name} serves"
+    return node.model.served(transfer.part.key)
+
+
+# The end
+
+
+def drain_all(world: HandoffState) -> bool:
+    """The faults stop; everything ends, and the nodes are emptied."""
+    drain(world)
+    return True
+
+
+def _find(things: Iterable[Thing], name: str) -> Thing | None:
+    return next((each for each in things if each.name == name), None)
+
+
+# The table
+
+
+def _often_first(names: list[str]) -> list[str]:
+    """Names of which the first, the oldest thing, is drawn in two of three cases."""
+    return [*names[:1] * (2 * len(names)), *names]
+
+
+def _with_work(world: HandoffState, names: Sequence[str]) -> list[str]:
+    live = [node for name in names if (node := world.nodes[name]) is not None]
+    return [node.name for node in live if node.is_stepping or node.system.has_work()]
+
+
+def groups(world: HandoffState) -> Groups:
+    """Return the names that operations apply to now."""
+    live, transfers = world.live(), world.transfers
+    messages = _often_first([each.name for each in world.network])
+    open_pulls = _often_first([each.name for each in transfers if not each.ended])
+    return {
+        ALWAYS: [""],
+        "requests": world.model.open(),
+        "messages": messages,
+        "nodes": world.names,
+        "live": [node.name for node in live],
+        "down": [name for name, node in world.nodes.items() if node is None],
+        "prefill work": _with_work(world, world.prefill_names),
+        "decode work": _with_work(world, world.decode_names),
+        "pulls": _often_first([each.name for each in transfers]),
+        "open pulls": open_pulls,
+        "fenceable pulls": [each.name for each in transfers if each.may_fence],
+        "withdrawn": [attempt for node in live for attempt in node.withdrawn],
+        "copies": _often_first([name for node in live for name in node.copies]),
+    }
+
+
+# How arguments are drawn
+
+
+def new_name(world: HandoffState, name: str, below: Below) -> str:
+    """The name of the next request."""
+    return f"r{len(world.requests) + 1}"
+
+
+def prompt(world: HandoffState, name: str, below: Below) -> list[int]:
+    """A prompt that often shares a prefix with others."""
+    tokens = [(1, 1, 1, 2)[below(4)]] * (1 + below(4))
+    return tokens + [1 + below(2) for _ in range(below(5))]
+
+
+def limit(world: HandoffState, name: str, below: Below) -> int:
+    """A small limit of the output, or sometimes a larger one."""
+    return 1 + below((3, 8, 16)[below(3)])
+
+
+def often(bound: int) -> Callable[[HandoffState, str, Below], bool]:
+    """True, but for one in `bound` cases."""
+    return lambda world, name, below: below(bound) != bound - 1
+
+
+def ticks(world: HandoffState, name: str, below: Below) -> int:
+    """One unit of time, or sometimes four."""
+    return (1, 1, 1, 1, 4)[below(5)]
+
+
+_NAME: Final = {"name": name_drawn}
+
+HANDOFF_TABLE: Final[Table[HandoffState]] = Table(groups, [
+    Operation("submit", submit, 6, arguments={
+        "name": new_name, "prompt": prompt, "max_new_tokens": limit, "seed": number(4)}),
+    Operation("deliver", deliver, 120, "messages", _NAME),
+    Operation("duplicate", duplicate, 10, "messages", _NAME),
+    Operation("drop", drop, 8, "messages", _NAME),
+    Operation("cut", cut, 1, "nodes", _NAME),
+    Operation("compute", compute, 40, "prefill work", _NAME),
+    Operation("decode", decode, 36, "decode work", _NAME),
+    Operation("pull_write", pull_write, 44, "pulls", _NAME),
+    Operation("pull_end", pull_end, 40, "open pulls",
+              {"name": name_drawn, "ok": often(10), "fenced": often(2)}),
+    Operation("pull_fence", pull_fence, 6, "fenceable pulls", _NAME),
+    Operation("offer_fence", offer_fence, 4, "withdrawn", _NAME),
+    Operation("copy", copy, 16, "copies", {"name": name_drawn, "ok": often(10)}),
+    Operation("tick", tick, 6, arguments={"ticks": ticks}),
+    Operation("evict", evict, 2, "live", {"name": name_drawn, "num_blocks": number(4, 1)}),
+    Operation("cancel", cancel, 1, "requests", _NAME),
+    Operation("crash", crash, 1, "live", _NAME),
+    Operation("restart", restart, 16, "down", _NAME),
+    Operation("reset", reset, 1, "live", _NAME),
+    Operation("new_gateway", new_gateway, 1),
+    Operation("drain", drain_all, 0),
+])  # fmt: skip
