@@ -1,12 +1,18 @@
-"""A finding as an SVG: the tree of published blocks and the pool before the failing step."""
+"""A finding as an SVG: its calls, and the blocks before the failing one."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from html import escape
-from typing import TYPE_CHECKING, Final
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any, Final
 
 from ..model.blocks import CACHED, EVICTED, FREE, LEFT
+from ..model.device import POISON, UNWRITTEN
+from ..rules.rule import Violation
 from .engine import Finding, Subject
 from .program import to_call, world_before
 
@@ -20,11 +26,15 @@ MARGIN: Final = 12
 CELL: Final = 26
 BOX: Final = (118, 34)
 GAP: Final = (22, 26)
-CHAR: Final = 7.3
+CHAR: Final = 7.5
+WIDEST: Final = 110
+"""Characters in a line."""
+SLOTS: Final = 8
+"""Slots of a block that are shown."""
 
 FILL: Final = {
     "free": "#ffffff", "private": "#ffd9a8", "cached": "#bfe3c6", "used": "#7cc48d",
-    "evicted": "#f4b6b6",
+    "evicted": "#f4b6b6", "shared": "#7cc48d",
 }  # fmt: skip
 
 STYLE: Final = (
@@ -36,28 +46,37 @@ STYLE: Final = (
 def to_svg(subject: Subject, finding: Finding, *, calls: bool = True) -> str:
     """Draw a finding as an SVG document.
 
-    The calls are at the top, the failing one in red. Below is the state before it: the published
-    blocks as a tree and the pool as a strip if the world has a model, otherwise text.
+    The calls are at the top, the failing one in red. Below is the state before it. At depth ``api``
+    of a cache these are the block tables, what was last written to each block, and the same when
+    the rule is broken. With a model, it is the tree of published blocks and the pool. Other worlds
+    are drawn as text.
 
     Args:
         subject: the subject of the finding.
         finding: the finding, preferably shrunk.
         calls: whether to include the calls.
     """
-    world = world_before(subject, finding)
+    world: Any = world_before(subject, finding)
     canvas = _Canvas()
     if calls:
         _calls(canvas, finding)
     model: CacheModel | None = getattr(world, "model", None)
-    if getattr(model, "cached", None) is None or model is None:
-        for line in world.picture().split("\n"):
-            canvas.text(line)
-    else:
-        _Tree(canvas, world, model).draw()  # type: ignore[arg-type]  # only cache worlds have a model
+    if getattr(model, "cached", None) is not None and model is not None:
+        _Tree(canvas, world, model).draw()
         _strip(canvas, model)
         for line in world.picture().split("\n"):
             if " block " not in line and not line.startswith("blocks |"):
                 canvas.text(line)
+    elif hasattr(world, "device") and hasattr(world, "past"):
+        for title in ("before the last call", "when the rule is broken"):
+            canvas.text(title)
+            _Tables(canvas, world).draw(finding.why)
+            with suppress(Violation):
+                world.apply(finding.trace[-1])
+        canvas.text("in a block: the position and the token of each slot, and who has this prefix")
+    else:
+        for line in world.picture().split("\n"):
+            canvas.text(line)
     return canvas.document()
 
 
@@ -66,7 +85,8 @@ def _calls(canvas: _Canvas, finding: Finding) -> None:
         canvas.text(to_call(operation))
     if finding.trace:
         canvas.text(to_call(finding.trace[-1]), "bad")
-    canvas.text(f"{finding.rule}: {finding.why}", "bad")
+    for line in wrap(f"{finding.rule}: {finding.why}", WIDEST):
+        canvas.text(line, "bad")
     canvas.skip(LINE // 2)
 
 
@@ -110,6 +130,64 @@ class _Canvas:
             f'<rect class="background" width="{width}" height="{height}"/>'
             f"{''.join(self.elements)}</svg>\n"
         )
+
+
+class _Tables:
+    r"""Block tables above, and below each block with what was last written to it.
+
+    ::
+
+        r1  [1][4]      r2  [0]
+             |  \          |
+            [1] [4]        [0]
+    """
+
+    def __init__(self, canvas: _Canvas, world: CacheWorld) -> None:
+        self.canvas, self.world = canvas, world
+        self.words: dict[Tag, tuple[str, str]] = {}  # where a token stands, and the token
+        for request in world.past:
+            for position, (tag, token) in enumerate(zip(request.tags, request.tokens, strict=True)):
+                where, _ = self.words.get(tag, ("", ""))
+                where = f"{where} {request.name}" if where else request.name
+                self.words[tag] = where, f"{position}: {token}"
+
+    def draw(self, why: str) -> None:
+        """Draw the running requests, the blocks that are known, and who points where."""
+        running = self.world.running()
+        blocks = sorted({b for r in running for b in r.table} | self.world.device.memory.keys())
+        column = {block: MARGIN + place * (BOX[0] + GAP[0]) for place, block in enumerate(blocks)}
+        users = Counter(block for request in running for block in request.table)
+        named = {int(number) for number in re.findall(r"block (\d+)", why)}
+        top = self.canvas.bottom + 8
+        memory = top + CELL + 90
+        x = float(MARGIN)
+        for request in running:
+            label = f"{request.name} {request.written}/{len(request.tokens)}"
+            self.canvas.text_at(x, top + 17, label)
+            x += CHAR * (len(label) + 1)
+            for block in request.table:
+                self.canvas.line(x + CELL / 2, top + CELL, column[block] + BOX[0] / 2, memory)
+                self.canvas.box(
+                    x, top, (CELL, CELL), FILL["shared" if users[block] > 1 else "private"]
+                )
+                self.canvas.text_at(x + 5, top + 17, str(block))
+                x += CELL
+            x += 2 * CELL
+        for block in blocks:
+            kind = "free" if not users[block] else "shared" if users[block] > 1 else "private"
+            self._block(block, column[block], memory, "evicted" if block in named else kind)
+        height = LINE * (1 + min(SLOTS, self.world.block_size)) + 8
+        self.canvas.skip(memory + height + 2 * MARGIN - self.canvas.bottom)
+
+    def _block(self, block: int, x: float, y: float, kind: str) -> None:
+        slots = self.world.device.memory.get(block, [UNWRITTEN] * self.world.block_size)[:SLOTS]
+        self.canvas.box(x, y, (BOX[0], LINE * (1 + len(slots)) + 6), FILL[kind])
+        self.canvas.text_at(x + 5, y + 14, f"block {block}")
+        for place, tag in enumerate(slots, 2):
+            where, word = self.words.get(
+                tag, ("", {UNWRITTEN: "-", POISON: "garbage"}.get(tag, "?"))
+            )
+            self.canvas.text_at(x + 5, y + 14 + LINE * (place - 1), _cut(f"{word} {where}"))
 
 
 class _Tree:

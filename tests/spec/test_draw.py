@@ -11,7 +11,7 @@ from radixkv.spec.harness.cache.world import CacheSubject
 from radixkv.spec.harness.engine import Finding, Operation
 from radixkv.spec.harness.pool_world import PoolSubject
 from radixkv.spec.harness.program import to_call, to_program, world_before
-from radixkv.spec.harness.svg import to_svg
+from radixkv.spec.harness.svg import FILL, to_svg
 
 from .toys import Plain
 
@@ -32,7 +32,7 @@ FOUND = Finding("H1 hit-is-published", "seen <here> & there", SIZES, TRACE)
 PROGRAM = """\
 H1 hit-is-published: A hit contains only blocks that are published in the namespace of the request.
 
-with num_blocks=6, block_size=2, max_running=3
+with num_blocks=6, block_size=2
     submit(r1, [0, 0, 0, 0, 3], more=2)
     admit(r1)
     forward(r1, 5)
@@ -60,7 +60,8 @@ def subject() -> CacheSubject:
 
 def test_a_program_with_its_picture(subject: CacheSubject) -> None:
     assert to_program(FOUND, subject) == PROGRAM
-    assert to_program(FOUND) == PROGRAM.split("\n\nbefore")[0]
+    alone = to_program(FOUND).replace(", max_running=3", "")  # only the subject knows its use
+    assert alone == PROGRAM.split("\n\nbefore")[0]
 
 
 def test_a_program_of_one_call(subject: CacheSubject) -> None:
@@ -125,10 +126,18 @@ def test_a_drawing_without_the_calls(subject: CacheSubject) -> None:
     assert "admit(r1)" not in texts and "1: 0 0" in texts
 
 
-def test_what_has_no_model_is_drawn_as_text() -> None:
-    finding = Finding("S4 no-surprise", "it did", SIZES, TRACE)
-    texts, boxes, _ = shapes(to_svg(CacheSubject(Plain, "api"), finding))
-    assert "r2 running, 4/4 computed, table [2, 1]" in texts and len(boxes) == 1
+def test_without_a_model_the_tables_and_the_memory_are_drawn() -> None:
+    finding = Finding("S4 no-surprise", "block 1 did " + "it " * 60, SIZES, TRACE)
+    texts, boxes, root = shapes(to_svg(CacheSubject(Plain, "api"), finding))
+    assert {"r1 5/5", "r2 4/4", "block 1", "0: 0 r1 r2", "3: 3 r2"} <= set(texts)
+    assert texts.count("before the last call") == texts.count("when the rule is broken") == 1
+    pointers = list(root.iter("{http://www.w3.org/2000/svg}line"))
+    assert len(pointers) >= 4 and len(boxes) > 2 * len(pointers), "a line per entry of a table"
+    assert max(map(len, texts)) <= 110, "long lines are broken"
+    assert any(FILL["evicted"] == box.get("fill") for box in boxes), "the block of the finding"
+
+
+def test_what_has_no_blocks_is_drawn_as_text() -> None:
     pool = Finding("F6 allocate-exactly", "no", {"num_blocks": 3}, [["allocate", 1]])
     from radixkv.scheduler.fuzz.pool_adapter import make_factory as make_pool
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from ...adapters.cache import Snapshot
+from ...adapters.cache import AdapterError, Snapshot
 from ...model.blocks import FREE
 from ...model.cache import CacheModel
 from ...model.ghost import Tag
 from ...rules import cache as rules
 from ...rules.rule import Violation, require
-from .requests import Request
+from .requests import PROBE, Request
 from .state import CacheState
 
 
@@ -21,8 +21,7 @@ def check_all(world: CacheState) -> None:
         request.table = world.target.block_table(request.name)
         _check_table(world, request)
     if world.model is None:
-        held = {block for request in running for block in request.table}
-        _check_available(world, len(held))
+        _check_available(world)
         return
     world.model.settled()
     if world.promises.counts_available:
@@ -52,13 +51,35 @@ def _check_table(world: CacheState, request: Request) -> None:
     world.device.read(name, table, request.tags[: request.written])
 
 
-def _check_available(world: CacheState, num_held: int) -> None:
-    found, most = world.target.available(), world.config["num_blocks"] - num_held
-    require(
-        0 <= found <= most, rules.S2, "{} available, with {} of the blocks held", found, num_held
-    )
-    if world.promises.counts_available:  # all blocks that no request holds are free or unused
-        require(found == most, rules.S2, "{} available, should be {}", found, most)
+def _check_available(world: CacheState) -> None:
+    """Check the available blocks against those that are held: no other are known at depth api."""
+    running, num_blocks = world.running(), world.config["num_blocks"]
+    held = {block for request in running for block in request.table}
+    found, most = world.target.available(), num_blocks - len(held)
+    exactly = world.promises.counts_available  # all blocks that no request holds
+    if 0 <= found <= most and (found == most or not exactly):
+        return
+    limit = "" if exactly else "at most "
+    tables = "".join(f", {request.name} holds {request.table}" for request in running)
+    why = "{} of {} available, should be {}{}{}"
+    try:
+        require(False, rules.S2, why, found, num_blocks, limit, most, tables)
+    except Violation as violation:
+        more = _both(world, found) if found > most else ""
+        raise Violation(rules.S2, violation.why + more) from None
+
+
+def _both(world: CacheState, num_blocks: int) -> str:
+    """Allocate the available blocks, and name those of them that a request holds too."""
+    tokens, name = [0] * (num_blocks * world.block_size), "probe"
+    try:
+        if world.target.admit(name, tokens, PROBE) is None:
+            return ""
+        given = set(world.target.block_table(name))
+    except (Violation, AdapterError):
+        return ""  # it is broken, so anything may happen
+    both = [f"{b} of {r.name}" for r in world.running() for b in r.table if b in given]
+    return f"; free as well: block {', '.join(both)}" if both else ""
 
 
 def _check_inside(world: CacheState, model: CacheModel, shot: Snapshot) -> None:

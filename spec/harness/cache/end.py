@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from ...model.blocks import RESET
 from ...rules import cache as rules
 from ...rules.rule import require
 from .admit import admit
 from .compute import done, forward
-from .requests import Request
+from .requests import PROBE, Request
 from .state import CacheState
-
-PROBE: Final = b"a namespace of nobody"
 
 
 def finish(world: CacheState, name: str) -> bool:

@@ -13,6 +13,7 @@ from ..engine import Below, Config
 State: TypeAlias = Literal["waiting", "running", "ended"]
 
 NAMESPACES: Final = (b"", b"tenant")
+PROBE: Final = b"a namespace of nobody"
 MAX_WAITING: Final = 3
 
 TOKENS: Final = (0, 1 << 16, 3)
