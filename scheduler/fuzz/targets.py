@@ -15,8 +15,10 @@ handoff = handoff_adapter.make_factory()
 pool = pool_adapter.make_factory()
 scheduler = scheduler_adapter.make_factory()
 tiers = tier_adapter.make_factory()
+costs = tier_adapter.make_cost_factory()
 
 DEFAULT_TARGETS: Final[dict[What, str]] = {
-    what: f"{__name__}:{what}" for what in ("cache", "handoff", "pool", "scheduler", "tiers")
+    what: f"{__name__}:{what}"
+    for what in ("cache", "costs", "handoff", "pool", "scheduler", "tiers")
 }
 """Import path of our target of each kind."""

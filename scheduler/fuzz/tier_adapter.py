@@ -11,6 +11,7 @@ import numpy as np
 from ... import kvcache as own_kvcache
 from ...spec.adapters.cache import Events
 from ...spec.adapters.tiers import Copy, CopyKind, TierEvents, TierFactory, TierSnapshot
+from ...spec.harness.cost_world import CostFactory
 from ...spec.harness.engine import Config
 from ...spec.model.storage_recency import window_of
 from ...spec.rules.rule import require
@@ -37,6 +38,18 @@ def make_factory(kvcache: ModuleType | None = None) -> TierFactory:
     """Return a factory of adapters for `kvcache`, a copy of `radixkv.kvcache`, or for our own."""
     module = own_kvcache if kvcache is None else kvcache
     return lambda config: TierAdapter(module, config)
+
+
+def make_cost_factory(kvcache: ModuleType | None = None) -> CostFactory:
+    """Return a factory of adapters with tiers, or without if the host is to have no blocks."""
+    module = own_kvcache if kvcache is None else kvcache
+
+    def make(config: Config) -> CacheAdapter:
+        if config["host_blocks"]:
+            return TierAdapter(module, config)
+        return CacheAdapter(module, config["num_blocks"], config["block_size"])
+
+    return make
 
 
 class TierAdapter(CacheAdapter):

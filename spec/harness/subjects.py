@@ -9,9 +9,9 @@ from typing import Any, Final, Literal, TypeAlias
 from ..adapters.cache_target import Depth
 from .engine import Subject
 
-What: TypeAlias = Literal["cache", "handoff", "pool", "scheduler", "tiers"]
+What: TypeAlias = Literal["cache", "costs", "handoff", "pool", "scheduler", "tiers"]
 
-WHATS: Final[tuple[What, ...]] = ("cache", "handoff", "pool", "scheduler", "tiers")
+WHATS: Final[tuple[What, ...]] = ("cache", "costs", "handoff", "pool", "scheduler", "tiers")
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ def make_subject(
 
     Args:
         what: the kind of system.
-        factory: see `Factory`, `HandoffFactory`, `PoolFactory`, `SchedulerFactory` or
-            `TierFactory`.
+        factory: see `Factory`, `CostFactory`, `HandoffFactory`, `PoolFactory`,
+            `SchedulerFactory` or `TierFactory`.
         depth: the depth at which a cache is checked; the other kinds have only one.
         options: sizes, and known findings.
 
@@ -62,6 +62,10 @@ def _make_subject(
         from .cache.world import CacheSubject
 
         return CacheSubject(factory, depth, options.block_sizes, options.pool_sizes)
+    if what == "costs":
+        from .cost_world import CostSubject
+
+        return CostSubject(factory)
     if what == "pool":
         from .pool_world import PoolSubject
 

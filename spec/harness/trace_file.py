@@ -28,7 +28,7 @@ class TraceFile:
 
     Attributes:
         finding: the broken rule, with its trace.
-        what: the kind of system: ``"cache"``, ``"pool"``, ``"scheduler"`` or ``"tiers"``.
+        what: the kind of system: one of `WHATS`.
         target: import path of the factory, as ``"package.module:factory"``; "" if not known.
         depth: the depth of the checks.
         known: rules that were not judged.

@@ -142,6 +142,10 @@ S2: Final = rule(
 )
 S3: Final = rule("S3 counts-are-true", "The reported counts agree with the reported events.")
 S4: Final = rule("S4 no-surprise", "A valid call raises nothing but refusals.")
+S5: Final = rule(
+    "S5 work-is-local",
+    "The work of a call depends on the blocks that it touches, not on the number of idle blocks.",
+)
 
 # W: internal state
 

@@ -268,7 +268,7 @@ GOOD = {"format": 1, "rule": "D1 x", "why": "", "config": SIZES, "trace": [["dra
         ({**GOOD, "trace": 1}, '"trace" must be a list'),
         (
             {**GOOD, "what": "disk"},
-            "\"what\" must be one of cache, handoff, pool, scheduler, tiers, got 'disk'",
+            "\"what\" must be one of cache, costs, handoff, pool, scheduler, tiers, got 'disk'",
         ),
         ({**GOOD, "target": "no_such_module:x"}, "there is no module no_such_module"),
         ({**GOOD, "depth": "x"}, "\"depth\" must be one of api, events, full, got 'x'"),

@@ -6,6 +6,7 @@ from typing import Final
 
 from .admission_bugs import ADMISSION_BUGS
 from .change_bugs import CHANGE_BUGS
+from .cost_bugs import COST_BUGS
 from .extension_bugs import EXTENSION_BUGS
 from .input_bugs import INPUT_BUGS
 from .memory_bugs import MEMORY_BUGS
@@ -25,4 +26,5 @@ CACHE_BUGS: Final[tuple[Bug, ...]] = (
     *POOL_BUGS,
     *INPUT_BUGS,
     *MEMORY_BUGS,
+    *COST_BUGS,
 )

@@ -17,6 +17,7 @@ from radixkv.scheduler.fuzz import cache_adapter, pool_adapter, tier_adapter
 from radixkv.spec.adapters.cache_target import Depth
 from radixkv.spec.harness import hypothesis_engine, random_engine
 from radixkv.spec.harness.cache.world import CacheSubject
+from radixkv.spec.harness.cost_world import CostSubject
 from radixkv.spec.harness.engine import Subject, replay
 from radixkv.spec.harness.pool_world import PoolSubject
 from radixkv.spec.harness.shrink import shrink
@@ -65,6 +66,8 @@ def subject_of(bug: Bug, depth: Depth) -> Subject:
     module = load(bug)
     if bug.world == "pool":
         return PoolSubject(pool_adapter.make_factory(module))
+    if bug.world == "costs":
+        return CostSubject(tier_adapter.make_cost_factory(module))
     if bug.world == "tiers":
         return TierSubject(tier_adapter.make_factory(module))
     make = cache_adapter.make_factory(module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .cost_bugs import TIER_COST_BUGS
 from .host_bugs import HOST_BUGS
 from .input_bugs import TIER_INPUT_BUGS
 from .memory_bugs import TIER_MEMORY_BUGS
@@ -22,4 +23,5 @@ TIER_BUGS = (
     *RECENCY_BUGS,
     *TIER_INPUT_BUGS,
     *TIER_MEMORY_BUGS,
+    *TIER_COST_BUGS,
 )
