@@ -15,6 +15,12 @@ FAVOURED: Final = (
 )  # fmt: skip
 """Operations that a world may favour or neglect."""
 
+ENDS: Final = ("pull_fence", "offer_fence")
+"""Operations after which the transport does nothing more."""
+
+PRESSURE: Final = ("submit", "cancel", "tick", "evict", "compute")
+"""Operations that end attempts and use their blocks for others."""
+
 
 def draw_config(below: Below) -> Config:
     """Draw sizes, from too small for two requests to ample; some overload D.
@@ -45,6 +51,9 @@ def draw_config(below: Below) -> Config:
     factors = [(1, 10, 10, 10, 30)[below(5)] for _ in FAVOURED]
     config["rare"] = [word for word, each in zip(FAVOURED, factors, strict=True) if each == 1]
     config["often"] = [word for word, each in zip(FAVOURED, factors, strict=True) if each == 30]
+    if below(3) == 0:  # pulls outlive their attempts
+        config["rare"] = sorted({*config["rare"], *ENDS} - {*PRESSURE})
+        config["often"] = sorted({*config["often"], *PRESSURE} - {*ENDS})
     return config
 
 

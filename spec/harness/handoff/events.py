@@ -38,7 +38,7 @@ def carry_out(world: HandoffState) -> None:
     for answer in world.gateway.take_answers():
         name, tokens, reason, hits = answer
         world.model.answered(name, tokens, hits, reason, world.now)
-        world.situations["answers" if tokens is not None else "failures"] += 1
+        world.situations["answered" if tokens is not None else "failed"] += 1
 
 
 def _begin_copies(node: LiveNode) -> None:
@@ -61,14 +61,14 @@ def _act(world: HandoffState, node: LiveNode, action: Action) -> None:
             _send(world, node.name, node.epoch, action)
         case Begun(attempt):
             world.model.begun(node.name, attempt)
-            world.situations["attempts"] += 1
+            world.situations["attempt"] += 1
         case Offer(part, blocks, group):
             assert isinstance(node.model, PrefillModel), f"{node.name} offers"
             node.model.offered(part.key, part.attempt, blocks, group)
         case Withdraw(attempt):
             node.withdrawn.append(attempt)
         case Pull(peer, part, blocks, group):
-            world.situations["blocks sent"] += len(blocks)
+            world.situations["block sent"] += len(blocks)
             name = world.unique(f"{part.attempt}.part{part.number}")
             world.transfers.append(Transfer(name, node.name, peer, part, list(blocks), group))
         case CancelPull(part):
@@ -85,7 +85,7 @@ def _check_sent(world: HandoffState, node: LiveNode, to: str, message: Message) 
         if message.kind == "Commit":
             model.committed(attempt, message.position, message.hits)
             world.model.hits[attempt] = message.hits
-        world.situations["refusals"] += message.kind == "PrefillFailed" and message.has_no_room
+        world.situations["busy"] += message.kind == "PrefillFailed" and message.has_no_room
         return
     peer = world.nodes.get(to)
     if peer is not None and message.kind in ("Grant", "Refuse"):
@@ -115,9 +115,9 @@ def _check_grant(world: HandoffState, node: LiveNode, model: DecodeModel, messag
 def _start(world: HandoffState, node: LiveNode, started: Started) -> None:
     attempt, table, num_cached, hits = started
     world.model.started(attempt)
-    world.situations["starts"] += 1
-    world.situations["cached tokens"] += num_cached
-    world.situations["hit tokens"] += hits
+    world.situations["started"] += 1
+    world.situations["token cached on D"] += num_cached
+    world.situations["token hit on P"] += hits
     model = node.model
     assert isinstance(model, DecodeModel), f"{node.name} decodes"
     model.started(attempt)
@@ -183,7 +183,7 @@ def deliver(world: HandoffState, envelope: Envelope) -> None:
             sender = f"{node.name} in epoch {node.epoch}"
             world.model.acknowledged(sender, message.attempt, message.of)
         node.target.receive(envelope.source, message)
-    world.situations[message.kind] += 1
+    world.situations[f"arrived: {message.kind}"] += 1
 
 
 def _deliver_to_gateway(world: HandoffState, envelope: Envelope) -> None:
@@ -196,5 +196,6 @@ def _deliver_to_gateway(world: HandoffState, envelope: Envelope) -> None:
     before = gateway.state_of(source)
     gateway.receive(source, envelope.epoch, message)
     if is_old:
+        world.situations["message of an old epoch"] += 1
         is_same = gateway.state_of(source) == before and not gateway.take_messages()
         require(is_same, X3, "{} of epoch {} of {}", message.kind, envelope.epoch, source)

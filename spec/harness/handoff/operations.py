@@ -173,7 +173,7 @@ def tick(world: HandoffState, ticks: int) -> bool:
         if node.is_draining and node.target.reset():
             node.is_draining = False
             node.model.reset(node.target.num_evicted())
-            world.situations["resets"] += 1
+            world.situations["reset"] += 1
     return True
 
 
@@ -190,7 +190,7 @@ def copy(world: HandoffState, name: str, ok: bool) -> bool:
         memory = node.model.host if copy.is_down else node.model.device
         memory.content.update(content)
     node.target.copied(copy.id, ok)
-    world.situations["copies"] += 1
+    world.situations["copied"] += 1
     return True
 
 
@@ -202,6 +202,7 @@ def pull_write(world: HandoffState, name: str) -> bool:
         return False
     device = _puller(world, transfer).model.device
     device.put(transfer.blocks, transfer.group, content)
+    world.situations["late write"] += transfer.may_fence
     transfer.written = True
     return True
 
@@ -276,7 +277,7 @@ def _find(things: Iterable[Thing], name: str) -> Thing | None:
 
 
 def _often_first(names: list[str]) -> list[str]:
-    """Names of which the first, the oldest thing, is drawn in two of three cases."""
+    """Names of which the first is drawn in two of three cases."""
     return [*names[:1] * (2 * len(names)), *names]
 
 
@@ -289,7 +290,7 @@ def groups(world: HandoffState) -> Groups:
     """Return the names that operations apply to now."""
     live, transfers = world.live(), world.transfers
     messages = _often_first([each.name for each in world.network])
-    open_pulls = _often_first([each.name for each in transfers if not each.ended])
+    open_pulls = _often_first([each.name for each in reversed(transfers) if not each.ended])
     return {
         ALWAYS: [""],
         "requests": world.model.open(),
@@ -299,7 +300,7 @@ def groups(world: HandoffState) -> Groups:
         "down": [name for name, node in world.nodes.items() if node is None],
         "prefill work": _with_work(world, world.prefill_names),
         "decode work": _with_work(world, world.decode_names),
-        "pulls": _often_first([each.name for each in transfers]),
+        "pulls": [each.name for each in transfers],
         "open pulls": open_pulls,
         "fenceable pulls": [each.name for each in transfers if each.may_fence],
         "withdrawn": [attempt for node in live for attempt in node.withdrawn],

@@ -69,7 +69,7 @@ def _plan(world: HandoffState, node: LiveNode) -> None:
             node.model.admitted(name, tokens)
         published.hit(tokens, num_hit, name)
     if plan.preempted:
-        world.situations["preemptions"] += len(plan.preempted)
+        world.situations["preempted"] += len(plan.preempted)
         may = world.config["reserve_tokens"] is not None
         require(may, X11, "{} preempts {}", node.name, plan.preempted)
     node.is_stepping, node.num_written = plan.num_chunks > 0, 0

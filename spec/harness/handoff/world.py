@@ -78,13 +78,9 @@ class HandoffSubject:
 
     Args:
         factory: makes the nodes and the gateway from a configuration.
-
-    Attributes:
-        steps_per_case: enough for a dozen requests.
     """
 
     table = HANDOFF_TABLE
-    steps_per_case = 150
 
     def __init__(self, factory: HandoffFactory) -> None:
         self.factory = factory

@@ -23,7 +23,7 @@ def succeeds_at_once(h: ModuleType, world: HandoffWorld) -> None:
     [answer] = world.model.answers.values()
     assert answer.tokens is not None, answer.reason
     assert world.gateway.num_open() == 0
-    assert world.situations["starts"] == world.situations["attempts"] == 1
+    assert world.situations["started"] == world.situations["attempt"] == 1
 
 
 def one_request(h: ModuleType) -> None:
@@ -203,11 +203,11 @@ def two_equal_prompts_are_sent_once(h: ModuleType) -> None:
             for name in ("r1", "r2"):
                 world.apply(["submit", name, PROMPT, 1, 1])
                 run_rounds(world)
-                sent.append(world.situations["blocks sent"])
+                sent.append(world.situations["block sent"])
             assert all(answer.tokens is not None for answer in world.model.answers.values())
             # Of 7 tokens in blocks of 2, the second request lacks the last, half a block.
             assert sent == [4 * num_groups, 5 * num_groups]
-            assert world.situations["cached tokens"] == world.situations["hit tokens"] == 6
+            assert world.situations["token cached on D"] == world.situations["token hit on P"] == 6
 
 
 def a_prompt_is_matchable_when_decoding_starts(h: ModuleType) -> None:

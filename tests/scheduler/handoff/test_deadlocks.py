@@ -75,13 +75,13 @@ def test_d4_what_d_has_started_needs_no_p() -> None:
     world = SteppedWorld(decode_blocks=12, max_running=3)
     for number in (1, 2, 3):
         world.ask([number] * 4, 9)
-    world.until(lambda: world.situations["starts"] == 3)
+    world.until(lambda: world.situations["started"] == 3)
     world.apply(["crash", "p0"])
     while world.d().has_work:
         world.step_d()
     world.report()
-    assert world.situations["preemptions"] > 0
-    assert world.situations["answers"] == 3
+    assert world.situations["preempted"] > 0
+    assert world.situations["answered"] == 3
 
 
 def test_d5_what_can_never_fit_is_refused_at_once() -> None:
@@ -92,7 +92,7 @@ def test_d5_what_can_never_fit_is_refused_at_once() -> None:
     world.until(lambda: bool(world.model.answers))
     [answer] = world.model.answers.values()
     assert answer.reason == "refused, too large: 5 needed, 4 available"
-    assert world.situations["attempts"] == 1
+    assert world.situations["attempt"] == 1
 
 
 def test_d6_who_finds_no_room_on_the_host_is_computed_again() -> None:
@@ -174,7 +174,7 @@ def test_d9_prompts_that_wait_for_d_do_not_stop_p() -> None:
     for number in range(8):
         world.ask([number] * 8, 6)
     world.finish()
-    assert world.situations["Refuse"] > 0
+    assert world.situations["arrived: Refuse"] > 0
     world.apply(["drain"])
 
 
@@ -192,9 +192,9 @@ def test_d10_blocks_that_may_be_written_are_not_given_away() -> None:
         world.report()
         world.wait()
         world.apply(["pull_write", world.transfers[0].name])
-        assert world.situations["starts"] == 0
+        assert world.situations["started"] == 0
         world.d().manager.check()
-    assert world.situations["Refuse"] > 0
+    assert world.situations["arrived: Refuse"] > 0
     world.apply(["pull_fence", world.transfers[0].name])
     world.until(lambda: len(world.model.answers) == 2)
     assert world.model.answers["r2"].tokens is not None

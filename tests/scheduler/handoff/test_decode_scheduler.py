@@ -214,4 +214,4 @@ def test_without_overcommitment_none_is_preempted(
         own = max(num_tokens - shared, 0)
         world.ask([1] * (num_tokens - own) + [number] * own, max_new_tokens)
     world.until(lambda: len(world.model.answers) == len(world.requests))
-    assert world.situations["preemptions"] == world.d().stats().preemptions == 0
+    assert world.situations["preempted"] == world.d().stats().preemptions == 0

@@ -223,5 +223,5 @@ def test_equal_prompts_at_the_same_time_are_sent_once() -> None:
             world.ask([*PROMPT, 1, 2], 2)
         world.finish()
         # Of 7 tokens in blocks of 2, all but one lack only the last, half a block.
-        assert world.situations["blocks sent"] == 4 + 3
-        assert world.situations["attempts"] == 4
+        assert world.situations["block sent"] == 4 + 3
+        assert world.situations["attempt"] == 4
