@@ -8,11 +8,14 @@ import pytest
 from radixkv.spec.adapters.cache import Promises
 from radixkv.spec.adapters.load_target import load_target
 from radixkv.spec.harness.cache.world import CacheSubject
-from radixkv.spec.harness.engine import Finding
+from radixkv.spec.harness.engine import Finding, replay
 from radixkv.spec.harness.random_engine import run
 from radixkv.spec.harness.shrink import shrink
 from radixkv.spec.harness.trace_file import read_trace_file
 from radixkv.spec.rules.rule import RULES
+
+from .designs.bugs import DESIGN_BUGS, planted
+from .designs.radix import SGLang
 
 ROOT = Path(__file__).parents[2]
 MANAGERS = ROOT / "docs" / "examples" / "managers"
@@ -97,3 +100,14 @@ def test_ours_of_the_same_shape_breaks_the_same_rule():
         world.apply(file.finding.trace[-1])
 
     assert str(caught.value) == f"[{file.finding.rule}] {file.finding.why}"
+
+
+def test_a_manager_of_the_same_design_breaks_the_order_of_eviction_too():
+    """The trace that shows it in SGLang shows it in ours of that design, and not when repaired."""
+    file = read_trace_file(ROOT / "docs/howto/findings/sglang_lru.trace.json")
+    finding = file.finding
+    bug = next(bug for bug in DESIGN_BUGS if bug.name == "a split refreshes the cold suffix")
+    violation = replay(CacheSubject(planted(bug), "events"), finding.config, finding.trace)
+
+    assert violation is not None and violation.rule.name == finding.rule
+    assert replay(CacheSubject(SGLang, "events"), finding.config, finding.trace) is None

@@ -44,7 +44,10 @@ torch.empty = lambda *size, pin_memory=False, **options: _empty(*size, **options
 class MiniSGLang:
     """A request is a row of the page table. An offset of its tokens stands for the namespace."""
 
-    promises = Promises(refuses_only_short=True, holds_exactly=True, counts_available=True)
+    promises = Promises(
+        refuses_only_short=True, holds_exactly=True, one_copy=True, leaves_first=True,
+        frees_at_once=True, counts_available=True,
+    )  # fmt: skip
 
     def __init__(self, num_blocks: int, block_size: int, repoint: bool = False) -> None:
         minisgl.core._GLOBAL_CTX = None  # the manager reads its page size from a global
@@ -55,8 +58,10 @@ class MiniSGLang:
         self.rows = list(range(NUM_ROWS))
         self.manager = CacheManager(num_blocks, block_size, self.table, "radix")
         self.requests: dict[str, Any] = {}
+        self.name = ""
 
     def admit(self, name: str, tokens: Sequence[int], namespace: bytes) -> int | None:
+        self.name = name
         tenant = len(namespace) << 24
         ids = torch.tensor([token + tenant for token in tokens], dtype=torch.int32)
         pending = SimpleNamespace(input_ids=ids, input_len=len(ids))
@@ -78,7 +83,7 @@ class MiniSGLang:
         return num_hit
 
     def append(self, name: str, tokens: Sequence[int]) -> bool:
-        request = self.requests[name]
+        request, self.name = self.requests[name], name
         end = request.device_len + len(tokens)
         if self._num_blocks(end) - self._num_blocks(request.device_len) > MiniSGLang.available(
             self
@@ -90,7 +95,7 @@ class MiniSGLang:
         return True
 
     def publish(self, name: str, tokens: Sequence[int]) -> None:
-        request = self.requests[name]
+        request, self.name = self.requests[name], name
         request.cached_len = len(tokens)
         if not request.is_prefill or len(tokens) < request.num_prompt:
             return
@@ -102,7 +107,7 @@ class MiniSGLang:
             self.table[request.table_idx, :num_cached].copy_(cached)
 
     def release(self, name: str) -> None:
-        request = self.requests.pop(name)
+        request, self.name = self.requests.pop(name), name
         computed = self._num_blocks(request.cached_len) * self.block_size
         held = self._num_blocks(request.device_len) * self.block_size
         self.manager.cache_req(request, finished=True)
@@ -120,6 +125,50 @@ class MiniSGLang:
 
     def _is_room(self, num_blocks: int) -> bool:
         return num_blocks * self.block_size <= self.manager.available_size
+
+    def report_to(self, events: Any) -> None:
+        manager, cache = self.manager, self.manager.prefix_cache
+        free, insert, match = manager._free, cache.insert_prefix, cache.match_prefix
+        allocate, evict = manager._allocate, cache.evict
+
+        def blocks(slots: Any) -> list[int]:
+            return [slot // self.block_size for slot in slots.tolist()[:: self.block_size]]
+
+        def path(handle: Any) -> list[int]:
+            return blocks(handle.get_matched_indices()) if handle.cached_len else []
+
+        def free_and_report(slots: Any) -> None:
+            free(slots)
+            if len(slots):
+                events.freed(blocks(slots))
+
+        def insert_and_report(ids: Any, slots: Any) -> Any:
+            result = insert(ids, slots)
+            new = blocks(slots[result.cached_len : result.handle.cached_len])
+            if new:
+                events.published(self.name, new)
+            events.used(path(result.handle))
+            return result
+
+        def match_and_report(ids: Any) -> Any:
+            result = match(ids)
+            events.used(path(result.cuda_handle))
+            return result
+
+        def evict_and_report(size: int) -> Any:
+            slots = evict(size)
+            events.evicted(blocks(slots))
+            events.freed(blocks(slots))
+            return slots
+
+        def allocate_and_report(num_pages: int) -> Any:
+            slots = allocate(num_pages)
+            events.allocated(self.name, [slot // self.block_size for slot in slots.tolist()])
+            return slots
+
+        manager._free, manager._allocate = free_and_report, allocate_and_report
+        cache.insert_prefix, cache.match_prefix = insert_and_report, match_and_report
+        cache.evict = evict_and_report
 
     def check(self) -> None:
         if not self.requests:  # it holds only while no request runs

@@ -6,14 +6,17 @@ It needs SGLang's sources and those of its dependencies that run on a CPU::
     pip download --no-deps sglang && unzip sglang-*.whl -d sglang-unpacked
     PYTHONPATH=sglang-unpacked radixkv fuzz --target docs/examples/adapters/sglang_adapter.py:make
 
-``sglang_adapter.py:make_unified`` tests the newer `UnifiedRadixCache`. Pages come from `alloc`,
-because `alloc_extend` is a GPU kernel. Requests have only the fields that the cache reads.
+``sglang_adapter.py:make_unified`` tests the newer `UnifiedRadixCache`. The `RadixCache` can be
+tested at depth ``events`` too, and `make_aged` promises its order of eviction there. Pages come
+from `alloc`, because `alloc_extend` is a GPU kernel. Requests have only the fields that the cache
+reads.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,8 +59,9 @@ class SGLang:
     """A request is a row of token slots. Block b is the slots from b * block_size on."""
 
     promises = Promises(
-        hits_all=True, refuses_only_short=True, holds_exactly=True, counts_available=True
-    )
+        hits_all=True, refuses_only_short=True, holds_exactly=True, one_copy=True,
+        shares_duplicates=True, leaves_first=True, frees_at_once=True, counts_available=True,
+    )  # fmt: skip
 
     def __init__(self, num_blocks: int, block_size: int, unified: bool = False) -> None:
         self.block_size = block_size
@@ -72,6 +76,7 @@ class SGLang:
         self.unified = unified
         self.cache = self._make_cache()
         self.requests: dict[str, Any] = {}
+        self.name = ""
 
     def _make_cache(self) -> Any:
         fields: dict[str, Any] = {
@@ -85,6 +90,7 @@ class SGLang:
         return UnifiedRadixCache(CacheInitParams(**fields, tree_components=(ComponentType.FULL,)))
 
     def admit(self, name: str, tokens: Sequence[int], namespace: bytes) -> int | None:
+        self.name = name
         ids, extra_key = array("q", tokens), namespace.decode() or None
         key = RadixKey(ids, extra_key, limit=len(ids) - 1)
         match = self.cache.match_prefix(MatchPrefixParams(key=key))
@@ -106,7 +112,7 @@ class SGLang:
         return num_hit
 
     def append(self, name: str, tokens: Sequence[int]) -> bool:
-        request = self.requests[name]
+        request, self.name = self.requests[name], name
         start = len(request.full_untruncated_fill_ids)
         end = start + len(tokens)
         if self._whole(end) - self._whole(start) > self._available_slots():
@@ -116,6 +122,7 @@ class SGLang:
         return True
 
     def publish(self, name: str, tokens: Sequence[int]) -> None:
+        self.name = name
         self.cache.checkpoint(self.requests[name], up_to=len(tokens))
 
     def release(self, name: str) -> None:
@@ -142,6 +149,60 @@ class SGLang:
         self.rows.clear()
         self.pool.clear()
 
+    def report_to(self, events: Any) -> None:
+        """Report the events of a `RadixCache`, by wrapping methods of it and of its pool."""
+        cache, pool = self.cache, self.pool
+        match_prefix, insert, evict = cache.match_prefix, cache.insert, cache.evict
+        delete_leaf, free_segment, alloc = cache._delete_leaf, pool.free_segment, pool.alloc
+        evicted: list[int] | None = None
+
+        def match_and_report(params: Any) -> Any:
+            result = match_prefix(params)
+            events.used(self._blocks(cache.path_device_indices(result.last_device_node)))
+            return result
+
+        def insert_and_report(params: Any) -> Any:
+            result = insert(params)
+            path = self._blocks(cache.path_device_indices(result.last_device_node))
+            new = self._blocks(params.value[result.prefix_len :])
+            if new:
+                events.published(self.name, new)
+            events.used(path)
+            return result
+
+        def evict_and_report(params: Any) -> Any:
+            nonlocal evicted
+            evicted = []
+            result = evict(params)
+            events.evicted(evicted)
+            events.freed(evicted)
+            evicted = None
+            return result
+
+        def delete_and_collect(node: Any) -> None:
+            assert evicted is not None, "a leaf is deleted by an eviction"
+            evicted.extend(self._blocks(node.value))
+            delete_leaf(node)
+
+        def free_and_report(slots: Any, *, start_pos: int) -> None:
+            free_segment(slots, start_pos=start_pos)
+            if evicted is None and len(slots):
+                events.freed(self._blocks(slots))
+
+        def alloc_and_report(num_slots: int) -> Any:
+            slots = alloc(num_slots)
+            events.allocated(self.name, self._blocks(slots))
+            return slots
+
+        cache.match_prefix, cache.insert, cache.evict = (
+            match_and_report, insert_and_report, evict_and_report
+        )  # fmt: skip
+        cache._delete_leaf, pool.free_segment = delete_and_collect, free_and_report
+        pool.alloc = alloc_and_report
+
+    def _blocks(self, slots: Any) -> list[int]:
+        return [slot // self.block_size for slot in slots.tolist()[:: self.block_size]]
+
     def _available_slots(self) -> int:
         return int(self.pool.available_size() + self.cache.evictable_size())
 
@@ -159,6 +220,17 @@ class SGLang:
 def make(num_blocks: int, block_size: int) -> SGLang:
     """Make a `RadixCache` with its adapter."""
     return SGLang(num_blocks, block_size)
+
+
+class Aged(SGLang):
+    """Promises the order of eviction too."""
+
+    promises = replace(SGLang.promises, lru=True)
+
+
+def make_aged(num_blocks: int, block_size: int) -> SGLang:
+    """Make a `RadixCache` that promises to evict what was matched or inserted longest ago."""
+    return Aged(num_blocks, block_size)
 
 
 def make_unified(num_blocks: int, block_size: int) -> SGLang:
