@@ -39,6 +39,9 @@ class CacheStats:
     no lease uses. Events: `admitted` leases and their `hit_blocks`, `evicted_blocks`, and
     `duplicate_blocks`, which two requests computed and one recycled. `tiers` is None without a
     host tier.
+
+    A lease is not a request: one that is preempted, or refused by a decode node, is admitted again
+    and hits again. For a hit rate, use the `SchedulerStats`, which count each request once.
     """
 
     num_blocks: int

@@ -55,7 +55,8 @@ class SchedulerStats:
         resumed: admissions after a preemption.
         preemptions: times that a request lost its blocks.
         parked: preemptions that parked the KV; resumed_parked: admissions with parked KV.
-        hit_tokens: prompt tokens found on the device, counted when a request first computes.
+        hit_tokens: prompt tokens found on the device, counted when a request first computes; on a
+            prefill node, therefore, not for an attempt that its decode node refuses.
         host_hit_tokens: prompt tokens copied from the host, without `storage_hit_tokens`.
         storage_hit_tokens: prompt tokens that the request's own prefetch brought from storage.
         resumed_hit_tokens: tokens that a resumed request did not have to recompute.

@@ -18,7 +18,13 @@ from sources import num_links, others
 from tables import OUTPUT, TABLES, Row, Section
 
 from radixkv.spec.adapters.cache_target import DEPTHS
-from radixkv.spec.harness.coverage import CACHE_FLOORS, PER_STEPS, SCHEDULER_FLOORS, TIER_FLOORS
+from radixkv.spec.harness.coverage import (
+    CACHE_FLOORS,
+    HANDOFF_FLOORS,
+    PER_STEPS,
+    SCHEDULER_FLOORS,
+    TIER_FLOORS,
+)
 from radixkv.spec.rules.invariants import INVARIANTS
 from radixkv.spec.rules.rule import RULES, Rule
 
@@ -211,6 +217,7 @@ def _situations() -> Iterator[str]:
         ("The cache", CACHE_FLOORS),
         ("The scheduler", SCHEDULER_FLOORS),
         ("The tiers", TIER_FLOORS),
+        ("The hand-off", HANDOFF_FLOORS),
     ):
         yield _line([title, f"At least, per {PER_STEPS:,} steps"])
         yield _line(["---", "---:"])

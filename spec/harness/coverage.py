@@ -72,6 +72,40 @@ SCHEDULER_FLOORS: Final = {
 }
 """Per 200,000 random steps on a scheduler that makes every promise."""
 
+HANDOFF_FLOORS: Final = {
+    "answered": 4_300,
+    "arrived: Abort": 4_700,
+    "arrived: Ack": 8_600,
+    "arrived: Ask": 22_000,
+    "arrived: CancelAttempt": 14_000,
+    "arrived: Commit": 11_000,
+    "arrived: DecodeFailed": 200,
+    "arrived: DeliveryAck": 32_000,
+    "arrived: Finished": 8_600,
+    "arrived: Grant": 9_300,
+    "arrived: NodeStatus": 27_000,
+    "arrived: PrefillFailed": 5_800,
+    "arrived: Refuse": 11_000,
+    "arrived: Renew": 6_400,
+    "arrived: RunPrefill": 12_000,
+    "arrived: Send": 6_600,
+    "arrived: Started": 6_100,
+    "attempt": 9_300,
+    "block sent": 12_000,
+    "busy": 2_200,
+    "copied": 4_000,
+    "failed": 730,
+    "late write": 600,
+    "message of an old epoch": 59,
+    "preempted": 100,
+    "reset": 630,
+    "started": 4_800,
+    "token cached on D": 8_000,
+    "token hit on P": 8_000,
+}
+"""Per 200,000 random steps on a hand-off; those that drain a world count as one. They are a third
+of those measured: worlds differ much in what they favour."""
+
 TIER_FLOORS: Final = {
     "admitted": 23_000,
     "admitted with an old match": 1_300,

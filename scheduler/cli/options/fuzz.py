@@ -10,7 +10,8 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "fuzz",
         help="test a cache manager, ours or yours, against the specification",
-        description="Apply random operations to a cache manager and to a model of it until a rule "
+        description="Apply random operations to a cache manager, a scheduler or a hand-off between "
+        "nodes, and to a model of it, until a rule "
         "of the specification breaks. Then shrink the operations to a short program and print it. "
         "Exits with 1 if a rule breaks.",
     )
