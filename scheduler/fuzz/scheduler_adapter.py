@@ -54,9 +54,7 @@ class MixedAdapter:
         # A request is overtaken while a leader computes its prefix, at least a token in each step.
         longest = config["num_blocks"] * config["block_size"]
         self.promises = replace(promises, max_overtaken=longest * config["max_running"])
-        singles = config.get("growth") == "singles"
-        kind = SinglesManager if singles else CacheManager
-        self.manager = kind(config["num_blocks"], config["block_size"])
+        self.manager = self._make_manager(config)
         self.package = scheduler
         policy = scheduler.Priority() if config["policy"] == "priority" else scheduler.Fcfs()
         self.scheduler = scheduler.MixedScheduler(
@@ -66,10 +64,15 @@ class MixedAdapter:
             policy=policy,
             reserve_tokens=config["reserve_tokens"],
             prefix_cache=config["prefix_cache"],
+            preempt=config.get("preempt", "recompute"),
         )
         self.requests: dict[str, Any] = {}
         self.plan: Any = None
         self.last_plan: Any = None
+
+    def _make_manager(self, config: Config) -> CacheManager:
+        kind = SinglesManager if config.get("growth") == "singles" else CacheManager
+        return kind(config["num_blocks"], config["block_size"])
 
     def add(self, request: Submission) -> bool:
         """Add a request; False if it is too large for the pool."""
@@ -147,8 +150,9 @@ class MixedAdapter:
 
     def counts(self) -> dict[str, int]:
         """Return the statistics of the scheduler."""
-        stats = self.scheduler.stats()
-        return {name: getattr(stats, name) for name in stats.__dataclass_fields__}
+        stats = vars(self.scheduler.stats())
+        lower = stats["host_hit_tokens"] + stats["storage_hit_tokens"]
+        return {**stats, "lower_hit_tokens": lower}
 
     def check(self) -> None:
         """Run the manager's own check."""

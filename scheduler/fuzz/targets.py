@@ -7,18 +7,23 @@ from __future__ import annotations
 
 from typing import Final
 
-from ...spec.harness.subjects import What
-from . import cache_adapter, handoff_adapter, pool_adapter, scheduler_adapter, tier_adapter
+from ...spec.harness.subjects import WHATS, What
+from . import (
+    cache_adapter,
+    handoff_adapter,
+    pool_adapter,
+    scheduler_adapter,
+    tier_adapter,
+    tiered_scheduler_adapter,
+)
 
 cache = cache_adapter.make_factory()
 handoff = handoff_adapter.make_factory()
 pool = pool_adapter.make_factory()
 scheduler = scheduler_adapter.make_factory()
+tiered_scheduler = tiered_scheduler_adapter.make_factory()
 tiers = tier_adapter.make_factory()
 costs = tier_adapter.make_cost_factory()
 
-DEFAULT_TARGETS: Final[dict[What, str]] = {
-    what: f"{__name__}:{what}"
-    for what in ("cache", "costs", "handoff", "pool", "scheduler", "tiers")
-}
+DEFAULT_TARGETS: Final[dict[What, str]] = {what: f"{__name__}:{what}" for what in WHATS}
 """Import path of our target of each kind."""

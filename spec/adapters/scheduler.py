@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeAlias
 
 from ..model.scheduler import Reason
+from .tiers import Copy
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,47 @@ class Scheduler(Protocol):
         """Return the number of blocks that are free or can be evicted now."""
 
 
+class TieredScheduler(Scheduler, Protocol):
+    """A scheduler over a cache with a host tier, and perhaps storage.
+
+    A request that was admitted may have to wait for copies into its blocks. The copies that the
+    cache asks for are taken after `schedule`, and begin before the step computes.
+    """
+
+    def take(self) -> Sequence[Copy]:
+        """Return the copies requested since the last call."""
+
+    def take_cancelled(self) -> Sequence[int]:
+        """Return the ids of taken copies that were cancelled."""
+
+    def complete(self, copy: int, ok: Sequence[bool], fenced: bool) -> bool:
+        """Report the result of a copy for each block; False if it has one already."""
+
+    def fence(self, copy: int) -> bool:
+        """Report that a copy can no longer touch its blocks; False if that is known."""
+
+    def is_loading(self, name: str) -> bool:
+        """Whether a running request waits for copies into its blocks."""
+
+    def keys(self, tokens: Sequence[int], namespace: bytes) -> Sequence[bytes]:
+        """Return the storage keys of the whole blocks of `tokens`; none without storage."""
+
+    def num_cached(self, name: str) -> int:
+        """Return the number of leading blocks of a waiting request on the device or the host."""
+
+    def num_copies(self) -> int:
+        """Return the number of copies, taken or not, that are not fenced."""
+
+    def num_parked(self) -> int:
+        """Return the number of preempted requests whose KV is kept for them."""
+
+    def num_pinned(self) -> int:
+        """Return the number of host blocks that are in use and cannot be dropped."""
+
+    def reset(self, keep: Sequence[bytes], weights: str) -> None:
+        """Drop all KV but that of the namespaces `keep`; `weights` names new ones, or is ""."""
+
+
 @dataclass(frozen=True)
 class SchedulerPromises:
     """Guarantees of a scheduler beyond safety: its design. By default it makes none.
@@ -85,7 +127,7 @@ class SchedulerPromises:
     Attributes:
         bounds_running: Q33; `max_running` bounds the requests that hold blocks, not only those of a
             step.
-        running_first: Q5; each running request is in each step, unless it waits for copies.
+        running_first: Q5, Q36; each running request is in each step, unless it waits for copies.
         policy: Q6, Q9; admission and preemption follow the order of the configuration.
         resumed_first: Q7 and Q8.
         whole: Q21; a request gets the blocks of all its tokens at once, not chunk by chunk.
@@ -136,8 +178,8 @@ SchedulerFactory: TypeAlias = Callable[[dict[str, Any]], Any]
 """Makes an adapter from a configuration: the sizes and options that `draw_config` of the
 scheduler's world draws.
 
-The adapter has the methods of `Scheduler`. It may also have `promises`, ``counts() -> dict``
-(counters with the names of the fields of `Books`), ``misuse(kind, name) -> bool`` (make a wrong
-call, perhaps with a wrong name; return whether it was refused) and ``check()`` for its own
-invariants.
+The adapter has the methods of `Scheduler`, and those of `TieredScheduler` if the configuration has
+``"host_blocks"``. It may also have `promises`, ``counts() -> dict`` (counters with the names of the
+fields of `Books`), ``misuse(kind, name) -> bool`` (make a wrong call, perhaps with a wrong name;
+return whether it was refused) and ``check()`` for its own invariants.
 """

@@ -10,6 +10,7 @@ from ..rules.rule import Violation
 from ..rules.scheduler import Q31
 from .cache import AdapterError
 from .scheduler import Chunk, SchedulerFactory, SchedulerPromises, Submission
+from .tiers import Copy
 
 REQUIRED: Final = {
     "add": "add(request: Submission) -> True, or False if it is too large",
@@ -26,6 +27,20 @@ REQUIRED: Final = {
     "available": "available() -> how many blocks are free or could be evicted",
 }
 
+REQUIRED_OF_TIERS: Final = {
+    "take": "take() -> the copies (Copy) requested since the last call",
+    "take_cancelled": "take_cancelled() -> the ids of taken copies that were cancelled",
+    "complete": "complete(copy, ok, fenced) -> whether the result was new",
+    "fence": "fence(copy) -> whether the fence was new",
+    "is_loading": "is_loading(name) -> whether it waits for copies into its blocks",
+    "keys": "keys(tokens, namespace) -> the storage keys of the whole blocks",
+    "num_cached": "num_cached(name) -> leading blocks on the device or the host",
+    "num_copies": "num_copies() -> how many copies are not fenced",
+    "num_parked": "num_parked() -> how many preempted requests have their KV kept",
+    "num_pinned": "num_pinned() -> how many host blocks cannot be dropped",
+    "reset": "reset(keep, weights) -> None; drops all KV but that of some namespaces",
+}
+
 
 class SchedulerTarget:
     """Calls the adapter; its exceptions break a rule.
@@ -33,11 +48,14 @@ class SchedulerTarget:
     Attributes:
         promises: the promises of the scheduler.
         can: names of the optional methods that the adapter has.
+        has_tiers: whether the configuration has tiers below the device.
     """
 
     def __init__(self, factory: SchedulerFactory, config: dict[str, Any]) -> None:
         self._adapter = factory(config)
-        for method, wanted in REQUIRED.items():
+        self.has_tiers = "host_blocks" in config
+        more = REQUIRED_OF_TIERS if self.has_tiers else {}
+        for method, wanted in {**REQUIRED, **more}.items():
             if not callable(getattr(self._adapter, method, None)):
                 kind = type(self._adapter).__name__
                 raise AdapterError(f"{kind} has no method {method}; it needs {wanted}")
@@ -46,7 +64,7 @@ class SchedulerTarget:
             raise AdapterError(
                 f"promises must be radixkv.spec.SchedulerPromises, got {self.promises!r}"
             )
-        optional = ("counts", "misuse", "check")
+        optional = ("counts", "misuse", "check", *more)
         self.can = {name for name in optional if callable(getattr(self._adapter, name, None))}
 
     def _call(self, method: str, *arguments: Any) -> Any:
@@ -112,6 +130,50 @@ class SchedulerTarget:
     def available(self) -> int:
         """See `Scheduler.available`."""
         return int(self._call("available"))
+
+    def take(self) -> list[Copy]:
+        """See `TieredScheduler.take`."""
+        return list(self._call("take"))
+
+    def take_cancelled(self) -> list[int]:
+        """See `TieredScheduler.take_cancelled`."""
+        return list(self._call("take_cancelled"))
+
+    def complete(self, copy: int, ok: Sequence[bool], fenced: bool) -> bool:
+        """See `TieredScheduler.complete`."""
+        return bool(self._call("complete", copy, ok, fenced))
+
+    def fence(self, copy: int) -> bool:
+        """See `TieredScheduler.fence`."""
+        return bool(self._call("fence", copy))
+
+    def is_loading(self, name: str) -> bool:
+        """See `TieredScheduler.is_loading`; False without tiers."""
+        return self.has_tiers and bool(self._call("is_loading", name))
+
+    def keys(self, tokens: Sequence[int], namespace: bytes) -> list[bytes]:
+        """See `TieredScheduler.keys`."""
+        return list(self._call("keys", tokens, namespace))
+
+    def num_cached(self, name: str) -> int:
+        """See `TieredScheduler.num_cached`."""
+        return int(self._call("num_cached", name))
+
+    def num_copies(self) -> int:
+        """See `TieredScheduler.num_copies`; 0 without tiers."""
+        return int(self._call("num_copies")) if self.has_tiers else 0
+
+    def num_parked(self) -> int:
+        """See `TieredScheduler.num_parked`."""
+        return int(self._call("num_parked"))
+
+    def num_pinned(self) -> int:
+        """See `TieredScheduler.num_pinned`."""
+        return int(self._call("num_pinned"))
+
+    def reset(self, keep: Sequence[bytes], weights: str) -> None:
+        """See `TieredScheduler.reset`."""
+        self._call("reset", keep, weights)
 
     def counts(self) -> Mapping[str, int]:
         """Return the counters of the scheduler."""

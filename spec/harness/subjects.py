@@ -9,9 +9,19 @@ from typing import Any, Final, Literal, TypeAlias
 from ..adapters.cache_target import Depth
 from .engine import Subject
 
-What: TypeAlias = Literal["cache", "costs", "handoff", "pool", "scheduler", "tiers"]
+What: TypeAlias = Literal[
+    "cache", "costs", "handoff", "pool", "scheduler", "tiered_scheduler", "tiers"
+]
 
-WHATS: Final[tuple[What, ...]] = ("cache", "costs", "handoff", "pool", "scheduler", "tiers")
+WHATS: Final[tuple[What, ...]] = (
+    "cache",
+    "costs",
+    "handoff",
+    "pool",
+    "scheduler",
+    "tiered_scheduler",
+    "tiers",
+)
 
 
 @dataclass(frozen=True)
@@ -80,4 +90,4 @@ def _make_subject(
         return TierSubject(factory)
     from .scheduler.world import SchedulerSubject
 
-    return SchedulerSubject(factory)
+    return SchedulerSubject(factory, has_tiers=what == "tiered_scheduler")

@@ -38,6 +38,7 @@ def check_policies(model: SchedulerModel, step: Step, most_overtaken: int | None
     if "reserves" in promised and not step.preempted:
         check_reserved(model, step)
     check_hits(model, step)
+    check_asked(model, step)
     if most_overtaken is not None and not step.num_copies:
         check_overtaken(model, step, most_overtaken)
 
@@ -61,14 +62,14 @@ def check_whole(model: SchedulerModel, step: Step) -> None:
 def check_progress(model: SchedulerModel, step: Step) -> None:
     """Q5: every running request progresses, decoding ones first; only the budget cuts a chunk.
 
-    Beside copies, a request may wait for its own copies, or for blocks that copies will free.
+    Q36: beside copies, a request may wait for its own copies, or for blocks that copies will free.
     """
     planned = [request for request, _, _ in step.chunks]
     waiting = {request for request in step.running if request.is_loading} - set(planned)
     for request in waiting:
         require(
-            request.name in step.awaited,
-            rules.Q5, "{} is not computed, and no copy into its blocks is in flight", request.name,
+            request.name in step.loading,
+            rules.Q36, "{} is not computed, and no copy into its blocks is in flight", request.name,
         )  # fmt: skip
     short = [
         request
@@ -80,12 +81,16 @@ def check_progress(model: SchedulerModel, step: Step) -> None:
         held, there = len(model.held()), model.limits.num_blocks
         require(
             held + len(short) <= there,
-            rules.Q5, "{} wait for {} blocks, and running requests hold {} of {}",
+            rules.Q36, "{} wait for {} blocks, and running requests hold {} of {}",
             _names(short), len(short), held, there,
         )  # fmt: skip
         model.situations["waited for blocks"] += 1
     wanted = [each for each in step.running if each not in waiting and each not in short]
     wanted.sort(key=lambda request: request.prefilling)
+    if model.has_tiers and step.num_tokens == model.limits.token_budget:
+        # What was loaded meanwhile prefills when those that were admitted before leave tokens.
+        decoding = sum(not request.prefilling for request in wanted)
+        del wanted[max(len(planned), decoding) :]
     require(
         planned == wanted,
         rules.Q5, "the step computes {}, and {} run", _names(planned), _names(step.running),
@@ -106,10 +111,13 @@ def check_preempted(model: SchedulerModel, step: Step) -> None:
         whole = model.limits.reserve_tokens is None
         require(not whole, rules.Q18, "{} preempted, with all reserved", names)
     if "preempts_when_short" in promised:
+        there = step.available
+        if model.has_tiers:  # a block that no request holds will be available after the copies
+            there = model.limits.num_blocks - len(set().union(*model.before.values()))
         require(
-            step.growth > step.available,
+            step.growth > there,
             rules.Q25, "{} preempted for {} blocks with {} to be had",
-            names, step.growth, step.available,
+            names, step.growth, there,
         )  # fmt: skip
     if "policy" in promised:
         least = min(request.order for request in step.preempted)
@@ -230,6 +238,19 @@ def check_hits(model: SchedulerModel, step: Step) -> None:
             request.name, request.hit, due, len(request.tokens),
         )  # fmt: skip
         model.reuse(model.tables[request.name][request.hit // size :])
+
+
+def check_asked(model: SchedulerModel, step: Step) -> None:
+    """Q37: storage is asked before a request is admitted, unless others fill the host."""
+    size = model.limits.block_size
+    for name in step.unasked:
+        ahead = [each for each in step.unbegun if each.name not in step.unasked]
+        wanted = sum(len(each.tokens) // size for each in (*ahead, model.live[name]))
+        require(
+            ahead and wanted > model.num_host_blocks,
+            rules.Q37, "{} is admitted, storage was not asked for it, and {} blocks are wanted of "
+            "the {} that the host has", name, wanted, model.num_host_blocks,
+        )  # fmt: skip
 
 
 # The reservation

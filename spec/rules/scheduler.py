@@ -64,6 +64,11 @@ Q34: Final = rule(
     "Q34 hit-is-due",
     "An admitted request hits every published block of its prefix that was not handed out again.",
 )
+Q37: Final = rule(
+    "Q37 ask-storage-first",
+    "Storage is asked for the blocks of a request before its admission, unless the requests that "
+    "wait want more blocks than the host has.",
+)
 Q16: Final = rule(
     "Q16 count-hits-once",
     "Hits are counted at the first admission; those of resumed requests are counted separately.",
@@ -80,6 +85,11 @@ Q33: Final = rule(
 Q5: Final = rule(
     "Q5 running-first",
     "Running requests progress in every step, decoding ones first; only the budget cuts a chunk.",
+)
+Q36: Final = rule(
+    "Q36 wait-only-for-needed-copies",
+    "A running request waits for a copy only if the copy fills its blocks or frees some that it "
+    "needs.",
 )
 Q3: Final = rule(
     "Q3 chunk-starts-where-computed",
@@ -134,6 +144,11 @@ Q15: Final = rule(
     "Every request ends within a bounded number of steps, however many arrive after it.",
 )
 Q13: Final = rule("Q13 abort-ends-at-once", "An abort ends a request at once, in any state.")
+
+Q38: Final = rule(
+    "Q38 reset-drops-parked",
+    "A reset for new weights drops the KV that is kept for preempted requests, too.",
+)
 
 # Misuse, after each step, and after everything has ended
 

@@ -23,7 +23,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--what",
-        choices=["cache", "costs", "handoff", "pool", "scheduler", "tiers"],
+        choices=["cache", "costs", "handoff", "pool", "scheduler", "tiered_scheduler", "tiers"],
         help="kind of the target (default: cache)",
     )
     parser.add_argument(

@@ -26,6 +26,24 @@ def draw_config(below: Below) -> Config:
     }
 
 
+def draw_tiers(below: Below) -> Config:
+    """Draw the sizes and options below the device; a small one, so that requests compete."""
+    storage = int(below(3) > 0)
+    block_size = 1 + below(3)
+    return {
+        "num_blocks": (9, 6, 5)[block_size - 1] + below(3),
+        "reserve_tokens": (None, 0, 0, 0, 0, 0, 0, 0)[below(8)],
+        "block_size": block_size,
+        "prefix_cache": True,
+        "alphabet": (1, 2, 2, 3)[below(4)],
+        "host_blocks": 3 + below(14),
+        "write": ("exclusive", "back", "through")[below(3)],
+        "storage": storage,
+        "preempt": ("recompute", "host", "host", "storage" if storage else "host")[below(4)],
+        "late": below(2),
+    }
+
+
 def draw_prompt(below: Below, past: Sequence[Sequence[int]], config: Config) -> list[int]:
     """Draw a prompt: often the start of an earlier one, often of a length near whole blocks."""
     size, alphabet = config["block_size"], config["alphabet"]

@@ -8,15 +8,19 @@ from typing import Final
 from ...adapters.scheduler import Submission
 from ...model.scheduler import Request, root_tag
 from ...rules.rule import require
-from ...rules.scheduler import Q14, Q15, Q20, Q30
+from ...rules.scheduler import Q14, Q15, Q20, Q30, Q38
 from ..engine import Below
 from ..operations import ALWAYS, Groups, Operation, Table, name_drawn, number
 from .configuration import MAX_WAITING, NAMESPACES, draw_prompt
+from .copies import ROUNDS
 from .state import SchedulerState
 from .step import end_by_abort, run_step, settle
 
 LAST_PRIORITY: Final = 3
 """Priority of requests that must not overtake others."""
+
+COPIES_PER_STEP: Final = 8
+"""Upper bound of the copies that requests wait for, one by one, per step that computes."""
 
 LATE_STEPS: Final = 3
 """Steps after the last request in which blocks become available that are freed late."""
@@ -39,11 +43,14 @@ def submit(
     )
     order = (priority,) if world.config["policy"] == "priority" else ()
     request = Request(
-        name, prompt, max_new_tokens, (*order, len(world.past)), root_tag(namespace),
+        name, prompt, max_new_tokens, (*order, len(world.past)), world.roots[namespace],
         world.config["alphabet"], stop,
     )  # fmt: skip
     world.past.append(request)
+    world.namespace[name] = namespace
     world.model.submit(request, world.target.add(submission))
+    if world.copies is not None and request.is_live:
+        world.copies.track(request, NAMESPACES[namespace])
     return True
 
 
@@ -56,6 +63,12 @@ def step(world: SchedulerState) -> bool:
 def step_abort(world: SchedulerState, names: Sequence[str]) -> bool:
     """Run a step, and abort some requests while it is in flight."""
     run_step(world, lambda step: [end_by_abort(world, name, step) for name in names])
+    return True
+
+
+def step_abort_early(world: SchedulerState, names: Sequence[str]) -> bool:
+    """Run a step, and abort some requests before the copies that it asks for begin."""
+    run_step(world, early=lambda step: [end_by_abort(world, name, step) for name in names])
     return True
 
 
@@ -80,13 +93,19 @@ def misuse(world: SchedulerState, kind: int, name: str) -> bool:
     return True
 
 
+def most_steps(world: SchedulerState) -> int:
+    """Upper bound of the steps until all live requests end, those that only wait included."""
+    bound = world.model.bound()
+    return bound if world.copies is None else COPIES_PER_STEP * bound + ROUNDS
+
+
 def flood(world: SchedulerState, name: str, prompt: Sequence[int], max_new_tokens: int) -> bool:
     """Submit new requests in every step until all current ones have ended."""
     old = list(world.live.values())
     if not old or not prompt or any(each.name == f"{name}.1" for each in world.past):
         return False
     work = len(prompt) + max_new_tokens
-    bound = world.model.bound() + (world.config["max_running"] + 1) * work
+    bound = most_steps(world) + (world.config["max_running"] + 1) * work
     number = 0
     while any(request.is_live for request in old):
         require(number < bound, Q15, "{} steps, and {} have not ended", bound, world.names(old))
@@ -94,7 +113,9 @@ def flood(world: SchedulerState, name: str, prompt: Sequence[int], max_new_token
         if len(world.live) - len(world.running) < MAX_WAITING:
             priority = LAST_PRIORITY
             submit(world, f"{name}.{number}", prompt, max_new_tokens, priority, [], 0)
-        run_step(world)
+        step = run_step(world)
+        if world.copies is not None:
+            world.copies.advance(step, world.config["late"])
         settle(world)
     world.situations["flooded"] += 1
     return True
@@ -103,11 +124,13 @@ def flood(world: SchedulerState, name: str, prompt: Sequence[int], max_new_token
 def drain(world: SchedulerState) -> bool:
     """Run until all requests end, within the bound; then no block may be held."""
     world.situations["drained with work"] += bool(world.live)
-    bound = world.model.bound()
+    bound = most_steps(world)
     for _ in range(bound):
         if not world.live:
             break
-        run_step(world)
+        step = run_step(world)
+        if world.copies is not None:
+            world.copies.advance(step, world.config["late"])
         settle(world)
     require(
         not world.live,
@@ -115,6 +138,8 @@ def drain(world: SchedulerState) -> bool:
     )  # fmt: skip
     for _ in range(0 if world.target.promises.exact else LATE_STEPS):
         run_step(world)
+    if world.copies is not None:
+        world.copies.finish()
     available = world.target.available()
     require(
         available == world.config["num_blocks"],
@@ -126,6 +151,50 @@ def drain(world: SchedulerState) -> bool:
     return True
 
 
+def copy_ends(world: SchedulerState, name: str, bad: Sequence[int], fenced: int) -> bool:
+    """End a copy, perhaps in part; with `fenced` 0, it may still write until its fence."""
+    flight = world.copies.executor.find(name) if world.copies is not None else None
+    if flight is None or world.copies is None:
+        return False
+    world.situations[f"{'ended' if not bad else 'failed'}: {flight.copy.kind}"] += 1
+    world.copies.end(flight, bad, bool(fenced))
+    return True
+
+
+def elsewhere(world: SchedulerState, name: str, num_blocks: int) -> bool:
+    """Another process computes a live request and stores its first blocks."""
+    if world.copies is None or name not in world.live:
+        return False
+    world.copies.store(world.live[name], num_blocks)
+    return True
+
+
+def reset(world: SchedulerState, keep: Sequence[int], renamed: int) -> bool:
+    """Drop all KV but that of some namespaces; with `renamed`, the others get new weights."""
+    if world.copies is None:
+        return False
+    for request in world.live.values():
+        world.copies.count_race("reset", request)
+    world.situations["reset with parked"] += world.target.num_parked() > 0
+    world.num_resets += 1
+    for index in range(len(NAMESPACES) if renamed else 0):
+        if index not in keep:
+            world.roots[index] = root_tag(index, world.num_resets)
+    weights = str(world.num_resets) if renamed else ""
+    world.target.reset([NAMESPACES[index] for index in keep], weights)
+    kept = [name for name, index in world.namespace.items() if index in keep and name in world.live]
+    parked = world.target.num_parked()
+    require(
+        parked <= len(kept),
+        Q38, "{} stay parked after a reset that keeps the namespaces {}", parked, keep,
+    )  # fmt: skip
+    world.model.reset({name: world.roots[world.namespace[name]] for name in world.live})
+    world.copies.reset()
+    for name, request in world.live.items():
+        world.copies.track(request, NAMESPACES[world.namespace[name]])
+    return True
+
+
 def groups(world: SchedulerState) -> Groups:
     """Return the names of requests that operations apply to, or "" for none."""
     live = list(world.live)
@@ -134,6 +203,7 @@ def groups(world: SchedulerState) -> Groups:
         "submit": [""] if len(live) - len(world.running) < MAX_WAITING else [],
         "live": live,
         "any": live or ["r1"],
+        "copies": world.copies.executor.names() if world.copies is not None else [],
     }
 
 
@@ -176,6 +246,25 @@ def some_live(world: SchedulerState, name: str, below: Below) -> list[str]:
     return [live[below(len(live))] for _ in range(1 + below(2))]
 
 
+def bad_places(world: SchedulerState, name: str, below: Below) -> list[int]:
+    """No blocks, or sometimes some of those of a copy."""
+    flight = world.copies.executor.find(name) if world.copies is not None else None
+    if flight is None or below(4):
+        return []
+    count = flight.copy.num_blocks
+    return [place for place in range(count) if below(3) == 0] or [below(count)]
+
+
+def usually(world: SchedulerState, name: str, below: Below) -> int:
+    """1, or sometimes 0."""
+    return int(below(4) > 0)
+
+
+def namespaces(world: SchedulerState, name: str, below: Below) -> list[int]:
+    """Some namespaces."""
+    return [number for number in range(len(NAMESPACES)) if below(3) == 0]
+
+
 _MISUSE: Final = {"kind": number(8), "name": name_drawn}
 
 SCHEDULER_TABLE: Final[Table[SchedulerState]] = Table(groups, [
@@ -190,4 +279,10 @@ SCHEDULER_TABLE: Final[Table[SchedulerState]] = Table(groups, [
     Operation("flood", flood, 1, "live",
               {"name": new_flood, "prompt": short_prompt, "max_new_tokens": number(3, 1)}),
     Operation("drain", drain, 2),
+    Operation("copy", copy_ends, 60, "copies",
+              {"name": name_drawn, "bad": bad_places, "fenced": usually}, needs="take"),
+    Operation("elsewhere", elsewhere, 12, "live", {"name": name_drawn, "num_blocks": number(5, 1)},
+              needs="take"),
+    Operation("reset", reset, 5, "live", {"keep": namespaces, "renamed": usually}, needs="reset"),
+    Operation("step_abort_early", step_abort_early, 3, "live", {"names": some_live}, needs="take"),
 ])  # fmt: skip

@@ -8,8 +8,11 @@ from dataclasses import fields
 
 from ...adapters.scheduler import SchedulerFactory
 from ...adapters.scheduler_target import SchedulerTarget
-from ...model.scheduler import Limits, Request, SchedulerModel
+from ...model.ghost import Tag
+from ...model.scheduler import Limits, Request, SchedulerModel, root_tag
 from ..engine import Config
+from .configuration import NAMESPACES
+from .copies import Copies
 
 
 class SchedulerState:
@@ -17,6 +20,9 @@ class SchedulerState:
 
     Attributes:
         past: all requests ever submitted.
+        copies: copies between tiers; None if the configuration has no tiers.
+        roots: tag of the empty prefix in each namespace, under its current weights.
+        namespace: index of the namespace of each request.
         just_ended: requests that ended in this operation and must hold nothing.
     """
 
@@ -24,7 +30,13 @@ class SchedulerState:
         self.config = config
         self.target = SchedulerTarget(factory, config)
         limits = Limits(**{limit.name: config[limit.name] for limit in fields(Limits)})
-        self.model = SchedulerModel(limits, self.target.promises.names())
+        num_host_blocks = config.get("host_blocks", 0)
+        self.model = SchedulerModel(limits, self.target.promises.names(), num_host_blocks)
+        has_storage = config["prefix_cache"] and bool(config.get("storage"))
+        self.copies = Copies(self.target, self.model, has_storage) if num_host_blocks else None
+        self.roots: list[Tag] = [root_tag(number) for number in range(len(NAMESPACES))]
+        self.namespace: dict[str, int] = {}
+        self.num_resets = 0
         self.situations: Counter[str] = self.model.situations
         self.past: list[Request] = []
         self.just_ended: list[str] = []

@@ -13,14 +13,34 @@ from .state import SchedulerState
 
 
 def run_step(
-    world: SchedulerState, in_flight: Callable[[Step], object] = lambda step: None
+    world: SchedulerState,
+    in_flight: Callable[[Step], object] = lambda step: None,
+    early: Callable[[Step], object] | None = None,
 ) -> Step:
-    """Run one step; `in_flight` is called between the plan and its results."""
-    target, model = world.target, world.model
+    """Run one step.
+
+    Args:
+        world: the world.
+        in_flight: called between the plan and its results.
+        early: called before the copies that the plan asks for begin.
+    """
+    target, model, copies = world.target, world.model, world.copies
     available = target.available()
     step = observe(world, target.schedule(), available)
+    if copies is not None and early is None:
+        copies.dispatch(step)
+        step.num_copies = len(copies.executor.flights)
+        step.awaited = copies.awaited(world.config["preempt"])
+        step.loading = {flight.owner for flight in copies.executor.flights}
+        step.unasked = copies.take_unasked(step)
+    elif copies is not None:
+        step.num_copies, step.awaited = target.num_copies(), list(model.live)
+        step.loading = step.awaited
     model.decide(step)
     check_policies(model, step, target.promises.max_overtaken)
+    if copies is not None and early is not None:
+        early(step)
+        copies.dispatch(step)
     in_flight(step)
     model.compute(step)
     if step.chunks:
@@ -52,12 +72,20 @@ def observe(world: SchedulerState, chunks: Sequence[Chunk], available: int) -> S
             kept.pop()
         preempted = [request for request in before if request not in kept]
         admitted = running[len(kept) :]
+    arrived = world.copies.arrived if world.copies is not None else {}
+    for request in admitted:
+        arrived.pop(request.name, None)  # of an earlier admission
+    begun = {
+        request.name: target.num_computed(request.name)
+        for request in running
+        if (request in admitted or request.is_loading) and not target.is_loading(request.name)
+    }
     return Step(
         [(live[name], start, length) for name, start, length in chunks],
         running, tables, admitted, preempted,
         hits={request.name: target.num_hit(request.name) for request in admitted},
-        begun={request.name: target.num_computed(request.name) for request in admitted},
-        available=available, left=target.available(),
+        begun=begun, available=available, left=target.available(),
+        arrived=arrived,
     )  # fmt: skip
 
 
@@ -74,6 +102,8 @@ def end_by_abort(world: SchedulerState, name: str, step: Step | None = None) -> 
     request, target = world.live.get(name), world.target
     if request is None:
         return False
+    if world.copies is not None:
+        world.copies.count_race("aborted", request)
     before = target.available() if step is not None else 0
     require(target.abort(name), Q13, "{} is {}, its abort finds nothing", name, request.phase)
     require(not target.abort(name), Q13, "{} is aborted, and can be aborted again", name)
@@ -102,6 +132,7 @@ def settle(world: SchedulerState) -> None:
         {name: target.block_table(name) for name in known},
         {name: target.num_computed(name) for name in known},
         target.available(),
+        is_busy=target.num_copies() > 0,
     )
     if "counts" in target.can:
         model.check_counts(target.counts())

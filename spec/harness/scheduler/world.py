@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...adapters.scheduler import SchedulerFactory
 from ..engine import Below, Config, Operation
-from .configuration import draw_config
+from .configuration import draw_config, draw_tiers
 from .operations import SCHEDULER_TABLE
 from .state import SchedulerState
 from .step import settle
@@ -46,16 +46,18 @@ class SchedulerSubject:
 
     Args:
         factory: makes an adapter from a configuration.
+        has_tiers: whether its worlds have a host tier, and perhaps storage.
     """
 
     table = SCHEDULER_TABLE
 
-    def __init__(self, factory: SchedulerFactory) -> None:
+    def __init__(self, factory: SchedulerFactory, has_tiers: bool = False) -> None:
         self.factory = factory
+        self.has_tiers = has_tiers
 
     def configure(self, below: Below) -> Config:
         """Draw the sizes and options of a world."""
-        return draw_config(below)
+        return draw_config(below) | (draw_tiers(below) if self.has_tiers else {})
 
     def world(self, config: Config) -> SchedulerWorld:
         """Make a world without requests."""

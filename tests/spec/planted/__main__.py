@@ -23,6 +23,7 @@ from .plant import Bug
 from .scheduler_bugs import SCHEDULER_BUGS
 from .table import read_table, write_table
 from .tier_bugs import TIER_BUGS
+from .tiered_scheduler_bugs import TIERED_SCHEDULER_BUGS
 
 COMMITTED: Final = Path(__file__).parents[3] / "docs" / "specification"
 """Folder of the committed tables."""
@@ -44,7 +45,7 @@ class Table:
 
 
 TABLES: Final = {
-    "kills": Table((*CACHE_BUGS, *SCHEDULER_BUGS)),
+    "kills": Table((*CACHE_BUGS, *SCHEDULER_BUGS, *TIERED_SCHEDULER_BUGS)),
     "kills_hypothesis": Table((*CACHE_BUGS, *SCHEDULER_BUGS), "hypothesis", ("full",)),
     # Of other rules than the tiers' there are shorter proofs.
     "kills_tiers": Table(TIER_BUGS, depths=("full",), max_steps=200_000, chapters="T"),

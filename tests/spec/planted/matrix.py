@@ -61,7 +61,7 @@ class Kill:
 
 def subject_of(bug: Bug, depth: Depth) -> Subject:
     """Make the world that a bug is looked for in, around a copy of the package with the bug."""
-    if bug.world == "scheduler":
+    if bug.world in ("scheduler", "tiered_scheduler"):
         return subject_with(bug)
     module = load(bug)
     if bug.world == "pool":

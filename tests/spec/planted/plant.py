@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeAlias
 
 import radixkv.kvcache
 
-World: TypeAlias = Literal["cache", "costs", "pool", "scheduler", "tiers"]
+World: TypeAlias = Literal["cache", "costs", "pool", "scheduler", "tiered_scheduler", "tiers"]
 
 FOLDER = Path(radixkv.kvcache.__file__).parent
 _numbers = count(1)
@@ -37,8 +37,8 @@ class Bug:
         edits: texts, each found exactly once in the file, and what stands there instead.
         seen_in: where somebody had this bug, or "own".
         elsewhere: edits of other files, as (file, old, new).
-        world: what it is looked for in: all of the cache, its costs, its pool alone, its tiers, or
-            the scheduler.
+        world: what it is looked for in: all of the cache, its costs, its pool alone, its tiers,
+            the scheduler, or the scheduler over tiers.
         unclaimed: promises that the cache does not make in this hunt.
     """
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 import radixkv.scheduler.mixed
+from radixkv.scheduler.fuzz import tiered_scheduler_adapter
 from radixkv.scheduler.fuzz.scheduler_adapter import make_factory
 from radixkv.spec.adapters.scheduler import SchedulerPromises
 from radixkv.spec.harness.scheduler.world import SchedulerSubject
@@ -85,4 +86,15 @@ def subject_with(bug: Bug | None) -> SchedulerSubject:
     """Return the scheduler with a bug as a test subject, with the promises that its hunt checks."""
     unclaimed = dict.fromkeys(bug.unclaimed if bug is not None else (), False)
     promises = replace(SchedulerPromises.all(), **unclaimed)
-    return SchedulerSubject(make_factory(load_scheduler(bug), promises))
+    package = load_scheduler(bug)
+    if bug is not None and bug.world == "tiered_scheduler":
+        return tiered_subject(package, promises)
+    return SchedulerSubject(make_factory(package, promises))
+
+
+def tiered_subject(
+    package: ModuleType | None = None, promises: SchedulerPromises | None = None
+) -> SchedulerSubject:
+    """Return a scheduler over tiers as a test subject."""
+    factory = tiered_scheduler_adapter.make_factory(package, promises)
+    return SchedulerSubject(factory, has_tiers=True)
