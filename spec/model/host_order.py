@@ -29,7 +29,9 @@ class HostOrder:
     def use(self, path: Iterable[Tag]) -> None:
         """Record the use of some prefixes by a request."""
         self.now += 1
+        path = list(path)
         self.used_at.update(dict.fromkeys(path, self.now))
+        self.touch(path)
 
     def touch(self, tags: Iterable[Tag]) -> None:
         """Allow some prefixes to count as used now."""

@@ -31,10 +31,12 @@ class StorageUses:
 
     Attributes:
         window: see `window_of`.
+        now: number of admissions and stored blocks.
         stored: prefixes in storage that have been cached since they were written or fetched.
     """
 
     window: int
+    now: int = 0
     stored: set[Tag] = field(default_factory=set)
     _told: dict[Tag, _Told] = field(default_factory=dict)
     # Since storage was told:
@@ -43,14 +45,14 @@ class StorageUses:
     _must: set[Tag] = field(default_factory=set)  # what it must be told
     _gone: set[Tag] = field(default_factory=set)  # what was dropped after a use, and may be back
 
-    def use(self, now: int, path: Iterable[Tag], *, must: bool = True) -> None:
+    def use(self, path: Iterable[Tag], *, must: bool = True) -> None:
         """Record a use: it may be reported, and must be if storage has the prefix.
 
         Args:
-            now: admissions and stored blocks so far.
             path: the used prefixes.
             must: False if a report is only allowed.
         """
+        now = self.now
         never = _Told(now - self.window, now - self.window)
         for tag in path:
             since = self._told.get(tag, never)

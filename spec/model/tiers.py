@@ -1,36 +1,201 @@
-"""The model of a cache with a host tier: `CacheModel` and the owner of each host block."""
+"""The model of a cache with tiers: `CacheModel`, the host blocks, and where each prefix is.
+
+It keeps the books of the operations that are not over: loads, parked requests and prefetches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 from ..rules import tiers as rules
 from ..rules.rule import require
 from .blocks import CACHED
 from .cache import CacheModel
+from .ghost import Tag
+from .host_order import HostOrder
+from .prefixes import Prefixes
 from .promises import Promises
+from .residency import Residency, Step
+from .storage_recency import StorageUses
+from .write_through import WriteThrough
+
+
+@dataclass(slots=True)
+class Load:
+    """A request that is being loaded: a hit on the device, then blocks of the host, then a tail.
+
+    Attributes:
+        tail: number of tokens in a parked last block that is not whole, or 0.
+        path: tags of the whole blocks that were hit or are loaded.
+        tags: tags of the loaded tokens.
+    """
+
+    copy: int
+    num_hit: int
+    num_host: int
+    tail: int
+    path: list[Tag]
+    tags: list[Tag]
+
+
+@dataclass(slots=True)
+class Parked:
+    """The saved KV of a parked request.
+
+    Attributes:
+        num_tokens: number of computed tokens.
+        copy: the operation that saves the remaining blocks, or None.
+        copied: the prefixes that it copies.
+        blocks: host blocks that the request may need.
+        writers: operations that still write some of them: `copy` and others.
+        failed: whether some blocks were not saved.
+        is_void: whether a reset dropped its namespace.
+        keeps_tail: whether a last block that is not whole can be loaded.
+    """
+
+    where: str
+    path: list[Tag]
+    num_tokens: int
+    copy: int | None = None
+    copied: set[Tag] = field(default_factory=set)
+    blocks: set[int] = field(default_factory=set)
+    writers: set[int] = field(default_factory=set)
+    failed: bool = False
+    is_void: bool = False
+    keeps_tail: bool = True
+
+
+@dataclass(slots=True)
+class Prefetch:
+    """A lookup in storage, then a fetch of the found blocks to the host.
+
+    Attributes:
+        path: tags of all whole blocks of its tokens; the first `num_known` are cached.
+        stage: the next event: "lookup", "found" (with `num_found`), "fetch" or "done".
+        blocks: host blocks that it may need.
+        held: cached prefixes that only the host had.
+    """
+
+    path: list[Tag]
+    num_known: int
+    stage: str = "lookup"
+    num_found: int = 0
+    is_wanted: bool = True
+    is_old: bool = False
+    blocks: set[int] = field(default_factory=set)
+    held: list[Tag] = field(default_factory=list)
 
 
 class TierModel(CacheModel):
     """A `CacheModel` with host blocks, and with leases that end when an operation does.
 
     Attributes:
+        write: the write policy.
         host: owner of each host block that is not free: ``"new"`` until the operation that writes
             it is taken, then ``"op 5"`` until that is fenced, then ``"cache"``.
         read: host blocks that an operation still reads, with the operation.
         fenced_op: the operation that the current call fences.
         resetting: whether the current call is a reset.
+        now: where each prefix is.
+        prefixes: all prefixes that were ever used.
+        order: recency of each prefix on the host.
+        departed: prefixes that left the device since the last `take`.
+        loads, parked, prefetches: by name of the request; a load that continues without its
+            request, by name of the operation.
+        through: blocks to write through.
+        to_store: prefixes that are new on the host and must be stored.
+        stored: prefixes whose copy on the host was stored without a fault.
+        uses: uses that must be reported to storage.
     """
-
-    host: dict[int, str]
-    read: dict[int, str]
-    fenced_op: str
-    resetting: bool
 
     def __init__(self, num_blocks: int, block_size: int, promises: Promises) -> None:
         super().__init__(num_blocks, block_size, promises)
-        self.host, self.read = {}, {}
+        self.write = ""
+        self.host: dict[int, str] = {}
+        self.read: dict[int, str] = {}
         self.fenced_op, self.resetting = "", False
+        self.now = Residency({}, {}, {}, frozenset(), 0, ())
+        self.prefixes = Prefixes()
+        self.order = HostOrder()
+        self.departed: set[Tag] = set()
+        self.loads: dict[str, Load] = {}
+        self.parked: dict[str, Parked] = {}
+        self.prefetches: dict[str, Prefetch] = {}
+        self.to_store: set[Tag] = set()
+        self.stored: set[Tag] = set()
+
+    def configure(self, write: str, num_hits: int, window: int) -> None:
+        """Set the write policy, and the window of `StorageUses`."""
+        self.write = write
+        self.through = WriteThrough(num_hits, is_on=write == "through")
+        self.uses = StorageUses(window)
+
+    # Where each prefix is
+
+    def moved(self, now: Residency) -> None:
+        """Enter where each prefix is after a call."""
+        before, self.now = self.now, now
+        self.counts["dropped_blocks"] += len(before.anywhere - now.anywhere)
+        gone = before.device.keys() - now.device.keys()
+        self.departed |= gone
+        changed = gone | now.device.keys() - before.device.keys()
+        changed |= {tag for tag, _ in before.below.items() ^ now.below.items()}
+        changed |= before.idle.keys() ^ now.idle.keys()
+        self.order.touch(self.prefixes.paths_to(changed))
+        for tag in self.through.hits.keys() - now.device.keys():
+            del self.through.hits[tag]
+        self.stored &= now.host.keys()
+        self.uses.cached(now.anywhere)
+
+    def allow(self, step: Step) -> None:
+        """Check that the present state is one that an operation allows."""
+        held = {tag for prefetch in self.prefetches.values() for tag in prefetch.held}
+        lost = step.allow(self.now, self.prefixes, held)
+        for prefetch in self.prefetches.values():  # the others went with what they follow
+            prefetch.held = [tag for tag in prefetch.held if tag in self.now.anywhere]
+        self.situations["dropped for room"] += bool(lost)
+        self.situations["demoted, and dropped"] += bool(lost & step.before.device.keys())
+
+    def forget(self, kept: Collection[Tag]) -> None:
+        """A reset ends all operations, and keeps what follows some roots."""
+        self.loads.clear()
+        self.to_store.clear()
+        self.uses.reset()
+        parent = self.prefixes.parent
+        self.through.paths = [
+            path for path in self.through.paths if path and parent[path[0]] in kept
+        ]
+        for parked in self.parked.values():
+            parked.keeps_tail = False
+            parked.failed |= bool(parked.writers)
+            parked.writers.clear()
+        for prefetch in self.prefetches.values():
+            prefetch.is_old = True
+            prefetch.held.clear()
+
+    # Uses of prefixes
+
+    def hit(self, name: str, num_blocks: int) -> None:
+        """Admit a request; it uses its hit."""
+        super().hit(name, num_blocks)
+        self.order.use(self.holdings[name].shared)
+        self.uses.now += 1
+
+    def release(self, name: str) -> None:
+        """End a request; it uses its published blocks once more."""
+        self.order.use(self.holdings[name].shared)
+        super().release(name)
+
+    def published(self, name: str, blocks: Sequence[int]) -> None:
+        """The next blocks of a request were published."""
+        super().published(name, blocks)
+        self.through.published(self.holdings[name].shared)
+
+    def _give_back(self, block: int) -> None:
+        super()._give_back(block)
+        if not self.ending:
+            self.through.published(self.holdings[self.actor].shared)
 
     # Leases that end with an operation
 

@@ -82,6 +82,10 @@ T33: Final = rule(
     "T33 under-way-by-an-operation",
     "A copy is in flight only while an operation that writes or reads it is not fenced.",
 )
+T44: Final = rule(
+    "T44 nothing-else-moves",
+    "An operation copies, moves and drops no other blocks than those that it is about.",
+)
 
 # Write-through, after a publication
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from ...model.residency import Step
+from ...model.tiers import Prefetch
 from ...rules import tiers as rules
 from ...rules.rule import require
-from .checks import see
-from .ends import Change, ended
-from .executor import Flight
+from .checks import check_saving
+from .executor import TO_DEVICE, Flight, leading
 from .state import TierState
 
 
@@ -18,49 +19,19 @@ def result(world: TierState, name: str, bad: list[int], fenced: int) -> bool:
     flight = world.executor.find(name)
     if flight is None or (flight.has_result and not flight.cancelled):
         return False
-    was_cancelled = flight.cancelled
-    change = Change(see(world), flight)
-    ok = world.executor.end(flight, bad)
-    fenced = fenced or was_cancelled
+    was_cancelled, is_fenced = flight.cancelled, bool(fenced or flight.cancelled)
+    step, ok = world.begin(), world.executor.end(flight, bad)
     if flight.copy.kind == "store" and not was_cancelled:
-        _check_store(world, flight, ok)
-    world.begin_report(flight, fenced=bool(fenced))
-    told = world.ask("complete", flight.copy.id, ok, bool(fenced))
-    require(told != was_cancelled, rules.T6, "{} has ended: {}, told {}", flight.op,
-            was_cancelled, not told)  # fmt: skip
-    world.counted["late_completions"] += was_cancelled
-    if not all(ok):
-        world.situations[f"failed: {flight.copy.kind}"] += 1
-    world.situations[f"done: {flight.copy.kind}"] += all(ok)
-    ended(world, change, result=not was_cancelled, fenced=bool(fenced))
+        _check_source(world, flight)
+        _store(world, flight)
+    world.begin_report(flight, fenced=is_fenced)
+    told = world.ask("complete", flight.copy.id, ok, is_fenced)
+    require(told != was_cancelled, rules.T6, "{} has ended: {}, told {}", flight.op, was_cancelled,
+            not told)  # fmt: skip
+    world.tiers.counts["late_completions"] += was_cancelled
+    world.situations[f"{'done' if all(ok) else 'failed'}: {flight.copy.kind}"] += 1
+    _ended(world, step, flight, result=not was_cancelled, fenced=is_fenced)
     return True
-
-
-def _check_store(world: TierState, flight: Flight, ok: list[bool]) -> None:
-    for place, block in enumerate(flight.copy.sources):
-        require(
-            world.executor.content("host", block) == flight.read[place],
-            rules.T2,
-            "host block {} was written while {} read it",
-            block,
-            flight.op,
-        )
-    world.counted["stored_blocks"] += sum(ok)
-    world.storage_law.store(key for key, good in zip(flight.copy.keys, ok, strict=False) if good)
-    if ok:
-        _use_stored(world, flight, ok)
-    if ok and all(ok):
-        world.stored.update(read[-1] for read in flight.read)
-
-
-def _use_stored(world: TierState, flight: Flight, ok: list[bool]) -> None:
-    """Record the use of stored prefixes and of those before them that are still on the host."""
-    written = {read[-1]: good for read, good in zip(flight.read, ok, strict=True)}
-    blocks = zip(written, flight.copy.sources, strict=True)
-    left = [tag for tag, block in blocks if world.seen.host.get(tag) == block]
-    world.uses.written(left, [tag for tag in left if written[tag]])
-    for tag in left:
-        world.use(world.prefixes.path_to(tag))
 
 
 def fence(world: TierState, name: str) -> bool:
@@ -68,46 +39,180 @@ def fence(world: TierState, name: str) -> bool:
     flight = world.executor.find(name)
     if flight is None or not (flight.has_result or flight.cancelled):
         return False
-    change = Change(see(world), flight)
+    step = world.begin()
     world.executor.finish_late_writes(flight)
     if flight.copy.kind == "store" and flight.has_result and not flight.cancelled:
-        _check_store(world, flight, [])
+        _check_source(world, flight)
     world.begin_report(flight, fenced=True)
     told = world.ask("fence", flight.copy.id)
     require(told, rules.T6, "the fence of {} is not heard", flight.op)
-    ended(world, change, result=False, fenced=True)
+    _ended(world, step, flight, result=False, fenced=True)
     world.situations["fenced later"] += 1
     return True
 
 
+def _ended(world: TierState, step: Step, flight: Flight, *, result: bool, fenced: bool) -> None:
+    """Check the changes of a call that reported a result, a fence, or both."""
+    kind, model = flight.copy.kind, world.tiers
+    if kind == "out":  # blocks evicted together keep their order
+        model.order.touch(world.prefixes.paths_to(flight.evicted))
+    world.end_report(flight, fenced=fenced)
+    world.see()
+    step.otherwise = rules.T12
+    prefetch = model.prefetches.get(flight.owner) if kind in ("lookup", "fetch") else None
+    if flight.cancelled or flight.old or flight.is_detached:
+        step.otherwise = rules.T29 if flight.old else rules.T27
+        step.end_in(read[-1] for read in flight.read)
+        new = model.now.device.keys() - step.before.device.keys()
+        require(not new, step.otherwise, "{} was given up, and brings {} blocks", flight.op,
+                len(new))  # fmt: skip
+    elif kind == "out" and result:
+        _end_out(world, step, flight)
+    elif kind in TO_DEVICE and fenced:
+        _end_in(world, step, flight)
+    elif prefetch is not None and result:
+        (_end_lookup if kind == "lookup" else _end_fetch)(world, step, flight, prefetch)
+    world.end(step)
+    _end_saving(world, flight)
+    if fenced:
+        world.executor.fenced(flight)
+    if prefetch is not None and (result or flight.cancelled):
+        _check_prefetch(world, flight, prefetch)
+
+
+# Between device and host
+
+
+def _end_out(world: TierState, step: Step, flight: Flight) -> None:
+    before, model = step.before, world.tiers
+    tags = [read[-1] for read in flight.read]
+    copies = zip(tags, flight.copy.destinations, flight.ok, strict=True)
+    # The others are a tail, or no request waits for them.
+    step.end_out({tag: ok for tag, block, ok in copies if before.landing.get(tag) == block},
+                 world.prefixes)  # fmt: skip
+    if world.config["storage"]:
+        for tag in (model.now.host.keys() - before.host.keys()).intersection(tags):
+            model.to_store.add(tag)
+            model.uses.use(world.prefixes.path_to(tag), must=False)
+
+
+def _end_saving(world: TierState, flight: Flight) -> None:
+    """Update the parked requests whose blocks an operation has saved, or has failed to."""
+    for name, parked in world.tiers.parked.items():
+        if flight.copy.id not in parked.writers:
+            continue
+        parked.writers.remove(flight.copy.id)
+        parked.failed |= not parked.blocks.isdisjoint(flight.bad_blocks())
+        if name == flight.owner and parked.num_tokens % world.block_size:
+            parked.keeps_tail = flight.ok[-1]
+        if not parked.writers:
+            world.situations["parked, and failed" if parked.failed else "parked"] += 1
+    check_saving(world)
+
+
+def _end_in(world: TierState, step: Step, flight: Flight) -> None:
+    name, model = flight.owner, world.tiers
+    load, num_good = model.loads.pop(name), leading(flight.ok)
+    num_promoted = min(num_good, load.num_host)
+    num_come = load.num_hit + num_promoted
+    model.counts["promoted_blocks"] += num_promoted
+    step.end_in(load.path)
+    if name == flight.op:
+        lost = [tag for tag in load.path[:num_come] if tag not in model.now.device]
+        require(not lost, rules.T39, "{} blocks were moved by {}, and are not there", len(lost),
+                name)  # fmt: skip
+        world.situations["loaded for nobody"] += 1
+        return
+    ready = num_come * world.block_size + (load.tail if num_good == len(flight.ok) else 0)
+    require(world.ask("loading", name) is None, rules.T10, "{} still loads", name)
+    found = world.ask("ready", name), world.ask("promoted", name), len(model.holdings[name].shared)
+    wanted = ready, num_promoted, num_come
+    require(found == wanted, rules.T10, "tokens ready, blocks promoted and blocks shared of {} are "
+            "{}, have come {}", name, found, wanted)  # fmt: skip
+    world.requests[name].written, world.requests[name].job = ready, ""
+    if num_promoted and not model.through.is_on:  # TEMP
+        model.through.paths.append(list(model.holdings[name].shared))
+    world.situations["loaded" if all(flight.ok) else "loaded in part"] += 1
+
+
+# Storage
+
+
+def _check_source(world: TierState, flight: Flight) -> None:
+    for block, read in zip(flight.copy.sources, flight.read, strict=True):
+        require(world.executor.content("host", block) == read, rules.T2,
+                "host block {} was written while {} read it", block, flight.op)  # fmt: skip
+
+
+def _store(world: TierState, flight: Flight) -> None:
+    """Record what was stored, and the use of it and of what is before it."""
+    ok, model = flight.ok, world.tiers
+    tags = [read[-1] for read in flight.read]
+    model.counts["stored_blocks"] += sum(ok)
+    model.uses.now += sum(ok)
+    world.storage_law.store(key for key, good in zip(flight.copy.keys, ok, strict=True) if good)
+    copies = list(zip(tags, flight.copy.sources, ok, strict=True))
+    left = {tag: good for tag, block, good in copies if model.now.host.get(tag) == block}
+    model.uses.written(left, [tag for tag, good in left.items() if good])
+    for tag in left:
+        model.uses.use(world.prefixes.path_to(tag))
+    if all(ok):
+        model.stored.update(tags)
+
+
+def _end_lookup(world: TierState, step: Step, flight: Flight, prefetch: Prefetch) -> None:
+    step.takes_room = True
+    room = step.before.num_free + len(step.before.order)
+    prefetch.num_found = min(leading(flight.ok), room) if prefetch.is_wanted else 0
+    prefetch.stage = "found" if prefetch.num_found else "done"
+
+
+def _end_fetch(world: TierState, step: Step, flight: Flight, prefetch: Prefetch) -> None:
+    first, good, model = prefetch.num_known, leading(flight.ok), world.tiers
+    prefetch.stage, prefetch.num_found = "done", good
+    model.counts["fetched_blocks"] += good
+    world.storage_law.use(flight.copy.keys[:good])
+    new = step.fetch(prefetch.path, first, good)
+    model.uses.written([], new)
+    model.uses.use(prefetch.path[: first + good] if new else [])
+    model.stored.update(new)  # they are in storage already
+    world.situations["fetched" if good else "fetched nothing"] += 1
+
+
+def _check_prefetch(world: TierState, flight: Flight, prefetch: Prefetch) -> None:
+    found = world.ask("prefetched", flight.owner)
+    if flight.cancelled:
+        prefetch.stage, prefetch.num_found = "done", 0
+    wanted = prefetch.num_found if prefetch.stage == "done" else None
+    require(found == wanted, rules.T26, "a prefetch has brought {}, told {}", wanted, found)
+    if prefetch.stage == "done":
+        del world.tiers.prefetches[flight.owner]
+
+
+# Calls that must change nothing
+
+
 def late(world: TierState, place: int, bad: list[int], fenced: int) -> bool:
     """Repeat a result or a fence of an ended operation, or report one of no operation."""
-    ended_before = world.executor.ended
-    if place >= len(ended_before):
+    if place >= len(world.executor.ended):
         return False
-    copy = ended_before[-1 - place]
-    before, free = see(world), dict(world.tier_model.host)
+    copy = world.executor.ended[-1 - place]
     if fenced == 2:
-        told = world.ask("fence", copy.id)
+        told = world.ask_in_vain(rules.T6, "fence", copy.id)
     else:
         ok = [each not in bad for each in range(copy.num_blocks)]
-        told = world.ask("complete", copy.id, ok, bool(fenced))
+        told = world.ask_in_vain(rules.T6, "complete", copy.id, ok, bool(fenced))
     require(not told, rules.T6, "operation {} ends twice", copy.id)
-    world.counted["late_completions"] += 1
-    see(world)
-    same = world.seen == before and world.tier_model.host == free
-    require(same, rules.T6, "operation {} is heard of twice, and blocks move", copy.id)
+    world.tiers.counts["late_completions"] += 1
     world.situations["heard of twice"] += 1
     return True
 
 
 def early(world: TierState) -> bool:
     """Report results of operations that were not taken; they must be ignored."""
-    before = see(world)
-    number, num_believed = world.target.ask("early")
+    number, num_believed = world.ask_in_vain(rules.T6, "early")
     require(not num_believed, rules.T6, "{} operations ended that were not taken", num_believed)
-    world.counted["late_completions"] += number
-    require(see(world) == before, rules.T6, "operations that were not taken have moved blocks")
+    world.tiers.counts["late_completions"] += number
     world.situations["result before it is taken"] += number
     return True
 
@@ -117,14 +222,10 @@ def second(world: TierState, name: str, bad: list[int]) -> bool:
     flight = world.executor.find(name)
     if flight is None or not flight.has_result or flight.cancelled:
         return False
-    before, taken = see(world), dict(world.tier_model.host)
     ok = [place not in bad for place in range(flight.copy.num_blocks)]
-    told = world.ask("complete", flight.copy.id, ok, False)
+    told = world.ask_in_vain(rules.T6, "complete", flight.copy.id, ok, False)
     require(not told, rules.T6, "{} has two results", flight.op)
-    world.counted["late_completions"] += 1
-    see(world)
-    same = world.seen == before and world.tier_model.host == taken
-    require(same, rules.T6, "{} has a second result, and blocks move", flight.op)
+    world.tiers.counts["late_completions"] += 1
     world.situations["second result"] += 1
     return True
 
@@ -135,10 +236,7 @@ def wrong_result(world: TierState, name: str, number: int) -> bool:
     if flight is None or flight.has_result or flight.cancelled:
         return False
     number += number >= flight.copy.num_blocks
-    before = see(world)
-    refused = world.ask("wrong_result", flight.copy.id, number)
+    refused = world.ask_in_vain(rules.T7, "wrong_result", flight.copy.id, number)
     require(refused, rules.T7, "{} results for {} blocks", number, flight.copy.num_blocks)
-    see(world)
-    require(world.seen == before, rules.T7, "a refused result has moved blocks")
     world.situations["wrong result"] += 1
     return True

@@ -11,24 +11,27 @@ from ..cache.operations import CACHE_TABLE, new_name, num_more
 from ..cache.requests import MAX_WAITING, NAMESPACES, draw_prompt
 from ..engine import Below
 from ..operations import ALWAYS, Groups, Operation, Table, name_drawn, number
-from .admit import (
+from .configuration import FEATURES, WORDS
+from .copies import early, fence, late, result, second, wrong_result
+from .executor import MOVES
+from .requests import (
     admit,
     append,
     append_batch,
     done,
     evict,
     fail,
+    finish,
     fork,
     forward,
     launch,
     match,
+    park,
+    preempt,
     publish_again,
     submit,
+    unpark,
 )
-from .configuration import FEATURES, WORDS
-from .copies import early, fence, late, result, second, wrong_result
-from .executor import MOVES
-from .preempt import finish, park, preempt, unpark
 from .state import TierState
 from .storage import cancel, drain, elsewhere, prefetch, reset, serve
 from .take import take
@@ -53,7 +56,7 @@ def weights_of(rare: int, often: int) -> dict[str, int]:
 
 def weights_now(world: TierState, weights: dict[str, int]) -> dict[str, int]:
     """Return the weights of a world in its present state."""
-    if world.prefetches or world.to_copy:  # an eviction may drop what they need
+    if world.tiers.prefetches or world.tiers.through.paths:  # an eviction may drop what they need
         weights = {**weights, "evict": 3 * weights["evict"]}
     if any(flight.has_result for flight in world.executor.flights):  # and no fence
         weights = {**weights, "reset": 5 * weights["reset"]}
@@ -65,7 +68,7 @@ def groups(world: TierState) -> Groups:
     if world.config["law"]:
         return {"law": [""]}
     cache = cache_operations.groups(world)
-    saving = [name for name, parked in world.parked.items() if parked.writers]
+    saving = [name for name, parked in world.tiers.parked.items() if parked.writers]
     waiting, running = cache["waiting"], world.running()
     fitting = [name for name in waiting if _fits(world, name)]
     flights = dict(zip(world.executor.names(), world.executor.flights, strict=True))
@@ -76,11 +79,11 @@ def groups(world: TierState) -> Groups:
         "admissible": [name for name in cache["admissible"]
                        if name not in saving and name not in world.without_room
                        and (name in fitting or not fitting)],
-        "to repeat": [name for name in cache["running"] if name not in world.loads],
+        "to repeat": [name for name in cache["running"] if name not in world.tiers.loads],
         "to park": [request.name for request in running
-                    if (request.written or request.job) and request.name not in world.loads
+                    if (request.written or request.job) and request.name not in world.tiers.loads
                     and request.name not in world.without_room],
-        "parked": list(world.parked),
+        "parked": list(world.tiers.parked),
         "to fork": [request.name for request in running if not request.job and request.written]
         if len(running) < world.config["max_running"]
         else [],
@@ -88,8 +91,8 @@ def groups(world: TierState) -> Groups:
         "to store": [name for name in waiting if _lacks(world, name)]
         if world.config["storage"]
         else [],
-        "prefetching": [name for name, prefetch in world.prefetches.items() if prefetch.is_wanted],
-        "to evict": [""] if world.tier_model.num_unused() else [],
+        "prefetching": [name for name, prefetch in world.tiers.prefetches.items() if prefetch.is_wanted],
+        "to evict": [""] if world.tiers.num_unused() else [],
         "to take": [""] if _is_decided(world) else [],
         "without a result": [name for name, flight in flights.items()
                              if flight.cancelled or not flight.has_result],
@@ -105,14 +108,14 @@ def _to_prefetch(world: TierState, waiting: Sequence[str]) -> list[str]:
     """Requests that may prefetch: those with blocks in storage, or all if there are none."""
     if not world.config["storage"]:
         return []
-    names = [name for name in waiting if name not in world.prefetches]
+    names = [name for name in waiting if name not in world.tiers.prefetches]
     return [name for name in names if _finds(world, name)] or names
 
 
 def _finds(world: TierState, name: str) -> bool:
     """Whether storage has the block after the cached blocks of a request."""
     for tag in world.requests[name].path(world.block_size):
-        if tag not in world.seen.device and tag not in world.seen.host:
+        if tag not in world.tiers.now.device and tag not in world.tiers.now.host:
             return world.prefixes.key[tag] in world.executor.storage
     return False
 
@@ -131,7 +134,7 @@ def _fits(world: TierState, name: str) -> bool:
 def _is_decided(world: TierState) -> bool:
     """Whether there may be operations to take."""
     counts, num_flights = world.shot.counts, len(world.executor.flights)
-    return bool(counts.get("operations", 0) > num_flights or world.to_copy or world.cancelled)
+    return bool(counts.get("operations", 0) > num_flights or world.tiers.through.paths or world.cancelled)
 
 
 # How arguments are drawn

@@ -9,13 +9,13 @@ from .state import TierState
 def picture(world: TierState) -> str:
     """Draw the current state: device, host, operations in flight."""
     lines = [cache_picture.picture(world)]
-    seen, words = world.seen, _words(world)
+    seen, words = world.tiers.now, _words(world)
     places = {
         **{block: words[tag] for tag, block in seen.host.items()},
         **{block: f"{words[tag]} landing" for tag, block in seen.landing.items()},
     }
     for block in range(1, world.config["host_blocks"] + 1):
-        owner = world.tier_model.host.get(block, "free")
+        owner = world.tiers.host.get(block, "free")
         lines.append(f"host {block}: {places.get(block, owner)}")
     for name, flight in zip(world.executor.names(), world.executor.flights, strict=True):
         copy = flight.copy
@@ -24,7 +24,7 @@ def picture(world: TierState) -> str:
             f"{name} {list(copy.sources)} -> {list(copy.destinations)}, "
             f"{len(copy.keys)} keys, {state}"
         )
-    for name, parked in world.parked.items():
+    for name, parked in world.tiers.parked.items():
         state = "being saved" if parked.writers else "saved"
         lines.append(f"{name} parked with {parked.num_tokens} tokens, {state}")
     if world.executor.storage:

@@ -1,108 +1,329 @@
-"""Records of loading, parked and prefetching requests, and of where each prefix was last seen."""
+"""Operations of requests in a world with tiers: arriving, computing, ending, parked and resumed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from ...model.ghost import Tag
+from ...model.residency import Residency, Step
+from ...model.tiers import Load, Parked
+from ...rules import tiers as rules
+from ...rules.cache import A8, P4
+from ...rules.rule import require
+from ..cache import admit as cache_admit
+from ..cache import compute as cache_compute
+from ..cache import end as cache_end
+from ..cache.requests import NAMESPACES, Request
+from .checks import check_saving
+from .state import TierState
+from .take import take
 
 
-@dataclass(slots=True)
-class Load:
-    """A request that is being loaded: a hit on the device, then blocks of the host, then a tail.
-
-    Attributes:
-        tail: number of tokens in a parked last block that is not whole, or 0.
-        path: tags of the whole blocks that were hit or are loaded.
-        tags: tags of the loaded tokens.
-        left: prefixes moved off the host for it that are in no tier yet.
-    """
-
-    copy: int
-    num_hit: int
-    num_host: int
-    tail: int
-    path: list[Tag]
-    tags: list[Tag]
-    left: set[Tag]
+def submit(world: TierState, name: str, prompt: list[int], more: int, namespace: int) -> bool:
+    """Submit a request, which may grow by `more` tokens."""
+    if not cache_admit.submit(world, name, prompt, more, namespace):
+        return False
+    world.retag(world.requests[name])
+    return True
 
 
-@dataclass(slots=True)
-class Parked:
-    """The saved KV of a parked request.
-
-    Attributes:
-        num_tokens: number of computed tokens.
-        copy: the operation that saves the remaining blocks, or None.
-        blocks: host blocks that the request may need.
-        writers: operations that still write some of them: `copy` and others.
-        failed: whether some blocks were not saved.
-        is_void: whether a reset dropped its namespace.
-        keeps_tail: whether a last block that is not whole can be loaded.
-    """
-
-    where: str
-    path: list[Tag]
-    num_tokens: int
-    copy: int | None = None
-    blocks: set[int] = field(default_factory=set)
-    writers: set[int] = field(default_factory=set)
-    failed: bool = False
-    is_void: bool = False
-    keeps_tail: bool = True
+def match(world: TierState, name: str) -> bool:
+    """Match a waiting request, for an admission now or later."""
+    request = world.get(name, "waiting")
+    if request is None or not cache_admit.match(world, name):
+        return False
+    _host_hit(world, request)
+    return True
 
 
-@dataclass(slots=True)
-class Prefetch:
-    """A lookup in storage, then a fetch of the found blocks to the host.
-
-    Attributes:
-        path: tags of all whole blocks of its tokens; the first `num_known` are cached.
-        stage: the next event: "lookup", "found" (with `num_found`), "fetch" or "done".
-        blocks: host blocks that it may need.
-        held: cached prefixes that only the host had.
-    """
-
-    path: list[Tag]
-    num_known: int
-    stage: str = "lookup"
-    num_found: int = 0
-    is_wanted: bool = True
-    is_old: bool = False
-    blocks: set[int] = field(default_factory=set)
-    held: list[Tag] = field(default_factory=list)
+def _host_hit(world: TierState, request: Request) -> tuple[int, int]:
+    """Match both tiers, check the result and return it."""
+    path = request.path(world.block_size)
+    num_hit = world.tiers.longest_hit(path)
+    num_host = next((n for n, tag in enumerate(path[num_hit:]) if tag not in world.tiers.now.host),
+                    len(path) - num_hit)  # fmt: skip
+    found = world.ask("tier_match", request.tokens, request.namespace)
+    wanted = (num_hit, num_host)
+    require(found == wanted, rules.T8, "{} matches {}, there are {}", request.name, found, wanted)
+    return wanted
 
 
-@dataclass(frozen=True)
-class Seen:
-    """Location of each prefix at one time.
+# Admission: blocks that the host has beyond the hit are loaded
 
-    Attributes:
-        device, host, landing: block of each prefix.
-        leaving: prefixes that were moved off the host and are in flight to the device.
-        num_free: number of free host blocks.
-        order: host blocks that can be dropped, in eviction order.
-    """
 
-    device: dict[Tag, int]
-    host: dict[Tag, int]
-    landing: dict[Tag, int]
-    leaving: set[Tag]
-    num_free: int
-    order: tuple[int, ...]
+def admit(world: TierState, name: str) -> bool:
+    """Admit a waiting request, or resume a parked one, or check that the refusal is right."""
+    request, parked = world.get(name, "waiting"), world.tiers.parked.get(name)
+    if request is None or (parked is not None and parked.writers):
+        return False
+    if _admit(world, request, 0, parked):
+        world.tiers.parked.pop(name, None)
+    return True
 
-    @property
-    def idle(self) -> set[int]:
-        """Host blocks that can be dropped."""
-        return set(self.order)
 
-    @property
-    def duplicates(self) -> set[Tag]:
-        """Prefixes on the device whose copy on the host can be dropped."""
-        idle = self.idle
-        return {tag for tag, block in self.host.items() if tag in self.device and block in idle}
+def fork(world: TierState, name: str, new: str, more: int) -> bool:
+    """Fork: another request continues from the state of a running one."""
+    request = world.get(name, "running")
+    if request is None or request.job or not request.written:
+        return False
+    tokens = request.tokens[: request.written]
+    if not submit(world, new, tokens, more, NAMESPACES.index(request.namespace)):
+        return False
+    world.ask("fork", new, name, tokens)
+    forked = _admit(world, world.requests[new], len(tokens) % world.block_size, None)
+    world.situations["forked" if forked else "not forked"] += 1
+    return True
 
-    @property
-    def anywhere(self) -> set[Tag]:
-        """Prefixes in any tier or in flight."""
-        return {*self.device, *self.host, *self.landing, *self.leaving}
+
+def _admit(world: TierState, request: Request, tail: int, parked: Parked | None) -> bool:
+    """Admit a request to which a tail of tokens is copied; False if refused."""
+    step, model = world.begin(takes_room=True), world.tiers
+    num_hit, num_host = _host_hit(world, request)
+    cache_admit.admit(world, request.name)
+    world.see()
+    if request.state != "running":
+        require(model.now == step.before, A8, "{} was refused, and tiers changed", request.name)
+        world.without_room.add(request.name)
+        return False
+    path = request.path(world.block_size)
+    if model.write == "exclusive":
+        step.move_in(path[num_hit:][:num_host])
+    model.uses.use(path[: num_hit + num_host])
+    model.order.touch(path)
+    if parked is not None:
+        tail = _resume(world, parked, num_hit + num_host)
+    _load(world, request, num_host, tail)
+    model.through.hit(path[:num_hit], model.now)
+    world.end(step)
+    return True
+
+
+def _resume(world: TierState, parked: Parked, num_blocks: int) -> int:
+    """Check the hit of a resumed request; return the number of tail tokens that it loads."""
+    num_whole, tail = divmod(parked.num_tokens, world.block_size)
+    is_whole = not (parked.failed or parked.is_void) and parked.where == "host"
+    require(not is_whole or num_blocks >= num_whole, rules.T22, "{} of {} blocks are left",
+            num_blocks, num_whole)  # fmt: skip
+    world.situations["resumed, and all is there" if is_whole else "resumed in part"] += 1
+    return tail if parked.keeps_tail and num_blocks == num_whole else 0
+
+
+def _load(world: TierState, request: Request, num_host: int, tail: int) -> None:
+    name, written = request.name, request.written
+    copy = world.ask("loading", name)
+    require((copy is not None) == bool(num_host or tail), rules.T9,
+            "{} found {} blocks and {} tokens on the host, and loads with {}",
+            name, num_host, tail, copy)  # fmt: skip
+    found = world.ask("promoted", name)
+    require(found == 0, rules.T10, "{} was promoted {} blocks at its admission", name, found)
+    ready = world.ask("ready", name)
+    require(ready == written, rules.T10, "{} has {} tokens, {} were hit", name, ready, written)
+    if copy is not None:
+        num_hit = written // world.block_size
+        path = request.path(world.block_size)[: num_hit + num_host]
+        tags = request.tags[written:][: num_host * world.block_size + tail]
+        world.tiers.loads[name] = Load(copy, num_hit, num_host, tail, path, tags)
+        request.job = "loading"
+        world.situations["hit on the host"] += bool(num_host)
+        world.situations["tail loaded"] += bool(tail)
+
+
+# Steps: requested operations are dispatched before each
+
+
+def forward(world: TierState, name: str, num_tokens: int) -> bool:
+    """Run a step: read the written KV, write more, publish."""
+    job = f"{name}.now"
+    return launch(world, name, num_tokens, job) and done(world, job)
+
+
+def launch(world: TierState, name: str, num_tokens: int, job: str) -> bool:
+    """Enqueue a step after all requested operations."""
+    request = world.get(name, "running")
+    can_step = (
+        request is not None
+        and not request.job
+        and request.written < len(request.tokens)
+        and num_tokens >= 1
+        and job not in world.jobs
+    )
+    return can_step and take(world) and cache_compute.launch(world, name, num_tokens, job)
+
+
+def done(world: TierState, name: str) -> bool:
+    """Complete a step; a late completion changes nothing."""
+    step = world.begin()
+    if not cache_compute.done(world, name):
+        return False
+    world.end(step)
+    return True
+
+
+def fail(world: TierState, name: str) -> bool:
+    """Let a step fail: its KV is garbage."""
+    return cache_compute.fail(world, name)
+
+
+def publish_again(world: TierState, name: str, num_tokens: int) -> bool:
+    """Publish again the tokens of an earlier completion."""
+    return name not in world.tiers.loads and cache_compute.again(world, name, num_tokens)
+
+
+def append(world: TierState, name: str, tokens: list[int]) -> bool:
+    """Append tokens to a request that has computed all its tokens, if there is room."""
+    step = world.begin(takes_room=True)
+    return cache_compute.append(world, name, tokens) and _grown(world, step)
+
+
+def append_batch(world: TierState, tokens: list[tuple[str, int]]) -> bool:
+    """Append one token to each of several requests, to all or none."""
+    step = world.begin(takes_room=True)
+    return cache_compute.append_batch(world, tokens) and _grown(world, step)
+
+
+def _grown(world: TierState, step: Step) -> bool:
+    for request in world.running():
+        world.learn(request)
+    world.end(step)
+    return True
+
+
+def evict(world: TierState, num_blocks: int) -> bool:
+    """Ask the device tier to evict some blocks."""
+    step = world.begin(takes_room=True, is_eviction=True)
+    cache_end.evict(world, num_blocks)
+    world.end(step)
+    before, now = step.before, world.tiers.now
+    left = before.device.keys() - now.device.keys()
+    dropped = before.idle.keys() - left - now.host.keys()
+    world.situations["evicted over a full host"] += bool(dropped) and step.write != "through"
+    return True
+
+
+# Ends
+
+
+def finish(world: TierState, name: str) -> bool:
+    """End a running request at any point: finished or aborted."""
+    return _release(world, name, ends=True)
+
+
+def preempt(world: TierState, name: str) -> bool:
+    """Preempt a running request: it loses its blocks and waits with all its tokens."""
+    return _release(world, name, ends=False)
+
+
+def _release(world: TierState, name: str, *, ends: bool) -> bool:
+    if not world.get(name, "running"):
+        return False
+    step, load = world.begin(), world.tiers.loads.pop(name, None)
+    if load is not None:
+        moves = not step.before.leaving.isdisjoint(load.path)
+        if moves:
+            world.continue_load(name, load)
+        else:
+            world.cancel_copy(load.copy, name)
+        world.situations["released while loading"] += 1
+        world.situations["loaded on, for nobody"] += moves
+    (cache_end.finish if ends else cache_end.preempt)(world, name)
+    world.end(step)
+    return True
+
+
+# Parking: the KV is kept
+
+
+def park(world: TierState, name: str, where: str) -> bool:
+    """Park a running request: preempt it and keep its KV."""
+    request, model = world.get(name, "running"), world.tiers
+    if request is None or name in model.loads or not (request.written or request.job):
+        return False
+    if where == "storage" and not world.config["storage"]:
+        return False
+    take(world)  # the previous step has run, with all operations before it
+    step = world.begin(takes_room=True)
+    holding = model.holdings[name]
+    num_shared = len(holding.shared)
+    if request.job:
+        _compute(world, request)
+    path = request.path(world.block_size)[: request.written // world.block_size]
+    model.actor, model.needed = name, 0
+    model.order.touch(path)
+    is_parked = world.ask("park", name, request.tokens[: request.written], where)
+    now = world.see()
+    num_published = len(holding.shared)
+    require(num_published >= len(path), P4, "{} has {} blocks computed and {} shared", name,
+            len(path), num_published)  # fmt: skip
+    if not is_parked:
+        same = num_published > num_shared or now == step.before
+        require(same, A8, "{} was not parked, and tiers changed", name)
+        _check_room(world, step.before, path, request.written % world.block_size)
+        world.without_room.add(name)
+        step.takes_room = False
+        world.end(step)
+        return True
+    step.copy_out(path)
+    model.parked[name] = _parked(world, name, Parked(where, path, request.written), step.before)
+    check_saving(world)
+    request.state, request.written, request.job, request.table = "waiting", 0, "", []
+    world.end(step)
+    world.situations["parking"] += 1
+    return True
+
+
+def _compute(world: TierState, request: Request) -> None:
+    """Complete the step of a request without publishing its KV."""
+    job = world.jobs.pop(request.job)
+    world.device.run_through(job)
+    request.job, request.written = "", job.end
+    holding, path = world.tiers.holdings[request.name], request.path(world.block_size)
+    holding.path, holding.computed = path, request.written
+    world.written.update(path[: request.written // world.block_size])
+    world.situations["parked before it is published"] += 1
+
+
+def _check_room(world: TierState, before: Residency, path: list[Tag], tail: int) -> None:
+    """Check that the host has no room for a request that was not parked."""
+    room = before.num_free + len(before.idle.keys() - path)
+    there = {*before.host, *before.landing}
+    needed = len([tag for tag in path if tag not in there]) + bool(tail)
+    require(needed > room, rules.T21, "{} host blocks are needed, of {}", needed, room)
+    world.situations["not parked"] += 1
+
+
+def _parked(world: TierState, name: str, parked: Parked, before: Residency) -> Parked:
+    """Record where a request is saved, and by which operations."""
+    parked.copy, _, _ = world.ask("parked", name)
+    now = world.see()
+    parked.blocks = {now.host.get(tag, now.landing.get(tag, 0)) for tag in parked.path}
+    parked.copied = now.landing.keys() - before.landing
+    awaited = {before.landing[tag] for tag in parked.path if tag in before.landing}
+    parked.writers = {
+        flight.copy.id
+        for flight in world.executor.flights
+        if flight.copy.kind == "out"
+        and not (flight.has_result or flight.cancelled)
+        and not awaited.isdisjoint(flight.copy.destinations)
+    }
+    world.situations["parked behind another copy"] += bool(parked.writers)
+    if parked.copy is not None:
+        parked.writers.add(parked.copy)
+    return parked
+
+
+def unpark(world: TierState, name: str) -> bool:
+    """Drop the KV of a parked request, which computes everything again."""
+    parked = world.tiers.parked.pop(name, None)
+    if parked is None:
+        return False
+    step = world.begin()
+    world.situations["unparked while it is saved"] += bool(parked.writers)
+    if parked.copy in parked.writers:
+        world.cancel_copy(parked.copy, "")
+        step.end_out(dict.fromkeys(parked.copied & step.before.landing.keys(), False),
+                     world.prefixes)  # fmt: skip
+    world.ask("unpark", name)
+    world.see()
+    require(name not in world.tiers.holdings, rules.T20, "{} is unparked, and has blocks", name)
+    require(world.ask("park_misuse", name), rules.T23, "{} is unparked twice", name)
+    world.end(step)
+    world.situations["unparked"] += 1
+    return True

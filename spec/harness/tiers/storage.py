@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
+from ...model.tiers import Prefetch
 from ...rules import tiers as rules
 from ...rules.cache import D1, R5
 from ...rules.rule import require
 from ..cache import end as cache_end
 from ..cache.requests import NAMESPACES
-from .admit import admit, done, forward, submit
-from .checks import check_lost, see
 from .copies import fence, result
-from .preempt import finish, unpark
-from .requests import Prefetch, Seen
+from .requests import admit, done, finish, forward, submit, unpark
 from .state import TierState
 from .take import take
 
 
 def prefetch(world: TierState, name: str) -> bool:
     """Prefetch the blocks of a waiting request from storage to the host."""
-    request = world.get(name, "waiting")
-    if request is None or name in world.prefetches:
+    request, model = world.get(name, "waiting"), world.tiers
+    if request is None or name in model.prefetches:
         return False
-    before = see(world)
-    path = request.path(world.block_size)
-    world.touch_all(path)
-    known = 0
-    while known < len(path) and path[known] in world.seen.device:
+    step, path = world.begin(), request.path(world.block_size)
+    before, known = step.before, 0
+    while known < len(path) and path[known] in before.device:
         known += 1
-    while known < len(path) and path[known] in world.seen.host:
+    while known < len(path) and path[known] in before.host:
         known += 1
     asked = world.ask("prefetch", name, request.tokens, request.namespace)
     wanted = known if world.config["storage"] and known < len(path) else None
@@ -38,9 +34,8 @@ def prefetch(world: TierState, name: str) -> bool:
         first = world.prefixes.first
         blocks = {block for tag, block in before.host.items() if first[tag] == path[0]}
         held = [tag for tag in path[:known] if tag not in before.device]
-        world.prefetches[name] = Prefetch(path, known, blocks=blocks, held=held)
-    see(world)
-    check_lost(world, before)
+        model.prefetches[name] = Prefetch(path, known, blocks=blocks, held=held)
+    world.end(step)
     return True
 
 
@@ -61,24 +56,22 @@ def elsewhere(world: TierState, name: str, num_blocks: int) -> bool:
 
 def cancel(world: TierState, name: str) -> bool:
     """Cancel a prefetch, as if its request had ended."""
-    found = world.prefetches.get(name)
+    found = world.tiers.prefetches.get(name)
     if found is None or not found.is_wanted:
         return False
-    before = see(world)
+    step = world.begin()
     flight = next((f for f in world.executor.flights if f.owner == name and not f.has_result and
                    f.copy.kind in ("lookup", "fetch")), None)  # fmt: skip
     found.is_wanted = False
     found.held.clear()
-    world.touch_all(found.path)
     if flight is not None:
         world.cancel_copy(flight.copy.id, "")
     world.ask("cancel", name)
-    see(world)
-    check_lost(world, before)
+    world.end(step)
     if flight is None:
         told = world.ask("prefetched", name)
         require(told == 0, rules.T27, "{} was cancelled, and {} blocks came", name, told)
-        del world.prefetches[name]
+        del world.tiers.prefetches[name]
     world.situations["prefetch cancelled"] += 1
     return True
 
@@ -86,66 +79,44 @@ def cancel(world: TierState, name: str) -> bool:
 def reset(world: TierState, keep: list[int]) -> bool:
     """Reset all namespaces but some, as after a change of their weights."""
     names = [NAMESPACES[number] for number in keep]
-    before, model = see(world), world.tier_model
-    running = world.running()
+    step, model, running = world.begin(), world.tiers, world.running()
     world.situations["reset with live leases"] += bool(running)
     world.situations["reset with operations"] += bool(world.executor.flights)
-    for name, load in list(world.loads.items()):
+    for name, load in list(model.loads.items()):
         world.cancel_copy(load.copy, name)
     for flight in world.executor.flights:
         if not flight.has_result and not flight.cancelled:
             world.cancel_copy(flight.copy.id, "")
         flight.old = True
-    world.order.touch(world.seen.anywhere)
+    model.order.touch(step.before.anywhere)
     model.resetting, model.actor = True, "a reset"
     world.ask("reset_but", names)
     model.resetting = False
     left = [name for name in model.holdings if not name.startswith("op ")]
     require(not left, R5, "{} have leases after a reset", left)
-    kept_roots = {world.root_of(name) for name in names}
-    see(world)
-    _check_kept(world, before, kept_roots)
-    _forget(world, names)
+    roots, parent = {world.root_of(name) for name in names}, world.prefixes.parent
+    first = world.prefixes.first
+    kept = {tag for tag in step.before.anywhere if parent[first[tag]] in roots}
+    step.reset(kept)
+    step.otherwise = rules.T28
+    world.see()
+    wrong = model.now.device.keys() ^ kept & step.before.device.keys()
+    require(not wrong, rules.T28, "a reset keeps or drops {} blocks wrongly", len(wrong))
+    model.forget(roots)
+    world.end(step)
+    world.written.clear()
+    for name, parked in model.parked.items():
+        parked.is_void = parked.is_void or world.requests[name].namespace not in names
+    for name in list(model.prefetches):
+        if not any(f.owner == name and f.cancelled for f in world.executor.flights):
+            del model.prefetches[name]
+    world.renew([name for name in NAMESPACES if name not in names])
     # For a prefix in two tiers, either copy may be counted.
-    world.counted["dropped_blocks"] = world.tier_counts()["dropped_blocks"]
+    model.counts["dropped_blocks"] = world.tier_counts()["dropped_blocks"]
     for request in running:
         request.state, request.written, request.job, request.table = "waiting", 0, "", []
-    see(world)
+    world.see()
     return True
-
-
-def _check_kept(world: TierState, was: Seen, roots: set[int]) -> None:
-    seen, prefixes = world.seen, world.prefixes
-    for tag in seen.anywhere:
-        of_kept = prefixes.parent[prefixes.first[tag]] in roots
-        require(of_kept, rules.T28, "a reset keeps a block of a namespace that is dropped")
-    whole: set[int] = set(roots)
-    for tag in sorted({*was.device, *was.host}, key=world.depth_of):
-        if prefixes.parent[tag] in whole:  # blocks after one in flight go, too
-            whole.add(tag)
-            kept = tag in seen.device or tag in seen.host
-            require(kept, rules.T28, "a reset drops a block of a namespace that is kept")
-
-
-def _forget(world: TierState, keep: list[bytes]) -> None:
-    """Change the KV of all namespaces that are not kept."""
-    world.written.clear()
-    world.loads.clear()
-    world.to_store.clear()
-    world.uses.reset()
-    kept, parent = {world.root_of(name) for name in keep}, world.prefixes.parent
-    world.to_copy = [path for path in world.to_copy if path and parent[path[0]] in kept]
-    for name, parked in world.parked.items():
-        parked.keeps_tail = False
-        parked.is_void = parked.is_void or world.requests[name].namespace not in keep
-        if parked.writers:
-            parked.writers, parked.failed = set(), True
-    for name, found in list(world.prefetches.items()):
-        found.is_old = True
-        found.held.clear()
-        if not any(f.owner == name and f.cancelled for f in world.executor.flights):
-            del world.prefetches[name]
-    world.renew([name for name in NAMESPACES if name not in keep])
 
 
 def settle(world: TierState) -> None:
@@ -164,7 +135,7 @@ def settle(world: TierState) -> None:
 def drain(world: TierState) -> bool:
     """Let all requests compute and end; then every block of every tier must be available."""
     settle(world)
-    for name in list(world.parked):
+    for name in list(world.tiers.parked):
         unpark(world, name)
     for name in list(world.jobs):
         done(world, name)
@@ -177,20 +148,14 @@ def drain(world: TierState) -> bool:
     num_blocks = world.config["num_blocks"]
     found = world.target.available()
     require(found == num_blocks, D1, "{} of {} blocks can be had", found, num_blocks)
-    seen = world.seen
-    cached = set(seen.host.values())
-    require(
-        cached == seen.idle and len(cached) + seen.num_free == world.config["host_blocks"],
-        rules.T30,
-        "of {} host blocks {} are free, {} cached, {} can be dropped",
-        world.config["host_blocks"],
-        seen.num_free,
-        len(cached),
-        len(seen.idle),
-    )
+    now = world.tiers.now
+    num_host, is_idle = world.config["host_blocks"], now.idle.keys() == now.host.keys()
+    require(is_idle and len(now.host) + now.num_free == num_host, rules.T30,
+            "of {} host blocks {} are free, {} cached, {} can be dropped", num_host, now.num_free,
+            len(now.host), len(now.idle))  # fmt: skip
     cache_end.check(world)
     cache_end.use_all(world, num_blocks)
-    see(world)
+    world.see()
     settle(world)
     reset(world, [])
     world.target.check_empty()

@@ -9,7 +9,7 @@ from ...adapters.tiers import TierFactory
 from ..cache.checks import check_all
 from ..cache.requests import draw_config
 from ..engine import Below, Config, Operation, Trace
-from .checks import check_tiers, look, see
+from .checks import check_tiers
 from .configuration import draw_tiers
 from .operations import TIER_TABLE, weights_now, weights_of
 from .picture import picture
@@ -29,7 +29,6 @@ class TierWorld(TierState):
         self.weights = weights_of(config.get("rare", 0), config.get("often", 0))
         if config.get("fences") == 2:  # more operations come between a copy and its end
             self.weights["result"] //= 3
-        self.seen = look(self, self.shot)
 
     def draw(self, below: Below) -> Operation:
         """Draw an operation that applies now."""
@@ -49,8 +48,8 @@ class TierWorld(TierState):
             settle(self)
         self.situations["forgotten by storage"] = self.storage_law.num_forgotten
         check_all(self)
-        see(self)
-        check_tiers(self, self.shot)
+        self.see()
+        check_tiers(self)
         return True
 
     def picture(self) -> str:

@@ -1,0 +1,236 @@
+"""Where each prefix is, and where it may be after an operation.
+
+A prefix is published on the device or not, and it is in one place below::
+
+    host ◄─── landing ◄─── device        landing: a copy to the host is in flight
+      └─────► leaving ───► device        leaving: moved off the host, in flight to the device
+
+A `Step` says where each prefix is after an operation if the host has room for all of them. A state
+is allowed if it is that one, less the copies that may be dropped for room. The step contains the
+choices that are not the cache's own, such as which copies fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Final, Literal, TypeAlias
+
+from ..rules import tiers as rules
+from ..rules.rule import Rule, require
+from .ghost import Tag
+from .prefixes import Prefixes
+
+Place: TypeAlias = Literal["host", "landing", "leaving", "nowhere"]
+Places: TypeAlias = tuple[tuple[Place, ...], Rule]
+"""The places below the device where a prefix may be, and the rule that says so."""
+
+NOWHERE: Final[Places] = ("nowhere",), rules.T12
+LOST_FOR_ROOM: Final = (rules.T13, rules.T14)
+"""Of the rules about a prefix that must be somewhere, those that yield to a lack of room."""
+
+
+@dataclass(frozen=True)
+class Residency:
+    """Where each prefix is at one time.
+
+    Attributes:
+        device, host, landing: the block of each prefix.
+        leaving: prefixes that were moved off the host and are not on the device yet.
+        num_free: number of free host blocks.
+        order: host blocks that can be dropped, in eviction order.
+    """
+
+    device: Mapping[Tag, int]
+    host: Mapping[Tag, int]
+    landing: Mapping[Tag, int]
+    leaving: frozenset[Tag]
+    num_free: int
+    order: Sequence[int]
+
+    @cached_property
+    def below(self) -> dict[Tag, Place]:
+        """The place of each prefix below the device."""
+        found: dict[Tag, Place] = dict.fromkeys(self.leaving, "leaving")
+        found.update(dict.fromkeys(self.landing, "landing"))
+        found.update(dict.fromkeys(self.host, "host"))
+        return found
+
+    @cached_property
+    def anywhere(self) -> set[Tag]:
+        """Prefixes in any tier or in flight."""
+        return {*self.device, *self.below}
+
+    @cached_property
+    def idle(self) -> dict[Tag, int]:
+        """Prefixes whose copy on the host can be dropped, in eviction order, with its block."""
+        tags = {block: tag for tag, block in self.host.items()}
+        return {tags[block]: block for block in self.order if block in tags}
+
+    def spare(self) -> set[Tag]:
+        """Prefixes on the device whose copy on the host can be dropped."""
+        return self.idle.keys() & self.device.keys()
+
+
+@dataclass
+class Step:
+    """An operation: the state before it, and where it moves prefixes below the device.
+
+    Attributes:
+        before: the state before it.
+        write: the write policy.
+        moves: the places of the prefixes that it moves; the others stay (see `expected`).
+        takes_room: whether it takes host blocks, so that others may be dropped for them.
+        is_eviction: whether it drops host blocks only for those that leave the device.
+        otherwise: the rule that an unexpected copy breaks.
+    """
+
+    before: Residency
+    write: str
+    moves: dict[Tag, Places] = field(default_factory=dict)
+    takes_room: bool = False
+    is_eviction: bool = False
+    otherwise: Rule = rules.T44
+
+    # What an operation moves
+
+    def copy_out(self, tags: Iterable[Tag]) -> None:
+        """Copies of some prefixes to the host begin, as far as the host has none.
+
+        If it had one and no other reads it, the publication of the prefix may have ended it before.
+        """
+        before = self.before
+        for tag in tags:
+            place = before.below.get(tag, "nowhere")
+            ends = place == "leaving" or (self.write == "exclusive" and tag in before.idle)
+            if place == "nowhere" or (ends and tag not in before.device):
+                self.moves[tag] = ("landing",), rules.T33
+
+    def end_out(self, results: Mapping[Tag, bool], prefixes: Prefixes) -> None:
+        """Copies to the host end; those that follow a failed one may be given up with it."""
+        bad: set[Tag] = set()
+        for tag in sorted(results, key=prefixes.depth.__getitem__):
+            if not results[tag]:
+                self.moves[tag] = NOWHERE
+            elif prefixes.parent[tag] in bad:
+                self.moves[tag] = ("host", "nowhere"), rules.T12
+            else:
+                self.moves[tag] = ("host",), rules.T11
+                continue
+            bad.add(tag)
+
+    def move_in(self, tags: Iterable[Tag]) -> None:
+        """Copies are moved off the host, and stay there only while something else reads them."""
+        for tag in tags:
+            held: tuple[Place, ...] = () if tag in self.before.idle else ("host",)
+            self.moves[tag] = ("leaving", *held), rules.T15
+
+    def end_in(self, tags: Iterable[Tag]) -> None:
+        """Prefixes that were moved off the host have arrived on the device, or are lost."""
+        gone: Places = ("nowhere",), rules.T33
+        self.moves.update(dict.fromkeys(self.before.leaving.intersection(tags), gone))
+
+    def fetch(self, path: Sequence[Tag], num_known: int, num_good: int) -> list[Tag]:
+        """Blocks of a path arrive from storage behind the known ones; return those that are new."""
+        if not self.before.anywhere.issuperset(path[:num_known]):
+            return []
+        new = [tag for tag in path[num_known:][:num_good] if tag not in self.before.anywhere]
+        self.moves.update(dict.fromkeys(new, (("host",), rules.T26)))
+        return new
+
+    def reset(self, kept: Collection[Tag]) -> None:
+        """All operations end, and all prefixes go but the kept ones."""
+        gone: Places = ("nowhere",), rules.T28
+        for tag, place in self.before.below.items():
+            if place != "host" or tag not in kept:
+                self.moves[tag] = gone
+            if place == "leaving" and tag in kept:  # until its operation can no longer write
+                self.moves[tag] = ("leaving", "nowhere"), rules.T28
+        for tag in self.before.device.keys() - self.before.below.keys() - set(kept):
+            self.moves[tag] = gone
+
+    # The state after it
+
+    def expected(self, device: Collection[Tag]) -> dict[Tag, Places]:
+        """The places of each prefix if the host has unlimited room.
+
+        Args:
+            device: the prefixes on the device after the operation.
+        """
+        expected: dict[Tag, Places] = {}
+        for tag in self.before.device.keys() - device:  # evicted
+            if self.write != "through":
+                expected[tag] = ("landing",), rules.T13
+        for tag, place in self.before.below.items():
+            expected[tag] = NOWHERE if place == "leaving" and tag in device else (
+                (place,), rules.T14)  # fmt: skip
+        expected.update(self.moves)
+        if self.write == "exclusive":  # there a copy goes when nothing reads it
+            for tag in expected.keys() & device:
+                places, rule = expected[tag]
+                if "host" in places:
+                    expected[tag] = (*places, "nowhere"), rule
+        return expected
+
+    def allow(self, after: Residency, prefixes: Prefixes, held: Collection[Tag]) -> set[Tag]:
+        """Check that the state after the operation is an allowed one.
+
+        Args:
+            after: the state after it.
+            prefixes: the parent and depth of each prefix.
+            held: prefixes that a prefetch holds.
+
+        Returns:
+            The prefixes that were dropped for room and are in no tier now; what follows them is
+            gone with them and not among them.
+        """
+        missing = self._missing(after, prefixes)
+        for tag, rule in missing.items():
+            require(tag not in held, rules.T26, "block {} is gone, which a prefetch follows",
+                    prefixes.depth[tag])  # fmt: skip
+            can_drop = rule is rules.T13 or (
+                rule is rules.T14 and self.before.below.get(tag) == "host")  # fmt: skip
+            require(can_drop and self.takes_room, rule, "block {} of a path is nowhere",
+                    prefixes.depth[tag])  # fmt: skip
+        require(not missing or not after.num_free, rules.T14,
+                "{} blocks were dropped, and {} host blocks are free", len(missing),
+                after.num_free)  # fmt: skip
+        lost = missing.keys() - after.device.keys()
+        if self.takes_room and self.write != "through":
+            self._check_demoted(after, lost)
+        return lost
+
+    def _missing(self, after: Residency, prefixes: Prefixes) -> dict[Tag, Rule]:
+        """The prefixes that should be below the device and are not, each with its rule."""
+        expected = self.expected(after.device)
+        for tag, place in after.below.items():
+            places, rule = expected.get(tag, (("nowhere",), self.otherwise))
+            if place in places:
+                continue
+            rule = rules.T1 if place == "host" and "landing" in places else rule
+            require(False, rule, "block {} of a path is {}, not {}", prefixes.depth[tag], place,
+                    " or ".join(places))  # fmt: skip
+        return {
+            tag: rule
+            for tag, (places, rule) in expected.items()
+            if "nowhere" not in places
+            and tag not in after.below
+            and (prefixes.depth[tag] == 0 or prefixes.parent[tag] in after.anywhere)
+        }
+
+    def _check_demoted(self, after: Residency, lost: Collection[Tag]) -> None:
+        """Check that as much as possible of what left the device is on its way to the host."""
+        before = self.before
+        copies = after.spare() if lost else ()
+        require(not copies, rules.T36, "{} blocks are lost, and {} copies of what the device has "
+                "are kept", len(lost), len(copies))  # fmt: skip
+        left = before.device.keys() - after.device.keys()
+        nowhere = left - after.anywhere - before.below.keys()
+        room = after.num_free + len(after.idle.keys() - left)
+        require(not nowhere or not room, rules.T13, "{} blocks left the device for nowhere, with "
+                "room for {}", len(nowhere), room)  # fmt: skip
+        kept = [tag in after.host for tag in before.idle if tag not in left]
+        require(not self.is_eviction or kept == sorted(kept), rules.T37, "of {} host blocks in "
+                "the order in which they go, these are kept: {}", len(kept),
+                [place for place, is_kept in enumerate(kept) if is_kept])  # fmt: skip
