@@ -40,6 +40,7 @@ CACHE_FLOORS: Final = {
     "resumed": 3_500,
     "resumed with a hit": 1_700,
     "too large": 1_200,
+    "two namespaces share tokens": 3_500,
 }
 """Per 200,000 random steps on a manager with all optional methods, at depth ``full``."""
 
@@ -232,8 +233,11 @@ TIER_FLOORS: Final = {
     "second result": 75,
     "served by the law": 12_000,
     "storage is told of uses": 13_000,
+    "tail and block in one load": 200,
     "tail loaded": 760,
+    "tail loaded, and a block before it failed": 12,
     "too large": 200,
+    "two namespaces share tokens": 9_000,
     "unparked": 2_300,
     "unparked while it is saved": 300,
     "wrong result": 150,

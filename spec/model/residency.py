@@ -128,8 +128,7 @@ class Step:
 
     def end_in(self, tags: Iterable[Tag]) -> None:
         """Prefixes that were moved off the host have arrived on the device, or are lost."""
-        gone: Places = ("nowhere",), rules.T33
-        self.moves.update(dict.fromkeys(self.before.leaving.intersection(tags), gone))
+        self.moves.update(dict.fromkeys(self.before.leaving.intersection(tags), NOWHERE))
 
     def fetch(self, path: Sequence[Tag], num_known: int, num_good: int) -> list[Tag]:
         """Blocks of a path arrive from storage behind the known ones; return those that are new."""
@@ -185,6 +184,11 @@ class Step:
             The prefixes that were dropped for room and are in no tier now; what follows them is
             gone with them and not among them.
         """
+        if self.is_eviction and self.write != "through":
+            kept = [tag in after.host for tag in self.before.idle if self._stays(tag, after)]
+            require(kept == sorted(kept), rules.T37, "of {} host blocks in the order in which they "
+                    "go, these are kept: {}", len(kept),
+                    [place for place, is_kept in enumerate(kept) if is_kept])  # fmt: skip
         missing = self._missing(after, prefixes)
         for tag, rule in missing.items():
             require(tag not in held, rules.T26, "block {} is gone, which a prefetch follows",
@@ -205,12 +209,14 @@ class Step:
         """The prefixes that should be below the device and are not, each with its rule."""
         expected = self.expected(after.device)
         for tag, place in after.below.items():
+            require(tag in prefixes.depth, rules.T4, "a prefix is {} that nobody computed", place)
             places, rule = expected.get(tag, (("nowhere",), self.otherwise))
-            if place in places:
-                continue
-            rule = rules.T1 if place == "host" and "landing" in places else rule
-            require(False, rule, "block {} of a path is {}, not {}", prefixes.depth[tag], place,
-                    " or ".join(places))  # fmt: skip
+            if place == "host" and "landing" in places:
+                rule = rules.T1
+            elif place != "host" and rule is rules.T12:
+                rule = rules.T33
+            require(place in places, rule, "block {} of a path is {}, not {}", prefixes.depth[tag],
+                    place, " or ".join(places))  # fmt: skip
         return {
             tag: rule
             for tag, (places, rule) in expected.items()
@@ -218,6 +224,10 @@ class Step:
             and tag not in after.below
             and (prefixes.depth[tag] == 0 or prefixes.parent[tag] in after.anywhere)
         }
+
+    def _stays(self, tag: Tag, after: Residency) -> bool:
+        """Whether a prefix did not leave the device."""
+        return tag in after.device or tag not in self.before.device
 
     def _check_demoted(self, after: Residency, lost: Collection[Tag]) -> None:
         """Check that as much as possible of what left the device is on its way to the host."""
@@ -230,7 +240,3 @@ class Step:
         room = after.num_free + len(after.idle.keys() - left)
         require(not nowhere or not room, rules.T13, "{} blocks left the device for nowhere, with "
                 "room for {}", len(nowhere), room)  # fmt: skip
-        kept = [tag in after.host for tag in before.idle if tag not in left]
-        require(not self.is_eviction or kept == sorted(kept), rules.T37, "of {} host blocks in "
-                "the order in which they go, these are kept: {}", len(kept),
-                [place for place, is_kept in enumerate(kept) if is_kept])  # fmt: skip

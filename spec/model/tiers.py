@@ -29,6 +29,7 @@ class Load:
         tail: number of tokens in a parked last block that is not whole, or 0.
         path: tags of the whole blocks that were hit or are loaded.
         tags: tags of the loaded tokens.
+        moved: prefixes that were moved off the host for it.
     """
 
     copy: int
@@ -37,6 +38,7 @@ class Load:
     tail: int
     path: list[Tag]
     tags: list[Tag]
+    moved: frozenset[Tag]
 
 
 @dataclass(slots=True)
@@ -100,6 +102,7 @@ class TierModel(CacheModel):
         now: where each prefix is.
         prefixes: all prefixes that were ever used.
         order: recency of each prefix on the host.
+        grown: the published path of each request that published blocks in the current call.
         departed: prefixes that left the device since the last `take`.
         loads, parked, prefetches: by name of the request; a load that continues without its
             request, by name of the operation.
@@ -119,6 +122,7 @@ class TierModel(CacheModel):
         self.prefixes = Prefixes()
         self.order = HostOrder()
         self.departed: set[Tag] = set()
+        self.grown: dict[str, list[Tag]] = {}
         self.loads: dict[str, Load] = {}
         self.parked: dict[str, Parked] = {}
         self.prefetches: dict[str, Prefetch] = {}
@@ -136,6 +140,9 @@ class TierModel(CacheModel):
     def moved(self, now: Residency) -> None:
         """Enter where each prefix is after a call."""
         before, self.now = self.now, now
+        for path in self.grown.values():
+            self.through.published(path)
+        self.grown.clear()
         self.counts["dropped_blocks"] += len(before.anywhere - now.anywhere)
         gone = before.device.keys() - now.device.keys()
         self.departed |= gone
@@ -190,12 +197,12 @@ class TierModel(CacheModel):
     def published(self, name: str, blocks: Sequence[int]) -> None:
         """The next blocks of a request were published."""
         super().published(name, blocks)
-        self.through.published(self.holdings[name].shared)
+        self.grown[name] = self.holdings[name].shared
 
     def _give_back(self, block: int) -> None:
         super()._give_back(block)
         if not self.ending:
-            self.through.published(self.holdings[self.actor].shared)
+            self.grown[self.actor] = self.holdings[self.actor].shared
 
     # Leases that end with an operation
 

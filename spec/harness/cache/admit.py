@@ -16,6 +16,11 @@ def submit(world: CacheState, name: str, prompt: list[int], more: int, namespace
     if not prompt or any(request.name == name for request in world.past):
         return False
     request = Request(name, NAMESPACES[namespace], list(prompt), len(prompt) + more)
+    start = request.tokens[: world.block_size]
+    world.situations["two namespaces share tokens"] += len(start) == world.block_size and any(
+        other.namespace != request.namespace and other.tokens[: len(start)] == start
+        for other in world.past
+    )
     world.requests[name] = request
     world.past.append(request)
     return True

@@ -58,6 +58,9 @@ ABOUT: Final = (
     About(("park", "evict"), ("admit",), most_host_blocks=4),
     About(("park", "evict"), ("park",), {"storage": 1, "faults": 2}),
     About(("park", "append"), ("evict",), {"write": "through", "hits": 2, "at_once": 1}, 9, 4),
+    About(
+        ("park", "evict"), ("park", "evict", "take", "result"), {"block_size": 2, "faults": 3}, 6, 9
+    ),
     About(("prefetch", "evict"), ("elsewhere", "prefetch"), {"storage": 1}, 6),
     About(("prefetch", "park", "reset"), ("elsewhere", "reset"), {"storage": 1}, 6),
 )

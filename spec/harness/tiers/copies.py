@@ -62,7 +62,7 @@ def _ended(world: TierState, step: Step, flight: Flight, *, result: bool, fenced
     prefetch = model.prefetches.get(flight.owner) if kind in ("lookup", "fetch") else None
     if flight.cancelled or flight.old or flight.is_detached:
         step.otherwise = rules.T29 if flight.old else rules.T27
-        step.end_in(read[-1] for read in flight.read)
+        step.end_in(flight.moved)
         new = model.now.device.keys() - step.before.device.keys()
         require(not new, step.otherwise, "{} was given up, and brings {} blocks", flight.op,
                 len(new))  # fmt: skip
@@ -116,7 +116,7 @@ def _end_in(world: TierState, step: Step, flight: Flight) -> None:
     num_promoted = min(num_good, load.num_host)
     num_come = load.num_hit + num_promoted
     model.counts["promoted_blocks"] += num_promoted
-    step.end_in(load.path)
+    step.end_in(load.moved)
     if name == flight.op:
         lost = [tag for tag in load.path[:num_come] if tag not in model.now.device]
         require(not lost, rules.T39, "{} blocks were moved by {}, and are not there", len(lost),
@@ -133,6 +133,10 @@ def _end_in(world: TierState, step: Step, flight: Flight) -> None:
     if num_promoted and not model.through.is_on:  # TEMP
         model.through.paths.append(list(model.holdings[name].shared))
     world.situations["loaded" if all(flight.ok) else "loaded in part"] += 1
+    if load.tail and load.num_host:
+        world.situations["tail and block in one load"] += 1
+        hole = num_good < load.num_host and flight.ok[-1]
+        world.situations["tail loaded, and a block before it failed"] += hole
 
 
 # Storage

@@ -43,6 +43,7 @@ class Flight:
         is_detached: whether its request has ended.
         old: whether there was a reset since it began.
         ok: its result.
+        moved: prefixes that were moved off the host for it.
         evicted: prefixes that left the device since the previous `take`, copied by it or not.
     """
 
@@ -55,6 +56,7 @@ class Flight:
     old: bool = False
     ok: list[bool] = field(default_factory=list)
     evicted: set[Tag] = field(default_factory=set)
+    moved: frozenset[Tag] = frozenset()
 
     @property
     def op(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from ...model.tiers import Parked
 from ..cache import end as cache_end
 from ..cache import operations as cache_operations
 from ..cache.operations import CACHE_TABLE, new_name, num_more
@@ -58,17 +59,28 @@ def weights_now(world: TierState, weights: dict[str, int]) -> dict[str, int]:
     """Return the weights of a world in its present state."""
     if world.tiers.prefetches or world.tiers.through.paths:  # an eviction may drop what they need
         weights = {**weights, "evict": 3 * weights["evict"]}
+    for parked in world.tiers.parked.values():
+        if _loads_tail(world, parked):  # best behind a block that only the host has
+            word = "evict" if parked.path[-1] in world.tiers.now.device else "admit"
+            weights = {**weights, word: 8 * weights[word], "unpark": 1, "submit": 5}
+            break
     if any(flight.has_result for flight in world.executor.flights):  # and no fence
         weights = {**weights, "reset": 5 * weights["reset"]}
     return weights
+
+
+def _loads_tail(world: TierState, parked: Parked) -> bool:
+    """Whether a parked request will load a block that is not whole, behind others."""
+    is_saved = not (parked.writers or parked.failed or parked.is_void) and parked.keeps_tail
+    return bool(is_saved and parked.path and parked.num_tokens % world.block_size)
 
 
 def groups(world: TierState) -> Groups:
     """Return the names that operations apply to: of requests, of copies, or "" for none."""
     if world.config["law"]:
         return {"law": [""]}
-    cache = cache_operations.groups(world)
-    saving = [name for name, parked in world.tiers.parked.items() if parked.writers]
+    cache, model = cache_operations.groups(world), world.tiers
+    saving = [name for name, parked in model.parked.items() if parked.writers]
     waiting, running = cache["waiting"], world.running()
     fitting = [name for name in waiting if _fits(world, name)]
     flights = dict(zip(world.executor.names(), world.executor.flights, strict=True))
@@ -79,11 +91,11 @@ def groups(world: TierState) -> Groups:
         "admissible": [name for name in cache["admissible"]
                        if name not in saving and name not in world.without_room
                        and (name in fitting or not fitting)],
-        "to repeat": [name for name in cache["running"] if name not in world.tiers.loads],
+        "to repeat": [name for name in cache["running"] if name not in model.loads],
         "to park": [request.name for request in running
-                    if (request.written or request.job) and request.name not in world.tiers.loads
+                    if (request.written or request.job) and request.name not in model.loads
                     and request.name not in world.without_room],
-        "parked": list(world.tiers.parked),
+        "parked": list(model.parked),
         "to fork": [request.name for request in running if not request.job and request.written]
         if len(running) < world.config["max_running"]
         else [],
@@ -91,8 +103,9 @@ def groups(world: TierState) -> Groups:
         "to store": [name for name in waiting if _lacks(world, name)]
         if world.config["storage"]
         else [],
-        "prefetching": [name for name, prefetch in world.tiers.prefetches.items() if prefetch.is_wanted],
-        "to evict": [""] if world.tiers.num_unused() else [],
+        "prefetching": [name for name, prefetch in model.prefetches.items()
+                        if prefetch.is_wanted],
+        "to evict": [""] if model.num_unused() else [],
         "to take": [""] if _is_decided(world) else [],
         "without a result": [name for name, flight in flights.items()
                              if flight.cancelled or not flight.has_result],
@@ -134,7 +147,9 @@ def _fits(world: TierState, name: str) -> bool:
 def _is_decided(world: TierState) -> bool:
     """Whether there may be operations to take."""
     counts, num_flights = world.shot.counts, len(world.executor.flights)
-    return bool(counts.get("operations", 0) > num_flights or world.tiers.through.paths or world.cancelled)
+    return bool(
+        counts.get("operations", 0) > num_flights or world.tiers.through.paths or world.cancelled
+    )
 
 
 # How arguments are drawn
@@ -164,9 +179,10 @@ def bad(world: TierState, name: str, below: Below) -> list[int]:
     kind = 1 if flight.copy.kind in MOVES else 2
     if not world.config["faults"] & kind or below(3) == 0:
         return []
-    return [place for place in range(flight.copy.num_blocks) if below(3) == 0] or [
-        below(flight.copy.num_blocks)
-    ]
+    num_blocks = flight.copy.num_blocks
+    if num_blocks > 1 and below(2):  # a hole: what follows it arrives
+        return [below(num_blocks - 1)]
+    return [place for place in range(num_blocks) if below(3) == 0] or [below(num_blocks)]
 
 
 def is_fenced(world: TierState, name: str, below: Below) -> int:

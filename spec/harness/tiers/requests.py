@@ -120,7 +120,8 @@ def _load(world: TierState, request: Request, num_host: int, tail: int) -> None:
         num_hit = written // world.block_size
         path = request.path(world.block_size)[: num_hit + num_host]
         tags = request.tags[written:][: num_host * world.block_size + tail]
-        world.tiers.loads[name] = Load(copy, num_hit, num_host, tail, path, tags)
+        moved = world.tiers.now.leaving.intersection(path)
+        world.tiers.loads[name] = Load(copy, num_hit, num_host, tail, path, tags, moved)
         request.job = "loading"
         world.situations["hit on the host"] += bool(num_host)
         world.situations["tail loaded"] += bool(tail)
@@ -216,7 +217,7 @@ def _release(world: TierState, name: str, *, ends: bool) -> bool:
         return False
     step, load = world.begin(), world.tiers.loads.pop(name, None)
     if load is not None:
-        moves = not step.before.leaving.isdisjoint(load.path)
+        moves = not step.before.leaving.isdisjoint(load.moved)
         if moves:
             world.continue_load(name, load)
         else:

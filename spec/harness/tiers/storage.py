@@ -60,6 +60,7 @@ def cancel(world: TierState, name: str) -> bool:
     if found is None or not found.is_wanted:
         return False
     step = world.begin()
+    step.otherwise = rules.T27
     flight = next((f for f in world.executor.flights if f.owner == name and not f.has_result and
                    f.copy.kind in ("lookup", "fetch")), None)  # fmt: skip
     found.is_wanted = False

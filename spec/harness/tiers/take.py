@@ -74,6 +74,7 @@ def _begin_in(world: TierState, flight: Flight) -> None:
     name = flight.owner = world.owner_of(copy.id)
     require(name, rules.T6, "{} loads nobody", flight.op)
     load = world.tiers.loads[name]
+    flight.moved = load.moved
     outlives = name == flight.op
     table = world.tiers.table(name) if outlives else world.target.block_table(name)
     wanted = table[load.num_hit :][: load.num_host + bool(load.tail)]

@@ -281,6 +281,15 @@ HOST_BUGS = (
         world="tiers",
     ),
     bug(
+        "with write-back, what is published is copied to the host at once",
+        OFFLOADER,
+        (
+            'if self._config.write == "through" and self._config.hits == 0:',
+            'if self._config.write != "exclusive" and self._config.hits == 0:',
+        ),
+        world="tiers",
+    ),
+    bug(
         "hits are not counted",
         OFFLOADER,
         ("                hits[place] += 1\n", "                pass\n"),

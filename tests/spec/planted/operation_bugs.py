@@ -224,6 +224,22 @@ OPERATION_BUGS = (
         world="tiers",
     ),
     bug(
+        "a tail that has come is restored although a block before it has not",
+        LOADER,
+        (
+            "if self.plan.tail_tokens and self._num_good == len(ok):",
+            "if self.plan.tail_tokens and ok[-1]:",
+        ),
+        elsewhere=(
+            (
+                LOADER,
+                "            self._num_good -= 1\n",
+                "            self._num_good -= self._num_good == len(ok)\n",
+            ),
+        ),
+        world="tiers",
+    ),
+    bug(
         "all blocks of a load count as arrived",
         LOADER,
         ("        self._num_good = leading(ok)\n", "        self._num_good = len(ok)\n"),
