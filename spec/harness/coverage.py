@@ -39,6 +39,8 @@ CACHE_FLOORS: Final = {
     "reset with live leases": 1_000,
     "resumed": 3_500,
     "resumed with a hit": 1_700,
+    "served alone": 3_500,
+    "served alone, with a hit": 2_000,
     "too large": 1_200,
     "two namespaces share tokens": 3_500,
 }

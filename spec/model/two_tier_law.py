@@ -9,7 +9,7 @@ from ..rules.rule import require
 from .ghost import Tag
 
 
-class _Lru:
+class Lru:
     """A tier of fixed size with LRU eviction; of one path, the last block goes first."""
 
     def __init__(self, size: int) -> None:
@@ -18,6 +18,7 @@ class _Lru:
         self.num_evicted = 0
 
     def use(self, path: Sequence[Tag], now: int) -> int:
+        """Run a request of whole blocks; return how many of its first blocks there were."""
         hit = next((i for i, tag in enumerate(path) if tag not in self.last_use), len(path))
         self.last_use.update((tag, (now, -depth)) for depth, tag in enumerate(path))
         while len(self.last_use) > self.size:
@@ -30,7 +31,7 @@ class TwoTierLaw:
     """Hits of consecutive requests in two LRU tiers, of g and of g + h blocks."""
 
     def __init__(self, device: int, host: int) -> None:
-        self._device, self._both = _Lru(device), _Lru(device + host)
+        self._device, self._both = Lru(device), Lru(device + host)
         self._now = self._on_device = self._in_both = 0
 
     def use(self, path: Sequence[Tag]) -> None:

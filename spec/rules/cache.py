@@ -33,6 +33,11 @@ H7: Final = rule(
     "H7 same-next-block",
     "Two requests name the same next block if, and only if, that block would hold the same prefix.",
 )
+H8: Final = rule(
+    "H8 hits-of-lru",
+    "Requests that run one after another hit at least the blocks that an LRU list of the pool's"
+    " size holds.",
+)
 
 # A: admission, allocation and growth
 

@@ -10,6 +10,7 @@ from .admit import admit, match, submit
 from .compute import again, append, append_batch, done, fail, forward, launch
 from .end import check, drain, evict, finish, misuse, preempt, reset
 from .requests import MAX_WAITING, NAMESPACES, TOKENS, draw_prompt
+from .serve import serve
 from .state import CacheState
 
 COMMON: Final = ("submit", "admit", "forward", "finish")
@@ -18,6 +19,8 @@ COMMON: Final = ("submit", "admit", "forward", "finish")
 
 def groups(world: CacheState) -> Groups:
     """Return the names that operations apply to: of requests, of steps, or "" for none."""
+    if world.config.get("serial"):
+        return {"serial": [""]}
     waiting, running, idle, ready = [], [], [], []
     for name, request in world.requests.items():
         if request.state == "waiting":
@@ -137,4 +140,6 @@ CACHE_TABLE: Final[Table[CacheState]] = Table(groups, [
               needs="misuse"),
     Operation("check", check, 2, needs="check"),
     Operation("drain", drain, 1),
+    Operation("serve", serve, 1, "serial",
+              {"name": new_name, "prompt": prompt, "namespace": namespace}),
 ])  # fmt: skip

@@ -10,6 +10,7 @@ from ...adapters.cache_target import Depth, Target
 from ...model.cache import CacheModel
 from ...model.device import Device, Job
 from ...model.ghost import Tag, first_tag, next_tag
+from ...model.two_tier_law import Lru
 from ..engine import Config
 from .requests import Request
 
@@ -22,6 +23,8 @@ class CacheState:
         jobs: steps in flight, by name.
         model: the model; None at depth ``api``, where nothing is reported.
         demand: blocks requested so far; up to the pool's size, nothing can have been evicted.
+        num_served: number of steps that served a request alone; `lru` has the last used blocks of
+            these.
     """
 
     target_type: ClassVar[type[Target]] = Target
@@ -39,7 +42,8 @@ class CacheState:
         self.past: list[Request] = []
         self.jobs: dict[str, Job] = {}
         self.written: set[Tag] = set()
-        self.demand = self.num_steps = 0
+        self.demand = self.num_steps = self.num_served = 0
+        self.lru = Lru(config["num_blocks"])
         self.num_admitted = self.num_hit_blocks = 0
         self.situations: Counter[str] = Counter()
         self._tags: dict[tuple[bytes, tuple[int, ...]], Tag] = {}

@@ -55,7 +55,7 @@ class CacheSubject:
     """
 
     table = CACHE_TABLE
-    only_drawn = ("max_running", "alphabet", "rare", "often")
+    only_drawn = ("max_running", "alphabet", "rare", "often", "serial")
 
     def __init__(
         self,
@@ -74,7 +74,8 @@ class CacheSubject:
 
     def configure(self, below: Below) -> Config:
         """Draw the sizes of a world."""
-        return draw_config(below, self.sizes)
+        is_serial = below(16) == 0  # requests run one after another
+        return {**draw_config(below, self.sizes), "serial": int(is_serial)}
 
     def simpler(self, trace: Trace) -> Iterator[Trace]:
         """Yield traces where a launched step runs at once, or appended tokens join the prompt."""
