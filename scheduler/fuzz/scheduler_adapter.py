@@ -51,9 +51,11 @@ class MixedAdapter:
     """
 
     def __init__(self, config: Config, scheduler: Any, promises: SchedulerPromises) -> None:
-        # A request is overtaken while a leader computes its prefix, at least a token in each step.
-        longest = config["num_blocks"] * config["block_size"]
-        self.promises = replace(promises, max_overtaken=longest * config["max_running"])
+        if promises.leaders:
+            # A request is overtaken only while a leader computes its prefix, some in each step.
+            longest = config["num_blocks"] * config["block_size"]
+            promises = replace(promises, max_overtaken=longest * config["max_running"])
+        self.promises = promises
         self.manager = self._make_manager(config)
         self.package = scheduler
         policy = scheduler.Priority() if config["policy"] == "priority" else scheduler.Fcfs()

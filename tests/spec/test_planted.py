@@ -24,12 +24,13 @@ from .planted.plant import Bug, bug, load, planted_sources
 from .planted.scheduler_bugs import SCHEDULER_BUGS
 from .planted.table import read_table
 from .planted.tier_bugs import TIER_BUGS
+from .planted.tiered_scheduler_bugs import TIERED_SCHEDULER_BUGS
 
 TABLES_OF_DOCS = Path(__file__).parents[2] / "docs" / "specification"
 KILLS = TABLES_OF_DOCS / "kills.jsonl"
 MAX_STEPS = 50_000
 
-ALL_BUGS = (*CACHE_BUGS, *SCHEDULER_BUGS)
+ALL_BUGS = (*CACHE_BUGS, *SCHEDULER_BUGS, *TIERED_SCHEDULER_BUGS)
 
 NO_BUG = bug("no bug", "manager.py")
 MANY_IS_ONE = bug("no bug, and two leaves are many", "manager.py", elsewhere=MANY_AT_ONCE)

@@ -203,7 +203,7 @@ ADMISSION_BUGS = (
             "insort(self.waiting, request, key=self.policy.order)",
             "self.waiting.insert(0, request)",
         ),
-        unclaimed=("policy", "reserves"),
+        unclaimed=("policy", "reserves", "leaders"),
     ),
     bug(
         "new ones start beside preempted ones",
