@@ -39,6 +39,9 @@ TIMING: Final = Timing(
     remember_s=spec.REMEMBER,
 )
 
+NAMESPACES: Final = (b"", b"tenant")
+"""By the number that the specification has for it."""
+
 NO_ROOM: Final = ("out of blocks", "out of slots", "others wait")
 
 Config: TypeAlias = dict[str, Any]
@@ -148,7 +151,9 @@ class _Node(ABC):
         plan = self.scheduler.schedule()
         self.plan = plan if plan.chunks else None
         admitted = [
-            spec.Admitted(self._name(each), _tokens(each.tokens), self._num_hit(each))
+            spec.Admitted(
+                self._name(each), _tokens(each.tokens), self._num_hit(each), _namespace(each)
+            )
             for each in plan.admitted
             if each.lease is not None
         ]
@@ -173,6 +178,7 @@ class _Node(ABC):
             lease.num_shared_blocks,
             request.sampling.seed,
             request.status is not RequestStatus.RUNNING,
+            _namespace(request),
         )
 
     def _num_hit(self, request: Request) -> int:
@@ -233,17 +239,17 @@ class _Node(ABC):
         """Return the number of free blocks."""
         return self.manager.stats().free_blocks
 
-    def num_cached(self, tokens: spec.Tokens) -> int:
+    def num_cached(self, tokens: spec.Tokens, namespace: int) -> int:
         """Return the length of the match on the device."""
-        return self.manager.match(tokens).num_tokens
+        return self.manager.match(tokens, NAMESPACES[namespace]).num_tokens
 
     def num_evicted(self) -> int:
         """Return the number of evicted blocks."""
         return self.manager.stats().evicted_blocks
 
-    def cached_blocks(self, tokens: spec.Tokens) -> list[int]:
+    def cached_blocks(self, tokens: spec.Tokens, namespace: int) -> list[int]:
         """Return the blocks of cached tokens."""
-        lease = self.manager.admit(self.manager.match(tokens))
+        lease = self.manager.admit(self.manager.match(tokens, NAMESPACES[namespace]))
         table: list[int] = lease.block_table.tolist()
         self.manager.release(lease)
         return table
@@ -386,6 +392,10 @@ def _part_id(part: spec.Part) -> PartId:
     return part.key
 
 
+def _namespace(request: Request) -> int:
+    return NAMESPACES.index(request.namespace)
+
+
 def _tokens(tokens: Int32Array) -> spec.Tokens:
     return tuple(tokens.tolist())
 
@@ -405,10 +415,18 @@ class GatewayAdapter:
         self._connected: set[str] = set()
         self.tick(now)  # also sets `_now`
 
-    def submit(self, name: str, prompt: spec.Tokens, max_new_tokens: int, seed: int) -> None:
+    def submit(
+        self, name: str, prompt: spec.Tokens, max_new_tokens: int, seed: int, namespace: int
+    ) -> None:
         """Add a request; see `spec.Gateway`, as for all methods here."""
         sampling = SamplingParams(seed=seed)
-        request = Request(name, np.array(prompt, np.int32), max_new_tokens, sampling=sampling)
+        request = Request(
+            name,
+            np.array(prompt, np.int32),
+            max_new_tokens,
+            sampling=sampling,
+            namespace=NAMESPACES[namespace],
+        )
         self.gateway.add_request(request, self._now)
 
     def cancel(self, name: str) -> None:

@@ -148,6 +148,7 @@ class Chunk:
         table: its blocks; the first num_shared are published, and are not written.
         seed: of the request.
         is_aborted: whether the request was given up while the step runs.
+        namespace: of the request; see `Gateway.submit`.
     """
 
     name: str
@@ -158,6 +159,7 @@ class Chunk:
     num_shared: int
     seed: int
     is_aborted: bool
+    namespace: int
 
 
 class Admitted(NamedTuple):
@@ -167,11 +169,13 @@ class Admitted(NamedTuple):
         name: as of a `Chunk`.
         tokens: all tokens of the request.
         num_hit: tokens found on the device.
+        namespace: of the request.
     """
 
     name: str
     tokens: Tokens
     num_hit: int
+    namespace: int
 
 
 class Plan(NamedTuple):
@@ -278,13 +282,13 @@ class Node(Protocol):
     def num_free(self) -> int:
         """Return the number of blocks that hold nothing."""
 
-    def num_cached(self, tokens: Tokens) -> int:
+    def num_cached(self, tokens: Tokens, namespace: int) -> int:
         """Return how many leading tokens the device has published; changes nothing."""
 
     def num_evicted(self) -> int:
         """Return the number of blocks evicted from the device since the node was made."""
 
-    def cached_blocks(self, tokens: Tokens) -> Sequence[int]:
+    def cached_blocks(self, tokens: Tokens, namespace: int) -> Sequence[int]:
         """Return the blocks of these tokens, as of a request that hits them."""
 
     def has_work(self) -> bool:
@@ -316,8 +320,10 @@ class Answer(NamedTuple):
 class Gateway(Protocol):
     """The gateway: it finds nodes for each request, and answers it."""
 
-    def submit(self, name: str, prompt: Tokens, max_new_tokens: int, seed: int) -> None:
-        """Take a client's request."""
+    def submit(
+        self, name: str, prompt: Tokens, max_new_tokens: int, seed: int, namespace: int
+    ) -> None:
+        """Take a client's request; it shares KV only with others of its namespace, 0 or 1."""
 
     def cancel(self, name: str) -> None:
         """End a request at its client's wish, without an answer."""

@@ -12,6 +12,7 @@ _NAME: Final = re.compile(r"[a-z]\d+(\.\d+)?")
 
 KEYWORDS: Final = {
     ("submit", 4): ("", "", "more", "namespace"),
+    ("submit", 5): ("", "", "max_new_tokens", "seed", "namespace"),
     ("submit", 6): ("", "", "max_new_tokens", "priority", "stop", "namespace"),
     ("misuse", 2): ("kind", ""),
 }

@@ -45,11 +45,23 @@ def next_token(seed: int, tokens: Tokens) -> int:
     return (seed * 31 + len(tokens) * 7 + sum(tokens)) % VOCABULARY
 
 
+def tagged(namespace: int, tokens: Tokens) -> Tokens:
+    """Return tokens that stand for their KV, which differs from that in other namespaces."""
+    return tuple([namespace * VOCABULARY + token for token in tokens])
+
+
+def untagged(tokens: Tokens) -> tuple[int, Tokens]:
+    """Return the namespace and the tokens that were `tagged`."""
+    namespace = tokens[0] // VOCABULARY if tokens else 0
+    return namespace, tuple([token % VOCABULARY for token in tokens])
+
+
 @dataclass
 class Request:
     """A client's request.
 
     Attributes:
+        namespace: requests share KV only within a namespace.
         deadline: time until which it must be answered.
         attempts: its attempts by the present gateway.
         is_hopeless: whether no attempt can succeed.
@@ -58,9 +70,15 @@ class Request:
     prompt: Tokens
     max_new_tokens: int
     seed: int
+    namespace: int = 0
     deadline: int = 0
     attempts: set[str] = field(default_factory=set)
     is_hopeless: bool = False
+
+    @property
+    def kv(self) -> Tokens:
+        """The KV of the prompt; see `tagged`."""
+        return tagged(self.namespace, self.prompt)
 
     def output(self) -> Tokens:
         """Return the tokens that one node alone generates."""

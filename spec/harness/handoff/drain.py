@@ -114,8 +114,8 @@ def _check_empty(world: HandoffState, node: LiveNode) -> None:
     is_free = counts.held == 0 and counts.available == counts.num_blocks
     require(is_free, X17, "{} has {}", name, counts)
     for request in world.requests.values():
-        hit = request.prompt[: target.num_cached(request.prompt)]
-        table = target.cached_blocks(hit)
+        hit = request.kv[: node.num_cached(request.kv)]
+        table = target.cached_blocks(request.prompt[: len(hit)], request.namespace)
         for group in range(world.num_groups):
             node.model.device.read(table, hit, group, f"the cache of {name}")
     target.evict(counts.num_blocks)

@@ -102,7 +102,7 @@ def _check_sent(world: HandoffState, node: LiveNode, to: str, message: Message) 
 
 def _check_grant(world: HandoffState, node: LiveNode, model: DecodeModel, message: Message) -> None:
     attempt, first_block = message.attempt, message.first_block
-    prompt = world.requests[request_of(attempt)].prompt
+    prompt = world.requests[request_of(attempt)].kv
     if not model.is_granted(attempt, message.grant):
         # With a host tier, D may have admitted it earlier, and grants when the blocks are loaded.
         if not world.config["host_blocks"]:
@@ -121,7 +121,7 @@ def _start(world: HandoffState, node: LiveNode, started: Started) -> None:
     model = node.model
     assert isinstance(model, DecodeModel), f"{node.name} decodes"
     model.started(attempt)
-    prompt = world.requests[request_of(attempt)].prompt
+    prompt = world.requests[request_of(attempt)].kv
     publish(node, prompt)
     if table:
         for group in range(world.num_groups):
@@ -130,14 +130,13 @@ def _start(world: HandoffState, node: LiveNode, started: Started) -> None:
 
 def settle(node: LiveNode) -> None:
     """Forget the published prefixes that a node has evicted."""
-    system = node.system
-    node.has_evicted |= node.model.published.settle(system.num_evicted(), system.num_cached)
+    node.has_evicted |= node.model.published.settle(node.system.num_evicted(), node.num_cached)
 
 
 def publish(node: LiveNode, tokens: tuple[int, ...]) -> None:
     """A node publishes the full blocks of tokens whose KV it has."""
     settle(node)
-    num_cached = node.system.num_cached(tokens)
+    num_cached = node.num_cached(tokens)
     if node.has_evicted:  # perhaps these
         tokens = tokens[:num_cached]
     node.model.published.add(tokens, num_cached)

@@ -1,7 +1,7 @@
 """The operations of a hand-off's world, each on a thing with a name, and their table.
 
 ==============================================  ================================================
-``submit r1 prompt max_new_tokens seed``        a client submits a request
+``submit r1 prompt limit seed namespace``        a client submits a request
 ``cancel r1``                                   a client cancels an unanswered request
 ``deliver m``, ``duplicate m``, ``drop m``      a message in the network arrives, arrives and
                                                 stays, or is lost
@@ -50,12 +50,17 @@ Thing = TypeVar("Thing", bound=_Named)
 
 
 def submit(
-    world: HandoffState, name: str, prompt: Sequence[int], max_new_tokens: int, seed: int
+    world: HandoffState,
+    name: str,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    seed: int,
+    namespace: int = 0,
 ) -> bool:
     """A client submits a request."""
     if name in world.requests or not prompt or max_new_tokens < 1:
         return False
-    world.requests[name] = Request(tuple(prompt), max_new_tokens, seed)
+    world.requests[name] = Request(tuple(prompt), max_new_tokens, seed, namespace)
     _add_request(world, name)
     world.gateway.tick(world.now)
     return True
@@ -66,7 +71,9 @@ def _add_request(world: HandoffState, name: str) -> None:
     most = world.block_size * min(config["prefill_blocks"], config["decode_blocks"])
     deadline = world.now + config["request_s"]
     world.model.submitted(name, deadline, is_hopeless=len(request.prompt) > most)
-    world.gateway.submit(name, request.prompt, request.max_new_tokens, request.seed)
+    world.gateway.submit(
+        name, request.prompt, request.max_new_tokens, request.seed, request.namespace
+    )
 
 
 def cancel(world: HandoffState, name: str) -> bool:
@@ -327,6 +334,11 @@ def limit(world: HandoffState, name: str, below: Below) -> int:
     return 1 + below((3, 8, 16)[below(3)])
 
 
+def namespace(world: HandoffState, name: str, below: Below) -> int:
+    """The first namespace, or sometimes the other."""
+    return below(2) if below(3) == 0 else 0
+
+
 def often(bound: int) -> Callable[[HandoffState, str, Below], bool]:
     """True, but for one in `bound` cases."""
     return lambda world, name, below: below(bound) != bound - 1
@@ -341,7 +353,8 @@ _NAME: Final = {"name": name_drawn}
 
 HANDOFF_TABLE: Final[Table[HandoffState]] = Table(groups, [
     Operation("submit", submit, 6, arguments={
-        "name": new_name, "prompt": prompt, "max_new_tokens": limit, "seed": number(4)}),
+        "name": new_name, "prompt": prompt, "max_new_tokens": limit, "seed": number(4),
+        "namespace": namespace}),
     Operation("deliver", deliver, 120, "messages", _NAME),
     Operation("duplicate", duplicate, 10, "messages", _NAME),
     Operation("drop", drop, 8, "messages", _NAME),

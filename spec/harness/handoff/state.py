@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar, cast
 
 from ...adapters.cache import AdapterError
 from ...adapters.handoff import GATEWAY, SILENCE, Copy, Gateway, HandoffFactory, Message, Node, Part
-from ...model.handoff import DecodeModel, Place, PrefillModel, Request, Requests, Tokens
+from ...model.handoff import DecodeModel, Place, PrefillModel, Request, Requests, Tokens, untagged
 from ...rules.handoff import X19
 from ...rules.rule import Violation
 from ..engine import Config, Operation
@@ -137,6 +137,11 @@ class LiveNode:
         """The node under test; what it wants to do is asked after the operation."""
         self.is_touched = True
         return self.system
+
+    def num_cached(self, kv: Tokens) -> int:
+        """Return how many leading tokens of a prompt's KV the device has published."""
+        namespace, tokens = untagged(kv)
+        return self.system.num_cached(tokens, namespace)
 
 
 class HandoffState(ABC):

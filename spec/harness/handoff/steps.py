@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...adapters.handoff import Chunk
-from ...model.handoff import DecodeModel, PrefillModel, next_token
+from ...model.handoff import DecodeModel, PrefillModel, Tokens, next_token, tagged
 from ...rules.handoff import X11
 from ...rules.rule import require
 from .events import publish, settle
@@ -32,13 +32,13 @@ def compute(world: HandoffState, name: str) -> bool:
     for chunk in chunks:
         model.computed[chunk.name] += chunk.stop - chunk.start
         has_offers = any(each[0] == chunk.name for each in model.offers.values())
-        num_cached = target.num_cached(chunk.tokens[: chunk.stop])
+        num_cached = node.num_cached(_kv(chunk, chunk.stop))
         is_first = num_cached <= chunk.num_shared * world.block_size
         if world.num_groups == 1 or not has_offers or is_first:
             owned.append(chunk)
     _end_step(world, node)
     for chunk in owned:
-        publish(node, chunk.tokens[: chunk.stop])
+        publish(node, _kv(chunk, chunk.stop))
     return True
 
 
@@ -56,7 +56,7 @@ def decode(world: HandoffState, name: str) -> bool:
     _end_step(world, node)
     for chunk in chunks:
         if not chunk.is_aborted:
-            publish(node, chunk.tokens[: chunk.stop])
+            publish(node, _kv(chunk, chunk.stop))
     return True
 
 
@@ -64,10 +64,10 @@ def _plan(world: HandoffState, node: LiveNode) -> None:
     plan = node.target.schedule()
     published = node.model.published
     settle(node)
-    for name, tokens, num_hit in plan.admitted:
+    for name, tokens, num_hit, namespace in plan.admitted:
         if isinstance(node.model, PrefillModel):
             node.model.admitted(name, tokens)
-        published.hit(tokens, num_hit, name)
+        published.hit(tagged(namespace, tokens), num_hit, name)
     if plan.preempted:
         world.situations["preempted"] += len(plan.preempted)
         may = world.config["reserve_tokens"] is not None
@@ -79,8 +79,8 @@ def _write(world: HandoffState, node: LiveNode, group: int) -> None:
     """Compute one group of layers of a step."""
     device = node.model.device
     for chunk in node.target.chunks():
-        device.read(chunk.table, chunk.tokens[: chunk.start], group, chunk.name)
-        tokens = chunk.tokens[: chunk.stop]
+        device.read(chunk.table, _kv(chunk, chunk.start), group, chunk.name)
+        tokens = _kv(chunk, chunk.stop)
         device.write(chunk.table, chunk.num_shared, tokens, chunk.start, group)
 
 
@@ -92,3 +92,7 @@ def _end_step(world: HandoffState, node: LiveNode) -> None:
             for chunk in node.target.chunks()
         ]
     )
+
+
+def _kv(chunk: Chunk, stop: int) -> Tokens:
+    return tagged(chunk.namespace, chunk.tokens[:stop])

@@ -171,6 +171,16 @@ BUGS: Final = [
         ),
     ),
     bug(
+        "the namespace is lost in ASK",
+        ATTEMPTS,
+        ("        namespace=ask.namespace,\n", ""),
+    ),
+    bug(
+        "the namespace is lost in RunPrefill",
+        "handoff/gateway_messages.py",
+        ("            namespace=self.namespace,\n", ""),
+    ),
+    bug(
         "P counts the hits of refused attempts",
         BATCH,
         (
