@@ -41,6 +41,11 @@ class TestCopyBlocks:
         got = self.copy(pool, int32([-1, 1, 9, 2]), int32([3, -1, 4, 9]), int32(N))
         assert np.array_equal(got, pool)
 
+    def test_the_first_and_the_last_block_act(self):
+        pool = make_pool()
+        got = self.copy(pool, int32([0, 8]), int32([8, 0]), int32(2))
+        assert np.array_equal(got, pool.at[jnp.array([8, 0])].set(pool[jnp.array([0, 8])]))
+
     def test_entries_past_count_may_repeat_a_destination(self):
         pool = make_pool()
         got = self.copy(pool, int32([1, 2, 3, 4]), int32([5, 5, 5, 5]), int32(1))

@@ -76,3 +76,20 @@ def test_nothing_is_compiled_after_warm_up(is_pinned):
     assert bench.driver.close(timeout_s=LONG_S)
     assert counter.count == before
     assert driver.stats().operations == {(kind, Outcome.DONE): 5 for kind in (DOWN, UP, ACROSS)}
+
+
+def test_pieces_cover_all_blocks_once_and_in_order():
+    bench = Bench()
+    copies = BlockCopies(bench.arrays, 8)
+    for num_blocks in range(40):
+        padded, exact = list(copies.pieces(num_blocks)), list(copies.exact_pieces(num_blocks))
+        for pieces in ([piece for piece, _ in padded], exact):
+            places = [place for piece in pieces for place in range(piece.start, piece.stop)]
+            assert places == list(range(num_blocks))
+        lengths = [piece.stop - piece.start for piece in exact]
+        assert all(length in (1, 2, 4, 8) for length in lengths)
+        assert lengths == sorted(lengths, reverse=True)  # as few as possible
+        for piece, size in padded:
+            length = piece.stop - piece.start
+            assert length <= size < 2 * length and size in (1, 2, 4, 8)
+    assert bench.driver.close(timeout_s=LONG_S)

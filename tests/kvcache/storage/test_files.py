@@ -21,6 +21,7 @@ from radixkv.kvcache.storage import (
 from radixkv.kvcache.storage.files.backend import Sync
 from radixkv.kvcache.storage.files.system_calls import OsFiles, write_all
 
+from . import planted
 from .conformance import keys_of, load, store
 from .crash_disk import CrashDisk, Faults
 
@@ -402,6 +403,39 @@ def test_a_write_that_fails_leaves_nothing(faults: Faults, message: str) -> None
     assert keys_of(backend) == [KEYS[0]]
     status, error = ChecksummedBackend(backend).store(KEYS[2], [memoryview(b"a")])
     assert (status, error) == (Status.FAILED, "BackendIOError")
+
+
+def leak_after(error: BaseException, backends: Any, directory: Path) -> int:
+    """Return the bytes that are counted for no value after a write that raises an error."""
+    with closing(backends.FileBackend(directory, max_bytes=10)) as backend:
+        put(backend, KEYS[0], b"abc")
+
+        def broken(*arguments: Any) -> str:
+            raise error
+
+        backend._write_temporary = broken
+        with pytest.raises(type(error)):
+            backend.put(KEYS[1], [memoryview(b"defg")])
+        del backend._write_temporary
+        return int(backend.stats()["bytes"]) - 3
+
+
+@pytest.mark.parametrize("error", [MemoryError(), KeyboardInterrupt(), RuntimeError()], ids=repr)
+def test_a_write_that_raises_any_error_gives_its_bytes_back(
+    error: BaseException, directory: Path
+) -> None:
+    assert leak_after(error, planted.REAL.files, directory) == 0
+
+
+def test_a_budget_that_only_our_own_errors_give_back_is_caught(directory: Path) -> None:
+    leaky = planted.Bug(
+        "bytes are given back after our own errors",
+        "files/backend.py",
+        "        except BaseException:\n            self._index.give_back(num_bytes)\n",
+        "        except (BackendFullError, BackendIOError):\n"
+        "            self._index.give_back(num_bytes)\n",
+    )
+    assert leak_after(MemoryError(), planted.load(leaky).files, directory) == 4
 
 
 def test_a_name_whose_sync_fails_is_removed(

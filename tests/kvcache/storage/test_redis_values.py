@@ -185,13 +185,14 @@ def test_prefixes_separate_backends(server: RedisServer) -> None:
         assert keys_of(b) == [KEYS[1]]
 
 
-def test_a_touch_restarts_the_time_to_live(server: RedisServer) -> None:
+@pytest.mark.parametrize("keys", [[KEYS[0]], [KEYS[1], KEYS[0]], [KEYS[0], KEYS[1]]], ids=len)
+def test_a_touch_restarts_the_time_to_live(server: RedisServer, keys: list[bytes]) -> None:
     name = f"radixkv:{KEYS[0].hex()}"
     with connected(server, ttl_s=600) as backend, raw(server) as client:
         put(backend, KEYS[0], b"x")
         assert 500 <= client.ttl(name) <= 600
         client.expire(name, 100)
-        backend.touch([KEYS[1], KEYS[0]])
+        backend.touch(keys)
         assert 500 <= client.ttl(name) <= 600
     with connected(server) as backend, raw(server) as client:
         put(backend, KEYS[0], b"x")
