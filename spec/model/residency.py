@@ -140,14 +140,12 @@ class Step:
 
     def reset(self, kept: Collection[Tag]) -> None:
         """All operations end, and all prefixes go but the kept ones."""
-        gone: Places = ("nowhere",), rules.T28
-        for tag, place in self.before.below.items():
-            if place != "host" or tag not in kept:
-                self.moves[tag] = gone
-            if place == "leaving" and tag in kept:  # until its operation can no longer write
-                self.moves[tag] = ("leaving", "nowhere"), rules.T28
-        for tag in self.before.device.keys() - self.before.below.keys() - set(kept):
-            self.moves[tag] = gone
+        stays: dict[Place, tuple[Place, ...]] = {
+            "host": ("host",), "leaving": ("leaving", "nowhere"), "landing": ("nowhere",)
+        }  # fmt: skip
+        for tag in self.before.anywhere:
+            place = self.before.below.get(tag, "landing")  # of the device alone: not demoted
+            self.moves[tag] = stays[place] if tag in kept else ("nowhere",), rules.T28
 
     # The state after it
 
