@@ -71,20 +71,20 @@ class CacheModel:
 
     def in_use(self) -> set[int]:
         """Blocks that some request holds, or that the current admission must hit."""
-        must = self.wanted if self.promises.hits_all else ()
-        hit = [self.copies[tag] for tag in must if len(self.copies.get(tag, ())) == 1]
-        return set().union(*hit, *(holding.table for holding in self.holdings.values()))
+        used = {block for holding in self.holdings.values() for block in holding.table}
+        for tag in self.wanted if self.promises.hits_all else ():
+            copies = self.copies.get(tag, ())
+            used.update(copies if len(copies) == 1 else ())
+        return used
 
     def unused(self) -> dict[int, Published]:
         """Published blocks without users."""
-        used = self.in_use()
-        return {block: entry for block, entry in self.cached.items() if block not in used}
+        return {block: self.cached[block] for block in self.cached.keys() - self.in_use()}
 
     def num_unused(self, without: Sequence[Tag] = ()) -> int:
         """Number of unused blocks, if the prefixes `without` were used too."""
-        unused = self.unused()
-        hit = sum(any(block in unused for block in self.copies[tag]) for tag in without)
-        return len(unused) - hit
+        unused = self.cached.keys() - self.in_use()
+        return len(unused) - sum(not unused.isdisjoint(self.copies[tag]) for tag in without)
 
     def available(self) -> int:
         """Number of free and unused blocks."""
@@ -97,15 +97,14 @@ class CacheModel:
     def _is_followed(self, tag: Tag) -> bool:
         return any(entry.parent == tag for entry in self.cached.values())
 
-    def _coldest_of(self, blocks: Mapping[int, Published]) -> int:
-        """The least recently used of some blocks without followers among them; the deepest."""
+    def _coldest_leaf(self, blocks: Mapping[int, Published]) -> int:
+        """The least recently used of some blocks that none of the others follows; the deepest."""
         parents = {entry.parent for entry in blocks.values()}
-        leaves = [
+        return min(
             (entry.last_use, -entry.depth, block)
             for block, entry in blocks.items()
             if entry.tag not in parents or len(self.copies[entry.tag]) > 1
-        ]
-        return min(leaves)[2]
+        )[2]
 
     # Requests
 
@@ -124,8 +123,7 @@ class CacheModel:
         """The request was admitted, with the first `num_blocks` published blocks of its path."""
         holding, due = self.holdings[name], len(self.wanted) if self.promises.hits_all else 0
         self.wanted = ()
-        longest = self.longest_hit(holding.path)
-        why = "{} hit {} blocks, {} are published"
+        longest, why = self.longest_hit(holding.path), "{} hit {} blocks, {} are published"
         require(num_blocks <= longest, rules.H1, why, name, num_blocks, longest)
         require(num_blocks >= due, rules.H2, why, name, num_blocks, due)
         path = holding.path[:num_blocks]
@@ -135,40 +133,36 @@ class CacheModel:
         holding.table = [*holding.tags, *holding.table]
         holding.computed = num_blocks * self.block_size
 
-    def look(self, name: str, table: Sequence[int]) -> None:
-        """Check a block table. Only the manager knows which copy of a prefix it uses.
+    def look(self, name: str, table: list[int]) -> None:
+        """Check a block table.
 
-        A manager that frees lazily may replace a private block by one that is published.
+        Only the manager knows which copy of a prefix it uses. If it frees lazily, it may replace a
+        private block by one that is published.
         """
         holding = self.holdings[name]
-        for position, (mine, theirs) in enumerate(zip(holding.table, table, strict=False)):
-            if mine == theirs or position >= len(holding.path):
-                continue
-            is_private = mine not in holding.tags
-            if theirs not in self.copies.get(holding.path[position], ()) or (
-                is_private and self.promises.frees_at_once
-            ):
-                continue
-            if is_private:
-                self.owner[mine] = LEFT
-            holding.share(position, theirs, holding.path[position])
-        require(
-            list(table) == holding.table,
-            rules.R1,
-            "the table of {} is {}, not {}",
-            name,
-            table,
-            holding.table,
-        )
+        if table == holding.table:
+            return
+        for position, (mine, theirs, tag) in enumerate(
+            zip(holding.table, table, holding.path, strict=False)
+        ):
+            is_copy = mine != theirs and theirs in self.copies.get(tag, ())
+            if is_copy and (mine in holding.tags or not self.promises.frees_at_once):
+                if mine not in holding.tags:
+                    self.owner[mine] = LEFT
+                holding.share(position, theirs, tag)
+        why = "the table of {} is {}, not {}"
+        require(table == holding.table, rules.R1, why, name, table, holding.table)
 
     def release(self, name: str) -> None:
         """End a request; for blocks without other users this may be the last use."""
         self.clock += 1
         holding = self.holdings.pop(name)
-        if self.promises.frees_at_once:
-            held = holding.private
-            require(not held, rules.S1, "{} has ended and still has {}", name, held)
-        self.owner.update(dict.fromkeys(holding.private, LEFT))
+        held = holding.private
+        require(
+            not held or not self.promises.frees_at_once,
+            rules.S1, "{} has ended and still has {}", name, held,
+        )  # fmt: skip
+        self.owner.update(dict.fromkeys(held, LEFT))
         if self.promises.ages_from_release:
             for block in holding.tags.keys() - self.in_use():
                 self.cached[block].last_use = self.clock
@@ -189,22 +183,14 @@ class CacheModel:
             owner = self.owner.get(block, FREE)
             require(
                 owner in (FREE, EVICTED),
-                rules.A1,
-                "block {} is given to {}, but belongs to {}",
-                block,
-                name,
-                owner,
-            )
-            if owner == FREE:
-                self.num_free -= 1
+                rules.A1, "block {} is given to {}, but belongs to {}", block, name, owner,
+            )  # fmt: skip
+            self.num_free -= owner == FREE
             self.owner[block] = name
             require(
                 len(self.owner) <= self.num_blocks,
-                rules.A2,
-                "block {} is one more than the {} of the pool",
-                block,
-                self.num_blocks,
-            )
+                rules.A2, "block {} is one more than the {} of the pool", block, self.num_blocks,
+            )  # fmt: skip
         self.holdings[name].table += blocks
 
     def published(self, name: str, blocks: Sequence[int]) -> None:
@@ -212,34 +198,24 @@ class CacheModel:
         holding = self.holdings[name]
         self.clock += 1
         for block in blocks:
+            owner = self.owner.get(block, FREE)
             require(
-                self.owner.get(block, FREE) == name and block in holding.table,
-                rules.P1,
-                "{} publishes block {}, which belongs to {}",
-                name,
-                block,
-                self.owner.get(block, FREE),
-            )
-            depth = holding.table.index(block)
+                owner == name and block in holding.table,
+                rules.P1, "{} publishes block {}, which belongs to {}", name, block, owner,
+            )  # fmt: skip
+            depth, computed = holding.table.index(block), holding.computed
             require(
-                (depth + 1) * self.block_size <= holding.computed,
-                rules.P3,
-                "{} publishes its block {} with {} tokens computed",
-                name,
-                depth,
-                holding.computed,
-            )
-            tag = holding.path[depth]
+                (depth + 1) * self.block_size <= computed,
+                rules.P3, "{} publishes its block {} with {} tokens computed",
+                name, depth, computed,
+            )  # fmt: skip
+            tag, parent = holding.path[depth], holding.path[depth - 1] if depth else holding.root
             copies = self.copies.setdefault(tag, [])
             require(
                 not copies or not self.promises.one_copy,
-                rules.P2,
-                "{} publishes block {}, but block {} is published for its prefix",
-                name,
-                block,
-                copies,
-            )
-            parent = holding.path[depth - 1] if depth else holding.root
+                rules.P2, "{} publishes block {}, but blocks {} are published for its prefix",
+                name, block, copies,
+            )  # fmt: skip
             self.owner[block] = CACHED
             self.cached[block] = Published(tag, parent, depth, self.clock)
             copies.append(block)
@@ -256,30 +232,26 @@ class CacheModel:
         """Blocks left the cache; the same call allocates or frees them."""
         for block in blocks:
             owner = self.owner.get(block, FREE)
-            require(
-                owner == CACHED, rules.E1, "block {} is evicted, but belongs to {}", block, owner
-            )
-        entries = {block: self.cached[block] for block in blocks}
-        require(
-            len(entries) == len(blocks), rules.E1, "blocks {} are evicted twice in a call", blocks
-        )
-        self.counts["evicted_blocks"] += len(entries)
+            why = "block {} is evicted, but belongs to {}"
+            require(owner == CACHED, rules.E1, why, block, owner)
+        left = {block: self.cached[block] for block in blocks}
+        parents = [entry.parent for entry in left.values()]
+        require(len(left) == len(blocks), rules.E1, "blocks {} are evicted twice", blocks)
+        self.counts["evicted_blocks"] += len(left)
         if self.actor == RESET:
-            self._withdraw(*entries)
+            self._withdraw(*left)
             return
-        # A batch equals single evictions in eviction order, in any order of the report.
-        left = dict(entries)
-        while left:
-            block = self._coldest_of(left)
+        while left:  # a batch equals single evictions in eviction order, however it is reported
+            block = self._coldest_leaf(left)
             self._check_victim(block, left.pop(block))
             self._withdraw(block)
-        if entries:
-            self._see_eviction([entry.parent for entry in entries.values()])
+        if parents:
+            self._see_eviction(parents)
 
     def _check_victim(self, block: int, entry: Published) -> None:
-        is_last = self.copies[entry.tag] == [block]
+        is_last, is_wanted = self.copies[entry.tag] == [block], entry.tag in self.wanted
         users = [name for name, holding in self.holdings.items() if block in holding.table]
-        if self.promises.hits_all and is_last and entry.tag in self.wanted:
+        if self.promises.hits_all and is_last and is_wanted:
             users.append(self.actor)
         require(not users, rules.E2, "block {} is evicted, and {} use it", block, users)
         if self.promises.leaves_first and is_last:
@@ -289,26 +261,17 @@ class CacheModel:
             in_hand = self.num_free + sum(owner == EVICTED for owner in self.owner.values())
             require(
                 in_hand < self.needed,
-                rules.E5,
-                "block {} is evicted with {} at hand and {} needed",
-                block,
-                in_hand,
-                self.needed,
-            )
-        if self.promises.lru and entry.tag not in self.wanted:
-            leaves = {
-                other: each
-                for other, each in self.unused().items()
-                if each.tag not in self.wanted or other == block
-            }
-            coldest = self._coldest_of(leaves)
+                rules.E5, "block {} is evicted with {} at hand and {} needed",
+                block, in_hand, self.needed,
+            )  # fmt: skip
+        if self.promises.lru and not is_wanted:
+            unused = self.unused().items()
+            rivals = {other: each for other, each in unused if each.tag not in self.wanted}
+            coldest = self._coldest_leaf(rivals | {block: entry})
             require(
                 entry.last_use <= self.cached[coldest].last_use,
-                rules.E4,
-                "block {} is evicted, but block {} was used longer ago",
-                block,
-                coldest,
-            )
+                rules.E4, "block {} is evicted, but block {} was used longer ago", block, coldest,
+            )  # fmt: skip
 
     def _see_eviction(self, parents: Sequence[Tag]) -> None:
         used, situations = self.in_use(), self.situations
@@ -327,12 +290,9 @@ class CacheModel:
             elif owner not in (EVICTED, LEFT) and (self.actor != RESET or owner == FREE):
                 require(
                     owner == self.actor,
-                    rules.F1,
-                    "block {} is freed by {}, but belongs to {}",
-                    block,
-                    self.actor or "nobody",
-                    owner,
-                )
+                    rules.F1, "block {} is freed by {}, but belongs to {}",
+                    block, self.actor or "nobody", owner,
+                )  # fmt: skip
                 self._give_back(block)
             self.owner[block] = FREE
             self.num_free += 1
@@ -344,11 +304,9 @@ class CacheModel:
             del holding.table[position]
             return
         # A running request may only free a block that duplicates one already published.
-        tag = holding.path[position] if position < len(holding.path) else None
-        copies = self.copies.get(tag) if tag is not None else None
-        require(copies, rules.F2, "{} runs, and gives back its block {}", self.actor, block)
-        assert tag is not None and copies is not None, "F2 was checked"
-        holding.share(position, copies[0], tag)
+        tags = [tag for tag in holding.path[position : position + 1] if tag in self.copies]
+        require(tags, rules.F2, "{} runs, and gives back its block {}", self.actor, block)
+        holding.share(position, self.copies[tags[0]][0], tags[0])
         self.counts["duplicate_blocks"] += 1
 
     def _withdraw(self, *blocks: int) -> None:
@@ -364,14 +322,18 @@ class CacheModel:
 
     def settled(self) -> None:
         """Check the blocks after a call has returned."""
+        if EVICTED not in self.owner.values():
+            return
         lost = [block for block, owner in self.owner.items() if owner == EVICTED]
-        if self.promises.frees_at_once:
-            require(not lost, rules.S1, "blocks {} belong to nobody, and are not free", lost)
+        require(
+            not self.promises.frees_at_once,
+            rules.S1, "blocks {} belong to nobody, and are not free", lost,
+        )  # fmt: skip
         self.owner.update(dict.fromkeys(lost, LEFT))
 
     def check_available(self, found: int) -> None:
         """Check the available blocks; of those that are freed later, any number may be counted."""
-        least, later = self.available(), sum(owner == LEFT for owner in self.owner.values())
-        require(
-            least <= found <= least + later, rules.S2, "{} available, should be {}", found, least
-        )
+        least, owners = self.available(), self.owner.values()
+        later = 0 if self.promises.frees_at_once else sum(owner == LEFT for owner in owners)
+        most = least + later
+        require(least <= found <= most, rules.S2, "{} available, should be {}", found, least)

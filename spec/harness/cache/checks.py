@@ -102,15 +102,16 @@ def _check_inside(world: CacheState, model: CacheModel, shot: Snapshot) -> None:
 def _check_cached(world: CacheState, model: CacheModel, shot: Snapshot) -> None:
     tags = {prefix: world.tag_of(*prefix) for prefix in shot.cached}
     found = {tags[prefix]: block for prefix, block in shot.cached.items()}
-    copies = model.copies
-    if found.keys() != copies.keys() or any(
-        block not in copies[tag] for tag, block in found.items()
+    published = {entry.tag: block for block, entry in model.cached.items()}
+    if found != published and (  # unless it names another copy
+        found.keys() != published.keys()
+        or any(block not in model.copies[tag] for tag, block in found.items())
     ):
-        cached, published = sorted(found.values()), sorted(model.cached)
-        raise Violation(rules.W2, f"cached are blocks {cached}, published {published}")
-    users = dict.fromkeys(copies, 0)
+        cached, blocks = sorted(found.values()), sorted(model.cached)
+        raise Violation(rules.W2, f"cached are blocks {cached}, published {blocks}")
+    users = dict.fromkeys(published, 0)
     for holding in model.holdings.values():
-        for tag in holding.shared:
+        for tag in holding.tags.values():
             users[tag] += 1
     for prefix, number in shot.users.items():
         known = tags.get(prefix)

@@ -82,7 +82,7 @@ class CacheState:
         """Expected counters, besides those that the model counts itself."""
         assert self.model is not None, "counts are checked where events are reported"
         model = self.model
-        private = sum(len(holding.private) for holding in model.holdings.values())
+        private = sum(len(holding.table) - len(holding.tags) for holding in model.holdings.values())
         return {
             "num_blocks": self.config["num_blocks"],
             "free_blocks": model.num_free,
