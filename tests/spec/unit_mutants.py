@@ -110,8 +110,9 @@ class Result:
 class PackageCopy:
     """A copy of the package in a temporary folder, which one mutant at a time changes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, slow: bool = False) -> None:
         self._folder = folder
+        self._chosen = ["-m", ""] if slow else []
         package = folder / "radixkv"
         for name in ("spec", "kernels", "kvcache", "scheduler"):
             shutil.copytree(ROOT / name, package / name, ignore=shutil.ignore_patterns("*.pyc"))
@@ -130,7 +131,7 @@ class PackageCopy:
         # No .pyc of a mutant may be left: the next one can have its size and its second.
         copy = {"PYTHONPATH": str(self._folder), "PYTHONDONTWRITEBYTECODE": "1"}
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "--tb=no", "-p",
-                   "no:cacheprovider", *tests]  # fmt: skip
+                   "no:cacheprovider", *self._chosen, *tests]  # fmt: skip
         try:
             done = subprocess.run(command, cwd=ROOT, env={**os.environ, **copy}, text=True,
                                   capture_output=True, timeout=limit_s, start_new_session=True,
@@ -164,7 +165,7 @@ def hunt(mutants: Sequence[Mutant], copy: PackageCopy) -> Iterator[Result]:
     begin = time.perf_counter()
     failed = copy.run_tests(file, source, tests, 600)
     assert not failed, f"without a mutant of {file}: {failed}"
-    limit_s = 20 + 5 * (time.perf_counter() - begin)
+    limit_s = 15 + 3 * (time.perf_counter() - begin)
     for mutant in mutants:
         begin = time.perf_counter()
         changed = ast.unparse(tree_of(mutant, source))
@@ -178,10 +179,10 @@ def report(results: Iterable[Result], reasons: Mapping[Key, str]) -> list[Result
     number = num_killed = 0
     for result in results:
         number, num_killed = number + 1, num_killed + bool(result.killed_by)
-        mutant = result.mutant
-        why = reasons.get(mutant.key, "UNEXPLAINED")
         if result.killed_by:
             continue
+        mutant = result.mutant
+        why = reasons.get(mutant.key, "UNEXPLAINED")
         if mutant.key not in reasons:
             unexplained.append(result)
         print(f"{mutant.file}:{mutant.line}: {mutant.function}: {mutant.change}\n    {why}",
@@ -190,6 +191,13 @@ def report(results: Iterable[Result], reasons: Mapping[Key, str]) -> list[Result
     print(f"{number} mutants, {num_killed} killed, {explained_too} explained, "
           f"{len(unexplained)} unexplained", flush=True)  # fmt: skip
     return unexplained
+
+
+def _kept(results: Iterable[Result], kept: list[Result]) -> Iterator[Result]:
+    """Yield results and put them into a list, so that survivors are printed as they are found."""
+    for result in results:
+        kept.append(result)
+        yield result
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -203,6 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="part of the function and change, as printed")
     parser.add_argument("--sample", type=int, default=10, help="most mutants of a file")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--slow", action="store_true", help="run the tests marked slow, too")
     parser.add_argument("--json", type=Path, help="write all results there")
     chosen = parser.parse_args(arguments)
     files = [file for file in HUNTED if chosen.files in file]
@@ -210,13 +219,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results: list[Result] = []
     unexplained = 0
     with tempfile.TemporaryDirectory() as folder:
-        copy = PackageCopy(Path(folder))
+        copy = PackageCopy(Path(folder), slow=chosen.slow)
         for mutants in choose(files, chosen.sample, chosen.seed, chosen.only):
             if not mutants:
                 continue
             print(f"# {mutants[0].file}", flush=True)
-            found = list(hunt(mutants, copy))
-            unexplained += len(report(found, reasons))
+            found: list[Result] = []
+            unexplained += len(report(_kept(hunt(mutants, copy), found), reasons))
             results += found
             if chosen.json:
                 rows = [result.to_json() for result in results]

@@ -74,6 +74,28 @@ def test_other_requests_continue_while_one_is_loading():
     harness.drain()
 
 
+def test_requests_loaded_at_once_share_the_budget_in_order():
+    harness = TierHarness(num_blocks=16, token_budget=4)
+    prompts = {"first": PROMPT[:8], "second": [token + 50 for token in PROMPT[:8]]}
+    for prompt in prompts.values():
+        harness.submit(prompt)
+    harness.run()
+    harness.manager.evict(16)
+    harness.step()
+    harness.copier.deliver()
+    harness.copier.fate = held_when(OpKind.HOST_TO_DEVICE)
+    for name, prompt in prompts.items():
+        harness.submit([*prompt, *range(6)], name=name)
+    assert chunks(harness.step()) == []
+    first, second = harness.copier.flights
+    harness.copier.end(first)
+    harness.copier.end(second)
+    assert chunks(harness.step()) == [("first", 8, 4)]  # no chunk of nothing for the second
+    assert chunks(harness.step()) == [("first", 12, 2), ("second", 8, 2)]
+    harness.drain()
+    check_parts(harness)
+
+
 @pytest.mark.parametrize("write", ["exclusive", "back", "through"])
 def test_a_whole_hit_on_the_host_computes_its_last_token(write):
     harness = on_host(host=HostConfig(16, write))
