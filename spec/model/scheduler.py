@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from ..rules import scheduler as rules
@@ -45,7 +45,7 @@ class Request:
         tokens: prompt and generated tokens; `tags` has the tag of each prefix, also of later ones.
         outputs, reason: the complete output of the language model, and why it ends.
         order: rank in the policy; the lowest comes first.
-        computed: leading tokens with KV in the cache; `reached` is the maximum so far.
+        computed: leading tokens with KV in the cache.
         target: number of tokens at the last admission, up to which the request prefills.
         hit: cached tokens at the last admission.
         is_loading: whether it was admitted, and waits for copies into its blocks.
@@ -54,7 +54,7 @@ class Request:
 
     __slots__ = (
         "computed", "has_begun", "hit", "is_loading", "max_kv_tokens", "name", "num_output",
-        "num_preemptions", "order", "outputs", "overtaken", "phase", "prompt", "reached", "reason",
+        "num_preemptions", "order", "outputs", "overtaken", "phase", "prompt", "reason",
         "tags", "target", "tokens",
     )  # fmt: skip
 
@@ -77,7 +77,7 @@ class Request:
         self.phase: Phase = "waiting"
         self.is_loading = self.has_begun = False
         self.num_output = self.num_preemptions = self.overtaken = 0
-        self.computed = self.reached = self.target = self.hit = 0
+        self.computed = self.target = self.hit = 0
         self.retag(root)
         while len(self.outputs) < max_new_tokens and self.reason == "length":
             token = next_token(self.tags[-1], alphabet)
@@ -134,22 +134,6 @@ class Limits:
     prefix_cache: bool
 
 
-@dataclass
-class Books:
-    """Expected counters, to compare with those that the scheduler reports."""
-
-    steps: int = 0
-    admitted: int = 0
-    resumed: int = 0
-    preemptions: int = 0
-    hit_tokens: int = 0
-    lower_hit_tokens: int = 0
-    resumed_hit_tokens: int = 0
-    prefill_tokens: int = 0
-    recomputed_tokens: int = 0
-    decode_tokens: int = 0
-
-
 @dataclass(slots=True)
 class Step:
     """What the scheduler decided in a step.
@@ -203,7 +187,6 @@ class SchedulerModel:
             the tables before the last decision.
         published: block of each prefix, by the tag of its last token, that the cache holds for
             certain; `prefix_in` is the inverse.
-        books: expected counters, as far as `counts_are_known`.
         situations: how often each situation of interest occurred.
     """
 
@@ -219,8 +202,6 @@ class SchedulerModel:
         self.before: dict[str, list[int]] = {}
         self.published: dict[Tag, int] = {}
         self.prefix_in: dict[int, Tag] = {}
-        self.books = Books()
-        self.counts_are_known = True
         self.situations: Counter[str] = Counter()
 
     # Derived state
@@ -281,14 +262,8 @@ class SchedulerModel:
 
     def abort(self, request: Request, step: Step | None, freed: int) -> None:
         """Abort a request, perhaps in a step in flight; `freed` blocks became available."""
-        phase, seen = request.phase, self.situations
-        if phase == "running":
-            phase_seen = "aborted in prefill" if request.prefilling else "aborted in decode"
-        else:
-            phase_seen = f"aborted {phase}"
-        seen[phase_seen] += 1
         if step is not None and any(chunk[0] is request for chunk in step.chunks):
-            seen["aborted in flight"] += 1
+            self.situations["aborted in flight"] += 1
             require(
                 not freed or "keeps_in_flight" not in self.promised,
                 rules.Q23, "{} is in flight through {}, and its abort frees {} blocks",
@@ -302,12 +277,10 @@ class SchedulerModel:
         """Move the requests as the scheduler decided."""
         step.growth = self.growth()
         step.unbegun = [request for request in self.live.values() if not request.has_begun]
-        was_prefilling = {request for request in step.preempted if request.prefilling}
         for request in step.preempted:
             if request.is_loading and request.name not in step.loading:
                 # It was loaded, began and was preempted within the step: its hits are not seen.
                 request.has_begun = True
-                self.counts_are_known = False
             request.suspend()
         for request in step.admitted:
             request.phase = "running"
@@ -317,45 +290,10 @@ class SchedulerModel:
         self.running, self.tables = step.running, step.tables
         for name, computed in step.begun.items():
             self.live[name].computed = computed
-        self._count(step, was_prefilling)
         self._check(step)
         for name in step.begun:
             self.live[name].is_loading = False
             self.live[name].has_begun = True
-
-    def _count(self, step: Step, was_prefilling: Collection[Request]) -> None:
-        books, seen = self.books, self.situations
-        books.steps += bool(step.chunks)
-        books.preemptions += len(step.preempted)
-        for request in step.preempted:
-            seen[f"preempted in {'prefill' if request in was_prefilling else 'decode'}"] += 1
-            seen["preempted twice"] += request.num_preemptions == 2
-        seen["preempted two at once"] += len(step.preempted) > 1
-        for request in step.admitted:
-            books.resumed += request.num_preemptions > 0
-            seen["whole hit"] += request.hit == len(request.tokens)
-        for name, computed in step.begun.items():
-            request = self.live[name]
-            if request.has_begun:
-                books.resumed_hit_tokens += computed
-                seen["resumed with a hit" if request.hit else "resumed without a hit"] += 1
-            else:
-                books.admitted += 1
-                books.hit_tokens += min(request.hit, computed)
-                books.lower_hit_tokens += max(computed - request.hit, 0)
-                seen["hit"] += request.hit > 0
-        for request, start, length in step.chunks:
-            end = start + length
-            if request.prefilling:
-                books.prefill_tokens += length
-                books.recomputed_tokens += max(min(end, request.reached) - start, 0)
-                seen["chunk cut by the budget"] += end < len(request.tokens)
-            else:
-                books.decode_tokens += length
-            request.reached = max(request.reached, end)
-        decoding = sum(not request.prefilling for request, _, _ in step.chunks)
-        seen["prefill beside decode"] += 0 < decoding < len(step.chunks)
-        seen["all slots taken"] += len(step.running) == self.limits.max_running > 1
 
     def _check(self, step: Step) -> None:
         """Check the rules of every scheduler for a decision."""
@@ -477,7 +415,6 @@ class SchedulerModel:
         """Forget all KV and preempt all: each live request goes on under the weights of a root."""
         for request in self.running:
             request.suspend()
-        self.books.preemptions += len(self.running)
         self.running = []
         self.published.clear()
         self.prefix_in.clear()
@@ -543,10 +480,3 @@ class SchedulerModel:
             rules.Q10, "{} ended by {!r} and not {!r} with {} of {} tokens",
             request.name, reason, wanted, len(output), len(request.outputs),
         )  # fmt: skip
-
-    def check_counts(self, reported: Mapping[str, int]) -> None:
-        """Check the counters that the scheduler reports."""
-        for name, count in vars(self.books).items() if self.counts_are_known else ():
-            if reported.get(name, count) != count:
-                which, books = rules.Q16 if "hit" in name else rules.Q29, asdict(self.books)
-                require(False, which, "{} is {}, and not {}", name, reported[name], books[name])

@@ -15,15 +15,17 @@ from radixkv.spec.harness.coverage import SCHEDULER_FLOORS, too_rare
 from radixkv.spec.harness.differential import check_same, draw_requests
 from radixkv.spec.harness.engine import Trace, replay
 from radixkv.spec.harness.random_engine import run
+from radixkv.spec.harness.scheduler.counts import Books
 from radixkv.spec.harness.scheduler.world import SchedulerSubject
 from radixkv.spec.harness.shrink import shrink
-from radixkv.spec.model.scheduler import Books, next_token, root_tag
+from radixkv.spec.model.scheduler import next_token, root_tag
 from radixkv.spec.rules.rule import Violation
 from radixkv.spec.rules.scheduler import Q32, SCHEDULER_RULES
 
 from .planted.plant import Bug, bug
 from .planted.plant_scheduler import load_scheduler, subject_with
 from .planted.scheduler_bugs import SCHEDULER_BUGS
+from .planted.tiered_scheduler_bugs import TIERED_SCHEDULER_BUGS
 
 NUM_STEPS = 60_000
 """Far more than any bug takes, and any situation."""
@@ -71,7 +73,7 @@ def test_a_planted_bug_is_found_and_shrunk(planted: Bug):
 @pytest.mark.slow
 def test_every_rule_names_a_planted_bug():
     named: Counter[str] = Counter()
-    for planted in SCHEDULER_BUGS:
+    for planted in (*SCHEDULER_BUGS, *TIERED_SCHEDULER_BUGS):
         subject = subject_with(planted)
         for seed in range(4):
             found = run(subject, seed, NUM_STEPS).finding

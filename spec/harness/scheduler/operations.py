@@ -188,6 +188,7 @@ def reset(world: SchedulerState, keep: Sequence[int], renamed: int) -> bool:
         parked <= len(kept),
         Q38, "{} stay parked after a reset that keeps the namespaces {}", parked, keep,
     )  # fmt: skip
+    world.counts.books.preemptions += len(world.running)
     world.model.reset({name: world.roots[world.namespace[name]] for name in world.live})
     world.copies.reset()
     for name, request in world.live.items():

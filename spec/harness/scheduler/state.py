@@ -13,6 +13,7 @@ from ...model.scheduler import Limits, Request, SchedulerModel, root_tag
 from ..engine import Config
 from .configuration import NAMESPACES
 from .copies import Copies
+from .counts import Counts
 
 
 class SchedulerState:
@@ -38,6 +39,7 @@ class SchedulerState:
         self.namespace: dict[str, int] = {}
         self.num_resets = 0
         self.situations: Counter[str] = self.model.situations
+        self.counts = Counts(self.situations)
         self.past: list[Request] = []
         self.just_ended: list[str] = []
 

@@ -36,7 +36,9 @@ def run_step(
     elif copies is not None:
         step.num_copies, step.awaited = target.num_copies(), list(model.live)
         step.loading = step.awaited
+    world.counts.before(step, model.live, model.limits.max_running)
     model.decide(step)
+    world.counts.after(step)
     check_policies(model, step, target.promises.max_overtaken)
     if copies is not None and early is not None:
         early(step)
@@ -108,6 +110,7 @@ def end_by_abort(world: SchedulerState, name: str, step: Step | None = None) -> 
     require(target.abort(name), Q13, "{} is {}, its abort finds nothing", name, request.phase)
     require(not target.abort(name), Q13, "{} is aborted, and can be aborted again", name)
     freed = target.available() - before if step is not None else 0
+    world.counts.ended(request, "aborted")
     request.reason = "abort"
     world.model.abort(request, step, freed)
     reason = target.reason(name)
@@ -135,4 +138,4 @@ def settle(world: SchedulerState) -> None:
         is_busy=target.num_copies() > 0,
     )
     if "counts" in target.can:
-        model.check_counts(target.counts())
+        world.counts.compare(target.counts())
