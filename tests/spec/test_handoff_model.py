@@ -1,0 +1,197 @@
+"""The model of the hand-off alone: each event that a rule forbids breaks that rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from radixkv.spec.model.handoff import (
+    DecodeModel,
+    Memory,
+    PrefillModel,
+    Published,
+    Request,
+    Requests,
+    tagged,
+    untagged,
+)
+from radixkv.spec.rules.handoff import X1, X2, X4, X5, X6, X7, X8, X9, X10, X12, X13, X14, X15
+from radixkv.spec.rules.rule import Rule, Violation
+
+PROMPT = (1, 2, 3, 4, 5)
+
+
+@contextmanager
+def breaks(rule: Rule) -> Iterator[None]:
+    with pytest.raises(Violation) as caught:
+        yield
+    assert caught.value.rule is rule
+
+
+def requests() -> Requests:
+    model = Requests(max_attempts=2)
+    model.requests["r1"] = Request(PROMPT, 2, seed=1)
+    model.submitted("r1", deadline=10, is_hopeless=False)
+    return model
+
+
+def test_an_attempt_begins_and_starts_once() -> None:
+    model = requests()
+    model.begun("p0", "r1.1.1")
+    model.begun("p0", "r1.1.2")
+    with breaks(X1):
+        model.begun("p1", "r1.1.1")
+    model.started("r1.1.1")
+    with breaks(X10):
+        model.started("r1.1.1")
+
+
+def test_a_message_is_repeated_until_its_sender_knows() -> None:
+    model = requests()
+    model.acknowledged("p0", "r1.1.1", "Started")  # of nothing that was sent
+    for _ in range(2):
+        model.sent("p0", "r1.1.1", "Started")
+    model.acknowledged("p0", "r1.1.1", "Started")
+    model.sent("p0", "r1.1.1", "Finished")
+    with breaks(X2):
+        model.sent("p0", "r1.1.1", "Started")
+
+
+def answered(model: Requests, tokens: tuple[int, ...] | None, hits: int = 0, now: int = 0) -> None:
+    model.answered("r1", tokens, hits, "why", now)
+
+
+def test_a_client_is_owed_the_tokens_of_one_node_alone() -> None:
+    output = Request(PROMPT, 2, seed=1).output()
+    assert len(output) == 2 and output != Request(PROMPT, 2, seed=2).output()
+    model = requests()
+    with breaks(X12):
+        answered(model, (0, 0))
+    model = requests()
+    model.requests["r1"].attempts.add("r1.1.1")
+    model.started("r1.1.1")
+    model.hits["r1.1.1"] = 4
+    with breaks(X5):
+        answered(model, output, hits=3)
+    del model.answers["r1"]
+    answered(model, output, hits=4)
+    assert model.open() == []
+    with breaks(X13):
+        answered(model, output, hits=4)
+
+
+def test_a_request_fails_after_all_attempts_or_for_good() -> None:
+    with breaks(X14):
+        answered(requests(), None, now=9)
+    answered(requests(), None, now=10)  # too late
+    hopeless, tried = requests(), requests()
+    hopeless.requests["r1"].is_hopeless = True
+    answered(hopeless, None)
+    tried.requests["r1"].attempts |= {"r1.1.1", "r1.1.2"}
+    answered(tried, None)
+
+
+def test_a_read_finds_what_was_written_for_its_prefix() -> None:
+    memory = Memory(num_groups=2, block_size=2)
+    memory.write([7, 8, 9], 0, PROMPT, 0, group=0)
+    memory.read([7, 8, 9], PROMPT, 0, "r1")
+    memory.read([7, 8], PROMPT[:3], 0, "r2")
+    with breaks(X7):
+        memory.read([7, 8, 9], PROMPT, 1, "r1")  # the other group of layers
+    with breaks(X7):
+        memory.read([8, 7], PROMPT[:4], 0, "r1")
+    with breaks(X7):
+        memory.read([7], PROMPT[:3], 0, "r1")
+    memory.write([7, 8], 1, (1, 9, 9), 0, group=0)  # the first block is shared
+    memory.read([7], PROMPT[:2], 0, "r1")
+
+
+def test_kv_of_another_namespace_is_other_kv() -> None:
+    assert untagged(tagged(1, PROMPT)) == (1, PROMPT) and untagged(()) == (0, ())
+    memory = Memory(num_groups=1, block_size=2)
+    memory.write([1], 0, tagged(0, PROMPT[:2]), 0, group=0)
+    with breaks(X7):
+        memory.read([1], tagged(1, PROMPT[:2]), 0, "r1")
+
+
+def test_what_is_published_is_hit_until_it_is_evicted() -> None:
+    published = Published(block_size=2)
+    with breaks(X4):
+        published.add(PROMPT, num_cached=2)
+    published.add(PROMPT, num_cached=4)
+    published.hit((1, 2, 9), 2, "r2")
+    with breaks(X4):
+        published.hit(PROMPT, 2, "r3")
+    assert not published.settle(0, lambda tokens: 0), "nothing was evicted, and nobody looks"
+    assert published.settle(1, lambda tokens: min(len(tokens), 2))
+    published.hit(PROMPT, 2, "r4")
+    with breaks(X4):
+        published.hit(PROMPT, 0, "r5")
+    published.add(PROMPT, num_cached=4)
+    with breaks(X4):
+        published.settle(2, lambda tokens: 0)  # one block was evicted, two are gone
+
+
+def test_hits_and_computed_tokens_add_up_and_are_counted_once() -> None:
+    model = PrefillModel("p0", num_groups=1, block_size=2)
+    model.admitted("r1.1.1", PROMPT)
+    model.admitted("r2.1.1", PROMPT)
+    model.counted(0)
+    model.counted(8)  # both may have been granted
+    model.answered("r2.1.1", is_grant=False)
+    with breaks(X6):
+        model.counted(8)
+    model.computes("r1.1.1", start=2)
+    model.computes("r1.1.1", start=4)
+    model.counted(2)
+    for wrong in (0, 4):
+        with breaks(X6):
+            model.counted(wrong)
+    model.computed["r1.1.1"] = 3
+    model.committed("r1.1.1", position=5, hits=2)
+    with breaks(X5):
+        model.committed("r1.1.1", position=5, hits=4)
+
+
+def test_an_offer_stays_until_its_fence() -> None:
+    model = PrefillModel("p0", num_groups=1, block_size=2)
+    model.device.write([3, 4], 0, PROMPT[:4], 0, group=0)
+    model.offered("part", "r1.1.1", [3, 4], group=0)
+    assert model.served("part") == [PROMPT[:2], PROMPT[:4]]
+    assert model.served("another") is None
+    model.device.put([4], 0, [(9,)])
+    with breaks(X9):
+        model.served("part")
+    model.fenced("r1.1.1")
+    assert model.served("part") is None
+
+
+def test_a_block_is_not_sent_for_two_similar_prompts() -> None:
+    model = DecodeModel("d0", 1, 2, max_overtaken=1, patience=5)
+    model.granted("r1.1.1", 1, 0, PROMPT)
+    model.granted("r1.1.1", 1, 0, PROMPT)  # a copy
+    model.granted("r2.1.1", 2, 0, (1, 2, *[9] * 6))  # hardly anything in common
+    with breaks(X8):
+        model.granted("r3.1.1", 3, 1, (*PROMPT[:4], 9))
+    model.gave_up("r1.1.1", 9)  # another grant
+    with breaks(X8):
+        model.granted("r3.1.1", 3, 1, (*PROMPT[:4], 9))
+    model.gave_up("r1.1.1", 1)
+    model.granted("r3.1.1", 3, 1, (*PROMPT[:4], 9))
+
+
+def test_a_refused_request_is_overtaken_so_often_while_it_asks() -> None:
+    model = DecodeModel("d0", 1, 2, max_overtaken=1, patience=5)
+    model.refused("big", 0)
+    model.admitted("a", 1)
+    with breaks(X15):
+        model.admitted("b", 2)
+    model.refused("big", 9)  # too late: it has lost its place
+    model.refused("later", 9)
+    model.admitted("big", 10)
+    model.admitted("later", 10)
+    model.refused("gone", 11)
+    for name in "abc":
+        model.admitted(name, 16)
