@@ -35,12 +35,8 @@ def match(world: CacheState, name: str) -> bool:
         blocks = len(_published(world, world.model, request))
         require(
             hit == blocks * world.block_size,
-            rules.H6,
-            "{} matches {} tokens, {} blocks are published",
-            name,
-            hit,
-            blocks,
-        )
+            rules.H6, "{} matches {} tokens, {} blocks are published", name, hit, blocks,
+        )  # fmt: skip
     world.situations["match"] += 1
     request.matched_at = world.num_steps + 1
     return True
@@ -102,12 +98,8 @@ def _refused(
         return
     require(
         needed > can,
-        rules.A6,
-        "{} was refused {} blocks, and {} are free or unused",
-        name,
-        needed,
-        can,
-    )
+        rules.A6, "{} was refused {} blocks, and {} are free or unused", name, needed, can,
+    )  # fmt: skip
     if "refusal" not in world.target.can or model is None:
         return
     told = world.target.refusal()
@@ -117,25 +109,16 @@ def _refused(
     else:
         require(
             told == (needed, can),
-            rules.A7,
-            "{} needs {} of {}, was told {}",
-            name,
-            needed,
-            can,
-            told,
-        )
+            rules.A7, "{} needs {} of {}, was told {}", name, needed, can, told,
+        )  # fmt: skip
 
 
 def _check_hit(world: CacheState, request: Request, hit: int) -> None:
     name, num_tokens = request.name, len(request.tokens)
     require(
         hit % world.block_size == 0 and 0 <= hit <= num_tokens,
-        rules.H3,
-        "{} hit {} of {} tokens",
-        name,
-        hit,
-        num_tokens,
-    )
+        rules.H3, "{} hit {} of {} tokens", name, hit, num_tokens,
+    )  # fmt: skip
     if not world.promises.hits_last:
         require(hit < num_tokens, rules.H4, "{} hit all {} tokens", name, num_tokens)
     if world.promises.hits_all and world.demand <= world.config["num_blocks"]:

@@ -35,12 +35,8 @@ def _check_table(world: CacheState, request: Request) -> None:
     needed = world.blocks_for(len(request.tokens))
     require(
         len(table) >= needed,
-        rules.A4,
-        "{} has {} blocks for {} tokens",
-        name,
-        len(table),
-        len(request.tokens),
-    )
+        rules.A4, "{} has {} blocks for {} tokens", name, len(table), len(request.tokens),
+    )  # fmt: skip
     if world.promises.holds_exactly:
         require(
             len(table) == needed, rules.A5, "{} has {} blocks, needs {}", name, len(table), needed
@@ -89,11 +85,8 @@ def _check_inside(world: CacheState, model: CacheModel, shot: Snapshot) -> None:
     require(not wrong, rules.W1, "blocks {} are in the pool, but somebody has them", wrong)
     require(
         len(set(free)) == len(free) == model.num_free,
-        rules.W1,
-        "the pool holds {}, but {} blocks are free",
-        free,
-        model.num_free,
-    )
+        rules.W1, "the pool holds {}, but {} blocks are free", free, model.num_free,
+    )  # fmt: skip
     _check_cached(world, model, shot)
     _check_idle(model, shot)
     _check_reports(world, model, shot)

@@ -33,12 +33,8 @@ def launch(world: CacheState, name: str, num_tokens: int, job: str) -> bool:
         shared = set(table[start // world.block_size :]) & set(other.table)
         require(
             other is request or not shared,
-            rules.C2,
-            "{} writes blocks {}, which {} reads",
-            name,
-            shared,
-            other.name,
-        )
+            rules.C2, "{} writes blocks {}, which {} reads", name, shared, other.name,
+        )  # fmt: skip
     request.num_jobs += 1
     request.job = job
     reads = request.tags[:start]
@@ -92,11 +88,8 @@ def again(world: CacheState, name: str, num_tokens: int) -> bool:
         not more
         and before.items() <= holding.tags.items()
         and world.target.block_table(name) == table,
-        rules.P6,
-        "{} published {} tokens again, and its blocks changed",
-        name,
-        num_tokens,
-    )
+        rules.P6, "{} published {} tokens again, and its blocks changed", name, num_tokens,
+    )  # fmt: skip
     world.situations["completion heard twice"] += 1
     return True
 
@@ -116,22 +109,14 @@ def _publish(world: CacheState, request: Request, num_tokens: int) -> None:
         return
     require(
         len(holding.shared) >= last,
-        rules.P4,
-        "{} has {} blocks computed and {} shared",
-        name,
-        last,
-        len(holding.shared),
-    )
+        rules.P4, "{} has {} blocks computed and {} shared", name, last, len(holding.shared),
+    )  # fmt: skip
     table = world.target.block_table(name)
     wanted = [model.copies[tag][0] for tag in holding.shared]
     require(
         table[: len(wanted)] == wanted,
-        rules.P5,
-        "the table of {} is {}, published are {}",
-        name,
-        table,
-        wanted,
-    )
+        rules.P5, "the table of {} is {}, published are {}", name, table, wanted,
+    )  # fmt: skip
 
 
 def _count_duplicates(world: CacheState, model: CacheModel, holding: Holding, last: int) -> None:
@@ -203,10 +188,8 @@ def _grow(
     for request in requests:
         require(
             world.target.block_table(request.name) == request.table,
-            rules.A8,
-            "{} was refused, and its table changed",
-            request.name,
-        )
+            rules.A8, "{} was refused, and its table changed", request.name,
+        )  # fmt: skip
     if model is not None:
         evicted = num_published - len(model.cached)
         require(not evicted, rules.A8, "growth was refused, and {} evicted", evicted)

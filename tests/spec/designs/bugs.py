@@ -50,6 +50,8 @@ DESIGN_BUGS = (
         "            self.publish(name, tokens)\n", seen_in="vLLM #43569"),
     Bug("the last token is hit", "Hashed", "self.hashes(namespace, tokens[:-1])",
         "self.hashes(namespace, tokens)", seen_in="nano-vllm #144"),
+    Bug("a reset frees twice", "Hashed", 'self.report("freed", list(self.hash_of))',
+        'self.report("freed", 2 * list(self.hash_of))', "events"),
     Bug("a request with a hit loses a block", "LastCopy",
         "        for block in table:\n            self.users[block] += 1",
         "        for block in table[1:]:\n            self.users[block] += 1\n"
