@@ -85,7 +85,9 @@ def _seen_in(rule: Rule) -> str:
     names = [name for name, row in tables.rows().items() if row["rule"] == rule.name]
     proof = tables.proofs().get(rule.name)
     names = [proof.bug, *names] if proof else names
-    places = others(bugs[name].seen_in for name in names if name in bugs)
+    texts = [bugs[name].seen_in for name in names if name in bugs]
+    texts += [each["seen_in"] for each in _ruled_out_entries() if each.get("rule") == rule.name]
+    places = others(texts)
     more = len(places) - MOST_LINKS
     shown = ", ".join(places[:MOST_LINKS])
     return (f"{shown}, {more} more" if more > 0 else shown) or "own"

@@ -95,11 +95,12 @@ def is_main(document: dict[str, Any]) -> bool:
 def planted_bugs() -> dict[str, Bug]:
     """Return the planted bugs by name."""
     from tests.spec.planted.cache_bugs import CACHE_BUGS
+    from tests.spec.planted.handoff_bugs import HANDOFF_BUGS
     from tests.spec.planted.scheduler_bugs import SCHEDULER_BUGS
     from tests.spec.planted.tier_bugs import TIER_BUGS
     from tests.spec.planted.tiered_scheduler_bugs import TIERED_SCHEDULER_BUGS
 
-    bugs = (*CACHE_BUGS, *TIER_BUGS, *SCHEDULER_BUGS, *TIERED_SCHEDULER_BUGS)
+    bugs = (*CACHE_BUGS, *TIER_BUGS, *SCHEDULER_BUGS, *TIERED_SCHEDULER_BUGS, *HANDOFF_BUGS)
     return {bug.name: bug for bug in bugs}
 
 
@@ -155,7 +156,8 @@ def _finding(data: dict[str, Any]) -> Finding:
 def show_bug(name: str) -> Iterator[str]:
     """Yield a planted bug: its change of the source, and the shortest trace that shows it."""
     bug, row = planted_bugs()[name], rows().get(name)
-    package = "scheduler" if bug.world.endswith("scheduler") else "kvcache"
+    in_scheduler = bug.world == "handoff" or bug.world.endswith("scheduler")
+    package = "scheduler" if in_scheduler else "kvcache"
     root = Path(str(importlib.import_module(f"radixkv.{package}").__file__)).parent
     sources: dict[str, str] = {}
     for file, old, new in bug.all_edits():

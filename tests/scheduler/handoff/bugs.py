@@ -15,16 +15,20 @@ GATEWAY: Final = "gateway/gateway.py"
 
 @dataclass(frozen=True)
 class Bug:
-    """A planted bug: its name, the file, and pairs of the original and the changed text."""
+    """A planted bug: its name, the file, and pairs of the original and the changed text.
+
+    `seen_in` is where somebody had this bug, or "own".
+    """
 
     name: str
     file: str
     edits: tuple[tuple[str, str], ...]
+    seen_in: str = "own"
 
 
-def bug(name: str, file: str, *edits: tuple[str, str]) -> Bug:
+def bug(name: str, file: str, *edits: tuple[str, str], seen_in: str = "own") -> Bug:
     """Return a bug."""
-    return Bug(name, file, edits)
+    return Bug(name, file, edits, seen_in)
 
 
 BUGS: Final = [
@@ -35,6 +39,7 @@ BUGS: Final = [
             "        if attempt.pulls:\n            self._move",
             "        if False:\n            self._move",
         ),
+        seen_in="SGLang #35049, vLLM #46283",
     ),
     bug(
         "P releases offered blocks before the fence",
@@ -43,6 +48,7 @@ BUGS: Final = [
             "        if attempt.sends:\n            self._move",
             "        if False:\n            self._move",
         ),
+        seen_in="SGLang #24527, SGLang #35049",
     ),
     bug(
         "an ACK that is lost leaks P's lease",
@@ -59,6 +65,7 @@ BUGS: Final = [
             "        if attempt is not None:\n            self._asked_again",
             "        if False:\n            self._asked_again",
         ),
+        seen_in="FastDeploy PR 5338",
     ),
     bug(
         "a repeated GRANT is accepted twice",
@@ -120,6 +127,7 @@ BUGS: Final = [
             "        self._manager.publish(attempt.lease, attempt.tokens)\n"
             "        self._move(attempt, DecodeState.RECEIVING)\n",
         ),
+        seen_in="FastDeploy PR 7364 review, vLLM #43569",
     ),
     bug(
         "D publishes nothing",
@@ -135,6 +143,7 @@ BUGS: Final = [
             "attempt.tokens[: attempt.num_computed])\n",
             "            pass\n",
         ),
+        seen_in="FastDeploy PR 7364",
     ),
     bug(
         "P publishes nothing before its hand-off has ended",
@@ -254,6 +263,7 @@ BUGS: Final = [
         "D never gives up a silent P",
         D,
         ("elif now - attempt.heard_at >= timing.silence_s:", "elif False:"),
+        seen_in="FastDeploy PR 7965",
     ),
     bug(
         "P never stops asking",
@@ -262,6 +272,7 @@ BUGS: Final = [
             "if attempt.state is not PrefillState.COMPUTING and (is_silent",
             "if False and (is_silent",
         ),
+        seen_in="FastDeploy: P asks every 50 ms for ever",
     ),
     bug(
         "a pull never times out",
@@ -323,6 +334,7 @@ BUGS: Final = [
         "D leaks the lease of an aborted attempt",
         D,
         ("        self._manager.release(attempt.lease)\n", ""),
+        seen_in="SGLang #9817, FastDeploy PR 7965",
     ),
     bug(
         "P leaks the lease of an ended attempt",

@@ -27,6 +27,7 @@ DECODE_BUGS: Final = [
         "nothing is reserved for requests being received",
         DECODE,
         ("receiving=lambda: side.receiving,", "receiving=lambda: (),"),
+        seen_in="FastDeploy PR 7107, vLLM #45388",
     ),
     bug(
         "D reserves nothing",

@@ -72,6 +72,7 @@ GATEWAY_BUGS: Final = [
         "P begins an attempt at each copy of RunPrefill",
         LINK,
         ("        if not is_new:\n", "        if False:\n"),
+        seen_in="FastDeploy PR 5338",
     ),
     bug(
         "P begins attempts of an earlier epoch",
@@ -138,6 +139,7 @@ GATEWAY_BUGS: Final = [
         "messages of any epoch are accepted",
         REMOTE,
         ("elif known is not None and known.epoch == epoch:", "elif known is not None:"),
+        seen_in="FastDeploy PR 5338, FastDeploy PR 6024",
     ),
     bug(
         "a status of an earlier epoch replaces the node",

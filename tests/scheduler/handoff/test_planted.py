@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import ModuleType
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import pytest
 
@@ -23,6 +23,7 @@ from . import (
     test_prefill_ends,
     test_prefill_scheduler,
 )
+from .bites import BITES
 from .bugs import BUGS, Bug
 from .gateway_bugs import GATEWAY_BUGS
 from .gateway_scenarios import GATEWAY_SCENARIOS
@@ -108,30 +109,6 @@ def test_a_bug_of_the_gateway_is_found(bug: Bug) -> None:
     with planted(bug) as package:
         found = found_by_scenarios(package, GATEWAY_SCENARIOS) or found_by_scenarios(package)
         assert found or found_by_random_programs(package), "nothing finds it"
-
-
-BITES: Final = {
-    "begun-once": "P begins an attempt at each copy of RunPrefill",
-    "not-sent-again": "an acknowledged message is resent",
-    "old-epochs": "messages of any epoch are accepted",
-    "hit-is-due": "P publishes nothing that it computed",
-    "hits-and-computed": "P forgets host hits",
-    "hits-counted-once": "P counts the hits of refused attempts",
-    "own-content": "D publishes at the grant",
-    "sent-once": "a block is granted for two prompts at once",
-    "offers-stay": "P releases offered blocks before the fence",
-    "one-start": "a start is reported twice",
-    "not-preempted": "nothing is reserved for requests being received",
-    "same-tokens": "the seed is lost in COMMIT",
-    "one-answer": "the end of a request is returned twice",
-    "all-attempts": "a failure that is reported twice counts twice",
-    "bounded-overtaking": "a large request starves",
-    "bounded-rounds": "the end of an attempt is not reported to the side",
-    "no-leak": "D leaks the lease of an aborted attempt",
-    "idle-nodes": "ended attempts stay in the load",
-    "no-surprise": "P never stops asking",
-}
-"""For each rule a bug that breaks it."""
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """The kill matrix, from the checkout root: ``python -m tests.spec.planted --json FOLDER``.
 
-It has a table of the cache and the scheduler, one of the same bugs under Hypothesis, and one of the
-tiers. Each file has a row per bug, and per rule the shortest trace of a bug that it names.
+It has a table of the cache and the scheduler, one of the same bugs under Hypothesis, one of the
+tiers and one of the hand-off. Each file has a row per bug, and per rule the shortest trace of a bug
+that it names.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Final
 from radixkv.spec.adapters.cache_target import DEPTHS, Depth
 
 from .cache_bugs import CACHE_BUGS
+from .handoff_bugs import HANDOFF_BUGS
 from .matrix import Engine, Hunters, breaks, default_jobs, markdown, summarize
 from .plant import Bug
 from .scheduler_bugs import SCHEDULER_BUGS
@@ -49,6 +51,7 @@ TABLES: Final = {
     "kills_hypothesis": Table((*CACHE_BUGS, *SCHEDULER_BUGS), "hypothesis", ("full",)),
     # Of other rules than the tiers' there are shorter proofs.
     "kills_tiers": Table(TIER_BUGS, depths=("full",), max_steps=200_000, chapters="T"),
+    "kills_handoff": Table(HANDOFF_BUGS, depths=("full",), max_steps=200_000, chapters="X"),
 }
 """By the name of its file."""
 

@@ -23,6 +23,7 @@ from radixkv.spec.harness.pool_world import PoolSubject
 from radixkv.spec.harness.shrink import shrink
 from radixkv.spec.harness.tiers.world import TierSubject
 
+from .handoff_bugs import handoff_with
 from .plant import Bug, load
 from .plant_scheduler import subject_with
 
@@ -63,6 +64,8 @@ def subject_of(bug: Bug, depth: Depth) -> Subject:
     """Make the world that a bug is looked for in, around a copy of the package with the bug."""
     if bug.world in ("scheduler", "tiered_scheduler"):
         return subject_with(bug)
+    if bug.world == "handoff":
+        return handoff_with(bug)
     module = load(bug)
     if bug.world == "pool":
         return PoolSubject(pool_adapter.make_factory(module))
