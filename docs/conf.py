@@ -53,7 +53,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"(collections|pathlib|typing|argparse|os)\..*"),
     ("py:class", r"'.*'|ndarray"),  # shapes and types in jaxtyping annotations
     ("py:class", r"radixkv\.scheduler\.models\.transformer\.Params"),  # a tree of arrays
-    ("py:class", r"~?(radixkv\..*)?(Kernel|PoolOrPools|ReportT|W)"),  # type variables
+    ("py:class", r"~?(radixkv\..*)?(Kernel|PoolOrPools|ReportT|Made|W)"),  # type variables
     ("py:class", r"RefusalReason"),  # words, which `Refuse` lists
 ]
 

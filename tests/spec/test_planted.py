@@ -157,12 +157,7 @@ def test_one_command_makes_every_committed_table() -> None:
 
 
 def test_every_rule_has_its_bug(kills: dict) -> None:
-<<<<<<< HEAD
     # What Q32 says follows from Q10, which is checked first. Tiers and hand-off have own tables.
-=======
-    # What Q32 says follows from Q10, which is checked first. Tiers and hand-off have tables of
-    # their own.
->>>>>>> f387d70 (Hunt a bug of each rule of the hand-off into a kill table)
     rules = [rule for rule in RULES if rule != Q32.name and not rule.startswith(("T", "X"))]
     without = [rule for rule in rules if rule not in kills["proofs"]]
     assert not without, f"no bug proves that these rules bite: {without}"

@@ -19,7 +19,6 @@ from typing import Any, Final
 from radixkv.spec.adapters.cache_target import DEPTHS, Depth
 
 from .cache_bugs import CACHE_BUGS
-from .handoff_bugs import HANDOFF_BUGS
 from .matrix import Engine, Hunters, breaks, default_jobs, markdown, summarize
 from .plant import Bug
 from .scheduler_bugs import SCHEDULER_BUGS
@@ -51,7 +50,6 @@ TABLES: Final = {
     "kills_hypothesis": Table((*CACHE_BUGS, *SCHEDULER_BUGS), "hypothesis", ("full",)),
     # Of other rules than the tiers' there are shorter proofs.
     "kills_tiers": Table(TIER_BUGS, depths=("full",), max_steps=200_000, chapters="T"),
-    "kills_handoff": Table(HANDOFF_BUGS, depths=("full",), max_steps=200_000, chapters="X"),
 }
 """By the name of its file."""
 
