@@ -193,6 +193,11 @@ TIER_FLOORS: Final = {
     "failed: lookup": 1_500,
     "failed: out": 1_200,
     "failed: store": 370,
+    "failed, and not fenced: fetch": 8,
+    "failed, and not fenced: in": 70,
+    "failed, and not fenced: lookup": 140,
+    "failed, and not fenced: out": 300,
+    "failed, and not fenced: store": 120,
     "fenced later": 1_900,
     "fetched": 1_000,
     "fetched nothing": 76,
@@ -226,7 +231,10 @@ TIER_FLOORS: Final = {
     "released while loading": 460,
     "released with a step in flight": 550,
     "reset with live leases": 980,
+    "reset with loads": 80,
     "reset with operations": 530,
+    "reset with parked requests": 500,
+    "reset with prefetches": 200,
     "result before it is taken": 240,
     "resumed": 2_500,
     "resumed in part": 1_300,
@@ -244,7 +252,8 @@ TIER_FLOORS: Final = {
     "unparked while it is saved": 300,
     "wrong result": 150,
 }
-"""Per 200,000 random steps on a manager with tiers."""
+"""Per 200,000 random steps on a manager with tiers. Some are of two situations at once, which a
+generator that reaches each of them alone may never reach."""
 
 
 def too_rare(

@@ -30,6 +30,8 @@ def result(world: TierState, name: str, bad: list[int], fenced: int) -> bool:
             not told)  # fmt: skip
     world.tiers.counts["late_completions"] += was_cancelled
     world.situations[f"{'done' if all(ok) else 'failed'}: {flight.copy.kind}"] += 1
+    if not (is_fenced or all(ok)):
+        world.situations[f"failed, and not fenced: {flight.copy.kind}"] += 1
     _ended(world, step, flight, result=not was_cancelled, fenced=is_fenced)
     return True
 

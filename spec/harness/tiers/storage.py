@@ -83,6 +83,9 @@ def reset(world: TierState, keep: list[int]) -> bool:
     step, model, running = world.begin(), world.tiers, world.running()
     world.situations["reset with live leases"] += bool(running)
     world.situations["reset with operations"] += bool(world.executor.flights)
+    world.situations["reset with loads"] += bool(model.loads)
+    world.situations["reset with parked requests"] += bool(model.parked)
+    world.situations["reset with prefetches"] += bool(model.prefetches)
     for name, load in list(model.loads.items()):
         world.cancel_copy(load.copy, name)
     for flight in world.executor.flights:
