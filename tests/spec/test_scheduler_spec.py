@@ -11,6 +11,7 @@ import pytest
 from radixkv.scheduler.fuzz.scheduler_adapter import MixedAdapter, make_factory
 from radixkv.spec.adapters.cache import AdapterError
 from radixkv.spec.adapters.scheduler import SchedulerPromises
+from radixkv.spec.harness import hypothesis_engine
 from radixkv.spec.harness.coverage import SCHEDULER_FLOORS, too_rare
 from radixkv.spec.harness.differential import check_same, draw_requests
 from radixkv.spec.harness.engine import Trace, replay
@@ -52,6 +53,13 @@ def test_our_scheduler_keeps_to_every_rule_and_meets_every_situation():
     assert set(result.situations) == set(SCHEDULER_FLOORS), "a situation has no floor"
     rare = too_rare(result.situations, SCHEDULER_FLOORS, result.num_steps)
     assert not rare, "the generator does not come to these any more"
+
+
+def test_hypothesis_draws_from_the_same_table():
+    result = hypothesis_engine.run(SchedulerSubject(make_factory()), seed=0, num_steps=2_000)
+    assert result.finding is None, result.finding
+    found = hypothesis_engine.run(subject_with(SCHEDULER_BUGS[0]), seed=0, num_steps=NUM_STEPS)
+    assert found.finding is not None
 
 
 @pytest.mark.slow

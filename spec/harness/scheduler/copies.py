@@ -9,6 +9,7 @@ from ...adapters.scheduler_target import SchedulerTarget
 from ...model.scheduler import Request, SchedulerModel, Step
 from ...rules.rule import require
 from ...rules.scheduler import Q20, Q31
+from ...rules.tiers import T2
 from ..tiers.executor import Executor, Flight, leading
 
 LATE: Final = 4
@@ -144,6 +145,9 @@ class Copies:
         if flight.cancelled or flight.has_result:
             self.fence(flight)
             return
+        if flight.copy.kind == "store":
+            now = [self.executor.content("host", block) for block in flight.copy.sources]
+            require(now == flight.read, T2, "{} reads blocks that were written since", flight.op)
         ok = self.executor.end(flight, list(bad))
         told = self.target.complete(flight.copy.id, ok, fenced)
         require(told, Q31, "the result of {} is not believed", flight.op)

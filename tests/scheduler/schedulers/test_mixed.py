@@ -11,7 +11,7 @@ from radixkv.scheduler.policy import Fcfs
 from radixkv.scheduler.request import Request, RequestStatus
 from radixkv.scheduler.step_plan import StepPlan
 
-from .harness import Harness, alone, chunks, names
+from .harness import VOCABULARY, Harness, alone, chunks, names
 
 
 def refused(error: type[RadixKVError], text: str):
@@ -183,3 +183,8 @@ def test_stats_are_a_copy_and_the_default_policy_is_first_come_first_served():
     assert scheduler.stats().steps == 0
     assert isinstance(scheduler.policy, Fcfs)
     assert scheduler.reserve_tokens == 512
+
+
+def test_the_fake_model_generates_every_token():
+    outputs = alone(Request("a", [0, 1], 60))[0]
+    assert set(outputs) == set(range(VOCABULARY))
