@@ -15,6 +15,7 @@ import pytest
 
 from radixkv.scheduler.cli.main import main
 from radixkv.scheduler.fuzz.campaign import CampaignConfig, run_campaign
+from radixkv.spec.harness.subjects import WHATS
 from radixkv.spec.harness.trace_file import read_trace_file
 
 from . import toys
@@ -268,7 +269,7 @@ GOOD = {"format": 1, "rule": "D1 x", "why": "", "config": SIZES, "trace": [["dra
         ({**GOOD, "trace": 1}, '"trace" must be a list'),
         (
             {**GOOD, "what": "disk"},
-            "\"what\" must be one of cache, costs, handoff, pool, scheduler, tiers, got 'disk'",
+            f"\"what\" must be one of {', '.join(WHATS)}, got 'disk'",
         ),
         ({**GOOD, "target": "no_such_module:x"}, "there is no module no_such_module"),
         ({**GOOD, "depth": "x"}, "\"depth\" must be one of api, events, full, got 'x'"),
