@@ -83,6 +83,8 @@ def admit(world: CacheState, name: str) -> bool:
     _check_hit(world, request, hit)
     if model is not None:
         model.hit(name, hit // world.block_size)
+        if not world.promises.one_copy:
+            model.look(name, world.target.block_table(name))  # which copies it uses
     _begin(world, request, hit)
     return True
 

@@ -24,9 +24,8 @@ def serve(world: CacheState, name: str, prompt: list[int], namespace: int) -> bo
     finish(world, name)
     known = world.lru.use(path, world.num_served)
     promises = world.promises
-    if not promises.hits_last:
-        known = min(known, len(path) - 1)
-    if promises.lru and promises.hits_all and promises.evicts_exactly:
+    # Without `hits_last`, a request that is cached to its end needs room for one copy more.
+    if promises.lru and promises.hits_all and promises.hits_last and promises.evicts_exactly:
         require(hit >= known, H8, "{} hit {} blocks, {} of its first are among the {} last used",
                 name, hit, known, world.config["num_blocks"])  # fmt: skip
         world.situations["served alone"] += 1
