@@ -19,6 +19,9 @@ from ...spec.adapters.scheduler import (
 )
 from ...spec.harness.engine import Config
 from ...spec.model.scheduler import Reason
+from ...spec.rules.cache import C3
+from ...spec.rules.rule import require
+from .lent_tokens import lend, take_back
 
 IN_FLIGHT: Final = ("schedule again", "update another plan", "update with a token too few")
 """Wrong calls while a step is in flight."""
@@ -87,14 +90,20 @@ class MixedAdapter:
         return True
 
     def _make(self, name: str, request: Submission) -> Any:
-        return self.package.Request(
+        prompt, stop = list(request.prompt), list(request.stop)
+        lent = lend(prompt)
+        made = self.package.Request(
             name,
-            list(request.prompt),
+            lent,
             request.max_new_tokens,
             priority=request.priority,
-            stop_token_ids=request.stop,
+            stop_token_ids=stop,
             namespace=request.namespace,
         )
+        take_back(lent, prompt)
+        found, given = (prompt, stop), (list(request.prompt), list(request.stop))
+        require(found == given, C3, "a request was given {}, and changed it to {}", given, found)
+        return made
 
     def schedule(self) -> list[Chunk]:
         """Plan the next step."""
@@ -102,11 +111,14 @@ class MixedAdapter:
         self.plan = plan if plan.chunks else None
         return [(chunk.request.request_id, chunk.start, chunk.length) for chunk in plan.chunks]
 
-    def update(self, tokens: Sequence[int]) -> list[str]:
+    def update(self, tokens: list[int]) -> list[str]:
         """Report the token after each chunk; return the ids of the requests that ended."""
         plan, self.plan = self.plan, None
         self.last_plan = plan
-        return [request.request_id for request in self.scheduler.update(plan, tokens)]
+        lent = lend(tokens)
+        ended = self.scheduler.update(plan, lent)
+        take_back(lent, tokens)
+        return [request.request_id for request in ended]
 
     def abort(self, name: str) -> bool:
         """End a request; False if it is not live."""

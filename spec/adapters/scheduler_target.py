@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from ..model.scheduler import Reason
-from ..rules.rule import Violation
+from ..rules.cache import C3
+from ..rules.rule import Violation, require
 from ..rules.scheduler import Q31
 from .cache import AdapterError
 from .scheduler import Chunk, SchedulerFactory, SchedulerPromises, Submission
@@ -92,7 +93,12 @@ class SchedulerTarget:
 
     def update(self, tokens: Sequence[int]) -> list[str]:
         """See `Scheduler.update`."""
-        return list(self._call("update", tokens))
+        given = list(tokens)
+        ended = list(self._call("update", given))
+        require(
+            given == list(tokens), C3, "update was given {}, and changed it to {}", tokens, given
+        )
+        return ended
 
     def abort(self, name: str) -> bool:
         """See `Scheduler.abort`."""

@@ -64,6 +64,33 @@ INPUT_BUGS: Final = (
 """Of the device tier."""
 
 
+SCHEDULER_INPUT_BUGS: Final = (
+    bug(
+        "a request overwrites the prompt of its caller",
+        "request.py",
+        (
+            "        self._tokens = np.empty(len(prompt) + self.max_new_tokens, np.int32)\n"
+            "        self._tokens[: len(prompt)] = prompt\n",
+            "        self._tokens = np.empty(len(prompt) + self.max_new_tokens, np.int32)\n"
+            "        self._tokens[: len(prompt)] = prompt\n"
+            "        if prompt.flags.writeable:\n            prompt[-1:] += 1\n",
+        ),
+        seen_in="FastDeploy PR 7107 review",
+    ),
+    bug(
+        "an update takes the tokens out of the list of its caller",
+        "batching/batch.py",
+        (
+            "        self.in_flight = None\n        finished = []\n",
+            "        self.in_flight = None\n        finished = []\n"
+            "        if isinstance(next_tokens, list):\n"
+            "            next_tokens, taken = list(next_tokens), next_tokens\n"
+            "            taken.clear()\n",
+        ),
+    ),
+)
+"""Of the scheduler."""
+
 TIER_INPUT_BUGS: Final = (
     bug(
         "parking overwrites the tokens of its caller",

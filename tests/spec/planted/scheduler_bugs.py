@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from .input_bugs import SCHEDULER_INPUT_BUGS
 from .plant import Bug
 from .scheduler_end_bugs import COUNT_BUGS, END_BUGS, PREEMPTION_BUGS, RESERVATION_BUGS
 from .scheduler_step_bugs import ADMISSION_BUGS, STEP_BUGS
@@ -18,5 +19,6 @@ SCHEDULER_BUGS: Final[tuple[Bug, ...]] = tuple(
         *END_BUGS,
         *RESERVATION_BUGS,
         *COUNT_BUGS,
+        *SCHEDULER_INPUT_BUGS,
     )
 )
