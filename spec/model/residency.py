@@ -27,8 +27,6 @@ Places: TypeAlias = tuple[tuple[Place, ...], Rule]
 """The places below the device where a prefix may be, and the rule that says so."""
 
 NOWHERE: Final[Places] = ("nowhere",), rules.T12
-LOST_FOR_ROOM: Final = (rules.T13, rules.T14)
-"""Of the rules about a prefix that must be somewhere, those that yield to a lack of room."""
 
 
 @dataclass(frozen=True)
@@ -155,13 +153,11 @@ class Step:
         Args:
             device: the prefixes on the device after the operation.
         """
-        expected: dict[Tag, Places] = {}
-        for tag in self.before.device.keys() - device:  # evicted
-            if self.write != "through":
-                expected[tag] = ("landing",), rules.T13
+        evicted = self.before.device.keys() - device if self.write != "through" else ()
+        expected: dict[Tag, Places] = {tag: (("landing",), rules.T13) for tag in evicted}
         for tag, place in self.before.below.items():
-            expected[tag] = NOWHERE if place == "leaving" and tag in device else (
-                (place,), rules.T14)  # fmt: skip
+            has_arrived = place == "leaving" and tag in device
+            expected[tag] = NOWHERE if has_arrived else ((place,), rules.T14)
         expected.update(self.moves)
         if self.write == "exclusive":  # there a copy goes when nothing reads it
             for tag in expected.keys() & device:
@@ -182,23 +178,16 @@ class Step:
             The prefixes that were dropped for room and are in no tier now; what follows them is
             gone with them and not among them.
         """
-        if self.is_eviction and self.write != "through":
-            kept = [tag in after.host for tag in self.before.idle if self._stays(tag, after)]
-            require(kept == sorted(kept), rules.T37, "of {} host blocks in the order in which they "
-                    "go, these are kept: {}", len(kept),
-                    [place for place, is_kept in enumerate(kept) if is_kept])  # fmt: skip
-        missing = self._missing(after, prefixes)
-        for tag, rule in missing.items():
-            require(tag not in held, rules.T26, "block {} is gone, which a prefetch follows",
-                    prefixes.depth[tag])  # fmt: skip
-            can_drop = rule is rules.T13 or (
-                rule is rules.T14 and self.before.below.get(tag) == "host")  # fmt: skip
-            require(can_drop and self.takes_room, rule, "block {} of a path is nowhere",
-                    prefixes.depth[tag])  # fmt: skip
-        require(not missing or not after.num_free, rules.T14,
-                "{} blocks were dropped, and {} host blocks are free", len(missing),
-                after.num_free)  # fmt: skip
-        lost = missing.keys() - after.device.keys()
+        self._check_order(after)
+        dropped = self._missing(after, prefixes)
+        for tag, rule in dropped.items():
+            depth, was_found = prefixes.depth[tag], self.before.below.get(tag) == "host"
+            require(tag not in held, rules.T26, "block {} is gone, which a prefetch follows", depth)
+            can_drop = rule is rules.T13 or (rule is rules.T14 and was_found)
+            require(can_drop and self.takes_room, rule, "block {} of a path is nowhere", depth)
+        require(not dropped or not after.num_free, rules.T14, "{} blocks were dropped, and {} host "
+                "blocks are free", len(dropped), after.num_free)  # fmt: skip
+        lost = dropped.keys() - after.device.keys()
         if self.takes_room and self.write != "through":
             self._check_demoted(after, lost)
         return lost
@@ -223,9 +212,14 @@ class Step:
             and (prefixes.depth[tag] == 0 or prefixes.parent[tag] in after.anywhere)
         }
 
-    def _stays(self, tag: Tag, after: Residency) -> bool:
-        """Whether a prefix did not leave the device."""
-        return tag in after.device or tag not in self.before.device
+    def _check_order(self, after: Residency) -> None:
+        """Check that an eviction drops copies in the order in which they go."""
+        if self.write == "through" or not self.is_eviction:
+            return
+        left = self.before.device.keys() - after.device.keys()  # their copies go last
+        kept = [tag in after.host for tag in self.before.idle if tag not in left]
+        require(kept == sorted(kept), rules.T37, "of {} host blocks in order, these are kept: {}",
+                len(kept), [place for place, is_kept in enumerate(kept) if is_kept])  # fmt: skip
 
     def _check_demoted(self, after: Residency, lost: Collection[Tag]) -> None:
         """Check that as much as possible of what left the device is on its way to the host."""
