@@ -1,0 +1,123 @@
+"""The model of the cache, driven by hand: copies, lazy frees, recency by access, resets."""
+
+from __future__ import annotations
+
+import pytest
+
+from radixkv.spec.model.blocks import CACHED, FREE, LEFT, RESET, Holding
+from radixkv.spec.model.cache import CacheModel
+from radixkv.spec.model.promises import Promises
+from radixkv.spec.rules.rule import Violation
+
+ROOT = 0
+
+
+def running(promises: Promises, *names: str, path: list[int] | None = None) -> CacheModel:
+    """A model of 6 blocks of a token; each request holds and has computed two blocks."""
+    model = CacheModel(6, 1, promises)
+    for first, name in enumerate(names):
+        model.arrive(name, Holding(path or [1, 2], ROOT), [], 2)
+        model.allocated(name, [2 * first, 2 * first + 1])
+        model.hit(name, 0)
+        model.holdings[name].computed = 2
+    return model
+
+
+def code(call: object, *arguments: object) -> str:
+    with pytest.raises(Violation) as caught:
+        call(*arguments)  # type: ignore[operator]
+    return caught.value.rule.code
+
+
+def test_copies_are_a_design() -> None:
+    model = running(Promises(), "r1", "r2")
+    model.published("r1", [0, 1])
+    model.published("r2", [2, 3])
+    assert model.copies == {1: [0, 2], 2: [1, 3]}
+    strict = running(Promises(one_copy=True), "r1", "r2")
+    strict.published("r1", [0])
+    assert code(strict.published, "r2", [2]) == "P2"
+
+
+def test_only_the_table_tells_which_copy_is_hit() -> None:
+    model = running(Promises(leaves_first=True), "r1", "r2")
+    model.published("r1", [0, 1])
+    model.published("r2", [2, 3])
+    model.arrive("r3", Holding([1, 2], ROOT), [1], 1)
+    model.allocated("r3", [4])
+    model.hit("r3", 1)
+    model.look("r3", [2, 4])
+    assert model.holdings["r3"].table == [2, 4] and model.in_use() == {0, 1, 2, 3, 4}
+    assert code(model.look, "r3", [1, 4]) == "R1"
+    for name in ("r1", "r2"):
+        model.release(name)
+    assert set(model.unused()) == {0, 1, 3}
+    assert code(model.evicted, [2]) == "E2"
+    model.evicted([0])  # a copy of it remains
+    model.evicted([1, 3])
+
+
+def test_the_last_copy_is_evicted_after_what_follows_it() -> None:
+    model = running(Promises(leaves_first=True, frees_at_once=True), "r1")
+    model.published("r1", [0, 1])
+    model.release("r1")
+    assert code(model.evicted, [0]) == "E3"
+    running_free = running(Promises(), "r1")
+    running_free.published("r1", [0, 1])
+    running_free.release("r1")
+    running_free.evicted([0])
+
+
+def test_blocks_that_are_freed_later_may_be_counted_or_not() -> None:
+    assert code(running(Promises(frees_at_once=True), "r1").release, "r1") == "S1"
+    model = running(Promises(counts_available=True), "r1")
+    model.release("r1")
+    assert [model.owner[block] for block in (0, 1)] == [LEFT, LEFT]
+    for number in (4, 5, 6):
+        model.check_available(number)
+    assert code(model.check_available, 3) == "S2" and code(model.check_available, 7) == "S2"
+    model.actor = "r2"
+    model.freed([0])
+    model.check_available(5)
+    assert code(model.freed, [0]) == "F1"
+
+
+def test_a_lazy_manager_repoints_a_table_before_it_frees() -> None:
+    for promises in (Promises(), Promises(frees_at_once=True)):
+        model = running(promises, "r1", "r2")
+        model.published("r1", [0])
+        if promises.frees_at_once:
+            assert code(model.look, "r2", [0, 3]) == "R1"
+        else:
+            model.look("r2", [0, 3])
+            assert model.owner[2] == LEFT and model.holdings["r2"].shared == [1]
+
+
+def test_recency_by_access_is_reported() -> None:
+    promises = Promises(lru=True, leaves_first=True)
+    model = running(promises, "r1", path=[1, 2])
+    model.published("r1", [0, 1])
+    model.arrive("r2", Holding([3], ROOT), [], 1)
+    model.allocated("r2", [2])
+    model.hit("r2", 0)
+    model.holdings["r2"].computed = 1
+    model.published("r2", [2])
+    model.release("r2")
+    model.release("r1")  # the last release, and not the last access
+    model.actor = ""
+    model.used([0, 1])
+    assert code(model.evicted, [1]) == "E4"
+    model.evicted([2])
+    assert code(model.used, [2]) == "H1"
+
+
+def test_a_reset_may_report_what_it_frees_once() -> None:
+    model = running(Promises.all(), "r1", "r2")
+    model.published("r1", [0])
+    model.actor = RESET
+    model.freed([0, 1, 2])
+    model.evicted([])
+    assert model.owner == {0: FREE, 1: FREE, 2: FREE, 3: "r2"} and CACHED not in model.owner
+    assert code(model.freed, [0]) == "F1"
+    model.reset()
+    assert model.available() == 6
