@@ -3,7 +3,9 @@
 import os
 import tempfile
 
-from hypothesis import HealthCheck, settings
+import pytest
+
+from .profiles import FACTORS, PROFILE, load_profile
 
 # Each test process would otherwise reserve most of a GPU's memory. Set before anything imports JAX.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -24,21 +26,10 @@ def pytest_unconfigure() -> None:
     _compiled.cleanup()
 
 
-# No deadline anywhere: the first call of a jitted function compiles. And nothing is too slow: how
-# long it takes to draw an example is a matter of the machine, and of what else runs there.
-settings.register_profile(
-    "ci",
-    deadline=None,
-    derandomize=True,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.register_profile(
-    "nightly",
-    deadline=None,
-    print_blob=True,
-    max_examples=2_000,
-    stateful_step_count=100,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+load_profile()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Enlarge the runs of every kvspec.toml as the profile enlarges property tests."""
+    if not hasattr(config, "workerinput"):  # which has the options of its controller
+        config.option.kv_scale *= FACTORS[PROFILE]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import secrets
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,8 @@ from ..fuzz.campaign import CampaignConfig, CampaignResult, load_subject, run_ca
 from ..fuzz.targets import DEFAULT_TARGETS
 from .errors import BadInputError
 from .output import check_destination, emit
+
+NUM_SEEDS = 1 << 31
 
 EXIT_FOUND = 1
 EXIT_INTERRUPTED = 130
@@ -75,7 +78,7 @@ def _run_campaign(arguments: argparse.Namespace) -> int:
         arguments.target or DEFAULT_TARGETS[what],
         arguments.depth or ("api" if arguments.target else "full"),
         arguments.engine,
-        arguments.seed,
+        secrets.randbelow(NUM_SEEDS) if arguments.seed is None else arguments.seed,
         _options(arguments),
     )
     # Here, to report errors at once.

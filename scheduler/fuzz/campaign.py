@@ -30,7 +30,7 @@ EngineName: TypeAlias = Literal["random", "hypothesis"]
 STEPS_PER_RUN: Final = {"random": 1_000, "hypothesis": 5_000}
 """Steps per run: few, to check the time often, but enough for Hypothesis to vary its choices."""
 
-STEPS_PER_CASE: Final = {"random": 100, "hypothesis": 50}
+STEPS_PER_CASE: Final = {"random": 100, "hypothesis": 100}
 
 
 @dataclass(frozen=True)

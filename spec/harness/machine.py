@@ -9,28 +9,32 @@
 
 ``MyManager(num_blocks, block_size)`` makes an adapter: see `radixkv.spec.adapters.cache`. Pytest
 and unittest collect the class directly, because it is a TestCase. Use the settings of Hypothesis:
-``@settings(max_examples=1000)`` above the class. You can add ``@rule`` methods.
+``@settings(max_examples=1000)`` above the class. You can add ``@rule`` and ``@invariant`` methods.
+`TierMachine`, `SchedulerMachine`, `TieredSchedulerMachine`, `HandoffMachine`, `PoolMachine` and
+`CostMachine` test the other kinds of systems in the same way.
 
-Each row of the subject's table of operations is a rule.
+Each row of the subject's table of operations is a rule. Four things differ from a machine that is
+written by hand; each was measured by the number of steps to planted bugs.
 
-- **Weights.** A rule is registered as often as its weight says. Hypothesis disables some rules in
-  each example (swarm testing).
-- **Names instead of bundles.** The name of a request, a lease, a step or a copy is drawn from those
-  to which the operation applies now. A bundle would hold all that ever were; most of its draws
-  would do nothing.
-- **Rules of the specification.** They are checked inside each step, not as an ``@invariant``, so
-  that a violation belongs to one call, and the printed program has one line per call. You can add
-  invariants.
+- **Rules are drawn by weight.** Hypothesis draws rules evenly, and disables some in each example;
+  often ``submit`` is one of them. Here each example has its own weights, and some operations are
+  rare in it.
+- **Names instead of bundles.** The name of a request, step or copy is drawn from those to which the
+  operation applies now. A bundle holds all that ever were, so most of its draws would do nothing.
+- **Examples are not mutated.** Hypothesis spends five of six examples on copies of the last one in
+  which a part is repeated; most steps of a copy repeat what the last example did.
+- **The rules of the specification** are checked inside each step, not as invariants: a violation
+  belongs to one call, and the printed program has one line per call.
 """
 
 from __future__ import annotations
 
 import sys
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Final
 
-from hypothesis import Phase, settings
+from hypothesis import Phase, reject, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -44,24 +48,48 @@ from ..adapters.cache import AdapterError
 from ..adapters.cache_target import Depth
 from ..rules.rule import Violation
 from .cache.operations import CACHE_TABLE
-from .cache.world import CacheSubject, CacheWorld
+from .cost_world import COST_TABLE
 from .engine import Below, Config, Finding, Subject, Trace
+from .handoff.operations import HANDOFF_TABLE
 from .operations import Groups, Operation, Table
+from .pool_world import POOL_TABLE
 from .program import to_program
-
-UNIT: Final = 4
-"""Weight for which a rule is registered once."""
+from .scheduler.operations import SCHEDULER_TABLE
+from .subjects import SubjectOptions, What, make_subject
+from .tiers.operations import TIER_TABLE
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
+
+ENTROPY: Final = 1 << 64
+
+UNIFORM: Final = 1 << 16
+"""A range up to which Hypothesis draws integers evenly; larger bounds are powers of two."""
 
 
 def _below(draw: Draw) -> Below:
     """Return the choices of Hypothesis as a source."""
-    return lambda bound: draw(st.integers(0, bound - 1)) if bound > 1 else 0
+
+    def below(bound: int) -> int:
+        if bound > UNIFORM:  # Hypothesis prefers small numbers there
+            return below(-(-bound // UNIFORM)) * UNIFORM + below(UNIFORM)
+        return draw(st.integers(0, bound - 1)) if bound > 1 else 0
+
+    return below
 
 
 @st.composite
 def _config(draw: Draw) -> Config:
+    """Draw a configuration, after what keeps Hypothesis from mutating this example.
+
+    Hypothesis mutates no example in which a filter has refused something, and gives up to begin
+    with small examples when their simplest form is refused: the first draw is new in each example,
+    and the second is 0 in the simplest form. Without either, Hypothesis only generates.
+    """
+    draw(st.integers(0, ENTROPY))
+    if draw(st.integers(0, UNIFORM)) == 0:
+        reject()
+    accepts: Iterator[bool] = iter((False, True))
+    draw(st.tuples().filter(lambda nothing: next(accepts)))
     machine: SpecificationMachine = draw(st.runner())
     return machine.subject().configure(_below(draw))
 
@@ -72,42 +100,59 @@ def _argument(draw: Draw, operation: Operation[Any], name: str) -> Any:
     return machine.draw_argument(operation, name, _below(draw))
 
 
-def _rule_of(operation: Operation[Any], name: str) -> Any:
-    """Return a rule that does an operation."""
+@st.composite
+def _weighted(draw: Draw, machine: SpecificationMachine) -> tuple[Any, dict[str, Any]]:
+    """Draw a rule and its arguments: an operation by its weight, or a rule that you added."""
+    below = _below(draw)
+    yours = [rule for rule in machine.yours if machine.is_valid(rule)]
+    place = below(len(yours) + len(machine.world.table.by_word)) if yours else 0
+    if place < len(yours):
+        chosen = yours[place]
+        return chosen, {name: draw(each) for name, each in chosen.arguments_strategies.items()}
+    word, *values = machine.world.draw(below)
+    names = machine.world.table.by_word[word].arguments
+    return machine.by_word[word], dict(zip(names, values, strict=True))
+
+
+def _rule_of(operation: Operation[Any]) -> Any:
+    """Return the rule that does an operation."""
 
     def do(self: SpecificationMachine, **arguments: Any) -> None:
         self.do(operation.word, *(arguments[name] for name in operation.arguments))
 
-    do.__name__ = name
+    do.__name__ = operation.word
     strategies: dict[str, Any] = {name: _argument(operation, name) for name in operation.arguments}
     as_rule: Callable[[Any], Any] = rule(**strategies)
     return precondition(lambda self: self.applies(operation))(as_rule(do))
 
 
 def rules_of(table: Table[Any]) -> dict[str, Any]:
-    """Return the rules of a table by name, more of an operation of more weight.
-
-    Hypothesis disables rules by name. With ``admit_2``, ``admit_3`` and so on, an example has more
-    or less of an operation, and rarely nothing of those that every example needs.
-    """
-    rules = {}
-    for operation in table:
-        for number in range(1, max(1, round(operation.weight / UNIT)) + 1):
-            name = operation.word if number == 1 else f"{operation.word}_{number}"
-            rules[name] = _rule_of(operation, name)
-    return rules
+    """Return the rules of a table, by name."""
+    return {operation.word: _rule_of(operation) for operation in table}
 
 
 class SpecificationMachine(RuleBasedStateMachine, unittest.TestCase):
-    """The rules of a subject's operations; its subclasses have a subject.
+    """The operations of a table as rules; its subclasses say what is tested.
 
     Attributes:
+        make: makes an adapter.
+        depth: which optional methods of the adapter of a cache are used.
+        options: sizes of a cache, and rules that it is known to break.
         world: the system under test with the specification.
         trace: the operations so far.
     """
 
+    make: ClassVar[Any]  # a factory; with its type, a function would become a method
+    depth: ClassVar[Depth] = "api"
+    options: ClassVar[SubjectOptions] = SubjectOptions()
+    what: ClassVar[What]
     world: Any  # a World
-    __test__ = False  # only subclasses of the subclasses are collected
+    __test__ = False  # only classes with a system to test are collected
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if "__test__" not in vars(cls):
+            cls.__test__ = SpecificationMachine not in cls.__bases__
 
     def __init__(self, method: str = "runTest") -> None:
         unittest.TestCase.__init__(self, method)
@@ -115,11 +160,20 @@ class SpecificationMachine(RuleBasedStateMachine, unittest.TestCase):
         self.trace: Trace = []
         self._groups: Groups | None = None
         self._drawn: dict[str, Any] = {}
+        words = self.subject().table.by_word
+        self.by_word = {each.function.__name__: each for each in self.rules}
+        self.yours = [each for name, each in self.by_word.items() if name not in words]
+        # Hypothesis has no weights. A version of it that does not read this attribute draws the
+        # rules evenly: less is found then, which a test notices.
+        self.is_valid = self._rules_strategy.is_valid
+        self._rules_strategy: Any = _weighted(self)
 
     @classmethod
     def subject(cls) -> Subject:
-        """Return what is tested."""
-        raise NotImplementedError
+        """Return what is tested, in worlds of all sizes."""
+        if not hasattr(cls, "make"):
+            raise AdapterError(f"{cls.__name__} has no make: set it to what makes an adapter")
+        return make_subject(cls.what, cls.make, cls.depth, cls.options)
 
     @classmethod
     def run_settings(cls) -> settings:
@@ -151,14 +205,13 @@ class SpecificationMachine(RuleBasedStateMachine, unittest.TestCase):
         """Whether an operation applies now; the groups are computed once per step."""
         if self._groups is None:
             self._groups = self.world.table.groups(self.world)
-        return (
-            bool(self._groups.get(operation.group)) and operation.word in self.world.table.by_word
-        )
+        can = operation.word in self.world.table.by_word
+        return can and bool(self._groups.get(operation.group))
 
     def draw_argument(self, operation: Operation[Any], name: str, below: Below) -> Any:
-        """Draw an argument of an operation: all of them, when it is the first."""
+        """Draw an argument of an operation; with the first one, all of them."""
         if not self._drawn:
-            assert self._groups is not None, "a rule is drawn after its precondition holds"
+            assert self._groups is not None, "a rule is drawn when its precondition holds"
             values = operation.draw(self.world, self._groups[operation.group], below)[1:]
             self._drawn = dict(zip(operation.arguments, values, strict=True))
         return self._drawn.pop(name)
@@ -175,37 +228,56 @@ class SpecificationMachine(RuleBasedStateMachine, unittest.TestCase):
             raise
 
 
-def machine_of(subject: Subject) -> type[SpecificationMachine]:
-    """Return a machine that tests a subject."""
-    members = {"subject": classmethod(lambda cls: subject), **rules_of(subject.table)}
-    return type("Machine", (SpecificationMachine,), members)
-
-
 class CacheMachine(SpecificationMachine):
-    """A cache manager under test; subclass it and set `make`.
+    """A cache manager under test: `make` makes an adapter from ``(num_blocks, block_size)``."""
 
-    Attributes:
-        make: makes an adapter from ``(num_blocks, block_size)``.
-        depth: which optional methods of the adapter are used.
-    """
-
-    make: ClassVar[Any]  # a Factory; with that type, a function would become a method
-    depth: ClassVar[Depth] = "api"
-    world: CacheWorld
-
+    what = "cache"
     vars().update(rules_of(CACHE_TABLE))
 
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        super().__init_subclass__(**arguments)
-        if "__test__" not in vars(cls):
-            cls.__test__ = True
 
-    @classmethod
-    def subject(cls) -> CacheSubject:
-        """Return the manager in worlds of all sizes."""
-        if not hasattr(cls, "make"):
-            raise AdapterError(
-                f"{cls.__name__} has no make: set it to what makes an adapter from "
-                "(num_blocks, block_size)"
-            )
-        return CacheSubject(cls.make, cls.depth)
+class CostMachine(SpecificationMachine):
+    """The costs of a cache manager under test: see `radixkv.spec.harness.cost_world`."""
+
+    what = "costs"
+    vars().update(rules_of(COST_TABLE))
+
+
+class HandoffMachine(SpecificationMachine):
+    """The hand-off between prefill and decode nodes: see `radixkv.spec.adapters.handoff`."""
+
+    what = "handoff"
+    vars().update(rules_of(HANDOFF_TABLE))
+
+
+class PoolMachine(SpecificationMachine):
+    """A block pool under test: see `radixkv.spec.harness.pool_world.Pool`."""
+
+    what = "pool"
+    vars().update(rules_of(POOL_TABLE))
+
+
+class TierMachine(SpecificationMachine):
+    """A cache manager with tiers under test: see `radixkv.spec.adapters.tiers`."""
+
+    what = "tiers"
+    vars().update(rules_of(TIER_TABLE))
+
+
+class SchedulerMachine(SpecificationMachine):
+    """A scheduler under test: see `radixkv.spec.adapters.scheduler`."""
+
+    what = "scheduler"
+    vars().update(rules_of(SCHEDULER_TABLE))
+
+
+class TieredSchedulerMachine(SpecificationMachine):
+    """A scheduler over a manager with tiers: see `radixkv.spec.adapters.scheduler`."""
+
+    what = "tiered_scheduler"
+    vars().update(rules_of(SCHEDULER_TABLE))
+
+
+def machine_of(subject: Subject) -> type[SpecificationMachine]:
+    """Return a machine of a subject."""
+    members = {"subject": classmethod(lambda cls: subject), **rules_of(subject.table)}
+    return type("Machine", (SpecificationMachine,), members)

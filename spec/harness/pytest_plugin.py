@@ -6,9 +6,11 @@ A ``kvspec.toml`` names the target and the number of steps::
     what = "cache"     # the others are optional; these are the defaults
     depth = "api"
     steps = 20_000
-    seed = 0
+    seed = 0           # without it, each run has a new seed, which a failure names
     block_sizes = [1, 2, 3, 4]       # and pool_sizes, the numbers of blocks
     known = []         # rules that it is known to break: they are not judged, as ["Q15"]
+
+Several targets are tables of one file, each with these keys: ``[cache]``, ``[tiers]`` and so on.
 
 A broken rule is reported with the shrunk program, which is also written next to the file as a trace
 and fails as a regression test until it is fixed. The plugin imports only pytest until pytest
@@ -17,6 +19,7 @@ collects such a file.
 
 from __future__ import annotations
 
+import secrets
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -56,7 +59,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--kv-target", metavar="TARGET", help="package.module:factory or file.py:name")
     group.addoption("--kv-depth", choices=["api", "events", "full"], help="how deep it is tested")
     group.addoption("--kv-steps", type=int, metavar="N", help="operations per kvspec.toml")
+    group.addoption("--kv-scale", type=float, metavar="F", default=1, help="times as many of them")
     group.addoption("--kv-seed", type=int, metavar="K", help="equal seeds, equal operations")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw a seed for the targets that name none; the processes of pytest-xdist share it."""
+    if not hasattr(config, "workerinput"):
+        config.option.kv_new_seed = secrets.randbelow(1 << 31)
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
@@ -79,8 +89,18 @@ class FuzzFile(pytest.File):
     """A kvspec.toml."""
 
     def collect(self) -> Iterable[pytest.Item]:
-        """It holds one test."""
-        yield FuzzItem.from_parent(self, name="fuzz")
+        """It holds one test, or one for each of its tables."""
+        given: dict[str, Any] = {}
+        problem = ""
+        try:
+            given = tomllib.loads(self.path.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            problem = f"{self.path}: not TOML: {error}"
+        has_tables = given and all(isinstance(value, dict) for value in given.values())
+        for name, table in given.items() if has_tables else [("fuzz", given)]:
+            item = FuzzItem.from_parent(self, name=name)
+            item.given, item.problem = table, problem
+            yield item
 
 
 class TraceTestFile(pytest.File):
@@ -113,6 +133,9 @@ class _Item(pytest.Item):
 class FuzzItem(_Item):
     """Random operations until a rule breaks or the steps are used up."""
 
+    given: Mapping[str, Any]
+    problem: str
+
     def runtest(self) -> None:
         """Run; if a rule breaks, shrink, write the trace, and fail with the report."""
         options = self._options()
@@ -130,14 +153,14 @@ class FuzzItem(_Item):
             file = TraceFile(finding, *origin, known=tuple(options["known"]))
             path = self.path.with_name(file.file_name())
             path.write_text(file.text(), encoding="utf-8")
-            raise RuleBroken(f"{_report(finding, subject)}\n\nwritten to {path}")
+            seed = options["seed"]
+            raise RuleBroken(f"{_report(finding, subject)}\n\nwritten to {path}; seed {seed}")
 
     def _options(self) -> dict[str, Any]:
-        try:
-            given = tomllib.loads(self.path.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise KvSpecError(f"{self.path}: not TOML: {error}") from None
-        for key, value in given.items():
+        if self.problem:
+            raise KvSpecError(self.problem)
+        new_seed = {"seed": self.config.getoption("kv_new_seed")}
+        for key, value in self.given.items():
             if key not in DEFAULTS:
                 raise KvSpecError(f"{self.path}: no such key: {key} (of {', '.join(DEFAULTS)})")
             kind = type(DEFAULTS[key])
@@ -148,8 +171,9 @@ class FuzzItem(_Item):
                 raise KvSpecError(f"{self.path}: {key} must be {wanted}, got {value!r}")
         options = {
             key: self.option(key, value) if key != "what" and key not in LISTED else value
-            for key, value in {**DEFAULTS, **given}.items()
+            for key, value in {**DEFAULTS, **new_seed, **self.given}.items()
         }
+        options["steps"] = int(options["steps"] * self.config.getoption("kv_scale"))
         if options["steps"] < 1:  # it would pass without testing anything
             raise KvSpecError(f"{self.path}: steps must be at least 1, got {options['steps']}")
         return options

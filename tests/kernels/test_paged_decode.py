@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.kernels import KernelArgumentError, paged_decode
 
+from ..profiles import scaled
 from . import oracle
 from .decode_checks import SM_SCALE, DecodeChecks
 from .problems import Heads, assert_close, int32, make_cache, make_queries
@@ -83,7 +84,7 @@ class TestOneProgram:
         queries = jnp.ones((self.batch, 4, 8)) * jnp.reshape(jnp.asarray(q), (-1, 1, 1))
         return self.attend(queries, (pool, pool, tables), lengths, window)
 
-    @settings(deadline=None, max_examples=40)
+    @scaled(40)
     @given(
         lengths=st.lists(st.integers(0, 24), min_size=4, max_size=4),
         window=st.sampled_from([None, 5]),

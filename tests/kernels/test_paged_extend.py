@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.kernels import KernelArgumentError, paged_extend
 
+from ..profiles import scaled
 from . import oracle
 from .problems import Heads, assert_close, int32, make_cache, make_queries
 
@@ -137,7 +138,7 @@ class TestOneProgram:
         return attend(q, *pools, *map(int32, rows))
 
     @pytest.mark.slow
-    @settings(deadline=None, max_examples=40)
+    @scaled(40)
     @given(
         rows=st.lists(
             st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(0, 3)),

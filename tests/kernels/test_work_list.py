@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.kernels.paged_extend.work_list import (
@@ -16,6 +16,7 @@ from radixkv.kernels.paged_extend.work_list import (
     zigzag,
 )
 
+from ..profiles import scaled
 from .problems import int32
 
 TOKENS = 64
@@ -54,7 +55,7 @@ def visible(position, window):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=60)
+@scaled(60)
 @given(
     rows=rows,
     order=st.randoms(use_true_random=False),

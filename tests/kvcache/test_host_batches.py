@@ -1,11 +1,12 @@
 """Evicting many blocks at once has the same result as one by one, in every tier."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.kvcache.tiers.host_tier import WritePolicy
 
+from ..profiles import scaled
 from .tier_memory import TierMemory, as_list
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=8)
@@ -38,7 +39,7 @@ def content(memory: TierMemory) -> dict[str, object]:
     SEQUENCES,
     st.integers(0, 8),
 )
-@settings(max_examples=300, deadline=None)
+@scaled(300)
 def test_a_batch_is_its_singles(write, host_blocks, sequences, num_blocks):
     compare(write, host_blocks, sequences, num_blocks)
 

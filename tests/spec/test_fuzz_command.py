@@ -51,7 +51,7 @@ def leaky() -> str:
 
 @pytest.mark.parametrize("what", ["cache", "handoff", "pool", "scheduler", "tiers"])
 def test_ours_keeps_every_rule(fuzz: Any, what: str) -> None:
-    outcome = fuzz("--what", what, "--steps", 2_000)
+    outcome = fuzz("--what", what, "--steps", 2_000, "--seed", 0)
     assert (outcome.status, outcome.stderr) == (0, "")
     assert outcome.stdout.startswith("ok: 2,0") and outcome.stdout.endswith(" steps/s, seed 0\n")
 
@@ -92,7 +92,8 @@ def test_jobs_do_the_same_as_one(fuzz: Any, tmp_path: Path) -> None:
 def test_a_finding(fuzz: Any, tmp_path: Path, engine: str) -> None:
     json_path, svg_path = tmp_path / "found.json", tmp_path / "found.svg"
     outcome = fuzz(
-        *("--target", leaky(), "--engine", engine, "--json", json_path, "--svg", svg_path)
+        *("--target", leaky(), "--engine", engine, "--json", json_path, "--svg", svg_path),
+        *("--seed", 0),
     )
     assert (outcome.status, outcome.stderr) == (1, "")
     lines = outcome.stdout.splitlines()
@@ -205,7 +206,7 @@ def test_a_pool_that_is_none(fuzz: Any, tmp_path: Path) -> None:
         "class Half:\n    def __init__(self, num_blocks): pass\n"
         "    allocate = recycle = reset = lambda self, *given: [1][:given[0]]\n"
     )
-    outcome = fuzz("--what", "pool", "--target", f"{path}:Half")
+    outcome = fuzz("--what", "pool", "--target", f"{path}:Half", "--seed", 0)
     assert outcome == (
         2,
         "",
@@ -357,6 +358,17 @@ def tell(report, *arguments):
         print("a part is done")
 campaign.CampaignResult.add = tell
 """
+
+
+def test_a_run_has_a_new_seed_and_prints_it(fuzz: Any, tmp_path: Path) -> None:
+    seeds = [fuzz("--steps", 200).stdout.split()[-1] for _ in range(2)]
+    assert seeds[0] != seeds[1]
+    told = []
+    for name in ("first", "again"):
+        path = tmp_path / name
+        assert fuzz("--steps", 2_000, "--seed", seeds[0], "--json", path).status == 0
+        told.append(json.loads(path.read_text())["situations"])
+    assert told[0] == told[1]
 
 
 def test_equal_seeds_are_equal_cases_and_others_are_not() -> None:

@@ -1,43 +1,215 @@
-"""The public face: a Hypothesis machine that is its own test, and the engine over its choices."""
+"""The public face: Hypothesis machines that are their own tests, and the engine that runs them."""
 
 from __future__ import annotations
 
+import json
+import os
+import random
+import subprocess
+import sys
 import unittest
 from collections import Counter
-from typing import Any
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
 
 import pytest
-from hypothesis import Phase, settings
-from hypothesis.stateful import rule
+from hypothesis import Phase, reject, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, invariant, rule
 
-from radixkv.scheduler.fuzz.cache_adapter import make_factory
+from radixkv.scheduler.fuzz import targets
 from radixkv.spec.adapters.cache import AdapterError
-from radixkv.spec.harness import hypothesis_engine
-from radixkv.spec.harness.cache.operations import CACHE_TABLE
+from radixkv.spec.harness import hypothesis_engine, random_engine
 from radixkv.spec.harness.cache.world import CacheSubject
-from radixkv.spec.harness.machine import CacheMachine
+from radixkv.spec.harness.engine import Subject
+from radixkv.spec.harness.machine import (
+    CacheMachine,
+    CostMachine,
+    PoolMachine,
+    SchedulerMachine,
+    SpecificationMachine,
+    TieredSchedulerMachine,
+    TierMachine,
+)
+from radixkv.spec.harness.operations import ALWAYS, Operation, Table
 from radixkv.spec.harness.shrink import shrink
+from radixkv.spec.harness.subjects import SubjectOptions, What
 from radixkv.spec.rules.rule import Violation
 
+from ..profiles import FACTORS, scaled
+from ..scheduler.handoff.bugs import BUGS as HANDOFF_BUGS
+from ..scheduler.handoff.planted import planted
+from ..scheduler.handoff.worlds import subject_of as handoff_subject_of
+from .planted.cache_bugs import CACHE_BUGS
+from .planted.matrix import subject_of
+from .planted.scheduler_bugs import SCHEDULER_BUGS
+from .planted.tier_bugs import TIER_BUGS
 from .toys import Leaky, Plain
 
 pytest_plugins = ["pytester"]
 
-FEW = settings(max_examples=60, stateful_step_count=40, deadline=None, database=None)
+B = TypeVar("B")
+
+ROOT = Path(__file__).parents[2]
+FEW = settings(max_examples=60, stateful_step_count=40, database=None)
 
 
-@FEW
-class TestOurs(CacheMachine):
+@scaled(60, 100)
+class TestOurCache(CacheMachine):
     """Collected as it stands."""
 
-    make = make_factory()
+    make = targets.cache
     depth = "full"
 
 
+@scaled(30, 50)
+class TestOurPool(PoolMachine):
+    make = targets.pool
+
+
+@scaled(20, 100)
+class TestOurTiers(TierMachine):
+    make = targets.tiers
+
+
+@scaled(30, 100)
+class TestOurScheduler(SchedulerMachine):
+    make = targets.scheduler
+
+
+@scaled(20, 100)
+class TestOurSchedulerOverTiers(TieredSchedulerMachine):
+    make = targets.tiered_scheduler
+
+
+@scaled(5, 50)
+class TestOurCosts(CostMachine):
+    make = targets.costs
+
+
+def test_the_profile_enlarges_every_machine() -> None:
+    ci, nightly = (sizes_of_machines(profile) for profile in ("ci", "nightly"))
+    assert len(ci) >= 10 and ci.keys() == nightly.keys()
+    for name, examples in ci.items():
+        assert nightly[name] == examples * FACTORS["nightly"], name
+
+
+SIZES = """
+import importlib, json, sys, unittest
+import tests.conftest
+from hypothesis.stateful import RuleBasedStateMachine
+
+sizes = {}
+for path in sys.argv[1:]:
+    module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+    for name, member in vars(module).items():
+        if isinstance(member, type) and member.__dict__.get("__test__", True):
+            if issubclass(member, RuleBasedStateMachine):
+                member = member.TestCase
+            if issubclass(member, unittest.TestCase) and hasattr(member, "settings"):
+                sizes[f"{path}: {name}"] = member.settings.max_examples
+print(json.dumps(sizes))
+"""
+
+
+def sizes_of_machines(profile: str) -> dict[str, int]:
+    """Return the number of examples of every machine among the tests, by file and name."""
+    files = [
+        str(path.relative_to(ROOT))
+        for path in sorted(ROOT.glob("tests/**/test_*.py"))
+        if "RuleBasedStateMachine" in (text := path.read_text()) or "harness.machine" in text
+    ]
+    told = subprocess.run(
+        [sys.executable, "-c", SIZES, *files],
+        env={**os.environ, "HYPOTHESIS_PROFILE": profile, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    sizes: dict[str, int] = json.loads(told.stdout)
+    return sizes
+
+
+# The gate
+
+GATE_STEPS = 10_000
+GATE_BUGS = 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["cache", "pool", "tiers", "scheduler"])
+def test_at_equal_steps_a_machine_kills_as_many_bugs_as_the_random_driver(what: What) -> None:
+    bugs = [bug for bug in (*CACHE_BUGS, *TIER_BUGS, *SCHEDULER_BUGS) if bug.world == what]
+    compare([(bug.name, subject_of(bug, "full")) for bug in sample(bugs)])
+
+
+@pytest.mark.slow
+def test_so_does_the_machine_of_the_hand_off() -> None:
+    with ExitStack() as packages:
+        bugs = sample(HANDOFF_BUGS)
+        compare([
+            (bug.name, handoff_subject_of(packages.enter_context(planted(bug)))) for bug in bugs
+        ])  # fmt: skip
+
+
+def sample(bugs: Sequence[B]) -> list[B]:
+    """Return some bugs, the same in each run."""
+    return random.Random(0).sample(bugs, min(GATE_BUGS, len(bugs)))
+
+
+def compare(subjects: Sequence[tuple[str, Subject]]) -> None:
+    """Hunt with both engines; the machine must leave at most as many survivors."""
+
+    def survivors(engine: ModuleType) -> list[str]:
+        return [
+            name
+            for seed, (name, subject) in enumerate(subjects)
+            if engine.run(subject, seed, GATE_STEPS).finding is None
+        ]
+
+    by_machine, by_random = survivors(hypothesis_engine), survivors(random_engine)
+    print(f"of {len(subjects)}, survive the machine {by_machine}, the random driver {by_random}")
+    assert len(by_machine) <= len(by_random), (by_machine, by_random)
+    assert len(by_machine) <= len(subjects) / 5
+
+
+def test_operations_are_drawn_by_their_weights() -> None:
+    """It fails if Hypothesis draws the rules again: then `check` is as frequent as `forward`."""
+    words: Counter[str] = Counter()
+
+    @settings(FEW, phases=[Phase.generate])
+    class Machine(CacheMachine):
+        make = targets.cache
+
+        def teardown(self) -> None:
+            words.update(operation[0] for operation in self.trace)
+
+    run(Machine)
+    assert words["forward"] > 3 * words["check"] > 0
+    assert words["admit"] > 3 * words["reset"] > 0
+
+
+def test_examples_are_not_mutated() -> None:
+    """Hypothesis repeats parts of an example in five others, unless it refused a value in it."""
+    configs: Counter[str] = Counter()
+
+    @settings(FEW, phases=[Phase.generate])
+    class Machine(CacheMachine):
+        make = targets.cache
+
+        def teardown(self) -> None:
+            if self.trace:
+                configs[str(self.world.config)] += 1
+
+    run(Machine)
+    assert len(configs) > 0.9 * configs.total() > 45
+
+
 def test_what_is_collected() -> None:
-    assert not CacheMachine.__test__ and TestOurs.__test__
+    assert not CacheMachine.__test__ and TestOurCache.__test__
     loader = unittest.defaultTestLoader
-    assert loader.loadTestsFromTestCase(TestOurs).countTestCases() == 1
+    assert loader.loadTestsFromTestCase(TestOurCache).countTestCases() == 1
 
 
 def test_pytest_collects_a_machine_without_a_warning(pytester: pytest.Pytester) -> None:
@@ -108,51 +280,76 @@ def test_a_machine_without_a_manager_is_told_what_it_lacks() -> None:
 
     with pytest.raises(AdapterError) as caught:
         run(Machine)
-    assert str(caught.value) == (
-        "Machine has no make: set it to what makes an adapter from (num_blocks, block_size)"
-    )
+    assert str(caught.value) == "Machine has no make: set it to what makes an adapter"
 
 
-def test_make_may_be_a_function_and_rules_may_be_added() -> None:
-    seen: list[int] = []
+def test_make_may_be_a_function_and_rules_and_invariants_may_be_added() -> None:
+    seen: Counter[str] = Counter()
 
     @FEW
     class Machine(CacheMachine):
+        numbers = Bundle("numbers")
+
         def make(num_blocks: int, block_size: int) -> Any:  # type: ignore[misc]
             return Plain(num_blocks, block_size)
 
-        @rule()
-        def look(self) -> None:
-            seen.append(self.world.target.available())
+        @rule(target=numbers, number=st.integers(0, 9))
+        def remember(self, number: int) -> int:
+            seen["remember"] += 1
+            return number
+
+        @rule(number=numbers)
+        def look(self, number: int) -> None:
+            seen["look"] += 1
+            assert 0 <= number <= 9
+
+        @invariant()
+        def there_is_room(self) -> None:
+            seen["invariant"] += 1
+            assert self.world.target.available() >= 0
 
     run(Machine)
-    assert len(seen) > 20
+    assert seen["remember"] > 20 and seen["look"] > 20 and seen["invariant"] > 1_000
+
+
+def test_a_machine_may_name_sizes_and_known_findings() -> None:
+    sizes: set[int] = set()
+
+    @FEW
+    class Machine(CacheMachine):
+        make = Leaky
+        options = SubjectOptions(block_sizes=(2, 3), known=("D1", "D2"))
+
+        def teardown(self) -> None:
+            super().teardown()
+            if self.trace:
+                sizes.add(self.world.config["block_size"])
+
+    run(Machine)  # it leaks, and is known to
+    assert sizes == {2, 3}
 
 
 @pytest.mark.slow
-def test_every_rule_of_the_machine_does_something() -> None:
+@pytest.mark.parametrize(
+    "ours", [TestOurCache, TestOurPool, TestOurTiers, TestOurScheduler, TestOurSchedulerOverTiers]
+)
+def test_every_operation_is_drawn(ours: Any) -> None:
     words: Counter[str] = Counter()
-    situations: Counter[str] = Counter()
 
-    class Machine(CacheMachine):
-        make = make_factory()
-        depth = "full"
-
+    class Machine(ours):  # type: ignore[misc]
         def teardown(self) -> None:
+            super().teardown()
             words.update(operation[0] for operation in self.trace)
-            if self.trace:
-                situations.update(self.world.situations)
 
     Machine.TestCase.settings = settings(
-        FEW, max_examples=500, derandomize=True, phases=[Phase.generate]
+        FEW, max_examples=300, stateful_step_count=80, phases=[Phase.generate]
     )
     run(Machine)
-    assert words.keys() == CACHE_TABLE.by_word.keys()
-    wanted = {"hit", "refused", "late completion", "failed step", "preempted", "growth refused"}
-    assert wanted <= set(+situations), situations
+    world = Machine.subject().world(Machine.subject().configure(random.Random(0).randrange))
+    assert words.keys() >= world.table.by_word.keys()
 
 
-def run(machine: type[CacheMachine]) -> None:
+def run(machine: type[SpecificationMachine]) -> None:
     machine("runTest").runTest()
 
 
@@ -170,34 +367,19 @@ def test_the_engine_finds_and_its_seed_repeats() -> None:
 
 
 def test_the_engine_does_as_many_steps_as_it_is_told() -> None:
-    subject = CacheSubject(make_factory(), "full")
-    result = hypothesis_engine.run(subject, 0, 30_000)
+    result = hypothesis_engine.run(CacheSubject(targets.cache, "full"), 0, 10_000)
     assert result.finding is None, result.finding
-    assert 30_000 <= result.num_steps < 30_000 + 51
+    assert 10_000 <= result.num_steps < 10_000 + 102
     assert result.situations["admitted"] > 500
 
 
-def test_the_engine_ends_when_there_is_nothing_to_choose() -> None:
-    class World:
-        def __init__(self) -> None:
-            self.situations: Counter[str] = Counter()
+def test_the_engine_ends_when_every_example_is_refused() -> None:
+    class Refusing:
+        table: Table[Any] = Table(lambda world: {ALWAYS: [""]}, [Operation("wait", bool, 1)])
 
-        def draw(self, below: Any) -> list:
-            return ["wait"]
-
-        def apply(self, operation: list) -> bool:
-            return True
-
-        def picture(self) -> str:
-            return ""
-
-    class Subject:
         def configure(self, below: Any) -> dict:
-            return {}
+            reject()
 
-        def world(self, config: dict) -> World:
-            return World()
-
-    subject: Any = Subject()
+    subject: Any = Refusing()
     result = hypothesis_engine.run(subject, 0, 1_000, 10)
-    assert result.finding is None and result.num_steps >= 11
+    assert result.finding is None and result.num_steps == 0

@@ -55,7 +55,7 @@ def test_a_wrong_one_fails_and_leaves_a_trace_that_fails_until_it_is_repaired(
             "with num_blocks=3, *",
             "*drain()    # breaks D1 drained-is-whole: 2 of 3 blocks can be had",
             "before the last call:",
-            "written to *.trace.json",
+            "written to *.trace.json; seed *",
         ]
     )
     assert "Traceback" not in result.stdout.str() and "pytest_plugin.py" not in result.stdout.str()
@@ -68,6 +68,39 @@ def test_a_wrong_one_fails_and_leaves_a_trace_that_fails_until_it_is_repaired(
 
 def traces(folder: Path) -> list[Path]:
     return list(folder.glob("*.trace.json"))
+
+
+def test_tables_are_tests_of_their_own(pytester: pytest.Pytester, folder: Path) -> None:
+    spec(
+        folder, '[right]\ntarget = "toys.py:Plain"\nsteps = 9\n[wrong]\ntarget = "toys.py:Leaky"\n'
+    )
+    result = run(pytester, "-v", "--kv-scale", "100")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(
+        ["kvspec.toml::right PASSED*", "kvspec.toml::wrong FAILED*", "D1 drained-is-whole: *"]
+    )
+    run(pytester, "-k", "right", "--kv-scale", "0.1").stdout.fnmatch_lines(
+        ["*kvspec.toml: steps must be at least 1, got 0"]
+    )
+
+
+def test_each_run_has_a_new_seed_and_a_failure_names_it(
+    pytester: pytest.Pytester, folder: Path
+) -> None:
+    spec(folder, 'target = "toys.py:Leaky"\n')
+    seeds = [seed_of(run(pytester)) for _ in range(2)]
+    assert seeds[0] != seeds[1]
+    before = traces(folder)
+    assert seed_of(run(pytester, "--kv-seed", seeds[0])) == seeds[0]
+    assert traces(folder) == before, "the same seed finds the same trace"
+    first = run(pytester, "-v").stdout.str()
+    assert first.index("::replay FAILED") < first.index("::fuzz FAILED"), "traces come first"
+
+
+def seed_of(result: pytest.RunResult) -> str:
+    """Return the seed that the report of a failure names."""
+    [line] = [line for line in result.stdout.lines if line.startswith("written to ")]
+    return line.split()[-1]
 
 
 def test_options_override_the_file(pytester: pytest.Pytester, folder: Path) -> None:
@@ -123,7 +156,7 @@ def test_a_module_is_found_in_the_working_directory(
         ('target = "toys.py:Nothing"', "kvspec.toml: *toys.py has no Nothing"),
         ('target = "toys.py:NUMBER"', "kvspec.toml: NUMBER in *toys.py cannot be called, it is 3"),
         ('target = "toys.py:Plain"\nwhat = "disk"',
-         "kvspec.toml: what must be one of cache, pool, scheduler, tiers, got 'disk'"),
+         "kvspec.toml: what must be one of cache, *, tiers, got 'disk'"),
         ('target = "toys.py:Plain"\ndepth = "deep"',
          "kvspec.toml: depth must be one of api, events, full, got 'deep'"),
     ],

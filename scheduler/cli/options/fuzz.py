@@ -68,9 +68,8 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--seed",
         type=int,
-        default=0,
         metavar="K",
-        help="equal seeds give equal cases (default: %(default)s)",
+        help="equal seeds give equal cases; the seed of a run is printed (default: a new one)",
     )
     parser.add_argument(
         "--jobs",

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -23,6 +22,7 @@ from radixkv.kvcache.ids import OpId
 from radixkv.kvcache.storage import Kind, Status
 from radixkv.kvcache.tiers.operations import Operation, OpKind
 
+from ...profiles import scaled
 from ..driving import HOST_BLOCKS, SIZES, Asked, Bench, FakeStorage
 
 KEYS = [bytes([number]) * 32 for number in range(4)]
@@ -280,6 +280,6 @@ class BFloat16Machine(DriverMachine):
 
 
 TestFloat32 = DriverMachine.TestCase
-TestFloat32.settings = settings(max_examples=60, stateful_step_count=30)
+TestFloat32.settings = scaled(60, 30)
 TestBFloat16 = BFloat16Machine.TestCase
-TestBFloat16.settings = settings(max_examples=40, stateful_step_count=30)
+TestBFloat16.settings = scaled(40, 30)

@@ -1,11 +1,12 @@
 """The LRU index against a model: a list in LRU order, and the use times in the files."""
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from radixkv.kvcache.storage.files.lru_index import STAMP_EVERY_NS, LruIndex, ScannedValue
+
+from ...profiles import scaled
 
 MAX_BYTES = 10
 KEYS = [bytes([number]) * 32 for number in range(3)]
@@ -114,7 +115,7 @@ class Index(RuleBasedStateMachine):
 
 
 TestIndex = Index.TestCase
-TestIndex.settings = settings(max_examples=150, stateful_step_count=40)
+TestIndex.settings = scaled(150, 40)
 
 
 @pytest.mark.parametrize("less_ns", [-1, 0, 1])

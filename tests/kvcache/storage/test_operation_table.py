@@ -2,12 +2,13 @@
 
 from collections import Counter
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from radixkv.kvcache.storage import Completion, Kind, Status, StorageOpId
 from radixkv.kvcache.storage.operation_table import OperationTable, Task
+
+from ...profiles import scaled
 
 BUDGET = 100
 NUM_THREADS = 2
@@ -224,7 +225,7 @@ class Operations(RuleBasedStateMachine):
 
 
 TestOperations = Operations.TestCase
-TestOperations.settings = settings(max_examples=150, stateful_step_count=40)
+TestOperations.settings = scaled(150, 40)
 
 
 def test_lookups_go_first_then_loads_then_the_others_in_order() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.kvcache import CacheManager
@@ -36,6 +36,7 @@ from radixkv.scheduler.handoff import (
 from radixkv.scheduler.handoff.messages import MAX_MISSING, MAX_REASON_CHARS
 from radixkv.scheduler.nodes.channel.codec import Packet, decode, encode
 
+from ...profiles import scaled
 from .harness import KEY, PROMPT, D, P, Pair
 
 MOST = 2**31 - 1
@@ -103,7 +104,7 @@ def go_on(pair: Pair) -> None:
                 pass
 
 
-@settings(max_examples=300, deadline=None)
+@scaled(300)
 @given(acts, st.integers(1, 2))
 def test_no_message_crashes_a_node(acts: list[Any], num_groups: int) -> None:
     pair = Pair(handoff, num_groups=num_groups)

@@ -10,15 +10,15 @@ import pytest
 from hypothesis.stateful import invariant
 
 from radixkv.scheduler import handoff
+from radixkv.scheduler.fuzz import targets
 from radixkv.scheduler.handoff import DECODE_MOVES, PREFILL_MOVES, Commit, DecodeSide, PrefillSide
 from radixkv.scheduler.handoff import attempts as attempts_module
 from radixkv.scheduler.request import GREEDY
-from radixkv.spec.harness.handoff.operations import HANDOFF_TABLE
-from radixkv.spec.harness.handoff.world import HandoffSubject
-from radixkv.spec.harness.machine import SpecificationMachine, rules_of
+from radixkv.spec.harness.machine import HandoffMachine
 from radixkv.spec.harness.shrink import shrink
 from radixkv.spec.harness.trace_file import TraceFile, read_trace_file
 
+from ...profiles import scaled
 from .worlds import (
     SteppedWorld,
     below_of,
@@ -149,20 +149,11 @@ def test_every_operation_may_find_nothing() -> None:
     assert world.apply(["drain"]) and not world.model.answers
 
 
-class HandoffMachine(SpecificationMachine):
-    """The operations of the table as rules."""
-
-    vars().update(rules_of(HANDOFF_TABLE))
-
-    @classmethod
-    def subject(cls) -> HandoffSubject:
-        return subject_of(handoff)
+@scaled(40, 60)
+class TestHandoff(HandoffMachine):
+    make = targets.handoff
 
     @invariant()
     def caches_are_consistent(self) -> None:
         if self.trace:
             self.world.check_caches()
-
-
-class TestHandoff(HandoffMachine):
-    __test__ = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from radixkv.kvcache import CacheManager
@@ -29,6 +29,7 @@ from radixkv.scheduler.replay.simulation.single_node import SimulationConfig
 from radixkv.scheduler.replay.trace import Trace
 from radixkv.scheduler.request import Request
 
+from ...profiles import scaled
 from .conftest import make_trace
 
 # Every step takes a second, a message a tenth, and a block of 64 tokens (4 bytes each) 0.01 s.
@@ -139,7 +140,7 @@ def test_reservations_prevent_preemption() -> None:
     assert verdicts(results[None]) == ["PASS"] * 4
 
 
-@settings(max_examples=30)
+@scaled(30)
 @given(
     st.integers(1, 3),
     st.integers(1, 2),
