@@ -190,6 +190,27 @@ def test_operations_are_drawn_by_their_weights() -> None:
     assert words["admit"] > 3 * words["reset"] > 0
 
 
+def test_without_weights_hypothesis_draws_the_rules() -> None:
+    """So it is under a version of Hypothesis that does not read where a machine puts its own."""
+    words: Counter[str] = Counter()
+
+    @settings(FEW, phases=[Phase.generate])
+    class Machine(CacheMachine):
+        make = targets.cache
+        depth = "full"
+
+        def __init__(self, method: str = "runTest") -> None:
+            super().__init__(method)
+            self._rules_strategy = self.is_valid.__self__
+
+        def teardown(self) -> None:
+            super().teardown()
+            words.update(operation[0] for operation in self.trace)
+
+    run(Machine)
+    assert words.keys() >= {"submit", "admit", "forward", "append", "launch", "done", "finish"}
+
+
 def test_examples_are_not_mutated() -> None:
     """Hypothesis repeats parts of an example in five others, unless it refused a value in it."""
     configs: Counter[str] = Counter()
