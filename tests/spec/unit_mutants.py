@@ -52,7 +52,7 @@ HUNTED: Final[dict[str, tuple[str, ...]]] = {
     "kvcache/copies/in_flight.py": _tests(_COPIES, "tier_driver", "tier_driver_machine"),
     "kvcache/copies/storage_copies.py": _tests(_COPIES, "storage_copies", "tier_driver"),
     "kvcache/copies/tier_driver.py": _tests(_COPIES, "tier_driver", "tier_driver_machine"),
-    "kvcache/storage/checksummed.py": _tests(_STORAGE, "value_format", "conformance"),
+    "kvcache/storage/checksummed.py": _tests(_STORAGE, "value_format", "workers", "files"),
     "kvcache/storage/files/backend.py": _tests(_STORAGE, "files", "crashes", "maintenance"),
     "kvcache/storage/files/lru_index.py": _tests(_STORAGE, "lru_index", "files"),
     "kvcache/storage/keys.py": _tests(_STORAGE, "keys"),
