@@ -12,7 +12,12 @@ from radixkv.kvcache.storage import FileBackend, StorageNamespace
 from radixkv.kvcache.storage.errors import StorageUrlError
 from radixkv.kvcache.storage.object_storage.backend import ObjectStorageBackend
 from radixkv.kvcache.storage.redis.backend import RedisBackend
-from radixkv.kvcache.storage.urls import BackendOptions, is_server_url, open_backend
+from radixkv.kvcache.storage.urls import (
+    BackendOptions,
+    is_server_url,
+    namespace_digits,
+    open_backend,
+)
 
 from .conformance import KEYS, get, keys_of, put
 from .fake_s3 import FakeS3
@@ -50,6 +55,20 @@ def test_each_memory_backend_is_separate() -> None:
         put(first, KEYS[0], b"abc")
         assert get(first, KEYS[0], 3) == (3, [b"abc"])
         assert second.contains(KEYS[:1]) == [False]
+
+
+@pytest.mark.parametrize("digits", ["", "0" * 15, "0" * 17, "G" * 16, "*" * 16, f"{'0' * 16}\n"])
+def test_a_namespace_that_is_not_of_16_digits_is_refused(digits: str) -> None:
+    with pytest.raises(
+        StorageUrlError, match=r"^a namespace is the first 16 digits of its digest$"
+    ):
+        namespace_digits(digits)
+
+
+def test_a_namespace_is_named_by_its_digits() -> None:
+    digits = namespace_digits(NAMESPACE)
+    assert len(digits) == 16 and NAMESPACE.digest().hex().startswith(digits)
+    assert namespace_digits(digits) == digits != namespace_digits(OTHER)
 
 
 def test_namespaces_are_separate_in_a_server(shared_redis: RedisServer) -> None:
