@@ -76,6 +76,15 @@ _BUGS = (
         ("return lease_of(request).loading is None", "return True"),
     ),
     bug(
+        "what was loaded from the host is computed again",
+        BATCH,
+        (
+            "hit_tokens = min(lease.num_ready_tokens, request.num_tokens - 1)",
+            "on_device = lease.num_hit_blocks * self.manager.block_size\n"
+            "        hit_tokens = min(on_device, request.num_tokens - 1)",
+        ),
+    ),
+    bug(
         "an aborted request stays parked",
         TRANSFERS,
         (
