@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 
 from radixkv.scheduler.fuzz import tier_adapter
 from radixkv.spec.harness.coverage import TIER_FLOORS, too_rare
 from radixkv.spec.harness.engine import Trace, replay
 from radixkv.spec.harness.random_engine import run
+from radixkv.spec.harness.tiers.operations import TIER_TABLE
 from radixkv.spec.harness.tiers.world import TierSubject, TierWorld
 from radixkv.spec.model.ghost import prefix_tags
 from radixkv.spec.model.two_tier_law import TwoTierLaw
@@ -32,6 +35,18 @@ def test_every_situation_comes_up_often_enough() -> None:
     assert result.finding is None, result.finding
     assert not too_rare(result.situations, TIER_FLOORS, result.num_steps)
     assert len(TIER_FLOORS) >= 25
+
+
+def test_prompts_of_one_namespace_alone_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = "two namespaces share tokens"
+    good = run(subject(), 8, 2_000)
+    assert shared not in too_rare(good.situations, TIER_FLOORS, good.num_steps)
+    for word in ("submit", "serve"):
+        monkeypatch.setitem(
+            cast(dict[str, Any], TIER_TABLE.by_word[word].arguments), "namespace", lambda *_: 0
+        )
+    bad = run(subject(), 8, 2_000)
+    assert too_rare(bad.situations, TIER_FLOORS, bad.num_steps)[shared][0] == 0
 
 
 def test_a_run_is_determined_by_its_seed() -> None:
