@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from radixkv.spec.model.blocks import CACHED, FREE, LEFT, RESET, Holding
+from radixkv.spec.model.blocks import FREE, LEFT, RESET, Holding
 from radixkv.spec.model.cache import CacheModel
 from radixkv.spec.model.promises import Promises
 from radixkv.spec.rules.rule import Violation
@@ -117,7 +117,7 @@ def test_a_reset_may_report_what_it_frees_once() -> None:
     model.actor = RESET
     model.freed([0, 1, 2])
     model.evicted([])
-    assert model.owner == {0: FREE, 1: FREE, 2: FREE, 3: "r2"} and CACHED not in model.owner
+    assert model.owner == {0: FREE, 1: FREE, 2: FREE, 3: "r2"}
     assert code(model.freed, [0]) == "F1"
     model.reset()
     assert model.available() == 6
