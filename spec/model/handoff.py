@@ -368,7 +368,16 @@ class _Grant:
 
 @dataclass
 class _Refused:
+    """A refused request.
+
+    Attributes:
+        first, last: earliest and latest place in the order of refusals that it may have: it loses
+            its place when it does not ask for a while, but a node need not notice.
+    """
+
     asked_at: int
+    first: int
+    last: int
     num_overtaken: int = 0
 
 
@@ -388,6 +397,7 @@ class DecodeModel(NodeModel):
         self._patience = patience
         self._grants: dict[str, _Grant] = {}
         self._refused: dict[str, _Refused] = {}
+        self._num_refusals = 0
 
     def is_granted(self, attempt: str, number: int) -> bool:
         """Whether a grant is a copy of an earlier one."""
@@ -420,22 +430,23 @@ class DecodeModel(NodeModel):
     # Fairness
 
     def refused(self, name: str, now: int) -> None:
-        """D has no room for a request, which may ask again; if late, it has lost its place."""
-        if name in self._refused and now - self._refused[name].asked_at >= self._patience:
-            del self._refused[name]
-        self._refused.setdefault(name, _Refused(now)).asked_at = now
+        """D has no room for a request, which may ask again; if late, it may lose its place."""
+        self._num_refusals += 1
+        place = self._num_refusals
+        each = self._refused.setdefault(name, _Refused(now, place, place))
+        if now - each.asked_at >= self._patience:
+            each.last, each.num_overtaken = place, 0
+        each.asked_at = now
 
     def admitted(self, name: str, now: int) -> None:
         """D admits a request, before those that it refused earlier and that still ask."""
-        for other, each in list(self._refused.items()):
-            if other == name:
-                break
-            if now - each.asked_at >= self._patience:
-                del self._refused[other]
+        own = self._refused.pop(name, None)
+        for other, each in self._refused.items():
+            is_gone = now - each.asked_at >= self._patience
+            if is_gone or (own is not None and own.first < each.last):
                 continue
             each.num_overtaken += 1
             require(
                 each.num_overtaken <= self._max_overtaken,
                 X15, "{} is the {}. admitted before {}", name, each.num_overtaken, other,
             )  # fmt: skip
-        self._refused.pop(name, None)

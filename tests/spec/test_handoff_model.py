@@ -195,3 +195,14 @@ def test_a_refused_request_is_overtaken_so_often_while_it_asks() -> None:
     model.refused("gone", 11)
     for name in "abc":
         model.admitted(name, 16)
+
+
+def test_a_late_request_may_keep_its_place() -> None:
+    model = DecodeModel("d0", 1, 2, max_overtaken=1, patience=5)
+    model.refused("late", 0)
+    model.refused("other", 4)
+    model.refused("late", 6)  # a node that did not notice lets it in before the other one
+    model.admitted("late", 7)
+    model.admitted("new", 7)  # the first that certainly overtakes the other one
+    with breaks(X15):
+        model.admitted("newer", 7)
