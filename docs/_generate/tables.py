@@ -83,7 +83,8 @@ def documents() -> list[dict[str, Any]]:
     """Return the committed tables."""
     from tests.spec.planted.table import read_table
 
-    return [read_table(path) for path in sorted(TABLES.glob("kills*.jsonl"))]
+    paths = [*TABLES.glob("kills*.jsonl"), *TABLES.glob("*_proofs.jsonl")]
+    return [read_table(path) for path in sorted(paths)]
 
 
 def is_main(document: dict[str, Any]) -> bool:
