@@ -66,7 +66,10 @@ HUNTED: Final[dict[str, tuple[str, ...]]] = {
     "scheduler/batching/preemption.py": _MIXED,
     "scheduler/batching/queues.py": _MIXED,
     "scheduler/batching/transfers.py": _MIXED,
-    "scheduler/reservation.py": _tests(_SCHEDULERS, "reservation", "mixed"),
+    "scheduler/reservation.py": (
+        *_tests(_SCHEDULERS, "reservation", "mixed"),
+        *_tests(_HANDOFF, "decode_admission", "decode_scheduler"),
+    ),
     "scheduler/handoff/attempts.py": _SIDES,
     "scheduler/handoff/decode_side.py": _SIDES,
     "scheduler/handoff/prefill_side.py": _SIDES,

@@ -93,4 +93,4 @@ def test_every_size_is_at_least_one(name):
 @pytest.mark.parametrize("block_id", [-1, 0, 4])
 def test_unusable_blocks_are_refused(block_id):
     with pytest.raises(IndexError, match=f"^host block {block_id} is not in 1 to 3$"):
-        HostArrays(**SIZES, dtype=np.float32).blocks(np.array([1, block_id], np.int32))
+        HostArrays(**SIZES, dtype=np.float32).blocks(np.array([1, block_id, 9], np.int32))

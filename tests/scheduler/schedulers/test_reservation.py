@@ -18,12 +18,32 @@ def request(num_prompt: int, max_new_tokens: int = 1, num_outputs: int = 0) -> R
     return made
 
 
+def receiving(num_prompt: int, max_new_tokens: int) -> Request:
+    """A request that holds the blocks of its prompt, of 4 tokens each."""
+    made, manager = request(num_prompt, max_new_tokens), CacheManager(16, 4)
+    made.lease = manager.admit(manager.match([0] * num_prompt))
+    return made
+
+
 def smallest_available(reservation: Reservation, candidate: Request, hit: int = 0) -> int:
     """The least number of available blocks with which a request is admitted."""
     return next(n for n in range(100_000) if reservation.allows(candidate, hit, n))
 
 
 # By hand
+
+
+def test_a_request_that_is_received_must_be_able_to_finish():
+    # It holds 3 of the 5 blocks that it needs; the candidate gives back its own one.
+    reservation = Reservation([], 4, 0, [receiving(9, 10)])
+    assert smallest_available(reservation, request(4)) == 1 + 2 - 1
+
+
+@pytest.mark.parametrize(("num_prompt", "growth"), [(11, 0), (12, 1)])
+def test_a_request_that_is_received_grows_by_its_first_token(num_prompt, growth):
+    reservation = Reservation([], 4, 0, [receiving(num_prompt, 10)])
+    assert reservation.needed_to_receive(request(3, 10), 0) == 1 + growth
+    assert reservation.needed_to_receive(request(4, 10), 0) == 1 + growth + 1
 
 
 @pytest.mark.parametrize(
