@@ -277,7 +277,7 @@ SCHEDULER_TABLE: Final[Table[SchedulerState]] = Table(groups, [
     Operation("abort", abort, 4, "live", {"name": name_drawn}),
     Operation("misuse", misuse, 3, "any", _MISUSE, needs="misuse"),
     Operation("step_misuse", step_misuse, 3, "any", _MISUSE, needs="misuse"),
-    Operation("flood", flood, 1, "live",
+    Operation("flood", flood, 3, "live",
               {"name": new_flood, "prompt": short_prompt, "max_new_tokens": number(3, 1)}),
     Operation("drain", drain, 2),
     Operation("copy", copy_ends, 60, "copies",
