@@ -252,23 +252,8 @@ class Node(Protocol):
     def chunks(self) -> Sequence[Chunk]:
         """Return the chunks of the step in flight."""
 
-    def wrote(self, group: int) -> None:
-        """P: report that a group of layers of the step is written, except the last one."""
-
     def update(self, tokens: Sequence[int]) -> None:
         """End the step, with the token after each chunk; -1 within a prompt."""
-
-    def fenced(self, attempt: str) -> None:
-        """P: report that nobody reads the offers of an attempt any more."""
-
-    def pulled(self, part: Part) -> None:
-        """D: report that a part has arrived."""
-
-    def pull_failed(self, part: Part, fenced: bool) -> None:
-        """D: report that a pull has failed; unless it is fenced, it may still write."""
-
-    def pull_fenced(self, part: Part) -> None:
-        """D: report that a pull writes no more."""
 
     def drain(self) -> None:
         """Give up all hand-offs, as the weights change, and begin none."""
@@ -299,6 +284,29 @@ class Node(Protocol):
 
     def check(self) -> None:
         """Let the cache check its own invariants."""
+
+
+class PrefillNode(Node, Protocol):
+    """A node that computes prompts and offers their blocks."""
+
+    def wrote(self, group: int) -> None:
+        """Report that a group of layers of the step is written, except the last one."""
+
+    def fenced(self, attempt: str) -> None:
+        """Report that nobody reads the offers of an attempt any more."""
+
+
+class DecodeNode(Node, Protocol):
+    """A node that pulls offered blocks and decodes."""
+
+    def pulled(self, part: Part) -> None:
+        """Report that a part has arrived."""
+
+    def pull_failed(self, part: Part, fenced: bool) -> None:
+        """Report that a pull has failed; unless it is fenced, it may still write."""
+
+    def pull_fenced(self, part: Part) -> None:
+        """Report that a pull writes no more."""
 
 
 class Answer(NamedTuple):
@@ -366,7 +374,10 @@ class HandoffSystem(Protocol):
         """Make a gateway without memory."""
 
     def node(self, name: str, role: Role, epoch: int, now: int) -> Node:
-        """Make a node without memory; its epoch is higher than in any earlier life."""
+        """Make a `PrefillNode` or a `DecodeNode` without memory.
+
+        Its epoch is higher than in any earlier life.
+        """
 
 
 HandoffFactory: TypeAlias = Callable[[dict[str, Any]], HandoffSystem]

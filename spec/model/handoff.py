@@ -179,6 +179,8 @@ class Memory:
 
     def put(self, blocks: Sequence[int], group: int, content: Sequence[Tokens]) -> None:
         """Overwrite some blocks."""
+        is_equal = len(blocks) == len(content)
+        require(is_equal, X7, "{} blocks are sent into {}", len(content), len(blocks))
         for block, each in zip(blocks, content, strict=True):
             self.content[block, group] = each
 

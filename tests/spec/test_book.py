@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from pathlib import Path
@@ -19,10 +20,7 @@ def generate():
     """The modules that make the tables."""
     sys.path.insert(0, str(DOCS / "_generate"))
     try:
-        import sources
-        import tables
-
-        yield sources, tables
+        yield importlib.import_module("sources"), importlib.import_module("tables")
     finally:
         sys.path.remove(str(DOCS / "_generate"))
 

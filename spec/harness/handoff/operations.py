@@ -222,7 +222,7 @@ def pull_end(world: HandoffState, name: str, ok: bool, fenced: bool) -> bool:
     if ok or fenced:
         world.transfers.remove(transfer)
     transfer.ended = transfer.may_fence = True
-    target = _puller(world, transfer).target
+    target = _puller(world, transfer).decode
     if ok:
         target.pulled(transfer.part)
     else:
@@ -236,7 +236,7 @@ def pull_fence(world: HandoffState, name: str) -> bool:
     if transfer is None or not transfer.may_fence:
         return False
     world.transfers.remove(transfer)
-    _puller(world, transfer).target.pull_fenced(transfer.part)
+    _puller(world, transfer).decode.pull_fenced(transfer.part)
     return True
 
 
@@ -248,7 +248,7 @@ def offer_fence(world: HandoffState, attempt: str) -> bool:
     assert isinstance(node.model, PrefillModel), f"{node.name} withdraws offers"
     node.withdrawn.remove(attempt)
     node.model.fenced(attempt)
-    node.target.fenced(attempt)
+    node.prefill.fenced(attempt)
     return True
 
 

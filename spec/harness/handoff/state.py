@@ -9,7 +9,18 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, cast
 
 from ...adapters.cache import AdapterError
-from ...adapters.handoff import GATEWAY, SILENCE, Copy, Gateway, HandoffFactory, Message, Node, Part
+from ...adapters.handoff import (
+    GATEWAY,
+    SILENCE,
+    Copy,
+    DecodeNode,
+    Gateway,
+    HandoffFactory,
+    Message,
+    Node,
+    Part,
+    PrefillNode,
+)
 from ...model.handoff import DecodeModel, Place, PrefillModel, Request, Requests, Tokens, untagged
 from ...rules.handoff import X19
 from ...rules.rule import Violation
@@ -137,6 +148,16 @@ class LiveNode:
         """The node under test; what it wants to do is asked after the operation."""
         self.is_touched = True
         return self.system
+
+    @property
+    def prefill(self) -> PrefillNode:
+        """The same, of a prefill node."""
+        return cast("PrefillNode", self.target)
+
+    @property
+    def decode(self) -> DecodeNode:
+        """The same, of a decode node."""
+        return cast("DecodeNode", self.target)
 
     def num_cached(self, kv: Tokens) -> int:
         """Return how many leading tokens of a prompt's KV the device has published."""

@@ -15,7 +15,7 @@ def compute(world: HandoffState, name: str) -> bool:
     node = world.nodes.get(name)
     if node is None or not isinstance(node.model, PrefillModel):
         return False
-    target, model = node.target, node.model
+    target, model = node.prefill, node.model
     if not node.is_stepping:
         _plan(world, node)
         for chunk in target.chunks():

@@ -143,7 +143,7 @@ def test_every_operation_may_find_nothing() -> None:
     assert not any(world.apply(operation) for operation in trace)
     for name in ("p0", "d0"):
         assert world.apply(["crash", name])
-        lost = [["crash", name], ["evict", name, 1], ["reset", name], ["compute", name]]
+        lost: list[list] = [["crash", name], ["evict", name, 1], ["reset", name], ["compute", name]]
         assert not any(world.apply(operation) for operation in lost)
         assert world.apply(["tick", 1])
     assert world.apply(["drain"]) and not world.model.answers
