@@ -57,7 +57,7 @@ BLOCK_BOXES: Final = (
 BLOCK_ARROWS: Final = (
     Arrow("M170 117 H230", 200, 84, "allocated", ("A1 allocate-only-free",)),
     Arrow("M380 117 H440", 410, 84, "published", ("P1 publish-own", "P3 publish-computed")),
-    Arrow("M590 117 H650", 620, 84, "last release", ("R4 release-ends-it",)),
+    Arrow("M590 117 H650", 620, 84, "last release", ("R3 release-ends-lease",)),
     Arrow("M690 95 C690 40 515 40 515 95", 602, 22, "hit", ("H1 hit-is-published",)),
     Arrow("M270 95 C270 40 95 40 95 95", 182, 22, "freed", ("F1 free-only-own",)),
     Arrow(
@@ -65,7 +65,7 @@ BLOCK_ARROWS: Final = (
         410,
         228,
         "evicted",
-        ("E2 evict-unused", "E3 evict-leaf", "E4 evict-coldest"),
+        ("E2 evict-unused", "E3 evict-leaves-first", "E4 evict-least-recently-used"),
     ),
 )
 
@@ -82,17 +82,41 @@ TIER_ARROWS: Final = (
         150,
         57,
         "copied out",
-        ("T13 demote-what-leaves", "T17 write-through-copies", "T20 park-waits"),
+        (
+            "T20 evicted-blocks-are-demoted",
+            "T19 write-through-copies-due-blocks",
+            "T34 parking-keeps-blocks-until-copied",
+        ),
     ),
-    Arrow("M385 82 H525 V140", 460, 57, "has arrived", ("T11 arrived-is-found",)),
+    Arrow("M385 82 H525 V140", 460, 57, "has arrived", ("T14 copied-block-is-found",)),
     Arrow(
-        "M310 60 V32 H600", 480, 12, "failed, or given up: nowhere", ("T12 failed-is-not-found",)
+        "M310 60 V32 H600",
+        480,
+        12,
+        "failed, or given up: nowhere",
+        ("T15 failed-copy-is-not-found",),
     ),
-    Arrow("M525 184 V242 H385", 470, 258, "loaded for an admission", ("T9 promotion-is-all",)),
-    Arrow("M235 242 H95 V184", 150, 258, "has arrived", ("T10 ready-is-what-arrived",)),
-    Arrow("M600 152 H650", 625, 110, "stored", ("T19 stored-once", "T5 storage-is-its-key")),
-    Arrow("M650 174 H600", 660, 210, "prefetched", ("T26 prefetch-arrives",)),
-    Arrow("M560 184 V290 H640", 705, 287, "dropped for room", ("T38 host-lru",)),
+    Arrow(
+        "M525 184 V242 H385",
+        470,
+        258,
+        "loaded for an admission",
+        ("T6 admission-loads-whole-host-hit",),
+    ),
+    Arrow(
+        "M235 242 H95 V184", 150, 258, "has arrived", ("T7 request-continues-after-loaded-blocks",)
+    ),
+    Arrow(
+        "M600 152 H650",
+        625,
+        110,
+        "stored",
+        ("T27 host-copy-is-stored-once", "T28 stored-value-matches-its-key"),
+    ),
+    Arrow("M650 174 H600", 660, 210, "prefetched", ("T5 prefetched-blocks-are-found",)),
+    Arrow(
+        "M560 184 V290 H640", 705, 287, "dropped for room", ("T23 host-drops-least-recently-used",)
+    ),
 )
 
 REQUEST_BOXES: Final = (
@@ -102,12 +126,14 @@ REQUEST_BOXES: Final = (
     Box("preempted", 330, 195),
 )
 REQUEST_ARROWS: Final = (
-    Arrow("M170 117 H330", 250, 84, "admitted", ("Q28 admit-what-fits", "Q26 reserve-growth")),
-    Arrow("M480 117 H650", 565, 84, "last token", ("Q10 same-tokens",)),
-    Arrow("M390 139 V195", 330, 165, "preempted", ("Q25 preempt-only-when-short",)),
-    Arrow("M430 195 V139", 520, 165, "resumed", ("Q7 resumed-before-new",)),
-    Arrow("M95 95 C95 20 725 20 725 95", 410, 12, "aborted", ("Q13 abort-ends-at-once",)),
-    Arrow("M480 217 C600 217 700 200 725 139", 660, 215, "aborted", ("Q13 abort-ends-at-once",)),
+    Arrow(
+        "M170 117 H330", 250, 84, "admitted", ("Q7 admit-what-fits", "Q8 admission-reserves-growth")
+    ),
+    Arrow("M480 117 H650", 565, 84, "last token", ("Q28 output-is-the-models",)),
+    Arrow("M390 139 V195", 330, 165, "preempted", ("Q24 preempt-only-when-short",)),
+    Arrow("M430 195 V139", 520, 165, "resumed", ("Q4 resumed-before-new",)),
+    Arrow("M95 95 C95 20 725 20 725 95", 410, 12, "aborted", ("Q32 abort-ends-at-once",)),
+    Arrow("M480 217 C600 217 700 200 725 139", 660, 215, "aborted", ("Q32 abort-ends-at-once",)),
 )
 
 

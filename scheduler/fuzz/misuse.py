@@ -28,9 +28,9 @@ def misuse(adapter: CacheUnderTest, kind: int, name: str) -> None:
     for lease in adapter.ended:
         if lease.epoch == adapter.manager.epoch:
             held = lease.num_blocks, lease.num_tokens, lease.loading
-            require(held == (0, 0, None), R4, "a released lease has {} blocks, tokens, loads", held)
+            require(held == (0, 0, None), R3, "a released lease has {} blocks, tokens, loads", held)
     for lease in adapter.leases.values():
-        require(not lease.block_table.flags.writeable, R3, "a block table can be written")
+        require(not lease.block_table.flags.writeable, R5, "a block table can be written")
     of_each = [list(_wrong_arguments(adapter)), list(_wrong_rows(adapter))]
     if name:
         of_each.append(list(_wrong_of(adapter, adapter.leases[name])))
@@ -61,66 +61,66 @@ def _independent_calls(adapter: CacheUnderTest) -> Iterator[Call]:
         ("block_size", (1, 0), "must be at least 1, got 0"),
         ("num_blocks", (2.0, 1), "must be an integer, got 2.0"),
     ):
-        yield R3, f"CountError: {name} {message}", partial(kvcache.CacheManager, *sizes)
-    yield R3, "", lambda: kvcache.CacheManager(1, np.int64(1))
-    yield R3, "CountError: num_blocks must be at least 1, got 0", lambda: kvcache.BlockPool(0)
+        yield R5, f"CountError: {name} {message}", partial(kvcache.CacheManager, *sizes)
+    yield R5, "", lambda: kvcache.CacheManager(1, np.int64(1))
+    yield R5, "CountError: num_blocks must be at least 1, got 0", lambda: kvcache.BlockPool(0)
     yield (
-        R3,
+        R5,
         "CountError: num_blocks must be at least 0, got -1",
         lambda: kvcache.BlockPool(1).allocate(-1),
     )
     yield (
-        R3,
+        R5,
         "IdError: block ids must be int32, got float64",
         lambda: kvcache.BlockPool(1).recycle(np.zeros(1)),
     )
     for count in (True, 1.5):
         text = f"CountError: num_blocks must be an integer, got {count}"
-        yield R3, text, partial(manager.evict, count)
-    yield R3, "", lambda: manager.evict(np.int64(0))
+        yield R5, text, partial(manager.evict, count)
+    yield R5, "", lambda: manager.evict(np.int64(0))
     several: Any
     for several in (b"tenant", "tenant", 5, ["tenant"]):
         text = "NamespaceError: keep must be a list of namespaces, each of them bytes"
-        yield R3, text, partial(manager.reset, several)
+        yield R5, text, partial(manager.reset, several)
     least, most = -(2**31), 2**31 - 1
     text = f"TokenError: token 1 is {least - 1}, outside int32"
-    yield R3, text, lambda: manager.match([0, least - 1])
+    yield R5, text, lambda: manager.match([0, least - 1])
     for tokens in (
         [least, most],
         [np.int64(1), np.uint8(2)],
         np.zeros(3, np.dtype(np.int32, metadata={"of": "tokens"})),  # equal, not the same dtype
     ):
-        yield R3, "", partial(manager.match, tokens)
+        yield R5, "", partial(manager.match, tokens)
 
 
 def _wrong_arguments(adapter: CacheUnderTest) -> Iterator[Call]:
     manager = adapter.manager
     bad: Any = "tenant"
-    yield R3, "CountError: num_blocks must be at least 0, got -1", lambda: manager.evict(-1)
-    yield R3, "TokenError: token 1 is 2147483648, outside int32", lambda: manager.match([0, 2**31])
+    yield R5, "CountError: num_blocks must be at least 0, got -1", lambda: manager.evict(-1)
+    yield R5, "TokenError: token 1 is 2147483648, outside int32", lambda: manager.match([0, 2**31])
     yield (
-        R3,
+        R5,
         "NamespaceError: namespace must be bytes, got 'tenant'",
         lambda: manager.match([0], bad),
     )
-    yield R3, "TokenError: token 0 must be an integer, got 1.5", lambda: manager.match([1.5])
-    yield R3, "TokenError: token 0 must be an integer, got True", lambda: manager.match([True])
+    yield R5, "TokenError: token 0 must be an integer, got 1.5", lambda: manager.match([1.5])
+    yield R5, "TokenError: token 0 must be an integer, got True", lambda: manager.match([True])
     text = (
         "TokenError: tokens must be a NumPy array of int32 or a list, got another array, int32: "
         "convert it with numpy.asarray"
     )
     nothing: Any = np.int32(1)
-    yield R3, text, partial(manager.match, nothing)
+    yield R5, text, partial(manager.match, nothing)
     for nothing in (None, b"a", {1}):
         text = f"TokenError: tokens must be an int32 array or a list, got {nothing}"
-        yield R3, text, partial(manager.match, nothing)
+        yield R5, text, partial(manager.match, nothing)
     yield (
-        R3,
+        R5,
         "TokenError: tokens must be int32, got int64: convert it with astype(numpy.int32)",
         lambda: manager.match(np.zeros(2, np.int64)),
     )
     yield (
-        R3,
+        R5,
         "TokenError: tokens must have one dimension, got shape (1, 2)",
         lambda: manager.match(np.zeros((1, 2), np.int32)),
     )
@@ -132,29 +132,29 @@ def _wrong_rows(adapter: CacheUnderTest) -> Iterator[Call]:
     dead = next(row for row in range(len(live) + 1) if row not in live)
     for rows in ([dead], [*live, dead], [-1], [*live, len(manager.tables.live)]):
         yield (
-            R3,
+            R5,
             f"LeaseError: rows {rows} are not all rows of live leases",
             partial(manager.extend_batch, np.array(rows, np.int32)),
         )
 
-    yield R3, "IdError: row 0 must be an integer, got 0.5", lambda: manager.extend_batch([0.5])
-    yield R3, "", lambda: manager.extend_batch([])
+    yield R5, "IdError: row 0 must be an integer, got 0.5", lambda: manager.extend_batch([0.5])
+    yield R5, "", lambda: manager.extend_batch([])
 
 
 def _wrong_of(adapter: CacheUnderTest, lease: Any) -> Iterator[Call]:
     manager, room = adapter.manager, lease.num_tokens
     yield (
-        R3,
+        R5,
         f"LeaseError: {room + 1} tokens published on a lease with room for {room}",
         lambda: manager.publish(lease, [0] * (room + 1)),
     )
     yield (
-        R3,
+        R5,
         "CountError: num_tokens must be at least 0, got -2",
         lambda: manager.extend(lease, -2),
     )
     yield (
-        R3,
+        R5,
         f"LeaseError: rows [{lease.row}, {lease.row}] name a lease twice",
         lambda: manager.extend_batch(np.array([lease.row, lease.row], np.int32)),
     )
@@ -162,9 +162,9 @@ def _wrong_of(adapter: CacheUnderTest, lease: Any) -> Iterator[Call]:
 
 def _wrong_of_ended(adapter: CacheUnderTest, lease: Any) -> Iterator[Call]:
     manager = adapter.manager
-    rule, text = R4, "LeaseError: the lease was released or belongs to another manager"
+    rule, text = R3, "LeaseError: the lease was released or belongs to another manager"
     if lease.epoch != manager.epoch:
-        rule = R5
+        rule = R4
         text = f"LeaseError: the lease is of epoch {lease.epoch}, "
         text += f"but the cache is at epoch {manager.epoch}"
         yield rule, "", lambda: manager.release(lease)  # harmless: the reset ended it

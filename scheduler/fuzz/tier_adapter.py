@@ -15,7 +15,7 @@ from ...spec.harness.cost_world import CostFactory
 from ...spec.harness.engine import Config
 from ...spec.model.storage_recency import window_of
 from ...spec.rules.rule import require
-from ...spec.rules.tiers import T26
+from ...spec.rules.tiers import T5
 from .cache_adapter import CacheAdapter
 from .lent_tokens import Lent, lend, take_back
 from .misuse import make
@@ -190,9 +190,7 @@ class TierAdapter(CacheAdapter):
     def prefetched(self, name: str) -> int | None:
         """Return the number of prefetched blocks, or None before the prefetch has ended."""
         prefetch = self._prefetches[name]
-        require(
-            prefetch.done or prefetch.num_blocks == 0, T26, "{} has blocks before its end", name
-        )
+        require(prefetch.done or prefetch.num_blocks == 0, T5, "{} has blocks before its end", name)
         return prefetch.num_blocks if prefetch.done else None
 
     def asking(self, name: str) -> int:

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from ...kvcache.storage.keys import StorageNamespace
-from ...spec.rules.cache import R3
+from ...spec.rules.cache import R5
 from .misuse import Call
 from .protocols import TiersUnderTest
 
@@ -38,30 +38,30 @@ def _wrong_configs(adapter: TiersUnderTest) -> Iterator[Call]:
         ((1, "never"), f"HostConfigError: write must be one of {policies}, got 'never'"),
         ((1, "back", 1), "HostConfigError: hits needs write='through', got write='back'"),
     ):
-        yield R3, text, partial(host, *arguments)
-    yield R3, "HostConfigError: host must be a HostConfig, got 4", partial(manager, 1, 1, host=4)
+        yield R5, text, partial(host, *arguments)
+    yield R5, "HostConfigError: host must be a HostConfig, got 4", partial(manager, 1, 1, host=4)
     text = "StorageConfigError: storage must be a StorageNamespace, got str"
-    yield R3, text, lambda: manager(1, 2, host=host(1), storage="s3://bucket")
+    yield R5, text, lambda: manager(1, 2, host=host(1), storage="s3://bucket")
     text = "StorageConfigError: storage needs a host tier, because its blocks pass through the host"
-    yield R3, text, partial(manager, 1, 1, storage=storage_of(1))
+    yield R5, text, partial(manager, 1, 1, storage=storage_of(1))
     text = "StorageConfigError: storage has blocks of 3 tokens, but the cache of 2"
-    yield R3, text, lambda: manager(1, 2, host=host(1), storage=storage_of(3))
+    yield R5, text, lambda: manager(1, 2, host=host(1), storage=storage_of(3))
 
 
 def _wrong_of_lease(adapter: TiersUnderTest, name: str) -> Iterator[Call]:
     """Yield wrong calls with a lease."""
     lease, tiers, manager = adapter.leases[name], adapter.tiers, adapter.manager
     text = "StorageConfigError: where must be 'host' or 'storage', got 'disk'"
-    yield R3, text, lambda: tiers.park(lease, [], "disk")
+    yield R5, text, lambda: tiers.park(lease, [], "disk")
     if tiers.storage is None:
         text = "StorageConfigError: where is 'storage', but the cache has no storage"
-        yield R3, text, lambda: tiers.park(lease, [], "storage")
+        yield R5, text, lambda: tiers.park(lease, [], "storage")
     if lease.loading is not None:
         text = "LeaseError: the lease cannot be published while it is loading or parking"
         for call in (manager.publish, tiers.fork, tiers.park):
-            yield R3, text, partial(call, lease, [])
+            yield R5, text, partial(call, lease, [])
         text = "CountError: num_tokens must be at least 0, got -1"
-        yield R3, text, partial(manager.extend, lease, -1)
+        yield R5, text, partial(manager.extend, lease, -1)
 
 
 def _wrong_of_parked(adapter: TiersUnderTest, name: str) -> Iterator[Call]:
@@ -72,12 +72,12 @@ def _wrong_of_parked(adapter: TiersUnderTest, name: str) -> Iterator[Call]:
     if parked.saved:
         text = f"LeaseError: the request was parked with {number} tokens, "
         text += f"but resumes with {number - 1}"
-        yield R3, text, lambda: manager.admit(few, parked)
+        yield R5, text, lambda: manager.admit(few, parked)
         return
     lease = parked.lease
     text = "LeaseError: the parked request is not saved yet: its copy is still in flight"
-    yield R3, text, lambda: manager.admit(few, parked)
+    yield R5, text, lambda: manager.admit(few, parked)
     text = "LeaseError: the lease cannot be published while it is loading or parking"
-    yield R3, text, lambda: manager.publish(lease, [])
+    yield R5, text, lambda: manager.publish(lease, [])
     text = "LeaseError: the lease is being parked: it ends with its copy"
-    yield R3, text, lambda: type(manager).release(manager, lease)
+    yield R5, text, lambda: type(manager).release(manager, lease)

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...spec.adapters.tiers import Prefix, TierSnapshot
 from ...spec.rules.rule import require
-from ...spec.rules.tiers import T8
+from ...spec.rules.tiers import T1
 from .protocols import TiersUnderTest
 
 
@@ -14,7 +14,7 @@ def snapshot_of(adapter: TiersUnderTest) -> TierSnapshot:
     """Return the state of the host tier."""
     _check_matches(adapter)
     tiers = adapter.tiers
-    found: dict[str, dict[Prefix, int]] = {"host": {}, "landing": {}, "leaving": {}}
+    found: dict[str, dict[Prefix, int]] = {"host": {}, "offloading": {}, "promoting": {}}
     for namespace, root in tiers.state.tree.roots.items():
         stack: list[tuple[Any, tuple[int, ...]]] = [(child, ()) for child in root.children.values()]
         while stack:
@@ -29,8 +29,8 @@ def snapshot_of(adapter: TiersUnderTest) -> TierSnapshot:
     return TierSnapshot(
         tiers.state.host.pool.free_ids().tolist(),
         found["host"],
-        found["landing"],
-        set(found["leaving"]),
+        found["offloading"],
+        set(found["promoting"]),
         idle,
         {
             **{name: getattr(stats, name) for name in stats.__dataclass_fields__},
@@ -47,7 +47,7 @@ def _check_matches(adapter: TiersUnderTest) -> None:
             same = (match.num_blocks, match.num_host_blocks, match.host_runs) == (
                 now.num_blocks, now.num_host_blocks, now.host_runs
             )  # fmt: skip
-            require(same, T8, "the match of {} is outdated, but counts as current", name)
+            require(same, T1, "the match of {} is outdated, but counts as current", name)
 
 
 def _add_node(
@@ -62,8 +62,8 @@ def _add_node(
     tokens = (*before, *memoryview(node.tokens).cast("i").tolist())[:end]
     run = node.host
     if run is not None:
-        state = "landing" if run.in_flight else "leaving" if run.promoting else "host"
-        if state != "leaving" or not node.device_blocks:
+        state = "offloading" if run.in_flight else "promoting" if run.promoting else "host"
+        if state != "promoting" or not node.device_blocks:
             ids = memoryview(run.blocks).cast("i").tolist()
             for index, block in enumerate(ids, 1):
                 found[state][namespace, tokens[: len(before) + index * block_size]] = block

@@ -125,27 +125,27 @@ class SchedulerPromises:
     scheduler.
 
     Attributes:
-        bounds_running: Q33; `max_running` bounds the requests that hold blocks, not only those of a
+        bounds_running: Q16; `max_running` bounds the requests that hold blocks, not only those of a
             step.
-        running_first: Q5, Q36; each running request is in each step, unless it waits for copies.
-        policy: Q6, Q9; admission and preemption follow the order of the configuration.
-        resumed_first: Q7 and Q8.
+        running_first: Q17, Q18; each running request is in each step, unless it waits for copies.
+        policy: Q3, Q26; admission and preemption follow the order of the configuration.
+        resumed_first: Q4 and Q27.
         whole: Q21; a request gets the blocks of all its tokens at once, not chunk by chunk.
-        leaders: Q17; a request that needs a block that another computes waits for it.
-        reserves: Q26, Q27, Q28; growth is reserved as configured.
-        never_preempts: Q18; no request is preempted if the configuration reserves all growth.
-        preempts_when_short: Q25; a request is preempted only if the blocks that running requests
+        leaders: Q5; a request that needs a block that another computes waits for it.
+        reserves: Q8, Q9, Q7; growth is reserved as configured.
+        never_preempts: Q25; no request is preempted if the configuration reserves all growth.
+        preempts_when_short: Q24; a request is preempted only if the blocks that running requests
             need for the step, at most, are not available.
         keeps_in_flight: Q23; an abort frees no block of a step in flight. Without it, blocks are
             freed at once, which is safe if the device runs steps in order.
-        publish_on_compute: Q12 more strictly: a hit names only blocks that earlier steps have
+        publish_on_compute: Q22 more strictly: a hit names only blocks that earlier steps have
             computed. Without it, a request may hit what an earlier request computes in the same
             step, which is safe if each layer writes the KV of all chunks before it reads.
-        hits: Q34; what was computed can be hit, as long as its blocks are not handed out again. A
+        hits: Q11; what was computed can be hit, as long as its blocks are not handed out again. A
             hit may leave one token to compute.
-        hits_last: Q34; a hit may include the block of the last token.
-        exact: Q22; `available` counts every block that no running request holds, after each call.
-        max_overtaken: Q35; most later requests that are admitted while a request waits, or None.
+        hits_last: Q11; a hit may include the block of the last token.
+        exact: Q36; `available` counts every block that no running request holds, after each call.
+        max_overtaken: Q6; most later requests that are admitted while a request waits, or None.
     """
 
     bounds_running: bool = False

@@ -43,16 +43,16 @@ class TierSnapshot:
     Attributes:
         free: block ids in the host's pool.
         host: host block of each prefix that can be found on the host.
-        landing: host block of each prefix that is being written.
-        leaving: prefixes in flight to the device that were moved, not copied.
+        offloading: host block of each prefix that is being written.
+        promoting: prefixes in flight to the device that were moved, not copied.
         idle: host blocks that can be dropped, in eviction order.
         counts: reported counters, by name.
     """
 
     free: Sequence[int]
     host: dict[Prefix, int]
-    landing: dict[Prefix, int]
-    leaving: set[Prefix]
+    offloading: dict[Prefix, int]
+    promoting: set[Prefix]
     idle: Sequence[int]
     counts: Mapping[str, int] = field(default_factory=dict)
 

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias
 from ..adapters.scheduler import SchedulerFactory
 from ..model.scheduler import Reason
 from ..rules.rule import require
-from ..rules.scheduler import Q32
+from ..rules.scheduler import Q29
 from .engine import Below, Config, Operation
 from .scheduler.configuration import draw_config
 from .scheduler.world import SchedulerWorld
@@ -52,19 +52,19 @@ def check_same(factory: SchedulerFactory, config: Config, requests: Sequence[Ope
     """Check that requests get the same tokens in all of `WAYS`.
 
     Raises:
-        Violation: Q32, or any other rule, is broken.
+        Violation: Q29, or any other rule, is broken.
     """
     first = outputs(factory, config, requests)
     for way in WAYS:
         other = outputs(factory, {**config, **way}, requests)
         require(
             other.keys() == first.keys(),
-            Q32, "with {} {} are accepted, and without {}", way, list(other), list(first),
+            Q29, "with {} {} are accepted, and without {}", way, list(other), list(first),
         )  # fmt: skip
         for name, wanted in first.items():
             require(
                 other[name] == wanted,
-                Q32, "with {} {} generates {}, and without {}", way, name, other[name], wanted,
+                Q29, "with {} {} generates {}, and without {}", way, name, other[name], wanted,
             )  # fmt: skip
 
 

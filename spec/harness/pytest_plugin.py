@@ -8,7 +8,7 @@ A ``kvspec.toml`` names the target and the number of steps::
     steps = 20_000
     seed = 0           # without it, each run has a new seed, which a failure names
     block_sizes = [1, 2, 3, 4]       # and pool_sizes, the numbers of blocks
-    known = []         # rules that it is known to break: they are not judged, as ["Q15"]
+    known = []         # rules that it is known to break: they are not judged, as ["Q31"]
 
 Several targets are tables of one file, each with these keys: ``[cache]``, ``[tiers]`` and so on.
 

@@ -43,7 +43,7 @@ class HostOrder:
         for tag in idle:
             require(
                 used <= self.touched_at.get(tag, 0),
-                rules.T38,
+                rules.T23,
                 "a copy is dropped after those that were used {} later",
                 used - self.touched_at.get(tag, 0),
             )

@@ -2,8 +2,8 @@
 
 A prefix is published on the device or not, and it is in one place below::
 
-    host ◄─── landing ◄─── device        landing: a copy to the host is in flight
-      └─────► leaving ───► device        leaving: moved off the host, in flight to the device
+    host ◄─── offloading ◄─── device        offloading: a copy to the host is in flight
+      └─────► promoting ───► device        promoting: moved off the host, in flight to the device
 
 A `Step` says where each prefix is after an operation if the host has room for all of them. A state
 is allowed if it is that one, less the copies that may be dropped for room. The step contains the
@@ -22,11 +22,11 @@ from ..rules.rule import Rule, require
 from .ghost import Tag
 from .prefixes import Prefixes
 
-Place: TypeAlias = Literal["host", "landing", "leaving", "nowhere"]
+Place: TypeAlias = Literal["host", "offloading", "promoting", "nowhere"]
 Places: TypeAlias = tuple[tuple[Place, ...], Rule]
 """The places below the device where a prefix may be, and the rule that says so."""
 
-NOWHERE: Final[Places] = ("nowhere",), rules.T12
+NOWHERE: Final[Places] = ("nowhere",), rules.T15
 
 
 @dataclass(frozen=True)
@@ -34,24 +34,24 @@ class Residency:
     """Where each prefix is at one time.
 
     Attributes:
-        device, host, landing: the block of each prefix.
-        leaving: prefixes that were moved off the host and are not on the device yet.
+        device, host, offloading: the block of each prefix.
+        promoting: prefixes that were moved off the host and are not on the device yet.
         num_free: number of free host blocks.
         order: host blocks that can be dropped, in eviction order.
     """
 
     device: Mapping[Tag, int]
     host: Mapping[Tag, int]
-    landing: Mapping[Tag, int]
-    leaving: frozenset[Tag]
+    offloading: Mapping[Tag, int]
+    promoting: frozenset[Tag]
     num_free: int
     order: Sequence[int]
 
     @cached_property
     def below(self) -> dict[Tag, Place]:
         """The place of each prefix below the device."""
-        found: dict[Tag, Place] = dict.fromkeys(self.leaving, "leaving")
-        found.update(dict.fromkeys(self.landing, "landing"))
+        found: dict[Tag, Place] = dict.fromkeys(self.promoting, "promoting")
+        found.update(dict.fromkeys(self.offloading, "offloading"))
         found.update(dict.fromkeys(self.host, "host"))
         return found
 
@@ -66,7 +66,7 @@ class Residency:
         tags = {block: tag for tag, block in self.host.items()}
         return {tags[block]: block for block in self.order if block in tags}
 
-    def spare(self) -> set[Tag]:
+    def redundant(self) -> set[Tag]:
         """Prefixes on the device whose copy on the host can be dropped."""
         return self.idle.keys() & self.device.keys()
 
@@ -89,7 +89,7 @@ class Step:
     moves: dict[Tag, Places] = field(default_factory=dict)
     takes_room: bool = False
     is_eviction: bool = False
-    otherwise: Rule = rules.T44
+    otherwise: Rule = rules.T17
 
     # What an operation moves
 
@@ -101,9 +101,9 @@ class Step:
         before = self.before
         for tag in tags:
             place = before.below.get(tag, "nowhere")
-            ends = place == "leaving" or (self.write == "exclusive" and tag in before.idle)
+            ends = place == "promoting" or (self.write == "exclusive" and tag in before.idle)
             if place == "nowhere" or (ends and tag not in before.device):
-                self.moves[tag] = ("landing",), rules.T33
+                self.moves[tag] = ("offloading",), rules.T16
 
     def end_out(self, results: Mapping[Tag, bool], prefixes: Prefixes) -> None:
         """Copies to the host end; those that follow a failed one may be given up with it."""
@@ -112,9 +112,9 @@ class Step:
             if not results[tag]:
                 self.moves[tag] = NOWHERE
             elif prefixes.parent[tag] in bad:
-                self.moves[tag] = ("host", "nowhere"), rules.T12
+                self.moves[tag] = ("host", "nowhere"), rules.T15
             else:
-                self.moves[tag] = ("host",), rules.T11
+                self.moves[tag] = ("host",), rules.T14
                 continue
             bad.add(tag)
 
@@ -122,28 +122,28 @@ class Step:
         """Copies are moved off the host, and stay there only while something else reads them."""
         for tag in tags:
             held: tuple[Place, ...] = () if tag in self.before.idle else ("host",)
-            self.moves[tag] = ("leaving", *held), rules.T15
+            self.moves[tag] = ("promoting", *held), rules.T25
 
     def end_in(self, tags: Iterable[Tag]) -> None:
         """Prefixes that were moved off the host have arrived on the device, or are lost."""
-        self.moves.update(dict.fromkeys(self.before.leaving.intersection(tags), NOWHERE))
+        self.moves.update(dict.fromkeys(self.before.promoting.intersection(tags), NOWHERE))
 
     def fetch(self, path: Sequence[Tag], num_known: int, num_good: int) -> list[Tag]:
         """Blocks of a path arrive from storage behind the known ones; return those that are new."""
         if not self.before.anywhere.issuperset(path[:num_known]):
             return []
         new = [tag for tag in path[num_known:][:num_good] if tag not in self.before.anywhere]
-        self.moves.update(dict.fromkeys(new, (("host",), rules.T26)))
+        self.moves.update(dict.fromkeys(new, (("host",), rules.T5)))
         return new
 
     def reset(self, kept: Collection[Tag]) -> None:
         """All operations end, and all prefixes go but the kept ones."""
         stays: dict[Place, tuple[Place, ...]] = {
-            "host": ("host",), "leaving": ("leaving", "nowhere"), "landing": ("nowhere",)
+            "host": ("host",), "promoting": ("promoting", "nowhere"), "offloading": ("nowhere",)
         }  # fmt: skip
         for tag in self.before.anywhere:
-            place = self.before.below.get(tag, "landing")  # of the device alone: not demoted
-            self.moves[tag] = stays[place] if tag in kept else ("nowhere",), rules.T28
+            place = self.before.below.get(tag, "offloading")  # of the device alone: not demoted
+            self.moves[tag] = stays[place] if tag in kept else ("nowhere",), rules.T40
 
     # The state after it
 
@@ -154,10 +154,10 @@ class Step:
             device: the prefixes on the device after the operation.
         """
         evicted = self.before.device.keys() - device if self.write != "through" else ()
-        expected: dict[Tag, Places] = {tag: (("landing",), rules.T13) for tag in evicted}
+        expected: dict[Tag, Places] = {tag: (("offloading",), rules.T20) for tag in evicted}
         for tag, place in self.before.below.items():
-            has_arrived = place == "leaving" and tag in device
-            expected[tag] = NOWHERE if has_arrived else ((place,), rules.T14)
+            has_arrived = place == "promoting" and tag in device
+            expected[tag] = NOWHERE if has_arrived else ((place,), rules.T24)
         expected.update(self.moves)
         if self.write == "exclusive":  # there a copy goes when nothing reads it
             for tag in expected.keys() & device:
@@ -182,10 +182,10 @@ class Step:
         dropped = self._missing(after, prefixes)
         for tag, rule in dropped.items():
             depth, was_found = prefixes.depth[tag], self.before.below.get(tag) == "host"
-            require(tag not in held, rules.T26, "block {} is gone, which a prefetch follows", depth)
-            can_drop = rule is rules.T13 or (rule is rules.T14 and was_found)
+            require(tag not in held, rules.T5, "block {} is gone, which a prefetch follows", depth)
+            can_drop = rule is rules.T20 or (rule is rules.T24 and was_found)
             require(can_drop and self.takes_room, rule, "block {} of a path is nowhere", depth)
-        require(not dropped or not after.num_free, rules.T14, "{} blocks were dropped, and {} host "
+        require(not dropped or not after.num_free, rules.T24, "{} blocks were dropped, and {} host "
                 "blocks are free", len(dropped), after.num_free)  # fmt: skip
         lost = dropped.keys() - after.device.keys()
         if self.takes_room and self.write != "through":
@@ -196,12 +196,12 @@ class Step:
         """The prefixes that should be below the device and are not, each with its rule."""
         expected = self.expected(after.device)
         for tag, place in after.below.items():
-            require(tag in prefixes.depth, rules.T4, "a prefix is {} that nobody computed", place)
+            require(tag in prefixes.depth, rules.T2, "a prefix is {} that nobody computed", place)
             places, rule = expected.get(tag, (("nowhere",), self.otherwise))
-            if place == "host" and "landing" in places:
-                rule = rules.T1
-            elif place != "host" and rule is rules.T12:
-                rule = rules.T33
+            if place == "host" and "offloading" in places:
+                rule = rules.T3
+            elif place != "host" and rule is rules.T15:
+                rule = rules.T16
             require(place in places, rule, "block {} of a path is {}, not {}", prefixes.depth[tag],
                     place, " or ".join(places))  # fmt: skip
         return {
@@ -218,17 +218,17 @@ class Step:
             return
         left = self.before.device.keys() - after.device.keys()  # their copies go last
         kept = [tag in after.host for tag in self.before.idle if tag not in left]
-        require(kept == sorted(kept), rules.T37, "of {} host blocks in order, these are kept: {}",
+        require(kept == sorted(kept), rules.T22, "of {} host blocks in order, these are kept: {}",
                 len(kept), [place for place, is_kept in enumerate(kept) if is_kept])  # fmt: skip
 
     def _check_demoted(self, after: Residency, lost: Collection[Tag]) -> None:
         """Check that as much as possible of what left the device is on its way to the host."""
         before = self.before
-        copies = after.spare() if lost else ()
-        require(not copies, rules.T36, "{} blocks are lost, and {} copies of what the device has "
+        copies = after.redundant() if lost else ()
+        require(not copies, rules.T21, "{} blocks are lost, and {} copies of what the device has "
                 "are kept", len(lost), len(copies))  # fmt: skip
         left = before.device.keys() - after.device.keys()
         nowhere = left - after.anywhere - before.below.keys()
         room = after.num_free + len(after.idle.keys() - left)
-        require(not nowhere or not room, rules.T13, "{} blocks left the device for nowhere, with "
+        require(not nowhere or not room, rules.T20, "{} blocks left the device for nowhere, with "
                 "room for {}", len(nowhere), room)  # fmt: skip

@@ -244,7 +244,7 @@ class SchedulerModel:
         needed, there = self.blocks_for(request.max_kv_tokens), self.limits.num_blocks
         require(
             accepted == (needed <= there),
-            rules.Q19, "{} needs {} blocks of {}, and is {}",
+            rules.Q1, "{} needs {} blocks of {}, and is {}",
             request.name, needed, there, "accepted" if accepted else "refused",
         )  # fmt: skip
         if accepted:
@@ -300,17 +300,17 @@ class SchedulerModel:
         limits, live = self.limits, self.live
         require(
             bool(step.chunks) <= bool(live) <= bool(step.chunks or step.num_copies),
-            rules.Q24, "{} chunks are planned for {} live requests", len(step.chunks), len(live),
+            rules.Q14, "{} chunks are planned for {} live requests", len(step.chunks), len(live),
         )  # fmt: skip
         require(
             step.num_tokens <= limits.token_budget,
-            rules.Q2, "{} tokens are planned, the budget is {}",
+            rules.Q15, "{} tokens are planned, the budget is {}",
             step.num_tokens, limits.token_budget,
         )  # fmt: skip
         bounded = step.running if "bounds_running" in self.promised else step.chunks
         require(
             len(bounded) <= limits.max_running,
-            rules.Q33, "{} run, and {} may", len(bounded), limits.max_running,
+            rules.Q16, "{} run, and {} may", len(bounded), limits.max_running,
         )  # fmt: skip
         for name, computed in step.begun.items():
             request, last = live[name], len(live[name].tokens) - 1
@@ -318,30 +318,30 @@ class SchedulerModel:
             most = last if request.is_loading else least
             require(
                 least <= computed <= most and request.hit % limits.block_size == 0,
-                rules.Q11, "{} starts at {} of {} tokens after a hit of {}",
+                rules.Q10, "{} starts at {} of {} tokens after a hit of {}",
                 name, computed, last + 1, max(request.hit, least),
             )  # fmt: skip
         planned = set()
         for request, start, length in step.chunks:
             name = request.name
-            require(name not in planned, rules.Q3, "{} has two chunks in a step", name)
+            require(name not in planned, rules.Q19, "{} has two chunks in a step", name)
             planned.add(name)
             require(
-                request.phase == "running", rules.Q1, "{} is computed while {}", name, request.phase
+                request.phase == "running", rules.Q2, "{} is computed while {}", name, request.phase
             )
             ready = start == request.computed and not (
                 request.is_loading and name not in step.begun
             )
             require(
                 ready and 1 <= length <= len(request.tokens) - start,
-                rules.Q3, "{} has {} of {} tokens computed, and its chunk is {} tokens from {}",
+                rules.Q19, "{} has {} of {} tokens computed, and its chunk is {} tokens from {}",
                 name, request.computed, len(request.tokens), length, start,
             )  # fmt: skip
             table = self.tables[name]
             needed = self.blocks_for(start + length)
             require(
                 len(table) >= needed and len(set(table)) == len(table),
-                rules.Q4, "{} writes up to token {}, which takes {} blocks, with {}",
+                rules.Q20, "{} writes up to token {}, which takes {} blocks, with {}",
                 name, start + length, needed, table,
             )  # fmt: skip
 
@@ -366,12 +366,12 @@ class SchedulerModel:
         """Check that a request reads its own prefix, up to token `end`."""
         require(
             len(table) * self.limits.block_size >= end,
-            rules.Q4, "{} reads {} tokens through {}, {}", request.name, end, table, when,
+            rules.Q20, "{} reads {} tokens through {}, {}", request.name, end, table, when,
         )  # fmt: skip
         try:
             self.device.read(f"{request.name} {when}", table, request.tags[:end])
         except Violation as violation:
-            raise Violation(rules.Q12, violation.why) from violation
+            raise Violation(rules.Q22, violation.why) from violation
 
     def sampled(self, step: Step) -> list[int]:
         """Return the token after each chunk, -1 within a prompt."""
@@ -394,7 +394,7 @@ class SchedulerModel:
                 self.end(request)
         require(
             sorted(ended) == sorted(expected),
-            rules.Q10, "{} ended in this step, and not {}", ended, expected,
+            rules.Q28, "{} ended in this step, and not {}", ended, expected,
         )  # fmt: skip
 
     def publish(self, request: Request, table: Sequence[int]) -> None:
@@ -441,21 +441,21 @@ class SchedulerModel:
             is_busy: whether copies are in flight, which may hold blocks too.
         """
         known = [request.name for request in self.running]
-        require(running == known, rules.Q1, "{} run, and not {}", running, known)
+        require(running == known, rules.Q2, "{} run, and not {}", running, known)
         queued = [request.name for request in self.waiting()]
         require(
             sorted(waiting) == sorted(queued),
-            rules.Q1, "{} wait, and not {}", waiting, sorted(queued),
+            rules.Q2, "{} wait, and not {}", waiting, sorted(queued),
         )  # fmt: skip
         require(
             list(waiting) == queued or "policy" not in self.promised,
-            rules.Q6, "they wait in the order {}, and not {}", waiting, queued,
+            rules.Q3, "they wait in the order {}, and not {}", waiting, queued,
         )  # fmt: skip
         for request in self.running:
             name = request.name
             require(
                 computed[name] == request.computed,
-                rules.Q3, "{} says that {} tokens are computed, not {}",
+                rules.Q19, "{} says that {} tokens are computed, not {}",
                 name, computed[name], request.computed,
             )  # fmt: skip
             self.tables[name] = list(tables[name])
@@ -465,18 +465,18 @@ class SchedulerModel:
         exact = "exact" in self.promised and not is_busy
         require(
             held + available == num_blocks if exact else held + available <= num_blocks,
-            rules.Q22, "{} blocks are held and {} can be had, of {}", held, available, num_blocks,
+            rules.Q36, "{} blocks are held and {} can be had, of {}", held, available, num_blocks,
         )  # fmt: skip
 
     def check_output(self, request: Request, output: Sequence[int], reason: Reason | None) -> None:
         """Check the output of a request, and its reason if it has ended."""
         known = request.outputs[: request.num_output]
         require(
-            output == known, rules.Q10, "{} has output {}, and not {}", request.name, output, known
+            output == known, rules.Q28, "{} has output {}, and not {}", request.name, output, known
         )
         wanted = request.reason if request.phase == "ended" else None
         require(
             reason == wanted,
-            rules.Q10, "{} ended by {!r} and not {!r} with {} of {} tokens",
+            rules.Q28, "{} ended by {!r} and not {!r} with {} of {} tokens",
             request.name, reason, wanted, len(output), len(request.outputs),
         )  # fmt: skip

@@ -20,7 +20,7 @@ def check_policies(model: SchedulerModel, step: Step, most_overtaken: int | None
     Args:
         model: the model, after the decision.
         step: the decision.
-        most_overtaken: bound of Q35, or None.
+        most_overtaken: bound of Q6, or None.
     """
     promised = model.promised
     if "whole" in promised:
@@ -60,16 +60,16 @@ def check_whole(model: SchedulerModel, step: Step) -> None:
 
 
 def check_progress(model: SchedulerModel, step: Step) -> None:
-    """Q5: every running request progresses, decoding ones first; only the budget cuts a chunk.
+    """Q17: every running request progresses, decoding ones first; only the budget cuts a chunk.
 
-    Q36: beside copies, a request may wait for its own copies, or for blocks that copies will free.
+    Q18: beside copies, a request may wait for its own copies, or for blocks that copies will free.
     """
     planned = [request for request, _, _ in step.chunks]
     waiting = {request for request in step.running if request.is_loading} - set(planned)
     for request in waiting:
         require(
             request.name in step.loading,
-            rules.Q36, "{} is not computed, and no copy into its blocks is in flight", request.name,
+            rules.Q18, "{} is not computed, and no copy into its blocks is in flight", request.name,
         )  # fmt: skip
     short = [
         request
@@ -81,7 +81,7 @@ def check_progress(model: SchedulerModel, step: Step) -> None:
         held, there = len(model.held()), model.limits.num_blocks
         require(
             held + len(short) <= there,
-            rules.Q36, "{} wait for {} blocks, and running requests hold {} of {}",
+            rules.Q18, "{} wait for {} blocks, and running requests hold {} of {}",
             _names(short), len(short), held, there,
         )  # fmt: skip
         model.situations["waited for blocks"] += 1
@@ -93,37 +93,41 @@ def check_progress(model: SchedulerModel, step: Step) -> None:
         del wanted[max(len(planned), decoding) :]
     require(
         planned == wanted,
-        rules.Q5, "the step computes {}, and {} run", _names(planned), _names(step.running),
+        rules.Q17, "the step computes {}, and {} run", _names(planned), _names(step.running),
     )  # fmt: skip
     for request, start, length in step.chunks:
         whole = start + length == len(request.tokens)
         require(
             whole or (request is planned[-1] and step.num_tokens == model.limits.token_budget),
-            rules.Q5, "the chunk of {} ends at {} of {} tokens, with {} tokens in the step",
+            rules.Q17, "the chunk of {} ends at {} of {} tokens, with {} tokens in the step",
             request.name, start + length, len(request.tokens), step.num_tokens,
         )  # fmt: skip
 
 
 def check_preempted(model: SchedulerModel, step: Step) -> None:
-    """Q9, Q18, Q25: preempt the last in the order, only for blocks, never if all is reserved."""
+    """Q26, Q25, Q24: preempt the last in the order, only for blocks, never if all is reserved."""
     promised, names = model.promised, _names(step.preempted)
     if "never_preempts" in promised:
         whole = model.limits.reserve_tokens is None
-        require(not whole, rules.Q18, "{} preempted, with all reserved", names)
+        require(not whole, rules.Q25, "{} preempted, with all reserved", names)
     if "preempts_when_short" in promised:
         there = step.available
         if model.has_tiers:  # a block that no request holds will be available after the copies
             there = model.limits.num_blocks - len(set().union(*model.before.values()))
         require(
             step.growth > there,
-            rules.Q25, "{} preempted for {} blocks with {} to be had",
+            rules.Q24, "{} preempted for {} blocks with {} to be had",
             names, step.growth, there,
         )  # fmt: skip
     if "policy" in promised:
         least = min(request.order for request in step.preempted)
         for request in step.running:
             require(
-                request.order < least, rules.Q9, "{} preempted, and {} goes on", names, request.name
+                request.order < least,
+                rules.Q26,
+                "{} preempted, and {} goes on",
+                names,
+                request.name,
             )
 
 
@@ -131,27 +135,30 @@ def check_preempted(model: SchedulerModel, step: Step) -> None:
 
 
 def check_resumed_first(model: SchedulerModel, step: Step) -> None:
-    """Q7, Q8: preempted requests are admitted first, but not in the same step."""
+    """Q4, Q27: preempted requests are admitted first, but not in the same step."""
     require(
         not (step.preempted and step.admitted),
-        rules.Q8, "{} are preempted and {} admitted", _names(step.preempted), _names(step.admitted),
-    )  # fmt: skip
+        rules.Q27,
+        "{} are preempted and {} admitted",
+        _names(step.preempted),
+        _names(step.admitted),
+    )
     new = [request for request in step.admitted if not request.num_preemptions]
     if new:
         parked = [each for each in model.live.values() if each.phase == "preempted"]
-        require(not parked, rules.Q7, "{} start while {} wait", _names(new), _names(parked))
+        require(not parked, rules.Q4, "{} start while {} wait", _names(new), _names(parked))
         last = step.admitted[-1]
         before_new = step.admitted.index(new[0]) + len(new) == len(step.admitted)
-        require(before_new, rules.Q7, "{} is resumed after a new request", last.name)
+        require(before_new, rules.Q4, "{} is resumed after a new request", last.name)
 
 
 def check_order(model: SchedulerModel, step: Step) -> None:
-    """Q6: no request is overtaken that could have been admitted."""
+    """Q3: no request is overtaken that could have been admitted."""
     for first, second in pairwise(step.admitted):
         same = bool(first.num_preemptions) == bool(second.num_preemptions)
         require(
             not same or first.order < second.order,
-            rules.Q6, "{} is admitted before {}", first.name, second.name,
+            rules.Q3, "{} is admitted before {}", first.name, second.name,
         )  # fmt: skip
     for request in step.admitted:
         ahead = step.running[: step.running.index(request)]
@@ -161,12 +168,12 @@ def check_order(model: SchedulerModel, step: Step) -> None:
                 require(
                     other.name in step.awaited
                     or ("leaders" in model.promised and leader_of(model, other, ahead)),
-                    rules.Q6, "{} is admitted and {} goes on waiting", request.name, other.name,
+                    rules.Q3, "{} is admitted and {} goes on waiting", request.name, other.name,
                 )  # fmt: skip
 
 
 def check_overtaken(model: SchedulerModel, step: Step, most: int) -> None:
-    """Q35: a waiting request is overtaken by a bounded number of later ones."""
+    """Q6: a waiting request is overtaken by a bounded number of later ones."""
     for request in step.admitted:
         request.overtaken = 0
         for other in model.live.values():
@@ -174,7 +181,7 @@ def check_overtaken(model: SchedulerModel, step: Step, most: int) -> None:
                 other.overtaken += 1
                 require(
                     other.overtaken <= most,
-                    rules.Q35, "{} waits, and {} later requests were admitted: {} may",
+                    rules.Q6, "{} waits, and {} later requests were admitted: {} may",
                     other.name, other.overtaken, most,
                 )  # fmt: skip
 
@@ -198,13 +205,13 @@ def leader_of(model: SchedulerModel, request: Request, running: Iterable[Request
 
 
 def check_leaders(model: SchedulerModel, step: Step) -> None:
-    """Q17: two requests do not compute the same block if the second could have waited."""
+    """Q5: two requests do not compute the same block if the second could have waited."""
     for request in step.admitted:
         end = next_block(model, request)
         for leader in step.running[: step.running.index(request)] if end else ():
             require(
                 next_block(model, leader) != end or leader.tags[end - 1] != request.tags[end - 1],
-                rules.Q17, "{} is admitted to compute tokens up to {}, as {} is about to",
+                rules.Q5, "{} is admitted to compute tokens up to {}, as {} is about to",
                 request.name, end, leader.name,
             )  # fmt: skip
 
@@ -213,7 +220,7 @@ def check_leaders(model: SchedulerModel, step: Step) -> None:
 
 
 def check_hits(model: SchedulerModel, step: Step) -> None:
-    """Q34: an admitted request hits every published block of its prefix that is still there.
+    """Q11: an admitted request hits every published block of its prefix that is still there.
 
     The decision shows which blocks were handed out anew: first those that running requests grew
     by, then those of each admission. A block that was handed out holds its old prefix no more.
@@ -234,21 +241,21 @@ def check_hits(model: SchedulerModel, step: Step) -> None:
             due = end
         require(
             request.hit >= due,
-            rules.Q34, "{} hits {} tokens, and {} of its {} are published",
+            rules.Q11, "{} hits {} tokens, and {} of its {} are published",
             request.name, request.hit, due, len(request.tokens),
         )  # fmt: skip
         model.reuse(model.tables[request.name][request.hit // size :])
 
 
 def check_asked(model: SchedulerModel, step: Step) -> None:
-    """Q37: storage is asked before a request is admitted, unless others fill the host."""
+    """Q12: storage is asked before a request is admitted, unless others fill the host."""
     size = model.limits.block_size
     for name in step.unasked:
         ahead = [each for each in step.unbegun if each.name not in step.unasked]
         wanted = sum(len(each.tokens) // size for each in (*ahead, model.live[name]))
         require(
             ahead and wanted > model.num_host_blocks,
-            rules.Q37, "{} is admitted, storage was not asked for it, and {} blocks are wanted of "
+            rules.Q12, "{} is admitted, storage was not asked for it, and {} blocks are wanted of "
             "the {} that the host has", name, wanted, model.num_host_blocks,
         )  # fmt: skip
 
@@ -286,18 +293,18 @@ class Reserve:
 
 
 def check_reserved(model: SchedulerModel, step: Step) -> None:
-    """Q26, Q27, Q28: an admission leaves the reserve, and a request that fits is admitted."""
+    """Q8, Q9, Q7: an admission leaves the reserve, and a request that fits is admitted."""
     reserve, left, limits = Reserve(model, step.running), step.left, model.limits
     if step.admitted:
         names = _names(step.admitted)
         require(
             left >= reserve.growth,
-            rules.Q26, "{} admitted, {} blocks are left for a growth of {}",
+            rules.Q8, "{} admitted, {} blocks are left for a growth of {}",
             names, left, reserve.growth,
         )  # fmt: skip
         require(
             left + reserve.private >= reserve.lack,
-            rules.Q27, "{} admitted, {} blocks are left and {} private, the neediest lacks {}",
+            rules.Q9, "{} admitted, {} blocks are left and {} private, the neediest lacks {}",
             names, left, reserve.private, reserve.lack,
         )  # fmt: skip
     queue = model.waiting()
@@ -318,7 +325,7 @@ def check_reserved(model: SchedulerModel, step: Step) -> None:
     fits = after >= reserve.growth + reserve.growth_of(head, held)
     require(
         not (fits and after + reserve.private >= lack),
-        rules.Q28, "{} waits, with {} blocks for its {} tokens and a slot", head.name, left,
+        rules.Q7, "{} waits, with {} blocks for its {} tokens and a slot", head.name, left,
         len(head.tokens),
     )  # fmt: skip
     model.situations["refused by the reservation"] += 1

@@ -18,7 +18,7 @@ def window_of(config: Mapping[str, Any]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _Reported:
     """Earliest and latest time of the last reported use of a prefix."""
 
     first: int
@@ -38,7 +38,7 @@ class StorageUses:
     window: int
     now: int = 0
     stored: set[Tag] = field(default_factory=set)
-    _told: dict[Tag, _Told] = field(default_factory=dict)
+    _reported: dict[Tag, _Reported] = field(default_factory=dict)
     # Since storage was told:
     _may: dict[Tag, list[int]] = field(default_factory=dict)  # the uses that it may be told
     _last: dict[Tag, int] = field(default_factory=dict)  # the last use
@@ -53,9 +53,9 @@ class StorageUses:
             must: False if a report is only allowed.
         """
         now = self.now
-        never = _Told(now - self.window, now - self.window)
+        never = _Reported(now - self.window, now - self.window)
         for tag in path:
-            since = self._told.get(tag, never)
+            since = self._reported.get(tag, never)
             uses = self._may.setdefault(tag, [])
             if now - since.first >= self.window:
                 uses.append(now)
@@ -67,38 +67,38 @@ class StorageUses:
         """Record that `tags` were written to storage, `good` of them without a fault."""
         self.stored.update(good)
         for tag in tags:
-            self._told.pop(tag, None)
+            self._reported.pop(tag, None)
 
     def cached(self, anywhere: Collection[Tag]) -> None:
         """Forget the prefixes that are not cached anywhere."""
         self.stored.intersection_update(anywhere)
         self._gone.update(tag for tag in self._may if tag not in anywhere)
-        for tag in [tag for tag in self._told if tag not in anywhere]:
-            del self._told[tag]
+        for tag in [tag for tag in self._reported if tag not in anywhere]:
+            del self._reported[tag]
 
     def reset(self) -> None:
         """Forget all uses and reports."""
-        self._told.clear()
+        self._reported.clear()
         self._forget_uses()
 
     def tell(self, keys: Sequence[bytes], prefixes: Prefixes) -> None:
         """Check the uses reported to storage since the last report."""
         by_key = {prefixes.key[tag]: tag for tag in self._may}
         other = [key for key in keys if key not in by_key]
-        require(not other, rules.T42, "storage is told of {} blocks that were not used", len(other))
+        require(not other, rules.T30, "{} blocks are reported that were not used", len(other))
         place = {by_key[key]: place for place, key in enumerate(keys)}
-        require(len(place) == len(keys), rules.T41, "storage is told twice of one block")
+        require(len(place) == len(keys), rules.T31, "a report names a block twice")
         for tag, here in place.items():
             after = place.get(prefixes.parent[tag], len(keys))
-            require(here < after, rules.T41, "storage is told of a block after what it follows")
+            require(here < after, rules.T31, "a report names a block after its parent")
             uses = self._may[tag]
-            require(len(uses) > 0, rules.T42, "storage is told of a block again, so soon")
+            require(len(uses) > 0, rules.T30, "a block is reported again too soon")
             # A prefix dropped in between may be reported again at once.
             first = uses[0] - self.window if tag in self._gone else uses[0]
-            self._told[tag] = _Told(first, self._last[tag])
+            self._reported[tag] = _Reported(first, self._last[tag])
         for tag in self._must:
             depth = prefixes.depth[tag]
-            require(tag in place, rules.T40, "storage is not told that block {} is used", depth)
+            require(tag in place, rules.T29, "the use of block {} is not reported", depth)
         self._forget_uses()
 
     def _forget_uses(self) -> None:

@@ -239,7 +239,7 @@ class TierModel(CacheModel):
 
     def abandoned(self, op: str) -> None:
         """Free the blocks of an operation that continued without its request."""
-        require(op in self.holdings, rules.T29, "{} is abandoned, and has ended before", op)
+        require(op in self.holdings, rules.T41, "{} is abandoned, and has ended before", op)
         self.release(op)
 
     def freed(self, blocks: Sequence[int]) -> None:
@@ -256,17 +256,17 @@ class TierModel(CacheModel):
         """Free host blocks were allocated."""
         for block in blocks:
             owner = self.host.get(block)
-            require(owner is None, rules.T31, "host block {} is taken from {}", block, owner)
+            require(owner is None, rules.T42, "host block {} is taken from {}", block, owner)
             self.host[block] = "new"
 
     def host_freed(self, blocks: Sequence[int]) -> None:
         """Host blocks became free."""
         for block in blocks:
             owner = self.host.get(block)
-            require(owner is not None, rules.T31, "host block {} is freed, and was free", block)
+            require(owner is not None, rules.T42, "host block {} is freed, and was free", block)
             require(
                 not str(owner).startswith("op ") or owner == self.fenced_op,
-                rules.T3,
+                rules.T11,
                 "host block {} is freed, and {} writes it",
                 block,
                 owner,
@@ -274,7 +274,7 @@ class TierModel(CacheModel):
             reader = self.read.get(block, self.fenced_op)
             require(
                 reader == self.fenced_op,
-                rules.T2,
+                rules.T10,
                 "host block {} is freed, and {} reads it",
                 block,
                 reader,
@@ -285,10 +285,12 @@ class TierModel(CacheModel):
         """An operation begins to write host blocks and may read others at any time."""
         for block in destinations:
             owner = self.host.get(block)
-            require(owner == "new", rules.T3, "{} writes host block {} of {}", op, block, owner)
+            require(owner == "new", rules.T11, "{} writes host block {} of {}", op, block, owner)
             self.host[block] = op
         for block in reads:
-            require(block in self.host, rules.T2, "{} reads host block {}, that is free", op, block)
+            require(
+                block in self.host, rules.T10, "{} reads host block {}, that is free", op, block
+            )
             self.read[block] = op
 
     def written(self, op: str, blocks: Sequence[int]) -> None:

@@ -55,10 +55,10 @@ class StorageLaw:
         num_forgotten: number of evicted blocks.
     """
 
-    def __init__(self, size: int, *, is_told: bool) -> None:
+    def __init__(self, size: int, *, is_reported: bool) -> None:
         """Make an empty storage; with `is_told`, all uses are reported at once and in order."""
         self._size = size
-        self._is_told = is_told
+        self._is_told = is_reported
         self.num_forgotten = 0
         self._keys: dict[bytes, None] = {}  # in LRU order
         self._parent: dict[bytes, bytes] = {}
@@ -87,7 +87,7 @@ class StorageLaw:
         if self._is_told:
             self.num_forgotten += 1
             lost = sum(self._follows(each, key) for each in self._keys)
-            require(not lost, rules.T43, "storage forgets what {} blocks follow", lost)
+            require(not lost, rules.T32, "storage forgets what {} blocks follow", lost)
 
     def _follows(self, key: bytes | None, other: bytes) -> bool:
         while key is not None and key != other:

@@ -35,7 +35,9 @@ class WriteThrough:
     def hit(self, path: Sequence[Tag], now: Residency) -> None:
         """A path was hit on the device."""
         if self.is_on and self.num_hits:
-            self.hits.update(tag for tag in path if tag not in now.host and tag not in now.landing)
+            self.hits.update(
+                tag for tag in path if tag not in now.host and tag not in now.offloading
+            )
             self.paths.append(list(path))
 
     def check(
@@ -51,20 +53,20 @@ class WriteThrough:
         noted = {tag for path in self.paths for tag in path}
         for tag, source in copied.items():
             there = now.device.get(tag) == source
-            require(there, rules.T17, "block {} is copied when it is evicted", source)
+            require(there, rules.T19, "block {} is copied when it is evicted", source)
             require(tag in noted, rules.T18, "block {} is copied, and was not asked for", source)
             early = prefixes.depth[tag] == 0 and self.hits[tag] < self.num_hits
             require(not early, rules.T18, "block {} is copied before its hits", source)
             gone = (before.host.keys() - now.host.keys()) & set(prefixes.path_to(tag))
-            require(not gone, rules.T17, "what block {} follows is dropped for its copy", source)
+            require(not gone, rules.T19, "what block {} follows is dropped for its copy", source)
         room = now.num_free + len(now.idle.keys() - noted)
         for path in self.paths:
             missing = self._missing(path, before, now)
             is_due = missing and self.hits[missing[0]] >= self.num_hits
-            require(not is_due or room < len(missing), rules.T17,
+            require(not is_due or room < len(missing), rules.T19,
                     "{} blocks have no copy, with room for {}", len(missing), room)  # fmt: skip
         self.paths.clear()
 
     def _missing(self, path: Iterable[Tag], before: Residency, now: Residency) -> list[Tag]:
-        there: Collection[Tag] = {*before.host, *before.landing, *now.host, *now.landing}
+        there: Collection[Tag] = {*before.host, *before.offloading, *now.host, *now.offloading}
         return [tag for tag in path if tag in now.device and tag not in there]

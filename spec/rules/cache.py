@@ -22,19 +22,20 @@ H3: Final = rule(
     "H3 hit-is-whole-blocks", "A hit is a whole number of blocks, and no longer than the tokens."
 )
 H4: Final = rule(
-    "H4 hit-leaves-one", "A hit leaves the last token of a request to compute, for its logits."
+    "H4 hit-leaves-last-token",
+    "A hit leaves the last token of a request to compute, for its logits.",
 )
 H5: Final = rule(
-    "H5 no-pressure-no-miss",
+    "H5 written-block-is-hit",
     "Every written block is hit, as long as no eviction can have been necessary.",
 )
-H6: Final = rule("H6 match-is-admission", "A match predicts the hit of the admission.")
+H6: Final = rule("H6 match-predicts-hit", "A match predicts the hit of the admission.")
 H7: Final = rule(
-    "H7 same-next-block",
+    "H7 next-block-names-its-prefix",
     "Two requests name the same next block if, and only if, that block would hold the same prefix.",
 )
 H8: Final = rule(
-    "H8 hits-of-lru",
+    "H8 hits-equal-lru",
     "Requests that run one after another hit at least the blocks that an LRU list of the pool's"
     " size holds.",
 )
@@ -44,25 +45,23 @@ H8: Final = rule(
 A1: Final = rule("A1 allocate-only-free", "Only free blocks are allocated to a request.")
 A2: Final = rule("A2 allocate-in-range", "No block outside the pool is ever allocated.")
 A3: Final = rule("A3 allocate-distinct", "A block table contains each block at most once.")
-A4: Final = rule(
-    "A4 a-block-for-each-token", "A block table has room for all tokens of its request."
-)
-A5: Final = rule("A5 no-block-too-many", "A request holds no more blocks than its tokens need.")
+A4: Final = rule("A4 table-covers-tokens", "A block table has room for all tokens of its request.")
+A5: Final = rule("A5 no-excess-blocks", "A request holds no more blocks than its tokens need.")
 A6: Final = rule(
-    "A6 refuse-with-reason",
+    "A6 refuse-only-when-short",
     "A request is refused only if it needs more blocks than are free or unused.",
 )
 A7: Final = rule(
-    "A7 refuse-with-numbers",
+    "A7 refusal-reports-numbers",
     "A refusal reports how many blocks are needed and how many are available.",
 )
-A8: Final = rule("A8 refused-changes-nothing", "A refused call changes nothing.")
+A8: Final = rule("A8 refusal-changes-nothing", "A refused call changes nothing.")
 A9: Final = rule(
-    "A9 too-large-is-told",
+    "A9 refuse-too-large-as-such",
     "A request that exceeds the whole pool is refused as too large, not as out of blocks for now.",
 )
 A10: Final = rule(
-    "A10 batch-is-singles",
+    "A10 batch-equals-singles",
     "A call that grows several requests has the result of growing each of them: all grow, or none.",
 )
 
@@ -73,7 +72,7 @@ C2: Final = rule(
     "C2 write-own-blocks", "A request writes only to blocks that no other request reads."
 )
 C3: Final = rule(
-    "C3 inputs-are-the-callers",
+    "C3 inputs-stay-unchanged",
     "A call changes nothing that it is given: neither tokens nor block ids, rows or results.",
 )
 
@@ -87,66 +86,70 @@ P5: Final = rule(
     "P5 first-publisher-wins",
     "The first published copy of a block stays, and the table of the other request points to it.",
 )
-P6: Final = rule("P6 publish-again-is-nothing", "A second publication of a block changes nothing.")
+P6: Final = rule("P6 republish-changes-nothing", "A second publication of a block changes nothing.")
 
 # E: eviction
 
 E1: Final = rule("E1 evict-published", "Only published blocks are evicted.")
 E2: Final = rule("E2 evict-unused", "A block that a request uses is not evicted.")
-E3: Final = rule("E3 evict-leaf", "A block is evicted after all blocks that follow it.")
-E4: Final = rule("E4 evict-coldest", "The least recently used leaf is evicted first.")
-E5: Final = rule("E5 evict-no-more", "No more blocks are evicted than are missing.")
+E3: Final = rule("E3 evict-leaves-first", "A block is evicted after all blocks that follow it.")
+E4: Final = rule("E4 evict-least-recently-used", "The least recently used leaf is evicted first.")
+E5: Final = rule("E5 evict-no-more-than-missing", "No more blocks are evicted than are missing.")
 E6: Final = rule(
-    "E6 evict-as-asked", "A call to evict n blocks evicts n, or all unused ones if there are fewer."
+    "E6 evict-requested-count",
+    "A call to evict n blocks evicts n, or all unused ones if there are fewer.",
 )
 
 # F: freeing
 
 F1: Final = rule("F1 free-only-own", "A block is freed only by its owner, and only once.")
 F2: Final = rule(
-    "F2 free-only-spare", "A running request frees only blocks that duplicate published ones."
+    "F2 free-only-duplicates-while-running",
+    "A running request frees only blocks that duplicate published ones.",
 )
 F3: Final = rule(
     "F3 wrong-ids-are-refused",
     "A call that recycles ids refuses wrong ids by id, and recycles the others.",
 )
 F4: Final = rule(
-    "F4 recycling-is-singles",
+    "F4 recycle-batch-equals-singles",
     "A call that recycles several ids has the result of recycling each of them.",
 )
 F5: Final = rule(
-    "F5 allocate-exactly",
+    "F5 allocate-exact-count",
     "An allocation of n blocks returns n distinct free ids, or changes nothing.",
 )
 
 # R: leases, their end, resets and misuse
 
 R1: Final = rule(
-    "R1 table-is-its-blocks", "A block table lists the shared blocks first, then the private ones."
+    "R1 table-is-shared-then-private",
+    "A block table lists the shared blocks first, then the private ones.",
 )
 R2: Final = rule(
-    "R2 tables-lie-apart",
+    "R2 tables-have-own-rows",
     "Each request has its own row in the matrix of block tables, padded with zeros.",
 )
-R4: Final = rule(
-    "R4 release-ends-it", "A released request holds no block and has no further effect."
+R3: Final = rule(
+    "R3 release-ends-lease", "A released request holds no block and has no further effect."
 )
-R5: Final = rule(
-    "R5 reset-forgets",
+R4: Final = rule(
+    "R4 reset-empties-cache",
     "A reset frees every block, ends every hit, and leaves old leases without effect.",
 )
-R3: Final = rule(
-    "R3 misuse-is-refused", "A wrong call is refused with a typed error that carries numbers."
+R5: Final = rule(
+    "R5 misuse-is-refused", "A wrong call is refused with a typed error that carries numbers."
 )
 
 # S: after each call
 
 S1: Final = rule("S1 no-leak", "Every block is free, published or private after each call.")
 S2: Final = rule(
-    "S2 available-is-counted", "The available blocks are the free ones and the unused ones."
+    "S2 available-is-free-plus-unused",
+    "The available blocks are the free ones and the unused ones.",
 )
-S3: Final = rule("S3 counts-are-true", "The reported counts agree with the reported events.")
-S4: Final = rule("S4 no-surprise", "A valid call raises nothing but refusals.")
+S3: Final = rule("S3 counts-match-events", "The reported counts agree with the reported events.")
+S4: Final = rule("S4 no-unexpected-error", "A valid call raises nothing but refusals.")
 S5: Final = rule(
     "S5 work-is-local",
     "The work of a call depends on the blocks that it touches, not on the number of idle blocks.",
@@ -154,29 +157,35 @@ S5: Final = rule(
 
 # W: internal state
 
-W1: Final = rule("W1 pool-is-the-free", "The pool contains exactly the free blocks, each once.")
+W1: Final = rule(
+    "W1 pool-holds-free-blocks", "The pool contains exactly the free blocks, each once."
+)
 W2: Final = rule(
-    "W2 tree-is-the-published", "The tree contains exactly the published blocks, by prefix."
+    "W2 tree-holds-published-blocks", "The tree contains exactly the published blocks, by prefix."
 )
 W3: Final = rule(
-    "W3 users-are-the-leases", "The user count of a block is the number of leases that use it."
+    "W3 user-count-is-lease-count", "The user count of a block is the number of leases that use it."
 )
 W4: Final = rule(
-    "W4 idle-is-the-unused", "The idle list contains exactly the unused blocks, each once."
+    "W4 idle-list-holds-unused-blocks",
+    "The idle list contains exactly the unused blocks, each once.",
 )
 W5: Final = rule(
-    "W5 idle-in-order", "The idle list is in order of last use, and within one path from its tail."
+    "W5 idle-list-is-in-eviction-order",
+    "The idle list is in order of last use, and within one path from its tail.",
 )
 W6: Final = rule("W6 own-check-passes", "The invariants that the manager asserts itself hold.")
 
 # D: after all requests have ended
 
-D1: Final = rule("D1 drained-is-whole", "When all requests have ended, all blocks are available.")
+D1: Final = rule(
+    "D1 drained-pool-is-whole", "When all requests have ended, all blocks are available."
+)
 D2: Final = rule(
     "D2 whole-pool-is-usable", "An idle cache admits a request that needs the whole pool."
 )
 D3: Final = rule(
-    "D3 nothing-is-kept",
+    "D3 ended-requests-leave-nothing",
     "An empty cache holds no more references than a new one, however many requests and operations"
     " have ended.",
 )

@@ -19,10 +19,12 @@ X1: Final = rule(
     "An attempt begins at most once, however often and late the message that begins it arrives.",
 )
 X2: Final = rule(
-    "X2 not-sent-again", "A message is not sent again once its sender has the acknowledgement."
+    "X2 acknowledged-is-not-resent",
+    "A message is not sent again once its sender has the acknowledgement.",
 )
 X3: Final = rule(
-    "X3 old-epochs", "A message from an earlier epoch of a node changes nothing at the gateway."
+    "X3 old-epoch-changes-nothing",
+    "A message from an earlier epoch of a node changes nothing at the gateway.",
 )
 
 # P computes the prompt
@@ -33,16 +35,16 @@ X4: Final = rule(
     "longest prefix that its node has published and not evicted.",
 )
 X5: Final = rule(
-    "X5 hits-and-computed",
+    "X5 hits-plus-computed-is-prompt",
     "The prompt of a computed attempt is as long as its hits in all tiers and its computed tokens "
     "together, and its hits are those of its answer.",
 )
 X6: Final = rule(
-    "X6 hits-counted-once",
+    "X6 hits-are-counted-once",
     "A prefill node counts the hits of each attempt once, and those of a refused one not at all.",
 )
 X7: Final = rule(
-    "X7 own-content",
+    "X7 reads-own-prefix",
     "Each read of a block, in any tier, finds the KV of the reader's prefix, in all groups of "
     "layers.",
 )
@@ -53,24 +55,27 @@ X8: Final = rule(
     "X8 sent-once",
     "A block is not sent to a decode node for two prompts at a time if they are half the same.",
 )
-X9: Final = rule("X9 offers-stay", "The blocks of a part keep the offered KV while it is served.")
-X10: Final = rule("X10 one-start", "An attempt starts to decode at most once.")
+X9: Final = rule(
+    "X9 offered-blocks-stay", "The blocks of a part keep the offered KV while it is served."
+)
+X10: Final = rule("X10 attempt-starts-once", "An attempt starts to decode at most once.")
 
 # D decodes
 
 X11: Final = rule(
-    "X11 not-preempted",
+    "X11 full-reservation-never-preempts",
     "No request is preempted on a decode node that reserves blocks to the end of each request.",
 )
 X12: Final = rule(
-    "X12 same-tokens", "The tokens of an answer are those that one node alone would generate."
+    "X12 output-is-the-models",
+    "The tokens of an answer are those that one node alone would generate.",
 )
 
 # The request ends
 
 X13: Final = rule("X13 one-answer", "A request has exactly one final answer.")
 X14: Final = rule(
-    "X14 all-attempts",
+    "X14 fail-only-after-all-attempts",
     "A request fails only after all of its attempts, after its time limit, or for a reason that no "
     "attempt can mend.",
 )
@@ -89,9 +94,10 @@ X16: Final = rule(
 
 X17: Final = rule("X17 no-leak", "Every block is free or can be evicted when all has ended.")
 X18: Final = rule(
-    "X18 idle-nodes", "The gateway counts no load on any node when all requests have ended."
+    "X18 idle-gateway-counts-no-load",
+    "The gateway counts no load on any node when all requests have ended.",
 )
-X19: Final = rule("X19 no-surprise", "A valid call raises nothing.")
+X19: Final = rule("X19 no-unexpected-error", "A valid call raises nothing.")
 
 HANDOFF_RULES: Final = tuple(value for value in list(globals().values()) if isinstance(value, Rule))
 """Every rule above, in order."""

@@ -127,7 +127,7 @@ def test_a_drawing_without_the_calls(subject: CacheSubject) -> None:
 
 
 def test_without_a_model_the_tables_and_the_memory_are_drawn() -> None:
-    finding = Finding("S4 no-surprise", "block 1 did " + "it " * 60, SIZES, TRACE)
+    finding = Finding("S4 no-unexpected-error", "block 1 did " + "it " * 60, SIZES, TRACE)
     texts, boxes, root = shapes(to_svg(CacheSubject(Plain, "api"), finding))
     assert {"r1 5/5", "r2 4/4", "block 1", "0: 0 r1 r2", "3: 3 r2"} <= set(texts)
     assert texts.count("before the last call") == texts.count("when the rule is broken") == 1
@@ -138,7 +138,7 @@ def test_without_a_model_the_tables_and_the_memory_are_drawn() -> None:
 
 
 def test_what_has_no_blocks_is_drawn_as_text() -> None:
-    pool = Finding("F6 allocate-exactly", "no", {"num_blocks": 3}, [["allocate", 1]])
+    pool = Finding("F5 allocate-exact-count", "no", {"num_blocks": 3}, [["allocate", 1]])
     from radixkv.scheduler.fuzz.pool_adapter import make_factory as make_pool
 
     texts, boxes, _ = shapes(to_svg(PoolSubject(make_pool()), pool))

@@ -98,12 +98,14 @@ def test_a_finding(fuzz: Any, tmp_path: Path, engine: str) -> None:
     assert (outcome.status, outcome.stderr) == (1, "")
     lines = outcome.stdout.splitlines()
     sentence = "When all requests have ended, all blocks are available."
-    assert lines[0] == f"D1 drained-is-whole: {sentence}"
+    assert lines[0] == f"D1 drained-pool-is-whole: {sentence}"
     assert lines[2].startswith("with num_blocks=3, block_size=")
-    assert any(line.endswith("# breaks D1 drained-is-whole: 2 of 3 blocks can be had")
+    assert any(line.endswith("# breaks D1 drained-pool-is-whole: 2 of 3 blocks can be had")
                for line in lines)  # fmt: skip
     assert "before the last call:" in lines
-    assert lines[-1].startswith("failed: D1 drained-is-whole: ") and lines[-1].endswith("seed 0")
+    assert lines[-1].startswith("failed: D1 drained-pool-is-whole: ") and lines[-1].endswith(
+        "seed 0"
+    )
     file = read_trace_file(json_path)
     assert (file.what, file.target, file.depth) == ("cache", leaky(), "api")
     assert len(file.finding.trace) <= 4
@@ -120,12 +122,12 @@ def test_a_finding(fuzz: Any, tmp_path: Path, engine: str) -> None:
 def test_a_finding_as_json_alone(fuzz: Any) -> None:
     outcome = fuzz("--target", leaky(), "--json", "-")
     assert outcome.status == 1
-    assert json.loads(outcome.stdout)["rule"] == "D1 drained-is-whole"
+    assert json.loads(outcome.stdout)["rule"] == "D1 drained-pool-is-whole"
 
 
 def test_a_finding_of_one_of_many_jobs(fuzz: Any) -> None:
     outcome = fuzz("--target", leaky(), "--jobs", 2)
-    assert outcome.status == 1 and "D1 drained-is-whole" in outcome.stdout
+    assert outcome.status == 1 and "D1 drained-pool-is-whole" in outcome.stdout
 
 
 def test_what_comes_up_once_only_is_shown_as_it_was_found(fuzz: Any, tmp_path: Path) -> None:

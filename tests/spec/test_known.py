@@ -32,7 +32,7 @@ def with_bug(name: str) -> CacheSubject:
 
 
 def test_a_rule_that_is_not_judged_is_counted() -> None:
-    name = "S2 available-is-counted"
+    name = "S2 available-is-free-plus-unused"
     with not_judging([name]) as met:
         require(False, RULES[name], "no {}", 1)
         with pytest.raises(Violation):
@@ -63,7 +63,7 @@ def test_the_world_begins_again_where_the_manager_cannot_be_followed() -> None:
 
 def test_rules_have_two_names() -> None:
     assert rules_named(["S2", "no-leak", "A3 allocate-distinct"]) >= {
-        "S2 available-is-counted", "S1 no-leak", "A3 allocate-distinct"
+        "S2 available-is-free-plus-unused", "S1 no-leak", "A3 allocate-distinct"
     }  # fmt: skip
     with pytest.raises(AdapterError, match="known: there is no rule 'S99'"):
         rules_named(["S99"])

@@ -270,7 +270,7 @@ def test_a_leak_is_found_and_shown() -> None:
         run(Machine)
     assert caught.value.rule.code == "D1"
     notes = "\n".join(caught.value.__notes__)
-    assert "drain()    # breaks D1 drained-is-whole: " in notes
+    assert "drain()    # breaks D1 drained-pool-is-whole: " in notes
     assert "before the last call:\n    " in notes
     assert "state.drain()" in notes, "Hypothesis writes the program that was shrunk"
 
@@ -376,7 +376,7 @@ def test_the_engine_finds_and_its_seed_repeats() -> None:
     subject = CacheSubject(Leaky, "api")
     first, second = (hypothesis_engine.run(subject, 5, 20_000) for _ in range(2))
     assert first.finding is not None and first == second
-    assert first.finding.rule == "D1 drained-is-whole"
+    assert first.finding.rule == "D1 drained-pool-is-whole"
     assert len(shrink(subject, first.finding).trace) <= 3
     other = hypothesis_engine.run(subject, 6, 20_000)
     assert other.finding is not None and other.finding.trace != first.finding.trace

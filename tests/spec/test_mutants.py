@@ -55,7 +55,7 @@ def test_a_mutant_of_what_only_tiers_use_dies_in_their_world() -> None:
     change = "self.num_promoted_blocks = 0  ->  self.num_promoted_blocks = 1"
     assert (
         kill(named("prefix/lease.py", "Lease.__init__", change), 1_000)
-        == "T10 ready-is-what-arrived"
+        == "T7 request-continues-after-loaded-blocks"
     )
 
 
@@ -100,7 +100,7 @@ def test_a_change_is_explained_once(tmp_path, monkeypatch) -> None:
 def test_an_explanation_without_a_survivor_is_told(capsys) -> None:
     lives, dies = named(*LIVES), named(*DIES)
     reasons = {LIVES: "no reason", DIES: "wrong", (LIVES[0], "f", "a  ->  b"): "gone"}
-    assert report([lives, dies], ["", "R4"], reasons) == 2
+    assert report([lives, dies], ["", "R3"], reasons) == 2
     told = capsys.readouterr().out.splitlines()
     assert told[0].endswith(f"RadixTree.walk: {LIVES[2]}") and told[1] == "    no reason"
     assert told[2:] == [

@@ -51,9 +51,9 @@ def test_a_wrong_one_fails_and_leaves_a_trace_that_fails_until_it_is_repaired(
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         [
-            "D1 drained-is-whole: When all requests have ended, all blocks are available.",
+            "D1 drained-pool-is-whole: When all requests have ended, all blocks are available.",
             "with num_blocks=3, *",
-            "*drain()    # breaks D1 drained-is-whole: 2 of 3 blocks can be had",
+            "*drain()    # breaks D1 drained-pool-is-whole: 2 of 3 blocks can be had",
             "before the last call:",
             "written to *.trace.json; seed *",
         ]
@@ -77,7 +77,7 @@ def test_tables_are_tests_of_their_own(pytester: pytest.Pytester, folder: Path) 
     result = run(pytester, "-v", "--kv-scale", "100")
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(
-        ["kvspec.toml::right PASSED*", "kvspec.toml::wrong FAILED*", "D1 drained-is-whole: *"]
+        ["kvspec.toml::right PASSED*", "kvspec.toml::wrong FAILED*", "D1 drained-pool-is-whole: *"]
     )
     run(pytester, "-k", "right", "--kv-scale", "0.1").stdout.fnmatch_lines(
         ["*kvspec.toml: steps must be at least 1, got 0"]
@@ -107,7 +107,7 @@ def test_options_override_the_file(pytester: pytest.Pytester, folder: Path) -> N
     spec(folder, 'target = "toys.py:Leaky"\nsteps = 0\nseed = 3\n')
     result = run(pytester)
     result.stdout.fnmatch_lines(["*kvspec.toml: steps must be at least 1, got 0"])
-    run(pytester, "--kv-steps", "20000").stdout.fnmatch_lines(["D1 drained-is-whole: *"])
+    run(pytester, "--kv-steps", "20000").stdout.fnmatch_lines(["D1 drained-pool-is-whole: *"])
     result = run(pytester, "--kv-steps", "100", "--kv-depth", "full")
     result.stdout.fnmatch_lines(
         ["*kvspec.toml: Leaky has no method report_to; it needs report_to(events) -> None: *"]

@@ -41,12 +41,12 @@ def test_a_bug_in_a_design_is_found(broken: type[Toy]) -> None:
 def test_a_false_promise_is_found() -> None:
     """What each design leaves out of its promises is what it does otherwise."""
     for design, promise, code in (
-        ("ChunkWise", "publish_on_compute", "Q12"),
+        ("ChunkWise", "publish_on_compute", "Q22"),
         ("ChunkWise", "keeps_in_flight", "Q23"),
         ("ChunkWise", "whole", "Q21"),
-        ("LateFrees", "exact", "Q22"),
-        ("PrefillFirst", "bounds_running", "Q33"),
-        ("PrefillFirst", "hits", "Q34"),
+        ("LateFrees", "exact", "Q36"),
+        ("PrefillFirst", "bounds_running", "Q16"),
+        ("PrefillFirst", "hits", "Q11"),
     ):
         [made] = [each for each in DESIGNS if each.__name__ == design]
         more = {**vars(made.promises), promise: True}

@@ -21,7 +21,7 @@ from radixkv.spec.harness.scheduler.world import SchedulerSubject
 from radixkv.spec.harness.shrink import shrink
 from radixkv.spec.model.scheduler import next_token, root_tag
 from radixkv.spec.rules.rule import Violation
-from radixkv.spec.rules.scheduler import Q32, SCHEDULER_RULES
+from radixkv.spec.rules.scheduler import Q29, SCHEDULER_RULES
 
 from .planted.plant import Bug, bug
 from .planted.plant_scheduler import load_scheduler, subject_with
@@ -87,8 +87,8 @@ def test_every_rule_names_a_planted_bug():
             found = run(subject, seed, NUM_STEPS).finding
             assert found is not None, planted.name
             named[found.rule] += 1
-    # What Q32 says follows from Q10, which is checked first.
-    assert {rule.name for rule in SCHEDULER_RULES} - set(named) == {Q32.name}
+    # What Q29 says follows from Q28, which is checked first.
+    assert {rule.name for rule in SCHEDULER_RULES} - set(named) == {Q29.name}
 
 
 def test_a_bug_that_does_not_fit_is_told():
@@ -119,7 +119,7 @@ class Forgetful(MixedAdapter):
 def test_other_tokens_under_other_options_are_told():
     package = load_scheduler(None)
     requests = [submit("r1", [0, 1, 2], 2)]
-    with pytest.raises(Violation, match=r"\[Q32 .*'prefix_cache': False.* r1 generates .*7\]"):
+    with pytest.raises(Violation, match=r"\[Q29 .*'prefix_cache': False.* r1 generates .*7\]"):
         check_same(
             lambda config: Forgetful(config, package, SchedulerPromises.all()), CONFIG, requests
         )
@@ -224,5 +224,5 @@ def test_a_request_does_not_wait_for_a_block_that_it_does_not_need():
         ["drain"],
     ]
     violation = replay(subject_with(OLD_MATCH), config, trace)
-    assert str(violation) == "[Q6 policy-order] r4 is admitted and r1 goes on waiting"
+    assert str(violation) == "[Q3 admit-in-policy-order] r4 is admitted and r1 goes on waiting"
     assert replay(subject_with(None), config, trace) is None

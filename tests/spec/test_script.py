@@ -40,7 +40,7 @@ def test_the_script_fails_as_long_as_the_manager_does(tmp_path: Path) -> None:
     assert "\navailable_1 = cache_manager.available()  # 1\n" in text
     failed = execute(tmp_path / "script.py", text)
     assert failed.returncode == 1
-    assert "AssertionError: S2 available-is-counted: 1 of 2 available, " in failed.stderr
+    assert "AssertionError: S2 available-is-free-plus-unused: 1 of 2 available, " in failed.stderr
     repaired = execute(tmp_path / "script.py", text.replace(", False)", ", True)"))
     assert repaired.returncode == 0, repaired.stderr
 

@@ -37,7 +37,7 @@ def found(seed: int) -> Finding:
 def test_a_shrunk_trace_breaks_the_same_rule_and_cannot_be_shorter(seed: int) -> None:
     finding = found(seed)
     small = shrink(LEAKY, finding)
-    assert small.rule == finding.rule == "D1 drained-is-whole"
+    assert small.rule == finding.rule == "D1 drained-pool-is-whole"
     assert len(small.trace) <= min(4, len(finding.trace))
     assert breaks_again(LEAKY, small)
     for index in range(len(small.trace)):
@@ -66,7 +66,7 @@ def test_tokens_are_as_small_as_they_can_be_in_all_requests_at_once() -> None:
     submits: list[Operation] = [["submit", "r1", [3, 65536], 0, 0], ["submit", "r2", [65536], 0, 0]]
     sizes = {"num_blocks": 4, "block_size": 1, "max_running": 2}
     calls = [*submits, ["admit", "r1"], ["admit", "r2"]]
-    finding = Finding("S4 no-surprise", "", sizes, calls)
+    finding = Finding("S4 no-unexpected-error", "", sizes, calls)
     small = shrink(CacheSubject(Picky, "api"), finding)
     assert [operation[2] for operation in small.trace[:2]] == [[0, 1], [1]]
 
@@ -86,7 +86,7 @@ class Picky(Plain):
 
 
 def test_what_does_not_come_up_again_is_returned_as_it_is() -> None:
-    finding = Finding("D1 drained-is-whole", "once", {"num_blocks": 4, "block_size": 1,
+    finding = Finding("D1 drained-pool-is-whole", "once", {"num_blocks": 4, "block_size": 1,
                       "max_running": 2, "alphabet": 1}, [["drain"]])  # fmt: skip
     assert shrink(CacheSubject(Plain, "api"), finding) is finding
     assert not breaks_again(LEAKY, finding)

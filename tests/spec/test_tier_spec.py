@@ -101,12 +101,12 @@ def test_what_was_moved_for_a_request_that_ends_is_not_lost(takes_first: bool) -
     ]
     world = subject().world(config)
     assert all([world.apply(operation) for operation in trace])
-    assert world.situations["loaded for nobody"] == 1
+    assert world.situations["loaded for an ended request"] == 1
     publishes = "loader.publish_loaded(self, self._num_good, self._tail_tokens)\n"
     lost = bug("lost", "tiers/load.py", (publishes, publishes.replace("self._num_good", "0")),
                world="tiers")  # fmt: skip
     violation = replay(subject_of(lost, "full"), config, trace)
-    assert violation is not None and violation.rule.name == "T39 moved-is-not-lost"
+    assert violation is not None and violation.rule.name == "T8 moved-blocks-are-not-lost"
 
 
 def test_copies_that_come_late_may_warm_what_was_evicted_with_them() -> None:
@@ -272,7 +272,7 @@ def test_a_picture_shows_every_tier_and_what_is_under_way() -> None:
         assert world.apply(operation)
     lines = world.picture().splitlines()
     assert "out1 [1, 2] -> [1, 2], 0 keys, open" in lines
-    assert "host 1: [0, 3] landing" in lines and "host 3: free" in lines
+    assert "host 1: [0, 3] offloading" in lines and "host 3: free" in lines
     assert "r1 parked with 3 tokens, being saved" in lines
     assert "storage: 1 blocks" in lines
 

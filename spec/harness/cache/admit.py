@@ -104,14 +104,21 @@ def _refused(
     )  # fmt: skip
     if "refusal" not in world.target.can or model is None:
         return
-    told = world.target.refusal()
+    answer = world.target.refusal()
     if total > size:
-        require(told == (total, size), rules.A9, "{} needs {}, was told {}", name, total, told)
+        require(
+            answer == (total, size),
+            rules.A9,
+            "{} needs {}, the refusal says {}",
+            name,
+            total,
+            answer,
+        )
         world.situations["too large"] += 1
     else:
         require(
-            told == (needed, can),
-            rules.A7, "{} needs {} of {}, was told {}", name, needed, can, told,
+            answer == (needed, can),
+            rules.A7, "{} needs {} of {}, the refusal says {}", name, needed, can, answer,
         )  # fmt: skip
 
 

@@ -90,7 +90,7 @@ def again(world: CacheState, name: str, num_tokens: int) -> bool:
         and world.target.block_table(name) == table,
         rules.P6, "{} published {} tokens again, and its blocks changed", name, num_tokens,
     )  # fmt: skip
-    world.situations["completion heard twice"] += 1
+    world.situations["publication repeated"] += 1
     return True
 
 
@@ -125,7 +125,7 @@ def _count_duplicates(world: CacheState, model: CacheModel, holding: Holding, la
     tag = holding.path[len(holding.shared)]
     if tag in model.copies:
         held = not model.in_use().isdisjoint(model.copies[tag])
-        world.situations["duplicate of a held copy" if held else "duplicate of an unheld"] += 1
+        world.situations["duplicate of a held copy" if held else "duplicate of an unheld copy"] += 1
 
 
 def append(world: CacheState, name: str, tokens: list[int]) -> bool:
@@ -183,8 +183,15 @@ def _grow(
     if world.promises.refuses_only_short:
         require(needed > can, reason, "{} blocks were refused, and {} can be had", needed, can)
         if "refusal" in world.target.can:
-            told = world.target.refusal()
-            require(told == (needed, can), rules.A7, "{} of {} needed, told {}", needed, can, told)
+            answer = world.target.refusal()
+            require(
+                answer == (needed, can),
+                rules.A7,
+                "{} of {} needed, the refusal says {}",
+                needed,
+                can,
+                answer,
+            )
     for request in requests:
         require(
             world.target.block_table(request.name) == request.table,

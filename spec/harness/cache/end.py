@@ -76,7 +76,7 @@ def reset(world: CacheState) -> bool:
         request.state, request.written, request.job, request.table = "waiting", 0, "", []
     world.written.clear()
     found = world.target.available()
-    require(found == world.config["num_blocks"], rules.R5, "{} available after a reset", found)
+    require(found == world.config["num_blocks"], rules.R4, "{} available after a reset", found)
     return True
 
 

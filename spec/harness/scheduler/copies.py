@@ -8,8 +8,8 @@ from typing import Final
 from ...adapters.scheduler_target import SchedulerTarget
 from ...model.scheduler import Request, SchedulerModel, Step
 from ...rules.rule import require
-from ...rules.scheduler import Q20, Q31
-from ...rules.tiers import T2
+from ...rules.scheduler import Q35, Q38
+from ...rules.tiers import T10
 from ..tiers.executor import Executor, Flight, leading
 
 LATE: Final = 4
@@ -147,10 +147,10 @@ class Copies:
             return
         if flight.copy.kind == "store":
             now = [self.executor.content("host", block) for block in flight.copy.sources]
-            require(now == flight.read, T2, "{} reads blocks that were written since", flight.op)
+            require(now == flight.read, T10, "{} reads blocks that were written since", flight.op)
         ok = self.executor.end(flight, list(bad))
-        told = self.target.complete(flight.copy.id, ok, fenced)
-        require(told, Q31, "the result of {} is not believed", flight.op)
+        answer = self.target.complete(flight.copy.id, ok, fenced)
+        require(answer, Q35, "the result of {} is not believed", flight.op)
         request = self.model.live.get(flight.owner)
         if flight.copy.kind == "in" and request is not None:
             # The last block may hold fewer tokens than fit: the end of what was parked.
@@ -164,8 +164,8 @@ class Copies:
         """Fence a copy that was cancelled or has its result."""
         self._hear_of_cancelled()
         self.executor.finish_late_writes(flight)
-        told = self.target.fence(flight.copy.id)
-        require(told, Q31, "the fence of {} is not believed", flight.op)
+        answer = self.target.fence(flight.copy.id)
+        require(answer, Q35, "the fence of {} is not believed", flight.op)
         self.executor.fenced(flight)
 
     def advance(self, step: Step, late: bool) -> None:
@@ -187,7 +187,7 @@ class Copies:
         num_copies, parked, pinned = target.num_copies(), target.num_parked(), target.num_pinned()
         require(
             not (num_copies or parked or pinned),
-            Q20, "all have ended, {} copies go on, {} are parked, {} host blocks cannot be dropped",
+            Q38, "all have ended, {} copies go on, {} are parked, {} host blocks cannot be dropped",
             num_copies, parked, pinned,
         )  # fmt: skip
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from ...model.scheduler import Request, Step
 from ...rules.rule import require
-from ...rules.scheduler import Q16, Q29
+from ...rules.scheduler import Q13, Q37
 
 
 @dataclass
@@ -95,5 +95,5 @@ class Counts:
         """Check the counters that the scheduler reports."""
         for name, count in asdict(self.books).items() if self.are_known else ():
             found = reported.get(name, count)
-            which = Q16 if "hit" in name else Q29
+            which = Q13 if "hit" in name else Q37
             require(found == count, which, "{} is {}, and not {}", name, found, count)

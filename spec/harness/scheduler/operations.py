@@ -8,7 +8,7 @@ from typing import Final
 from ...adapters.scheduler import Submission
 from ...model.scheduler import Request, root_tag
 from ...rules.rule import require
-from ...rules.scheduler import Q14, Q15, Q20, Q30, Q38
+from ...rules.scheduler import Q30, Q31, Q33, Q34, Q38
 from ..engine import Below
 from ..operations import ALWAYS, Groups, Operation, Table, name_drawn, number
 from .configuration import MAX_WAITING, NAMESPACES, draw_prompt
@@ -88,7 +88,7 @@ def misuse(world: SchedulerState, kind: int, name: str) -> bool:
     if "misuse" not in world.target.can or not any(each.name == name for each in world.past):
         return False
     refused = world.target.misuse(kind, name)
-    require(refused, Q30, "the wrong call {} with {} is not refused", kind, name)
+    require(refused, Q34, "the wrong call {} with {} is not refused", kind, name)
     world.situations["misuse refused"] += 1
     return True
 
@@ -108,7 +108,7 @@ def flood(world: SchedulerState, name: str, prompt: Sequence[int], max_new_token
     bound = most_steps(world) + (world.config["max_running"] + 1) * work
     number = 0
     while any(request.is_live for request in old):
-        require(number < bound, Q15, "{} steps, and {} have not ended", bound, world.names(old))
+        require(number < bound, Q31, "{} steps, and {} have not ended", bound, world.names(old))
         number += 1
         if len(world.live) - len(world.running) < MAX_WAITING:
             priority = LAST_PRIORITY
@@ -134,7 +134,7 @@ def drain(world: SchedulerState) -> bool:
         settle(world)
     require(
         not world.live,
-        Q14, "{} steps, and {} have not ended", bound, world.names(list(world.live.values())),
+        Q30, "{} steps, and {} have not ended", bound, world.names(list(world.live.values())),
     )  # fmt: skip
     for _ in range(0 if world.target.promises.exact else LATE_STEPS):
         run_step(world)
@@ -143,7 +143,7 @@ def drain(world: SchedulerState) -> bool:
     available = world.target.available()
     require(
         available == world.config["num_blocks"],
-        Q20, "all have ended, and {} of {} blocks can be had",
+        Q38, "all have ended, and {} of {} blocks can be had",
         available, world.config["num_blocks"],
     )  # fmt: skip
     if "check" in world.target.can:
@@ -186,7 +186,7 @@ def reset(world: SchedulerState, keep: Sequence[int], renamed: int) -> bool:
     parked = world.target.num_parked()
     require(
         parked <= len(kept),
-        Q38, "{} stay parked after a reset that keeps the namespaces {}", parked, keep,
+        Q33, "{} stay parked after a reset that keeps the namespaces {}", parked, keep,
     )  # fmt: skip
     world.counts.books.preemptions += len(world.running)
     world.model.reset({name: world.roots[world.namespace[name]] for name in world.live})

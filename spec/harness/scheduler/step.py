@@ -8,7 +8,7 @@ from ...adapters.scheduler import Chunk
 from ...model.scheduler import Request, Step
 from ...model.scheduler_policies import check_policies
 from ...rules.rule import require
-from ...rules.scheduler import Q1, Q13
+from ...rules.scheduler import Q2, Q32
 from .state import SchedulerState
 
 
@@ -59,10 +59,10 @@ def observe(world: SchedulerState, chunks: Sequence[Chunk], available: int) -> S
     target, live, before = world.target, world.live, world.running
     names = target.running()
     for name in names:
-        require(name in live, Q1, "{} runs, and is not live", name)
+        require(name in live, Q2, "{} runs, and is not live", name)
     running = [live[name] for name in names]
     for name, _, _ in chunks:
-        require(name in live, Q1, "{} is computed, and is not live", name)
+        require(name in live, Q2, "{} is computed, and is not live", name)
     tables = {name: target.block_table(name) for name in names}
     lost = [request for request in before if _has_lost(world, request, tables)]
     admitted: list[Request] = []
@@ -107,14 +107,14 @@ def end_by_abort(world: SchedulerState, name: str, step: Step | None = None) -> 
     if world.copies is not None:
         world.copies.count_race("aborted", request)
     before = target.available() if step is not None else 0
-    require(target.abort(name), Q13, "{} is {}, its abort finds nothing", name, request.phase)
-    require(not target.abort(name), Q13, "{} is aborted, and can be aborted again", name)
+    require(target.abort(name), Q32, "{} is {}, its abort finds nothing", name, request.phase)
+    require(not target.abort(name), Q32, "{} is aborted, and can be aborted again", name)
     freed = target.available() - before if step is not None else 0
     world.counts.ended(request, "aborted")
     request.reason = "abort"
     world.model.abort(request, step, freed)
     reason = target.reason(name)
-    require(reason == "abort", Q13, "{} is aborted, and its reason is {!r}", name, reason)
+    require(reason == "abort", Q32, "{} is aborted, and its reason is {!r}", name, reason)
     world.model.check_output(request, target.output(name), reason)
     world.just_ended.append(name)
     return True
@@ -125,7 +125,7 @@ def settle(world: SchedulerState) -> None:
     target, model = world.target, world.model
     for name in world.just_ended:
         table = target.block_table(name)
-        require(not table, Q1, "{} has ended, and holds {}", name, table)
+        require(not table, Q2, "{} has ended, and holds {}", name, table)
     world.just_ended.clear()
     running = target.running()
     known = [name for name in running if name in model.live]

@@ -14,9 +14,9 @@ def check_tiers(world: TierState) -> None:
     """Check every rule about a state of the tiers."""
     free, taken = sorted(world.shot.free), world.tiers.host
     wrong = [block for block in free if block in taken]
-    require(not wrong, rules.T31, "host blocks {} are in the pool, and taken", wrong)
+    require(not wrong, rules.T42, "host blocks {} are in the pool, and taken", wrong)
     num_free = world.config["host_blocks"] - len(taken)
-    require(len(free) == len(set(free)) == num_free, rules.T31,
+    require(len(free) == len(set(free)) == num_free, rules.T42,
             "the pool of the host holds {}, but {} blocks are taken", free, len(taken))  # fmt: skip
     _check_content(world)
     _check_order(world)
@@ -36,12 +36,12 @@ def _check_content(world: TierState) -> None:
     for tier, found in (("device", now.device), ("host", now.host)):
         for tag, block in found.items():
             is_new = tier == "host" and world.tiers.host.get(block) == "new"
-            require(not is_new, rules.T1, "host block {} is found, and is yet to be written", block)
+            require(not is_new, rules.T3, "host block {} is found, and is yet to be written", block)
             writer = writers.get((tier == "device", block))
-            require(writer is None, rules.T12 if writer and writer.has_result else rules.T1,
+            require(writer is None, rules.T15 if writer and writer.has_result else rules.T3,
                     "{} block {} is found, and {} writes it", tier, block,
                     writer and writer.op)  # fmt: skip
-            require(world.executor.content(tier, block) == world.prefixes.content[tag], rules.T4,
+            require(world.executor.content(tier, block) == world.prefixes.content[tag], rules.T2,
                     "{} block {} is found for a prefix that is not in it", tier, block)  # fmt: skip
 
 
@@ -49,10 +49,15 @@ def _check_order(world: TierState) -> None:
     """Check the order in which the host would drop its copies."""
     now, idle = world.tiers.now, list(world.tiers.now.idle)
     if world.tiers.write != "through":
-        spare = [tag in now.device for tag in idle]
-        require(spare == sorted(spare, reverse=True), rules.T36, "of {}, the first to be dropped "
-                "are not those of what the device has: {}", now.order, spare)  # fmt: skip
-        idle = idle[sum(spare) :]
+        redundant = [tag in now.device for tag in idle]
+        require(
+            redundant == sorted(redundant, reverse=True),
+            rules.T21,
+            "of {}, the first to be dropped are not those of what the device has: {}",
+            now.order,
+            redundant,
+        )
+        idle = idle[sum(redundant) :]
     world.tiers.order.check(idle)
 
 
@@ -61,11 +66,17 @@ def check_saving(world: TierState) -> None:
     for name, parked in world.tiers.parked.items():
         _, saved, failed = world.ask("parked", name)
         holds, under_way = name in world.tiers.holdings, bool(parked.writers)
-        require(saved != under_way and holds == under_way, rules.T20,
-                "{} operations save {}, told saved={}, and it has {} blocks", len(parked.writers),
-                name, saved, len(world.tiers.table(name)) if holds else "no")  # fmt: skip
+        require(
+            saved != under_way and holds == under_way,
+            rules.T34,
+            "{} operations save {}, which reports saved={}, and has {} blocks",
+            len(parked.writers),
+            name,
+            saved,
+            len(world.tiers.table(name)) if holds else "no",
+        )
         right = under_way or failed == parked.failed
-        require(right, rules.T24, "{} is told failed={}", name, failed)
+        require(right, rules.T36, "{} reports failed={}", name, failed)
 
 
 def _check_parked(world: TierState) -> None:
@@ -76,7 +87,7 @@ def _check_parked(world: TierState) -> None:
         stored = world.executor.storage if parked.where == "storage" else {}
         kept = [tag in world.tiers.now.host or world.prefixes.key[tag] in stored
                 for tag in parked.path]  # fmt: skip
-        require(all(kept), rules.T22, "{} was parked, and one of its blocks is gone", name)
+        require(all(kept), rules.T37, "{} was parked, and one of its blocks is gone", name)
 
 
 def _check_counts(world: TierState) -> None:
@@ -107,24 +118,24 @@ def _check_counts(world: TierState) -> None:
 def check_outbox(world: TierState) -> None:
     """Check, after a `take` of all operations, that each host block is needed."""
     model, now, flights = world.tiers, world.tiers.now, world.executor.flights
-    needed = {*now.host.values(), *now.landing.values(), *model.read}
+    needed = {*now.host.values(), *now.offloading.values(), *model.read}
     needed.update(*(f.copy.sources if f.copy.kind == "in" else f.copy.destinations
                     for f in flights))  # fmt: skip
     needed.update(*(each.blocks for each in model.parked.values()))
     needed.update(*(each.blocks for each in model.prefetches.values()))
     for block, owner in model.host.items():
         reason = owner.startswith("op ") or block in needed
-        require(reason, rules.T32, "host block {} is neither free nor of use", block)
+        require(reason, rules.T43, "host block {} is neither free nor of use", block)
     written = {block for f in flights if f.copy.kind == "out" for block in f.copy.destinations}
     moved = {read[-1] for f in flights if f.copy.kind == "in" for read in f.read}
-    idle = {tag for tag, block in now.landing.items() if block not in written}
-    idle.update(set(now.leaving) - moved)
-    require(not idle, rules.T33, "{} copies are under way by nothing", len(idle))
+    idle = {tag for tag, block in now.offloading.items() if block not in written}
+    idle.update(set(now.promoting) - moved)
+    require(not idle, rules.T16, "{} copies are under way by nothing", len(idle))
     _check_stored(world)
     if model.write == "exclusive":
         first, held = world.prefixes.first, _held(world)
         twice = [tag for tag in now.host.keys() & now.device.keys() if first[tag] not in held]
-        require(not twice, rules.T15, "{} blocks are on device and host", len(twice))
+        require(not twice, rules.T25, "{} blocks are on device and host", len(twice))
 
 
 def _check_stored(world: TierState) -> None:
@@ -135,10 +146,10 @@ def _check_stored(world: TierState) -> None:
             continue
         kept = {tag for tag in parked.path if tag in now.host and tag not in now.idle}
         wrong = [tag for tag in parked.path if key[tag] not in storage and tag not in kept]
-        require(not wrong, rules.T34, "{} keeps {} blocks nowhere", name, len(wrong))
+        require(not wrong, rules.T35, "{} keeps {} blocks nowhere", name, len(wrong))
         is_stored = world.tiers.stored.issuperset(parked.path)
         if is_stored and not _held(world, but=name).intersection(parked.path[:1]):
-            require(not kept, rules.T34, "{} keeps {} blocks that are stored", name, len(kept))
+            require(not kept, rules.T35, "{} keeps {} blocks that are stored", name, len(kept))
 
 
 def _held(world: TierState, but: str = "") -> set[Tag]:

@@ -25,9 +25,15 @@ def result(world: TierState, name: str, bad: list[int], fenced: int) -> bool:
         _check_source(world, flight)
         _store(world, flight)
     world.begin_report(flight, fenced=is_fenced)
-    told = world.ask("complete", flight.copy.id, ok, is_fenced)
-    require(told != was_cancelled, rules.T6, "{} has ended: {}, told {}", flight.op, was_cancelled,
-            not told)  # fmt: skip
+    answer = world.ask("complete", flight.copy.id, ok, is_fenced)
+    require(
+        answer != was_cancelled,
+        rules.T13,
+        "{} has ended: {}, the answer is {}",
+        flight.op,
+        was_cancelled,
+        not answer,
+    )
     world.tiers.counts["late_completions"] += was_cancelled
     world.situations[f"{'done' if all(ok) else 'failed'}: {flight.copy.kind}"] += 1
     if not (is_fenced or all(ok)):
@@ -46,8 +52,8 @@ def fence(world: TierState, name: str) -> bool:
     if flight.copy.kind == "store" and flight.has_result and not flight.cancelled:
         _check_source(world, flight)
     world.begin_report(flight, fenced=True)
-    told = world.ask("fence", flight.copy.id)
-    require(told, rules.T6, "the fence of {} is not heard", flight.op)
+    answer = world.ask("fence", flight.copy.id)
+    require(answer, rules.T13, "the fence of {} has no effect", flight.op)
     _ended(world, step, flight, result=False, fenced=True)
     world.situations["fenced later"] += 1
     return True
@@ -60,10 +66,10 @@ def _ended(world: TierState, step: Step, flight: Flight, *, result: bool, fenced
         model.order.touch(world.prefixes.paths_to(flight.evicted))
     world.end_report(flight, fenced=fenced)
     world.see()
-    step.otherwise = rules.T12
+    step.otherwise = rules.T15
     prefetch = model.prefetches.get(flight.owner) if kind in ("lookup", "fetch") else None
     if flight.cancelled or flight.old or flight.is_detached:
-        step.otherwise = rules.T29 if flight.old else rules.T27
+        step.otherwise = rules.T41 if flight.old else rules.T39
         step.end_in(flight.moved)
         new = model.now.device.keys() - step.before.device.keys()
         require(not new, step.otherwise, "{} was given up, and brings {} blocks", flight.op,
@@ -90,7 +96,7 @@ def _end_out(world: TierState, step: Step, flight: Flight) -> None:
     tags = [read[-1] for read in flight.read]
     copies = zip(tags, flight.copy.destinations, flight.ok, strict=True)
     # The others are a tail, or no request waits for them.
-    step.end_out({tag: ok for tag, block, ok in copies if before.landing.get(tag) == block},
+    step.end_out({tag: ok for tag, block, ok in copies if before.offloading.get(tag) == block},
                  world.prefixes)  # fmt: skip
     if world.config["storage"]:
         for tag in (model.now.host.keys() - before.host.keys()).intersection(tags):
@@ -121,15 +127,15 @@ def _end_in(world: TierState, step: Step, flight: Flight) -> None:
     step.end_in(load.moved)
     if name == flight.op:
         lost = [tag for tag in load.path[:num_come] if tag not in model.now.device]
-        require(not lost, rules.T39, "{} blocks were moved by {}, and are not there", len(lost),
+        require(not lost, rules.T8, "{} blocks were moved by {}, and are not there", len(lost),
                 name)  # fmt: skip
-        world.situations["loaded for nobody"] += 1
+        world.situations["loaded for an ended request"] += 1
         return
     ready = num_come * world.block_size + (load.tail if num_good == len(flight.ok) else 0)
-    require(world.ask("loading", name) is None, rules.T10, "{} still loads", name)
+    require(world.ask("loading", name) is None, rules.T7, "{} still loads", name)
     found = world.ask("ready", name), world.ask("promoted", name), len(model.holdings[name].shared)
     wanted = ready, num_promoted, num_come
-    require(found == wanted, rules.T10, "tokens ready, blocks promoted and blocks shared of {} are "
+    require(found == wanted, rules.T7, "tokens ready, blocks promoted and blocks shared of {} are "
             "{}, have come {}", name, found, wanted)  # fmt: skip
     world.requests[name].written, world.requests[name].job = ready, ""
     if num_promoted and not model.through.is_on:  # TEMP
@@ -146,7 +152,7 @@ def _end_in(world: TierState, step: Step, flight: Flight) -> None:
 
 def _check_source(world: TierState, flight: Flight) -> None:
     for block, read in zip(flight.copy.sources, flight.read, strict=True):
-        require(world.executor.content("host", block) == read, rules.T2,
+        require(world.executor.content("host", block) == read, rules.T10,
                 "host block {} was written while {} read it", block, flight.op)  # fmt: skip
 
 
@@ -190,7 +196,7 @@ def _check_prefetch(world: TierState, flight: Flight, prefetch: Prefetch) -> Non
     if flight.cancelled:
         prefetch.stage, prefetch.num_found = "done", 0
     wanted = prefetch.num_found if prefetch.stage == "done" else None
-    require(found == wanted, rules.T26, "a prefetch has brought {}, told {}", wanted, found)
+    require(found == wanted, rules.T5, "a prefetch has brought {}, and reports {}", wanted, found)
     if prefetch.stage == "done":
         del world.tiers.prefetches[flight.owner]
 
@@ -204,20 +210,20 @@ def late(world: TierState, place: int, bad: list[int], fenced: int) -> bool:
         return False
     copy = world.executor.ended[-1 - place]
     if fenced == 2:
-        told = world.ask_in_vain(rules.T6, "fence", copy.id)
+        answer = world.ask_in_vain(rules.T13, "fence", copy.id)
     else:
         ok = [each not in bad for each in range(copy.num_blocks)]
-        told = world.ask_in_vain(rules.T6, "complete", copy.id, ok, bool(fenced))
-    require(not told, rules.T6, "operation {} ends twice", copy.id)
+        answer = world.ask_in_vain(rules.T13, "complete", copy.id, ok, bool(fenced))
+    require(not answer, rules.T13, "operation {} ends twice", copy.id)
     world.tiers.counts["late_completions"] += 1
-    world.situations["heard of twice"] += 1
+    world.situations["completion repeated"] += 1
     return True
 
 
 def early(world: TierState) -> bool:
     """Report results of operations that were not taken; they must be ignored."""
-    number, num_believed = world.ask_in_vain(rules.T6, "early")
-    require(not num_believed, rules.T6, "{} operations ended that were not taken", num_believed)
+    number, num_believed = world.ask_in_vain(rules.T13, "early")
+    require(not num_believed, rules.T13, "{} operations ended that were not taken", num_believed)
     world.tiers.counts["late_completions"] += number
     world.situations["result before it is taken"] += number
     return True
@@ -229,8 +235,8 @@ def second(world: TierState, name: str, bad: list[int]) -> bool:
     if flight is None or not flight.has_result or flight.cancelled:
         return False
     ok = [place not in bad for place in range(flight.copy.num_blocks)]
-    told = world.ask_in_vain(rules.T6, "complete", flight.copy.id, ok, False)
-    require(not told, rules.T6, "{} has two results", flight.op)
+    answer = world.ask_in_vain(rules.T13, "complete", flight.copy.id, ok, False)
+    require(not answer, rules.T13, "{} has two results", flight.op)
     world.tiers.counts["late_completions"] += 1
     world.situations["second result"] += 1
     return True
@@ -242,7 +248,7 @@ def wrong_result(world: TierState, name: str, number: int) -> bool:
     if flight is None or flight.has_result or flight.cancelled:
         return False
     number += number >= flight.copy.num_blocks
-    refused = world.ask_in_vain(rules.T7, "wrong_result", flight.copy.id, number)
-    require(refused, rules.T7, "{} results for {} blocks", number, flight.copy.num_blocks)
+    refused = world.ask_in_vain(rules.T12, "wrong_result", flight.copy.id, number)
+    require(refused, rules.T12, "{} results for {} blocks", number, flight.copy.num_blocks)
     world.situations["wrong result"] += 1
     return True

@@ -104,13 +104,13 @@ class Executor:
             self.device.run_through(self.device.queue[-1])
         flights = []
         for copy in copies:
-            require(copy.id not in self.seen, rules.T6, "operation {} is taken again", copy.id)
+            require(copy.id not in self.seen, rules.T13, "operation {} is taken again", copy.id)
             self.seen.add(copy.id)
             places = [each for each in (copy.sources, copy.destinations, copy.keys) if each]
             wanted = 1 if copy.kind == "lookup" else 2
             require(
                 len(places) == wanted and len({len(each) for each in places}) == 1,
-                rules.T35,
+                rules.T9,
                 "operation {} names {} sources, {} destinations and {} keys",
                 copy.id,
                 len(copy.sources),

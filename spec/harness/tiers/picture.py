@@ -12,7 +12,7 @@ def picture(world: TierState) -> str:
     seen, words = world.tiers.now, _words(world)
     places = {
         **{block: words[tag] for tag, block in seen.host.items()},
-        **{block: f"{words[tag]} landing" for tag, block in seen.landing.items()},
+        **{block: f"{words[tag]} offloading" for tag, block in seen.offloading.items()},
     }
     for block in range(1, world.config["host_blocks"] + 1):
         owner = world.tiers.host.get(block, "free")

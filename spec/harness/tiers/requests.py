@@ -42,7 +42,7 @@ def _host_hit(world: TierState, request: Request) -> tuple[int, int]:
                     len(path) - num_hit)  # fmt: skip
     found = world.ask("tier_match", request.tokens, request.namespace)
     wanted = (num_hit, num_host)
-    require(found == wanted, rules.T8, "{} matches {}, there are {}", request.name, found, wanted)
+    require(found == wanted, rules.T1, "{} matches {}, there are {}", request.name, found, wanted)
     return wanted
 
 
@@ -100,7 +100,7 @@ def _resume(world: TierState, parked: Parked, num_blocks: int) -> int:
     """Check the hit of a resumed request; return the number of tail tokens that it loads."""
     num_whole, tail = divmod(parked.num_tokens, world.block_size)
     is_whole = not (parked.failed or parked.is_void) and parked.where == "host"
-    require(not is_whole or num_blocks >= num_whole, rules.T22, "{} of {} blocks are left",
+    require(not is_whole or num_blocks >= num_whole, rules.T37, "{} of {} blocks are left",
             num_blocks, num_whole)  # fmt: skip
     world.situations["resumed, and all is there" if is_whole else "resumed in part"] += 1
     return tail if parked.keeps_tail and num_blocks == num_whole else 0
@@ -109,18 +109,18 @@ def _resume(world: TierState, parked: Parked, num_blocks: int) -> int:
 def _load(world: TierState, request: Request, num_host: int, tail: int) -> None:
     name, written = request.name, request.written
     copy = world.ask("loading", name)
-    require((copy is not None) == bool(num_host or tail), rules.T9,
+    require((copy is not None) == bool(num_host or tail), rules.T6,
             "{} found {} blocks and {} tokens on the host, and loads with {}",
             name, num_host, tail, copy)  # fmt: skip
     found = world.ask("promoted", name)
-    require(found == 0, rules.T10, "{} was promoted {} blocks at its admission", name, found)
+    require(found == 0, rules.T7, "{} was promoted {} blocks at its admission", name, found)
     ready = world.ask("ready", name)
-    require(ready == written, rules.T10, "{} has {} tokens, {} were hit", name, ready, written)
+    require(ready == written, rules.T7, "{} has {} tokens, {} were hit", name, ready, written)
     if copy is not None:
         num_hit = written // world.block_size
         path = request.path(world.block_size)[: num_hit + num_host]
         tags = request.tags[written:][: num_host * world.block_size + tail]
-        moved = world.tiers.now.leaving.intersection(path)
+        moved = world.tiers.now.promoting.intersection(path)
         world.tiers.loads[name] = Load(copy, num_hit, num_host, tail, path, tags, moved)
         request.job = "loading"
         world.situations["hit on the host"] += bool(num_host)
@@ -217,13 +217,13 @@ def _release(world: TierState, name: str, *, ends: bool) -> bool:
         return False
     step, load = world.begin(), world.tiers.loads.pop(name, None)
     if load is not None:
-        moves = not step.before.leaving.isdisjoint(load.moved)
+        moves = not step.before.promoting.isdisjoint(load.moved)
         if moves:
             world.continue_load(name, load)
         else:
             world.cancel_copy(load.copy, name)
         world.situations["released while loading"] += 1
-        world.situations["loaded on, for nobody"] += moves
+        world.situations["load continued for an ended request"] += moves
     (cache_end.finish if ends else cache_end.preempt)(world, name)
     world.end(step)
     return True
@@ -284,9 +284,9 @@ def _compute(world: TierState, request: Request) -> None:
 def _check_room(world: TierState, before: Residency, path: list[Tag], tail: int) -> None:
     """Check that the host has no room for a request that was not parked."""
     room = before.num_free + len(before.idle.keys() - path)
-    there = {*before.host, *before.landing}
+    there = {*before.host, *before.offloading}
     needed = len([tag for tag in path if tag not in there]) + bool(tail)
-    require(needed > room, rules.T21, "{} host blocks are needed, of {}", needed, room)
+    require(needed > room, rules.T33, "{} host blocks are needed, of {}", needed, room)
     world.situations["not parked"] += 1
 
 
@@ -294,9 +294,9 @@ def _parked(world: TierState, name: str, parked: Parked, before: Residency) -> P
     """Record where a request is saved, and by which operations."""
     parked.copy, _, _ = world.ask("parked", name)
     now = world.see()
-    parked.blocks = {now.host.get(tag, now.landing.get(tag, 0)) for tag in parked.path}
-    parked.copied = now.landing.keys() - before.landing
-    awaited = {before.landing[tag] for tag in parked.path if tag in before.landing}
+    parked.blocks = {now.host.get(tag, now.offloading.get(tag, 0)) for tag in parked.path}
+    parked.copied = now.offloading.keys() - before.offloading
+    awaited = {before.offloading[tag] for tag in parked.path if tag in before.offloading}
     parked.writers = {
         flight.copy.id
         for flight in world.executor.flights
@@ -319,12 +319,12 @@ def unpark(world: TierState, name: str) -> bool:
     world.situations["unparked while it is saved"] += bool(parked.writers)
     if parked.copy in parked.writers:
         world.cancel_copy(parked.copy, "")
-        step.end_out(dict.fromkeys(parked.copied & step.before.landing.keys(), False),
+        step.end_out(dict.fromkeys(parked.copied & step.before.offloading.keys(), False),
                      world.prefixes)  # fmt: skip
     world.ask("unpark", name)
     world.see()
-    require(name not in world.tiers.holdings, rules.T20, "{} is unparked, and has blocks", name)
-    require(world.ask("park_misuse", name), rules.T23, "{} is unparked twice", name)
+    require(name not in world.tiers.holdings, rules.T34, "{} is unparked, and has blocks", name)
+    require(world.ask("park_misuse", name), rules.T38, "{} is unparked twice", name)
     world.end(step)
     world.situations["unparked"] += 1
     return True

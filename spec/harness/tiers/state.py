@@ -45,7 +45,7 @@ class TierState(CacheState):
         self.without_room: set[str] = set()
         self.law = TwoTierLaw(config["num_blocks"], config["host_blocks"])
         self.storage_law = StorageLaw(
-            config["num_blocks"], is_told=bool(config["at_once"] or config["law"])
+            config["num_blocks"], is_reported=bool(config["at_once"] or config["law"])
         )
         self._generation = dict.fromkeys(NAMESPACES, 0)
         self.see()
@@ -70,8 +70,8 @@ class TierState(CacheState):
                 Residency(
                     {entry.tag: block for block, entry in self.tiers.cached.items()},
                     {tag_of(*prefix): block for prefix, block in self.shot.host.items()},
-                    {tag_of(*prefix): block for prefix, block in self.shot.landing.items()},
-                    frozenset(tag_of(*prefix) for prefix in self.shot.leaving),
+                    {tag_of(*prefix): block for prefix, block in self.shot.offloading.items()},
+                    frozenset(tag_of(*prefix) for prefix in self.shot.promoting),
                     len(self.shot.free),
                     tuple(self.shot.idle),
                 )
@@ -90,10 +90,10 @@ class TierState(CacheState):
     def ask_in_vain(self, rule: Rule, method: str, *arguments: Any) -> Any:
         """Make a call that must change no block."""
         before, taken = self.see(), dict(self.tiers.host)
-        told = self.ask(method, *arguments)
+        answer = self.ask(method, *arguments)
         same = self.see() == before and self.tiers.host == taken
         require(same, rule, "{}{} is not to be heard, and blocks move", method, arguments)
-        return told
+        return answer
 
     def tier_counts(self) -> dict[str, int]:
         """Counters of the tiers, as the manager reports them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...model.tiers import Prefetch
 from ...rules import tiers as rules
-from ...rules.cache import D1, R5
+from ...rules.cache import D1, R4
 from ...rules.rule import require
 from ..cache import end as cache_end
 from ..cache.requests import NAMESPACES
@@ -27,7 +27,7 @@ def prefetch(world: TierState, name: str) -> bool:
         known += 1
     asked = world.ask("prefetch", name, request.tokens, request.namespace)
     wanted = known if world.config["storage"] and known < len(path) else None
-    require(asked == wanted, rules.T25, "{} of {} blocks are cached, and {} asks from {} on", known,
+    require(asked == wanted, rules.T4, "{} of {} blocks are cached, and {} asks from {} on", known,
             len(path), name, asked)  # fmt: skip
     if asked is not None:
         # A pin keeps whole runs, which may be longer than the path.
@@ -60,7 +60,7 @@ def cancel(world: TierState, name: str) -> bool:
     if found is None or not found.is_wanted:
         return False
     step = world.begin()
-    step.otherwise = rules.T27
+    step.otherwise = rules.T39
     flight = next((f for f in world.executor.flights if f.owner == name and not f.has_result and
                    f.copy.kind in ("lookup", "fetch")), None)  # fmt: skip
     found.is_wanted = False
@@ -70,8 +70,8 @@ def cancel(world: TierState, name: str) -> bool:
     world.ask("cancel", name)
     world.end(step)
     if flight is None:
-        told = world.ask("prefetched", name)
-        require(told == 0, rules.T27, "{} was cancelled, and {} blocks came", name, told)
+        answer = world.ask("prefetched", name)
+        require(answer == 0, rules.T39, "{} was cancelled, and {} blocks came", name, answer)
         del world.tiers.prefetches[name]
     world.situations["prefetch cancelled"] += 1
     return True
@@ -97,15 +97,15 @@ def reset(world: TierState, keep: list[int]) -> bool:
     world.ask("reset_but", names)
     model.resetting = False
     left = [name for name in model.holdings if not name.startswith("op ")]
-    require(not left, R5, "{} have leases after a reset", left)
+    require(not left, R4, "{} have leases after a reset", left)
     roots, parent = {world.root_of(name) for name in names}, world.prefixes.parent
     first = world.prefixes.first
     kept = {tag for tag in step.before.anywhere if parent[first[tag]] in roots}
     step.reset(kept)
-    step.otherwise = rules.T28
+    step.otherwise = rules.T40
     world.see()
     wrong = model.now.device.keys() ^ kept & step.before.device.keys()
-    require(not wrong, rules.T28, "a reset keeps or drops {} blocks wrongly", len(wrong))
+    require(not wrong, rules.T40, "a reset keeps or drops {} blocks wrongly", len(wrong))
     model.forget(roots)
     world.end(step)
     world.written.clear()
@@ -133,7 +133,7 @@ def settle(world: TierState) -> None:
             name = world.executor.names()[0]
             if not result(world, name, [], 1):
                 fence(world, name)
-    require(False, rules.T30, "operations do not come to an end")
+    require(False, rules.T44, "operations do not come to an end")
 
 
 def drain(world: TierState) -> bool:
@@ -154,7 +154,7 @@ def drain(world: TierState) -> bool:
     require(found == num_blocks, D1, "{} of {} blocks can be had", found, num_blocks)
     now = world.tiers.now
     num_host, is_idle = world.config["host_blocks"], now.idle.keys() == now.host.keys()
-    require(is_idle and len(now.host) + now.num_free == num_host, rules.T30,
+    require(is_idle and len(now.host) + now.num_free == num_host, rules.T44,
             "of {} host blocks {} are free, {} cached, {} can be dropped", num_host, now.num_free,
             len(now.host), len(now.idle))  # fmt: skip
     cache_end.check(world)
@@ -185,7 +185,7 @@ def serve(world: TierState, name: str, prompt: list[int], namespace: int) -> boo
     counts = world.tier_counts()
     found = (num_hit, num_loaded, counts["demoted_blocks"], counts["dropped_blocks"])
     wanted = law.wanted()
-    require(found == wanted, rules.T16, "hit, loaded, demoted and dropped are {}, by the law {}",
+    require(found == wanted, rules.T26, "hit, loaded, demoted and dropped are {}, by the law {}",
             found, wanted)  # fmt: skip
     world.situations["served by the law"] += 1
     return True

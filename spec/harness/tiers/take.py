@@ -17,7 +17,7 @@ def take(world: TierState) -> bool:
     used = world.ask("used")
     model.uses.tell(used, world.prefixes)
     world.storage_law.use(used)
-    world.situations["storage is told of uses"] += bool(used)
+    world.situations["uses are reported to storage"] += bool(used)
     copies = world.ask("take")
     world.see()
     flights = world.executor.begin(copies)
@@ -31,8 +31,8 @@ def take(world: TierState) -> bool:
     for flight in flights:
         CHECKS[flight.copy.kind](world, flight)
     cancelled, world.cancelled = world.cancelled, set()
-    told = set(world.ask("take_cancelled"))
-    require(told == cancelled, rules.T6, "cancelled are {}, told {}", cancelled, told)
+    answer = set(world.ask("take_cancelled"))
+    require(answer == cancelled, rules.T13, "cancelled are {}, and reported {}", cancelled, answer)
     _check_stores(world, flights)
     if model.through.is_on:
         copied = {
@@ -58,30 +58,30 @@ def _begin_out(world: TierState, flight: Flight) -> None:
         tail = parked.num_tokens % world.block_size
         tags = world.requests[flight.owner].tags[parked.num_tokens - tail : parked.num_tokens]
         saved = not tail or flight.read[-1][:tail] == tags
-        require(saved, rules.T2, "the tail of {} is not saved", flight.owner)
-    landing = world.tiers.now.landing
+        require(saved, rules.T10, "the tail of {} is not saved", flight.owner)
+    offloading = world.tiers.now.offloading
     whole = zip(flight.read, copy.destinations, strict=True)
     for read, block in list(whole)[: len(flight.read) - bool(tail)]:
-        require(content.get(read[-1]) == read, rules.T2, "{} copies blocks {} to the host, some "
+        require(content.get(read[-1]) == read, rules.T10, "{} copies blocks {} to the host, some "
                 "without KV", flight.op, copy.sources)  # fmt: skip
-        awaited = landing.get(read[-1], block)
-        require(awaited == block, rules.T4, "{} writes a prefix to host block {}, it is awaited "
+        awaited = offloading.get(read[-1], block)
+        require(awaited == block, rules.T2, "{} writes a prefix to host block {}, it is awaited "
                 "in {}", flight.op, block, awaited)  # fmt: skip
 
 
 def _begin_in(world: TierState, flight: Flight) -> None:
     copy = flight.copy
     name = flight.owner = world.owner_of(copy.id)
-    require(name, rules.T6, "{} loads nobody", flight.op)
+    require(name, rules.T13, "{} loads nobody", flight.op)
     load = world.tiers.loads[name]
     flight.moved = load.moved
     outlives = name == flight.op
     table = world.tiers.table(name) if outlives else world.target.block_table(name)
     wanted = table[load.num_hit :][: load.num_host + bool(load.tail)]
-    require(list(copy.destinations) == wanted, rules.T9, "{} is loaded into blocks {}, not {}",
+    require(list(copy.destinations) == wanted, rules.T6, "{} is loaded into blocks {}, not {}",
             name, copy.destinations, wanted)  # fmt: skip
     found = [tag for read in flight.read for tag in read][: len(load.tags)]
-    require(found == load.tags, rules.T2, "{} is loaded with what is not its own", name)
+    require(found == load.tags, rules.T10, "{} is loaded with what is not its own", name)
 
 
 def _begin_store(world: TierState, flight: Flight) -> None:
@@ -89,8 +89,8 @@ def _begin_store(world: TierState, flight: Flight) -> None:
     for read, key in zip(flight.read, flight.copy.keys, strict=True):
         tag = read[-1]
         whole = prefixes.content.get(tag) == read
-        require(whole, rules.T2, "{} stores a block without KV", flight.op)
-        require(prefixes.key[tag] == key, rules.T5, "{} stores KV under another key", flight.op)
+        require(whole, rules.T10, "{} stores a block without KV", flight.op)
+        require(prefixes.key[tag] == key, rules.T28, "{} stores KV under another key", flight.op)
 
 
 def _begin_prefetch(world: TierState, flight: Flight) -> None:
@@ -102,12 +102,12 @@ def _begin_prefetch(world: TierState, flight: Flight) -> None:
         path = prefetch.path[prefetch.num_known :]
         wanted = [world.prefixes.key[tag] for tag in path]
         wanted = wanted[: prefetch.num_found] if copy.kind == "fetch" else wanted
-        require(prefetch.stage == before and wanted == list(copy.keys), rules.T25, "{} asks for "
+        require(prefetch.stage == before and wanted == list(copy.keys), rules.T4, "{} asks for "
                 "{} blocks, not {}, or for others", name, len(copy.keys), len(wanted))  # fmt: skip
         prefetch.stage, flight.owner = after, name
         prefetch.blocks.update(copy.destinations)
         return
-    require(False, rules.T25, "{} is for nobody", flight.op)
+    require(False, rules.T4, "{} is for nobody", flight.op)
 
 
 CHECKS = {
@@ -126,8 +126,8 @@ def _check_stores(world: TierState, flights: list[Flight]) -> None:
     stored: set[Tag] = set()
     for flight in flights:
         for read in flight.read if flight.copy.kind == "store" else ():
-            require(read[-1] in due - stored, rules.T19, "a block is stored again")
+            require(read[-1] in due - stored, rules.T27, "a block is stored again")
             stored.add(read[-1])
     kept = due & now.host.keys() - stored
-    require(not kept, rules.T19, "{} new copies are not stored", len(kept))
+    require(not kept, rules.T27, "{} new copies are not stored", len(kept))
     due.clear()

@@ -410,14 +410,14 @@ class StepsTooLarge(PrefillFirst):
 
 DESIGNS = (ChunkWise, LateFrees, PrefillFirst)
 BROKEN = {
-    PreemptsEarly: "Q25",
-    PublishesAhead: "Q12",
-    LeaksAborted: "Q22",
-    MissesIdle: "Q34",
-    RunsTooMany: "Q33",
-    LeaksLate: "Q20",
-    KeepsKeys: "Q12",
-    PrefillsOnly: "Q15",
-    StepsTooLarge: "Q33",
+    PreemptsEarly: "Q24",
+    PublishesAhead: "Q22",
+    LeaksAborted: "Q36",
+    MissesIdle: "Q11",
+    RunsTooMany: "Q16",
+    LeaksLate: "Q38",
+    KeepsKeys: "Q22",
+    PrefillsOnly: "Q31",
+    StepsTooLarge: "Q16",
 }
 """Each bug, with the rule that names it with seed 0."""

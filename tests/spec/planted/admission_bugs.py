@@ -8,7 +8,7 @@ MANAGER = "manager.py"
 
 MATCH_BUGS = (
     bug(
-        "what can be evicted does not count as available",
+        "evictable blocks do not count as available",
         MANAGER,
         ("return self._pool.num_free + self._tree.num_idle", "return self._pool.num_free"),
     ),
@@ -39,12 +39,12 @@ MATCH_BUGS = (
         ("if not isinstance(namespace, bytes):", "if False:"),
     ),
     bug(
-        "what is available after a match is counted for the match of then",
+        "the blocks available after a match are counted for an outdated match",
         MANAGER,
         ("if match._version != self._tree.version:", "if False:"),
     ),
     bug(
-        "what is available after a match includes what it pins",
+        "the blocks available after a match include those that it pins",
         MANAGER,
         ("return self.available - pinned", "return self.available"),
         seen_in="SGLang test_cache_hit_overadmission_capacity",
@@ -59,7 +59,7 @@ ADMIT_BUGS = (
         seen_in="TensorRT-LLM #8830",
     ),
     bug(
-        "a match of before an eviction stays valid",
+        "a match from before an eviction stays valid",
         MANAGER,
         (
             "victims = (self._tree if tiers is None else tiers.offloader).evict(num_blocks)",
@@ -91,7 +91,7 @@ ADMIT_BUGS = (
         seen_in="sglang-jax evict asks for the need",
     ),
     bug(
-        "a request that can never fit is told to wait",
+        "a request that can never fit is refused as out of blocks for now",
         MANAGER,
         ("if num_blocks > self.num_blocks:", "if False:"),
         seen_in="FastDeploy PR 5544, vLLM #39734",
@@ -119,7 +119,7 @@ ADMIT_BUGS = (
         seen_in="FastDeploy PR 7107",
     ),
     bug(
-        "a refusal forgets what the hit would pin",
+        "a refusal does not count the blocks that the hit would pin",
         MANAGER,
         (
             "raise OutOfBlocksError(needed, self.available - pinned)",
@@ -191,7 +191,7 @@ ADMIT_BUGS = (
         seen_in="FastDeploy PR 3710",
     ),
     bug(
-        "what is reserved is published at once",
+        "reserved blocks are published at once",
         MANAGER,
         (
             "self._hit_blocks += match.num_blocks",

@@ -8,7 +8,7 @@ TREE, IDLE = "prefix/radix_tree.py", "prefix/eviction_order.py"
 
 APPEND_BUGS = (
     bug(
-        "a match of before a publication stays valid",
+        "a match from before a publication stays valid",
         TREE,
         ("self.version += 1\n        self.num_cached +=", "self.num_cached +="),
     ),
@@ -51,7 +51,7 @@ APPEND_BUGS = (
 
 SPLIT_BUGS = (
     bug(
-        "a match of before a split stays valid",
+        "a match from before a split stays valid",
         TREE,
         (
             'self.version += 1\n        assert lower.parent is not None, "a root',
@@ -76,7 +76,7 @@ SPLIT_BUGS = (
         seen_in="TensorRT-LLM #16019",
     ),
     bug(
-        "a split is not told to the parent",
+        "the parent does not learn of a split",
         TREE,
         ("lower.parent.add_child(upper)", "pass"),
     ),
@@ -146,7 +146,7 @@ EVICT_BUGS = (
         ("if root.refs == 0 and not root.children:", "if root.refs == 0:"),
     ),
     bug(
-        "a match of before its namespace was dropped stays valid",
+        "a match stays valid after its namespace was dropped",
         TREE,
         ("del self.roots[root.key]\n            self.version += 1", "del self.roots[root.key]"),
     ),
@@ -165,13 +165,13 @@ MANY_AT_ONCE = (
 
 MANY_BUGS = (
     bug(
-        "of many evicted leaves the last is not trimmed",
+        "the last of many evicted leaves is not trimmed",
         TREE,
         ("self._trim(node, -excess)", "pass"),
         elsewhere=MANY_AT_ONCE,
     ),
     bug(
-        "of many evicted leaves the last loses its head",
+        "the last of many evicted leaves loses its head",
         TREE,
         ("run[: num_bytes + excess] + node.device_blocks[excess:]", "run"),
         elsewhere=MANY_AT_ONCE,

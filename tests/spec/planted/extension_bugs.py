@@ -25,7 +25,7 @@ EXTEND_BUGS = (
         ),
     ),
     bug(
-        "an extension does not ask what is available",
+        "an extension does not check the available blocks",
         MANAGER,
         ("self._require_available(needed)", "needed = min(needed, self.available)"),
         seen_in="FastDeploy v1 cache manager",
@@ -42,7 +42,7 @@ EXTEND_BUGS = (
         ("if needed > self.available:", "if needed >= self.available:"),
     ),
     bug(
-        "a refusal says what is free, not what is available",
+        "a refusal reports the free blocks, not the available ones",
         MANAGER,
         (
             "raise OutOfBlocksError(needed, self.available)",
@@ -68,7 +68,7 @@ EXTEND_BUGS = (
         ),
     ),
     bug(
-        "a lease of before a reset can grow",
+        "a lease from before a reset can grow",
         MANAGER,
         (
             'as_count("num_tokens", num_tokens)\n' + LIVE,
@@ -148,7 +148,7 @@ BATCH_BUGS = (
         ("tables.num_blocks[crossing] = columns + 1", "pass"),
     ),
     bug(
-        "of a batch only those with a new block grow",
+        "only the requests of a batch with a new block grow",
         MANAGER,
         (
             "tables.num_tokens[rows] = num_tokens",
@@ -173,7 +173,7 @@ FILL_BUGS = (
         ),
     ),
     bug(
-        "all that is needed is evicted, not what is short",
+        "all needed blocks are evicted, not only the missing ones",
         MANAGER,
         (
             "ids[-short:] = self._evict(short)",

@@ -35,20 +35,20 @@ HOST_BUGS = (
         world="tiers",
     ),
     bug(
-        "a run that is landing can be matched",
+        "a run in flight to the host can be matched",
         HOST,
         ("return not (self.in_flight or self.promoting)", "return not self.promoting"),
         seen_in="FastDeploy v1, TensorRT-LLM #8813",
         world="tiers",
     ),
     bug(
-        "a run that is leaving can be matched",
+        "a run in flight to the device can be matched",
         HOST,
         ("return not (self.in_flight or self.promoting)", "return not self.in_flight"),
         world="tiers",
     ),
     bug(
-        "a split forgets who holds the upper half",
+        "a split forgets what pins the upper half",
         HOST,
         ("        run.holders = list(self.holders)\n", ""),
         seen_in="SGLang #16946",
@@ -68,7 +68,7 @@ HOST_BUGS = (
         world="tiers",
     ),
     bug(
-        "half of a landing run can be matched after a split",
+        "half of a run in flight can be matched after a split",
         HOST,
         ("        run.in_flight, run.promoting = self.in_flight, self.promoting\n", ""),
         seen_in="SGLang #16946",
@@ -92,7 +92,7 @@ HOST_BUGS = (
         world="tiers",
     ),
     bug(
-        "a dropped run gives its blocks back while somebody holds it",
+        "a dropped run frees its blocks while something pins it",
         HOST,
         (
             "            self.num_cached -= run.num_blocks\n        if not run.holders:\n",
@@ -102,7 +102,7 @@ HOST_BUGS = (
         world="tiers",
     ),
     bug(
-        "a run that was dropped while it was held never gives its blocks back",
+        "a run that was dropped while pinned never frees its blocks",
         HOST,
         (
             "                if run.node is None:\n                    self._recycle(run)\n"
@@ -112,7 +112,7 @@ HOST_BUGS = (
         world="tiers",
     ),
     bug(
-        "a run that is let go cannot be dropped any more",
+        "an unpinned run cannot be dropped any more",
         HOST,
         (
             "                    self._link_path(run)\n        holder.clear()",
@@ -122,7 +122,7 @@ HOST_BUGS = (
         world="tiers",
     ),
     bug(
-        "a held run stays in the list of those to drop",
+        "a pinned run stays in the list of runs to drop",
         HOST,
         (
             "            if run.is_idle:\n                self._unlink(run)\n"
@@ -168,7 +168,7 @@ HOST_BUGS = (
         world="tiers",
     ),
     bug(
-        "what leaves the host keeps its blocks there",
+        "runs that leave the host keep their blocks there",
         HOST,
         (
             "        self._unlink(run)\n        self._forget(run)\n        run.promoting = True",
@@ -215,13 +215,13 @@ HOST_BUGS = (
         world="tiers",
     ),
     bug(
-        "copies of what the device has are dropped last",
+        "redundant copies are dropped last",
         "tiers/state.py",
         ('redundant_first=config.write != "through"', "redundant_first=False"),
         world="tiers",
     ),
     bug(
-        "a copy of what left the device is still one to drop first",
+        "a copy is dropped first although its block has left the device",
         OFFLOADER,
         (
             "        copies = self._host.hold([n.host for n in victims if n.host is not None and "
@@ -231,13 +231,13 @@ HOST_BUGS = (
         world="tiers",
     ),
     bug(
-        "a copy of what the device has now is dropped as if it had not",
+        "a copy is not dropped first although its block is on the device",
         "tiers/api.py",
         ("        self.state.host.relink(adopted.host)\n", ""),
         world="tiers",
     ),
     bug(
-        "the copies of what is evicted do not count as room that is taken",
+        "the copies of evicted blocks do not count as room that is taken",
         OFFLOADER,
         ("needed + idle - self._host.available", "needed - self._host.available"),
         world="tiers",
@@ -263,7 +263,7 @@ HOST_BUGS = (
         world="tiers",
     ),
     bug(
-        "what is written through is copied on its first hit, whatever was asked for",
+        "write-through copies at the first hit, whatever the threshold",
         OFFLOADER,
         (
             "self.tree.hits[node] < self._config.hits or node.num_blocks > room",
@@ -272,7 +272,7 @@ HOST_BUGS = (
         world="tiers",
     ),
     bug(
-        "what is published is not written through",
+        "published blocks are not written through",
         OFFLOADER,
         (
             "            self._published[node] = None\n\n    def record_hit",
@@ -302,7 +302,7 @@ HOST_BUGS = (
         world="tiers",
     ),
     bug(
-        "what is left of a path after an eviction is not written through",
+        "the rest of a path is not written through after an eviction",
         OFFLOADER,
         ("                self._published[node.parent] = None\n", "                pass\n"),
         world="tiers",

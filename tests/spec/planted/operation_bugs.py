@@ -9,7 +9,7 @@ COMPLETIONS = "tiers/completion_handlers.py"
 
 OPERATION_BUGS = (
     bug(
-        "a completion that is heard twice is applied twice",
+        "a completion that comes twice is applied twice",
         OPERATIONS,
         (
             "        if op_id not in self._open or op_id in self._queued:\n"
@@ -39,21 +39,21 @@ OPERATION_BUGS = (
         world="tiers",
     ),
     bug(
-        "the late completion of what was cancelled does not end its quarantine",
+        "the late completion of a cancelled operation does not end its quarantine",
         OPERATIONS,
         ("            if fenced:\n                self._end_quarantine(op_id)\n", ""),
         seen_in="SGLang #9874, SGLang #30053",
         world="tiers",
     ),
     bug(
-        "blocks of a cancelled operation are given back before its fence",
+        "blocks of a cancelled operation are freed before its fence",
         OPERATIONS,
         ("fenced=not dispatched)", "fenced=True)"),
         seen_in="SGLang #24527, vLLM #45357",
         world="tiers",
     ),
     bug(
-        "blocks of an operation are given back with its result, not with its fence",
+        "blocks of an operation are freed with its result, not with its fence",
         OPERATIONS,
         (
             "        if fenced:\n            handler.on_fence()\n",
@@ -63,13 +63,13 @@ OPERATION_BUGS = (
         world="tiers",
     ),
     bug(
-        "a fence is heard of twice",
+        "a fence is applied twice",
         OPERATIONS,
         ("handler = self._quarantined.pop(op_id, None)", "handler = self._quarantined.get(op_id)"),
         world="tiers",
     ),
     bug(
-        "what is cancelled before it is taken is handed out all the same",
+        "an operation that was cancelled before it was taken is handed out",
         OPERATIONS,
         (
             "        dispatched = self._queued.pop(op_id, None) is None\n",
@@ -78,13 +78,13 @@ OPERATION_BUGS = (
         world="tiers",
     ),
     bug(
-        "the driver is not told what was cancelled",
+        "the driver does not learn which operations were cancelled",
         OPERATIONS,
         ("            self._cancelled.append(op_id)\n", "            pass\n"),
         world="tiers",
     ),
     bug(
-        "the driver is told again and again what was cancelled",
+        "cancelled operations are reported to the driver again and again",
         OPERATIONS,
         ("cancelled, self._cancelled = self._cancelled, []", "cancelled = list(self._cancelled)"),
         world="tiers",
@@ -116,7 +116,7 @@ OPERATION_BUGS = (
         world="tiers",
     ),
     bug(
-        "of a copy of two runs each has the result of the first",
+        "both runs of a copy get the result of the first",
         COMPLETIONS,
         (
             "            arrived += complete_run(state, run, leading(ok[place:after]))\n"
@@ -127,7 +127,7 @@ OPERATION_BUGS = (
         world="tiers",
     ),
     bug(
-        "landing blocks are let go with the result",
+        "destination blocks are freed with the result, not with the fence",
         COMPLETIONS,
         (
             "        store_runs(state, [run for run in arrived if run.node is not None])\n",
@@ -137,14 +137,14 @@ OPERATION_BUGS = (
         world="tiers",
     ),
     bug(
-        "what has arrived on the host is not stored",
+        "blocks copied to the host are not stored",
         COMPLETIONS,
         ("        store_runs(state, [run for run in arrived if run.node is not None])\n", ""),
         seen_in="FastDeploy PR 7107",
         world="tiers",
     ),
     bug(
-        "the host source of a store is let go when it is decided",
+        "the host source of a store is unpinned when the store is decided",
         COMPLETIONS,
         (
             '"""Hold valid runs."""\n        self._state = state\n'
@@ -157,7 +157,7 @@ OPERATION_BUGS = (
         world="tiers",
     ),
     bug(
-        "the host source of a store is let go with its result, not with its fence",
+        "the host source of a store is unpinned with its result, not with its fence",
         COMPLETIONS,
         (
             "        self._state.stored_blocks += sum(ok)\n",
@@ -167,7 +167,7 @@ OPERATION_BUGS = (
         world="tiers",
     ),
     bug(
-        "the source of a store is never let go",
+        "the source of a store is never unpinned",
         COMPLETIONS,
         (
             "        self._state.release_hold(self.runs)\n        self._state.release_saved()\n",
@@ -263,7 +263,7 @@ OPERATION_BUGS = (
         world="tiers",
     ),
     bug(
-        "a load that fails leaves its copies marked as leaving",
+        "a failed load leaves its host copies marked as moving to the device",
         LOADER,
         ("                state.tree.remove(run.node)\n", "                pass\n"),
         seen_in="FastDeploy PR 7107",
@@ -276,14 +276,14 @@ OPERATION_BUGS = (
         world="tiers",
     ),
     bug(
-        "the blocks of a request that ends while it is loaded are never given back",
+        "the blocks of a request that ends during its load are never freed",
         LOADER,
         ("            state.device_pool.recycle(self.quarantined)\n", "            pass\n"),
         seen_in="FastDeploy PR 7965, SGLang #9874",
         world="tiers",
     ),
     bug(
-        "the blocks of a request that ends while it is loaded are given back at once",
+        "the blocks of a request that ends during its load are freed at once",
         "manager.py",
         (
             "            self.tiers.loader.detach(lease)\n",

@@ -34,7 +34,7 @@ PARKING_BUGS = (
         world="tiers",
     ),
     bug(
-        "a parked request counts as saved while another copy of its path is under way",
+        "a parked request counts as saved while another copy of its path is in flight",
         PARKED,
         (
             "is_in_flight = any(run.in_flight and run.node is not None for run in self.runs)",
@@ -49,7 +49,7 @@ PARKING_BUGS = (
         world="tiers",
     ),
     bug(
-        "a parked request does not hear when another copy of its path has ended",
+        "a parked request does not learn that another copy of its path has ended",
         COMPLETIONS,
         (
             "        state.release_saved()\n\n    def on_fence",
@@ -106,7 +106,7 @@ PARKING_BUGS = (
         world="tiers",
     ),
     bug(
-        "what is parked may be dropped",
+        "parked blocks may be dropped",
         PARKING,
         (
             "    state.release_hold(held)\n    lease.parking = True\n",
@@ -116,7 +116,7 @@ PARKING_BUGS = (
         world="tiers",
     ),
     bug(
-        "making room for a park drops what the request has there already",
+        "making room for a parked request drops its own host blocks",
         PARKING,
         (
             "    held = host.hold(copies)",
@@ -153,7 +153,7 @@ PARKING_BUGS = (
         world="tiers",
     ),
     bug(
-        "a resumed request lets go of nothing",
+        "a resumed request unpins nothing",
         PARKING,
         (
             "        state.mark_saved(parked)\n    state.release_hold(parked.runs)",
@@ -200,7 +200,7 @@ PARKING_BUGS = (
         world="tiers",
     ),
     bug(
-        "a tail of before a reset is loaded",
+        "a tail from before a reset is loaded",
         PARKING,
         (" or parked.epoch != state.cache.epoch:", ":"),
         seen_in="FastDeploy PR 6202",
@@ -216,7 +216,7 @@ PARKING_BUGS = (
         world="tiers",
     ),
     bug(
-        "what is parked in storage may be dropped before it is stored",
+        "blocks parked in storage may be dropped before they are stored",
         STATE,
         ("parked.saved and all(r.stored for r in parked.runs)", "parked.saved"),
         seen_in="FastDeploy PR 7107 review",

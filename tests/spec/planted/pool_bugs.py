@@ -63,7 +63,7 @@ STACK_BUGS = (
 
 RECYCLE_BUGS = (
     bug(
-        "recycling does not look what is free",
+        "recycling does not check which blocks are free",
         POOL,
         (
             "if 1 <= block <= self.num_blocks and not self._place.item(block):",
@@ -137,7 +137,7 @@ RECYCLE_BUGS = (
         ("self._place[block] = self.num_free", "pass"),
     ),
     bug(
-        "an id that comes alone is taken without a look",
+        "a single id is recycled without a check",
         POOL,
         (
             "if 1 <= block <= self.num_blocks and not self._place.item(block):",

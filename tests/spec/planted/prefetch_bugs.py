@@ -23,14 +23,14 @@ PREFETCH_BUGS = (
         world="tiers",
     ),
     bug(
-        "a prefetch loads what was not found",
+        "a prefetch loads blocks that were not found",
         PREFETCH,
         ("self._prefetch.load(leading(ok))", "self._prefetch.load(len(ok))"),
         seen_in="FastDeploy file store",
         world="tiers",
     ),
     bug(
-        "a prefetch asks for what is cached, too",
+        "a prefetch looks up cached blocks too",
         PREFETCH,
         (
             "storage_keys.namespace.block_keys(tokens[have * block_size :], namespace, parent)",
@@ -39,7 +39,7 @@ PREFETCH_BUGS = (
         world="tiers",
     ),
     bug(
-        "a prefetch asks for nothing",
+        "a prefetch looks up nothing",
         PREFETCH,
         ("if storage_keys is None or have == whole:", "if True:"),
         seen_in="FastDeploy PR 7107",
@@ -53,7 +53,7 @@ PREFETCH_BUGS = (
         world="tiers",
     ),
     bug(
-        "a fetch of before a reset enters the tree",
+        "a fetch from before a reset enters the tree",
         PREFETCH,
         ("        self._ids = ids\n", "        self._ids, self._e = ids, state.cache.epoch\n"),
         (
@@ -86,13 +86,13 @@ PREFETCH_BUGS = (
         world="tiers",
     ),
     bug(
-        "what was fetched twice is never free",
+        "a block that was fetched twice is never free",
         PREFETCH,
         ("            state.host.pool.recycle(loaded[: good - attached])\n", ""),
         world="tiers",
     ),
     bug(
-        "an answer is not heard before its fence",
+        "the answer to a lookup is ignored before its fence",
         PREFETCH,
         (
             "        self._prefetch.load(leading(ok))\n",
@@ -106,7 +106,7 @@ PREFETCH_BUGS = (
         world="tiers",
     ),
     bug(
-        "a prefetch keeps its hold",
+        "a prefetch never unpins its host blocks",
         PREFETCH,
         ("        self._state.release_hold(self.runs)\n", ""),
         seen_in="SGLang #16369, SGLang #40262",
@@ -127,13 +127,13 @@ PREFETCH_BUGS = (
         world="tiers",
     ),
     bug(
-        "a reset keeps what it should drop, and drops what it should keep",
+        "a reset swaps the namespaces to keep and to drop",
         MANAGER,
         ("if name not in keep]", "if name in keep]"),
         world="tiers",
     ),
     bug(
-        "a reset forgets what it was to keep",
+        "a reset ignores the namespaces to keep",
         MANAGER,
         ("if name not in keep]", "]"),
         world="tiers",
@@ -149,13 +149,13 @@ PREFETCH_BUGS = (
         world="tiers",
     ),
     bug(
-        "what the host gave up for a request that ends while it is loaded is lost",
+        "blocks moved for a request that ends during its load are lost",
         LOADER,
         ("        if is_left and not completion.ended_by_reset:\n", "        if False:\n"),
         world="tiers",
     ),
     bug(
-        "what arrives for a request that has ended is freed, not published",
+        "blocks that arrive for an ended request are freed, not published",
         LOADER,
         (
             "            loader.publish_loaded(self, self._num_good, self._tail_tokens)\n",
@@ -165,7 +165,7 @@ PREFETCH_BUGS = (
         world="tiers",
     ),
     bug(
-        "what was moved for a request that has ended stays pinned",
+        "blocks moved for an ended request stay pinned",
         LOADER,
         ("            self.state.tree.unpin(detached.node)\n", ""),
         world="tiers",

@@ -18,7 +18,7 @@ PUBLISH_BUGS = (
         ),
     ),
     bug(
-        "all that is reserved is published",
+        "all reserved blocks are published",
         MANAGER,
         (
             "first, last = lease.num_shared_blocks, len(tokens) // self.block_size",
@@ -49,7 +49,7 @@ PUBLISH_BUGS = (
         seen_in="FastDeploy PR 4535",
     ),
     bug(
-        "what is published is published again",
+        "published blocks are published again",
         MANAGER,
         (
             "first, last = lease.num_shared_blocks, len(tokens)",
@@ -94,26 +94,26 @@ PUBLISH_BUGS = (
         seen_in="FastDeploy PR 6226",
     ),
     bug(
-        "the table still names the copy that was given back",
+        "the table still names the recycled copy",
         PUBLISHING,
         ("ids[first:published] = np", "_ = np"),
         seen_in="mini-sglang #142",
     ),
     bug(
-        "of two copies the published one is given back",
+        "the published one of two copies is recycled",
         PUBLISHING,
         ("            pool.recycle(copies)\n", ""),
         ("INT32)[first:]\n", "INT32)[first:]\n            pool.recycle(copies)\n"),
         seen_in="FastDeploy PR 6226",
     ),
     bug(
-        "of a second copy only the first block is given back",
+        "only the first block of a second copy is recycled",
         PUBLISHING,
         ("copies = ids[first:published]", "copies = ids[first : first + 1]"),
         seen_in="SGLang #11970",
     ),
     bug(
-        "what others published is pinned from the root",
+        "blocks that others published are pinned from the root",
         PUBLISHING,
         ("tree.pin(walk, above=lease.node)", "tree.pin(walk)"),
         seen_in="LMCache #3381",
@@ -136,12 +136,12 @@ PUBLISH_BUGS = (
         seen_in="FastDeploy PR 7890",
     ),
     bug(
-        "a block that is given back as a copy is not counted",
+        "a recycled duplicate is not counted",
         PUBLISHING,
         ("num_copies += len(copies)", "pass"),
     ),
     bug(
-        "a lease of before a reset publishes",
+        "a lease from before a reset publishes",
         MANAGER,
         (
             "tokens = as_tokens(tokens)\n" + LIVE,
@@ -180,7 +180,7 @@ PUBLISH_BUGS = (
         ("walk is None or walk.inside is not None or", "walk is None or"),
     ),
     bug(
-        "a completion that is heard twice takes the rest of the table",
+        "a completion that comes twice publishes the rest of the table",
         MANAGER,
         (
             "if last <= first:",

@@ -20,7 +20,7 @@ LEASE_BUGS = (
         seen_in="sglang-jax #982, FastDeploy PR 3293",
     ),
     bug(
-        "a lease of before a reset is released all the same",
+        "a lease from before a reset is released",
         MANAGER,
         (
             "if lease.epoch != self.epoch:\n            return\n" + LIVE,
@@ -62,7 +62,7 @@ LEASE_BUGS = (
         seen_in="FastDeploy PR 3710",
     ),
     bug(
-        "a release frees what it published itself",
+        "a release frees the blocks that its lease published",
         MANAGER,
         ("lease.num_shared_blocks : num_blocks]", "lease.num_hit_blocks : lease.num_blocks]"),
         seen_in="FastDeploy PR 3715, SGLang #36855",
@@ -87,12 +87,12 @@ LEASE_BUGS = (
 
 WHOLE_BUGS = (
     bug(
-        "an eviction does not free what it evicts",
+        "an eviction does not free its victims",
         MANAGER,
         ("self._pool.recycle(victims)", "pass"),
     ),
     bug(
-        "an eviction claims what was asked for",
+        "an eviction reports the requested number, not the evicted one",
         MANAGER,
         ("return len(victims)", "return num_blocks"),
     ),
@@ -102,7 +102,7 @@ WHOLE_BUGS = (
         ('self._evict(as_count("num_blocks", num_blocks))', "self._evict(min(num_blocks, 1))"),
     ),
     bug(
-        "what is evicted for a new owner is not counted",
+        "blocks evicted for a new owner are not counted",
         MANAGER,
         ("self._evicted_blocks += len(victims)", "pass"),
         (
@@ -123,7 +123,7 @@ WHOLE_BUGS = (
         seen_in="vllm-omni #6039",
     ),
     bug(
-        "a match of before a reset stays valid",
+        "a match from before a reset stays valid",
         MANAGER,
         (
             "self._tree = RadixTree(self.block_size)",

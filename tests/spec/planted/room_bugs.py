@@ -23,7 +23,7 @@ ROOM_BUGS = (
         world="tiers",
     ),
     bug(
-        "what is evicted takes the place of no older copy",
+        "evicted blocks take the place of no older copy",
         OFFLOADER,
         (
             "needed + idle - self._host.available",
@@ -32,32 +32,32 @@ ROOM_BUGS = (
         world="tiers",
     ),
     bug(
-        "a block is written through in the place of what it follows",
+        "a block is written through in the place of its parent",
         OFFLOADER,
         ("self._host.available - self._keep(paths)", "self._host.available"),
         seen_in="ours, 2026-11",
         world="tiers",
     ),
     bug(
-        "what found no room is written through when there is some",
+        "blocks that found no room are written through later",
         OFFLOADER,
         ("        self._published.clear()\n", ""),
         world="tiers",
     ),
     bug(
-        "the hits of what has left the device go on counting",
+        "hits count on after the blocks have left the device",
         TREE,
         ("            self.hits.pop(node, None)\n            num_blocks", "            num_blocks"),
         world="tiers",
     ),
     bug(
-        "blocks of storage come without what they follow",
+        "fetched blocks are found without their parents",
         "tiers/prefetch.py",
         ("    prefetch.runs = state.host.hold(match.host_runs)\n", ""),
         world="tiers",
     ),
     bug(
-        "what comes from storage is thought not to be stored",
+        "fetched blocks count as not stored",
         TREE,
         ("        run.stored = True  # it came from storage\n", ""),
         world="tiers",
@@ -80,7 +80,7 @@ ROOM_BUGS = (
         world="tiers",
     ),
     bug(
-        "a request is parked with what it has not published",
+        "a request is parked with unpublished blocks",
         "tiers/parking.py",
         (
             "    cache.publish(lease, tokens)\n",
@@ -90,7 +90,7 @@ ROOM_BUGS = (
         world="tiers",
     ),
     bug(
-        "a request that is let go is copied on",
+        "the copies of an unparked request go on",
         "tiers/parking.py",
         ("        state.operations.cancel(parked.op_id)\n", "        pass\n"),
         world="tiers",

@@ -14,7 +14,7 @@ PREEMPTION_BUGS = (
         ("victim = max(running,", "victim = min(running,"),
     ),
     bug(
-        "who prefills starts again for whoever waits",
+        "a prefilling request is preempted for a waiting one",
         BATCH,
         (
             "        self._plan_decode(plan)\n",
@@ -40,7 +40,7 @@ PREEMPTION_BUGS = (
         seen_in="vLLM #25538",
     ),
     bug(
-        "the victim is who was admitted last",
+        "the victim is the request that was admitted last",
         PREEMPTION,
         ("victim = max(running, key=self._queues.policy.order)", "victim = running[-1]"),
         seen_in="vLLM: priorities and preemption",
@@ -79,7 +79,7 @@ PREEMPTION_BUGS = (
         ),
     ),
     bug(
-        "a victim's lease is given back again",
+        "a victim's lease is released twice",
         LEASES,
         (
             "            self._manager.release(request.lease)\n            request.lease = None",
@@ -122,7 +122,7 @@ END_BUGS = (
         seen_in="FastDeploy: abort covers only who decodes",
     ),
     bug(
-        "who ends by a stop token leaks its blocks",
+        "a request that ends by a stop token leaks its blocks",
         BATCH,
         (
             "        if not keep_lease:",
@@ -169,7 +169,7 @@ END_BUGS = (
 
 RESERVATION_BUGS = (
     bug(
-        "who is admitted reserves nothing for itself",
+        "an admitted request reserves nothing for itself",
         RESERVATION,
         ("growth = self._growth + self._growth_of(request, held)", "growth = self._growth"),
         seen_in="FastDeploy 7107: no blocks are kept for running decodes",
@@ -182,7 +182,7 @@ RESERVATION_BUGS = (
         seen_in="FastDeploy 7107",
     ),
     bug(
-        "nobody is sure to finish",
+        "no request is guaranteed to finish",
         RESERVATION,
         (" and left >= neediest - (self._private + private)", ""),
         seen_in="vLLM #45388",

@@ -57,7 +57,7 @@ STEP_BUGS = (
         ("self._manager.extend_batch(rows)", "self._manager.extend_batch(rows[:-1])"),
     ),
     bug(
-        "who comes to the end of a block gets none",
+        "a request at the end of a block gets no new one",
         PREEMPTION,
         (
             "self._manager.extend_batch(rows)",
@@ -67,7 +67,7 @@ STEP_BUGS = (
         seen_in="FastDeploy v1: allocate returns nothing and the request runs",
     ),
     bug(
-        "who decodes gets its blocks a token too early",
+        "a decoding request gets its blocks a token too early",
         BATCH,
         (
             "lease = request.lease = self._leases.reserve(request, match)",
@@ -168,7 +168,7 @@ ADMISSION_BUGS = (
         ),
     ),
     bug(
-        "who does not fit is passed over",
+        "a request that does not fit is overtaken",
         BATCH,
         (
             "match.num_blocks, available):\n                    return",

@@ -77,7 +77,7 @@ TIERED_TREE_BUGS = (
         world="tiers",
     ),
     bug(
-        "what was computed twice is on the device of nobody",
+        "a block that was computed twice counts as not on the device",
         TREE,
         (
             "        self.num_cached += node.num_blocks\n        return node",
@@ -96,7 +96,7 @@ TIERED_TREE_BUGS = (
         world="tiers",
     ),
     bug(
-        "what is fetched hangs below the wrong node",
+        "fetched blocks are inserted below the wrong node",
         TREE,
         ("        node = TieredNode(parent, rest", "        node = TieredNode(root, rest"),
         elsewhere=((TREE, "        parent.add_child(node)\n", "        root.add_child(node)\n"),),
@@ -104,7 +104,7 @@ TIERED_TREE_BUGS = (
         world="tiers",
     ),
     bug(
-        "what is fetched is written to storage again",
+        "fetched blocks are written to storage again",
         TREE,
         ("        run.stored = True  # it came from storage\n", ""),
         elsewhere=(
@@ -139,7 +139,7 @@ TIERED_TREE_BUGS = (
         world="tiers",
     ),
     bug(
-        "exclusive tiers do not give back what has moved",
+        "exclusive tiers keep the host copies of moved blocks",
         STATE,
         (
             "        if run.node.device_blocks and (moved or run.promoting):",
@@ -149,13 +149,13 @@ TIERED_TREE_BUGS = (
         world="tiers",
     ),
     bug(
-        "exclusive tiers give back a copy that somebody holds",
+        "exclusive tiers free a pinned host copy",
         STATE,
         ("run.is_valid and not run.holders", "run.is_valid"),
         world="tiers",
     ),
     bug(
-        "a copy that failed stays where it was to land",
+        "a failed copy stays in its destination tier",
         COMPLETIONS,
         (
             "        state.host.drop(run)\n    else:\n"
@@ -165,7 +165,7 @@ TIERED_TREE_BUGS = (
         world="tiers",
     ),
     bug(
-        "what was stored is stored again",
+        "stored blocks are stored again",
         STATE,
         (
             "        runs = list(holder)\n        self.host.release_hold(holder)\n",

@@ -77,7 +77,7 @@ WALK_BUGS = (
         (" and walk.inside.refs == 0 else 0", " else 0"),
     ),
     bug(
-        "of the idle nodes on a path only the first is counted",
+        "only the first idle node of a path is counted",
         TREE,
         ("            idle += len(node", "            idle = len(node"),
     ),
@@ -102,7 +102,7 @@ PIN_BUGS = (
         seen_in="mini-sglang #52",
     ),
     bug(
-        "what is pinned stays evictable",
+        "pinned nodes stay evictable",
         TREE,
         ("unlink(node)", "pass"),
         (LINK, "place.warmer or link_before(idle, place)"),
@@ -143,7 +143,7 @@ PIN_BUGS = (
         seen_in="LMCache #3381",
     ),
     bug(
-        "what nobody uses any more is not counted as idle",
+        "unpinned blocks are not counted as idle",
         TREE,
         ("self.num_idle += len(", "_ = len("),
     ),
@@ -173,7 +173,7 @@ PIN_BUGS = (
 
 ORDER_BUGS = (
     bug(
-        "the most recently used goes first",
+        "the most recently used leaf is evicted first",
         TREE,
         (LINK, "link_before(idle.warmer, place)"),
         (CLOSE, ""),
