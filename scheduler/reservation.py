@@ -14,7 +14,9 @@ A request q is admitted if the blocks left after its own are at least
 
 On a decode node, requests whose KV is being received hold blocks as well. They count as running,
 with the token that is handed over. But they cannot be preempted, nor can attempts that were given
-up and whose pulls may still write: the guard counts on none of their blocks.
+up and whose pulls may still write: the guard counts on none of their blocks. Nor may they keep a
+preempted request waiting, because they may never arrive: if nothing runs, a request is admitted
+that can finish.
 
 Preempting a request frees the blocks that no other request holds; its published blocks can be
 evicted then. On a decode node nearly all blocks are published, so there the guard counts block by
@@ -53,6 +55,7 @@ class Reservation:
         )
         self._growth = 0
         self._private = 0
+        self._num_running = 0
         # Maximum over r of growth(r) + private(r). The guard is this minus all private blocks.
         self._neediest = 0
         for request in running:
@@ -77,6 +80,7 @@ class Reservation:
 
     def add(self, request: Request, held: int, private: int) -> None:
         """Count a request that runs or was just admitted."""
+        self._num_running += 1
         self._growth += self._growth_of(request, held)
         self._private += private
         self._neediest = max(self._neediest, self._lack_of(request, held, private))
@@ -92,6 +96,8 @@ class Reservation:
         held = self._blocks(request.num_tokens)
         private = held - num_hit_blocks
         left = available - private
+        if not self._num_running:  # preempting it gives back all that the others may need
+            return left >= self._lack_of(request, held, 0)
         growth = self._growth + self._growth_of(request, held)
         neediest = max(self._neediest, self._lack_of(request, held, private))
         return left >= growth and left >= neediest - (self._private + private)

@@ -63,12 +63,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--kv-seed", type=int, metavar="K", help="equal seeds, equal operations")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Draw a seed for the targets that name none; the processes of pytest-xdist share it."""
-    if not hasattr(config, "workerinput"):
-        config.option.kv_new_seed = secrets.randbelow(1 << 31)
-
-
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
     """Collect the two kinds of files."""
     if file_path.name == FUZZ_FILE:
@@ -159,7 +153,7 @@ class FuzzItem(_Item):
     def _options(self) -> dict[str, Any]:
         if self.problem:
             raise KvSpecError(self.problem)
-        new_seed = {"seed": self.config.getoption("kv_new_seed")}
+        new_seed = {"seed": secrets.randbelow(1 << 31)}
         for key, value in self.given.items():
             if key not in DEFAULTS:
                 raise KvSpecError(f"{self.path}: no such key: {key} (of {', '.join(DEFAULTS)})")

@@ -57,6 +57,12 @@ DECODE_BUGS: Final = [
         ),
     ),
     bug(
+        "requests being received keep a preempted one waiting",
+        RESERVATION,
+        ("        if not self._num_running:", "        if False:"),
+        seen_in="own",
+    ),
+    bug(
         "the guard is left out",
         RESERVATION,
         ("match.num_blocks + max(neediest, 0)", "match.num_blocks"),

@@ -6,7 +6,7 @@ Source of the patterns: deadlocks and starvation seen in vLLM, SGLang, FastDeplo
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from radixkv.kvcache import RequestTooLargeError
@@ -24,6 +24,8 @@ from .worlds import SteppedWorld
     num_blocks=st.integers(6, 16),
     reserve_tokens=st.sampled_from([0, 2, None]),
 )
+@example(running=[(1, 7), (5, 9)], received=[(1, 3), (1, 3)], num_blocks=10, reserve_tokens=2)
+@example(running=[(1, 3), (5, 3)], received=[(1, 7)], num_blocks=6, reserve_tokens=0)
 def test_d1_what_is_received_for_ever_stops_nobody_from_finishing(
     running: list[tuple[int, int]],
     received: list[tuple[int, int]],
