@@ -8,6 +8,7 @@ function are not seen.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -47,12 +48,15 @@ def work_of(call: Callable[[], Any]) -> tuple[Any, int]:
         num_lines += 1
         return trace
 
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()  # it runs finalizers of others, whose lines would count
     sys.settrace(trace)
     try:
         result = call()
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
     return result, num_lines
 
 

@@ -203,6 +203,7 @@ RESERVATION_BUGS = (
         "the last block is never promised",
         RESERVATION,
         ("return left >= growth and", "return left > growth and"),
+        ("return left >= self._lack_of", "return left > self._lack_of"),
         elsewhere=(
             (
                 BATCH,
