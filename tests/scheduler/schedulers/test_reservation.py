@@ -34,9 +34,16 @@ def smallest_available(reservation: Reservation, candidate: Request, hit: int = 
 
 
 def test_a_request_that_is_received_must_be_able_to_finish():
-    # It holds 3 of the 5 blocks that it needs; the candidate gives back its own one.
-    reservation = Reservation([], 4, 0, [receiving(9, 10)])
-    assert smallest_available(reservation, request(4)) == 1 + 2 - 1
+    # It holds 3 of the 7 blocks that it needs; the candidate and the running one give back theirs.
+    reservation = Reservation([receiving(4, 1)], 4, 0, [receiving(9, 18)])
+    assert smallest_available(reservation, request(4)) == 1 + 4 - 2
+
+
+@pytest.mark.parametrize("reserve", [0, 3, None])
+def test_a_request_that_is_received_keeps_none_waiting_if_nothing_runs(reserve):
+    # It lacks 4 blocks, which it gets when the candidate, of 13 tokens at last, is preempted.
+    reservation = Reservation([], 4, reserve, [receiving(9, 18)])
+    assert smallest_available(reservation, request(4, 10)) == 4
 
 
 @pytest.mark.parametrize(("num_prompt", "growth"), [(11, 0), (12, 1)])
