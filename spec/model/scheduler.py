@@ -49,11 +49,13 @@ class Request:
         target: number of tokens at the last admission, up to which the request prefills.
         hit: cached tokens at the last admission.
         is_loading: whether it was admitted, and waits for copies into its blocks.
+        is_loaded: whether it did so since its last admission, or does.
         overtaken: number of later requests that were admitted since it began to wait.
     """
 
     __slots__ = (
-        "computed", "has_begun", "hit", "is_loading", "max_kv_tokens", "name", "num_output",
+        "computed", "has_begun", "hit", "is_loaded", "is_loading", "max_kv_tokens", "name",
+        "num_output",
         "num_preemptions", "order", "outputs", "overtaken", "phase", "prompt", "reason",
         "tags", "target", "tokens",
     )  # fmt: skip
@@ -75,7 +77,7 @@ class Request:
         self.outputs: list[int] = []
         self.reason: Reason = "length"
         self.phase: Phase = "waiting"
-        self.is_loading = self.has_begun = False
+        self.is_loading = self.is_loaded = self.has_begun = False
         self.num_output = self.num_preemptions = self.overtaken = 0
         self.computed = self.target = self.hit = 0
         self.retag(root)
@@ -285,7 +287,7 @@ class SchedulerModel:
         for request in step.admitted:
             request.phase = "running"
             request.hit, request.target = step.hits[request.name], len(request.tokens)
-            request.is_loading = request.name not in step.begun
+            request.is_loading = request.is_loaded = request.name not in step.begun
         self.before = {request.name: self.tables[request.name] for request in self.running}
         self.running, self.tables = step.running, step.tables
         for name, computed in step.begun.items():
