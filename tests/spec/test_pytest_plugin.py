@@ -98,8 +98,11 @@ def test_each_run_has_a_new_seed_and_a_failure_names_it(
 
 
 def seed_of(result: pytest.RunResult) -> str:
-    """Return the seed that the report of a failure names."""
-    [line] = [line for line in result.stdout.lines if line.startswith("written to ")]
+    """Return the seed that the report of a failure names.
+
+    pytest repeats the report in its short summary where the environment variable CI is set.
+    """
+    [line] = {line for line in result.stdout.lines if line.startswith("written to ")}
     return line.split()[-1]
 
 

@@ -69,7 +69,7 @@ def test_a_planted_bug_is_found_and_shrunk(planted: Bug):
     found = run(subject, seed=0, num_steps=NUM_STEPS).finding
     assert found is not None
     small = shrink(subject, found)
-    assert len(small.trace) <= 35
+    assert len(small.trace) <= 30
     shown = json.loads(json.dumps(small.to_json()))
     violation = replay(subject, shown["config"], shown["trace"])
     assert violation is not None and violation.rule.name == small.rule
