@@ -31,10 +31,9 @@ def load_profile() -> None:
             database=DirectoryBasedExampleDatabase(".hypothesis/examples"),
             print_blob=True,
             # The first call of a jitted function compiles, and how long it takes to draw an example
-            # is a matter of the machine, and of what else runs there. How many examples a filter
-            # refuses is a matter of the seed.
+            # is a matter of the machine, and of what else runs there.
             deadline=None,
-            suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+            suppress_health_check=[HealthCheck.too_slow],
         )
     settings.load_profile(PROFILE)
 
