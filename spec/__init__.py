@@ -15,9 +15,9 @@ from .adapters.cache import AdapterError, Events, Factory, Manager, Promises, Sn
 from .adapters.recorder import recorded
 from .harness.cache.world import CacheSubject
 from .harness.engine import Finding, replay
+from .harness.findings.script import to_script
+from .harness.findings.shrink import shrink
 from .harness.random_engine import Run, run
-from .harness.script import to_script
-from .harness.shrink import shrink
 from .model.ghost import ContentError, GhostMemory, Tag, prefix_tags
 from .rules.rule import RULES, Rule, Violation
 

@@ -18,13 +18,6 @@ from sources import num_links, others
 from tables import OUTPUT, TABLES, Row, Section
 
 from radixkv.spec.adapters.cache_target import DEPTHS
-from radixkv.spec.harness.coverage import (
-    CACHE_FLOORS,
-    HANDOFF_FLOORS,
-    PER_STEPS,
-    SCHEDULER_FLOORS,
-    TIER_FLOORS,
-)
 from radixkv.spec.rules.invariants import INVARIANTS
 from radixkv.spec.rules.rule import RULES, Rule
 
@@ -215,15 +208,17 @@ def _ruled_out() -> Iterator[str]:
 
 
 def _situations() -> Iterator[str]:
-    for title, floors in (
-        ("The cache", CACHE_FLOORS),
-        ("The scheduler", SCHEDULER_FLOORS),
-        ("The tiers", TIER_FLOORS),
-        ("The hand-off", HANDOFF_FLOORS),
+    from tests.spec import floors
+
+    for title, table in (
+        ("The cache", floors.CACHE_FLOORS),
+        ("The scheduler", floors.SCHEDULER_FLOORS),
+        ("The tiers", floors.TIER_FLOORS),
+        ("The hand-off", floors.HANDOFF_FLOORS),
     ):
-        yield _line([title, f"At least, per {PER_STEPS:,} steps"])
+        yield _line([title, f"At least, per {floors.PER_STEPS:,} steps"])
         yield _line(["---", "---:"])
-        for situation, floor in floors.items():
+        for situation, floor in table.items():
             yield _line([_sentence(situation), f"{floor:,}"])
         yield ""
 

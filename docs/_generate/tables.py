@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import radixkv.spec.rules
 from radixkv.spec.harness.engine import Finding, Subject
-from radixkv.spec.harness.program import to_program
-from radixkv.spec.harness.svg import to_svg
+from radixkv.spec.harness.findings.program import to_program
+from radixkv.spec.harness.findings.svg import to_svg
 from radixkv.spec.rules.rule import Rule
 
 if TYPE_CHECKING:

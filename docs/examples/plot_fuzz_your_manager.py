@@ -11,9 +11,9 @@ import matplotlib.pyplot as plt
 from managers.toy_leak import ToyCache
 
 from radixkv.spec.harness.cache.world import CacheSubject
-from radixkv.spec.harness.program import to_program
+from radixkv.spec.harness.findings.program import to_program
+from radixkv.spec.harness.findings.shrink import shrink
 from radixkv.spec.harness.random_engine import run
-from radixkv.spec.harness.shrink import shrink
 
 # %%
 # The manager

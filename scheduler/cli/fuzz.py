@@ -15,19 +15,19 @@ from ...spec.adapters.cache import AdapterError
 from ...spec.adapters.cache_target import DEPTHS
 from ...spec.adapters.load_target import TargetError
 from ...spec.harness.engine import Finding, Subject
-from ...spec.harness.known import MET
-from ...spec.harness.program import to_program
-from ...spec.harness.script import to_script
-from ...spec.harness.shrink import shrink
-from ...spec.harness.subjects import WHATS, SubjectOptions, What
-from ...spec.harness.svg import to_svg
-from ...spec.harness.trace_file import (
+from ...spec.harness.findings.known import MET
+from ...spec.harness.findings.program import to_program
+from ...spec.harness.findings.script import to_script
+from ...spec.harness.findings.shrink import shrink
+from ...spec.harness.findings.svg import to_svg
+from ...spec.harness.findings.trace_file import (
     TraceFile,
     TraceFileError,
     breaks_again,
     read_trace_file,
     replay_file,
 )
+from ...spec.harness.subjects import WHATS, SubjectOptions, What
 from ..fuzz.campaign import CampaignConfig, CampaignResult, load_subject, run_campaign
 from ..fuzz.targets import DEFAULT_TARGETS
 from .errors import BadInputError

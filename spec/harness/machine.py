@@ -51,10 +51,10 @@ from ..rules.rule import Violation
 from .cache.operations import CACHE_TABLE
 from .cost_world import COST_TABLE
 from .engine import Below, Config, Finding, Subject, Trace
+from .findings.program import to_program
 from .handoff.operations import HANDOFF_TABLE
 from .operations import Groups, Operation, Table
 from .pool_world import POOL_TABLE
-from .program import to_program
 from .scheduler.operations import SCHEDULER_TABLE
 from .subjects import SubjectOptions, What, make_subject
 from .tiers.operations import TIER_TABLE

@@ -31,7 +31,7 @@ import pytest
 
 if TYPE_CHECKING:
     from .engine import Finding, Subject
-    from .trace_file import TraceFile
+    from .findings.trace_file import TraceFile
 
 FUZZ_FILE: Final = "kvspec.toml"
 TRACE_ENDING: Final = ".trace.json"
@@ -134,9 +134,9 @@ class FuzzItem(_Item):
         """Run; if a rule breaks, shrink, write the trace, and fail with the report."""
         options = self._options()
         with _in_one_line(self.path):
+            from .findings.shrink import shrink
+            from .findings.trace_file import TraceFile
             from .random_engine import run
-            from .shrink import shrink
-            from .trace_file import TraceFile
 
             subject = _subject(self, options["what"], options["target"], options["depth"], options)
             found = run(subject, options["seed"], options["steps"]).finding
@@ -179,7 +179,7 @@ class TraceItem(_Item):
     def runtest(self) -> None:
         """Replay; fail if any rule breaks."""
         with _in_one_line(self.path):
-            from .trace_file import read_trace_file, replay_file
+            from .findings.trace_file import read_trace_file, replay_file
 
             file: TraceFile = read_trace_file(self.path)
             target, depth = self.option("target", file.target), self.option("depth", file.depth)
@@ -219,7 +219,7 @@ def _in_one_line(path: Path) -> Iterator[None]:
     """Turn an error in a file or target into one line that names the file."""
     from ..adapters.cache import AdapterError
     from ..adapters.load_target import TargetError
-    from .trace_file import TraceFileError
+    from .findings.trace_file import TraceFileError
 
     try:
         yield
@@ -229,6 +229,6 @@ def _in_one_line(path: Path) -> Iterator[None]:
 
 
 def _report(finding: Finding, subject: Subject) -> str:
-    from .program import to_program
+    from .findings.program import to_program
 
     return to_program(finding, subject)

@@ -60,7 +60,7 @@ def make_subject(
     subject = _make_subject(what, factory, depth, options)
     if not options.known:
         return subject
-    from .known import KnownSubject
+    from .findings.known import KnownSubject
 
     return KnownSubject(subject, options.known)
 

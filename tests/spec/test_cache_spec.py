@@ -6,11 +6,12 @@ import pytest
 
 from radixkv.scheduler.fuzz import cache_adapter, pool_adapter
 from radixkv.spec.harness.cache.world import CacheSubject
-from radixkv.spec.harness.coverage import CACHE_FLOORS, too_rare
 from radixkv.spec.harness.engine import Trace, replay
 from radixkv.spec.harness.pool_world import PoolSubject
 from radixkv.spec.harness.random_engine import run
 from radixkv.spec.rules.cache import CACHE_RULES
+
+from .floors import CACHE_FLOORS, too_rare
 
 
 def test_our_pool_keeps_every_rule() -> None:

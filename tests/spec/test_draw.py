@@ -9,9 +9,9 @@ import pytest
 from radixkv.scheduler.fuzz.cache_adapter import make_factory
 from radixkv.spec.harness.cache.world import CacheSubject
 from radixkv.spec.harness.engine import Finding, Operation
+from radixkv.spec.harness.findings.program import to_call, to_program, world_before
+from radixkv.spec.harness.findings.svg import FILL, to_svg
 from radixkv.spec.harness.pool_world import PoolSubject
-from radixkv.spec.harness.program import to_call, to_program, world_before
-from radixkv.spec.harness.svg import FILL, to_svg
 
 from .toys import Plain
 

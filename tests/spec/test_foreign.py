@@ -9,9 +9,9 @@ from radixkv.spec.adapters.cache import Promises
 from radixkv.spec.adapters.load_target import load_target
 from radixkv.spec.harness.cache.world import CacheSubject
 from radixkv.spec.harness.engine import Finding, replay
+from radixkv.spec.harness.findings.shrink import shrink
+from radixkv.spec.harness.findings.trace_file import read_trace_file
 from radixkv.spec.harness.random_engine import run
-from radixkv.spec.harness.shrink import shrink
-from radixkv.spec.harness.trace_file import read_trace_file
 from radixkv.spec.rules.rule import RULES
 
 from .designs.bugs import DESIGN_BUGS, planted

@@ -15,8 +15,8 @@ import pytest
 
 from radixkv.scheduler.cli.main import main
 from radixkv.scheduler.fuzz.campaign import CampaignConfig, run_campaign
+from radixkv.spec.harness.findings.trace_file import read_trace_file
 from radixkv.spec.harness.subjects import WHATS
-from radixkv.spec.harness.trace_file import read_trace_file
 
 from . import toys
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from radixkv.scheduler.fuzz.handoff_adapter import make_factory
-from radixkv.spec.harness.coverage import HANDOFF_FLOORS, too_rare
 from radixkv.spec.harness.handoff.world import HandoffSubject
 from radixkv.spec.harness.random_engine import run
 from tests.scheduler.handoff.bugs import BUGS
 from tests.scheduler.handoff.planted import planted
 from tests.scheduler.handoff.worlds import subject_of
+
+from .floors import HANDOFF_FLOORS, too_rare
 
 SUBJECT = HandoffSubject(make_factory())
 

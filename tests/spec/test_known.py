@@ -12,9 +12,9 @@ from radixkv.scheduler.cli.main import main
 from radixkv.spec.adapters.cache import AdapterError
 from radixkv.spec.harness.cache.world import CacheSubject
 from radixkv.spec.harness.engine import replay
-from radixkv.spec.harness.known import MET, KnownSubject, rules_named
+from radixkv.spec.harness.findings.known import MET, KnownSubject, rules_named
+from radixkv.spec.harness.findings.shrink import shrink
 from radixkv.spec.harness.random_engine import run
-from radixkv.spec.harness.shrink import shrink
 from radixkv.spec.harness.subjects import SubjectOptions, make_subject
 from radixkv.spec.rules.rule import RULES, Violation, not_judging, require
 

@@ -24,6 +24,7 @@ from radixkv.spec.adapters.cache import AdapterError
 from radixkv.spec.harness import hypothesis_engine, random_engine
 from radixkv.spec.harness.cache.world import CacheSubject
 from radixkv.spec.harness.engine import Subject
+from radixkv.spec.harness.findings.shrink import shrink
 from radixkv.spec.harness.machine import (
     CacheMachine,
     CostMachine,
@@ -34,7 +35,6 @@ from radixkv.spec.harness.machine import (
     TierMachine,
 )
 from radixkv.spec.harness.operations import ALWAYS, Operation, Table
-from radixkv.spec.harness.shrink import shrink
 from radixkv.spec.harness.subjects import SubjectOptions, What
 from radixkv.spec.rules.rule import Violation
 

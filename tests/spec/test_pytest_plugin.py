@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from radixkv.spec.harness.trace_file import read_trace_file
+from radixkv.spec.harness.findings.trace_file import read_trace_file
 
 from . import toys
 

@@ -12,17 +12,17 @@ from radixkv.scheduler.fuzz.scheduler_adapter import MixedAdapter, make_factory
 from radixkv.spec.adapters.cache import AdapterError
 from radixkv.spec.adapters.scheduler import SchedulerPromises
 from radixkv.spec.harness import hypothesis_engine
-from radixkv.spec.harness.coverage import SCHEDULER_FLOORS, too_rare
-from radixkv.spec.harness.differential import check_same, draw_requests
 from radixkv.spec.harness.engine import Trace, replay
+from radixkv.spec.harness.findings.shrink import shrink
 from radixkv.spec.harness.random_engine import run
 from radixkv.spec.harness.scheduler.counts import Books
+from radixkv.spec.harness.scheduler.differential import check_same, draw_requests
 from radixkv.spec.harness.scheduler.world import SchedulerSubject
-from radixkv.spec.harness.shrink import shrink
 from radixkv.spec.model.scheduler import next_token, root_tag
 from radixkv.spec.rules.rule import Violation
 from radixkv.spec.rules.scheduler import Q29, SCHEDULER_RULES
 
+from .floors import SCHEDULER_FLOORS, too_rare
 from .planted.plant import Bug, bug
 from .planted.plant_scheduler import load_scheduler, subject_with
 from .planted.scheduler_bugs import SCHEDULER_BUGS

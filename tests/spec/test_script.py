@@ -13,7 +13,7 @@ from radixkv.scheduler.cli.main import main
 from radixkv.spec import CacheSubject, recorded, run, shrink, to_script
 from radixkv.spec.adapters.load_target import load_target
 from radixkv.spec.adapters.recorder import recording
-from radixkv.spec.harness.known import KnownSubject
+from radixkv.spec.harness.findings.known import KnownSubject
 
 from .toys import Leaky
 

@@ -11,16 +11,16 @@ import pytest
 from radixkv.scheduler.fuzz.cache_adapter import make_factory
 from radixkv.spec.harness.cache.world import CacheSubject
 from radixkv.spec.harness.engine import Finding, Operation, replay
-from radixkv.spec.harness.program import to_program
-from radixkv.spec.harness.random_engine import run
-from radixkv.spec.harness.shrink import shrink
-from radixkv.spec.harness.trace_file import (
+from radixkv.spec.harness.findings.program import to_program
+from radixkv.spec.harness.findings.shrink import shrink
+from radixkv.spec.harness.findings.trace_file import (
     TraceFile,
     TraceFileError,
     breaks_again,
     read_trace_file,
     replay_file,
 )
+from radixkv.spec.harness.random_engine import run
 
 from .toys import Leaky, Plain
 

@@ -7,7 +7,6 @@ from typing import Any, cast
 import pytest
 
 from radixkv.scheduler.fuzz import tier_adapter
-from radixkv.spec.harness.coverage import TIER_FLOORS, too_rare
 from radixkv.spec.harness.engine import Trace, replay
 from radixkv.spec.harness.random_engine import run
 from radixkv.spec.harness.tiers.operations import TIER_TABLE
@@ -16,6 +15,7 @@ from radixkv.spec.model.ghost import prefix_tags
 from radixkv.spec.model.two_tier_law import TwoTierLaw
 from radixkv.spec.rules.tiers import TIER_RULES
 
+from .floors import TIER_FLOORS, too_rare
 from .planted.matrix import subject_of
 from .planted.plant import bug
 

@@ -7,13 +7,13 @@ import json
 import pytest
 
 from radixkv.spec.adapters.cache import AdapterError
-from radixkv.spec.harness.coverage import TIERED_SCHEDULER_FLOORS, too_rare
 from radixkv.spec.harness.engine import replay
+from radixkv.spec.harness.findings.shrink import shrink
 from radixkv.spec.harness.random_engine import run
 from radixkv.spec.harness.scheduler.world import SchedulerSubject
-from radixkv.spec.harness.shrink import shrink
 
 from .designs.schedulers import ChunkWise
+from .floors import TIERED_SCHEDULER_FLOORS, too_rare
 from .planted.plant import Bug
 from .planted.plant_scheduler import subject_with, tiered_subject
 from .planted.tiered_scheduler_bugs import TIERED_SCHEDULER_BUGS

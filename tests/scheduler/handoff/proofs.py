@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from radixkv.scheduler import handoff
 from radixkv.spec.harness.engine import replay
-from radixkv.spec.harness.shrink import shrink
+from radixkv.spec.harness.findings.shrink import shrink
 from radixkv.spec.rules.handoff import HANDOFF_RULES
 from radixkv.spec.rules.rule import Rule
 

@@ -14,9 +14,9 @@ from radixkv.scheduler.fuzz import targets
 from radixkv.scheduler.handoff import DECODE_MOVES, PREFILL_MOVES, Commit, DecodeSide, PrefillSide
 from radixkv.scheduler.handoff import attempts as attempts_module
 from radixkv.scheduler.request import GREEDY
+from radixkv.spec.harness.findings.shrink import shrink
+from radixkv.spec.harness.findings.trace_file import TraceFile, read_trace_file
 from radixkv.spec.harness.machine import HandoffMachine
-from radixkv.spec.harness.shrink import shrink
-from radixkv.spec.harness.trace_file import TraceFile, read_trace_file
 from radixkv.spec.rules.handoff import X12
 
 from ...profiles import scaled

@@ -19,8 +19,8 @@ from radixkv.spec.harness import hypothesis_engine, random_engine
 from radixkv.spec.harness.cache.world import CacheSubject
 from radixkv.spec.harness.cost_world import CostSubject
 from radixkv.spec.harness.engine import Subject, replay
+from radixkv.spec.harness.findings.shrink import shrink
 from radixkv.spec.harness.pool_world import PoolSubject
-from radixkv.spec.harness.shrink import shrink
 from radixkv.spec.harness.tiers.world import TierSubject
 
 from .handoff_bugs import handoff_with

@@ -10,16 +10,16 @@ from html import escape
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Final
 
-from ..model.blocks import CACHED, EVICTED, FREE, LEFT
-from ..model.device import POISON, UNWRITTEN
-from ..rules.rule import Violation
-from .engine import Finding, Subject
+from ...model.blocks import CACHED, EVICTED, FREE, LEFT
+from ...model.device import POISON, UNWRITTEN
+from ...rules.rule import Violation
+from ..engine import Finding, Subject
 from .program import to_call, world_before
 
 if TYPE_CHECKING:
-    from ..model.cache import CacheModel
-    from ..model.ghost import Tag
-    from .cache.world import CacheWorld
+    from ...model.cache import CacheModel
+    from ...model.ghost import Tag
+    from ..cache.world import CacheWorld
 
 LINE: Final = 18
 MARGIN: Final = 12

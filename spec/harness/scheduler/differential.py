@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
-from ..adapters.scheduler import SchedulerFactory
-from ..model.scheduler import Reason
-from ..rules.rule import require
-from ..rules.scheduler import Q29
-from .engine import Below, Config, Operation
-from .scheduler.configuration import draw_config
-from .scheduler.world import SchedulerWorld
+from ...adapters.scheduler import SchedulerFactory
+from ...model.scheduler import Reason
+from ...rules.rule import require
+from ...rules.scheduler import Q29
+from ..engine import Below, Config, Operation
+from .configuration import draw_config
+from .world import SchedulerWorld
 
 Outputs: TypeAlias = dict[str, tuple[list[int], Reason | None]]
 """Output and reason of each request."""

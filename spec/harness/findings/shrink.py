@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any, Final
 
-from ..rules.rule import Violation
-from .engine import Config, Finding, Subject, Trace
+from ...rules.rule import Violation
+from ..engine import Config, Finding, Subject, Trace
 
 MAX_REPLAYS: Final = 4_000
 _NUM_TOKENS: Final = 3

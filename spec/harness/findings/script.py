@@ -8,9 +8,9 @@ from copy import copy
 from itertools import count
 from typing import Any, Final
 
-from ..adapters.recorder import Line, Recording, recording
-from ..rules.rule import RULES, Violation
-from .engine import Finding, Subject
+from ...adapters.recorder import Line, Recording, recording
+from ...rules.rule import RULES, Violation
+from ..engine import Finding, Subject
 from .known import KnownSubject
 from .program import to_call
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-from ..rules.rule import RULES, Violation
-from .engine import Finding, Operation, Subject, World
+from ...rules.rule import RULES, Violation
+from ..engine import Finding, Operation, Subject, World
 
 _NAME: Final = re.compile(r"[a-z]\d+(\.\d+)?")
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ..adapters.cache import AdapterError
-from ..rules.rule import Violation
-from .engine import Finding, Subject, replay
+from ...adapters.cache import AdapterError
+from ...rules.rule import Violation
+from ..engine import Finding, Subject, replay
 
 FORMAT: Final = 1
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from typing import Any, Final
 
-from ..adapters.cache import AdapterError
-from ..rules.rule import RULES, Violation, not_judging
-from .engine import Below, Config, Operation, Subject, Trace, World
+from ...adapters.cache import AdapterError
+from ...rules.rule import RULES, Violation, not_judging
+from ..engine import Below, Config, Operation, Subject, Trace, World
 
 MET: Final = "known: "
 """Situations whose names begin so count the findings that were met."""
