@@ -29,7 +29,7 @@ from .handoff import (
 from .interface import Scheduler
 from .policy import Policy
 from .request import Request
-from .reservation import needed_to_finish
+from .reservation import Reservation, needed_to_finish
 from .step_plan import StepPlan
 
 
@@ -75,7 +75,7 @@ class DecodeScheduler(Scheduler):
             check_request: raises a RequestError for a request that the model cannot take.
             vocab_size: of the model; see `DecodeSide`.
             max_overtaken: most later requests that are admitted before one that was refused for
-                lack of room and keeps asking.
+                lack of room and keeps asking, unless they leave room for it.
 
         Raises:
             ConfigError, CountError: for an invalid policy, sizes that do not fit together, or a
@@ -133,7 +133,7 @@ class DecodeScheduler(Scheduler):
         try:
             lease = self._reserve(request)
         except (RefusedError, OutOfBlocksError):
-            self._fairness.refused(request.request_id, self._now)
+            self._fairness.refused(request.request_id, self._num_blocks_of(request), self._now)
             raise
         self._fairness.admitted(request.request_id)
         self._queues.number(request)
@@ -141,26 +141,32 @@ class DecodeScheduler(Scheduler):
 
     def _reserve(self, request: Request) -> Lease:
         queues, side, manager = self._queues, self._side, self.manager
-        num_before = len(queues.preempted) or self._fairness.num_before(
-            request.request_id, self._now
-        )
-        if num_before:
-            raise RefusedError("others wait", num_before, 0)
+        if queues.preempted:
+            raise RefusedError("others wait", len(queues.preempted), 0)
         receiving = side.receiving
         num_taken = len(queues.running) + len(receiving)
         if num_taken >= self.max_running:
             raise RefusedError("out of slots", num_taken + 1, self.max_running)
         match = manager.match(request.prompt, request.namespace)
-        needed = max(
-            self._batch.reservation().needed_to_receive(request, match.num_blocks),
-            needed_to_finish(
-                request, match, queues.running, receiving, side.quarantined, manager.block_size
-            ),
+        guard = needed_to_finish(
+            request, match, queues.running, receiving, side.quarantined, manager.block_size
         )
+        growth = self._batch.reservation().needed_to_receive(request, match.num_blocks)
         available = manager.available_after(match)
-        if needed > available:
-            raise OutOfBlocksError(needed, available)
+        if max(growth, guard) > available:
+            raise OutOfBlocksError(max(growth, guard), available)
+        set_aside = self._fairness.set_aside(request.request_id, self._now)
+        if set_aside:
+            # Reserved to the end, because what runs may not grow into the room for others.
+            full = Reservation(queues.running, manager.block_size, None, receiving)
+            growth = full.needed_to_receive(request, match.num_blocks)
+            is_room = max(growth, guard) + sum(set_aside) <= available
+            if not is_room or num_taken + len(set_aside) >= self.max_running:
+                raise RefusedError("others wait", len(set_aside), 0)
         return manager.admit(match)
+
+    def _num_blocks_of(self, request: Request) -> int:
+        return -(-request.max_kv_tokens // self.manager.block_size)
 
     def _start_decoding(self, start: Start) -> None:
         request, commit = start.request, start.commit

@@ -8,50 +8,68 @@ from typing import Final
 MAX_OVERTAKEN: Final = 256
 """Default number of admissions after which a refused request is not overtaken any more.
 
-While it blocks the others, D empties. A limit of 16 delayed a tenth of the first tokens of
+While D waits for room for it, D empties. A limit of 16 delayed a tenth of the first tokens of
 Mooncake's synthetic trace by 134 s or more instead of 10 s (simulated: 2 prefill nodes and a decode
 node of 15,000 blocks).
 """
 
+MAX_REMEMBERED: Final = 1024
+"""Most refused requests that D remembers."""
+
 
 @dataclass(slots=True)
 class _Refused:
+    """A refused request.
+
+    Attributes:
+        num_blocks: blocks that it holds at most.
+        asked_at: time of its last ASK.
+        patience_s: how long after an ASK D waits for the next one.
+    """
+
+    num_blocks: int
     asked_at: float
+    patience_s: float
     num_overtaken: int = 0
 
 
 class AdmissionFairness:
-    """Limits how often a request that was refused for lack of room is overtaken by others.
+    """Sets room aside for requests that were refused for lack of room and overtaken too often.
 
     A small request fits where a large one does not, so a stream of small ones could starve it.
-    After `max_overtaken` admissions no later request is admitted before the large one, as long as
-    that keeps asking.
+    After `max_overtaken` admissions, a later request is admitted only if it leaves room for the
+    large one. The room is a number and not blocks that are held: requests that run go on, and when
+    enough of them have ended, later requests may use what is left beside it.
+
+    A refused request comes back through the gateway and the queue of a prefill node, after a time
+    that D does not know. D waits for it twice as long as the longest time between two of its ASKs,
+    so that a request which comes back in a bounded time is admitted in a bounded time, and one
+    whose prefill node has died keeps its room for a bounded time.
     """
 
     def __init__(self, patience_s: float, max_overtaken: int = MAX_OVERTAKEN) -> None:
-        self._patience_s = patience_s  # a request that has not asked for so long is forgotten
+        self._patience_s = patience_s  # at least
         self._max_overtaken = max_overtaken
         self._refused: dict[str, _Refused] = {}  # by request id, in order of the first refusal
 
-    def num_before(self, request_id: str, now: float) -> int:
-        """Return how many starved requests must be admitted before this one."""
-        gone = [
-            each
-            for each, refused in self._refused.items()
-            if now - refused.asked_at >= self._patience_s
-        ]
-        for each in gone:
-            del self._refused[each]
-        count = 0
+    def set_aside(self, request_id: str, now: float) -> list[int]:
+        """Return the numbers of blocks to leave for starved requests that come before this one."""
+        room = []
         for each, refused in self._refused.items():
             if each == request_id:
                 break
-            count += refused.num_overtaken >= self._max_overtaken
-        return count
+            is_starved = refused.num_overtaken >= self._max_overtaken
+            if is_starved and now - refused.asked_at < refused.patience_s:
+                room.append(refused.num_blocks)
+        return room
 
-    def refused(self, request_id: str, now: float) -> None:
+    def refused(self, request_id: str, num_blocks: int, now: float) -> None:
         """Record that a request was refused."""
-        self._refused.setdefault(request_id, _Refused(now)).asked_at = now
+        known = self._refused.setdefault(request_id, _Refused(num_blocks, now, self._patience_s))
+        known.patience_s = max(known.patience_s, 2 * (now - known.asked_at))
+        known.asked_at = now
+        if len(self._refused) > MAX_REMEMBERED:
+            del self._refused[min(self._refused, key=lambda each: self._refused[each].asked_at)]
 
     def admitted(self, request_id: str) -> None:
         """Record that a request was admitted: it overtakes all that were refused before it."""

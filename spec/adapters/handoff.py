@@ -368,7 +368,7 @@ class HandoffSystem(Protocol):
     """Makes the nodes and gateways of one world."""
 
     max_overtaken: int
-    """Largest number of later requests that D admits before a refused one."""
+    """Largest number of later requests that D admits before a refused one without regard to it."""
 
     def gateway(self, epoch: int, now: int) -> Gateway:
         """Make a gateway without memory."""

@@ -373,13 +373,14 @@ class _Refused:
     """A refused request.
 
     Attributes:
-        first, last: earliest and latest place in the order of refusals that it may have: it loses
-            its place when it does not ask for a while, but a node need not notice.
+        num_blocks: blocks of its prompt.
+        asked_at: when it asked last.
+        patience: how long after that it may ask again without losing its turn.
     """
 
+    num_blocks: int
     asked_at: int
-    first: int
-    last: int
+    patience: int
     num_overtaken: int = 0
 
 
@@ -388,7 +389,7 @@ class DecodeModel(NodeModel):
 
     Args:
         max_overtaken: largest number of later requests admitted before a refused one.
-        patience: time after which a refused request that does not ask again has left.
+        patience: shortest time for which a refused request is awaited.
     """
 
     def __init__(
@@ -398,8 +399,7 @@ class DecodeModel(NodeModel):
         self._max_overtaken = max_overtaken
         self._patience = patience
         self._grants: dict[str, _Grant] = {}
-        self._refused: dict[str, _Refused] = {}
-        self._num_refusals = 0
+        self._refused: dict[str, _Refused] = {}  # in order of the first refusal
 
     def is_granted(self, attempt: str, number: int) -> bool:
         """Whether a grant is a copy of an earlier one."""
@@ -431,24 +431,24 @@ class DecodeModel(NodeModel):
 
     # Fairness
 
-    def refused(self, name: str, now: int) -> None:
-        """D has no room for a request, which may ask again; if late, it may lose its place."""
-        self._num_refusals += 1
-        place = self._num_refusals
-        each = self._refused.setdefault(name, _Refused(now, place, place))
-        if now - each.asked_at >= self._patience:
-            each.last, each.num_overtaken = place, 0
+    def refused(self, name: str, prompt: Tokens, now: int) -> None:
+        """D has no room for a request, which may ask again."""
+        num_blocks = -(-len(prompt) // self.device.block_size)
+        each = self._refused.setdefault(name, _Refused(num_blocks, now, self._patience))
+        each.patience = max(each.patience, 2 * (now - each.asked_at))
         each.asked_at = now
 
-    def admitted(self, name: str, now: int) -> None:
-        """D admits a request, before those that it refused earlier and that still ask."""
-        own = self._refused.pop(name, None)
+    def admitted(self, name: str, room: int, now: int) -> None:
+        """D admits a request, before those that it refused earlier, and has room for others."""
         for other, each in self._refused.items():
-            is_gone = now - each.asked_at >= self._patience
-            if is_gone or (own is not None and own.first < each.last):
+            if other == name:
+                break
+            if now - each.asked_at >= each.patience:
                 continue
             each.num_overtaken += 1
             require(
-                each.num_overtaken <= self._max_overtaken,
-                X15, "{} is the {}. admitted before {}", name, each.num_overtaken, other,
+                each.num_overtaken <= self._max_overtaken or room >= each.num_blocks,
+                X15, "{} is the {}. admitted before {}, and leaves {} blocks of {}",
+                name, each.num_overtaken, other, room, each.num_blocks,
             )  # fmt: skip
+        self._refused.pop(name, None)

@@ -82,7 +82,7 @@ X14: Final = rule(
 X15: Final = rule(
     "X15 bounded-overtaking",
     "A decode node admits at most a fixed number of later requests before one that it refused and "
-    "that keeps asking.",
+    "that keeps asking, unless they leave room for its prompt.",
 )
 X16: Final = rule(
     "X16 bounded-rounds",

@@ -182,27 +182,36 @@ def test_a_block_is_not_sent_for_two_similar_prompts() -> None:
     model.granted("r3.1.1", 3, 1, (*PROMPT[:4], 9))
 
 
-def test_a_refused_request_is_overtaken_so_often_while_it_asks() -> None:
+def test_a_refused_request_is_overtaken_so_often_while_it_may_ask_again() -> None:
     model = DecodeModel("d0", 1, 2, max_overtaken=1, patience=5)
-    model.refused("big", 0)
-    model.admitted("a", 1)
+    model.refused("big", PROMPT, 0)
+    model.admitted("a", room=0, now=1)
     with breaks(X15):
-        model.admitted("b", 2)
-    model.refused("big", 9)  # too late: it has lost its place
-    model.refused("later", 9)
-    model.admitted("big", 10)
-    model.admitted("later", 10)
-    model.refused("gone", 11)
+        model.admitted("b", room=2, now=2)
+    model.admitted("c", room=3, now=2)
+    model.admitted("big", room=0, now=2)
+    model.refused("gone", PROMPT, 11)
     for name in "abc":
-        model.admitted(name, 16)
+        model.admitted(name, room=0, now=16)
 
 
-def test_a_late_request_may_keep_its_place() -> None:
+def test_a_refused_request_that_asks_late_is_awaited_longer() -> None:
     model = DecodeModel("d0", 1, 2, max_overtaken=1, patience=5)
-    model.refused("late", 0)
-    model.refused("other", 4)
-    model.refused("late", 6)  # a node that did not notice lets it in before the other one
-    model.admitted("late", 7)
-    model.admitted("new", 7)  # the first that certainly overtakes the other one
+    model.refused("late", PROMPT, 0)
+    model.refused("other", PROMPT, 4)
+    model.refused("late", PROMPT, 9)
+    model.admitted("a", room=0, now=26)
     with breaks(X15):
-        model.admitted("newer", 7)
+        model.admitted("b", room=0, now=26)
+    model.admitted("c", room=0, now=27)
+
+
+def test_requests_are_overtaken_by_those_refused_later() -> None:
+    model = DecodeModel("d0", 1, 2, max_overtaken=1, patience=5)
+    for name in ("first", "second", "third"):
+        model.refused(name, PROMPT, 0)
+    model.admitted("second", room=0, now=1)
+    model.admitted("first", room=0, now=1)
+    model.admitted("new", room=0, now=1)
+    with breaks(X15):
+        model.admitted("newer", room=0, now=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ...adapters.handoff import (
     GATEWAY,
     REMEMBER,
@@ -30,7 +32,9 @@ def carry_out(world: HandoffState) -> None:
             node.is_touched = False
             _begin_copies(node)  # before a step writes to their sources
             settle(node)
-            for action in node.system.take_actions():
+            actions = node.system.take_actions()
+            node.room = _room(node, actions)
+            for action in actions:
                 node.is_touched = True
                 _act(world, node, action)
     for send in world.gateway.take_messages():
@@ -39,6 +43,15 @@ def carry_out(world: HandoffState) -> None:
         name, tokens, reason, hits = answer
         world.model.answered(name, tokens, hits, reason, world.now)
         world.situations["answered" if tokens is not None else "failed"] += 1
+
+
+def _room(node: LiveNode, actions: Sequence[Action]) -> int:
+    """Return the blocks that D has left after a grant; all, if it made several at once."""
+    kinds = [action.message.kind for action in actions if isinstance(action, Send)]
+    if "Grant" not in kinds:
+        return 0
+    counts = node.system.counts()
+    return counts.available if kinds.count("Grant") == 1 else counts.num_blocks
 
 
 def _begin_copies(node: LiveNode) -> None:
@@ -97,7 +110,7 @@ def _check_sent(world: HandoffState, node: LiveNode, to: str, message: Message) 
     elif message.kind == "Abort":
         model.gave_up(attempt, message.grant)
     elif message.has_no_room and not world.config["host_blocks"]:
-        model.refused(name, world.now)
+        model.refused(name, world.requests[request_of(attempt)].prompt, world.now)
 
 
 def _check_grant(world: HandoffState, node: LiveNode, model: DecodeModel, message: Message) -> None:
@@ -106,7 +119,7 @@ def _check_grant(world: HandoffState, node: LiveNode, model: DecodeModel, messag
     if not model.is_granted(attempt, message.grant):
         # With a host tier, D may have admitted it earlier, and grants when the blocks are loaded.
         if not world.config["host_blocks"]:
-            model.admitted(attempt.rpartition(".")[0], world.now)
+            model.admitted(attempt.rpartition(".")[0], node.room, world.now)
         if not (world.in_tick and world.config["host_blocks"]):
             model.published.hit(prompt, first_block * world.block_size, attempt)
     model.granted(attempt, message.grant, first_block, prompt)

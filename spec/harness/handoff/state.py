@@ -127,6 +127,7 @@ class LiveNode:
         copies: copies in flight, by name.
         is_draining: whether it is to reset its cache.
         has_evicted, is_touched: whether it has evicted blocks, and was called, in this operation.
+        room: blocks that it could give to a request refused earlier, after its last actions.
     """
 
     name: str
@@ -142,6 +143,7 @@ class LiveNode:
     is_draining: bool = False
     has_evicted: bool = False
     is_touched: bool = True
+    room: int = 0
 
     @property
     def target(self) -> Node:

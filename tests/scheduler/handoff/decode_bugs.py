@@ -13,7 +13,7 @@ DECODE_BUGS: Final = [
     bug(
         "D grants while a preempted request waits",
         DECODE,
-        ("num_before = len(queues.preempted) or self", "num_before = self"),
+        ("        if queues.preempted:\n", "        if False:\n"),
     ),
     bug(
         "requests being received take no slot",
@@ -173,12 +173,50 @@ DECODE_BUGS: Final = [
     bug(
         "a large request starves",
         FAIRNESS,
-        ("count += refused.num_overtaken >= self._max_overtaken", "count += 0"),
+        ("            if is_starved and now", "            if False and now"),
     ),
     bug(
         "a request that has gone still blocks others",
         FAIRNESS,
-        ("            del self._refused[each]\n", "            pass\n"),
+        (" and now - refused.asked_at < refused.patience_s:", ":"),
+    ),
+    bug(
+        "D waits for each refused request equally long",
+        FAIRNESS,
+        ("        known.patience_s = max(known.patience_s, 2 * (now - known.asked_at))\n", ""),
+    ),
+    bug(
+        "a refused request that asks late loses its place",
+        FAIRNESS,
+        (
+            "        known.asked_at = now\n",
+            "        if now - known.asked_at >= self._patience_s:\n"
+            "            known.num_overtaken = 0\n"
+            "        known.asked_at = now\n",
+        ),
+    ),
+    bug(
+        "running requests grow into the room that is set aside",
+        DECODE,
+        (
+            "full = Reservation(queues.running, manager.block_size, None, receiving)",
+            "full = self._batch.reservation()",
+        ),
+    ),
+    bug(
+        "no slot is set aside",
+        DECODE,
+        (" or num_taken + len(set_aside) >= self.max_running:", ":"),
+    ),
+    bug(
+        "only slots are set aside",
+        DECODE,
+        ("max(growth, guard) + sum(set_aside) <= available", "max(growth, guard) <= available"),
+    ),
+    bug(
+        "D remembers any number of refused requests",
+        FAIRNESS,
+        ("        if len(self._refused) > MAX_REMEMBERED:\n", "        if False:\n"),
     ),
     bug(
         "an admitted request stays among the refused ones",
