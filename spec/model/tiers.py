@@ -67,6 +67,11 @@ class Parked:
     is_void: bool = False
     keeps_tail: bool = True
 
+    @property
+    def is_saved(self) -> bool:
+        """Whether all its KV was saved, and can be loaded."""
+        return not (self.writers or self.failed or self.is_void)
+
 
 @dataclass(slots=True)
 class Prefetch:

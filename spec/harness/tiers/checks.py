@@ -82,7 +82,7 @@ def check_saving(world: TierState) -> None:
 def _check_parked(world: TierState) -> None:
     """Check that what was parked can be found on the host, or where it was parked in storage."""
     for name, parked in world.tiers.parked.items():
-        if parked.writers or parked.failed or parked.is_void:
+        if not parked.is_saved:
             continue
         stored = world.executor.storage if parked.where == "storage" else {}
         kept = [tag in world.tiers.now.host or world.prefixes.key[tag] in stored
@@ -142,7 +142,7 @@ def _check_stored(world: TierState) -> None:
     """Check that what was parked in storage is held on the host until it is stored."""
     now, key, storage = world.tiers.now, world.prefixes.key, world.executor.storage
     for name, parked in world.tiers.parked.items():
-        if parked.writers or parked.is_void or parked.failed or parked.where != "storage":
+        if not parked.is_saved or parked.where != "storage":
             continue
         kept = {tag for tag in parked.path if tag in now.host and tag not in now.idle}
         wrong = [tag for tag in parked.path if key[tag] not in storage and tag not in kept]

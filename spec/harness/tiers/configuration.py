@@ -59,7 +59,7 @@ ABOUT: Final = (
     About(("park", "evict"), ("park",), {"storage": 1, "faults": 2}),
     About(("park", "append"), ("evict",), {"write": "through", "hits": 2, "at_once": 1}, 9, 4),
     About(
-        ("park", "evict"), ("park", "evict", "take", "result"), {"block_size": 2, "faults": 3}, 6, 9
+        ("park", "evict"), ("park", "evict", "take", "result"), {"block_size": 2, "faults": 7}, 6, 9
     ),
     About(("prefetch", "evict"), ("elsewhere", "prefetch"), {"storage": 1}, 6),
     About(("prefetch", "park", "reset"), ("elsewhere", "reset"), {"storage": 1}, 6),
@@ -92,7 +92,7 @@ def draw_tiers(below: Below) -> dict[str, Any]:
         "storage": int(below(3) > 0),
         "law": int(law),
         "at_once": int(below(5) == 0 and not law),
-        "faults": below(4),
+        "faults": below(8),
         "fences": below(3),
         **about.sizes,
     }

@@ -138,8 +138,6 @@ def _end_in(world: TierState, step: Step, flight: Flight) -> None:
     require(found == wanted, rules.T7, "tokens ready, blocks promoted and blocks shared of {} are "
             "{}, have come {}", name, found, wanted)  # fmt: skip
     world.requests[name].written, world.requests[name].job = ready, ""
-    if num_promoted and not model.through.is_on:  # TEMP
-        model.through.paths.append(list(model.holdings[name].shared))
     world.situations["loaded" if all(flight.ok) else "loaded in part"] += 1
     if load.tail and load.num_host:
         world.situations["tail and block in one load"] += 1

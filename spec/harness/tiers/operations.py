@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from ...model.tiers import Parked
 from ..cache import end as cache_end
 from ..cache import operations as cache_operations
 from ..cache.operations import CACHE_TABLE, new_name, num_more
@@ -14,7 +13,6 @@ from ..engine import Below
 from ..operations import ALWAYS, Groups, Operation, Table, name_drawn, number
 from .configuration import FEATURES, WORDS
 from .copies import early, fence, late, result, second, wrong_result
-from .executor import MOVES
 from .requests import (
     admit,
     append,
@@ -36,6 +34,9 @@ from .requests import (
 from .state import TierState
 from .storage import cancel, drain, elsewhere, prefetch, reset, serve
 from .take import take
+
+FAULTS: Final = {"out": 1, "in": 4, "fork": 4, "store": 2, "fetch": 2, "lookup": 2}
+"""The bit of ``faults`` that lets a copy fail, by its kind."""
 
 
 def weights_of(rare: int, often: int) -> dict[str, int]:
@@ -59,20 +60,25 @@ def weights_now(world: TierState, weights: dict[str, int]) -> dict[str, int]:
     """Return the weights of a world in its present state."""
     if world.tiers.prefetches or world.tiers.through.paths:  # an eviction may drop what they need
         weights = {**weights, "evict": 3 * weights["evict"]}
-    for parked in world.tiers.parked.values():
-        if _loads_tail(world, parked):  # best behind a block that only the host has
-            word = "evict" if parked.path[-1] in world.tiers.now.device else "admit"
-            weights = {**weights, word: 8 * weights[word], "unpark": 1, "submit": 5}
-            break
+    if with_tail := _with_tail(world):  # best loaded behind a block that only the host has
+        word = "admit" if _on_host_alone(world, with_tail) else "evict"
+        weights = {**weights, word: 8 * weights[word], "unpark": 1, "submit": 5}
     if any(flight.has_result for flight in world.executor.flights):  # and no fence
         weights = {**weights, "reset": 5 * weights["reset"]}
     return weights
 
 
-def _loads_tail(world: TierState, parked: Parked) -> bool:
-    """Whether a parked request will load a block that is not whole, behind others."""
-    is_saved = not (parked.writers or parked.failed or parked.is_void) and parked.keeps_tail
-    return bool(is_saved and parked.path and parked.num_tokens % world.block_size)
+def _with_tail(world: TierState) -> list[str]:
+    """Parked requests that will load a block that is not whole, behind others."""
+    return [name for name, parked in world.tiers.parked.items()
+            if parked.is_saved and parked.keeps_tail and parked.path
+            and parked.num_tokens % world.block_size]  # fmt: skip
+
+
+def _on_host_alone(world: TierState, names: Sequence[str]) -> list[str]:
+    """Those of some parked requests whose last whole block is not on the device."""
+    parked, on_device = world.tiers.parked, world.tiers.now.device
+    return [name for name in names if parked[name].path[-1] not in on_device]
 
 
 def groups(world: TierState) -> Groups:
@@ -83,6 +89,7 @@ def groups(world: TierState) -> Groups:
     saving = [name for name, parked in model.parked.items() if parked.writers]
     waiting, running = cache["waiting"], world.running()
     fitting = [name for name in waiting if _fits(world, name)]
+    preferred = _on_host_alone(world, _with_tail(world)) or fitting
     flights = dict(zip(world.executor.names(), world.executor.flights, strict=True))
     ended = [name for name, flight in flights.items() if flight.has_result or flight.cancelled]
     return {
@@ -90,7 +97,7 @@ def groups(world: TierState) -> Groups:
         "submit": [""] if len(fitting) < MAX_WAITING else [],
         "admissible": [name for name in cache["admissible"]
                        if name not in saving and name not in world.without_room
-                       and (name in fitting or not fitting)],
+                       and (name in preferred or not preferred)],
         "to repeat": [name for name in cache["running"] if name not in model.loads],
         "to park": [request.name for request in running
                     if (request.written or request.job) and request.name not in model.loads
@@ -163,8 +170,8 @@ def prompt(world: TierState, name: str, below: Below) -> list[int]:
 
 
 def number_of_some(world: TierState, name: str, below: Below) -> int:
-    """A number of blocks, mostly one."""
-    return 1 + below(1 + below(4))
+    """A number of blocks, mostly one; all, if a parked request is to load some before its tail."""
+    return world.tiers.num_unused() if _with_tail(world) else 1 + below(1 + below(4))
 
 
 def tier(world: TierState, name: str, below: Below) -> str:
@@ -176,11 +183,11 @@ def bad(world: TierState, name: str, below: Below) -> list[int]:
     """The blocks of a copy that fail, if this world lets such a copy fail."""
     flight = world.executor.find(name)
     assert flight is not None, "an operation that is under way has a name"
-    kind = 1 if flight.copy.kind in MOVES else 2
-    if not world.config["faults"] & kind or below(3) == 0:
+    if not world.config["faults"] & FAULTS[flight.copy.kind] or below(3) == 0:
         return []
-    num_blocks = flight.copy.num_blocks
-    if num_blocks > 1 and below(2):  # a hole: what follows it arrives
+    num_blocks, load = flight.copy.num_blocks, world.tiers.loads.get(flight.owner)
+    has_tail = load is not None and load.tail > 0
+    if num_blocks > 1 and (has_tail or below(2)):  # a hole: what follows it arrives
         return [below(num_blocks - 1)]
     return [place for place in range(num_blocks) if below(3) == 0] or [below(num_blocks)]
 
@@ -220,7 +227,7 @@ TIER_TABLE: Final[Table[TierState]] = Table(groups, [
     Operation("append", append, 15, "to grow", _CACHE["append"]),
     Operation("finish", finish, 8, "running", _NAME),
     Operation("match", match, 10, "waiting", _NAME, needs="match"),
-    Operation("append_batch", append_batch, 8, "to grow", _CACHE["append_batch"],
+    Operation("append_batch", append_batch, 12, "to grow", _CACHE["append_batch"],
               needs="append_batch"),
     Operation("launch", launch, 12, "to compute", _CACHE["launch"]),
     Operation("done", done, 30, "in flight", _CACHE["done"]),
