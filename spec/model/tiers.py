@@ -164,8 +164,11 @@ class TierModel(CacheModel):
         """Check that the present state is one that an operation allows."""
         held = {tag for prefetch in self.prefetches.values() for tag in prefetch.held}
         lost = step.allow(self.now, self.prefixes, held)
-        for prefetch in self.prefetches.values():  # the others went with what they follow
+        for name, prefetch in list(self.prefetches.items()):
+            # The others went with what they follow.
             prefetch.held = [tag for tag in prefetch.held if tag in self.now.anywhere]
+            if prefetch.stage == "done":
+                del self.prefetches[name]
         self.situations["dropped for room"] += bool(lost)
         self.situations["demoted, and dropped"] += bool(lost & step.before.device.keys())
 

@@ -42,7 +42,7 @@ def _release(world: CacheState, request: Request) -> None:
     if model is not None:
         model.release(request.name)
         model.ending = False
-    request.state, request.written, request.job, request.table = "waiting", 0, "", []
+    request.stop()
 
 
 def evict(world: CacheState, num_blocks: int) -> bool:
@@ -73,7 +73,7 @@ def reset(world: CacheState) -> bool:
     if world.model is not None:
         world.model.reset()
     for request in running:
-        request.state, request.written, request.job, request.table = "waiting", 0, "", []
+        request.stop()
     world.written.clear()
     found = world.target.available()
     require(found == world.config["num_blocks"], rules.R4, "{} available after a reset", found)

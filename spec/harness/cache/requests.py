@@ -84,6 +84,10 @@ class Request:
             tag = next_tag(tag, token)
             self.tags.append(tag)
 
+    def stop(self) -> None:
+        """It has lost its blocks and its step, and waits."""
+        self.state, self.written, self.job, self.table = "waiting", 0, "", []
+
     def path(self, block_size: int) -> list[Tag]:
         """Tags of the whole blocks."""
         return self.tags[block_size - 1 :: block_size]

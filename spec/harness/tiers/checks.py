@@ -20,7 +20,6 @@ def check_tiers(world: TierState) -> None:
             "the pool of the host holds {}, but {} blocks are taken", free, len(taken))  # fmt: skip
     _check_content(world)
     _check_order(world)
-    check_saving(world)
     _check_parked(world)
     _check_counts(world)
 
@@ -28,7 +27,7 @@ def check_tiers(world: TierState) -> None:
 def _check_content(world: TierState) -> None:
     """Check that each block that can be found holds its prefix, and is not being written."""
     writers = {
-        (flight.copy.kind in TO_DEVICE, block): flight
+        (flight.kind in TO_DEVICE, block): flight
         for flight in world.executor.flights
         for block in flight.bad_blocks()
     }
@@ -61,24 +60,6 @@ def _check_order(world: TierState) -> None:
     world.tiers.order.check(idle)
 
 
-def check_saving(world: TierState) -> None:
-    """Check that a parked request holds device blocks as long as an operation copies them."""
-    for name, parked in world.tiers.parked.items():
-        _, saved, failed = world.ask("parked", name)
-        holds, under_way = name in world.tiers.holdings, bool(parked.writers)
-        require(
-            saved != under_way and holds == under_way,
-            rules.T34,
-            "{} operations save {}, which reports saved={}, and has {} blocks",
-            len(parked.writers),
-            name,
-            saved,
-            len(world.tiers.table(name)) if holds else "no",
-        )
-        right = under_way or failed == parked.failed
-        require(right, rules.T36, "{} reports failed={}", name, failed)
-
-
 def _check_parked(world: TierState) -> None:
     """Check that what was parked can be found on the host, or where it was parked in storage."""
     for name, parked in world.tiers.parked.items():
@@ -92,7 +73,7 @@ def _check_parked(world: TierState) -> None:
 
 def _check_counts(world: TierState) -> None:
     flights, model = world.executor.flights, world.tiers
-    num_open = sum(not (flight.has_result or flight.cancelled) for flight in flights)
+    num_open = sum(flight.is_open for flight in flights)
     known = {
         **dict.fromkeys(("promoted_blocks", "stored_blocks", "fetched_blocks",
                          "late_completions", "dropped_blocks"), 0),
@@ -119,15 +100,15 @@ def check_outbox(world: TierState) -> None:
     """Check, after a `take` of all operations, that each host block is needed."""
     model, now, flights = world.tiers, world.tiers.now, world.executor.flights
     needed = {*now.host.values(), *now.offloading.values(), *model.read}
-    needed.update(*(f.copy.sources if f.copy.kind == "in" else f.copy.destinations
+    needed.update(*(f.copy.sources if f.kind == "in" else f.copy.destinations
                     for f in flights))  # fmt: skip
     needed.update(*(each.blocks for each in model.parked.values()))
     needed.update(*(each.blocks for each in model.prefetches.values()))
     for block, owner in model.host.items():
         reason = owner.startswith("op ") or block in needed
         require(reason, rules.T43, "host block {} is neither free nor of use", block)
-    written = {block for f in flights if f.copy.kind == "out" for block in f.copy.destinations}
-    moved = {read[-1] for f in flights if f.copy.kind == "in" for read in f.read}
+    written = {block for f in flights if f.kind == "out" for block in f.copy.destinations}
+    moved = {tag for f in flights if f.kind == "in" for tag in f.tags}
     idle = {tag for tag, block in now.offloading.items() if block not in written}
     idle.update(set(now.promoting) - moved)
     require(not idle, rules.T16, "{} copies are under way by nothing", len(idle))
@@ -155,7 +136,7 @@ def _check_stored(world: TierState) -> None:
 def _held(world: TierState, but: str = "") -> set[Tag]:
     """First prefixes of the paths that operations, prefetches and parked requests may hold."""
     model, first = world.tiers, world.prefixes.first
-    ends = {read[-1] for flight in world.executor.flights for read in flight.read}
+    ends = {tag for flight in world.executor.flights for tag in flight.tags}
     ends.update(tag for name, each in model.parked.items() if name != but for tag in each.path)
     ends.update(tag for each in model.prefetches.values() for tag in each.path)
     return {first[tag] for tag in ends if tag in first}

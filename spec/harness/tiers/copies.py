@@ -2,85 +2,76 @@
 
 from __future__ import annotations
 
-from ...model.residency import Step
+from typing import Any
+
 from ...model.tiers import Prefetch
 from ...rules import tiers as rules
 from ...rules.rule import require
-from .checks import check_saving
-from .executor import TO_DEVICE, Flight, leading
-from .state import TierState
+from .executor import TO_DEVICE, Flight, leading, results
+from .state import TierState, checked
 
 
+@checked()
 def result(world: TierState, name: str, bad: list[int], fenced: int) -> bool:
     """Report a result: done or partly failed; with `fenced` 0, late writes are still possible.
 
     The result of a cancelled operation is late; it counts as its fence.
     """
     flight = world.executor.find(name)
-    if flight is None or (flight.has_result and not flight.cancelled):
+    if flight is None or flight.has_result:
         return False
-    was_cancelled, is_fenced = flight.cancelled, bool(fenced or flight.cancelled)
-    step, ok = world.begin(), world.executor.end(flight, bad)
-    if flight.copy.kind == "store" and not was_cancelled:
+    counts, is_fenced, kind = not flight.cancelled, bool(fenced or flight.cancelled), flight.kind
+    ok = world.executor.end(flight, bad)
+    if kind == "store" and counts:
         _check_source(world, flight)
         _store(world, flight)
-    world.begin_report(flight, fenced=is_fenced)
-    answer = world.ask("complete", flight.copy.id, ok, is_fenced)
-    require(
-        answer != was_cancelled,
-        rules.T13,
-        "{} has ended: {}, the answer is {}",
-        flight.op,
-        was_cancelled,
-        not answer,
-    )
-    world.tiers.counts["late_completions"] += was_cancelled
-    world.situations[f"{'done' if all(ok) else 'failed'}: {flight.copy.kind}"] += 1
+    answer = world.report("complete", flight, ok, is_fenced, fenced=is_fenced)
+    require(answer == counts, rules.T13, "the result of {} counts: {}, the answer is {}",
+            flight.op, counts, answer)  # fmt: skip
+    world.tiers.counts["late_completions"] += not counts
+    world.situations[f"{'done' if all(ok) else 'failed'}: {kind}"] += 1
     if not (is_fenced or all(ok)):
-        world.situations[f"failed, and not fenced: {flight.copy.kind}"] += 1
-    _ended(world, step, flight, result=not was_cancelled, fenced=is_fenced)
+        world.situations[f"failed, and not fenced: {kind}"] += 1
+    _ended(world, flight, result=counts, fenced=is_fenced)
     return True
 
 
+@checked()
 def fence(world: TierState, name: str) -> bool:
     """Report a fence: the operation can no longer touch its blocks."""
     flight = world.executor.find(name)
-    if flight is None or not (flight.has_result or flight.cancelled):
+    if flight is None or flight.is_open:
         return False
-    step = world.begin()
     world.executor.finish_late_writes(flight)
-    if flight.copy.kind == "store" and flight.has_result and not flight.cancelled:
+    if flight.kind == "store" and flight.has_result:
         _check_source(world, flight)
-    world.begin_report(flight, fenced=True)
-    answer = world.ask("fence", flight.copy.id)
+    answer = world.report("fence", flight, fenced=True)
     require(answer, rules.T13, "the fence of {} has no effect", flight.op)
-    _ended(world, step, flight, result=False, fenced=True)
+    _ended(world, flight, result=False, fenced=True)
     world.situations["fenced later"] += 1
     return True
 
 
-def _ended(world: TierState, step: Step, flight: Flight, *, result: bool, fenced: bool) -> None:
+def _ended(world: TierState, flight: Flight, *, result: bool, fenced: bool) -> None:
     """Check the changes of a call that reported a result, a fence, or both."""
-    kind, model = flight.copy.kind, world.tiers
+    kind, model, step = flight.kind, world.tiers, world.step
     if kind == "out":  # blocks evicted together keep their order
         model.order.touch(world.prefixes.paths_to(flight.evicted))
-    world.end_report(flight, fenced=fenced)
-    world.see()
+    now = world.see()
     step.otherwise = rules.T15
     prefetch = model.prefetches.get(flight.owner) if kind in ("lookup", "fetch") else None
     if flight.cancelled or flight.old or flight.is_detached:
         step.otherwise = rules.T41 if flight.old else rules.T39
-        step.end_in(flight.moved)
-        new = model.now.device.keys() - step.before.device.keys()
+        step.end_in(flight.tags)
+        new = now.device.keys() - step.before.device.keys()
         require(not new, step.otherwise, "{} was given up, and brings {} blocks", flight.op,
                 len(new))  # fmt: skip
     elif kind == "out" and result:
-        _end_out(world, step, flight)
+        _end_out(world, flight)
     elif kind in TO_DEVICE and fenced:
-        _end_in(world, step, flight)
+        _end_in(world, flight)
     elif prefetch is not None and result:
-        (_end_lookup if kind == "lookup" else _end_fetch)(world, step, flight, prefetch)
-    world.end(step)
+        (_end_lookup if kind == "lookup" else _end_fetch)(world, flight, prefetch)
     _end_saving(world, flight)
     if fenced:
         world.executor.fenced(flight)
@@ -91,15 +82,14 @@ def _ended(world: TierState, step: Step, flight: Flight, *, result: bool, fenced
 # Between device and host
 
 
-def _end_out(world: TierState, step: Step, flight: Flight) -> None:
-    before, model = step.before, world.tiers
-    tags = [read[-1] for read in flight.read]
-    copies = zip(tags, flight.copy.destinations, flight.ok, strict=True)
+def _end_out(world: TierState, flight: Flight) -> None:
+    before, model = world.step.before, world.tiers
+    copies = zip(flight.tags, flight.copy.destinations, flight.ok, strict=True)
     # The others are a tail, or no request waits for them.
-    step.end_out({tag: ok for tag, block, ok in copies if before.offloading.get(tag) == block},
-                 world.prefixes)  # fmt: skip
+    results = {tag: ok for tag, block, ok in copies if before.offloading.get(tag) == block}
+    world.step.end_out(results, world.prefixes)
     if world.config["storage"]:
-        for tag in (model.now.host.keys() - before.host.keys()).intersection(tags):
+        for tag in (model.now.host.keys() - before.host.keys()).intersection(flight.tags):
             model.to_store.add(tag)
             model.uses.use(world.prefixes.path_to(tag), must=False)
 
@@ -115,16 +105,15 @@ def _end_saving(world: TierState, flight: Flight) -> None:
             parked.keeps_tail = flight.ok[-1]
         if not parked.writers:
             world.situations["parked, and failed" if parked.failed else "parked"] += 1
-    check_saving(world)
 
 
-def _end_in(world: TierState, step: Step, flight: Flight) -> None:
+def _end_in(world: TierState, flight: Flight) -> None:
     name, model = flight.owner, world.tiers
     load, num_good = model.loads.pop(name), leading(flight.ok)
     num_promoted = min(num_good, load.num_host)
     num_come = load.num_hit + num_promoted
     model.counts["promoted_blocks"] += num_promoted
-    step.end_in(load.moved)
+    world.step.end_in(load.moved)
     if name == flight.op:
         lost = [tag for tag in load.path[:num_come] if tag not in model.now.device]
         require(not lost, rules.T8, "{} blocks were moved by {}, and are not there", len(lost),
@@ -156,33 +145,32 @@ def _check_source(world: TierState, flight: Flight) -> None:
 
 def _store(world: TierState, flight: Flight) -> None:
     """Record what was stored, and the use of it and of what is before it."""
-    ok, model = flight.ok, world.tiers
-    tags = [read[-1] for read in flight.read]
+    model, copy, ok = world.tiers, flight.copy, flight.ok
     model.counts["stored_blocks"] += sum(ok)
     model.uses.now += sum(ok)
-    world.storage_law.store(key for key, good in zip(flight.copy.keys, ok, strict=True) if good)
-    copies = list(zip(tags, flight.copy.sources, ok, strict=True))
+    world.storage_law.store(key for key, good in zip(copy.keys, ok, strict=True) if good)
+    copies = zip(flight.tags, copy.sources, ok, strict=True)
     left = {tag: good for tag, block, good in copies if model.now.host.get(tag) == block}
     model.uses.written(left, [tag for tag, good in left.items() if good])
     for tag in left:
         model.uses.use(world.prefixes.path_to(tag))
     if all(ok):
-        model.stored.update(tags)
+        model.stored.update(flight.tags)
 
 
-def _end_lookup(world: TierState, step: Step, flight: Flight, prefetch: Prefetch) -> None:
-    step.takes_room = True
-    room = step.before.num_free + len(step.before.order)
+def _end_lookup(world: TierState, flight: Flight, prefetch: Prefetch) -> None:
+    world.step.takes_room = True
+    room = world.step.before.num_free + len(world.step.before.order)
     prefetch.num_found = min(leading(flight.ok), room) if prefetch.is_wanted else 0
     prefetch.stage = "found" if prefetch.num_found else "done"
 
 
-def _end_fetch(world: TierState, step: Step, flight: Flight, prefetch: Prefetch) -> None:
+def _end_fetch(world: TierState, flight: Flight, prefetch: Prefetch) -> None:
     first, good, model = prefetch.num_known, leading(flight.ok), world.tiers
     prefetch.stage, prefetch.num_found = "done", good
     model.counts["fetched_blocks"] += good
     world.storage_law.use(flight.copy.keys[:good])
-    new = step.fetch(prefetch.path, first, good)
+    new = world.step.fetch(prefetch.path, first, good)
     model.uses.written([], new)
     model.uses.use(prefetch.path[: first + good] if new else [])
     model.stored.update(new)  # they are in storage already
@@ -195,8 +183,6 @@ def _check_prefetch(world: TierState, flight: Flight, prefetch: Prefetch) -> Non
         prefetch.stage, prefetch.num_found = "done", 0
     wanted = prefetch.num_found if prefetch.stage == "done" else None
     require(found == wanted, rules.T5, "a prefetch has brought {}, and reports {}", wanted, found)
-    if prefetch.stage == "done":
-        del world.tiers.prefetches[flight.owner]
 
 
 # Calls that must change nothing
@@ -208,13 +194,9 @@ def late(world: TierState, place: int, bad: list[int], fenced: int) -> bool:
         return False
     copy = world.executor.ended[-1 - place]
     if fenced == 2:
-        answer = world.ask_in_vain(rules.T13, "fence", copy.id)
+        _in_vain(world, "completion repeated", "fence", copy.id)
     else:
-        ok = [each not in bad for each in range(copy.num_blocks)]
-        answer = world.ask_in_vain(rules.T13, "complete", copy.id, ok, bool(fenced))
-    require(not answer, rules.T13, "operation {} ends twice", copy.id)
-    world.tiers.counts["late_completions"] += 1
-    world.situations["completion repeated"] += 1
+        _in_vain(world, "completion repeated", "complete", copy.id, results(copy, bad), fenced > 0)
     return True
 
 
@@ -230,20 +212,25 @@ def early(world: TierState) -> bool:
 def second(world: TierState, name: str, bad: list[int]) -> bool:
     """Report a second result of an operation before its fence."""
     flight = world.executor.find(name)
-    if flight is None or not flight.has_result or flight.cancelled:
+    if flight is None or not flight.has_result:
         return False
-    ok = [place not in bad for place in range(flight.copy.num_blocks)]
-    answer = world.ask_in_vain(rules.T13, "complete", flight.copy.id, ok, False)
-    require(not answer, rules.T13, "{} has two results", flight.op)
-    world.tiers.counts["late_completions"] += 1
-    world.situations["second result"] += 1
+    copy = flight.copy
+    _in_vain(world, "second result", "complete", copy.id, results(copy, bad), False)
     return True
+
+
+def _in_vain(world: TierState, situation: str, method: str, copy: int, *arguments: Any) -> None:
+    """Report to an operation that has ended; this must change nothing."""
+    answer = world.ask_in_vain(rules.T13, method, copy, *arguments)
+    require(not answer, rules.T13, "operation {} ends twice", copy)
+    world.tiers.counts["late_completions"] += 1
+    world.situations[situation] += 1
 
 
 def wrong_result(world: TierState, name: str, number: int) -> bool:
     """Report a result with a wrong number of blocks."""
     flight = world.executor.find(name)
-    if flight is None or flight.has_result or flight.cancelled:
+    if flight is None or not flight.is_open:
         return False
     number += number >= flight.copy.num_blocks
     refused = world.ask_in_vain(rules.T12, "wrong_result", flight.copy.id, number)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from ...adapters.tiers import Copy
+from ...adapters.tiers import Copy, CopyKind
 from ...model.device import POISON, UNWRITTEN, Device
 from ...model.ghost import Tag
 from ...rules import tiers as rules
@@ -31,19 +31,23 @@ def leading(ok: Sequence[bool]) -> int:
     return next((place for place, good in enumerate(ok) if not good), len(ok))
 
 
+def results(copy: Copy, bad: Sequence[int]) -> list[bool]:
+    """The result of an operation of which some blocks fail."""
+    return [place not in bad for place in range(copy.num_blocks)]
+
+
 @dataclass(slots=True)
 class Flight:
     """An operation in flight.
 
     Attributes:
         read: contents of its sources when it began.
-        has_result: whether it has a result or was cancelled.
-        cancelled: whether it was cancelled; then its writes do not count.
+        has_result: whether it has a result that counts.
+        cancelled: whether it was cancelled before; then its writes do not count.
         owner: its request, or "".
         is_detached: whether its request has ended.
         old: whether there was a reset since it began.
         ok: its result.
-        moved: prefixes that were moved off the host for it.
         evicted: prefixes that left the device since the previous `take`, copied by it or not.
     """
 
@@ -56,20 +60,32 @@ class Flight:
     old: bool = False
     ok: list[bool] = field(default_factory=list)
     evicted: set[Tag] = field(default_factory=set)
-    moved: frozenset[Tag] = frozenset()
 
     @property
     def op(self) -> str:
         """Name of the operation in the model."""
         return f"op {self.copy.id}"
 
+    @property
+    def kind(self) -> CopyKind:
+        """Kind of the operation."""
+        return self.copy.kind
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has no result, and was not cancelled."""
+        return not (self.has_result or self.cancelled)
+
+    @property
+    def tags(self) -> list[Tag]:
+        """The prefixes in its sources."""
+        return [read[-1] for read in self.read]
+
     def bad_blocks(self) -> list[int]:
         """Destinations that may still be written."""
-        return [
-            block
-            for place, block in enumerate(self.copy.destinations)
-            if self.cancelled or not (self.has_result and self.ok[place])
-        ]
+        blocks = self.copy.destinations
+        ok = self.ok if self.has_result else [False] * len(blocks)
+        return [block for block, good in zip(blocks, ok, strict=False) if not good]
 
 
 class Executor:
@@ -108,19 +124,13 @@ class Executor:
             self.seen.add(copy.id)
             places = [each for each in (copy.sources, copy.destinations, copy.keys) if each]
             wanted = 1 if copy.kind == "lookup" else 2
-            require(
-                len(places) == wanted and len({len(each) for each in places}) == 1,
-                rules.T9,
-                "operation {} names {} sources, {} destinations and {} keys",
-                copy.id,
-                len(copy.sources),
-                len(copy.destinations),
-                len(copy.keys),
-            )
+            require(len(places) == wanted and len({len(each) for each in places}) == 1, rules.T9,
+                    "operation {} names {} sources, {} destinations and {} keys", copy.id,
+                    len(copy.sources), len(copy.destinations), len(copy.keys))  # fmt: skip
             tier = "device" if copy.kind in FROM_DEVICE else "host"
             flights.append(Flight(copy, [self.content(tier, block) for block in copy.sources]))
         for flight in flights:
-            self._spoil(flight.copy.kind, flight.copy.destinations)
+            self._spoil(flight.kind, flight.copy.destinations)
         self.flights += flights
         return flights
 
@@ -132,7 +142,7 @@ class Executor:
     def find(self, name: str) -> Flight | None:
         """Return an operation by kind and index among those of the kind, such as ``"out1"``."""
         kind, place = name.rstrip("0123456789"), name.lstrip("abcdefghijklmnopqrstuvwxyz")
-        same = [flight for flight in self.flights if flight.copy.kind == kind]
+        same = [flight for flight in self.flights if flight.kind == kind]
         index = int(place) if place else 0
         return same[index - 1] if 0 < index <= len(same) else None
 
@@ -141,14 +151,14 @@ class Executor:
         numbers: Counter[str] = Counter()
         found = []
         for flight in self.flights:
-            numbers[flight.copy.kind] += 1
-            found.append(f"{flight.copy.kind}{numbers[flight.copy.kind]}")
+            numbers[flight.kind] += 1
+            found.append(f"{flight.kind}{numbers[flight.kind]}")
         return found
 
     def end(self, flight: Flight, bad: Sequence[int]) -> list[bool]:
         """Let an operation take effect except for some blocks; return its results."""
         copy = flight.copy
-        ok = [place not in bad for place in range(copy.num_blocks)]
+        ok = results(copy, bad)
         if copy.kind in ("lookup", "fetch"):
             ok = [good and key in self.storage for good, key in zip(ok, copy.keys, strict=True)]
         flight.ok = ok
@@ -170,8 +180,7 @@ class Executor:
 
     def finish_late_writes(self, flight: Flight) -> None:
         """Do the last late writes of an operation."""
-        if flight.copy.destinations:
-            self._spoil(flight.copy.kind, flight.bad_blocks())
+        self._spoil(flight.kind, flight.bad_blocks())
 
     def fenced(self, flight: Flight) -> None:
         """Remove a fenced operation."""

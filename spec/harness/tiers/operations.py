@@ -7,6 +7,7 @@ from typing import Final
 
 from ..cache import end as cache_end
 from ..cache import operations as cache_operations
+from ..cache.compute import fail
 from ..cache.operations import CACHE_TABLE, new_name, num_more
 from ..cache.requests import MAX_WAITING, NAMESPACES, draw_prompt
 from ..engine import Below
@@ -19,7 +20,6 @@ from .requests import (
     append_batch,
     done,
     evict,
-    fail,
     finish,
     fork,
     forward,
@@ -91,7 +91,6 @@ def groups(world: TierState) -> Groups:
     fitting = [name for name in waiting if _fits(world, name)]
     preferred = _on_host_alone(world, _with_tail(world)) or fitting
     flights = dict(zip(world.executor.names(), world.executor.flights, strict=True))
-    ended = [name for name, flight in flights.items() if flight.has_result or flight.cancelled]
     return {
         **cache,
         "submit": [""] if len(fitting) < MAX_WAITING else [],
@@ -114,13 +113,12 @@ def groups(world: TierState) -> Groups:
                         if prefetch.is_wanted],
         "to evict": [""] if model.num_unused() else [],
         "to take": [""] if _is_decided(world) else [],
-        "without a result": [name for name, flight in flights.items()
-                             if flight.cancelled or not flight.has_result],
-        "to fence": ended,
+        "without a result": [name for name in flights if not flights[name].has_result],
+        "to fence": [name for name in flights if not flights[name].is_open],
         "undecided": [""] if world.target.may_have_decided else [],
         "fenced": [""] if world.executor.ended else [],
-        "with a result": [name for name in ended if not flights[name].cancelled],
-        "going on": [name for name in flights if name not in ended],
+        "with a result": [name for name in flights if flights[name].has_result],
+        "going on": [name for name in flights if flights[name].is_open],
     }  # fmt: skip
 
 
@@ -183,7 +181,7 @@ def bad(world: TierState, name: str, below: Below) -> list[int]:
     """The blocks of a copy that fail, if this world lets such a copy fail."""
     flight = world.executor.find(name)
     assert flight is not None, "an operation that is under way has a name"
-    if not world.config["faults"] & FAULTS[flight.copy.kind] or below(3) == 0:
+    if not world.config["faults"] & FAULTS[flight.kind] or below(3) == 0:
         return []
     num_blocks, load = flight.copy.num_blocks, world.tiers.loads.get(flight.owner)
     has_tail = load is not None and load.tail > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...model.ghost import Tag
-from ...model.residency import Residency, Step
+from ...model.residency import Residency
 from ...model.tiers import Load, Parked
 from ...rules import tiers as rules
 from ...rules.cache import A8, P4
@@ -12,8 +12,7 @@ from ..cache import admit as cache_admit
 from ..cache import compute as cache_compute
 from ..cache import end as cache_end
 from ..cache.requests import NAMESPACES, Request
-from .checks import check_saving
-from .state import TierState
+from .state import TierState, checked
 from .take import take
 
 
@@ -27,10 +26,9 @@ def submit(world: TierState, name: str, prompt: list[int], more: int, namespace:
 
 def match(world: TierState, name: str) -> bool:
     """Match a waiting request, for an admission now or later."""
-    request = world.get(name, "waiting")
-    if request is None or not cache_admit.match(world, name):
+    if not cache_admit.match(world, name):
         return False
-    _host_hit(world, request)
+    _host_hit(world, world.requests[name])
     return True
 
 
@@ -49,6 +47,7 @@ def _host_hit(world: TierState, request: Request) -> tuple[int, int]:
 # Admission: blocks that the host has beyond the hit are loaded
 
 
+@checked(takes_room=True)
 def admit(world: TierState, name: str) -> bool:
     """Admit a waiting request, or resume a parked one, or check that the refusal is right."""
     request, parked = world.get(name, "waiting"), world.tiers.parked.get(name)
@@ -59,6 +58,7 @@ def admit(world: TierState, name: str) -> bool:
     return True
 
 
+@checked(takes_room=True)
 def fork(world: TierState, name: str, new: str, more: int) -> bool:
     """Fork: another request continues from the state of a running one."""
     request = world.get(name, "running")
@@ -75,12 +75,12 @@ def fork(world: TierState, name: str, new: str, more: int) -> bool:
 
 def _admit(world: TierState, request: Request, tail: int, parked: Parked | None) -> bool:
     """Admit a request to which a tail of tokens is copied; False if refused."""
-    step, model = world.begin(takes_room=True), world.tiers
+    step, model = world.step, world.tiers
     num_hit, num_host = _host_hit(world, request)
     cache_admit.admit(world, request.name)
-    world.see()
+    now = world.see()
     if request.state != "running":
-        require(model.now == step.before, A8, "{} was refused, and tiers changed", request.name)
+        require(now == step.before, A8, "{} was refused, and tiers changed", request.name)
         world.without_room.add(request.name)
         return False
     path = request.path(world.block_size)
@@ -91,15 +91,14 @@ def _admit(world: TierState, request: Request, tail: int, parked: Parked | None)
     if parked is not None:
         tail = _resume(world, parked, num_hit + num_host)
     _load(world, request, num_host, tail)
-    model.through.hit(path[:num_hit], model.now)
-    world.end(step)
+    model.through.hit(path[:num_hit], now)
     return True
 
 
 def _resume(world: TierState, parked: Parked, num_blocks: int) -> int:
     """Check the hit of a resumed request; return the number of tail tokens that it loads."""
     num_whole, tail = divmod(parked.num_tokens, world.block_size)
-    is_whole = not (parked.failed or parked.is_void) and parked.where == "host"
+    is_whole = parked.is_saved and parked.where == "host"
     require(not is_whole or num_blocks >= num_whole, rules.T37, "{} of {} blocks are left",
             num_blocks, num_whole)  # fmt: skip
     world.situations["resumed, and all is there" if is_whole else "resumed in part"] += 1
@@ -112,10 +111,9 @@ def _load(world: TierState, request: Request, num_host: int, tail: int) -> None:
     require((copy is not None) == bool(num_host or tail), rules.T6,
             "{} found {} blocks and {} tokens on the host, and loads with {}",
             name, num_host, tail, copy)  # fmt: skip
-    found = world.ask("promoted", name)
-    require(found == 0, rules.T7, "{} was promoted {} blocks at its admission", name, found)
-    ready = world.ask("ready", name)
-    require(ready == written, rules.T7, "{} has {} tokens, {} were hit", name, ready, written)
+    found = world.ask("ready", name), world.ask("promoted", name)
+    require(found == (written, 0), rules.T7, "tokens ready and blocks promoted of {} are {} at its "
+            "admission, {} tokens were hit", name, found, written)  # fmt: skip
     if copy is not None:
         num_hit = written // world.block_size
         path = request.path(world.block_size)[: num_hit + num_host]
@@ -128,6 +126,10 @@ def _load(world: TierState, request: Request, num_host: int, tail: int) -> None:
 
 
 # Steps: requested operations are dispatched before each
+
+done = checked()(cache_compute.done)
+append = checked(takes_room=True)(cache_compute.append)
+append_batch = checked(takes_room=True)(cache_compute.append_batch)
 
 
 def forward(world: TierState, name: str, num_tokens: int) -> bool:
@@ -149,84 +151,51 @@ def launch(world: TierState, name: str, num_tokens: int, job: str) -> bool:
     return can_step and take(world) and cache_compute.launch(world, name, num_tokens, job)
 
 
-def done(world: TierState, name: str) -> bool:
-    """Complete a step; a late completion changes nothing."""
-    step = world.begin()
-    if not cache_compute.done(world, name):
-        return False
-    world.end(step)
-    return True
-
-
-def fail(world: TierState, name: str) -> bool:
-    """Let a step fail: its KV is garbage."""
-    return cache_compute.fail(world, name)
-
-
 def publish_again(world: TierState, name: str, num_tokens: int) -> bool:
     """Publish again the tokens of an earlier completion."""
     return name not in world.tiers.loads and cache_compute.again(world, name, num_tokens)
 
 
-def append(world: TierState, name: str, tokens: list[int]) -> bool:
-    """Append tokens to a request that has computed all its tokens, if there is room."""
-    step = world.begin(takes_room=True)
-    return cache_compute.append(world, name, tokens) and _grown(world, step)
-
-
-def append_batch(world: TierState, tokens: list[tuple[str, int]]) -> bool:
-    """Append one token to each of several requests, to all or none."""
-    step = world.begin(takes_room=True)
-    return cache_compute.append_batch(world, tokens) and _grown(world, step)
-
-
-def _grown(world: TierState, step: Step) -> bool:
-    for request in world.running():
-        world.learn(request)
-    world.end(step)
-    return True
-
-
+@checked(takes_room=True, is_eviction=True)
 def evict(world: TierState, num_blocks: int) -> bool:
     """Ask the device tier to evict some blocks."""
-    step = world.begin(takes_room=True, is_eviction=True)
     cache_end.evict(world, num_blocks)
-    world.end(step)
-    before, now = step.before, world.tiers.now
+    before, now = world.step.before, world.see()
     left = before.device.keys() - now.device.keys()
     dropped = before.idle.keys() - left - now.host.keys()
-    world.situations["evicted over a full host"] += bool(dropped) and step.write != "through"
+    world.situations["evicted over a full host"] += bool(dropped) and world.tiers.write != "through"
     return True
 
 
 # Ends
 
 
+@checked()
 def finish(world: TierState, name: str) -> bool:
     """End a running request at any point: finished or aborted."""
-    return _release(world, name, ends=True)
+    _stop_loading(world, name)
+    return cache_end.finish(world, name)
 
 
+@checked()
 def preempt(world: TierState, name: str) -> bool:
     """Preempt a running request: it loses its blocks and waits with all its tokens."""
-    return _release(world, name, ends=False)
+    _stop_loading(world, name)
+    return cache_end.preempt(world, name)
 
 
-def _release(world: TierState, name: str, *, ends: bool) -> bool:
-    if not world.get(name, "running"):
-        return False
-    step, load = world.begin(), world.tiers.loads.pop(name, None)
-    if load is not None:
-        moves = not step.before.promoting.isdisjoint(load.moved)
-        if moves:
-            world.continue_load(name, load)
-        else:
-            world.cancel_copy(load.copy, name)
-        world.situations["released while loading"] += 1
-        world.situations["load continued for an ended request"] += moves
-    (cache_end.finish if ends else cache_end.preempt)(world, name)
-    world.end(step)
-    return True
+def _stop_loading(world: TierState, name: str) -> None:
+    """A request ends: what moves to the device for it continues to, and other loads stop."""
+    load = world.tiers.loads.pop(name, None)
+    if load is None:
+        return
+    moves = not world.step.before.promoting.isdisjoint(load.moved)
+    if moves:
+        world.continue_load(name, load)
+    else:
+        world.cancel_copy(load.copy, name)
+    world.situations["released while loading"] += 1
+    world.situations["load continued for an ended request"] += moves
 
 
 # Parking: the KV is kept
@@ -234,13 +203,18 @@ def _release(world: TierState, name: str, *, ends: bool) -> bool:
 
 def park(world: TierState, name: str, where: str) -> bool:
     """Park a running request: preempt it and keep its KV."""
-    request, model = world.get(name, "running"), world.tiers
-    if request is None or name in model.loads or not (request.written or request.job):
+    request = world.get(name, "running")
+    if request is None or name in world.tiers.loads or not (request.written or request.job):
         return False
     if where == "storage" and not world.config["storage"]:
         return False
-    take(world)  # the previous step has run, with all operations before it
-    step = world.begin(takes_room=True)
+    # The previous step has run, with all operations before it.
+    return take(world) and _park(world, request, where)
+
+
+@checked(takes_room=True)
+def _park(world: TierState, request: Request, where: str) -> bool:
+    name, step, model = request.name, world.step, world.tiers
     holding = model.holdings[name]
     num_shared = len(holding.shared)
     if request.job:
@@ -259,13 +233,10 @@ def park(world: TierState, name: str, where: str) -> bool:
         _check_room(world, step.before, path, request.written % world.block_size)
         world.without_room.add(name)
         step.takes_room = False
-        world.end(step)
         return True
     step.copy_out(path)
-    model.parked[name] = _parked(world, name, Parked(where, path, request.written), step.before)
-    check_saving(world)
-    request.state, request.written, request.job, request.table = "waiting", 0, "", []
-    world.end(step)
+    model.parked[name] = _parked(world, name, Parked(where, path, request.written))
+    request.stop()
     world.situations["parking"] += 1
     return True
 
@@ -290,10 +261,10 @@ def _check_room(world: TierState, before: Residency, path: list[Tag], tail: int)
     world.situations["not parked"] += 1
 
 
-def _parked(world: TierState, name: str, parked: Parked, before: Residency) -> Parked:
+def _parked(world: TierState, name: str, parked: Parked) -> Parked:
     """Record where a request is saved, and by which operations."""
     parked.copy, _, _ = world.ask("parked", name)
-    now = world.see()
+    now, before = world.see(), world.step.before
     parked.blocks = {now.host.get(tag, now.offloading.get(tag, 0)) for tag in parked.path}
     parked.copied = now.offloading.keys() - before.offloading
     awaited = {before.offloading[tag] for tag in parked.path if tag in before.offloading}
@@ -301,7 +272,7 @@ def _parked(world: TierState, name: str, parked: Parked, before: Residency) -> P
         flight.copy.id
         for flight in world.executor.flights
         if flight.copy.kind == "out"
-        and not (flight.has_result or flight.cancelled)
+        and flight.is_open
         and not awaited.isdisjoint(flight.copy.destinations)
     }
     world.situations["parked behind another copy"] += bool(parked.writers)
@@ -310,21 +281,19 @@ def _parked(world: TierState, name: str, parked: Parked, before: Residency) -> P
     return parked
 
 
+@checked()
 def unpark(world: TierState, name: str) -> bool:
     """Drop the KV of a parked request, which computes everything again."""
     parked = world.tiers.parked.pop(name, None)
     if parked is None:
         return False
-    step = world.begin()
     world.situations["unparked while it is saved"] += bool(parked.writers)
     if parked.copy in parked.writers:
         world.cancel_copy(parked.copy, "")
-        step.end_out(dict.fromkeys(parked.copied & step.before.offloading.keys(), False),
-                     world.prefixes)  # fmt: skip
+        copied = parked.copied & world.step.before.offloading.keys()
+        world.step.end_out(dict.fromkeys(copied, False), world.prefixes)
     world.ask("unpark", name)
-    world.see()
     require(name not in world.tiers.holdings, rules.T34, "{} is unparked, and has blocks", name)
     require(world.ask("park_misuse", name), rules.T38, "{} is unparked twice", name)
-    world.end(step)
     world.situations["unparked"] += 1
     return True

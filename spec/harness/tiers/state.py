@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeAlias
 
 from ...adapters.tier_target import TierTarget
 from ...adapters.tiers import TierFactory
@@ -11,11 +13,41 @@ from ...model.residency import Residency, Step
 from ...model.storage_recency import window_of
 from ...model.tiers import Load, TierModel
 from ...model.two_tier_law import StorageLaw, TwoTierLaw
+from ...rules import tiers as rules
 from ...rules.rule import Rule, require
 from ..cache.requests import NAMESPACES, Request
 from ..cache.state import CacheState
 from ..engine import Config
 from .executor import TO_DEVICE, Executor, Flight, leading
+
+Apply: TypeAlias = Callable[..., bool]
+"""Does an operation with a world and arguments; False if it does not apply."""
+
+
+def checked(*, takes_room: bool = False, is_eviction: bool = False) -> Callable[[Apply], Apply]:
+    """Return a decorator of operations: the state after each must be one that the model allows.
+
+    Args:
+        takes_room, is_eviction: see `Step`.
+    """
+
+    def decorate(apply: Apply) -> Apply:
+        @wraps(apply)
+        def checked_apply(world: TierState, *arguments: Any) -> bool:
+            world.step = Step(
+                world.see(), world.tiers.write, takes_room=takes_room, is_eviction=is_eviction
+            )
+            applies = apply(world, *arguments)
+            if applies:
+                world.learn_grown()
+                world.see()
+                world.tiers.allow(world.step)
+                world.check_saving()
+            return applies
+
+        return checked_apply
+
+    return decorate
 
 
 class TierState(CacheState):
@@ -28,11 +60,13 @@ class TierState(CacheState):
         without_room: requests that found no room, while nothing has ended since.
         law, storage_law: what a host and a storage with LRU eviction would hold.
         shot: the last snapshot.
+        step: the operation that is being checked.
     """
 
     target_type = TierTarget
     model_type = TierModel
     target: TierTarget
+    step: Step
 
     def __init__(self, config: Config, factory: TierFactory) -> None:
         super().__init__(config, lambda num_blocks, block_size: factory(config), "full")
@@ -78,14 +112,16 @@ class TierState(CacheState):
             )
         return self.tiers.now
 
-    def begin(self, *, takes_room: bool = False, is_eviction: bool = False) -> Step:
-        """Begin an operation."""
-        return Step(self.see(), self.tiers.write, takes_room=takes_room, is_eviction=is_eviction)
-
-    def end(self, step: Step) -> None:
-        """End an operation: its state must be one of those that the model allows."""
-        self.see()
-        self.tiers.allow(step)
+    def check_saving(self) -> None:
+        """Check that a parked request holds device blocks as long as an operation copies them."""
+        for name, parked in self.tiers.parked.items():
+            _, saved, failed = self.ask("parked", name)
+            holds, under_way = name in self.tiers.holdings, bool(parked.writers)
+            require(saved != under_way and holds == under_way, rules.T34, "{} operations save {}, "
+                    "which reports saved={}, and has {} blocks", len(parked.writers), name, saved,
+                    len(self.tiers.table(name)) if holds else "no")  # fmt: skip
+            right = under_way or failed == parked.failed
+            require(right, rules.T36, "{} reports failed={}", name, failed)
 
     def ask_in_vain(self, rule: Rule, method: str, *arguments: Any) -> Any:
         """Make a call that must change no block."""
@@ -132,30 +168,28 @@ class TierState(CacheState):
             if flight.op == op:
                 flight.owner = op
 
-    def begin_report(self, flight: Flight, *, fenced: bool) -> None:
-        """Prepare the model for a result or a fence."""
-        model = self.tiers
+    def report(self, method: str, flight: Flight, *arguments: Any, fenced: bool) -> Any:
+        """Report a result or a fence; return the answer."""
+        model, kind, detached = self.tiers, flight.kind, flight.is_detached
         model.fenced_op = flight.op if fenced else ""
-        if flight.copy.kind in ("out", "fetch") and not flight.cancelled:
-            results = zip(flight.copy.destinations, flight.ok, strict=True)
-            model.written(flight.op, [block for block, ok in results if ok])
-        if flight.copy.kind not in TO_DEVICE or not fenced:
-            return
-        model.actor, model.needed = flight.op if flight.is_detached else flight.owner, 0
-        model.ending = flight.is_detached
-        if not flight.is_detached:
-            load = self.tiers.loads[flight.owner]
-            come = load.num_hit + min(leading(flight.ok), load.num_host)
-            model.holdings[flight.owner].computed = come * self.block_size
-
-    def end_report(self, flight: Flight, *, fenced: bool) -> None:
-        """Update the model after a result or a fence."""
-        model = self.tiers
+        if kind in ("out", "fetch") and not flight.cancelled:
+            bad = flight.bad_blocks()
+            good = [block for block in flight.copy.destinations if block not in bad]
+            model.written(flight.op, good)
+        if kind in TO_DEVICE and fenced:
+            model.actor, model.needed = flight.op if detached else flight.owner, 0
+            model.ending = detached
+            if not detached:
+                load = model.loads[flight.owner]
+                come = load.num_hit + min(leading(flight.ok), load.num_host)
+                model.holdings[flight.owner].computed = come * self.block_size
+        answer = self.ask(method, flight.copy.id, *arguments)
         model.fenced_op, model.ending = "", False
         if fenced:
             model.fenced(flight.op)
-            if flight.is_detached:
+            if detached:
                 model.abandoned(flight.op)
+        return answer
 
     # Prefixes
 
@@ -186,6 +220,12 @@ class TierState(CacheState):
             keys = list(self.target.ask("keys", request.tokens, request.namespace))
             self.storage_law.learn(keys)
         self.prefixes.learn(request.root, request.tags, self.block_size, keys)
+
+    def learn_grown(self) -> None:
+        """Enter the prefixes of the requests that have grown."""
+        for request in self.running():
+            if not self.prefixes.content.keys() >= set(request.path(self.block_size)[-1:]):
+                self.learn(request)
 
     def renew(self, namespaces: list[bytes]) -> None:
         """Change the weights of some namespaces: their prefixes and storage keys are new."""

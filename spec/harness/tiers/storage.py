@@ -10,21 +10,20 @@ from ..cache import end as cache_end
 from ..cache.requests import NAMESPACES
 from .copies import fence, result
 from .requests import admit, done, finish, forward, submit, unpark
-from .state import TierState
+from .state import TierState, checked
 from .take import take
 
 
+@checked()
 def prefetch(world: TierState, name: str) -> bool:
     """Prefetch the blocks of a waiting request from storage to the host."""
     request, model = world.get(name, "waiting"), world.tiers
     if request is None or name in model.prefetches:
         return False
-    step, path = world.begin(), request.path(world.block_size)
-    before, known = step.before, 0
-    while known < len(path) and path[known] in before.device:
-        known += 1
-    while known < len(path) and path[known] in before.host:
-        known += 1
+    path, before, known = request.path(world.block_size), world.step.before, 0
+    for tier in (before.device, before.host):
+        while known < len(path) and path[known] in tier:
+            known += 1
     asked = world.ask("prefetch", name, request.tokens, request.namespace)
     wanted = known if world.config["storage"] and known < len(path) else None
     require(asked == wanted, rules.T4, "{} of {} blocks are cached, and {} asks from {} on", known,
@@ -35,7 +34,6 @@ def prefetch(world: TierState, name: str) -> bool:
         blocks = {block for tag, block in before.host.items() if first[tag] == path[0]}
         held = [tag for tag in path[:known] if tag not in before.device]
         model.prefetches[name] = Prefetch(path, known, blocks=blocks, held=held)
-    world.end(step)
     return True
 
 
@@ -54,42 +52,56 @@ def elsewhere(world: TierState, name: str, num_blocks: int) -> bool:
     return True
 
 
+@checked()
 def cancel(world: TierState, name: str) -> bool:
     """Cancel a prefetch, as if its request had ended."""
     found = world.tiers.prefetches.get(name)
     if found is None or not found.is_wanted:
         return False
-    step = world.begin()
-    step.otherwise = rules.T39
+    world.step.otherwise = rules.T39
     flight = next((f for f in world.executor.flights if f.owner == name and not f.has_result and
-                   f.copy.kind in ("lookup", "fetch")), None)  # fmt: skip
+                   f.kind in ("lookup", "fetch")), None)  # fmt: skip
     found.is_wanted = False
     found.held.clear()
     if flight is not None:
         world.cancel_copy(flight.copy.id, "")
     world.ask("cancel", name)
-    world.end(step)
     if flight is None:
         answer = world.ask("prefetched", name)
         require(answer == 0, rules.T39, "{} was cancelled, and {} blocks came", name, answer)
-        del world.tiers.prefetches[name]
+        found.stage = "done"
     world.situations["prefetch cancelled"] += 1
     return True
 
 
 def reset(world: TierState, keep: list[int]) -> bool:
     """Reset all namespaces but some, as after a change of their weights."""
-    names = [NAMESPACES[number] for number in keep]
-    step, model, running = world.begin(), world.tiers, world.running()
+    names, model, running = [NAMESPACES[number] for number in keep], world.tiers, world.running()
     world.situations["reset with live leases"] += bool(running)
     world.situations["reset with operations"] += bool(world.executor.flights)
     world.situations["reset with loads"] += bool(model.loads)
     world.situations["reset with parked requests"] += bool(model.parked)
     world.situations["reset with prefetches"] += bool(model.prefetches)
+    _reset(world, names)
+    world.written.clear()
+    for name, parked in model.parked.items():
+        parked.is_void = parked.is_void or world.requests[name].namespace not in names
+    world.renew([name for name in NAMESPACES if name not in names])
+    # For a prefix in two tiers, either copy may be counted.
+    model.counts["dropped_blocks"] = world.tier_counts()["dropped_blocks"]
+    for request in running:
+        request.stop()
+    world.see()
+    return True
+
+
+@checked()
+def _reset(world: TierState, names: list[bytes]) -> bool:
+    step, model, flights = world.step, world.tiers, world.executor.flights
     for name, load in list(model.loads.items()):
         world.cancel_copy(load.copy, name)
-    for flight in world.executor.flights:
-        if not flight.has_result and not flight.cancelled:
+    for flight in flights:
+        if flight.is_open:
             world.cancel_copy(flight.copy.id, "")
         flight.old = True
     model.order.touch(step.before.anywhere)
@@ -103,23 +115,12 @@ def reset(world: TierState, keep: list[int]) -> bool:
     kept = {tag for tag in step.before.anywhere if parent[first[tag]] in roots}
     step.reset(kept)
     step.otherwise = rules.T40
-    world.see()
-    wrong = model.now.device.keys() ^ kept & step.before.device.keys()
+    wrong = world.see().device.keys() ^ kept & step.before.device.keys()
     require(not wrong, rules.T40, "a reset keeps or drops {} blocks wrongly", len(wrong))
     model.forget(roots)
-    world.end(step)
-    world.written.clear()
-    for name, parked in model.parked.items():
-        parked.is_void = parked.is_void or world.requests[name].namespace not in names
-    for name in list(model.prefetches):
-        if not any(f.owner == name and f.cancelled for f in world.executor.flights):
-            del model.prefetches[name]
-    world.renew([name for name in NAMESPACES if name not in names])
-    # For a prefix in two tiers, either copy may be counted.
-    model.counts["dropped_blocks"] = world.tier_counts()["dropped_blocks"]
-    for request in running:
-        request.state, request.written, request.job, request.table = "waiting", 0, "", []
-    world.see()
+    for name, prefetch in model.prefetches.items():
+        if not any(flight.owner == name and flight.cancelled for flight in flights):
+            prefetch.stage = "done"
     return True
 
 

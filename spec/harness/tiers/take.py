@@ -7,12 +7,13 @@ from ...rules import tiers as rules
 from ...rules.rule import require
 from .checks import check_outbox
 from .executor import Flight
-from .state import TierState
+from .state import TierState, checked
 
 
+@checked(takes_room=True)
 def take(world: TierState) -> bool:
     """Take the requested operations and begin them."""
-    step, model = world.begin(takes_room=True), world.tiers
+    step, model = world.step, world.tiers
     model.order.touch(tag for path in model.through.paths for tag in path)
     used = world.ask("used")
     model.uses.tell(used, world.prefixes)
@@ -29,21 +30,20 @@ def take(world: TierState) -> bool:
         read = copy.sources if copy.kind == "store" else ()
         model.dispatched(flight.op, written, read)
     for flight in flights:
-        CHECKS[flight.copy.kind](world, flight)
+        CHECKS[flight.kind](world, flight)
     cancelled, world.cancelled = world.cancelled, set()
     answer = set(world.ask("take_cancelled"))
     require(answer == cancelled, rules.T13, "cancelled are {}, and reported {}", cancelled, answer)
     _check_stores(world, flights)
     if model.through.is_on:
         copied = {
-            read[-1]: source
+            tag: source
             for flight in flights
-            if flight.copy.kind == "out" and not flight.owner
-            for read, source in zip(flight.read, flight.copy.sources, strict=True)
+            if flight.kind == "out" and not flight.owner
+            for tag, source in zip(flight.tags, flight.copy.sources, strict=True)
         }
         model.through.check(step.before, model.now, copied, world.prefixes)
         step.copy_out(copied)
-    world.end(step)
     check_outbox(world)
     return True
 
@@ -74,7 +74,6 @@ def _begin_in(world: TierState, flight: Flight) -> None:
     name = flight.owner = world.owner_of(copy.id)
     require(name, rules.T13, "{} loads nobody", flight.op)
     load = world.tiers.loads[name]
-    flight.moved = load.moved
     outlives = name == flight.op
     table = world.tiers.table(name) if outlives else world.target.block_table(name)
     wanted = table[load.num_hit :][: load.num_host + bool(load.tail)]
@@ -124,10 +123,9 @@ def _check_stores(world: TierState, flights: list[Flight]) -> None:
     """Check that each copy that is new on the host is stored, and no other."""
     due, now = world.tiers.to_store, world.tiers.now
     stored: set[Tag] = set()
-    for flight in flights:
-        for read in flight.read if flight.copy.kind == "store" else ():
-            require(read[-1] in due - stored, rules.T27, "a block is stored again")
-            stored.add(read[-1])
+    for tag in [tag for flight in flights if flight.kind == "store" for tag in flight.tags]:
+        require(tag in due - stored, rules.T27, "a block is stored again")
+        stored.add(tag)
     kept = due & now.host.keys() - stored
     require(not kept, rules.T27, "{} new copies are not stored", len(kept))
     due.clear()
