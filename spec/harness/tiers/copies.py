@@ -62,7 +62,7 @@ def _ended(world: TierState, flight: Flight, *, result: bool, fenced: bool) -> N
     prefetch = model.prefetches.get(flight.owner) if kind in ("lookup", "fetch") else None
     if flight.cancelled or flight.old or flight.is_detached:
         step.otherwise = rules.T41 if flight.old else rules.T39
-        step.end_in(flight.tags)
+        step.end_in(flight.tags if kind == "in" else ())
         new = now.device.keys() - step.before.device.keys()
         require(not new, step.otherwise, "{} was given up, and brings {} blocks", flight.op,
                 len(new))  # fmt: skip
