@@ -78,6 +78,12 @@ class Device:
             self.memory[block] = [UNWRITTEN] * self.block_size
         self.memory[block][offset] = tag
 
+    def append(self, table: Sequence[int], position: int, tag: Tag) -> None:
+        """Write the KV of one token; what its block held behind it is lost."""
+        self.write(table, position, tag)
+        index, offset = divmod(position, self.block_size)
+        self.memory[table[index]][offset + 1 :] = [UNWRITTEN] * (self.block_size - offset - 1)
+
     def read(self, name: str, table: Sequence[int], tags: Sequence[Tag]) -> None:
         """Check that a request reads the KV of its own prefix, for all `tags`.
 

@@ -47,15 +47,13 @@ class Request:
         order: rank in the policy; the lowest comes first.
         computed: leading tokens with KV in the cache.
         target: number of tokens at the last admission, up to which the request prefills.
-        hit: cached tokens at the last admission.
+        hit: cached tokens at the last admission, with those that copies brought once it begins.
         is_loading: whether it was admitted, and waits for copies into its blocks.
-        is_loaded: whether it did so since its last admission, or does.
         overtaken: number of later requests that were admitted since it began to wait.
     """
 
     __slots__ = (
-        "computed", "has_begun", "hit", "is_loaded", "is_loading", "max_kv_tokens", "name",
-        "num_output",
+        "computed", "has_begun", "hit", "is_loading", "max_kv_tokens", "name", "num_output",
         "num_preemptions", "order", "outputs", "overtaken", "phase", "prompt", "reason",
         "tags", "target", "tokens",
     )  # fmt: skip
@@ -77,7 +75,7 @@ class Request:
         self.outputs: list[int] = []
         self.reason: Reason = "length"
         self.phase: Phase = "waiting"
-        self.is_loading = self.is_loaded = self.has_begun = False
+        self.is_loading = self.has_begun = False
         self.num_output = self.num_preemptions = self.overtaken = 0
         self.computed = self.target = self.hit = 0
         self.retag(root)
@@ -107,7 +105,7 @@ class Request:
         return self.phase != "ended"
 
     def shared_blocks(self, block_size: int) -> int:
-        """Number of leading blocks that were hit, or computed and thus published."""
+        """Number of leading blocks that were hit or loaded, or computed and thus published."""
         return max(self.hit, self.computed) // block_size
 
     def suspend(self) -> None:
@@ -146,7 +144,7 @@ class Step:
         admitted, preempted: requests that changed state.
         hits: cached tokens of each admitted request.
         begun: computed tokens of each request that has all its copies and begins to compute.
-        arrived: least number of tokens that are there, for a begun request that was loading.
+        arrived: number of tokens that are there, for a begun request that was loading.
         available: available blocks before the step; `left` after its plan.
         num_copies: copies in flight; `awaited` names the requests that one of them concerns, and
             `loading` those into whose blocks one writes.
@@ -287,11 +285,12 @@ class SchedulerModel:
         for request in step.admitted:
             request.phase = "running"
             request.hit, request.target = step.hits[request.name], len(request.tokens)
-            request.is_loading = request.is_loaded = request.name not in step.begun
+            request.is_loading = request.name not in step.begun
         self.before = {request.name: self.tables[request.name] for request in self.running}
         self.running, self.tables = step.running, step.tables
         for name, computed in step.begun.items():
-            self.live[name].computed = computed
+            request = self.live[name]
+            request.hit, request.computed = step.arrived.get(name, request.hit), computed
         self._check(step)
         for name in step.begun:
             self.live[name].is_loading = False
@@ -316,12 +315,11 @@ class SchedulerModel:
         )  # fmt: skip
         for name, computed in step.begun.items():
             request, last = live[name], len(live[name].tokens) - 1
-            least = min(max(request.hit, step.arrived.get(name, 0)), last)
-            most = last if request.is_loading else least
             require(
-                least <= computed <= most and request.hit % limits.block_size == 0,
+                computed == min(request.hit, last)
+                and step.hits.get(name, 0) % limits.block_size == 0,
                 rules.Q10, "{} starts at {} of {} tokens after a hit of {}",
-                name, computed, last + 1, max(request.hit, least),
+                name, computed, last + 1, request.hit,
             )  # fmt: skip
         planned = set()
         for request, start, length in step.chunks:
@@ -359,7 +357,7 @@ class SchedulerModel:
         for request, start, length in step.chunks:
             # The last token of a full hit is computed only for its logits; its KV is cached.
             for position in range(max(start, request.hit), start + length):
-                self.device.write(step.tables[request.name], position, request.tags[position])
+                self.device.append(step.tables[request.name], position, request.tags[position])
         if "publish_on_compute" not in self.promised:
             for request, start, length in step.chunks:
                 self.read(request, step.tables[request.name], start + length, "in a step")

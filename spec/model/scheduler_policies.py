@@ -270,13 +270,12 @@ class Reserve:
         growth: blocks needed within the horizon.
         lack: maximum over the requests of the blocks missing to the end, less those that
             preempting the others frees.
-        private: blocks that become free if all are preempted; `surely_private` leaves out those of
-            requests that were loaded, which the cache may have published since.
+        private: blocks that become free if all are preempted.
     """
 
     def __init__(self, model: SchedulerModel, running: Iterable[Request]) -> None:
         self.model = model
-        self.growth = self.lack = self.private = self.surely_private = 0
+        self.growth = self.lack = self.private = 0
         for request in running:
             held = len(model.tables[request.name])
             size, shares = model.limits.block_size, model.limits.prefix_cache
@@ -284,7 +283,6 @@ class Reserve:
             self.growth += self.growth_of(request, held)
             self.lack = max(self.lack, model.blocks_for(request.max_kv_tokens) - shared)
             self.private += held - shared
-            self.surely_private += 0 if request.is_loaded else held - shared
 
     def growth_of(self, request: Request, held: int) -> int:
         """Number of blocks by which a request grows within the horizon."""
@@ -326,7 +324,7 @@ def check_reserved(model: SchedulerModel, step: Step) -> None:
     after = left - held
     fits = after >= reserve.growth + reserve.growth_of(head, held)
     require(
-        not (fits and after + reserve.surely_private >= lack),
+        not (fits and after + reserve.private >= lack),
         rules.Q7, "{} waits, with {} blocks for its {} tokens and a slot", head.name, left,
         len(head.tokens),
     )  # fmt: skip

@@ -7,18 +7,29 @@ import json
 import pytest
 
 from radixkv.spec.adapters.cache import AdapterError
-from radixkv.spec.harness.engine import replay
+from radixkv.spec.harness.engine import Config, Operation, Trace, replay
 from radixkv.spec.harness.findings.shrink import shrink
 from radixkv.spec.harness.random_engine import run
 from radixkv.spec.harness.scheduler.world import SchedulerSubject
 
 from .designs.schedulers import ChunkWise
 from .floors import TIERED_SCHEDULER_FLOORS, too_rare
-from .planted.plant import Bug
-from .planted.plant_scheduler import subject_with, tiered_subject
+from .planted.plant import Bug, bug
+from .planted.plant_scheduler import load_scheduler, subject_with, tiered_subject
 from .planted.tiered_scheduler_bugs import TIERED_SCHEDULER_BUGS
 
 NUM_STEPS = 20_000
+
+
+def submit(name: str, prompt: list[int], max_new_tokens: int) -> Operation:
+    return ["submit", name, prompt, max_new_tokens, 0, [], 0]
+
+
+def config(**sizes: object) -> Config:
+    return {
+        "policy": "fcfs", "reserve_tokens": 0, "prefix_cache": True, "alphabet": 2, "storage": 0,
+        "write": "back", "preempt": "host", "late": 0, **sizes,
+    }  # fmt: skip
 
 
 def test_our_scheduler_over_tiers_keeps_to_every_rule() -> None:
@@ -74,3 +85,80 @@ def test_operations_that_name_nothing_are_skipped() -> None:
     for operation in (["copy", "out1", [], 1], ["elsewhere", "r1", 2]):
         assert not world.apply(operation)
     assert world.apply(["reset", [], 1]) and world.apply(["drain"])
+
+
+LOADED_FREES_NOTHING = bug(
+    "preempting a loaded request seems to free nothing",
+    "reservation.py",
+    (
+        "            self.add(request, lease.num_blocks, lease.num_blocks - lease.",
+        "            frees = 0 if lease.num_promoted_blocks else 1\n"
+        "            self.add(request, lease.num_blocks, frees * lease.num_blocks - frees * lease.",
+    ),
+)
+"""The random engine takes up to 40,000 steps to it, so its trace is kept."""
+
+
+def test_private_blocks_of_a_loaded_request_count_for_an_admission() -> None:
+    package = load_scheduler(LOADED_FREES_NOTHING)
+    sizes = config(
+        num_blocks=7, block_size=3, max_running=2, token_budget=2, host_blocks=1, alphabet=1,
+        policy="priority", write="exclusive", preempt="recompute",
+    )  # fmt: skip
+    trace = [
+        submit("r1", [0, 0, 0, 0, 0, 0], 11),
+        submit("r2", [1], 7),
+        submit("r3", [0, 0, 1], 1),
+        submit("r4", [0, 0, 0], 11),
+        ["drain"],
+    ]
+    violation = replay(tiered_subject(package), sizes, trace)
+    assert violation is not None and violation.rule.name == "Q7 admit-what-fits", violation
+    assert replay(tiered_subject(), sizes, trace) is None
+
+
+def test_a_prompt_that_was_loaded_as_a_whole_is_shared_as_a_whole() -> None:
+    """Its last token is computed again, and the block of that token is published all the same."""
+    sizes = config(num_blocks=7, block_size=2, max_running=3, token_budget=9, host_blocks=1)
+    trace: Trace = [
+        submit("r1", [0], 2),
+        submit("r2", [2], 4),
+        submit("r3", [0, 0, 0, 0], 6),
+        *[["step"]] * 6,
+        ["copy", "out1", [], 0],
+        submit("r4", [0, 2], 1),
+        ["step"],
+        submit("r5", [0, 0, 0, 0, 0, 0], 8),
+        ["copy", "in1", [], 1],
+        ["step"],
+    ]
+    world = tiered_subject().world({**sizes, "policy": "priority", "alphabet": 3})
+    for operation in trace:
+        assert world.apply(operation)
+    assert "r5 waiting" in world.picture()
+
+
+def test_storage_need_not_be_asked_for_a_prompt_that_was_cached_when_its_turn_came() -> None:
+    """A prefetch was put off; at the second try the device had all blocks; it lost them later."""
+    sizes = config(
+        num_blocks=5, block_size=2, max_running=2, token_budget=3, host_blocks=5, storage=1,
+        reserve_tokens=None, late=1,
+    )  # fmt: skip
+    trace: Trace = [
+        submit("r1", [0], 10),
+        *[["step"]] * 4,
+        submit("r2", [0, 0, 0, 0], 1),
+        *[["step"]] * 3,
+        submit("r3", [0, 1, 0, 0, 0], 3),
+        ["step"],
+        ["copy", "lookup2", [], 1],
+        submit("r4", [1, 0, 0, 0], 4),
+        submit("r5", [0, 1, 0, 0], 4),
+        *[["step"]] * 5,
+        ["copy", "lookup2", [], 0],
+        *[["step"]] * 6,
+    ]
+    world = tiered_subject().world(sizes)
+    for operation in trace:
+        assert world.apply(operation)
+    assert "r5 running, 4/5 computed" in world.picture()

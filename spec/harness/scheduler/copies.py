@@ -24,7 +24,7 @@ class Copies:
 
     Attributes:
         executor: ghost memory of host and storage, and the copies in flight.
-        arrived: least number of tokens that a load has brought, by request.
+        arrived: number of tokens that are there after the load of a request, by name.
         unasked: waiting requests with blocks that neither device nor host holds, and for which
             storage was not asked.
     """
@@ -46,14 +46,17 @@ class Copies:
         """Note the storage keys of a request that is queued, and whether storage must be asked."""
         self._namespaces[request.name] = namespace
         self._keys.pop(request.name, None)
-        num_blocks = len(request.tokens) // self.model.limits.block_size
         self.unasked.discard(request.name)
-        waits = self.has_storage and request.phase == "waiting"
-        if waits and self.target.num_cached(request.name) < num_blocks:
+        if self.has_storage and request.phase == "waiting":
             self.unasked.add(request.name)
-            self._note_asked(self.executor.flights)
+            self.note_asked(self.executor.flights)
 
-    def _note_asked(self, flights: Sequence[Flight]) -> None:
+    def note_asked(self, flights: Sequence[Flight] = ()) -> None:
+        """Note for which requests storage is asked, or need not be: all of theirs is cached."""
+        size = self.model.limits.block_size
+        for name in self.unasked & self.model.live.keys():
+            if self.target.num_cached(name) == len(self.model.live[name].tokens) // size:
+                self.unasked.remove(name)
         self.unasked &= self.model.live.keys()
         for flight in flights:
             if flight.copy.kind in ("lookup", "fetch") and not flight.cancelled:
@@ -77,7 +80,7 @@ class Copies:
                 block = flight.copy.destinations[0]
                 users = [name for name, table in step.tables.items() if block in table]
                 flight.owner = next((name for name in users if name in self.model.live), "")
-        self._note_asked(flights)
+        self.note_asked(flights)
 
     def _hear_of_cancelled(self) -> None:
         cancelled = set(self.target.take_cancelled())
@@ -151,14 +154,26 @@ class Copies:
         ok = self.executor.end(flight, list(bad))
         answer = self.target.complete(flight.copy.id, ok, fenced)
         require(answer, Q35, "the result of {} is not believed", flight.op)
-        request = self.model.live.get(flight.owner)
-        if flight.copy.kind == "in" and request is not None:
+        request = self._loaded_by(flight)
+        if request is not None:
+            read = [tag for content in flight.read[: leading(ok)] for tag in content]
+            wanted = request.tags[request.hit : len(request.tokens)]
             # The last block may hold fewer tokens than fit: the end of what was parked.
-            good, size = leading(ok), self.model.limits.block_size
-            tail = good == len(ok)
-            self.arrived[request.name] = request.hit + (good - tail) * size + tail
+            num_loaded = leading([found == tag for found, tag in zip(read, wanted, strict=False)])
+            self.arrived[request.name] = request.hit + num_loaded
         if fenced:
             self.executor.fenced(flight)
+
+    def _loaded_by(self, flight: Flight) -> Request | None:
+        """Return the request that waits for a copy into its blocks.
+
+        A copy may go on into blocks that its request had before, when it was preempted meanwhile.
+        """
+        request = self.model.live.get(flight.owner)
+        if request is None or not request.is_loading:
+            return None
+        table = self.model.tables[request.name]
+        return request if flight.copy.destinations[0] in table else None
 
     def fence(self, flight: Flight) -> None:
         """Fence a copy that was cancelled or has its result."""

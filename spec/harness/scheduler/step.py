@@ -26,6 +26,8 @@ def run_step(
     """
     target, model, copies = world.target, world.model, world.copies
     available = target.available()
+    if copies is not None:
+        copies.note_asked()
     step = observe(world, target.schedule(), available)
     if copies is not None and early is None:
         copies.dispatch(step)
