@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from ...spec.rules.cache import C3
 from ...spec.rules.rule import require
 from .lent_tokens import Lent, lend, listed, take_back
 from .misuse import misuse
+
+Prefix: TypeAlias = tuple[bytes, tuple[int, ...]]
+"""A namespace, and all tokens of the prefix."""
 
 
 def make_factory(kvcache: ModuleType | None = None) -> Factory:
@@ -50,6 +53,7 @@ class CacheAdapter:
         self.matches: dict[str, tuple[Any, Lent]] = {}
         self._matched: dict[str, list[int]] = {}  # the tokens of these matches, as they must stay
         self._refusal = (0, 0)
+        self._has_misused = False
         self._events: Events | None = None
         self.publisher = ""
         self._tokens: dict[str, list[int]] = {}  # of requests without append_batch
@@ -169,7 +173,8 @@ class CacheAdapter:
 
     def misuse(self, kind: int, name: str) -> None:
         """Make wrong calls and check that they are refused; see `misuse.py`."""
-        misuse(self, kind, name)
+        misuse(self, kind, name, is_first=not self._has_misused)
+        self._has_misused = True
 
     def check(self) -> None:
         """Run the manager's own check."""
@@ -215,11 +220,7 @@ class CacheAdapter:
         manager = self.manager
         for name, (_, lent) in self.matches.items():
             self._require_same(f"the match of {name}", self._matched[name], listed(lent))
-        cached: dict[tuple[bytes, tuple[int, ...]], int] = {}
-        users: dict[tuple[bytes, tuple[int, ...]], int] = {}
-        for namespace, root in manager._tree.roots.items():
-            for child in root.children.values():
-                self._walk(namespace, child, (), cached, users)
+        cached, users = self._published()
         idle: list[int] = []
         for node in manager._tree.idle_nodes():
             idle += reversed(memoryview(node.device_blocks).cast("i").tolist())
@@ -243,9 +244,7 @@ class CacheAdapter:
             available_after={
                 name: manager.available_after(match) for name, (match, _) in self.matches.items()
             },
-            counts={
-                name: getattr(stats, name) for name in stats.__dataclass_fields__ if name != "tiers"
-            },
+            counts={name: value for name, value in vars(stats).items() if name != "tiers"},
         )
 
     def _next_block(self, name: str, tokens: list[int]) -> Any:
@@ -258,21 +257,21 @@ class CacheAdapter:
     def _require_same(self, what: str, before: list[int], after: list[int]) -> None:
         require(before == after, C3, "{} was given {}, and it is now {}", what, before, after)
 
-    def _walk(
-        self,
-        namespace: bytes,
-        node: Any,
-        before: tuple[int, ...],
-        cached: dict[tuple[bytes, tuple[int, ...]], int],
-        users: dict[tuple[bytes, tuple[int, ...]], int],
-    ) -> None:
+    def _published(self) -> tuple[dict[Prefix, int], dict[Prefix, int]]:
+        """Return block and number of users of each published prefix."""
+        cached: dict[Prefix, int] = {}
+        users: dict[Prefix, int] = {}
         size = self.manager.block_size
-        tokens = before + tuple(memoryview(node.tokens).cast("i").tolist())
-        end = len(before)
-        for block in memoryview(node.device_blocks).cast("i").tolist():
-            end += size
-            prefix = (namespace, tokens[:end])
-            cached[prefix] = block
-            users[prefix] = node.refs
-        for child in node.children.values():
-            self._walk(namespace, child, tokens[:end], cached, users)
+        nodes: list[tuple[bytes, tuple[int, ...], Any]] = []
+        for namespace, root in self.manager._tree.roots.items():
+            nodes += [(namespace, (), child) for child in root.children.values()]
+        while nodes:
+            namespace, tokens, node = nodes.pop()
+            end, refs = len(tokens), node.refs
+            tokens += tuple(memoryview(node.tokens).cast("i").tolist())
+            for block in memoryview(node.device_blocks).cast("i").tolist():
+                end += size
+                prefix = (namespace, tokens[:end])
+                cached[prefix], users[prefix] = block, refs
+            nodes += [(namespace, tokens[:end], child) for child in node.children.values()]
+        return cached, users

@@ -6,6 +6,7 @@ therefore gives the same cases for any number of processes, and however fast the
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections import Counter
@@ -89,7 +90,9 @@ def load_subject(what: What, target: str, depth: Depth, options: SubjectOptions)
     Raises:
         TargetError: The target cannot be imported.
     """
-    return make_subject(what, load_target(target), depth, options)
+    subject = make_subject(what, load_target(target), depth, options)
+    gc.freeze()  # the garbage collector need not visit again what was loaded until now
+    return subject
 
 
 def run_part(config: CampaignConfig, number: int, num_steps: int) -> Run:

@@ -69,7 +69,7 @@ class Events(Protocol):
         """
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: one is made in each step, and that takes three times as long
 class Snapshot:
     """The complete state of a manager, at depth ``full``, in the terms of the specification.
 

@@ -64,9 +64,10 @@ class Target:
             shown = ", ".join(map(repr, arguments))
             rule = W6 if method == "check" else S4
             raise Violation(rule, f"{method}({shown}) raised {error!r}") from error
-        for before, after in zip(arguments, given, strict=True):
-            if before is not after and before != after:
-                raise Violation(C3, f"{method} was given {before}, and changed it to {after}")
+        if given != list(arguments):
+            changed = [pair for pair in zip(arguments, given, strict=True) if pair[0] != pair[1]]
+            before, after = changed[0]
+            raise Violation(C3, f"{method} was given {before}, and changed it to {after}")
         return result
 
     def _expect(self, method: str, result: Any, kind: type, wanted: str) -> Any:

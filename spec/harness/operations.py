@@ -7,8 +7,10 @@ row is drawn in the same way from a random generator and from the choices of Hyp
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 W = TypeVar("W")
@@ -93,12 +95,9 @@ class Table(Generic[W]):
         """Draw an operation that applies now, by weight."""
         groups = self.groups(world)
         choices = [each for each in self.by_word.values() if groups.get(each.group)]
-        pick = below(sum(weights[each.word] for each in choices))
-        for operation in choices:
-            pick -= weights[operation.word]
-            if pick < 0:
-                return operation.draw(world, groups[operation.group], below)
-        raise AssertionError("the weights do not add up")
+        ends = list(accumulate(weights[each.word] for each in choices))
+        operation = choices[bisect_right(ends, below(ends[-1]))]
+        return operation.draw(world, groups[operation.group], below)
 
 
 # How arguments are drawn

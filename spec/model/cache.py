@@ -81,14 +81,11 @@ class CacheModel:
         """Published blocks without users."""
         return {block: self.cached[block] for block in self.cached.keys() - self.in_use()}
 
-    def num_unused(self, without: Sequence[Tag] = ()) -> int:
-        """Number of unused blocks, if the prefixes `without` were used too."""
+    def available(self, without: Sequence[Tag] = ()) -> int:
+        """Number of free and unused blocks, if the prefixes `without` were used too."""
         unused = self.cached.keys() - self.in_use()
-        return len(unused) - sum(not unused.isdisjoint(self.copies[tag]) for tag in without)
-
-    def available(self) -> int:
-        """Number of free and unused blocks."""
-        return self.num_free + self.num_unused()
+        taken = sum(not unused.isdisjoint(self.copies[tag]) for tag in without)
+        return self.num_free + len(unused) - taken
 
     def table(self, name: str) -> list[int]:
         """The block table of a request."""

@@ -64,7 +64,7 @@ def admit(world: CacheState, name: str) -> bool:
         wanted = _published(world, model, request)
         due = wanted if world.promises.hits_all else []
         needed -= len(due)
-        can = model.num_free + model.num_unused(due)
+        can = model.available(due)
         holding = Holding(request.path(world.block_size), request.root)
         model.arrive(name, holding, wanted, needed)
         num_published = len(model.cached)

@@ -80,8 +80,7 @@ def _both(world: CacheState, num_blocks: int) -> str:
 
 def _check_inside(world: CacheState, model: CacheModel, shot: Snapshot) -> None:
     free = sorted(shot.free)
-    taken = {block for block, owner in model.owner.items() if owner != FREE}
-    wrong = [block for block in free if block in taken]
+    wrong = [block for block in free if model.owner.get(block, FREE) != FREE]
     require(not wrong, rules.W1, "blocks {} are in the pool, but somebody has them", wrong)
     require(
         len(set(free)) == len(free) == model.num_free,
@@ -93,7 +92,7 @@ def _check_inside(world: CacheState, model: CacheModel, shot: Snapshot) -> None:
 
 
 def _check_cached(world: CacheState, model: CacheModel, shot: Snapshot) -> None:
-    tags = {prefix: world.tag_of(*prefix) for prefix in shot.cached}
+    tags = {prefix: world.tag_of(prefix) for prefix in shot.cached}
     found = {tags[prefix]: block for prefix, block in shot.cached.items()}
     published = {entry.tag: block for block, entry in model.cached.items()}
     if found != published and (  # unless it names another copy
@@ -102,13 +101,12 @@ def _check_cached(world: CacheState, model: CacheModel, shot: Snapshot) -> None:
     ):
         cached, blocks = sorted(found.values()), sorted(model.cached)
         raise Violation(rules.W2, f"cached are blocks {cached}, published {blocks}")
-    users = dict.fromkeys(published, 0)
+    users = dict.fromkeys(model.copies, 0)
     for holding in model.holdings.values():
         for tag in holding.tags.values():
             users[tag] += 1
     for prefix, number in shot.users.items():
-        known = tags.get(prefix)
-        there_are = users[known] if known is not None else None
+        there_are = users[tags[prefix]] if prefix in tags else None
         if there_are != number:
             block = shot.cached.get(prefix)
             raise Violation(rules.W3, f"block {block} counts {number} users, has {there_are}")
@@ -131,7 +129,7 @@ def _check_reports(world: CacheState, model: CacheModel, shot: Snapshot) -> None
     for name, number in shot.available_after.items():
         request = world.requests[name]
         path = request.path(world.block_size)
-        left = model.num_free + model.num_unused(path[: model.longest_hit(path)])
+        left = model.available(path[: model.longest_hit(path)])
         require(number == left, rules.S2, "{} available after {}, not {}", number, name, left)
     expected = {**world.counts(), **model.counts} if shot.counts else {}
     for word, number in shot.counts.items():

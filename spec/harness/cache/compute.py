@@ -26,8 +26,7 @@ def launch(world: CacheState, name: str, num_tokens: int, job: str) -> bool:
         return False
     if num_tokens < 1 or job in world.jobs:
         return False
-    table = world.target.block_table(name)
-    start = request.written
+    table, start = world.target.block_table(name), request.written
     tags = request.tags[start : start + num_tokens]
     for other in world.running():
         shared = set(table[start // world.block_size :]) & set(other.table)
@@ -80,14 +79,14 @@ def again(world: CacheState, name: str, num_tokens: int) -> bool:
     if num_tokens < request.written and not world.promises.ignores_late:
         return False
     holding = world.model.holdings[name] if world.model is not None else Holding([], 0)
-    before, table = dict(holding.tags), world.target.block_table(name)
+    before = dict(holding.tags)
     _publish(world, request, num_tokens)
     # A private copy may be published now, if the other one was evicted in between.
     more = holding.tags.keys() - before.keys() if world.promises.shares_duplicates else ()
     require(
         not more
         and before.items() <= holding.tags.items()
-        and world.target.block_table(name) == table,
+        and world.target.block_table(name) == request.table,
         rules.P6, "{} published {} tokens again, and its blocks changed", name, num_tokens,
     )  # fmt: skip
     world.situations["publication repeated"] += 1

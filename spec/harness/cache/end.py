@@ -53,7 +53,7 @@ def evict(world: CacheState, num_blocks: int) -> bool:
     world.demand += num_blocks * world.config["num_blocks"]  # from here on, anything may be gone
     if model is not None:
         model.actor, model.needed = "", model.num_free + num_blocks
-        wanted = min(num_blocks, model.num_unused())
+        wanted = min(num_blocks, len(model.unused()))
     evicted = world.target.evict(num_blocks)
     if model is not None and (promises.evicts_exactly or promises.counts_available):
         is_right = evicted == wanted if promises.evicts_exactly else evicted >= wanted

@@ -69,14 +69,19 @@ class CacheState:
         """Number of blocks for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def tag_of(self, namespace: bytes, tokens: tuple[int, ...]) -> Tag:
-        """The tag of a prefix."""
-        if (namespace, tokens) not in self._tags:
-            tag = first_tag(namespace)
+    def root_of(self, namespace: bytes) -> Tag:
+        """The tag of the empty prefix."""
+        return first_tag(namespace)
+
+    def tag_of(self, prefix: tuple[bytes, tuple[int, ...]]) -> Tag:
+        """The tag of a namespace and the tokens of a prefix."""
+        if prefix not in self._tags:
+            namespace, tokens = prefix
+            tag = self.root_of(namespace)
             for token in tokens:
                 tag = next_tag(tag, token)
-            self._tags[namespace, tokens] = tag
-        return self._tags[namespace, tokens]
+            self._tags[prefix] = tag
+        return self._tags[prefix]
 
     def counts(self) -> dict[str, int]:
         """Expected counters, besides those that the model counts itself."""
@@ -87,7 +92,7 @@ class CacheState:
             "num_blocks": self.config["num_blocks"],
             "free_blocks": model.num_free,
             "cached_blocks": len(model.cached),
-            "idle_blocks": model.num_unused(),
+            "idle_blocks": model.available() - model.num_free,
             "private_blocks": private,
             "live_leases": len(model.holdings),
             "admitted": self.num_admitted,

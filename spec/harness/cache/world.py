@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from ...adapters.cache import Factory, sizes_of
 from ...adapters.cache_target import Depth
@@ -12,6 +13,9 @@ from .operations import CACHE_TABLE, weights_of
 from .picture import picture
 from .requests import draw_config
 from .state import CacheState
+
+QUIET: Final = ("submit", "launch")
+"""Operations that ask for a block table at most: nothing has changed."""
 
 
 class CacheWorld(CacheState):
@@ -31,7 +35,7 @@ class CacheWorld(CacheState):
         if not CACHE_TABLE.apply(self, operation):
             return False
         self.num_steps += 1
-        if operation[0] != "submit":  # it calls nothing, so nothing has changed
+        if operation[0] not in QUIET:
             check_all(self)
         return True
 

@@ -111,7 +111,7 @@ def groups(world: TierState) -> Groups:
         else [],
         "prefetching": [name for name, prefetch in model.prefetches.items()
                         if prefetch.is_wanted],
-        "to evict": [""] if model.num_unused() else [],
+        "to evict": [""] if model.unused() else [],
         "to take": [""] if _is_decided(world) else [],
         "without a result": [name for name in flights if not flights[name].has_result],
         "to fence": [name for name in flights if not flights[name].is_open],
@@ -169,7 +169,7 @@ def prompt(world: TierState, name: str, below: Below) -> list[int]:
 
 def number_of_some(world: TierState, name: str, below: Below) -> int:
     """A number of blocks, mostly one; all, if a parked request is to load some before its tail."""
-    return world.tiers.num_unused() if _with_tail(world) else 1 + below(1 + below(4))
+    return len(world.tiers.unused()) if _with_tail(world) else 1 + below(1 + below(4))
 
 
 def tier(world: TierState, name: str, below: Below) -> str:

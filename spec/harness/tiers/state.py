@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from ...adapters.tier_target import TierTarget
 from ...adapters.tiers import TierFactory
-from ...model.ghost import Tag, first_tag, next_tag
+from ...model.ghost import Tag, first_tag
 from ...model.residency import Residency, Step
 from ...model.storage_recency import window_of
 from ...model.tiers import Load, TierModel
@@ -103,9 +103,9 @@ class TierState(CacheState):
             self.tiers.moved(
                 Residency(
                     {entry.tag: block for block, entry in self.tiers.cached.items()},
-                    {tag_of(*prefix): block for prefix, block in self.shot.host.items()},
-                    {tag_of(*prefix): block for prefix, block in self.shot.offloading.items()},
-                    frozenset(tag_of(*prefix) for prefix in self.shot.promoting),
+                    {tag_of(prefix): block for prefix, block in self.shot.host.items()},
+                    {tag_of(prefix): block for prefix, block in self.shot.offloading.items()},
+                    frozenset(tag_of(prefix) for prefix in self.shot.promoting),
                     len(self.shot.free),
                     tuple(self.shot.idle),
                 )
@@ -197,15 +197,6 @@ class TierState(CacheState):
         """Tag of the empty prefix; it changes with the weights of a namespace."""
         number = self._generation.get(namespace, 0)
         return first_tag(namespace + bytes([number]) if number else namespace)
-
-    def tag_of(self, namespace: bytes, tokens: tuple[int, ...]) -> Tag:
-        """The tag of a prefix."""
-        if (namespace, tokens) not in self._tags:
-            tag = self.root_of(namespace)
-            for token in tokens:
-                tag = next_tag(tag, token)
-            self._tags[namespace, tokens] = tag
-        return self._tags[namespace, tokens]
 
     def retag(self, request: Request) -> None:
         """Recompute the tags of a request."""
