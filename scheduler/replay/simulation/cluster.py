@@ -8,8 +8,8 @@ Gateway, router, hand-off protocol, schedulers and managers are those of product
 
 A step takes what the cost model predicts, a message `message_s`, and a transfer the bytes that D
 lacks over the bandwidth between nodes. A node takes part in one transfer at a time. Each chunk is
-sent while the next is computed. Nothing fails here: the specification
-of the hand-off (`radixkv fuzz --what handoff`) has the failures.
+sent while the next is computed. Nothing fails here: the specification of the hand-off (`radixkv
+fuzz --what handoff`) has the failures.
 """
 
 from __future__ import annotations
