@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ..rules.rule import Violation
-from .engine import Finding, Subject, Trace
+from .engine import Below, Finding, Subject, Trace, World
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,25 @@ def run(subject: Subject, seed: int, num_steps: int, steps_per_case: int = 100) 
     while done < num_steps:
         config = subject.configure(below)
         world = subject.world(config)
-        trace: Trace = []
-        try:
-            for _ in range(steps_per_case):
-                operation = world.draw(below)
-                trace.append(operation)
-                world.apply(operation)
-            trace.append(["drain"])
-            world.apply(["drain"])
-        except Violation as violation:
+        trace, violation = run_case(world, below, steps_per_case)
+        if violation is not None:
             finding = Finding(violation.rule.name, violation.why, config, trace)
             return Run(done + len(trace), finding, situations + world.situations)
         done += len(trace)
         situations.update(world.situations)
     return Run(done, None, situations)
+
+
+def run_case(world: World, below: Below, num_steps: int) -> tuple[Trace, Violation | None]:
+    """Apply random operations to a world, then ``drain``; return them, and the broken rule."""
+    trace: Trace = []
+    try:
+        for _ in range(num_steps):
+            operation = world.draw(below)
+            trace.append(operation)
+            world.apply(operation)
+        trace.append(["drain"])
+        world.apply(["drain"])
+    except Violation as violation:
+        return trace, violation
+    return trace, None

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any, Final
 
 from ...rules.rule import Violation
 from ..engine import Config, Finding, Subject, Trace
+from ..random_engine import run_case
 
 MAX_REPLAYS: Final = 4_000
 _NUM_TOKENS: Final = 3
+
+SHORT: Final = 12
+"""Operations of a trace for which no other way to the broken rule is searched."""
+
+NUM_CASES: Final = 100
+"""Cases of such a search."""
 
 SMALLEST: Final = {"num_blocks": 1, "block_size": 1, "max_running": 1, "alphabet": 1,
                    "host_blocks": 1, "prefill_blocks": 1, "decode_blocks": 1, "num_prefill": 1,
@@ -35,6 +43,7 @@ class _Shrinker:
         self.why = finding.why
         self.num_replays = 0
         self._failed: set[str] = set()  # rounds repeat many candidates
+        self._random = random.Random(0)
 
     def keeps(self, config: Config, trace: Trace) -> bool:
         """Whether a candidate breaks the rule too; if so, continue from its applied operations."""
@@ -60,6 +69,7 @@ class _Shrinker:
             self.simplify_tokens()
             self.shrink_sizes()
             self.simplify_by_subject()
+            self.search_anew()
         self.rename()
 
     def leave_out_requests(self) -> None:
@@ -113,6 +123,19 @@ class _Shrinker:
                 is_smaller = size < size_now and name not in only_drawn
                 if is_smaller and self.keeps({**self.config, name: size}, self.trace):
                     break
+
+    def search_anew(self) -> None:
+        """Draw shorter traces in the same world, if no part of a long one can be left out.
+
+        What a request does may depend on the number of steps before, so that leaving one out moves
+        everything after it: then another trace is easier to find than the shorter one.
+        """
+        num_steps = len(self.trace) - 2
+        for _ in range(NUM_CASES if len(self.trace) > SHORT else 0):
+            world = self.subject.world(dict(self.config))
+            trace, violation = run_case(world, self._random.randrange, num_steps)
+            if violation is not None and self.keeps(self.config, trace):
+                break
 
     def simplify_by_subject(self) -> None:
         """Try the simpler traces that the subject proposes."""
