@@ -79,7 +79,7 @@ class Prefetch:
 
     Attributes:
         path: tags of all whole blocks of its tokens; the first `num_known` are cached.
-        stage: the next event: "lookup", "found" (with `num_found`), "fetch" or "done".
+        stage: the next event: "lookup", "asked", "found" (with `num_found`), "fetch" or "done".
         blocks: host blocks that it may need.
         held: cached prefixes that only the host had.
     """
@@ -88,8 +88,6 @@ class Prefetch:
     num_known: int
     stage: str = "lookup"
     num_found: int = 0
-    is_wanted: bool = True
-    is_old: bool = False
     blocks: set[int] = field(default_factory=set)
     held: list[Tag] = field(default_factory=list)
 
@@ -185,9 +183,7 @@ class TierModel(CacheModel):
             parked.keeps_tail = False
             parked.failed |= bool(parked.writers)
             parked.writers.clear()
-        for prefetch in self.prefetches.values():
-            prefetch.is_old = True
-            prefetch.held.clear()
+        self.prefetches.clear()
 
     # Uses of prefixes
 

@@ -39,13 +39,13 @@ def test_every_situation_comes_up_often_enough() -> None:
 
 def test_prompts_of_one_namespace_alone_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = "two namespaces share tokens"
-    good = run(subject(), 8, 2_000)
+    good = run(subject(), 8, 5_000)
     assert shared not in too_rare(good.situations, TIER_FLOORS, good.num_steps)
     for word in ("submit", "serve"):
         monkeypatch.setitem(
             cast(dict[str, Any], TIER_TABLE.by_word[word].arguments), "namespace", lambda *_: 0
         )
-    bad = run(subject(), 8, 2_000)
+    bad = run(subject(), 8, 5_000)
     assert too_rare(bad.situations, TIER_FLOORS, bad.num_steps)[shared][0] == 0
 
 

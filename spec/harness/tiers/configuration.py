@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ..engine import Below
-
-WORDS: Final = (
-    "submit", "admit", "forward", "append", "finish", "match", "append_batch", "launch", "done",
-    "fail", "again", "preempt", "evict", "reset", "misuse", "check", "drain", "park", "unpark",
-    "fork", "prefetch", "cancel", "elsewhere", "take", "result", "fence", "late", "second", "early",
-    "wrong_result",
-)  # fmt: skip
-"""Operations of which a world can have more, in the order of the bits of ``often``."""
 
 FEATURES: Final = {
     "park": ("park", "unpark"),
@@ -66,8 +58,12 @@ ABOUT: Final = (
 )
 
 
-def draw_tiers(below: Below) -> dict[str, Any]:
-    """Draw the focus of a world, and the sizes and policies below the device."""
+def draw_tiers(below: Below, words: Sequence[str]) -> dict[str, Any]:
+    """Draw the focus of a world, and the sizes and policies below the device.
+
+    Args:
+        words: the operations of which a world can have more, in the order of the bits of ``often``.
+    """
     write = WRITES[below(3)]
     law = write == "exclusive" and below(4) == 0
     about = ABOUT[0 if law else below(len(ABOUT))]
@@ -75,8 +71,8 @@ def draw_tiers(below: Below) -> dict[str, Any]:
     for bit, feature in enumerate(FEATURES):
         if feature in about.features:
             rare &= ~(1 << bit)
-    often = below(1 << len(WORDS)) & below(1 << len(WORDS)) if below(3) else 0
-    for bit, word in enumerate(WORDS):
+    often = below(1 << len(words)) & below(1 << len(words)) if below(3) else 0
+    for bit, word in enumerate(words):
         if word in about.words:
             often |= 1 << bit
     write = about.sizes.get("write", write)

@@ -59,7 +59,6 @@ def _ended(world: TierState, flight: Flight, *, result: bool, fenced: bool) -> N
         model.order.touch(world.prefixes.paths_to(flight.evicted))
     now = world.see()
     step.otherwise = rules.T15
-    prefetch = model.prefetches.get(flight.owner) if kind in ("lookup", "fetch") else None
     if flight.cancelled or flight.old or flight.is_detached:
         step.otherwise = rules.T41 if flight.old else rules.T39
         step.end_in(flight.tags if kind == "in" else ())
@@ -70,13 +69,11 @@ def _ended(world: TierState, flight: Flight, *, result: bool, fenced: bool) -> N
         _end_out(world, flight)
     elif kind in TO_DEVICE and fenced:
         _end_in(world, flight)
-    elif prefetch is not None and result:
-        (_end_lookup if kind == "lookup" else _end_fetch)(world, flight, prefetch)
+    elif kind in ("lookup", "fetch") and result:
+        _end_prefetch(world, flight)
     _end_saving(world, flight)
     if fenced:
         world.executor.fenced(flight)
-    if prefetch is not None and (result or flight.cancelled):
-        _check_prefetch(world, flight, prefetch)
 
 
 # Between device and host
@@ -158,16 +155,26 @@ def _store(world: TierState, flight: Flight) -> None:
         model.stored.update(flight.tags)
 
 
-def _end_lookup(world: TierState, flight: Flight, prefetch: Prefetch) -> None:
-    world.step.takes_room = True
-    room = world.step.before.num_free + len(world.step.before.order)
-    prefetch.num_found = min(leading(flight.ok), room) if prefetch.is_wanted else 0
-    prefetch.stage = "found" if prefetch.num_found else "done"
+def _end_prefetch(world: TierState, flight: Flight) -> None:
+    """Check the end of a lookup, or of a fetch with which a prefetch ends."""
+    prefetch, step = world.tiers.prefetches[flight.owner], world.step
+    prefetch.num_found = leading(flight.ok)
+    if flight.kind == "lookup":
+        step.takes_room = True
+        room = step.before.num_free + len(step.before.order)
+        prefetch.num_found = min(prefetch.num_found, room)
+        prefetch.stage = "found" if prefetch.num_found else "done"
+    else:
+        prefetch.stage = "done"
+        _fetched(world, flight, prefetch)
+    found = world.ask("prefetched", flight.owner)
+    wanted = prefetch.num_found if prefetch.stage == "done" else None
+    require(found == wanted, rules.T5, "a prefetch has brought {}, and reports {}", wanted, found)
 
 
-def _end_fetch(world: TierState, flight: Flight, prefetch: Prefetch) -> None:
-    first, good, model = prefetch.num_known, leading(flight.ok), world.tiers
-    prefetch.stage, prefetch.num_found = "done", good
+def _fetched(world: TierState, flight: Flight, prefetch: Prefetch) -> None:
+    """Record what was fetched, and the use of it and of what is before it."""
+    first, good, model = prefetch.num_known, prefetch.num_found, world.tiers
     model.counts["fetched_blocks"] += good
     world.storage_law.use(flight.copy.keys[:good])
     new = world.step.fetch(prefetch.path, first, good)
@@ -175,14 +182,6 @@ def _end_fetch(world: TierState, flight: Flight, prefetch: Prefetch) -> None:
     model.uses.use(prefetch.path[: first + good] if new else [])
     model.stored.update(new)  # they are in storage already
     world.situations["fetched" if good else "fetched nothing"] += 1
-
-
-def _check_prefetch(world: TierState, flight: Flight, prefetch: Prefetch) -> None:
-    found = world.ask("prefetched", flight.owner)
-    if flight.cancelled:
-        prefetch.stage, prefetch.num_found = "done", 0
-    wanted = prefetch.num_found if prefetch.stage == "done" else None
-    require(found == wanted, rules.T5, "a prefetch has brought {}, and reports {}", wanted, found)
 
 
 # Calls that must change nothing

@@ -12,7 +12,7 @@ from ..cache.operations import CACHE_TABLE, new_name, num_more
 from ..cache.requests import MAX_WAITING, NAMESPACES, draw_prompt
 from ..engine import Below
 from ..operations import ALWAYS, Groups, Operation, Table, name_drawn, number
-from .configuration import FEATURES, WORDS
+from .configuration import FEATURES
 from .copies import early, fence, late, result, second, wrong_result
 from .requests import (
     admit,
@@ -50,7 +50,7 @@ def weights_of(rare: int, often: int) -> dict[str, int]:
     for bit, words in enumerate(FEATURES.values()):
         if rare >> bit & 1:
             weights.update((word, 1 if word != "reset" else 0) for word in words)
-    for bit, word in enumerate(WORDS):
+    for bit, word in enumerate(weights):
         if often >> bit & 1:
             weights[word] *= 3
     return weights
@@ -109,8 +109,7 @@ def groups(world: TierState) -> Groups:
         "to store": [name for name in waiting if _lacks(world, name)]
         if world.config["storage"]
         else [],
-        "prefetching": [name for name, prefetch in model.prefetches.items()
-                        if prefetch.is_wanted],
+        "prefetching": list(model.prefetches),
         "to evict": [""] if model.unused() else [],
         "to take": [""] if _is_decided(world) else [],
         "without a result": [name for name in flights if not flights[name].has_result],

@@ -55,23 +55,22 @@ def elsewhere(world: TierState, name: str, num_blocks: int) -> bool:
 @checked()
 def cancel(world: TierState, name: str) -> bool:
     """Cancel a prefetch, as if its request had ended."""
-    found = world.tiers.prefetches.get(name)
-    if found is None or not found.is_wanted:
+    if world.tiers.prefetches.pop(name, None) is None:
         return False
     world.step.otherwise = rules.T39
-    flight = next((f for f in world.executor.flights if f.owner == name and not f.has_result and
-                   f.kind in ("lookup", "fetch")), None)  # fmt: skip
-    found.is_wanted = False
-    found.held.clear()
-    if flight is not None:
-        world.cancel_copy(flight.copy.id, "")
+    for flight in world.executor.flights:
+        if flight.owner == name and flight.kind in ("lookup", "fetch") and flight.is_open:
+            world.cancel_copy(flight.copy.id, "")
     world.ask("cancel", name)
-    if flight is None:
-        answer = world.ask("prefetched", name)
-        require(answer == 0, rules.T39, "{} was cancelled, and {} blocks came", name, answer)
-        found.stage = "done"
+    _require_nothing(world, name)
     world.situations["prefetch cancelled"] += 1
     return True
+
+
+def _require_nothing(world: TierState, name: str) -> None:
+    """Check that a prefetch has ended with nothing."""
+    answer = world.ask("prefetched", name)
+    require(answer == 0, rules.T39, "{} was cancelled, and {} blocks came", name, answer)
 
 
 def reset(world: TierState, keep: list[int]) -> bool:
@@ -117,10 +116,9 @@ def _reset(world: TierState, names: list[bytes]) -> bool:
     step.otherwise = rules.T40
     wrong = world.see().device.keys() ^ kept & step.before.device.keys()
     require(not wrong, rules.T40, "a reset keeps or drops {} blocks wrongly", len(wrong))
+    for name in model.prefetches:
+        _require_nothing(world, name)
     model.forget(roots)
-    for name, prefetch in model.prefetches.items():
-        if not any(flight.owner == name and flight.cancelled for flight in flights):
-            prefetch.stage = "done"
     return True
 
 

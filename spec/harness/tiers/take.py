@@ -96,7 +96,7 @@ def _begin_prefetch(world: TierState, flight: Flight) -> None:
     copy = flight.copy
     before, after = ("lookup", "asked") if copy.kind == "lookup" else ("found", "fetch")
     for name, prefetch in world.tiers.prefetches.items():
-        if prefetch.is_old or world.ask("asking", name) != copy.id:
+        if world.ask("asking", name) != copy.id:
             continue
         path = prefetch.path[prefetch.num_known :]
         wanted = [world.prefixes.key[tag] for tag in path]

@@ -69,7 +69,7 @@ class TierSubject:
 
     def configure(self, below: Below) -> Config:
         """Draw the sizes and policies of a world."""
-        return {**draw_config(below), **draw_tiers(below)}
+        return {**draw_config(below), **draw_tiers(below, list(TIER_TABLE.by_word))}
 
     def simpler(self, trace: Trace) -> Iterator[Trace]:
         """Yield traces in which an operation ends well, and at once."""
