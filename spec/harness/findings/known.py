@@ -107,7 +107,7 @@ class _KnownWorld:
             met[violation.rule.name] += 1
         except AdapterError:
             raise
-        except Exception:
+        except Exception:  # after a known finding, the model or the manager may fail in any way
             if not (self._has_met or met):
                 raise
         self._earlier.update(self._world.situations)
