@@ -215,9 +215,12 @@ class SchedulerModel:
         return {block for request in self.running for block in self.tables[request.name]}
 
     def waiting(self) -> list[Request]:
-        """Requests without blocks: preempted ones first, each in the policy's order."""
+        """Requests without blocks in the policy's order; if promised, preempted ones first."""
         queued = [request for request in self.live.values() if request.phase != "running"]
-        return sorted(queued, key=lambda each: (each.phase != "preempted", each.order))
+        preempted_first = "resumed_first" in self.promised
+        return sorted(
+            queued, key=lambda each: (preempted_first and each.phase != "preempted", each.order)
+        )
 
     def growth(self) -> int:
         """Number of blocks that the running requests may need for the next step, at most."""

@@ -153,18 +153,23 @@ def check_resumed_first(model: SchedulerModel, step: Step) -> None:
 
 
 def check_order(model: SchedulerModel, step: Step) -> None:
-    """Q3: no request is overtaken that could have been admitted."""
+    """Q3: no request is overtaken that could have been admitted.
+
+    If preempted requests are promised to be first, they and new ones are two queues.
+    """
+    two_queues = "resumed_first" in model.promised
     for first, second in pairwise(step.admitted):
         same = bool(first.num_preemptions) == bool(second.num_preemptions)
         require(
-            not same or first.order < second.order,
+            (two_queues and not same) or first.order < second.order,
             rules.Q3, "{} is admitted before {}", first.name, second.name,
         )  # fmt: skip
     for request in step.admitted:
         ahead = step.running[: step.running.index(request)]
-        phase = "preempted" if request.num_preemptions else "waiting"
+        own_phase = "preempted" if request.num_preemptions else "waiting"
+        phases = (own_phase,) if two_queues else ("preempted", "waiting")
         for other in model.live.values():
-            if other.phase == phase and other.order < request.order:
+            if other.phase in phases and other.order < request.order:
                 require(
                     other.name in step.awaited
                     or ("leaders" in model.promised and leader_of(model, other, ahead)),

@@ -10,6 +10,7 @@ from radixkv.spec.adapters.cache_target import Depth
 from radixkv.spec.harness.cache.world import CacheSubject
 from radixkv.spec.harness.random_engine import run
 
+from ..profiles import PROFILE
 from .designs.bugs import DESIGN_BUGS, Bug, planted
 from .designs.hashed import Dictionary, Hashed, LastCopy, PrivateCopy
 from .designs.radix import LazySGLang, LightLLM, MiniSGLang, SGLang
@@ -18,6 +19,8 @@ from .designs.trie import LMDeploy
 DESIGNS = [
     Dictionary, Hashed, LastCopy, PrivateCopy, SGLang, MiniSGLang, LightLLM, LazySGLang, LMDeploy,
 ]  # fmt: skip
+
+LONG_STEPS = 1_000_000 if PROFILE == "nightly" else 100_000
 
 every_design = pytest.mark.parametrize("design", DESIGNS, ids=lambda design: design.__name__)
 every_depth = pytest.mark.parametrize("depth", ["api", "events"])
@@ -36,7 +39,7 @@ def test_a_design_is_clean_under_its_promises(design: Any, depth: Depth) -> None
 @every_depth
 @every_design
 def test_a_design_is_clean_for_long(design: Any, depth: Depth) -> None:
-    assert run(CacheSubject(design, depth), 100, 100_000).finding is None
+    assert run(CacheSubject(design, depth), 100, LONG_STEPS).finding is None
 
 
 @pytest.mark.parametrize("bug", DESIGN_BUGS, ids=lambda bug: f"{bug.design}: {bug.name}")

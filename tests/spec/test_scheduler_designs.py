@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from radixkv.spec.harness.engine import replay
 from radixkv.spec.harness.random_engine import run
 from radixkv.spec.harness.scheduler.world import SchedulerSubject
+from radixkv.spec.harness.trace_file import read_trace_file
 
-from .designs.schedulers import BROKEN, DESIGNS, Toy
+from .designs.schedulers import BROKEN, DESIGNS, ChunkWise, KeepsWithdrawn, Toy
+
+FINDINGS = Path(__file__).parents[2] / "docs" / "howto" / "findings"
 
 SITUATIONS = ("hit", "preempted in decode", "aborted in flight", "resumed with a hit", "flooded")
 
@@ -44,6 +50,7 @@ def test_a_false_promise_is_found() -> None:
         ("ChunkWise", "publish_on_compute", "Q22"),
         ("ChunkWise", "keeps_in_flight", "Q23"),
         ("ChunkWise", "whole", "Q21"),
+        ("ChunkWise", "resumed_first", "Q3"),
         ("LateFrees", "exact", "Q36"),
         ("PrefillFirst", "bounds_running", "Q16"),
         ("PrefillFirst", "hits", "Q11"),
@@ -53,3 +60,12 @@ def test_a_false_promise_is_found() -> None:
         boastful = type(design, (made,), {"promises": type(made.promises)(**more)})
         found = run(SchedulerSubject(boastful), seed=0, num_steps=20_000).finding
         assert found is not None and found.rule.split()[0] == code, (design, promise, found)
+
+
+def test_the_finding_in_vllm_is_one_in_a_scheduler_of_its_design() -> None:
+    """The trace breaks the rule in ours of that design too, and not when repaired."""
+    finding = read_trace_file(FINDINGS / "vllm_preempted.trace.json").finding
+    violation = replay(SchedulerSubject(KeepsWithdrawn), finding.config, finding.trace)
+
+    assert violation is not None and violation.rule.name == finding.rule
+    assert replay(SchedulerSubject(ChunkWise), finding.config, finding.trace) is None

@@ -8,7 +8,7 @@ It needs torch, vLLM's sources and a few of vLLM's dependencies. It runs on any 
 
 vLLM caches the blocks of a step when it schedules the step. The adapter caches them after the step
 has run, with ``delay_cache_blocks`` and `cache_blocks`, as vLLM does for blocks that are filled
-later.
+later. `vllm_scheduler_adapter.py` tests the other way.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ class VLLM:
     """A request is vLLM's `Request`, which hashes its own blocks."""
 
     promises = Promises(
-        hits_all=True, refuses_only_short=True, holds_exactly=True, counts_available=True
-    )
+        hits_all=True, refuses_only_short=True, holds_exactly=True, leaves_first=True, lru=True,
+        ages_from_release=True, frees_at_once=True, counts_available=True,
+    )  # fmt: skip
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         layers = FullAttentionSpec(
@@ -70,8 +71,10 @@ class VLLM:
         )
         self.hasher = get_request_block_hasher(block_size, sha256)
         self.requests: dict[str, Any] = {}
+        self.name = ""
 
     def admit(self, name: str, tokens: Sequence[int], namespace: bytes) -> int | None:
+        self.name = name
         request = Request(
             name,
             list(tokens),
@@ -91,7 +94,7 @@ class VLLM:
         return int(num_hit)
 
     def append(self, name: str, tokens: Sequence[int]) -> bool:
-        request = self.requests[name]
+        request, self.name = self.requests[name], name
         allocated = self.manager.allocate_slots(request, len(tokens), delay_cache_blocks=True)
         if allocated is not None:
             request.append_output_token_ids(list(tokens))
@@ -117,6 +120,32 @@ class VLLM:
         for name in list(self.requests):
             self.release(name)
         assert self.manager.reset_prefix_cache(), "the cache was not reset"
+
+    def report_to(self, events: Any) -> None:
+        """Report the events of the block pool, by wrapping its methods."""
+        pool = self.manager.block_pool
+        take, cache, free = pool.get_new_blocks, pool.cache_full_blocks, pool.free_blocks
+
+        def take_and_report(num_blocks: int) -> Any:
+            first = pool.free_block_queue.get_all_free_blocks()[:num_blocks]
+            events.evicted([block.block_id for block in first if block.block_hash is not None])
+            taken = take(num_blocks)
+            events.allocated(self.name, [block.block_id for block in taken])
+            return taken
+
+        def cache_and_report(**given: Any) -> None:
+            cache(**given)
+            new = given["blocks"][given["num_cached_blocks"] : given["num_full_blocks"]]
+            events.published(given["request"].request_id, [block.block_id for block in new])
+
+        def free_and_report(blocks: Any) -> None:
+            blocks = list(blocks)
+            free(blocks)
+            private = [block for block in blocks if block.block_hash is None]
+            events.freed([block.block_id for block in private])
+
+        pool.get_new_blocks, pool.free_blocks = take_and_report, free_and_report
+        pool.cache_full_blocks = cache_and_report
 
 
 def make(num_blocks: int, block_size: int) -> VLLM:

@@ -1,7 +1,9 @@
 """Small schedulers written after the designs of released ones, each with its own promises.
 
 `ChunkWise` is written after vLLM: it allocates chunk by chunk, publishes blocks when it schedules
-them, so that a second request of a step hits what the first one writes, and frees at once.
+them, so that a second request of a step hits what the first one writes, and frees at once. It
+bounds the chunks of a long prompt, so that a more important request can come later in the step and
+preempt the first: then what that one published in the step is withdrawn.
 `PrefillFirst` is written after nano-vllm: a step prefills or decodes, its size bounds a step and
 not the requests that run, and of the copies of a block it finds the latest. It takes turns, because
 without that a stream of prompts starves the requests that decode. `LateFrees` frees the blocks of a
@@ -64,6 +66,7 @@ class Work:
         self.output: list[int] = []
         self.table: list[int] = []
         self.computed = self.hit = self.target = 0
+        self.order: tuple[int, ...] = ()
         self.reason: Reason | None = None
 
     @property
@@ -82,6 +85,7 @@ class Toy:
         self.budget: int = config["token_budget"]
         self.max_running: int = config["max_running"]
         self.shares: bool = config["prefix_cache"]
+        self.has_priorities: bool = config["policy"] == "priority"
         self.num_blocks: int = config["num_blocks"]
         self.blocks = Blocks(config["num_blocks"])
         self.all: dict[str, Work] = {}
@@ -95,7 +99,9 @@ class Toy:
         longest = len(request.prompt) + request.max_new_tokens - 1
         if -(-longest // self.size) > self.num_blocks:
             return False
-        self.all[request.name] = work = Work(request)
+        work = Work(request)
+        work.order = (request.priority if self.has_priorities else 0, len(self.all))
+        self.all[request.name] = work
         self.queue.append(work)
         return True
 
@@ -213,37 +219,67 @@ class ChunkWise(Toy):
     """After vLLM."""
 
     promises = SchedulerPromises(
-        bounds_running=True, resumed_first=True, preempts_when_short=True, hits=True, exact=True
+        bounds_running=True, policy=True, preempts_when_short=True, hits=True, exact=True
     )
 
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.left = 0
+
+    def add(self, request: Submission) -> bool:
+        fits = super().add(request)
+        self.queue.sort(key=lambda work: work.order)
+        return fits
+
     def decide(self) -> None:
-        left, preempted = self.budget, False
+        self.left, preempted = self.budget, False
         for work in list(self.runs):
-            length = min(len(work.tokens) - work.computed, left)
+            length = self.length(work)
             if work not in self.runs or not length:
                 continue
             while self.short(work, work.computed + length) > self.available():
-                self.preempt(self.runs[-1])
+                self.preempt(self.victim())
                 preempted = True
                 if work not in self.runs:
                     break
             else:
-                left -= self.plan(work, length)
-        while self.queue and left and not preempted and len(self.runs) < self.max_running:
+                self.plan(work, length)
+        while self.queue and self.left and not preempted and len(self.runs) < self.max_running:
             work = self.queue[0]
             hits = self.hits(work)
             idle = sum(not self.blocks.users[block] for block in hits)
             if -(-len(work.tokens) // self.size) - len(hits) > self.available() - idle:
                 return
             self.start(work, hits)
-            left -= self.plan(work, min(len(work.tokens) - work.computed, left))
+            self.plan(work, self.length(work))
 
-    def plan(self, work: Work, length: int) -> int:
+    def length(self, work: Work) -> int:
+        longest = 2 * self.size if len(self.runs) + len(self.queue) > 1 else self.budget
+        return min(len(work.tokens) - work.computed, self.left, longest)
+
+    def plan(self, work: Work, length: int) -> None:
         end = work.computed + length
         self.grow(work, end)
         self.publish(work, end)
         self.chunks.append((work, work.computed, length))
-        return length
+        self.left -= length
+
+    def victim(self) -> Work:
+        return max(self.runs, key=lambda work: work.order)
+
+    def preempt(self, work: Work) -> None:
+        for chunk in [chunk for chunk in self.chunks if chunk[0] is work]:
+            self.chunks.remove(chunk)
+            self.left += chunk[2]
+            self.withdraw(work)
+        super().preempt(work)
+        self.queue.sort(key=lambda work: work.order)
+
+    def withdraw(self, work: Work) -> None:
+        """Take back what a step published that does not compute it."""
+        for block in work.table[work.computed // self.size :]:
+            if block in self.blocks.key_of:
+                self.blocks.blocks_of[self.blocks.key_of.pop(block)].remove(block)
 
 
 class LateFrees(ChunkWise):
@@ -349,6 +385,29 @@ class PublishesAhead(ChunkWise):
         super().publish(work, whole if whole <= len(work.tokens) else num_tokens)
 
 
+class KeepsWithdrawn(ChunkWise):
+    """Leaves published what it does not compute: vLLM PR 43569."""
+
+    def withdraw(self, work: Work) -> None:
+        pass
+
+
+class PreemptsFirst(ChunkWise):
+    """Preempts the most important request."""
+
+    def victim(self) -> Work:
+        return min(self.runs, key=lambda work: work.order)
+
+
+class ResumesFirst(ChunkWise):
+    """Resumes a preempted request before more important new ones."""
+
+    def preempt(self, work: Work) -> None:
+        super().preempt(work)
+        self.queue.remove(work)
+        self.queue.insert(0, work)
+
+
 class LeaksAborted(ChunkWise):
     """Does not free the blocks of a request that is aborted while it prefills."""
 
@@ -412,6 +471,8 @@ DESIGNS = (ChunkWise, LateFrees, PrefillFirst)
 BROKEN = {
     PreemptsEarly: "Q24",
     PublishesAhead: "Q22",
+    PreemptsFirst: "Q26",
+    ResumesFirst: "Q3",
     LeaksAborted: "Q36",
     MissesIdle: "Q11",
     RunsTooMany: "Q16",
