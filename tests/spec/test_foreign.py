@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import radixkv.spec.rules.scheduler  # noqa: F401 - it enters its rules
 from radixkv.spec.adapters.cache import Promises
 from radixkv.spec.adapters.load_target import load_target
 from radixkv.spec.harness.cache.world import CacheSubject
