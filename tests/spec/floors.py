@@ -245,7 +245,7 @@ TIER_FLOORS: Final = {
     "uses are reported to storage": 13_000,
     "tail and block in one load": 300,
     "tail loaded": 760,
-    "tail loaded, and a block before it failed": 30,
+    "tail loaded, and a block before it failed": 25,
     "too large": 200,
     "two namespaces share tokens": 9_000,
     "unparked": 2_300,

@@ -85,7 +85,7 @@ def draw_tiers(below: Below, words: Sequence[str]) -> dict[str, Any]:
         "host_blocks": 1 + below(about.most_host_blocks),
         "write": write,
         "hits": max(below(4) - 1, 0) if write == "through" else 0,
-        "storage": int(below(3) > 0),
+        "storage": int(below(4) > 0),
         "law": int(law),
         "at_once": int(below(5) == 0 and not law),
         "faults": below(8),
