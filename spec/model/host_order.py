@@ -41,10 +41,7 @@ class HostOrder:
         """Check the eviction order of the prefixes that can be dropped."""
         used = 0
         for tag in idle:
-            require(
-                used <= self.touched_at.get(tag, 0),
-                rules.T23,
-                "a copy is dropped after those that were used {} later",
-                used - self.touched_at.get(tag, 0),
-            )
+            late = used - self.touched_at.get(tag, 0)
+            require(late <= 0, rules.T23, "a copy is dropped after those that were used {} later",
+                    late)  # fmt: skip
             used = max(used, self.used_at.get(tag, 0))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from ..rules import tiers as rules
 from ..rules.rule import require
-from .blocks import CACHED
+from .blocks import CACHED, Holding
 from .cache import CacheModel
 from .ghost import Tag
 from .host_order import HostOrder
@@ -219,27 +219,26 @@ class TierModel(CacheModel):
         self.release(name)
         self.ending = False
 
-    def detach_private(self, name: str, op: str) -> None:
-        """A request ends while its private blocks are written; the operation owns them now."""
-        holding = self.holdings[name]
-        held = type(holding)([], holding.root, table=holding.take_private())
-        for block in held.table:
-            self.owner[block] = op
-        self.holdings[op] = held
+    def detach(self, name: str, op: str, *, shared: bool) -> None:
+        """A request ends while its private blocks are written; the operation owns them now.
 
-    def detach_all(self, name: str, op: str) -> None:
-        """A request ends while it is loaded; the operation owns all its blocks now."""
-        holding = self.holdings[op] = self.holdings[name]
-        for block in holding.private:
-            self.owner[block] = op
-        self.holdings[name] = type(holding)([], holding.root)
+        Args:
+            shared: whether it owns the shared blocks of the request, too.
+        """
+        holding = self.holdings[name]
+        rest = Holding([], holding.root)
+        if not shared:
+            holding, rest = rest, holding
+            holding.table = rest.take_private()
+        self.owner.update(dict.fromkeys(holding.private, op))
+        self.holdings.update({name: rest, op: holding})
 
     def forgotten(self, name: str) -> None:
         """A reset takes the shared blocks of an operation that continues without its request."""
         holding = self.holdings[name]
         private = holding.take_private()
         self.release(name)
-        self.holdings[name] = type(holding)([], holding.root, table=private)
+        self.holdings[name] = Holding([], holding.root, table=private)
 
     def abandoned(self, op: str) -> None:
         """Free the blocks of an operation that continued without its request."""
@@ -268,21 +267,12 @@ class TierModel(CacheModel):
         for block in blocks:
             owner = self.host.get(block)
             require(owner is not None, rules.T42, "host block {} is freed, and was free", block)
-            require(
-                not str(owner).startswith("op ") or owner == self.fenced_op,
-                rules.T11,
-                "host block {} is freed, and {} writes it",
-                block,
-                owner,
-            )
+            is_written = owner not in ("new", "cache", self.fenced_op)
+            require(not is_written, rules.T11, "host block {} is freed, and {} writes it", block,
+                    owner)  # fmt: skip
             reader = self.read.get(block, self.fenced_op)
-            require(
-                reader == self.fenced_op,
-                rules.T10,
-                "host block {} is freed, and {} reads it",
-                block,
-                reader,
-            )
+            require(reader == self.fenced_op, rules.T10, "host block {} is freed, and {} reads it",
+                    block, reader)  # fmt: skip
             del self.host[block]
 
     def dispatched(self, op: str, destinations: Sequence[int], reads: Sequence[int]) -> None:
@@ -292,9 +282,8 @@ class TierModel(CacheModel):
             require(owner == "new", rules.T11, "{} writes host block {} of {}", op, block, owner)
             self.host[block] = op
         for block in reads:
-            require(
-                block in self.host, rules.T10, "{} reads host block {}, that is free", op, block
-            )
+            is_there = block in self.host
+            require(is_there, rules.T10, "{} reads host block {}, that is free", op, block)
             self.read[block] = op
 
     def written(self, op: str, blocks: Sequence[int]) -> None:

@@ -13,11 +13,9 @@ from .state import TierState
 def check_tiers(world: TierState) -> None:
     """Check every rule about a state of the tiers."""
     free, taken = sorted(world.shot.free), world.tiers.host
-    wrong = [block for block in free if block in taken]
-    require(not wrong, rules.T42, "host blocks {} are in the pool, and taken", wrong)
     num_free = world.config["host_blocks"] - len(taken)
-    require(len(free) == len(set(free)) == num_free, rules.T42,
-            "the pool of the host holds {}, but {} blocks are taken", free, len(taken))  # fmt: skip
+    is_right = taken.keys().isdisjoint(free) and len(free) == len(set(free)) == num_free
+    require(is_right, rules.T42, "host blocks {} are in the pool, {} are taken", free, list(taken))
     _check_content(world)
     _check_order(world)
     _check_parked(world)
@@ -49,13 +47,9 @@ def _check_order(world: TierState) -> None:
     now, idle = world.tiers.now, list(world.tiers.now.idle)
     if world.tiers.write != "through":
         redundant = [tag in now.device for tag in idle]
-        require(
-            redundant == sorted(redundant, reverse=True),
-            rules.T21,
-            "of {}, the first to be dropped are not those of what the device has: {}",
-            now.order,
-            redundant,
-        )
+        in_order = redundant == sorted(redundant, reverse=True)
+        require(in_order, rules.T21, "of {}, the first to be dropped are not those of what the "
+                "device has: {}", now.order, redundant)  # fmt: skip
         idle = idle[sum(redundant) :]
     world.tiers.order.check(idle)
 
@@ -109,9 +103,8 @@ def check_outbox(world: TierState) -> None:
         require(reason, rules.T43, "host block {} is neither free nor of use", block)
     written = {block for f in flights if f.kind == "out" for block in f.copy.destinations}
     moved = {tag for f in flights if f.kind == "in" for tag in f.tags}
-    idle = {tag for tag, block in now.offloading.items() if block not in written}
-    idle.update(set(now.promoting) - moved)
-    require(not idle, rules.T16, "{} copies are under way by nothing", len(idle))
+    idle = len(now.promoting - moved) + len({*now.offloading.values()} - written)
+    require(not idle, rules.T16, "{} copies are under way by nothing", idle)
     _check_stored(world)
     if model.write == "exclusive":
         first, held = world.prefixes.first, _held(world)

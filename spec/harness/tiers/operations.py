@@ -12,27 +12,9 @@ from ..cache.operations import CACHE_TABLE, new_name, num_more
 from ..cache.requests import MAX_WAITING, NAMESPACES, draw_prompt
 from ..engine import Below
 from ..operations import ALWAYS, Groups, Operation, Table, name_drawn, number
+from . import copies, requests, storage
 from .configuration import FEATURES
-from .copies import early, fence, late, result, second, wrong_result
-from .requests import (
-    admit,
-    append,
-    append_batch,
-    done,
-    evict,
-    finish,
-    fork,
-    forward,
-    launch,
-    match,
-    park,
-    preempt,
-    publish_again,
-    submit,
-    unpark,
-)
 from .state import TierState
-from .storage import cancel, drain, elsewhere, prefetch, reset, serve
 from .take import take
 
 FAULTS: Final = {"out": 1, "in": 4, "fork": 4, "store": 2, "fetch": 2, "lookup": 2}
@@ -218,40 +200,41 @@ _CACHE: Final = {each.word: each.arguments for each in CACHE_TABLE}
 _NAME: Final = {"name": name_drawn}
 
 TIER_TABLE: Final[Table[TierState]] = Table(groups, [
-    Operation("submit", submit, 30, "submit", {**_CACHE["submit"], "prompt": prompt}),
-    Operation("admit", admit, 40, "admissible", _NAME),
-    Operation("forward", forward, 80, "to compute", _CACHE["forward"]),
-    Operation("append", append, 15, "to grow", _CACHE["append"]),
-    Operation("finish", finish, 8, "running", _NAME),
-    Operation("match", match, 10, "waiting", _NAME, needs="match"),
-    Operation("append_batch", append_batch, 24, "to grow", _CACHE["append_batch"],
+    Operation("submit", requests.submit, 30, "submit", {**_CACHE["submit"], "prompt": prompt}),
+    Operation("admit", requests.admit, 40, "admissible", _NAME),
+    Operation("forward", requests.forward, 80, "to compute", _CACHE["forward"]),
+    Operation("append", requests.append, 15, "to grow", _CACHE["append"]),
+    Operation("finish", requests.finish, 8, "running", _NAME),
+    Operation("match", requests.match, 10, "waiting", _NAME, needs="match"),
+    Operation("append_batch", requests.append_batch, 24, "to grow", _CACHE["append_batch"],
               needs="append_batch"),
-    Operation("launch", launch, 12, "to compute", _CACHE["launch"]),
-    Operation("done", done, 30, "in flight", _CACHE["done"]),
+    Operation("launch", requests.launch, 12, "to compute", _CACHE["launch"]),
+    Operation("done", requests.done, 30, "in flight", _CACHE["done"]),
     Operation("fail", fail, 4, "in flight", _CACHE["fail"]),
-    Operation("again", publish_again, 4, "to repeat", _CACHE["again"]),
-    Operation("preempt", preempt, 4, "running", _NAME),
-    Operation("evict", evict, 20, "to evict", {"num_blocks": number_of_some}),
-    Operation("reset", reset, 3, ALWAYS, {"namespaces": some_namespaces}, needs="reset"),
+    Operation("again", requests.publish_again, 4, "to repeat", _CACHE["again"]),
+    Operation("preempt", requests.preempt, 4, "running", _NAME),
+    Operation("evict", requests.evict, 20, "to evict", {"num_blocks": number_of_some}),
+    Operation("reset", storage.reset, 3, ALWAYS, {"namespaces": some_namespaces}, needs="reset"),
     Operation("misuse", cache_end.misuse, 2, "misuse", _CACHE["misuse"], needs="misuse"),
     Operation("check", cache_end.check, 3, needs="check"),
-    Operation("drain", drain, 1),
-    Operation("park", park, 40, "to park", {**_NAME, "where": tier}),
-    Operation("unpark", unpark, 8, "parked", _NAME),
-    Operation("fork", fork, 10, "to fork", {**_NAME, "child": new_name, "more": num_more}),
-    Operation("prefetch", prefetch, 24, "to prefetch", _NAME),
-    Operation("cancel", cancel, 5, "prefetching", _NAME),
-    Operation("elsewhere", elsewhere, 24, "to store", {**_NAME, "num_blocks": number(6, 1)}),
+    Operation("drain", storage.drain, 1),
+    Operation("park", requests.park, 40, "to park", {**_NAME, "where": tier}),
+    Operation("unpark", requests.unpark, 8, "parked", _NAME),
+    Operation("fork", requests.fork, 10, "to fork", {**_NAME, "child": new_name, "more": num_more}),
+    Operation("prefetch", storage.prefetch, 24, "to prefetch", _NAME),
+    Operation("cancel", storage.cancel, 5, "prefetching", _NAME),
+    Operation("elsewhere", storage.elsewhere, 24, "to store",
+              {**_NAME, "num_blocks": number(6, 1)}),
     Operation("take", take, 30, "to take"),
-    Operation("result", result, 150, "without a result",
+    Operation("result", copies.result, 150, "without a result",
               {"copy": name_drawn, "bad": bad, "fenced": is_fenced}),
-    Operation("fence", fence, 30, "to fence", {"copy": name_drawn}),
-    Operation("late", late, 4, "fenced",
+    Operation("fence", copies.fence, 30, "to fence", {"copy": name_drawn}),
+    Operation("late", copies.late, 4, "fenced",
               {"copy": past_copy, "bad": maybe_first, "kind": number(3)}),
-    Operation("second", second, 4, "with a result", {"copy": name_drawn, "bad": bad}),
-    Operation("early", early, 3, "undecided"),
-    Operation("wrong_result", wrong_result, 4, "going on",
+    Operation("second", copies.second, 4, "with a result", {"copy": name_drawn, "bad": bad}),
+    Operation("early", copies.early, 3, "undecided"),
+    Operation("wrong_result", copies.wrong_result, 4, "going on",
               {"copy": name_drawn, "kind": number(4)}),
-    Operation("serve", serve, 1, "law",
+    Operation("serve", storage.serve, 1, "law",
               {"name": new_name, "prompt": cache_operations.prompt, "namespace": namespace}),
 ])  # fmt: skip

@@ -131,10 +131,6 @@ class TierState(CacheState):
         require(same, rule, "{}{} is not to be heard, and blocks move", method, arguments)
         return answer
 
-    def tier_counts(self) -> dict[str, int]:
-        """Counters of the tiers, as the manager reports them."""
-        return dict(self.target.tier_snapshot().counts)
-
     # Operations
 
     def owner_of(self, copy: int) -> str:
@@ -157,13 +153,13 @@ class TierState(CacheState):
                 if name:
                     flight.is_detached = True
                     if name != flight.op:
-                        self.tiers.detach_private(name, flight.op)
+                        self.tiers.detach(name, flight.op, shared=False)
 
     def continue_load(self, name: str, load: Load) -> None:
         """End a request while it is loaded; the operation continues without it."""
         op = f"op {load.copy}"
         self.tiers.loads[op] = load
-        self.tiers.detach_all(name, op)
+        self.tiers.detach(name, op, shared=True)
         for flight in self.executor.flights:
             if flight.op == op:
                 flight.owner = op

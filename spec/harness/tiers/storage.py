@@ -87,7 +87,7 @@ def reset(world: TierState, keep: list[int]) -> bool:
         parked.is_void = parked.is_void or world.requests[name].namespace not in names
     world.renew([name for name in NAMESPACES if name not in names])
     # For a prefix in two tiers, either copy may be counted.
-    model.counts["dropped_blocks"] = world.tier_counts()["dropped_blocks"]
+    model.counts["dropped_blocks"] = world.shot.counts["dropped_blocks"]
     for request in running:
         request.stop()
     world.see()
@@ -181,7 +181,7 @@ def serve(world: TierState, name: str, prompt: list[int], namespace: int) -> boo
     finish(world, name)
     settle(world)
     law.use(request.path(size))
-    counts = world.tier_counts()
+    counts = world.shot.counts
     found = (num_hit, num_loaded, counts["demoted_blocks"], counts["dropped_blocks"])
     wanted = law.wanted()
     require(found == wanted, rules.T26, "hit, loaded, demoted and dropped are {}, by the law {}",
