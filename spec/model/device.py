@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from ..rules.cache import C1
 from ..rules.rule import Violation
-from .ghost import Tag
-
-UNWRITTEN: Final = 0  # a prefix has this tag with probability 2**-64
-POISON: Final = 1  # the contents after a failed step
+from .ghost import POISON, UNWRITTEN, ContentError, GhostMemory, Tag
 
 
 @dataclass(slots=True)
@@ -52,8 +48,7 @@ class Device:
     """
 
     def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
-        self.memory: dict[int, list[Tag]] = {}
+        self.memory = GhostMemory(block_size)
         self.queue: list[Job] = []
 
     def launch(self, job: Job) -> None:
@@ -66,23 +61,16 @@ class Device:
             first = self.queue.pop(0)
             fails = failing and first is job
             self.read(first.request, first.table, first.reads)
-            for position, tag in enumerate(first.tags, len(first.reads)):
-                self.write(first.table, position, POISON if fails else tag)
+            tags = [POISON] * len(first.tags) if fails else first.tags
+            self.memory.write_sequence(first.table, [*first.reads, *tags], start=len(first.reads))
             first.has_run = True
-
-    def write(self, table: Sequence[int], position: int, tag: Tag) -> None:
-        """Write the KV of one token."""
-        index, offset = divmod(position, self.block_size)
-        block = table[index]
-        if block not in self.memory:
-            self.memory[block] = [UNWRITTEN] * self.block_size
-        self.memory[block][offset] = tag
 
     def append(self, table: Sequence[int], position: int, tag: Tag) -> None:
         """Write the KV of one token; what its block held behind it is lost."""
-        self.write(table, position, tag)
-        index, offset = divmod(position, self.block_size)
-        self.memory[table[index]][offset + 1 :] = [UNWRITTEN] * (self.block_size - offset - 1)
+        size = self.memory.block_size
+        index, offset = divmod(position, size)
+        self.memory.write(table[index], offset, tag)
+        self.memory.blocks[table[index]][offset + 1 :] = [UNWRITTEN] * (size - offset - 1)
 
     def read(self, name: str, table: Sequence[int], tags: Sequence[Tag]) -> None:
         """Check that a request reads the KV of its own prefix, for all `tags`.
@@ -90,20 +78,8 @@ class Device:
         Raises:
             Violation: C1, for the first token that holds other contents.
         """
-        size = self.block_size
-        for index in range(-(-len(tags) // size)):
-            wanted = tags[index * size : (index + 1) * size]
-            block = table[index]
-            found = self.memory.get(block)
-            if found is None or found[: len(wanted)] != wanted:
-                raise _wrong(name, block, index * size, wanted, found or [])
-
-
-def _wrong(
-    name: str, block: int, start: int, wanted: Sequence[Tag], found: Sequence[Tag]
-) -> Violation:
-    found = [*found, *[UNWRITTEN] * len(wanted)]
-    offset = next(i for i, tag in enumerate(wanted) if found[i] != tag)
-    what = {UNWRITTEN: "was never written", POISON: "holds what a failed step left"}
-    state = what.get(found[offset], "holds another prefix")
-    return Violation(C1, f"{name} reads token {start + offset} in block {block}, which {state}")
+        try:
+            self.memory.read_sequence(table, tags)
+        except ContentError as error:
+            why = f"{name} reads token {error.position} in block {error.block}, which {error.found}"
+            raise Violation(C1, why) from None

@@ -12,6 +12,9 @@ from typing import Final, TypeAlias
 
 Tag: TypeAlias = int
 
+UNWRITTEN: Final = 0  # a prefix has this tag with probability 2**-64
+POISON: Final = 1  # the contents after a failed step
+
 _SHIFT: Final = 1 << 31  # makes an int32 token not negative: hash(-1) == hash(-2)
 
 
@@ -51,12 +54,14 @@ class ContentError(AssertionError):
     Attributes:
         block: the block.
         position: position of the token in its sequence.
+        found: what the block holds for that token.
     """
 
     def __init__(self, block: int, position: int, found: str) -> None:
         super().__init__(f"content: block {block}, read for position {position}, {found}")
         self.block = block
         self.position = position
+        self.found = found
 
 
 class GhostMemory:
@@ -80,23 +85,14 @@ class GhostMemory:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self._slots: dict[tuple[int, int], Tag] = {}
+        self.blocks: dict[int, list[Tag]] = {}
 
     def write(self, block: int, offset: int, tag: Tag) -> None:
         """Write `tag` to a slot."""
         assert 0 <= offset < self.block_size, f"offset {offset} in a block of {self.block_size}"
-        self._slots[block, offset] = tag
-
-    def read(self, block: int, offset: int, tag: Tag, position: int) -> None:
-        """Check that a slot holds `tag`, the prefix of the token at `position`.
-
-        Raises:
-            ContentError: the slot was never written, or last written with another prefix.
-        """
-        found = self._slots.get((block, offset))
-        if found != tag:
-            what = "was never written" if found is None else "holds another prefix"
-            raise ContentError(block, position, what)
+        if block not in self.blocks:
+            self.blocks[block] = [UNWRITTEN] * self.block_size
+        self.blocks[block][offset] = tag
 
     def write_sequence(
         self, block_table: Sequence[int], tags: Sequence[Tag], start: int = 0
@@ -112,6 +108,12 @@ class GhostMemory:
         Raises:
             ContentError: for the first position with other contents.
         """
-        for position, tag in enumerate(tags):
-            index, offset = divmod(position, self.block_size)
-            self.read(block_table[index], offset, tag, position)
+        for start in range(0, len(tags), self.block_size):
+            block = block_table[start // self.block_size]
+            wanted = tags[start : start + self.block_size]
+            found = self.blocks.get(block) or [UNWRITTEN] * self.block_size
+            if found[: len(wanted)] != wanted:
+                offset = next(i for i, tag in enumerate(wanted) if found[i] != tag)
+                state = {UNWRITTEN: "was never written", POISON: "holds what a failed step left"}
+                text = state.get(found[offset], "holds another prefix")
+                raise ContentError(block, start + offset, text)

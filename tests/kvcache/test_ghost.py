@@ -68,9 +68,9 @@ def test_a_block_remembers_the_last_write():
     ghost_memory = GhostMemory(block_size=1)
     ghost_memory.write(3, 0, 1)
     ghost_memory.write(3, 0, 2)
-    ghost_memory.read(3, 0, 2, position=0)
+    ghost_memory.read_sequence([3], [2])
     with pytest.raises(ContentError, match="holds another prefix"):
-        ghost_memory.read(3, 0, 1, position=0)
+        ghost_memory.read_sequence([3], [1])
 
 
 def test_an_offset_outside_the_block_is_a_bug_of_the_test():

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from ...adapters.tiers import Copy, CopyKind
-from ...model.device import POISON, UNWRITTEN, Device
-from ...model.ghost import Tag
+from ...model.device import Device
+from ...model.ghost import POISON, UNWRITTEN, Tag
 from ...rules import tiers as rules
 from ...rules.rule import require
 
@@ -108,11 +108,11 @@ class Executor:
 
     def content(self, tier: str, block: int) -> Content:
         """Contents of a block."""
-        memory = self.device.memory if tier == "device" else self.host
-        return list(memory.get(block, [UNWRITTEN] * self.device.block_size))
+        memory = self.device.memory.blocks if tier == "device" else self.host
+        return list(memory.get(block, [UNWRITTEN] * self.device.memory.block_size))
 
     def _put(self, tier: str, block: int, content: Sequence[Tag]) -> None:
-        (self.device.memory if tier == "device" else self.host)[block] = list(content)
+        (self.device.memory.blocks if tier == "device" else self.host)[block] = list(content)
 
     def begin(self, copies: Sequence[Copy]) -> list[Flight]:
         """Begin the operations of one `take`."""
@@ -137,7 +137,7 @@ class Executor:
     def _spoil(self, kind: str, blocks: Sequence[int]) -> None:
         tier = "device" if kind in TO_DEVICE else "host"
         for block in blocks:
-            self._put(tier, block, [POISON] * self.device.block_size)
+            self._put(tier, block, [POISON] * self.device.memory.block_size)
 
     def find(self, name: str) -> Flight | None:
         """Return an operation by kind and index among those of the kind, such as ``"out1"``."""
