@@ -28,8 +28,13 @@ from ...spec.harness.findings.trace_file import (
     replay_file,
 )
 from ...spec.harness.subjects import WHATS, SubjectOptions, What
-from ..fuzz.campaign import CampaignConfig, CampaignResult, load_subject, run_campaign
-from ..fuzz.targets import DEFAULT_TARGETS
+from ..fuzz.campaign import (
+    DEFAULT_TARGETS,
+    CampaignConfig,
+    CampaignResult,
+    load_subject,
+    run_campaign,
+)
 from .errors import BadInputError
 from .output import check_destination, emit
 
@@ -73,6 +78,8 @@ def _with_origin(arguments: argparse.Namespace, problem: object) -> str:
 
 def _run_campaign(arguments: argparse.Namespace) -> int:
     what: What = arguments.what or "cache"
+    if arguments.depth and what != "cache":
+        raise BadInputError(f"--depth: only a cache has depths, not {what}")
     config = CampaignConfig(
         what,
         arguments.target or DEFAULT_TARGETS[what],

@@ -10,13 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from rich.console import RenderableType
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-from ..terminal.console import make_console
 from .errors import BadInputError
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from ...kvcache.storage import Storage, StorageStats
     from ..nodes import NodeStats
 
@@ -56,6 +54,8 @@ def emit(json_path: str | None, results: Mapping[str, Any] | str, *parts: Render
             if isinstance(part, str):
                 print(part)
             else:
+                from ..terminal.console import make_console  # `radixkv fuzz` works without Rich
+
                 make_console().print(part)
     if json_path is not None:
         if not isinstance(results, str):
@@ -77,6 +77,10 @@ class ProgressBar:
     """
 
     def __init__(self, quiet: bool) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        from ..terminal.console import make_console
+
         console = make_console(stderr=True)
         self._progress = Progress(
             TextColumn("{task.description}"),

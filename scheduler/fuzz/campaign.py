@@ -22,11 +22,13 @@ from ...spec.adapters.cache_target import Depth
 from ...spec.adapters.load_target import load_target
 from ...spec.harness.engine import Finding, Subject
 from ...spec.harness.random_engine import Run
-from ...spec.harness.subjects import SubjectOptions, What, make_subject
+from ...spec.harness.subjects import WHATS, SubjectOptions, What, make_subject
 from ..terminal.interrupts import hold_interrupts
-from .targets import DEFAULT_TARGETS
 
 EngineName: TypeAlias = Literal["random", "hypothesis"]
+
+DEFAULT_TARGETS: Final[dict[What, str]] = {what: f"{__package__}.targets:{what}" for what in WHATS}
+"""Import path of our target of each kind."""
 
 STEPS_PER_RUN: Final = {"random": 1_000, "hypothesis": 5_000}
 """Steps per run: few, to check the time often, but enough for Hypothesis to vary its choices."""

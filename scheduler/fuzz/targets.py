@@ -5,9 +5,6 @@ A trace file contains the import path of its target, so it can be replayed on an
 
 from __future__ import annotations
 
-from typing import Final
-
-from ...spec.harness.subjects import WHATS, What
 from . import (
     cache_adapter,
     handoff_adapter,
@@ -24,6 +21,3 @@ scheduler = scheduler_adapter.make_factory()
 tiered_scheduler = tiered_scheduler_adapter.make_factory()
 tiers = tier_adapter.make_factory()
 costs = tier_adapter.make_cost_factory()
-
-DEFAULT_TARGETS: Final[dict[What, str]] = {what: f"{__name__}:{what}" for what in WHATS}
-"""Import path of our target of each kind."""

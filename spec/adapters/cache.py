@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 from ..model.promises import Promises as Promises
@@ -116,6 +118,12 @@ and numbers of blocks to choose from, if the manager does not have all of them.
 
 class AdapterError(TypeError):
     """The adapter lacks a method or returns a wrong type; the message says what is expected."""
+
+
+def describe_error(call: str, error: BaseException) -> str:
+    """Return what a call raised, and the line of code that raised it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{call} raised {error!r} at {Path(frame.filename).name}:{frame.lineno}"
 
 
 def sizes_of(factory: Factory, kind: Literal["block_sizes", "pool_sizes"]) -> Sequence[int]:

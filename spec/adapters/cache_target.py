@@ -7,7 +7,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from ..rules.cache import C3, D3, S4, W6
 from ..rules.rule import Violation, require
-from .cache import AdapterError, Events, Factory, Promises, Snapshot
+from .cache import AdapterError, Events, Factory, Promises, Snapshot, describe_error
 
 Depth: TypeAlias = Literal["api", "events", "full"]
 
@@ -63,7 +63,7 @@ class Target:
         except (Exception, SystemExit) as error:
             shown = ", ".join(map(repr, arguments))
             rule = W6 if method == "check" else S4
-            raise Violation(rule, f"{method}({shown}) raised {error!r}") from error
+            raise Violation(rule, describe_error(f"{method}({shown})", error)) from error
         if given != list(arguments):
             changed = [pair for pair in zip(arguments, given, strict=True) if pair[0] != pair[1]]
             before, after = changed[0]

@@ -9,7 +9,7 @@ from ..model.scheduler import Reason
 from ..rules.cache import C3
 from ..rules.rule import Violation, require
 from ..rules.scheduler import Q35
-from .cache import AdapterError
+from .cache import AdapterError, describe_error
 from .scheduler import Chunk, SchedulerFactory, SchedulerPromises, Submission
 from .tiers import Copy
 
@@ -75,7 +75,7 @@ class SchedulerTarget:
             raise
         except (Exception, SystemExit) as error:
             shown = ", ".join(map(repr, arguments))
-            raise Violation(Q35, f"{method}({shown}) raised {error!r}") from error
+            raise Violation(Q35, describe_error(f"{method}({shown})", error)) from error
 
     def add(self, request: Submission) -> bool:
         """See `Scheduler.add`."""

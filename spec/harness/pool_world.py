@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, TypeAlias
 
+from ..adapters.cache import describe_error
 from ..rules.cache import C3, F3, F4, F5, S4, W1, W6
 from ..rules.rule import Rule, Violation, require
 from . import engine
@@ -67,7 +68,7 @@ class PoolWorld:
         except Violation:
             raise
         except (Exception, SystemExit) as error:
-            raise Violation(rule, f"the pool raised {error!r}") from error
+            raise Violation(rule, describe_error("the pool", error)) from error
 
     def allocate(self, num_blocks: int) -> bool:
         """Allocate from both pools, and make the second one take the same ids."""

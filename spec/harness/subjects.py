@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
+from ..adapters.cache import AdapterError
 from ..adapters.cache_target import Depth
 from .engine import Subject
 
@@ -55,8 +56,13 @@ def make_subject(
         options: sizes, and known findings.
 
     Raises:
-        AdapterError: there is no such size or rule.
+        AdapterError: there is no such size or rule, or the kind has no sizes.
     """
+    for name, sizes in (("block_sizes", options.block_sizes), ("pool_sizes", options.pool_sizes)):
+        if sizes and what != "cache":
+            raise AdapterError(f"{name}: only caches have sizes to choose from, not {what}")
+        if not all(size > 0 for size in sizes):
+            raise AdapterError(f"{name} must be positive integers, got {list(sizes)}")
     subject = _make_subject(what, factory, depth, options)
     if not options.known:
         return subject

@@ -248,6 +248,9 @@ def test_a_module_that_cannot_be_imported(fuzz: Any, tmp_path: Path) -> None:
         (["--steps", "1", "--seconds", "1"],
          "argument --seconds: not allowed with argument --steps"),
         (["--engine", "atheris"], "argument --engine: invalid choice: 'atheris'"),
+        (["--what", "scheduler", "--block-sizes", "4"],
+         "block_sizes: only caches have sizes to choose from, not scheduler"),
+        (["--what", "tiers", "--depth", "events"], "--depth: only a cache has depths, not tiers"),
         (["--json", "no/such/folder/a.json"],
          "--json no/such/folder/a.json: the directory no/such/folder does not exist"),
         (["--svg", "no/such/folder/a.svg"],
@@ -259,6 +262,17 @@ def test_wrong_options(fuzz: Any, options: list[str], text: str) -> None:
     outcome = fuzz(*options)
     assert outcome.status == 2 and outcome.stdout == ""
     assert outcome.stderr.startswith(f"radixkv: {text}") and outcome.stderr.count("\n") == 1
+
+
+def test_a_foreign_target_needs_no_package() -> None:
+    """With ``pip install --no-deps``, the command works for all but our own managers."""
+    program = (
+        "import sys; sys.modules.update(dict.fromkeys(['jax', 'numpy', 'rich', 'xxhash']));"
+        "from radixkv.scheduler.cli.main import main;"
+        f"sys.exit(main(['fuzz', '--target', {leaky()!r}, '--steps', '2000']))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "") and "failed: D1" in done.stdout
 
 
 SIZES = {"num_blocks": 3, "block_size": 1, "max_running": 1, "alphabet": 1}

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from radixkv.spec.harness.engine import replay
+from radixkv.spec.harness.findings.trace_file import read_trace_file
 from radixkv.spec.harness.random_engine import run
 from radixkv.spec.harness.scheduler.world import SchedulerSubject
-from radixkv.spec.harness.trace_file import read_trace_file
 
 from .designs.schedulers import BROKEN, DESIGNS, ChunkWise, KeepsWithdrawn, Toy
 

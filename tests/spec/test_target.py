@@ -78,7 +78,9 @@ def test_an_exception_of_the_manager_is_a_violation(error: BaseException) -> Non
     with pytest.raises(Violation) as caught:
         target(adapter_with(admit=admit)).admit("r1", [1, 2], b"")
     assert caught.value.rule.code == "S4"
-    assert caught.value.why == f"admit('r1', [1, 2], b'') raised {error!r}"
+    line = admit.__code__.co_firstlineno + 1
+    told = f"admit('r1', [1, 2], b'') raised {error!r} at test_target.py:{line}"
+    assert caught.value.why == told
 
 
 def test_tokens_that_come_back_changed_are_a_violation() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, cast
 
-from ...adapters.cache import AdapterError
+from ...adapters.cache import AdapterError, describe_error
 from ...adapters.handoff import (
     GATEWAY,
     SILENCE,
@@ -44,7 +44,7 @@ class _Guard:
             except (Violation, AdapterError):
                 raise
             except (Exception, SystemExit) as error:
-                raise Violation(X19, f"{name} raised {error!r}") from error
+                raise Violation(X19, describe_error(name, error)) from error
 
         setattr(self, name, call)
         return call
