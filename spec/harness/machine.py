@@ -127,13 +127,10 @@ def _rule_of(operation: Operation[Any]) -> Any:
     return precondition(lambda self: self.applies(operation))(as_rule(do))
 
 
-def rules_of(table: Table[Any]) -> dict[str, Any]:
-    """Return the rules of a table, by name."""
-    return {operation.word: _rule_of(operation) for operation in table}
-
-
 class SpecificationMachine(RuleBasedStateMachine, unittest.TestCase):
-    """The operations of a table as rules; its subclasses say what is tested.
+    """The operations of a table as rules, and what is tested.
+
+    A subclass with a `table` is a kind of machine; a subclass of that, with `make`, is a test.
 
     Attributes:
         make: makes an adapter.
@@ -150,10 +147,12 @@ class SpecificationMachine(RuleBasedStateMachine, unittest.TestCase):
     world: Any  # a World
     __test__ = False  # only classes with a system to test are collected
 
-    def __init_subclass__(cls, **arguments: Any) -> None:
+    def __init_subclass__(cls, table: Table[Any] | None = None, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
+        for operation in table or ():
+            setattr(cls, operation.word, _rule_of(operation))
         if "__test__" not in vars(cls):
-            cls.__test__ = SpecificationMachine not in cls.__bases__
+            cls.__test__ = table is None
 
     def __init__(self, method: str = "runTest") -> None:
         unittest.TestCase.__init__(self, method)
@@ -229,56 +228,54 @@ class SpecificationMachine(RuleBasedStateMachine, unittest.TestCase):
             raise
 
 
-class CacheMachine(SpecificationMachine):
+class CacheMachine(SpecificationMachine, table=CACHE_TABLE):
     """A cache manager under test: `make` makes an adapter from ``(num_blocks, block_size)``."""
 
     what = "cache"
-    vars().update(rules_of(CACHE_TABLE))
 
 
-class CostMachine(SpecificationMachine):
+class CostMachine(SpecificationMachine, table=COST_TABLE):
     """The costs of a cache manager under test: see `radixkv.spec.harness.cost_world`."""
 
     what = "costs"
-    vars().update(rules_of(COST_TABLE))
 
 
-class HandoffMachine(SpecificationMachine):
+class HandoffMachine(SpecificationMachine, table=HANDOFF_TABLE):
     """The hand-off between prefill and decode nodes: see `radixkv.spec.adapters.handoff`."""
 
     what = "handoff"
-    vars().update(rules_of(HANDOFF_TABLE))
 
 
-class PoolMachine(SpecificationMachine):
+class PoolMachine(SpecificationMachine, table=POOL_TABLE):
     """A block pool under test: see `radixkv.spec.harness.pool_world.Pool`."""
 
     what = "pool"
-    vars().update(rules_of(POOL_TABLE))
 
 
-class TierMachine(SpecificationMachine):
+class TierMachine(SpecificationMachine, table=TIER_TABLE):
     """A cache manager with tiers under test: see `radixkv.spec.adapters.tiers`."""
 
     what = "tiers"
-    vars().update(rules_of(TIER_TABLE))
 
 
-class SchedulerMachine(SpecificationMachine):
+class SchedulerMachine(SpecificationMachine, table=SCHEDULER_TABLE):
     """A scheduler under test: see `radixkv.spec.adapters.scheduler`."""
 
     what = "scheduler"
-    vars().update(rules_of(SCHEDULER_TABLE))
 
 
-class TieredSchedulerMachine(SpecificationMachine):
+class TieredSchedulerMachine(SpecificationMachine, table=SCHEDULER_TABLE):
     """A scheduler over a manager with tiers: see `radixkv.spec.adapters.scheduler`."""
 
     what = "tiered_scheduler"
-    vars().update(rules_of(SCHEDULER_TABLE))
 
 
 def machine_of(subject: Subject) -> type[SpecificationMachine]:
     """Return a machine of a subject."""
-    members = {"subject": classmethod(lambda cls: subject), **rules_of(subject.table)}
-    return type("Machine", (SpecificationMachine,), members)
+
+    class Machine(SpecificationMachine, table=subject.table):
+        @classmethod
+        def subject(cls) -> Subject:
+            return subject
+
+    return Machine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 from ..adapters.cache import AdapterError
 from ..adapters.cache_target import Depth
@@ -14,15 +14,7 @@ What: TypeAlias = Literal[
     "cache", "costs", "handoff", "pool", "scheduler", "tiered_scheduler", "tiers"
 ]
 
-WHATS: Final[tuple[What, ...]] = (
-    "cache",
-    "costs",
-    "handoff",
-    "pool",
-    "scheduler",
-    "tiered_scheduler",
-    "tiers",
-)
+WHATS: Final[tuple[What, ...]] = get_args(What)
 
 
 @dataclass(frozen=True)

@@ -104,22 +104,11 @@ def _refused(
     )  # fmt: skip
     if "refusal" not in world.target.can or model is None:
         return
-    answer = world.target.refusal()
-    if total > size:
-        require(
-            answer == (total, size),
-            rules.A9,
-            "{} needs {}, the refusal says {}",
-            name,
-            total,
-            answer,
-        )
-        world.situations["too large"] += 1
-    else:
-        require(
-            answer == (needed, can),
-            rules.A7, "{} needs {} of {}, the refusal says {}", name, needed, can, answer,
-        )  # fmt: skip
+    answer, is_too_large = world.target.refusal(), total > size
+    world.situations["too large"] += is_too_large
+    rule, numbers = (rules.A9, (total, size)) if is_too_large else (rules.A7, (needed, can))
+    why = "{} needs {} of {}, the refusal says {}"
+    require(answer == numbers, rule, why, name, *numbers, answer)
 
 
 def _check_hit(world: CacheState, request: Request, hit: int) -> None:

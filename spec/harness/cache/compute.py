@@ -182,15 +182,8 @@ def _grow(
     if world.promises.refuses_only_short:
         require(needed > can, reason, "{} blocks were refused, and {} can be had", needed, can)
         if "refusal" in world.target.can:
-            answer = world.target.refusal()
-            require(
-                answer == (needed, can),
-                rules.A7,
-                "{} of {} needed, the refusal says {}",
-                needed,
-                can,
-                answer,
-            )
+            answer, why = world.target.refusal(), "{} of {} needed, the refusal says {}"
+            require(answer == (needed, can), rules.A7, why, needed, can, answer)
     for request in requests:
         require(
             world.target.block_table(request.name) == request.table,

@@ -139,7 +139,7 @@ CACHE_TABLE: Final[Table[CacheState]] = Table(groups, [
     Operation("misuse", misuse, 6, "misuse", {"kind": number(1 << 10), "name": name_drawn},
               needs="misuse"),
     Operation("check", check, 2, needs="check"),
-    Operation("drain", drain, 1),
+    Operation("drain", drain, 2),
     Operation("serve", serve, 1, "serial",
               {"name": new_name, "prompt": prompt, "namespace": namespace}),
 ])  # fmt: skip
