@@ -28,6 +28,8 @@ def launch(world: CacheState, name: str, num_tokens: int, job: str) -> bool:
         return False
     table, start = world.target.block_table(name), request.written
     tags = request.tags[start : start + num_tokens]
+    end, why = start + len(tags), "{} has {} blocks for {} tokens"
+    require(len(table) >= world.blocks_for(end), rules.A4, why, name, len(table), end)
     for other in world.running():
         shared = set(table[start // world.block_size :]) & set(other.table)
         require(
