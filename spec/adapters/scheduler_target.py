@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 from ..model.scheduler import Reason
 from ..rules.cache import C3
@@ -12,6 +12,8 @@ from ..rules.scheduler import Q35
 from .cache import AdapterError, describe_error
 from .scheduler import Chunk, SchedulerFactory, SchedulerPromises, Submission
 from .tiers import Copy
+
+Plain = TypeVar("Plain", bool, int)
 
 REQUIRED: Final = {
     "add": "add(request: Submission) -> True, or False if it is too large",
@@ -77,9 +79,21 @@ class SchedulerTarget:
             shown = ", ".join(map(repr, arguments))
             raise Violation(Q35, describe_error(f"{method}({shown})", error)) from error
 
+    def _ask(self, kind: type[Plain], method: str, *arguments: Any) -> Plain:
+        result = self._call(method, *arguments)
+        if type(result) is not kind:
+            raise _wrong(method, result)
+        return result
+
+    def _list(self, method: str, *arguments: Any) -> list[Any]:
+        result = self._call(method, *arguments)
+        if isinstance(result, str) or not isinstance(result, Iterable):
+            raise _wrong(method, result)
+        return list(result)
+
     def add(self, request: Submission) -> bool:
         """See `Scheduler.add`."""
-        return bool(self._call("add", request))
+        return self._ask(bool, "add", request)
 
     def schedule(self) -> list[Chunk]:
         """See `Scheduler.schedule`."""
@@ -94,7 +108,7 @@ class SchedulerTarget:
     def update(self, tokens: Sequence[int]) -> list[str]:
         """See `Scheduler.update`."""
         given = list(tokens)
-        ended = list(self._call("update", given))
+        ended = self._list("update", given)
         require(
             given == list(tokens), C3, "update was given {}, and changed it to {}", tokens, given
         )
@@ -102,31 +116,31 @@ class SchedulerTarget:
 
     def abort(self, name: str) -> bool:
         """See `Scheduler.abort`."""
-        return bool(self._call("abort", name))
+        return self._ask(bool, "abort", name)
 
     def running(self) -> list[str]:
         """See `Scheduler.running`."""
-        return list(self._call("running"))
+        return self._list("running")
 
     def waiting(self) -> list[str]:
         """See `Scheduler.waiting`."""
-        return list(self._call("waiting"))
+        return self._list("waiting")
 
     def num_computed(self, name: str) -> int:
         """See `Scheduler.num_computed`."""
-        return int(self._call("num_computed", name))
+        return self._ask(int, "num_computed", name)
 
     def num_hit(self, name: str) -> int:
         """See `Scheduler.num_hit`."""
-        return int(self._call("num_hit", name))
+        return self._ask(int, "num_hit", name)
 
     def block_table(self, name: str) -> list[int]:
         """See `Scheduler.block_table`."""
-        return list(self._call("block_table", name))
+        return self._list("block_table", name)
 
     def output(self, name: str) -> list[int]:
         """See `Scheduler.output`."""
-        return list(self._call("output", name))
+        return self._list("output", name)
 
     def reason(self, name: str) -> Reason | None:
         """See `Scheduler.reason`."""
@@ -135,47 +149,47 @@ class SchedulerTarget:
 
     def available(self) -> int:
         """See `Scheduler.available`."""
-        return int(self._call("available"))
+        return self._ask(int, "available")
 
     def take(self) -> list[Copy]:
         """See `TieredScheduler.take`."""
-        return list(self._call("take"))
+        return self._list("take")
 
     def take_cancelled(self) -> list[int]:
         """See `TieredScheduler.take_cancelled`."""
-        return list(self._call("take_cancelled"))
+        return self._list("take_cancelled")
 
     def complete(self, copy: int, ok: Sequence[bool], fenced: bool) -> bool:
         """See `TieredScheduler.complete`."""
-        return bool(self._call("complete", copy, ok, fenced))
+        return self._ask(bool, "complete", copy, ok, fenced)
 
     def fence(self, copy: int) -> bool:
         """See `TieredScheduler.fence`."""
-        return bool(self._call("fence", copy))
+        return self._ask(bool, "fence", copy)
 
     def is_loading(self, name: str) -> bool:
         """See `TieredScheduler.is_loading`; False without tiers."""
-        return self.has_tiers and bool(self._call("is_loading", name))
+        return self.has_tiers and self._ask(bool, "is_loading", name)
 
     def keys(self, tokens: Sequence[int], namespace: bytes) -> list[bytes]:
         """See `TieredScheduler.keys`."""
-        return list(self._call("keys", tokens, namespace))
+        return self._list("keys", tokens, namespace)
 
     def num_cached(self, name: str) -> int:
         """See `TieredScheduler.num_cached`."""
-        return int(self._call("num_cached", name))
+        return self._ask(int, "num_cached", name)
 
     def num_copies(self) -> int:
         """See `TieredScheduler.num_copies`; 0 without tiers."""
-        return int(self._call("num_copies")) if self.has_tiers else 0
+        return self._ask(int, "num_copies") if self.has_tiers else 0
 
     def num_parked(self) -> int:
         """See `TieredScheduler.num_parked`."""
-        return int(self._call("num_parked"))
+        return self._ask(int, "num_parked")
 
     def num_pinned(self) -> int:
         """See `TieredScheduler.num_pinned`."""
-        return int(self._call("num_pinned"))
+        return self._ask(int, "num_pinned")
 
     def reset(self, keep: Sequence[bytes], weights: str) -> None:
         """See `TieredScheduler.reset`."""
@@ -188,8 +202,13 @@ class SchedulerTarget:
 
     def misuse(self, kind: int, name: str) -> bool:
         """Make a wrong call; return whether it was refused."""
-        return bool(self._call("misuse", kind, name))
+        return self._ask(bool, "misuse", kind, name)
 
     def check(self) -> None:
         """Let the scheduler check its own invariants."""
         self._call("check")
+
+
+def _wrong(method: str, result: Any) -> AdapterError:
+    wanted = {**REQUIRED, **REQUIRED_OF_TIERS, "misuse": "misuse(kind, name) -> whether refused"}
+    return AdapterError(f"{method} returned {result!r}; it needs {wanted[method]}")

@@ -8,9 +8,13 @@ import pytest
 
 from radixkv.spec.adapters.cache import AdapterError, Promises
 from radixkv.spec.adapters.cache_target import BY_DEPTH, REQUIRED, Depth, Target
+from radixkv.spec.adapters.scheduler import Submission
+from radixkv.spec.adapters.scheduler_target import SchedulerTarget
 from radixkv.spec.harness.cache.world import CacheSubject
+from radixkv.spec.harness.scheduler.configuration import draw_config
 from radixkv.spec.rules.rule import Violation
 
+from .designs.schedulers import ChunkWise
 from .toys import Plain
 
 WRONG_RESULTS = [
@@ -113,3 +117,45 @@ def test_a_factory_that_makes_no_new_manager_is_told() -> None:
         "a new manager must have all of its 4 blocks available, this one has 2: the factory must "
         "make a new one for each world, that shares nothing"
     )
+
+
+def scheduler_with(**methods: Any) -> SchedulerTarget:
+    config = {**draw_config(lambda limit: 0), "policy": "fcfs"}
+    return SchedulerTarget(type("Wrong", (ChunkWise,), methods), config)
+
+
+@pytest.mark.parametrize(
+    ("method", "result", "arguments", "wanted"),
+    [
+        ("add", "yes", [Submission("r1", [0], 1, 0, [], b"")],
+         "add(request: Submission) -> True, or False if it is too large"),
+        ("available", None, [], "available() -> how many blocks are free or could be evicted"),
+        ("num_hit", True, ["r1"],
+         "num_hit(name) -> tokens found in the cache at its last admission"),
+        ("running", "ab", [], "running() -> the names that hold blocks, in order of admission"),
+        ("block_table", None, ["r1"], "block_table(name) -> the ids of its blocks"),
+    ],
+)  # fmt: skip
+def test_a_wrong_result_of_a_scheduler_is_told(
+    method: str, result: Any, arguments: list[Any], wanted: str
+) -> None:
+    target = scheduler_with(**{method: lambda *_: result})
+    with pytest.raises(AdapterError) as caught:
+        getattr(target, method)(*arguments)
+    assert str(caught.value) == f"{method} returned {result!r}; it needs {wanted}"
+
+
+def test_a_scheduler_without_a_method_is_told() -> None:
+    with pytest.raises(AdapterError) as caught:
+        scheduler_with(abort=None)
+    assert (
+        str(caught.value)
+        == "Wrong has no method abort; it needs abort(name) -> whether it was live"
+    )
+
+
+def test_a_scheduler_that_returns_no_chunks_is_told() -> None:
+    with pytest.raises(AdapterError) as caught:
+        scheduler_with(schedule=lambda self: [("r1", 0)]).schedule()
+    told = "schedule must return chunks (name, start, length), got [('r1', 0)]"
+    assert str(caught.value) == told
