@@ -44,7 +44,7 @@ def weights_now(world: TierState, weights: dict[str, int]) -> dict[str, int]:
         weights = {**weights, "evict": 3 * weights["evict"]}
     if with_tail := _with_tail(world):  # best loaded behind a block that only the host has
         word = "admit" if _on_host_alone(world, with_tail) else "evict"
-        weights = {**weights, word: 8 * weights[word], "unpark": 1, "submit": 5}
+        weights = {**weights, word: 4 * weights[word], "unpark": 1}
     if any(flight.has_result for flight in world.executor.flights):  # and no fence
         weights = {**weights, "reset": 5 * weights["reset"]}
     return weights
@@ -208,7 +208,7 @@ TIER_TABLE: Final[Table[TierState]] = Table(groups, [
     Operation("match", requests.match, 10, "waiting", _NAME, needs="match"),
     Operation("append_batch", requests.append_batch, 24, "to grow", _CACHE["append_batch"],
               needs="append_batch"),
-    Operation("launch", requests.launch, 12, "to compute", _CACHE["launch"]),
+    Operation("launch", requests.launch, 16, "to compute", _CACHE["launch"]),
     Operation("done", requests.done, 30, "in flight", _CACHE["done"]),
     Operation("fail", fail, 4, "in flight", _CACHE["fail"]),
     Operation("again", requests.publish_again, 4, "to repeat", _CACHE["again"]),
@@ -222,7 +222,7 @@ TIER_TABLE: Final[Table[TierState]] = Table(groups, [
     Operation("unpark", requests.unpark, 8, "parked", _NAME),
     Operation("fork", requests.fork, 10, "to fork", {**_NAME, "child": new_name, "more": num_more}),
     Operation("prefetch", storage.prefetch, 24, "to prefetch", _NAME),
-    Operation("cancel", storage.cancel, 5, "prefetching", _NAME),
+    Operation("cancel", storage.cancel, 7, "prefetching", _NAME),
     Operation("elsewhere", storage.elsewhere, 24, "to store",
               {**_NAME, "num_blocks": number(6, 1)}),
     Operation("take", take, 30, "to take"),
