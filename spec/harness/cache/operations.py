@@ -75,7 +75,7 @@ def new_name(world: CacheState, name: str, below: Below) -> str:
 
 def prompt(world: CacheState, name: str, below: Below) -> list[int]:
     """A prompt, often one that extends an earlier one, often of about whole blocks."""
-    return draw_prompt(below, world.past, world.config)
+    return draw_prompt(below, world.past, world.config, repeats=True)
 
 
 def num_more(world: CacheState, name: str, below: Below) -> int:

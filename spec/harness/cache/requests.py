@@ -93,14 +93,22 @@ class Request:
         return self.tags[block_size - 1 :: block_size]
 
 
-def draw_prompt(below: Below, past: Sequence[Request], config: Config) -> list[int]:
-    """Draw a prompt: often the start of an earlier one, often of a length near whole blocks."""
+def draw_prompt(
+    below: Below, past: Sequence[Request], config: Config, *, repeats: bool = False
+) -> list[int]:
+    """Draw a prompt: often the start of an earlier one, often of a length near whole blocks.
+
+    Args:
+        repeats: a third of these starts are all tokens of the earlier request.
+    """
     size, alphabet = config["block_size"], config["alphabet"]
     prompt: list[int] = []
     if past and below(4):
-        prompt = _draw_start(below, past)
+        prompt = _draw_start(below, past, repeats=repeats)
         if below(4) == 0:  # the same tokens at another place: there they are another prefix
-            prompt = prompt[: len(prompt) - len(prompt) % size] + _draw_start(below, past)
+            prompt = prompt[: len(prompt) - len(prompt) % size] + _draw_start(
+                below, past, repeats=repeats
+            )
     near_blocks = size * (1 + below(4)) + below(3) - 1
     length = near_blocks if below(2) else len(prompt) + below(5)
     length = max(1, min(length, size * (config["num_blocks"] + 1)))
@@ -108,6 +116,6 @@ def draw_prompt(below: Below, past: Sequence[Request], config: Config) -> list[i
     return prompt + [TOKENS[below(alphabet)] for _ in range(length - len(prompt))]
 
 
-def _draw_start(below: Below, past: Sequence[Request]) -> list[int]:
+def _draw_start(below: Below, past: Sequence[Request], *, repeats: bool) -> list[int]:
     tokens = past[-1 - below(min(6, len(past)))].tokens
-    return tokens[: below(len(tokens) + 2)]
+    return tokens if repeats and below(3) == 0 else tokens[: below(len(tokens) + 2)]
