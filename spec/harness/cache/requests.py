@@ -101,21 +101,19 @@ def draw_prompt(
     Args:
         repeats: a third of these starts are all tokens of the earlier request.
     """
+
+    def start() -> list[int]:
+        tokens = past[-1 - below(min(6, len(past)))].tokens
+        return tokens if repeats and below(3) == 0 else tokens[: below(len(tokens) + 2)]
+
     size, alphabet = config["block_size"], config["alphabet"]
     prompt: list[int] = []
     if past and below(4):
-        prompt = _draw_start(below, past, repeats=repeats)
+        prompt = start()
         if below(4) == 0:  # the same tokens at another place: there they are another prefix
-            prompt = prompt[: len(prompt) - len(prompt) % size] + _draw_start(
-                below, past, repeats=repeats
-            )
+            prompt = prompt[: len(prompt) - len(prompt) % size] + start()
     near_blocks = size * (1 + below(4)) + below(3) - 1
     length = near_blocks if below(2) else len(prompt) + below(5)
     length = max(1, min(length, size * (config["num_blocks"] + 1)))
     prompt = prompt[:length]
     return prompt + [TOKENS[below(alphabet)] for _ in range(length - len(prompt))]
-
-
-def _draw_start(below: Below, past: Sequence[Request], *, repeats: bool) -> list[int]:
-    tokens = past[-1 - below(min(6, len(past)))].tokens
-    return tokens if repeats and below(3) == 0 else tokens[: below(len(tokens) + 2)]
