@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from ..rules.cache import C3, D3, S4, W6
 from ..rules.rule import Violation, require
 from .cache import AdapterError, Events, Factory, Promises, Snapshot, describe_error
 
 Depth: TypeAlias = Literal["api", "events", "full"]
+
+Result = TypeVar("Result")
 
 DEPTHS: Final[tuple[Depth, ...]] = ("api", "events", "full")
 
@@ -70,10 +72,8 @@ class Target:
             raise Violation(C3, f"{method} was given {before}, and changed it to {after}")
         return result
 
-    def _expect(self, method: str, result: Any, kind: type, wanted: str) -> Any:
-        if not isinstance(result, kind) or (kind is int and isinstance(result, bool)):
-            raise AdapterError(f"{method} must return {wanted}, got {result!r}")
-        return result
+    def _ask(self, kind: type[Result], wanted: str, method: str, *arguments: Any) -> Result:
+        return _checked(kind, wanted, method, self._call(method, *arguments))
 
     def report_to(self, events: Events) -> None:
         """Let the manager report its events."""
@@ -81,10 +81,7 @@ class Target:
         self._new_size = self._size()
 
     def _size(self) -> int:
-        if "size" not in self.can:
-            return 0
-        size: int = self._expect("size", self._call("size"), int, "an int")
-        return size
+        return self._ask(int, "an int", "size") if "size" in self.can else 0
 
     def check_empty(self) -> None:
         """Check the size of the manager, which has nothing cached and no request or operation."""
@@ -95,31 +92,21 @@ class Target:
     def admit(self, name: str, tokens: Sequence[int], namespace: bytes) -> int | None:
         """See `Manager.admit`."""
         hit = self._call("admit", name, list(tokens), namespace)
-        if hit is None:
-            return None
-        checked: int = self._expect("admit", hit, int, "the hit tokens as an int, or None")
-        return checked
+        return (
+            hit if hit is None else _checked(int, "the hit tokens as an int, or None", "admit", hit)
+        )
 
     def match(self, name: str, tokens: Sequence[int], namespace: bytes) -> int:
         """Match now, for a later admission; return the hit tokens."""
-        hit: int = self._expect(
-            "match", self._call("match", name, list(tokens), namespace), int, "an int"
-        )
-        return hit
+        return self._ask(int, "an int", "match", name, list(tokens), namespace)
 
     def append(self, name: str, tokens: Sequence[int]) -> bool:
         """See `Manager.append`."""
-        done: bool = self._expect(
-            "append", self._call("append", name, list(tokens)), bool, "True or False"
-        )
-        return done
+        return self._ask(bool, "True or False", "append", name, list(tokens))
 
     def append_batch(self, names: Sequence[str]) -> bool:
         """Allocate room for one more token of each request."""
-        done: bool = self._expect(
-            "append_batch", self._call("append_batch", list(names)), bool, "True or False"
-        )
-        return done
+        return self._ask(bool, "True or False", "append_batch", list(names))
 
     def publish(self, name: str, tokens: Sequence[int]) -> None:
         """See `Manager.publish`."""
@@ -143,13 +130,11 @@ class Target:
 
     def available(self) -> int:
         """See `Manager.available`."""
-        number: int = self._expect("available", self._call("available"), int, "an int")
-        return number
+        return self._ask(int, "an int", "available")
 
     def evict(self, num_blocks: int) -> int:
         """Evict `num_blocks` blocks; return how many were evicted."""
-        number: int = self._expect("evict", self._call("evict", num_blocks), int, "an int")
-        return number
+        return self._ask(int, "an int", "evict", num_blocks)
 
     def refusal(self) -> tuple[int, int]:
         """Return the numbers of the last refusal: blocks needed and blocks available."""
@@ -158,10 +143,7 @@ class Target:
 
     def snapshot(self) -> Snapshot:
         """Return the complete state of the manager."""
-        shot: Snapshot = self._expect(
-            "snapshot", self._call("snapshot"), Snapshot, "a radixkv.spec.Snapshot"
-        )
-        return shot
+        return self._ask(Snapshot, "a radixkv.spec.Snapshot", "snapshot")
 
     def run(self, method: Literal["reset", "check"]) -> None:
         """Call a method without arguments or result."""
@@ -170,3 +152,9 @@ class Target:
     def misuse(self, kind: int, name: str) -> None:
         """Let the adapter make a wrong call and check that it is refused."""
         self._call("misuse", kind, name)
+
+
+def _checked(kind: type[Result], wanted: str, method: str, result: Any) -> Result:
+    if not isinstance(result, kind) or (kind is int and isinstance(result, bool)):
+        raise AdapterError(f"{method} must return {wanted}, got {result!r}")
+    return result

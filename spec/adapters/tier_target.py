@@ -37,8 +37,5 @@ class TierTarget(Target):
 
     def tier_snapshot(self) -> TierSnapshot:
         """Return the state of the tiers below the device."""
-        shot: TierSnapshot = self._expect(
-            "tier_snapshot", self._call("tier_snapshot"), TierSnapshot,
-            "a radixkv.spec.adapters.tiers.TierSnapshot",
-        )  # fmt: skip
-        return shot
+        wanted = "a radixkv.spec.adapters.tiers.TierSnapshot"
+        return self._ask(TierSnapshot, wanted, "tier_snapshot")
