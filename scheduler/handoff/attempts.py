@@ -171,8 +171,9 @@ class DecodeAttempt:
 
     def missing(self) -> tuple[int, ...]:
         """Return the first MAX_MISSING parts that COMMIT counts and D has not received."""
-        num_parts = self.commit.num_parts if self.commit is not None else 0
-        missing = (part for part in range(num_parts) if part not in self.parts)
+        if self.commit is None:
+            return ()
+        missing = (part for part in range(self.commit.num_parts) if part not in self.parts)
         return tuple(islice(missing, MAX_MISSING))
 
     @property

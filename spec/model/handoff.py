@@ -27,6 +27,8 @@ from ..rules.handoff import (
     X13,
     X14,
     X15,
+    X21,
+    X22,
 )
 from ..rules.rule import require
 
@@ -110,6 +112,7 @@ class Requests:
         self._max_attempts = max_attempts
         self._begun: dict[str, str] = {}
         self._started: set[str] = set()
+        self._offered: set[Hashable] = set()
         self._sent: set[Hashable] = set()
         self._acknowledged: set[Hashable] = set()
 
@@ -143,6 +146,14 @@ class Requests:
         """The sender of a message hears that it has arrived."""
         if (sender, attempt, kind) in self._sent:
             self._acknowledged.add((sender, attempt, kind))
+
+    def offered(self, part: Hashable) -> None:
+        """P offers a part to one epoch of D."""
+        self._offered.add(part)
+
+    def pulled(self, node: str, part: Hashable) -> None:
+        """D begins to pull a part."""
+        require(part in self._offered, X22, "{} pulls {}", node, part)
 
     def answered(self, name: str, tokens: Tokens | None, hits: int, reason: str, now: int) -> None:
         """A client gets its answer: tokens, or the reason of a failure."""
@@ -369,7 +380,7 @@ class _Grant:
 
 
 @dataclass
-class _Refused:
+class Refused:
     """A refused request.
 
     Attributes:
@@ -390,24 +401,39 @@ class DecodeModel(NodeModel):
     Args:
         max_overtaken: largest number of later requests admitted before a refused one.
         patience: shortest time for which a refused request is awaited.
+        memory: time for which a granted attempt is known.
+
+    Attributes:
+        waiting: refused requests, in order of the first refusal.
     """
 
     def __init__(
-        self, name: str, num_groups: int, block_size: int, max_overtaken: int, patience: int
+        self,
+        name: str,
+        num_groups: int,
+        block_size: int,
+        max_overtaken: int,
+        patience: int,
+        memory: int,
     ) -> None:
         super().__init__(name, num_groups, block_size)
         self._max_overtaken = max_overtaken
         self._patience = patience
+        self._memory = memory
         self._grants: dict[str, _Grant] = {}
-        self._refused: dict[str, _Refused] = {}  # in order of the first refusal
+        self._newest: dict[str, tuple[int, int]] = {}  # last attempt and when, by request
+        self.waiting: dict[str, Refused] = {}
 
     def is_granted(self, attempt: str, number: int) -> bool:
         """Whether a grant is a copy of an earlier one."""
         grant = self._grants.get(attempt)
         return grant is not None and grant.number == number
 
-    def granted(self, attempt: str, number: int, first_block: int, prompt: Tokens) -> None:
+    def granted(
+        self, attempt: str, number: int, first_block: int, prompt: Tokens, now: int
+    ) -> None:
         """D reserves blocks for a prompt, and has those before first_block."""
+        self._check_newest(attempt, now)
         size = self.device.block_size
         for other, grant in self._grants.items():
             if other == attempt:
@@ -419,6 +445,16 @@ class DecodeModel(NodeModel):
             is_same = is_same and prompt[:stop] == grant.prompt[:stop]
             require(not is_same, X8, "block {} is sent for {} and {}", first, other, attempt)
         self._grants[attempt] = _Grant(number, first_block, prompt)
+
+    def _check_newest(self, attempt: str, now: int) -> None:
+        request, _, text = attempt.rpartition(".")
+        number, (newest, granted_at) = int(text), self._newest.get(request, (0, now))
+        is_known = now - granted_at < self._memory
+        require(newest <= number or not is_known, X21, "{} is granted after {}", attempt, newest)
+        older = f"{request}.{newest}"
+        is_open = older in self._grants and older != attempt
+        require(not is_open, X21, "{} is granted beside {}", attempt, older)
+        self._newest[request] = number, now
 
     def gave_up(self, attempt: str, number: int) -> None:
         """D gives a grant up."""
@@ -434,13 +470,13 @@ class DecodeModel(NodeModel):
     def refused(self, name: str, prompt: Tokens, now: int) -> None:
         """D has no room for a request, which may ask again."""
         num_blocks = -(-len(prompt) // self.device.block_size)
-        each = self._refused.setdefault(name, _Refused(num_blocks, now, self._patience))
+        each = self.waiting.setdefault(name, Refused(num_blocks, now, self._patience))
         each.patience = max(each.patience, 2 * (now - each.asked_at))
         each.asked_at = now
 
     def admitted(self, name: str, room: int, now: int) -> None:
         """D admits a request, before those that it refused earlier, and has room for others."""
-        for other, each in self._refused.items():
+        for other, each in self.waiting.items():
             if other == name:
                 break
             if now - each.asked_at >= each.patience:
@@ -451,4 +487,4 @@ class DecodeModel(NodeModel):
                 X15, "{} is the {}. admitted before {}, and leaves {} blocks of {}",
                 name, each.num_overtaken, other, room, each.num_blocks,
             )  # fmt: skip
-        self._refused.pop(name, None)
+        self.waiting.pop(name, None)

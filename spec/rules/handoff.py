@@ -99,5 +99,31 @@ X18: Final = rule(
 )
 X19: Final = rule("X19 no-unexpected-error", "A valid call raises nothing.")
 
+# Under load
+
+X20: Final = rule(
+    "X20 no-starvation",
+    "Every request ends within a bounded number of rounds, however many arrive after it.",
+)
+
+# When an attempt follows another
+
+X21: Final = rule(
+    "X21 newest-attempt-only",
+    "A decode node grants no attempt beside another one of its request, nor after a newer one that "
+    "it remembers.",
+)
+X22: Final = rule(
+    "X22 pulls-what-is-offered",
+    "A decode node pulls only parts that a prefill node has offered to its present epoch.",
+)
+
+# A message is lost
+
+X23: Final = rule(
+    "X23 a-loss-costs-no-attempt",
+    "An attempt succeeds on idle nodes whichever one of its messages is lost.",
+)
+
 HANDOFF_RULES: Final = tuple(value for value in list(globals().values()) if isinstance(value, Rule))
 """Every rule above, in order."""

@@ -17,7 +17,23 @@ from radixkv.spec.model.handoff import (
     tagged,
     untagged,
 )
-from radixkv.spec.rules.handoff import X1, X2, X4, X5, X6, X7, X8, X9, X10, X12, X13, X14, X15
+from radixkv.spec.rules.handoff import (
+    X1,
+    X2,
+    X4,
+    X5,
+    X6,
+    X7,
+    X8,
+    X9,
+    X10,
+    X12,
+    X13,
+    X14,
+    X15,
+    X21,
+    X22,
+)
 from radixkv.spec.rules.rule import Rule, Violation
 
 PROMPT = (1, 2, 3, 4, 5)
@@ -168,22 +184,43 @@ def test_an_offer_stays_until_its_fence() -> None:
     assert model.served("part") is None
 
 
+def test_what_is_pulled_was_offered() -> None:
+    model = requests()
+    model.offered("part of epoch 1")
+    model.pulled("d0", "part of epoch 1")
+    with breaks(X22):
+        model.pulled("d0", "part of epoch 2")
+
+
+def test_an_attempt_is_granted_neither_beside_another_one_nor_after_a_newer_one() -> None:
+    model = DecodeModel("d0", 1, 2, max_overtaken=1, patience=5, memory=9)
+    model.granted("r1.1.1", 1, 0, PROMPT, now=0)
+    with breaks(X21):
+        model.granted("r1.1.2", 2, 0, PROMPT, now=0)
+    model.gave_up("r1.1.1", 1)
+    model.granted("r1.1.2", 2, 0, PROMPT, now=1)
+    model.started("r1.1.2")
+    with breaks(X21):
+        model.granted("r1.1.1", 3, 0, PROMPT, now=9)
+    model.granted("r1.1.1", 3, 0, PROMPT, now=10)
+
+
 def test_a_block_is_not_sent_for_two_similar_prompts() -> None:
-    model = DecodeModel("d0", 1, 2, max_overtaken=1, patience=5)
-    model.granted("r1.1.1", 1, 0, PROMPT)
-    model.granted("r1.1.1", 1, 0, PROMPT)  # a copy
-    model.granted("r2.1.1", 2, 0, (1, 2, *[9] * 6))  # hardly anything in common
+    model = DecodeModel("d0", 1, 2, max_overtaken=1, patience=5, memory=9)
+    model.granted("r1.1.1", 1, 0, PROMPT, now=0)
+    model.granted("r1.1.1", 1, 0, PROMPT, now=0)  # a copy
+    model.granted("r2.1.1", 2, 0, (1, 2, *[9] * 6), now=0)  # hardly anything in common
     with breaks(X8):
-        model.granted("r3.1.1", 3, 1, (*PROMPT[:4], 9))
+        model.granted("r3.1.1", 3, 1, (*PROMPT[:4], 9), now=0)
     model.gave_up("r1.1.1", 9)  # another grant
     with breaks(X8):
-        model.granted("r3.1.1", 3, 1, (*PROMPT[:4], 9))
+        model.granted("r3.1.1", 3, 1, (*PROMPT[:4], 9), now=0)
     model.gave_up("r1.1.1", 1)
-    model.granted("r3.1.1", 3, 1, (*PROMPT[:4], 9))
+    model.granted("r3.1.1", 3, 1, (*PROMPT[:4], 9), now=0)
 
 
 def test_a_refused_request_is_overtaken_so_often_while_it_may_ask_again() -> None:
-    model = DecodeModel("d0", 1, 2, max_overtaken=1, patience=5)
+    model = DecodeModel("d0", 1, 2, max_overtaken=1, patience=5, memory=9)
     model.refused("big", PROMPT, 0)
     model.admitted("a", room=0, now=1)
     with breaks(X15):
@@ -196,7 +233,7 @@ def test_a_refused_request_is_overtaken_so_often_while_it_may_ask_again() -> Non
 
 
 def test_a_refused_request_that_asks_late_is_awaited_longer() -> None:
-    model = DecodeModel("d0", 1, 2, max_overtaken=1, patience=5)
+    model = DecodeModel("d0", 1, 2, max_overtaken=1, patience=5, memory=9)
     model.refused("late", PROMPT, 0)
     model.refused("other", PROMPT, 4)
     model.refused("late", PROMPT, 9)
@@ -207,7 +244,7 @@ def test_a_refused_request_that_asks_late_is_awaited_longer() -> None:
 
 
 def test_requests_are_overtaken_by_those_refused_later() -> None:
-    model = DecodeModel("d0", 1, 2, max_overtaken=1, patience=5)
+    model = DecodeModel("d0", 1, 2, max_overtaken=1, patience=5, memory=9)
     for name in ("first", "second", "third"):
         model.refused(name, PROMPT, 0)
     model.admitted("second", room=0, now=1)

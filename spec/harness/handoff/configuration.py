@@ -12,6 +12,7 @@ ORDERS: Final = ("early", "prefill_complete")
 FAVOURED: Final = (
     "submit", "deliver", "duplicate", "drop", "cut", "compute", "decode", "pull_write", "pull_end",
     "pull_fence", "offer_fence", "copy", "tick", "evict", "cancel", "crash", "restart", "reset",
+    "reboot", "leave", "hang", "hold", "release", "new_gateway",
 )  # fmt: skip
 """Operations that a world may favour or neglect."""
 
@@ -37,7 +38,7 @@ def draw_config(below: Below) -> Config:
         "max_running": (1, 2, 4)[below(3)],
         "order": ORDERS[below(2)],
         "reserve_tokens": (0, 0, 0, 2, None)[below(5)],
-        "num_prefill": (1, 1, 2)[below(3)],
+        "num_prefill": (1, 2)[below(2)],
         "num_decode": (1, 1, 2)[below(3)],
         "max_attempts": 3,
         "request_s": (30, 5000, 5000)[below(3)],

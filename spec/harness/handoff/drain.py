@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ...adapters.handoff import BACKOFF, SILENCE, TRANSFER
-from ...rules.handoff import X16, X17, X18
+from ...rules.handoff import X16, X17, X18, X20, X23
 from ...rules.rule import require
 from ..engine import Operation
 from .state import HandoffState, LiveNode
@@ -16,6 +16,9 @@ STEPS_PER_ROUND: Final = 8
 
 ROUNDS_PER_HANDOFF: Final = 4
 """Rounds in which the messages of one attempt arrive."""
+
+MAX_NEW: Final = 8
+"""Most requests of a flood at a time."""
 
 
 def drain(world: HandoffState) -> None:
@@ -45,6 +48,61 @@ def run_rounds(world: HandoffState) -> None:
     require(not world.model.open(), X16, "{} have no answer", world.model.open())
 
 
+def run_flood(
+    world: HandoffState, old: list[str], name: str, prompt: Sequence[int], max_new_tokens: int
+) -> None:
+    """Run rounds without faults, with new requests, until the old ones have ended, in time."""
+    bound = flood_bound(world, len(prompt) + max_new_tokens)
+    number = num_new = 0
+    while waiting := [each for each in old if each not in world.model.answers]:
+        require(number < bound, X20, "{} rounds, and there is no answer to {}", bound, waiting)
+        number += 1
+        while len(world.model.open()) < len(waiting) + MAX_NEW:
+            num_new += 1
+            world.apply(["submit", f"{name}-{num_new}", prompt, max_new_tokens, 0, 0])
+        for operation in fair_round(world):
+            world.apply(operation)
+    world.situations["flooded"] += 1
+
+
+def run_probe(
+    world: HandoffState, name: str, prompt: Sequence[int], max_new_tokens: int, lost: int
+) -> None:
+    """Let all end; then run a request of which one message is lost, in one attempt."""
+    run_rounds(world)
+    for _ in range(SILENCE + 1):  # until the gateway misses the nodes that have left
+        for operation in fair_round(world):
+            world.apply(operation)
+    world.apply(["submit", name, prompt, max_new_tokens, 0, 0])
+    bound, number = bound_of(world), 0
+    num_refused = world.situations["arrived: Refuse"]
+    for _ in range(bound):
+        for operation in fair_round(world):
+            if operation[0] == "deliver" and not world.network[0].is_status:
+                operation = ["drop" if number == lost else "deliver", operation[1]]
+                number += 1
+            world.apply(operation)
+        if is_drained(world):
+            break
+    num_attempts = len(world.requests[name].attempts)
+    is_right = name in world.model.answers and num_attempts == 1
+    is_refused = world.situations["arrived: Refuse"] > num_refused
+    require(is_right or is_refused, X23, "{} has {} attempts", name, num_attempts)
+    world.situations["probed"] += 1
+
+
+def flood_bound(world: HandoffState, num_tokens: int) -> int:
+    """Return a number of rounds after which all requests have ended, though others come.
+
+    Args:
+        world: the world before the flood.
+        num_tokens: of each new request.
+    """
+    each = BACKOFF + ROUNDS_PER_HANDOFF + -(-num_tokens * (1 + world.num_groups) // STEPS_PER_ROUND)
+    num_passing: int = world.config["max_overtaken"] + MAX_NEW
+    return 2 * (bound_of(world) + each * num_passing)
+
+
 def bound_of(world: HandoffState) -> int:
     """Return a number of rounds after which all has ended: at worst, requests run one by one.
 
@@ -60,15 +118,14 @@ def bound_of(world: HandoffState) -> int:
 
 def fair_round(world: HandoffState) -> Iterator[Operation]:
     """Yield operations that let every pending event happen once, without faults, and a tick."""
-    for name, node in world.nodes.items():
-        if node is None:
-            yield ["restart", name]
+    for name in world.down():
+        yield ["restart", name]
     while world.network:  # answers arrive before messages are repeated
         yield ["deliver", world.network[0].name]
     for transfer in world.transfers[:]:
         yield ["pull_write", transfer.name]
         yield ["pull_end", transfer.name, transfer.written, True]
-        if transfer in world.transfers:  # it had ended unfenced
+        if transfer in world.transfers:  # it had ended unfenced, or hangs
             yield ["pull_fence", transfer.name]
     for attempt in [attempt for node in world.live() for attempt in node.withdrawn]:
         yield ["offer_fence", attempt]
@@ -94,7 +151,7 @@ def pending(world: HandoffState) -> dict[str, int]:
     counts = [node.system.counts() for node in live]
     found = {
         "requests without answer": world.gateway.num_open(),
-        "nodes that are down": len(world.names) - len(live),
+        "nodes that are down": len(world.down()),
         "attempts": sum(each.num_open for each in counts),
         "nodes with work": sum(node.system.has_work() for node in live),
         "copies": sum(len(node.copies) for node in live),

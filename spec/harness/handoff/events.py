@@ -78,9 +78,11 @@ def _act(world: HandoffState, node: LiveNode, action: Action) -> None:
         case Offer(part, blocks, group):
             assert isinstance(node.model, PrefillModel), f"{node.name} offers"
             node.model.offered(part.key, part.attempt, blocks, group)
+            world.model.offered(part.key)
         case Withdraw(attempt):
             node.withdrawn.append(attempt)
         case Pull(peer, part, blocks, group):
+            world.model.pulled(node.name, part.key)
             world.situations["block sent"] += len(blocks)
             name = world.unique(f"{part.attempt}.part{part.number}")
             world.transfers.append(Transfer(name, node.name, peer, part, list(blocks), group))
@@ -122,7 +124,7 @@ def _check_grant(world: HandoffState, node: LiveNode, model: DecodeModel, messag
             model.admitted(attempt.rpartition(".")[0], node.room, world.now)
         if not (world.in_tick and world.config["host_blocks"]):
             model.published.hit(prompt, first_block * world.block_size, attempt)
-    model.granted(attempt, message.grant, first_block, prompt)
+    model.granted(attempt, message.grant, first_block, prompt, world.now)
 
 
 def _start(world: HandoffState, node: LiveNode, started: Started) -> None:

@@ -5,18 +5,26 @@
 ``cancel r1``                                   a client cancels an unanswered request
 ``deliver m``, ``duplicate m``, ``drop m``      a message in the network arrives, arrives and
                                                 stays, or is lost
+``hold m``, ``release m``                       a copy of a message stays in the network until it
+                                                is released
 ``cut p0``                                      all messages from and to a node are lost
 ``compute p0``                                  P plans a step, or computes a group of its layers
 ``decode d0``                                   D plans a step, or computes it
 ``pull_write t``                                the bytes of a pull are written, maybe again
 ``pull_end t ok fenced``                        a pull ends; well only if its bytes are written
 ``pull_fence t``, ``offer_fence attempt``       a pull can no longer write; an offer is withdrawn
+``hang t``                                      a pull does not end until D cancels it
 ``crash p0``, ``restart p0``                    a node loses its memory; it comes back
+``reboot p0``                                   both at once, so that no message is lost
+``leave p0``                                    a node crashes for ever, if others remain
 ``new_gateway``                                 the gateway loses its memory; clients ask again
 ``copy c ok``                                   a copy from or to a host tier ends
 ``evict p0 n``                                  a node evicts n blocks
 ``reset p0``                                    a node gives hand-offs up and resets its cache
 ``tick n``                                      n units of time pass
+``flood f1 prompt limit``                       the faults stop until all requests have ended,
+                                                while new ones come in every round
+``probe r1 prompt limit n``                     after a drain, a request loses its n-th message
 ``drain``                                       the faults stop until everything has ended
 ==============================================  ================================================
 
@@ -27,12 +35,14 @@ of a program, the names of the others therefore stay.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Final, Protocol, TypeVar
 
-from ...model.handoff import Outcome, PrefillModel, Request, Tokens
+from ...adapters.handoff import request_of
+from ...model.handoff import DecodeModel, Outcome, PrefillModel, Request, Tokens
 from ..engine import Below
 from ..operations import ALWAYS, Groups, Operation, Table, name_drawn, number
-from .drain import drain
+from .drain import drain, run_flood, run_probe
 from .events import deliver as pass_on
 from .events import send_status
 from .state import Envelope, HandoffState, LiveNode, Transfer
@@ -118,6 +128,22 @@ def drop(world: HandoffState, name: str) -> bool:
     return envelope is not None
 
 
+def hold(world: HandoffState, name: str) -> bool:
+    """A copy of a message stays in the network."""
+    envelope = _find(world.network, name)
+    if envelope is not None:
+        world.network.append(replace(envelope, name=world.unique(name), is_held=True))
+    return envelope is not None
+
+
+def release(world: HandoffState, name: str) -> bool:
+    """A copy stays in the network no longer."""
+    envelope = _find(world.network, name)
+    if envelope is not None:
+        envelope.is_held = False
+    return envelope is not None
+
+
 def cut(world: HandoffState, name: str) -> bool:
     """All messages from and to a node are lost."""
     before: list[Envelope] = world.network
@@ -145,11 +171,34 @@ def crash(world: HandoffState, name: str) -> bool:
 
 def restart(world: HandoffState, name: str) -> bool:
     """A crashed node comes back."""
-    if world.nodes.get(name, ...) is not None:
+    if world.nodes.get(name, ...) is not None or name in world.left:
         return False
     world.nodes[name] = node = world.new_node(name)
     send_status(world, node)
     return True
+
+
+def reboot(world: HandoffState, name: str) -> bool:
+    """A node crashes and comes back at once."""
+    return crash(world, name) and restart(world, name)
+
+
+def leave(world: HandoffState, name: str) -> bool:
+    """A node crashes for ever; others of its role must remain."""
+    if name not in _dispensable(world) or not crash(world, name):
+        return False
+    world.left.add(name)
+    return True
+
+
+def _dispensable(world: HandoffState) -> list[str]:
+    """Names of live nodes without which every role still has one."""
+    return [
+        node.name
+        for node in world.live()
+        for names in (world.prefill_names, world.decode_names)
+        if node.name in names and len({*names} - world.left) > 1
+    ]
 
 
 def evict(world: HandoffState, name: str, num_blocks: int) -> bool:
@@ -217,7 +266,7 @@ def pull_write(world: HandoffState, name: str) -> bool:
 def pull_end(world: HandoffState, name: str, ok: bool, fenced: bool) -> bool:
     """A pull ends; one that is not fenced may still write."""
     transfer = _find(world.transfers, name)
-    if transfer is None or transfer.ended or (ok and not transfer.written):
+    if transfer is None or transfer.ended or transfer.hangs or (ok and not transfer.written):
         return False
     if ok or fenced:
         world.transfers.remove(transfer)
@@ -227,6 +276,15 @@ def pull_end(world: HandoffState, name: str, ok: bool, fenced: bool) -> bool:
         target.pulled(transfer.part)
     else:
         target.pull_failed(transfer.part, fenced)
+    return True
+
+
+def hang(world: HandoffState, name: str) -> bool:
+    """A pull does not end by itself."""
+    transfer = _find(world.transfers, name)
+    if transfer is None or transfer.ended or transfer.hangs:
+        return False
+    transfer.hangs = True
     return True
 
 
@@ -270,6 +328,28 @@ def _source(world: HandoffState, transfer: Transfer) -> list[Tokens] | None:
 # The end
 
 
+def flood(world: HandoffState, name: str, prompt: Sequence[int], max_new_tokens: int) -> bool:
+    """Clients submit new requests until all current ones have ended."""
+    old = world.model.open()
+    is_valid = f"{name}-1" not in world.requests and prompt and max_new_tokens > 0
+    if not old or not is_valid:
+        return False
+    run_flood(world, old, name, prompt, max_new_tokens)
+    return True
+
+
+def probe(
+    world: HandoffState, name: str, prompt: Sequence[int], max_new_tokens: int, lost: int
+) -> bool:
+    """All ends; then a client's request loses one of its messages."""
+    blocks = min(world.config["prefill_blocks"], world.config["decode_blocks"])
+    is_valid = name not in world.requests and prompt and max_new_tokens > 0
+    if not is_valid or len(prompt) + max_new_tokens > blocks * world.block_size:
+        return False
+    run_probe(world, name, prompt, max_new_tokens, lost)
+    return True
+
+
 def drain_all(world: HandoffState) -> bool:
     """The faults stop; everything ends, and the nodes are emptied."""
     drain(world)
@@ -282,6 +362,9 @@ def _find(things: Iterable[Thing], name: str) -> Thing | None:
 
 # The table
 
+MAX_FLOODED: Final = 3
+"""Most requests that may overtake another one in a flood, so that it ends soon."""
+
 
 def _often_first(names: list[str]) -> list[str]:
     """Names of which the first is drawn in two of three cases."""
@@ -293,18 +376,36 @@ def _with_work(world: HandoffState, names: Sequence[str]) -> list[str]:
     return [node.name for node in live if node.is_stepping or node.system.has_work()]
 
 
+def _refused(world: HandoffState) -> list[str]:
+    """Names of open requests that a decode node has refused."""
+    models = [node.model for node in world.live()]
+    waiting = [name for each in models if isinstance(each, DecodeModel) for name in each.waiting]
+    names = {request_of(name) for name in waiting}
+    return [name for name in world.model.open() if name in names]
+
+
+def _is_ask(envelope: Envelope) -> bool:
+    """Whether a late copy of a message may begin an attempt again."""
+    return envelope.message.kind == "Ask"
+
+
 def groups(world: HandoffState) -> Groups:
     """Return the names that operations apply to now."""
     live, transfers = world.live(), world.transfers
-    messages = _often_first([each.name for each in world.network])
-    open_pulls = _often_first([each.name for each in reversed(transfers) if not each.ended])
+    messages = _often_first([each.name for each in world.network if not each.is_held])
+    ending = [each for each in reversed(transfers) if not each.ended and not each.hangs]
+    open_pulls = _often_first([each.name for each in ending])
     return {
         ALWAYS: [""],
         "requests": world.model.open(),
+        "refused": _refused(world) if world.config["max_overtaken"] <= MAX_FLOODED else [],
         "messages": messages,
+        "worth a copy": messages + [each.name for each in world.network if _is_ask(each)] * 8,
+        "held": [each.name for each in world.network if each.is_held],
         "nodes": world.names,
         "live": [node.name for node in live],
-        "down": [name for name, node in world.nodes.items() if node is None],
+        "dispensable": _dispensable(world),
+        "down": world.down(),
         "prefill work": _with_work(world, world.prefill_names),
         "decode work": _with_work(world, world.decode_names),
         "pulls": [each.name for each in transfers],
@@ -321,6 +422,16 @@ def groups(world: HandoffState) -> Groups:
 def new_name(world: HandoffState, name: str, below: Below) -> str:
     """The name of the next request."""
     return f"r{len(world.requests) + 1}"
+
+
+def flood_name(world: HandoffState, name: str, below: Below) -> str:
+    """The name of the next requests of a flood."""
+    return f"f{len(world.requests) + 1}"
+
+
+def short_prompt(world: HandoffState, name: str, below: Below) -> list[int]:
+    """A prompt of a few tokens."""
+    return prompt(world, name, below)[-3:]
 
 
 def prompt(world: HandoffState, name: str, below: Below) -> list[int]:
@@ -358,6 +469,8 @@ HANDOFF_TABLE: Final[Table[HandoffState]] = Table(groups, [
     Operation("deliver", deliver, 120, "messages", _NAME),
     Operation("duplicate", duplicate, 10, "messages", _NAME),
     Operation("drop", drop, 8, "messages", _NAME),
+    Operation("hold", hold, 24, "worth a copy", _NAME),
+    Operation("release", release, 10, "held", _NAME),
     Operation("cut", cut, 1, "nodes", _NAME),
     Operation("compute", compute, 40, "prefill work", _NAME),
     Operation("decode", decode, 36, "decode work", _NAME),
@@ -365,6 +478,7 @@ HANDOFF_TABLE: Final[Table[HandoffState]] = Table(groups, [
     Operation("pull_end", pull_end, 40, "open pulls",
               {"name": name_drawn, "ok": often(10), "fenced": often(2)}),
     Operation("pull_fence", pull_fence, 6, "fenceable pulls", _NAME),
+    Operation("hang", hang, 2, "open pulls", _NAME),
     Operation("offer_fence", offer_fence, 4, "withdrawn", _NAME),
     Operation("copy", copy, 16, "copies", {"name": name_drawn, "ok": often(10)}),
     Operation("tick", tick, 6, arguments={"ticks": ticks}),
@@ -372,7 +486,13 @@ HANDOFF_TABLE: Final[Table[HandoffState]] = Table(groups, [
     Operation("cancel", cancel, 1, "requests", _NAME),
     Operation("crash", crash, 1, "live", _NAME),
     Operation("restart", restart, 16, "down", _NAME),
+    Operation("reboot", reboot, 2, "live", _NAME),
+    Operation("leave", leave, 3, "dispensable", _NAME),
     Operation("reset", reset, 1, "live", _NAME),
-    Operation("new_gateway", new_gateway, 1),
+    Operation("new_gateway", new_gateway, 2),
+    Operation("flood", flood, 12, "refused", {
+        "name": flood_name, "prompt": short_prompt, "max_new_tokens": number(3, 1)}),
+    Operation("probe", probe, 1, arguments={
+        "name": new_name, "prompt": prompt, "max_new_tokens": number(3, 1), "lost": number(20)}),
     Operation("drain", drain_all, 0),
 ])  # fmt: skip

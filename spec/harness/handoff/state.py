@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar, cast
 from ...adapters.cache import AdapterError, describe_error
 from ...adapters.handoff import (
     GATEWAY,
+    REMEMBER,
     SILENCE,
     Copy,
     DecodeNode,
@@ -67,6 +68,7 @@ class Envelope:
     Attributes:
         epoch: of the sender.
         sent_at: time at which it was sent.
+        is_held: whether it stays in the network until it is released.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Envelope:
     epoch: int
     sent_at: int
     message: Message
+    is_held: bool = False
 
     @property
     def is_status(self) -> bool:
@@ -90,6 +93,7 @@ class Transfer:
         node, peer: D, and P.
         written: whether its bytes were written.
         ended: whether its end was reported to D.
+        hangs: whether it ends only when it is cancelled.
         may_fence: whether it has ended or was cancelled.
         crashed_source: contents of P's blocks when it crashed, which may still be written.
     """
@@ -102,6 +106,7 @@ class Transfer:
     group: int
     written: bool = False
     ended: bool = False
+    hangs: bool = False
     may_fence: bool = False
     crashed_source: list[Tokens] | None = None
 
@@ -175,6 +180,7 @@ class HandoffState(ABC):
         network: messages in the network, oldest first.
         prefill_names, decode_names: of all nodes: "p0", ..., "d0", ...
         nodes: by name; None if a node has crashed.
+        left: names of nodes that do not come back.
         gateway: the gateway since its last restart.
         transfers: pulls that may still write.
         model: requests and their attempts.
@@ -190,6 +196,7 @@ class HandoffState(ABC):
         self.in_tick = False
         self.network: list[Envelope] = []
         self.transfers: list[Transfer] = []
+        self.left: set[str] = set()
         self.situations: Counter[str] = Counter()
         self.model = Requests(config["max_attempts"])
         self.prefill_names = [f"p{number}" for number in range(config["num_prefill"])]
@@ -219,7 +226,8 @@ class HandoffState(ABC):
             model = PrefillModel(name, self.num_groups, self.block_size)
         else:
             most = self.system.max_overtaken
-            model = DecodeModel(name, self.num_groups, self.block_size, most, SILENCE)
+            sizes = self.num_groups, self.block_size
+            model = DecodeModel(name, *sizes, most, patience=SILENCE, memory=REMEMBER)
         return LiveNode(name, epoch, target, target.status(), model)
 
     def new_gateway_side(self) -> Gateway:
@@ -230,6 +238,10 @@ class HandoffState(ABC):
     def live(self) -> list[LiveNode]:
         """Return the nodes that have not crashed."""
         return [node for node in self.nodes.values() if node is not None]
+
+    def down(self) -> list[str]:
+        """Return the names of the nodes that have crashed and come back."""
+        return [name for name in self.names if self.nodes[name] is None and name not in self.left]
 
     def check_caches(self) -> None:
         """Let all caches check their invariants."""

@@ -24,5 +24,9 @@ BITES: Final = {
     "no-leak": "D leaks the lease of an aborted attempt",
     "idle-gateway-counts-no-load": "ended attempts stay in the load",
     "no-unexpected-error": "P releases the lease of a hand-off itself",
+    "no-starvation": "a large request starves",
+    "newest-attempt-only": "a stale attempt is accepted",
+    "pulls-what-is-offered": "P sends parts that it does not offer",
+    "a-loss-costs-no-attempt": "ASK is not repeated",
 }
 """Name of the bug, by the name of the rule without its code."""

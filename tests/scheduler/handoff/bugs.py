@@ -293,6 +293,11 @@ BUGS: Final = [
         ),
     ),
     bug(
+        "P sends parts that it does not offer",
+        P,
+        ("            self._actions.append(offer)\n", ""),
+    ),
+    bug(
         "a lost part is not sent again",
         P,
         ("self._post(attempt, attempt.sends[part])", "pass"),

@@ -124,6 +124,7 @@ def test_commit_bounds_how_long_parts_may_take() -> None:
         pair.d.tick(float(now))
         pair.d.receive(P, Renew(header))
     assert leases(pair) == 1, "P computes as long as it likes"
+    assert pair.posted(pair.d)[-1] == Renew(header, ()), "COMMIT tells how many parts there are"
     commit = Commit(header, 1, 5, len(PROMPT), Hits())
     for now in range(41, 71):
         pair.d.tick(float(now - 1))

@@ -16,6 +16,7 @@ from radixkv.scheduler.handoff import attempts as attempts_module
 from radixkv.scheduler.request import GREEDY
 from radixkv.spec.harness.findings.shrink import shrink
 from radixkv.spec.harness.findings.trace_file import TraceFile, read_trace_file
+from radixkv.spec.harness.handoff.drain import fair_round
 from radixkv.spec.harness.machine import HandoffMachine
 from radixkv.spec.rules.handoff import X12
 
@@ -139,6 +140,9 @@ def test_every_operation_may_find_nothing() -> None:
     trace += [[word, "x"] for word in ("deliver", "duplicate", "drop", "cut", "compute", "decode")]
     trace += [[word, "x"] for word in ("pull_write", "pull_fence", "offer_fence", "crash")]
     trace += [["compute", "d0"], ["decode", "p0"], ["pull_end", "x", True, True], ["reset", "x"]]
+    trace += [["hold", "x"], ["release", "x"], ["hang", "x"], ["reboot", "x"], ["leave", "p0"]]
+    trace += [["flood", "f1", [1], 1], ["probe", "r1", [], 1, 0], ["probe", "r1", [1], 0, 0]]
+    trace += [["probe", "r1", [1] * 99, 1, 0]]
     trace += [["evict", "x", 2], ["restart", "p0"], ["restart", "x"], ["copy", "x", True]]
     world = world_of(handoff)
     assert not any(world.apply(operation) for operation in trace)
@@ -158,3 +162,52 @@ class TestHandoff(HandoffMachine):
     def caches_are_consistent(self) -> None:
         if self.trace:
             self.world.check_caches()
+
+
+def test_a_node_that_has_left_does_not_come_back() -> None:
+    world = world_of(handoff, num_prefill=2)
+    world.apply(["submit", "r1", [1, 2, 3], 3, 1])
+    assert world.apply(["leave", "p0"])
+    assert not world.apply(["restart", "p0"]) and not world.apply(["leave", "p1"])
+    assert world.apply(["drain"])
+    assert world.nodes["p0"] is None and world.model.answers["r1"].tokens is not None
+
+
+def test_a_pull_that_hangs_ends_when_d_cancels_it() -> None:
+    world = world_of(handoff, num_groups=1)
+    world.apply(["submit", "r1", [1, 2, 3], 3, 1])
+    while not world.transfers:
+        for operation in fair_round(world):
+            world.apply(operation)
+            if world.transfers:
+                break
+    name = world.transfers[0].name
+    assert world.apply(["hang", name]) and not world.apply(["hang", name])
+    assert world.apply(["pull_write", name])
+    assert not world.apply(["pull_end", name, True, True])
+    assert not world.apply(["pull_fence", name])
+    world.apply(["drain"])
+    assert world.model.answers["r1"].tokens is not None and world.situations["attempt"] == 2
+
+
+def test_a_held_copy_arrives_when_it_is_released() -> None:
+    world = world_of(handoff)
+    world.apply(["submit", "r1", [1, 2, 3], 3, 1])
+    [first] = [each for each in world.network if not each.is_status]
+    world.apply(["hold", first.name])
+    world.apply(["deliver", first.name])
+    [copy] = [each for each in world.network if each.is_held]
+    world.apply(["release", copy.name])
+    assert not copy.is_held and world.apply(["deliver", copy.name])
+    assert world.apply(["drain"]) and world.situations["attempt"] == 1
+
+
+def test_a_flood_and_a_probe_end_well() -> None:
+    world = world_of(handoff, max_overtaken=1, decode_blocks=6)
+    for number in (1, 2, 3):
+        world.apply(["submit", f"r{number}", [number] * 9, 3, 1])
+    assert world.apply(["flood", "f4", [1], 1])
+    assert {"r1", "r2", "r3"} <= set(world.model.answers)
+    for lost in range(12):
+        assert world.apply(["probe", f"r{100 + lost}", [1, lost], 2, lost])
+    assert world.situations["probed"] == 12
