@@ -61,16 +61,7 @@ class MixedAdapter:
         self.promises = promises
         self.manager = self._make_manager(config)
         self.package = scheduler
-        policy = scheduler.Priority() if config["policy"] == "priority" else scheduler.Fcfs()
-        self.scheduler = scheduler.MixedScheduler(
-            self.manager,
-            token_budget=config["token_budget"],
-            max_running=config["max_running"],
-            policy=policy,
-            reserve_tokens=config["reserve_tokens"],
-            prefix_cache=config["prefix_cache"],
-            preempt=config.get("preempt", "recompute"),
-        )
+        self.scheduler = self._make_scheduler(config)
         self.requests: dict[str, Any] = {}
         self.plan: Any = None
         self.last_plan: Any = None
@@ -78,6 +69,21 @@ class MixedAdapter:
     def _make_manager(self, config: Config) -> CacheManager:
         kind = SinglesManager if config.get("growth") == "singles" else CacheManager
         return kind(config["num_blocks"], config["block_size"])
+
+    def _make_scheduler(self, config: Config) -> Any:
+        return self.package.MixedScheduler(
+            self.manager, prefix_cache=config["prefix_cache"], **self._options(config)
+        )
+
+    def _options(self, config: Config) -> dict[str, Any]:
+        priority = config["policy"] == "priority"
+        return {
+            "token_budget": config["token_budget"],
+            "max_running": config["max_running"],
+            "policy": self.package.Priority() if priority else self.package.Fcfs(),
+            "reserve_tokens": config["reserve_tokens"],
+            "preempt": config.get("preempt", "recompute"),
+        }
 
     def add(self, request: Submission) -> bool:
         """Add a request; False if it is too large for the pool."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from ..model.scheduler import Reason
 from .tiers import Copy
@@ -21,6 +21,7 @@ class Submission:
         priority: a lower number goes first, under the priority policy.
         stop: tokens that end the request.
         namespace: requests share blocks only within a namespace.
+        first_token: token that a prefill node has generated, for a decode node.
     """
 
     name: str
@@ -29,6 +30,22 @@ class Submission:
     priority: int
     stop: Sequence[int]
     namespace: bytes
+    first_token: int = -1
+
+
+class Received(NamedTuple):
+    """A request whose KV a decode node has received, and that it runs.
+
+    Attributes:
+        rank: number of requests to which it granted blocks before.
+        num_cached: leading tokens that it had itself.
+        table: its blocks, which it may have lost since: the first token may end it.
+    """
+
+    name: str
+    rank: int
+    num_cached: int
+    table: Sequence[int]
 
 
 Chunk: TypeAlias = tuple[str, int, int]
@@ -116,6 +133,20 @@ class TieredScheduler(Scheduler, Protocol):
         """Drop all KV but that of the namespaces `keep`; `weights` names new ones, or is ""."""
 
 
+class TieredDecodeScheduler(TieredScheduler, Protocol):
+    """A decode node over a cache with tiers, and the prefill nodes that hand requests over to it.
+
+    A request that was added waits until the node grants blocks. It holds them while the node loads
+    what it has on the host; what it lacks arrives at once.
+    """
+
+    def ask(self) -> bool:
+        """Ask for the waiting requests in order, until one is granted; whether one is."""
+
+    def receive(self) -> Received:
+        """Let the KV of the request that was granted first arrive; it runs now."""
+
+
 @dataclass(frozen=True)
 class SchedulerPromises:
     """Guarantees of a scheduler beyond safety: its design. By default it makes none.
@@ -179,7 +210,8 @@ SchedulerFactory: TypeAlias = Callable[[dict[str, Any]], Any]
 scheduler's world draws.
 
 The adapter has the methods of `Scheduler`, and those of `TieredScheduler` if the configuration has
-``"host_blocks"``. It may also have `promises`, ``counts() -> dict`` (counters with the names of the
-fields of `Books`), ``misuse(kind, name) -> bool`` (make a wrong call, perhaps with a wrong name;
-return whether it was refused) and ``check()`` for its own invariants.
+``"host_blocks"``. If ``"decode"`` is 1, it may have those of `TieredDecodeScheduler` too. It may
+also have `promises`, ``counts() -> dict`` (counters with the names of the fields of `Books`),
+``misuse(kind, name) -> bool`` (make a wrong call, perhaps with a wrong name; return whether it was
+refused) and ``check()`` for its own invariants.
 """

@@ -10,7 +10,7 @@ from ..rules.cache import C3
 from ..rules.rule import Violation, require
 from ..rules.scheduler import Q35
 from .cache import AdapterError, describe_error
-from .scheduler import Chunk, SchedulerFactory, SchedulerPromises, Submission
+from .scheduler import Chunk, Received, SchedulerFactory, SchedulerPromises, Submission
 from .tiers import Copy
 
 Plain = TypeVar("Plain", bool, int)
@@ -44,6 +44,11 @@ REQUIRED_OF_TIERS: Final = {
     "reset": "reset(keep, weights) -> None; drops all KV but that of some namespaces",
 }
 
+REQUIRED_OF_DECODE: Final = {
+    "ask": "ask() -> whether blocks are granted to a waiting request",
+    "receive": "receive() -> the request (Received) whose KV arrives in granted blocks",
+}
+
 
 class SchedulerTarget:
     """Calls the adapter; its exceptions break a rule.
@@ -52,12 +57,16 @@ class SchedulerTarget:
         promises: the promises of the scheduler.
         can: names of the optional methods that the adapter has.
         has_tiers: whether the configuration has tiers below the device.
+        is_decode_node: whether it has, and prefill nodes compute the prompts.
     """
 
     def __init__(self, factory: SchedulerFactory, config: dict[str, Any]) -> None:
         self._adapter = factory(config)
         self.has_tiers = "host_blocks" in config
         more = REQUIRED_OF_TIERS if self.has_tiers else {}
+        self.is_decode_node = self.has_tiers and hasattr(self._adapter, "ask")
+        if self.is_decode_node:
+            more = {**more, **REQUIRED_OF_DECODE}
         for method, wanted in {**REQUIRED, **more}.items():
             if not callable(getattr(self._adapter, method, None)):
                 kind = type(self._adapter).__name__
@@ -94,6 +103,14 @@ class SchedulerTarget:
     def add(self, request: Submission) -> bool:
         """See `Scheduler.add`."""
         return self._ask(bool, "add", request)
+
+    def ask(self) -> bool:
+        """See `TieredDecodeScheduler.ask`."""
+        return self._ask(bool, "ask")
+
+    def receive(self) -> Received:
+        """See `TieredDecodeScheduler.receive`."""
+        return Received(*self._call("receive"))
 
     def schedule(self) -> list[Chunk]:
         """See `Scheduler.schedule`."""

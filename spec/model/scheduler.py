@@ -181,17 +181,27 @@ class SchedulerModel:
 
     Attributes:
         promised: names of the promises of the scheduler, see `SchedulerPromises`.
+        is_decode_node: whether prefill nodes compute the prompts, and hand them over.
         num_host_blocks: size of the host tier; without it, 0, `has_tiers` is False.
         live: requests that have not ended, by name.
         running: requests that hold blocks, in order of admission, and their `tables`; `before` has
             the tables before the last decision.
+        receiving: requests that a decode node was handed, and their tables; not all of their KV has
+            arrived.
         published: block of each prefix, by the tag of its last token, that the cache holds for
             certain; `prefix_in` is the inverse.
         situations: how often each situation of interest occurred.
     """
 
-    def __init__(self, limits: Limits, promised: Collection[str], num_host_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        promised: Collection[str],
+        num_host_blocks: int = 0,
+        is_decode_node: bool = False,
+    ) -> None:
         self.limits = limits
+        self.is_decode_node = is_decode_node
         self.promised = promised
         self.num_host_blocks = num_host_blocks
         self.has_tiers = num_host_blocks > 0
@@ -200,6 +210,7 @@ class SchedulerModel:
         self.running: list[Request] = []
         self.tables: dict[str, list[int]] = {}
         self.before: dict[str, list[int]] = {}
+        self.receiving: dict[str, list[int]] = {}
         self.published: dict[Tag, int] = {}
         self.prefix_in: dict[int, Tag] = {}
         self.situations: Counter[str] = Counter()
@@ -211,8 +222,9 @@ class SchedulerModel:
         return -(-num_tokens // self.limits.block_size)
 
     def held(self) -> set[int]:
-        """The blocks of running requests."""
-        return {block for request in self.running for block in self.tables[request.name]}
+        """The blocks of running requests, and of those that are being received."""
+        running = [self.tables[request.name] for request in self.running]
+        return {block for table in (*running, *self.receiving.values()) for block in table}
 
     def waiting(self) -> list[Request]:
         """Requests without blocks in the policy's order; if promised, preempted ones first."""
@@ -262,6 +274,33 @@ class SchedulerModel:
             self.running = [other for other in self.running if other is not request]
         del self.live[request.name]
         request.phase = "ended"
+
+    def receive(
+        self, request: Request, table: Sequence[int], num_cached: int, order: tuple[int, ...]
+    ) -> bool:
+        """Let a decode node run a request whose KV has arrived; return whether it ends at once.
+
+        Args:
+            request: a waiting request; the prefill node has generated its first token.
+            table: its blocks.
+            num_cached: leading tokens that the decode node had; the others arrive.
+            order: its rank in the policy.
+        """
+        request.phase, request.has_begun, request.order = "running", True, order
+        request.hit, request.target = num_cached, len(request.tokens)
+        request.computed = len(request.tokens)
+        self.running = [*self.running, request]
+        self.receiving.pop(request.name, None)
+        self.tables[request.name] = list(table)
+        self.reuse(table[num_cached // self.limits.block_size :])
+        for position in range(num_cached, request.computed):
+            self.device.append(table, position, request.tags[position])
+        self.read(request, table, request.computed, "when it was received")
+        self.publish(request, table)
+        if request.append_next():
+            self.situations[f"ended by {request.reason}"] += 1
+            self.end(request)
+        return not request.is_live
 
     def abort(self, request: Request, step: Step | None, freed: int) -> None:
         """Abort a request, perhaps in a step in flight; `freed` blocks became available."""
@@ -405,6 +444,8 @@ class SchedulerModel:
         size = self.limits.block_size
         for index in range(request.computed // size):
             tag, block = request.tags[(index + 1) * size - 1], table[index]
+            if self.prefix_in.get(block, tag) != tag:
+                self.reuse([block])
             if self.published.setdefault(tag, block) == block:
                 self.prefix_in[block] = tag
 

@@ -113,7 +113,8 @@ def check_preempted(model: SchedulerModel, step: Step) -> None:
     if "preempts_when_short" in promised:
         there = step.available
         if model.has_tiers:  # a block that no request holds will be available after the copies
-            there = model.limits.num_blocks - len(set().union(*model.before.values()))
+            tables = (*model.before.values(), *model.receiving.values())
+            there = model.limits.num_blocks - len(set().union(*tables))
         require(
             step.growth > there,
             rules.Q24, "{} preempted for {} blocks with {} to be had",
@@ -232,24 +233,36 @@ def check_hits(model: SchedulerModel, step: Step) -> None:
     """
     if "hits" not in model.promised or not model.limits.prefix_cache:
         return
-    size, last = model.limits.block_size, "hits_last" not in model.promised
+    size = model.limits.block_size
     kept = step.running[: len(step.running) - len(step.admitted)]
     held = {block for request in kept for block in model.before[request.name]}
     for request in kept:
         model.reuse(model.tables[request.name][len(model.before[request.name]) :])
     for request in step.admitted:
-        due = 0
-        for end in range(size, len(request.tokens) + 1 - last, size):
-            block = model.published.get(request.tags[end - 1])
-            if block is None or (model.has_tiers and block not in held):
-                break
-            due = end
-        require(
-            request.hit >= due,
-            rules.Q11, "{} hits {} tokens, and {} of its {} are published",
-            request.name, request.hit, due, len(request.tokens),
-        )  # fmt: skip
+        _check_hit(model, request, request.hit, held)
         model.reuse(model.tables[request.name][request.hit // size :])
+
+
+def _check_hit(model: SchedulerModel, request: Request, hit: int, held: set[int]) -> None:
+    due, size, last = 0, model.limits.block_size, "hits_last" not in model.promised
+    for end in range(size, len(request.tokens) + 1 - last, size):
+        block = model.published.get(request.tags[end - 1])
+        if block is None or (model.has_tiers and block not in held):
+            break
+        due = end
+    require(
+        hit >= due,
+        rules.Q11, "{} hits {} tokens, and {} of its {} are published",
+        request.name, hit, due, len(request.tokens),
+    )  # fmt: skip
+
+
+def check_granted(model: SchedulerModel, request: Request, num_cached: int) -> None:
+    """Q4, Q11: a decode node grants blocks while no preempted request waits, those it lacks."""
+    parked = [each for each in model.live.values() if each.phase == "preempted"]
+    require(not parked, rules.Q4, "{} is received while {} wait", request.name, _names(parked))
+    held = {block for each in model.running for block in model.tables[each.name]}
+    _check_hit(model, request, num_cached, held)
 
 
 def check_asked(model: SchedulerModel, step: Step) -> None:
@@ -314,9 +327,11 @@ def check_reserved(model: SchedulerModel, step: Step) -> None:
         )  # fmt: skip
     queue = model.waiting()
     room = len(step.running) < limits.max_running and step.num_tokens < limits.token_budget
-    if not queue or not room:
+    if not queue or not room or model.receiving:
         return
     head = queue[0]
+    if model.is_decode_node and head.phase == "waiting":
+        return  # its prefill node asks for it between two steps
     if "leaders" in model.promised and leader_of(model, head, step.running):
         model.situations["waited for a leader"] += 1
         return

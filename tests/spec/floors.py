@@ -148,6 +148,8 @@ TIERED_SCHEDULER_FLOORS: Final = {
     "preempted twice": 100,
     "preempted two at once": 20,
     "prefill beside decode": 4_000,
+    "received": 2_200,
+    "received after a load": 40,
     "refused by the reservation": 9_300,
     "reset with parked": 42,
     "reset: fetch begun": 100,

@@ -10,6 +10,7 @@ from radixkv.spec.adapters.cache import AdapterError
 from radixkv.spec.harness.engine import Config, Operation, Trace, replay
 from radixkv.spec.harness.findings.shrink import shrink
 from radixkv.spec.harness.random_engine import run
+from radixkv.spec.harness.scheduler.configuration import draw_config, draw_tiers
 from radixkv.spec.harness.scheduler.world import SchedulerSubject
 
 from .designs.schedulers import ChunkWise
@@ -162,3 +163,69 @@ def test_storage_need_not_be_asked_for_a_prompt_that_was_cached_when_its_turn_ca
     for operation in trace:
         assert world.apply(operation)
     assert "r5 running, 4/5 computed" in world.picture()
+
+
+RECEIVED_BLOCKS_SEEM_FREE = bug(
+    "a decode node waits for blocks that requests being received hold",
+    "batching/preemption.py",
+    ("(*self._queues.running, *self._others())", "self._queues.running"),
+)
+"""The random engine takes 6,000 steps of a decode node that runs several requests to it."""
+
+
+def test_a_decode_node_waits_for_no_block_of_a_request_that_it_receives() -> None:
+    sizes = config(
+        num_blocks=10, block_size=1, max_running=3, token_budget=8, host_blocks=6, alphabet=1,
+        write="through", late=1, decode=1,
+    )  # fmt: skip
+    trace: Trace = [
+        submit("r1", [1, 1, 1], 8),
+        submit("r2", [1, 1], 9),
+        submit("r3", [1, 1, 1, 1, 0, 0], 3),
+        ["step"],
+        submit("r4", [1, 1, 1], 3),
+        ["reset", [], 0],
+        submit("r5", [1, 1, 1, 0], 1),
+        ["step"],
+        ["step"],
+        ["drain"],
+    ]
+    package = load_scheduler(RECEIVED_BLOCKS_SEEM_FREE)
+    violation = replay(tiered_subject(package), sizes, trace)
+    assert violation is not None and violation.rule.name.startswith("Q18 "), violation
+    assert replay(tiered_subject(), sizes, trace) is None
+
+
+PARKED_OUTLIVE_A_RESET = bug(
+    "a decode node's reset keeps what is parked",
+    "decode.py",
+    (
+        "        self._batch.reset_cache(keep, weights_revision)\n",
+        "        parked = {each: each.parked for each in self._queues.preempted}\n"
+        "        for request in parked:\n            request.parked = None\n"
+        "        self._batch.reset_cache(keep, weights_revision)\n"
+        "        for request in parked:\n            request.parked = parked[request]\n",
+    ),
+)
+"""The random engine takes 1,300 steps of a decode node to it, of which one world in six has one."""
+
+
+def test_a_reset_of_a_decode_node_drops_what_is_parked() -> None:
+    sizes = config(
+        num_blocks=4, block_size=3, max_running=2, token_budget=3, policy="priority",
+        host_blocks=3, write="through", storage=1, preempt="storage", late=1, decode=1,
+    )  # fmt: skip
+    trace: Trace = [
+        submit("r1", [0, 0], 6), submit("r2", [0], 6), *[["step"]] * 5, ["reset", [], 0],
+    ]  # fmt: skip
+    violation = replay(tiered_subject(load_scheduler(PARKED_OUTLIVE_A_RESET)), sizes, trace)
+    assert violation is not None and violation.rule.name.startswith("Q33 "), violation
+    assert replay(tiered_subject(), sizes, trace) is None
+
+
+def test_a_decode_node_keeps_to_every_rule() -> None:
+    subject = tiered_subject()
+    subject.configure = lambda below: {**draw_config(below), **draw_tiers(below), "decode": 1}  # type: ignore[method-assign]
+    result = run(subject, seed=0, num_steps=3_000)
+    assert result.finding is None, result.finding
+    assert result.situations["received after a load"]

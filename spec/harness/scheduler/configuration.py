@@ -41,6 +41,7 @@ def draw_tiers(below: Below) -> Config:
         "storage": storage,
         "preempt": ("recompute", "host", "host", "storage" if storage else "host")[below(4)],
         "late": below(2),
+        "decode": int(below(6) == 5),
     }
 
 

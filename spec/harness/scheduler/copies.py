@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from ...adapters.scheduler_target import SchedulerTarget
@@ -71,14 +71,14 @@ class Copies:
 
     # In a step
 
-    def dispatch(self, step: Step) -> None:
-        """Begin the copies that the cache has asked for."""
+    def dispatch(self, tables: Mapping[str, Sequence[int]]) -> None:
+        """Begin the copies that the cache has asked for; `tables` are those of running requests."""
         self._hear_of_cancelled()
         flights = self.executor.begin(self.target.take())
         for flight in flights:
             if flight.copy.kind == "in":
                 block = flight.copy.destinations[0]
-                users = [name for name, table in step.tables.items() if block in table]
+                users = [name for name, table in tables.items() if block in table]
                 flight.owner = next((name for name in users if name in self.model.live), "")
         self.note_asked(flights)
 
@@ -191,9 +191,8 @@ class Copies:
 
     def finish(self) -> None:
         """End all copies, when no request is left; then nothing below the device is held."""
-        step = Step([], [], {}, [], [], {}, {}, 0, 0)
         for _ in range(ROUNDS):
-            self.dispatch(step)
+            self.dispatch({})
             for flight in list(self.executor.flights):
                 self.end(flight, [], True)
             if not self.target.num_copies():

@@ -69,6 +69,12 @@ class Counts:
                 seen["hit"] += hit > 0
         seen["all slots taken"] += len(step.running) == max_running > 1
 
+    def received(self, request: Request, is_loaded: bool) -> None:
+        """Count a request that a decode node receives, perhaps after a load from the host."""
+        self.books.admitted += 1
+        self.situations["received after a load" if is_loaded else "received"] += 1
+        self.reached[request] = len(request.tokens)
+
     def after(self, step: Step) -> None:
         """Count the chunks of a decision that the model has made."""
         books, seen, num_decode = self.books, self.situations, 0

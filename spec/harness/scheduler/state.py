@@ -21,6 +21,7 @@ class SchedulerState:
 
     Attributes:
         past: all requests ever submitted.
+        is_decode_node: whether prefill nodes compute the prompts.
         copies: copies between tiers; None if the configuration has no tiers.
         roots: tag of the empty prefix in each namespace, under its current weights.
         namespace: index of the namespace of each request.
@@ -32,9 +33,12 @@ class SchedulerState:
         self.target = SchedulerTarget(factory, config)
         limits = Limits(**{limit.name: config[limit.name] for limit in fields(Limits)})
         num_host_blocks = config.get("host_blocks", 0)
-        self.model = SchedulerModel(limits, self.target.promises.names(), num_host_blocks)
-        has_storage = config["prefix_cache"] and bool(config.get("storage"))
-        self.copies = Copies(self.target, self.model, has_storage) if num_host_blocks else None
+        self.is_decode_node = self.target.is_decode_node
+        promised = self.target.promises.names()
+        self.model = SchedulerModel(limits, promised, num_host_blocks, self.is_decode_node)
+        # A decode node does not ask storage for a prompt: a prefill node has done that.
+        asks_storage = bool(config.get("storage")) and not self.is_decode_node
+        self.copies = Copies(self.target, self.model, asks_storage) if num_host_blocks else None
         self.roots: list[Tag] = [root_tag(number) for number in range(len(NAMESPACES))]
         self.namespace: dict[str, int] = {}
         self.num_resets = 0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ...adapters.scheduler import Chunk
 from ...model.scheduler import Request, Step
-from ...model.scheduler_policies import check_policies
+from ...model.scheduler_policies import check_granted, check_policies
 from ...rules.rule import require
 from ...rules.scheduler import Q2, Q32
 from .state import SchedulerState
@@ -30,7 +30,7 @@ def run_step(
         copies.note_asked()
     step = observe(world, target.schedule(), available)
     if copies is not None and early is None:
-        copies.dispatch(step)
+        copies.dispatch(step.tables)
         step.num_copies = len(copies.executor.flights)
         step.awaited = copies.awaited(world.config["preempt"])
         step.loading = {flight.owner for flight in copies.executor.flights}
@@ -44,7 +44,7 @@ def run_step(
     check_policies(model, step, target.promises.max_overtaken)
     if copies is not None and early is not None:
         early(step)
-        copies.dispatch(step)
+        copies.dispatch(step.tables)
     in_flight(step)
     model.compute(step)
     if step.chunks:
@@ -122,9 +122,33 @@ def end_by_abort(world: SchedulerState, name: str, step: Step | None = None) -> 
     return True
 
 
+def receive(world: SchedulerState) -> None:
+    """Let a decode node receive the waiting requests for which it has blocks."""
+    target, model, before = world.target, world.model, world.model.receiving
+    assert world.copies is not None, "a decode node without tiers"
+    while target.ask():
+        world.copies.dispatch({})  # they read blocks into which KV arrives now
+        name, rank, num_cached, table = target.receive()
+        require(name in model.live, Q2, "{} is received, and is not live", name)
+        request = model.live[name]
+        if name not in before:
+            check_granted(model, request, num_cached)
+        world.counts.received(request, is_loaded=name in before)
+        if model.receive(request, table, num_cached, (*request.order[:-1], rank)):
+            model.check_output(request, target.output(name), target.reason(name))
+            world.just_ended.append(name)
+    waiting = [name for name, each in model.live.items() if each.phase == "waiting"]
+    tables = {name: target.block_table(name) for name in waiting}
+    model.receiving = {name: table for name, table in tables.items() if table}
+    for name in model.receiving.keys() - before.keys():
+        check_granted(model, model.live[name], len(model.live[name].tokens))
+
+
 def settle(world: SchedulerState) -> None:
     """Compare the state of the scheduler with the model, between two calls."""
     target, model = world.target, world.model
+    if world.is_decode_node:
+        receive(world)
     for name in world.just_ended:
         table = target.block_table(name)
         require(not table, Q2, "{} has ended, and holds {}", name, table)

@@ -20,10 +20,13 @@ from .plant import Bug
 FOLDER = Path(radixkv.scheduler.mixed.__file__).parent
 FILES = ("errors", "request", "step_plan", "policy", "reservation",
          "batching/__init__", "batching/leases", "batching/transfers", "batching/queues",
-         "batching/preemption", "batching/batch", "interface", "mixed")  # fmt: skip
+         "batching/preemption", "batching/batch", "interface", "mixed", "fairness",
+         "handoff/messages", "handoff/gateway_messages", "handoff/actions", "handoff/states",
+         "handoff/attempts", "handoff/deferred_asks", "handoff/decode_side",
+         "handoff/prefill_side", "handoff/__init__", "decode")  # fmt: skip
 """Files of a copy, each after the files that it imports."""
-NAMES = ("Fcfs", "MixedScheduler", "Priority", "Request", "RequestError", "StepOrderError",
-         "StepPlan")  # fmt: skip
+NAMES = ("DecodeScheduler", "Fcfs", "MixedScheduler", "Priority", "Request", "RequestError",
+         "StepOrderError", "StepPlan")  # fmt: skip
 _numbers = count(1)
 
 
@@ -76,6 +79,7 @@ def load_scheduler(bug: Bug | None) -> ModuleType:
             for public in NAMES:
                 if hasattr(module, public):
                     setattr(package, public, getattr(module, public))
+        package.handoff = modules[f"{name}.handoff"]  # type: ignore[attr-defined]
     finally:
         for loaded in modules:
             sys.modules.pop(loaded, None)

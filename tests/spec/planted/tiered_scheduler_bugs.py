@@ -9,6 +9,7 @@ from .plant import Bug, bug
 
 BATCH, LEASES = "batching/batch.py", "batching/leases.py"
 PREEMPTION, TRANSFERS = "batching/preemption.py", "batching/transfers.py"
+DECODE, DECODE_SIDE = "decode.py", "handoff/decode_side.py"
 
 _BUGS = (
     bug(
@@ -127,6 +128,51 @@ _BUGS = (
     ),
 )
 
+_DECODE_BUGS = (
+    bug(
+        "a decode node grants blocks while a preempted request waits",
+        DECODE,
+        ("if queues.preempted:", "if False:"),
+    ),
+    bug(
+        "a decode node grants blocks before they are loaded",
+        DECODE_SIDE,
+        ("        if lease.loading is None:\n", "        if True:\n"),
+    ),
+    bug(
+        "a decode node never grants what it had to load",
+        DECODE_SIDE,
+        (
+            "if attempt.state is DecodeState.LOADING and attempt.lease.loading is None:",
+            "if False:",
+        ),
+    ),
+    bug(
+        "the parked tail of a request counts as loaded though its copy has failed",
+        BATCH,
+        (
+            "hit_tokens = min(lease.num_ready_tokens, request.num_tokens - 1)",
+            "ready = lease.num_ready_tokens if not lease.num_promoted_blocks else max(\n"
+            "            lease.num_ready_tokens, request.num_lost_tokens)\n"
+            "        hit_tokens = min(ready, request.num_tokens - 1)",
+        ),
+    ),
+    bug(
+        "a decode node publishes nothing that it receives",
+        DECODE_SIDE,
+        ("        self._manager.publish(attempt.lease, attempt.tokens)\n", ""),
+    ),
+    bug(
+        "a decode node asks for blocks that it has",
+        DECODE_SIDE,
+        (
+            "attempt.first_block = attempt.lease.num_shared_blocks",
+            "attempt.first_block = attempt.lease.num_hit_blocks // 2",
+        ),
+    ),
+)
+"""Bugs of a decode node over tiers; its prompts arrive from prefill nodes."""
+
 TIERED_SCHEDULER_BUGS: Final[tuple[Bug, ...]] = tuple(
-    replace(bug, world="tiered_scheduler") for bug in _BUGS
+    replace(bug, world="tiered_scheduler") for bug in (*_BUGS, *_DECODE_BUGS)
 )
