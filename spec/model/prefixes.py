@@ -44,6 +44,10 @@ class Prefixes:
                 self.key[tag] = keys[index] if keys else b""
             before = tag
 
+    def root_of(self, tag: Tag) -> Tag:
+        """Return the tag of the empty prefix of a prefix."""
+        return self.parent[self.first[tag]]
+
     def path_to(self, tag: Tag) -> list[Tag]:
         """Return the prefixes before one, and the one itself."""
         path = []

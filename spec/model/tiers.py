@@ -175,10 +175,8 @@ class TierModel(CacheModel):
         self.loads.clear()
         self.to_store.clear()
         self.uses.reset()
-        parent = self.prefixes.parent
-        self.through.paths = [
-            path for path in self.through.paths if path and parent[path[0]] in kept
-        ]
+        root_of, paths = self.prefixes.root_of, self.through.paths
+        self.through.paths = [path for path in paths if path and root_of(path[0]) in kept]
         for parked in self.parked.values():
             parked.keeps_tail = False
             parked.failed |= bool(parked.writers)

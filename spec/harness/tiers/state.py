@@ -133,12 +133,6 @@ class TierState(CacheState):
 
     # Operations
 
-    def owner_of(self, copy: int) -> str:
-        """The request that an operation loads or saves, or ""."""
-        copies = [(name, load.copy) for name, load in self.tiers.loads.items()]
-        copies += [(name, parked.copy) for name, parked in self.tiers.parked.items() if parked.copy]
-        return next((name for name, each in copies if each == copy), "")
-
     def cancel_copy(self, copy: int, name: str) -> None:
         """Cancel an operation; a request that it loads ends."""
         for parked in self.tiers.parked.values():
@@ -211,7 +205,8 @@ class TierState(CacheState):
     def learn_grown(self) -> None:
         """Enter the prefixes of the requests that have grown."""
         for request in self.running():
-            if not self.prefixes.content.keys() >= set(request.path(self.block_size)[-1:]):
+            path = request.path(self.block_size)
+            if path and path[-1] not in self.prefixes.content:
                 self.learn(request)
 
     def renew(self, namespaces: list[bytes]) -> None:
@@ -224,9 +219,9 @@ class TierState(CacheState):
         for request in self.requests.values():
             if request.namespace in namespaces:
                 self.retag(request)
-        current, prefixes = {self.root_of(name) for name in NAMESPACES}, self.prefixes
-        for tag, key in prefixes.key.items():
-            if prefixes.parent[prefixes.first[tag]] not in current:
-                content = self.executor.storage.get(key)
-                if content == prefixes.content[tag]:
-                    del self.executor.storage[key]
+        roots, root_of = {self.root_of(name) for name in NAMESPACES}, self.prefixes.root_of
+        self.executor.storage = {
+            key: content
+            for key, content in self.executor.storage.items()
+            if root_of(content[-1]) in roots
+        }

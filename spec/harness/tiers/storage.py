@@ -109,9 +109,8 @@ def _reset(world: TierState, names: list[bytes]) -> bool:
     model.resetting = False
     left = [name for name in model.holdings if not name.startswith("op ")]
     require(not left, R4, "{} have leases after a reset", left)
-    roots, parent = {world.root_of(name) for name in names}, world.prefixes.parent
-    first = world.prefixes.first
-    kept = {tag for tag in step.before.anywhere if parent[first[tag]] in roots}
+    roots = {world.root_of(name) for name in names}
+    kept = {tag for tag in step.before.anywhere if world.prefixes.root_of(tag) in roots}
     step.reset(kept)
     step.otherwise = rules.T40
     wrong = world.see().device.keys() ^ kept & step.before.device.keys()

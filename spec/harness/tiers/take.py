@@ -50,15 +50,16 @@ def take(world: TierState) -> bool:
 
 def _begin_out(world: TierState, flight: Flight) -> None:
     copy, content = flight.copy, world.prefixes.content
-    flight.owner = world.owner_of(copy.id)
+    saved = (name for name, each in world.tiers.parked.items() if each.copy == copy.id)
+    flight.owner = next(saved, "")
     parked = world.tiers.parked.get(flight.owner)
     tail = 0
     if parked is not None:
         parked.blocks.update(copy.destinations)
         tail = parked.num_tokens % world.block_size
         tags = world.requests[flight.owner].tags[parked.num_tokens - tail : parked.num_tokens]
-        saved = not tail or flight.read[-1][:tail] == tags
-        require(saved, rules.T10, "the tail of {} is not saved", flight.owner)
+        is_saved = not tail or flight.read[-1][:tail] == tags
+        require(is_saved, rules.T10, "the tail of {} is not saved", flight.owner)
     offloading = world.tiers.now.offloading
     whole = zip(flight.read, copy.destinations, strict=True)
     for read, block in list(whole)[: len(flight.read) - bool(tail)]:
@@ -71,7 +72,8 @@ def _begin_out(world: TierState, flight: Flight) -> None:
 
 def _begin_in(world: TierState, flight: Flight) -> None:
     copy = flight.copy
-    name = flight.owner = world.owner_of(copy.id)
+    loaded = (name for name, each in world.tiers.loads.items() if each.copy == copy.id)
+    name = flight.owner = next(loaded, "")
     require(name, rules.T13, "{} loads nobody", flight.op)
     load = world.tiers.loads[name]
     outlives = name == flight.op
