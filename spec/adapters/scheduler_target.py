@@ -227,5 +227,6 @@ class SchedulerTarget:
 
 
 def _wrong(method: str, result: Any) -> AdapterError:
-    wanted = {**REQUIRED, **REQUIRED_OF_TIERS, "misuse": "misuse(kind, name) -> whether refused"}
+    optional = {"misuse": "misuse(kind, name) -> whether refused"}
+    wanted = {**REQUIRED, **REQUIRED_OF_TIERS, **REQUIRED_OF_DECODE, **optional}
     return AdapterError(f"{method} returned {result!r}; it needs {wanted[method]}")

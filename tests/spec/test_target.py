@@ -134,6 +134,7 @@ def scheduler_with(**methods: Any) -> SchedulerTarget:
          "num_hit(name) -> tokens found in the cache at its last admission"),
         ("running", "ab", [], "running() -> the names that hold blocks, in order of admission"),
         ("block_table", None, ["r1"], "block_table(name) -> the ids of its blocks"),
+        ("ask", None, [], "ask() -> whether blocks are granted to a waiting request"),
     ],
 )  # fmt: skip
 def test_a_wrong_result_of_a_scheduler_is_told(
