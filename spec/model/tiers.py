@@ -29,7 +29,7 @@ class Load:
         tail: number of tokens in a parked last block that is not whole, or 0.
         path: tags of the whole blocks that were hit or are loaded.
         tags: tags of the loaded tokens.
-        moved: prefixes that were moved off the host for it.
+        moved: prefixes that were moved off the host for it, and are in flight.
     """
 
     copy: int
@@ -162,6 +162,8 @@ class TierModel(CacheModel):
         """Check that the present state is one that an operation allows."""
         held = {tag for prefetch in self.prefetches.values() for tag in prefetch.held}
         lost = step.allow(self.now, self.prefixes, held)
+        for load in self.loads.values():  # another may move again what has come back since
+            load.moved &= self.now.promoting
         for name, prefetch in list(self.prefetches.items()):
             # The others went with what they follow.
             prefetch.held = [tag for tag in prefetch.held if tag in self.now.anywhere]

@@ -143,6 +143,44 @@ def test_copies_that_come_late_may_warm_what_was_evicted_with_them() -> None:
     assert replay(subject(), config, trace) is None
 
 
+def test_a_load_that_ends_late_has_not_moved_what_another_moves_again() -> None:
+    config = {**CONFIG, "num_blocks": 2, "host_blocks": 2, "write": "exclusive", "storage": 0}
+    trace: Trace = [
+        ["submit", "r1", [0, 0], 0, 1],
+        ["submit", "r2", [0, 0], 0, 0],
+        ["admit", "r2"],
+        ["admit", "r1"],
+        ["forward", "r2", 1],
+        ["forward", "r1", 2],
+        ["submit", "r3", [0, 0], 0, 1],
+        ["park", "r1", "host"],
+        ["park", "r2", "host"],
+        ["admit", "r3"],
+        ["park", "r3", "host"],
+        ["result", "out2", [], 0],
+        ["admit", "r2"],
+        ["result", "out1", [0], 1],
+        ["take"],
+        ["result", "in1", [], 1],
+        ["evict", 1],
+        ["forward", "r2", 1],
+        ["result", "out2", [], 0],
+        ["admit", "r1"],
+        ["park", "r2", "host"],
+        ["result", "in1", [0], 0],
+        ["unpark", "r2"],
+        ["admit", "r3"],
+        ["forward", "r3", 2],
+        ["park", "r3", "host"],
+        ["take"],
+        ["result", "out4", [], 1],
+        ["evict", 1],
+        ["admit", "r3"],
+        ["fence", "in1"],
+    ]
+    assert replay(subject(), config, trace) is None
+
+
 def test_a_prefetch_that_was_cancelled_holds_nothing() -> None:
     config = {**CONFIG, "num_blocks": 3, "block_size": 3, "max_running": 1, "host_blocks": 1,
               "write": "exclusive"}  # fmt: skip

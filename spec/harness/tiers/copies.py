@@ -61,7 +61,8 @@ def _ended(world: TierState, flight: Flight, *, result: bool, fenced: bool) -> N
     step.otherwise = rules.T15
     if flight.cancelled or flight.old or flight.is_detached:
         step.otherwise = rules.T41 if flight.old else rules.T39
-        step.end_in(flight.tags if kind == "in" else ())
+        others = {tag for load in model.loads.values() for tag in load.moved}
+        step.end_in(set(flight.tags) - others if kind == "in" else ())
         new = now.device.keys() - step.before.device.keys()
         require(not new, step.otherwise, "{} was given up, and brings {} blocks", flight.op,
                 len(new))  # fmt: skip
