@@ -40,7 +40,7 @@ def draw_config(below: Below) -> Config:
         "reserve_tokens": (0, 0, 0, 2, None)[below(5)],
         "num_prefill": (1, 2)[below(2)],
         "num_decode": (1, 1, 2)[below(3)],
-        "max_attempts": 3,
+        "max_attempts": (1, 3, 3, 3)[below(4)],
         "request_s": (30, 5000, 5000)[below(3)],
         "max_overtaken": (1, 3, 256)[below(3)],
     }

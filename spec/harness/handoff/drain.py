@@ -17,6 +17,9 @@ STEPS_PER_ROUND: Final = 8
 ROUNDS_PER_HANDOFF: Final = 4
 """Rounds in which the messages of one attempt arrive."""
 
+ROUNDS_PER_LOAD: Final = 2
+"""Rounds in which copies from the host tiers of both nodes arrive."""
+
 MAX_NEW: Final = 8
 """Most requests of a flood at a time."""
 
@@ -106,14 +109,18 @@ def flood_bound(world: HandoffState, num_tokens: int) -> int:
 def bound_of(world: HandoffState) -> int:
     """Return a number of rounds after which all has ended: at worst, requests run one by one.
 
-    Each may wait for its next attempt, needs some rounds for messages, and a node does
-    `STEPS_PER_ROUND` of its steps in a round. Before, the nodes give up what the faults left.
+    Each may wait for its next attempt, D for a request that it refused earlier. Each needs some
+    rounds for messages and copies, and a node does `STEPS_PER_ROUND` of its steps in a round.
+    Before, the nodes give up what the faults left.
     """
     lost = SILENCE + TRANSFER + BACKOFF
+    each_waits = BACKOFF + SILENCE + ROUNDS_PER_HANDOFF
+    if world.config["host_blocks"]:
+        each_waits += ROUNDS_PER_LOAD
     requests = [world.requests[name] for name in world.model.open()]
     tokens = [len(each.prompt) + each.max_new_tokens for each in requests]
     steps = [-(-each * (1 + world.num_groups) // STEPS_PER_ROUND) for each in tokens]
-    return lost + sum(BACKOFF + ROUNDS_PER_HANDOFF + each for each in steps)
+    return lost + sum(each_waits + each for each in steps)
 
 
 def fair_round(world: HandoffState) -> Iterator[Operation]:

@@ -487,9 +487,9 @@ HANDOFF_TABLE: Final[Table[HandoffState]] = Table(groups, [
     Operation("crash", crash, 1, "live", _NAME),
     Operation("restart", restart, 16, "down", _NAME),
     Operation("reboot", reboot, 2, "live", _NAME),
-    Operation("leave", leave, 3, "dispensable", _NAME),
+    Operation("leave", leave, 8, "dispensable", _NAME),
     Operation("reset", reset, 1, "live", _NAME),
-    Operation("new_gateway", new_gateway, 2),
+    Operation("new_gateway", new_gateway, 4),
     Operation("flood", flood, 12, "refused", {
         "name": flood_name, "prompt": short_prompt, "max_new_tokens": number(3, 1)}),
     Operation("probe", probe, 1, arguments={

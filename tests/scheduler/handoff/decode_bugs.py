@@ -32,7 +32,7 @@ DECODE_BUGS: Final = [
     bug(
         "D reserves nothing",
         DECODE,
-        ("        if needed > available:\n", "        if False:\n"),
+        ("        if max(growth, guard) > available:\n", "        if False:\n"),
     ),
     bug(
         "D grants what could never finish",
