@@ -23,12 +23,12 @@ from ..rules.handoff import (
     X8,
     X9,
     X10,
+    X11,
     X12,
-    X13,
     X14,
     X15,
-    X21,
-    X22,
+    X16,
+    X17,
 )
 from ..rules.rule import require
 
@@ -133,7 +133,7 @@ class Requests:
 
     def started(self, attempt: str) -> None:
         """D starts to decode an attempt."""
-        require(attempt not in self._started, X10, "{} starts twice", attempt)
+        require(attempt not in self._started, X12, "{} starts twice", attempt)
         self._started.add(attempt)
 
     def sent(self, sender: str, attempt: str, kind: str) -> None:
@@ -153,24 +153,24 @@ class Requests:
 
     def pulled(self, node: str, part: Hashable) -> None:
         """D begins to pull a part."""
-        require(part in self._offered, X22, "{} pulls {}", node, part)
+        require(part in self._offered, X10, "{} pulls {}", node, part)
 
     def answered(self, name: str, tokens: Tokens | None, hits: int, reason: str, now: int) -> None:
         """A client gets its answer: tokens, or the reason of a failure."""
         request = self.requests[name]
-        require(name not in self.answers, X13, "{} has two answers", name)
+        require(name not in self.answers, X15, "{} has two answers", name)
         self.answers[name] = Outcome(tokens, reason)
         if tokens is None:
             tried = len(request.attempts)
             is_over = request.is_hopeless or now >= request.deadline
             require(
                 is_over or tried >= self._max_attempts,
-                X14, "{} fails after {} attempts: {}", name, tried, reason,
+                X16, "{} fails after {} attempts: {}", name, tried, reason,
             )  # fmt: skip
             return
-        require(tokens == request.output(), X12, "{} gets {}", name, tokens)
+        require(tokens == request.output(), X14, "{} gets {}", name, tokens)
         found = {self.hits.get(each) for each in self._started & request.attempts}
-        require(hits in found, X5, "{} has {} hits, its attempts {}", name, hits, found)
+        require(hits in found, X6, "{} has {} hits, its attempts {}", name, hits, found)
 
 
 # Memories
@@ -191,7 +191,7 @@ class Memory:
     def put(self, blocks: Sequence[int], group: int, content: Sequence[Tokens]) -> None:
         """Overwrite some blocks."""
         is_equal = len(blocks) == len(content)
-        require(is_equal, X7, "{} blocks are sent into {}", len(content), len(blocks))
+        require(is_equal, X8, "{} blocks are sent into {}", len(content), len(blocks))
         for block, each in zip(blocks, content, strict=True):
             self.content[block, group] = each
 
@@ -213,12 +213,12 @@ class Memory:
             found = self.content.get((table[index], group), ())
             require(
                 found[: len(prefix)] == prefix,
-                X7, "{} reads {} in block {} for {}", reader, found, table[index], prefix,
+                X8, "{} reads {} in block {} for {}", reader, found, table[index], prefix,
             )  # fmt: skip
 
     def _check_table(self, table: Sequence[int], tokens: Tokens) -> None:
         has_blocks = len(table) * self.block_size >= len(tokens)
-        require(has_blocks, X7, "{} tokens are in {} blocks", len(tokens), len(table))
+        require(has_blocks, X8, "{} tokens are in {} blocks", len(tokens), len(table))
 
 
 class Published:
@@ -248,7 +248,7 @@ class Published:
         """A node publishes the full blocks of tokens whose KV it has, and finds num_cached."""
         path = self._path(tokens)
         full = len(path) * self._size
-        require(num_cached >= full, X4, "{} of {} are found: {}", num_cached, full, tokens)
+        require(num_cached >= full, X5, "{} of {} are found: {}", num_cached, full, tokens)
         self._prefixes.update(path)
 
     def settle(self, evicted: int, num_cached: Callable[[Tokens], int]) -> bool:
@@ -267,7 +267,7 @@ class Published:
         num_evicted, self._evicted = evicted - self._evicted, evicted
         require(
             len(gone) <= num_evicted,
-            X4, "{} published prefixes are gone, {} blocks were evicted", len(gone), num_evicted,
+            X5, "{} published prefixes are gone, {} blocks were evicted", len(gone), num_evicted,
         )  # fmt: skip
         self._prefixes -= gone
         return True
@@ -275,7 +275,7 @@ class Published:
     def hit(self, tokens: Tokens, num_hit: int, reader: str) -> None:
         """A request is admitted with a hit."""
         due = self.num_tokens(tokens)
-        require(num_hit >= due, X4, "{} hits {} of {} published tokens", reader, num_hit, due)
+        require(num_hit >= due, X5, "{} hits {} of {} published tokens", reader, num_hit, due)
 
 
 # Nodes
@@ -341,7 +341,7 @@ class PrefillModel(NodeModel):
         )
         require(
             known <= hits <= known + may,
-            X6, "{} counts {} hits of {} to {}", self.name, hits, known, known + may,
+            X7, "{} counts {} hits of {} to {}", self.name, hits, known, known + may,
         )  # fmt: skip
 
     def committed(self, attempt: str, position: int, hits: int) -> None:
@@ -349,7 +349,7 @@ class PrefillModel(NodeModel):
         computed = self.computed[attempt]
         require(
             hits + computed == position,
-            X5, "{} has {} hits, {} computed, of {}", attempt, hits, computed, position,
+            X6, "{} has {} hits, {} computed, of {}", attempt, hits, computed, position,
         )  # fmt: skip
 
     def offered(self, key: Hashable, attempt: str, blocks: Sequence[int], group: int) -> None:
@@ -363,7 +363,7 @@ class PrefillModel(NodeModel):
             return None
         attempt, blocks, group, offered = self.offers[key]
         content = self.device.at(blocks, group)
-        require(content == offered, X9, "blocks {} of {} hold {}", blocks, attempt, content)
+        require(content == offered, X11, "blocks {} of {} hold {}", blocks, attempt, content)
         return content
 
     def fenced(self, attempt: str) -> None:
@@ -443,17 +443,17 @@ class DecodeModel(NodeModel):
             stop = size * max(first + 1, half)
             is_same = min(len(prompt), len(grant.prompt)) >= stop
             is_same = is_same and prompt[:stop] == grant.prompt[:stop]
-            require(not is_same, X8, "block {} is sent for {} and {}", first, other, attempt)
+            require(not is_same, X9, "block {} is sent for {} and {}", first, other, attempt)
         self._grants[attempt] = _Grant(number, first_block, prompt)
 
     def _check_newest(self, attempt: str, now: int) -> None:
         request, _, text = attempt.rpartition(".")
         number, (newest, granted_at) = int(text), self._newest.get(request, (0, now))
         is_known = now - granted_at < self._memory
-        require(newest <= number or not is_known, X21, "{} is granted after {}", attempt, newest)
+        require(newest <= number or not is_known, X4, "{} is granted after {}", attempt, newest)
         older = f"{request}.{newest}"
         is_open = older in self._grants and older != attempt
-        require(not is_open, X21, "{} is granted beside {}", attempt, older)
+        require(not is_open, X4, "{} is granted beside {}", attempt, older)
         self._newest[request] = number, now
 
     def gave_up(self, attempt: str, number: int) -> None:
@@ -484,7 +484,7 @@ class DecodeModel(NodeModel):
             each.num_overtaken += 1
             require(
                 each.num_overtaken <= self._max_overtaken or room >= each.num_blocks,
-                X15, "{} is the {}. admitted before {}, and leaves {} blocks of {}",
+                X17, "{} is the {}. admitted before {}, and leaves {} blocks of {}",
                 name, each.num_overtaken, other, room, each.num_blocks,
             )  # fmt: skip
         self.waiting.pop(name, None)

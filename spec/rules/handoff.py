@@ -26,104 +26,95 @@ X3: Final = rule(
     "X3 old-epoch-changes-nothing",
     "A message from an earlier epoch of a node changes nothing at the gateway.",
 )
+X4: Final = rule(
+    "X4 newest-attempt-only",
+    "A decode node grants no attempt beside another one of its request, nor after a newer one that "
+    "it remembers.",
+)
 
 # P computes the prompt
 
-X4: Final = rule(
-    "X4 hit-is-due",
+X5: Final = rule(
+    "X5 hit-is-due",
     "A node publishes each full block that it has computed or received, and an attempt hits the "
     "longest prefix that its node has published and not evicted.",
 )
-X5: Final = rule(
-    "X5 hits-plus-computed-is-prompt",
+X6: Final = rule(
+    "X6 hits-plus-computed-is-prompt",
     "The prompt of a computed attempt is as long as its hits in all tiers and its computed tokens "
     "together, and its hits are those of its answer.",
 )
-X6: Final = rule(
-    "X6 hits-are-counted-once",
+X7: Final = rule(
+    "X7 hits-are-counted-once",
     "A prefill node counts the hits of each attempt once, and those of a refused one not at all.",
 )
-X7: Final = rule(
-    "X7 reads-own-prefix",
+X8: Final = rule(
+    "X8 reads-own-prefix",
     "Each read of a block, in any tier, finds the KV of the reader's prefix, in all groups of "
     "layers.",
 )
 
 # The KV moves from P to D
 
-X8: Final = rule(
-    "X8 sent-once",
+X9: Final = rule(
+    "X9 sent-once",
     "A block is not sent to a decode node for two prompts at a time if they are half the same.",
 )
-X9: Final = rule(
-    "X9 offered-blocks-stay", "The blocks of a part keep the offered KV while it is served."
+X10: Final = rule(
+    "X10 pulls-what-is-offered",
+    "A decode node pulls only parts that a prefill node has offered to its present epoch.",
 )
-X10: Final = rule("X10 attempt-starts-once", "An attempt starts to decode at most once.")
+X11: Final = rule(
+    "X11 offered-blocks-stay", "The blocks of a part keep the offered KV while it is served."
+)
+X12: Final = rule("X12 attempt-starts-once", "An attempt starts to decode at most once.")
 
 # D decodes
 
-X11: Final = rule(
-    "X11 full-reservation-never-preempts",
+X13: Final = rule(
+    "X13 full-reservation-never-preempts",
     "No request is preempted on a decode node that reserves blocks to the end of each request.",
 )
-X12: Final = rule(
-    "X12 output-is-the-models",
+X14: Final = rule(
+    "X14 output-is-the-models",
     "The tokens of an answer are those that one node alone would generate.",
 )
 
 # The request ends
 
-X13: Final = rule("X13 one-answer", "A request has exactly one final answer.")
-X14: Final = rule(
-    "X14 fail-only-after-all-attempts",
+X15: Final = rule("X15 one-answer", "A request has exactly one final answer.")
+X16: Final = rule(
+    "X16 fail-only-after-all-attempts",
     "A request fails only after all of its attempts, after its time limit, or for a reason that no "
     "attempt can mend.",
 )
-X15: Final = rule(
-    "X15 bounded-overtaking",
+X17: Final = rule(
+    "X17 bounded-overtaking",
     "A decode node admits at most a fixed number of later requests before one that it refused and "
     "that keeps asking, unless they leave room for its prompt.",
 )
-X16: Final = rule(
-    "X16 bounded-rounds",
+X18: Final = rule(
+    "X18 bounded-rounds",
     "All requests end, without new ones and without faults, within a number of rounds that their "
     "work bounds.",
+)
+X19: Final = rule(
+    "X19 no-starvation",
+    "Every request ends within a bounded number of rounds, however many arrive after it.",
+)
+X20: Final = rule(
+    "X20 a-loss-costs-no-attempt",
+    "An attempt succeeds on idle nodes whichever one of its messages is lost.",
 )
 
 # Everything has ended
 
-X17: Final = rule("X17 no-leak", "Every block is free or can be evicted when all has ended.")
-X18: Final = rule(
-    "X18 idle-gateway-counts-no-load",
+X21: Final = rule("X21 no-leak", "Every block is free or can be evicted when all has ended.")
+X22: Final = rule(
+    "X22 idle-gateway-counts-no-load",
     "The gateway counts no load on any node when all requests have ended.",
 )
-X19: Final = rule("X19 no-unexpected-error", "A valid call raises nothing.")
-
-# Under load
-
-X20: Final = rule(
-    "X20 no-starvation",
-    "Every request ends within a bounded number of rounds, however many arrive after it.",
-)
-
-# When an attempt follows another
-
-X21: Final = rule(
-    "X21 newest-attempt-only",
-    "A decode node grants no attempt beside another one of its request, nor after a newer one that "
-    "it remembers.",
-)
-X22: Final = rule(
-    "X22 pulls-what-is-offered",
-    "A decode node pulls only parts that a prefill node has offered to its present epoch.",
-)
-
-# A message is lost
-
-X23: Final = rule(
-    "X23 a-loss-costs-no-attempt",
-    "An attempt succeeds on idle nodes whichever one of its messages is lost.",
-)
+X23: Final = rule("X23 no-unexpected-error", "A valid call raises nothing.")
 
 HANDOFF_RULES: Final = tuple(value for value in list(globals().values()) if isinstance(value, Rule))
 """Every rule above, in order."""

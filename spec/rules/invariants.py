@@ -219,20 +219,20 @@ _HAND_OFFS: Final = {
     "I38": Invariant(
         "promised blocks wait",
         "A block promised to another node is not reused before that node knows.",
-        ("X7", "X9"),
+        ("X8", "X11"),
     ),
     "I39": Invariant(
         "exactly once", "Lost, late and repeated messages cause no leak and no repetition.",
-        ("X1", "X2", "X3", "X10", "X13", "X17"),
+        ("X1", "X2", "X3", "X12", "X15", "X21"),
     ),
     "I40": Invariant(
         "complete before decoding", "Decoding begins when all of the prompt's KV has arrived.",
-        ("X7", "X12"),
+        ("X8", "X14"),
     ),
     "I41": Invariant(
         "both sides give up",
         "If one side fails, the other learns of it, and both free everything.",
-        ("X16", "X17", "X18"),
+        ("X18", "X21", "X22"),
     ),
 }  # fmt: skip
 

@@ -27,12 +27,12 @@ from radixkv.spec.rules.handoff import (
     X8,
     X9,
     X10,
+    X11,
     X12,
-    X13,
     X14,
     X15,
-    X21,
-    X22,
+    X16,
+    X17,
 )
 from radixkv.spec.rules.rule import Rule, Violation
 
@@ -60,7 +60,7 @@ def test_an_attempt_begins_and_starts_once() -> None:
     with breaks(X1):
         model.begun("p1", "r1.1.1")
     model.started("r1.1.1")
-    with breaks(X10):
+    with breaks(X12):
         model.started("r1.1.1")
 
 
@@ -83,23 +83,23 @@ def test_a_client_is_owed_the_tokens_of_one_node_alone() -> None:
     output = Request(PROMPT, 2, seed=1).output()
     assert len(output) == 2 and output != Request(PROMPT, 2, seed=2).output()
     model = requests()
-    with breaks(X12):
+    with breaks(X14):
         answered(model, (0, 0))
     model = requests()
     model.requests["r1"].attempts.add("r1.1.1")
     model.started("r1.1.1")
     model.hits["r1.1.1"] = 4
-    with breaks(X5):
+    with breaks(X6):
         answered(model, output, hits=3)
     del model.answers["r1"]
     answered(model, output, hits=4)
     assert model.open() == []
-    with breaks(X13):
+    with breaks(X15):
         answered(model, output, hits=4)
 
 
 def test_a_request_fails_after_all_attempts_or_for_good() -> None:
-    with breaks(X14):
+    with breaks(X16):
         answered(requests(), None, now=9)
     answered(requests(), None, now=10)  # too late
     hopeless, tried = requests(), requests()
@@ -114,11 +114,11 @@ def test_a_read_finds_what_was_written_for_its_prefix() -> None:
     memory.write([7, 8, 9], 0, PROMPT, 0, group=0)
     memory.read([7, 8, 9], PROMPT, 0, "r1")
     memory.read([7, 8], PROMPT[:3], 0, "r2")
-    with breaks(X7):
+    with breaks(X8):
         memory.read([7, 8, 9], PROMPT, 1, "r1")  # the other group of layers
-    with breaks(X7):
+    with breaks(X8):
         memory.read([8, 7], PROMPT[:4], 0, "r1")
-    with breaks(X7):
+    with breaks(X8):
         memory.read([7], PROMPT[:3], 0, "r1")
     memory.write([7, 8], 1, (1, 9, 9), 0, group=0)  # the first block is shared
     memory.read([7], PROMPT[:2], 0, "r1")
@@ -128,25 +128,25 @@ def test_kv_of_another_namespace_is_other_kv() -> None:
     assert untagged(tagged(1, PROMPT)) == (1, PROMPT) and untagged(()) == (0, ())
     memory = Memory(num_groups=1, block_size=2)
     memory.write([1], 0, tagged(0, PROMPT[:2]), 0, group=0)
-    with breaks(X7):
+    with breaks(X8):
         memory.read([1], tagged(1, PROMPT[:2]), 0, "r1")
 
 
 def test_what_is_published_is_hit_until_it_is_evicted() -> None:
     published = Published(block_size=2)
-    with breaks(X4):
+    with breaks(X5):
         published.add(PROMPT, num_cached=2)
     published.add(PROMPT, num_cached=4)
     published.hit((1, 2, 9), 2, "r2")
-    with breaks(X4):
+    with breaks(X5):
         published.hit(PROMPT, 2, "r3")
     assert not published.settle(0, lambda tokens: 0), "nothing was evicted, and nobody looks"
     assert published.settle(1, lambda tokens: min(len(tokens), 2))
     published.hit(PROMPT, 2, "r4")
-    with breaks(X4):
+    with breaks(X5):
         published.hit(PROMPT, 0, "r5")
     published.add(PROMPT, num_cached=4)
-    with breaks(X4):
+    with breaks(X5):
         published.settle(2, lambda tokens: 0)  # one block was evicted, two are gone
 
 
@@ -157,17 +157,17 @@ def test_hits_and_computed_tokens_add_up_and_are_counted_once() -> None:
     model.counted(0)
     model.counted(8)  # both may have been granted
     model.answered("r2.1.1", is_grant=False)
-    with breaks(X6):
+    with breaks(X7):
         model.counted(8)
     model.computes("r1.1.1", start=2)
     model.computes("r1.1.1", start=4)
     model.counted(2)
     for wrong in (0, 4):
-        with breaks(X6):
+        with breaks(X7):
             model.counted(wrong)
     model.computed["r1.1.1"] = 3
     model.committed("r1.1.1", position=5, hits=2)
-    with breaks(X5):
+    with breaks(X6):
         model.committed("r1.1.1", position=5, hits=4)
 
 
@@ -178,7 +178,7 @@ def test_an_offer_stays_until_its_fence() -> None:
     assert model.served("part") == [PROMPT[:2], PROMPT[:4]]
     assert model.served("another") is None
     model.device.put([4], 0, [(9,)])
-    with breaks(X9):
+    with breaks(X11):
         model.served("part")
     model.fenced("r1.1.1")
     assert model.served("part") is None
@@ -188,19 +188,19 @@ def test_what_is_pulled_was_offered() -> None:
     model = requests()
     model.offered("part of epoch 1")
     model.pulled("d0", "part of epoch 1")
-    with breaks(X22):
+    with breaks(X10):
         model.pulled("d0", "part of epoch 2")
 
 
 def test_an_attempt_is_granted_neither_beside_another_one_nor_after_a_newer_one() -> None:
     model = DecodeModel("d0", 1, 2, max_overtaken=1, patience=5, memory=9)
     model.granted("r1.1.1", 1, 0, PROMPT, now=0)
-    with breaks(X21):
+    with breaks(X4):
         model.granted("r1.1.2", 2, 0, PROMPT, now=0)
     model.gave_up("r1.1.1", 1)
     model.granted("r1.1.2", 2, 0, PROMPT, now=1)
     model.started("r1.1.2")
-    with breaks(X21):
+    with breaks(X4):
         model.granted("r1.1.1", 3, 0, PROMPT, now=9)
     model.granted("r1.1.1", 3, 0, PROMPT, now=10)
 
@@ -210,10 +210,10 @@ def test_a_block_is_not_sent_for_two_similar_prompts() -> None:
     model.granted("r1.1.1", 1, 0, PROMPT, now=0)
     model.granted("r1.1.1", 1, 0, PROMPT, now=0)  # a copy
     model.granted("r2.1.1", 2, 0, (1, 2, *[9] * 6), now=0)  # hardly anything in common
-    with breaks(X8):
+    with breaks(X9):
         model.granted("r3.1.1", 3, 1, (*PROMPT[:4], 9), now=0)
     model.gave_up("r1.1.1", 9)  # another grant
-    with breaks(X8):
+    with breaks(X9):
         model.granted("r3.1.1", 3, 1, (*PROMPT[:4], 9), now=0)
     model.gave_up("r1.1.1", 1)
     model.granted("r3.1.1", 3, 1, (*PROMPT[:4], 9), now=0)
@@ -223,7 +223,7 @@ def test_a_refused_request_is_overtaken_so_often_while_it_may_ask_again() -> Non
     model = DecodeModel("d0", 1, 2, max_overtaken=1, patience=5, memory=9)
     model.refused("big", PROMPT, 0)
     model.admitted("a", room=0, now=1)
-    with breaks(X15):
+    with breaks(X17):
         model.admitted("b", room=2, now=2)
     model.admitted("c", room=3, now=2)
     model.admitted("big", room=0, now=2)
@@ -238,7 +238,7 @@ def test_a_refused_request_that_asks_late_is_awaited_longer() -> None:
     model.refused("other", PROMPT, 4)
     model.refused("late", PROMPT, 9)
     model.admitted("a", room=0, now=26)
-    with breaks(X15):
+    with breaks(X17):
         model.admitted("b", room=0, now=26)
     model.admitted("c", room=0, now=27)
 
@@ -250,5 +250,5 @@ def test_requests_are_overtaken_by_those_refused_later() -> None:
     model.admitted("second", room=0, now=1)
     model.admitted("first", room=0, now=1)
     model.admitted("new", room=0, now=1)
-    with breaks(X15):
+    with breaks(X17):
         model.admitted("newer", room=0, now=1)

@@ -490,7 +490,7 @@ HANDOFF_TABLE: Final[Table[HandoffState]] = Table(groups, [
     Operation("leave", leave, 8, "dispensable", _NAME),
     Operation("reset", reset, 1, "live", _NAME),
     Operation("new_gateway", new_gateway, 4),
-    Operation("flood", flood, 12, "refused", {
+    Operation("flood", flood, 24, "refused", {
         "name": flood_name, "prompt": short_prompt, "max_new_tokens": number(3, 1)}),
     Operation("probe", probe, 1, arguments={
         "name": new_name, "prompt": prompt, "max_new_tokens": number(3, 1), "lost": number(20)}),

@@ -23,7 +23,7 @@ from ...adapters.handoff import (
     PrefillNode,
 )
 from ...model.handoff import DecodeModel, Place, PrefillModel, Request, Requests, Tokens, untagged
-from ...rules.handoff import X19
+from ...rules.handoff import X23
 from ...rules.rule import Violation
 from ..engine import Config, Operation
 
@@ -45,14 +45,14 @@ class _Guard:
             except (Violation, AdapterError):
                 raise
             except (Exception, SystemExit) as error:
-                raise Violation(X19, describe_error(name, error)) from error
+                raise Violation(X23, describe_error(name, error)) from error
 
         setattr(self, name, call)
         return call
 
 
 def guard(system: System) -> System:
-    """Return a node or gateway whose exceptions break X19."""
+    """Return a node or gateway whose exceptions break X23."""
     return cast(System, _Guard(system))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...adapters.handoff import Chunk
 from ...model.handoff import DecodeModel, PrefillModel, Tokens, next_token, tagged
-from ...rules.handoff import X11
+from ...rules.handoff import X13
 from ...rules.rule import require
 from .events import publish, settle
 from .state import HandoffState, LiveNode
@@ -71,7 +71,7 @@ def _plan(world: HandoffState, node: LiveNode) -> None:
     if plan.preempted:
         world.situations["preempted"] += len(plan.preempted)
         may = world.config["reserve_tokens"] is not None
-        require(may, X11, "{} preempts {}", node.name, plan.preempted)
+        require(may, X13, "{} preempts {}", node.name, plan.preempted)
     node.is_stepping, node.num_written = plan.num_chunks > 0, 0
 
 
