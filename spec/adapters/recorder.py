@@ -242,6 +242,7 @@ def recorded(make: Callable[..., Made]) -> Callable[..., Made]:
 
     Example:
         >>> from fractions import Fraction
+        >>> from radixkv.spec.adapters.recorder import recorded, recording
         >>> with recording() as log:
         ...     number = recorded(Fraction)(3, 6)
         ...     number.limit_denominator(10) and None
