@@ -25,12 +25,14 @@ class _Refused:
         num_blocks: blocks that it holds at most.
         asked_at: time of its last ASK.
         patience_s: how long after an ASK D waits for the next one.
+        num_overtaken: admissions of requests that were refused later, less `_num_new` at its own
+            first refusal.
     """
 
     num_blocks: int
     asked_at: float
     patience_s: float
-    num_overtaken: int = 0
+    num_overtaken: int
 
 
 class AdmissionFairness:
@@ -51,21 +53,24 @@ class AdmissionFairness:
         self._patience_s = patience_s  # at least
         self._max_overtaken = max_overtaken
         self._refused: dict[str, _Refused] = {}  # by request id, in order of the first refusal
+        self._num_new = 0  # admissions of requests that were not refused: they overtake all others
 
     def set_aside(self, request_id: str, now: float) -> list[int]:
         """Return the numbers of blocks to leave for starved requests that come before this one."""
         room = []
         for each, refused in self._refused.items():
-            if each == request_id:
+            # What overtakes a request overtakes all that were refused before it, too.
+            is_starved = refused.num_overtaken + self._num_new >= self._max_overtaken
+            if each == request_id or not is_starved:
                 break
-            is_starved = refused.num_overtaken >= self._max_overtaken
-            if is_starved and now - refused.asked_at < refused.patience_s:
+            if now - refused.asked_at < refused.patience_s:
                 room.append(refused.num_blocks)
         return room
 
     def refused(self, request_id: str, num_blocks: int, now: float) -> None:
         """Record that a request was refused."""
-        known = self._refused.setdefault(request_id, _Refused(num_blocks, now, self._patience_s))
+        new = _Refused(num_blocks, now, self._patience_s, -self._num_new)
+        known = self._refused.setdefault(request_id, new)
         known.patience_s = max(known.patience_s, 2 * (now - known.asked_at))
         known.asked_at = now
         if len(self._refused) > MAX_REMEMBERED:
@@ -73,8 +78,11 @@ class AdmissionFairness:
 
     def admitted(self, request_id: str) -> None:
         """Record that a request was admitted: it overtakes all that were refused before it."""
+        if request_id not in self._refused:
+            self._num_new += 1
+            return
         for each, refused in self._refused.items():
             if each == request_id:
                 break
             refused.num_overtaken += 1
-        self._refused.pop(request_id, None)
+        del self._refused[request_id]

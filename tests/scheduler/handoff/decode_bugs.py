@@ -173,12 +173,12 @@ DECODE_BUGS: Final = [
     bug(
         "a large request starves",
         FAIRNESS,
-        ("            if is_starved and now", "            if False and now"),
+        ("            if now - refused", "            if False and now - refused"),
     ),
     bug(
         "a request that has gone still blocks others",
         FAIRNESS,
-        (" and now - refused.asked_at < refused.patience_s:", ":"),
+        ("if now - refused.asked_at < refused.patience_s:", "if True:"),
     ),
     bug(
         "D waits for each refused request equally long",
@@ -191,7 +191,7 @@ DECODE_BUGS: Final = [
         (
             "        known.asked_at = now\n",
             "        if now - known.asked_at >= self._patience_s:\n"
-            "            known.num_overtaken = 0\n"
+            "            known.num_overtaken = -self._num_new\n"
             "        known.asked_at = now\n",
         ),
     ),
@@ -221,6 +221,6 @@ DECODE_BUGS: Final = [
     bug(
         "an admitted request stays among the refused ones",
         FAIRNESS,
-        ("        self._refused.pop(request_id, None)\n", ""),
+        ("        del self._refused[request_id]\n", ""),
     ),
 ]
