@@ -7,10 +7,9 @@ import json
 import pytest
 
 from radixkv.spec.adapters.cache import AdapterError
-from radixkv.spec.harness.engine import Config, Operation, Trace, replay
+from radixkv.spec.harness.engine import Below, Config, Operation, Trace, replay
 from radixkv.spec.harness.findings.shrink import shrink
 from radixkv.spec.harness.random_engine import run
-from radixkv.spec.harness.scheduler.configuration import draw_config, draw_tiers
 from radixkv.spec.harness.scheduler.world import SchedulerSubject
 
 from .designs.schedulers import ChunkWise
@@ -224,8 +223,11 @@ def test_a_reset_of_a_decode_node_drops_what_is_parked() -> None:
 
 
 def test_a_decode_node_keeps_to_every_rule() -> None:
-    subject = tiered_subject()
-    subject.configure = lambda below: {**draw_config(below), **draw_tiers(below), "decode": 1}  # type: ignore[method-assign]
+    class DecodeSubject(SchedulerSubject):
+        def configure(self, below: Below) -> Config:
+            return {**super().configure(below), "decode": 1}
+
+    subject = DecodeSubject(tiered_subject().factory, has_tiers=True)
     result = run(subject, seed=0, num_steps=3_000)
     assert result.finding is None, result.finding
     assert result.situations["received after a load"]
