@@ -133,7 +133,8 @@ class DecodeScheduler(Scheduler):
         try:
             lease = self._reserve(request)
         except (RefusedError, OutOfBlocksError):
-            self._fairness.refused(request.request_id, self._num_blocks_of(request), self._now)
+            num_blocks = request.max_blocks(self.manager.block_size)
+            self._fairness.refused(request.request_id, num_blocks, self._now)
             raise
         self._fairness.admitted(request.request_id)
         self._queues.number(request)
@@ -164,9 +165,6 @@ class DecodeScheduler(Scheduler):
             if not is_room or num_taken + len(set_aside) >= self.max_running:
                 raise RefusedError("others wait", len(set_aside), 0)
         return manager.admit(match)
-
-    def _num_blocks_of(self, request: Request) -> int:
-        return -(-request.max_kv_tokens // self.manager.block_size)
 
     def _start_decoding(self, start: Start) -> None:
         request, commit = start.request, start.commit

@@ -175,6 +175,10 @@ class Request:
         """Number of tokens that need KV at the limit; the last generated token does not."""
         return self.num_prompt_tokens + self.max_new_tokens - 1
 
+    def max_blocks(self, block_size: int) -> int:
+        """Return the number of blocks that the request holds at its limit."""
+        return -(-self.max_kv_tokens // block_size)
+
     @property
     def is_prefilling(self) -> bool:
         """Whether tokens from before the last admission have yet to be computed."""

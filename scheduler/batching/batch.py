@@ -113,7 +113,7 @@ class BatchScheduler:
             RequestTooLargeError: if the manager has too few blocks.
         """
         num_blocks = self.manager.num_blocks
-        needed = -(-request.max_kv_tokens // self.manager.block_size)
+        needed = request.max_blocks(self.manager.block_size)
         if needed > num_blocks:
             raise RequestTooLargeError(request.max_kv_tokens, needed, num_blocks)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...model.tiers import Prefetch
+from ...model.tiers.operations import Prefetch
 from ...rules import tiers as rules
 from ...rules.rule import require
 from .executor import TO_DEVICE, Flight, leading, results

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ...model.ghost import Tag
-from ...model.residency import Residency
-from ...model.tiers import Load, Parked
+from ...model.tiers.operations import Load, Parked
+from ...model.tiers.residency import Residency
 from ...rules import tiers as rules
 from ...rules.cache import A8, P4
 from ...rules.rule import require

@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 from ...adapters.tier_target import TierTarget
 from ...adapters.tiers import TierFactory
 from ...model.ghost import Tag, first_tag
-from ...model.residency import Residency, Step
-from ...model.storage_recency import window_of
-from ...model.tiers import Load, TierModel
+from ...model.tiers.operations import Load, TierModel
+from ...model.tiers.residency import Residency, Step
+from ...model.tiers.storage_recency import window_of
 from ...model.two_tier_law import StorageLaw, TwoTierLaw
 from ...rules import tiers as rules
 from ...rules.rule import Rule, require

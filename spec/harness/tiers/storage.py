@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...model.tiers import Prefetch
+from ...model.tiers.operations import Prefetch
 from ...rules import tiers as rules
 from ...rules.cache import D1, R4
 from ...rules.rule import require

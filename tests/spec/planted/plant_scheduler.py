@@ -79,7 +79,7 @@ def load_scheduler(bug: Bug | None) -> ModuleType:
             for public in NAMES:
                 if hasattr(module, public):
                     setattr(package, public, getattr(module, public))
-        package.handoff = modules[f"{name}.handoff"]  # type: ignore[attr-defined]
+        vars(package)["handoff"] = modules[f"{name}.handoff"]
     finally:
         for loaded in modules:
             sys.modules.pop(loaded, None)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from ..rules import tiers as rules
-from ..rules.rule import require
-from .ghost import Tag
+from ...rules import tiers as rules
+from ...rules.rule import require
+from ..ghost import Tag
 from .prefixes import Prefixes
 from .residency import Residency
 

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..rules import tiers as rules
-from ..rules.rule import require
-from .ghost import Tag
+from ...rules import tiers as rules
+from ...rules.rule import require
+from ..ghost import Tag
 from .prefixes import Prefixes
 
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, Literal, TypeAlias
 
-from ..rules import tiers as rules
-from ..rules.rule import Rule, require
-from .ghost import Tag
+from ...rules import tiers as rules
+from ...rules.rule import Rule, require
+from ..ghost import Tag
 from .prefixes import Prefixes
 
 Place: TypeAlias = Literal["host", "offloading", "promoting", "nowhere"]

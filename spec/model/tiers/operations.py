@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from ..rules import tiers as rules
-from ..rules.rule import require
-from .blocks import CACHED, Holding
-from .cache import CacheModel
-from .ghost import Tag
+from ...rules import tiers as rules
+from ...rules.rule import require
+from ..blocks import CACHED, Holding
+from ..cache import CacheModel
+from ..ghost import Tag
+from ..promises import Promises
 from .host_order import HostOrder
 from .prefixes import Prefixes
-from .promises import Promises
 from .residency import Residency, Step
 from .storage_recency import StorageUses
 from .write_through import WriteThrough

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..rules import tiers as rules
-from ..rules.rule import require
-from .ghost import Tag
+from ...rules import tiers as rules
+from ...rules.rule import require
+from ..ghost import Tag
 
 
 class HostOrder:
