@@ -6,6 +6,7 @@ block 0 is a padding sink, whose contents are undefined. There is one folder per
 """
 
 from .argument_checks import KernelArgumentError
+from .attention_backend import AttentionBackend, attention_backend
 from .block_copy import copy_blocks, gather_blocks, scatter_blocks
 from .kv_write import kv_write
 from .merge_states import merge_attention_states
@@ -14,7 +15,9 @@ from .paged_extend import paged_extend
 from .value_checks import checked
 
 __all__ = [
+    "AttentionBackend",
     "KernelArgumentError",
+    "attention_backend",
     "checked",
     "copy_blocks",
     "gather_blocks",

@@ -30,6 +30,8 @@ class TargetDevice(NamedTuple):
     """CUDA compute capability; None if the device is not an NVIDIA GPU."""
     num_cores: int
     """Number of streaming multiprocessors of a GPU, 1 for other devices."""
+    platform: str
+    """JAX's name of the kind of device: "cpu", "gpu" or "tpu"."""
 
 
 def target_device() -> TargetDevice:
@@ -43,12 +45,28 @@ def target_device() -> TargetDevice:
     if abstract is not None:
         hopper = abstract.platform in ("gpu", "cuda") and _HOPPER.search(abstract.device_kind)
         capability = MOSAIC_CAPABILITY if hopper else None
-        return TargetDevice(abstract.device_kind, capability, abstract.num_cores or 1)
+        cores = abstract.num_cores or 1
+        return TargetDevice(abstract.device_kind, capability, cores, abstract.platform)
     device = getattr(jax.config, "jax_default_device")  # noqa: B009  # JAX's types lack it
     if device is None or isinstance(device, str):
         device = jax.devices(device)[0]
     capability = getattr(device, "compute_capability", None)
-    return TargetDevice(device.device_kind, capability, getattr(device, "core_count", None) or 1)
+    cores = getattr(device, "core_count", None) or 1
+    return TargetDevice(device.device_kind, capability, cores, device.platform)
+
+
+def why_not_mosaic(unsupported: str | None) -> str | None:
+    """Return why the Mosaic kernel cannot run on the target device, or None.
+
+    Args:
+        unsupported: Reason why the kernel does not support the shapes and dtypes, or None.
+    """
+    device = target_device()
+    if device.capability == MOSAIC_CAPABILITY:
+        return unsupported
+    return (
+        f"mosaic needs an NVIDIA GPU of compute capability {MOSAIC_CAPABILITY}, got {device.name}"
+    )
 
 
 def choose_backend(backend: Backend | None, unsupported: str | None) -> Backend:
@@ -66,14 +84,9 @@ def choose_backend(backend: Backend | None, unsupported: str | None) -> Backend:
         raise KernelArgumentError(f"backend must be 'mosaic', 'xla' or None, got {backend!r}")
     if backend == "xla":
         return "xla"
-    device = target_device()
-    if device.capability != MOSAIC_CAPABILITY:
-        unsupported = (
-            f"mosaic needs an NVIDIA GPU of compute capability {MOSAIC_CAPABILITY}, "
-            f"got {device.name}"
-        )
-    if unsupported is None:
+    reason = why_not_mosaic(unsupported)
+    if reason is None:
         return "mosaic"
     if backend == "mosaic":
-        raise KernelArgumentError(f"backend must be 'xla' or None here: {unsupported}")
+        raise KernelArgumentError(f"backend must be 'xla' or None here: {reason}")
     return "xla"

@@ -9,7 +9,7 @@ BLOCK_SIZES = (16, 32, 64, 128)
 DTYPES = ("bfloat16", "float16")
 
 
-def unsupported_attention(q: jax.Array, k_blocks: jax.Array) -> str | None:
+def unsupported_attention(q: jax.Array | jax.ShapeDtypeStruct, k_blocks: jax.Array) -> str | None:
     """Reason why the kernels do not support the shapes and dtypes, or None."""
     head_dim, block_size = q.shape[2], k_blocks.shape[2]
     if q.dtype.name not in DTYPES:

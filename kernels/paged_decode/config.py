@@ -59,7 +59,7 @@ def choose_config(
     return DecodeConfig(tile_tokens, stages, max(1, splits))
 
 
-def unsupported(q: jax.Array, k_blocks: jax.Array) -> str | None:
+def unsupported(q: jax.Array | jax.ShapeDtypeStruct, k_blocks: jax.Array) -> str | None:
     """Reason why the kernel does not support the arguments, or None."""
     if (shared := unsupported_attention(q, k_blocks)) is not None:
         return shared

@@ -55,7 +55,7 @@ def tile_tokens_of(group: int) -> int:
     return TILE_ROWS // group // ALIGNMENT * ALIGNMENT
 
 
-def unsupported(q: jax.Array, k_blocks: jax.Array, batch: int) -> str | None:
+def unsupported(q: jax.Array | jax.ShapeDtypeStruct, k_blocks: jax.Array, batch: int) -> str | None:
     """Reason why the kernel does not support the arguments, or None."""
     if (shared := unsupported_attention(q, k_blocks)) is not None:
         return shared

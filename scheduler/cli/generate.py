@@ -17,7 +17,7 @@ from ...kvcache.storage.urls import namespace_digits
 from ..engine import Engine, make_storage_namespace
 from ..errors import HandoffFailedError
 from ..handoff import Timing
-from ..models import load_config, load_model, load_tokenizer
+from ..models import load_config, load_model, load_tokenizer, model_dtype
 from ..models.weights_digest import weights_digest
 from ..nodes import DecodeEngine, Disaggregated, PrefillEngine
 from ..nodes.transport import InProcessExchange, InProcessTransport
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     prompts = read_prompts(
         Path(arguments.prompts), vocab_size=config.vocab_size, encode=_make_encoder(model_dir)
     )
-    sizes = choose_sizes(arguments, prompts, config)
+    sizes = choose_sizes(arguments, prompts, config, _itemsize(arguments, model_dir))
     requests = [
         Request(
             str(index),
@@ -78,7 +78,7 @@ def complete_with_engine(
     Blocks for storage are stored when this returns.
     """
     model_dir = Path(arguments.model_dir)
-    model = load_model(model_dir)
+    model = load_model(model_dir, arguments.dtype or "auto")
     namespace = None
     if arguments.storage is not None:
         digest = weights_digest(model_dir)
@@ -117,7 +117,7 @@ def complete_in_process(
         HandoffFailedError: A request failed.
     """
     model_dir = Path(arguments.model_dir)
-    model, exchange = load_model(model_dir), InProcessExchange()
+    model, exchange = load_model(model_dir, arguments.dtype or "auto"), InProcessExchange()
     revision = weights_digest(model_dir)
     namespace = make_storage_namespace(model, revision, arguments.block_size)
     options: dict[str, Any] = {
@@ -153,6 +153,18 @@ def complete_in_process(
         finally:
             nodes.close()  # stores what is still on its way to storage
         return {name: describe_node(stats, storages[name]) for name, stats in nodes.stats().items()}
+
+
+def _itemsize(arguments: argparse.Namespace, model_dir: Path) -> int:
+    """Return the bytes per element of the KV, or a bound of it.
+
+    Nodes in other processes choose their dtype themselves, and this process must not ask JAX for
+    their device, because it would take memory from them.
+    """
+    dtype = arguments.dtype or "auto"
+    if dtype == "auto" and arguments.disaggregate and arguments.transport != "inprocess":
+        dtype = "float32"
+    return model_dtype(model_dir, dtype).itemsize
 
 
 def _make_encoder(model_dir: Path) -> Callable[[str], list[int]]:

@@ -50,7 +50,7 @@ def complete_on_nodes(
         *("--token-budget", sizes.token_budget, "--max-running", sizes.max_running),
         *("--max-model-len", sizes.max_model_len),
     ]
-    for option in ("host_blocks", "host_write", "storage_max_bytes"):
+    for option in ("dtype", "host_blocks", "host_write", "storage_max_bytes"):
         if getattr(arguments, option) is not None:
             common += [f"--{option.replace('_', '-')}", getattr(arguments, option)]
     generation = ["--preempt", arguments.preempt, "--reserve-tokens", arguments.reserve_tokens]

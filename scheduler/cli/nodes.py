@@ -60,8 +60,13 @@ def run(arguments: argparse.Namespace) -> int:
             engine, channel, gateway=arguments.gateway, transport=arguments.transport, timing=timing
         )
         with _stop_signals(arguments.parent_pid) as is_stopped:
-            ready = f"radixkv: {arguments.name} serves at {channel.address}"
-            print(ready, file=sys.stderr, flush=True)
+            stats = engine.stats().engine
+            attention = f"{stats.attention_backend} ({stats.attention_reason})"
+            for line in (
+                f"{arguments.name} has dtype {stats.dtype} and attention backend {attention}",
+                f"{arguments.name} serves at {channel.address}",
+            ):
+                print(f"radixkv: {line}", file=sys.stderr, flush=True)
             loop.run(is_stopped)
             engine.close()  # stores what is still on its way to storage
         print(json.dumps(describe_node(engine.stats(), storage), allow_nan=False), flush=True)
@@ -104,7 +109,7 @@ def _make_engine(
 ) -> tuple[PrefillEngine | DecodeEngine, Storage | None]:
     """Make the engine over its storage; the stack closes both."""
     model_dir = Path(arguments.model_dir)
-    model = load_model(model_dir)
+    model = load_model(model_dir, arguments.dtype or "auto")
     revision = weights_digest(model_dir)
     namespace = make_storage_namespace(model, revision, arguments.block_size)
     storage = stack.enter_context(open_storage(arguments, namespace))

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 _MAX_RUNNING: Final = 256
 _DEFAULT_TOKEN_BUDGET: Final = 512
 _DEFAULT_CACHE_BYTES: Final = 4 * 2**30
-_BYTES_PER_ELEMENT: Final = 4
-"""Bytes of a float32, the dtype of the model and its pools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +59,18 @@ def read_prompts(
 
 
 def choose_sizes(
-    arguments: argparse.Namespace, prompts: Sequence[Sequence[int]], config: ModelConfig
+    arguments: argparse.Namespace,
+    prompts: Sequence[Sequence[int]],
+    config: ModelConfig,
+    itemsize: int,
 ) -> Sizes:
     """Return the sizes that the options give, or that the prompts need.
+
+    Args:
+        arguments: The parsed options.
+        prompts: The prompts.
+        config: The model's configuration.
+        itemsize: Bytes per element of the KV.
 
     Raises:
         BadInputError: A prompt with its new tokens does not fit the model or the cache.
@@ -71,7 +78,9 @@ def choose_sizes(
     block_size = arguments.block_size
     num_tokens = [len(prompt) + arguments.max_new_tokens for prompt in prompts]
     needed = [-(-number // block_size) for number in num_tokens]
-    num_blocks = arguments.device_blocks or _default_blocks(needed, config, block_size)
+    elements_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    bytes_per_block = elements_per_token * block_size * itemsize
+    num_blocks = arguments.device_blocks or _default_blocks(needed, bytes_per_block)
     for index, (prompt, blocks) in enumerate(zip(prompts, needed, strict=True)):
         tokens = f"{len(prompt)} prompt tokens and {arguments.max_new_tokens} new tokens"
         if num_tokens[index] > config.max_positions:
@@ -93,10 +102,8 @@ def choose_sizes(
     )
 
 
-def _default_blocks(needed: list[int], config: ModelConfig, block_size: int) -> int:
+def _default_blocks(needed: list[int], bytes_per_block: int) -> int:
     """Return room for all prompts within the default size, and for the longest in any case."""
-    elements_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    bytes_per_block = elements_per_token * block_size * _BYTES_PER_ELEMENT
     return max(min(sum(needed), _DEFAULT_CACHE_BYTES // bytes_per_block), max(needed))
 
 

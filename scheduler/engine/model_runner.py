@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +13,8 @@ import numpy as np
 from jax.stages import Compiled
 from jaxtyping import Array, Int32
 
+from ...kernels import AttentionBackend, attention_backend
+from ...kernels.backends import target_device
 from ...kvcache import BlockArrays, CacheManager
 from ...kvcache.storage import Storage
 from ...kvcache.tokens import as_count
@@ -90,6 +93,7 @@ class ModelRunner:
             table_width=-(-max_model_len // manager.block_size),
             decode=decode,
         )
+        self._attention = _choose_attention(model, self.arrays, token_budget, max_running)
         self._steps = self._padding_tokens = self._late_compilations = 0
         self._warm_up_compilations = 0
         self._counter = compilation_counter()
@@ -220,6 +224,9 @@ class ModelRunner:
     def stats(self, scheduler: SchedulerStats) -> EngineStats:
         """Return the counts so far, with those of the scheduler."""
         return EngineStats(
+            dtype=self.arrays.keys[0].dtype.name,
+            attention_backend=self._attention.backend,
+            attention_reason=self._attention.reason,
             steps=self._steps,
             padding_tokens=self._padding_tokens,
             prefill_tokens_computed=scheduler.prefill_tokens,
@@ -229,6 +236,20 @@ class ModelRunner:
             cache=self.manager.stats(),
             copies=None if self._tiers is None else self._tiers.stats(),
         )
+
+
+def _choose_attention(
+    model: Model, arrays: BlockArrays, num_tokens: int, num_rows: int
+) -> AttentionBackend:
+    """Return the backend of attention; warn if an accelerator has to run the portable code."""
+    config, pool = model.config, arrays.keys[0]
+    shape = (num_tokens, config.num_heads, config.head_dim)
+    q = jax.ShapeDtypeStruct(shape, model.params.embedding.dtype)  # type: ignore[no-untyped-call]  # JAX's
+    attention, device = attention_backend(q, pool, num_rows), target_device()
+    if attention.backend == "xla" and device.platform != "cpu":
+        text = f"{device.name} computes attention with portable code, which is slow on it"
+        warnings.warn(f"{text}: {attention.reason}", stacklevel=4)  # where the engine is made
+    return attention
 
 
 def _shapes_of(params: Params) -> list[tuple[str, tuple[int, ...], str]]:

@@ -31,6 +31,9 @@ class EngineStats:
     """Counts of an engine since it was made.
 
     Attributes:
+        dtype: dtype of the parameters and of the KV.
+        attention_backend: "mosaic" for the Hopper kernels, "xla" for the portable code.
+        attention_reason: why this backend is used.
         steps: number of model steps.
         padding_tokens: padding tokens computed to fill the compiled shapes.
         prefill_tokens_computed: tokens of prefill chunks, including recomputed ones.
@@ -41,6 +44,9 @@ class EngineStats:
         copies: copies between the tiers; None without a host tier.
     """
 
+    dtype: str
+    attention_backend: str
+    attention_reason: str
     steps: int
     padding_tokens: int
     prefill_tokens_computed: int

@@ -33,7 +33,7 @@ def refusal_of(
     status: NodeStatus, nodes: Mapping[NodeId, RemoteNode], block_size: int, model: str | None
 ) -> str:
     """Return why a node that joins cannot serve beside the others; empty if it can."""
-    if model is not None and status.model != model:
+    if model is not None and model not in (status.model, status.model.rpartition(" ")[0]):
         return f"its model is {_short(status.model)}, not {_short(model)}"
     if status.block_size != block_size:
         return f"it has blocks of {status.block_size} tokens, not {block_size}"
@@ -56,5 +56,6 @@ def refusal_of(
 
 def _short(model: str) -> str:
     """Shorten the digest in a model's name."""
-    family, _, digest = model.partition(" ")
-    return f"{family} {digest[:12]}"
+    family, _, rest = model.partition(" ")
+    digest, *dtype = rest.split(" ")
+    return " ".join([family, digest[:12], *dtype])

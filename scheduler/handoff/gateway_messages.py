@@ -143,7 +143,8 @@ class NodeStatus:
         address: of its channel.
         transport: name of its transport; both nodes of a hand-off must use the same.
         block_size, num_blocks: of its cache.
-        model: name of its model's configuration; nodes compare their weights among themselves.
+        model: name of its model's configuration, and the dtype of its KV; nodes compare their
+            weights among themselves.
     """
 
     role: Role

@@ -4,8 +4,8 @@
 enough to copy. `checkpoint.py` loads its parameters, and `tiny.py` makes checkpoints for tests.
 """
 
-from .checkpoint import Model, load_model, load_tokenizer
-from .config import ModelConfig, load_config
+from .checkpoint import Model, load_model, load_tokenizer, model_dtype
+from .config import DTYPES, ModelConfig, load_config
 from .errors import (
     CheckpointError,
     CheckpointFileError,
@@ -21,6 +21,7 @@ from .tiny import make_tiny_checkpoint
 from .transformer import Batch, LayerParams, Linear, Params, forward
 
 __all__ = [
+    "DTYPES",
     "Batch",
     "CheckpointError",
     "CheckpointFileError",
@@ -41,4 +42,5 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "make_tiny_checkpoint",
+    "model_dtype",
 ]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
-from .config import ModelConfig, load_config
+from ...kernels.backends import target_device
+from ..errors import ConfigError
+from .config import DTYPES, ModelConfig, load_config, parse_dtype
 from .errors import (
     CheckpointFileError,
     MissingExtraError,
@@ -24,6 +26,7 @@ from .errors import (
     TensorShapeError,
     TensorUnexpectedError,
 )
+from .json_fields import read_object
 from .transformer import LayerParams, Linear, Params
 
 if TYPE_CHECKING:
@@ -31,6 +34,9 @@ if TYPE_CHECKING:
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
+
+_STORED_DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""`DTYPES`, by their names in safetensors."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,7 @@ class Model:
     params: Params
 
 
-def load_model(directory: str | Path, dtype: DTypeLike = jnp.float32) -> Model:
+def load_model(directory: str | Path, dtype: DTypeLike = "auto") -> Model:
     """Load a Llama or Qwen3 model from a Hugging Face directory.
 
     Tensors are read one by one, converted to `dtype` on the host, and copied to the default device,
@@ -50,18 +56,61 @@ def load_model(directory: str | Path, dtype: DTypeLike = jnp.float32) -> Model:
     Args:
         directory: holds config.json, and model.safetensors or shards with
             model.safetensors.index.json, in float32, float16 or bfloat16.
-        dtype: dtype of the parameters and of the computation.
+        dtype: dtype of the parameters, of the computation and of the KV; see `model_dtype`.
 
     Raises:
         CheckpointError: see `radixkv.scheduler.models.errors`. All names and shapes are checked
             before the first tensor is read.
+        ConfigError: for another dtype.
     """
     directory = Path(directory)
     config = load_config(directory)
+    dtype = model_dtype(directory, dtype)
     with ExitStack() as stack:
         tensors = _open_tensors(directory, stack)
         _check_tensors(directory, config, tensors)
         return Model(config, _build_params(config, tensors, dtype))
+
+
+def model_dtype(directory: str | Path, dtype: DTypeLike = "auto") -> np.dtype[Any]:
+    """Return the dtype in which `load_model` loads a checkpoint.
+
+    Args:
+        directory: as for `load_model`.
+        dtype: float32, bfloat16, float16, or "auto": float32 if JAX's default device is a CPU,
+            otherwise the checkpoint's own dtype. That is `dtype` or `torch_dtype` in config.json,
+            as in transformers, or else the dtype of the stored embedding.
+
+    Raises:
+        ConfigError: for another dtype.
+        CheckpointError: if the checkpoint's own dtype is another, or cannot be read.
+    """
+    if isinstance(dtype, str) and dtype == "auto":
+        is_cpu = target_device().platform == "cpu"
+        return jnp.dtype("float32" if is_cpu else _own_dtype(Path(directory)))
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in DTYPES:
+        given = dtype if found is None else found.name
+        raise ConfigError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {given!r}")
+    return found
+
+
+def _own_dtype(directory: Path) -> str:
+    path = directory / "config.json"
+    if (named := parse_dtype(read_object(path), path)) is not None:
+        return named
+    name = "model.embed_tokens.weight"
+    with ExitStack() as stack:
+        tensors = _open_tensors(directory, stack)
+        if name not in tensors:
+            raise TensorMissingError(directory, name)
+        stored = tensors[name].file.get_slice(name).get_dtype()
+        if stored not in _STORED_DTYPES:
+            raise TensorDtypeError(tensors[name].path, name, stored)
+        return _STORED_DTYPES[stored]
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer | None:
@@ -173,7 +222,7 @@ def _check_tensors(directory: Path, config: ModelConfig, tensors: Mapping[str, _
         header = tensor.file.get_slice(name)
         if tuple(header.get_shape()) != shape:
             raise TensorShapeError(tensor.path, name, header.get_shape(), shape)
-        if header.get_dtype() not in ("F32", "F16", "BF16"):
+        if header.get_dtype() not in _STORED_DTYPES:
             raise TensorDtypeError(tensor.path, name, header.get_dtype())
     unexpected = [name for name in tensors if name not in expected and not _is_redundant(name)]
     if unexpected:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from .errors import CheckpointError, UnsupportedModelError
 from .json_fields import as_count, as_object, as_positive, read_object
@@ -15,6 +15,10 @@ from .rope import RopeConfig, parse_rope
 Family = Literal["llama", "qwen3"]
 
 _ARCHITECTURES: dict[Family, str] = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+DTYPES: Final = ("float32", "bfloat16", "float16")
+"""Names of the dtypes in which a model can be stored and loaded."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,20 @@ def parse_config(config: Mapping[str, Any], path: Path) -> ModelConfig:
         qk_norm=family == "qwen3",
         eos_token_ids=_end_tokens(config, path),
     )
+
+
+def parse_dtype(config: Mapping[str, Any], path: Path) -> str | None:
+    """Return the dtype of the weights that a config.json names, or None if it names none.
+
+    Raises:
+        UnsupportedModelError: for a dtype that is not in `DTYPES`.
+    """
+    for key in ("dtype", "torch_dtype"):  # the name in transformers 5, and before
+        if (name := config.get(key)) is not None:
+            if name not in DTYPES:
+                raise UnsupportedModelError(path, key, name, " or ".join(DTYPES))
+            return str(name)
+    return None
 
 
 def _family(config: Mapping[str, Any], path: Path) -> Family:

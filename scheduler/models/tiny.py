@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
 from .checkpoint import tensor_shapes
-from .config import Family, parse_config
+from .config import Family, parse_config, parse_dtype
 
 # At the usual 0.02, a random model repeats one token forever. At 0.2 its tokens vary, and the best
 # logit exceeds the second by far more than float32 rounding, so tests can compare tokens.
@@ -83,7 +84,8 @@ def make_tiny_checkpoint(
         directory: output directory; created if missing, and existing files are overwritten.
         family: "llama" (llama3 rope scaling) or "qwen3" (q/k-norm, tied embeddings).
         seed: seed of the weights.
-        overrides: entries of config.json to replace; the value None removes an entry.
+        overrides: entries of config.json to replace; the value None removes an entry. The tensors
+            have the dtype that `torch_dtype` names.
 
     Raises:
         UnsupportedModelError, CheckpointError: if no model can be loaded with the overrides.
@@ -94,7 +96,10 @@ def make_tiny_checkpoint(
     config = parse_config(entries, directory / "config.json")
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
-    tensors = dict(_random_tensors(tensor_shapes(config), seed))
+    dtype = jnp.dtype(parse_dtype(entries, directory / "config.json") or "float32")
+    tensors = {
+        name: values.astype(dtype) for name, values in _random_tensors(tensor_shapes(config), seed)
+    }
     # transformers rejects files without this metadata.
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 

@@ -74,7 +74,7 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
 
     Attributes:
         manager: the cache manager of the node's blocks.
-        model_name: `ModelConfig.name`.
+        model_name: `ModelConfig.name`, and the dtype of the KV: nodes need the same.
         scheduler: the scheduler, which also runs the hand-off protocol.
     """
 
@@ -99,7 +99,7 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
             now: current time; see `poll`.
         """
         self.manager = manager
-        self.model_name = runner.model.config.name
+        self.model_name = f"{runner.model.config.name} {runner.model.params.embedding.dtype}"
         self.scheduler = scheduler
         self.scheduler.tick(now)
         self._runner = runner

@@ -1,12 +1,16 @@
 """Errors of the engine by their text; the engine continues to serve."""
 
 import re
+import warnings
 from contextlib import closing
+from typing import Any
 
 import pytest
 
+from radixkv.kernels import backends
+from radixkv.kernels.backends import TargetDevice
 from radixkv.kvcache import CountError, RadixKVError, RequestTooLargeError
-from radixkv.scheduler.engine import Engine
+from radixkv.scheduler.engine import Engine, model_runner
 from radixkv.scheduler.errors import ConfigError, RequestError
 from radixkv.scheduler.handoff import Timing
 from radixkv.scheduler.nodes import DecodeEngine, PrefillEngine
@@ -16,7 +20,7 @@ from radixkv.scheduler.request import Request
 
 from .conftest import MAX_MODEL_LEN, MAX_RUNNING, NUM_BLOCKS, TOKEN_BUDGET, complete, fresh
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "block_size": 16,
     "num_blocks": NUM_BLOCKS,
     "token_budget": TOKEN_BUDGET,
@@ -129,3 +133,30 @@ def test_nodes_refuse_them_too(model, node, options, error, text):
     life = {"epoch": 1, "now": 0.0, "timing": Timing()}
     with closing(InProcessTransport(InProcessExchange())) as transport, refused(error, text):
         node(model("llama"), transport, **{**life, **SIZES, **options})
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        TargetDevice("NVIDIA A100", "8.0", 108, "gpu"),
+        TargetDevice("AMD Instinct MI300X", None, 304, "gpu"),
+    ],
+)
+def test_a_gpu_that_runs_portable_attention_gets_one_warning(model, monkeypatch, device):
+    for module in (backends, model_runner):
+        monkeypatch.setattr(module, "target_device", lambda: device)
+    reason = f"mosaic needs an NVIDIA GPU of compute capability 9.0, got {device.name}"
+    with pytest.warns(UserWarning) as caught:
+        serving = Engine(model("llama"), **SIZES)
+    assert [str(each.message) for each in caught] == [
+        f"{device.name} computes attention with portable code, which is slow on it: {reason}"
+    ]
+    assert caught[0].filename == __file__
+    stats = serving.stats()
+    assert (stats.attention_backend, stats.attention_reason) == ("xla", reason)
+
+
+def test_a_cpu_gets_no_warning(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Engine(model("llama"), **SIZES).stats().attention_backend == "xla"

@@ -6,10 +6,10 @@ import sys
 import jax
 import pytest
 
-from radixkv.kernels import KernelArgumentError, backends
+from radixkv.kernels import KernelArgumentError, attention_backend, backends
 from radixkv.kernels.backends import choose_backend, target_device
 
-from .lowering import H100, on_h100
+from .lowering import H100, on_h100, shaped
 
 
 class TestTarget:
@@ -18,13 +18,13 @@ class TestTarget:
 
     def test_abstract_device_goes_before_it(self):
         with on_h100():
-            assert target_device() == (H100.device_kind, "9.0", 132)
+            assert target_device() == (H100.device_kind, "9.0", 132, "gpu")
 
     def test_chosen_default_device(self):
         cpu = jax.devices("cpu")[0]
         for device in (cpu, "cpu"):
             with jax.default_device(device):
-                assert target_device() == (cpu.device_kind, None, 1)
+                assert target_device() == (cpu.device_kind, None, 1, "cpu")
 
 
 class TestChoose:
@@ -81,3 +81,37 @@ class TestChoose:
             f"Pallas Mosaic GPU in JAX {jax.__version__} needs "
             "jax.experimental.pallas.mosaic_gpu: pip install absl-py"
         )
+
+
+class TestAttention:
+    """What is reported is what `paged_decode` and `paged_extend` choose, and why."""
+
+    @staticmethod
+    def backend(dtype="bfloat16", q_heads=8, kv_heads=2, head_dim=64, rows=4):
+        pool = shaped((9, kv_heads, 16, head_dim), dtype)
+        return attention_backend(shaped((32, q_heads, head_dim), dtype), pool, rows)
+
+    def test_mosaic_on_hopper(self):
+        with on_h100():
+            assert self.backend() == ("mosaic", f"{H100.device_kind} runs mosaic with bfloat16")
+
+    @pytest.mark.parametrize(
+        ("arguments", "reason"),
+        [
+            ({"dtype": "float32"}, "mosaic needs q of bfloat16 or float16, got float32"),
+            ({"head_dim": 80}, "mosaic needs a head_dim of 64, 128 or 256, got 80"),
+            ({"q_heads": 34}, "mosaic needs at most 16 query heads per KV head, got 17"),
+            ({"q_heads": 130}, "mosaic needs at most 64 query heads per KV head, got 65"),
+        ],
+    )
+    def test_the_limit_that_is_not_met_is_the_reason(self, arguments, reason):
+        with on_h100():
+            assert self.backend(**arguments) == ("xla", reason)
+            assert self.backend(q_heads=32).backend == "mosaic"
+
+    def test_other_devices(self):
+        with jax.default_device("cpu"):
+            assert self.backend() == (
+                "xla",
+                "mosaic needs an NVIDIA GPU of compute capability 9.0, got cpu",
+            )

@@ -94,6 +94,16 @@ def add_count(
     )
 
 
+def add_dtype(parser: Options) -> None:
+    """Add --dtype; its value is None if it was not given."""
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="dtype of weights, computation and KV. auto: float32 on a CPU, the checkpoint's own "
+        "elsewhere (default: auto)",
+    )
+
+
 def add_json(parser: Options) -> None:
     """Add --json."""
     parser.add_argument(

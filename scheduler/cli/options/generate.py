@@ -9,6 +9,7 @@ from .common import (
     Commands,
     Options,
     add_count,
+    add_dtype,
     add_host_tier,
     add_json,
     add_preempt,
@@ -39,6 +40,7 @@ def add_parser(commands: Commands) -> None:
         "tokenizer",
     )
     add_count(parser, "--max-new-tokens", "maximum number of new tokens per prompt")
+    add_dtype(parser)
     add_count(parser, "--block-size", "tokens per block (default: %(default)s)", default=16)
     add_count(
         parser,
@@ -117,7 +119,7 @@ def check(arguments: argparse.Namespace) -> None:
         "--disaggregate",
         *("--transport", "--prefill", "--decode", "--gateway", "--secret-file", "--timeout-s"),
     )
-    settings_of_nodes = ("--transport", "--device-blocks", "--host-blocks", "--storage")
+    settings_of_nodes = ("--transport", "--dtype", "--device-blocks", "--host-blocks", "--storage")
     check_excludes(arguments, "--gateway", *settings_of_nodes, hint=": give it to the nodes")
     if arguments.transport == "inprocess" and arguments.timeout_s is not None:
         raise BadInputError("--timeout-s cannot be combined with --transport inprocess")

@@ -8,6 +8,7 @@ from .common import (
     Commands,
     Options,
     add_count,
+    add_dtype,
     add_host_tier,
     add_preempt,
     add_reserve_tokens,
@@ -58,6 +59,7 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> Options:
         default=name,
         help="name of this node, unique in the deployment (default: %(default)s)",
     )
+    add_dtype(parser)
     add_count(parser, "--block-size", "tokens per block (default: %(default)s)", default=16)
     add_count(parser, "--device-blocks", "size of the KV cache in blocks")
     add_count(

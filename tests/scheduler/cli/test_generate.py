@@ -37,7 +37,9 @@ def test_json_has_the_outputs_in_order(radixkv: Any, model_dir: Path, prompts: P
     results = json.loads(outcome.stdout)
     assert set(results) == {"outputs", "stats"}
     assert [len(output) for output in results["outputs"]] == [4, 4, 4]
-    assert isinstance(results["stats"], dict)
+    stats = results["stats"]
+    assert (stats["dtype"], stats["attention_backend"]) == ("float32", "xla")
+    assert stats["attention_reason"].startswith("mosaic needs an NVIDIA GPU")
 
 
 @pytest.mark.slow
@@ -54,7 +56,8 @@ def test_text_has_one_line_per_prompt(radixkv: Any, model_dir: Path, prompts: Pa
     lines = outcome.stdout.splitlines()
     assert all(1 <= len(json.loads(line)) <= 4 for line in lines[:3])
     assert lines[3] == ""
-    assert any(line.startswith("cache.hit_blocks ") for line in lines[4:])
+    for name in ("dtype ", "attention_backend ", "attention_reason ", "cache.hit_blocks "):
+        assert any(line.startswith(name) for line in lines[4:])
 
 
 def test_eos_stops_unless_ignored(

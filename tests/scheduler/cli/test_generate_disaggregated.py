@@ -111,7 +111,11 @@ def test_nodes_may_have_storage_and_park_there(
                 ("--disaggregate", "--gateway", "127.0.0.1:0", option, value),
                 f"{option} cannot be combined with --gateway: give it to the nodes",
             )
-            for option, value in (("--transport", "jax"), ("--device-blocks", 9))
+            for option, value in (
+                ("--transport", "jax"),
+                ("--dtype", "auto"),
+                ("--device-blocks", 9),
+            )
         ),
         (
             (*("--disaggregate", "--gateway", "127.0.0.1:0"), *("--storage", "file:///x")),
@@ -204,12 +208,13 @@ def test_nodes_are_told_their_storage_where_other_users_do_not_see_it(
     monkeypatch.setattr(subprocess, "Popen", start)
     url = (tmp_path / "blocks").as_uri()
     storage = ("--host-blocks", 8, "--storage", url)
-    outcome = radixkv(*arguments, *SIZE, "--disaggregate", *storage)
+    outcome = radixkv(*arguments, *SIZE, "--disaggregate", *storage, "--dtype", "bfloat16")
     assert outcome.status == 1
     assert outcome.stderr.endswith("-0 has ended with status 1: no node\n")
     assert [env["RADIXKV_STORAGE"] for _, env in started] == [f"{url}/prefill-0", f"{url}/decode-0"]
     for line, _ in started:
         assert line[line.index("--storage") + 1] == "env:RADIXKV_STORAGE"
+        assert line[line.index("--dtype") + 1] == "bfloat16"
         assert not any(url in word for word in line)
 
 

@@ -55,6 +55,28 @@ def test_the_second_run_finds_what_the_first_has_stored(
     assert re.fullmatch("[0-9a-f]{16}", stats["storage"]["namespace"])
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bit_kv_passes_through_every_tier_and_node(
+    radixkv: Any, arguments: list[object], tmp_path: Path, dtype: str
+) -> None:
+    """It is half as large, and under keys of its own in storage."""
+    url = f"file://{tmp_path / 'blocks'}"
+    arguments += ["--host-blocks", 32, "--device-blocks", 10, "--storage", url]
+    wide = run(radixkv, *arguments)["stats"]
+    arguments += ["--dtype", dtype]
+    first = run(radixkv, *arguments)
+    again = run(radixkv, *arguments)
+    apart = run(radixkv, *arguments, "--disaggregate", "--transport", "inprocess")
+    assert apart["outputs"] == again["outputs"] == first["outputs"]
+    stats = first["stats"]
+    assert (wide["dtype"], stats["dtype"]) == ("float32", dtype)
+    assert {node["engine"]["dtype"] for node in apart["stats"].values()} == {dtype}
+    assert stats["scheduler"]["storage_hit_tokens"] == 0
+    assert again["stats"]["scheduler"]["storage_hit_tokens"] == 12 + 4
+    assert 2 * again["stats"]["storage"]["loaded_bytes"] < 4 * 2 * 2 * 2 * 4 * 16 * 4 + 1000
+    assert stats["storage"]["namespace"] != wide["storage"]["namespace"]
+
+
 def test_text_has_the_hits_of_each_tier(
     radixkv: Any, arguments: list[object], tmp_path: Path
 ) -> None:
@@ -82,9 +104,9 @@ def test_a_server_that_goes_away_costs_hits_and_nothing_else(
 ) -> None:
     with running() as server:
 
-        def load_without_it(model_dir: Path) -> Model:
+        def load_without_it(model_dir: Path, dtype: str) -> Model:
             server.kill()
-            return load_model(model_dir)
+            return load_model(model_dir, dtype)
 
         monkeypatch.setattr(generate, "load_model", load_without_it)
         url = f"redis://127.0.0.1:{server.port}"

@@ -10,7 +10,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models
 
+from radixkv.kernels.backends import TargetDevice
+from radixkv.scheduler.errors import ConfigError
 from radixkv.scheduler.models import (
+    DTYPES,
     CheckpointFileError,
     MissingExtraError,
     TensorDtypeError,
@@ -18,9 +21,11 @@ from radixkv.scheduler.models import (
     TensorShapeError,
     TensorUnexpectedError,
     UnsupportedModelError,
+    checkpoint,
     load_model,
     load_tokenizer,
     make_tiny_checkpoint,
+    model_dtype,
 )
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -122,6 +127,78 @@ def test_half_precision_checkpoint_loads_as_float32(tiny, stored):
 
     rewrite(tiny, convert)
     assert_same_params(load_model(tiny).params, expected)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Pretend that JAX's default device is a GPU."""
+    device = TargetDevice("NVIDIA H200", "9.0", 132, "gpu")
+    monkeypatch.setattr(checkpoint, "target_device", lambda: device)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("stored", DTYPES)
+def test_auto_is_the_checkpoints_own_dtype_on_accelerators(tmp_path, gpu, key, stored):
+    make_tiny_checkpoint(tmp_path, overrides={"torch_dtype": None, key: stored})
+    assert model_dtype(tmp_path) == stored
+    expected = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    model = load_model(tmp_path)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(model.params)} == {stored}
+    np.testing.assert_array_equal(model.params.embedding, expected)
+    assert model_dtype(tmp_path, "float16") == "float16"
+
+
+@pytest.mark.parametrize("stored", DTYPES)
+def test_auto_is_float32_on_a_cpu(tmp_path, stored):
+    make_tiny_checkpoint(tmp_path, overrides={"torch_dtype": stored})
+    assert model_dtype(tmp_path) == "float32"
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(load_model(tmp_path).params)} == {"float32"}
+
+
+@pytest.mark.parametrize("stored", DTYPES)
+def test_auto_reads_the_tensors_if_the_config_names_no_dtype(tiny, gpu, stored):
+    def convert(tensors):
+        tensors.update({name: tensor.astype(stored) for name, tensor in tensors.items()})
+
+    rewrite(tiny, convert)
+    path = tiny / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "torch_dtype": None}))
+    assert model_dtype(tiny) == stored
+    shard(tiny)
+    assert model_dtype(tiny) == stored
+
+
+def test_a_dtype_that_auto_cannot_use_is_refused(tiny, gpu):
+    path = tiny / "config.json"
+    entries = json.loads(path.read_text())
+    path.write_text(json.dumps({**entries, "torch_dtype": "float64"}))
+    with pytest.raises(UnsupportedModelError) as caught:
+        load_model(tiny)
+    assert str(caught.value) == (
+        f"{path}: torch_dtype is 'float64', but only float32 or bfloat16 or float16 is supported"
+    )
+    del entries["torch_dtype"]
+    path.write_text(json.dumps(entries))
+    name = "model.embed_tokens.weight"
+    rewrite(tiny, lambda tensors: tensors.update({name: np.zeros((1024, 128), np.int8)}))
+    with pytest.raises(TensorDtypeError, match="has dtype I8, but only F32, F16 and BF16 are"):
+        model_dtype(tiny)
+    rewrite(tiny, lambda tensors: tensors.pop(name))
+    with pytest.raises(TensorMissingError, match=f"no tensor '{name}'"):
+        model_dtype(tiny)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given"),
+    [("int8", "'int8'"), (np.float64, "'float64'"), ("half a float", "'half a float'")],
+)
+def test_other_dtypes_are_refused(tiny, dtype, given):
+    for function in (model_dtype, load_model):
+        with pytest.raises(ConfigError) as caught:
+            function(tiny, dtype)
+        assert str(caught.value) == (
+            f"dtype must be one of auto, float32, bfloat16, float16, got {given}"
+        )
 
 
 def test_bfloat16_computation_stays_near_float32(tiny, make_runner):

@@ -116,6 +116,22 @@ def test_nodes_have_the_model_of_the_gateway_or_one_model() -> None:
         }
 
 
+def test_nodes_have_kv_of_one_dtype() -> None:
+    """A gateway that knows the model accepts the dtype of the first node."""
+    models = {"p0": "float32", "d0": "bfloat16", "p1": "float32"}
+    for model in (None, "llama " + 64 * "1"):
+        gateway = NetworkGateway(4, model=model)
+        for peer, dtype in models.items():
+            theirs = f"llama {64 * '1'} {dtype}"
+            gateway.receive(peer, 1, NodeStatus("prefill", "[::1]:9", "jax", 4, 64, theirs), 0.0)
+        assert {peer: node.refusal for peer, node in gateway.nodes.items()} == {
+            "p0": "",
+            "d0": "its model is llama 111111111111 bfloat16, but that of p0 is llama 111111111111 "
+            "float32",
+            "p1": "",
+        }
+
+
 def test_answers_to_an_earlier_gateway_are_ignored() -> None:
     keys = []
     with closing(ZmqChannel("p", epoch=1)) as p, closing(ZmqChannel("d", epoch=1)) as d:
