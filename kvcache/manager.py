@@ -191,12 +191,10 @@ class CacheManager:
         plan = tiers.loader.reserve(match, parked) if tiers is not None else None
         tables = self.tables
         row = tables.take_row()
-        tables.widen(num_blocks)
-        ids = tables.ids[row]
+        ids = tables.grow(row, num_blocks)
         if match.num_blocks:
             ids[: match.num_blocks] = np.frombuffer(tree.path_blocks(node), INT32)
-        self._fill(ids[match.num_blocks : num_blocks])
-        tables.num_blocks[row] = num_blocks
+        self._fill(ids[match.num_blocks :])
         tables.num_tokens[row] = match._length
         lease = Lease(tables, row, self.epoch, node, match.num_blocks, match.num_tokens)
         self._leases[row] = lease
@@ -223,9 +221,7 @@ class CacheManager:
         if needed > 0:
             if needed > self._pool.num_free:
                 self._require_available(needed)
-            tables.widen(held + needed)
-            self._fill(tables.ids[row, held : held + needed])
-            tables.num_blocks[row] = held + needed
+            self._fill(tables.grow(row, held + needed)[held:])
         tables.num_tokens[row] = total
 
     def extend_batch(self, rows: Int32Array | Sequence[int]) -> None:
@@ -251,12 +247,9 @@ class CacheManager:
             raise LeaseError(f"rows {rows.tolist()} name a lease twice")
         if len(crossing):
             self._require_available(len(crossing))
-            columns = held[crosses]
-            tables.widen(int(columns.max()) + 1)
             new = np.empty(len(crossing), np.int32)
             self._fill(new)
-            tables.ids[crossing, columns] = new
-            tables.num_blocks[crossing] = columns + 1
+            tables.append(crossing, new)
         tables.num_tokens[rows] = num_tokens
 
     def publish(self, lease: Lease, tokens: Tokens) -> None:
@@ -324,8 +317,7 @@ class CacheManager:
             self.tiers.loader.detach(lease)
         else:
             self._tree.unpin(lease.node)
-            num_blocks = tables.num_blocks.item(row)
-            self._pool.recycle(tables.ids[row, lease.num_shared_blocks : num_blocks])
+            self._pool.recycle(tables.row(row)[lease.num_shared_blocks :])
         tables.give_row(row)
         del self._leases[row]
         lease.row = -1
@@ -452,7 +444,7 @@ class CacheManager:
             run = run[(lease.num_shared_blocks - first) * tree.block_bytes :]
             first = lease.num_shared_blocks
         if run:
-            blocks = lease._tables.ids[lease.row, first:last].tobytes()
+            blocks = lease._tables.row(lease.row)[first:last].tobytes()
             lease.node = tree.append(lease.node, run, blocks)
             lease.num_shared_blocks = last
         if tiers is not None:

@@ -36,7 +36,7 @@ def deduplicate(
         Number of duplicates.
     """
     block_bytes = tree.block_bytes
-    ids = lease._tables.ids[lease.row]
+    ids = lease._tables.row(lease.row)
     num_copies = 0
     while (child := lease.node.children.get(run[:block_bytes])) is not None:
         first = lease.num_shared_blocks

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from ..ids import Epoch, OpId
 from ..tokens import Int32Array
 from .block_tables import BlockTables
@@ -142,7 +144,7 @@ class Lease:
     @property
     def block_table(self) -> Int32Array:
         """Block ids in order, a read-only int32 view. Read it again after each call."""
-        view = self._tables.ids[self.row, : self.num_blocks]
+        view = self._tables.row(self.row) if self.row >= 0 else np.empty(0, np.int32)
         view.flags.writeable = False
         return view
 

@@ -223,9 +223,8 @@ def _detached_lease(lease: Lease) -> Lease:
     table = lease.block_table
     tables = BlockTables()
     row = tables.take_row()
-    tables.widen(len(table))
-    tables.ids[row, : len(table)] = table
-    tables.num_blocks[row], tables.num_tokens[row] = len(table), lease.num_tokens
+    tables.grow(row, len(table))[:] = table
+    tables.num_tokens[row] = lease.num_tokens
     detached = Lease(
         tables, row, lease.epoch, lease.node, lease.num_hit_blocks, lease.num_ready_tokens
     )

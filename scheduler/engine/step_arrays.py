@@ -97,7 +97,7 @@ def pack(chunks: Sequence[Chunk], shape: Shape, tables: BlockTables, block_size:
         request, start, length = chunk.request, chunk.start, chunk.length
         lease, end, stop = request.lease, start + length, cursor + length
         assert lease is not None, f"{request!r} is computed without a lease"
-        table = tables.ids[lease.row, : -(-end // block_size)]
+        table = tables.row(lease.row)[: -(-end // block_size)]
         block_tables[row, : len(table)] = table
         tokens[cursor:stop] = request.tokens[start:end]
         place = np.arange(start, end, dtype=np.int32)

@@ -32,8 +32,14 @@ def _set_sizes(kvcache: ModuleType, num_blocks: int) -> None:
     few = num_blocks // 2 % 2  # with 0, every eviction takes leaves in phases
     tree, tables = kvcache.prefix.radix_tree, kvcache.prefix.block_tables
     tree._FEW, tree._AT_ONCE = (few, 3) if large else (16, 1024)
-    size = 2 if large else 64
-    tables._FIRST_ROWS = tables._FIRST_WIDTH = size
+    tables._FIRST_ROWS = tables._FIRST_IDS = 2 if large else 64
+    tables._LEAST_ROOM, tables._KEPT_IDS = (1, 4) if large else (16, 2**18)
+
+
+def _padded_row(tables: Any, row: int) -> list[int]:
+    """Return the whole segment of a row: its blocks, and the entries past them."""
+    start = tables._starts[row]
+    return list(map(int, tables._ids[start : start + tables._rooms[row]]))
 
 
 class CacheAdapter:
@@ -231,7 +237,7 @@ class CacheAdapter:
             cached=cached,
             users=users,
             idle=idle,
-            rows={name: tables.ids[lease.row].tolist() for name, lease in self.leases.items()},
+            rows={name: _padded_row(tables, lease.row) for name, lease in self.leases.items()},
             next_blocks={
                 name: self._next_block(name, tokens)
                 for name, tokens in self._tokens.items()

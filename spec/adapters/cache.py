@@ -80,7 +80,7 @@ class Snapshot:
         cached: block of each published prefix, by namespace and all tokens of the prefix.
         users: number of requests that use each prefix, by the same key.
         idle: published blocks without users, in eviction order.
-        rows: row of each request in a matrix of block tables, if the manager has one.
+        rows: row of each request in padded block tables, if the manager has them.
         next_blocks: by request, an identifier of the first block that it will publish; None if
             its tokens do not fill one.
         waiting_blocks: the same for waiting requests, of the first block that is not cached; None

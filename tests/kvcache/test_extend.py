@@ -94,13 +94,16 @@ def test_an_empty_batch():
     assert observe(manager, [lease]) == before
 
 
-def test_a_batch_widens_the_tables():
+def test_a_batch_outgrows_the_room_of_its_rows():
     manager = CacheManager(1000, 1)
-    lease = start(manager, range(manager.tables.ids.shape[1]))
-    other = start(manager, [1])
-    manager.extend_batch(rows(lease, other))
-    assert lease.num_blocks == lease.num_tokens
-    manager.check()
+    leases = [start(manager, [length] * length) for length in (1, 15, 16, 17, 31, 32, 33)]
+    before = [lease.block_table.tolist() for lease in leases]
+    for step in range(1, 40):
+        manager.extend_batch(rows(*leases))
+        for lease, table in zip(leases, before, strict=True):
+            assert lease.num_blocks == lease.num_tokens == len(table) + step
+            assert lease.block_table[: len(table)].tolist() == table
+        manager.check()
 
 
 def test_a_batch_is_all_or_nothing():

@@ -163,7 +163,10 @@ ADMIT_BUGS = (
     bug(
         "a table counts only its new blocks",
         MANAGER,
-        ("tables.num_blocks[row] = num_blocks", "tables.num_blocks[row] = needed"),
+        (
+            "tables.num_tokens[row] = match._length",
+            "tables.num_tokens[row], tables.num_blocks[row] = match._length, needed",
+        ),
     ),
     bug(
         "an admission makes room for whole blocks of tokens",
@@ -174,14 +177,17 @@ ADMIT_BUGS = (
         ),
     ),
     bug(
-        "the table is read before it is widened",
-        MANAGER,
+        "a table is emptied before the tables are packed",
+        "prefix/block_tables.py",
         (
-            "tables.widen(num_blocks)\n        ids = tables.ids[row]",
-            "tables.ids = tables.ids[:, : tables.num_blocks.max() + 1].copy()\n"
-            "        ids = tables.ids[row]\n"
-            "        tables.widen(num_blocks)\n"
-            "        ids = ids if len(ids) >= num_blocks else np.zeros(num_blocks, np.int32)",
+            "        if self._end + room > len(self._ids):\n"
+            "            self._pack(room)\n"
+            "        ids, start = self.row(row), self._end\n",
+            "        ids = self.row(row)\n"
+            "        if self._end + room > len(self._ids):\n"
+            "            ids[:] = 0\n"
+            "            self._pack(room)\n"
+            "        start = self._end\n",
         ),
     ),
     bug(

@@ -57,7 +57,11 @@ EXTEND_BUGS = (
     bug(
         "an extension does not count its blocks",
         MANAGER,
-        ("tables.num_blocks[row] = held + needed", "pass"),
+        (
+            "self._fill(tables.grow(row, held + needed)[held:])",
+            "self._fill(tables.grow(row, held + needed)[held:])\n"
+            "            tables.num_blocks[row] = held",
+        ),
     ),
     bug(
         "a refused extension counts its tokens",
@@ -140,12 +144,12 @@ BATCH_BUGS = (
     bug(
         "a whole batch shares one new block",
         MANAGER,
-        ("tables.ids[crossing, columns] = new", "tables.ids[crossing, columns] = new[0]"),
+        ("tables.append(crossing, new)", "tables.append(crossing, np.full_like(new, new[0]))"),
     ),
     bug(
         "a batch does not count its blocks",
-        MANAGER,
-        ("tables.num_blocks[crossing] = columns + 1", "pass"),
+        "prefix/block_tables.py",
+        ("self.num_blocks[rows] = columns + 1", "pass"),
     ),
     bug(
         "only the requests of a batch with a new block grow",

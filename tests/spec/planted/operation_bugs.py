@@ -288,7 +288,7 @@ OPERATION_BUGS = (
         (
             "            self.tiers.loader.detach(lease)\n",
             "            self.tiers.loader.detach(lease)\n"
-            "            ids = self.tables.ids[row, lease.num_shared_blocks : lease.num_blocks]\n"
+            "            ids = self.tables.row(row)[lease.num_shared_blocks :]\n"
             "            self._pool.recycle(ids.copy())\n",
         ),
         seen_in="SGLang #35049, vLLM #45357",

@@ -33,19 +33,15 @@ _numbers = count(1)
 class Bug:
     """A bug that our source could have.
 
-        Attributes:
-            name: what is wrong, in plain words.
-            file: the file of the package that has it.
-            edits: texts, each found exactly once in the file, and what stands there instead.
-            seen_in: where somebody had this bug, or "own".
-            elsewhere: edits of other files, as (file, old, new).
-            world: what it is looked for in: all of the cache, its costs, its pool alone, its tiers,
-    <<<<<<< HEAD
-                the scheduler, or the scheduler over tiers.
-    =======
-                the scheduler, or the hand-off.
-    >>>>>>> f387d70 (Hunt a bug of each rule of the hand-off into a kill table)
-            unclaimed: promises that the cache does not make in this hunt.
+    Attributes:
+        name: what is wrong, in plain words.
+        file: the file of the package that has it.
+        edits: texts, each found exactly once in the file, and what stands there instead.
+        seen_in: where somebody had this bug, or "own".
+        elsewhere: edits of other files, as (file, old, new).
+        world: what it is looked for in: all of the cache, its costs, its pool alone, its tiers,
+            the scheduler, the scheduler over tiers, or the hand-off.
+        unclaimed: promises that the cache does not make in this hunt.
     """
 
     name: str

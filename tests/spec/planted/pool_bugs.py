@@ -162,7 +162,7 @@ TABLE_BUGS = (
     bug(
         "a row that is given back keeps its ids",
         TABLES,
-        ("self.ids[row, : self.num_blocks.item(row)] = 0", "pass"),
+        ("ids = self.row(row)\n        ids[:] = 0", "ids = self.row(row)"),
         seen_in="tpu-inference #3449",
     ),
     bug(
@@ -188,23 +188,62 @@ TABLE_BUGS = (
     bug(
         "new rows push the old ones down",
         TABLES,
-        ("_FIRST_ROWS = 64", "_FIRST_ROWS = 1"),
+        ("_FIRST_ROWS: Final = 64", "_FIRST_ROWS: Final = 1"),
         (
-            "np.concatenate([self.ids, np.zeros_like(self.ids)])",
-            "np.concatenate([np.zeros_like(self.ids), self.ids])",
+            "np.concatenate([column, np.zeros_like(column)])",
+            "np.concatenate([np.zeros_like(column), column])",
         ),
     ),
     bug(
         "new rows are taken for old ones",
         TABLES,
-        ("_FIRST_ROWS = 64", "_FIRST_ROWS = 1"),
+        ("_FIRST_ROWS: Final = 64", "_FIRST_ROWS: Final = 1"),
         ("range(2 * rows - 1, rows - 1, -1)", "range(rows, -1, -1)"),
     ),
     bug(
         "a wider table is an empty one",
         TABLES,
-        ("_FIRST_WIDTH = 64", "_FIRST_WIDTH = 1"),
-        ("wider[self.live, : self.ids.shape[1]] = self.ids[self.live]", "pass"),
+        ("self._ids[start : start + len(ids)] = ids", "pass"),
+    ),
+    bug(
+        "a table that is packed is empty",
+        TABLES,
+        ("packed[start : start + len(ids)] = ids", "pass"),
+    ),
+    bug(
+        "a table that is packed is read where it was",
+        TABLES,
+        (
+            "self._starts, self._rooms, self._end = packed, starts,",
+            "_, self._rooms, self._end = packed, starts,",
+        ),
+    ),
+    bug(
+        "tables overlap after they were packed",
+        TABLES,
+        (
+            "starts = np.cumsum(rooms) - rooms",
+            "starts = np.cumsum(self.num_blocks) - self.num_blocks",
+        ),
+    ),
+    bug(
+        "a free row keeps a segment that was packed away",
+        TABLES,
+        (
+            "rooms = np.where(self.live, np.maximum(rooms, _LEAST_ROOM), 0)",
+            "rooms = np.where(self.live, np.maximum(rooms, _LEAST_ROOM), self._rooms)",
+        ),
+        ("end = int(rooms.sum())", "end = int(rooms[self.live].sum())"),
+    ),
+    bug(
+        "a table that moves leaves its ids behind",
+        TABLES,
+        ("        ids[:] = 0\n        self._starts[row]", "        self._starts[row]"),
+    ),
+    bug(
+        "the tables never shrink",
+        TABLES,
+        ("if len(self._ids) > _KEPT_IDS and len(self._ids) > self._most_ids():", "if False:"),
     ),
     bug(
         "one dead row among live ones is not noticed",
@@ -215,7 +254,7 @@ TABLE_BUGS = (
         "a row is counted from the end",
         TABLES,
         ("in_range = int(rows.min()) >= 0 and", "in_range ="),
-        ("_FIRST_ROWS = 64", "_FIRST_ROWS = 1"),
+        ("_FIRST_ROWS: Final = 64", "_FIRST_ROWS: Final = 1"),
     ),
 )
 

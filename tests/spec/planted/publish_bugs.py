@@ -49,6 +49,15 @@ PUBLISH_BUGS = (
         seen_in="FastDeploy PR 4535",
     ),
     bug(
+        "a run is published in the blocks of the run before it",
+        MANAGER,
+        (
+            "blocks = lease._tables.row(lease.row)[first:last].tobytes()",
+            "blocks = lease._tables.row(lease.row)[max(0, 2 * first - last) :]\n"
+            "            blocks = blocks[: last - first].tobytes()",
+        ),
+    ),
+    bug(
         "published blocks are published again",
         MANAGER,
         (

@@ -43,28 +43,28 @@ LEASE_BUGS = (
     bug(
         "a release keeps the private blocks",
         MANAGER,
-        ("self._pool.recycle(tables.ids[row", "np.copy(tables.ids[row"),
+        ("self._pool.recycle(tables.row(row)", "np.copy(tables.row(row)"),
         seen_in="SGLang #9817",
     ),
     bug(
         "a release keeps the last block if it is not full",
         MANAGER,
         (
-            "lease.num_shared_blocks : num_blocks]",
-            "lease.num_shared_blocks : lease.num_tokens // self.block_size]",
+            "[lease.num_shared_blocks :]",
+            "[lease.num_shared_blocks : lease.num_tokens // self.block_size]",
         ),
         seen_in="SGLang #4977, SGLang #6888",
     ),
     bug(
         "a release frees the shared blocks too",
         MANAGER,
-        ("lease.num_shared_blocks : num_blocks]", ": lease.num_blocks]"),
+        ("[lease.num_shared_blocks :]", "[:]"),
         seen_in="FastDeploy PR 3710",
     ),
     bug(
         "a release frees the blocks that its lease published",
         MANAGER,
-        ("lease.num_shared_blocks : num_blocks]", "lease.num_hit_blocks : lease.num_blocks]"),
+        ("[lease.num_shared_blocks :]", "[lease.num_hit_blocks :]"),
         seen_in="FastDeploy PR 3715, SGLang #36855",
     ),
     bug(
