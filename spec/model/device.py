@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..rules.cache import C1
-from ..rules.rule import Violation
+from ..rules.rule import Rule, require
 from .ghost import POISON, UNWRITTEN, ContentError, GhostMemory, Tag
 
 
@@ -72,14 +72,14 @@ class Device:
         self.memory.write(table[index], offset, tag)
         self.memory.blocks[table[index]][offset + 1 :] = [UNWRITTEN] * (size - offset - 1)
 
-    def read(self, name: str, table: Sequence[int], tags: Sequence[Tag]) -> None:
+    def read(self, who: str, table: Sequence[int], tags: Sequence[Tag], rule: Rule = C1) -> None:
         """Check that a request reads the KV of its own prefix, for all `tags`.
 
         Raises:
-            Violation: C1, for the first token that holds other contents.
+            Violation: `rule`, for the first token that holds other contents.
         """
         try:
             self.memory.read_sequence(table, tags)
         except ContentError as error:
-            why = f"{name} reads token {error.position} in block {error.block}, which {error.found}"
-            raise Violation(C1, why) from None
+            why = f"{who} reads token {error.position} in block {error.block}, which {error.found}"
+            require(False, rule, "{}", why)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from ..rules import scheduler as rules
-from ..rules.rule import Violation, require
+from ..rules.rule import require
 from .device import Device
 from .ghost import Tag, next_tag
 
@@ -52,12 +52,6 @@ class Request:
         overtaken: number of later requests that were admitted since it began to wait.
     """
 
-    __slots__ = (
-        "computed", "has_begun", "hit", "is_loading", "max_kv_tokens", "name", "num_output",
-        "num_preemptions", "order", "outputs", "overtaken", "phase", "prompt", "reason",
-        "tags", "target", "tokens",
-    )  # fmt: skip
-
     def __init__(
         self,
         name: str,
@@ -69,7 +63,6 @@ class Request:
         stop: Collection[int] = (),
     ) -> None:
         self.name, self.order = name, order
-        self.prompt = tuple(prompt)
         self.tokens = list(prompt)
         self.max_kv_tokens = len(self.tokens) + max_new_tokens - 1
         self.outputs: list[int] = []
@@ -90,9 +83,12 @@ class Request:
         """Compute the tags of all prefixes anew, as if under the weights of another root."""
         self.tags: list[Tag] = []
         tag = root
-        for token in (*self.prompt, *self.outputs):
+        for token in (*self.tokens, *self.outputs[self.num_output :]):
             tag = next_tag(tag, token)
             self.tags.append(tag)
+
+    def __repr__(self) -> str:
+        return self.name
 
     @property
     def prefilling(self) -> bool:
@@ -104,6 +100,15 @@ class Request:
         """Whether the request has not ended."""
         return self.phase != "ended"
 
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the request was preempted before."""
+        return self.num_preemptions > 0
+
+    def has_prefix(self, other: Request, end: int) -> bool:
+        """Whether the first `end` tokens of another request are those of this one."""
+        return end <= len(self.tokens) and other.tags[end - 1] == self.tags[end - 1]
+
     def shared_blocks(self, block_size: int) -> int:
         """Number of leading blocks that were hit or loaded, or computed and thus published."""
         return max(self.hit, self.computed) // block_size
@@ -114,12 +119,6 @@ class Request:
         self.num_preemptions += 1
         self.computed = self.target = self.hit = 0
         self.is_loading = False
-
-    def append_next(self) -> bool:
-        """Add the token that follows; return whether the request ends with it."""
-        self.tokens.append(self.outputs[self.num_output])
-        self.num_output += 1
-        return self.num_output == len(self.outputs)
 
 
 @dataclass(frozen=True)
@@ -229,10 +228,8 @@ class SchedulerModel:
     def waiting(self) -> list[Request]:
         """Requests without blocks in the policy's order; if promised, preempted ones first."""
         queued = [request for request in self.live.values() if request.phase != "running"]
-        preempted_first = "resumed_first" in self.promised
-        return sorted(
-            queued, key=lambda each: (preempted_first and each.phase != "preempted", each.order)
-        )
+        resumed_first = "resumed_first" in self.promised
+        return sorted(queued, key=lambda each: (resumed_first and not each.is_resumed, each.order))
 
     def growth(self) -> int:
         """Number of blocks that the running requests may need for the next step, at most."""
@@ -257,11 +254,8 @@ class SchedulerModel:
     def submit(self, request: Request, accepted: bool) -> None:
         """Queue a request; it is refused if and only if it can never fit."""
         needed, there = self.blocks_for(request.max_kv_tokens), self.limits.num_blocks
-        require(
-            accepted == (needed <= there),
-            rules.Q1, "{} needs {} blocks of {}, and is {}",
-            request.name, needed, there, "accepted" if accepted else "refused",
-        )  # fmt: skip
+        why = "{} needs {} blocks of {}, accepted: {}"
+        require(accepted == (needed <= there), rules.Q1, why, request, needed, there, accepted)
         if accepted:
             self.live[request.name] = request
         else:
@@ -297,7 +291,13 @@ class SchedulerModel:
             self.device.append(table, position, request.tags[position])
         self.read(request, table, request.computed, "when it was received")
         self.publish(request, table)
-        if request.append_next():
+        return self._extend(request)
+
+    def _extend(self, request: Request) -> bool:
+        """Append the token that follows; return whether the request ends with it."""
+        request.tokens.append(request.outputs[request.num_output])
+        request.num_output += 1
+        if request.num_output == len(request.outputs):
             self.situations[f"ended by {request.reason}"] += 1
             self.end(request)
         return not request.is_live
@@ -306,11 +306,8 @@ class SchedulerModel:
         """Abort a request, perhaps in a step in flight; `freed` blocks became available."""
         if step is not None and any(chunk[0] is request for chunk in step.chunks):
             self.situations["aborted in flight"] += 1
-            require(
-                not freed or "keeps_in_flight" not in self.promised,
-                rules.Q23, "{} is in flight through {}, and its abort frees {} blocks",
-                request.name, self.tables[request.name], freed,
-            )  # fmt: skip
+            can_free = not freed or "keeps_in_flight" not in self.promised
+            require(can_free, rules.Q23, "{} is in flight, and frees {} blocks", request, freed)
         self.end(request)
 
     # A step: decide, compute, complete
@@ -340,52 +337,38 @@ class SchedulerModel:
 
     def _check(self, step: Step) -> None:
         """Check the rules of every scheduler for a decision."""
-        limits, live = self.limits, self.live
-        require(
-            bool(step.chunks) <= bool(live) <= bool(step.chunks or step.num_copies),
-            rules.Q14, "{} chunks are planned for {} live requests", len(step.chunks), len(live),
-        )  # fmt: skip
-        require(
-            step.num_tokens <= limits.token_budget,
-            rules.Q15, "{} tokens are planned, the budget is {}",
-            step.num_tokens, limits.token_budget,
-        )  # fmt: skip
+        limits, live, num_chunks = self.limits, self.live, len(step.chunks)
+        is_due = bool(num_chunks) <= bool(live) <= bool(num_chunks or step.num_copies)
+        require(is_due, rules.Q14, "{} chunks for {} live requests", num_chunks, len(live))
+        most, num_tokens = limits.token_budget, step.num_tokens
+        require(num_tokens <= most, rules.Q15, "{} tokens are planned, of {}", num_tokens, most)
         bounded = step.running if "bounds_running" in self.promised else step.chunks
-        require(
-            len(bounded) <= limits.max_running,
-            rules.Q16, "{} run, and {} may", len(bounded), limits.max_running,
-        )  # fmt: skip
+        may_run = len(bounded) <= limits.max_running
+        require(may_run, rules.Q16, "{} run, and {} may", len(bounded), limits.max_running)
         for name, computed in step.begun.items():
             request, last = live[name], len(live[name].tokens) - 1
+            is_whole = step.hits.get(name, 0) % limits.block_size == 0
             require(
-                computed == min(request.hit, last)
-                and step.hits.get(name, 0) % limits.block_size == 0,
+                computed == min(request.hit, last) and is_whole,
                 rules.Q10, "{} starts at {} of {} tokens after a hit of {}",
                 name, computed, last + 1, request.hit,
             )  # fmt: skip
         planned = set()
         for request, start, length in step.chunks:
-            name = request.name
+            name, end = request.name, start + length
             require(name not in planned, rules.Q19, "{} has two chunks in a step", name)
             planned.add(name)
+            is_running = request.phase == "running"
+            require(is_running, rules.Q2, "{} is computed while {}", name, request.phase)
+            is_ready = start == request.computed and (not request.is_loading or name in step.begun)
             require(
-                request.phase == "running", rules.Q2, "{} is computed while {}", name, request.phase
-            )
-            ready = start == request.computed and not (
-                request.is_loading and name not in step.begun
-            )
-            require(
-                ready and 1 <= length <= len(request.tokens) - start,
-                rules.Q19, "{} has {} of {} tokens computed, and its chunk is {} tokens from {}",
-                name, request.computed, len(request.tokens), length, start,
+                is_ready and start < end <= len(request.tokens),
+                rules.Q19, "{} has {} of {} tokens computed, and a chunk from {} to {}",
+                name, request.computed, len(request.tokens), start, end,
             )  # fmt: skip
             table = self.tables[name]
-            needed = self.blocks_for(start + length)
-            require(
-                len(table) >= needed and len(set(table)) == len(table),
-                rules.Q20, "{} writes up to token {}, which takes {} blocks, with {}",
-                name, start + length, needed, table,
-            )  # fmt: skip
+            is_held = len(table) >= self.blocks_for(end) and len(set(table)) == len(table)
+            require(is_held, rules.Q20, "{} writes up to token {} with {}", name, end, table)
 
     def compute(self, step: Step) -> None:
         """Compute the chunks on the device: each reads the KV before it, and writes its own.
@@ -406,14 +389,9 @@ class SchedulerModel:
 
     def read(self, request: Request, table: Sequence[int], end: int, when: str) -> None:
         """Check that a request reads its own prefix, up to token `end`."""
-        require(
-            len(table) * self.limits.block_size >= end,
-            rules.Q20, "{} reads {} tokens through {}, {}", request.name, end, table, when,
-        )  # fmt: skip
-        try:
-            self.device.read(f"{request.name} {when}", table, request.tags[:end])
-        except Violation as violation:
-            raise Violation(rules.Q22, violation.why) from violation
+        is_held = len(table) * self.limits.block_size >= end
+        require(is_held, rules.Q20, "{} reads {} tokens through {}, {}", request, end, table, when)
+        self.device.read(f"{request} {when}", table, request.tags[:end], rules.Q22)
 
     def sampled(self, step: Step) -> list[int]:
         """Return the token after each chunk, -1 within a prompt."""
@@ -430,14 +408,10 @@ class SchedulerModel:
                 continue
             request.computed = start + length
             self.publish(request, step.tables[request.name])
-            if request.computed == len(request.tokens) and request.append_next():
+            if request.computed == len(request.tokens) and self._extend(request):
                 expected.append(request.name)
-                self.situations[f"ended by {request.reason}"] += 1
-                self.end(request)
-        require(
-            sorted(ended) == sorted(expected),
-            rules.Q28, "{} ended in this step, and not {}", ended, expected,
-        )  # fmt: skip
+        is_right = sorted(ended) == sorted(expected)
+        require(is_right, rules.Q28, "{} ended in this step, and not {}", ended, expected)
 
     def publish(self, request: Request, table: Sequence[int]) -> None:
         """Remember the block of each computed prefix; the first copy of a prefix is kept."""
@@ -487,40 +461,25 @@ class SchedulerModel:
         known = [request.name for request in self.running]
         require(running == known, rules.Q2, "{} run, and not {}", running, known)
         queued = [request.name for request in self.waiting()]
-        require(
-            sorted(waiting) == sorted(queued),
-            rules.Q2, "{} wait, and not {}", waiting, sorted(queued),
-        )  # fmt: skip
-        require(
-            list(waiting) == queued or "policy" not in self.promised,
-            rules.Q3, "they wait in the order {}, and not {}", waiting, queued,
-        )  # fmt: skip
+        why = "{} wait, and not {}"
+        require(sorted(waiting) == sorted(queued), rules.Q2, why, waiting, queued)
+        in_order = list(waiting) == queued or "policy" not in self.promised
+        require(in_order, rules.Q3, "they wait in the order {}, and not {}", waiting, queued)
         for request in self.running:
-            name = request.name
-            require(
-                computed[name] == request.computed,
-                rules.Q19, "{} says that {} tokens are computed, not {}",
-                name, computed[name], request.computed,
-            )  # fmt: skip
-            self.tables[name] = list(tables[name])
-            self.read(request, tables[name], request.computed, "between two steps")
-            self.publish(request, tables[name])
-        held, num_blocks = len(self.held()), self.limits.num_blocks
-        exact = "exact" in self.promised and not is_busy
-        require(
-            held + available == num_blocks if exact else held + available <= num_blocks,
-            rules.Q36, "{} blocks are held and {} can be had, of {}", held, available, num_blocks,
-        )  # fmt: skip
+            found, table = computed[request.name], tables[request.name]
+            why = "{} says that {} tokens are computed, not {}"
+            require(found == request.computed, rules.Q19, why, request, found, request.computed)
+            self.tables[request.name] = list(table)
+            self.read(request, table, found, "between two steps")
+            self.publish(request, table)
+        lost = self.limits.num_blocks - len(self.held()) - available
+        is_exact = "exact" in self.promised and not is_busy
+        is_right = lost == 0 if is_exact else lost >= 0
+        require(is_right, rules.Q36, "{} blocks are neither held nor can be had", lost)
 
     def check_output(self, request: Request, output: Sequence[int], reason: Reason | None) -> None:
         """Check the output of a request, and its reason if it has ended."""
         known = request.outputs[: request.num_output]
-        require(
-            output == known, rules.Q28, "{} has output {}, and not {}", request.name, output, known
-        )
-        wanted = request.reason if request.phase == "ended" else None
-        require(
-            reason == wanted,
-            rules.Q28, "{} ended by {!r} and not {!r} with {} of {} tokens",
-            request.name, reason, wanted, len(output), len(request.outputs),
-        )  # fmt: skip
+        require(output == known, rules.Q28, "{} has output {}, and not {}", request, output, known)
+        wanted = None if request.is_live else request.reason
+        require(reason == wanted, rules.Q28, "{} ended by {}, not {}", request, reason, wanted)

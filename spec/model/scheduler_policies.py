@@ -7,7 +7,6 @@ another design makes other promises, and the guards of those that it does not ma
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import pairwise
 
 from ..rules import scheduler as rules
 from ..rules.rule import require
@@ -22,20 +21,16 @@ def check_policies(model: SchedulerModel, step: Step, most_overtaken: int | None
         step: the decision.
         most_overtaken: bound of Q6, or None.
     """
-    promised = model.promised
-    if "whole" in promised:
+    if "whole" in model.promised:
         check_whole(model, step)
-    if "running_first" in promised:
+    if "running_first" in model.promised:
         check_progress(model, step)
-    if "resumed_first" in promised:
-        check_resumed_first(model, step)
     if step.preempted:
         check_preempted(model, step)
-    if "policy" in promised:
-        check_order(model, step)
-    if "leaders" in promised:
+    check_order(model, step)
+    if "leaders" in model.promised:
         check_leaders(model, step)
-    if "reserves" in promised and not step.preempted:
+    if "reserves" in model.promised and not step.preempted:
         check_reserved(model, step)
     check_hits(model, step)
     check_asked(model, step)
@@ -52,11 +47,8 @@ def check_whole(model: SchedulerModel, step: Step) -> None:
     for request in step.running:
         held, whole = len(model.tables[request.name]), model.blocks_for(len(request.tokens))
         waits = step.num_copies and request not in planned and not request.prefilling
-        require(
-            held == whole or (waits and held == whole - 1),
-            rules.Q21, "{} holds {} blocks for its {} tokens, not {}",
-            request.name, held, len(request.tokens), whole,
-        )  # fmt: skip
+        is_whole = held == whole or (waits and held == whole - 1)
+        require(is_whole, rules.Q21, "{} holds {} blocks, and not {}", request, held, whole)
 
 
 def check_progress(model: SchedulerModel, step: Step) -> None:
@@ -65,131 +57,86 @@ def check_progress(model: SchedulerModel, step: Step) -> None:
     Q18: beside copies, a request may wait for its own copies, or for blocks that copies will free.
     """
     planned = [request for request, _, _ in step.chunks]
-    waiting = {request for request in step.running if request.is_loading} - set(planned)
-    for request in waiting:
-        require(
-            request.name in step.loading,
-            rules.Q18, "{} is not computed, and no copy into its blocks is in flight", request.name,
-        )  # fmt: skip
+    idle = [request for request in step.running if request not in planned]
+    for request in idle:
+        is_loaded = not request.is_loading or request.name in step.loading
+        require(is_loaded, rules.Q18, "{} waits for copies, and none is in flight", request)
     short = [
         request
-        for request in step.running
-        if step.num_copies and request not in planned
+        for request in idle if step.num_copies
         and len(model.tables[request.name]) < model.blocks_for(len(request.tokens))
     ]  # fmt: skip
     if short:
         held, there = len(model.held()), model.limits.num_blocks
-        require(
-            held + len(short) <= there,
-            rules.Q18, "{} wait for {} blocks, and running requests hold {} of {}",
-            _names(short), len(short), held, there,
-        )  # fmt: skip
+        can_wait = held + len(short) <= there
+        require(can_wait, rules.Q18, "{} wait for blocks, {} of {} are held", short, held, there)
         model.situations["waited for blocks"] += 1
-    wanted = [each for each in step.running if each not in waiting and each not in short]
+    waiting = [each for each in idle if each.is_loading or each in short]
+    wanted = [request for request in step.running if request not in waiting]
     wanted.sort(key=lambda request: request.prefilling)
     if model.has_tiers and step.num_tokens == model.limits.token_budget:
         # What was loaded meanwhile prefills when those that were admitted before leave tokens.
         decoding = sum(not request.prefilling for request in wanted)
         del wanted[max(len(planned), decoding) :]
-    require(
-        planned == wanted,
-        rules.Q17, "the step computes {}, and {} run", _names(planned), _names(step.running),
-    )  # fmt: skip
+    require(planned == wanted, rules.Q17, "{} are computed, and {} run", planned, step.running)
     for request, start, length in step.chunks:
-        whole = start + length == len(request.tokens)
-        require(
-            whole or (request is planned[-1] and step.num_tokens == model.limits.token_budget),
-            rules.Q17, "the chunk of {} ends at {} of {} tokens, with {} tokens in the step",
-            request.name, start + length, len(request.tokens), step.num_tokens,
-        )  # fmt: skip
+        is_whole = start + length == len(request.tokens)
+        is_cut = request is planned[-1] and step.num_tokens == model.limits.token_budget
+        why = "the chunk of {} is cut, with {} tokens in the step"
+        require(is_whole or is_cut, rules.Q17, why, request, step.num_tokens)
 
 
 def check_preempted(model: SchedulerModel, step: Step) -> None:
-    """Q26, Q25, Q24: preempt the last in the order, only for blocks, never if all is reserved."""
-    promised, names = model.promised, _names(step.preempted)
+    """Q27, Q25, Q24, Q26: preempt only for blocks, the last in the order, and admit nobody."""
+    promised, preempted = model.promised, step.preempted
+    if "resumed_first" in promised:
+        why = "{} are preempted, and {} admitted"
+        require(not step.admitted, rules.Q27, why, preempted, step.admitted)
     if "never_preempts" in promised:
-        whole = model.limits.reserve_tokens is None
-        require(not whole, rules.Q25, "{} preempted, with all reserved", names)
+        is_whole = model.limits.reserve_tokens is None
+        require(not is_whole, rules.Q25, "{} are preempted, with all reserved", preempted)
     if "preempts_when_short" in promised:
         there = step.available
         if model.has_tiers:  # a block that no request holds will be available after the copies
             tables = (*model.before.values(), *model.receiving.values())
             there = model.limits.num_blocks - len(set().union(*tables))
-        require(
-            step.growth > there,
-            rules.Q24, "{} preempted for {} blocks with {} to be had",
-            names, step.growth, there,
-        )  # fmt: skip
+        why = "{} are preempted for {} blocks with {} to be had"
+        require(step.growth > there, rules.Q24, why, preempted, step.growth, there)
     if "policy" in promised:
-        least = min(request.order for request in step.preempted)
-        for request in step.running:
-            require(
-                request.order < least,
-                rules.Q26,
-                "{} preempted, and {} goes on",
-                names,
-                request.name,
-            )
+        first = min(each.order for each in preempted)
+        later = [each for each in step.running if each.order > first]
+        require(not later, rules.Q26, "{} are preempted, and {} go on", preempted, later)
 
 
 # The order of admission
 
 
-def check_resumed_first(model: SchedulerModel, step: Step) -> None:
-    """Q4, Q27: preempted requests are admitted first, but not in the same step."""
-    require(
-        not (step.preempted and step.admitted),
-        rules.Q27,
-        "{} are preempted and {} admitted",
-        _names(step.preempted),
-        _names(step.admitted),
-    )
-    new = [request for request in step.admitted if not request.num_preemptions]
-    if new:
-        parked = [each for each in model.live.values() if each.phase == "preempted"]
-        require(not parked, rules.Q4, "{} start while {} wait", _names(new), _names(parked))
-        last = step.admitted[-1]
-        before_new = step.admitted.index(new[0]) + len(new) == len(step.admitted)
-        require(before_new, rules.Q4, "{} is resumed after a new request", last.name)
-
-
 def check_order(model: SchedulerModel, step: Step) -> None:
-    """Q3: no request is overtaken that could have been admitted.
+    """Q4, Q3: of two requests, the first in the order is admitted first, unless it has to wait.
 
     If preempted requests are promised to be first, they and new ones are two queues.
     """
-    two_queues = "resumed_first" in model.promised
-    for first, second in pairwise(step.admitted):
-        same = bool(first.num_preemptions) == bool(second.num_preemptions)
-        require(
-            (two_queues and not same) or first.order < second.order,
-            rules.Q3, "{} is admitted before {}", first.name, second.name,
-        )  # fmt: skip
-    for request in step.admitted:
+    waiting = model.waiting()
+    for place, request in enumerate(step.admitted):
         ahead = step.running[: step.running.index(request)]
-        own_phase = "preempted" if request.num_preemptions else "waiting"
-        phases = (own_phase,) if two_queues else ("preempted", "waiting")
-        for other in model.live.values():
-            if other.phase in phases and other.order < request.order:
-                require(
-                    other.name in step.awaited
-                    or ("leaders" in model.promised and leader_of(model, other, ahead)),
-                    rules.Q3, "{} is admitted and {} goes on waiting", request.name, other.name,
-                )  # fmt: skip
+        later = step.admitted[place + 1 :]
+        for other in (*later, *waiting):
+            if "resumed_first" in model.promised and request.is_resumed != other.is_resumed:
+                require(request.is_resumed, rules.Q4, "{} starts while {} waits", request, other)
+            elif "policy" in model.promised and other.order < request.order:
+                waits = other.name in step.awaited or follows_leader(model, other, ahead)
+                can_wait = waits and other not in later
+                require(can_wait, rules.Q3, "{} is admitted before {}", request, other)
 
 
 def check_overtaken(model: SchedulerModel, step: Step, most: int) -> None:
     """Q6: a waiting request is overtaken by a bounded number of later ones."""
     for request in step.admitted:
         request.overtaken = 0
-        for other in model.live.values():
-            if other.phase != "running" and other.order < request.order:
-                other.overtaken += 1
-                require(
-                    other.overtaken <= most,
-                    rules.Q6, "{} waits, and {} later requests were admitted: {} may",
-                    other.name, other.overtaken, most,
-                )  # fmt: skip
+        for other in model.waiting():
+            other.overtaken += other.order < request.order
+            why = "{} waits, and {} later requests were admitted: {} may"
+            require(other.overtaken <= most, rules.Q6, why, other, other.overtaken, most)
 
 
 def next_block(model: SchedulerModel, request: Request) -> int:
@@ -201,13 +148,12 @@ def next_block(model: SchedulerModel, request: Request) -> int:
     return end if end <= len(request.tokens) else 0
 
 
-def leader_of(model: SchedulerModel, request: Request, running: Iterable[Request]) -> str:
-    """Name of the request that is about to compute a block of another; "" if none."""
-    for leader in running:
-        end = next_block(model, leader)
-        if end and end <= len(request.tokens) and leader.tags[end - 1] == request.tags[end - 1]:
-            return leader.name
-    return ""
+def follows_leader(model: SchedulerModel, request: Request, running: Iterable[Request]) -> bool:
+    """Whether a running request is about to compute a block of another, which may wait for it."""
+    if "leaders" not in model.promised:
+        return False
+    ends = ((leader, next_block(model, leader)) for leader in running)
+    return any(end and request.has_prefix(leader, end) for leader, end in ends)
 
 
 def check_leaders(model: SchedulerModel, step: Step) -> None:
@@ -215,11 +161,9 @@ def check_leaders(model: SchedulerModel, step: Step) -> None:
     for request in step.admitted:
         end = next_block(model, request)
         for leader in step.running[: step.running.index(request)] if end else ():
-            require(
-                next_block(model, leader) != end or leader.tags[end - 1] != request.tags[end - 1],
-                rules.Q5, "{} is admitted to compute tokens up to {}, as {} is about to",
-                request.name, end, leader.name,
-            )  # fmt: skip
+            is_same = next_block(model, leader) == end and request.has_prefix(leader, end)
+            why = "{} is admitted to compute tokens up to {}, as {} is about to"
+            require(not is_same, rules.Q5, why, request, end, leader)
 
 
 # Hits
@@ -233,14 +177,13 @@ def check_hits(model: SchedulerModel, step: Step) -> None:
     """
     if "hits" not in model.promised or not model.limits.prefix_cache:
         return
-    size = model.limits.block_size
     kept = step.running[: len(step.running) - len(step.admitted)]
     held = {block for request in kept for block in model.before[request.name]}
     for request in kept:
         model.reuse(model.tables[request.name][len(model.before[request.name]) :])
     for request in step.admitted:
         _check_hit(model, request, request.hit, held)
-        model.reuse(model.tables[request.name][request.hit // size :])
+        model.reuse(model.tables[request.name][request.hit // model.limits.block_size :])
 
 
 def _check_hit(model: SchedulerModel, request: Request, hit: int, held: set[int]) -> None:
@@ -250,106 +193,73 @@ def _check_hit(model: SchedulerModel, request: Request, hit: int, held: set[int]
         if block is None or (model.has_tiers and block not in held):
             break
         due = end
-    require(
-        hit >= due,
-        rules.Q11, "{} hits {} tokens, and {} of its {} are published",
-        request.name, hit, due, len(request.tokens),
-    )  # fmt: skip
+    require(hit >= due, rules.Q11, "{} hits {} tokens, and {} are published", request, hit, due)
 
 
 def check_granted(model: SchedulerModel, request: Request, num_cached: int) -> None:
     """Q4, Q11: a decode node grants blocks while no preempted request waits, those it lacks."""
-    parked = [each for each in model.live.values() if each.phase == "preempted"]
-    require(not parked, rules.Q4, "{} is received while {} wait", request.name, _names(parked))
+    parked = [each for each in model.waiting() if each.is_resumed]
+    require(not parked, rules.Q4, "{} is received while {} wait", request, parked)
     held = {block for each in model.running for block in model.tables[each.name]}
     _check_hit(model, request, num_cached, held)
 
 
 def check_asked(model: SchedulerModel, step: Step) -> None:
     """Q12: storage is asked before a request is admitted, unless others fill the host."""
-    size = model.limits.block_size
+    size, there = model.limits.block_size, model.num_host_blocks
     for name in step.unasked:
         ahead = [each for each in step.unbegun if each.name not in step.unasked]
         wanted = sum(len(each.tokens) // size for each in (*ahead, model.live[name]))
-        require(
-            ahead and wanted > model.num_host_blocks,
-            rules.Q12, "{} is admitted, storage was not asked for it, and {} blocks are wanted of "
-            "the {} that the host has", name, wanted, model.num_host_blocks,
-        )  # fmt: skip
+        why = "storage was not asked for {}, and {} host blocks of {} are wanted"
+        require(ahead and wanted > there, rules.Q12, why, name, wanted, there)
 
 
 # The reservation
 
 
-class Reserve:
-    """Blocks that the running requests may still need.
+def reserve(model: SchedulerModel, running: Iterable[Request]) -> tuple[int, int]:
+    """Blocks that must be left for some requests, all running but perhaps the last.
 
-    Attributes:
-        growth: blocks needed within the horizon.
-        lack: maximum over the requests of the blocks missing to the end, less those that
-            preempting the others frees.
-        private: blocks that become free if all are preempted.
+    Returns:
+        How many they need to grow within the horizon; and how many the neediest lacks to its end,
+        if all others are preempted: their private blocks become free. Of a waiting request all
+        blocks count as shared, as if it hit them.
     """
-
-    def __init__(self, model: SchedulerModel, running: Iterable[Request]) -> None:
-        self.model = model
-        self.growth = self.lack = self.private = 0
-        for request in running:
+    growth = lack = private = 0
+    horizon, size = model.limits.reserve_tokens, model.limits.block_size
+    for request in running:
+        held = shared = model.blocks_for(len(request.tokens))
+        if request.phase == "running":
             held = len(model.tables[request.name])
-            size, shares = model.limits.block_size, model.limits.prefix_cache
-            shared = request.shared_blocks(size) if shares else 0
-            self.growth += self.growth_of(request, held)
-            self.lack = max(self.lack, model.blocks_for(request.max_kv_tokens) - shared)
-            self.private += held - shared
-
-    def growth_of(self, request: Request, held: int) -> int:
-        """Number of blocks by which a request grows within the horizon."""
-        most, horizon = request.max_kv_tokens, self.model.limits.reserve_tokens
-        if horizon is not None:
-            most = min(most, len(request.tokens) + horizon)
-        return max(self.model.blocks_for(most) - held, 0)
+            shared = request.shared_blocks(size) if model.limits.prefix_cache else 0
+        most = request.max_kv_tokens
+        soon = most if horizon is None else min(most, len(request.tokens) + horizon)
+        growth += max(model.blocks_for(soon) - held, 0)
+        lack = max(lack, model.blocks_for(most) - shared)
+        private += held - shared
+    return growth, lack - private
 
 
 def check_reserved(model: SchedulerModel, step: Step) -> None:
     """Q8, Q9, Q7: an admission leaves the reserve, and a request that fits is admitted."""
-    reserve, left, limits = Reserve(model, step.running), step.left, model.limits
+    left, limits, waiting = step.left, model.limits, model.waiting()
     if step.admitted:
-        names = _names(step.admitted)
-        require(
-            left >= reserve.growth,
-            rules.Q8, "{} admitted, {} blocks are left for a growth of {}",
-            names, left, reserve.growth,
-        )  # fmt: skip
-        require(
-            left + reserve.private >= reserve.lack,
-            rules.Q9, "{} admitted, {} blocks are left and {} private, the neediest lacks {}",
-            names, left, reserve.private, reserve.lack,
-        )  # fmt: skip
-    queue = model.waiting()
+        growth, lack = reserve(model, step.running)
+        why = "{} admitted, {} blocks are left, and {} needed"
+        require(left >= growth, rules.Q8, why, step.admitted, left, growth)
+        require(left >= lack, rules.Q9, why, step.admitted, left, lack)
     room = len(step.running) < limits.max_running and step.num_tokens < limits.token_budget
-    if not queue or not room or model.receiving:
+    if not waiting or not room or model.receiving:
         return
-    head = queue[0]
+    head = waiting[0]
     if model.is_decode_node and head.phase == "waiting":
         return  # its prefill node asks for it between two steps
-    if "leaders" in model.promised and leader_of(model, head, step.running):
+    if follows_leader(model, head, step.running):
         model.situations["waited for a leader"] += 1
-        return
-    if head.name in step.awaited:
+    elif head.name in step.awaited:
         model.situations["waited for a copy"] += 1
-        return
-    # A hit only reduces the need, so a request that fits without one must be admitted.
-    held = model.blocks_for(len(head.tokens))
-    lack = max(reserve.lack, model.blocks_for(head.max_kv_tokens) - held)
-    after = left - held
-    fits = after >= reserve.growth + reserve.growth_of(head, held)
-    require(
-        not (fits and after + reserve.private >= lack),
-        rules.Q7, "{} waits, with {} blocks for its {} tokens and a slot", head.name, left,
-        len(head.tokens),
-    )  # fmt: skip
-    model.situations["refused by the reservation"] += 1
-
-
-def _names(requests: Iterable[Request]) -> str:
-    return ", ".join(request.name for request in requests) or "nobody"
+    else:  # a hit only reduces the need, so a request that fits without one must be admitted
+        needed = model.blocks_for(len(head.tokens)) + max(reserve(model, [*step.running, head]))
+        why = "{} waits, with {} blocks for {} and a slot"
+        require(left < needed, rules.Q7, why, head, left, needed)
+        model.situations["refused by the reservation"] += 1

@@ -224,5 +224,5 @@ def test_a_request_does_not_wait_for_a_block_that_it_does_not_need():
         ["drain"],
     ]
     violation = replay(subject_with(OLD_MATCH), config, trace)
-    assert str(violation) == "[Q3 admit-in-policy-order] r4 is admitted and r1 goes on waiting"
+    assert str(violation) == "[Q3 admit-in-policy-order] r4 is admitted before r1"
     assert replay(subject_with(None), config, trace) is None
