@@ -123,7 +123,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes and options of a scheduler; see `Scheduler` for their meaning."""
+    """Sizes and options of a scheduler.
+
+    Attributes:
+        promised: names of its promises, see `SchedulerPromises`.
+        is_decode_node: whether prefill nodes compute the prompts, and hand them over.
+        host_blocks: size of the host tier; without tiers, 0.
+    """
 
     num_blocks: int
     block_size: int
@@ -131,6 +137,9 @@ class Limits:
     max_running: int
     reserve_tokens: int | None
     prefix_cache: bool
+    promised: Collection[str]
+    is_decode_node: bool = False
+    host_blocks: int = 0
 
 
 @dataclass(slots=True)
@@ -179,31 +188,18 @@ class SchedulerModel:
     """The requests of a scheduler, the contents of its blocks, and the moves that are allowed.
 
     Attributes:
-        promised: names of the promises of the scheduler, see `SchedulerPromises`.
-        is_decode_node: whether prefill nodes compute the prompts, and hand them over.
-        num_host_blocks: size of the host tier; without it, 0, `has_tiers` is False.
         live: requests that have not ended, by name.
         running: requests that hold blocks, in order of admission, and their `tables`; `before` has
             the tables before the last decision.
         receiving: requests that a decode node was handed, and their tables; not all of their KV has
             arrived.
         published: block of each prefix, by the tag of its last token, that the cache holds for
-            certain; `prefix_in` is the inverse.
+            certain.
         situations: how often each situation of interest occurred.
     """
 
-    def __init__(
-        self,
-        limits: Limits,
-        promised: Collection[str],
-        num_host_blocks: int = 0,
-        is_decode_node: bool = False,
-    ) -> None:
-        self.limits = limits
-        self.is_decode_node = is_decode_node
-        self.promised = promised
-        self.num_host_blocks = num_host_blocks
-        self.has_tiers = num_host_blocks > 0
+    def __init__(self, limits: Limits) -> None:
+        self.limits, self.promised = limits, limits.promised
         self.device = Device(limits.block_size)
         self.live: dict[str, Request] = {}
         self.running: list[Request] = []
@@ -211,7 +207,6 @@ class SchedulerModel:
         self.before: dict[str, list[int]] = {}
         self.receiving: dict[str, list[int]] = {}
         self.published: dict[Tag, int] = {}
-        self.prefix_in: dict[int, Tag] = {}
         self.situations: Counter[str] = Counter()
 
     # Derived state
@@ -418,16 +413,14 @@ class SchedulerModel:
         size = self.limits.block_size
         for index in range(request.computed // size):
             tag, block = request.tags[(index + 1) * size - 1], table[index]
-            if self.prefix_in.get(block, tag) != tag:
+            if self.published.get(tag) != block:
                 self.reuse([block])
-            if self.published.setdefault(tag, block) == block:
-                self.prefix_in[block] = tag
+                self.published.setdefault(tag, block)
 
     def reuse(self, blocks: Sequence[int]) -> None:
         """Forget the prefixes of blocks that were given to a request anew."""
-        for block in blocks:
-            if (tag := self.prefix_in.pop(block, None)) is not None:
-                del self.published[tag]
+        for tag in [tag for tag, block in self.published.items() if block in blocks]:
+            del self.published[tag]
 
     def reset(self, roots: Mapping[str, Tag]) -> None:
         """Forget all KV and preempt all: each live request goes on under the weights of a root."""
@@ -435,7 +428,6 @@ class SchedulerModel:
             request.suspend()
         self.running = []
         self.published.clear()
-        self.prefix_in.clear()
         for name, root in roots.items():
             self.live[name].retag(root)
 

@@ -74,7 +74,7 @@ def check_progress(model: SchedulerModel, step: Step) -> None:
     waiting = [each for each in idle if each.is_loading or each in short]
     wanted = [request for request in step.running if request not in waiting]
     wanted.sort(key=lambda request: request.prefilling)
-    if model.has_tiers and step.num_tokens == model.limits.token_budget:
+    if model.limits.host_blocks and step.num_tokens == model.limits.token_budget:
         # What was loaded meanwhile prefills when those that were admitted before leave tokens.
         decoding = sum(not request.prefilling for request in wanted)
         del wanted[max(len(planned), decoding) :]
@@ -97,7 +97,9 @@ def check_preempted(model: SchedulerModel, step: Step) -> None:
         require(not is_whole, rules.Q25, "{} are preempted, with all reserved", preempted)
     if "preempts_when_short" in promised:
         there = step.available
-        if model.has_tiers:  # a block that no request holds will be available after the copies
+        if (
+            model.limits.host_blocks
+        ):  # a block that no request holds will be available after the copies
             tables = (*model.before.values(), *model.receiving.values())
             there = model.limits.num_blocks - len(set().union(*tables))
         why = "{} are preempted for {} blocks with {} to be had"
@@ -190,7 +192,7 @@ def _check_hit(model: SchedulerModel, request: Request, hit: int, held: set[int]
     due, size, last = 0, model.limits.block_size, "hits_last" not in model.promised
     for end in range(size, len(request.tokens) + 1 - last, size):
         block = model.published.get(request.tags[end - 1])
-        if block is None or (model.has_tiers and block not in held):
+        if block is None or (model.limits.host_blocks and block not in held):
             break
         due = end
     require(hit >= due, rules.Q11, "{} hits {} tokens, and {} are published", request, hit, due)
@@ -206,7 +208,7 @@ def check_granted(model: SchedulerModel, request: Request, num_cached: int) -> N
 
 def check_asked(model: SchedulerModel, step: Step) -> None:
     """Q12: storage is asked before a request is admitted, unless others fill the host."""
-    size, there = model.limits.block_size, model.num_host_blocks
+    size, there = model.limits.block_size, model.limits.host_blocks
     for name in step.unasked:
         ahead = [each for each in step.unbegun if each.name not in step.unasked]
         wanted = sum(len(each.tokens) // size for each in (*ahead, model.live[name]))
@@ -252,7 +254,7 @@ def check_reserved(model: SchedulerModel, step: Step) -> None:
     if not waiting or not room or model.receiving:
         return
     head = waiting[0]
-    if model.is_decode_node and head.phase == "waiting":
+    if model.limits.is_decode_node and head.phase == "waiting":
         return  # its prefill node asks for it between two steps
     if follows_leader(model, head, step.running):
         model.situations["waited for a leader"] += 1

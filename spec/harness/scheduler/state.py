@@ -31,14 +31,14 @@ class SchedulerState:
     def __init__(self, config: Config, factory: SchedulerFactory) -> None:
         self.config = config
         self.target = SchedulerTarget(factory, config)
-        limits = Limits(**{limit.name: config[limit.name] for limit in fields(Limits)})
-        num_host_blocks = config.get("host_blocks", 0)
         self.is_decode_node = self.target.is_decode_node
+        sizes = {size.name: config[size.name] for size in fields(Limits) if size.name in config}
         promised = self.target.promises.names()
-        self.model = SchedulerModel(limits, promised, num_host_blocks, self.is_decode_node)
+        limits = Limits(**sizes, promised=promised, is_decode_node=self.is_decode_node)
+        self.model = SchedulerModel(limits)
         # A decode node does not ask storage for a prompt: a prefill node has done that.
         asks_storage = bool(config.get("storage")) and not self.is_decode_node
-        self.copies = Copies(self.target, self.model, asks_storage) if num_host_blocks else None
+        self.copies = Copies(self.target, self.model, asks_storage) if limits.host_blocks else None
         self.roots: list[Tag] = [root_tag(number) for number in range(len(NAMESPACES))]
         self.namespace: dict[str, int] = {}
         self.num_resets = 0
