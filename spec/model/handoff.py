@@ -11,25 +11,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Final, NamedTuple, TypeAlias
 
-from ..rules.handoff import (
-    X1,
-    X2,
-    X4,
-    X5,
-    X6,
-    X7,
-    X8,
-    X9,
-    X10,
-    X11,
-    X12,
-    X14,
-    X15,
-    X16,
-    X17,
-)
+from ..rules import handoff as rules
 from ..rules.rule import require
 
 Tokens: TypeAlias = tuple[int, ...]
@@ -113,8 +98,7 @@ class Requests:
         self._begun: dict[str, str] = {}
         self._started: set[str] = set()
         self._offered: set[Hashable] = set()
-        self._sent: set[Hashable] = set()
-        self._acknowledged: set[Hashable] = set()
+        self._has_arrived: dict[Hashable, bool] = {}  # of messages, as their senders know
 
     def open(self) -> list[str]:
         """Return the names of the requests without an answer."""
@@ -129,23 +113,22 @@ class Requests:
         """P begins an attempt."""
         first = self._begun.get(attempt)
         self._begun[attempt] = node
-        require(first is None, X1, "{} begins {}, as {} did", node, attempt, first)
+        require(first is None, rules.X1, "{} begins {}, as {} did", node, attempt, first)
 
     def started(self, attempt: str) -> None:
         """D starts to decode an attempt."""
-        require(attempt not in self._started, X12, "{} starts twice", attempt)
+        require(attempt not in self._started, rules.X12, "{} starts twice", attempt)
         self._started.add(attempt)
 
     def sent(self, sender: str, attempt: str, kind: str) -> None:
         """A node, or the gateway, sends a message that it repeats until it is acknowledged."""
-        known = (sender, attempt, kind) in self._acknowledged
-        require(not known, X2, "{} knows that {} of {} has arrived", sender, kind, attempt)
-        self._sent.add((sender, attempt, kind))
+        known = self._has_arrived.setdefault((sender, attempt, kind), False)
+        require(not known, rules.X2, "{} knows that {} of {} has arrived", sender, kind, attempt)
 
     def acknowledged(self, sender: str, attempt: str, kind: str) -> None:
         """The sender of a message hears that it has arrived."""
-        if (sender, attempt, kind) in self._sent:
-            self._acknowledged.add((sender, attempt, kind))
+        if (sender, attempt, kind) in self._has_arrived:
+            self._has_arrived[sender, attempt, kind] = True
 
     def offered(self, part: Hashable) -> None:
         """P offers a part to one epoch of D."""
@@ -153,24 +136,21 @@ class Requests:
 
     def pulled(self, node: str, part: Hashable) -> None:
         """D begins to pull a part."""
-        require(part in self._offered, X10, "{} pulls {}", node, part)
+        require(part in self._offered, rules.X10, "{} pulls {}", node, part)
 
     def answered(self, name: str, tokens: Tokens | None, hits: int, reason: str, now: int) -> None:
         """A client gets its answer: tokens, or the reason of a failure."""
         request = self.requests[name]
-        require(name not in self.answers, X15, "{} has two answers", name)
+        require(name not in self.answers, rules.X15, "{} has two answers", name)
         self.answers[name] = Outcome(tokens, reason)
         if tokens is None:
             tried = len(request.attempts)
-            is_over = request.is_hopeless or now >= request.deadline
-            require(
-                is_over or tried >= self._max_attempts,
-                X16, "{} fails after {} attempts: {}", name, tried, reason,
-            )  # fmt: skip
+            is_over = request.is_hopeless or now >= request.deadline or tried >= self._max_attempts
+            require(is_over, rules.X16, "{} fails after {} attempts: {}", name, tried, reason)
             return
-        require(tokens == request.output(), X14, "{} gets {}", name, tokens)
+        require(tokens == request.output(), rules.X14, "{} gets {}", name, tokens)
         found = {self.hits.get(each) for each in self._started & request.attempts}
-        require(hits in found, X6, "{} has {} hits, its attempts {}", name, hits, found)
+        require(hits in found, rules.X6, "{} has {} hits, its attempts {}", name, hits, found)
 
 
 # Memories
@@ -179,8 +159,7 @@ class Requests:
 class Memory:
     """The prefix whose KV each block of a tier holds, in each group of layers."""
 
-    def __init__(self, num_groups: int, block_size: int) -> None:
-        self.num_groups = num_groups
+    def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.content: dict[Place, Tokens] = {}
 
@@ -191,7 +170,7 @@ class Memory:
     def put(self, blocks: Sequence[int], group: int, content: Sequence[Tokens]) -> None:
         """Overwrite some blocks."""
         is_equal = len(blocks) == len(content)
-        require(is_equal, X8, "{} blocks are sent into {}", len(content), len(blocks))
+        require(is_equal, rules.X8, "{} blocks are sent into {}", len(content), len(blocks))
         for block, each in zip(blocks, content, strict=True):
             self.content[block, group] = each
 
@@ -211,14 +190,12 @@ class Memory:
         for index in range(-(-len(tokens) // size)):
             prefix = tokens[: (index + 1) * size]
             found = self.content.get((table[index], group), ())
-            require(
-                found[: len(prefix)] == prefix,
-                X8, "{} reads {} in block {} for {}", reader, found, table[index], prefix,
-            )  # fmt: skip
+            is_own = found[: len(prefix)] == prefix
+            require(is_own, rules.X8, "{} reads {} instead of {}", reader, found, prefix)
 
     def _check_table(self, table: Sequence[int], tokens: Tokens) -> None:
         has_blocks = len(table) * self.block_size >= len(tokens)
-        require(has_blocks, X8, "{} tokens are in {} blocks", len(tokens), len(table))
+        require(has_blocks, rules.X8, "{} tokens are in {} blocks", len(tokens), len(table))
 
 
 class Published:
@@ -239,16 +216,13 @@ class Published:
 
     def num_tokens(self, tokens: Tokens) -> int:
         """Return how many leading tokens are published."""
-        for prefix in self._path(tokens):
-            if prefix not in self._prefixes:
-                return len(prefix) - self._size
-        return len(tokens) // self._size * self._size
+        return self._size * len([*takewhile(self._prefixes.__contains__, self._path(tokens))])
 
     def add(self, tokens: Tokens, num_cached: int) -> None:
         """A node publishes the full blocks of tokens whose KV it has, and finds num_cached."""
         path = self._path(tokens)
         full = len(path) * self._size
-        require(num_cached >= full, X5, "{} of {} are found: {}", num_cached, full, tokens)
+        require(num_cached >= full, rules.X5, "{} of {} are found: {}", num_cached, full, tokens)
         self._prefixes.update(path)
 
     def settle(self, evicted: int, num_cached: Callable[[Tokens], int]) -> bool:
@@ -265,55 +239,58 @@ class Published:
             return False
         gone = {each for each in self._prefixes if num_cached(each) < len(each)}
         num_evicted, self._evicted = evicted - self._evicted, evicted
-        require(
-            len(gone) <= num_evicted,
-            X5, "{} published prefixes are gone, {} blocks were evicted", len(gone), num_evicted,
-        )  # fmt: skip
+        why = "{} published prefixes are gone, {} blocks were evicted"
+        require(len(gone) <= num_evicted, rules.X5, why, len(gone), num_evicted)
         self._prefixes -= gone
         return True
 
     def hit(self, tokens: Tokens, num_hit: int, reader: str) -> None:
         """A request is admitted with a hit."""
         due = self.num_tokens(tokens)
-        require(num_hit >= due, X5, "{} hits {} of {} published tokens", reader, num_hit, due)
+        require(num_hit >= due, rules.X5, "{} hits {} of {} published tokens", reader, num_hit, due)
 
 
 # Nodes
 
 
+@dataclass(eq=False)
 class NodeModel:
     """What one life of a node has computed, offered, granted and published.
 
     Attributes:
         device, host: its memories.
         published: prefixes that can be hit on the device.
-        computed: number of computed tokens by attempt.
     """
 
-    def __init__(self, name: str, num_groups: int, block_size: int) -> None:
-        self.name = name
-        self.device = Memory(num_groups, block_size)
-        self.host = Memory(num_groups, block_size)
-        self.published = Published(block_size)
-        self.computed: Counter[str] = Counter()
+    name: str
+    num_groups: int
+    block_size: int
+
+    def __post_init__(self) -> None:
+        self.device, self.host = Memory(self.block_size), Memory(self.block_size)
+        self.reset(0)
 
     def reset(self, evicted: int) -> None:
         """All KV is dropped; the node has evicted so many blocks until now."""
         self.device.content.clear()
         self.host.content.clear()
-        self.published = Published(self.device.block_size, evicted)
+        self.published = Published(self.block_size, evicted)
 
 
+@dataclass(eq=False)
 class PrefillModel(NodeModel):
-    """P: it computes prompts, offers their blocks, and counts its hits."""
+    """P: it computes prompts, offers their blocks, and counts its hits.
 
-    def __init__(self, name: str, num_groups: int, block_size: int) -> None:
-        super().__init__(name, num_groups, block_size)
-        self.offers: dict[Hashable, tuple[str, list[int], int, list[Tokens]]] = {}
-        self._hits: dict[str, int] = {}  # of admitted attempts
-        self._refused: set[str] = set()
-        self._granted: set[str] = set()
-        self._begun: dict[str, int] = {}  # hits by attempt with a first chunk
+    Attributes:
+        computed: number of computed tokens by attempt.
+        offers: attempt, blocks, group and contents of each part that it serves.
+    """
+
+    computed: Counter[str] = field(default_factory=Counter)
+    offers: dict[Hashable, tuple[str, list[int], int, list[Tokens]]] = field(default_factory=dict)
+    _hits: dict[str, int] = field(default_factory=dict)  # at most, of admitted attempts
+    _is_granted: dict[str, bool] = field(default_factory=dict)  # of those that asked
+    _begun: dict[str, int] = field(default_factory=dict)  # hits by attempt with a first chunk
 
     def admitted(self, attempt: str, tokens: Tokens) -> None:
         """An attempt gets its blocks; it may hit all but its last token."""
@@ -321,7 +298,7 @@ class PrefillModel(NodeModel):
 
     def answered(self, attempt: str, is_grant: bool) -> None:
         """D answers an attempt that asked it."""
-        (self._granted if is_grant else self._refused).add(attempt)
+        self._is_granted[attempt] = is_grant or self._is_granted.get(attempt, False)
 
     def computes(self, attempt: str, start: int) -> None:
         """An attempt computes a chunk; its first one starts after its hits."""
@@ -336,21 +313,16 @@ class PrefillModel(NodeModel):
         may = sum(
             most
             for attempt, most in self._hits.items()
-            if attempt not in self._begun
-            and (attempt in self._granted or attempt not in self._refused)
+            if attempt not in self._begun and self._is_granted.get(attempt, True)
         )
-        require(
-            known <= hits <= known + may,
-            X7, "{} counts {} hits of {} to {}", self.name, hits, known, known + may,
-        )  # fmt: skip
+        is_right, why = known <= hits <= known + may, "{} counts {} hits of {} to {}"
+        require(is_right, rules.X7, why, self.name, hits, known, known + may)
 
     def committed(self, attempt: str, position: int, hits: int) -> None:
         """P has the first token of a prompt."""
         computed = self.computed[attempt]
-        require(
-            hits + computed == position,
-            X6, "{} has {} hits, {} computed, of {}", attempt, hits, computed, position,
-        )  # fmt: skip
+        is_right, why = hits + computed == position, "{} has {} hits, {} computed, of {}"
+        require(is_right, rules.X6, why, attempt, hits, computed, position)
 
     def offered(self, key: Hashable, attempt: str, blocks: Sequence[int], group: int) -> None:
         """P serves a part from now on."""
@@ -363,7 +335,7 @@ class PrefillModel(NodeModel):
             return None
         attempt, blocks, group, offered = self.offers[key]
         content = self.device.at(blocks, group)
-        require(content == offered, X11, "blocks {} of {} hold {}", blocks, attempt, content)
+        require(content == offered, rules.X11, "blocks {} of {} hold {}", blocks, attempt, content)
         return content
 
     def fenced(self, attempt: str) -> None:
@@ -372,8 +344,7 @@ class PrefillModel(NodeModel):
             del self.offers[key]
 
 
-@dataclass
-class _Grant:
+class _Grant(NamedTuple):
     number: int
     first_block: int
     prompt: Tokens
@@ -395,34 +366,23 @@ class Refused:
     num_overtaken: int = 0
 
 
+@dataclass(eq=False)
 class DecodeModel(NodeModel):
     """D: it grants blocks, receives prompts, and admits in a fair order.
 
-    Args:
+    Attributes:
         max_overtaken: largest number of later requests admitted before a refused one.
         patience: shortest time for which a refused request is awaited.
         memory: time for which a granted attempt is known.
-
-    Attributes:
         waiting: refused requests, in order of the first refusal.
     """
 
-    def __init__(
-        self,
-        name: str,
-        num_groups: int,
-        block_size: int,
-        max_overtaken: int,
-        patience: int,
-        memory: int,
-    ) -> None:
-        super().__init__(name, num_groups, block_size)
-        self._max_overtaken = max_overtaken
-        self._patience = patience
-        self._memory = memory
-        self._grants: dict[str, _Grant] = {}
-        self._newest: dict[str, tuple[int, int]] = {}  # last attempt and when, by request
-        self.waiting: dict[str, Refused] = {}
+    max_overtaken: int
+    patience: int
+    memory: int
+    waiting: dict[str, Refused] = field(default_factory=dict)
+    _grants: dict[str, _Grant] = field(default_factory=dict)
+    _newest: dict[str, tuple[int, int]] = field(default_factory=dict)  # attempt and when
 
     def is_granted(self, attempt: str, number: int) -> bool:
         """Whether a grant is a copy of an earlier one."""
@@ -434,26 +394,24 @@ class DecodeModel(NodeModel):
     ) -> None:
         """D reserves blocks for a prompt, and has those before first_block."""
         self._check_newest(attempt, now)
-        size = self.device.block_size
+        size = self.block_size
         for other, grant in self._grants.items():
-            if other == attempt:
-                continue
             half = -(-max(len(prompt), len(grant.prompt)) // (2 * size))
             first = max(first_block, grant.first_block)
             stop = size * max(first + 1, half)
-            is_same = min(len(prompt), len(grant.prompt)) >= stop
-            is_same = is_same and prompt[:stop] == grant.prompt[:stop]
-            require(not is_same, X9, "block {} is sent for {} and {}", first, other, attempt)
+            is_same = len(prompt) >= stop and prompt[:stop] == grant.prompt[:stop]
+            why = "block {} is sent for {} and {}"
+            require(other == attempt or not is_same, rules.X9, why, first, other, attempt)
         self._grants[attempt] = _Grant(number, first_block, prompt)
 
     def _check_newest(self, attempt: str, now: int) -> None:
         request, _, text = attempt.rpartition(".")
         number, (newest, granted_at) = int(text), self._newest.get(request, (0, now))
-        is_known = now - granted_at < self._memory
-        require(newest <= number or not is_known, X4, "{} is granted after {}", attempt, newest)
+        in_order = newest <= number or now - granted_at >= self.memory
+        require(in_order, rules.X4, "{} is granted after {}", attempt, newest)
         older = f"{request}.{newest}"
         is_open = older in self._grants and older != attempt
-        require(not is_open, X4, "{} is granted beside {}", attempt, older)
+        require(not is_open, rules.X4, "{} is granted beside {}", attempt, older)
         self._newest[request] = number, now
 
     def gave_up(self, attempt: str, number: int) -> None:
@@ -469,8 +427,8 @@ class DecodeModel(NodeModel):
 
     def refused(self, name: str, prompt: Tokens, now: int) -> None:
         """D has no room for a request, which may ask again."""
-        num_blocks = -(-len(prompt) // self.device.block_size)
-        each = self.waiting.setdefault(name, Refused(num_blocks, now, self._patience))
+        num_blocks = -(-len(prompt) // self.block_size)
+        each = self.waiting.setdefault(name, Refused(num_blocks, now, self.patience))
         each.patience = max(each.patience, 2 * (now - each.asked_at))
         each.asked_at = now
 
@@ -482,9 +440,7 @@ class DecodeModel(NodeModel):
             if now - each.asked_at >= each.patience:
                 continue
             each.num_overtaken += 1
-            require(
-                each.num_overtaken <= self._max_overtaken or room >= each.num_blocks,
-                X17, "{} is the {}. admitted before {}, and leaves {} blocks of {}",
-                name, each.num_overtaken, other, room, each.num_blocks,
-            )  # fmt: skip
+            can_wait = each.num_overtaken <= self.max_overtaken or room >= each.num_blocks
+            why = "{} is the {}. admitted before {}, and leaves {} blocks"
+            require(can_wait, rules.X17, why, name, each.num_overtaken, other, room)
         self.waiting.pop(name, None)

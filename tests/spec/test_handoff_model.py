@@ -110,7 +110,7 @@ def test_a_request_fails_after_all_attempts_or_for_good() -> None:
 
 
 def test_a_read_finds_what_was_written_for_its_prefix() -> None:
-    memory = Memory(num_groups=2, block_size=2)
+    memory = Memory(block_size=2)
     memory.write([7, 8, 9], 0, PROMPT, 0, group=0)
     memory.read([7, 8, 9], PROMPT, 0, "r1")
     memory.read([7, 8], PROMPT[:3], 0, "r2")
@@ -126,7 +126,7 @@ def test_a_read_finds_what_was_written_for_its_prefix() -> None:
 
 def test_kv_of_another_namespace_is_other_kv() -> None:
     assert untagged(tagged(1, PROMPT)) == (1, PROMPT) and untagged(()) == (0, ())
-    memory = Memory(num_groups=1, block_size=2)
+    memory = Memory(block_size=2)
     memory.write([1], 0, tagged(0, PROMPT[:2]), 0, group=0)
     with breaks(X8):
         memory.read([1], tagged(1, PROMPT[:2]), 0, "r1")

@@ -61,7 +61,7 @@ def _begin_copies(node: LiveNode) -> None:
         content = {
             (to, group): source.content.get((block, group), ())
             for block, to in zip(copy.sources, copy.destinations, strict=True)
-            for group in range(model.device.num_groups)
+            for group in range(model.num_groups)
         }
         node.num_copies += 1
         node.copies[f"{node.name}.{node.epoch}.{node.num_copies}"] = CopyInFlight(copy, content)
