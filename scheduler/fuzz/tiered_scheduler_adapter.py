@@ -15,6 +15,7 @@ from ...kvcache.storage.keys import StorageNamespace
 from ...spec.adapters.scheduler import Received, SchedulerFactory, SchedulerPromises, Submission
 from ...spec.adapters.tiers import Copy
 from ...spec.harness.engine import Config
+from .. import handoff as own_handoff
 from .scheduler_adapter import MixedAdapter
 from .tier_adapter import KINDS
 
@@ -110,7 +111,7 @@ class TieredDecodeAdapter(TieredMixedAdapter):
         self._grants: list[Any] = []
         self._attempt = 1
         self._now = 0
-        self._messages = self.package.handoff
+        self._messages = getattr(self.package, "handoff", own_handoff)
         timing = self._messages.Timing(1, 2**20, 2**20, 0)
         options = self._options(config)
         return self.package.DecodeScheduler(self.manager, epoch=1, timing=timing, **options)
