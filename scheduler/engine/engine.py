@@ -115,7 +115,7 @@ class Engine:
             self._runner.dispatch()
             return []
         plan = self.scheduler.schedule()
-        next_tokens = self._runner.step(plan.chunks)
+        next_tokens = self._runner.step(plan)
         if plan.chunks:
             return self.scheduler.update(plan, next_tokens)
         self._runner.wait()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -22,7 +22,8 @@ from ..errors import ConfigError, RequestError
 from ..models import Model, ModelConfig, Params, forward
 from ..models.transformer import Pools
 from ..request import Request
-from ..step_plan import Chunk, SchedulerStats
+from ..step_plan import SchedulerStats, StepPlan
+from .batch_state import BatchState, DeviceBatch
 from .compilations import compilation_counter
 from .sampling import sample
 from .stats import EngineStats
@@ -90,7 +91,6 @@ class ModelRunner:
         self._shapes = Shapes(
             token_budget=token_budget,
             max_running=max_running,
-            table_width=-(-max_model_len // manager.block_size),
             decode=decode,
         )
         self._attention = _choose_attention(model, self.arrays, token_budget, max_running)
@@ -98,6 +98,7 @@ class ModelRunner:
         self._warm_up_compilations = 0
         self._counter = compilation_counter()
         with self.warming_up():
+            self._batch = DeviceBatch(max_running, -(-max_model_len // manager.block_size))
             self._programs = self._compile()
             tiers = manager.tiers
             self._tiers = None if tiers is None else TierCopies(tiers, self.arrays, storage)
@@ -110,7 +111,9 @@ class ModelRunner:
                 self.model.config,
                 shape,
                 self.model.params,
-                np.zeros(sum(shape.sizes), np.int32),
+                self.manager.block_size,
+                np.zeros(shape.packed_size, np.int32),
+                self._batch.state,
                 self.arrays.keys,
                 self.arrays.values,
             ).compile()
@@ -158,11 +161,11 @@ class ModelRunner:
         if self._tiers is not None:
             self._tiers.dispatch(self.arrays)
 
-    def step(self, chunks: Sequence[Chunk]) -> list[int]:
-        """Dispatch copies, compute chunks, and return the token sampled after each chunk."""
+    def step(self, plan: StepPlan) -> list[int]:
+        """Dispatch copies, compute a plan, and return the token sampled after each chunk."""
         with self.counting_compilations():
             self.dispatch()
-            return self._run(chunks) if chunks else []
+            return self._run(plan) if plan.chunks else []
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
@@ -183,14 +186,22 @@ class ModelRunner:
         if self._tiers is not None:
             self._tiers.wait()
 
-    def _run(self, chunks: Sequence[Chunk]) -> list[int]:
-        shape = self._shapes.fit(chunks)
-        packed = pack(chunks, shape, self.manager.tables, self.manager.block_size)
-        next_tokens, self.arrays.keys, self.arrays.values = self._programs[shape](
-            self.model.params, jax.device_put(packed), self.arrays.keys, self.arrays.values
+    def _run(self, plan: StepPlan) -> list[int]:
+        chunks = plan.chunks
+        slots = self._batch.send([chunk.request for chunk in chunks])
+        shape = self._shapes.fit(plan.num_tokens, len(chunks))
+        tables, block_size = self.manager.tables, self.manager.block_size
+        packed = pack(chunks, slots, shape, tables, block_size, plan.num_decode)
+        results = self._programs[shape](
+            self.model.params,
+            jax.device_put(packed),
+            self._batch.state,
+            self.arrays.keys,
+            self.arrays.values,
         )
+        next_tokens, self._batch.state, self.arrays.keys, self.arrays.values = results
         self._steps += 1
-        self._padding_tokens += shape.num_tokens - sum([chunk.length for chunk in chunks])
+        self._padding_tokens += shape.num_tokens - plan.num_tokens
         tokens: list[int] = np.asarray(next_tokens).tolist()
         return tokens[: len(chunks)]
 
@@ -261,16 +272,20 @@ def _step(
     config: ModelConfig,
     shape: Shape,
     params: Params,
+    block_size: int,
     packed: Int32[Array, " packed"],
+    state: BatchState,
     k_pools: Pools,
     v_pools: Pools,
-) -> tuple[Int32[Array, " rows"], Pools, Pools]:
-    batch, sampling = unpack(packed, shape)
+) -> tuple[Int32[Array, " rows"], BatchState, Pools, Pools]:
+    batch, sampling, state, slots = unpack(packed, state, shape, block_size)
     logits, k_pools, v_pools = forward(
         config, params, batch, k_pools, v_pools, decode=shape.is_decode
     )
-    return sample(logits.astype(jnp.float32), sampling), k_pools, v_pools
+    tokens = sample(logits.astype(jnp.float32), sampling)
+    last_tokens = state.last_tokens.at[slots].set(tokens, mode="drop")
+    return tokens, state._replace(last_tokens=last_tokens), k_pools, v_pools
 
 
 # One function for all engines, so that JAX reuses the programs of earlier engines.
-_program = jax.jit(_step, static_argnums=(0, 1), donate_argnums=(4, 5))
+_program = jax.jit(_step, static_argnums=(0, 1, 3), donate_argnums=(5, 6, 7))

@@ -1,21 +1,36 @@
-"""Arrays of a step: compiled shapes (buckets), padding, and one packed host-to-device transfer."""
+"""Arrays of a step: compiled shapes (buckets), and one packed vector from host to device.
+
+A step sends only what changed. The block tables, the last token and the sampling parameters of each
+request stay on the device (`BatchState`)::
+
+    tokens    [ -1 -1 | 4 9 2 6 | 0 0 ]   T = 8; -1: the last token, which is on the device
+    slots     [ 7, 0, 3, none ]           B = 4: place of the row in the batch; none = padding row
+    kv_lengths, q_lengths                 tokens of the row after the step, and in the step
+    write_from                            first position whose KV is written
+    last_blocks                           block of the row's last token, which may be new
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
+import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Int32
 
 from ...kvcache import BlockTables, Int32Array
-from ..errors import ConfigError
 from ..models import Batch
+from ..request import lease_of
 from ..step_plan import Chunk
+from .batch_state import BatchState
 from .sampling import SamplingBatch
 
 _SMALLEST_EXTEND_TOKENS = 16
+_NUM_ROW_ARRAYS = 5
+NO_SLOT: Final = np.int32(2**31 - 1)
+"""Slot of a padding row: reads are clamped, writes are dropped."""
 
 
 def power_of_two_buckets(smallest: int, largest: int) -> tuple[int, ...]:
@@ -41,94 +56,128 @@ class Shape:
         is_decode: whether each row has one token (`paged_decode`); otherwise rows are ragged.
         num_tokens: number of tokens, T.
         num_rows: number of rows, B; equal to T for decode.
-        table_width: blocks per row of the block table.
     """
 
     is_decode: bool
     num_tokens: int
     num_rows: int
-    table_width: int
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Lengths of the packed arrays: 3 per token, the block tables, 4 + 5 per row."""
-        return (*(self.num_tokens,) * 3, self.num_rows * self.table_width, *(self.num_rows,) * 9)
+    def packed_size(self) -> int:
+        """Length of the packed vector."""
+        return self.num_tokens + _NUM_ROW_ARRAYS * self.num_rows
 
 
 class Shapes:
     """The shapes of an engine: decode shapes by number of rows, extend shapes by tokens."""
 
-    def __init__(
-        self, *, token_budget: int, max_running: int, table_width: int, decode: bool = True
-    ) -> None:
+    def __init__(self, *, token_budget: int, max_running: int, decode: bool = True) -> None:
         """List the shapes. Without `decode`, rows of one token use the extend shapes."""
-        if table_width < 1:
-            raise ConfigError(f"table_width must be at least 1, got {table_width}")
         rows = power_of_two_buckets(1, max_running) if decode else ()
-        self.decode = tuple([Shape(True, each, each, table_width) for each in rows])
+        self.decode = tuple([Shape(True, each, each) for each in rows])
         smallest = min(_SMALLEST_EXTEND_TOKENS, token_budget)
         self.extend = tuple(
-            Shape(False, tokens, max_running, table_width)
+            Shape(False, tokens, max_running)
             for tokens in power_of_two_buckets(smallest, token_budget)
         )
 
-    def fit(self, chunks: Sequence[Chunk]) -> Shape:
+    def fit(self, num_tokens: int, num_chunks: int) -> Shape:
         """Return the smallest shape that holds these chunks."""
-        num_tokens = sum([chunk.length for chunk in chunks])
-        is_decode = num_tokens == len(chunks) and self.decode
+        is_decode = num_tokens == num_chunks and self.decode
         family = self.decode if is_decode else self.extend
         return next(shape for shape in family if num_tokens <= shape.num_tokens)
 
 
-def pack(chunks: Sequence[Chunk], shape: Shape, tables: BlockTables, block_size: int) -> Int32Array:
-    """Write the arrays of a step into one int32 vector, in the order of `Shape.sizes`.
+def pack(
+    chunks: Sequence[Chunk],
+    slots: Sequence[int],
+    shape: Shape,
+    tables: BlockTables,
+    block_size: int,
+    num_decode: int = 0,
+) -> Int32Array:
+    """Write the arrays of a step into one int32 vector.
 
     Padding rows have no tokens, and padding tokens write no KV. Tokens in shared blocks write none
     either: these blocks are immutable and already hold that KV.
+
+    Args:
+        chunks: chunks of the step.
+        slots: place of each chunk's request in the batch on the device.
+        shape: shape of the program.
+        tables: block tables of the requests.
+        block_size: tokens per block.
+        num_decode: number of leading chunks whose token is the last one of their request, which is
+            on the device.
     """
-    packed = np.zeros(sum(shape.sizes), np.int32)
-    parts = np.split(packed, np.cumsum(shape.sizes)[:-1])
-    tokens, positions, slots, flat_tables, kv_lengths, q_lengths, q_starts, logit_rows = parts[:8]
-    temperature, top_k, top_p, seed, new_positions = parts[8:]
-    block_tables = flat_tables.reshape(shape.num_rows, shape.table_width)
-    slots[:] = -1
-    cursor = 0
-    for row, chunk in enumerate(chunks):
-        request, start, length = chunk.request, chunk.start, chunk.length
-        lease, end, stop = request.lease, start + length, cursor + length
-        assert lease is not None, f"{request!r} is computed without a lease"
-        table = tables.row(lease.row)[: -(-end // block_size)]
-        block_tables[row, : len(table)] = table
-        tokens[cursor:stop] = request.tokens[start:end]
-        place = np.arange(start, end, dtype=np.int32)
-        positions[cursor:stop] = place
-        slot = table[place // block_size] * block_size + place % block_size
-        slots[cursor:stop] = np.where(place < lease.num_shared_blocks * block_size, -1, slot)
-        kv_lengths[row], q_lengths[row], q_starts[row] = end, length, cursor
-        logit_rows[row] = stop - 1
-        sampling = request.sampling
-        temperature.view(np.float32)[row] = sampling.temperature
-        top_p.view(np.float32)[row] = sampling.top_p
-        top_k[row], new_positions[row] = sampling.top_k, end
-        seed.view(np.uint32)[row] = sampling.seed
+    packed = np.zeros(shape.packed_size, np.int32)
+    tokens = packed[: shape.num_tokens]
+    slot, kv_lengths, q_lengths, write_from, last_blocks = _rows(packed, shape)
+    slot[:] = NO_SLOT
+    leases = [lease_of(chunk.request) for chunk in chunks]
+    num_rows = len(chunks)
+    slot[:num_rows] = slots
+    q_lengths[:num_rows] = [chunk.length for chunk in chunks]
+    kv_lengths[:num_rows] = [chunk.start for chunk in chunks]
+    kv_lengths += q_lengths
+    write_from[:num_rows] = [lease.num_shared_blocks for lease in leases]
+    write_from *= block_size
+    columns = (kv_lengths[:num_rows] - 1) // block_size
+    rows = np.array([lease.row for lease in leases], np.int32)
+    last_blocks[:num_rows] = tables.at(rows, columns)
+    tokens[:num_decode] = -1
+    cursor = num_decode
+    for chunk in chunks[num_decode:]:
+        stop = cursor + chunk.length
+        tokens[cursor:stop] = chunk.request.tokens[chunk.start : chunk.start + chunk.length]
         cursor = stop
     return packed
 
 
-def unpack(packed: Int32[Array, " packed"], shape: Shape) -> tuple[Batch, SamplingBatch]:
-    """Split the vector of `pack` inside the compiled step."""
-    ends = np.cumsum(shape.sizes)
-    parts = [packed[end - size : end] for end, size in zip(ends, shape.sizes, strict=True)]
-    tokens, positions, slots, flat_tables, *rows = parts
-    block_tables = flat_tables.reshape(shape.num_rows, shape.table_width)
-    batch = Batch(tokens, positions, slots, block_tables, *rows[:4])
-    temperature, top_k, top_p, seed, new_positions = rows[4:]
-    as_float32 = np.dtype(np.float32)
-    sampling = SamplingBatch(
-        temperature=lax.bitcast_convert_type(temperature, as_float32),
-        top_k=top_k,
-        top_p=lax.bitcast_convert_type(top_p, as_float32),
-        seed=lax.bitcast_convert_type(seed, np.dtype(np.uint32)),
-        position=new_positions,
+def unpack(
+    packed: Int32[Array, " packed"], state: BatchState, shape: Shape, block_size: int
+) -> tuple[Batch, SamplingBatch, BatchState, Int32[Array, " rows"]]:
+    """Make the arrays of a step inside the compiled step.
+
+    Returns:
+        The batch, the parameters of its sampling, the state with the new blocks, and the slot of
+        each row.
+    """
+    tokens = packed[: shape.num_tokens]
+    slots, kv_lengths, q_lengths, write_from, last_blocks = _rows(packed, shape)
+    columns = (kv_lengths - 1) // block_size
+    tables = state.block_tables.at[slots, columns].set(last_blocks, mode="drop")
+    state = state._replace(block_tables=tables)
+    own = state.at(slots)
+    block_tables = jnp.where((q_lengths > 0)[:, None], own.block_tables, 0)
+
+    ends = jnp.cumsum(q_lengths)
+    starts = ends - q_lengths
+    place = jnp.arange(shape.num_tokens, dtype=jnp.int32)
+    row = place if shape.is_decode else jnp.searchsorted(ends, place, side="right")
+    row = jnp.minimum(row, shape.num_rows - 1)
+    is_token = place < ends[-1]
+    positions = jnp.where(is_token, kv_lengths[row] - ends[row] + place, 0)
+    block = block_tables[row, positions // block_size]
+    writes = is_token & (positions >= write_from[row])
+    kv_slots = jnp.where(writes, block * block_size + positions % block_size, -1)
+    tokens = jnp.where(tokens < 0, own.last_tokens[row], tokens)
+    batch = Batch(
+        tokens=tokens,
+        positions=positions,
+        slots=kv_slots,
+        block_tables=block_tables,
+        kv_lengths=kv_lengths,
+        q_lengths=q_lengths,
+        q_starts=jnp.where(q_lengths > 0, starts, 0),
+        logit_rows=jnp.maximum(starts + q_lengths - 1, 0) * (q_lengths > 0),
     )
-    return batch, sampling
+    # A padding row is greedy, whatever its clamped slot says: sampling then skips its slow path.
+    temperature = jnp.where(q_lengths > 0, own.temperature, 0)
+    sampling = SamplingBatch(temperature, own.top_k, own.top_p, own.seed, kv_lengths)
+    return batch, sampling, state, slots
+
+
+def _rows(packed: Any, shape: Shape) -> Any:
+    """Return the arrays of rows, as views of a vector of either side."""
+    return packed[shape.num_tokens :].reshape(_NUM_ROW_ARRAYS, shape.num_rows)

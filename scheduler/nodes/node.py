@@ -225,7 +225,7 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
             self._runner.dispatch()
             return False
         plan = self.scheduler.schedule()
-        next_tokens = self._runner.step(plan.chunks)
+        next_tokens = self._runner.step(plan)
         if plan.chunks:
             self.scheduler.update(plan, next_tokens)
         return bool(plan.chunks)

@@ -16,6 +16,7 @@ import pytest
 from radixkv.kvcache import BlockArrays, CacheManager, HostConfig
 from radixkv.kvcache.storage import Storage, StorageNamespace
 from radixkv.scheduler.engine import Engine, ModelRunner
+from radixkv.scheduler.engine.batch_state import DeviceBatch
 from radixkv.scheduler.engine.tier_copies import TierCopies
 from radixkv.scheduler.mixed import MixedScheduler
 from radixkv.scheduler.models import Model, load_model, make_tiny_checkpoint
@@ -130,6 +131,7 @@ def fresh_runner(
         tuple(jnp.full(pool.shape, jnp.nan, pool.dtype) for pool in shapes),
         tuple(jnp.full(pool.shape, jnp.nan, pool.dtype) for pool in shapes),
     )
+    other._batch = DeviceBatch(runner._batch.num_slots, runner._batch.width)
     tiers = manager.tiers
     other._tiers = None if tiers is None else TierCopies(tiers, other.arrays, storage)
     other._steps = other._padding_tokens = other._late_compilations = 0
