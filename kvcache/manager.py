@@ -31,6 +31,7 @@ from .tiers.parking import require_saved
 from .tokens import (
     INT32,
     Int32Array,
+    SupportsArray,
     Tokens,
     as_bytes,
     as_count,
@@ -224,14 +225,14 @@ class CacheManager:
             self._fill(tables.grow(row, held + needed)[held:])
         tables.num_tokens[row] = total
 
-    def extend_batch(self, rows: Int32Array | Sequence[int]) -> None:
+    def extend_batch(self, rows: Sequence[int] | SupportsArray) -> None:
         """Make room for one more token of every lease in rows, all of them or none.
 
         Args:
-            rows: int32 ``[batch]``, distinct `Lease.row` values.
+            rows: integers ``[batch]``, distinct `Lease.row` values.
 
         Raises:
-            IdError: if rows are not int32.
+            IdError: if rows are not integers within int32.
             LeaseError: if a row is not that of a live lease, or comes twice.
             OutOfBlocksError: if too few blocks are free or evictable now.
         """
@@ -265,7 +266,7 @@ class CacheManager:
                 have no effect.
 
         Raises:
-            TokenError: for tokens that are not int32.
+            TokenError: for arguments that are not tokens.
             LeaseError: if the lease is not live, is loading or parking, or has no room for so many
                 tokens.
         """

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import OutOfBlocksError, RecycleError
-from ..tokens import Int32Array, as_count, as_ids
+from ..tokens import Int32Array, SupportsArray, as_count, as_ids
 
 _OUT_OF_RANGE: Final = -1
 _FEW: Final = 8  # ids: up to here a loop is faster than numpy
@@ -78,11 +78,11 @@ class BlockPool:
             ids[:] = taken[::-1]
         self.num_free = rest
 
-    def recycle(self, ids: Int32Array | Sequence[int]) -> None:
+    def recycle(self, ids: Sequence[int] | SupportsArray) -> None:
         """Free allocated ids, with the same result as one by one, in any order.
 
         Raises:
-            IdError: if they are not int32.
+            IdError: if they are not integers within int32.
             RecycleError: if some ids were not allocated or are repeated. Those are refused; the
                 others are free.
         """

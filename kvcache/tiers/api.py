@@ -11,7 +11,7 @@ from ..prefix.block_pool import BlockPool
 from ..prefix.lease import Lease
 from ..prefix.node import Node
 from ..stats import TierStats
-from ..tokens import Tokens
+from ..tokens import Tokens, as_tokens
 from .checks import check_tiers
 from .host_tier import HostConfig
 from .load import Loader, LoadPlan
@@ -202,6 +202,7 @@ class Tiers:
             OutOfBlocksError: if no block is free or evictable for the copy.
         """
         cache = self.state.cache
+        tokens = as_tokens(tokens)
         cache.publish(lease, tokens)
         root = lease.node
         while root.parent is not None:

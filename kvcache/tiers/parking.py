@@ -9,7 +9,7 @@ import numpy as np
 from ..errors import LeaseError, StorageConfigError
 from ..prefix.lease import Lease
 from ..prefix.node import ITEM_BYTES
-from ..tokens import Tokens
+from ..tokens import Tokens, as_tokens
 from .completion_handlers import OffloadCompletion
 from .host_tier import HostRun
 from .offload import Offloader
@@ -55,6 +55,7 @@ def park(
     if where == "storage" and state.tree.keys is None:
         raise StorageConfigError("where is 'storage', but the cache has no storage")
     cache, host = state.cache, state.host
+    tokens = as_tokens(tokens)
     cache.publish(lease, tokens)
     path = state.tree.path(lease.node)
     copies = [node.host for node in path if node.host is not None]

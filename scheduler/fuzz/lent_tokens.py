@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from ...kvcache import Int32Array
-
-Lent: TypeAlias = list[int] | Int32Array
-"""A list, an array, or a read-only view of one."""
+Lent: TypeAlias = list[int] | npt.NDArray[np.signedinteger]
+"""A list, an array of int32 or int64, or a read-only view of one."""
 
 
 def lend(tokens: list[int]) -> Lent:
@@ -20,7 +19,8 @@ def lend(tokens: list[int]) -> Lent:
     form = len(tokens) % 4
     if form == 3:
         return tokens
-    array = np.array(tokens, np.int32)
+    dtype = np.int64 if len(tokens) % 8 == 5 else np.int32
+    array: npt.NDArray[np.signedinteger] = np.array(tokens, dtype)
     if form == 0:
         array = array[:]
         array.flags.writeable = False

@@ -10,7 +10,8 @@ from typing import Any, Final
 import numpy as np
 
 from ... import scheduler as own_scheduler
-from ...kvcache import CacheManager, Int32Array, OutOfBlocksError, RequestTooLargeError
+from ...kvcache import CacheManager, OutOfBlocksError, RequestTooLargeError
+from ...kvcache.tokens import SupportsArray, as_ids
 from ...spec.adapters.scheduler import (
     Chunk,
     SchedulerFactory,
@@ -33,9 +34,9 @@ BETWEEN: Final = ("add a twin", "update the last plan again", "abort an unknown 
 class SinglesManager(CacheManager):
     """A `CacheManager` that extends a batch one lease at a time, which must be equivalent."""
 
-    def extend_batch(self, rows: Int32Array | Sequence[int]) -> None:
+    def extend_batch(self, rows: Sequence[int] | SupportsArray) -> None:
         """See `CacheManager.extend_batch`."""
-        leases = [self._leases[int(row)] for row in rows]
+        leases = [self._leases[row] for row in as_ids("row", rows).tolist()]
         needed = sum(lease.num_tokens == lease.num_blocks * self.block_size for lease in leases)
         if needed > self.available:
             raise OutOfBlocksError(needed, self.available)

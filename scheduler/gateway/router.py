@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ...kvcache import CacheManager, RequestTooLargeError, Tokens, as_tokens
+from ...kvcache import CacheManager, Int32Array, RequestTooLargeError, Tokens, as_tokens
 from ..errors import RequestError, RoutingError
 from ..handoff.messages import AttemptKey, NodeId
 
@@ -47,7 +47,9 @@ class _Node:
     load: int = 0
     sent: int = 0
 
-    def begin(self, key: AttemptKey, tokens: Tokens, namespace: bytes, num_lacking: int) -> None:
+    def begin(
+        self, key: AttemptKey, tokens: Int32Array, namespace: bytes, num_lacking: int
+    ) -> None:
         self.lacks[key] = num_lacking
         self.load += num_lacking
         self.sent += num_lacking
@@ -56,7 +58,7 @@ class _Node:
     def end(self, key: AttemptKey) -> None:
         self.load -= self.lacks.pop(key, 0)
 
-    def learn(self, tokens: Tokens, namespace: bytes) -> None:
+    def learn(self, tokens: Int32Array, namespace: bytes) -> None:
         lease = self.shadow.admit(self.shadow.match(tokens, namespace))
         self.shadow.publish(lease, tokens)
         self.shadow.release(lease)
@@ -162,7 +164,7 @@ class Router:
         self,
         role: str,
         nodes: Mapping[NodeId, _Node],
-        tokens: Tokens,
+        tokens: Int32Array,
         namespace: bytes,
         avoided: frozenset[str],
     ) -> tuple[NodeId, int]:
@@ -195,7 +197,11 @@ class Router:
             key: the attempt; ignored if it is not in progress.
             tokens: prompt and output tokens whose KV D has now; empty if the attempt failed.
             namespace: of the tokens.
+
+        Raises:
+            TokenError: if tokens has the wrong type.
         """
+        tokens = as_tokens(tokens)
         self.computed(key)
         for node in self._decode.values():
             if key in node.lacks:

@@ -1,7 +1,11 @@
 """Validation of tokens, counts and namespaces, and the text of each error."""
 
+from array import array
+from collections import UserList
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,6 +15,7 @@ from radixkv.kvcache import (
     BlockPool,
     CacheManager,
     CountError,
+    HostConfig,
     IdError,
     NamespaceError,
     RadixKVError,
@@ -18,7 +23,9 @@ from radixkv.kvcache import (
     as_tokens,
     make_namespace,
 )
+from radixkv.kvcache.storage.keys import StorageNamespace, block_keys
 
+NAMESPACE = StorageNamespace("m", "w", "float32", 2, (0, 1), (0, 1))
 INT32 = st.integers(-(2**31), 2**31 - 1)
 VALUES = st.one_of(st.text(max_size=4), st.binary(max_size=4), st.integers())
 FIELDS = st.dictionaries(st.text(max_size=4), VALUES, max_size=3)
@@ -59,34 +66,156 @@ def test_a_strided_array_matches_like_a_contiguous_one():
     assert manager.match(np.array([4, 3, 2, 1], np.int32)[::-1]).num_tokens == 4
 
 
-REMEDY = ": convert it with astype(numpy.int32)"
-
-
 class OnADevice:
-    """What JAX and PyTorch call an array."""
+    """An array of another library, which may fail to read it."""
 
-    def __array__(self) -> np.ndarray:
-        raise AssertionError("it was read")
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
+        if isinstance(self.values, Exception):
+            raise self.values
+        return self.values
+
+
+FORMS: dict[str, Callable[[list[int]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "UserList": UserList,
+    "array.array": lambda tokens: array("q", tokens),
+    "list of np.int64": lambda tokens: [np.int64(token) for token in tokens],
+    "int64": lambda tokens: np.array(tokens, np.int64),
+    "big-endian": lambda tokens: np.array(tokens, ">i4"),
+    "strided": lambda tokens: np.repeat(np.array(tokens, np.int64), 2)[::2],
+    "read-only": lambda tokens: np.frombuffer(np.array(tokens, np.int64).tobytes(), np.int64),
+    "another library": lambda tokens: OnADevice(np.array(tokens, np.int64)),
+    "JAX": lambda tokens: jnp.array(tokens, jnp.int32),
+}
+"""Every form of tokens but an int32 array, by name."""
+
+SMALL_FORMS = {
+    **FORMS,
+    "uint64": lambda tokens: np.array(tokens, np.uint64),
+    "uint32": lambda tokens: np.array(tokens, np.uint32),
+    "int8": lambda tokens: np.array(tokens, np.int8),
+    "JAX uint8": lambda tokens: jnp.array(tokens, jnp.uint8),
+    "bytearray": bytearray,
+}
+"""Those of tokens that fit 7 bits too."""
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(tokens=st.lists(INT32, max_size=9))
+def test_every_form_gives_the_same_tokens(form: str, tokens: list[int]):
+    given_tokens = FORMS[form](tokens)
+    converted = as_tokens(given_tokens)
+    assert converted.dtype == np.int32 and converted.ndim == 1 and converted.tolist() == tokens
+    if not isinstance(given_tokens, OnADevice):
+        assert [int(token) for token in given_tokens] == tokens, "it was changed"
+
+
+@pytest.mark.parametrize("form", SMALL_FORMS)
+def test_a_request_may_use_every_form_at_every_door(form: str):
+    manager = CacheManager(8, 2, host=HostConfig(8), storage=NAMESPACE)
+    assert manager.tiers is not None
+    make = SMALL_FORMS[form]
+    prompt, tokens = make([1, 2, 3, 4, 5]), make([1, 2, 3, 4, 5, 6])
+    assert block_keys(NAMESPACE, prompt) == block_keys(NAMESPACE, [1, 2, 3, 4, 5])
+    assert manager.tiers.prefetch(prompt) is not None
+    lease = manager.admit(manager.match(prompt))
+    manager.publish(lease, prompt)
+    manager.extend(lease, 1)
+    assert manager.next_block(lease, tokens) == (lease.node, np.array([5, 6], np.int32).tobytes())
+    other = manager.tiers.fork(lease, prompt)
+    assert other.num_shared_blocks == 2 and other.loading is not None
+    assert manager.tiers.park(lease, tokens) is not None
+    assert manager.match([1, 2, 3, 4, 5, 6]).num_tokens == 6
+    manager.check()
+
+
+@pytest.mark.parametrize("form", ["list", "int64", "strided", "another library", "array.array"])
+def test_the_cache_keeps_no_reference_to_what_was_converted(form: str):
+    manager = CacheManager(8, 2)
+    tokens = FORMS[form]([1, 2, 3, 4])
+    match = manager.match(tokens)
+    written: Any = tokens.values if isinstance(tokens, OnADevice) else tokens
+    for position in range(4):
+        written[position] = 9
+    lease = manager.admit(match)
+    again = FORMS[form]([1, 2, 3, 4])
+    manager.publish(lease, again)
+    written = again.values if isinstance(again, OnADevice) else again
+    for position in range(4):
+        written[position] = 9
+    assert manager.match([1, 2, 3, 4]).num_tokens == 4
+    assert manager.match([9, 9]).num_tokens == 0
+    manager.check()
+
+
+@pytest.mark.parametrize("value", [-(2**31) - 1, -(2**31), 2**31 - 1, 2**31, 2**63 - 1, -(2**63)])
+@pytest.mark.parametrize("position", [0, 1, 4])
+def test_the_edges_of_int32(value: int, position: int):
+    tokens = [7] * 5
+    tokens[position] = value
+    forms: Sequence[Any] = (tokens, tuple(tokens), np.array(tokens), OnADevice(np.array(tokens)))
+    for form in forms:
+        if -(2**31) <= value < 2**31:
+            assert as_tokens(form).tolist() == tokens
+            continue
+        with pytest.raises(TokenError) as caught:
+            as_tokens(form)
+        assert str(caught.value) == f"token {position} is {value}, outside int32"
+
+
+def test_the_first_fault_is_named():
+    tokens: Any = [1, 2**31, 2.0]
+    with pytest.raises(TokenError, match=r"^token 1 is 2147483648, outside int32$"):
+        as_tokens(tokens)
+    with pytest.raises(TokenError, match=r"^token 0 must be an integer, got 2.0$"):
+        as_tokens(tokens[::-1])
+
+
+def test_a_bool_among_integers_is_one_of_them():
+    # To look for it would cost as much as the conversion.
+    assert as_tokens([5, True, False]).tolist() == [5, 1, 0]
 
 
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
         (
-            OnADevice(),
-            "tokens must be a NumPy array of int32 or a list, got another array, OnADevice: "
-            "convert it with numpy.asarray",
+            OnADevice(RuntimeError("the array was deleted")),
+            "tokens cannot be read from OnADevice: the array was deleted",
         ),
-        (np.array([1, 2], np.int64), f"tokens must be int32, got int64{REMEDY}"),
+        (
+            OnADevice(TypeError("it is on cuda:0")),
+            "tokens cannot be read from OnADevice: it is on cuda:0",
+        ),
+        (OnADevice(np.array([1.0], np.float16)), "tokens must be int32, got float16"),
+        (np.array([1, 2**40], np.int64), "token 1 is 1099511627776, outside int32"),
+        (np.array([1, 2**32 - 1], np.uint32), "token 1 is 4294967295, outside int32"),
+        (np.array([2**64 - 1], np.uint64), "token 0 is 18446744073709551615, outside int32"),
         (np.array([1.0], np.float32), "tokens must be int32, got float32"),
-        (np.array([1], ">i4"), f"tokens must be int32, got >i4{REMEDY}"),
+        (np.array([]), "tokens must be int32, got float64"),
+        (np.array([True]), "tokens must be int32, got bool"),
+        (np.array([1], object), "tokens must be int32, got object"),
+        (np.array(["1"]), "tokens must be int32, got <U1"),
+        (jnp.ones(2, jnp.bfloat16), "tokens must be int32, got bfloat16"),
+        (jnp.ones((1, 2), jnp.int32), "tokens must have one dimension, got shape (1, 2)"),
+        (np.zeros((2, 0), np.int64), "tokens must have one dimension, got shape (2, 0)"),
+        (np.int64(5), "tokens must have one dimension, got shape ()"),
         (np.zeros((2, 3), np.int32), "tokens must have one dimension, got shape (2, 3)"),
         (np.zeros((), np.int32), "tokens must have one dimension, got shape ()"),
         ([1, 2.0], "token 1 must be an integer, got 2.0"),
         ([True], "token 0 must be an integer, got True"),
+        ((False, 1), "token 0 must be an integer, got False"),
+        ([1, np.float32(2)], "token 1 must be an integer, got np.float32(2.0)"),
+        ([1, None], "token 1 must be an integer, got None"),
+        ([1, "2"], "token 1 must be an integer, got '2'"),
         ([[1]], "token 0 must be an integer, got [1]"),
         ("ab", "token 0 must be an integer, got 'a'"),
         ([0, 0, 2**31], "token 2 is 2147483648, outside int32"),
+        ([1, 10**30], f"token 1 is {10**30}, outside int32"),
         ([-(2**31) - 1], "token 0 is -2147483649, outside int32"),
         (None, "tokens must be an int32 array or a list, got None"),
         (b"a", "tokens must be an int32 array or a list, got b'a'"),
@@ -94,18 +223,24 @@ class OnADevice:
     ],
 )
 def test_what_is_not_tokens_is_refused_at_every_door(tokens: Any, message: str):
-    manager = CacheManager(8, 2)
+    manager = CacheManager(8, 2, host=HostConfig(8), storage=NAMESPACE)
+    assert manager.tiers is not None
     lease = manager.admit(manager.match([1, 2, 3]))
     for door in (
         as_tokens,
         manager.match,
         lambda bad: manager.publish(lease, bad),
         lambda bad: manager.next_block(lease, bad),
+        manager.tiers.prefetch,
+        lambda bad: manager.tiers.fork(lease, bad),
+        lambda bad: manager.tiers.park(lease, bad),
+        lambda bad: block_keys(NAMESPACE, bad),
     ):
         with pytest.raises(TokenError) as caught:
             door(tokens)
         assert str(caught.value) == message
     assert isinstance(caught.value, RadixKVError) and isinstance(caught.value, ValueError)
+    assert manager.stats().live_leases == 1 and not manager.tiers.take_operations()
     manager.check()
 
 
@@ -115,7 +250,7 @@ def test_what_is_not_tokens_is_refused_at_every_door(tokens: Any, message: str):
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (np.array([1], np.int64), "{}s must be int32, got int64" + REMEDY),
+        (np.array([2**31], np.int64), "{} 0 is 2147483648, outside int32"),
         (np.array([1.5] * 9), "{}s must be int32, got float64"),
         (np.zeros((1, 1), np.int32), "{}s must have one dimension, got shape (1, 1)"),
         ([1, 0.5], "{} 1 must be an integer, got 0.5"),
@@ -137,12 +272,13 @@ def test_what_is_not_ids_is_refused_and_changes_nothing(ids: Any, message: str):
     manager.check()
 
 
-def test_a_list_of_ids_is_as_good_as_an_array():
+@pytest.mark.parametrize("form", SMALL_FORMS)
+def test_ids_may_have_every_form(form: str):
     manager, pool = CacheManager(8, 2), BlockPool(9)
     lease = manager.admit(manager.match([1]))
-    manager.extend_batch([lease.row])
+    manager.extend_batch(SMALL_FORMS[form]([lease.row]))
     assert lease.num_tokens == 2
-    pool.recycle(pool.allocate(9).tolist())
+    pool.recycle(SMALL_FORMS[form](pool.allocate(9).tolist()))
     assert pool.num_free == 9
     pool.check()
 

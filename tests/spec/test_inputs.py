@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import numpy as np
 import pytest
 
 from radixkv.kvcache.storage.keys import StorageNamespace
@@ -64,14 +65,15 @@ def test_storage_keys_that_change_their_tokens_are_found(monkeypatch: pytest.Mon
     assert found is not None and found.rule.startswith("C3"), found
 
 
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", range(6))
 def test_tokens_are_lent_in_every_form_and_come_back(number: int) -> None:
     tokens = list(range(number))
     lent = lend(tokens)
     assert listed(lent) == tokens
     assert isinstance(lent, list) == (number == 3)
     if not isinstance(lent, list):
-        assert lent.flags.writeable == (number in (1, 2))
+        assert lent.flags.writeable == (number in (1, 2, 5))
+        assert lent.dtype == (np.int64 if number == 5 else np.int32)
         if lent.flags.writeable:
             lent += 1
     take_back(lent, tokens)

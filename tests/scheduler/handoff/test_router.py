@@ -162,8 +162,9 @@ def test_refusals_change_nothing():
         router.route(AttemptKey("a", 1), [1])
     with pytest.raises(RequestTooLargeError, match="10"):
         router.route(AttemptKey("b", 1), range(21))
-    with pytest.raises(TokenError):
-        router.route(AttemptKey("b", 1), [0.5])  # type: ignore[list-item]
+    for name, call in (("b", router.route), ("a", router.finished)):
+        with pytest.raises(TokenError, match=r"^token 0 must be an integer, got 0.5$"):
+            call(AttemptKey(name, 1), [0.5])  # type: ignore[list-item]
     with pytest.raises(RoutingError, match=r"^there is a node 'd1' already$"):
         router.add_prefill("d1", 1)
     with pytest.raises(RoutingError, match=r"^there is no node 'x'$"):

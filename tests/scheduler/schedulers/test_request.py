@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -33,6 +34,16 @@ def test_the_prompt_is_copied_and_cannot_be_changed():
     assert request.prompt.tolist() == [1, 2, 3]
     with pytest.raises(ValueError, match="read-only"):
         request.prompt[0] = 9
+
+
+def test_a_prompt_may_be_any_integers():
+    wide = np.array([1, 2, 3], np.int64)
+    for prompt in ((1, 2, 3), range(1, 4), wide, wide.astype(np.uint8), jnp.array([1, 2, 3])):
+        request = Request("a", prompt, 4)
+        assert request.prompt.tolist() == [1, 2, 3] and request.prompt.dtype == np.int32
+    request = Request("a", wide, 4)
+    wide[0] = 9
+    assert request.prompt.tolist() == [1, 2, 3]
 
 
 def test_appended_tokens_follow_the_prompt():

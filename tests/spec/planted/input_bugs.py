@@ -97,7 +97,7 @@ TIER_INPUT_BUGS: Final = (
         "tiers/parking.py",
         (
             "    path = state.tree.path(lease.node)\n",
-            "    tokens[:1] = [int(t) + 1 for t in tokens[:1]]\n"
+            "    if tokens.flags.writeable:\n        tokens[:1] += 1\n"
             "    path = state.tree.path(lease.node)\n",
         ),
         seen_in="FastDeploy PR 7107 review",
@@ -117,9 +117,14 @@ TIER_INPUT_BUGS: Final = (
         "a fork appends to the list of its caller",
         "tiers/api.py",
         (
+            "        tokens = as_tokens(tokens)\n        cache.publish(lease, tokens)\n",
+            "        given, tokens = tokens, as_tokens(tokens)\n"
+            "        cache.publish(lease, tokens)\n",
+        ),
+        (
             "        tail_tokens = len(tokens) - other.num_shared_blocks * cache.block_size\n",
             "        tail_tokens = len(tokens) - other.num_shared_blocks * cache.block_size\n"
-            "        if isinstance(tokens, list):\n            tokens.append(0)\n",
+            "        if isinstance(given, list):\n            given.append(0)\n",
         ),
         world="tiers",
     ),

@@ -263,10 +263,14 @@ DOOR_BUGS = (
         "a token outside int32 is wrapped",
         TOKENS,
         (
-            "if not -(2**31) <= value < 2**31:",
-            "if False:",
+            'np.frombuffer(struct.pack(f"{len(values)}i", *values), INT32)',
+            "np.array([int(value) for value in values], np.int64).astype(INT32)",
         ),
-        ("np.asarray(values, dtype=INT32)", "np.asarray(values, np.int64).astype(np.int32)"),
+    ),
+    bug(
+        "a token of a wider array is wrapped",
+        TOKENS,
+        ("if np.count_nonzero(narrow != array):", "if False:"),
     ),
     bug(
         "a negative count is taken",
@@ -276,7 +280,10 @@ DOOR_BUGS = (
     bug(
         "a token of another kind is taken",
         TOKENS,
-        ("if not isinstance(value, int | np.integer) or isinstance(value, bool):", "if False:"),
+        (
+            'np.frombuffer(struct.pack(f"{len(values)}i", *values), INT32)',
+            "np.array(values, INT32)",
+        ),
     ),
     bug(
         "tokens are cut to 16 bits",
