@@ -87,7 +87,7 @@ class SimulationResult:
         latencies: Latency distributions and goodput.
         scheduler_us_per_step: Real CPU time of schedule, update and tier operations; differs from
             run to run.
-        wall_s: Real time of the simulation; differs from run to run.
+        wall_s: Real elapsed time of the simulation; differs from run to run.
         tiers: Copies and hits below the device; None without a host tier.
         checks: Checks of the accounts.
     """
@@ -195,13 +195,13 @@ class _Simulation:
         self._add_arrivals()
         if not self.scheduler.has_work:  # every arrival was refused
             return True
-        started = time.perf_counter()
+        started = time.thread_time()
         if self.links is not None:
             self.links.deliver(self.clock_s)
         plan = self.scheduler.schedule()
         if self.links is not None:
             self.links.dispatch(self.clock_s)
-        scheduling_s = time.perf_counter() - started
+        scheduling_s = time.thread_time() - started
         if not plan.chunks:
             self.accounts.record_step(plan, self.clock_s)
             self._wait_for_copies()

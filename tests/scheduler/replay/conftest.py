@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import strategies as st
 
 from radixkv.scheduler.replay.engine_run.real_run import RealRunConfig
+from radixkv.scheduler.replay.simulation import cluster, simulated_node, single_node
 from radixkv.scheduler.replay.trace import Trace, TraceRequest, bundled_trace_path, read_trace
 
 # The smallest run with preemption and eviction: each engine compiles three programs.
@@ -67,3 +70,14 @@ SMALL_TRACES = st.lists(
     max_size=16,
 ).map(_trace_of)
 """Prompts over a small tree, with outputs, at times that make them queue or wait."""
+
+
+@pytest.fixture
+def ticking_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the clocks of the simulations: a reading takes 1 s of CPU, or 1,000 s elapsed."""
+    cpu, elapsed = count(), count(step=1_000)
+    clocks = SimpleNamespace(
+        thread_time=lambda: float(next(cpu)), perf_counter=lambda: float(next(elapsed))
+    )
+    for module in (simulated_node, single_node, cluster):
+        monkeypatch.setattr(module, "time", clocks)

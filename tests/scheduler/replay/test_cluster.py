@@ -170,6 +170,15 @@ def test_any_ratio_of_nodes_answers_everything(
     assert all(check.ok for check in result.checks), result.checks
 
 
+@pytest.mark.usefixtures("ticking_clocks")
+def test_the_cost_of_the_schedulers_is_cpu_time() -> None:
+    result = simulate_cluster(make_trace([0, 1], output_length=3), COSTS, ClusterConfig(1, 1, NODE))
+    num_steps = result.prefill.steps + result.decode.steps
+    spans = result.scheduler_us_per_step * num_steps / 1e6
+    assert spans == pytest.approx(round(spans)) and 2 * num_steps <= spans < 100
+    assert result.wall_s == 1_000
+
+
 def test_two_replays_give_the_same_result(bundled_trace: Trace) -> None:
     trace, costs = first_requests(bundled_trace, 40), named_costs()
     calls: list[tuple[str, int, int]] = []

@@ -61,6 +61,14 @@ def test_two_requests_by_hand() -> None:
     assert [check.verdict for check in result.checks] == ["PASS"] * 3
 
 
+@pytest.mark.usefixtures("ticking_clocks")
+def test_the_cost_of_the_scheduler_is_cpu_time() -> None:
+    trace = make_trace([0], [0, 1], output_length=3, gap_ms=10_000.0)
+    result = simulate(trace, ONE_SECOND, SimulationConfig(64, 32, token_budget=1024))
+    assert result.scheduler_us_per_step == 2e6, "a span to schedule, another to update"
+    assert result.wall_s == 1_000
+
+
 def test_goodput_counts_requests_within_the_slo() -> None:
     trace = make_trace([0], [0, 1], output_length=3, gap_ms=10_000.0)
     config = SimulationConfig(64, 32, token_budget=1024, slo_tpot_s=1.001)
