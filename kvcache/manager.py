@@ -153,7 +153,7 @@ class CacheManager:
             self.tiers.loader.match(match, walk)
         return match
 
-    def admit(self, match: Match, parked: Parked | None = None) -> Lease:
+    def admit(self, match: Match, parked: Parked | None = None, *, count_hit: bool = True) -> Lease:
         """Pin the matched blocks and reserve blocks for the other tokens of the match.
 
         If the hit is all of the tokens, compute the last token again for its logits, but write no
@@ -165,6 +165,8 @@ class CacheManager:
         Args:
             match: match of the request's tokens.
             parked: the parked request that resumes. This call ends it.
+            count_hit: whether the hit counts in `stats` now, or when `count_hit` is called, if
+                the request might be given up before it uses the hit.
 
         Raises:
             LeaseError: if parked has ended, is not saved yet, or has more tokens than the match.
@@ -200,10 +202,21 @@ class CacheManager:
         lease = Lease(tables, row, self.epoch, node, match.num_blocks, match.num_tokens)
         self._leases[row] = lease
         self._admitted += 1
-        self._hit_blocks += match.num_blocks
+        if count_hit:
+            self._hit_blocks += match.num_blocks
         if tiers is not None:
             tiers.loader.start_load(lease, plan)
         return lease
+
+    def count_hit(self, lease: Lease) -> None:
+        """Count the hit of a lease that was admitted without counting it. Call it once.
+
+        Raises:
+            LeaseError: if the lease is not live.
+        """
+        if self._leases.get(lease.row) is not lease:
+            raise self._not_live(lease)
+        self._hit_blocks += lease.num_hit_blocks
 
     def extend(self, lease: Lease, num_tokens: int) -> None:
         """Make room for num_tokens more tokens of a lease.

@@ -40,8 +40,9 @@ class CacheStats:
     `duplicate_blocks`, which two requests computed and one recycled. `tiers` is None without a
     host tier.
 
-    A lease is not a request: one that is preempted, or refused by a decode node, is admitted again
-    and hits again. For a hit rate, use the `SchedulerStats`, which count each request once.
+    A lease is not a request: one that is preempted is admitted again and hits again, and one that a
+    decode node refuses is admitted again, but its hit counts only when the decode node grants. For
+    a hit rate, use the `SchedulerStats`, which count each request once.
     """
 
     num_blocks: int

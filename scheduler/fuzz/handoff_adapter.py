@@ -249,7 +249,8 @@ class _Node(ABC):
 
     def cached_blocks(self, tokens: spec.Tokens, namespace: int) -> list[int]:
         """Return the blocks of cached tokens."""
-        lease = self.manager.admit(self.manager.match(tokens, NAMESPACES[namespace]))
+        match = self.manager.match(tokens, NAMESPACES[namespace])
+        lease = self.manager.admit(match, count_hit=False)
         table: list[int] = lease.block_table.tolist()
         self.manager.release(lease)
         return table
@@ -269,6 +270,7 @@ class _Node(ABC):
             scheduler.num_open,
             self.reporter.num_unacked,
             done.hit_tokens + done.host_hit_tokens + done.storage_hit_tokens,
+            stats.hit_blocks * self.manager.block_size,
         )
 
     def check(self) -> None:

@@ -192,4 +192,5 @@ def _wrong_of_ended(adapter: CacheUnderTest, lease: Any) -> Iterator[Call]:
         yield rule, text, lambda: manager.release(lease)
     yield rule, text, lambda: manager.publish(lease, [])
     yield rule, text, lambda: manager.extend(lease, 1)
+    yield rule, text, lambda: manager.count_hit(lease)
     yield rule, text, lambda: manager.next_block(lease, [0, 0])

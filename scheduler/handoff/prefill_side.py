@@ -118,7 +118,8 @@ class PrefillSide:
         """
         if key in self._attempts:
             raise RequestError(f"{key} is open")
-        lease = self._manager.admit(self._manager.match(request.prompt, request.namespace))
+        match = self._manager.match(request.prompt, request.namespace)
+        lease = self._manager.admit(match, count_hit=False)
         for older in self.keys_of(key.request_id):
             self.abort(older, "a newer attempt has begun")
         header, now = Header(key, self.epoch), self._now
@@ -129,8 +130,7 @@ class PrefillSide:
             self._move(attempt, PrefillState.ASKING)
             self._post(attempt, ask)
         else:
-            self._move(attempt, PrefillState.PREPARING)
-            self._actions.append(Compute(key))
+            self._compute(attempt, PrefillState.PREPARING)
         return lease
 
     def computed(self, key: AttemptKey, num_tokens: int, group: int = 0) -> None:
@@ -287,8 +287,7 @@ class PrefillSide:
         attempt.next_block = [grant.first_block] * self._num_groups
         computed = len(attempt.tokens)
         if attempt.sampled is None:
-            self._move(attempt, PrefillState.COMPUTING)
-            self._actions.append(Compute(header.key))
+            self._compute(attempt, PrefillState.COMPUTING)
             hit = attempt.lease.num_shared_blocks * self._manager.block_size
             computed = hit if attempt.lease.loading is None else 0
         for group in range(self._num_groups):
@@ -311,6 +310,12 @@ class PrefillSide:
             self._give_up(attempt, reason, is_final=not is_busy, is_busy=is_busy)
 
     # Transitions
+
+    def _compute(self, attempt: PrefillAttempt, state: PrefillState) -> None:
+        """Let the scheduler compute an attempt, whose hit counts from now on."""
+        self._move(attempt, state)
+        self._manager.count_hit(attempt.lease)
+        self._actions.append(Compute(attempt.header.key))
 
     def _offer(self, attempt: PrefillAttempt, group: int, num_tokens: int) -> None:
         """Offer the blocks that the first num_tokens tokens fill and D lacks."""

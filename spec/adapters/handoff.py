@@ -215,6 +215,7 @@ class NodeCounts(NamedTuple):
         num_open: open attempts.
         num_unacked: reports that the gateway has not acknowledged.
         hits: tokens counted as hits of computed attempts, in all tiers.
+        on_device: tokens of the blocks that the cache counts as hits of these attempts.
     """
 
     num_blocks: int
@@ -223,6 +224,7 @@ class NodeCounts(NamedTuple):
     num_open: int
     num_unacked: int
     hits: int
+    on_device: int
 
 
 class Node(Protocol):

@@ -289,12 +289,13 @@ class PrefillModel(NodeModel):
     computed: Counter[str] = field(default_factory=Counter)
     offers: dict[Hashable, tuple[str, list[int], int, list[Tokens]]] = field(default_factory=dict)
     _hits: dict[str, int] = field(default_factory=dict)  # at most, of admitted attempts
+    _on_device: dict[str, int] = field(default_factory=dict)  # tokens of the blocks that they hit
     _is_granted: dict[str, bool] = field(default_factory=dict)  # of those that asked
     _begun: dict[str, int] = field(default_factory=dict)  # hits by attempt with a first chunk
 
-    def admitted(self, attempt: str, tokens: Tokens) -> None:
-        """An attempt gets its blocks; it may hit all but its last token."""
-        self._hits[attempt] = len(tokens) - 1
+    def admitted(self, attempt: str, tokens: Tokens, on_device: int) -> None:
+        """An attempt gets its blocks; it may hit all but its last token, in all tiers together."""
+        self._hits[attempt], self._on_device[attempt] = len(tokens) - 1, on_device
 
     def answered(self, attempt: str, is_grant: bool) -> None:
         """D answers an attempt that asked it."""
@@ -304,19 +305,23 @@ class PrefillModel(NodeModel):
         """An attempt computes a chunk; its first one starts after its hits."""
         self._begun.setdefault(attempt, start)
 
-    def counted(self, hits: int) -> None:
-        """P says how many hits it has counted.
+    def counted(self, hits: int, on_device: int) -> None:
+        """P says how many hits it has counted, and how many its cache has.
 
         An attempt without a chunk may have been counted if D has granted, or P did not ask.
         """
-        known = sum(self._begun.values())
-        may = sum(
-            most
-            for attempt, most in self._hits.items()
-            if attempt not in self._begun and self._is_granted.get(attempt, True)
-        )
-        is_right, why = known <= hits <= known + may, "{} counts {} hits of {} to {}"
-        require(is_right, rules.X7, why, self.name, hits, known, known + may)
+        may = [
+            each
+            for each in self._hits
+            if each not in self._begun and self._is_granted.get(each, True)
+        ]
+        for counted, least, of_others in (
+            (hits, sum(self._begun.values()), self._hits),
+            (on_device, sum(self._on_device[each] for each in self._begun), self._on_device),
+        ):
+            most = least + sum(of_others[each] for each in may)
+            is_right, why = least <= counted <= most, "{} counts {} hits of {} to {}"
+            require(is_right, rules.X7, why, self.name, counted, least, most)
 
     def committed(self, attempt: str, position: int, hits: int) -> None:
         """P has the first token of a prompt."""

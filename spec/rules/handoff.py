@@ -46,7 +46,8 @@ X6: Final = rule(
 )
 X7: Final = rule(
     "X7 hits-are-counted-once",
-    "A prefill node counts the hits of each attempt once, and those of a refused one not at all.",
+    "A prefill node and its cache count the hits of each attempt once, and those of a refused one "
+    "not at all.",
 )
 X8: Final = rule(
     "X8 reads-own-prefix",

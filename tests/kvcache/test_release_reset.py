@@ -185,6 +185,25 @@ def test_hits_are_counted_at_admission_and_only_there():
     assert (manager.stats().hit_blocks, manager.stats().admitted) == (2, 3)
 
 
+def test_a_hit_may_be_counted_later_than_at_admission():
+    manager = CacheManager(8, 1)
+    serve(manager, [1, 2])
+    given_up = manager.admit(manager.match([1, 2, 3]), count_hit=False)
+    manager.release(given_up)
+    lease = manager.admit(manager.match([1, 2, 3]), count_hit=False)
+    manager.publish(lease, [1, 2, 3])
+    assert (manager.stats().hit_blocks, manager.stats().admitted) == (0, 3)
+    manager.count_hit(lease)
+    assert manager.stats().hit_blocks == 2, "the block published since is no hit"
+    text = "^the lease was released or belongs to another manager$"
+    with pytest.raises(LeaseError, match=text):
+        manager.count_hit(given_up)
+    manager.reset()
+    with pytest.raises(LeaseError, match=r"^the lease is of epoch 0, but the cache is at epoch 1$"):
+        manager.count_hit(lease)
+    assert manager.stats().hit_blocks == 2
+
+
 def test_stats_are_a_value():
     manager = CacheManager(4, 1)
     before = manager.stats()

@@ -152,19 +152,20 @@ def test_what_is_published_is_hit_until_it_is_evicted() -> None:
 
 def test_hits_and_computed_tokens_add_up_and_are_counted_once() -> None:
     model = PrefillModel("p0", num_groups=1, block_size=2)
-    model.admitted("r1.1.1", PROMPT)
-    model.admitted("r2.1.1", PROMPT)
-    model.counted(0)
-    model.counted(8)  # both may have been granted
+    model.admitted("r1.1.1", PROMPT, on_device=2)
+    model.admitted("r2.1.1", PROMPT, on_device=4)
+    model.counted(0, on_device=0)
+    model.counted(8, on_device=6)  # both may have been granted
     model.answered("r2.1.1", is_grant=False)
-    with breaks(X7):
-        model.counted(8)
+    for wrong in ((8, 0), (0, 4)):
+        with breaks(X7):
+            model.counted(*wrong)
     model.computes("r1.1.1", start=2)
     model.computes("r1.1.1", start=4)
-    model.counted(2)
-    for wrong in (0, 4):
+    model.counted(2, on_device=2)
+    for wrong in ((0, 2), (4, 2), (2, 0), (2, 4), (2, 6)):
         with breaks(X7):
-            model.counted(wrong)
+            model.counted(*wrong)
     model.computed["r1.1.1"] = 3
     model.committed("r1.1.1", position=5, hits=2)
     with breaks(X6):

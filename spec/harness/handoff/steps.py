@@ -20,7 +20,8 @@ def compute(world: HandoffState, name: str) -> bool:
         _plan(world, node)
         for chunk in target.chunks():
             model.computes(chunk.name, chunk.start)
-        model.counted(target.counts().hits)
+        counts = target.counts()
+        model.counted(counts.hits, counts.on_device)
         return True
     chunks = target.chunks()
     _write(world, node, node.num_written)
@@ -66,7 +67,7 @@ def _plan(world: HandoffState, node: LiveNode) -> None:
     settle(node)
     for name, tokens, num_hit, namespace in plan.admitted:
         if isinstance(node.model, PrefillModel):
-            node.model.admitted(name, tokens)
+            node.model.admitted(name, tokens, num_hit)
         published.hit(tagged(namespace, tokens), num_hit, name)
     if plan.preempted:
         world.situations["preempted"] += len(plan.preempted)

@@ -202,6 +202,17 @@ BUGS: Final = [
         ),
     ),
     bug(
+        "the cache of P counts the hits of refused attempts",
+        P,
+        ("admit(match, count_hit=False)", "admit(match)"),
+        ("        self._manager.count_hit(attempt.lease)\n", ""),
+    ),
+    bug(
+        "the cache of P counts no hits",
+        P,
+        ("        self._manager.count_hit(attempt.lease)\n", ""),
+    ),
+    bug(
         "the answer has no hits",
         GATEWAY,
         ("            request.num_hit_tokens = hits.device\n", ""),

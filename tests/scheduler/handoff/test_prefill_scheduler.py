@@ -96,12 +96,27 @@ def test_an_attempt_that_is_refused_is_not_admitted_and_has_no_hits() -> None:
         step(p)
         p.receive("d0", Refuse(Header(AttemptKey("a", attempt), 7, 1), "out of blocks", 9, 3))
         assert (p.stats().admitted, p.stats().hit_tokens) == (0, 0)
+        assert (p.manager.stats().admitted, p.manager.stats().hit_blocks) == (1 + attempt, 0)
     p.begin(request(), "d0", attempt=4)
     step(p)
     p.receive("d0", Grant(Header(AttemptKey("a", 4), 7, 1, 1), 0))
     step(p)
     stats = p.stats()
     assert (stats.admitted, stats.hit_tokens, stats.prefill_tokens) == (1, 6, 1)
+    assert p.manager.stats().hit_blocks == 3
+
+
+def test_an_attempt_that_asks_after_computing_counts_its_hits_once() -> None:
+    p = scheduler(order="prefill_complete")
+    lease = p.manager.admit(p.manager.match(PROMPT))
+    p.manager.publish(lease, PROMPT)
+    p.manager.release(lease)
+    p.begin(request(), "d0")
+    assert step(p) == [("a", 6, 1)]
+    for _ in range(2):
+        p.receive("d0", Refuse(Header(AttemptKey("a", 1), 7, 1), "out of blocks", 9, 3))
+    grant(p)
+    assert (p.stats().hit_tokens, p.manager.stats().hit_blocks) == (6, 3)
 
 
 def test_requests_and_their_tokens_are_counted_once_however_often_d_refuses() -> None:
@@ -180,4 +195,5 @@ def check_host_hits(order: str) -> None:
     grant(p)
     [commit] = posted(p, Commit)
     assert (commit.hits.device, commit.hits.host, commit.hits.storage) == (2, 4, 0)
+    assert p.manager.stats().hit_blocks == 1, "on the device"
     assert commit.num_parts == 1, "all at once, as no part was offered before the copy"
