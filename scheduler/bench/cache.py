@@ -10,20 +10,39 @@ reading the clock between phases would add to the cost of a request.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from ...kvcache import CacheManager
+from ...kvcache.tokens import Int32Array
 from ..replay.trace import TraceRequest
 from .timing import Nanoseconds, clock_cost_ns, now_ns, quiet_heap, us_summary
-from .workload import Work, WorkloadError, expand
+from .workload import WorkloadError, expand
+
+TokenForm: TypeAlias = Literal["list", "int64", "int32"]
+"""Form in which the manager is given the tokens."""
+
+_Given: TypeAlias = list[int] | npt.NDArray[np.signedinteger]
+
+_FORMS: Final[dict[TokenForm, Callable[[Int32Array], _Given]]] = {
+    "list": lambda tokens: tokens.tolist(),
+    "int64": lambda tokens: tokens.astype(np.int64),
+    "int32": lambda tokens: tokens,
+}
+
+TOKEN_FORMS: Final = tuple(_FORMS)
 
 PHASES = ("match", "admit", "extend", "publish", "release")
 
 
 def bench_cache(
-    requests: Sequence[TraceRequest], *, block_size: int, num_blocks: int
+    requests: Sequence[TraceRequest],
+    *,
+    block_size: int,
+    num_blocks: int,
+    tokens: TokenForm = "int32",
 ) -> dict[str, Any]:
     """Time the requests on three new managers, and return the results for JSON.
 
@@ -31,6 +50,8 @@ def bench_cache(
         requests: At least one request; no two run at the same time.
         block_size: Tokens per block.
         num_blocks: Number of blocks in the pool.
+        tokens: Form in which the manager is given the tokens. It converts what is not int32 at
+            every call, within the timed spans.
 
     Raises:
         WorkloadError: There is no request, or one needs more blocks than the pool has.
@@ -38,16 +59,18 @@ def bench_cache(
     lengths = [request.input_length + request.output_length for request in requests]
     _check_sizes(lengths, block_size, num_blocks)
     clock_ns = clock_cost_ns()
-    first = _time(_run_whole, requests, num_blocks, block_size)
-    second = _time(_run_whole, requests, num_blocks, block_size)
+    give = _FORMS[tokens]
+    first = _time(_run_whole, requests, num_blocks, block_size, give)
+    second = _time(_run_whole, requests, num_blocks, block_size, give)
     assert second.counts == first.counts, f"expected {first.counts}, got {second.counts}"
-    third = _time(_run_phases, requests, num_blocks, block_size)
+    third = _time(_run_phases, requests, num_blocks, block_size, give)
     assert third.counts == first.counts, f"expected {first.counts}, got {third.counts}"
     blocks = sum(-(-length // block_size) for length in lengths)
     prompt_tokens = sum(request.input_length for request in requests)
     phases = third.spans_ns - clock_ns
     return {
         "requests": len(requests),
+        "tokens": tokens,
         "block_size": block_size,
         "device_blocks": num_blocks,
         "prompt_tokens": prompt_tokens,
@@ -97,10 +120,11 @@ class _Pass(NamedTuple):
 
 
 def _time(
-    run: Callable[[CacheManager, Work], tuple[int, tuple[int, ...]]],
+    run: Callable[[CacheManager, _Given, _Given], tuple[int, tuple[int, ...]]],
     requests: Sequence[TraceRequest],
     num_blocks: int,
     block_size: int,
+    give: Callable[[Int32Array], _Given],
 ) -> _Pass:
     """Run the requests on a new manager."""
     manager = CacheManager(num_blocks, block_size)
@@ -108,7 +132,7 @@ def _time(
     rows = []
     with quiet_heap():
         for work in expand(requests):
-            hit, readings = run(manager, work)
+            hit, readings = run(manager, give(work.prompt), give(work.tokens))
             hit_tokens += hit
             rows.append(readings)
     readings_ns = np.array(rows, dtype=np.int64)
@@ -116,9 +140,10 @@ def _time(
     return _Pass(spans_ns, _Counts(hit_tokens, manager.stats().evicted_blocks))
 
 
-def _run_whole(manager: CacheManager, work: Work) -> tuple[int, tuple[int, ...]]:
+def _run_whole(
+    manager: CacheManager, prompt: _Given, tokens: _Given
+) -> tuple[int, tuple[int, ...]]:
     """Run one request; return its hit tokens and the times before and after."""
-    prompt, tokens = work
     num_output = len(tokens) - len(prompt)
     start = now_ns()
     match = manager.match(prompt)
@@ -130,9 +155,10 @@ def _run_whole(manager: CacheManager, work: Work) -> tuple[int, tuple[int, ...]]
     return match.num_tokens, (start, end)
 
 
-def _run_phases(manager: CacheManager, work: Work) -> tuple[int, tuple[int, ...]]:
+def _run_phases(
+    manager: CacheManager, prompt: _Given, tokens: _Given
+) -> tuple[int, tuple[int, ...]]:
     """Run one request; return its hit tokens and the times around each phase."""
-    prompt, tokens = work
     num_output = len(tokens) - len(prompt)
     start = now_ns()
     match = manager.match(prompt)

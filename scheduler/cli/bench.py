@@ -31,7 +31,12 @@ def _cache(arguments: argparse.Namespace) -> None:
             f"got {arguments.device_tokens}"
         )
     trace = read_trace(Path(arguments.trace), limit=arguments.requests)
-    figures = bench_cache(trace.requests, block_size=arguments.block_size, num_blocks=num_blocks)
+    figures = bench_cache(
+        trace.requests,
+        block_size=arguments.block_size,
+        num_blocks=num_blocks,
+        tokens=arguments.tokens,
+    )
     results = {"trace": trace.name, **figures}
     rows = []
     for name in ("whole request", *PHASES):
@@ -45,7 +50,8 @@ def _cache(arguments: argparse.Namespace) -> None:
         results,
         f"{results['trace']}: {results['requests']:,} requests, "
         f"{results['prompt_tokens']:,} + {results['output_tokens']:,} tokens; "
-        f"cache of {results['device_blocks']:,} blocks of {results['block_size']}",
+        f"cache of {results['device_blocks']:,} blocks of {results['block_size']}; "
+        f"token ids as {results['tokens']}",
         f"hit {results['hit_tokens']:,} tokens ({results['hit_rate']:.2%}), "
         f"evicted {results['evicted_blocks']:,} blocks",
         "",

@@ -25,6 +25,12 @@ def add_parser(commands: Commands) -> None:
     cache.add_argument("trace", metavar="TRACE", help="a .jsonl trace")
     add_count(cache, "--block-size", "tokens per block")
     add_count(cache, "--device-tokens", "size of the cache in tokens, rounded down to blocks")
+    cache.add_argument(
+        "--tokens",
+        choices=("list", "int64", "int32"),
+        default="int32",
+        help="form of the token ids that the manager is given; default: %(default)s",
+    )
     add_trace_lines(cache)
     add_json(cache)
     cache.set_defaults(benchmark="cache")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 
-from radixkv.scheduler.bench.cache import PHASES, bench_cache
+from radixkv.kvcache import CacheManager
+from radixkv.scheduler.bench.cache import PHASES, TOKEN_FORMS, bench_cache
 from radixkv.scheduler.bench.workload import WorkloadError
 from radixkv.scheduler.replay.trace import TraceRequest
 
@@ -33,6 +37,22 @@ def test_a_cache_that_holds_one_request_evicts_the_others() -> None:
     assert figures["evicted_blocks"] > 0
     # The third finds what was left of id 0, which the second shared.
     assert 512 <= figures["hit_tokens"] <= 1024
+
+
+@pytest.mark.parametrize("tokens", TOKEN_FORMS)
+def test_the_manager_is_given_the_form_that_is_asked_for(tokens, monkeypatch) -> None:
+    forms = set()
+
+    def given(value: Any) -> Any:
+        forms.add(str(value.dtype) if isinstance(value, np.ndarray) else type(value).__name__)
+        return value
+
+    match, publish = CacheManager.match, CacheManager.publish
+    monkeypatch.setattr(CacheManager, "match", lambda self, it: match(self, given(it)))
+    monkeypatch.setattr(CacheManager, "publish", lambda self, of, it: publish(self, of, given(it)))
+    figures = bench_cache(REQUESTS, block_size=16, num_blocks=1000, tokens=tokens)
+    assert forms == {tokens} and figures["tokens"] == tokens
+    assert figures["hit_tokens"] == 512 + 62 * 16, "that of every form"
 
 
 def test_every_phase_has_a_cost() -> None:

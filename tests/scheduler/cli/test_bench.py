@@ -33,11 +33,31 @@ def test_cache_text_and_first_requests_only(radixkv: Any, trace: Path) -> None:
         "bench", "cache", trace, "--block-size", 16, "--device-tokens", 16_000, "--requests", 2
     )
     assert outcome.status == 0
-    assert "trace.jsonl: 2 requests, 2,536 + 13 tokens; cache of 1,000 blocks of 16" in (
-        outcome.stdout
-    )
+    assert (
+        "trace.jsonl: 2 requests, 2,536 + 13 tokens; cache of 1,000 blocks of 16; "
+        "token ids as int32\n"
+    ) in outcome.stdout
     assert "hit 512 tokens (20.19%), evicted 0 blocks" in outcome.stdout
     assert "whole request" in outcome.stdout
+
+
+@pytest.mark.parametrize("tokens", ["list", "int64", "int32"])
+def test_cache_takes_every_form_of_tokens(radixkv: Any, trace: Path, tokens: str) -> None:
+    sizes = ("--block-size", 16, "--device-tokens", 16_000)
+    outcome = radixkv("bench", "cache", trace, *sizes, "--tokens", tokens, "--json", "-")
+    assert (outcome.status, outcome.stderr) == (0, "")
+    figures = json.loads(outcome.stdout)
+    assert (figures["tokens"], figures["hit_tokens"]) == (tokens, 512 + 992)
+    outcome = radixkv("bench", "cache", trace, *sizes, "--tokens", tokens)
+    assert f"; token ids as {tokens}\n" in outcome.stdout
+
+
+@pytest.mark.parametrize("tokens", ["lists", "int16", ""])
+def test_cache_takes_no_other_form_of_tokens(radixkv: Any, trace: Path, tokens: str) -> None:
+    sizes = ("--block-size", 16, "--device-tokens", 16_000)
+    outcome = radixkv("bench", "cache", trace, *sizes, f"--tokens={tokens}")
+    assert outcome.status == 2
+    assert f"argument --tokens: invalid choice: '{tokens}' (choose from " in outcome.stderr
 
 
 def test_cache_below_one_block_is_refused(radixkv: Any, trace: Path) -> None:
