@@ -13,7 +13,7 @@ from ...spec.adapters.cache import Events
 from ...spec.adapters.tiers import Copy, CopyKind, TierEvents, TierFactory, TierSnapshot
 from ...spec.harness.cost_world import CostFactory
 from ...spec.harness.engine import Config
-from ...spec.model.tiers.storage_recency import window_of
+from ...spec.harness.tiers.configuration import window_of
 from ...spec.rules.rule import require
 from ...spec.rules.tiers import T5
 from .cache_adapter import CacheAdapter

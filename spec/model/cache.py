@@ -155,10 +155,8 @@ class CacheModel:
         self.clock += 1
         holding = self.holdings.pop(name)
         held = holding.private
-        require(
-            not held or not self.promises.frees_at_once,
-            rules.S1, "{} has ended and still has {}", name, held,
-        )  # fmt: skip
+        is_free = not held or not self.promises.frees_at_once
+        require(is_free, rules.S1, "{} has ended and still has {}", name, held)
         self.owner.update(dict.fromkeys(held, LEFT))
         if self.promises.ages_from_release:
             for block in holding.tags.keys() - self.in_use():
@@ -177,17 +175,12 @@ class CacheModel:
     def allocated(self, name: str, blocks: Sequence[int]) -> None:
         """Free blocks were allocated to a request."""
         for block in blocks:
-            owner = self.owner.get(block, FREE)
-            require(
-                owner in (FREE, EVICTED),
-                rules.A1, "block {} is given to {}, but belongs to {}", block, name, owner,
-            )  # fmt: skip
+            owner, why = self.owner.get(block, FREE), "block {} is given to {}, but belongs to {}"
+            require(owner in (FREE, EVICTED), rules.A1, why, block, name, owner)
             self.num_free -= owner == FREE
             self.owner[block] = name
-            require(
-                len(self.owner) <= self.num_blocks,
-                rules.A2, "block {} is one more than the {} of the pool", block, self.num_blocks,
-            )  # fmt: skip
+            there, why = len(self.owner), "block {} is one more than the {} of the pool"
+            require(there <= self.num_blocks, rules.A2, why, block, self.num_blocks)
         self.holdings[name].table += blocks
 
     def published(self, name: str, blocks: Sequence[int]) -> None:
@@ -195,24 +188,16 @@ class CacheModel:
         holding = self.holdings[name]
         self.clock += 1
         for block in blocks:
-            owner = self.owner.get(block, FREE)
-            require(
-                owner == name and block in holding.table,
-                rules.P1, "{} publishes block {}, which belongs to {}", name, block, owner,
-            )  # fmt: skip
-            depth, computed = holding.table.index(block), holding.computed
-            require(
-                (depth + 1) * self.block_size <= computed,
-                rules.P3, "{} publishes its block {} with {} tokens computed",
-                name, depth, computed,
-            )  # fmt: skip
+            owner, why = self.owner.get(block, FREE), "{} publishes block {}, which belongs to {}"
+            is_own = owner == name and block in holding.table
+            require(is_own, rules.P1, why, name, block, owner)
+            depth, why = holding.table.index(block), "{} publishes its block {}, {} tokens computed"
+            is_computed = (depth + 1) * self.block_size <= holding.computed
+            require(is_computed, rules.P3, why, name, depth, holding.computed)
             tag, parent = holding.path[depth], holding.path[depth - 1] if depth else holding.root
             copies = self.copies.setdefault(tag, [])
-            require(
-                not copies or not self.promises.one_copy,
-                rules.P2, "{} publishes block {}, but blocks {} are published for its prefix",
-                name, block, copies,
-            )  # fmt: skip
+            may_copy, why = not self.promises.one_copy, "{} publishes block {}, a copy of blocks {}"
+            require(may_copy or not copies, rules.P2, why, name, block, copies)
             self.owner[block] = CACHED
             self.cached[block] = Published(tag, parent, depth, self.clock)
             copies.append(block)
@@ -256,19 +241,15 @@ class CacheModel:
             require(not followed, rules.E3, "block {} is evicted before what follows it", block)
         if self.promises.evicts_exactly:
             in_hand = self.num_free + sum(owner == EVICTED for owner in self.owner.values())
-            require(
-                in_hand < self.needed,
-                rules.E5, "block {} is evicted with {} at hand and {} needed",
-                block, in_hand, self.needed,
-            )  # fmt: skip
+            why = "block {} is evicted with {} at hand and {} needed"
+            require(in_hand < self.needed, rules.E5, why, block, in_hand, self.needed)
         if self.promises.lru and not is_wanted:
             unused = self.unused().items()
             rivals = {other: each for other, each in unused if each.tag not in self.wanted}
             coldest = self._coldest_leaf(rivals | {block: entry})
-            require(
-                entry.last_use <= self.cached[coldest].last_use,
-                rules.E4, "block {} is evicted, but block {} was used longer ago", block, coldest,
-            )  # fmt: skip
+            is_oldest = entry.last_use <= self.cached[coldest].last_use
+            why = "block {} is evicted, but block {} was used longer ago"
+            require(is_oldest, rules.E4, why, block, coldest)
 
     def _see_eviction(self, parents: Sequence[Tag]) -> None:
         used, situations = self.in_use(), self.situations
@@ -285,11 +266,8 @@ class CacheModel:
             if self.actor == RESET and owner == CACHED:
                 self._withdraw(block)
             elif owner not in (EVICTED, LEFT) and (self.actor != RESET or owner == FREE):
-                require(
-                    owner == self.actor,
-                    rules.F1, "block {} is freed by {}, but belongs to {}",
-                    block, self.actor or "nobody", owner,
-                )  # fmt: skip
+                why = "block {} is freed by {!r}, but belongs to {}"
+                require(owner == self.actor, rules.F1, why, block, self.actor, owner)
                 self._give_back(block)
             self.owner[block] = FREE
             self.num_free += 1
@@ -319,13 +297,9 @@ class CacheModel:
 
     def settled(self) -> None:
         """Check the blocks after a call has returned."""
-        if EVICTED not in self.owner.values():
-            return
         lost = [block for block, owner in self.owner.items() if owner == EVICTED]
-        require(
-            not self.promises.frees_at_once,
-            rules.S1, "blocks {} belong to nobody, and are not free", lost,
-        )  # fmt: skip
+        is_free = not lost or not self.promises.frees_at_once
+        require(is_free, rules.S1, "blocks {} belong to nobody, and are not free", lost)
         self.owner.update(dict.fromkeys(lost, LEFT))
 
     def check_available(self, found: int) -> None:

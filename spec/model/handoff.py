@@ -156,6 +156,12 @@ class Requests:
 # Memories
 
 
+def prefixes(tokens: Tokens, block_size: int) -> list[Tokens]:
+    """Return the prefixes that end with each block, also with a last one that is not whole."""
+    ends = range(block_size, len(tokens) + block_size, block_size)
+    return [tokens[:end] for end in ends]
+
+
 class Memory:
     """The prefix whose KV each block of a tier holds, in each group of layers."""
 
@@ -178,24 +184,21 @@ class Memory:
         self, table: Sequence[int], num_shared: int, tokens: Tokens, start: int, group: int
     ) -> None:
         """Compute the KV of the tokens from start on; shared blocks are not written."""
-        size = self.block_size
-        self._check_table(table, tokens)
-        for index in range(max(start // size, num_shared), -(-len(tokens) // size)):
-            self.content[table[index], group] = tokens[: (index + 1) * size]
+        first = max(start // self.block_size, num_shared)
+        for block, prefix in self._blocks(table, tokens)[first:]:
+            self.content[block, group] = prefix
 
     def read(self, table: Sequence[int], tokens: Tokens, group: int, reader: str) -> None:
         """Read the KV of some tokens."""
-        size = self.block_size
-        self._check_table(table, tokens)
-        for index in range(-(-len(tokens) // size)):
-            prefix = tokens[: (index + 1) * size]
-            found = self.content.get((table[index], group), ())
+        for block, prefix in self._blocks(table, tokens):
+            found = self.content.get((block, group), ())
             is_own = found[: len(prefix)] == prefix
             require(is_own, rules.X8, "{} reads {} instead of {}", reader, found, prefix)
 
-    def _check_table(self, table: Sequence[int], tokens: Tokens) -> None:
+    def _blocks(self, table: Sequence[int], tokens: Tokens) -> list[tuple[int, Tokens]]:
         has_blocks = len(table) * self.block_size >= len(tokens)
         require(has_blocks, rules.X8, "{} tokens are in {} blocks", len(tokens), len(table))
+        return list(zip(table, prefixes(tokens, self.block_size), strict=False))
 
 
 class Published:
@@ -211,8 +214,7 @@ class Published:
         self._evicted = evicted
 
     def _path(self, tokens: Tokens) -> list[Tokens]:
-        ends = range(self._size, len(tokens) + 1, self._size)
-        return [tokens[:end] for end in ends]
+        return prefixes(tokens, self._size)[: len(tokens) // self._size]
 
     def num_tokens(self, tokens: Tokens) -> int:
         """Return how many leading tokens are published."""

@@ -7,22 +7,30 @@ from collections.abc import Iterable, Sequence
 from ..rules import tiers as rules
 from ..rules.rule import require
 from .ghost import Tag
+from .tiers.prefixes import Prefixes
 
 
 class Lru:
-    """A tier of fixed size with LRU eviction; of one path, the last block goes first."""
+    """A tier of fixed size with LRU eviction; of one path, the last block goes first.
+
+    Attributes:
+        blocks: what it holds, in LRU order.
+        num_evicted: number of blocks that it has evicted.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.last_use: dict[Tag, tuple[int, int]] = {}
+        self.blocks: dict[Tag, None] = {}
         self.num_evicted = 0
 
-    def use(self, path: Sequence[Tag], now: int) -> int:
+    def use(self, path: Sequence[Tag]) -> int:
         """Run a request of whole blocks; return how many of its first blocks there were."""
-        hit = next((i for i, tag in enumerate(path) if tag not in self.last_use), len(path))
-        self.last_use.update((tag, (now, -depth)) for depth, tag in enumerate(path))
-        while len(self.last_use) > self.size:
-            del self.last_use[min(self.last_use, key=lambda tag: self.last_use[tag])]
+        hit = next((i for i, block in enumerate(path) if block not in self.blocks), len(path))
+        for block in reversed(path):
+            self.blocks.pop(block, None)
+            self.blocks[block] = None
+        while len(self.blocks) > self.size:
+            del self.blocks[next(iter(self.blocks))]
             self.num_evicted += 1
         return hit
 
@@ -32,18 +40,16 @@ class TwoTierLaw:
 
     def __init__(self, device: int, host: int) -> None:
         self._device, self._both = Lru(device), Lru(device + host)
-        self._now = self._on_device = self._in_both = 0
 
-    def use(self, path: Sequence[Tag]) -> None:
-        """Run a request of whole blocks."""
-        self._now += 1
-        self._on_device = self._device.use(path, self._now)
-        self._in_both = self._both.use(path, self._now)
+    def use(self, path: Sequence[Tag]) -> tuple[int, int, int, int]:
+        """Run a request of whole blocks.
 
-    def wanted(self) -> tuple[int, int, int, int]:
-        """Hits of the last request on device and host; total demoted and dropped blocks."""
-        on_host = self._in_both - self._on_device
-        return self._on_device, on_host, self._device.num_evicted, self._both.num_evicted
+        Returns:
+            Its hits on device and host; total demoted and dropped blocks.
+        """
+        on_device, in_both = self._device.use(path), self._both.use(path)
+        evicted = self._device.num_evicted, self._both.num_evicted
+        return on_device, in_both - on_device, *evicted
 
 
 class StorageLaw:
@@ -52,44 +58,29 @@ class StorageLaw:
     Writes and reads use the blocks in order, from the first on; reported uses change that.
 
     Attributes:
-        num_forgotten: number of evicted blocks.
+        is_reported: whether all uses are reported at once and in order.
     """
 
-    def __init__(self, size: int, *, is_reported: bool) -> None:
-        """Make an empty storage; with `is_told`, all uses are reported at once and in order."""
-        self._size = size
-        self._is_told = is_reported
-        self.num_forgotten = 0
-        self._keys: dict[bytes, None] = {}  # in LRU order
-        self._parent: dict[bytes, bytes] = {}
+    def __init__(self, size: int, prefixes: Prefixes, *, is_reported: bool) -> None:
+        self.is_reported = is_reported
+        self._lru, self._prefixes = Lru(size), prefixes
 
-    def learn(self, chain: Sequence[bytes]) -> None:
-        """Enter the keys of a path."""
-        self._parent.update(zip(chain[1:], chain, strict=False))
+    @property
+    def num_forgotten(self) -> int:
+        """Number of evicted blocks, all of whose uses were reported."""
+        return self._lru.num_evicted * self.is_reported
 
-    def store(self, keys: Iterable[bytes]) -> None:
+    def store(self, tags: Iterable[Tag]) -> None:
         """Write some blocks."""
-        for key in keys:
-            self._keys.pop(key, None)
-            self._keys[key] = None
-            if len(self._keys) > self._size:
-                self._forget(next(iter(self._keys)))
+        for tag in tags:
+            oldest = next(iter(self._lru.blocks), None)
+            self._lru.use([tag])
+            if self.is_reported and oldest not in self._lru.blocks:
+                lost = sum(oldest in self._prefixes.path_to(each) for each in self._lru.blocks)
+                require(not lost, rules.T32, "storage forgets what {} blocks follow", lost)
 
-    def use(self, keys: Iterable[bytes]) -> None:
+    def use(self, tags: Iterable[Tag]) -> None:
         """Use some blocks, if stored."""
-        for key in keys:
-            if key in self._keys:
-                del self._keys[key]
-                self._keys[key] = None
-
-    def _forget(self, key: bytes) -> None:
-        del self._keys[key]
-        if self._is_told:
-            self.num_forgotten += 1
-            lost = sum(self._follows(each, key) for each in self._keys)
-            require(not lost, rules.T32, "storage forgets what {} blocks follow", lost)
-
-    def _follows(self, key: bytes | None, other: bytes) -> bool:
-        while key is not None and key != other:
-            key = self._parent.get(key)
-        return key is not None
+        for tag in tags:
+            if tag in self._lru.blocks:
+                self._lru.use([tag])

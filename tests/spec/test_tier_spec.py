@@ -318,14 +318,11 @@ def test_a_picture_shows_every_tier_and_what_is_under_way() -> None:
 def test_the_law_of_two_tiers_by_hand() -> None:
     law = TwoTierLaw(device=2, host=1)
     first, second = prefix_tags(b"", [1, 2]), prefix_tags(b"", [3, 4])
-    law.use(first)
-    assert law.wanted() == (0, 0, 0, 0)
-    law.use(second)  # pushes both blocks of the first out, the last of the path first
-    assert law.wanted() == (0, 0, 2, 1)
-    law.use(first)
-    assert law.wanted() == (0, 1, 4, 2)
-    law.use(first)
-    assert law.wanted() == (2, 0, 4, 2)
+    assert law.use(first) == (0, 0, 0, 0)
+    # It pushes both blocks of the first out, the last of the path first.
+    assert law.use(second) == (0, 0, 2, 1)
+    assert law.use(first) == (0, 1, 4, 2)
+    assert law.use(first) == (2, 0, 4, 2)
 
 
 def test_there_are_enough_rules() -> None:

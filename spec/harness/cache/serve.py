@@ -22,7 +22,7 @@ def serve(world: CacheState, name: str, prompt: list[int], namespace: int) -> bo
     hit, path = request.written // size, request.path(size)
     forward(world, name, len(prompt))
     finish(world, name)
-    known = world.lru.use(path, world.num_served)
+    known = world.lru.use(path)
     promises = world.promises
     # Without `hits_last`, a request that is cached to its end needs room for one copy more.
     if promises.lru and promises.hits_all and promises.hits_last and promises.evicts_exactly:

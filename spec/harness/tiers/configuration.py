@@ -25,6 +25,11 @@ FEATURES: Final = {
 WRITES: Final = ("exclusive", "back", "through")
 
 
+def window_of(config: Mapping[str, Any]) -> int:
+    """Number of admissions and stored blocks for which a reported use covers later ones."""
+    return 0 if config["at_once"] or config["law"] else config["num_blocks"] % 2 * 4
+
+
 @dataclass(frozen=True)
 class About:
     """The focus of a world.

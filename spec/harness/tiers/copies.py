@@ -146,7 +146,7 @@ def _store(world: TierState, flight: Flight) -> None:
     model, copy, ok = world.tiers, flight.copy, flight.ok
     model.counts["stored_blocks"] += sum(ok)
     model.uses.now += sum(ok)
-    world.storage_law.store(key for key, good in zip(copy.keys, ok, strict=True) if good)
+    world.storage_law.store(tag for tag, good in zip(flight.tags, ok, strict=True) if good)
     copies = zip(flight.tags, copy.sources, ok, strict=True)
     left = {tag: good for tag, block, good in copies if model.now.host.get(tag) == block}
     model.uses.written(left, [tag for tag, good in left.items() if good])
@@ -177,7 +177,7 @@ def _fetched(world: TierState, flight: Flight, prefetch: Prefetch) -> None:
     """Record what was fetched, and the use of it and of what is before it."""
     first, good, model = prefetch.num_known, prefetch.num_found, world.tiers
     model.counts["fetched_blocks"] += good
-    world.storage_law.use(flight.copy.keys[:good])
+    world.storage_law.use(prefetch.path[first:][:good])
     new = world.step.fetch(prefetch.path, first, good)
     model.uses.written([], new)
     model.uses.use(prefetch.path[: first + good] if new else [])

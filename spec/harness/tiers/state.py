@@ -11,13 +11,13 @@ from ...adapters.tiers import TierFactory
 from ...model.ghost import Tag, first_tag
 from ...model.tiers.operations import Load, TierModel
 from ...model.tiers.residency import Residency, Step
-from ...model.tiers.storage_recency import window_of
 from ...model.two_tier_law import StorageLaw, TwoTierLaw
 from ...rules import tiers as rules
 from ...rules.rule import Rule, require
 from ..cache.requests import NAMESPACES, Request
 from ..cache.state import CacheState
 from ..engine import Config
+from .configuration import window_of
 from .executor import TO_DEVICE, Executor, Flight, leading
 
 Apply: TypeAlias = Callable[..., bool]
@@ -79,7 +79,9 @@ class TierState(CacheState):
         self.without_room: set[str] = set()
         self.law = TwoTierLaw(config["num_blocks"], config["host_blocks"])
         self.storage_law = StorageLaw(
-            config["num_blocks"], is_reported=bool(config["at_once"] or config["law"])
+            config["num_blocks"],
+            self.prefixes,
+            is_reported=bool(config["at_once"] or config["law"]),
         )
         self._generation = dict.fromkeys(NAMESPACES, 0)
         self.see()
@@ -199,7 +201,6 @@ class TierState(CacheState):
         keys: list[bytes] = []
         if self.config["storage"]:
             keys = list(self.target.ask("keys", request.tokens, request.namespace))
-            self.storage_law.learn(keys)
         self.prefixes.learn(request.root, request.tags, self.block_size, keys)
 
     def learn_grown(self) -> None:

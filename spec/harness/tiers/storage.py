@@ -43,10 +43,9 @@ def elsewhere(world: TierState, name: str, num_blocks: int) -> bool:
     if request is None or not world.config["storage"]:
         return False
     path = request.path(world.block_size)[:num_blocks]
-    fits = path[: world.config["num_blocks"]]
-    keys = [world.prefixes.key[tag] for tag in reversed(fits)]
-    world.storage_law.use(keys)  # that process reports its uses, too
-    world.storage_law.store(keys)
+    fits = path[: world.config["num_blocks"]][::-1]
+    world.storage_law.use(fits)  # that process reports its uses, too
+    world.storage_law.store(fits)
     for tag in path:
         world.executor.storage[world.prefixes.key[tag]] = list(world.prefixes.content[tag])
     return True
@@ -170,7 +169,7 @@ def serve(world: TierState, name: str, prompt: list[int], namespace: int) -> boo
     prompt = prompt[: min(len(prompt) // size, world.config["num_blocks"]) * size]
     if world.running() or not prompt or not submit(world, name, prompt, 0, namespace):
         return False
-    request, law = world.requests[name], world.law
+    request = world.requests[name]
     settle(world)
     admit(world, name)
     num_hit = request.written // size
@@ -179,10 +178,9 @@ def serve(world: TierState, name: str, prompt: list[int], namespace: int) -> boo
     forward(world, name, len(prompt))
     finish(world, name)
     settle(world)
-    law.use(request.path(size))
+    wanted = world.law.use(request.path(size))
     counts = world.shot.counts
     found = (num_hit, num_loaded, counts["demoted_blocks"], counts["dropped_blocks"])
-    wanted = law.wanted()
     require(found == wanted, rules.T26, "hit, loaded, demoted and dropped are {}, by the law {}",
             found, wanted)  # fmt: skip
     world.situations["served by the law"] += 1

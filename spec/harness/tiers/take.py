@@ -16,8 +16,7 @@ def take(world: TierState) -> bool:
     step, model = world.step, world.tiers
     model.order.touch(tag for path in model.through.paths for tag in path)
     used = world.ask("used")
-    model.uses.tell(used, world.prefixes)
-    world.storage_law.use(used)
+    world.storage_law.use(model.uses.tell(used, world.prefixes))
     world.situations["uses are reported to storage"] += bool(used)
     copies = world.ask("take")
     world.see()
