@@ -319,16 +319,14 @@ class SchedulerModel:
         for request in step.admitted:
             request.phase = "running"
             request.hit, request.target = step.hits[request.name], len(request.tokens)
-            request.is_loading = request.name not in step.begun
+            request.is_loading = True
         self.before = {request.name: self.tables[request.name] for request in self.running}
         self.running, self.tables = step.running, step.tables
         for name, computed in step.begun.items():
             request = self.live[name]
             request.hit, request.computed = step.arrived.get(name, request.hit), computed
+            request.is_loading, request.has_begun = False, True
         self._check(step)
-        for name in step.begun:
-            self.live[name].is_loading = False
-            self.live[name].has_begun = True
 
     def _check(self, step: Step) -> None:
         """Check the rules of every scheduler for a decision."""
@@ -342,28 +340,22 @@ class SchedulerModel:
         require(may_run, rules.Q16, "{} run, and {} may", len(bounded), limits.max_running)
         for name, computed in step.begun.items():
             request, last = live[name], len(live[name].tokens) - 1
-            is_whole = step.hits.get(name, 0) % limits.block_size == 0
-            require(
-                computed == min(request.hit, last) and is_whole,
-                rules.Q10, "{} starts at {} of {} tokens after a hit of {}",
-                name, computed, last + 1, request.hit,
-            )  # fmt: skip
-        planned = set()
+            is_right = computed == min(request.hit, last)
+            is_right = is_right and step.hits.get(name, 0) % limits.block_size == 0
+            why = "{} starts at {} of {} tokens after a hit of {}"
+            require(is_right, rules.Q10, why, name, computed, last + 1, request.hit)
+        planned = [request for request, _, _ in step.chunks]
+        require(len(set(planned)) == num_chunks, rules.Q19, "one of {} has two chunks", planned)
         for request, start, length in step.chunks:
-            name, end = request.name, start + length
-            require(name not in planned, rules.Q19, "{} has two chunks in a step", name)
-            planned.add(name)
+            known, computed, end = len(request.tokens), request.computed, start + length
             is_running = request.phase == "running"
-            require(is_running, rules.Q2, "{} is computed while {}", name, request.phase)
-            is_ready = start == request.computed and (not request.is_loading or name in step.begun)
-            require(
-                is_ready and start < end <= len(request.tokens),
-                rules.Q19, "{} has {} of {} tokens computed, and a chunk from {} to {}",
-                name, request.computed, len(request.tokens), start, end,
-            )  # fmt: skip
-            table = self.tables[name]
+            require(is_running, rules.Q2, "{} is computed while {}", request, request.phase)
+            is_ready = start == computed and start < end <= known and not request.is_loading
+            why = "{} has {} of {} tokens computed, and a chunk from {} to {}"
+            require(is_ready, rules.Q19, why, request, computed, known, start, end)
+            table = self.tables[request.name]
             is_held = len(table) >= self.blocks_for(end) and len(set(table)) == len(table)
-            require(is_held, rules.Q20, "{} writes up to token {} with {}", name, end, table)
+            require(is_held, rules.Q20, "{} writes up to token {} with {}", request, end, table)
 
     def compute(self, step: Step) -> None:
         """Compute the chunks on the device: each reads the KV before it, and writes its own.

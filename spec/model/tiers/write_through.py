@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ...rules import tiers as rules
 from ...rules.rule import require
@@ -60,13 +60,10 @@ class WriteThrough:
             gone = (before.host.keys() - now.host.keys()) & set(prefixes.path_to(tag))
             require(not gone, rules.T19, "what block {} follows is dropped for its copy", source)
         room = now.num_free + len(now.idle.keys() - noted)
+        copied_to = {*before.host, *before.offloading, *now.host, *now.offloading}
         for path in self.paths:
-            missing = self._missing(path, before, now)
+            missing = [tag for tag in path if tag in now.device and tag not in copied_to]
             is_due = missing and self.hits[missing[0]] >= self.num_hits
             require(not is_due or room < len(missing), rules.T19,
                     "{} blocks have no copy, with room for {}", len(missing), room)  # fmt: skip
         self.paths.clear()
-
-    def _missing(self, path: Iterable[Tag], before: Residency, now: Residency) -> list[Tag]:
-        there: Collection[Tag] = {*before.host, *before.offloading, *now.host, *now.offloading}
-        return [tag for tag in path if tag in now.device and tag not in there]
