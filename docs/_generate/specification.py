@@ -18,7 +18,6 @@ from sources import num_links, others
 from tables import OUTPUT, TABLES, Row, Section
 
 from radixkv.spec.adapters.cache_target import DEPTHS
-from radixkv.spec.rules.invariants import INVARIANTS
 from radixkv.spec.rules.rule import RULES, Rule
 
 MOST_LINKS: Final = 4
@@ -79,7 +78,7 @@ def _seen_in(rule: Rule) -> str:
     proof = tables.proofs().get(rule.name)
     names = [proof.bug, *names] if proof else names
     texts = [bugs[name].seen_in for name in names if name in bugs]
-    texts += [each["seen_in"] for each in _ruled_out_entries() if each.get("rule") == rule.name]
+    texts += [each["seen_in"] for each in _entries("ruled_out") if each.get("rule") == rule.name]
     places = others(texts)
     more = len(places) - MOST_LINKS
     shown = ", ".join(places[:MOST_LINKS])
@@ -118,7 +117,7 @@ def _sentence(text: str) -> str:
 
 def _counts() -> str:
     bugs = tables.planted_bugs().values()
-    entries = _ruled_out_entries()
+    entries = _entries("ruled_out")
     links = num_links(others(bug.seen_in for bug in bugs))
     links_out = num_links(others(entry["seen_in"] for entry in entries))
     return (
@@ -185,13 +184,13 @@ def _steps(steps: dict[str, Any] | None) -> str:
 # The bugs that the design rules out
 
 
-def _ruled_out_entries() -> list[dict[str, str]]:
-    lines = (TABLES / "ruled_out.jsonl").read_text(encoding="utf-8").splitlines()
+def _entries(name: str) -> list[dict[str, Any]]:
+    lines = (TABLES / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
 
 def _ruled_out() -> Iterator[str]:
-    for group, entries in groupby(_ruled_out_entries(), lambda entry: entry["group"]):
+    for group, entries in groupby(_entries("ruled_out"), lambda entry: entry["group"]):
         yield f"## {group}\n"
         yield from _list_table(
             ("Bug", "Seen in", "Why it cannot happen here"), (34, 20, 46), "bugs"
@@ -235,8 +234,9 @@ def _invariants() -> Iterator[str]:
     heads = ("", "What must hold", "Rules", "Checked elsewhere")
     yield from _list_table(heads, (6, 50, 18, 26), "bugs")
     by_code = {rule.code: rule for rule in RULES.values()}
-    for number, invariant in INVARIANTS.items():
-        what = f"**{_sentence(invariant.title)}.** {invariant.sentence}"
-        codes = (f"{{ref}}`{code} <{_label(by_code[code])}>`" for code in invariant.rules)
-        yield from _row((number, what, ", ".join(codes) or "none", invariant.elsewhere or ""))
+    for each in _entries("invariants"):
+        what = f"**{_sentence(each['title'])}.** {each['sentence']}"
+        codes = (f"{{ref}}`{code} <{_label(by_code[code])}>`" for code in each["rules"])
+        elsewhere = each.get("elsewhere", "")
+        yield from _row((each["invariant"], what, ", ".join(codes) or "none", elsewhere))
     yield "```\n"
