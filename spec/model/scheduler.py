@@ -129,6 +129,7 @@ class Limits:
         promised: names of its promises, see `SchedulerPromises`.
         is_decode_node: whether prefill nodes compute the prompts, and hand them over.
         host_blocks: size of the host tier; without tiers, 0.
+        max_overtaken: bound of Q6, or None.
     """
 
     num_blocks: int
@@ -140,6 +141,7 @@ class Limits:
     promised: Collection[str]
     is_decode_node: bool = False
     host_blocks: int = 0
+    max_overtaken: int | None = None
 
 
 @dataclass(slots=True)

@@ -7,36 +7,11 @@ another design makes other promises, and the guards of those that it does not ma
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from ..rules import scheduler as rules
 from ..rules.rule import require
 from .scheduler import Request, SchedulerModel, Step
-
-
-def check_policies(model: SchedulerModel, step: Step, most_overtaken: int | None) -> None:
-    """Check a decision against all promises.
-
-    Args:
-        model: the model, after the decision.
-        step: the decision.
-        most_overtaken: bound of Q6, or None.
-    """
-    if "whole" in model.promised:
-        check_whole(model, step)
-    if "running_first" in model.promised:
-        check_progress(model, step)
-    if step.preempted:
-        check_preempted(model, step)
-    check_order(model, step)
-    if "leaders" in model.promised:
-        check_leaders(model, step)
-    if "reserves" in model.promised and not step.preempted:
-        check_reserved(model, step)
-    check_hits(model, step)
-    check_asked(model, step)
-    if most_overtaken is not None and not step.num_copies:
-        check_overtaken(model, step, most_overtaken)
-
 
 # Running requests
 
@@ -89,6 +64,8 @@ def check_progress(model: SchedulerModel, step: Step) -> None:
 def check_preempted(model: SchedulerModel, step: Step) -> None:
     """Q27, Q25, Q24, Q26: preempt only for blocks, the last in the order, and admit nobody."""
     promised, preempted = model.promised, step.preempted
+    if not preempted:
+        return
     if "resumed_first" in promised:
         why = "{} are preempted, and {} admitted"
         require(not step.admitted, rules.Q27, why, preempted, step.admitted)
@@ -131,8 +108,11 @@ def check_order(model: SchedulerModel, step: Step) -> None:
                 require(can_wait, rules.Q3, "{} is admitted before {}", request, other)
 
 
-def check_overtaken(model: SchedulerModel, step: Step, most: int) -> None:
+def check_overtaken(model: SchedulerModel, step: Step) -> None:
     """Q6: a waiting request is overtaken by a bounded number of later ones."""
+    most = model.limits.max_overtaken
+    if most is None or step.num_copies:
+        return
     for request in step.admitted:
         request.overtaken = 0
         for other in model.waiting():
@@ -177,7 +157,7 @@ def check_hits(model: SchedulerModel, step: Step) -> None:
     The decision shows which blocks were handed out anew: first those that running requests grew
     by, then those of each admission. A block that was handed out holds its old prefix no more.
     """
-    if "hits" not in model.promised or not model.limits.prefix_cache:
+    if not model.limits.prefix_cache:
         return
     kept = step.running[: len(step.running) - len(step.admitted)]
     held = {block for request in kept for block in model.before[request.name]}
@@ -245,6 +225,8 @@ def reserve(model: SchedulerModel, running: Iterable[Request]) -> tuple[int, int
 def check_reserved(model: SchedulerModel, step: Step) -> None:
     """Q8, Q9, Q7: an admission leaves the reserve, and a request that fits is admitted."""
     left, limits, waiting = step.left, model.limits, model.waiting()
+    if step.preempted:
+        return
     if step.admitted:
         growth, lack = reserve(model, step.running)
         why = "{} admitted, {} blocks are left, and {} needed"
@@ -265,3 +247,18 @@ def check_reserved(model: SchedulerModel, step: Step) -> None:
         why = "{} waits, with {} blocks for {} and a slot"
         require(left < needed, rules.Q7, why, head, left, needed)
         model.situations["refused by the reservation"] += 1
+
+
+CHECKS: Final = (
+    ("whole", check_whole), ("running_first", check_progress), ("", check_preempted),
+    ("", check_order), ("leaders", check_leaders), ("reserves", check_reserved),
+    ("hits", check_hits), ("", check_asked), ("", check_overtaken),
+)  # fmt: skip
+"""Each check, and the promise that it is about; "" if it looks for itself."""
+
+
+def check_policies(model: SchedulerModel, step: Step) -> None:
+    """Check a decision, after the model made it, against all promises."""
+    for promise, check in CHECKS:
+        if not promise or promise in model.promised:
+            check(model, step)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from ..rules import tiers as rules
 from ..rules.rule import require
 from .ghost import Tag
-from .tiers.prefixes import Prefixes
+from .tiers.residency import Prefixes
 
 
 class Lru:

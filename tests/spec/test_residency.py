@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from radixkv.spec.model.tiers.prefixes import Prefixes
-from radixkv.spec.model.tiers.residency import Residency, Step
+from radixkv.spec.model.tiers.residency import Prefixes, Residency, Step
 from radixkv.spec.rules.rule import Violation
 
 A, AB, ABC, D = 1, 2, 3, 4  # prefixes: A B C is a path, D another one

@@ -32,9 +32,11 @@ class SchedulerState:
         self.config = config
         self.target = SchedulerTarget(factory, config)
         self.is_decode_node = self.target.is_decode_node
-        sizes = {size.name: config[size.name] for size in fields(Limits) if size.name in config}
-        promised = self.target.promises.names()
-        limits = Limits(**sizes, promised=promised, is_decode_node=self.is_decode_node)
+        promises, most = self.target.promises, self.target.promises.max_overtaken
+        given = {**config, "is_decode_node": self.is_decode_node, "max_overtaken": most,
+                 "promised": promises.names()}  # fmt: skip
+        names = [each.name for each in fields(Limits) if each.name in given]
+        limits = Limits(**{name: given[name] for name in names})
         self.model = SchedulerModel(limits)
         # A decode node does not ask storage for a prompt: a prefill node has done that.
         asks_storage = bool(config.get("storage")) and not self.is_decode_node

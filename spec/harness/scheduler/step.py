@@ -41,7 +41,7 @@ def run_step(
     world.counts.before(step, model.live, model.limits.max_running)
     model.decide(step)
     world.counts.after(step)
-    check_policies(model, step, target.promises.max_overtaken)
+    check_policies(model, step)
     if copies is not None and early is not None:
         early(step)
         copies.dispatch(step.tables)

@@ -14,11 +14,8 @@ from ..blocks import CACHED, Holding
 from ..cache import CacheModel
 from ..ghost import Tag
 from ..promises import Promises
-from .host_order import HostOrder
-from .prefixes import Prefixes
-from .residency import Residency, Step
-from .storage_recency import StorageUses
-from .write_through import WriteThrough
+from .residency import Prefixes, Residency, Step
+from .uses import HostOrder, StorageUses, WriteThrough
 
 
 @dataclass(slots=True)
@@ -111,7 +108,7 @@ class TierModel(CacheModel):
             request, by name of the operation.
         through: blocks to write through.
         to_store: prefixes that are new on the host and must be stored.
-        stored: prefixes whose copy on the host was stored without a fault.
+        stored: prefixes whose operation stored all of its blocks, while the host has them.
         uses: uses that must be reported to storage.
     """
 

@@ -12,7 +12,7 @@ choices that are not the cache's own, such as which copies fail.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, Literal, TypeAlias
@@ -20,13 +20,66 @@ from typing import Final, Literal, TypeAlias
 from ...rules import tiers as rules
 from ...rules.rule import Rule, require
 from ..ghost import Tag
-from .prefixes import Prefixes
 
 Place: TypeAlias = Literal["host", "offloading", "promoting", "nowhere"]
 Places: TypeAlias = tuple[tuple[Place, ...], Rule]
 """The places below the device where a prefix may be, and the rule that says so."""
 
 NOWHERE: Final[Places] = ("nowhere",), rules.T15
+
+
+@dataclass
+class Prefixes:
+    """The prefixes that end with a whole block, by tag.
+
+    Attributes:
+        content: the tags of the tokens in the last block.
+        parent: the tag of the prefix without the last block.
+        first: the tag of the first block.
+        depth: the number of blocks before the last one.
+        key: the storage key.
+    """
+
+    content: dict[Tag, list[Tag]] = field(default_factory=dict)
+    parent: dict[Tag, Tag] = field(default_factory=dict)
+    first: dict[Tag, Tag] = field(default_factory=dict)
+    depth: dict[Tag, int] = field(default_factory=dict)
+    key: dict[Tag, bytes] = field(default_factory=dict)
+
+    def learn(self, root: Tag, tags: Sequence[Tag], block_size: int, keys: list[bytes]) -> None:
+        """Enter the whole blocks of a token sequence.
+
+        Args:
+            root: the tag of the empty prefix.
+            tags: the tag of the prefix that ends at each token.
+            block_size: tokens of a block.
+            keys: the storage key of each whole block; empty without storage.
+        """
+        path = tags[block_size - 1 :: block_size]
+        before = root
+        for index, tag in enumerate(path):
+            if tag not in self.content:
+                self.content[tag] = list(tags[index * block_size : (index + 1) * block_size])
+                self.parent[tag], self.first[tag], self.depth[tag] = before, path[0], index
+                self.key[tag] = keys[index] if keys else b""
+            before = tag
+
+    def root_of(self, tag: Tag) -> Tag:
+        """Return the tag of the empty prefix of a prefix."""
+        return self.parent[self.first[tag]]
+
+    def path_to(self, tag: Tag) -> list[Tag]:
+        """Return the prefixes before one, and the one itself."""
+        path = []
+        while tag in self.parent:
+            path.append(tag)
+            tag = self.parent[tag]
+        return path
+
+    def paths_to(self, tags: Iterable[Tag]) -> Iterator[Tag]:
+        """Yield the prefixes before each of `tags`, and `tags` themselves."""
+        for tag in tags:
+            yield from self.path_to(tag)
 
 
 @dataclass(frozen=True)
@@ -65,10 +118,6 @@ class Residency:
         """Prefixes whose copy on the host can be dropped, in eviction order, with its block."""
         tags = {block: tag for tag, block in self.host.items()}
         return {tags[block]: block for block in self.order if block in tags}
-
-    def redundant(self) -> set[Tag]:
-        """Prefixes on the device whose copy on the host can be dropped."""
-        return self.idle.keys() & self.device.keys()
 
 
 @dataclass
@@ -224,7 +273,7 @@ class Step:
     def _check_demoted(self, after: Residency, lost: Collection[Tag]) -> None:
         """Check that as much as possible of what left the device is on its way to the host."""
         before = self.before
-        copies = after.redundant() if lost else ()
+        copies = after.idle.keys() & after.device.keys() if lost else ()
         require(not copies, rules.T21, "{} blocks are lost, and {} copies of what the device has "
                 "are kept", len(lost), len(copies))  # fmt: skip
         left = before.device.keys() - after.device.keys()
