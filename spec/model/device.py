@@ -15,7 +15,6 @@ class Job:
     """A step in flight: it reads and writes through the block table of its launch.
 
     Attributes:
-        name: name of the request and a number, such as ``"r1.2"``.
         request: the request whose tokens it computes.
         admission: number of the request's admission; a completion of an older one is late and
             does not concern the current one.
@@ -25,7 +24,6 @@ class Job:
         has_run: whether it has taken effect.
     """
 
-    name: str
     request: str
     admission: int
     table: list[int]
@@ -40,7 +38,7 @@ class Job:
 
 
 class Device:
-    """Ghost memory behind a queue, like an accelerator's stream.
+    """Ghost memory behind a queue of launched steps, like an accelerator's stream.
 
     Steps take effect in the order of their launch, at the latest when a later one runs. The test
     decides when, in which order and how often completions are reported. A step reads and writes
@@ -50,10 +48,6 @@ class Device:
     def __init__(self, block_size: int) -> None:
         self.memory = GhostMemory(block_size)
         self.queue: list[Job] = []
-
-    def launch(self, job: Job) -> None:
-        """Enqueue a step."""
-        self.queue.append(job)
 
     def run_through(self, job: Job, failing: bool = False) -> None:
         """Let all steps up to `job` take effect; `job` itself may fail."""

@@ -261,8 +261,7 @@ class SchedulerModel:
 
     def end(self, request: Request) -> None:
         """End a request in any state."""
-        if request.phase == "running":
-            self.running = [other for other in self.running if other is not request]
+        self.running = [other for other in self.running if other is not request]
         del self.live[request.name]
         request.phase = "ended"
 

@@ -103,7 +103,7 @@ def check_order(model: SchedulerModel, step: Step) -> None:
             if "resumed_first" in model.promised and request.is_resumed != other.is_resumed:
                 require(request.is_resumed, rules.Q4, "{} starts while {} waits", request, other)
             elif "policy" in model.promised and other.order < request.order:
-                waits = other.name in step.awaited or follows_leader(model, other, ahead)
+                waits = other.name in step.awaited or led_blocks(model, other, ahead)
                 can_wait = waits and other not in later
                 require(can_wait, rules.Q3, "{} is admitted before {}", request, other)
 
@@ -123,29 +123,25 @@ def check_overtaken(model: SchedulerModel, step: Step) -> None:
 
 def next_block(model: SchedulerModel, request: Request) -> int:
     """End of the first block that a prefilling request has not published; 0 if none."""
-    if not (request.prefilling and model.limits.prefix_cache):
+    if not (request.prefilling and model.limits.prefix_cache and "leaders" in model.promised):
         return 0
     size = model.limits.block_size
     end = (request.shared_blocks(size) + 1) * size
     return end if end <= len(request.tokens) else 0
 
 
-def follows_leader(model: SchedulerModel, request: Request, running: Iterable[Request]) -> bool:
-    """Whether a running request is about to compute a block of another, which may wait for it."""
-    if "leaders" not in model.promised:
-        return False
+def led_blocks(model: SchedulerModel, request: Request, running: Iterable[Request]) -> set[int]:
+    """Ends of the blocks of a request that running ones are about to compute: it may wait."""
     ends = ((leader, next_block(model, leader)) for leader in running)
-    return any(end and request.has_prefix(leader, end) for leader, end in ends)
+    return {end for leader, end in ends if end and request.has_prefix(leader, end)}
 
 
 def check_leaders(model: SchedulerModel, step: Step) -> None:
     """Q5: two requests do not compute the same block if the second could have waited."""
     for request in step.admitted:
-        end = next_block(model, request)
-        for leader in step.running[: step.running.index(request)] if end else ():
-            is_same = next_block(model, leader) == end and request.has_prefix(leader, end)
-            why = "{} is admitted to compute tokens up to {}, as {} is about to"
-            require(not is_same, rules.Q5, why, request, end, leader)
+        ahead = step.running[: step.running.index(request)]
+        is_new = next_block(model, request) not in led_blocks(model, request, ahead)
+        require(is_new, rules.Q5, "{} is admitted to compute what another is about to", request)
 
 
 # Hits
@@ -238,7 +234,7 @@ def check_reserved(model: SchedulerModel, step: Step) -> None:
     head = waiting[0]
     if model.limits.is_decode_node and head.phase == "waiting":
         return  # its prefill node asks for it between two steps
-    if follows_leader(model, head, step.running):
+    if led_blocks(model, head, step.running):
         model.situations["waited for a leader"] += 1
     elif head.name in step.awaited:
         model.situations["waited for a copy"] += 1

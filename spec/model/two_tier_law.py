@@ -76,7 +76,7 @@ class StorageLaw:
             oldest = next(iter(self._lru.blocks), None)
             self._lru.use([tag])
             if self.is_reported and oldest not in self._lru.blocks:
-                lost = sum(oldest in self._prefixes.path_to(each) for each in self._lru.blocks)
+                lost = sum(oldest in self._prefixes.path[each] for each in self._lru.blocks)
                 require(not lost, rules.T32, "storage forgets what {} blocks follow", lost)
 
     def use(self, tags: Iterable[Tag]) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from radixkv.spec.model.blocks import FREE, LEFT, RESET, Holding
-from radixkv.spec.model.cache import CacheModel
+from radixkv.spec.model.cache import FREE, LEFT, RESET, CacheModel, Holding
 from radixkv.spec.model.promises import Promises
 from radixkv.spec.rules.rule import Violation
 

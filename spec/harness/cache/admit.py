@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ...model.blocks import Holding
-from ...model.cache import CacheModel
+from ...model.cache import CacheModel, Holding
 from ...model.ghost import Tag
 from ...rules import cache as rules
 from ...rules.rule import require

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from ...adapters.cache import AdapterError, Snapshot
-from ...model.blocks import FREE
-from ...model.cache import CacheModel
+from ...model.cache import FREE, CacheModel
 from ...model.ghost import Tag
 from ...rules import cache as rules
 from ...rules.rule import Violation, require

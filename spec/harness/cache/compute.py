@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...model.blocks import Holding
-from ...model.cache import CacheModel
+from ...model.cache import CacheModel, Holding
 from ...model.device import Job
 from ...rules import cache as rules
 from ...rules.rule import Rule, require
@@ -39,8 +38,8 @@ def launch(world: CacheState, name: str, num_tokens: int, job: str) -> bool:
     request.num_jobs += 1
     request.job = job
     reads = request.tags[:start]
-    world.jobs[job] = Job(job, name, request.admission, table, reads, tags)
-    world.device.launch(world.jobs[job])
+    world.jobs[job] = Job(name, request.admission, table, reads, tags)
+    world.device.queue.append(world.jobs[job])
     return True
 
 

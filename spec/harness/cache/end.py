@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...model.blocks import RESET
+from ...model.cache import RESET
 from ...rules import cache as rules
 from ...rules.rule import require
 from .admit import admit

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ...model.blocks import CACHED, EVICTED, FREE, LEFT
-from ...model.cache import CacheModel
+from ...model.cache import CACHED, EVICTED, FREE, LEFT, CacheModel
 from ...model.ghost import Tag
 from .state import CacheState
 

@@ -10,15 +10,13 @@ from html import escape
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Final
 
-from ...model.blocks import CACHED, EVICTED, FREE, LEFT
-from ...model.ghost import POISON, UNWRITTEN
+from ...model.cache import CACHED, EVICTED, FREE, LEFT, CacheModel
+from ...model.ghost import POISON, UNWRITTEN, Tag
 from ...rules.rule import Violation
 from ..engine import Finding, Subject
 from .program import to_call, world_before
 
 if TYPE_CHECKING:
-    from ...model.cache import CacheModel
-    from ...model.ghost import Tag
     from ..cache.world import CacheWorld
 
 LINE: Final = 18

@@ -107,8 +107,8 @@ def check_outbox(world: TierState) -> None:
     require(not idle, rules.T16, "{} copies are under way by nothing", idle)
     _check_stored(world)
     if model.write == "exclusive":
-        first, held = world.prefixes.first, _held(world)
-        twice = [tag for tag in now.host.keys() & now.device.keys() if first[tag] not in held]
+        paths, held = world.prefixes.path, _held(world)
+        twice = [tag for tag in now.host.keys() & now.device.keys() if paths[tag][0] not in held]
         require(not twice, rules.T25, "{} blocks are on device and host", len(twice))
 
 
@@ -128,8 +128,8 @@ def _check_stored(world: TierState) -> None:
 
 def _held(world: TierState, but: str = "") -> set[Tag]:
     """First prefixes of the paths that operations, prefetches and parked requests may hold."""
-    model, first = world.tiers, world.prefixes.first
+    model, paths = world.tiers, world.prefixes.path
     ends = {tag for flight in world.executor.flights for tag in flight.tags}
     ends.update(tag for name, each in model.parked.items() if name != but for tag in each.path)
     ends.update(tag for each in model.prefetches.values() for tag in each.path)
-    return {first[tag] for tag in ends if tag in first}
+    return {paths[tag][0] for tag in ends if tag in paths}

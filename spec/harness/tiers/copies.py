@@ -89,7 +89,7 @@ def _end_out(world: TierState, flight: Flight) -> None:
     if world.config["storage"]:
         for tag in (model.now.host.keys() - before.host.keys()).intersection(flight.tags):
             model.to_store.add(tag)
-            model.uses.use(world.prefixes.path_to(tag), must=False)
+            model.uses.use(world.prefixes.path[tag], must=False)
 
 
 def _end_saving(world: TierState, flight: Flight) -> None:
@@ -151,7 +151,7 @@ def _store(world: TierState, flight: Flight) -> None:
     left = {tag: good for tag, block, good in copies if model.now.host.get(tag) == block}
     model.uses.written(left, [tag for tag, good in left.items() if good])
     for tag in left:
-        model.uses.use(world.prefixes.path_to(tag))
+        model.uses.use(world.prefixes.path[tag])
     if all(ok):
         model.stored.update(flight.tags)
 

@@ -30,8 +30,8 @@ def prefetch(world: TierState, name: str) -> bool:
             len(path), name, asked)  # fmt: skip
     if asked is not None:
         # A pin keeps whole runs, which may be longer than the path.
-        first = world.prefixes.first
-        blocks = {block for tag, block in before.host.items() if first[tag] == path[0]}
+        paths = world.prefixes.path
+        blocks = {block for tag, block in before.host.items() if paths[tag][0] == path[0]}
         held = [tag for tag in path[:known] if tag not in before.device]
         model.prefetches[name] = Prefetch(path, known, blocks=blocks, held=held)
     return True

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 from ...rules import tiers as rules
 from ...rules.rule import require
-from ..blocks import CACHED, Holding
-from ..cache import CacheModel
+from ..cache import CACHED, CacheModel, Holding
 from ..ghost import Tag
 from ..promises import Promises
 from .residency import Prefixes, Residency, Step

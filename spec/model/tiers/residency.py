@@ -35,14 +35,14 @@ class Prefixes:
     Attributes:
         content: the tags of the tokens in the last block.
         parent: the tag of the prefix without the last block.
-        first: the tag of the first block.
+        path: the tags of all prefixes of it, itself the last.
         depth: the number of blocks before the last one.
         key: the storage key.
     """
 
     content: dict[Tag, list[Tag]] = field(default_factory=dict)
     parent: dict[Tag, Tag] = field(default_factory=dict)
-    first: dict[Tag, Tag] = field(default_factory=dict)
+    path: dict[Tag, list[Tag]] = field(default_factory=dict)
     depth: dict[Tag, int] = field(default_factory=dict)
     key: dict[Tag, bytes] = field(default_factory=dict)
 
@@ -56,30 +56,21 @@ class Prefixes:
             keys: the storage key of each whole block; empty without storage.
         """
         path = tags[block_size - 1 :: block_size]
-        before = root
         for index, tag in enumerate(path):
             if tag not in self.content:
                 self.content[tag] = list(tags[index * block_size : (index + 1) * block_size])
-                self.parent[tag], self.first[tag], self.depth[tag] = before, path[0], index
+                self.parent[tag] = path[index - 1] if index else root
+                self.path[tag], self.depth[tag] = list(path[: index + 1]), index
                 self.key[tag] = keys[index] if keys else b""
-            before = tag
 
     def root_of(self, tag: Tag) -> Tag:
         """Return the tag of the empty prefix of a prefix."""
-        return self.parent[self.first[tag]]
-
-    def path_to(self, tag: Tag) -> list[Tag]:
-        """Return the prefixes before one, and the one itself."""
-        path = []
-        while tag in self.parent:
-            path.append(tag)
-            tag = self.parent[tag]
-        return path
+        return self.parent[self.path[tag][0]]
 
     def paths_to(self, tags: Iterable[Tag]) -> Iterator[Tag]:
         """Yield the prefixes before each of `tags`, and `tags` themselves."""
         for tag in tags:
-            yield from self.path_to(tag)
+            yield from self.path.get(tag, ())
 
 
 @dataclass(frozen=True)

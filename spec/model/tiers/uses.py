@@ -99,7 +99,7 @@ class WriteThrough:
             require(tag in noted, rules.T18, "block {} is copied, and was not asked for", source)
             early = prefixes.depth[tag] == 0 and self.hits[tag] < self.num_hits
             require(not early, rules.T18, "block {} is copied before its hits", source)
-            gone = (before.host.keys() - now.host.keys()) & set(prefixes.path_to(tag))
+            gone = (before.host.keys() - now.host.keys()) & set(prefixes.path[tag])
             require(not gone, rules.T19, "what block {} follows is dropped for its copy", source)
         room = now.num_free + len(now.idle.keys() - noted)
         copied_to = {*before.host, *before.offloading, *now.host, *now.offloading}
