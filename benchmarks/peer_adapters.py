@@ -13,22 +13,22 @@ from collections.abc import MutableSequence, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from radixkv.kvcache import CacheManager
 from radixkv.kvcache.tokens import Int32Array
 
-BLOCK_SIZE = 16
+Given: TypeAlias = Int32Array | list[int]
 
 
 class Adapter(Protocol):
     """Interface of a manager in the benchmark."""
 
-    def __init__(self, num_blocks: int, max_tokens: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, max_tokens: int) -> None:
         """Make a manager of num_blocks blocks for requests of up to max_tokens tokens."""
 
-    def load(self, tokens: Int32Array) -> Any:
-        """Convert tokens to the form that the manager takes; not timed."""
+    def load(self, tokens: Given) -> Any:
+        """Convert an array or a list to the form that the manager takes."""
 
     def run(self, prompt: Any, tokens: Any) -> int:
         """Pass one request through its whole life; return the number of hit tokens."""
@@ -43,14 +43,14 @@ class Adapter(Protocol):
 class RadixKV:
     """The manager of this package."""
 
-    def __init__(self, num_blocks: int, max_tokens: int) -> None:
-        self._manager = CacheManager(num_blocks, BLOCK_SIZE)
+    def __init__(self, num_blocks: int, block_size: int, max_tokens: int) -> None:
+        self._manager = CacheManager(num_blocks, block_size)
 
-    def load(self, tokens: Int32Array) -> Int32Array:
-        """Return int32 numpy tokens as they are."""
+    def load(self, tokens: Given) -> Given:
+        """Return them as they are: the manager converts a list at each call."""
         return tokens
 
-    def run(self, prompt: Int32Array, tokens: Int32Array) -> int:
+    def run(self, prompt: Given, tokens: Given) -> int:
         """Pass one request through its whole life."""
         match = self._manager.match(prompt)
         lease = self._manager.admit(match)
@@ -63,10 +63,81 @@ class RadixKV:
 
     def available_tokens(self) -> int:
         """Count free and evictable blocks."""
-        return self._manager.available * BLOCK_SIZE
+        return self._manager.available * self._manager.block_size
 
 
 # --------------------------------------------------------------------------------------- peers
+
+
+class VLLM:
+    """vLLM's KVCacheManager with one group of full-attention layers.
+
+    A request is vLLM's `Request`, which hashes its blocks with SHA-256. Blocks are cached when they
+    are computed. Stubs replace packages that the manager imports but does not call; some need GPU
+    libraries.
+    """
+
+    STUBS = (
+        "cbor2", "cpuinfo", "vllm.config", "vllm.distributed", "vllm.multimodal",
+        "vllm.pooling_params", "vllm.sampling_params", "vllm.usage", "vllm.v1.attention",
+        "vllm.v1.engine", "vllm.v1.metrics.stats", "vllm.v1.structured_output",
+    )  # fmt: skip
+
+    def __init__(self, num_blocks: int, block_size: int, max_tokens: int) -> None:
+        stub_modules(self.STUBS)
+        torch = one_thread_torch()
+        manager = importlib.import_module("vllm.v1.core.kv_cache_manager")
+        utilities = importlib.import_module("vllm.v1.core.kv_cache_utils")
+        interface = importlib.import_module("vllm.v1.kv_cache_interface")
+        sha256 = importlib.import_module("vllm.utils.hashing").sha256
+        utilities.init_none_hash(sha256)
+        self._request_class = importlib.import_module("vllm.v1.request").Request
+        self._hasher = utilities.get_request_block_hasher(block_size, sha256)
+        self._pooling = SimpleNamespace(skip_reading_prefix_cache=False)
+        self._block_size = block_size
+        layers = interface.FullAttentionSpec(
+            block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
+        )
+        config = interface.KVCacheConfig(
+            num_blocks=num_blocks + 1,  # block 0 is padding
+            kv_cache_tensors=[],
+            kv_cache_groups=[interface.KVCacheGroupSpec(["layer"], layers)],
+        )
+        self._manager = manager.KVCacheManager(
+            config,
+            whole_blocks(max_tokens, block_size),
+            scheduler_block_size=block_size,
+            hash_block_size=block_size,
+        )
+
+    def load(self, tokens: Given) -> list[int]:
+        """Return a list."""
+        return tokens if isinstance(tokens, list) else tokens.tolist()
+
+    def run(self, prompt: list[int], tokens: list[int]) -> int:
+        """Pass one request through its whole life."""
+        manager = self._manager
+        request = self._request_class(
+            "", prompt, sampling_params=None, pooling_params=self._pooling,
+            block_hasher=self._hasher,
+        )  # fmt: skip
+        blocks, num_hit_tokens, _ = manager.get_computed_blocks(request)
+        manager.allocate_slots(
+            request, len(prompt) - num_hit_tokens, num_hit_tokens, blocks, delay_cache_blocks=True
+        )
+        request.num_computed_tokens = len(prompt)
+        manager.cache_blocks(request, len(prompt))
+        output = tokens[len(prompt) :]
+        manager.allocate_slots(request, len(output), delay_cache_blocks=True)
+        request.append_output_token_ids(output)
+        request.num_computed_tokens = len(tokens)
+        manager.cache_blocks(request, len(tokens))
+        manager.free(request)
+        return int(num_hit_tokens)
+
+    def available_tokens(self) -> int:
+        """Count free blocks; vLLM counts the evictable ones among them."""
+        return int(self._manager.block_pool.get_num_free_blocks()) * self._block_size
 
 
 class MiniSGLang:
@@ -76,22 +147,23 @@ class MiniSGLang:
     omitted, since the other managers have no such pool.
     """
 
-    def __init__(self, num_blocks: int, max_tokens: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, max_tokens: int) -> None:
         core = importlib.import_module("minisgl.core")
         self._torch = torch = one_thread_torch()
         if core._GLOBAL_CTX is None:  # the first manager of this process
-            core.set_global_ctx(core.Context(BLOCK_SIZE))
+            core.set_global_ctx(core.Context(block_size))
             if not torch.cuda.is_available():
                 empty = torch.empty
                 torch.empty = lambda *size, pin_memory=False, **options: empty(*size, **options)
         self._request_class, self._sampling = core.Req, core.SamplingParams()
-        self._table = torch.zeros((1, whole_blocks(max_tokens)), dtype=torch.int32)
+        width = whole_blocks(max_tokens, block_size)
+        self._table = torch.zeros((1, width), dtype=torch.int32)
         cache = importlib.import_module("minisgl.scheduler.cache")
-        self._manager = cache.CacheManager(num_blocks, BLOCK_SIZE, self._table, "radix")
+        self._manager = cache.CacheManager(num_blocks, block_size, self._table, "radix")
 
-    def load(self, tokens: Int32Array) -> Any:
-        """Return an int32 tensor over the same memory."""
-        return self._torch.from_numpy(tokens)
+    def load(self, tokens: Given) -> Any:
+        """Return an int32 tensor, over the memory of an array."""
+        return self._torch.as_tensor(tokens, dtype=self._torch.int32)
 
     def run(self, prompt: Any, tokens: Any) -> int:
         """Pass one request through its whole life."""
@@ -135,9 +207,10 @@ class SGLangRadix:
         for name in ("configs", "multimodal", "constrained", "parser", "entrypoints")
     )
 
-    def __init__(self, num_blocks: int, max_tokens: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, max_tokens: int) -> None:
         stub_modules(self.STUBS)
         torch = one_thread_torch()
+        self._block_size = block_size
         caches = "sglang.srt.mem_cache."
         pools = importlib.import_module(caches + "memory_pool")
         allocators = importlib.import_module(caches + "allocator.paged")
@@ -145,13 +218,13 @@ class SGLangRadix:
         self._match_params = base.MatchPrefixParams
         self._key = importlib.import_module(caches + "radix_cache").RadixKey
         self._kv_info = importlib.import_module("sglang.srt.managers.schedule_batch").ReqKvInfo
-        self._rows = pools.ReqToTokenPool(1, whole_blocks(max_tokens), "cpu", False)
+        self._rows = pools.ReqToTokenPool(1, whole_blocks(max_tokens, block_size), "cpu", False)
         self._allocator = allocators.PagedTokenToKVPoolAllocator(
-            num_blocks * BLOCK_SIZE, BLOCK_SIZE, torch.float16, "cpu", None, False
+            num_blocks * block_size, block_size, torch.float16, "cpu", None, False
         )
         params = importlib.import_module(caches + "cache_init_params").CacheInitParams
         self._cache = self._make_cache(
-            params, disable=False, page_size=BLOCK_SIZE,
+            params, disable=False, page_size=block_size,
             req_to_token_pool=self._rows, token_to_kv_pool_allocator=self._allocator,
         )  # fmt: skip
 
@@ -159,8 +232,10 @@ class SGLangRadix:
         module = importlib.import_module("sglang.srt.mem_cache.radix_cache")
         return module.RadixCache(params(**fields))
 
-    def load(self, tokens: Int32Array) -> array[int]:
+    def load(self, tokens: Given) -> array[int]:
         """Return an array of 64-bit integers."""
+        if isinstance(tokens, list):
+            return array("q", tokens)
         return array("q", tokens.astype("int64").tobytes())
 
     def run(self, prompt: array[int], tokens: array[int]) -> int:
@@ -181,7 +256,7 @@ class SGLangRadix:
             self._rows.write((row, slice(0, num_hit_tokens)), cache.path_device_indices(node))
         self._allocate(row, num_hit_tokens, len(prompt))
         cache.checkpoint(request, up_to=len(prompt))
-        self._allocate(row, whole_blocks(len(prompt)), len(tokens))
+        self._allocate(row, whole_blocks(len(prompt), self._block_size), len(tokens))
         request.full_untruncated_fill_ids, request.finished = tokens, lambda: True
         cache.checkpoint(request, up_to=len(tokens))
         cache.free_kv_row(kv, [(kv.cache_protected_len, len(tokens))])
@@ -191,7 +266,7 @@ class SGLangRadix:
 
     def _allocate(self, row: int, start: int, end: int) -> None:
         """Fill a row from the start of a block, evicting as needed."""
-        end = whole_blocks(end)
+        end = whole_blocks(end, self._block_size)
         if start < end:
             self._allocator.evict_to_free_tokens(self._cache, end - start)
             self._rows.write((row, slice(start, end)), self._allocator.alloc(end - start))
@@ -219,9 +294,9 @@ class SGLangUnified(SGLangRadix):
 # ------------------------------------------------------------------------------------ helpers
 
 
-def whole_blocks(num_tokens: int) -> int:
+def whole_blocks(num_tokens: int, block_size: int) -> int:
     """Round up to whole blocks, in tokens."""
-    return -(-num_tokens // BLOCK_SIZE) * BLOCK_SIZE
+    return -(-num_tokens // block_size) * block_size
 
 
 def one_thread_torch() -> Any:
@@ -232,12 +307,15 @@ def one_thread_torch() -> Any:
 
 
 class Anything(type):
-    """A class whose every public attribute is another such class."""
+    """A class whose every public attribute is another such class. A call returns None."""
 
     def __getattr__(cls, name: str) -> Anything:
         if name.startswith("__"):
             raise AttributeError(name)
         return Anything(name, (), {})
+
+    def __call__(cls, *_: object, **__: object) -> None:
+        """Return None."""
 
 
 class StubModule(ModuleType):
