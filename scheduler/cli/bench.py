@@ -1,4 +1,4 @@
-"""`radixkv bench`: measure the CPU time of the cache manager."""
+"""`radixkv bench`: measure the CPU time of the cache manager, or of the start of an engine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from ..bench.cache import PHASES, bench_cache
 from ..bench.decode import bench_decode
 from ..bench.evict import bench_evict
+from ..bench.start import bench_start
 from ..replay.trace import read_trace
 from ..terminal.console import table
 from .errors import BadInputError
@@ -19,7 +20,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the benchmark that `arguments.benchmark` names, and print its results."""
     check_destination(arguments.json)
     check_memory(arguments)
-    {"cache": _cache, "evict": _evict, "decode": _decode}[arguments.benchmark](arguments)
+    benches = {"cache": _cache, "evict": _evict, "decode": _decode, "start": _start}
+    benches[arguments.benchmark](arguments)
     return 0
 
 
@@ -93,4 +95,15 @@ def _decode(arguments: argparse.Namespace) -> None:
         f"{request['mean']:.4f} us per request and step "
         f"(median {request['median']:.4f}); a step takes {step['mean']:.2f} us "
         f"(median {step['p50']:.2f}, p99 {step['p99']:.2f})",
+    )
+
+
+def _start(arguments: argparse.Namespace) -> None:
+    results = bench_start(arguments.layers)
+    emit(
+        arguments.json,
+        results,
+        f"{results['layers']} layers, {results['programs']} programs: "
+        f"{results['cold_cpu_s']:.1f} s of CPU to compile and start, "
+        f"{results['warm_cpu_s']:.1f} s with compiled programs",
     )

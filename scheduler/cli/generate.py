@@ -28,6 +28,7 @@ from .options.common import check_memory, host_tier, reserve_tokens
 from .options.generate import check
 from .output import check_destination, describe_node, describe_storage, emit
 from .prompts import Sizes, choose_sizes, read_prompts
+from .startup import report_on_stderr
 from .tiers import check_server, open_storage
 
 
@@ -60,7 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
         from .generate_on_nodes import complete_on_nodes  # here, because it needs an extra
 
         complete = complete_on_nodes
-    stats = complete(arguments, requests, sizes)
+    with report_on_stderr():
+        stats = complete(arguments, requests, sizes)
     outputs = [[int(token) for token in request.output_tokens] for request in requests]
     parts: list[Any] = [json.dumps(tokens) for tokens in outputs]
     if stats:  # nodes of a gateway print their own

@@ -53,6 +53,8 @@ def complete_on_nodes(
     for option in ("dtype", "host_blocks", "host_write", "storage_max_bytes"):
         if getattr(arguments, option) is not None:
             common += [f"--{option.replace('_', '-')}", getattr(arguments, option)]
+    if arguments.no_compilation_cache:
+        common += ["--no-compilation-cache"]
     generation = ["--preempt", arguments.preempt, "--reserve-tokens", arguments.reserve_tokens]
     with NodeProcesses() as processes:
         with closing(_open_gateway("127.0.0.1:0", processes.secret)) as channel:

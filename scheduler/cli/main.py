@@ -36,6 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         arguments = build_parser().parse_args(argv)
+        if hasattr(arguments, "no_compilation_cache"):
+            from .startup import set_compilation_cache  # here, because --help needs none of it
+
+            set_compilation_cache(os.environ, enabled=not arguments.no_compilation_cache)
         with hold_interrupts():  # the module of a command may load JAX
             command = import_module(f".{arguments.module}", __package__)
         status: int = command.run(arguments)

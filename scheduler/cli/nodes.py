@@ -30,6 +30,7 @@ from ..nodes.transport.registry import open_transport
 from .errors import BadInputError
 from .options.common import check_memory, check_tiers, host_tier, reserve_tokens
 from .output import describe_node
+from .startup import report_on_stderr
 from .tiers import open_storage
 
 _RETRIES_PER_SILENCE: Final = 5
@@ -55,7 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
         transport = open_transport(arguments.transport, host=host)
         stack.callback(transport.close)
         timing = make_timing(arguments.silence_s)
-        engine, storage = _make_engine(arguments, transport, channel.epoch, timing, stack)
+        with report_on_stderr():
+            engine, storage = _make_engine(arguments, transport, channel.epoch, timing, stack)
         loop = NodeEventLoop(
             engine, channel, gateway=arguments.gateway, transport=arguments.transport, timing=timing
         )

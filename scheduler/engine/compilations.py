@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from threading import Lock
 
 import jax.monitoring
 
@@ -18,11 +19,13 @@ class CompilationCounter:
 
     def __init__(self) -> None:
         self.count = 0
+        self._lock = Lock()  # programs are compiled in parallel threads
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         del duration_secs, kwargs  # JAX passes them by name
-        self.count += event == _COMPILE_EVENT
+        with self._lock:
+            self.count += event == _COMPILE_EVENT
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Runs a model over the block arrays: one compiled program per shape, and copies between steps."""
+"""Runs a model over the block arrays: compiled programs, and copies between the tiers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.stages import Compiled
-from jaxtyping import Array, Int32
 
 from ...kernels import AttentionBackend, attention_backend
 from ...kernels.backends import target_device
@@ -19,15 +16,14 @@ from ...kvcache import BlockArrays, CacheManager
 from ...kvcache.storage import Storage
 from ...kvcache.tokens import as_count
 from ..errors import ConfigError, RequestError
-from ..models import Model, ModelConfig, Params, forward
-from ..models.transformer import Pools
+from ..models import Model, Params
 from ..request import Request
 from ..step_plan import SchedulerStats, StepPlan
-from .batch_state import BatchState, DeviceBatch
+from .batch_state import DeviceBatch
 from .compilations import compilation_counter
-from .sampling import sample
+from .programs import Programs
 from .stats import EngineStats
-from .step_arrays import Shape, Shapes, pack, unpack
+from .step_arrays import Shapes, pack
 from .storage_namespace import check_namespace
 from .tier_copies import TierCopies
 
@@ -99,26 +95,12 @@ class ModelRunner:
         self._counter = compilation_counter()
         with self.warming_up():
             self._batch = DeviceBatch(max_running, -(-max_model_len // manager.block_size))
-            self._programs = self._compile()
+            shapes = (*self._shapes.decode, *self._shapes.extend)
+            self._programs = Programs(
+                model, self.arrays, self._batch.state, shapes, manager.block_size
+            )
             tiers = manager.tiers
             self._tiers = None if tiers is None else TierCopies(tiers, self.arrays, storage)
-
-    def _compile(self) -> dict[Shape, Compiled]:
-        """Compile every shape, the largest first, so that a lack of memory shows at once."""
-        shapes = sorted((*self._shapes.decode, *self._shapes.extend), key=lambda s: -s.num_tokens)
-        return {
-            shape: _program.lower(
-                self.model.config,
-                shape,
-                self.model.params,
-                self.manager.block_size,
-                np.zeros(shape.packed_size, np.int32),
-                self._batch.state,
-                self.arrays.keys,
-                self.arrays.values,
-            ).compile()
-            for shape in shapes
-        }
 
     def check_request(self, request: Request) -> None:
         """Check that the model can take a request.
@@ -192,14 +174,14 @@ class ModelRunner:
         shape = self._shapes.fit(plan.num_tokens, len(chunks))
         tables, block_size = self.manager.tables, self.manager.block_size
         packed = pack(chunks, slots, shape, tables, block_size, plan.num_decode)
-        results = self._programs[shape](
+        next_tokens, self._batch.state = self._programs.run(
+            shape,
             self.model.params,
             jax.device_put(packed),
             self._batch.state,
-            self.arrays.keys,
-            self.arrays.values,
+            self.arrays,
+            draws=any([chunk.request.sampling.temperature > 0 for chunk in chunks]),
         )
-        next_tokens, self._batch.state, self.arrays.keys, self.arrays.values = results
         self._steps += 1
         self._padding_tokens += shape.num_tokens - plan.num_tokens
         tokens: list[int] = np.asarray(next_tokens).tolist()
@@ -266,26 +248,3 @@ def _choose_attention(
 def _shapes_of(params: Params) -> list[tuple[str, tuple[int, ...], str]]:
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return [(jax.tree_util.keystr(path), np.shape(x), str(x.dtype)) for path, x in leaves]
-
-
-def _step(
-    config: ModelConfig,
-    shape: Shape,
-    params: Params,
-    block_size: int,
-    packed: Int32[Array, " packed"],
-    state: BatchState,
-    k_pools: Pools,
-    v_pools: Pools,
-) -> tuple[Int32[Array, " rows"], BatchState, Pools, Pools]:
-    batch, sampling, state, slots = unpack(packed, state, shape, block_size)
-    logits, k_pools, v_pools = forward(
-        config, params, batch, k_pools, v_pools, decode=shape.is_decode
-    )
-    tokens = sample(logits.astype(jnp.float32), sampling)
-    last_tokens = state.last_tokens.at[slots].set(tokens, mode="drop")
-    return tokens, state._replace(last_tokens=last_tokens), k_pools, v_pools
-
-
-# One function for all engines, so that JAX reuses the programs of earlier engines.
-_program = jax.jit(_step, static_argnums=(0, 1, 3), donate_argnums=(5, 6, 7))

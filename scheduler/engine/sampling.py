@@ -1,12 +1,15 @@
-"""Sampling: the next token of each row from its logits, inside the compiled step."""
+"""Sampling: the next token of each row from its logits, in a compiled program."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, UInt32
+
+_ROWS_PER_DRAW: Final = 16
+"""Rows that are sorted at a time. Rows after the last one that is drawn cost nothing."""
 
 
 class SamplingBatch(NamedTuple):
@@ -29,15 +32,28 @@ def sample(logits: Float[Array, "rows vocab"], batch: SamplingBatch) -> Int32[Ar
     Returns:
         int32 token ids. The token of a row does not depend on other rows.
     """
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return draw(logits, batch, jnp.argmax(logits, axis=-1).astype(jnp.int32))
 
-    def draw() -> Array:
-        drawn = jax.vmap(_draw_row)(logits, batch)
-        return jnp.where(batch.temperature > 0, drawn, greedy)
 
-    # Most batches are greedy: skip the sort of the vocabulary for them.
-    tokens: Array = jax.lax.cond(jnp.any(batch.temperature > 0), draw, lambda: greedy)
-    return tokens
+def draw(
+    logits: Float[Array, "rows vocab"], batch: SamplingBatch, greedy: Int32[Array, " rows"]
+) -> Int32[Array, " rows"]:
+    """Replace the tokens of rows with a temperature above 0 by drawn ones; see `sample`."""
+    num_rows = len(greedy)
+    size = min(_ROWS_PER_DRAW, num_rows)
+    end = jnp.max(jnp.where(batch.temperature > 0, jnp.arange(1, num_rows + 1), 0))
+
+    def draw_some(state: tuple[Array, Array]) -> tuple[Array, Array]:
+        # The last rows are drawn twice if the number of rows is no multiple: with the same result.
+        start, tokens = state
+        part_logits, part, old = jax.tree.map(
+            lambda rows: jax.lax.dynamic_slice_in_dim(rows, start, size), (logits, batch, tokens)
+        )
+        new = jnp.where(part.temperature > 0, jax.vmap(_draw_row)(part_logits, part), old)
+        return start + size, jax.lax.dynamic_update_slice_in_dim(tokens, new, start, 0)
+
+    first = jnp.zeros((), end.dtype), greedy
+    return jax.lax.while_loop(lambda state: state[0] < end, draw_some, first)[1]
 
 
 def _draw_row(logits: Array, row: SamplingBatch) -> Array:

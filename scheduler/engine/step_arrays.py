@@ -27,7 +27,6 @@ from ..step_plan import Chunk
 from .batch_state import BatchState
 from .sampling import SamplingBatch
 
-_SMALLEST_EXTEND_TOKENS = 16
 _NUM_ROW_ARRAYS = 5
 NO_SLOT: Final = np.int32(2**31 - 1)
 """Slot of a padding row: reads are clamped, writes are dropped."""
@@ -46,6 +45,12 @@ def power_of_two_buckets(smallest: int, largest: int) -> tuple[int, ...]:
         buckets.append(size)
         size *= 2
     return (*buckets, largest)
+
+
+def _buckets(first: int, second: int, largest: int) -> tuple[int, ...]:
+    """Return first, second, its doubles below largest, and largest."""
+    rest = power_of_two_buckets(min(second, largest), largest)
+    return (first, *rest) if first < rest[0] else rest
 
 
 @dataclass(frozen=True)
@@ -73,12 +78,11 @@ class Shapes:
 
     def __init__(self, *, token_budget: int, max_running: int, decode: bool = True) -> None:
         """List the shapes. Without `decode`, rows of one token use the extend shapes."""
-        rows = power_of_two_buckets(1, max_running) if decode else ()
+        # A step of 2 to 7 rows takes about as long as one of 8: each reads all weights.
+        rows = _buckets(1, 8, max_running) if decode else ()
         self.decode = tuple([Shape(True, each, each) for each in rows])
-        smallest = min(_SMALLEST_EXTEND_TOKENS, token_budget)
         self.extend = tuple(
-            Shape(False, tokens, max_running)
-            for tokens in power_of_two_buckets(smallest, token_budget)
+            Shape(False, tokens, max_running) for tokens in _buckets(32, 128, token_budget)
         )
 
     def fit(self, num_tokens: int, num_chunks: int) -> Shape:

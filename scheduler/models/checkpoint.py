@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +69,7 @@ def load_model(directory: str | Path, dtype: DTypeLike = "auto") -> Model:
     with ExitStack() as stack:
         tensors = _open_tensors(directory, stack)
         _check_tensors(directory, config, tensors)
-        return Model(config, _build_params(config, tensors, dtype))
+        return Model(config, build_params(config, lambda name: tensors[name].read(dtype)))
 
 
 def model_dtype(directory: str | Path, dtype: DTypeLike = "auto") -> np.dtype[Any]:
@@ -234,12 +234,12 @@ def _is_redundant(name: str) -> bool:
     return name.endswith(".rotary_emb.inv_freq") or name == "lm_head.weight"
 
 
-def _build_params(config: ModelConfig, tensors: Mapping[str, _Tensor], dtype: DTypeLike) -> Params:
-    def read(name: str) -> jax.Array:
-        return tensors[name].read(dtype)
+def build_params(config: ModelConfig, read: Callable[[str], jax.Array]) -> Params:
+    """Make the parameters of the tensors that `read` returns, by the names of `tensor_shapes`."""
+    names = tensor_shapes(config)
 
     def linear(name: str) -> Linear:
-        bias = read(f"{name}.bias") if f"{name}.bias" in tensors else None
+        bias = read(f"{name}.bias") if f"{name}.bias" in names else None
         return Linear(read(f"{name}.weight"), bias)
 
     def layer(name: str) -> LayerParams:

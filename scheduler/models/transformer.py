@@ -27,7 +27,9 @@ from ...kernels import kv_write, paged_decode, paged_extend
 from .config import ModelConfig
 from .rope import rope_tables, rotate
 
-Pools = tuple[Float[Array, "blocks kv_heads block_size head_dim"], ...]
+Pool = Float[Array, "blocks kv_heads block_size head_dim"]
+Pools = tuple[Pool, ...]
+Rope = tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]
 
 
 class Batch(NamedTuple):
@@ -114,26 +116,59 @@ def forward(
     Returns:
         float32 logits `[B, vocab]` (finite but meaningless for padding rows), and the new pools.
     """
-    cos, sin = rope_tables(config.rope, config.head_dim, batch.positions)
-    x = params.embedding[batch.tokens]
+    x, rope = embed(config, params.embedding, batch)
     new_k_pools, new_v_pools = [], []
     for layer, k_pool, v_pool in zip(params.layers, k_pools, v_pools, strict=True):
-        h = rms_norm(x, layer.attention_norm, config.rms_norm_eps)
-        q, k, v = _project_qkv(config, layer, h)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        k_pool, v_pool = kv_write(
-            k.astype(k_pool.dtype), v.astype(v_pool.dtype), batch.slots, k_pool, v_pool
+        x, k_pool, v_pool = compute_layer(
+            config, layer, batch, x, rope, k_pool, v_pool, decode=decode
         )
-        attended = _attend(config, batch, q, k_pool, v_pool, decode=decode)
-        x = x + linear(layer.o_proj, attended.astype(x.dtype).reshape(x.shape[0], -1))
-        h = rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
-        gate = jax.nn.silu(linear(layer.gate_proj, h))
-        x = x + linear(layer.down_proj, gate * linear(layer.up_proj, h))
         new_k_pools.append(k_pool)
         new_v_pools.append(v_pool)
-    last = rms_norm(x[batch.logit_rows], params.norm, config.rms_norm_eps)
-    logits = _matmul(params.lm_head.weight, last)
+    logits = compute_logits(config, params.norm, params.lm_head, batch, x)
     return logits, tuple(new_k_pools), tuple(new_v_pools)
+
+
+def embed(
+    config: ModelConfig, embedding: Float[Array, "vocab hidden"], batch: Batch
+) -> tuple[Float[Array, "tokens hidden"], Rope]:
+    """Return the residual stream before the first layer, and the rope tables of all layers."""
+    return embedding[batch.tokens], rope_tables(config.rope, config.head_dim, batch.positions)
+
+
+def compute_layer(
+    config: ModelConfig,
+    layer: LayerParams,
+    batch: Batch,
+    x: Float[Array, "tokens hidden"],
+    rope: Rope,
+    k_pool: Pool,
+    v_pool: Pool,
+    *,
+    decode: bool,
+) -> tuple[Float[Array, "tokens hidden"], Pool, Pool]:
+    """Compute one layer: return the residual stream after it, and its new pools."""
+    h = rms_norm(x, layer.attention_norm, config.rms_norm_eps)
+    q, k, v = _project_qkv(config, layer, h)
+    q, k = rotate(q, *rope), rotate(k, *rope)
+    k_pool, v_pool = kv_write(
+        k.astype(k_pool.dtype), v.astype(v_pool.dtype), batch.slots, k_pool, v_pool
+    )
+    attended = _attend(config, batch, q, k_pool, v_pool, decode=decode)
+    x = x + linear(layer.o_proj, attended.astype(x.dtype).reshape(x.shape[0], -1))
+    h = rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
+    gate = jax.nn.silu(linear(layer.gate_proj, h))
+    return x + linear(layer.down_proj, gate * linear(layer.up_proj, h)), k_pool, v_pool
+
+
+def compute_logits(
+    config: ModelConfig,
+    norm: Float[Array, " hidden"],
+    lm_head: Linear,
+    batch: Batch,
+    x: Float[Array, "tokens hidden"],
+) -> Float[Array, "rows vocab"]:
+    """Return the float32 logits of each row, from the residual stream after the last layer."""
+    return _matmul(lm_head.weight, rms_norm(x[batch.logit_rows], norm, config.rms_norm_eps))
 
 
 def rms_norm(
@@ -185,8 +220,8 @@ def _attend(
     config: ModelConfig,
     batch: Batch,
     q: Float[Array, "tokens q_heads head_dim"],
-    k_pool: Float[Array, "blocks kv_heads block_size head_dim"],
-    v_pool: Float[Array, "blocks kv_heads block_size head_dim"],
+    k_pool: Pool,
+    v_pool: Pool,
     *,
     decode: bool,
 ) -> Float[Array, "tokens q_heads head_dim"]:

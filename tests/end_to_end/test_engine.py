@@ -183,16 +183,18 @@ def test_nothing_is_compiled_after_warm_up(engine):
     for count, length in product(range(1, MAX_RUNNING + 1), (1, 9, 17, 40)):
         for i in range(count):
             prompt = [100 + count, 200 + i, *range(300, 300 + length)]
-            serving.add_request(Request(f"{count} {length} {i}", prompt, 1 + i))
+            name, sampling = f"{count} {length} {i}", SAMPLED[i % len(SAMPLED)]
+            serving.add_request(Request(name, prompt, 1 + i, sampling=sampling))
         while serving.has_work:
             before = serving.stats()
             serving.step()
             after = serving.stats()
             used.add(program_tokens(after) - program_tokens(before))
-    assert used == {shape.num_tokens for shape in compiled._runner._programs}
+    shapes = compiled._runner._shapes
+    assert used == {shape.num_tokens for shape in (*shapes.decode, *shapes.extend)} == {1, 4, 32}
     stats = serving.stats()
-    assert len(compiled._runner._programs) == 5
-    assert stats.compilations_at_warm_up == 5 + 1  # and the program that sends a request
+    # Those that draw and that send a request may be another engine's.
+    assert 3 <= stats.compilations_at_warm_up <= 3 + 2
     assert stats.compilations_after_warm_up == 0
 
 
@@ -243,9 +245,9 @@ def test_stats_count_steps_tokens_and_padding(engine):
     assert replace(serving.stats(), compilations_at_warm_up=0) == EngineStats(
         "float32", "xla", reason, 0, 0, 0, 0, 0, serving.scheduler.stats(), serving.manager.stats()
     )
-    complete(serving, [list(range(2, 42))], 3)  # 32, 8 in a program of 16, then two decode steps
+    complete(serving, [list(range(2, 42))], 3)  # 32, 8 in a program of 32, then two decode steps
     stats = serving.stats()
-    assert (stats.steps, stats.padding_tokens, stats.prefill_tokens_computed) == (4, 8, 40)
+    assert (stats.steps, stats.padding_tokens, stats.prefill_tokens_computed) == (4, 24, 40)
     assert stats.scheduler.decode_tokens == 2
     assert serving.step() == [] and serving.run() == []
     assert serving.stats() == stats

@@ -9,8 +9,8 @@ def add_parser(commands: Commands) -> None:
     """Add the command and its benchmarks."""
     parser = commands.add_parser(
         "bench",
-        help="measure the CPU time of the cache manager",
-        description="Measure the CPU time of the cache manager on the thread that calls it.",
+        help="measure the CPU time of the cache manager, or of the start of an engine",
+        description="Measure CPU time.",
     )
     parser.set_defaults(module="bench")
     benches = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
@@ -48,6 +48,17 @@ def add_parser(commands: Commands) -> None:
     add_count(evict, "--calls", "number of timed calls (default: %(default)s)", default=9)
     add_json(evict)
     evict.set_defaults(benchmark="evict")
+
+    start = benches.add_parser(
+        "start",
+        help="the start of an engine, without and with compiled programs",
+        description="Start an engine in a process without compiled programs, and in another one "
+        "with the programs of the first. The model has Llama 8B's shapes with a sixteenth of its "
+        "width. The times are the CPU times of the whole processes.",
+    )
+    add_count(start, "--layers", "layers of the model (default: %(default)s)", default=32)
+    add_json(start)
+    start.set_defaults(benchmark="start")
 
     decode = benches.add_parser(
         "decode",

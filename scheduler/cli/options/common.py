@@ -104,6 +104,16 @@ def add_dtype(parser: Options) -> None:
     )
 
 
+def add_compilation_cache(parser: Options) -> None:
+    """Add --no-compilation-cache; `main` sets the cache of commands that have this option."""
+    parser.add_argument(
+        "--no-compilation-cache",
+        action="store_true",
+        help="compile every program again (default: keep programs in the directory "
+        "JAX_COMPILATION_CACHE_DIR, or else in the user's cache directory)",
+    )
+
+
 def add_json(parser: Options) -> None:
     """Add --json."""
     parser.add_argument(

@@ -8,6 +8,7 @@ from ..errors import BadInputError
 from .common import (
     Commands,
     Options,
+    add_compilation_cache,
     add_count,
     add_dtype,
     add_host_tier,
@@ -41,6 +42,7 @@ def add_parser(commands: Commands) -> None:
     )
     add_count(parser, "--max-new-tokens", "maximum number of new tokens per prompt")
     add_dtype(parser)
+    add_compilation_cache(parser)
     add_count(parser, "--block-size", "tokens per block (default: %(default)s)", default=16)
     add_count(
         parser,

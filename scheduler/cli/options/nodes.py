@@ -7,6 +7,7 @@ import argparse
 from .common import (
     Commands,
     Options,
+    add_compilation_cache,
     add_count,
     add_dtype,
     add_host_tier,
@@ -60,6 +61,7 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> Options:
         help="name of this node, unique in the deployment (default: %(default)s)",
     )
     add_dtype(parser)
+    add_compilation_cache(parser)
     add_count(parser, "--block-size", "tokens per block (default: %(default)s)", default=16)
     add_count(parser, "--device-blocks", "size of the KV cache in blocks")
     add_count(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .common import (
     NO_EVICT,
     Commands,
+    add_compilation_cache,
     add_count,
     add_host_tier,
     add_json,
@@ -29,6 +30,7 @@ def add_parser(commands: Commands) -> None:
     add_trace_lines(parser)
     add_skip_malformed(parser)
     parser.add_argument("--quiet", action="store_true", help="show no progress on stderr")
+    add_compilation_cache(parser)
     add_json(parser)
 
     simulation = parser.add_argument_group("simulation")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,21 @@ def test_decode_steps_must_be_positive(radixkv: Any, value: str) -> None:
         f"argument --steps: expected an integer from 1 to 2147483647, got '{value}'"
         in outcome.stderr
     )
+
+
+@pytest.mark.slow
+def test_start_counts_programs_and_the_cache_saves_cpu_time(radixkv: Any) -> None:
+    """The number of programs does not depend on the number of layers."""
+    outcome = radixkv("bench", "start", "--layers", 6, "--json", "-")
+    assert (outcome.status, outcome.stderr) == (0, "")
+    results = json.loads(outcome.stdout)
+    assert set(results) >= {"layers", "programs", "cold_cpu_s", "warm_cpu_s"}
+    assert results["layers"] == 6
+    assert results["programs"] == 3 * (5 + 4) + 2
+    assert 0 < results["warm_cpu_s"] < results["cold_cpu_s"]
+
+
+def test_a_start_that_fails_says_why(radixkv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match=r"^the engine did not start: "):
+        radixkv("bench", "start", "--layers", 1)

@@ -72,9 +72,31 @@ def test_buckets_hold_every_size_and_waste_less_than_half(smallest, largest):
 
 def test_shapes_cover_decode_by_rows_and_extend_by_tokens():
     shapes = Shapes(token_budget=40, max_running=6)
-    assert [(s.num_tokens, s.num_rows) for s in shapes.decode] == [(1, 1), (2, 2), (4, 4), (6, 6)]
-    assert [(s.num_tokens, s.num_rows) for s in shapes.extend] == [(16, 6), (32, 6), (40, 6)]
+    assert [(s.num_tokens, s.num_rows) for s in shapes.decode] == [(1, 1), (6, 6)]
+    assert [(s.num_tokens, s.num_rows) for s in shapes.extend] == [(32, 6), (40, 6)]
     assert all(s.is_decode for s in shapes.decode) and not any(s.is_decode for s in shapes.extend)
+
+
+@pytest.mark.parametrize(
+    ("most", "rows", "tokens"),
+    [
+        (1, (1,), (1,)),
+        (2, (1, 2), (2,)),
+        (8, (1, 8), (8,)),
+        (9, (1, 8, 9), (9,)),
+        (32, (1, 8, 16, 32), (32,)),
+        (33, (1, 8, 16, 32, 33), (32, 33)),
+        (128, (1, 8, 16, 32, 64, 128), (32, 128)),
+        (129, (1, 8, 16, 32, 64, 128, 129), (32, 128, 129)),
+        (512, (1, 8, 16, 32, 64, 128, 256, 512), (32, 128, 256, 512)),
+    ],
+)
+def test_small_shapes_are_few(most, rows, tokens):
+    """Each shape is a program to compile, and small ones cost about the same."""
+    shapes = Shapes(token_budget=most, max_running=most)
+    assert tuple(shape.num_tokens for shape in shapes.decode) == rows
+    assert tuple(shape.num_tokens for shape in shapes.extend) == tokens
+    assert Shapes(token_budget=most, max_running=1, decode=False).decode == ()
 
 
 def test_a_small_budget_has_one_extend_shape():

@@ -1,0 +1,297 @@
+"""The compiled programs of an engine: which there are, their compilation, and a step of them.
+
+::
+
+    unrolled         step                                 one per shape, with all layers
+    layer by layer   embed, layer x num_layers, head      three per shape, for any number of layers
+    in both          draw                                 one, for steps with requests to draw for
+
+On accelerators one program per shape is right: a step is one launch, and a Pallas kernel is
+compiled once for all layers. On a CPU, XLA compiles every layer again, in 0.1 to 0.3 s, while a
+launch takes microseconds; so models of many layers run layer by layer there.
+
+Logits, tokens and what is drawn from have one row per request that may run, whatever the shape. So
+one program draws for all shapes, and no other one sorts. Greedy tokens come from the step itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.stages import Compiled, Lowered
+from jaxtyping import Array, Float, Int32
+
+from ...kernels.backends import target_device
+from ...kvcache import BlockArrays, Int32Array
+from ..models import Batch, LayerParams, Linear, Model, ModelConfig, Params, forward
+from ..models.transformer import Pool, Pools, Rope, compute_layer, compute_logits, embed
+from .batch_state import BatchState
+from .sampling import SamplingBatch, draw
+from .step_arrays import NO_SLOT, Shape, unpack
+
+_MOST_UNROLLED_LAYERS: Final = 4
+"""Layers of the largest model that a CPU runs as one program."""
+
+_log = logging.getLogger(__name__)
+
+
+class Rows(NamedTuple):
+    """The rows of a step, and padding rows up to the number of requests that may run.
+
+    Attributes:
+        sampling: how to sample each; padding is greedy.
+        slots: place of each in the batch on the device; none for padding.
+    """
+
+    sampling: SamplingBatch
+    slots: Int32[Array, " all_rows"]
+
+
+class Programs:
+    """The programs of an engine. It owns the logits, so use it from one thread only."""
+
+    def __init__(
+        self,
+        model: Model,
+        arrays: BlockArrays,
+        state: BatchState,
+        shapes: Sequence[Shape],
+        block_size: int,
+    ) -> None:
+        """Compile every program, the largest first, so that a lack of memory shows at once.
+
+        The programs are compiled in parallel threads. The logger of this module is told of each, as
+        information: "compiling 3 of 7 programs".
+
+        Args:
+            model: configuration and parameters.
+            arrays, state: pools and batch of the shapes and dtypes of each step.
+            shapes: shapes to compile.
+            block_size: tokens per block.
+        """
+        num_rows = max(shape.num_rows for shape in shapes)
+        self._logits = jax.device_put(np.zeros((num_rows, model.config.vocab_size), np.float32))
+        is_cpu = target_device().platform == "cpu"
+        self._by_layer = is_cpu and model.config.num_layers > _MOST_UNROLLED_LAYERS
+        lower = _lower_layers if self._by_layer else _lower_step
+        lowerings: dict[Any, Callable[[], Lowered]] = {}
+        for shape in sorted(shapes, key=lambda shape: -shape.num_tokens):
+            lowerings.update(lower(model, arrays, state, shape, block_size, self._logits))
+        rows = _empty_rows(num_rows)
+        tokens = np.zeros(num_rows, np.int32)
+        lowerings["draw"] = partial(_draw.lower, self._logits, rows, tokens, state.last_tokens)
+        self._programs = _compile(lowerings)
+
+    def run(
+        self,
+        shape: Shape,
+        params: Params,
+        packed: Int32[Array, " packed"],
+        state: BatchState,
+        arrays: BlockArrays,
+        *,
+        draws: bool,
+    ) -> tuple[Int32[Array, " all_rows"], BatchState]:
+        """Dispatch a step, which replaces the pools.
+
+        Args:
+            shape: shape of the step.
+            params: parameters of the model.
+            packed: the arrays of the step, see `pack`.
+            state: batch on the device; donated.
+            arrays: pools.
+            draws: whether any row has a temperature above 0.
+
+        Returns:
+            The next token of each row and of padding, and the new batch.
+        """
+        if self._by_layer:
+            results = self._programs["embed", shape](params.embedding, packed, state)
+            batch, rows, state, x, rope = results
+            compute = self._programs["layer", shape]
+            keys, values = list(arrays.keys), list(arrays.values)
+            for index, layer in enumerate(params.layers):
+                x, keys[index], values[index] = compute(
+                    layer, batch, x, rope, keys[index], values[index]
+                )
+            arrays.keys, arrays.values = tuple(keys), tuple(values)
+            tokens, last_tokens, self._logits = self._programs["head", shape](
+                params.norm, params.lm_head, batch, x, rows.slots, state.last_tokens, self._logits
+            )
+            state = state._replace(last_tokens=last_tokens)
+        else:
+            results = self._programs[shape](
+                params, packed, state, self._logits, arrays.keys, arrays.values
+            )
+            tokens, rows, state, self._logits, arrays.keys, arrays.values = results
+        if draws:
+            compute = self._programs["draw"]
+            tokens, last_tokens = compute(self._logits, rows, tokens, state.last_tokens)
+            state = state._replace(last_tokens=last_tokens)
+        return tokens, state
+
+
+def _compile(lowerings: Mapping[Any, Callable[[], Lowered]]) -> dict[Any, Compiled]:
+    """Compile programs in parallel. They are lowered on this thread, because that holds the GIL."""
+    programs, total = {}, len(lowerings)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        try:
+            _log.info("compiling 1 of %d programs", total)
+            futures = {pool.submit(lower().compile): key for key, lower in lowerings.items()}
+            for number, future in enumerate(as_completed(futures), start=2):
+                programs[futures[future]] = future.result()
+                if number <= total:
+                    _log.info("compiling %d of %d programs", number, total)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return programs
+
+
+def _lower_step(
+    model: Model,
+    arrays: BlockArrays,
+    state: BatchState,
+    shape: Shape,
+    block_size: int,
+    logits: Array,
+) -> Iterator[tuple[Any, Callable[[], Lowered]]]:
+    """Yield the program of a shape, by the shape."""
+    step = model.config, shape, block_size, model.params, _empty(shape), state, logits
+    yield shape, partial(_step.lower, *step, arrays.keys, arrays.values)
+
+
+def _lower_layers(
+    model: Model,
+    arrays: BlockArrays,
+    state: BatchState,
+    shape: Shape,
+    block_size: int,
+    logits: Array,
+) -> Iterator[tuple[Any, Callable[[], Lowered]]]:
+    """Yield the programs of a shape that computes layer by layer, by name and shape."""
+    config, params = model.config, model.params
+    static, given = (
+        (config, shape, block_size, len(logits)),
+        (params.embedding, _empty(shape), state),
+    )
+    batch, rows, _, x, rope = jax.eval_shape(partial(_embed, *static), *given)
+    layer = config, shape.is_decode, params.layers[0], batch, x, rope
+    yield ("layer", shape), partial(_layer.lower, *layer, arrays.keys[0], arrays.values[0])
+    head = config, params.norm, params.lm_head, batch, x, rows.slots, state.last_tokens, logits
+    yield ("head", shape), partial(_head.lower, *head)
+    yield ("embed", shape), partial(_embed.lower, *static, *given)
+
+
+def _empty(shape: Shape) -> Int32Array:
+    return np.zeros(shape.packed_size, np.int32)
+
+
+def _empty_rows(num_rows: int) -> Any:
+    floats, integers = np.zeros(num_rows, np.float32), np.zeros(num_rows, np.int32)
+    sampling: Any = floats, integers, floats, integers.astype(np.uint32), integers
+    return Rows(SamplingBatch(*sampling), sampling[1])
+
+
+# One function for all engines, so that JAX reuses the programs of earlier engines.
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(5, 6, 7, 8))
+def _step(
+    config: ModelConfig,
+    shape: Shape,
+    block_size: int,
+    params: Params,
+    packed: Int32[Array, " packed"],
+    state: BatchState,
+    logits: Float[Array, "all_rows vocab"],
+    k_pools: Pools,
+    v_pools: Pools,
+) -> tuple[Array, Rows, BatchState, Array, Pools, Pools]:
+    batch, rows, state = _unpack(shape, block_size, len(logits), packed, state)
+    computed, k_pools, v_pools = forward(
+        config, params, batch, k_pools, v_pools, decode=shape.is_decode
+    )
+    tokens, last_tokens, logits = _choose(computed, rows.slots, state.last_tokens, logits)
+    return tokens, rows, state._replace(last_tokens=last_tokens), logits, k_pools, v_pools
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=6)
+def _embed(
+    config: ModelConfig,
+    shape: Shape,
+    block_size: int,
+    num_rows: int,
+    embedding: Float[Array, "vocab hidden"],
+    packed: Int32[Array, " packed"],
+    state: BatchState,
+) -> tuple[Batch, Rows, BatchState, Float[Array, "tokens hidden"], Rope]:
+    batch, rows, state = _unpack(shape, block_size, num_rows, packed, state)
+    return batch, rows, state, *embed(config, embedding, batch)
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(4, 6, 7))
+def _layer(
+    config: ModelConfig,
+    is_decode: bool,
+    layer: LayerParams,
+    batch: Batch,
+    x: Float[Array, "tokens hidden"],
+    rope: Rope,
+    k_pool: Pool,
+    v_pool: Pool,
+) -> tuple[Float[Array, "tokens hidden"], Pool, Pool]:
+    return compute_layer(config, layer, batch, x, rope, k_pool, v_pool, decode=is_decode)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=(6, 7))
+def _head(
+    config: ModelConfig,
+    norm: Float[Array, " hidden"],
+    lm_head: Linear,
+    batch: Batch,
+    x: Float[Array, "tokens hidden"],
+    slots: Int32[Array, " all_rows"],
+    last_tokens: Int32[Array, " slots"],
+    logits: Float[Array, "all_rows vocab"],
+) -> tuple[Array, Array, Array]:
+    return _choose(compute_logits(config, norm, lm_head, batch, x), slots, last_tokens, logits)
+
+
+@partial(jax.jit, donate_argnums=3)
+def _draw(
+    logits: Float[Array, "all_rows vocab"],
+    rows: Rows,
+    tokens: Int32[Array, " all_rows"],
+    last_tokens: Int32[Array, " slots"],
+) -> tuple[Array, Array]:
+    tokens = draw(logits, rows.sampling, tokens)
+    return tokens, last_tokens.at[rows.slots].set(tokens, mode="drop")
+
+
+def _unpack(
+    shape: Shape, block_size: int, num_rows: int, packed: Array, state: BatchState
+) -> tuple[Batch, Rows, BatchState]:
+    batch, sampling, state, slots = unpack(packed, state, shape, block_size)
+    more = (0, num_rows - shape.num_rows)
+    padded = SamplingBatch(*(jnp.pad(field, more) for field in sampling))
+    return batch, Rows(padded, jnp.pad(slots, more, constant_values=NO_SLOT)), state
+
+
+def _choose(
+    computed: Float[Array, "rows vocab"], slots: Array, last_tokens: Array, logits: Array
+) -> tuple[Array, Array, Array]:
+    """Return the greedy tokens, the last tokens with those, and the logits with the step's."""
+    tokens = jnp.argmax(computed, axis=-1).astype(jnp.int32)
+    tokens = jnp.pad(tokens, (0, len(slots) - len(tokens)))
+    last_tokens = last_tokens.at[slots].set(tokens, mode="drop")
+    return tokens, last_tokens, lax.dynamic_update_slice(logits, computed, (0, 0))
