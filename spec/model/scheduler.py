@@ -237,15 +237,6 @@ class SchedulerModel:
             for held in (len(self.tables[each.name]),)
         )
 
-    def bound(self) -> int:
-        """Upper bound of the steps until all live requests end: at worst they run one by one.
-
-        The first in the order is never preempted and progresses in every step; each request that
-        ends may have made all others start again.
-        """
-        work = sum(request.max_kv_tokens + 1 for request in self.live.values())
-        return (len(self.live) + 1) * work
-
     # Requests come, and are given up
 
     def submit(self, request: Request, accepted: bool) -> None:
@@ -381,13 +372,6 @@ class SchedulerModel:
         require(is_held, rules.Q20, "{} reads {} tokens through {}, {}", request, end, table, when)
         self.device.read(f"{request} {when}", table, request.tags[:end], rules.Q22)
 
-    def sampled(self, step: Step) -> list[int]:
-        """Return the token after each chunk, -1 within a prompt."""
-        return [
-            request.outputs[request.num_output] if start + length == len(request.tokens) else -1
-            for request, start, length in step.chunks
-        ]
-
     def complete(self, step: Step, ended: Sequence[str]) -> None:
         """Append the sampled tokens and publish; `ended` are the requests that end with theirs."""
         expected = []
@@ -446,8 +430,7 @@ class SchedulerModel:
         known = [request.name for request in self.running]
         require(running == known, rules.Q2, "{} run, and not {}", running, known)
         queued = [request.name for request in self.waiting()]
-        why = "{} wait, and not {}"
-        require(sorted(waiting) == sorted(queued), rules.Q2, why, waiting, queued)
+        require(sorted(waiting) == sorted(queued), rules.Q2, "{} wait, not {}", waiting, queued)
         in_order = list(waiting) == queued or "policy" not in self.promised
         require(in_order, rules.Q3, "they wait in the order {}, and not {}", waiting, queued)
         for request in self.running:

@@ -67,8 +67,7 @@ def check_preempted(model: SchedulerModel, step: Step) -> None:
     if not preempted:
         return
     if "resumed_first" in promised:
-        why = "{} are preempted, and {} admitted"
-        require(not step.admitted, rules.Q27, why, preempted, step.admitted)
+        require(not step.admitted, rules.Q27, "{} preempted, {} admitted", preempted, step.admitted)
     if "never_preempts" in promised:
         is_whole = model.limits.reserve_tokens is None
         require(not is_whole, rules.Q25, "{} are preempted, with all reserved", preempted)

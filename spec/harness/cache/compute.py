@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...model.cache import CacheModel, Holding
-from ...model.device import Job
 from ...rules import cache as rules
 from ...rules.rule import Rule, require
 from .requests import Request
 from .state import CacheState
+from .stream import Job
 
 
 def forward(world: CacheState, name: str, num_tokens: int) -> bool:
@@ -39,7 +39,7 @@ def launch(world: CacheState, name: str, num_tokens: int, job: str) -> bool:
     request.job = job
     reads = request.tags[:start]
     world.jobs[job] = Job(name, request.admission, table, reads, tags)
-    world.device.queue.append(world.jobs[job])
+    world.stream.queue.append(world.jobs[job])
     return True
 
 
@@ -58,7 +58,7 @@ def _complete(world: CacheState, name: str, failing: bool) -> bool:
     if job is None:
         return False
     late_to_run = job.has_run
-    world.device.run_through(job, failing and not late_to_run)
+    world.stream.run_through(job, failing and not late_to_run)
     request = world.requests.get(job.request)
     if request is None or request.state != "running" or request.admission != job.admission:
         world.situations["late completion"] += 1

@@ -8,11 +8,12 @@ from typing import ClassVar
 from ...adapters.cache import AdapterError, Factory
 from ...adapters.cache_target import Depth, Target
 from ...model.cache import CacheModel
-from ...model.device import Device, Job
+from ...model.device import Device
 from ...model.ghost import Tag, first_tag, next_tag
 from ...model.two_tier_law import Lru
 from ..engine import Config
 from .requests import Request
+from .stream import Job, Stream
 
 
 class CacheState:
@@ -38,6 +39,7 @@ class CacheState:
         self.promises = self.target.promises
         self._require_new()
         self.device = Device(self.block_size)
+        self.stream = Stream(self.device)
         self.requests: dict[str, Request] = {}
         self.past: list[Request] = []
         self.jobs: dict[str, Job] = {}

@@ -95,8 +95,13 @@ def misuse(world: SchedulerState, kind: int, name: str) -> bool:
 
 
 def most_steps(world: SchedulerState) -> int:
-    """Upper bound of the steps until all live requests end, those that only wait included."""
-    bound = world.model.bound()
+    """Upper bound of the steps until all live requests end: at worst they run one by one.
+
+    The first in the order is never preempted and progresses in every step; each request that
+    ends may have made all others start again. Beside copies, some steps only wait.
+    """
+    work = sum(request.max_kv_tokens + 1 for request in world.live.values())
+    bound = (len(world.live) + 1) * work
     return bound if world.copies is None else COPIES_PER_STEP * bound + ROUNDS
 
 

@@ -49,7 +49,11 @@ def run_step(
     model.compute(step)
     if step.chunks:
         computed = [request for request, _, _ in step.chunks if request.is_live]
-        model.complete(step, target.update(model.sampled(step)))
+        sampled = [
+            request.outputs[request.num_output] if start + length == len(request.tokens) else -1
+            for request, start, length in step.chunks
+        ]
+        model.complete(step, target.update(sampled))
         for request in computed:
             model.check_output(request, target.output(request.name), target.reason(request.name))
         world.just_ended += [request.name for request in computed if not request.is_live]

@@ -115,9 +115,7 @@ class Executor:
         (self.device.memory.blocks if tier == "device" else self.host)[block] = list(content)
 
     def begin(self, copies: Sequence[Copy]) -> list[Flight]:
-        """Begin the operations of one `take`."""
-        if self.device.queue:
-            self.device.run_through(self.device.queue[-1])
+        """Begin the operations of one `take`, after all launched steps."""
         flights = []
         for copy in copies:
             require(copy.id not in self.seen, rules.T13, "operation {} is taken again", copy.id)

@@ -244,7 +244,7 @@ def _park(world: TierState, request: Request, where: str) -> bool:
 def _compute(world: TierState, request: Request) -> None:
     """Complete the step of a request without publishing its KV."""
     job = world.jobs.pop(request.job)
-    world.device.run_through(job)
+    world.stream.run_through(job)
     request.job, request.written = "", job.end
     holding, path = world.tiers.holdings[request.name], request.path(world.block_size)
     holding.path, holding.computed = path, request.written

@@ -20,6 +20,8 @@ def take(world: TierState) -> bool:
     world.situations["uses are reported to storage"] += bool(used)
     copies = world.ask("take")
     world.see()
+    for job in world.stream.queue[-1:]:
+        world.stream.run_through(job)
     flights = world.executor.begin(copies)
     evicted, model.departed = model.departed, set()
     for flight in flights:

@@ -143,9 +143,8 @@ class TierModel(CacheModel):
             self.through.published(path)
         self.grown.clear()
         self.counts["dropped_blocks"] += len(before.anywhere - now.anywhere)
-        gone = before.device.keys() - now.device.keys()
-        self.departed |= gone
-        changed = gone | now.device.keys() - before.device.keys()
+        self.departed |= before.device.keys() - now.device.keys()
+        changed = before.device.keys() ^ now.device.keys()
         changed |= {tag for tag, _ in before.below.items() ^ now.below.items()}
         changed |= before.idle.keys() ^ now.idle.keys()
         self.order.touch(self.prefixes.paths_to(changed))
