@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, get_args, get_origin, get_type_hints
 
 from ..model.scheduler import Reason
 from ..rules.cache import C3
@@ -12,8 +13,6 @@ from ..rules.scheduler import Q35
 from .cache import AdapterError, describe_error
 from .scheduler import Chunk, Received, SchedulerFactory, SchedulerPromises, Submission
 from .tiers import Copy
-
-Plain = TypeVar("Plain", bool, int)
 
 REQUIRED: Final = {
     "add": "add(request: Submission) -> True, or False if it is too large",
@@ -53,12 +52,39 @@ REQUIRED_OF_DECODE: Final = {
 class SchedulerTarget:
     """Calls the adapter; its exceptions break a rule.
 
+    The attributes that are annotated here are methods of `Scheduler`, `TieredScheduler` and
+    `TieredDecodeScheduler`: a result must have the type of the annotation, or become a list.
+
     Attributes:
         promises: the promises of the scheduler.
         can: names of the optional methods that the adapter has.
         has_tiers: whether the configuration has tiers below the device.
         is_decode_node: whether it has, and prefill nodes compute the prompts.
     """
+
+    add: Callable[[Submission], bool]
+    ask: Callable[[], bool]
+    abort: Callable[[str], bool]
+    running: Callable[[], list[str]]
+    waiting: Callable[[], list[str]]
+    num_computed: Callable[[str], int]
+    num_hit: Callable[[str], int]
+    block_table: Callable[[str], list[int]]
+    output: Callable[[str], list[int]]
+    reason: Callable[[str], Reason | None]
+    available: Callable[[], int]
+    take: Callable[[], list[Copy]]
+    take_cancelled: Callable[[], list[int]]
+    complete: Callable[[int, Sequence[bool], bool], bool]
+    fence: Callable[[int], bool]
+    keys: Callable[[Sequence[int], bytes], list[bytes]]
+    num_cached: Callable[[str], int]
+    num_parked: Callable[[], int]
+    num_pinned: Callable[[], int]
+    reset: Callable[[Sequence[bytes], str], None]
+    counts: Callable[[], Mapping[str, int]]
+    misuse: Callable[[int, str], bool]
+    check: Callable[[], None]
 
     def __init__(self, factory: SchedulerFactory, config: dict[str, Any]) -> None:
         self._adapter = factory(config)
@@ -78,6 +104,8 @@ class SchedulerTarget:
             )
         optional = ("counts", "misuse", "check", *more)
         self.can = {name for name in optional if callable(getattr(self._adapter, name, None))}
+        for method, kind in _KINDS.items():
+            setattr(self, method, partial(self._ask, kind, method))
 
     def _call(self, method: str, *arguments: Any) -> Any:
         try:
@@ -88,25 +116,12 @@ class SchedulerTarget:
             shown = ", ".join(map(repr, arguments))
             raise Violation(Q35, describe_error(f"{method}({shown})", error)) from error
 
-    def _ask(self, kind: type[Plain], method: str, *arguments: Any) -> Plain:
+    def _ask(self, kind: Any, method: str, *arguments: Any) -> Any:
         result = self._call(method, *arguments)
-        if type(result) is not kind:
+        is_list = isinstance(result, Iterable) and not isinstance(result, str)
+        if not (is_list if kind is list else type(result) is kind or kind not in (bool, int)):
             raise _wrong(method, result)
-        return result
-
-    def _list(self, method: str, *arguments: Any) -> list[Any]:
-        result = self._call(method, *arguments)
-        if isinstance(result, str) or not isinstance(result, Iterable):
-            raise _wrong(method, result)
-        return list(result)
-
-    def add(self, request: Submission) -> bool:
-        """See `Scheduler.add`."""
-        return self._ask(bool, "add", request)
-
-    def ask(self) -> bool:
-        """See `TieredDecodeScheduler.ask`."""
-        return self._ask(bool, "ask")
+        return list(result) if kind is list else result
 
     def receive(self) -> Received:
         """See `TieredDecodeScheduler.receive`."""
@@ -125,105 +140,26 @@ class SchedulerTarget:
     def update(self, tokens: Sequence[int]) -> list[str]:
         """See `Scheduler.update`."""
         given = list(tokens)
-        ended = self._list("update", given)
+        ended: list[str] = self._ask(list, "update", given)
         require(
             given == list(tokens), C3, "update was given {}, and changed it to {}", tokens, given
         )
         return ended
 
-    def abort(self, name: str) -> bool:
-        """See `Scheduler.abort`."""
-        return self._ask(bool, "abort", name)
-
-    def running(self) -> list[str]:
-        """See `Scheduler.running`."""
-        return self._list("running")
-
-    def waiting(self) -> list[str]:
-        """See `Scheduler.waiting`."""
-        return self._list("waiting")
-
-    def num_computed(self, name: str) -> int:
-        """See `Scheduler.num_computed`."""
-        return self._ask(int, "num_computed", name)
-
-    def num_hit(self, name: str) -> int:
-        """See `Scheduler.num_hit`."""
-        return self._ask(int, "num_hit", name)
-
-    def block_table(self, name: str) -> list[int]:
-        """See `Scheduler.block_table`."""
-        return self._list("block_table", name)
-
-    def output(self, name: str) -> list[int]:
-        """See `Scheduler.output`."""
-        return self._list("output", name)
-
-    def reason(self, name: str) -> Reason | None:
-        """See `Scheduler.reason`."""
-        reason: Reason | None = self._call("reason", name)
-        return reason
-
-    def available(self) -> int:
-        """See `Scheduler.available`."""
-        return self._ask(int, "available")
-
-    def take(self) -> list[Copy]:
-        """See `TieredScheduler.take`."""
-        return self._list("take")
-
-    def take_cancelled(self) -> list[int]:
-        """See `TieredScheduler.take_cancelled`."""
-        return self._list("take_cancelled")
-
-    def complete(self, copy: int, ok: Sequence[bool], fenced: bool) -> bool:
-        """See `TieredScheduler.complete`."""
-        return self._ask(bool, "complete", copy, ok, fenced)
-
-    def fence(self, copy: int) -> bool:
-        """See `TieredScheduler.fence`."""
-        return self._ask(bool, "fence", copy)
-
     def is_loading(self, name: str) -> bool:
         """See `TieredScheduler.is_loading`; False without tiers."""
-        return self.has_tiers and self._ask(bool, "is_loading", name)
-
-    def keys(self, tokens: Sequence[int], namespace: bytes) -> list[bytes]:
-        """See `TieredScheduler.keys`."""
-        return self._list("keys", tokens, namespace)
-
-    def num_cached(self, name: str) -> int:
-        """See `TieredScheduler.num_cached`."""
-        return self._ask(int, "num_cached", name)
+        return self.has_tiers and bool(self._ask(bool, "is_loading", name))
 
     def num_copies(self) -> int:
         """See `TieredScheduler.num_copies`; 0 without tiers."""
-        return self._ask(int, "num_copies") if self.has_tiers else 0
+        return int(self._ask(int, "num_copies")) if self.has_tiers else 0
 
-    def num_parked(self) -> int:
-        """See `TieredScheduler.num_parked`."""
-        return self._ask(int, "num_parked")
 
-    def num_pinned(self) -> int:
-        """See `TieredScheduler.num_pinned`."""
-        return self._ask(int, "num_pinned")
-
-    def reset(self, keep: Sequence[bytes], weights: str) -> None:
-        """See `TieredScheduler.reset`."""
-        self._call("reset", keep, weights)
-
-    def counts(self) -> Mapping[str, int]:
-        """Return the counters of the scheduler."""
-        counts: Mapping[str, int] = self._call("counts")
-        return counts
-
-    def misuse(self, kind: int, name: str) -> bool:
-        """Make a wrong call; return whether it was refused."""
-        return self._ask(bool, "misuse", kind, name)
-
-    def check(self) -> None:
-        """Let the scheduler check its own invariants."""
-        self._call("check")
+_KINDS: Final[dict[str, Any]] = {
+    method: get_origin(get_args(hint)[1]) or get_args(hint)[1]
+    for method, hint in get_type_hints(SchedulerTarget).items()
+}
+"""The types of the results of the methods that are passed on."""
 
 
 def _wrong(method: str, result: Any) -> AdapterError:
