@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 from ..model.promises import Promises as Promises
+from ..rules.rule import Rule, Violation
 
 
 class Manager(Protocol):
@@ -118,6 +119,21 @@ and numbers of blocks to choose from, if the manager does not have all of them.
 
 class AdapterError(TypeError):
     """The adapter lacks a method or returns a wrong type; the message says what is expected."""
+
+
+def call(adapter: object, method: str, arguments: Sequence[Any], rule: Rule) -> Any:
+    """Call a method of an adapter.
+
+    Raises:
+        Violation: `rule`, if it raises anything but a finding of its own or an `AdapterError`.
+    """
+    try:
+        return getattr(adapter, method)(*arguments)
+    except (Violation, AdapterError):
+        raise
+    except (Exception, SystemExit) as error:
+        shown = f"{method}({', '.join(map(repr, arguments))})"
+        raise Violation(rule, describe_error(shown, error)) from error
 
 
 def describe_error(call: str, error: BaseException) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from ..rules.cache import C3, D3, S4, W6
 from ..rules.rule import Violation, require
-from .cache import AdapterError, Events, Factory, Promises, Snapshot, describe_error
+from .cache import AdapterError, Events, Factory, Promises, Snapshot, call
 
 Depth: TypeAlias = Literal["api", "events", "full"]
 
@@ -58,14 +58,7 @@ class Target:
     def _call(self, method: str, *arguments: Any) -> Any:
         """Call a method with copies of the lists among its arguments, which it must not change."""
         given = [each.copy() if type(each) is list else each for each in arguments]
-        try:
-            result = getattr(self._adapter, method)(*given)
-        except (Violation, AdapterError):
-            raise
-        except (Exception, SystemExit) as error:
-            shown = ", ".join(map(repr, arguments))
-            rule = W6 if method == "check" else S4
-            raise Violation(rule, describe_error(f"{method}({shown})", error)) from error
+        result = call(self._adapter, method, given, W6 if method == "check" else S4)
         if given != list(arguments):
             changed = [pair for pair in zip(arguments, given, strict=True) if pair[0] != pair[1]]
             before, after = changed[0]

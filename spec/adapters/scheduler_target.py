@@ -8,9 +8,9 @@ from typing import Any, Final, get_args, get_origin, get_type_hints
 
 from ..model.scheduler import Reason
 from ..rules.cache import C3
-from ..rules.rule import Violation, require
+from ..rules.rule import require
 from ..rules.scheduler import Q35
-from .cache import AdapterError, describe_error
+from .cache import AdapterError, call
 from .scheduler import Chunk, Received, SchedulerFactory, SchedulerPromises, Submission
 from .tiers import Copy
 
@@ -108,13 +108,7 @@ class SchedulerTarget:
             setattr(self, method, partial(self._ask, kind, method))
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        try:
-            return getattr(self._adapter, method)(*arguments)
-        except (Violation, AdapterError):
-            raise
-        except (Exception, SystemExit) as error:
-            shown = ", ".join(map(repr, arguments))
-            raise Violation(Q35, describe_error(f"{method}({shown})", error)) from error
+        return call(self._adapter, method, arguments, Q35)
 
     def _ask(self, kind: Any, method: str, *arguments: Any) -> Any:
         result = self._call(method, *arguments)

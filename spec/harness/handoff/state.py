@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, cast
 
-from ...adapters.cache import AdapterError, describe_error
+from ...adapters.cache import call
 from ...adapters.handoff import (
     GATEWAY,
     REMEMBER,
@@ -24,7 +24,6 @@ from ...adapters.handoff import (
 )
 from ...model.handoff import DecodeModel, Place, PrefillModel, Request, Requests, Tokens, untagged
 from ...rules.handoff import X23
-from ...rules.rule import Violation
 from ..engine import Config, Operation
 
 System = TypeVar("System")
@@ -37,18 +36,11 @@ class _Guard:
         self.guarded = guarded
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self.guarded, name)
+        def ask(*arguments: Any) -> Any:
+            return call(self.guarded, name, arguments, X23)
 
-        def call(*arguments: Any) -> Any:
-            try:
-                return method(*arguments)
-            except (Violation, AdapterError):
-                raise
-            except (Exception, SystemExit) as error:
-                raise Violation(X23, describe_error(name, error)) from error
-
-        setattr(self, name, call)
-        return call
+        setattr(self, name, ask)
+        return ask
 
 
 def guard(system: System) -> System:
