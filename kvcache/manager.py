@@ -134,7 +134,8 @@ class CacheManager:
     def match(self, tokens: Tokens, namespace: bytes = b"") -> Match:
         """Find the longest published prefix of tokens, in whole blocks. Changes nothing.
 
-        The tokens are not copied: do not change them until the match is admitted.
+        An int32 array is not copied: do not change it until the match is admitted. Other forms of
+        tokens are converted at each call; see `as_tokens`.
 
         Raises:
             TokenError, NamespaceError: for arguments of the wrong kind.

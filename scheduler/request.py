@@ -128,7 +128,7 @@ class Request:
 
         Raises:
             RequestError: for an empty prompt, a limit below 1, or an argument of the wrong type.
-            TokenError: for a prompt that is not int32.
+            TokenError: for a prompt that is not token ids.
         """
         prompt = as_tokens(prompt)
         _check_texts(request_id, namespace, sampling)
