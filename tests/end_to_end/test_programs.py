@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +15,11 @@ import jax
 import pytest
 
 from radixkv.kernels.backends import TargetDevice
-from radixkv.scheduler.engine import Engine, programs
+from radixkv.scheduler.engine import Engine, model_runner, programs
 from radixkv.scheduler.models import Model, load_model, make_tiny_checkpoint
 from radixkv.scheduler.request import GREEDY, SamplingParams
 
+from ..kernels.lowering import H100, on_h100
 from .conftest import complete, fresh
 
 PROMPTS = [[5 + i, *range(40, 40 + 7 * i)] for i in range(6)]
@@ -87,6 +89,31 @@ def test_accelerators_run_all_layers_at_once(model, monkeypatch):
     monkeypatch.setattr(programs, "_compile", lambda lowerings: lowered.extend(lowerings))
     Engine(model("llama"), **SIZES)
     assert len(lowered) == 4 and not any(isinstance(key, tuple) for key in lowered)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_h100_runs_the_backend_that_is_reported(tmp_path, dtype):
+    """Attention kernels are in the programs for it exactly if the report says so."""
+    heads = {"num_attention_heads": 4, "head_dim": 64, "num_hidden_layers": 1}
+    make_tiny_checkpoint(tmp_path, overrides=heads)
+    runner = Engine(load_model(tmp_path, dtype), **{**SIZES, "block_size": 16})._runner
+    model, arrays, kernels = runner.model, runner.arrays, {}
+    state, logits = runner._batch.state, runner._programs._logits
+    with on_h100(), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        attention = model_runner._choose_attention(model, arrays, 32, 4)
+        for shape in (runner._shapes.decode[-1], runner._shapes.extend[-1]):
+            given = model.params, programs._empty(shape), state, logits, arrays.keys, arrays.values
+            traced = programs._step.trace(model.config, shape, 16, *given)
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+            kernels[shape.is_decode] = text.count("mosaic_gpu_v2")
+    assert len(warned) == (attention.backend == "xla")
+    if dtype == "float32":  # only `kv_write`
+        assert attention == ("xla", "mosaic needs q of bfloat16 or float16, got float32")
+        assert kernels == {True: 1, False: 1}
+    else:
+        assert attention == ("mosaic", f"{H100.device_kind} runs mosaic with bfloat16")
+        assert kernels == {True: 2, False: 3}  # extend has one for tiles, and one for single tokens
 
 
 class _Lowered:
