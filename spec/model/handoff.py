@@ -216,10 +216,6 @@ class Published:
     def _path(self, tokens: Tokens) -> list[Tokens]:
         return prefixes(tokens, self._size)[: len(tokens) // self._size]
 
-    def num_tokens(self, tokens: Tokens) -> int:
-        """Return how many leading tokens are published."""
-        return self._size * len([*takewhile(self._prefixes.__contains__, self._path(tokens))])
-
     def add(self, tokens: Tokens, num_cached: int) -> None:
         """A node publishes the full blocks of tokens whose KV it has, and finds num_cached."""
         path = self._path(tokens)
@@ -248,7 +244,7 @@ class Published:
 
     def hit(self, tokens: Tokens, num_hit: int, reader: str) -> None:
         """A request is admitted with a hit."""
-        due = self.num_tokens(tokens)
+        due = self._size * len([*takewhile(self._prefixes.__contains__, self._path(tokens))])
         require(num_hit >= due, rules.X5, "{} hits {} of {} published tokens", reader, num_hit, due)
 
 
