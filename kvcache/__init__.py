@@ -21,6 +21,7 @@ from .errors import (
     RadixKVError,
     RecycleError,
     RequestTooLargeError,
+    StepError,
     StorageConfigError,
     TokenError,
 )
@@ -78,6 +79,7 @@ __all__ = [
     "RadixTree",
     "RecycleError",
     "RequestTooLargeError",
+    "StepError",
     "StorageConfigError",
     "TierDriver",
     "TierDriverStats",

@@ -11,6 +11,7 @@
     ├── RequestTooLargeError  more blocks than the pool has: never possible
     ├── RecycleError          block ids that were not allocated; the others were recycled
     ├── LeaseError            a lease that was released, is of an older epoch, or is too small
+    ├── StepError             the end of a step, and none is in flight
     ├── PoolDTypeError        pools of a dtype that block copies do not support
     ├── PoolShapeError        pools of different shapes, or not in pairs
     ├── HostConfigError       an invalid host tier
@@ -32,6 +33,10 @@ class RadixKVError(Exception):
 
 class TokenError(RadixKVError, ValueError):
     """Tokens are not a one-dimensional sequence of int32."""
+
+
+class StepError(RadixKVError, RuntimeError):
+    """A step ends, and none is in flight."""
 
 
 class IdError(RadixKVError, ValueError):

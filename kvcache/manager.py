@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from .errors import (
     NamespaceError,
     OutOfBlocksError,
     RequestTooLargeError,
+    StepError,
     StorageConfigError,
 )
 from .ids import Epoch
@@ -106,6 +108,9 @@ class CacheManager:
         self._pool = BlockPool(num_blocks)
         self._tree = RadixTree(block_size)
         self._leases: dict[int, Lease] = {}
+        self._steps_begun = self._steps_ended = 0
+        # Duplicates, and the number of steps that must have ended before they are recycled.
+        self._replaced: deque[tuple[int, Int32Array]] = deque()
         self._admitted = self._hit_blocks = self._evicted_blocks = self._duplicate_blocks = 0
         if storage is not None and host is None:
             raise StorageConfigError(
@@ -271,8 +276,9 @@ class CacheManager:
         """Share the whole blocks of a lease that have been computed.
 
         If another request has published the same block before, this lease's duplicate is recycled
-        and its block table points to the published one. Therefore call this only when no running
-        step reads the table.
+        and its block table points to the published one. A step in flight may read the duplicate
+        through an older copy of the table: call `begin_step` and `end_step`, or publish only when
+        no running step reads the table.
 
         Args:
             lease: the lease that computed the blocks.
@@ -298,6 +304,32 @@ class CacheManager:
             return
         run = tokens[first * self.block_size : last * self.block_size].tobytes()
         self._publish_run(lease, run)
+
+    def begin_step(self) -> None:
+        """Report that a step was dispatched that reads block tables as they are now.
+
+        Duplicates that `publish` replaces from now on stay quarantined until the step has ended.
+        """
+        self._steps_begun += 1
+
+    def end_step(self) -> None:
+        """Report that the first step in flight has ended; steps end in the order of their begin.
+
+        Raises:
+            StepError: if no step is in flight.
+        """
+        if self._steps_ended == self._steps_begun:
+            raise StepError(f"a step ends, and all {self._steps_begun} that began have ended")
+        self._steps_ended += 1
+        while self._replaced and self._replaced[0][0] <= self._steps_ended:
+            self._pool.recycle(self._replaced.popleft()[1])
+
+    def _recycle_replaced(self, blocks: Int32Array) -> None:
+        """Recycle duplicates when no step in flight can read them."""
+        if self._steps_ended == self._steps_begun:
+            self._pool.recycle(blocks)
+        else:
+            self._replaced.append((self._steps_begun, blocks.copy()))
 
     def next_block(self, lease: Lease, tokens: Tokens) -> NextBlock | None:
         """Identify the next block that a lease will publish; None if tokens do not fill it.
@@ -353,8 +385,8 @@ class CacheManager:
         """End every lease and free every block, for example because the weights have changed.
 
         Blocks that operations of the old epoch still write become free when those have ended.
-        Storage is not cleared: set `Tiers.storage` to a namespace for the new weights, or the
-        blocks of the old weights are found again.
+        No step may be in flight. Storage is not cleared: set `Tiers.storage` to a namespace for the
+        new weights, or the blocks of the old weights are found again.
 
         Args:
             keep: namespaces whose published blocks stay.
@@ -363,6 +395,9 @@ class CacheManager:
             NamespaceError: if keep is not a collection of bytes.
         """
         check_namespaces("keep", keep)
+        self._steps_ended = self._steps_begun
+        while self._replaced:
+            self._pool.recycle(self._replaced.popleft()[1])
         if self.tiers is None and not keep:
             self._tree = RadixTree(self.block_size)
             self._pool.reset()
@@ -405,11 +440,12 @@ class CacheManager:
         self._tree.check()
         self.tables.check()
         check_leases(self._leases, self.tables, self.epoch)
-        holders, quarantined = list(self._leases.values()), []
+        holders = list(self._leases.values())
+        quarantined = [block for _, blocks in self._replaced for block in blocks.tolist()]
         if self.tiers is not None:
             holders += self.tiers.loader.detached.values()
             self.tiers.check(holders)
-            quarantined = self.tiers.quarantined_device_blocks()
+            quarantined += self.tiers.quarantined_device_blocks()
         check_ownership(self._pool, self._tree, holders, quarantined)
 
     # Shared steps
@@ -455,7 +491,7 @@ class CacheManager:
         last = first + len(run) // tree.block_bytes
         # Usually no other lease has published the same block, and there is no duplicate.
         if run[: tree.block_bytes] in lease.node.children:
-            self._duplicate_blocks += deduplicate(tree, self._pool, lease, run, tiers)
+            self._duplicate_blocks += deduplicate(tree, self._recycle_replaced, lease, run, tiers)
             run = run[(lease.num_shared_blocks - first) * tree.block_bytes :]
             first = lease.num_shared_blocks
         if run:

@@ -17,7 +17,7 @@ class Scheduler:
         policy: order of admission and preemption.
         token_budget: most tokens of a step.
         max_running: most requests that hold blocks at a time.
-        reserve_tokens, prefix_cache, preempt: see `MixedScheduler`.
+        reserve_tokens, prefix_cache, preempt, depth: see `MixedScheduler`.
     """
 
     def __init__(self, batch: BatchScheduler) -> None:
@@ -30,11 +30,12 @@ class Scheduler:
         self.reserve_tokens = batch.reserve_tokens
         self.prefix_cache = batch.prefix_cache
         self.preempt = batch.preempt
+        self.depth = batch.depth
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has yet to end."""
-        return bool(self._queues)
+        """Whether any request has yet to end, or any step is in flight."""
+        return bool(self._queues or self._batch.in_flight)
 
     @property
     def running(self) -> Sequence[Request]:
@@ -49,11 +50,12 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan the next step.
 
-        The plan is empty only if there is no work, or if all requests wait for copies or hand-offs.
-        Do not pass an empty plan to `update`: call `schedule` again after the next completion.
+        The plan is empty only if there is no work, or if all requests wait for copies, hand-offs,
+        or the steps in flight. Do not pass an empty plan to `update`: call `schedule` again after
+        the next completion.
 
         Raises:
-            StepOrderError: if `update` was not called for the last plan.
+            StepOrderError: if `depth` plans are in flight: `update` was not called for them.
         """
         return self._batch.schedule()
 

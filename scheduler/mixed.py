@@ -44,6 +44,7 @@ class MixedScheduler(Scheduler):
         reserve_tokens: int | None = 512,
         prefix_cache: bool = True,
         preempt: PreemptMode = "recompute",
+        depth: int = 1,
     ) -> None:
         """Make a scheduler. Nothing else may use its manager.
 
@@ -58,6 +59,9 @@ class MixedScheduler(Scheduler):
             preempt: "recompute" lets the cache drop the KV of a preempted request. "host" parks it
                 in the host tier if there is room. "storage" does the same, but the host may drop
                 it once storage has it.
+            depth: most steps in flight: how often `schedule` may be called before `update`. A
+                request's next row is planned before its last token is known. The token that
+                follows a stop token is then computed in vain, and discarded.
 
         Raises:
             ConfigError, CountError: for an invalid policy, sizes that do not fit together, or a
@@ -72,6 +76,7 @@ class MixedScheduler(Scheduler):
                 reserve_tokens=reserve_tokens,
                 prefix_cache=prefix_cache,
                 preempt=preempt,
+                depth=depth,
             )
         )
 
@@ -85,10 +90,10 @@ class MixedScheduler(Scheduler):
         self._batch.add(request)
 
     def update(self, plan: StepPlan, next_tokens: Sequence[int]) -> list[Request]:
-        """Apply the results of the last plan: publish blocks, append tokens, end requests.
+        """Apply the results of a plan: publish blocks, append tokens, end requests.
 
         Args:
-            plan: the plan that `schedule` returned last.
+            plan: the first plan in flight.
             next_tokens: the token sampled after each chunk. It is used where the chunk completed
                 the tokens of its request.
 
@@ -103,7 +108,7 @@ class MixedScheduler(Scheduler):
     def abort(self, request_id: str) -> bool:
         """End a request in any state; return False if no active request has this id.
 
-        During a step, its blocks are released by the `update` of that step. Blocks that are being
+        Steps in flight keep its blocks until the `update` of the last one. Blocks that are being
         copied for it are released when the copy has ended.
         """
         return self._batch.abort(request_id)

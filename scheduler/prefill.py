@@ -235,7 +235,7 @@ class PrefillScheduler(Scheduler):
 
     def _call(self, call: Callable[[], None]) -> None:
         """Run a call now, or after the step in flight, which uses the blocks."""
-        if self._batch.in_flight is not None:
+        if self._batch.in_flight:
             self._deferred.append(call)
             return
         call()
@@ -269,7 +269,7 @@ class PrefillScheduler(Scheduler):
         Raises:
             StepOrderError: for another plan, or if it is not the next group.
         """
-        if plan is not self._batch.in_flight or group != self._num_written:
+        if not self._batch.is_next(plan) or group != self._num_written:
             raise StepOrderError(f"group {group} was written, expected {self._num_written}")
         for chunk in plan.chunks:
             key = _as_prompt(chunk.request).key

@@ -157,6 +157,9 @@ class Request:
         self.arrival = 0
         self.has_begun = False  # set when the hits are counted
         self.num_prefill_tokens = 0
+        self.num_scheduled = 0  # leading tokens that are computed, or will be by steps in flight
+        self.num_steps = 0  # steps in flight that compute some of its tokens
+        self.num_unread = 0  # tokens that these steps sample
         self.num_lost_tokens = 0
         self.lease: Lease | None = None
         self.match: Match | None = None
@@ -183,6 +186,15 @@ class Request:
     def is_prefilling(self) -> bool:
         """Whether tokens from before the last admission have yet to be computed."""
         return self.num_computed < self.num_prefill_tokens
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether the next step can compute one more token of the output.
+
+        Its last token may be that of a step in flight, and is then the last one at the limit.
+        """
+        is_whole = self.num_scheduled >= self.num_prefill_tokens
+        return is_whole and len(self.output_tokens) + self.num_unread < self.max_new_tokens
 
     def append(self, token: int) -> FinishReason | None:
         """Append a generated token; return the reason if the request ends with it."""

@@ -36,9 +36,13 @@ class StepPlan:
     preempted: list[Request] = field(default_factory=list)
 
     def add(self, chunk: Chunk) -> None:
-        """Append a chunk and count its tokens."""
+        """Append a chunk, and count its tokens as scheduled."""
         self.chunks.append(chunk)
         self.num_tokens += chunk.length
+        request = chunk.request
+        request.num_steps += 1
+        request.num_scheduled += chunk.length
+        request.num_unread += request.num_scheduled == request.num_tokens + request.num_unread
 
 
 @dataclass

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 
-from ..tokens import INT32
-from .block_pool import BlockPool
+from ..tokens import INT32, Int32Array
 from .lease import Lease
 from .node import Node
 from .radix_tree import RadixTree
@@ -21,13 +21,17 @@ class SlowerTiers(Protocol):
 
 
 def deduplicate(
-    tree: RadixTree, pool: BlockPool, lease: Lease, run: bytes, tiers: SlowerTiers | None
+    tree: RadixTree,
+    recycle: Callable[[Int32Array], None],
+    lease: Lease,
+    run: bytes,
+    tiers: SlowerTiers | None,
 ) -> int:
     """Replace the duplicate blocks of a lease by the published ones, and recycle them.
 
     Args:
         tree: the radix tree.
-        pool: the pool of device blocks.
+        recycle: recycles duplicates; they are a view that changes after the call.
         lease: the lease; its number of shared blocks grows.
         run: tokens of its first private blocks, as bytes of int32.
         tiers: the tiers below the device, or None.
@@ -45,7 +49,7 @@ def deduplicate(
             published = first + walk.num_bytes // block_bytes
             lease.node = tree.pin(walk, above=lease.node)
             copies = ids[first:published]
-            pool.recycle(copies)
+            recycle(copies)
             num_copies += len(copies)
             theirs = tree.path_blocks(lease.node)
             ids[first:published] = np.frombuffer(theirs, INT32)[first:]

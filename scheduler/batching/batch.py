@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from ...kvcache import CacheManager, Lease, Match, NextBlock, RequestTooLargeError
+from ...kvcache import CacheManager, Lease, Match, NextBlock, OutOfBlocksError, RequestTooLargeError
 from ...kvcache.tokens import as_count, check_namespaces
 from ..errors import ConfigError, RequestError, StepOrderError
 from ..policy import Policy, as_policy
@@ -26,7 +27,7 @@ class BatchScheduler:
 
     Attributes:
         queues: requests that have not ended.
-        in_flight: the plan that was scheduled and not yet updated.
+        in_flight: plans that were scheduled and not yet updated, in order; at most `depth`.
         is_paused: admit no request.
     """
 
@@ -40,6 +41,7 @@ class BatchScheduler:
         reserve_tokens: int | None,
         prefix_cache: bool = True,
         preempt: PreemptMode = "recompute",
+        depth: int = 1,
         leases: Leases | None = None,
         receiving: Callable[[], Sequence[Request]] = lambda: (),
         quarantined: Callable[[], Sequence[Request]] = lambda: (),
@@ -67,7 +69,8 @@ class BatchScheduler:
         self.prefix_cache = prefix_cache
         self.preempt = preempt
         self.queues = RequestQueues(as_policy(policy))
-        self.in_flight: StepPlan | None = None
+        self.depth = as_count("depth", depth, minimum=1)
+        self.in_flight: deque[StepPlan] = deque()
         self.is_paused = False
         self._stats = SchedulerStats()
         self._leases = leases if leases is not None else ManagerLeases(manager, prefix_cache)
@@ -121,7 +124,8 @@ class BatchScheduler:
         """Add a request that holds blocks, and whose prompt was computed by another node."""
         request.has_begun = True  # the prefill node counted its hits
         request.status = RequestStatus.RUNNING
-        request.num_prefill_tokens = request.num_computed = request.num_prompt_tokens
+        request.num_prefill_tokens = request.num_prompt_tokens
+        request.num_computed = request.num_scheduled = request.num_prompt_tokens
         self.queues.add_running(request)
         self._stats.admitted += 1
 
@@ -130,25 +134,23 @@ class BatchScheduler:
         request = self.queues.find(request_id)
         if request is None:
             return False
-        chunks = self.in_flight.chunks if self.in_flight is not None else ()
-        in_step = any(chunk.request is request for chunk in chunks)
-        self.end(request, "abort", keep_lease=in_step)
+        self.end(request, "abort")
         return True
 
-    def end(self, request: Request, reason: FinishReason, keep_lease: bool = False) -> None:
-        """End a request in any state; its lease may be kept until `update`."""
+    def end(self, request: Request, reason: FinishReason) -> None:
+        """End a request in any state; steps in flight keep its blocks until their `update`."""
         self.queues.remove(request)
         request.status = RequestStatus.ABORTED if reason == "abort" else RequestStatus.FINISHED
         request.finish_reason = reason
         request.match = None
         if self._transfers is not None:
             self._transfers.forget(request)
-        if not keep_lease:
+        if not request.num_steps:
             self._leases.release(request)
 
     def reset_cache(self, keep: Collection[bytes], weights_revision: str) -> None:
         """See `MixedScheduler.reset_cache`."""
-        if self.in_flight is not None:
+        if self.in_flight:
             raise StepOrderError("reset_cache was called before update")
         check_namespaces("keep", keep)
         queues, transfers = self.queues, self._transfers
@@ -169,19 +171,24 @@ class BatchScheduler:
 
     def schedule(self) -> StepPlan:
         """See `Scheduler.schedule`."""
-        if self.in_flight is not None:
-            raise StepOrderError("schedule was called again before update")
+        if len(self.in_flight) == self.depth:
+            raise StepOrderError(
+                f"schedule was called with {self.depth} steps in flight of {self.depth}"
+            )
         plan = StepPlan()
         if self._may_load:
             self._begin_loaded()
-        self._plan_decode(plan)
+        if not self._plan_decode(plan):
+            return plan
         for request in self.queues.running:
-            if request.is_prefilling:
+            if request.num_scheduled < request.num_prefill_tokens:
                 self._plan_prefill(plan, request)
         if not (plan.preempted or self.is_paused):
             self._admit(plan)
-        self._stats.steps += bool(plan.chunks)
-        self.in_flight = plan if plan.chunks else None
+        if plan.chunks:
+            self._stats.steps += 1
+            self.in_flight.append(plan)
+            self.manager.begin_step()
         assert plan.chunks or not self.queues or self._is_waiting(), (
             "there is work, but nothing can be scheduled"
         )
@@ -190,20 +197,25 @@ class BatchScheduler:
     def _is_waiting(self) -> bool:
         """Tell whether an event outside a step can make a request runnable."""
         has_copies = self._transfers is not None and self._transfers.is_busy
-        return has_copies or self.is_paused or self._has_handoffs()
+        return bool(self.in_flight) or has_copies or self.is_paused or self._has_handoffs()
 
-    def _plan_decode(self, plan: StepPlan) -> None:
-        decoding = self.preemption.extend_decoding(plan)
+    def _plan_decode(self, plan: StepPlan) -> bool:
+        """Plan a token of each decoding request; False if that must wait for steps in flight."""
+        try:
+            decoding = self.preemption.extend_decoding(plan, is_ahead=bool(self.in_flight))
+        except OutOfBlocksError:
+            return False
         for request in decoding:
-            plan.add(Chunk(request, request.num_computed, 1))
+            plan.add(Chunk(request, request.num_scheduled, 1))
         plan.num_decode = len(decoding)
         self._stats.decode_tokens += len(decoding)
+        return True
 
     def _plan_prefill(self, plan: StepPlan, request: Request) -> None:
         """Plan as many tokens of a prompt as the budget allows."""
         if request.status is RequestStatus.LOADING:
             return
-        start = request.num_computed
+        start = request.num_scheduled
         length = min(request.num_tokens - start, self.token_budget - plan.num_tokens)
         if length > 0:
             plan.add(Chunk(request, start, length))
@@ -299,7 +311,7 @@ class BatchScheduler:
         else:
             self._stats.resumed_hit_tokens += hit_tokens
         request.status = RequestStatus.RUNNING
-        request.num_computed = hit_tokens
+        request.num_computed = request.num_scheduled = hit_tokens
 
     def _next_block(self, request: Request) -> NextBlock | None:
         """Identify the block that a prefilling request is about to compute and publish."""
@@ -312,21 +324,29 @@ class BatchScheduler:
     def update(self, plan: StepPlan, next_tokens: Sequence[int]) -> list[Request]:
         """See `MixedScheduler.update`."""
         self.check_results(plan, next_tokens)
-        self.in_flight = None
+        self.in_flight.popleft()
+        self.manager.end_step()
         finished = []
         for chunk, token in zip(plan.chunks, next_tokens, strict=True):
             request = chunk.request
-            if request.status is not RequestStatus.RUNNING:  # aborted during the step
-                self._leases.release(request)
+            request.num_steps -= 1
+            if request.status is not RequestStatus.RUNNING:  # ended while the step was in flight
+                if not request.num_steps:
+                    self._leases.release(request)
                 continue
             request.num_computed = chunk.start + chunk.length
             self._leases.publish(request)
             if request.num_computed == request.num_tokens:
+                request.num_unread -= 1
                 reason = request.append(int(token))
                 if reason is not None:
                     self.end(request, reason)
                     finished.append(request)
         return finished
+
+    def is_next(self, plan: StepPlan) -> bool:
+        """Tell whether a plan is the one to update next."""
+        return bool(self.in_flight) and plan is self.in_flight[0]
 
     def check_results(self, plan: StepPlan, next_tokens: Sequence[int]) -> None:
         """Check that results belong to the plan in flight, one per chunk.
@@ -334,7 +354,7 @@ class BatchScheduler:
         Raises:
             StepOrderError: if they do not.
         """
-        if plan is not self.in_flight:
+        if not self.is_next(plan):
             raise StepOrderError("update was called with a plan that is not in flight")
         if len(next_tokens) != len(plan.chunks):
             raise StepOrderError(

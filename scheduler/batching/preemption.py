@@ -64,20 +64,27 @@ class Preemption:
         self._mode = mode
         self._stats = stats
 
-    def extend_decoding(self, plan: StepPlan) -> list[Request]:
+    def extend_decoding(self, plan: StepPlan, *, is_ahead: bool) -> list[Request]:
         """Extend the lease of every decoding request by a token.
 
         While blocks are short, requests are preempted, or wait if copies will free enough blocks.
 
+        Args:
+            plan: the plan, to which preempted requests are added.
+            is_ahead: whether steps are in flight. Their blocks are not given up.
+
         Returns:
             The requests that decode in this step.
+
+        Raises:
+            OutOfBlocksError: if blocks are short while steps are in flight.
         """
         queues, held_back = self._queues, set[Request]()
         while True:
             decoding = [
                 request
                 for request in queues.running
-                if not request.is_prefilling and request not in held_back
+                if request.can_decode and request not in held_back
             ]
             if not decoding:
                 return decoding
@@ -86,6 +93,8 @@ class Preemption:
                 self._manager.extend_batch(rows)
                 return decoding
             except OutOfBlocksError as short:
+                if is_ahead:
+                    raise
                 if self._transfers is None or not self.copies_will_free(short.needed):
                     self.preempt(plan)
                 else:
@@ -137,7 +146,7 @@ class Preemption:
         self._leases.release(victim)
         victim.num_preemptions += 1
         victim.num_lost_tokens = max(victim.num_lost_tokens, victim.num_computed)
-        victim.num_computed = 0
+        victim.num_computed = victim.num_scheduled = 0
         victim.match = None
         self._queues.suspend(victim)
         self._stats.preemptions += 1

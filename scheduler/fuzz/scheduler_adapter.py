@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from types import ModuleType
@@ -24,7 +25,7 @@ from ...spec.rules.cache import C3
 from ...spec.rules.rule import require
 from .lent_tokens import lend, take_back
 
-IN_FLIGHT: Final = ("schedule again", "update another plan", "update with a token too few")
+IN_FLIGHT: Final = ("schedule too far ahead", "update another plan", "update with a token too few")
 """Wrong calls while a step is in flight."""
 
 BETWEEN: Final = ("add a twin", "update the last plan again", "abort an unknown request")
@@ -63,8 +64,9 @@ class MixedAdapter:
         self.manager = self._make_manager(config)
         self.package = scheduler
         self.scheduler = self._make_scheduler(config)
+        self.depth = self.scheduler.depth
         self.requests: dict[str, Any] = {}
-        self.plan: Any = None
+        self.plans: deque[Any] = deque()
         self.last_plan: Any = None
 
     def _make_manager(self, config: Config) -> CacheManager:
@@ -73,7 +75,10 @@ class MixedAdapter:
 
     def _make_scheduler(self, config: Config) -> Any:
         return self.package.MixedScheduler(
-            self.manager, prefix_cache=config["prefix_cache"], **self._options(config)
+            self.manager,
+            prefix_cache=config["prefix_cache"],
+            depth=config.get("depth", 1),
+            **self._options(config),
         )
 
     def _options(self, config: Config) -> dict[str, Any]:
@@ -115,13 +120,13 @@ class MixedAdapter:
     def schedule(self) -> list[Chunk]:
         """Plan the next step."""
         plan = self.scheduler.schedule()
-        self.plan = plan if plan.chunks else None
+        if plan.chunks:
+            self.plans.append(plan)
         return [(chunk.request.request_id, chunk.start, chunk.length) for chunk in plan.chunks]
 
     def update(self, tokens: list[int]) -> list[str]:
         """Report the token after each chunk; return the ids of the requests that ended."""
-        plan, self.plan = self.plan, None
-        self.last_plan = plan
+        self.last_plan = plan = self.plans.popleft()
         lent = lend(tokens)
         ended = self.scheduler.update(plan, lent)
         take_back(lent, tokens)
@@ -181,17 +186,20 @@ class MixedAdapter:
 
     def misuse(self, kind: int, name: str) -> bool:
         """Make a wrong call, and return whether it was refused."""
-        if self.plan is not None:
+        if self.plans:
             return self._misuse_in_flight(IN_FLIGHT[kind % len(IN_FLIGHT)])
         return self._misuse_between(BETWEEN[kind % len(BETWEEN)], name)
 
     def _misuse_in_flight(self, what: str) -> bool:
-        scheduler, plan = self.scheduler, self.plan
+        scheduler, plan = self.scheduler, self.plans[0]
+        other = self.plans[-1]
+        if other is plan:
+            other = self.package.StepPlan(list(plan.chunks))
         try:
-            if what == "schedule again":
+            if what == "schedule too far ahead" and len(self.plans) == self.depth:
                 scheduler.schedule()
-            elif what == "update another plan":
-                scheduler.update(self.package.StepPlan(list(plan.chunks)), [0] * len(plan.chunks))
+            elif what != "update with a token too few":
+                scheduler.update(other, [0] * len(other.chunks))
             else:
                 scheduler.update(plan, [0] * (len(plan.chunks) - 1))
         except self.package.StepOrderError:

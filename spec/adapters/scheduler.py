@@ -53,16 +53,24 @@ Chunk: TypeAlias = tuple[str, int, int]
 
 
 class Scheduler(Protocol):
-    """A scheduler and its cache. Methods are called only with names of requests that were added."""
+    """A scheduler and its cache. Methods are called only with names of requests that were added.
+
+    A scheduler that plans further steps before it has the results of a step has an attribute
+    ``depth``: the most steps in flight. `update` is then called for them in order.
+    """
 
     def add(self, request: Submission) -> bool:
         """Queue a request; False if it is too large for the pool."""
 
     def schedule(self) -> Sequence[Chunk]:
-        """Plan the next step."""
+        """Plan the next step; nothing while it waits for copies, or for the steps in flight."""
 
     def update(self, tokens: Sequence[int]) -> Sequence[str]:
-        """Take the token after each chunk (-1 within a prompt); return the requests that ended."""
+        """Take the token after each chunk (-1 within a prompt) of the first step in flight.
+
+        Returns:
+            The requests that ended in it.
+        """
 
     def abort(self, name: str) -> bool:
         """End a request; False if it has ended already."""

@@ -59,6 +59,7 @@ class SchedulerTarget:
         promises: the promises of the scheduler.
         can: names of the optional methods that the adapter has.
         has_tiers: whether the configuration has tiers below the device.
+        depth: most steps in flight.
         is_decode_node: whether it has, and prefill nodes compute the prompts.
     """
 
@@ -97,6 +98,7 @@ class SchedulerTarget:
             if not callable(getattr(self._adapter, method, None)):
                 kind = type(self._adapter).__name__
                 raise AdapterError(f"{kind} has no method {method}; it needs {wanted}")
+        self.depth: int = min(config.get("depth", 1), getattr(self._adapter, "depth", 1))
         self.promises = getattr(self._adapter, "promises", SchedulerPromises())
         if not isinstance(self.promises, SchedulerPromises):
             raise AdapterError(

@@ -47,6 +47,8 @@ class Request:
         order: rank in the policy; the lowest comes first.
         computed: leading tokens with KV in the cache.
         target: number of tokens at the last admission, up to which the request prefills.
+        scheduled: leading tokens that are computed, or that steps in flight compute.
+        unread: tokens that steps in flight sample; `discarded` would follow a stop token.
         hit: cached tokens at the last admission, with those that copies brought once it begins.
         is_loading: whether it was admitted, and waits for copies into its blocks.
         overtaken: number of later requests that were admitted since it began to wait.
@@ -70,11 +72,12 @@ class Request:
         self.phase: Phase = "waiting"
         self.is_loading = self.has_begun = False
         self.num_output = self.num_preemptions = self.overtaken = 0
-        self.computed = self.target = self.hit = 0
+        self.computed = self.scheduled = self.unread = self.target = self.hit = 0
+        self.discarded: list[int] = []
         self.retag(root)
-        while len(self.outputs) < max_new_tokens and self.reason == "length":
+        while len(self.outputs) + len(self.discarded) < max_new_tokens:
             token = next_token(self.tags[-1], alphabet)
-            self.outputs.append(token)
+            (self.outputs if self.reason == "length" else self.discarded).append(token)
             self.tags.append(next_tag(self.tags[-1], token))
             if token in stop:
                 self.reason = "stop"
@@ -83,7 +86,7 @@ class Request:
         """Compute the tags of all prefixes anew, as if under the weights of another root."""
         self.tags: list[Tag] = []
         tag = root
-        for token in (*self.tokens, *self.outputs[self.num_output :]):
+        for token in (*self.tokens, *self.outputs[self.num_output :], *self.discarded):
             tag = next_tag(tag, token)
             self.tags.append(tag)
 
@@ -94,6 +97,21 @@ class Request:
     def prefilling(self) -> bool:
         """Whether tokens from before the admission are not computed yet."""
         return self.computed < self.target
+
+    @property
+    def num_known(self) -> int:
+        """Number of tokens, with those that steps in flight sample."""
+        return len(self.tokens) + self.unread
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether the next step can compute a token, even if its last one is not read yet."""
+        return self.scheduled < min(self.num_known, self.max_kv_tokens)
+
+    def next_sampled(self, end: int) -> int:
+        """Token that the language model adds after `end` tokens, even after a stop."""
+        drawn = (*self.outputs, *self.discarded)
+        return drawn[end - (len(self.tokens) - self.num_output)]
 
     @property
     def is_live(self) -> bool:
@@ -117,7 +135,7 @@ class Request:
         """Take the blocks away; the request computes again what the cache loses."""
         self.phase = "preempted"
         self.num_preemptions += 1
-        self.computed = self.target = self.hit = 0
+        self.computed = self.scheduled = self.target = self.hit = 0
         self.is_loading = False
 
 
@@ -197,6 +215,7 @@ class SchedulerModel:
             arrived.
         published: block of each prefix, by the tag of its last token, that the cache holds for
             certain.
+        flights: steps in flight, in order: they are decided, and not completed.
         situations: how often each situation of interest occurred.
     """
 
@@ -209,6 +228,7 @@ class SchedulerModel:
         self.before: dict[str, list[int]] = {}
         self.receiving: dict[str, list[int]] = {}
         self.published: dict[Tag, int] = {}
+        self.flights: list[Step] = []
         self.situations: Counter[str] = Counter()
 
     # Derived state
@@ -227,6 +247,10 @@ class SchedulerModel:
         queued = [request for request in self.live.values() if request.phase != "running"]
         resumed_first = "resumed_first" in self.promised
         return sorted(queued, key=lambda each: (resumed_first and not each.is_resumed, each.order))
+
+    def is_in_flight(self, request: Request) -> bool:
+        """Whether a step in flight computes tokens of a request."""
+        return any(request is each for step in self.flights for each, _, _ in step.chunks)
 
     def growth(self) -> int:
         """Number of blocks that the running requests may need for the next step, at most."""
@@ -269,7 +293,7 @@ class SchedulerModel:
         """
         request.phase, request.has_begun, request.order = "running", True, order
         request.hit, request.target = num_cached, len(request.tokens)
-        request.computed = len(request.tokens)
+        request.computed = request.scheduled = len(request.tokens)
         self.running = [*self.running, request]
         self.receiving.pop(request.name, None)
         self.tables[request.name] = list(table)
@@ -289,9 +313,9 @@ class SchedulerModel:
             self.end(request)
         return not request.is_live
 
-    def abort(self, request: Request, step: Step | None, freed: int) -> None:
+    def abort(self, request: Request, freed: int) -> None:
         """Abort a request, perhaps in a step in flight; `freed` blocks became available."""
-        if step is not None and any(chunk[0] is request for chunk in step.chunks):
+        if self.is_in_flight(request):
             self.situations["aborted in flight"] += 1
             can_free = not freed or "keeps_in_flight" not in self.promised
             require(can_free, rules.Q23, "{} is in flight, and frees {} blocks", request, freed)
@@ -307,6 +331,8 @@ class SchedulerModel:
             if request.is_loading and request.name not in step.loading:
                 # It was loaded, began and was preempted within the step: its hits are not seen.
                 request.has_begun = True
+            kept = not self.flights or "keeps_in_flight" not in self.promised
+            require(kept, rules.Q23, "{} is preempted while steps are in flight", request)
             request.suspend()
         for request in step.admitted:
             request.phase = "running"
@@ -317,13 +343,17 @@ class SchedulerModel:
         for name, computed in step.begun.items():
             request = self.live[name]
             request.hit, request.computed = step.arrived.get(name, request.hit), computed
+            request.scheduled = computed
             request.is_loading, request.has_begun = False, True
         self._check(step)
+        for request in step.admitted if "publish_on_compute" in self.promised else ():
+            self.read(request, step.tables[request.name], request.hit, "at its admission")
 
     def _check(self, step: Step) -> None:
         """Check the rules of every scheduler for a decision."""
         limits, live, num_chunks = self.limits, self.live, len(step.chunks)
-        is_due = bool(num_chunks) <= bool(live) <= bool(num_chunks or step.num_copies)
+        may_wait = bool(num_chunks or step.num_copies or self.flights)
+        is_due = bool(num_chunks) <= bool(live) <= may_wait
         require(is_due, rules.Q14, "{} chunks for {} live requests", num_chunks, len(live))
         most, num_tokens = limits.token_budget, step.num_tokens
         require(num_tokens <= most, rules.Q15, "{} tokens are planned, of {}", num_tokens, most)
@@ -339,15 +369,23 @@ class SchedulerModel:
         planned = [request for request, _, _ in step.chunks]
         require(len(set(planned)) == num_chunks, rules.Q19, "one of {} has two chunks", planned)
         for request, start, length in step.chunks:
-            known, computed, end = len(request.tokens), request.computed, start + length
+            known, end = request.num_known, start + length
             is_running = request.phase == "running"
             require(is_running, rules.Q2, "{} is computed while {}", request, request.phase)
-            is_ready = start == computed and start < end <= known and not request.is_loading
-            why = "{} has {} of {} tokens computed, and a chunk from {} to {}"
-            require(is_ready, rules.Q19, why, request, computed, known, start, end)
+            is_ready = start == request.scheduled and not request.is_loading
+            is_ready = is_ready and start < end <= min(known, request.max_kv_tokens)
+            why = "{} has {} of {} tokens scheduled, and a chunk from {} to {}"
+            require(is_ready, rules.Q19, why, request, request.scheduled, known, start, end)
             table = self.tables[request.name]
             is_held = len(table) >= self.blocks_for(end) and len(set(table)) == len(table)
             require(is_held, rules.Q20, "{} writes up to token {} with {}", request, end, table)
+
+    def launch(self, step: Step) -> None:
+        """Put a step in flight: the device computes it later, after those before it."""
+        self.flights.append(step)
+        for request, start, length in step.chunks:
+            request.scheduled = start + length
+            request.unread += request.scheduled == request.num_known
 
     def compute(self, step: Step) -> None:
         """Compute the chunks on the device: each reads the KV before it, and writes its own.
@@ -375,13 +413,17 @@ class SchedulerModel:
     def complete(self, step: Step, ended: Sequence[str]) -> None:
         """Append the sampled tokens and publish; `ended` are the requests that end with theirs."""
         expected = []
+        self.flights.remove(step)
         for request, start, length in step.chunks:
-            if not request.is_live:  # aborted while in flight
+            if not request.is_live:  # its token is discarded: it ended while the step was in flight
+                self.situations["token discarded"] += request.reason == "stop"
                 continue
             request.computed = start + length
             self.publish(request, step.tables[request.name])
-            if request.computed == len(request.tokens) and self._extend(request):
-                expected.append(request.name)
+            if request.computed == len(request.tokens):
+                request.unread -= 1
+                if self._extend(request):
+                    expected.append(request.name)
         is_right = sorted(ended) == sorted(expected)
         require(is_right, rules.Q28, "{} ended in this step, and not {}", ended, expected)
 
@@ -417,6 +459,7 @@ class SchedulerModel:
         tables: Mapping[str, Sequence[int]],
         computed: Mapping[str, int],
         available: int,
+        kept: Mapping[str, Sequence[int]],
         is_busy: bool = False,
     ) -> None:
         """Check the state that the scheduler shows between two calls.
@@ -425,6 +468,7 @@ class SchedulerModel:
             running, waiting: names of the requests with and without blocks, in order.
             tables, computed: blocks and computed tokens of the running ones.
             available: number of blocks that are free or can be evicted.
+            kept: blocks of requests that ended while steps in flight compute them.
             is_busy: whether copies are in flight, which may hold blocks too.
         """
         known = [request.name for request in self.running]
@@ -440,8 +484,16 @@ class SchedulerModel:
             self.tables[request.name] = list(table)
             self.read(request, table, found, "between two steps")
             self.publish(request, table)
-        lost = self.limits.num_blocks - len(self.held()) - available
-        is_exact = "exact" in self.promised and not is_busy
+        held = self.held().union(*kept.values())
+        if "keeps_in_flight" in self.promised:
+            named = held.union(
+                *(step.tables[each.name] for step in self.flights for each, _, _ in step.chunks)
+            )
+            num_kept = self.limits.num_blocks - available
+            why = "{} blocks are held or read by steps in flight, and {} are not available"
+            require(len(named) <= num_kept, rules.Q23, why, len(named), num_kept)
+        lost = self.limits.num_blocks - len(held) - available
+        is_exact = "exact" in self.promised and not is_busy and not self.flights
         is_right = lost == 0 if is_exact else lost >= 0
         require(is_right, rules.Q36, "{} blocks are neither held nor can be had", lost)
 

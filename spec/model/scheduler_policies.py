@@ -20,8 +20,9 @@ def check_whole(model: SchedulerModel, step: Step) -> None:
     """Q21: a running request holds the blocks of all of its tokens, or waits for the last one."""
     planned = {request for request, _, _ in step.chunks}
     for request in step.running:
-        held, whole = len(model.tables[request.name]), model.blocks_for(len(request.tokens))
-        waits = step.num_copies and request not in planned and not request.prefilling
+        held, whole = len(model.tables[request.name]), model.blocks_for(request.num_known)
+        may_wait = step.num_copies or model.flights
+        waits = may_wait and request not in planned and request.scheduled >= request.target
         is_whole = held == whole or (waits and held == whole - 1)
         require(is_whole, rules.Q21, "{} holds {} blocks, and not {}", request, held, whole)
 
@@ -33,32 +34,47 @@ def check_progress(model: SchedulerModel, step: Step) -> None:
     """
     planned = [request for request, _, _ in step.chunks]
     idle = [request for request in step.running if request not in planned]
+    if model.flights and not planned:
+        check_waits_for_flights(model, step)
+        return
     for request in idle:
         is_loaded = not request.is_loading or request.name in step.loading
         require(is_loaded, rules.Q18, "{} waits for copies, and none is in flight", request)
     short = [
         request
-        for request in idle if step.num_copies
-        and len(model.tables[request.name]) < model.blocks_for(len(request.tokens))
+        for request in idle if step.num_copies and request.can_go_on
+        and len(model.tables[request.name]) < model.blocks_for(request.num_known)
     ]  # fmt: skip
     if short:
         held, there = len(model.held()), model.limits.num_blocks
         can_wait = held + len(short) <= there
         require(can_wait, rules.Q18, "{} wait for blocks, {} of {} are held", short, held, there)
         model.situations["waited for blocks"] += 1
-    waiting = [each for each in idle if each.is_loading or each in short]
+    waiting = [each for each in idle if each.is_loading or each in short or not each.can_go_on]
     wanted = [request for request in step.running if request not in waiting]
-    wanted.sort(key=lambda request: request.prefilling)
+    wanted.sort(key=lambda request: request.scheduled < request.target)
     if model.limits.host_blocks and step.num_tokens == model.limits.token_budget:
         # What was loaded meanwhile prefills when those that were admitted before leave tokens.
-        decoding = sum(not request.prefilling for request in wanted)
+        decoding = sum(request.scheduled >= request.target for request in wanted)
         del wanted[max(len(planned), decoding) :]
     require(planned == wanted, rules.Q17, "{} are computed, and {} run", planned, step.running)
     for request, start, length in step.chunks:
-        is_whole = start + length == len(request.tokens)
+        is_whole = start + length == request.num_known
         is_cut = request is planned[-1] and step.num_tokens == model.limits.token_budget
         why = "the chunk of {} is cut, with {} tokens in the step"
         require(is_whole or is_cut, rules.Q17, why, request, step.num_tokens)
+
+
+def check_waits_for_flights(model: SchedulerModel, step: Step) -> None:
+    """Q17: nothing goes on beside steps in flight only if a request would have to be preempted."""
+    wanted = [each for each in step.running if each.can_go_on and not each.is_loading]
+    decoding = [each for each in wanted if each.scheduled >= each.target]
+    growing = sum(
+        model.blocks_for(each.num_known) > len(model.tables[each.name]) for each in decoding
+    )
+    must_wait = not wanted or growing > step.available
+    require(must_wait, rules.Q17, "{} can go on beside steps in flight", wanted)
+    model.situations["waited for steps in flight"] += bool(wanted)
 
 
 def check_preempted(model: SchedulerModel, step: Step) -> None:
@@ -230,6 +246,8 @@ def check_reserved(model: SchedulerModel, step: Step) -> None:
     room = len(step.running) < limits.max_running and step.num_tokens < limits.token_budget
     if not waiting or not room or model.receiving:
         return
+    if model.flights and not step.chunks:
+        return  # it waits for them
     head = waiting[0]
     if model.limits.is_decode_node and head.phase == "waiting":
         return  # its prefill node asks for it between two steps

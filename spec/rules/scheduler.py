@@ -2,7 +2,8 @@
 
 A request *waits*, *runs* (it holds blocks) or has ended; one that lost its blocks is *preempted*,
 and waits to be *resumed*. In a step the scheduler names chunks of requests, the device computes
-them, and the scheduler receives the results. The rules stand in the order of a request's life.
+them, and the scheduler receives the results. Between the two the step is *in flight*; a scheduler
+that runs ahead has several in flight. The rules stand in the order of a request's life.
 Those about a policy apply only to a scheduler that promises it (`SchedulerPromises`).
 """
 
@@ -86,7 +87,8 @@ Q16: Final = rule(
 )
 Q17: Final = rule(
     "Q17 running-first",
-    "Running requests progress in every step, decoding ones first; only the budget cuts a chunk.",
+    "Running requests progress in every step, decoding ones first; only the budget cuts a chunk. "
+    "They wait for steps in flight only while blocks are short.",
 )
 Q18: Final = rule(
     "Q18 wait-only-for-needed-copies",
@@ -95,8 +97,8 @@ Q18: Final = rule(
 )
 Q19: Final = rule(
     "Q19 chunk-starts-after-computed",
-    "A chunk starts at the first token that is not computed, and ends at the last known one at "
-    "the latest.",
+    "A chunk starts after the tokens that are computed or in flight, and ends at the latest at the "
+    "last token that is known, or that a step in flight samples.",
 )
 Q20: Final = rule(
     "Q20 scheduled-tokens-have-blocks",
@@ -110,7 +112,9 @@ Q22: Final = rule(
     "Q22 step-reads-own-prefix", "Every read of a step finds the KV of the request's own prefix."
 )
 Q23: Final = rule(
-    "Q23 step-in-flight-keeps-blocks", "The blocks of a step in flight are not given up."
+    "Q23 step-in-flight-keeps-blocks",
+    "No block that a step in flight reads or writes is given up, by an end, a preemption or a "
+    "duplicate.",
 )
 
 # Preemption
@@ -132,7 +136,8 @@ Q27: Final = rule("Q27 no-admission-with-preemption", "A step that preempts a re
 
 Q28: Final = rule(
     "Q28 output-is-the-models",
-    "The output of a request is that of the model alone: preemption loses and repeats nothing.",
+    "The output of a request is that of the model alone: preemption loses and repeats nothing, and "
+    "a token that is sampled after the end is discarded.",
 )
 Q29: Final = rule(
     "Q29 options-keep-output",

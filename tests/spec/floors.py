@@ -69,8 +69,11 @@ SCHEDULER_FLOORS: Final = {
     "refused by the reservation": 14_000,
     "resumed with a hit": 800,
     "resumed without a hit": 600,
+    "steps in flight": 40_000,
+    "token discarded": 850,
     "too large": 5_000,
     "waited for a leader": 260,
+    "waited for steps in flight": 1_400,
     "whole hit": 4_000,
 }
 """Per 200,000 random steps on a scheduler that makes every promise."""
@@ -163,10 +166,13 @@ TIERED_SCHEDULER_FLOORS: Final = {
     "reset: out ended": 10,
     "resumed with a hit": 1_100,
     "resumed without a hit": 880,
+    "steps in flight": 17_000,
+    "token discarded": 330,
     "too large": 5_400,
     "waited for a copy": 17_000,
     "waited for a leader": 1_400,
     "waited for blocks": 1_200,
+    "waited for steps in flight": 700,
     "whole hit": 4_400,
 }
 """Per 200,000 random steps on a scheduler over tiers that makes every promise."""

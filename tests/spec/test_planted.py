@@ -134,7 +134,7 @@ def test_what_the_matrix_reports() -> None:
 
 
 def test_hypothesis_finds_one_too() -> None:
-    found = bug("found", "prefix/deduplication.py", ("pool.recycle(copies)", "pass"))
+    found = bug("found", "prefix/deduplication.py", ("recycle(copies)", "pass"))
     kill = hunt(Hunt(found, "full", 0), max_steps=5_000, engine="hypothesis")
     assert kill.rule
     assert 0 < kill.steps <= 5_000

@@ -23,6 +23,7 @@ def draw_config(below: Below) -> Config:
         "reserve_tokens": (None, 0, 0, 0, 0, 2)[below(6)],
         "prefix_cache": below(5) > 0,
         "alphabet": (1, 2, 3, 8)[below(4)],
+        "depth": (1, 1, 2, 2, 3)[below(5)],
     }
 
 
@@ -41,6 +42,7 @@ def draw_tiers(below: Below) -> Config:
         "storage": storage,
         "preempt": ("recompute", "host", "host", "storage" if storage else "host")[below(4)],
         "late": below(2),
+        "depth": (1, 1, 2)[below(3)],
         "decode": int(below(6) == 5),
     }
 

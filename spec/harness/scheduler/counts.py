@@ -80,7 +80,7 @@ class Counts:
         books, seen, num_decode = self.books, self.situations, 0
         for request, start, length in step.chunks:
             end = start + length
-            if request.prefilling:
+            if start < request.target:
                 books.prefill_tokens += length
                 books.recomputed_tokens += max(min(end, self.reached[request]) - start, 0)
                 seen["chunk cut by the budget"] += end < len(request.tokens)

@@ -24,6 +24,8 @@ WAYS: Final[tuple[dict[str, Any], ...]] = (
     {"token_budget": 1, "max_running": 1},
     {"token_budget": 64, "max_running": 6},
     {"growth": "singles", "reserve_tokens": 0},
+    {"depth": 1},
+    {"depth": 3, "reserve_tokens": 0},
 )
 """Changes of a configuration that must not change any output."""
 

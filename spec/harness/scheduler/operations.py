@@ -14,7 +14,7 @@ from ..operations import ALWAYS, Groups, Operation, Table, name_drawn, number
 from .configuration import MAX_WAITING, NAMESPACES, draw_prompt
 from .copies import ROUNDS
 from .state import SchedulerState
-from .step import end_by_abort, run_step, settle
+from .step import complete_step, end_by_abort, run_step, settle
 
 LAST_PRIORITY: Final = 3
 """Priority of requests that must not overtake others."""
@@ -61,15 +61,23 @@ def step(world: SchedulerState) -> bool:
     return True
 
 
+def complete(world: SchedulerState) -> bool:
+    """Complete the first step in flight, before the scheduler runs as far ahead as it may."""
+    if not world.model.flights:
+        return False
+    complete_step(world)
+    return True
+
+
 def step_abort(world: SchedulerState, names: Sequence[str]) -> bool:
     """Run a step, and abort some requests while it is in flight."""
-    run_step(world, lambda step: [end_by_abort(world, name, step) for name in names])
+    run_step(world, lambda step: [end_by_abort(world, name) for name in names])
     return True
 
 
 def step_abort_early(world: SchedulerState, names: Sequence[str]) -> bool:
     """Run a step, and abort some requests before the copies that it asks for begin."""
-    run_step(world, early=lambda step: [end_by_abort(world, name, step) for name in names])
+    run_step(world, early=lambda step: [end_by_abort(world, name) for name in names])
     return True
 
 
@@ -101,7 +109,7 @@ def most_steps(world: SchedulerState) -> int:
     ends may have made all others start again. Beside copies, some steps only wait.
     """
     work = sum(request.max_kv_tokens + 1 for request in world.live.values())
-    bound = (len(world.live) + 1) * work
+    bound = world.target.depth * (len(world.live) + 1) * work
     return bound if world.copies is None else COPIES_PER_STEP * bound + ROUNDS
 
 
@@ -144,6 +152,8 @@ def drain(world: SchedulerState) -> bool:
         not world.live,
         Q30, "{} steps, and {} have not ended", bound, world.names(list(world.live.values())),
     )  # fmt: skip
+    while world.model.flights:  # of requests that ended meanwhile
+        complete_step(world)
     for _ in range(0 if world.target.promises.exact else LATE_STEPS):
         run_step(world)
     if world.copies is not None:
@@ -181,6 +191,8 @@ def reset(world: SchedulerState, keep: Sequence[int], renamed: int) -> bool:
     """Drop all KV but that of some namespaces; with `renamed`, the others get new weights."""
     if world.copies is None:
         return False
+    while world.model.flights:
+        complete_step(world)
     for request in world.live.values():
         world.copies.count_race("reset", request)
     world.situations["reset with parked"] += world.target.num_parked() > 0
@@ -212,6 +224,7 @@ def groups(world: SchedulerState) -> Groups:
         "submit": [""] if len(live) - len(world.running) < MAX_WAITING else [],
         "live": live,
         "any": live or ["r1"],
+        "flights": [""] if world.model.flights else [],
         "copies": world.copies.executor.names() if world.copies is not None else [],
     }
 
@@ -281,6 +294,7 @@ SCHEDULER_TABLE: Final[Table[SchedulerState]] = Table(groups, [
               {"name": new_name, "prompt": prompt, "max_new_tokens": number(14, 1),
                "priority": number(3), "stop": stop, "namespace": namespace}),
     Operation("step", step, 100),
+    Operation("complete", complete, 12, "flights"),
     Operation("step_abort", step_abort, 3, "live", {"names": some_live}),
     Operation("abort", abort, 4, "live", {"name": name_drawn}),
     Operation("misuse", misuse, 3, "any", _MISUSE, needs="misuse"),

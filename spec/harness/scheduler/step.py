@@ -45,19 +45,29 @@ def run_step(
     if copies is not None and early is not None:
         early(step)
         copies.dispatch(step.tables)
-    in_flight(step)
-    model.compute(step)
     if step.chunks:
-        computed = [request for request, _, _ in step.chunks if request.is_live]
-        sampled = [
-            request.outputs[request.num_output] if start + length == len(request.tokens) else -1
-            for request, start, length in step.chunks
-        ]
-        model.complete(step, target.update(sampled))
-        for request in computed:
-            model.check_output(request, target.output(request.name), target.reason(request.name))
-        world.just_ended += [request.name for request in computed if not request.is_live]
+        model.launch(step)
+        world.situations["steps in flight"] += len(model.flights) > 1
+    in_flight(step)
+    if model.flights and (not step.chunks or len(model.flights) == target.depth):
+        complete_step(world)
     return step
+
+
+def complete_step(world: SchedulerState) -> None:
+    """Complete the first step in flight."""
+    target, model = world.target, world.model
+    step = model.flights[0]
+    model.compute(step)
+    computed = [request for request, _, _ in step.chunks if request.is_live]
+    sampled = [
+        -1 if start + length < len(request.tokens) else request.next_sampled(start + length)
+        for request, start, length in step.chunks
+    ]
+    model.complete(step, target.update(sampled))
+    for request, _, _ in step.chunks:
+        model.check_output(request, target.output(request.name), target.reason(request.name))
+    world.just_ended += [request.name for request in computed if not request.is_live]
 
 
 def observe(world: SchedulerState, chunks: Sequence[Chunk], available: int) -> Step:
@@ -105,20 +115,20 @@ def _has_lost(world: SchedulerState, request: Request, tables: Mapping[str, list
     return table[: len(old)] != old or world.target.num_computed(request.name) < request.computed
 
 
-def end_by_abort(world: SchedulerState, name: str, step: Step | None = None) -> bool:
+def end_by_abort(world: SchedulerState, name: str) -> bool:
     """Abort a request and check the immediate effects; False if it has ended."""
     request, target = world.live.get(name), world.target
     if request is None:
         return False
     if world.copies is not None:
         world.copies.count_race("aborted", request)
-    before = target.available() if step is not None else 0
+    before = target.available()
     require(target.abort(name), Q32, "{} is {}, its abort finds nothing", name, request.phase)
     require(not target.abort(name), Q32, "{} is aborted, and can be aborted again", name)
-    freed = target.available() - before if step is not None else 0
+    freed = target.available() - before
     world.counts.ended(request, "aborted")
     request.reason = "abort"
-    world.model.abort(request, step, freed)
+    world.model.abort(request, freed)
     reason = target.reason(name)
     require(reason == "abort", Q32, "{} is aborted, and its reason is {!r}", name, reason)
     world.model.check_output(request, target.output(name), reason)
@@ -153,10 +163,12 @@ def settle(world: SchedulerState) -> None:
     target, model = world.target, world.model
     if world.is_decode_node:
         receive(world)
+    in_flight = {each.name for step in model.flights for each, _, _ in step.chunks}
+    kept = {name: target.block_table(name) for name in in_flight - model.live.keys()}
     for name in world.just_ended:
         table = target.block_table(name)
-        require(not table, Q2, "{} has ended, and holds {}", name, table)
-    world.just_ended.clear()
+        require(name in kept or not table, Q2, "{} has ended, and holds {}", name, table)
+    world.just_ended = list(kept)
     running = target.running()
     known = [name for name in running if name in model.live]
     model.settle(
@@ -165,6 +177,7 @@ def settle(world: SchedulerState) -> None:
         {name: target.block_table(name) for name in known},
         {name: target.num_computed(name) for name in known},
         target.available(),
+        kept,
         is_busy=target.num_copies() > 0,
     )
     if "counts" in target.can:

@@ -155,7 +155,7 @@ def test_calls_out_of_turn_are_refused_and_change_nothing():
         scheduler.update(StepPlan(), [])
     request = harness.submit([1, 2], 2)
     plan = scheduler.schedule()
-    with refused(StepOrderError, "schedule was called again before update"):
+    with refused(StepOrderError, "schedule was called with 1 steps in flight of 1"):
         scheduler.schedule()
     with refused(StepOrderError, "update was called with a plan that is not in flight"):
         scheduler.update(StepPlan(), [])

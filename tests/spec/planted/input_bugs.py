@@ -81,8 +81,8 @@ SCHEDULER_INPUT_BUGS: Final = (
         "an update takes the tokens out of the list of its caller",
         "batching/batch.py",
         (
-            "        self.in_flight = None\n        finished = []\n",
-            "        self.in_flight = None\n        finished = []\n"
+            "        self.manager.end_step()\n        finished = []\n",
+            "        self.manager.end_step()\n        finished = []\n"
             "        if isinstance(next_tokens, list):\n"
             "            next_tokens, taken = list(next_tokens), next_tokens\n"
             "            taken.clear()\n",

@@ -99,7 +99,7 @@ PUBLISH_BUGS = (
     bug(
         "a second copy is kept",
         PUBLISHING,
-        ("pool.recycle(copies)", "pass"),
+        ("recycle(copies)", "pass"),
         seen_in="FastDeploy PR 6226",
     ),
     bug(
@@ -111,8 +111,8 @@ PUBLISH_BUGS = (
     bug(
         "the published one of two copies is recycled",
         PUBLISHING,
-        ("            pool.recycle(copies)\n", ""),
-        ("INT32)[first:]\n", "INT32)[first:]\n            pool.recycle(copies)\n"),
+        ("            recycle(copies)\n", ""),
+        ("INT32)[first:]\n", "INT32)[first:]\n            recycle(copies)\n"),
         seen_in="FastDeploy PR 6226",
     ),
     bug(

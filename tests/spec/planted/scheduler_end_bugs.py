@@ -17,12 +17,12 @@ PREEMPTION_BUGS = (
         "a prefilling request is preempted for a waiting one",
         BATCH,
         (
-            "        self._plan_decode(plan)\n",
+            "        if not self._plan_decode(plan):\n",
             "        running = self.queues.running\n"
             "        again = self.queues.preempted and all(r.is_prefilling for r in running)\n"
             "        while again and running and not self.prefix_cache:\n"
             "            self.preemption.preempt(plan)\n"
-            "        self._plan_decode(plan)\n",
+            "        if not self._plan_decode(plan):\n",
         ),
         ("        if not (plan.preempted or self.is_paused):\n", "        if True:\n"),
         elsewhere=(
@@ -62,8 +62,8 @@ PREEMPTION_BUGS = (
         "a victim loses what it generated",
         PREEMPTION,
         (
-            "        victim.num_computed = 0\n",
-            "        victim.num_computed = 0\n"
+            "        victim.num_computed = victim.num_scheduled = 0\n",
+            "        victim.num_computed = victim.num_scheduled = 0\n"
             "        victim.num_tokens = victim.num_prompt_tokens\n"
             "        victim.output_tokens.clear()\n",
         ),
@@ -108,7 +108,10 @@ END_BUGS = (
     bug(
         "an abort takes the blocks of a running step",
         BATCH,
-        ("keep_lease=in_step", "keep_lease=False"),
+        (
+            "        if not request.num_steps:\n            self._leases.release(request)\n\n",
+            "        self._leases.release(request)\n\n",
+        ),
         seen_in="vllm-ascend #14055, vLLM #52360",
     ),
     bug(
@@ -125,18 +128,18 @@ END_BUGS = (
         "a request that ends by a stop token leaks its blocks",
         BATCH,
         (
-            "        if not keep_lease:",
+            "        if not request.num_steps:\n            self._leases.release(request)\n\n",
             "        if reason == 'stop':\n            request.lease = None\n"
-            "        elif not keep_lease:",
+            "        elif not request.num_steps:\n            self._leases.release(request)\n\n",
         ),
     ),
     bug(
         "an aborted request leaks its blocks, unseen",
         BATCH,
         (
-            "        if not keep_lease:",
+            "        if not request.num_steps:\n            self._leases.release(request)\n\n",
             "        if reason == 'abort':\n            request.lease = None\n"
-            "        elif not keep_lease:",
+            "        elif not request.num_steps:\n            self._leases.release(request)\n\n",
         ),
         unclaimed=("exact",),
         seen_in="llm-d #1138",
@@ -157,7 +160,7 @@ END_BUGS = (
     bug(
         "the plan of a step is not asked for",
         BATCH,
-        ("        if plan is not self.in_flight:", "        if False:"),
+        ("        if not self.is_next(plan):", "        if False:"),
         seen_in="vLLM #45497: stale messages",
     ),
     bug(
@@ -223,6 +226,9 @@ COUNT_BUGS = (
     bug(
         "empty steps are counted",
         BATCH,
-        ("self._stats.steps += bool(plan.chunks)", "self._stats.steps += 1"),
+        (
+            "        if plan.chunks:\n",
+            "        self._stats.steps += not plan.chunks\n        if plan.chunks:\n",
+        ),
     ),
 )

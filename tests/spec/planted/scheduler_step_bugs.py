@@ -37,7 +37,7 @@ STEP_BUGS = (
         BATCH,
         (
             """        for request in self.queues.running:
-            if request.is_prefilling:
+            if request.num_scheduled < request.num_prefill_tokens:
                 self._plan_prefill(plan, request)
         if not (plan.preempted or self.is_paused):
             self._admit(plan)
@@ -45,7 +45,7 @@ STEP_BUGS = (
             """        if not (plan.preempted or self.is_paused):
             self._admit(plan)
         for request in self.queues.running:
-            if request.is_prefilling:
+            if request.num_scheduled < request.num_prefill_tokens:
                 self._plan_prefill(plan, request)
 """,
         ),
@@ -96,11 +96,11 @@ STEP_BUGS = (
         "a resumed request goes on where it was",
         BATCH,
         (
-            "request.num_computed = hit_tokens",
+            "request.num_computed = request.num_scheduled = hit_tokens",
             "was = min(request.num_computed, request.num_tokens - 1)\n"
-            "        request.num_computed = max(hit_tokens, was)",
+            "        request.num_computed = request.num_scheduled = max(hit_tokens, was)",
         ),
-        elsewhere=((PREEMPTION, "        victim.num_computed = 0\n", ""),),
+        elsewhere=((PREEMPTION, "victim.num_computed = victim.num_scheduled = 0", "pass"),),
         seen_in="vLLM #18631",
     ),
     bug(
