@@ -6,14 +6,18 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32, UInt32
 
 from ...kvcache import Int32Array, Lease
 from ..request import Request, lease_of
+from ..step_plan import Chunk
 
 _NUM_SCALARS = 6
+_KEPT_TOKEN = -1
+"""The last token was sampled by a step in flight: only the device has it."""
 
 
 class BatchState(NamedTuple):
@@ -72,9 +76,9 @@ class DeviceBatch:
         self._free = list(range(num_slots))
         self._sent = [0] * num_slots  # `Lease.num_replaced_blocks` at that time
 
-    def send(self, requests: Sequence[Request]) -> list[int]:
+    def send(self, chunks: Sequence[Chunk]) -> list[int]:
         """Send the requests of a step that the device does not know; return the slots of all."""
-        leases = [lease_of(request) for request in requests]
+        leases = [lease_of(chunk.request) for chunk in chunks]
         slots = [self._slots.get(lease, -1) for lease in leases]
         stale = [
             index
@@ -82,11 +86,14 @@ class DeviceBatch:
             if slot < 0 or self._sent[slot] != lease.num_replaced_blocks
         ]
         for index in stale:
-            lease = leases[index]
+            chunk, lease = chunks[index], leases[index]
+            is_read = chunk.start < chunk.request.num_tokens
             if slots[index] < 0:
+                assert is_read, f"the last token of {chunk.request!r} is lost with its slot"
                 slots[index] = self._slots[lease] = self._take(leases)
             self._sent[slots[index]] = lease.num_replaced_blocks
-            packed = _pack_request(requests[index], slots[index], self.width)
+            last_token = chunk.request.tokens[-1] if is_read else _KEPT_TOKEN
+            packed = _pack_request(chunk.request, last_token, slots[index], self.width)
             self.state = _set_slot(self.state, jax.device_put(packed))
         return slots
 
@@ -101,14 +108,16 @@ class DeviceBatch:
         return self._free.pop()
 
 
-def _pack_request(request: Request, slot: int, width: int) -> Int32Array:
+def _pack_request(
+    request: Request, last_token: int | np.int32, slot: int, width: int
+) -> Int32Array:
     """Write all that the device holds of a request into one int32 vector."""
     table = lease_of(request).block_table
     packed = np.zeros(width + _NUM_SCALARS, np.int32)
     packed[: len(table)] = table
     scalars, sampling = packed[width:], request.sampling
     scalars[0] = slot
-    scalars[1] = request.tokens[-1]
+    scalars[1] = last_token
     scalars[2:3].view(np.float32)[0] = sampling.temperature
     scalars[3] = sampling.top_k
     scalars[4:5].view(np.float32)[0] = sampling.top_p
@@ -120,7 +129,7 @@ def _unpack_request(state: BatchState, packed: Int32[Array, " packed"]) -> Batch
     slot, last_token, temperature, top_k, top_p, seed = packed[-_NUM_SCALARS:]
     request = BatchState(
         packed[:-_NUM_SCALARS],
-        last_token,
+        jnp.where(last_token == _KEPT_TOKEN, state.last_tokens[slot], last_token),
         lax.bitcast_convert_type(temperature, np.dtype(np.float32)),
         top_k,
         lax.bitcast_convert_type(top_p, np.dtype(np.float32)),

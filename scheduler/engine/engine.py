@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection
 
 from ...kvcache import CacheManager, HostConfig
 from ...kvcache.storage import Storage, StorageNamespace
+from ...kvcache.tokens import check_namespaces
 from ..batching.preemption import PreemptMode
 from ..mixed import MixedScheduler
 from ..models import Model, Params
 from ..policy import Policy
 from ..request import Request
+from ..step_plan import StepPlan
 from .model_runner import ModelRunner
 from .stats import EngineStats
 
@@ -39,6 +42,7 @@ class Engine:
         policy: Policy | None = None,
         reserve_tokens: int | None = 512,
         preempt: PreemptMode = "recompute",
+        depth: int = 2,
         host: HostConfig | None = None,
         storage: Storage | None = None,
         storage_namespace: StorageNamespace | None = None,
@@ -53,6 +57,9 @@ class Engine:
             max_running: most requests that hold blocks at a time; at most token_budget.
             max_model_len: limit of prompt and output together, in tokens.
             prefix_cache, policy, reserve_tokens, preempt: see `MixedScheduler`.
+            depth: most steps in flight. With 2, the default, the host plans and dispatches a step
+                while the device computes the one before; with 1 they take turns. The tokens are
+                the same.
             host: configuration of the host tier.
             storage: storage tier below the host. The caller closes it, but only the engine polls.
             storage_namespace: identity of the stored blocks; see `make_storage_namespace`.
@@ -71,7 +78,10 @@ class Engine:
             reserve_tokens=reserve_tokens,
             prefix_cache=prefix_cache,
             preempt=preempt,
+            depth=depth,
         )
+        self._in_flight: deque[StepPlan] = deque()
+        self._finished: list[Request] = []  # before `step` could return them
         self._runner = ModelRunner(
             model,
             self.manager,
@@ -99,13 +109,16 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has yet to end."""
-        return self.scheduler.has_work
+        """Whether any request has yet to end, or to be returned by `step`."""
+        return self.scheduler.has_work or bool(self._finished)
 
     def step(self) -> list[Request]:
-        """Run one step; return the requests that ended in it.
+        """Plan and dispatch one step, and read the first one in flight if they are `depth`.
 
-        If all requests wait for copies, block until a copy has ended.
+        If nothing can be dispatched, read a step in flight, or block until a copy has ended.
+
+        Returns:
+            The requests that ended in the step that was read.
 
         Raises:
             EngineClosedError: after close, with a host tier.
@@ -113,13 +126,23 @@ class Engine:
         self._runner.collect()
         if not self.scheduler.has_work:
             self._runner.dispatch()
-            return []
+            finished, self._finished = self._finished, []
+            return finished
         plan = self.scheduler.schedule()
-        next_tokens = self._runner.step(plan)
+        self._runner.start(plan)
         if plan.chunks:
-            return self.scheduler.update(plan, next_tokens)
-        self._runner.wait()
-        return []
+            self._in_flight.append(plan)
+        if self._in_flight and (not plan.chunks or len(self._in_flight) == self.scheduler.depth):
+            self._read()
+        elif not plan.chunks:
+            self._runner.wait()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _read(self) -> None:
+        """Wait for the first step in flight, and apply its results."""
+        next_tokens = self._runner.read()
+        self._finished += self.scheduler.update(self._in_flight.popleft(), next_tokens)
 
     def run(self) -> list[Request]:
         """Run until every request has ended; return them in the order in which they ended."""
@@ -137,8 +160,9 @@ class Engine:
     ) -> None:
         """Drop the KV of all tiers, and optionally replace the weights.
 
-        Active requests keep their tokens and recompute the KV; their next tokens come from the new
-        weights. Abort requests that should not continue before the reset.
+        Active requests keep their tokens, with those of the steps in flight, and recompute the KV;
+        their next tokens come from the new weights. Before the reset, abort requests that should
+        not continue.
 
         Args:
             keep: namespaces whose published KV stays.
@@ -153,6 +177,9 @@ class Engine:
         """
         if params is not None:
             self._runner.check_params(params, weights_revision)
+        check_namespaces("keep", keep)
+        while self._in_flight:
+            self._read()
         self.scheduler.reset_cache(keep, weights_revision)
         if params is not None:
             self._runner.set_params(params)

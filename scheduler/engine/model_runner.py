@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Array, Int32
 
 from ...kernels import AttentionBackend, attention_backend
 from ...kernels.backends import target_device
@@ -26,6 +29,13 @@ from .stats import EngineStats
 from .step_arrays import Shapes, pack
 from .storage_namespace import check_namespace
 from .tier_copies import TierCopies
+
+
+class _Results(NamedTuple):
+    """Tokens of a step in flight, and how many of them are not padding."""
+
+    tokens: Int32[Array, " rows"]
+    num_chunks: int
 
 
 class ModelRunner:
@@ -90,6 +100,7 @@ class ModelRunner:
             decode=decode,
         )
         self._attention = _choose_attention(model, self.arrays, token_budget, max_running)
+        self._results: deque[_Results] = deque()
         self._steps = self._padding_tokens = self._late_compilations = 0
         self._warm_up_compilations = 0
         self._counter = compilation_counter()
@@ -145,9 +156,21 @@ class ModelRunner:
 
     def step(self, plan: StepPlan) -> list[int]:
         """Dispatch copies, compute a plan, and return the token sampled after each chunk."""
+        self.start(plan)
+        return self.read() if plan.chunks else []
+
+    def start(self, plan: StepPlan) -> None:
+        """Dispatch copies and a plan, without waiting for its results; see `read`."""
         with self.counting_compilations():
             self.dispatch()
-            return self._run(plan) if plan.chunks else []
+            if plan.chunks:
+                self._results.append(self._run(plan))
+
+    def read(self) -> list[int]:
+        """Wait for the first step in flight; return the token sampled after each chunk."""
+        results = self._results.popleft()
+        tokens: list[int] = np.asarray(results.tokens).tolist()
+        return tokens[: results.num_chunks]
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
@@ -168,9 +191,9 @@ class ModelRunner:
         if self._tiers is not None:
             self._tiers.wait()
 
-    def _run(self, plan: StepPlan) -> list[int]:
+    def _run(self, plan: StepPlan) -> _Results:
         chunks = plan.chunks
-        slots = self._batch.send([chunk.request for chunk in chunks])
+        slots = self._batch.send(chunks)
         shape = self._shapes.fit(plan.num_tokens, len(chunks))
         tables, block_size = self.manager.tables, self.manager.block_size
         packed = pack(chunks, slots, shape, tables, block_size, plan.num_decode)
@@ -184,8 +207,8 @@ class ModelRunner:
         )
         self._steps += 1
         self._padding_tokens += shape.num_tokens - plan.num_tokens
-        tokens: list[int] = np.asarray(next_tokens).tolist()
-        return tokens[: len(chunks)]
+        next_tokens.copy_to_host_async()
+        return _Results(next_tokens, len(chunks))
 
     def check_params(self, params: Params, weights_revision: str) -> None:
         """Check new weights before `set_params`.

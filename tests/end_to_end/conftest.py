@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -114,8 +115,9 @@ def fresh(
     other.manager = CacheManager(
         num_blocks, manager.block_size, host=host, storage=storage_namespace
     )
-    options = {"token_budget": TOKEN_BUDGET, "max_running": MAX_RUNNING} | options
+    options = {"token_budget": TOKEN_BUDGET, "max_running": MAX_RUNNING, "depth": 2} | options
     other.scheduler = MixedScheduler(other.manager, **options)
+    other._in_flight, other._finished = deque(), []
     other._runner = fresh_runner(engine._runner, other.manager, storage)
     return other
 
@@ -134,6 +136,7 @@ def fresh_runner(
     other._batch = DeviceBatch(runner._batch.num_slots, runner._batch.width)
     tiers = manager.tiers
     other._tiers = None if tiers is None else TierCopies(tiers, other.arrays, storage)
+    other._results = deque()
     other._steps = other._padding_tokens = other._late_compilations = 0
     return other
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -190,6 +191,7 @@ def test_nothing_is_compiled_after_warm_up(engine):
             serving.step()
             after = serving.stats()
             used.add(program_tokens(after) - program_tokens(before))
+    used.discard(0)  # a call that only reads a step in flight
     shapes = compiled._runner._shapes
     assert used == {shape.num_tokens for shape in (*shapes.decode, *shapes.extend)} == {1, 4, 32}
     stats = serving.stats()
@@ -207,7 +209,7 @@ def test_a_late_compilation_would_be_counted(engine):
     serving = fresh(engine("llama", 4))
     run = serving._runner._run
 
-    def run_and_compile(plan: StepPlan) -> list[int]:
+    def run_and_compile(plan: StepPlan) -> Any:
         jnp.ones(7).at[3].multiply(1.25).block_until_ready()
         return run(plan)
 
@@ -218,8 +220,8 @@ def test_a_late_compilation_would_be_counted(engine):
 
 def test_pools_are_donated_to_each_step(engine):
     serving = fresh(engine("llama", 4))
-    for _ in range(3):
-        serving.add_request(Request("a", [5, 6, 7], 1))
+    for number in range(3):
+        serving.add_request(Request(str(number), [5, 6, 7], 1))
         before = [*serving._runner.arrays.keys, *serving._runner.arrays.values]
         places = [pool.unsafe_buffer_pointer() for pool in before]
         serving.step()

@@ -205,9 +205,9 @@ def test_after_a_reset_the_new_weights_decide(compiled, model):
         return serving, requests
 
     serving, requests = started()
+    serving.reset_cache(params=new.params)  # reads the steps in flight, of the old weights
     before = [list(request.output_tokens) for request in requests]
     assert any(before)
-    serving.reset_cache(params=new.params)
     serving.run()
     finish(serving)
     # An engine that always had the new weights continues in the same way from each state.

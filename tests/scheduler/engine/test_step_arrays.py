@@ -36,7 +36,7 @@ def running(
 def unpacked(chunks, shape: Shape, manager: CacheManager, *, width: int, num_decode: int = 0):
     """Send the requests to a device that knows none, and unpack a step of theirs."""
     device = DeviceBatch(shape.num_rows, width)
-    slots = device.send([chunk.request for chunk in chunks])
+    slots = device.send(chunks)
     packed = pack(chunks, slots, shape, manager.tables, manager.block_size, num_decode)
     assert packed.dtype == np.int32 and packed.shape == (shape.packed_size,)
     batch, sampling, _, _ = unpack(jnp.asarray(packed), device.state, shape, manager.block_size)
@@ -260,7 +260,7 @@ class DeviceWorld:
     def step(self, chosen: list[Request]) -> None:
         """Compute the last token of some requests: the device must know all of each."""
         chunks = [Chunk(request, request.num_tokens - 1, 1) for request in chosen]
-        slots = self.device.send(chosen)
+        slots = self.device.send(chunks)
         assert len(set(slots)) == len(slots)
         tables = self.manager.tables
         packed = pack(chunks, slots, self.shape, tables, BLOCK_SIZE, num_decode=len(chunks))
