@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .request import Request
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens ``start .. start + length - 1`` of a request, computed in one step."""
 
     request: Request
@@ -34,6 +35,16 @@ class StepPlan:
     num_tokens: int = 0
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+
+    def add_decode(self, requests: Sequence[Request]) -> None:
+        """Append a token of each of some requests that decode, and count it as scheduled."""
+        for request in requests:
+            self.chunks.append(Chunk(request, request.num_scheduled, 1))
+            request.num_steps += 1
+            request.num_scheduled += 1
+            request.num_unread += 1
+        self.num_decode += len(requests)
+        self.num_tokens += len(requests)
 
     def add(self, chunk: Chunk) -> None:
         """Append a chunk, and count its tokens as scheduled."""

@@ -205,9 +205,7 @@ class BatchScheduler:
             decoding = self.preemption.extend_decoding(plan, is_ahead=bool(self.in_flight))
         except OutOfBlocksError:
             return False
-        for request in decoding:
-            plan.add(Chunk(request, request.num_scheduled, 1))
-        plan.num_decode = len(decoding)
+        plan.add_decode(decoding)
         self._stats.decode_tokens += len(decoding)
         return True
 

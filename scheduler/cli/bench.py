@@ -20,7 +20,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the benchmark that `arguments.benchmark` names, and print its results."""
     check_destination(arguments.json)
     check_memory(arguments)
-    benches = {"cache": _cache, "evict": _evict, "decode": _decode, "start": _start}
+    benches = {"cache": _cache, "evict": _evict, "decode": _decode, "start": _start, "step": _step}
     benches[arguments.benchmark](arguments)
     return 0
 
@@ -106,4 +106,27 @@ def _start(arguments: argparse.Namespace) -> None:
         f"{results['layers']} layers, {results['programs']} programs: "
         f"{results['cold_cpu_s']:.1f} s of CPU to compile and start, "
         f"{results['warm_cpu_s']:.1f} s with compiled programs",
+    )
+
+
+def _step(arguments: argparse.Namespace) -> None:
+    from ..bench.step import bench_step  # imports JAX
+
+    results = bench_step(
+        rows=arguments.rows,
+        max_model_len=arguments.max_model_len,
+        prompt_tokens=arguments.prompt_tokens,
+        depth=arguments.depth,
+        device_ms=arguments.device_ms,
+        waiting=arguments.waiting,
+    )
+    total, *phases = results["host_us_per_step"].items()
+    emit(
+        arguments.json,
+        results,
+        f"{results['rows']} rows, {results['depth']} steps in flight: the host takes "
+        f"{total[1]:.1f} us of CPU time per step and sends {results['bytes_per_step']:,} bytes",
+        ", ".join(f"{name} {us:.1f} us" for name, us in phases),
+        f"a device that takes {results['device_ms']} ms per step is idle for "
+        f"{results['idle_share']:.2%} of the time",
     )

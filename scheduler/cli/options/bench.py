@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .common import Commands, add_count, add_json, add_trace_lines
+from .common import Commands, add_count, add_json, add_trace_lines, integer, milliseconds
 
 
 def add_parser(commands: Commands) -> None:
@@ -59,6 +59,34 @@ def add_parser(commands: Commands) -> None:
     add_count(start, "--layers", "layers of the model (default: %(default)s)", default=32)
     add_json(start)
     start.set_defaults(benchmark="start")
+
+    step = benches.add_parser(
+        "step",
+        help="what the host does between two steps",
+        description="Decode with the scheduler, the packing and the dispatch of an engine, beside "
+        "a stand-in device that takes a set time for a step. Prints the CPU time of the host by "
+        "phase, the bytes sent, and the share of the time in which the device is idle.",
+    )
+    add_count(step, "--rows", "number of running requests")
+    add_count(step, "--max-model-len", "limit of prompt and output of a request, in tokens")
+    add_count(step, "--prompt-tokens", "length of each prompt (default: %(default)s)", default=64)
+    add_count(step, "--depth", "most steps in flight (default: %(default)s)", default=2)
+    step.add_argument(
+        "--device-ms",
+        type=milliseconds,
+        metavar="MS",
+        default=8.0,
+        help="time that the device takes for a step (default: %(default)s)",
+    )
+    step.add_argument(
+        "--waiting",
+        type=integer(0),
+        metavar="N",
+        default=0,
+        help="requests that wait for a slot (default: %(default)s)",
+    )
+    add_json(step)
+    step.set_defaults(benchmark="step")
 
     decode = benches.add_parser(
         "decode",

@@ -63,6 +63,16 @@ def seconds(text: str) -> float:
     return value
 
 
+def milliseconds(text: str) -> float:
+    """Parse a finite number of milliseconds, 0 or more."""
+    try:
+        return seconds(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"expected a number of milliseconds, 0 or more, got {text!r}"
+        ) from None
+
+
 def storage_url(text: str) -> str:
     """Return a URL, or for env:NAME that of the environment: other users see a command line."""
     scheme, _, name = text.partition(":")

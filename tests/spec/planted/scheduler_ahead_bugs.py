@@ -32,7 +32,7 @@ AHEAD_BUGS = (
     ),
     bug(
         "a step ahead computes the last token again",
-        BATCH,
+        STEP_PLAN,
         ("Chunk(request, request.num_scheduled, 1)", "Chunk(request, request.num_computed, 1)"),
     ),
     bug(
