@@ -224,16 +224,14 @@ class BatchScheduler:
     def _admit(self, plan: StepPlan) -> None:
         """Admit requests in order while slots, budget and blocks last: preempted ones first."""
         queues = self.queues
-        if not (queues.preempted or queues.waiting):
+        if not (queues.preempted or queues.waiting) or self._is_full(plan):
             return
         reservation = self.reservation()
-        num_receiving = len(self._receiving())
         in_progress = {self._next_block(request) for request in queues.running} - {None}
         for queue in (queues.preempted, queues.waiting):
             place = 0
             while place < len(queue):
-                num_taken = len(queues.running) + num_receiving
-                if num_taken == self.max_running or plan.num_tokens == self.token_budget:
+                if self._is_full(plan):
                     return
                 request = queue[place]
                 if self._must_wait(request, in_progress):
@@ -254,6 +252,11 @@ class BatchScheduler:
                 in_progress |= {self._next_block(request)} - {None}
             if queue:
                 return  # no new request while a preempted one waits
+
+    def _is_full(self, plan: StepPlan) -> bool:
+        """Tell whether all slots are taken, or the plan has used up its budget."""
+        num_taken = len(self.queues.running) + len(self._receiving())
+        return num_taken == self.max_running or plan.num_tokens == self.token_budget
 
     def reservation(self) -> Reservation:
         """Return the blocks to reserve for the requests that were admitted."""
@@ -325,14 +328,13 @@ class BatchScheduler:
         self.in_flight.popleft()
         self.manager.end_step()
         finished = []
-        for chunk, token in zip(plan.chunks, next_tokens, strict=True):
-            request = chunk.request
+        for (request, start, length), token in zip(plan.chunks, next_tokens, strict=True):
             request.num_steps -= 1
             if request.status is not RequestStatus.RUNNING:  # ended while the step was in flight
                 if not request.num_steps:
                     self._leases.release(request)
                 continue
-            request.num_computed = chunk.start + chunk.length
+            request.num_computed = start + length
             self._leases.publish(request)
             if request.num_computed == request.num_tokens:
                 request.num_unread -= 1

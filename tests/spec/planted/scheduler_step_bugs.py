@@ -18,8 +18,8 @@ STEP_BUGS = (
         "a step decodes more requests than it may",
         BATCH,
         (
-            "if num_taken == self.max_running or",
-            "if num_taken > self.max_running or",
+            "return num_taken == self.max_running or",
+            "return num_taken > self.max_running or",
         ),
         unclaimed=("bounds_running", "reserves"),
     ),
@@ -27,8 +27,8 @@ STEP_BUGS = (
         "one more than max_running may run",
         BATCH,
         (
-            "if num_taken == self.max_running or",
-            "if num_taken > self.max_running or",
+            "return num_taken == self.max_running or",
+            "return num_taken > self.max_running or",
         ),
         seen_in="FastDeploy PR 5805",
     ),
@@ -113,8 +113,8 @@ STEP_BUGS = (
         "a half computed prompt counts as computed",
         BATCH,
         (
-            "request.num_computed = chunk.start + chunk.length",
-            "request.num_computed = chunk.start + max(chunk.length, 2)",
+            "request.num_computed = start + length",
+            "request.num_computed = start + max(length, 2)",
         ),
         seen_in="FastDeploy PR 3292: the worker and the scheduler disagree",
     ),
