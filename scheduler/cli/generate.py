@@ -93,6 +93,7 @@ def complete_with_engine(
             prefix_cache=not arguments.no_prefix_cache,
             reserve_tokens=reserve_tokens(arguments),
             preempt=arguments.preempt,
+            depth=arguments.depth or 2,
             host=host_tier(arguments),
             storage=storage,
             storage_namespace=namespace,

@@ -56,6 +56,13 @@ def add_parser(commands: Commands) -> None:
         "maximum number of tokens per step (default: 512, or fewer if the prompts have fewer)",
         required=False,
     )
+    add_count(
+        parser,
+        "--depth",
+        "maximum number of steps in flight; with 1, host and device take turns (default: 2; nodes "
+        "have 1)",
+        required=False,
+    )
     parser.add_argument(
         "--no-prefix-cache", action="store_true", help="compute every token of every prompt"
     )
@@ -116,6 +123,7 @@ def check(arguments: argparse.Namespace) -> None:
     """
     check_tiers(arguments)
     check_excludes(arguments, "--no-prefix-cache", "--host-blocks", "--disaggregate")
+    check_excludes(arguments, "--disaggregate", "--depth")
     check_needs(
         arguments,
         "--disaggregate",

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from radixkv.scheduler.bench import step
+
 pytestmark = pytest.mark.usefixtures("no_collection")
 
 COST_KEYS = {"us_per_request", "ns_per_block"}
@@ -106,6 +108,31 @@ def test_decode_json(radixkv: Any) -> None:
     assert outcome.status == 0
     figures = json.loads(outcome.stdout)
     assert {"batch", "steps", "us_per_request", "us_per_step"} <= set(figures)
+
+
+def test_step_json_and_text(radixkv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "NUM_STEPS", 16)
+    command = ("bench", "step", "--rows", 2, "--max-model-len", 100, "--device-ms", 0)
+    figures = json.loads(radixkv(*command, "--depth", 1, "--waiting", 3, "--json", "-").stdout)
+    assert {"host_us_per_step", "bytes_per_step", "idle_share"} <= set(figures)
+    assert (figures["depth"], figures["waiting"], figures["prompt_tokens"]) == (1, 3, 64)
+    assert radixkv(*command).stdout.startswith("2 rows, 2 steps in flight: the host takes ")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("--device-ms=-1",),
+            "argument --device-ms: expected a number of milliseconds, 0 or more, got '-1'",
+        ),
+        (("--waiting=-1",), "argument --waiting: expected an integer from 0 to 2147483647"),
+        ((), "max_model_len 100 is less than 64 prompt tokens and 204 steps"),
+    ],
+)
+def test_a_wrong_step_is_refused(radixkv: Any, options: tuple[str, ...], message: str) -> None:
+    outcome = radixkv("bench", "step", "--rows", 2, "--max-model-len", 100, *options)
+    assert outcome.status == 2 and message in outcome.stderr
 
 
 def test_decode_text(radixkv: Any) -> None:

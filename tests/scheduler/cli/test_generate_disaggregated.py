@@ -103,6 +103,10 @@ def test_nodes_may_have_storage_and_park_there(
             "--timeout-s cannot be combined with --transport inprocess",
         ),
         (
+            ("--disaggregate", "--depth", 2),
+            "--depth cannot be combined with --disaggregate",
+        ),
+        (
             ("--disaggregate", "--no-prefix-cache"),
             "--disaggregate cannot be combined with --no-prefix-cache",
         ),
