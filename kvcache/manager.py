@@ -212,6 +212,7 @@ class CacheManager:
             self._hit_blocks += match.num_blocks
         if tiers is not None:
             tiers.loader.start_load(lease, plan)
+        tree.join_path(node)
         return lease
 
     def count_hit(self, lease: Lease) -> None:

@@ -139,6 +139,61 @@ class RadixTree:
         place.refs -= 1
         self._drop_empty(place)
 
+    def join_path(self, node: Node) -> None:
+        """Join the runs on the path to node, which is pinned, that nothing tells apart any more.
+
+        ::
+
+            --[4 9]--[2 7]--[5]--+--         one lease hits all of it, the branches between the
+                                 +--         runs are evicted:      --[4 9 2 7 5]--+--
+                                                                                   +--
+
+        A run is joined with its only child if the same leases use both. No lease then ends between
+        them, and both become idle at once, when the last of these is released: the idle list has
+        their blocks in the same order as before, tail first. Idle runs are not joined. One may have
+        been used after the other, and both cost nothing until a request hits them. Therefore an
+        admission joins the path that it hits: it has read that path anyway, and the next hit
+        reads one run.
+        """
+        lower = node
+        while (upper := lower.parent) is not None:
+            if upper.refs == lower.refs and len(upper.children) == 1:
+                upper = self._join_above(lower)
+            lower = upper
+
+    def _join_above(self, last: Node) -> Node:
+        """Join into last the nodes above it, as far as they are alike; return its new parent."""
+        nodes, upper = [last], last.parent
+        assert upper is not None, "a root is joined"
+        while (
+            upper.parent is not None
+            and upper.refs == last.refs
+            and len(upper.children) == 1
+            and self._are_alike(upper, nodes[-1])
+        ):
+            nodes.append(upper)
+            upper = upper.parent
+        if len(nodes) > 1:
+            self._join(nodes[::-1])
+        return upper
+
+    def _are_alike(self, upper: Node, lower: Node) -> bool:
+        """Return whether the tiers below the device treat a node and its only child alike."""
+        return True
+
+    def _join(self, nodes: list[Node]) -> None:
+        """Join consecutive nodes of a path into the last one, which leases may name."""
+        self.version += 1
+        first, last = nodes[0], nodes[-1]
+        runs = [node.tokens[: node.num_blocks * self.block_bytes] for node in nodes]
+        last.tokens = b"".join(runs)
+        last.device_blocks = b"".join([node.device_blocks for node in nodes])
+        assert first.parent is not None, "a root is joined"
+        last.parent, last.key = first.parent, first.key
+        last.parent.add_child(last)
+        for node in nodes[:-1]:
+            node.parent, node.children, node.device_blocks = None, NO_CHILDREN, b""
+
     # Changes
 
     def append(self, node: Node, tokens: bytes, device_blocks: bytes) -> Node:

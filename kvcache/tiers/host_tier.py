@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Final, Literal, Self, TypeAlias
 
 import numpy as np
@@ -267,6 +268,24 @@ class HostTier:
         if run.warmer is not None:  # place the upper part next to it, as the warmer one
             self._link(part, before=run.warmer)
             self.num_idle -= part.num_blocks  # counted already
+
+    def are_alike(self, upper: HostRun | None, lower: HostRun | None) -> bool:
+        """Return whether the copies of a node and its only child can become one."""
+        if upper is None or lower is None:
+            return upper is lower
+        return upper.is_idle and lower.is_idle and upper.stored == lower.stored
+
+    def join(self, runs: Sequence[HostRun]) -> None:
+        """Join the copies of alike nodes of a path, which was used last, into the last one."""
+        for upper, lower in pairwise(runs):
+            assert lower.warmer is upper, "copies are joined that were used at different times"
+        runs[-1].blocks = b"".join([run.blocks for run in runs])
+        for run in runs[:-1]:
+            self._unlink(run)
+            self.num_idle += run.num_blocks  # the last one has them
+            assert run.node is not None, "a dropped copy is joined"
+            run.node.host = None
+            run.node = None
 
     def _link_path(self, run: HostRun) -> None:
         """Make a run the warmest of its list, except for the runs before it on its path."""

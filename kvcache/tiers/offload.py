@@ -26,7 +26,6 @@ class Offloader:
         self._config = state.config
         self._host = state.host
         self.tree = state.tree
-        self._published: dict[Node, None] = {}  # ends of paths to write through
 
     # Eviction from the device
 
@@ -38,10 +37,10 @@ class Offloader:
         """
         victims = self.tree.take_coldest(num_blocks)
         for node in victims:
-            if node in self._published and node.parent is not None:
+            if node in self.tree.published and node.parent is not None:
                 # The rest of its path must still be copied.
-                del self._published[node]
-                self._published[node.parent] = None
+                del self.tree.published[node]
+                self.tree.published[node.parent] = None
         ids = b"".join([node.device_blocks for node in victims])
         for node in victims:
             if node.host is not None:
@@ -101,7 +100,7 @@ class Offloader:
     def record_publish(self, node: Node) -> None:
         """Record that a lease has published the path to node."""
         if self._config.write == "through" and self._config.hits == 0:
-            self._published[node] = None
+            self.tree.published[node] = None
 
     def record_hit(self, node: Node) -> None:
         """Record that a request has hit the path to node."""
@@ -109,15 +108,15 @@ class Offloader:
         for place in reversed(self.tree.path(node)):
             if place.host is not None:
                 self._host.touch(place.host)
-            elif self._config.hits:
+            elif hits[place] < self._config.hits:
                 hits[place] += 1
         if self._config.hits:
-            self._published[node] = None
+            self.tree.published[node] = None
 
     def write_through(self) -> None:
         """Copy the recorded paths in one operation, as far as the host has room."""
         sources: dict[TieredNode, bytes] = {}
-        paths = [self.tree.path(last) for last in self._published]
+        paths = [self.tree.path(last) for last in self.tree.published]
         room = self._host.available - self._keep(paths)
         for path in paths:
             for node in path:
@@ -127,7 +126,7 @@ class Offloader:
                     break  # without this node, the nodes after it could not be found
                 room -= node.num_blocks
                 sources[node] = node.device_blocks
-        self._published.clear()
+        self.tree.published.clear()
         if sources:
             ids, runs = self.allocate(sources, _count(sources))
             self._submit(OffloadCompletion(self._state, runs), sources, ids)

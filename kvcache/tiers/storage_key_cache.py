@@ -70,6 +70,21 @@ class StorageKeyCache:
         if lower in self.reported_at:
             self.reported_at[upper] = self.reported_at[lower]
 
+    def are_alike(self, upper: Node, lower: Node) -> bool:
+        """Return whether a node and its only child can be joined: both are reported together."""
+        is_whole = len(self.known.get(upper, b"")) == upper.num_blocks * KEY_BYTES
+        return (is_whole or lower not in self.known) and (
+            self.reported_at.get(upper) == self.reported_at.get(lower)
+        )
+
+    def join(self, nodes: Sequence[Node]) -> None:
+        """Move the keys of consecutive nodes of a path, each like the next one, to the last one."""
+        keys = b"".join([self.known.pop(node, b"") for node in nodes])
+        if keys:
+            self.known[nodes[-1]] = keys
+        for node in nodes[:-1]:
+            self.reported_at.pop(node, None)
+
     def forget(self, node: Node) -> None:
         """Forget a node that left the tree."""
         self.known.pop(node, None)

@@ -26,7 +26,8 @@ class TieredTree(RadixTree):
     Attributes:
         host: the host tier.
         keys: storage keys of the nodes; None without storage.
-        hits: number of hits of nodes without a copy, if the policy counts them.
+        hits: number of hits of nodes without a copy, as far as the policy counts them.
+        published: ends of paths to write through.
         dropped_blocks: number of blocks dropped from the host tier, or for lack of room in it.
     """
 
@@ -36,6 +37,7 @@ class TieredTree(RadixTree):
         self.host = host
         self.keys: StorageKeyCache | None = None
         self.hits: Counter[Node] = Counter()
+        self.published: dict[Node, None] = {}
         self.dropped_blocks = 0
 
     def path(self, node: Node) -> list[TieredNode]:
@@ -91,6 +93,27 @@ class TieredTree(RadixTree):
         if self.keys is not None:
             self.keys.split(lower, upper, num_blocks)
         return upper
+
+    def _are_alike(self, upper: Node, lower: Node) -> bool:
+        """See RadixTree: their copies would be dropped, and are counted and reported, together."""
+        assert isinstance(upper, TieredNode) and isinstance(lower, TieredNode), "a bare node"
+        return (
+            self.host.are_alike(upper.host, lower.host)
+            and self.hits[upper] == self.hits[lower]
+            and upper not in self.published
+            and (self.keys is None or self.keys.are_alike(upper, lower))
+        )
+
+    def _join(self, nodes: list[Node]) -> None:
+        """Join consecutive nodes of a path into the last one, in every tier."""
+        copies = [node.host for node in nodes if isinstance(node, TieredNode) and node.host]
+        if copies:
+            self.host.join(copies)
+        if self.keys is not None:
+            self.keys.join(nodes)
+        for node in nodes[:-1]:
+            self.hits.pop(node, None)
+        super()._join(nodes)
 
     def add_device_blocks(self, node: Node, tokens: bytes, device_blocks: bytes) -> TieredNode:
         """Put a node that only the host had on the device; a lease computed or loaded its blocks.

@@ -45,7 +45,11 @@ def _cache(arguments: argparse.Namespace) -> None:
         cost = results if name == "whole request" else results["phases"][name]
         us = cost["us_per_request"]
         rows.append(
-            (name, f"{us['median']:.2f}", f"{us['mean']:.2f}", f"{cost['ns_per_block']:.1f}")
+            (
+                name,
+                *(f"{us[word]:.2f}" for word in ("median", "mean", "p99_9", "max")),
+                f"{cost['ns_per_block']:.1f}",
+            )
         )
     emit(
         arguments.json,
@@ -57,7 +61,7 @@ def _cache(arguments: argparse.Namespace) -> None:
         f"hit {results['hit_tokens']:,} tokens ({results['hit_rate']:.2%}), "
         f"evicted {results['evicted_blocks']:,} blocks",
         "",
-        table(("CPU time", "us/request median", "mean", "ns/block"), rows),
+        table(("CPU time", "us/request median", "mean", "p99.9", "max", "ns/block"), rows),
         "(first pass, with the page faults of a growing process: "
         f"{results['first_pass_us_per_request']['mean']:.2f} us/request mean)",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import signal
@@ -69,6 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
                 f"{arguments.name} serves at {channel.address}",
             ):
                 print(f"radixkv: {line}", file=sys.stderr, flush=True)
+            gc.collect()
+            gc.freeze()  # a collection during a step need not visit the model and the programs
             loop.run(is_stopped)
             engine.close()  # stores what is still on its way to storage
         print(json.dumps(describe_node(engine.stats(), storage), allow_nan=False), flush=True)

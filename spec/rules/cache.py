@@ -128,7 +128,7 @@ R1: Final = rule(
 )
 R2: Final = rule(
     "R2 tables-have-own-rows",
-    "Each request has its own row in the matrix of block tables, padded with zeros.",
+    "Each request has its own row in the block tables, padded with zeros.",
 )
 R3: Final = rule(
     "R3 release-ends-lease", "A released request holds no block and has no further effect."
@@ -153,6 +153,11 @@ S4: Final = rule("S4 no-unexpected-error", "A valid call raises nothing but refu
 S5: Final = rule(
     "S5 work-is-local",
     "The work of a call depends on the blocks that it touches, not on the number of idle blocks.",
+)
+S6: Final = rule(
+    "S6 evicted-branches-cost-nothing",
+    "A request on a path costs no more if the path had branches that are evicted, once it was hit"
+    " again.",
 )
 
 # W: internal state

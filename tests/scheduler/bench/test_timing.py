@@ -11,8 +11,15 @@ from radixkv.scheduler.bench.timing import clock_cost_ns, quiet_heap, us_summary
 
 def test_summary_is_in_microseconds() -> None:
     spans_ns = np.array([1_000, 2_000, 9_000], dtype=np.int64)
-    assert us_summary(spans_ns) == {"median": 2.0, "mean": 4.0}
-    assert us_summary(spans_ns, per=4) == {"median": 0.5, "mean": 1.0}
+    expected = {"median": 2.0, "mean": 4.0, "p99_9": 8.986, "max": 9.0}
+    assert us_summary(spans_ns) == expected
+    assert us_summary(spans_ns, per=2) == {word: us / 2 for word, us in expected.items()}
+
+
+def test_a_pause_is_the_maximum_and_not_the_percentile_of_many_spans() -> None:
+    spans_ns = np.full(10_001, 1_000, dtype=np.int64)
+    spans_ns[5_000] = 24_000_000
+    assert us_summary(spans_ns) == {"median": 1.0, "mean": 3.3997, "p99_9": 1.0, "max": 24_000.0}
 
 
 def test_reading_the_clock_costs_something_or_nothing() -> None:

@@ -23,7 +23,7 @@ def test_cache_json(radixkv: Any, trace: Path) -> None:
     assert (outcome.status, outcome.stderr) == (0, "")
     figures = json.loads(outcome.stdout)
     assert {*COST_KEYS, "hit_tokens", "hit_rate", "evicted_blocks", "clock_ns"} <= set(figures)
-    assert set(figures["us_per_request"]) == {"median", "mean"}
+    assert set(figures["us_per_request"]) == {"median", "mean", "p99_9", "max"}
     assert set(figures["phases"]) == {"match", "admit", "extend", "publish", "release"}
     assert all(set(cost) == COST_KEYS for cost in figures["phases"].values())
     assert figures["trace"] == "trace.jsonl"
@@ -42,6 +42,10 @@ def test_cache_text_and_first_requests_only(radixkv: Any, trace: Path) -> None:
     ) in outcome.stdout
     assert "hit 512 tokens (20.19%), evicted 0 blocks" in outcome.stdout
     assert "whole request" in outcome.stdout
+    assert "us/request median" in outcome.stdout
+    assert (
+        outcome.stdout.index("mean") < outcome.stdout.index("p99.9") < outcome.stdout.index("max")
+    )
 
 
 @pytest.mark.parametrize("tokens", ["list", "int64", "int32"])

@@ -50,6 +50,13 @@ COST_BUGS: Final = (
         ),
         world="costs",
     ),
+    bug(
+        "a run is never joined again",
+        MANAGER,
+        ("        tree.join_path(node)\n", ""),
+        seen_in="ours, 2026-11",
+        world="costs",
+    ),
 )
 """Of the device tier."""
 

@@ -275,7 +275,7 @@ HOST_BUGS = (
         "published blocks are not written through",
         OFFLOADER,
         (
-            "            self._published[node] = None\n\n    def record_hit",
+            "            self.tree.published[node] = None\n\n    def record_hit",
             "            pass\n\n    def record_hit",
         ),
         world="tiers",
@@ -304,7 +304,7 @@ HOST_BUGS = (
     bug(
         "the rest of a path is not written through after an eviction",
         OFFLOADER,
-        ("                self._published[node.parent] = None\n", "                pass\n"),
+        ("                self.tree.published[node.parent] = None\n", "                pass\n"),
         world="tiers",
     ),
 )

@@ -41,7 +41,7 @@ ROOM_BUGS = (
     bug(
         "blocks that found no room are written through later",
         OFFLOADER,
-        ("        self._published.clear()\n", ""),
+        ("        self.tree.published.clear()\n", ""),
         world="tiers",
     ),
     bug(

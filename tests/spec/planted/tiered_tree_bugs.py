@@ -176,4 +176,35 @@ TIERED_TREE_BUGS = (
         seen_in="vLLM #45704, FastDeploy storage",
         world="tiers",
     ),
+    bug(
+        "a run with a copy on the host is joined with one without",
+        "tiers/host_tier.py",
+        ("            return upper is lower\n", "            return True\n"),
+        world="tiers",
+    ),
+    bug(
+        "a joined copy counts its last blocks only",
+        "tiers/host_tier.py",
+        ("            self.num_idle += run.num_blocks  # the", "            pass  # the"),
+        world="tiers",
+    ),
+    bug(
+        "a joined run has the hits of its last blocks",
+        TREE,
+        ("            and self.hits[upper] == self.hits[lower]\n", ""),
+        world="tiers",
+    ),
+    bug(
+        "a run is joined with one that was reported at another time",
+        KEYS,
+        ("self.reported_at.get(upper) == self.reported_at.get(lower)", "True"),
+        world="tiers",
+    ),
+    bug(
+        "joined runs have keys of other blocks",
+        KEYS,
+        ("return (is_whole or lower not in self.known) and (", "return ("),
+        ("for node in nodes])\n        if keys", "for node in nodes[::-1]])\n        if keys"),
+        world="tiers",
+    ),
 )

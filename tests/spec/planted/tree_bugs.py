@@ -213,4 +213,40 @@ ORDER_BUGS = (
     ),
 )
 
-TREE_BUGS = (*WALK_BUGS, *PIN_BUGS, *ORDER_BUGS)
+JOIN_BUGS = (
+    bug(
+        "a run that a request ends with is joined with the next one",
+        TREE,
+        ("if upper.refs == lower.refs and len", "if len"),
+        ("            and upper.refs == last.refs\n", ""),
+    ),
+    bug(
+        "a run is joined with one of its branches",
+        TREE,
+        (
+            "if upper.refs == lower.refs and len(upper.children) == 1:",
+            "if upper.refs == lower.refs:",
+        ),
+        ("            and len(upper.children) == 1\n", ""),
+    ),
+    bug(
+        "runs are joined from the end of their path",
+        TREE,
+        (
+            "runs = [node.tokens[: node.num_blocks * self.block_bytes] for node in nodes]",
+            "runs = [node.tokens[: node.num_blocks * self.block_bytes] for node in nodes[::-1]]",
+        ),
+    ),
+    bug(
+        "a joined run has the tokens that were trimmed before",
+        TREE,
+        ("node.tokens[: node.num_blocks * self.block_bytes] for", "bytes(node.tokens) for"),
+    ),
+    bug(
+        "a match outlives the join of its path",
+        TREE,
+        ("        self.version += 1\n        first, last", "        first, last"),
+    ),
+)
+
+TREE_BUGS = (*WALK_BUGS, *PIN_BUGS, *ORDER_BUGS, *JOIN_BUGS)

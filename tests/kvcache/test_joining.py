@@ -1,0 +1,179 @@
+"""Runs that were split are joined again, once nothing tells them apart, and no order is lost."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from radixkv.kvcache import CacheManager, Lease
+from radixkv.kvcache.tiers.host_tier import WritePolicy
+
+from .helpers import hit, serve, start
+from .observe import eviction_order
+from .tier_memory import TierMemory
+
+TRUNK = list(range(100, 120))
+
+
+def num_nodes(manager: CacheManager) -> int:
+    return len(list(manager._tree.nodes()))
+
+
+def cut(manager: CacheManager) -> None:
+    """Publish the trunk, and a branch of one block after each of its blocks but the last."""
+    serve(manager, TRUNK)
+    for place in range(1, len(TRUNK)):
+        serve(manager, [*TRUNK[:place], place])
+
+
+def test_a_path_is_one_run_again_after_its_branches_were_evicted():
+    manager = CacheManager(200, 1)
+    cut(manager)
+    table = serve(manager, TRUNK)
+    assert num_nodes(manager) == 2 * len(TRUNK) - 1
+    assert manager.evict(len(TRUNK) - 1) == len(TRUNK) - 1
+    assert num_nodes(manager) == len(TRUNK)
+    assert serve(manager, TRUNK) == table
+    assert num_nodes(manager) == 1
+    assert eviction_order(manager, [(b"", TRUNK)]) == [[n] for n in reversed(range(len(TRUNK)))]
+
+
+@pytest.mark.parametrize("place", [1, 10, 19])
+def test_a_branch_that_is_left_keeps_its_runs_apart(place: int):
+    manager = CacheManager(200, 1)
+    cut(manager)
+    serve(manager, [*TRUNK[:place], place])
+    serve(manager, TRUNK)
+    manager.evict(len(TRUNK) - 2)
+    assert hit(manager, [*TRUNK[:place], place]) == place + 1
+    serve(manager, TRUNK)
+    assert num_nodes(manager) == 3
+
+
+def test_a_lease_that_ends_between_two_runs_keeps_them_apart():
+    manager = CacheManager(200, 1)
+    serve(manager, TRUNK)
+    short = start(manager, TRUNK[:5])
+    serve(manager, TRUNK)
+    assert num_nodes(manager) == 2
+    manager.publish(short, TRUNK[:5])
+    manager.release(short)
+    manager.check()
+    long = start(manager, TRUNK)
+    assert num_nodes(manager) == 1
+    assert long.block_table.tolist() == serve(manager, TRUNK)
+    manager.release(long)
+    manager.check()
+
+
+def test_runs_are_joined_while_several_leases_use_both():
+    manager = CacheManager(200, 1)
+    serve(manager, TRUNK)
+    short = start(manager, TRUNK[:5])
+    leases = [start(manager, TRUNK) for _ in range(3)]
+    manager.release(short)
+    leases.append(start(manager, TRUNK))
+    assert num_nodes(manager) == 1
+    manager.check()
+    for lease in leases:
+        manager.release(lease)
+        manager.check()
+    assert manager.evict(100) == len(TRUNK)
+
+
+def test_a_trimmed_run_is_joined_without_the_tokens_that_were_cut_off():
+    manager = CacheManager(200, 1)
+    serve(manager, TRUNK)
+    manager.evict(5)
+    serve(manager, [*TRUNK[:15], 7, 8])
+    serve(manager, [*TRUNK[:15], 7, 8])
+    assert num_nodes(manager) == 1
+    assert hit(manager, TRUNK) == 15
+    assert hit(manager, [*TRUNK[:15], 7, 8]) == 17
+
+
+def test_a_match_of_before_a_join_is_made_anew():
+    manager = CacheManager(200, 1)
+    serve(manager, TRUNK)
+    serve(manager, TRUNK[:5])
+    match = manager.match(TRUNK[:5])
+    serve(manager, TRUNK)
+    lease = manager.admit(match)
+    assert lease.num_hit_blocks == 5
+    manager.check()
+    manager.release(lease)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_joining_changes_no_hit_and_no_victim(seed: int, monkeypatch: pytest.MonkeyPatch):
+    r = random.Random(seed)
+    joined, split = CacheManager(24, 2), CacheManager(24, 2)
+    monkeypatch.setattr(split._tree, "join_path", lambda node: None)
+    leases: list[tuple[Lease, Lease, list[int]]] = []
+    past: list[list[int]] = [[]]
+    for _ in range(150):
+        action = r.random()
+        if action < 0.5 and len(leases) < 3:
+            begin = r.choice(past[-4:])
+            tokens = begin[: r.randint(0, len(begin))]
+            tokens = [*tokens, *(r.randint(0, 2) for _ in range(r.randint(1, 4)))][:14]
+            if joined.available < 8:
+                continue
+            past.append(tokens)
+            leases.append((start(joined, tokens), start(split, tokens), tokens))
+        elif action < 0.9 and leases:
+            one, other, tokens = leases.pop(r.randrange(len(leases)))
+            for manager, lease in ((joined, one), (split, other)):
+                manager.publish(lease, tokens)
+                manager.release(lease)
+        elif action > 0.9:
+            number = r.randint(1, 6)
+            assert joined.evict(number) == split.evict(number)
+        joined.check()
+        split.check()
+        assert _idle(joined) == _idle(split)
+        assert joined.stats() == split.stats()
+    assert num_nodes(joined) <= num_nodes(split)
+
+
+def _idle(manager: CacheManager) -> list[tuple[int, ...]]:
+    """Return the prefix of each idle block, of two tokens, in eviction order."""
+    prefixes = []
+    for node in manager._tree.idle_nodes():
+        path, above = [node], node.parent
+        while above is not None and above.parent is not None:
+            path.append(above)
+            above = above.parent
+        runs = [each.tokens[: 8 * each.num_blocks] for each in reversed(path)]
+        tokens = tuple(np.frombuffer(b"".join(runs), np.int32).tolist())
+        prefixes += [tokens[: len(tokens) - 2 * n] for n in range(node.num_blocks)]
+    return prefixes
+
+
+@pytest.mark.parametrize("storage", [False, True])
+@pytest.mark.parametrize("write", ["exclusive", "back", "through"])
+def test_runs_are_joined_in_every_tier(write: WritePolicy, storage: bool):
+    memory = TierMemory(60, 60, write, storage=storage)
+    manager = memory.manager
+
+    def use(tokens: list[int]) -> None:
+        memory.serve(tokens)
+        memory.settle()
+
+    use(TRUNK)
+    use(TRUNK[:5])
+    use(TRUNK[:12])
+    assert num_nodes(manager) == 2
+    for _ in range(2):
+        use(TRUNK)
+        manager.check()
+    assert num_nodes(manager) == 1
+    manager.evict(60)
+    memory.settle()
+    assert manager.match(TRUNK).num_host_blocks == len(TRUNK)
+    lease = manager.admit(manager.match(TRUNK))
+    memory.settle()
+    memory.read(lease, TRUNK)
+    manager.check()
