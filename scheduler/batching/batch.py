@@ -328,14 +328,16 @@ class BatchScheduler:
         self.in_flight.popleft()
         self.manager.end_step()
         finished = []
+        block_size, running = self.manager.block_size, RequestStatus.RUNNING
         for (request, start, length), token in zip(plan.chunks, next_tokens, strict=True):
             request.num_steps -= 1
-            if request.status is not RequestStatus.RUNNING:  # ended while the step was in flight
+            if request.status is not running:  # it ended while the step was in flight
                 if not request.num_steps:
                     self._leases.release(request)
                 continue
             request.num_computed = start + length
-            self._leases.publish(request)
+            if request.num_computed // block_size > lease_of(request).num_shared_blocks:
+                self._leases.publish(request)
             if request.num_computed == request.num_tokens:
                 request.num_unread -= 1
                 reason = request.append(int(token))

@@ -45,10 +45,8 @@ class ManagerLeases:
 
     def publish(self, request: Request) -> None:
         """See `Leases`."""
-        lease, block_size = lease_of(request), self._manager.block_size
-        published = lease.num_shared_blocks * block_size
-        if self._prefix_cache and request.num_computed - published >= block_size:
-            self._manager.publish(lease, request.tokens[: request.num_computed])
+        if self._prefix_cache:
+            self._manager.publish(lease_of(request), request.tokens[: request.num_computed])
 
     def release(self, request: Request) -> None:
         """See `Leases`."""

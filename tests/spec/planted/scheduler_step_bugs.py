@@ -128,10 +128,8 @@ STEP_BUGS = (
         "what a request generates is not published",
         LEASES,
         (
-            "if self._prefix_cache and request.num_computed - published >= block_size:",
-            "if (\n            self._prefix_cache\n"
-            "            and request.num_computed <= request.num_prompt_tokens\n"
-            "            and request.num_computed - published >= block_size\n        ):",
+            "if self._prefix_cache:",
+            "if self._prefix_cache and request.num_computed <= request.num_prompt_tokens:",
         ),
         unclaimed=("policy", "reserves", "leaders"),
         seen_in="FastDeploy 7364",
@@ -140,10 +138,8 @@ STEP_BUGS = (
         "a prompt is published when it is complete",
         LEASES,
         (
-            "if self._prefix_cache and request.num_computed - published >= block_size:",
-            "if (\n            self._prefix_cache\n"
-            "            and not request.is_prefilling\n"
-            "            and request.num_computed - published >= block_size\n        ):",
+            "if self._prefix_cache:",
+            "if self._prefix_cache and not request.is_prefilling:",
         ),
         unclaimed=("policy", "reserves", "leaders"),
         seen_in="FastDeploy 7364: P publishes nothing",
