@@ -59,14 +59,15 @@ def bench_step(
     Raises:
         WorkloadError: if the requests are too short for the steps.
     """
-    needed = prompt_tokens + NUM_STEPS + 2 * depth
-    if max_model_len < needed:
+    # All rows decode to the end, also those that begin while others prefill.
+    new_tokens = NUM_STEPS + 2 * depth + rows * prompt_tokens // max(_TOKEN_BUDGET, rows) + 2
+    if max_model_len < prompt_tokens + new_tokens:
         raise WorkloadError(
             f"max_model_len {max_model_len} is less than {prompt_tokens} prompt tokens and "
-            f"{needed - prompt_tokens} steps"
+            f"{new_tokens} new ones"
         )
     bench = _Bench(rows, max_model_len, depth, device_ms / 1000)
-    bench.admit(rows, waiting, prompt_tokens)
+    bench.admit(rows, waiting, prompt_tokens, new_tokens)
     with quiet_heap():
         bench.measure()
     spans = {name: np.median(bench.spans_ns[name]) - clock_cost_ns() for name in PHASES}
@@ -129,12 +130,11 @@ class _Bench:
         self._tokens: deque[Any] = deque()
         self._plans: deque[Any] = deque()
 
-    def admit(self, rows: int, waiting: int, prompt_tokens: int) -> None:
+    def admit(self, rows: int, waiting: int, prompt_tokens: int, new_tokens: int) -> None:
         """Admit the rows, and compute their prompts."""
         supply = TokenSupply()
         for number in range(rows + waiting):
-            prompt = supply.take(prompt_tokens)
-            self.scheduler.add(Request(str(number), prompt, NUM_STEPS + 2 * self.scheduler.depth))
+            self.scheduler.add(Request(str(number), supply.take(prompt_tokens), new_tokens))
         while len(self.scheduler.running) < rows or self.scheduler.running[-1].is_prefilling:
             plan = self.scheduler.schedule()
             self.scheduler.update(plan, [0] * len(plan.chunks))
@@ -187,8 +187,8 @@ class _Bench:
 def _step(
     packed: Int32[Array, " packed"], state: BatchState, shape: Shape
 ) -> tuple[Int32[Array, " rows"], BatchState]:
-    """Make the arrays of a step, and a token of each row from all of them."""
+    """Update the state as a step does, and sample something at little cost."""
     batch, _, state, slots = unpack(packed, state, shape, BLOCK_SIZE)
-    tokens = batch.tokens[batch.logit_rows] + batch.block_tables.sum(1) + batch.slots[0]
+    tokens = batch.tokens[batch.logit_rows] + batch.block_tables[:, 0]
     last_tokens = state.last_tokens.at[slots].set(tokens, mode="drop")
     return tokens, state._replace(last_tokens=last_tokens)

@@ -56,7 +56,7 @@ def test_a_device_is_idle_from_the_end_of_a_step_to_the_next_launch(
 
 
 def test_requests_too_short_for_the_steps_are_refused() -> None:
-    text = r"^max_model_len 56 is less than 5 prompt tokens and 52 steps$"
+    text = r"^max_model_len 58 is less than 5 prompt tokens and 54 new ones$"
     with pytest.raises(WorkloadError, match=text):
-        bench_step(rows=1, max_model_len=56, prompt_tokens=5)
-    bench_step(rows=1, max_model_len=57, prompt_tokens=5, device_ms=0.0)
+        bench_step(rows=1, max_model_len=58, prompt_tokens=5)
+    bench_step(rows=1, max_model_len=59, prompt_tokens=5, device_ms=0.0)

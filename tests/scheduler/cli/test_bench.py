@@ -131,7 +131,7 @@ def test_step_json_and_text(radixkv: Any, monkeypatch: pytest.MonkeyPatch) -> No
             "argument --device-ms: expected a number of milliseconds, 0 or more, got '-1'",
         ),
         (("--waiting=-1",), "argument --waiting: expected an integer from 0 to 2147483647"),
-        ((), "max_model_len 100 is less than 64 prompt tokens and 204 steps"),
+        ((), "max_model_len 100 is less than 64 prompt tokens and 206 new ones"),
     ],
 )
 def test_a_wrong_step_is_refused(radixkv: Any, options: tuple[str, ...], message: str) -> None:
