@@ -224,7 +224,8 @@ def test_nothing_is_compiled_after_warm_up(model):
     warm_up = [node.stats().engine.compilations_at_warm_up for node in (prefill, decode)]
     late = [node.stats().engine.compilations_after_warm_up for node in (prefill, decode)]
     # Copies of 1 to 32 blocks; P extends by 16 tokens, D decodes one row or two besides.
-    assert (warm_up, late) == ([7, 8], [0, 0])
+    # Those that draw and that send a request may be another engine's.
+    assert 7 <= warm_up[0] <= 7 + 2 and warm_up[1] == 8 and late == [0, 0]
     assert front.close()
 
 

@@ -119,7 +119,9 @@ def test_block_sizes_and_a_real_small_engine_give_the_same_tokens(engine, model)
     assert complete(small, PROMPTS, 24, SAMPLED) == expected
     stats = small.stats()
     assert stats.scheduler.preemptions > 0 and stats.cache.evicted_blocks > 0
-    assert stats.compilations_at_warm_up == 4  # decode of 1, 2 and 3 rows, extend of 16 tokens
+    # Decode of 1 and 3 rows, extend of 16 tokens. Those that draw and that send a request may be
+    # another engine's.
+    assert 3 <= stats.compilations_at_warm_up <= 3 + 2
     assert stats.compilations_after_warm_up == 0
 
 

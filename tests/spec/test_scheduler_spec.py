@@ -83,7 +83,7 @@ def test_every_rule_names_a_planted_bug():
     named: Counter[str] = Counter()
     for planted in (*SCHEDULER_BUGS, *TIERED_SCHEDULER_BUGS):
         subject = subject_with(planted)
-        for seed in range(4):
+        for seed in range(8):
             found = run(subject, seed, NUM_STEPS).finding
             assert found is not None, planted.name
             named[found.rule] += 1

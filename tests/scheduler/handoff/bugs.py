@@ -154,8 +154,8 @@ BUGS: Final = [
         "P keeps each prompt to its request",
         P,
         (
-            "self._manager.admit(self._manager.match(request.prompt, request.namespace))",
-            "self._manager.admit(self._manager.match(request.prompt, request.request_id.encode()))",
+            "self._manager.match(request.prompt, request.namespace)",
+            "self._manager.match(request.prompt, request.request_id.encode())",
         ),
     ),
     bug(

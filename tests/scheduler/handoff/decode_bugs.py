@@ -150,9 +150,8 @@ DECODE_BUGS: Final = [
         "D computes the last token of the prompt again",
         BATCH,
         (
-            "request.num_prefill_tokens = request.num_computed = request.num_prompt_tokens",
-            "request.num_prefill_tokens = request.num_prompt_tokens\n"
-            "        request.num_computed = request.num_prompt_tokens - 1",
+            "request.num_computed = request.num_scheduled = request.num_prompt_tokens",
+            "request.num_computed = request.num_scheduled = request.num_prompt_tokens - 1",
         ),
     ),
     bug(

@@ -23,7 +23,7 @@ PREFILL_BUGS: Final = [
         "calls during a step of P take effect at once",
         PREFILL,
         (
-            "        if self._batch.in_flight is not None:\n            self._deferred",
+            "        if self._batch.in_flight:\n            self._deferred",
             "        if False:\n            self._deferred",
         ),
     ),
@@ -109,8 +109,8 @@ PREFILL_BUGS: Final = [
         "groups of layers may be skipped",
         PREFILL,
         (
-            "if plan is not self._batch.in_flight or group != self._num_written:",
-            "if plan is not self._batch.in_flight:",
+            "if not self._batch.is_next(plan) or group != self._num_written:",
+            "if not self._batch.is_next(plan):",
         ),
     ),
 ]

@@ -20,7 +20,7 @@ PREEMPTION_BUGS = (
             "        if not self._plan_decode(plan):\n",
             "        running = self.queues.running\n"
             "        again = self.queues.preempted and all(r.is_prefilling for r in running)\n"
-            "        while again and running and not self.prefix_cache:\n"
+            "        while again and running and not (self.prefix_cache or self.in_flight):\n"
             "            self.preemption.preempt(plan)\n"
             "        if not self._plan_decode(plan):\n",
         ),
@@ -52,7 +52,7 @@ PREEMPTION_BUGS = (
             "            try:\n                self._manager.extend_batch(rows)",
             "            try:\n"
             "                low = self._manager.available < len(rows) and len(rows) > 1\n"
-            "                if low and not plan.preempted:\n"
+            "                if low and not (is_ahead or plan.preempted):\n"
             "                    raise OutOfBlocksError(0, 0)\n"
             "                self._manager.extend_batch(rows)",
         ),
