@@ -3,6 +3,8 @@
 import os
 import sys
 import tomllib
+import typing
+from importlib import import_module
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -18,24 +20,29 @@ copyright = author
 version = release = _project["version"]
 
 sys.path.insert(0, str(Path(__file__).parent / "_generate"))
+typing.GENERATING_DOCUMENTATION = "radixkv"  # type: ignore[attr-defined]  # jaxtyping: short names
 
 extensions = [
     "directives",  # in _generate/
+    "names",  # in _generate/
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.doctest",
+    "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx_gallery.gen_gallery",
 ]
-exclude_patterns = ["_build", "_generate", "_generated/*.md", "examples/*.rst", "examples/*.md"]
-default_role = "code"  # single backticks in docstrings
+exclude_patterns = ["_build", "_generate", "_generated/*.md", "examples/*.rst"]
+default_role = "py:obj"  # single backticks in docstrings link to an object; double ones are code
 html_theme = "furo"
 html_title = f"radixkv {release}"
 html_static_path = ["_static"]
-html_css_files = ["specification.css"]
+html_css_files = ["site.css"]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
+
+intersphinx_mapping = import_module("inventories").write_inventories()  # in _generate/
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
@@ -47,11 +54,9 @@ napoleon_numpy_docstring = False
 # Docstring examples begin with what a reader of the page has imported.
 doctest_global_setup = "from radixkv.kvcache import *"
 
-# Other projects' objects are named, not linked: their inventories would have to be fetched.
 nitpick_ignore_regex = [
-    ("py:.*", r"(jax|jaxlib|jaxtyping|numpy|np|jnp|rich)\..*"),
-    ("py:.*", r"(collections|pathlib|typing|argparse|os)\..*"),
-    ("py:class", r"'.*'|ndarray"),  # shapes and types in jaxtyping annotations
+    ("py:class", r"jax\._src\..*"),  # no page of JAX's documentation has it
+    ("py:class", r"'.*'"),  # shapes in jaxtyping annotations
     ("py:class", r"radixkv\.scheduler\.models\.transformer\.Params"),  # a tree of arrays
     ("py:class", r"~?(radixkv\..*)?(Kernel|PoolOrPools|ReportT|Made|W)"),  # type variables
     ("py:class", r"RefusalReason"),  # words, which `Refuse` lists
@@ -61,6 +66,7 @@ sphinx_gallery_conf = {
     "examples_dirs": "examples",
     "gallery_dirs": "auto_examples",
     "filename_pattern": "/plot_",
+    "within_subsection_order": "gallery.by_lesson",  # in _generate/
     "abort_on_example_error": True,
     "download_all_examples": False,
     "write_computation_times": False,

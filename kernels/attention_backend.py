@@ -22,7 +22,7 @@ def attention_backend(
     """Return the backend of `paged_decode` and `paged_extend` on the device that is traced for.
 
     Args:
-        q: Shape and dtype of the queries, `[tokens, q_heads, head_dim]`.
+        q: Shape and dtype of the queries, ``[tokens, q_heads, head_dim]``.
         k_blocks: Shape and dtype of a pool.
         num_rows: Number of rows of the block tables.
 

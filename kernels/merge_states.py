@@ -27,12 +27,12 @@ def merge_attention_states(
     Args:
         out_a: Attention over the first set of tokens.
         lse_a: Natural log of its softmax denominators, float32; -inf where it saw no token, where
-            `out_a` is ignored, even if NaN.
-        out_b: Attention over the second set, disjoint from the first; as `out_a`.
-        lse_b: As `lse_a`. Include attention sinks in only one of the two.
+            ``out_a`` is ignored, even if NaN.
+        out_b: Attention over the second set, disjoint from the first; as ``out_a``.
+        lse_b: As ``lse_a``. Include attention sinks in only one of the two.
 
     Returns:
-        The output in the dtype of `out_a` and its log-sum-exp; 0 and -inf where neither saw a
+        The output in the dtype of ``out_a`` and its log-sum-exp; 0 and -inf where neither saw a
         token.
 
     Raises:

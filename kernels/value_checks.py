@@ -18,7 +18,7 @@ Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 
 def checked(kernel: Kernel) -> Kernel:
-    """Return a kernel with checks of its values, for use under `checkify`.
+    """Return a kernel with checks of its values, for use under ``checkify``.
 
     ::
 
@@ -49,7 +49,7 @@ def checked(kernel: Kernel) -> Kernel:
             `scatter_blocks`.
 
     Raises:
-        KeyError: `kernel` is another function.
+        KeyError: ``kernel`` is another function.
     """
     check = _CHECKS[kernel]
     signature = inspect.signature(kernel)

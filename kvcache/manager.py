@@ -335,7 +335,7 @@ class CacheManager:
     def next_block(self, lease: Lease, tokens: Tokens) -> NextBlock | None:
         """Identify the next block that a lease will publish; None if tokens do not fill it.
 
-        A request whose `Match.next_block` is equal can wait for it instead of computing it too.
+        A request whose ``Match.next_block`` is equal can wait for it instead of computing it too.
         """
         if self._leases.get(lease.row) is not lease:
             raise self._not_live(lease)

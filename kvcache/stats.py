@@ -9,12 +9,12 @@ from dataclasses import dataclass
 class TierStats:
     """Counts of the host and storage tiers.
 
-    Current: `host_blocks` in total, of which `host_free_blocks` are free and `host_cached_blocks`
-    can be matched; `parked` requests; `open_operations` without a result; and
-    `quarantined_operations` with a result whose blocks may still be written. Events:
-    `promoted_blocks` (host hits loaded to the device), `demoted_blocks` (evicted towards the host),
-    `dropped_blocks` (that no other tier had, for lack of room), `stored_blocks`, `fetched_blocks`
-    (loaded from storage) and `late_completions`.
+    Current: ``host_blocks`` in total, of which ``host_free_blocks`` are free and
+    ``host_cached_blocks`` can be matched; ``parked`` requests; ``open_operations`` without a
+    result; and ``quarantined_operations`` with a result whose blocks may still be written. Events:
+    ``promoted_blocks`` (host hits loaded to the device), ``demoted_blocks`` (evicted towards the
+    host), ``dropped_blocks`` (that no other tier had, for lack of room), ``stored_blocks``,
+    ``fetched_blocks`` (loaded from storage) and ``late_completions``.
     """
 
     host_blocks: int
@@ -35,10 +35,10 @@ class TierStats:
 class CacheStats:
     """Current counts of blocks, and counts of events since the manager was created.
 
-    `num_blocks = free_blocks + cached_blocks + private_blocks`. Idle blocks are cached blocks that
-    no lease uses. Events: `admitted` leases and their `hit_blocks`, `evicted_blocks`, and
-    `duplicate_blocks`, which two requests computed and one recycled. `tiers` is None without a
-    host tier.
+    ``num_blocks = free_blocks + cached_blocks + private_blocks``. Idle blocks are cached blocks
+    that no lease uses. Events: ``admitted`` leases and their ``hit_blocks``, ``evicted_blocks``,
+    and ``duplicate_blocks``, which two requests computed and one recycled. ``tiers`` is None
+    without a host tier.
 
     A lease is not a request: one that is preempted is admitted again and hits again, and one that a
     decode node refuses is admitted again, but its hit counts only when the decode node grants. For

@@ -38,13 +38,14 @@ class DecodeScheduler(Scheduler):
 
     A prefill node asks for blocks. D matches its own tree first, and grants what it lacks if the
     reservation allows: it counts running requests and those being received, and leaves enough
-    blocks for one request to finish (see `reservation`). While a preempted request waits, D grants
-    nothing. A request is published once all of its KV has arrived, and decodes in the next step.
+    blocks for one request to finish (see ``reservation``). While a preempted request waits, D
+    grants nothing. A request is published once all of its KV has arrived, and decodes in the next
+    step.
 
     Preemption and resumption need no prefill node: KV that the cache has lost is recomputed here in
     chunks, or copied back from the tier where it was parked.
 
-    The scheduler does no I/O: call `schedule`, run the plan, call `update`, and carry out
+    The scheduler does no I/O: call ``schedule``, run the plan, call `update`, and carry out
     `take_actions` after every call.
     """
 

@@ -55,7 +55,7 @@ class RoutingError(SchedulerError):
 
 
 class StepOrderError(SchedulerError):
-    """`schedule` and `update` were called in the wrong order."""
+    """`MixedScheduler.schedule` and `MixedScheduler.update` were called in the wrong order."""
 
 
 class EngineClosedError(SchedulerError):
@@ -91,7 +91,7 @@ class HandoffFailedError(NodesFailedError):
 class HandoffsOpenError(SchedulerError):
     """Hand-offs hold blocks of the cache that is to be reset; nothing was changed.
 
-    Call `drain` first.
+    Call ``drain`` first.
     """
 
     def __init__(self, num_open: int) -> None:

@@ -55,7 +55,7 @@ class Scheduler:
         the next completion.
 
         Raises:
-            StepOrderError: if `depth` plans are in flight: `update` was not called for them.
+            StepOrderError: if ``depth`` plans are in flight: `update` was not called for them.
         """
         return self._batch.schedule()
 

@@ -16,9 +16,9 @@ from .step_plan import StepPlan
 class MixedScheduler(Scheduler):
     """Decides, step by step, which tokens of which requests are computed.
 
-    A step has `token_budget` tokens. Running requests come first: one token for each decoding
+    A step has ``token_budget`` tokens. Running requests come first: one token for each decoding
     request, then prefill chunks in order of admission. New requests follow while the reservation
-    allows (see `reservation`). Admission reserves blocks for the whole prompt, or refuses. When
+    allows (see ``reservation``). Admission reserves blocks for the whole prompt, or refuses. When
     blocks run out, the last running request in the policy's order is preempted. It gives up its
     blocks, and is resumed before new requests by recomputing what the cache has lost.
 
@@ -31,7 +31,7 @@ class MixedScheduler(Scheduler):
     that needs a block in flight waits for it; other requests continue.
 
     The scheduler does no I/O and has no clock: call `schedule`, dispatch the operations of
-    `manager.tiers`, run the plan, and call `update`.
+    ``manager.tiers``, run the plan, and call `update`.
     """
 
     def __init__(

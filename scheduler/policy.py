@@ -16,7 +16,7 @@ class Policy(Protocol):
     """
 
     def order(self, request: Request) -> tuple[int, ...]:
-        """Return the sort key, which must be unique: end it with `Request.arrival`."""
+        """Return the sort key, which must be unique: end it with ``Request.arrival``."""
 
 
 class Fcfs:
@@ -28,7 +28,7 @@ class Fcfs:
 
 
 class Priority:
-    """By `Request.priority`, lower numbers first, then by arrival."""
+    """By ``Request.priority``, lower numbers first, then by arrival."""
 
     def order(self, request: Request) -> tuple[int, ...]:
         """Order by priority, then arrival."""

@@ -79,7 +79,7 @@ class _HandoffLeases:
 class PrefillScheduler(Scheduler):
     """Decides which tokens of which prompts are computed, and hands the KV to decode nodes.
 
-    A step has `token_budget` tokens: prefill chunks in order of admission. Admission reserves
+    A step has ``token_budget`` tokens: prefill chunks in order of admission. Admission reserves
     blocks for the whole prompt, or refuses. In the early order, a prompt is computed once its
     decode node has granted blocks; each chunk is published and offered when it is computed. After
     its first token a prompt leaves the scheduler, but its blocks stay pinned until the decode node
@@ -89,9 +89,9 @@ class PrefillScheduler(Scheduler):
     tiers are copied or prefetched first, as in `MixedScheduler`. Nothing is preempted, because no
     request grows.
 
-    The scheduler does no I/O: call `schedule`, run the plan, call `update`, and carry out
-    `take_actions` after every call. Calls during a step take effect when it has ended, because the
-    step uses the blocks.
+    The scheduler does no I/O: call `MixedScheduler.schedule`, run the plan, call `update`, and
+    carry out `take_actions` after every call. Calls during a step take effect when it has ended,
+    because the step uses the blocks.
     """
 
     def __init__(

@@ -90,7 +90,7 @@ MAX_TOKENS: Final = 2**31 - 1
 
 
 class Request:
-    """A prompt to continue by up to `max_new_tokens` tokens.
+    """A prompt to continue by up to ``max_new_tokens`` tokens.
 
     Attributes:
         request_id: unique among active requests.

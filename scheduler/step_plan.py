@@ -23,7 +23,7 @@ class StepPlan:
 
     Attributes:
         chunks: decode rows first (one token each), then prefill chunks. If there is none, all
-            requests wait; do not pass the plan to `update`.
+            requests wait; do not pass the plan to `MixedScheduler.update`.
         num_decode: number of chunks that are decode rows.
         num_tokens: number of tokens in all chunks; at most the budget.
         admitted: requests that got their blocks; they may have to wait for copies into them.

@@ -39,7 +39,7 @@ def copy_blocks(
     *,
     backend: Backend | None = None,
 ) -> PoolOrPools:
-    """Return the pools with blocks `sources` copied to `destinations`; in place if donated.
+    """Return the pools with blocks ``sources`` copied to ``destinations``; in place if donated.
 
     Args:
         blocks: A pool, or a tuple of them.
@@ -75,7 +75,7 @@ def gather_blocks(
     *,
     backend: Backend | None = None,
 ) -> PoolOrPools:
-    """Return blocks `ids` as one contiguous array per pool, to send or to move to the host.
+    """Return blocks ``ids`` as one contiguous array per pool, to send or to move to the host.
 
     Args:
         blocks: A pool, or a tuple of them.
@@ -84,7 +84,7 @@ def gather_blocks(
         backend: Implementation; None chooses the fastest that supports the arguments. Static.
 
     Returns:
-        Staging, `[n, kv_heads, block_size, head_dim]`, or a tuple of them.
+        Staging, ``[n, kv_heads, block_size, head_dim]``, or a tuple of them.
 
     Raises:
         KernelArgumentError: A shape, dtype or option is wrong; raised while tracing.
@@ -110,7 +110,7 @@ def scatter_blocks(
     *,
     backend: Backend | None = None,
 ) -> PoolOrPools:
-    """Return the pools with `staging[i]` written to block `ids[i]`; in place if donated.
+    """Return the pools with ``staging[i]`` written to block ``ids[i]``; in place if donated.
 
     Args:
         blocks: A pool, or a tuple of them.

@@ -26,7 +26,7 @@ def kv_write(
     Shaped[Array, "blocks kv_heads block_size head_dim"],
     Shaped[Array, "blocks kv_heads block_size head_dim"],
 ]:
-    """Return the pools with token `t` written to slot `slots[t]`; in place if they are donated.
+    """Return the pools with token ``t`` written to slot ``slots[t]``; in place if they are donated.
 
     A slot is the place of a token in the pools, for all heads::
 

@@ -73,12 +73,12 @@ def paged_decode(
 ):
     """Attention of one query token per row over that row's KV blocks.
 
-    Token `p` of row `b` lies in the pools at::
+    Token ``p`` of row ``b`` lies in the pools at::
 
         [block_tables[b, p // block_size], kv_head, p % block_size, :]
 
-    and query head `i` reads KV head `i // (q_heads // kv_heads)`. The cost is proportional to the
-    sum of the lengths (each rounded up to a chunk), not to the width of the table. The "mosaic"
+    and query head ``i`` reads KV head ``i // (q_heads // kv_heads)``. The cost is proportional to
+    the sum of the lengths (each rounded up to a chunk), not to the width of the table. The "mosaic"
     backend splits rows only if the batch does not fill the GPU, so a call takes at least the time
     of its longest row. Memory beyond a row's length is never used: it may hold NaN, and its table
     entries may be anything.
@@ -91,19 +91,19 @@ def paged_decode(
             tracing; it is clipped to the pool, and that row's result is wrong (see `checked`).
         lengths: KV tokens of each row, including the query's own; 0 marks an inactive row, whose
             output is exactly 0. The output of a row longer than its table is NaN.
-        sm_scale: Factor of the logits, usually `head_dim ** -0.5`. Static.
-        soft_cap: Replaces each logit `x` by `soft_cap * tanh(x / soft_cap)`. Static.
+        sm_scale: Factor of the logits, usually ``head_dim ** -0.5``. Static.
+        soft_cap: Replaces each logit ``x`` by ``soft_cap * tanh(x / soft_cap)``. Static.
         window: Number of latest positions that the query sees, including its own. Blocks entirely
             before the window are not read. Static.
         sinks: One logit per query head, neither scaled nor capped, added to the denominator only.
         k_scales: Dequantisation scales, float32, for quantised pools and only for them:
-            `key = k_blocks[block, head] * k_scales[block, head]`.
+            ``key = k_blocks[block, head] * k_scales[block, head]``.
         v_scales: The same for the values.
         return_lse: Also return the log-sum-exp of the logits. Static.
         backend: Implementation; None chooses the fastest that supports the arguments. Static.
 
     Returns:
-        The output in the dtype of `q`; with `return_lse` also the natural log of the softmax
+        The output in the dtype of ``q``; with ``return_lse`` also the natural log of the softmax
         denominator (including sinks) in float32, -inf for inactive rows.
 
     Raises:

@@ -77,21 +77,21 @@ def paged_extend(
     Float[Array, "tokens q_heads head_dim"]
     | tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"]]
 ):
-    """Causal attention of each row's last `q_lengths[b]` tokens over that row's KV blocks.
+    """Causal attention of each row's last ``q_lengths[b]`` tokens over that row's KV blocks.
 
-    The queries of all rows lie in one array, those of row `b` from `q_starts[b]` on::
+    The queries of all rows lie in one array, those of row ``b`` from ``q_starts[b]`` on::
 
         q          | row 0 ........ | row 1 | padding | row 2 ... | padding |
         q_starts   0                ^       .         ^
         position   kv_lengths[b] - q_lengths[b]  ...  kv_lengths[b] - 1      (within row b)
 
-    Token `p` of row `b` lies in the pools at::
+    Token ``p`` of row ``b`` lies in the pools at::
 
         [block_tables[b, p // block_size], kv_head, p % block_size, :]
 
-    and query head `i` reads KV head `i // (q_heads // kv_heads)`. Write the KV of the query tokens
-    into the pools before. Rows of one query are computed as by `paged_decode`, together and at
-    its cost. Memory beyond a row's `kv_lengths` is never used: it may hold NaN, and its table
+    and query head ``i`` reads KV head ``i // (q_heads // kv_heads)``. Write the KV of the query
+    tokens into the pools before. Rows of one query are computed as by `paged_decode`, together and
+    at its cost. Memory beyond a row's ``kv_lengths`` is never used: it may hold NaN, and its table
     entries may be anything.
 
     Args:
@@ -101,26 +101,26 @@ def paged_extend(
         block_tables: Block ids of each row. An id outside the pool cannot be rejected while
             tracing; it is clipped to the pool, and that row's result is wrong (see `checked`).
         kv_lengths: KV tokens of each row, including its queries. The output of a row longer than
-            its table is NaN; a query at a negative position (`q_lengths > kv_lengths`) sees
+            its table is NaN; a query at a negative position (``q_lengths > kv_lengths``) sees
             nothing.
         q_lengths: Query tokens of each row; 0 marks an inactive row.
-        q_starts: Index in `q` of each row's first query. Rows must not overlap and must end within
-            `q`, otherwise their outputs are undefined. Inactive rows may start anywhere.
-        sm_scale: Factor of the logits, usually `head_dim ** -0.5`. Static.
-        soft_cap: Replaces each logit `x` by `soft_cap * tanh(x / soft_cap)`. Static.
+        q_starts: Index in ``q`` of each row's first query. Rows must not overlap and must end
+            within ``q``, otherwise their outputs are undefined. Inactive rows may start anywhere.
+        sm_scale: Factor of the logits, usually ``head_dim ** -0.5``. Static.
+        soft_cap: Replaces each logit ``x`` by ``soft_cap * tanh(x / soft_cap)``. Static.
         window: Number of latest positions that a query sees, including its own. Blocks entirely
             before the windows are not read. Static.
         sinks: One logit per query head, neither scaled nor capped, added to the denominator only.
         k_scales: Dequantisation scales, float32, for quantised pools and only for them:
-            `key = k_blocks[block, head] * k_scales[block, head]`.
+            ``key = k_blocks[block, head] * k_scales[block, head]``.
         v_scales: The same for the values.
         return_lse: Also return the log-sum-exp of the logits. Static.
         backend: Implementation; None chooses the fastest that supports the arguments. Static.
 
     Returns:
-        The output in the dtype of `q`, exactly 0 for tokens of no row; with `return_lse` also the
-        natural log of the softmax denominator (including sinks) in float32, -inf for tokens that
-        see nothing.
+        The output in the dtype of ``q``, exactly 0 for tokens of no row; with ``return_lse`` also
+        the natural log of the softmax denominator (including sinks) in float32, -inf for tokens
+        that see nothing.
 
     Raises:
         KernelArgumentError: A shape, dtype or option is wrong; raised while tracing.

@@ -27,8 +27,8 @@ class Node:
         key: tokens of the first block, its key in the parent; of a root, the namespace.
         tokens: tokens of the run; after a trim, followed by the tokens that were cut off.
         device_blocks: block ids of the run on the device, in order; empty if it is not there.
-        host: copy on the host, or None. Only nodes of a `TieredTree` can have one.
-        children: nodes that continue the run, by key. Change it only by `add_child` and `del`.
+        host: copy on the host, or None. Only nodes of a ``TieredTree`` can have one.
+        children: nodes that continue the run, by key. Change it only by ``add_child`` and ``del``.
         refs: number of leases with the node on their path.
         colder, warmer: neighbours in the idle list.
     """

@@ -96,7 +96,7 @@ class BackendFullError(BackendError):
 
 
 class BackendIOError(BackendError):
-    """A system call failed; `errno` says why (ENOSPC: disk full, EIO: disk broken)."""
+    """A system call failed; ``errno`` says why (ENOSPC: disk full, EIO: disk broken)."""
 
     def __init__(self, doing: str, errno: int | None) -> None:
         number = errno if errno is not None else 0
@@ -127,7 +127,7 @@ class BackendUnreachableError(BackendError):
 
 
 class BackendRefusedError(BackendError):
-    """The server refused the request; `reply` gives the reason in one word."""
+    """The server refused the request; ``reply`` gives the reason in one word."""
 
     def __init__(self, doing: str, reply: str) -> None:
         super().__init__(f"{doing} was refused by the server: {reply}")

@@ -77,7 +77,7 @@ class Completion:
     """The end of an operation. Each operation has exactly one.
 
     Attributes:
-        operation: id that `load`, `store`, ... returned.
+        operation: id that `Storage.load`, `Storage.store`, ... returned.
         epoch: epoch given with the operation.
         kind: kind of the operation.
         statuses: one status per key, in the order of the keys.

@@ -65,8 +65,8 @@ class StorageWorkers:
     blocks are kept and the others are DROPPED at once: a lost write is only a future miss, and a
     chain of blocks is useful only from its start.
 
-    Loads and stores run on several threads where that is faster; see `AdaptiveParallelism`. If the
-    only active thread is stuck, the next `poll` wakes another.
+    Loads and stores run on several threads where that is faster; see ``AdaptiveParallelism``. If
+    the only active thread is stuck, the next `poll` wakes another.
 
     Only `lookup_prefix` and `close` wait for the backend, up to their timeout_s. `poll` checks the
     deadlines: call it once per step.

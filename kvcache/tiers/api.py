@@ -70,7 +70,7 @@ class Tiers:
         Args:
             config: configuration of the host tier.
             storage: see `storage`.
-            cache, device_pool, publish_run: see `TierState`.
+            cache, device_pool, publish_run: see ``TierState``.
 
         Raises:
             StorageConfigError: see `storage`.
@@ -85,7 +85,7 @@ class Tiers:
     def storage(self) -> StorageNamespace | None:
         """Namespace of the blocks in storage, or None without storage.
 
-        After `CacheManager.reset` for new weights, set it to one with another `weights_revision`.
+        After `CacheManager.reset` for new weights, set it to one with another ``weights_revision``.
 
         Raises:
             StorageConfigError: if it is not a StorageNamespace, or has another block size.

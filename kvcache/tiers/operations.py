@@ -45,14 +45,14 @@ class OpKind(enum.Enum):
 class Operation:
     """A copy of blocks between tiers.
 
-    All operations of one `take` run as if at once, between two steps of the model: all sources are
-    read, then all destinations written. Two of them may therefore exchange blocks, and an evicted
-    block is free at once. The exception is the host source of a copy to storage: it is read at any
-    time until the operation ends, and is kept until then. A destination may be read only after its
-    operation has succeeded.
+    All operations of one ``take`` run as if at once, between two steps of the model: all sources
+    are read, then all destinations written. Two of them may therefore exchange blocks, and an
+    evicted block is free at once. The exception is the host source of a copy to storage: it is read
+    at any time until the operation ends, and is kept until then. A destination may be read only
+    after its operation has succeeded.
 
     Attributes:
-        id: identifies the operation in `complete`, `fence` and `cancel`.
+        id: identifies the operation in `Tiers.complete`, `Tiers.fence` and `Tiers.cancel`.
         epoch: epoch of the manager when the operation was queued.
         kind: source and destination tier.
         sources: int32 ``[n]``, block ids in the source tier; empty if that is storage.

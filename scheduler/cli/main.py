@@ -1,4 +1,4 @@
-"""The `radixkv` command line.
+"""The ``radixkv`` command line.
 
 Exit status: 0 success, 1 a check of the command or one of its nodes failed, 2 wrong usage or input
 (one line on stderr), 130 interrupted, 141 the reader of stdout went away.

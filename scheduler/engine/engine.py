@@ -95,7 +95,7 @@ class Engine:
         """Queue a request.
 
         Raises:
-            RequestError: for a token outside the vocabulary, more tokens than `max_model_len`, or
+            RequestError: for a token outside the vocabulary, more tokens than ``max_model_len``, or
                 the id of an active request.
             RequestTooLargeError: if it could not run to its limit even alone.
             EngineClosedError: after close, with a host tier.
@@ -113,7 +113,7 @@ class Engine:
         return self.scheduler.has_work or bool(self._finished)
 
     def step(self) -> list[Request]:
-        """Plan and dispatch one step, and read the first one in flight if they are `depth`.
+        """Plan and dispatch one step, and read the first one in flight if they are ``depth``.
 
         If nothing can be dispatched, read a step in flight, or block until a copy has ended.
 

@@ -53,7 +53,7 @@ class SendToNode:
 
 
 class NetworkGateway:
-    """A `Gateway` that learns of its nodes from their messages, over a lossy network.
+    """A ``Gateway`` that learns of its nodes from their messages, over a lossy network.
 
     A node joins with a `NodeStatus`. It is gone when it is silent for a while, or comes back with
     another epoch; its attempts are retried on other nodes. This class does no I/O: carry out
@@ -83,7 +83,7 @@ class NetworkGateway:
             silence_s: silence after which a node is gone. An attempt also fails if its prefill
                 node has not acknowledged it in this time; the gateway asks five times.
             max_attempts, backoff_s, request_s: see `RequestRetrier`; no time limit by default.
-            epoch: epoch of the gateway; see `Gateway`.
+            epoch: epoch of the gateway; see ``Gateway``.
         """
         self.nodes: dict[NodeId, RemoteNode] = {}
         self.gone: dict[NodeId, RemoteNode] = {}

@@ -30,7 +30,7 @@ MAX_MISSING: Final = 1024
 """Most missing parts that one RENEW names; the next RENEW names the rest."""
 
 MAX_REASON_CHARS: Final = 1024
-"""Most characters of `Refuse.detail`."""
+"""Most characters of ``Refuse.detail``."""
 
 NodeId: TypeAlias = str
 """Name of a prefill or decode node, unique in a deployment."""
@@ -157,7 +157,7 @@ class Refuse(Message):
     "draining"        0 and 0: D admits nothing
     "too large"       blocks of the request at its full length, and blocks of the pool
     "block size"      block sizes of P and D
-    "malformed"       0 and 0: not a request, or not one that D's model can take; see `detail`
+    "malformed"       0 and 0: not a request, or not one that D's model can take; see ``detail``
     "version"         protocol versions of P and D
     ================  ==============================================================================
     """

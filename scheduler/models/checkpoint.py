@@ -41,7 +41,7 @@ _STORED_DTYPES: Final = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 @dataclass(frozen=True)
 class Model:
-    """A loaded model: the first two arguments of `forward`."""
+    """A loaded model: the first two arguments of ``forward``."""
 
     config: ModelConfig
     params: Params
@@ -50,8 +50,8 @@ class Model:
 def load_model(directory: str | Path, dtype: DTypeLike = "auto") -> Model:
     """Load a Llama or Qwen3 model from a Hugging Face directory.
 
-    Tensors are read one by one, converted to `dtype` on the host, and copied to the default device,
-    so that the host holds one tensor at a time.
+    Tensors are read one by one, converted to ``dtype`` on the host, and copied to the default
+    device, so that the host holds one tensor at a time.
 
     Args:
         directory: holds config.json, and model.safetensors or shards with
@@ -59,7 +59,7 @@ def load_model(directory: str | Path, dtype: DTypeLike = "auto") -> Model:
         dtype: dtype of the parameters, of the computation and of the KV; see `model_dtype`.
 
     Raises:
-        CheckpointError: see `radixkv.scheduler.models.errors`. All names and shapes are checked
+        CheckpointError: see ``radixkv.scheduler.models.errors``. All names and shapes are checked
             before the first tensor is read.
         ConfigError: for another dtype.
     """
@@ -78,8 +78,8 @@ def model_dtype(directory: str | Path, dtype: DTypeLike = "auto") -> np.dtype[An
     Args:
         directory: as for `load_model`.
         dtype: float32, bfloat16, float16, or "auto": float32 if JAX's default device is a CPU,
-            otherwise the checkpoint's own dtype. That is `dtype` or `torch_dtype` in config.json,
-            as in transformers, or else the dtype of the stored embedding.
+            otherwise the checkpoint's own dtype. That is ``dtype`` or ``torch_dtype`` in
+            config.json, as in transformers, or else the dtype of the stored embedding.
 
     Raises:
         ConfigError: for another dtype.

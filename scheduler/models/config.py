@@ -29,15 +29,15 @@ class ModelConfig:
         family: "llama" or "qwen3".
         vocab_size, hidden_size, intermediate_size: widths of the logits, the residual stream, and
             the feed-forward layer.
-        num_layers, num_heads, num_kv_heads, head_dim: shape of the attention. `num_heads *
-            head_dim` may differ from `hidden_size`.
+        num_layers, num_heads, num_kv_heads, head_dim: shape of the attention. ``num_heads *
+            head_dim`` may differ from ``hidden_size``.
         rms_norm_eps: epsilon of the norms.
         rope: rotary embedding.
         max_positions: longest sequence that the model supports, in tokens.
         tie_embeddings: whether the output matrix is the embedding matrix.
         attention_bias, mlp_bias: whether the projections have biases.
         qk_norm: whether queries and keys are normalised per head (Qwen3).
-        eos_token_ids: tokens that end a text, for `Request.stop_token_ids`.
+        eos_token_ids: tokens that end a text, for ``Request.stop_token_ids``.
     """
 
     family: Family

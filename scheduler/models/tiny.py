@@ -85,7 +85,7 @@ def make_tiny_checkpoint(
         family: "llama" (llama3 rope scaling) or "qwen3" (q/k-norm, tied embeddings).
         seed: seed of the weights.
         overrides: entries of config.json to replace; the value None removes an entry. The tensors
-            have the dtype that `torch_dtype` names.
+            have the dtype that ``torch_dtype`` names.
 
     Raises:
         UnsupportedModelError, CheckpointError: if no model can be loaded with the overrides.

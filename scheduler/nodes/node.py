@@ -74,7 +74,7 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
 
     Attributes:
         manager: the cache manager of the node's blocks.
-        model_name: `ModelConfig.name`, and the dtype of the KV: nodes need the same.
+        model_name: ``ModelConfig.name``, and the dtype of the KV: nodes need the same.
         scheduler: the scheduler, which also runs the hand-off protocol.
     """
 
@@ -157,7 +157,7 @@ class NodeEngine(ABC, Generic[SchedulerT, ReportT]):
     ) -> None:
         """Forget the KV of all tiers, and optionally switch to other weights.
 
-        Call `scheduler.drain` first, and `poll` until `num_open_handoffs` is 0. A decode node
+        Call ``scheduler.drain`` first, and `poll` until `num_open_handoffs` is 0. A decode node
         continues its running requests with the new weights. Nodes need not be reset at the same
         time: a node refuses parts of other weights, and the attempt is repeated.
 

@@ -38,9 +38,10 @@ class RemoteNodes:
         """Take over the gateway's end of a channel.
 
         Args:
-            channel: a channel named `gateway_messages.GATEWAY`; nodes connect to its address.
+            channel: a channel named ``gateway_messages.GATEWAY``; nodes connect to its address.
             block_size: tokens per block; nodes with another are refused.
-            model: `ModelConfig.name`; nodes with another are refused. None: the first node decides.
+            model: ``ModelConfig.name``; nodes with another are refused. None: the first node
+            decides.
             silence_s: time after which a silent node counts as gone, and an attempt fails that its
                 node has not acknowledged; the request is sent five times until then.
             max_attempts, backoff_s, request_s: see `RequestRetrier`; no time limit by default.

@@ -38,7 +38,7 @@ def run_replay(
         trace_path: A trace in Mooncake's format; None for the trace in the package.
         num_requests: Number of requests to replay, from the first; None for all.
         skip_malformed: Skip malformed lines instead of rejecting the file.
-        model, gpu: Names in `cost_model.MODELS` and `GPUS` to simulate; None for the defaults.
+        model, gpu: Names in ``cost_model.MODELS`` and ``GPUS`` to simulate; None for the defaults.
         costs: A JSON file of figures that override theirs.
         simulation, real: Configurations of the simulated and the real engine; None for the
             defaults. With a host tier, the simulation also runs without it; likewise with storage.

@@ -32,7 +32,7 @@ class Manager(Protocol):
         """Allocate blocks for the tokens that follow; False if there are too few blocks."""
 
     def publish(self, name: str, tokens: Sequence[int]) -> None:
-        """Publish the blocks of the request's first tokens: the KV of `tokens` is written."""
+        """Publish the blocks of the request's first tokens: the KV of ``tokens`` is written."""
 
     def release(self, name: str) -> None:
         """End the request: finished, aborted or preempted."""
@@ -48,7 +48,7 @@ class Events(Protocol):
     """Receives what a manager does, at depth ``events``, as it happens.
 
     A call may report its events in any order that passes a block from owner to owner: a block is
-    free, or evicted in this call, before it is allocated. `reset` may report any block as freed
+    free, or evicted in this call, before it is allocated. ``reset`` may report any block as freed
     once, whoever had it, or report nothing; afterwards all blocks are free.
     """
 
@@ -59,7 +59,7 @@ class Events(Protocol):
         """Blocks in the table of a request were published: others can hit them from now on."""
 
     def used(self, blocks: Sequence[int]) -> None:
-        """Published blocks were used; only for `lru` without `ages_from_release`."""
+        """Published blocks were used; only for ``lru`` without ``ages_from_release``."""
 
     def evicted(self, blocks: Sequence[int]) -> None:
         """Published blocks left the cache; the same call allocates or frees them."""
@@ -105,15 +105,15 @@ Factory: TypeAlias = Callable[[int, int], Any]
 """Makes an adapter from ``(num_blocks, block_size)``.
 
 The adapter has the methods of `Manager`. It may also have ``evict(num_blocks) -> int``,
-``reset()``, ``match(name, tokens, namespace) -> int`` (a match that the next `admit` of that name
-uses), ``append_batch(names) -> bool`` (one token each), `promises`, ``report_to(events)`` for depth
-``events``, ``snapshot()`` for depth ``full``, ``refusal() -> (needed, available)`` of the last
-refusal, ``misuse(kind, name)``, which makes a wrong call and checks that it is refused, and
+``reset()``, ``match(name, tokens, namespace) -> int`` (a match that the next ``admit`` of that
+name uses), ``append_batch(names) -> bool`` (one token each), ``promises``, ``report_to(events)``
+for depth ``events``, ``snapshot()`` for depth ``full``, ``refusal() -> (needed, available)`` of the
+last refusal, ``misuse(kind, name)``, which makes a wrong call and checks that it is refused, and
 ``check()`` for the manager's own invariants, and ``size() -> int``, the number of references that
-the manager holds: see `radixkv.spec.adapters.references.count_references`.
+the manager holds: see ``radixkv.spec.adapters.references.count_references``.
 
-The factory itself, a function or a class, may have `block_sizes` and `pool_sizes`: the block sizes
-and numbers of blocks to choose from, if the manager does not have all of them.
+The factory itself, a function or a class, may have ``block_sizes`` and ``pool_sizes``: the block
+sizes and numbers of blocks to choose from, if the manager does not have all of them.
 """
 
 
@@ -125,7 +125,7 @@ def call(adapter: object, method: str, arguments: Sequence[Any], rule: Rule) -> 
     """Call a method of an adapter.
 
     Raises:
-        Violation: `rule`, if it raises anything but a finding of its own or an `AdapterError`.
+        Violation: ``rule``, if it raises anything but a finding of its own or an `AdapterError`.
     """
     try:
         return getattr(adapter, method)(*arguments)

@@ -4,7 +4,7 @@ An adapter wraps the classes and functions of its manager that it calls::
 
     self.manager = recorded(BlockManager)(num_blocks)
 
-That changes nothing, except while a `Recording` is active: then the object is a stand-in that
+That changes nothing, except while a ``Recording`` is active: then the object is a stand-in that
 writes down each call with its arguments.
 """
 

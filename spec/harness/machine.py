@@ -10,8 +10,8 @@
 ``MyManager(num_blocks, block_size)`` makes an adapter: see `radixkv.spec.adapters.cache`. Pytest
 and unittest collect the class directly, because it is a TestCase. Use the settings of Hypothesis:
 ``@settings(max_examples=1000)`` above the class. You can add ``@rule`` and ``@invariant`` methods.
-`TierMachine`, `SchedulerMachine`, `TieredSchedulerMachine`, `HandoffMachine`, `PoolMachine` and
-`CostMachine` test the other kinds of systems in the same way.
+``TierMachine``, ``SchedulerMachine``, ``TieredSchedulerMachine``, ``HandoffMachine``,
+``PoolMachine`` and ``CostMachine`` test the other kinds of systems in the same way.
 
 Each row of the subject's table of operations is a rule. Four things differ from a machine that is
 written by hand. Of 50 planted bugs, 44 were found in 2,400 steps without the first and the third,

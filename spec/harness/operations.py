@@ -1,8 +1,8 @@
 """Operations: one table per subject, for the random driver and for the Hypothesis machines.
 
 A row says all that a driver needs: the word in a trace, the function that does it, its weight, the
-names that it may apply to, and how its arguments are drawn. Everything is drawn with `Below`, so a
-row is drawn in the same way from a random generator and from the choices of Hypothesis.
+names that it may apply to, and how its arguments are drawn. Everything is drawn with ``Below``, so
+a row is drawn in the same way from a random generator and from the choices of Hypothesis.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Promises:
         ages_from_release: the last use of a block is the last release of a request that holds it;
             otherwise the adapter reports each use with `Events.used`.
         frees_at_once: the release of a request frees its blocks before it returns.
-        counts_available: `available` counts every free and every unused block.
+        counts_available: ``available`` counts every free and every unused block.
     """
 
     hits_all: bool = False

@@ -9,11 +9,11 @@
         .tmp-17           a value being written; leftovers are removed at the next start
 
 A value is written to a temporary name and renamed when it is complete. A reader sees all of it or
-nothing, even if the process is killed. `sync` chooses what a power cut may take:
+nothing, even if the process is killed. ``sync`` chooses what a power cut may take:
 
 - ``"none"``: any value may be lost or torn. Its checksum makes a torn value a miss.
-- ``"data"``: a value is there and whole once `put` has returned; a deleted value does not come back
-  once `delete` has returned. Each call waits for the disk twice.
+- ``"data"``: a value is there and whole once `FileBackend.put` has returned; a deleted value does
+  not come back once `FileBackend.delete` has returned. Each call waits for the disk twice.
 
 With both, evicted values may come back after a power cut. They are still correct and are evicted
 again. Values written with "none" do not become safer when you reopen the directory with "data".

@@ -62,7 +62,7 @@ class Fault(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """P: a part can be pulled. Send `info` with SEND."""
+    """P: a part can be pulled. Send ``info`` with SEND."""
 
     part_id: PartId
     info: PullInfo
@@ -92,10 +92,10 @@ class Received:
 
     Attributes:
         part_id: id of the part.
-        arrays: the arrays as described, read-only and valid until `release`. Some transports give
-            views of staging memory, which `jax.device_put` does not copy on CPU. Release the part
-            when all results computed from the arrays are ready (`block_until_ready`), or give
-            `device_put` a copy.
+        arrays: the arrays as described, read-only and valid until `Transport.release`. Some
+            transports give views of staging memory, which `jax.device_put` does not copy on CPU.
+            Release the part when all results computed from the arrays are ready
+            (`jax.block_until_ready`), or give `jax.device_put` a copy.
     """
 
     part_id: PartId
@@ -194,7 +194,7 @@ class Transport(ABC):
         """D: read a part into staging memory. The pull ends with Received or PullFailed.
 
         Args:
-            part_id: the part that the protocol wants; `info` must be of the same part.
+            part_id: the part that the protocol wants; ``info`` must be of the same part.
             info: P's description of its offer, which is not trusted.
             expected: what the offer must be. Nothing is allocated for anything else.
             timeout_s: time after which the pull fails.

@@ -42,7 +42,7 @@ class InProcessTransport(Transport):
     """Passes arrays from one node to another in the same process.
 
     JAX arrays are immutable, so they are passed as they are, computed or not. NumPy arrays are
-    copied by `offer`. Nothing leaves the process, so there are no digests.
+    copied by `Transport.offer`. Nothing leaves the process, so there are no digests.
     """
 
     name = NAME

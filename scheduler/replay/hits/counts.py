@@ -44,7 +44,7 @@ class HitCounts:
 
 @dataclass(frozen=True, slots=True)
 class TieredHitCounts(HitCounts):
-    """Counts with a host tier; `hit_blocks` and `hit_rate` are those of the device.
+    """Counts with a host tier; ``hit_blocks`` and ``hit_rate`` are those of the device.
 
     Attributes:
         host_hit_blocks: Blocks copied back from the host instead of being computed.

@@ -65,7 +65,7 @@ class ClusterConfig:
     Attributes:
         num_prefill: Number of prefill nodes.
         num_decode: Number of decode nodes.
-        node: Configuration of every node, without a host tier; `reserve_tokens` applies to the
+        node: Configuration of every node, without a host tier; ``reserve_tokens`` applies to the
             decode nodes.
         order: Whether a decode node grants blocks before the prompt is computed; see
             `PrefillSide`.
