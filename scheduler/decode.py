@@ -63,6 +63,7 @@ class DecodeScheduler(Scheduler):
         check_request: Callable[[Request], None] | None = None,
         vocab_size: int | None = None,
         max_overtaken: int = MAX_OVERTAKEN,
+        depth: int = 1,
     ) -> None:
         """Make a scheduler. Nothing else may use its manager.
 
@@ -77,6 +78,8 @@ class DecodeScheduler(Scheduler):
             vocab_size: of the model; see `DecodeSide`.
             max_overtaken: most later requests that are admitted before one that was refused for
                 lack of room and keeps asking, unless they leave room for it.
+            depth: most steps in flight; see `MixedScheduler`. A request that ends during steps in
+                flight is reported when the last of them has ended.
 
         Raises:
             ConfigError, CountError: for an invalid policy, sizes that do not fit together, or a
@@ -93,13 +96,14 @@ class DecodeScheduler(Scheduler):
                 policy=policy,
                 reserve_tokens=reserve_tokens,
                 preempt=preempt,
+                depth=depth,
                 receiving=lambda: side.receiving,
                 quarantined=lambda: side.quarantined,
                 has_handoffs=lambda: self.num_receiving > 0,
             )
         )
-        # By request, not by id: a request that is stopped during a step stays here until the step
-        # has ended, possibly beside a newer attempt.
+        # By request, not by id: a request that ends during steps in flight stays here until the
+        # last of them has ended, possibly beside a newer attempt.
         self._keys: dict[Request, AttemptKey] = {}
         self._reasons: dict[Request, str] = {}
         self._actions: list[Post | Pull | CancelPull | Started | Finished | DecodeFailed] = []
@@ -202,7 +206,7 @@ class DecodeScheduler(Scheduler):
             return
         self._reasons[request] = reason
         self._batch.abort(key.request_id)
-        if request.lease is None:  # otherwise a step in flight uses its blocks
+        if request.lease is None:  # otherwise steps in flight use its blocks
             self._report_end(request)
 
     def _report_end(self, request: Request) -> None:
@@ -229,7 +233,7 @@ class DecodeScheduler(Scheduler):
 
         Raises:
             HandoffsOpenError: if attempts that have not started hold blocks; nothing is changed.
-            StepOrderError: during a step.
+            StepOrderError: while steps are in flight.
         """
         if self.num_receiving:
             raise HandoffsOpenError(self.num_receiving)
@@ -241,9 +245,10 @@ class DecodeScheduler(Scheduler):
     def update(self, plan: StepPlan, next_tokens: Sequence[int]) -> list[Request]:
         """Apply the results of the last plan; see `MixedScheduler.update`."""
         finished = self._batch.update(plan, next_tokens)
-        for chunk in plan.chunks:
-            if chunk.request.finish_reason is not None:  # finished, or aborted during the step
-                self._report_end(chunk.request)
+        for request, _, _ in plan.chunks:
+            # One that ended may be in later steps in flight, which use its blocks.
+            if request.finish_reason is not None and request.lease is None:
+                self._report_end(request)
         return finished
 
     # Events of the network, the transport and the clock

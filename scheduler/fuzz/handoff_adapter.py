@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -103,7 +105,7 @@ class _Node(ABC):
         self.manager = CacheManager(num_blocks, config["block_size"], host=host)
         self.reporter = NodeReporter(epoch, TIMING)
         self.now = 0
-        self.plan: StepPlan | None = None
+        self.plans: deque[StepPlan] = deque()
         self._status = message_of(
             NodeStatus(role, "", "simulated", config["block_size"], num_blocks, "simulated")
         )
@@ -149,7 +151,8 @@ class _Node(ABC):
     def schedule(self) -> spec.Plan:
         """Plan a step."""
         plan = self.scheduler.schedule()
-        self.plan = plan if plan.chunks else None
+        if plan.chunks:
+            self.plans.append(plan)
         admitted = [
             spec.Admitted(
                 self._name(each), _tokens(each.tokens), self._num_hit(each), _namespace(each)
@@ -157,27 +160,20 @@ class _Node(ABC):
             for each in plan.admitted
             if each.lease is not None
         ]
-        return spec.Plan(len(plan.chunks), admitted, [each.request_id for each in plan.preempted])
+        chunks = [self._chunk(each.request, each.start, each.length) for each in plan.chunks]
+        return spec.Plan(chunks, admitted, [self._name(each) for each in plan.preempted])
 
-    def chunks(self) -> list[spec.Chunk]:
-        """Return the chunks of the step in flight."""
-        return [
-            self._chunk(each.request, each.start, each.start + each.length)
-            for each in (self.plan.chunks if self.plan is not None else ())
-        ]
-
-    def _chunk(self, request: Request, start: int, stop: int) -> spec.Chunk:
+    def _chunk(self, request: Request, start: int, length: int) -> spec.Chunk:
         lease = request.lease
         assert lease is not None, f"{request!r} is computed without blocks"
         return spec.Chunk(
             self._name(request),
             start,
-            stop,
+            start + length,
             _tokens(request.tokens),
             lease.block_table.tolist(),
             lease.num_shared_blocks,
             request.sampling.seed,
-            request.status is not RequestStatus.RUNNING,
             _namespace(request),
         )
 
@@ -187,13 +183,14 @@ class _Node(ABC):
 
     @abstractmethod
     def _name(self, request: Request) -> str:
-        """Return the name of an attempt on P, of a request on D."""
+        """Return the name of the attempt."""
 
-    def update(self, tokens: Sequence[int]) -> None:
-        """End the step in flight."""
-        plan, self.plan = self.plan, None
-        assert plan is not None, "no step is in flight"
+    def update(self, tokens: Sequence[int]) -> list[bool]:
+        """End the first step in flight."""
+        plan = self.plans.popleft()
+        counts = [each.request.status is RequestStatus.RUNNING for each in plan.chunks]
         self.scheduler.update(plan, tokens)
+        return counts
 
     # Tiers and the cache
 
@@ -331,8 +328,7 @@ class PrefillNode(_Node):
 
     def wrote(self, group: int) -> None:
         """Report that a group of layers is written."""
-        assert self.plan is not None, "no step is in flight"
-        self.scheduler.wrote(self.plan, group)
+        self.scheduler.wrote(self.plans[0], group)
 
     def fenced(self, attempt: str) -> None:
         """Report that the offers of an attempt are no longer served."""
@@ -354,7 +350,9 @@ class DecodeNode(_Node):
             preempt="host" if config["host_blocks"] else "recompute",
             vocab_size=spec.VOCABULARY,
             max_overtaken=config["max_overtaken"],
+            depth=config.get("depth", 1),
         )
+        self._names: WeakKeyDictionary[Request, str] = WeakKeyDictionary()
         self.tick(now)
 
     def _convert(self, action: object) -> spec.Action | None:
@@ -367,14 +365,16 @@ class DecodeNode(_Node):
                 return spec.CancelPull(part_of(part_id))
             case Started(key, request, num_cached):
                 self.reporter.report(action, self.now)
+                self._names[request] = attempt_name(key)
                 table = [] if request.lease is None else request.lease.block_table.tolist()
                 return spec.Started(attempt_name(key), table, num_cached, request.num_hit_tokens)
-            case Finished() | DecodeFailed():
+            case Finished(key) | DecodeFailed(key):
                 self.reporter.report(action, self.now)
+                return spec.Ended(attempt_name(key))
         return None
 
     def _name(self, request: Request) -> str:
-        return request.request_id
+        return self._names[request]
 
     def pulled(self, part: spec.Part) -> None:
         """Report that a part has arrived."""
@@ -418,7 +418,13 @@ class GatewayAdapter:
         self.tick(now)  # also sets `_now`
 
     def submit(
-        self, name: str, prompt: spec.Tokens, max_new_tokens: int, seed: int, namespace: int
+        self,
+        name: str,
+        prompt: spec.Tokens,
+        max_new_tokens: int,
+        seed: int,
+        namespace: int,
+        stop: spec.Tokens,
     ) -> None:
         """Add a request; see `spec.Gateway`, as for all methods here."""
         sampling = SamplingParams(seed=seed)
@@ -427,6 +433,7 @@ class GatewayAdapter:
             np.array(prompt, np.int32),
             max_new_tokens,
             sampling=sampling,
+            stop_token_ids=stop,
             namespace=NAMESPACES[namespace],
         )
         self.gateway.add_request(request, self._now)
@@ -502,6 +509,7 @@ class HandoffAdapter:
     def __init__(self, config: Config) -> None:
         self._config = config
         self.max_overtaken: int = config["max_overtaken"]
+        self.depth: int = config.get("depth", 1)
 
     def gateway(self, epoch: int, now: int) -> GatewayAdapter:
         """Make a gateway without memory."""

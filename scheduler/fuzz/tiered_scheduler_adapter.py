@@ -114,6 +114,7 @@ class TieredDecodeAdapter(TieredMixedAdapter):
         self._messages = getattr(self.package, "handoff", own_handoff)
         timing = self._messages.Timing(1, 2**20, 2**20, 0)
         options = self._options(config)
+        options["depth"] = config.get("depth", 1)
         return self.package.DecodeScheduler(self.manager, epoch=1, timing=timing, **options)
 
     def add(self, request: Submission) -> bool:

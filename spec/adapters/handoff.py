@@ -135,7 +135,13 @@ class Started(NamedTuple):
     hits: int
 
 
-Action: TypeAlias = Send | Begun | Offer | Withdraw | Pull | CancelPull | Started
+class Ended(NamedTuple):
+    """D reports the end of an attempt that has started, and uses its blocks no more."""
+
+    attempt: str
+
+
+Action: TypeAlias = Send | Begun | Offer | Withdraw | Pull | CancelPull | Started | Ended
 
 
 @dataclass(frozen=True)
@@ -143,11 +149,11 @@ class Chunk:
     """Tokens ``start .. stop - 1`` that a step computes.
 
     Attributes:
-        name: of the attempt on P, of the request on D.
-        tokens: all tokens of the request.
+        name: of the attempt.
+        tokens: the tokens of the request that are known; steps in flight may sample others, up to
+            `stop`.
         table: its blocks; the first num_shared are published, and are not written.
         seed: of the request.
-        is_aborted: whether the request was given up while the step runs.
         namespace: of the request; see `Gateway.submit`.
     """
 
@@ -158,7 +164,6 @@ class Chunk:
     table: Sequence[int]
     num_shared: int
     seed: int
-    is_aborted: bool
     namespace: int
 
 
@@ -182,12 +187,12 @@ class Plan(NamedTuple):
     """The decisions of a step.
 
     Attributes:
-        num_chunks: number of chunks to compute; without any, there is no step.
+        chunks: what to compute; without any, there is no step.
         admitted: requests that got their blocks.
         preempted: names of requests that lost their blocks.
     """
 
-    num_chunks: int
+    chunks: Sequence[Chunk]
     admitted: Sequence[Admitted]
     preempted: Sequence[str]
 
@@ -249,19 +254,24 @@ class Node(Protocol):
         """Report the end of a copy."""
 
     def schedule(self) -> Plan:
-        """Plan a step."""
+        """Plan a step; it is in flight until its `update`."""
 
-    def chunks(self) -> Sequence[Chunk]:
-        """Return the chunks of the step in flight."""
+    def update(self, tokens: Sequence[int]) -> Sequence[bool]:
+        """End the first step in flight, with the token after each chunk; -1 within a prompt.
 
-    def update(self, tokens: Sequence[int]) -> None:
-        """End the step, with the token after each chunk; -1 within a prompt."""
+        Returns:
+            Whether each chunk counts: not if its request ended while the step was in flight.
+        """
 
     def drain(self) -> None:
         """Give up all hand-offs, as the weights change, and begin none."""
 
     def reset(self) -> bool:
-        """Drop all KV, and begin hand-offs again; False if one holds blocks or a step runs."""
+        """Drop all KV, and begin hand-offs again.
+
+        Returns:
+            False if a hand-off holds blocks, or a step is in flight.
+        """
 
     def evict(self, num_blocks: int) -> None:
         """Evict blocks that nobody uses."""
@@ -331,9 +341,18 @@ class Gateway(Protocol):
     """The gateway: it finds nodes for each request, and answers it."""
 
     def submit(
-        self, name: str, prompt: Tokens, max_new_tokens: int, seed: int, namespace: int
+        self,
+        name: str,
+        prompt: Tokens,
+        max_new_tokens: int,
+        seed: int,
+        namespace: int,
+        stop: Tokens,
     ) -> None:
-        """Take a client's request; it shares KV only with others of its namespace, 0 or 1."""
+        """Take a client's request.
+
+        It shares KV only with others of its namespace, 0 or 1, and ends with a token of `stop`.
+        """
 
     def cancel(self, name: str) -> None:
         """End a request at its client's wish, without an answer."""
@@ -371,6 +390,9 @@ class HandoffSystem(Protocol):
 
     max_overtaken: int
     """Largest number of later requests that D admits before a refused one without regard to it."""
+
+    depth: int
+    """Most steps that D has in flight; P has one."""
 
     def gateway(self, epoch: int, now: int) -> Gateway:
         """Make a gateway without memory."""

@@ -8,7 +8,7 @@ event, and asserts the rules about it.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -49,6 +49,7 @@ class Request:
 
     Attributes:
         namespace: requests share KV only within a namespace.
+        stop: tokens that end it.
         deadline: time until which it must be answered.
         attempts: its attempts by the present gateway.
         is_hopeless: whether no attempt can succeed.
@@ -58,6 +59,7 @@ class Request:
     max_new_tokens: int
     seed: int
     namespace: int = 0
+    stop: Tokens = ()
     deadline: int = 0
     attempts: set[str] = field(default_factory=set)
     is_hopeless: bool = False
@@ -72,6 +74,8 @@ class Request:
         tokens = self.prompt
         for _ in range(self.max_new_tokens):
             tokens += (next_token(self.seed, tokens),)
+            if tokens[-1] in self.stop:
+                break
         return tokens[len(self.prompt) :]
 
 
@@ -141,14 +145,14 @@ class Requests:
     def answered(self, name: str, tokens: Tokens | None, hits: int, reason: str, now: int) -> None:
         """A client gets its answer: tokens, or the reason of a failure."""
         request = self.requests[name]
-        require(name not in self.answers, rules.X15, "{} has two answers", name)
+        require(name not in self.answers, rules.X17, "{} has two answers", name)
         self.answers[name] = Outcome(tokens, reason)
         if tokens is None:
             tried = len(request.attempts)
             is_over = request.is_hopeless or now >= request.deadline or tried >= self._max_attempts
-            require(is_over, rules.X16, "{} fails after {} attempts: {}", name, tried, reason)
+            require(is_over, rules.X18, "{} fails after {} attempts: {}", name, tried, reason)
             return
-        require(tokens == request.output(), rules.X14, "{} gets {}", name, tokens)
+        require(tokens == request.output(), rules.X16, "{} gets {}", name, tokens)
         found = {self.hits.get(each) for each in self._started & request.attempts}
         require(hits in found, rules.X6, "{} has {} hits, its attempts {}", name, hits, found)
 
@@ -258,6 +262,7 @@ class NodeModel:
     Attributes:
         device, host: its memories.
         published: prefixes that can be hit on the device.
+        flights: of each step in flight, in order, the blocks that each attempt reads or writes.
     """
 
     name: str
@@ -266,7 +271,31 @@ class NodeModel:
 
     def __post_init__(self) -> None:
         self.device, self.host = Memory(self.block_size), Memory(self.block_size)
+        self.flights: deque[dict[str, Sequence[int]]] = deque()
         self.reset(0)
+
+    # Steps in flight
+
+    def launched(self, tables: dict[str, Sequence[int]]) -> None:
+        """A step is planned: by attempt, the blocks that it reads or writes."""
+        self.flights.append(tables)
+
+    def completed(self) -> None:
+        """The first step in flight has ended."""
+        self.flights.popleft()
+
+    def _in_flight(self) -> set[int]:
+        return {block for tables in self.flights for table in tables.values() for block in table}
+
+    def kept(self, num_blocks: int) -> None:
+        """The node has so many blocks that it cannot give to others."""
+        named, why = self._in_flight(), "{} has {} blocks in steps in flight, and keeps {}"
+        require(len(named) <= num_blocks, rules.X14, why, self.name, len(named), num_blocks)
+
+    def filled(self, blocks: Sequence[int], source: str) -> None:
+        """A transfer or a copy from the host will write some blocks."""
+        named = sorted(self._in_flight().intersection(blocks))
+        require(not named, rules.X14, "{} fills {}, which steps in flight use", source, named)
 
     def reset(self, evicted: int) -> None:
         """All KV is dropped; the node has evicted so many blocks until now."""
@@ -386,6 +415,7 @@ class DecodeModel(NodeModel):
     waiting: dict[str, Refused] = field(default_factory=dict)
     _grants: dict[str, _Grant] = field(default_factory=dict)
     _newest: dict[str, tuple[int, int]] = field(default_factory=dict)  # attempt and when
+    _decoding: set[str] = field(default_factory=set)
 
     def is_granted(self, attempt: str, number: int) -> bool:
         """Whether a grant is a copy of an earlier one."""
@@ -425,6 +455,14 @@ class DecodeModel(NodeModel):
     def started(self, attempt: str) -> None:
         """D has received all of a prompt."""
         self._grants.pop(attempt, None)
+        self._decoding.add(attempt)
+
+    def ended(self, attempt: str) -> None:
+        """D reports the end of an attempt."""
+        require(attempt in self._decoding, rules.X15, "{} ends, and does not decode", attempt)
+        self._decoding.remove(attempt)
+        steps = sum(attempt in tables for tables in self.flights)
+        require(not steps, rules.X15, "{} ends, and {} steps in flight compute it", attempt, steps)
 
     # Fairness
 
@@ -445,5 +483,5 @@ class DecodeModel(NodeModel):
             each.num_overtaken += 1
             can_wait = each.num_overtaken <= self.max_overtaken or room >= each.num_blocks
             why = "{} is the {}. admitted before {}, and leaves {} blocks"
-            require(can_wait, rules.X17, why, name, each.num_overtaken, other, room)
+            require(can_wait, rules.X19, why, name, each.num_overtaken, other, room)
         self.waiting.pop(name, None)

@@ -77,45 +77,54 @@ X13: Final = rule(
     "No request is preempted on a decode node that reserves blocks to the end of each request.",
 )
 X14: Final = rule(
-    "X14 output-is-the-models",
+    "X14 step-in-flight-keeps-blocks",
+    "No block that a step in flight reads or writes is given up, or filled by a transfer or a copy "
+    "from the host.",
+)
+X15: Final = rule(
+    "X15 end-after-last-step",
+    "A decode node reports the end of an attempt once, after the last step that computes it.",
+)
+X16: Final = rule(
+    "X16 output-is-the-models",
     "The tokens of an answer are those that one node alone would generate.",
 )
 
 # The request ends
 
-X15: Final = rule("X15 one-answer", "A request has exactly one final answer.")
-X16: Final = rule(
-    "X16 fail-only-after-all-attempts",
+X17: Final = rule("X17 one-answer", "A request has exactly one final answer.")
+X18: Final = rule(
+    "X18 fail-only-after-all-attempts",
     "A request fails only after all of its attempts, after its time limit, or for a reason that no "
     "attempt can mend.",
 )
-X17: Final = rule(
-    "X17 bounded-overtaking",
+X19: Final = rule(
+    "X19 bounded-overtaking",
     "A decode node admits at most a fixed number of later requests before one that it refused and "
     "that keeps asking, unless they leave room for its prompt.",
 )
-X18: Final = rule(
-    "X18 bounded-rounds",
+X20: Final = rule(
+    "X20 bounded-rounds",
     "All requests end, without new ones and without faults, within a number of rounds that their "
     "work bounds.",
 )
-X19: Final = rule(
-    "X19 no-starvation",
+X21: Final = rule(
+    "X21 no-starvation",
     "Every request ends within a bounded number of rounds, however many arrive after it.",
 )
-X20: Final = rule(
-    "X20 a-loss-costs-no-attempt",
+X22: Final = rule(
+    "X22 a-loss-costs-no-attempt",
     "An attempt succeeds on idle nodes whichever one of its messages is lost.",
 )
 
 # Everything has ended
 
-X21: Final = rule("X21 no-leak", "Every block is free or can be evicted when all has ended.")
-X22: Final = rule(
-    "X22 idle-gateway-counts-no-load",
+X23: Final = rule("X23 no-leak", "Every block is free or can be evicted when all has ended.")
+X24: Final = rule(
+    "X24 idle-gateway-counts-no-load",
     "The gateway counts no load on any node when all requests have ended.",
 )
-X23: Final = rule("X23 no-unexpected-error", "A valid call raises nothing.")
+X25: Final = rule("X25 no-unexpected-error", "A valid call raises nothing.")
 
 HANDOFF_RULES: Final = tuple(value for value in list(globals().values()) if isinstance(value, Rule))
 """Every rule above, in order."""

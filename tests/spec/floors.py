@@ -99,6 +99,7 @@ HANDOFF_FLOORS: Final = {
     "attempt": 9_300,
     "block sent": 12_000,
     "busy": 2_200,
+    "chunk discarded": 340,
     "copied": 4_000,
     "failed": 730,
     "flooded": 30,
@@ -108,6 +109,7 @@ HANDOFF_FLOORS: Final = {
     "probed": 300,
     "reset": 630,
     "started": 4_800,
+    "steps in flight": 5_000,
     "token cached on D": 8_000,
     "token hit on P": 8_000,
 }

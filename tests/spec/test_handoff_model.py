@@ -33,6 +33,8 @@ from radixkv.spec.rules.handoff import (
     X15,
     X16,
     X17,
+    X18,
+    X19,
 )
 from radixkv.spec.rules.rule import Rule, Violation
 
@@ -83,7 +85,7 @@ def test_a_client_is_owed_the_tokens_of_one_node_alone() -> None:
     output = Request(PROMPT, 2, seed=1).output()
     assert len(output) == 2 and output != Request(PROMPT, 2, seed=2).output()
     model = requests()
-    with breaks(X14):
+    with breaks(X16):
         answered(model, (0, 0))
     model = requests()
     model.requests["r1"].attempts.add("r1.1.1")
@@ -94,12 +96,12 @@ def test_a_client_is_owed_the_tokens_of_one_node_alone() -> None:
     del model.answers["r1"]
     answered(model, output, hits=4)
     assert model.open() == []
-    with breaks(X15):
+    with breaks(X17):
         answered(model, output, hits=4)
 
 
 def test_a_request_fails_after_all_attempts_or_for_good() -> None:
-    with breaks(X16):
+    with breaks(X18):
         answered(requests(), None, now=9)
     answered(requests(), None, now=10)  # too late
     hopeless, tried = requests(), requests()
@@ -220,11 +222,66 @@ def test_a_block_is_not_sent_for_two_similar_prompts() -> None:
     model.granted("r3.1.1", 3, 1, (*PROMPT[:4], 9), now=0)
 
 
+def decode_model() -> DecodeModel:
+    return DecodeModel("d0", 1, 2, max_overtaken=1, patience=5, memory=9)
+
+
+def test_blocks_of_steps_in_flight_are_kept() -> None:
+    model = decode_model()
+    model.kept(0)
+    model.filled([3], "r9.1.1")
+    model.launched({"r1.1.1": [3, 4], "r2.1.1": [3, 5]})  # the first block is shared
+    model.launched({"r1.1.1": [3, 4, 6]})
+    model.kept(4)
+    with breaks(X14):
+        model.kept(3)
+    model.filled([1, 2], "r9.1.1")
+    for block in (3, 4, 5, 6):
+        with breaks(X14):
+            model.filled([1, block], "r9.1.1")
+    model.completed()
+    model.kept(3)
+    model.filled([5], "r9.1.1")
+    with breaks(X14):
+        model.filled([4], "the host")
+    model.completed()
+    model.kept(0)
+    model.filled([4], "the host")
+
+
+def test_an_end_is_reported_once_after_the_last_step() -> None:
+    model = decode_model()
+    for name in ("r1.1.1", "r2.1.1"):
+        with breaks(X15):
+            model.ended(name)  # it has not started
+        model.started(name)
+    model.launched({"r1.1.1": [1], "r2.1.1": [2]})
+    model.launched({"r1.1.1": [1]})
+    model.completed()
+    model.ended("r2.1.1")
+    with breaks(X15):
+        model.ended("r2.1.1")  # again
+    with breaks(X15):
+        model.ended("r1.1.1")  # too early
+    model = decode_model()
+    model.started("r1.1.1")
+    model.launched({"r1.1.1": [1]})
+    model.completed()
+    model.ended("r1.1.1")
+
+
+def test_a_stop_token_ends_an_output() -> None:
+    whole = Request(PROMPT, 9, seed=1).output()
+    for index, token in enumerate(whole):
+        cut = Request(PROMPT, 9, seed=1, stop=(99, token)).output()
+        assert cut == whole[: whole.index(token) + 1] and len(cut) <= index + 1
+
+
 def test_a_refused_request_is_overtaken_so_often_while_it_may_ask_again() -> None:
     model = DecodeModel("d0", 1, 2, max_overtaken=1, patience=5, memory=9)
     model.refused("big", PROMPT, 0)
     model.admitted("a", room=0, now=1)
-    with breaks(X17):
+    with breaks(X19):
         model.admitted("b", room=2, now=2)
     model.admitted("c", room=3, now=2)
     model.admitted("big", room=0, now=2)
@@ -239,7 +296,7 @@ def test_a_refused_request_that_asks_late_is_awaited_longer() -> None:
     model.refused("other", PROMPT, 4)
     model.refused("late", PROMPT, 9)
     model.admitted("a", room=0, now=26)
-    with breaks(X17):
+    with breaks(X19):
         model.admitted("b", room=0, now=26)
     model.admitted("c", room=0, now=27)
 
@@ -251,5 +308,5 @@ def test_requests_are_overtaken_by_those_refused_later() -> None:
     model.admitted("second", room=0, now=1)
     model.admitted("first", room=0, now=1)
     model.admitted("new", room=0, now=1)
-    with breaks(X17):
+    with breaks(X19):
         model.admitted("newer", room=0, now=1)

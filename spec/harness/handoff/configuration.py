@@ -10,9 +10,9 @@ from ..engine import Below, Config
 ORDERS: Final = ("early", "prefill_complete")
 
 FAVOURED: Final = (
-    "submit", "deliver", "duplicate", "drop", "cut", "compute", "decode", "pull_write", "pull_end",
-    "pull_fence", "offer_fence", "copy", "tick", "evict", "cancel", "crash", "restart", "reset",
-    "reboot", "leave", "hang", "hold", "release", "new_gateway",
+    "submit", "deliver", "duplicate", "drop", "cut", "compute", "decode", "complete", "pull_write",
+    "pull_end", "pull_fence", "offer_fence", "copy", "tick", "evict", "cancel", "crash", "restart",
+    "reset", "reboot", "leave", "hang", "hold", "release", "new_gateway",
 )  # fmt: skip
 """Operations that a world may favour or neglect."""
 
@@ -43,6 +43,7 @@ def draw_config(below: Below) -> Config:
         "max_attempts": (1, 3, 3, 3)[below(4)],
         "request_s": (30, 5000, 5000)[below(3)],
         "max_overtaken": (1, 3, 256)[below(3)],
+        "depth": (1, 2, 2, 3)[below(4)],
     }
     if below(5) < 2:
         config |= {

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ...adapters.handoff import BACKOFF, SILENCE, TRANSFER
-from ...rules.handoff import X18, X19, X20, X21, X22
+from ...rules.handoff import X20, X21, X22, X23, X24
 from ...rules.rule import require
 from ..engine import Operation
 from .state import HandoffState, LiveNode
@@ -34,7 +34,7 @@ def drain(world: HandoffState) -> None:
     run_rounds(world)
     world.check_caches()
     loads = world.gateway.loads()
-    require(not any(loads.values()), X22, "the loads are {}", loads)
+    require(not any(loads.values()), X24, "the loads are {}", loads)
     for node in world.live():
         _check_empty(world, node)
 
@@ -44,11 +44,11 @@ def run_rounds(world: HandoffState) -> None:
     bound = bound_of(world)
     number = 0
     while number == 0 or not is_drained(world):
-        require(number < bound, X18, "{} rounds, and there are {}", bound, pending(world))
+        require(number < bound, X20, "{} rounds, and there are {}", bound, pending(world))
         number += 1
         for operation in fair_round(world):
             world.apply(operation)
-    require(not world.model.open(), X18, "{} have no answer", world.model.open())
+    require(not world.model.open(), X20, "{} have no answer", world.model.open())
 
 
 def run_flood(
@@ -58,7 +58,7 @@ def run_flood(
     bound = flood_bound(world, len(prompt) + max_new_tokens)
     number = num_new = 0
     while waiting := [each for each in old if each not in world.model.answers]:
-        require(number < bound, X19, "{} rounds, and there is no answer to {}", bound, waiting)
+        require(number < bound, X21, "{} rounds, and there is no answer to {}", bound, waiting)
         number += 1
         while len(world.model.open()) < len(waiting) + MAX_NEW:
             num_new += 1
@@ -90,7 +90,7 @@ def run_probe(
     num_attempts = len(world.requests[name].attempts)
     is_right = name in world.model.answers and num_attempts == 1
     is_refused = world.situations["arrived: Refuse"] > num_refused
-    require(is_right or is_refused, X20, "{} has {} attempts", name, num_attempts)
+    require(is_right or is_refused, X22, "{} has {} attempts", name, num_attempts)
     world.situations["probed"] += 1
 
 
@@ -142,7 +142,7 @@ def fair_round(world: HandoffState) -> Iterator[Operation]:
         for name in names:
             for _ in range(STEPS_PER_ROUND):
                 node = world.nodes[name]
-                if node is not None and (node.is_stepping or node.system.has_work()):
+                if node is not None and (node.flights or node.system.has_work()):
                     yield [word, name]
     yield ["tick", 1]
 
@@ -176,7 +176,7 @@ def _check_empty(world: HandoffState, node: LiveNode) -> None:
     target, name = node.target, node.name
     counts = target.counts()
     is_free = counts.held == 0 and counts.available == counts.num_blocks
-    require(is_free, X21, "{} has {}", name, counts)
+    require(is_free, X23, "{} has {}", name, counts)
     for request in world.requests.values():
         hit = request.kv[: node.num_cached(request.kv)]
         table = target.cached_blocks(request.prompt[: len(hit)], request.namespace)
@@ -184,4 +184,4 @@ def _check_empty(world: HandoffState, node: LiveNode) -> None:
             node.model.device.read(table, hit, group, f"the cache of {name}")
     target.evict(counts.num_blocks)
     free = target.num_free()
-    require(free == counts.num_blocks, X21, "{} has {} free blocks", name, free)
+    require(free == counts.num_blocks, X23, "{} has {} free blocks", name, free)

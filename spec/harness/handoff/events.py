@@ -11,6 +11,7 @@ from ...adapters.handoff import (
     Action,
     Begun,
     CancelPull,
+    Ended,
     Message,
     Offer,
     Pull,
@@ -32,6 +33,7 @@ def carry_out(world: HandoffState) -> None:
             node.is_touched = False
             _begin_copies(node)  # before a step writes to their sources
             settle(node)
+            _check_flights(node)
             actions = node.system.take_actions()
             node.room = _room(node, actions)
             for action in actions:
@@ -54,10 +56,19 @@ def _room(node: LiveNode, actions: Sequence[Action]) -> int:
     return counts.available if kinds.count("Grant") == 1 else counts.num_blocks
 
 
+def _check_flights(node: LiveNode) -> None:
+    """Check that a node has not given up the blocks of its steps in flight."""
+    if node.flights:
+        counts = node.system.counts()
+        node.model.kept(counts.num_blocks - counts.available)
+
+
 def _begin_copies(node: LiveNode) -> None:
     model = node.model
     for copy in node.system.take_copies():
         source = model.device if copy.is_down else model.host
+        if not copy.is_down:
+            model.filled(copy.destinations, "the host")
         content = {
             (to, group): source.content.get((block, group), ())
             for block, to in zip(copy.sources, copy.destinations, strict=True)
@@ -83,6 +94,7 @@ def _act(world: HandoffState, node: LiveNode, action: Action) -> None:
             node.withdrawn.append(attempt)
         case Pull(peer, part, blocks, group):
             world.model.pulled(node.name, part.key)
+            node.model.filled(blocks, part.attempt)
             world.situations["block sent"] += len(blocks)
             name = world.unique(f"{part.attempt}.part{part.number}")
             world.transfers.append(Transfer(name, node.name, peer, part, list(blocks), group))
@@ -91,6 +103,9 @@ def _act(world: HandoffState, node: LiveNode, action: Action) -> None:
                 transfer.may_fence |= transfer.node == node.name and transfer.part.key == part.key
         case Started():
             _start(world, node, action)
+        case Ended(attempt):
+            assert isinstance(node.model, DecodeModel), f"{node.name} decodes"
+            node.model.ended(attempt)
 
 
 def _check_sent(world: HandoffState, node: LiveNode, to: str, message: Message) -> None:

@@ -1,7 +1,8 @@
 """The operations of a hand-off's world, each on a thing with a name, and their table.
 
 ==============================================  ================================================
-``submit r1 prompt limit seed namespace``        a client submits a request
+``submit r1 prompt limit seed namespace stop``   a client submits a request; `stop` is a list of
+                                                tokens that end it
 ``cancel r1``                                   a client cancels an unanswered request
 ``deliver m``, ``duplicate m``, ``drop m``      a message in the network arrives, arrives and
                                                 stays, or is lost
@@ -9,7 +10,9 @@
                                                 is released
 ``cut p0``                                      all messages from and to a node are lost
 ``compute p0``                                  P plans a step, or computes a group of its layers
-``decode d0``                                   D plans a step, or computes it
+``decode d0``                                   D plans a step, or computes the first in flight if
+                                                it can plan none
+``complete d0``                                 D computes the first step in flight
 ``pull_write t``                                the bytes of a pull are written, maybe again
 ``pull_end t ok fenced``                        a pull ends; well only if its bytes are written
 ``pull_fence t``, ``offer_fence attempt``       a pull can no longer write; an offer is withdrawn
@@ -39,14 +42,16 @@ from dataclasses import replace
 from typing import Final, Protocol, TypeVar
 
 from ...adapters.handoff import request_of
-from ...model.handoff import DecodeModel, Outcome, PrefillModel, Request, Tokens
+from ...model.handoff import VOCABULARY, DecodeModel, Outcome, PrefillModel, Request, Tokens
+from ...rules.handoff import X14
+from ...rules.rule import require
 from ..engine import Below
 from ..operations import ALWAYS, Groups, Operation, Table, name_drawn, number
 from .drain import drain, run_flood, run_probe
 from .events import deliver as pass_on
 from .events import send_status
 from .state import Envelope, HandoffState, LiveNode, Transfer
-from .steps import compute, decode
+from .steps import complete, compute, decode
 
 
 class _Named(Protocol):
@@ -66,11 +71,12 @@ def submit(
     max_new_tokens: int,
     seed: int,
     namespace: int = 0,
+    stop: Sequence[int] = (),
 ) -> bool:
     """A client submits a request."""
     if name in world.requests or not prompt or max_new_tokens < 1:
         return False
-    world.requests[name] = Request(tuple(prompt), max_new_tokens, seed, namespace)
+    world.requests[name] = Request(tuple(prompt), max_new_tokens, seed, namespace, tuple(stop))
     _add_request(world, name)
     world.gateway.tick(world.now)
     return True
@@ -82,7 +88,7 @@ def _add_request(world: HandoffState, name: str) -> None:
     deadline = world.now + config["request_s"]
     world.model.submitted(name, deadline, is_hopeless=len(request.prompt) > most)
     world.gateway.submit(
-        name, request.prompt, request.max_new_tokens, request.seed, request.namespace
+        name, request.prompt, request.max_new_tokens, request.seed, request.namespace, request.stop
     )
 
 
@@ -226,11 +232,22 @@ def tick(world: HandoffState, ticks: int) -> bool:
     for node in world.live():
         node.target.tick(world.now)
         send_status(world, node)
-        if node.is_draining and node.target.reset():
-            node.is_draining = False
-            node.model.reset(node.target.num_evicted())
-            world.situations["reset"] += 1
+        if node.is_draining:
+            _try_reset(world, node)
     return True
+
+
+def _try_reset(world: HandoffState, node: LiveNode) -> None:
+    """Reset the cache of a node if it can; steps in flight end before."""
+    if node.flights:
+        is_kept = not node.target.reset()
+        require(is_kept, X14, "{} resets with {} steps in flight", node.name, len(node.flights))
+        while complete(world, node.name):
+            pass
+    if not node.flights and node.target.reset():
+        node.is_draining = False
+        node.model.reset(node.target.num_evicted())
+        world.situations["reset"] += 1
 
 
 # Transfers
@@ -373,7 +390,11 @@ def _often_first(names: list[str]) -> list[str]:
 
 def _with_work(world: HandoffState, names: Sequence[str]) -> list[str]:
     live = [node for name in names if (node := world.nodes[name]) is not None]
-    return [node.name for node in live if node.is_stepping or node.system.has_work()]
+    return [node.name for node in live if node.flights or node.system.has_work()]
+
+
+def _is_ahead(node: LiveNode | None) -> bool:
+    return node is not None and bool(node.flights)
 
 
 def _refused(world: HandoffState) -> list[str]:
@@ -408,6 +429,7 @@ def groups(world: HandoffState) -> Groups:
         "down": world.down(),
         "prefill work": _with_work(world, world.prefill_names),
         "decode work": _with_work(world, world.decode_names),
+        "decode steps": [name for name in world.decode_names if _is_ahead(world.nodes[name])],
         "pulls": [each.name for each in transfers],
         "open pulls": open_pulls,
         "fenceable pulls": [each.name for each in transfers if each.may_fence],
@@ -450,6 +472,11 @@ def namespace(world: HandoffState, name: str, below: Below) -> int:
     return below(2) if below(3) == 0 else 0
 
 
+def stop(world: HandoffState, name: str, below: Below) -> list[int]:
+    """No tokens that end a request, or sometimes some of the vocabulary."""
+    return [below(VOCABULARY) for _ in range(8)] if below(4) == 0 else []
+
+
 def often(bound: int) -> Callable[[HandoffState, str, Below], bool]:
     """True, but for one in `bound` cases."""
     return lambda world, name, below: below(bound) != bound - 1
@@ -465,7 +492,7 @@ _NAME: Final = {"name": name_drawn}
 HANDOFF_TABLE: Final[Table[HandoffState]] = Table(groups, [
     Operation("submit", submit, 6, arguments={
         "name": new_name, "prompt": prompt, "max_new_tokens": limit, "seed": number(4),
-        "namespace": namespace}),
+        "namespace": namespace, "stop": stop}),
     Operation("deliver", deliver, 120, "messages", _NAME),
     Operation("duplicate", duplicate, 10, "messages", _NAME),
     Operation("drop", drop, 8, "messages", _NAME),
@@ -474,6 +501,7 @@ HANDOFF_TABLE: Final[Table[HandoffState]] = Table(groups, [
     Operation("cut", cut, 1, "nodes", _NAME),
     Operation("compute", compute, 40, "prefill work", _NAME),
     Operation("decode", decode, 36, "decode work", _NAME),
+    Operation("complete", complete, 6, "decode steps", _NAME),
     Operation("pull_write", pull_write, 44, "pulls", _NAME),
     Operation("pull_end", pull_end, 40, "open pulls",
               {"name": name_drawn, "ok": often(10), "fenced": often(2)}),

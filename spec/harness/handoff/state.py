@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, cast
 
@@ -13,6 +13,7 @@ from ...adapters.handoff import (
     GATEWAY,
     REMEMBER,
     SILENCE,
+    Chunk,
     Copy,
     DecodeNode,
     Gateway,
@@ -23,7 +24,7 @@ from ...adapters.handoff import (
     PrefillNode,
 )
 from ...model.handoff import DecodeModel, Place, PrefillModel, Request, Requests, Tokens, untagged
-from ...rules.handoff import X23
+from ...rules.handoff import X25
 from ..engine import Config, Operation
 
 System = TypeVar("System")
@@ -37,14 +38,14 @@ class _Guard:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def ask(*arguments: Any) -> Any:
-            return call(self.guarded, name, arguments, X23)
+            return call(self.guarded, name, arguments, X25)
 
         setattr(self, name, ask)
         return ask
 
 
 def guard(system: System) -> System:
-    """Return a node or gateway whose exceptions break X23."""
+    """Return a node or gateway whose exceptions break X25."""
     return cast(System, _Guard(system))
 
 
@@ -119,7 +120,8 @@ class LiveNode:
         system: the node under test, for questions; operations call `target`.
         model: its memories, and what it has published.
         status: its sign of life.
-        is_stepping: whether a step is in flight; num_written groups of its layers are written.
+        flights: chunks of each step in flight, in order; num_written groups of layers of the first
+            one are written.
         withdrawn: attempts whose offers are still served and wait for the fence.
         copies: copies in flight, by name.
         is_draining: whether it is to reset its cache.
@@ -132,7 +134,7 @@ class LiveNode:
     system: Node
     status: Message
     model: PrefillModel | DecodeModel
-    is_stepping: bool = False
+    flights: deque[Sequence[Chunk]] = field(default_factory=deque)
     num_written: int = 0
     withdrawn: list[str] = field(default_factory=list)
     copies: dict[str, CopyInFlight] = field(default_factory=dict)

@@ -59,7 +59,7 @@ class HandoffWorld(HandoffState):
                 lines.append(f"{name} has crashed")
                 continue
             counts = node.system.counts()
-            step = ", in a step" if node.is_stepping else ""
+            step = f", {len(node.flights)} steps in flight" if node.flights else ""
             waits = f", waits to withdraw {node.withdrawn}" if node.withdrawn else ""
             used = counts.num_blocks - counts.available
             lines.append(f"{name} uses {used} of {counts.num_blocks} blocks{step}{waits}")

@@ -16,6 +16,8 @@ BITES: Final = {
     "offered-blocks-stay": "P releases offered blocks before the fence",
     "attempt-starts-once": "a start is reported twice",
     "full-reservation-never-preempts": "nothing is reserved for requests being received",
+    "step-in-flight-keeps-blocks": "a stopped request gives up blocks that steps in flight use",
+    "end-after-last-step": "the end of a request is reported by the first of two steps in flight",
     "output-is-the-models": "the seed is lost in COMMIT",
     "one-answer": "the end of a request is returned twice",
     "fail-only-after-all-attempts": "a failure that is reported twice counts twice",

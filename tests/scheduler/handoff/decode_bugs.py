@@ -108,13 +108,51 @@ DECODE_BUGS: Final = [
         ("        self._side.finished(key)\n", ""),
     ),
     bug(
+        "the end of a request is reported by the first of two steps in flight",
+        DECODE,
+        (
+            "if request.finish_reason is not None and request.lease is None:",
+            "if request.finish_reason is not None and request in self._keys:",
+        ),
+    ),
+    bug(
+        "each step in flight reports the end of a request",
+        DECODE,
+        ("        key = self._keys.pop(request)\n", "        key = self._keys[request]\n"),
+        (
+            "if request.finish_reason is not None and request.lease is None:",
+            "if request.finish_reason is not None:",
+        ),
+    ),
+    bug(
+        "a stopped request gives up blocks that steps in flight use",
+        DECODE,
+        (
+            "        if request.lease is None:  # otherwise steps in flight use its blocks\n"
+            "            self._report_end(request)\n",
+            "        if request.lease is None:\n"
+            "            self._report_end(request)\n"
+            "        else:\n"
+            "            self.manager.release(request.lease)\n"
+            "            request.lease = None\n",
+        ),
+        (
+            "if request.finish_reason is not None and request.lease is None:",
+            "if request.finish_reason is not None and not any(\n"
+            "                request is each.request\n"
+            "                for later in self._batch.in_flight\n"
+            "                for each in later.chunks\n"
+            "            ):",
+        ),
+    ),
+    bug(
         "a preempted request counts as ended",
         DECODE,
         (
-            "        for chunk in plan.chunks:\n",
+            "        for request, _, _ in plan.chunks:\n",
             "        for request in plan.preempted:\n"
             "            self._report_end(request)\n"
-            "        for chunk in plan.chunks:\n",
+            "        for request, _, _ in plan.chunks:\n",
         ),
     ),
     bug(

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixkv.scheduler import DecodeScheduler, HandoffsOpenError, RequestStatus, SamplingParams
+from radixkv.kvcache import CountError
+from radixkv.scheduler import (
+    DecodeScheduler,
+    HandoffsOpenError,
+    RequestStatus,
+    SamplingParams,
+    StepOrderError,
+    StepPlan,
+)
 from radixkv.scheduler.handoff import (
     Abort,
     AttemptKey,
@@ -153,6 +161,143 @@ def test_a_newer_attempt_may_start_while_the_step_of_an_older_one_runs() -> None
         step(d)
     assert [each.key.attempt for each in actions(d) if isinstance(each, Finished)] == [2]
     assert d.num_open == 0
+
+
+# Several steps in flight
+
+
+def plans(d: DecodeScheduler, count: int) -> list[StepPlan]:
+    """Plan so many steps, and update none."""
+    planned = [d.schedule() for _ in range(count)]
+    assert all(each.chunks for each in planned)
+    return planned
+
+
+def reports(d: DecodeScheduler) -> list[tuple[str, str]]:
+    return [
+        (type(each).__name__, each.key.request_id)
+        for each in actions(d)
+        if not isinstance(each, Post)
+    ]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_as_many_steps_are_in_flight_as_the_depth(depth: int) -> None:
+    d = scheduler(depth=depth)
+    assert d.depth == depth
+    start(d, max_new_tokens=9)
+    planned = plans(d, depth)
+    assert [each.chunks[0].start for each in planned] == [4 + index for index in range(depth)]
+    with pytest.raises(StepOrderError, match=f"with {depth} steps in flight of {depth}$"):
+        d.schedule()
+    for plan in planned:
+        d.update(plan, [1])
+    assert reports(d) == []
+
+
+@pytest.mark.parametrize("depth", [0, -1])
+def test_a_depth_below_1_is_refused(depth: int) -> None:
+    with pytest.raises(CountError, match=f"depth must be at least 1, got {depth}"):
+        scheduler(depth=depth)
+
+
+@pytest.mark.parametrize("end", ["stop", "abort", "length"])
+def test_an_end_is_reported_once_by_the_last_step_in_flight(end: str) -> None:
+    d = scheduler(depth=3)
+    limit = 4 if end == "length" else 9
+    start(d, "a", 4, limit, stop_token_ids=(7,) if end == "stop" else ())
+    start(d, "b", 4, 9)
+    planned = plans(d, 3)
+    assert [len(each.chunks) for each in planned] == [2, 2, 2]
+    before = d.manager.available
+    if end == "abort":
+        d.abort("a")
+        assert d.abort("a"), "it has not ended before its last step has"
+    for plan in planned[:2]:
+        d.update(plan, [7, 1])
+        assert reports(d) == [] and d.num_open == 2
+        assert d.manager.available == before, "the next step uses its blocks"
+    d.update(planned[2], [7, 1])
+    assert reports(d) == [("DecodeFailed" if end == "abort" else "Finished", "a")]
+    assert d.num_open == 1 and before < d.manager.available
+    while d.has_work:
+        step(d)
+    assert reports(d) == [("Finished", "b")]
+    assert d.manager.stats().live_leases == 0
+    d.manager.check()
+
+
+def test_blocks_of_a_step_in_flight_are_not_granted() -> None:
+    d = scheduler(num_blocks=8, depth=2)
+    start(d, "a", 8, 8)
+    planned = plans(d, 2)
+    [table] = [each.lease.block_table.tolist() for each in d.running if each.lease is not None]
+    d.abort("a")
+    assert refusal(ask(d, "b", 8, 1))[0] == "out of blocks"
+    d.update(planned[0], [1])
+    assert refusal(ask(d, "b", 8, 1))[0] == "out of blocks"
+    d.update(planned[1], [1])
+    granted = ask(d, "b", 8, 1)
+    assert isinstance(granted, Grant)
+    header = Header(AttemptKey("b", 1), 5, 1, granted.header.grant)
+    d.receive("p0", Send(header, 0, 0, 4, 0))
+    [pull] = [each for each in actions(d) if isinstance(each, Pull)]
+    assert set(pull.blocks) & set(table), "there are no others"
+
+
+def test_a_cancel_after_a_stop_token_changes_nothing() -> None:
+    d = scheduler(depth=2)
+    start(d, "a", 4, 9, stop_token_ids=(7,))
+    first, second = plans(d, 2)
+    [request] = d.update(first, [7])
+    d.give_up(AttemptKey("a", 1), "cancelled")
+    assert reports(d) == []
+    assert d.update(second, [8]) == []
+    assert reports(d) == [("Finished", "a")]
+    assert (request.output_tokens, request.finish_reason) == ([9, 7], "stop")
+
+
+def test_a_newer_attempt_ends_before_the_last_step_of_an_older_one() -> None:
+    d = scheduler(depth=2)
+    start(d, "a", 4, 5)
+    planned = plans(d, 2)
+    d.give_up(AttemptKey("a", 1), "again")
+    granted = ask(d, "a", 4, 1, attempt=2)
+    header = Header(AttemptKey("a", 2), 5, 1, granted.header.grant)
+    send(d, granted, 0, Commit(header, 0, 9, 4, Hits()))
+    ended = [(type(each), each.key.attempt) for each in actions(d) if not isinstance(each, Post)]
+    assert ended == [(Started, 2), (Finished, 2)]
+    for plan in planned:
+        d.update(plan, [1])
+    ended = [(type(each), each.key.attempt) for each in actions(d)]
+    assert ended == [(DecodeFailed, 1)] and d.num_open == 0
+
+
+def test_none_is_preempted_while_steps_are_in_flight() -> None:
+    d = pressed(depth=2)
+    while True:
+        plan = d.schedule()
+        if not plan.chunks:
+            break
+        if len(planned := d._batch.in_flight) == 2:
+            d.update(planned[0], [1] * len(planned[0].chunks))
+    [last] = d._batch.in_flight
+    assert d.stats().preemptions == 0, "it waits for the step in flight"
+    d.update(last, [1] * len(last.chunks))
+    assert d.schedule().preempted
+
+
+def test_a_reset_waits_for_the_steps_in_flight() -> None:
+    d = scheduler(depth=2)
+    start(d, "a", 4, 5)
+    planned = plans(d, 2)
+    d.drain("other weights")
+    for plan in planned:
+        with pytest.raises(StepOrderError, match="reset_cache was called before update"):
+            d.reset_cache()
+        d.update(plan, [1])
+    d.reset_cache()
+    assert step(d) == [("a", 0, 7)], "computed again, with the new weights"
 
 
 # Other weights

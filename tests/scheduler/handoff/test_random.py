@@ -18,7 +18,7 @@ from radixkv.spec.harness.findings.shrink import shrink
 from radixkv.spec.harness.findings.trace_file import TraceFile, read_trace_file
 from radixkv.spec.harness.handoff.drain import fair_round
 from radixkv.spec.harness.machine import HandoffMachine
-from radixkv.spec.rules.handoff import X14
+from radixkv.spec.rules.handoff import X16
 
 from ...profiles import scaled
 from .worlds import (
@@ -108,7 +108,7 @@ def test_a_finding_is_shrunk_and_replays_from_its_file(
         context.setattr(attempts_module, "Commit", without_seed)
         runs = (run_random(handoff, seed, NUM_STEPS) for seed in range(100))
         found = next(run.finding for run in runs if run.finding is not None)
-        assert found.rule == X14.name
+        assert found.rule == X16.name
         finding = shrink(subject_of(handoff), found)
         path.write_text(TraceFile(finding, "handoff").text())
         file = read_trace_file(path)
