@@ -15,20 +15,30 @@ if TYPE_CHECKING:
     from .errors import (
         ConfigError,
         EngineClosedError,
+        EngineFailedError,
         HandoffsOpenError,
         RefusedError,
         RequestError,
         SchedulerError,
         StepOrderError,
+        StreamError,
     )
     from .mixed import MixedScheduler
     from .nodes import DecodeEngine, Disaggregated, PrefillEngine
     from .policy import Fcfs, Policy, Priority
     from .prefill import PrefillScheduler
     from .request import Request, RequestStatus, SamplingParams
+    from .serving import (
+        AsyncEngine,
+        GenerationOutput,
+        GenerationParams,
+        OutputStream,
+        PrefixHits,
+    )
     from .step_plan import Chunk, SchedulerStats, StepPlan
 
 __all__ = [
+    "AsyncEngine",
     "Chunk",
     "ConfigError",
     "CopyStats",
@@ -37,13 +47,18 @@ __all__ = [
     "Disaggregated",
     "Engine",
     "EngineClosedError",
+    "EngineFailedError",
     "EngineStats",
     "Fcfs",
+    "GenerationOutput",
+    "GenerationParams",
     "HandoffsOpenError",
     "MixedScheduler",
+    "OutputStream",
     "Policy",
     "PrefillEngine",
     "PrefillScheduler",
+    "PrefixHits",
     "Priority",
     "RefusedError",
     "Request",
@@ -54,6 +69,7 @@ __all__ = [
     "SchedulerStats",
     "StepOrderError",
     "StepPlan",
+    "StreamError",
     "make_storage_namespace",
 ]
 
@@ -65,6 +81,13 @@ _NAMES = {
     "nodes": ["DecodeEngine", "Disaggregated", "PrefillEngine"],
     "policy": ["Fcfs", "Policy", "Priority"],
     "prefill": ["PrefillScheduler"],
+    "serving": [
+        "AsyncEngine",
+        "GenerationOutput",
+        "GenerationParams",
+        "OutputStream",
+        "PrefixHits",
+    ],
     "request": ["Request", "RequestStatus", "SamplingParams"],
     "step_plan": ["Chunk", "SchedulerStats", "StepPlan"],
 }

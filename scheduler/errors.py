@@ -9,6 +9,8 @@
         ├── RoutingError
         ├── StepOrderError
         ├── EngineClosedError
+        ├── EngineFailedError
+        ├── StreamError
         ├── RefusedError
         ├── NodesFailedError
         │   ├── NodesMissingError
@@ -59,7 +61,15 @@ class StepOrderError(SchedulerError):
 
 
 class EngineClosedError(SchedulerError):
-    """An engine with a host tier was used after it was closed."""
+    """An engine with a host tier, or an `AsyncEngine`, was used after it was closed."""
+
+
+class EngineFailedError(SchedulerError):
+    """The thread of an `AsyncEngine` has ended with an error, which is the cause of this one."""
+
+
+class StreamError(SchedulerError, RuntimeError):
+    """A stream of outputs was used by two tasks at once, or from two event loops."""
 
 
 class RefusedError(SchedulerError):

@@ -1,0 +1,271 @@
+"""The thread of an engine: takes commands from any thread, steps, and tells consumers.
+
+Nothing waits for a consumer, and nothing is queued for one. A request's tokens stay where the
+engine appends them; the thread publishes how many there are::
+
+    engine thread          event loop of the consumer
+    num_tokens = 7
+    is_posted?  no ──────► wake: is_posted = False, then read 7 tokens
+    num_tokens = 8
+    is_posted?  no ──────► wake (waits in the loop, which is busy)
+    num_tokens = 9
+    is_posted?  yes        wake: is_posted = False, then read 9 tokens at once
+
+Only the engine thread sets `is_posted`, after it has written the state. Only the loop clears it,
+before it reads the state. So no change is missed, and a loop has one wake-up of a request at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+from ...kvcache import RadixKVError
+from ..engine import Engine
+from ..errors import EngineClosedError, EngineFailedError, SchedulerError
+from ..request import FinishReason, Request
+
+T = TypeVar("T")
+
+
+class Delivery:
+    """A request's state, written by the engine thread and read by one consumer without a lock.
+
+    Attributes:
+        request: the request; after `submit`, only the engine thread changes it.
+        num_tokens: number of tokens that the consumer may read. It is written before
+            `finish_reason`, and read after it.
+        finish_reason: set when `num_tokens` is final.
+        error: why the request was refused, or failed.
+        loop, waiter: set by the consumer: its event loop, and the future that it waits for.
+        is_posted: whether a wake-up is on its way to the loop.
+    """
+
+    __slots__ = ("error", "finish_reason", "is_posted", "loop", "num_tokens", "request", "waiter")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.num_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.error: RadixKVError | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.waiter: asyncio.Future[None] | None = None
+        self.is_posted = False
+
+    def wake(self) -> None:
+        """Let the consumer look again; only on its event loop."""
+        self.is_posted = False
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+
+class EngineThread:
+    """Owns an engine, and runs it on a thread of its own until it is closed or fails.
+
+    All methods may be called from any thread.
+
+    Attributes:
+        ended: done when the thread has ended; its result is that of `Engine.close`.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.ended: Future[bool] = Future()
+        self.ended.set_running_or_notify_cancel()  # so that no waiter can cancel it
+        self._engine = engine
+        # A SimpleQueue is reentrant: a finalizer may put a command while another is being put.
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._lock = threading.Lock()  # of the next three
+        self._refusal: SchedulerError | None = None
+        self._deliveries: set[Delivery] = set()  # not ended
+        self._calls: set[Future[object]] = set()
+        self._active: dict[str, Delivery] = {}  # those in the engine; of the engine thread alone
+        self._is_closing = False
+        self._timeout_s = 0.0
+        # A daemon, because Python joins other threads before it runs `atexit`.
+        self._thread = threading.Thread(target=self._run, name="radixkv-engine", daemon=True)
+        atexit.register(self._close_at_exit)
+        self._thread.start()
+
+    def submit(self, request: Request) -> Delivery:
+        """Add a request to the engine.
+
+        Raises:
+            EngineClosedError, EngineFailedError: after `close`, or a failure.
+        """
+        delivery = Delivery(request)
+        with self._lock:
+            self._check_open()
+            self._deliveries.add(delivery)
+            self._commands.put(partial(self._add, delivery))
+        return delivery
+
+    def abort(self, delivery: Delivery) -> None:
+        """End a request before the next step; without effect if it has ended."""
+        self._commands.put(partial(self._abort, delivery))
+
+    def call(self, function: Callable[[Engine], T]) -> Future[T]:
+        """Call a function with the engine between two steps.
+
+        Raises:
+            EngineClosedError, EngineFailedError: after `close`, or a failure.
+        """
+        future: Future[T] = Future()
+        with self._lock:
+            self._check_open()
+            self._calls.add(future)  # type: ignore[arg-type]  # only its exception is set
+            self._commands.put(partial(self._call, function, future))
+        return future
+
+    def close(self, *, drain: bool, timeout_s: float) -> None:
+        """Refuse new requests, and end the thread when those that are active have ended.
+
+        Args:
+            drain: whether to let them run to their ends; otherwise they are aborted.
+            timeout_s: see `Engine.close`.
+        """
+        with self._lock:
+            if self._refusal is None:
+                self._refusal = EngineClosedError("the engine is closed")
+        self.close_soon(drain=drain, timeout_s=timeout_s)
+
+    def close_soon(self, *, drain: bool, timeout_s: float) -> None:
+        """Close, but take no lock: for finalizers, which may run while their thread holds it."""
+        self._commands.put(partial(self._begin_close, drain, timeout_s))
+
+    def _close_at_exit(self) -> None:
+        self.close(drain=False, timeout_s=30.0)
+        self._thread.join(timeout=60.0)
+
+    def _check_open(self) -> None:
+        refusal = self._refusal
+        if refusal is not None:  # each caller gets its own, because a raise changes the traceback
+            raise type(refusal)(*refusal.args) from refusal.__cause__
+
+    # On the engine thread
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing or self._engine.has_work:
+                self._obey()
+                if self._engine.has_work:
+                    self._publish(self._engine.step())
+        except BaseException as error:  # whatever it is, nobody may wait for ever
+            self._fail(error)
+        atexit.unregister(self._close_at_exit)
+        try:
+            self.ended.set_result(self._engine.close(timeout_s=self._timeout_s))
+        except BaseException as error:
+            self.ended.set_exception(error)
+
+    def _obey(self) -> None:
+        """Execute the commands that are there; wait for one if the engine has no work."""
+        block = not self._engine.has_work
+        while True:
+            try:
+                command = self._commands.get(block)
+            except Empty:
+                return
+            command()
+            block = False
+
+    def _add(self, delivery: Delivery) -> None:
+        try:
+            self._engine.add_request(delivery.request)
+        except RadixKVError as error:
+            delivery.error = error
+            self._forget(delivery)
+            self._post([delivery])
+        else:
+            self._active[delivery.request.request_id] = delivery
+
+    def _abort(self, delivery: Delivery) -> None:
+        request_id = delivery.request.request_id
+        if self._active.get(request_id) is delivery and self._engine.abort(request_id):
+            self._end(delivery)
+            self._post([delivery])
+
+    def _call(self, function: Callable[[Engine], T], future: Future[T]) -> None:
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(function(self._engine))
+            except Exception as error:
+                future.set_exception(error)
+        with self._lock:
+            self._calls.discard(future)
+
+    def _begin_close(self, drain: bool, timeout_s: float) -> None:
+        self._is_closing, self._timeout_s = True, timeout_s
+        if not drain:
+            for delivery in list(self._active.values()):
+                self._abort(delivery)
+
+    def _publish(self, ended: Sequence[Request]) -> None:
+        """Tell the consumers about the tokens of a step, and about requests that ended in it."""
+        changed = []
+        for request in ended:
+            delivery = self._active.get(request.request_id)
+            if delivery is not None:
+                self._end(delivery)
+                changed.append(delivery)
+        for request in self._engine.scheduler.running:
+            delivery = self._active.get(request.request_id)
+            if delivery is not None and delivery.num_tokens != len(request.output_tokens):
+                delivery.num_tokens = len(request.output_tokens)
+                changed.append(delivery)
+        self._post(changed)
+
+    def _end(self, delivery: Delivery) -> None:
+        request = delivery.request
+        del self._active[request.request_id]
+        delivery.num_tokens = len(request.output_tokens)
+        delivery.finish_reason = request.finish_reason
+        self._forget(delivery)
+
+    def _forget(self, delivery: Delivery) -> None:
+        with self._lock:
+            self._deliveries.discard(delivery)
+
+    def _post(self, deliveries: Iterable[Delivery]) -> None:
+        """Wake the consumers of changed requests, those of an event loop with one call."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[Delivery]] = {}
+        for delivery in deliveries:
+            if delivery.loop is not None and not delivery.is_posted:
+                delivery.is_posted = True
+                by_loop.setdefault(delivery.loop, []).append(delivery)
+        for loop, changed in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_wake, changed)
+            except RuntimeError:  # the loop is closed: nobody will read on
+                for delivery in changed:
+                    self._abort(delivery)
+
+    def _fail(self, error: BaseException) -> None:
+        """Refuse everything from now on, and raise the error in all who wait."""
+        with self._lock:
+            self._refusal = _failed(error)
+            deliveries, self._deliveries = self._deliveries, set()
+            calls, self._calls = self._calls, set()
+        self._active.clear()
+        for delivery in deliveries:
+            delivery.error = _failed(error)
+        self._post(deliveries)
+        for call in calls:
+            if call.running() or call.set_running_or_notify_cancel():
+                call.set_exception(_failed(error))
+
+
+def _wake(deliveries: Iterable[Delivery]) -> None:
+    for delivery in deliveries:
+        delivery.wake()
+
+
+def _failed(error: BaseException) -> EngineFailedError:
+    failed = EngineFailedError(f"the engine has failed: {error!r}")
+    failed.__cause__ = error
+    return failed

@@ -1,0 +1,583 @@
+"""The asynchronous engine: streams, ends of every kind, slow consumers, failures, several loops."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixkv.kvcache import HostConfig, RequestTooLargeError
+from radixkv.scheduler import (
+    AsyncEngine,
+    Engine,
+    EngineClosedError,
+    EngineFailedError,
+    GenerationOutput,
+    GenerationParams,
+    OutputStream,
+    PrefixHits,
+    RequestError,
+    SamplingParams,
+    StreamError,
+)
+
+from .conftest import assert_nothing_leaked, complete, fresh, let_copies_end
+from .test_engine import PROMPTS
+
+NEW_TOKENS = 16
+PARAMS = GenerationParams(max_tokens=NEW_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def served(engine: Callable[[str, int], Engine]) -> tuple[Engine, list[list[int]]]:
+    """An engine to take programs from, and what each prompt generates alone."""
+    compiled = engine("qwen3", 4)
+    return compiled, [complete(fresh(compiled), [prompt], NEW_TOKENS)[0] for prompt in PROMPTS]
+
+
+class Gate:
+    """Lets an engine take a number of steps, and then as many as it wants.
+
+    Attributes:
+        leases: number of requests that hold blocks, after each step.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._permits = threading.Semaphore(0)
+        self._is_open = False
+        self.leases: list[int] = []
+        step = engine.step
+
+        def gated_step() -> list[Any]:
+            if not self._is_open:
+                self._permits.acquire()
+            ended = step()
+            self.leases.append(engine.stats().cache.live_leases)
+            return ended
+
+        engine.step = gated_step  # type: ignore[method-assign]
+
+    def allow(self, num_steps: int) -> None:
+        self._permits.release(num_steps)
+
+    def open(self) -> None:
+        self._is_open = True
+        self._permits.release(1)
+
+
+async def last(stream: OutputStream) -> GenerationOutput:
+    outputs = [output async for output in stream]
+    return outputs[-1]
+
+
+async def read_until(stream: OutputStream, num_tokens: int) -> GenerationOutput:
+    async for output in stream:
+        if len(output.token_ids) >= num_tokens:
+            return output
+    raise AssertionError("the stream has ended")
+
+
+# Tokens, and every way to end
+
+
+async def consume(stream: OutputStream, end: str, num_tokens: int) -> list[GenerationOutput]:
+    """Read some tokens, and end the request in some way; return the outputs that were read."""
+    outputs = []
+
+    async def read(limit: int) -> None:
+        async for output in stream:
+            outputs.append(output)
+            if len(output.token_ids) >= limit:
+                return
+
+    if end == "cancel":
+        task = asyncio.create_task(read(NEW_TOKENS + 1))
+        while len(outputs) < num_tokens and not task.done():
+            await asyncio.sleep(0)  # a turn of the loop
+        task.cancel()
+        await asyncio.wait([task])
+        return outputs
+    await read(num_tokens if end != "finish" else NEW_TOKENS + 1)
+    if end == "close":
+        await stream.aclose()
+        assert [output async for output in stream] == []
+    if end == "abort":
+        stream.abort()
+        outputs += [output async for output in stream]
+    return outputs  # "drop": nobody has the stream any more
+
+
+@settings(max_examples=15)
+@given(
+    ends=st.lists(
+        st.tuples(
+            st.sampled_from(["finish", "abort", "close", "cancel", "drop"]),
+            st.integers(1, NEW_TOKENS + 1),
+        ),
+        min_size=len(PROMPTS),
+        max_size=len(PROMPTS),
+    ),
+    num_loops=st.integers(1, 3),
+    num_blocks=st.sampled_from([28, 40, 160]),
+    tiers=st.booleans(),
+)
+def test_streams_have_the_tokens_of_the_engine(served, ends, num_loops, num_blocks, tiers):
+    compiled, alone = served
+    options: dict[str, Any] = {"host": HostConfig(64), "preempt": "host"} if tiers else {}
+    inner = fresh(compiled, num_blocks=num_blocks, reserve_tokens=0, **options)
+    engine = AsyncEngine(inner)
+
+    async def one_loop(first: int) -> dict[int, list[GenerationOutput]]:
+        places = range(first, len(PROMPTS), num_loops)
+        consumers = [consume(engine.generate(PROMPTS[i], PARAMS), *ends[i]) for i in places]
+        return dict(zip(places, await asyncio.gather(*consumers), strict=True))
+
+    with ThreadPoolExecutor(num_loops) as pool:
+        parts = list(pool.map(lambda first: asyncio.run(one_loop(first)), range(num_loops)))
+    if not tiers:  # with tiers, `close` would end the copies, and what is left could not be seen
+        assert asyncio.run(engine.close())
+        assert_nothing_leaked(inner)
+    else:
+        asyncio.run(until_idle(engine))
+        assert asyncio.run(engine.call(lambda engine: let_copies_end(engine._runner))) is None
+        asyncio.run(engine.call(assert_nothing_leaked))
+        assert asyncio.run(engine.close())
+    for place, outputs in [item for part in parts for item in part.items()]:
+        end, _ = ends[place]
+        read: tuple[int, ...] = ()
+        for output in outputs:
+            read += output.new_token_ids
+            assert output.token_ids == read == tuple(alone[place][: len(read)])
+            assert output.num_prompt_tokens == len(PROMPTS[place])
+        reasons = [output.finish_reason for output in outputs]
+        assert not any(reasons[:-1])
+        if end == "finish":
+            assert reasons[-1] == "length"
+        if end == "abort":
+            assert reasons[-1] in ("length", "abort")
+        assert "length" not in reasons or len(read) == NEW_TOKENS
+
+
+async def until_idle(engine: AsyncEngine) -> None:
+    """Let the engine run out of work: each call waits for the step before it."""
+    while await engine.call(lambda engine: engine.has_work):
+        pass
+
+
+def test_a_stop_token_ends_the_output_and_stays_in_it(served):
+    compiled, alone = served
+    stop = alone[0][4]
+    expected = tuple(alone[0][: alone[0].index(stop) + 1])
+
+    async def main() -> None:
+        async with AsyncEngine(fresh(compiled), eos_token_ids=[stop]) as engine:
+            output = await last(engine.generate(PROMPTS[0], PARAMS))
+            assert (output.token_ids, output.finish_reason) == (expected, "stop")
+            ignoring = GenerationParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+            output = await last(engine.generate(PROMPTS[0], ignoring))
+            assert (output.token_ids, output.finish_reason) == (tuple(alone[0]), "length")
+            own = GenerationParams(NEW_TOKENS, stop_token_ids=[stop], ignore_eos=True)
+            assert (await last(engine.generate(PROMPTS[0], own))).token_ids == expected
+
+    asyncio.run(main())
+
+
+def test_outputs_report_the_hits_of_each_tier(served):
+    compiled, _ = served
+
+    async def main() -> None:
+        async with AsyncEngine(fresh(compiled, host=HostConfig(64))) as engine:
+            first = await last(engine.generate(PROMPTS[0], PARAMS))
+            again = await last(engine.generate(PROMPTS[0], PARAMS))
+            await engine.call(lambda engine: engine.manager.evict(engine.manager.num_blocks))
+            await until_idle(engine)
+            assert first.hits == PrefixHits(0, 0, 0)
+            assert again.hits == PrefixHits(40, 0, 0)
+            assert again.request_id != first.request_id
+
+    asyncio.run(main())
+
+
+# Blocks are free within a step
+
+
+async def close_stream(stream: OutputStream) -> None:
+    await stream.aclose()
+
+
+async def cancel_task(stream: OutputStream) -> None:
+    task = asyncio.create_task(stream.__anext__())
+    await asyncio.sleep(0)  # it waits
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    with pytest.raises(StopAsyncIteration):
+        await stream.__anext__()
+
+
+async def abort_stream(stream: OutputStream) -> None:
+    stream.abort()
+
+
+@pytest.mark.parametrize("end", [close_stream, cancel_task, abort_stream])
+def test_who_goes_away_frees_the_blocks_within_a_step(served, end):
+    compiled, _ = served
+    inner = fresh(compiled)
+    gate = Gate(inner)
+
+    async def main() -> None:
+        engine = AsyncEngine(inner)
+        stream = engine.generate(PROMPTS[0], GenerationParams(max_tokens=200))
+        gate.allow(3)  # two for the prompt, and one that reads its token
+        await read_until(stream, 1)
+        await end(stream)
+        number = engine._thread.call(lambda _: len(gate.leases))  # of steps, when it has obeyed
+        gate.allow(1)
+        after = await asyncio.wrap_future(number)
+        assert gate.leases[:3] == [1, 1, 1]
+        gate.open()
+        await engine.close()
+        assert 0 in gate.leases[after - 1 : after + 1]
+        assert_nothing_leaked(inner)
+
+    asyncio.run(main())
+
+
+def test_an_abort_is_an_event(served):
+    compiled, alone = served
+    inner = fresh(compiled)
+    gate = Gate(inner)
+
+    async def main() -> None:
+        async with AsyncEngine(inner) as engine:
+            waiting = engine.generate(PROMPTS[1], PARAMS)
+            waiting.abort()
+            output = await last(waiting)
+            assert (output.token_ids, output.finish_reason) == ((), "abort")
+            running = engine.generate(PROMPTS[0], PARAMS)
+            gate.allow(4)
+            output = await read_until(running, 1)
+            running.abort()
+            gate.open()
+            output = await last(running)
+            assert output.finish_reason == "abort"
+            assert 0 < len(output.token_ids) < NEW_TOKENS
+            assert output.token_ids == tuple(alone[0][: len(output.token_ids)])
+            running.abort()  # nothing happens
+
+    asyncio.run(main())
+
+
+def test_a_closed_event_loop_frees_its_requests(served):
+    inner = fresh(served[0])
+    gate = Gate(inner)
+    engine = AsyncEngine(inner)
+    streams = []
+
+    async def leave() -> None:
+        streams.append(engine.generate(PROMPTS[0], GenerationParams(max_tokens=200)))
+        gate.allow(5)
+        await read_until(streams[0], 1)
+
+    asyncio.run(leave())
+    gate.open()
+    asyncio.run(engine.close())  # waits for all that is active
+    assert streams[0]._delivery.finish_reason == "abort"
+    assert_nothing_leaked(inner)
+
+
+# Slow consumers
+
+
+def test_the_outputs_of_a_slow_consumer_coalesce(served):
+    compiled, alone = served
+
+    async def main() -> None:
+        async with AsyncEngine(fresh(compiled)) as engine:
+            slow = engine.generate(PROMPTS[0], PARAMS)
+            first = await anext(slow)
+            # Admitted after it, with as many tokens: when it has ended, so has the slow one's.
+            await last(engine.generate(PROMPTS[1], PARAMS))
+            rest = [output async for output in slow]
+            assert len(rest) <= 1
+            outputs = [first, *rest]
+            assert outputs[-1].token_ids == tuple(alone[0])
+            assert outputs[-1].finish_reason == "length"
+
+    asyncio.run(main())
+
+
+def test_a_busy_event_loop_has_one_wake_up_for_each_stream(served):
+    compiled, alone = served
+    inner = fresh(compiled)
+    gate = Gate(inner)
+
+    async def main() -> None:
+        engine = AsyncEngine(inner)
+        streams = [engine.generate(prompt, PARAMS) for prompt in PROMPTS[:2]]
+        readers = [asyncio.create_task(last(stream)) for stream in streams]
+        await asyncio.sleep(0)  # both wait
+        loop, posted = asyncio.get_running_loop(), []
+        post = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda *call: posted.append(post(*call))  # type: ignore
+        gate.open()
+        with ThreadPoolExecutor(1) as pool:  # the loop is busy until the engine is done
+            pool.submit(asyncio.run, engine.close()).result()
+        del loop.call_soon_threadsafe
+        assert 1 <= len(posted) <= 2
+        for reader, expected in zip(readers, alone, strict=False):
+            assert (await reader).token_ids == tuple(expected)
+
+    asyncio.run(main())
+
+
+# Failures
+
+
+def test_a_failure_reaches_everybody_who_waits(served):
+    inner = fresh(served[0])
+    gate = Gate(inner)
+    error = ValueError("the device is lost")
+
+    def fail(engine: Engine) -> None:
+        def step() -> list[Any]:
+            raise error
+
+        engine.step = step  # type: ignore[method-assign]
+
+    text = r"^the engine has failed: ValueError\('the device is lost'\)$"
+
+    async def main() -> None:
+        engine = AsyncEngine(inner)
+        running = engine.generate(PROMPTS[0], PARAMS)
+        gate.allow(4)
+        await read_until(running, 1)
+        waiting: list[Awaitable[Any]] = [
+            asyncio.create_task(last(stream))
+            for stream in (running, engine.generate(PROMPTS[1], PARAMS))
+        ]
+        await asyncio.sleep(0)
+        in_other_thread = ThreadPoolExecutor(1)
+        future = in_other_thread.submit(
+            lambda: asyncio.run(read_all(engine.generate(PROMPTS[2], PARAMS)))
+        )
+        waiting.append(asyncio.wrap_future(future))
+        failing = engine._thread.call(fail)
+        gate.open()
+        await asyncio.wrap_future(failing)
+        for each in waiting:
+            with pytest.raises(EngineFailedError, match=text) as caught:
+                await each
+            assert caught.value.__cause__ is error
+        in_other_thread.shutdown()
+        with pytest.raises(EngineFailedError, match=text) as caught:
+            engine.generate(PROMPTS[0], PARAMS)
+        assert caught.value.__cause__ is error
+        with pytest.raises(EngineFailedError, match=text):
+            await engine.call(Engine.stats)
+        assert await engine.close()
+
+    asyncio.run(main())
+
+
+async def read_all(stream: OutputStream) -> list[GenerationOutput]:
+    return [output async for output in stream]
+
+
+def test_a_failure_reaches_calls_that_wait(served):
+    engine = AsyncEngine(fresh(served[0]))
+    entered, leave = threading.Event(), threading.Event()
+
+    def exit_thread(inner: Engine) -> None:
+        entered.set()
+        leave.wait()
+        raise SystemExit
+
+    first = engine._thread.call(exit_thread)
+    entered.wait()
+    second, third = engine._thread.call(Engine.stats), engine._thread.call(Engine.stats)
+    assert third.cancel()
+    leave.set()
+    for call in (first, second):
+        with pytest.raises(EngineFailedError, match=r"^the engine has failed: SystemExit\(\)$"):
+            call.result()
+    assert asyncio.run(engine.close())
+
+
+def test_an_error_of_a_call_is_its_callers(served):
+    async def main() -> None:
+        async with AsyncEngine(fresh(served[0])) as engine:
+            with pytest.raises(ZeroDivisionError):
+                await engine.call(lambda engine: 1 // 0)
+            assert (await engine.call(Engine.stats)).steps == 0
+
+    asyncio.run(main())
+
+
+def test_refusals_are_raised_by_the_stream_and_harm_no_other(served):
+    compiled, alone = served
+
+    async def main() -> None:
+        async with AsyncEngine(fresh(compiled, num_blocks=20)) as engine:
+            good = engine.generate(PROMPTS[0], PARAMS, request_id="same")
+            with pytest.raises(RequestError, match=r"^request 'same' is already active$"):
+                await last(engine.generate(PROMPTS[1], PARAMS, request_id="same"))
+            with pytest.raises(RequestError, match="outside the vocabulary of 1024"):
+                await last(engine.generate([5000], PARAMS))
+            with pytest.raises(RequestTooLargeError):
+                await last(engine.generate(PROMPTS[0], GenerationParams(max_tokens=300)))
+            refused = engine.generate([5000], PARAMS)
+            with pytest.raises(RequestError):
+                await anext(refused)
+            assert [output async for output in refused] == []
+            with pytest.raises(RequestError, match="max_new_tokens must be at least 1, got 0"):
+                engine.generate([1], GenerationParams(max_tokens=0))
+            assert (await last(good)).token_ids == tuple(alone[0])
+
+    asyncio.run(main())
+
+
+def test_a_stream_is_for_one_task_of_one_loop(served):
+    inner = fresh(served[0])
+    gate = Gate(inner)
+
+    async def main() -> None:
+        async with AsyncEngine(inner) as engine:
+            stream = engine.generate(PROMPTS[0], PARAMS, request_id="a")
+            reader = asyncio.create_task(last(stream))
+            await asyncio.sleep(0)
+            text = r"^the stream of request 'a' is in use by another task$"
+            with pytest.raises(StreamError, match=text):
+                await anext(stream)
+            text = r"^the stream of request 'a' belongs to another event loop$"
+            with ThreadPoolExecutor(1) as pool, pytest.raises(StreamError, match=text):
+                pool.submit(asyncio.run, one(stream)).result()
+            gate.open()
+            assert (await reader).finish_reason == "length"
+
+    asyncio.run(main())
+
+
+async def one(stream: OutputStream) -> GenerationOutput:
+    return await anext(stream)
+
+
+# Closing
+
+
+def test_closing_drains_or_aborts(served):
+    compiled, alone = served
+
+    async def main(drain: bool) -> GenerationOutput:
+        inner = fresh(compiled)
+        gate = Gate(inner)
+        engine = AsyncEngine(inner)
+        stream = engine.generate(PROMPTS[0], PARAMS)
+        gate.allow(4)
+        await read_until(stream, 1)
+        closing = asyncio.create_task(engine.close(drain=drain))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineClosedError, match=r"^the engine is closed$"):
+            engine.generate(PROMPTS[0], PARAMS)
+        with pytest.raises(EngineClosedError, match=r"^the engine is closed$"):
+            await engine.call(Engine.stats)
+        gate.open()
+        assert await closing
+        assert await engine.close()  # again
+        assert_nothing_leaked(inner)
+        return await last(stream)
+
+    drained = asyncio.run(main(drain=True))
+    assert (drained.token_ids, drained.finish_reason) == (tuple(alone[0]), "length")
+    aborted = asyncio.run(main(drain=False))
+    assert aborted.finish_reason == "abort"
+
+
+def test_a_second_close_aborts_what_the_first_one_waits_for(served):
+    inner = fresh(served[0])
+    gate = Gate(inner)
+
+    async def main() -> None:
+        engine = AsyncEngine(inner)
+        stream = engine.generate(PROMPTS[0], GenerationParams(max_tokens=200))
+        draining = asyncio.create_task(engine.close())
+        await asyncio.sleep(0)
+        aborting = asyncio.create_task(engine.close(drain=False))
+        await asyncio.sleep(0)
+        gate.open()
+        assert await draining and await aborting
+        assert (await last(stream)).finish_reason == "abort"
+
+    asyncio.run(main())
+
+
+def test_leaving_with_an_error_aborts(served):
+    inner = fresh(served[0])
+    streams = []
+
+    async def main() -> None:
+        async with AsyncEngine(inner) as engine:
+            streams.append(engine.generate(PROMPTS[0], GenerationParams(max_tokens=300)))
+            await anext(streams[0])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(main())
+    assert streams[0]._delivery.finish_reason == "abort"
+    assert_nothing_leaked(inner)
+
+
+def test_an_engine_that_is_dropped_ends_its_thread_but_not_under_a_stream(served):
+    compiled, alone = served
+
+    async def main() -> None:
+        engine = AsyncEngine(fresh(compiled))
+        ended, stream = engine._thread.ended, engine.generate(PROMPTS[0], PARAMS)
+        del engine
+        gc.collect()
+        assert (await last(stream)).token_ids == tuple(alone[0])
+        assert not ended.done()
+        del stream
+        gc.collect()
+        assert await asyncio.wrap_future(ended)
+
+    asyncio.run(main())
+
+
+EXIT = """
+from radixkv.scheduler.serving import AsyncEngine
+
+class Idle:
+    has_work = False
+    def close(self, timeout_s):
+        print("closed")
+        return True
+
+engine = AsyncEngine(Idle())
+"""
+
+
+def test_a_program_may_end_without_closing_the_engine():
+    done = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "closed\n", "")
+
+
+def test_sampled_tokens_are_those_of_the_engine(served):
+    sampling = SamplingParams(temperature=1.1, top_k=50, seed=7)
+    [expected] = complete(fresh(served[0]), [PROMPTS[3]], NEW_TOKENS, [sampling])
+
+    async def main() -> None:
+        async with AsyncEngine(fresh(served[0])) as engine:
+            output = await last(engine.generate(PROMPTS[3], GenerationParams(NEW_TOKENS, sampling)))
+            assert output.token_ids == tuple(expected)
+
+    asyncio.run(main())
