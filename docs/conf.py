@@ -23,13 +23,17 @@ sys.path.insert(0, str(Path(__file__).parent / "_generate"))
 typing.GENERATING_DOCUMENTATION = "radixkv"  # type: ignore[attr-defined]  # jaxtyping: short names
 
 extensions = [
+    "chart",  # in _generate/
     "directives",  # in _generate/
     "names",  # in _generate/
+    "options",  # in _generate/
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.doctest",
     "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
     "sphinx_gallery.gen_gallery",
 ]
 exclude_patterns = ["_build", "_generate", "_generated/*.md", "examples/*.rst"]
@@ -37,6 +41,7 @@ default_role = "py:obj"  # single backticks in docstrings link to an object; dou
 html_theme = "furo"
 html_title = f"radixkv {release}"
 html_static_path = ["_static"]
+copybutton_exclude = ".linenos, .gp, .go"  # copy commands without prompts and output
 html_css_files = ["site.css"]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
@@ -58,7 +63,7 @@ nitpick_ignore_regex = [
     ("py:class", r"jax\._src\..*"),  # no page of JAX's documentation has it
     ("py:class", r"'.*'"),  # shapes in jaxtyping annotations
     ("py:class", r"radixkv\.scheduler\.models\.transformer\.Params"),  # a tree of arrays
-    ("py:class", r"~?(radixkv\..*)?(Kernel|PoolOrPools|ReportT|Made|W)"),  # type variables
+    ("py:class", r"~?(radixkv\..*)?(Kernel|PoolOrPools|ReportT|Made|T|W)"),  # type variables
     ("py:class", r"RefusalReason"),  # words, which `Refuse` lists
 ]
 

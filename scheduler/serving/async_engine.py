@@ -116,7 +116,7 @@ class OutputStream(AsyncIterator[GenerationOutput]):
     """The outputs of one request, for one task.
 
     Each output has all tokens so far, so that an iteration that comes late misses nothing. The last
-    one has a `finish_reason`. The request is aborted if the iteration is cancelled, and if the
+    one has a ``finish_reason``. The request is aborted if the iteration is cancelled, and if the
     stream is closed or dropped before its end.
     """
 

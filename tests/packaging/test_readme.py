@@ -1,8 +1,12 @@
-"""The README's example prints what it says, and the files that the docs name exist."""
+"""The README's example prints what it says, and what the docs name exists."""
 
+import argparse
 import doctest
 import re
+from collections.abc import Iterator
 from pathlib import Path
+
+from radixkv.scheduler.cli.main import build_parser
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -27,3 +31,19 @@ def test_the_files_that_the_docs_name_exist() -> None:
     roots = (ROOT, ROOT / "tests")  # tests/README.md names files beside it
     missing = [name for name in named if not any((root / name).is_file() for root in roots)]
     assert sorted(missing) == []
+
+
+def test_the_reference_describes_every_command() -> None:
+    page = (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8")
+    described = re.findall(r"^```\{command-options\} (.+)$", page, re.MULTILINE)
+    assert sorted(described) == sorted(_commands(build_parser()))
+
+
+def _commands(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Yield the commands that have no commands of their own."""
+    groups = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    if not groups:
+        yield parser.prog.removeprefix("radixkv ")
+    for group in groups:
+        for command in group.choices.values():
+            yield from _commands(command)

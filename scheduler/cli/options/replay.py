@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from .common import (
     NO_EVICT,
     Commands,
@@ -14,6 +16,11 @@ from .common import (
     add_trace_lines,
     integer,
 )
+
+# Those of the cost model, which --help does not load.
+MODELS: Final = ("llama3-8b", "llama3-70b", "qwen3-8b", "qwen3-32b")
+GPUS: Final = ("a100", "h100", "h200")
+DEFAULT_GPU: Final = "h200x2"
 
 
 def add_parser(commands: Commands) -> None:
@@ -34,8 +41,17 @@ def add_parser(commands: Commands) -> None:
     add_json(parser)
 
     simulation = parser.add_argument_group("simulation")
-    simulation.add_argument("--model", metavar="NAME", help="simulate the costs of this model")
-    simulation.add_argument("--gpu", metavar="NAME", help="simulate the costs of this GPU")
+    simulation.add_argument(
+        "--model",
+        metavar="NAME",
+        help=f"simulate the costs of this model: {' or '.join(MODELS)} (default: {MODELS[0]})",
+    )
+    simulation.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help=f"simulate the costs of this GPU: {' or '.join(GPUS)}, or several, as h100x4 "
+        f"(default: {DEFAULT_GPU})",
+    )
     simulation.add_argument(
         "--costs", metavar="FILE.json", help="costs that replace those of model and GPU"
     )

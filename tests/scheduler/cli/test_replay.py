@@ -11,8 +11,10 @@ import pytest
 
 from radixkv.kvcache.tiers.host_tier import HostConfig
 from radixkv.scheduler.cli import replay
+from radixkv.scheduler.cli.options import replay as options
 from radixkv.scheduler.replay import run as replay_run
 from radixkv.scheduler.replay.engine_run.real_run import RealRunConfig
+from radixkv.scheduler.replay.simulation import cost_model
 from radixkv.scheduler.replay.simulation.cluster import ClusterConfig
 from radixkv.scheduler.replay.simulation.single_node import SimulationConfig
 
@@ -193,3 +195,17 @@ def test_missing_costs_are_refused(radixkv: Any, trace: Path, tmp_path: Path) ->
     assert outcome.status == 2
     assert "none.json" in outcome.stderr
     assert outcome.stderr.count("\n") == 1
+
+
+def test_help_lists_the_models_and_the_gpus(radixkv: Any) -> None:
+    assert set(options.MODELS) == set(cost_model.MODELS)
+    assert set(options.GPUS) == set(cost_model.GPUS)
+    assert (options.MODELS[0], options.DEFAULT_GPU) == (
+        cost_model.DEFAULT_MODEL,
+        cost_model.DEFAULT_GPU,
+    )
+    text = " ".join(radixkv("replay", "--help").stdout.split())
+    models = "llama3-8b or llama3-70b or qwen3-8b or qwen3-32b (default: llama3-8b)"
+    assert f"simulate the costs of this model: {models}" in text
+    gpus = "a100 or h100 or h200, or several, as h100x4 (default: h200x2)"
+    assert f"simulate the costs of this GPU: {gpus}" in text
