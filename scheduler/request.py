@@ -97,7 +97,10 @@ class Request:
         prompt: read-only int32 array.
         output_tokens: tokens generated so far, including a stop token.
         status, finish_reason: see `RequestStatus`; the reason is None until the request ends.
+        max_kv_tokens: number of tokens that need KV at the limit; the last generated token does
+            not.
         num_computed: number of leading tokens whose KV is in the cache; 0 without a lease.
+        num_scheduled: number of leading tokens that are computed, or will be by steps in flight.
         num_hit_tokens: prompt tokens found on the device at the first admission.
         num_host_hit_tokens, num_storage_hit_tokens: prompt tokens that came from the host at the
             first admission, and from storage by way of the host.
@@ -143,13 +146,16 @@ class Request:
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.num_tokens = self.num_prompt_tokens = len(prompt)
+        self.max_kv_tokens = len(prompt) + self.max_new_tokens - 1
         self.num_computed = 0
+        self.num_scheduled = 0
         self.num_hit_tokens = 0
         self.num_host_hit_tokens = 0
         self.num_storage_hit_tokens = 0
         self.num_preemptions = 0
         self._tokens = np.empty(len(prompt) + self.max_new_tokens, np.int32)
         self._tokens[: len(prompt)] = prompt
+        self._num_written = len(prompt)  # the rest of the output is written when it is read
         self._read_only = self._tokens.view()
         self._read_only.flags.writeable = False
         self.prompt = self.tokens
@@ -157,9 +163,6 @@ class Request:
         self.arrival = 0
         self.has_begun = False  # set when the hits are counted
         self.num_prefill_tokens = 0
-        self.num_scheduled = 0  # leading tokens that are computed, or will be by steps in flight
-        self.num_steps = 0  # steps in flight that compute some of its tokens
-        self.num_unread = 0  # tokens that these steps sample
         self.num_lost_tokens = 0
         self.lease: Lease | None = None
         self.match: Match | None = None
@@ -171,12 +174,11 @@ class Request:
     @property
     def tokens(self) -> Int32Array:
         """Prompt and output: a read-only int32 view."""
-        return self._read_only[: self.num_tokens]
-
-    @property
-    def max_kv_tokens(self) -> int:
-        """Number of tokens that need KV at the limit; the last generated token does not."""
-        return self.num_prompt_tokens + self.max_new_tokens - 1
+        written, stop = self._num_written, self.num_tokens
+        if written < stop:
+            self._tokens[written:stop] = self.output_tokens[written - self.num_prompt_tokens :]
+            self._num_written = stop
+        return self._read_only[:stop]
 
     def max_blocks(self, block_size: int) -> int:
         """Return the number of blocks that the request holds at its limit."""
@@ -188,22 +190,17 @@ class Request:
         return self.num_computed < self.num_prefill_tokens
 
     @property
-    def can_decode(self) -> bool:
-        """Whether the next step can compute one more token of the output.
-
-        Its last token may be that of a step in flight, and is then the last one at the limit.
-        """
-        is_whole = self.num_scheduled >= self.num_prefill_tokens
-        return is_whole and len(self.output_tokens) + self.num_unread < self.max_new_tokens
+    def is_in_flight(self) -> bool:
+        """Whether a step in flight computes some of its tokens."""
+        return self.num_scheduled > self.num_computed
 
     def append(self, token: int) -> FinishReason | None:
         """Append a generated token; return the reason if the request ends with it."""
-        self._tokens[self.num_tokens] = token
         self.num_tokens += 1
         self.output_tokens.append(token)
         if token in self.stop_token_ids:
             return "stop"
-        return "length" if len(self.output_tokens) == self.max_new_tokens else None
+        return "length" if self.num_tokens > self.max_kv_tokens else None
 
     def __repr__(self) -> str:
         return (

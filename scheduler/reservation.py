@@ -40,7 +40,13 @@ HORIZON_CLIP_TOKENS = 4096
 
 
 class Reservation:
-    """Growth and guard over the admitted requests, for one round of admissions."""
+    """Growth and guard over the admitted requests, for one round of admissions.
+
+    Attributes:
+        num_target_blocks: blocks that the requests hold at the end of the horizon, together. It
+            does not fall before one of them leaves, so what it exceeds the blocks they hold by is
+            a lower bound of their growth in later rounds.
+    """
 
     def __init__(
         self,
@@ -53,6 +59,7 @@ class Reservation:
         self._horizon_tokens = (
             None if reserve_tokens is None else min(reserve_tokens, HORIZON_CLIP_TOKENS)
         )
+        self.num_target_blocks = 0
         self._growth = 0
         self._private = 0
         self._num_running = 0
@@ -69,11 +76,14 @@ class Reservation:
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
-    def _growth_of(self, request: Request, held: int, num_more: int = 0) -> int:
+    def _target_of(self, request: Request, num_more: int = 0) -> int:
         most = request.max_kv_tokens
         if self._horizon_tokens is not None:
             most = min(most, request.num_tokens + num_more + self._horizon_tokens)
-        return max(self._blocks(most) - held, 0)
+        return self._blocks(most)
+
+    def _growth_of(self, request: Request, held: int, num_more: int = 0) -> int:
+        return max(self._target_of(request, num_more) - held, 0)
 
     def _lack_of(self, request: Request, held: int, private: int) -> int:
         return self._blocks(request.max_kv_tokens) - held + private
@@ -81,7 +91,9 @@ class Reservation:
     def add(self, request: Request, held: int, private: int) -> None:
         """Count a request that runs or was just admitted."""
         self._num_running += 1
-        self._growth += self._growth_of(request, held)
+        target = self._target_of(request)
+        self.num_target_blocks += target
+        self._growth += max(target - held, 0)
         self._private += private
         self._neediest = max(self._neediest, self._lack_of(request, held, private))
 

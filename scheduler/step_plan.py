@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import cached_property
+from itertools import repeat
+from typing import Final, NamedTuple
 
-from .request import Request
+import numpy as np
+
+from ..kvcache import Int32Array
+from .request import Request, lease_of
 
 
 class Chunk(NamedTuple):
@@ -17,43 +22,76 @@ class Chunk(NamedTuple):
     length: int
 
 
-@dataclass(slots=True)
-class StepPlan:
-    """The chunks that one step computes.
+class DecodeRows(NamedTuple):
+    """Requests that compute one token each, by column.
 
     Attributes:
-        chunks: decode rows first (one token each), then prefill chunks. If there is none, all
-            requests wait; do not pass the plan to `MixedScheduler.update`.
-        num_decode: number of chunks that are decode rows.
+        requests: the requests, in order of admission.
+        starts: int32 ``[rows]``, position of the token of each.
+        table_rows: int32 ``[rows]``, `Lease.row` of each.
+    """
+
+    requests: Sequence[Request]
+    starts: Int32Array
+    table_rows: Int32Array
+
+
+_NO_IDS: Final = np.empty(0, np.int32)
+NO_ROWS: Final = DecodeRows((), _NO_IDS, _NO_IDS)
+
+
+@dataclass
+class StepPlan:
+    """The tokens that one step computes.
+
+    Attributes:
+        decode: requests that compute one token each.
+        prefill: chunks of prompts; they follow the decode rows.
         num_tokens: number of tokens in all chunks; at most the budget.
         admitted: requests that got their blocks; they may have to wait for copies into them.
         preempted: requests that lost their blocks.
     """
 
-    chunks: list[Chunk] = field(default_factory=list)
-    num_decode: int = 0
+    decode: DecodeRows = NO_ROWS
+    prefill: list[Chunk] = field(default_factory=list)
     num_tokens: int = 0
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
 
-    def add_decode(self, requests: Sequence[Request]) -> None:
-        """Append a token of each of some requests that decode, and count it as scheduled."""
-        for request in requests:
-            self.chunks.append(Chunk(request, request.num_scheduled, 1))
-            request.num_steps += 1
-            request.num_scheduled += 1
-            request.num_unread += 1
-        self.num_decode += len(requests)
-        self.num_tokens += len(requests)
+    @property
+    def num_decode(self) -> int:
+        """Number of chunks that are decode rows; they come first."""
+        return len(self.decode.requests)
 
-    def add(self, chunk: Chunk) -> None:
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks. Without one, all requests wait: there is nothing to `update`."""
+        return self.num_decode + len(self.prefill)
+
+    @cached_property
+    def chunks(self) -> list[Chunk]:
+        """What the step computes, as a list: decode rows first (one token each), then `prefill`."""
+        decode = zip(self.decode.requests, self.decode.starts.tolist(), repeat(1))
+        return [*map(Chunk._make, decode), *self.prefill]
+
+    @cached_property
+    def table_rows(self) -> Int32Array:
+        """The row of the block tables of each chunk, an int32 array; read it before `update`."""
+        rows = [lease_of(chunk.request).row for chunk in self.prefill]
+        return np.concatenate([self.decode.table_rows, np.array(rows, np.int32)])
+
+    def add_decode(self, rows: DecodeRows) -> None:
+        """Plan a token of each of some requests, and count it as scheduled."""
+        self.decode = rows
+        self.num_tokens += self.num_decode
+        for request in rows.requests:
+            request.num_scheduled += 1
+
+    def add_prefill(self, chunk: Chunk) -> None:
         """Append a chunk, and count its tokens as scheduled."""
-        self.chunks.append(chunk)
+        self.prefill.append(chunk)
         self.num_tokens += chunk.length
-        request = chunk.request
-        request.num_steps += 1
-        request.num_scheduled += chunk.length
-        request.num_unread += request.num_scheduled == request.num_tokens + request.num_unread
+        chunk.request.num_scheduled += chunk.length
 
 
 @dataclass

@@ -39,12 +39,16 @@ class BlockTables:
     Attributes:
         num_blocks: int32 ``[rows]``, number of blocks of each row.
         num_tokens: int32 ``[rows]``, number of tokens that each row has room for.
+        versions: int64 ``[rows]``, which changes when a lease takes the row, or published blocks
+            replace some of its blocks; not when it grows.
         live: bool ``[rows]``, whether a lease owns the row.
+        num_held: number of blocks of all rows.
     """
 
     def __init__(self) -> None:
         self.num_blocks = np.zeros(_FIRST_ROWS, np.int32)
         self.num_tokens = np.zeros(_FIRST_ROWS, np.int32)
+        self.versions = np.zeros(_FIRST_ROWS, np.int64)
         self.live = np.zeros(_FIRST_ROWS, np.bool_)
         self._free_rows = list(range(_FIRST_ROWS - 1, -1, -1))
         self._ids = np.zeros(_FIRST_IDS, np.int32)
@@ -52,7 +56,7 @@ class BlockTables:
         self._starts = np.zeros(_FIRST_ROWS, np.intp)
         self._rooms = np.zeros(_FIRST_ROWS, np.intp)
         self._end = 0  # of the last segment
-        self._num_held = 0  # blocks of all rows
+        self.num_held = 0
 
     # Reading
 
@@ -86,10 +90,11 @@ class BlockTables:
             rows = len(self.live)
             self.num_blocks = _doubled(self.num_blocks)
             self.num_tokens = _doubled(self.num_tokens)
-            self.live = _doubled(self.live)
+            self.versions, self.live = _doubled(self.versions), _doubled(self.live)
             self._starts, self._rooms = _doubled(self._starts), _doubled(self._rooms)
             self._free_rows = list(range(2 * rows - 1, rows - 1, -1))
         row = self._free_rows.pop()
+        self.versions[row] += 1
         self.live[row] = True
         return row
 
@@ -97,7 +102,7 @@ class BlockTables:
         """Empty a row and free it."""
         ids = self.row(row)
         ids[:] = 0
-        self._num_held -= len(ids)
+        self.num_held -= len(ids)
         self.num_blocks[row] = 0
         self.num_tokens[row] = 0
         self.live[row] = False
@@ -109,7 +114,7 @@ class BlockTables:
         """Make a row num_blocks long and return it. Write the new ids into it at once."""
         if num_blocks > self._rooms.item(row):
             self._move(row, num_blocks)
-        self._num_held += num_blocks - self.num_blocks.item(row)
+        self.num_held += num_blocks - self.num_blocks.item(row)
         self.num_blocks[row] = num_blocks
         start = self._starts.item(row)
         return self._ids[start : start + num_blocks]
@@ -127,7 +132,7 @@ class BlockTables:
             for row in rows[is_full].tolist():
                 self._move(row, self.num_blocks.item(row) + 1)
         self._ids[self._starts[rows] + columns] = ids
-        self._num_held += len(ids)
+        self.num_held += len(ids)
         self.num_blocks[rows] = columns + 1
 
     def _move(self, row: int, num_blocks: int) -> None:
@@ -155,7 +160,7 @@ class BlockTables:
 
     def _most_ids(self) -> int:
         """Return the size of an array of which the rows fill too little: four times its least."""
-        return 8 * self._num_held + 4 * _LEAST_ROOM * (len(self.live) - len(self._free_rows))
+        return 8 * self.num_held + 4 * _LEAST_ROOM * (len(self.live) - len(self._free_rows))
 
     # Checks
 
@@ -174,7 +179,7 @@ class BlockTables:
         # A row holds the padding sink past its blocks, and only there.
         assert ((self._ids != 0) == held).all(), "a block table has a hole, or entries past its end"
         # The array follows what the rows hold.
-        assert self._num_held == self.num_blocks.sum(), "the number of held blocks is wrong"
+        assert self.num_held == self.num_blocks.sum(), "the number of held blocks is wrong"
         assert len(self._ids) <= max(self._most_ids(), _KEPT_IDS), "the array did not shrink"
         # A row is live if and only if it is not free, and an unused row holds nothing.
         assert sorted(self._free_rows) == np.flatnonzero(~self.live).tolist(), (

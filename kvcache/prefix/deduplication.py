@@ -53,7 +53,7 @@ def deduplicate(
             num_copies += len(copies)
             theirs = tree.path_blocks(lease.node)
             ids[first:published] = np.frombuffer(theirs, INT32)[first:]
-            lease.num_replaced_blocks += len(copies)
+            lease._tables.versions[lease.row] += 1
         else:  # only the host had it; the lease's blocks stay
             assert tiers is not None, "a node is nowhere"
             own = ids[first : first + len(run) // block_bytes]

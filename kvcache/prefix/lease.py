@@ -93,7 +93,6 @@ class Lease:
         num_shared_blocks: number of blocks pinned in the tree.
         loading: operation that copies blocks into it; None when that has ended.
         num_promoted_blocks: number of blocks that the operation loaded from the host.
-        num_replaced_blocks: number of duplicates in its block table that publishing has replaced.
         num_ready_tokens: number of tokens with KV at admission, or after loading. Compute from
             there on.
         parking: whether it is being parked. It ends with that copy and cannot be used any more.
@@ -107,7 +106,6 @@ class Lease:
         "num_hit_blocks",
         "num_promoted_blocks",
         "num_ready_tokens",
-        "num_replaced_blocks",
         "num_shared_blocks",
         "parking",
         "row",
@@ -130,7 +128,6 @@ class Lease:
         self.num_shared_blocks = num_hit_blocks
         self.num_ready_tokens = num_ready_tokens
         self.num_promoted_blocks = 0
-        self.num_replaced_blocks = 0
         self.loading: OpId | None = None
         self.parking = False
 

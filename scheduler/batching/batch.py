@@ -72,6 +72,7 @@ class BatchScheduler:
         self.depth = as_count("depth", depth, minimum=1)
         self.in_flight: deque[StepPlan] = deque()
         self.is_paused = False
+        self._last_reservation = 0, Reservation((), manager.block_size, reserve_tokens)
         self._stats = SchedulerStats()
         self._leases = leases if leases is not None else ManagerLeases(manager, prefix_cache)
         self._receiving = receiving
@@ -145,8 +146,7 @@ class BatchScheduler:
         request.match = None
         if self._transfers is not None:
             self._transfers.forget(request)
-        if not request.num_steps:
-            self._leases.release(request)
+        self._release_ended(request)
 
     def reset_cache(self, keep: Collection[bytes], weights_revision: str) -> None:
         """See `MixedScheduler.reset_cache`."""
@@ -180,16 +180,17 @@ class BatchScheduler:
             self._begin_loaded()
         if not self._plan_decode(plan):
             return plan
-        for request in self.queues.running:
-            if request.num_scheduled < request.num_prefill_tokens:
-                self._plan_prefill(plan, request)
+        if plan.num_decode < len(self.queues.running):
+            for request in self.queues.running:
+                if request.num_scheduled < request.num_prefill_tokens:
+                    self._plan_prefill(plan, request)
         if not (plan.preempted or self.is_paused):
             self._admit(plan)
-        if plan.chunks:
+        if plan.num_chunks:
             self._stats.steps += 1
             self.in_flight.append(plan)
             self.manager.begin_step()
-        assert plan.chunks or not self.queues or self._is_waiting(), (
+        assert plan.num_chunks or not self.queues or self._is_waiting(), (
             "there is work, but nothing can be scheduled"
         )
         return plan
@@ -202,11 +203,11 @@ class BatchScheduler:
     def _plan_decode(self, plan: StepPlan) -> bool:
         """Plan a token of each decoding request; False if that must wait for steps in flight."""
         try:
-            decoding = self.preemption.extend_decoding(plan, is_ahead=bool(self.in_flight))
+            rows = self.preemption.extend_decoding(plan, is_ahead=bool(self.in_flight))
         except OutOfBlocksError:
             return False
-        plan.add_decode(decoding)
-        self._stats.decode_tokens += len(decoding)
+        plan.add_decode(rows)
+        self._stats.decode_tokens += plan.num_decode
         return True
 
     def _plan_prefill(self, plan: StepPlan, request: Request) -> None:
@@ -216,7 +217,7 @@ class BatchScheduler:
         start = request.num_scheduled
         length = min(request.num_tokens - start, self.token_budget - plan.num_tokens)
         if length > 0:
-            plan.add(Chunk(request, start, length))
+            plan.add_prefill(Chunk(request, start, length))
             self._stats.prefill_tokens += length
             lost = min(start + length, request.num_lost_tokens) - start
             self._stats.recomputed_tokens += max(lost, 0)
@@ -226,8 +227,11 @@ class BatchScheduler:
         queues = self.queues
         if not (queues.preempted or queues.waiting) or self._is_full(plan):
             return
-        reservation = self.reservation()
-        in_progress = {self._next_block(request) for request in queues.running} - {None}
+        reservation = None
+        prefilling = [
+            each for each in queues.running if each.num_computed < each.num_prefill_tokens
+        ]
+        in_progress = {self._next_block(request) for request in prefilling} - {None}
         for queue in (queues.preempted, queues.waiting):
             place = 0
             while place < len(queue):
@@ -240,6 +244,11 @@ class BatchScheduler:
                 match = request.match
                 assert match is not None, "a request is admitted without a match"
                 available = self.manager.available_after(match)
+                if reservation is None:
+                    if self._is_surely_refused(request, match, available):
+                        return
+                    reservation = self.reservation()
+                    self._last_reservation = queues.num_departures, reservation
                 if not reservation.allows(request, match.num_blocks, available):
                     return
                 if self._transfers is not None and self._transfers.fetch_parked(request):
@@ -262,6 +271,18 @@ class BatchScheduler:
         """Return the blocks to reserve for the requests that were admitted."""
         block_size, receiving = self.manager.block_size, self._receiving()
         return Reservation(self.queues.running, block_size, self.reserve_tokens, receiving)
+
+    def _is_surely_refused(self, request: Request, match: Match, available: int) -> bool:
+        """Tell, without a walk over the running requests, that they leave no room for another.
+
+        Until one of them leaves, they grow at least to what the last reservation counted.
+        """
+        num_departures, reservation = self._last_reservation
+        if num_departures != self.queues.num_departures:
+            return False
+        least_growth = reservation.num_target_blocks - self.manager.tables.num_held
+        private = -(-request.num_tokens // self.manager.block_size) - match.num_blocks
+        return available - private < least_growth
 
     def _must_wait(self, request: Request, in_progress: set[NextBlock | None]) -> bool:
         """Match a request; tell whether a block it needs is being copied or computed."""
@@ -325,26 +346,41 @@ class BatchScheduler:
     def update(self, plan: StepPlan, next_tokens: Sequence[int]) -> list[Request]:
         """See `MixedScheduler.update`."""
         self.check_results(plan, next_tokens)
+        tokens = list(map(int, next_tokens))
         self.in_flight.popleft()
         self.manager.end_step()
-        finished = []
+        finished: list[Request] = []
+        decode, prefill = plan.decode, plan.prefill
         block_size, running = self.manager.block_size, RequestStatus.RUNNING
-        for (request, start, length), token in zip(plan.chunks, next_tokens, strict=True):
-            request.num_steps -= 1
-            if request.status is not running:  # it ended while the step was in flight
-                if not request.num_steps:
-                    self._leases.release(request)
+        # The first loop runs once per token of the output of all requests.
+        stops = (decode.starts + 1).tolist()
+        for request, stop, token in zip(decode.requests, stops, tokens, strict=False):
+            request.num_computed = stop
+            if request.status is not running:
+                self._release_ended(request)
                 continue
+            if stop % block_size == 0:
+                self._leases.publish(request)
+            if (reason := request.append(token)) is not None:
+                self.end(request, reason)
+                finished.append(request)
+        for (request, start, length), token in zip(prefill, tokens[len(stops) :], strict=True):
             request.num_computed = start + length
+            if request.status is not running:
+                self._release_ended(request)
+                continue
             if request.num_computed // block_size > lease_of(request).num_shared_blocks:
                 self._leases.publish(request)
-            if request.num_computed == request.num_tokens:
-                request.num_unread -= 1
-                reason = request.append(int(token))
-                if reason is not None:
-                    self.end(request, reason)
-                    finished.append(request)
+            is_whole = request.num_computed == request.num_tokens
+            if is_whole and (reason := request.append(token)) is not None:
+                self.end(request, reason)
+                finished.append(request)
         return finished
+
+    def _release_ended(self, request: Request) -> None:
+        """Release the blocks of a request that ended in flight, with the last of its steps."""
+        if not request.is_in_flight:
+            self._leases.release(request)
 
     def is_next(self, plan: StepPlan) -> bool:
         """Tell whether a plan is the one to update next."""
@@ -358,7 +394,7 @@ class BatchScheduler:
         """
         if not self.is_next(plan):
             raise StepOrderError("update was called with a plan that is not in flight")
-        if len(next_tokens) != len(plan.chunks):
+        if len(next_tokens) != plan.num_chunks:
             raise StepOrderError(
-                f"update got {len(next_tokens)} tokens for {len(plan.chunks)} chunks"
+                f"update got {len(next_tokens)} tokens for {plan.num_chunks} chunks"
             )

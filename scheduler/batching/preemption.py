@@ -11,7 +11,7 @@ from ...kvcache import CacheManager, OutOfBlocksError
 from ...kvcache.prefix.lease import count_held
 from ..errors import ConfigError
 from ..request import Request, lease_of
-from ..step_plan import SchedulerStats, StepPlan
+from ..step_plan import NO_ROWS, DecodeRows, SchedulerStats, StepPlan
 from .leases import Leases
 from .queues import RequestQueues
 from .transfers import RequestTransfers
@@ -64,7 +64,7 @@ class Preemption:
         self._mode = mode
         self._stats = stats
 
-    def extend_decoding(self, plan: StepPlan, *, is_ahead: bool) -> list[Request]:
+    def extend_decoding(self, plan: StepPlan, *, is_ahead: bool) -> DecodeRows:
         """Extend the lease of every decoding request by a token.
 
         While blocks are short, requests are preempted, or wait if copies will free enough blocks.
@@ -79,19 +79,22 @@ class Preemption:
         Raises:
             OutOfBlocksError: if blocks are short while steps are in flight.
         """
-        queues, held_back = self._queues, set[Request]()
+        held_back = set[Request]()
         while True:
+            # The last token of a request may be that of a step in flight.
             decoding = [
                 request
-                for request in queues.running
-                if request.can_decode and request not in held_back
+                for request in self._queues.running
+                if request.num_prefill_tokens <= request.num_scheduled < request.max_kv_tokens
             ]
+            if held_back:
+                decoding = [request for request in decoding if request not in held_back]
             if not decoding:
-                return decoding
-            rows = np.fromiter((r.lease.row for r in decoding if r.lease), np.int32, len(decoding))
+                return NO_ROWS
+            rows = np.array([r.lease.row for r in decoding if r.lease is not None], np.int32)
             try:
                 self._manager.extend_batch(rows)
-                return decoding
+                return DecodeRows(decoding, self._manager.tables.num_tokens[rows] - 1, rows)
             except OutOfBlocksError as short:
                 if is_ahead:
                     raise

@@ -16,6 +16,7 @@ class RequestQueues:
         running: requests that hold blocks, in order of admission; some may still be loading.
         preempted: requests that lost their blocks, in the policy's order.
         waiting: requests that never held blocks, in the policy's order.
+        num_departures: number of times that a request left the running ones.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -23,6 +24,7 @@ class RequestQueues:
         self.running: list[Request] = []
         self.preempted: list[Request] = []
         self.waiting: list[Request] = []
+        self.num_departures = 0
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
 
@@ -53,6 +55,7 @@ class RequestQueues:
     def suspend(self, request: Request) -> None:
         """Move a running request to the preempted ones."""
         self.running.remove(request)
+        self.num_departures += 1
         request.status = RequestStatus.PREEMPTED
         insort(self.preempted, request, key=self.policy.order)
 
@@ -65,4 +68,5 @@ class RequestQueues:
             RequestStatus.WAITING: self.waiting,
         }[request.status]
         queue.remove(request)
+        self.num_departures += queue is self.running
         del self._requests[request.request_id]

@@ -50,7 +50,7 @@ def bench_step(
         prompt_tokens: length of each prompt.
         depth: most steps in flight.
         device_ms: time that the stand-in device takes for a step.
-        waiting: requests that wait for a slot all the time.
+        waiting: requests that wait for blocks all the time.
 
     Returns:
         The sizes, `host_us_per_step` (CPU time, `total` and by phase), `bytes_per_step` from the
@@ -66,7 +66,8 @@ def bench_step(
             f"max_model_len {max_model_len} is less than {prompt_tokens} prompt tokens and "
             f"{new_tokens} new ones"
         )
-    bench = _Bench(rows, max_model_len, depth, device_ms / 1000)
+    blocks_per_row = -(-(prompt_tokens + new_tokens) // BLOCK_SIZE)
+    bench = _Bench(rows, max_model_len, depth, device_ms / 1000, rows * blocks_per_row)
     bench.admit(rows, waiting, prompt_tokens, new_tokens)
     with quiet_heap():
         bench.measure()
@@ -115,11 +116,18 @@ class _StandInDevice:
 
 
 class _Bench:
-    def __init__(self, rows: int, max_model_len: int, depth: int, step_s: float) -> None:
+    def __init__(
+        self, rows: int, max_model_len: int, depth: int, step_s: float, num_blocks: int
+    ) -> None:
         width = -(-max_model_len // BLOCK_SIZE)
-        self.manager = CacheManager(rows * width, BLOCK_SIZE)
+        self.manager = CacheManager(num_blocks, BLOCK_SIZE)
+        # A slot is free for one more request, but its blocks are reserved for the rows.
         self.scheduler = MixedScheduler(
-            self.manager, token_budget=max(_TOKEN_BUDGET, rows), max_running=rows, depth=depth
+            self.manager,
+            token_budget=max(_TOKEN_BUDGET, rows + 1),
+            max_running=rows + 1,
+            depth=depth,
+            reserve_tokens=None,
         )
         self.device = _StandInDevice(step_s)
         self.spans_ns: dict[str, list[int]] = defaultdict(list)
@@ -137,7 +145,7 @@ class _Bench:
             self.scheduler.add(Request(str(number), supply.take(prompt_tokens), new_tokens))
         while len(self.scheduler.running) < rows or self.scheduler.running[-1].is_prefilling:
             plan = self.scheduler.schedule()
-            self.scheduler.update(plan, [0] * len(plan.chunks))
+            self.scheduler.update(plan, [0] * plan.num_chunks)
 
     def measure(self) -> None:
         """Decode, with as many steps in flight as the scheduler may have."""
@@ -154,15 +162,14 @@ class _Bench:
     def _start(self) -> None:
         with self._timed("schedule"):
             plan = self.scheduler.schedule()
-        chunks = plan.chunks
         with self._timed("pack"):
-            slots = self._batch.send(chunks)
-            shape = self._shapes.fit(plan.num_tokens, len(chunks))
             tables = self.manager.tables
-            packed = pack(chunks, slots, shape, tables, BLOCK_SIZE, plan.num_decode)
+            slots = self._batch.send(plan, tables)
+            shape = self._shapes.fit(plan.num_tokens, plan.num_chunks)
+            packed = pack(plan, slots, shape, tables, BLOCK_SIZE)
         self.num_bytes += packed.nbytes
         with self._timed("dispatch"):
-            tokens, self._batch.state = _step(jax.device_put(packed), self._batch.state, shape)
+            tokens, self._batch.state = _step(packed, self._batch.state, shape)
             tokens.copy_to_host_async()
         self._tokens.append(tokens)
         self._plans.append(plan)
@@ -172,7 +179,7 @@ class _Bench:
         self.device.wait()
         plan = self._plans.popleft()
         with self._timed("read"):
-            tokens = np.asarray(self._tokens.popleft()).tolist()[: len(plan.chunks)]
+            tokens = np.asarray(self._tokens.popleft()).tolist()[: plan.num_chunks]
         with self._timed("update"):
             self.scheduler.update(plan, tokens)
 

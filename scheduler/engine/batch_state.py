@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import jax
@@ -11,9 +10,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int32, UInt32
 
-from ...kvcache import Int32Array, Lease
+from ...kvcache import BlockTables, Int32Array
 from ..request import Request, lease_of
-from ..step_plan import Chunk
+from ..step_plan import StepPlan
 
 _NUM_SCALARS = 6
 _KEPT_TOKEN = -1
@@ -72,40 +71,57 @@ class DeviceBatch:
         # An empty request in slot 0 compiles the program.
         empty = np.zeros(width + _NUM_SCALARS, np.int32)
         self.state = _set_slot(BatchState.zeros(num_slots, width), empty)
-        self._slots: dict[Lease, int] = {}
-        self._free = list(range(num_slots))
-        self._sent = [0] * num_slots  # `Lease.num_replaced_blocks` at that time
+        self._has_draws = np.zeros(num_slots, np.bool_)
+        self._forget(BlockTables())
 
-    def send(self, chunks: Sequence[Chunk]) -> list[int]:
-        """Send the requests of a step that the device does not know; return the slots of all."""
-        leases = [lease_of(chunk.request) for chunk in chunks]
-        slots = [self._slots.get(lease, -1) for lease in leases]
-        stale = [
-            index
-            for index, (slot, lease) in enumerate(zip(slots, leases, strict=True))
-            if slot < 0 or self._sent[slot] != lease.num_replaced_blocks
-        ]
-        for index in stale:
-            chunk, lease = chunks[index], leases[index]
-            is_read = chunk.start < chunk.request.num_tokens
-            if slots[index] < 0:
-                assert is_read, f"the last token of {chunk.request!r} is lost with its slot"
-                slots[index] = self._slots[lease] = self._take(leases)
-            self._sent[slots[index]] = lease.num_replaced_blocks
-            last_token = chunk.request.tokens[-1] if is_read else _KEPT_TOKEN
-            packed = _pack_request(chunk.request, last_token, slots[index], self.width)
-            self.state = _set_slot(self.state, jax.device_put(packed))
-        return slots
+    def _forget(self, tables: BlockTables) -> None:
+        """Free all slots: the device knows no request of these tables."""
+        self._tables = tables
+        self._rows = np.full(self.num_slots, -1, np.int32)  # of the tables, by slot; -1: free
+        self._slots = np.full(len(tables.live), -1, np.int32)  # by row of the tables; -1: none
+        self._sent = np.zeros(len(tables.live), np.int64)  # version of a row that was sent
 
-    def _take(self, in_step: Collection[Lease]) -> int:
-        """Take a free slot, one of a lease that was released, or one that the step does not use."""
-        if not self._free:
-            ended = [lease for lease in self._slots if lease.row < 0]
-            if not ended:
-                used = set(in_step)
-                ended = [next(lease for lease in self._slots if lease not in used)]
-            self._free = [self._slots.pop(lease) for lease in ended]
-        return self._free.pop()
+    def send(self, plan: StepPlan, tables: BlockTables) -> Int32Array:
+        """Send the requests of a step that the device does not know.
+
+        Returns:
+            int32 ``[chunks]``, the slot of each.
+        """
+        if tables is not self._tables:
+            self._forget(tables)
+        if (num_new := len(tables.live) - len(self._slots)) > 0:
+            self._slots = np.pad(self._slots, (0, num_new), constant_values=-1)
+            self._sent = np.pad(self._sent, (0, num_new))
+        rows = plan.table_rows
+        is_known = (self._slots[rows] >= 0) & (self._sent[rows] == tables.versions[rows])
+        for index in np.flatnonzero(~is_known).tolist():
+            request, start, _ = plan.chunks[index]
+            row = rows.item(index)
+            is_read = start < request.num_tokens
+            if self._slots[row] < 0:
+                assert is_read, f"the last token of {request!r} is lost with its slot"
+                self._take_slot(row, rows)
+            self._sent[row] = tables.versions[row]
+            slot = self._slots.item(row)
+            self._has_draws[slot] = request.sampling.temperature > 0
+            last_token = request.tokens[-1] if is_read else _KEPT_TOKEN
+            packed = _pack_request(request, last_token, slot, self.width)
+            self.state = _set_slot(self.state, packed)
+        return self._slots[rows]
+
+    def has_draws(self, slots: Int32Array) -> bool:
+        """Tell whether any request in these slots has a temperature above 0."""
+        return bool(self._has_draws[slots].any())
+
+    def _take_slot(self, row: int, in_step: Int32Array) -> None:
+        """Give a row of the tables a slot that is free, or that the step does not use."""
+        is_free = (self._rows < 0) | ~self._tables.live[self._rows]
+        if not is_free.any():
+            is_free = ~np.isin(self._rows, in_step)
+        slot = int(np.argmax(is_free))
+        if self._rows[slot] >= 0:
+            self._slots[self._rows[slot]] = -1
+        self._rows[slot], self._slots[row] = row, slot
 
 
 def _pack_request(

@@ -130,11 +130,13 @@ class Engine:
             return finished
         plan = self.scheduler.schedule()
         self._runner.start(plan)
-        if plan.chunks:
+        if plan.num_chunks:
             self._in_flight.append(plan)
-        if self._in_flight and (not plan.chunks or len(self._in_flight) == self.scheduler.depth):
+        if self._in_flight and (
+            not plan.num_chunks or len(self._in_flight) == self.scheduler.depth
+        ):
             self._read()
-        elif not plan.chunks:
+        elif not plan.num_chunks:
             self._runner.wait()
         finished, self._finished = self._finished, []
         return finished

@@ -157,13 +157,13 @@ class ModelRunner:
     def step(self, plan: StepPlan) -> list[int]:
         """Dispatch copies, compute a plan, and return the token sampled after each chunk."""
         self.start(plan)
-        return self.read() if plan.chunks else []
+        return self.read() if plan.num_chunks else []
 
     def start(self, plan: StepPlan) -> None:
         """Dispatch copies and a plan, without waiting for its results; see `read`."""
         with self.counting_compilations():
             self.dispatch()
-            if plan.chunks:
+            if plan.num_chunks:
                 self._results.append(self._run(plan))
 
     def read(self) -> list[int]:
@@ -192,23 +192,22 @@ class ModelRunner:
             self._tiers.wait()
 
     def _run(self, plan: StepPlan) -> _Results:
-        chunks = plan.chunks
-        slots = self._batch.send(chunks)
-        shape = self._shapes.fit(plan.num_tokens, len(chunks))
-        tables, block_size = self.manager.tables, self.manager.block_size
-        packed = pack(chunks, slots, shape, tables, block_size, plan.num_decode)
+        tables = self.manager.tables
+        slots = self._batch.send(plan, tables)
+        shape = self._shapes.fit(plan.num_tokens, plan.num_chunks)
+        packed = pack(plan, slots, shape, tables, self.manager.block_size)
         next_tokens, self._batch.state = self._programs.run(
             shape,
             self.model.params,
-            jax.device_put(packed),
+            packed,
             self._batch.state,
             self.arrays,
-            draws=any([chunk.request.sampling.temperature > 0 for chunk in chunks]),
+            draws=self._batch.has_draws(slots),
         )
         self._steps += 1
         self._padding_tokens += shape.num_tokens - plan.num_tokens
         next_tokens.copy_to_host_async()
-        return _Results(next_tokens, len(chunks))
+        return _Results(next_tokens, plan.num_chunks)
 
     def check_params(self, params: Params, weights_revision: str) -> None:
         """Check new weights before `set_params`.

@@ -95,7 +95,7 @@ class Programs:
         self,
         shape: Shape,
         params: Params,
-        packed: Int32[Array, " packed"],
+        packed: Int32Array,
         state: BatchState,
         arrays: BlockArrays,
         *,

@@ -12,7 +12,6 @@ request stay on the device (`BatchState`)::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,7 +22,7 @@ from jaxtyping import Array, Int32
 from ...kvcache import BlockTables, Int32Array
 from ..models import Batch
 from ..request import lease_of
-from ..step_plan import Chunk
+from ..step_plan import StepPlan
 from .batch_state import BatchState
 from .sampling import SamplingBatch
 
@@ -93,48 +92,39 @@ class Shapes:
 
 
 def pack(
-    chunks: Sequence[Chunk],
-    slots: Sequence[int],
-    shape: Shape,
-    tables: BlockTables,
-    block_size: int,
-    num_decode: int = 0,
+    plan: StepPlan, slots: Int32Array, shape: Shape, tables: BlockTables, block_size: int
 ) -> Int32Array:
     """Write the arrays of a step into one int32 vector.
 
     Padding rows have no tokens, and padding tokens write no KV. Tokens in shared blocks write none
-    either: these blocks are immutable and already hold that KV.
+    either: these blocks are immutable and already hold that KV. A decode row never has one.
 
     Args:
-        chunks: chunks of the step.
-        slots: place of each chunk's request in the batch on the device.
+        plan: the step. The token of a decode row is the last one of its request, which is on the
+            device.
+        slots: int32 ``[chunks]``, place of each chunk's request in the batch on the device.
         shape: shape of the program.
         tables: block tables of the requests.
         block_size: tokens per block.
-        num_decode: number of leading chunks whose token is the last one of their request, which is
-            on the device.
     """
     packed = np.zeros(shape.packed_size, np.int32)
     tokens = packed[: shape.num_tokens]
     slot, kv_lengths, q_lengths, write_from, last_blocks = _rows(packed, shape)
-    slot[:] = NO_SLOT
-    leases = [lease_of(chunk.request) for chunk in chunks]
-    num_rows = len(chunks)
+    num_decode, num_rows = plan.num_decode, plan.num_chunks
     slot[:num_rows] = slots
-    q_lengths[:num_rows] = [chunk.length for chunk in chunks]
-    kv_lengths[:num_rows] = [chunk.start for chunk in chunks]
-    kv_lengths += q_lengths
-    write_from[:num_rows] = [lease.num_shared_blocks for lease in leases]
-    write_from *= block_size
-    columns = (kv_lengths[:num_rows] - 1) // block_size
-    rows = np.array([lease.row for lease in leases], np.int32)
-    last_blocks[:num_rows] = tables.at(rows, columns)
+    slot[num_rows:] = NO_SLOT
     tokens[:num_decode] = -1
+    kv_lengths[:num_decode] = plan.decode.starts
+    q_lengths[:num_decode] = 1
     cursor = num_decode
-    for chunk in chunks[num_decode:]:
-        stop = cursor + chunk.length
-        tokens[cursor:stop] = chunk.request.tokens[chunk.start : chunk.start + chunk.length]
-        cursor = stop
+    for row, (request, start, length) in enumerate(plan.prefill, start=num_decode):
+        kv_lengths[row], q_lengths[row] = start, length
+        write_from[row] = lease_of(request).num_shared_blocks * block_size
+        tokens[cursor : cursor + length] = request.tokens[start : start + length]
+        cursor += length
+    kv_lengths += q_lengths
+    columns = (kv_lengths[:num_rows] - 1) // block_size
+    last_blocks[:num_rows] = tables.at(plan.table_rows, columns)
     return packed
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from types import ModuleType
 from typing import Any, Final
@@ -194,7 +195,7 @@ class MixedAdapter:
         scheduler, plan = self.scheduler, self.plans[0]
         other = self.plans[-1]
         if other is plan:
-            other = self.package.StepPlan(list(plan.chunks))
+            other = copy(plan)
         try:
             if what == "schedule too far ahead" and len(self.plans) == self.depth:
                 scheduler.schedule()

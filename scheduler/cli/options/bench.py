@@ -83,7 +83,7 @@ def add_parser(commands: Commands) -> None:
         type=integer(0),
         metavar="N",
         default=0,
-        help="requests that wait for a slot (default: %(default)s)",
+        help="requests that wait for blocks (default: %(default)s)",
     )
     add_json(step)
     step.set_defaults(benchmark="step")

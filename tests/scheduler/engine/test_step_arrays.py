@@ -14,7 +14,7 @@ from radixkv.scheduler.engine import step_arrays as batching
 from radixkv.scheduler.engine.batch_state import DeviceBatch
 from radixkv.scheduler.engine.step_arrays import Shape, Shapes, pack, power_of_two_buckets, unpack
 from radixkv.scheduler.request import GREEDY, Request, SamplingParams, lease_of
-from radixkv.scheduler.step_plan import Chunk
+from radixkv.scheduler.step_plan import Chunk, DecodeRows, StepPlan
 
 BLOCK_SIZE = 4
 
@@ -33,11 +33,22 @@ def running(
     return request
 
 
+def plan_of(chunks: list[Chunk], num_decode: int = 0) -> StepPlan:
+    """Return a plan of chunks, the first of which are decode rows."""
+    first = chunks[:num_decode]
+    starts = np.array([chunk.start for chunk in first], np.int32)
+    rows = np.array([lease_of(chunk.request).row for chunk in first], np.int32)
+    decode = DecodeRows([chunk.request for chunk in first], starts, rows)
+    return StepPlan(decode, chunks[num_decode:], sum(chunk.length for chunk in chunks))
+
+
 def unpacked(chunks, shape: Shape, manager: CacheManager, *, width: int, num_decode: int = 0):
     """Send the requests to a device that knows none, and unpack a step of theirs."""
+    plan = plan_of(chunks, num_decode)
+    assert plan.chunks == chunks and plan.num_chunks == len(chunks)
     device = DeviceBatch(shape.num_rows, width)
-    slots = device.send(chunks)
-    packed = pack(chunks, slots, shape, manager.tables, manager.block_size, num_decode)
+    slots = device.send(plan, manager.tables)
+    packed = pack(plan, slots, shape, manager.tables, manager.block_size)
     assert packed.dtype == np.int32 and packed.shape == (shape.packed_size,)
     batch, sampling, _, _ = unpack(jnp.asarray(packed), device.state, shape, manager.block_size)
     return jax.tree.map(np.asarray, (batch, sampling))
@@ -260,10 +271,10 @@ class DeviceWorld:
     def step(self, chosen: list[Request]) -> None:
         """Compute the last token of some requests: the device must know all of each."""
         chunks = [Chunk(request, request.num_tokens - 1, 1) for request in chosen]
-        slots = self.device.send(chunks)
-        assert len(set(slots)) == len(slots)
-        tables = self.manager.tables
-        packed = pack(chunks, slots, self.shape, tables, BLOCK_SIZE, num_decode=len(chunks))
+        plan, tables = plan_of(chunks, len(chunks)), self.manager.tables
+        slots = self.device.send(plan, tables)
+        assert len(set(slots.tolist())) == len(slots)
+        packed = pack(plan, slots, self.shape, tables, BLOCK_SIZE)
         state = self.device.state
         batch, sampling, state, rows = step_of(jnp.asarray(packed), state, self.shape)
         for row, request in enumerate(chosen):
@@ -317,7 +328,9 @@ def test_a_replaced_duplicate_is_sent_again():
     world.admit([1] * 5)
     world.admit([1] * 5)
     first, second = world.requests
+    versions = world.manager.tables.versions.copy()
     world.step([first, second])  # the second one's first block is replaced by the first one's
     assert lease_of(first).block_table[0] == lease_of(second).block_table[0]
-    assert lease_of(second).num_replaced_blocks == 1
+    changed = np.flatnonzero(world.manager.tables.versions != versions)
+    assert changed.tolist() == [lease_of(second).row]
     world.step([second, first])

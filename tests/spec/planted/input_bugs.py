@@ -81,11 +81,10 @@ SCHEDULER_INPUT_BUGS: Final = (
         "an update takes the tokens out of the list of its caller",
         "batching/batch.py",
         (
-            "        self.manager.end_step()\n        finished = []\n",
-            "        self.manager.end_step()\n        finished = []\n"
+            "        tokens = list(map(int, next_tokens))\n",
+            "        tokens = list(map(int, next_tokens))\n"
             "        if isinstance(next_tokens, list):\n"
-            "            next_tokens, taken = list(next_tokens), next_tokens\n"
-            "            taken.clear()\n",
+            "            next_tokens.clear()\n",
         ),
     ),
 )

@@ -5,16 +5,15 @@ from __future__ import annotations
 from .plant import bug
 
 BATCH, PREEMPTION = "batching/batch.py", "batching/preemption.py"
-REQUEST, STEP_PLAN = "request.py", "step_plan.py"
 
 AHEAD_BUGS = (
     bug(
         "the first of two steps in flight gives up the blocks",
         BATCH,
         (
-            "                if not request.num_steps:\n"
-            "                    self._leases.release(request)\n",
-            "                self._leases.release(request)\n",
+            "        if not request.is_in_flight:\n            self._leases.release(request)\n\n"
+            "    def is_next(",
+            "        self._leases.release(request)\n\n    def is_next(",
         ),
         seen_in="vllm-ascend #14055",
     ),
@@ -32,35 +31,38 @@ AHEAD_BUGS = (
     ),
     bug(
         "a step ahead computes the last token again",
-        STEP_PLAN,
-        ("Chunk(request, request.num_scheduled, 1)", "Chunk(request, request.num_computed, 1)"),
+        PREEMPTION,
+        (
+            "self._manager.tables.num_tokens[rows] - 1",
+            "np.array([request.num_computed for request in decoding], np.int32)",
+        ),
     ),
     bug(
         "a step ahead goes past the limit of a request",
-        REQUEST,
+        PREEMPTION,
         (
-            "is_whole and len(self.output_tokens) + self.num_unread < self.max_new_tokens",
-            "is_whole",
+            "request.num_prefill_tokens <= request.num_scheduled < request.max_kv_tokens",
+            "request.num_prefill_tokens <= request.num_scheduled",
         ),
     ),
     bug(
         "a token after a stop token is kept",
         BATCH,
         (
-            "                if not request.num_steps:\n"
-            "                    self._leases.release(request)\n",
-            '                if request.finish_reason == "stop":\n'
-            "                    request.append(int(token))\n"
-            "                if not request.num_steps:\n"
-            "                    self._leases.release(request)\n",
+            "        if not request.is_in_flight:\n            self._leases.release(request)\n\n"
+            "    def is_next(",
+            '        if request.finish_reason == "stop":\n'
+            "            request.append(0)\n"
+            "        if not request.is_in_flight:\n            self._leases.release(request)\n\n"
+            "    def is_next(",
         ),
     ),
     bug(
         "blocks are published when their step is planned",
         BATCH,
         (
-            "            plan.add(Chunk(request, start, length))\n",
-            "            plan.add(Chunk(request, start, length))\n"
+            "            plan.add_prefill(Chunk(request, start, length))\n",
+            "            plan.add_prefill(Chunk(request, start, length))\n"
             "            if self.prefix_cache and self.depth > 1:\n"
             "                self.manager.publish(\n"
             "                    lease_of(request), request.tokens[: start + length]\n"

@@ -102,14 +102,21 @@ END_BUGS = (
     bug(
         "an abort in a step never gives the blocks back",
         BATCH,
-        ("self._leases.release(request)\n                continue", "continue"),
+        (
+            "self._release_ended(request)\n                continue\n            if stop %",
+            "continue\n            if stop %",
+        ),
+        (
+            "self._release_ended(request)\n                continue\n            if request.num_c",
+            "continue\n            if request.num_c",
+        ),
         seen_in="SGLang #9817",
     ),
     bug(
         "an abort takes the blocks of a running step",
         BATCH,
         (
-            "        if not request.num_steps:\n            self._leases.release(request)\n\n",
+            "        self._release_ended(request)\n\n",
             "        self._leases.release(request)\n\n",
         ),
         seen_in="vllm-ascend #14055, vLLM #52360",
@@ -128,18 +135,18 @@ END_BUGS = (
         "a request that ends by a stop token leaks its blocks",
         BATCH,
         (
-            "        if not request.num_steps:\n            self._leases.release(request)\n\n",
+            "        self._release_ended(request)\n\n",
             "        if reason == 'stop':\n            request.lease = None\n"
-            "        elif not request.num_steps:\n            self._leases.release(request)\n\n",
+            "        else:\n            self._release_ended(request)\n\n",
         ),
     ),
     bug(
         "an aborted request leaks its blocks, unseen",
         BATCH,
         (
-            "        if not request.num_steps:\n            self._leases.release(request)\n\n",
+            "        self._release_ended(request)\n\n",
             "        if reason == 'abort':\n            request.lease = None\n"
-            "        elif not request.num_steps:\n            self._leases.release(request)\n\n",
+            "        else:\n            self._release_ended(request)\n\n",
         ),
         unclaimed=("exact",),
         seen_in="llm-d #1138",
@@ -153,8 +160,8 @@ END_BUGS = (
         "one token more than the limit",
         REQUEST,
         (
-            "len(self.output_tokens) == self.max_new_tokens else None",
-            "len(self.output_tokens) > self.max_new_tokens else None",
+            "self.num_tokens > self.max_kv_tokens else None",
+            "self.num_tokens > self.max_kv_tokens + 1 else None",
         ),
     ),
     bug(
@@ -203,6 +210,11 @@ RESERVATION_BUGS = (
         seen_in="FastDeploy PR 8022: over-reservation",
     ),
     bug(
+        "the room of a request stays reserved when it has left",
+        "batching/queues.py",
+        ("        self.num_departures += queue is self.running\n", ""),
+    ),
+    bug(
         "the last block is never promised",
         RESERVATION,
         ("return left >= growth and", "return left > growth and"),
@@ -210,7 +222,7 @@ RESERVATION_BUGS = (
         elsewhere=(
             (
                 BATCH,
-                "assert plan.chunks or not self.queues or self._is_waiting(), (",
+                "assert plan.num_chunks or not self.queues or self._is_waiting(), (",
                 "assert True, (",
             ),
         ),
@@ -227,8 +239,8 @@ COUNT_BUGS = (
         "empty steps are counted",
         BATCH,
         (
-            "        if plan.chunks:\n",
-            "        self._stats.steps += not plan.chunks\n        if plan.chunks:\n",
+            "        if plan.num_chunks:\n",
+            "        self._stats.steps += not plan.num_chunks\n        if plan.num_chunks:\n",
         ),
     ),
 )

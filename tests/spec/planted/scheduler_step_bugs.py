@@ -36,9 +36,10 @@ STEP_BUGS = (
         "a request that was just admitted is planned twice",
         BATCH,
         (
-            """        for request in self.queues.running:
-            if request.num_scheduled < request.num_prefill_tokens:
-                self._plan_prefill(plan, request)
+            """        if plan.num_decode < len(self.queues.running):
+            for request in self.queues.running:
+                if request.num_scheduled < request.num_prefill_tokens:
+                    self._plan_prefill(plan, request)
         if not (plan.preempted or self.is_paused):
             self._admit(plan)
 """,
@@ -106,7 +107,7 @@ STEP_BUGS = (
     bug(
         "the token after half a prompt is used",
         BATCH,
-        ("if request.num_computed == request.num_tokens:", "if request.is_prefilling or True:"),
+        ("is_whole = request.num_computed == request.num_tokens", "is_whole = True"),
         seen_in="FastDeploy PR 3292",
     ),
     bug(
@@ -259,8 +260,9 @@ ADMISSION_BUGS = (
         "the last token is thought to need a block",
         REQUEST,
         (
-            "return self.num_prompt_tokens + self.max_new_tokens - 1",
-            "return self.num_prompt_tokens + self.max_new_tokens",
+            "self.max_kv_tokens = len(prompt) + self.max_new_tokens - 1",
+            "self.max_kv_tokens = len(prompt) + self.max_new_tokens",
         ),
+        ("self.num_tokens > self.max_kv_tokens else", "self.num_tokens >= self.max_kv_tokens else"),
     ),
 )
